@@ -108,10 +108,10 @@ def run(options: argparse.Namespace, fleet: Fleet) -> int:
     model = client.models.list().data[0].id
     work = variants(options.streams)
 
-    print(f"{len(work)} streams, left alone ...", flush=True)
+    print(f"{len(work)} streams, undisturbed ...", flush=True)
     undisturbed = run_all(client, model, work)
     print(f"  {sum(c.completion_tokens for c in undisturbed):,} tokens")
-    print("the same, moved about at random ...", flush=True)
+    print("the same, migrated at random ...", flush=True)
     with Mover(fleet, options.seed) as mover:
         moved = run_all(client, model, work)
 

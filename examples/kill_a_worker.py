@@ -94,7 +94,7 @@ def run(url: str, svg: Path | None, fleet: Fleet) -> int:
     recording = Recording(fleet.instances())
     console.print(f"[bold]$ python -m examples.kill_a_worker[/]\ninstances: {', '.join(fleet.instances())}")
     alone = stream_chat(client, model, PROMPT, SAMPLING)
-    console.print(f"the answer, left alone: {alone.completion_tokens} tokens; now the same request again")
+    console.print(f"the answer, undisturbed: {alone.completion_tokens} tokens; now the same request again")
     length = len(alone.reasoning) + len(alone.answer)
     once = Once()
     moved = threading.Event()
@@ -111,11 +111,11 @@ def run(url: str, svg: Path | None, fleet: Fleet) -> int:
         if record.state == types_pb2.MIGRATION_STATE_COMMITTED:
             recording.here = target
             console.print(
-                f"moved {recording.name(source)} -> {recording.name(target)} with its KV cache: "
+                f"migrated {recording.name(source)} -> {recording.name(target)} with its KV cache: "
                 f"{record.bytes / 2**20:.1f} MiB, paused {record.pause_ms:.0f} ms"
             )
         else:
-            console.print(f"the move was given up: {record.error}")
+            console.print(f"the migration was aborted: {record.error}")
         moved.set()
 
     def kill(chat: Chat) -> None:
@@ -144,7 +144,7 @@ def run(url: str, svg: Path | None, fleet: Fleet) -> int:
     console.print(recording.text())
     console.print(
         f"\nlongest gap between two pieces of text: {recording.longest_gap_s:.2f} s; "
-        f"text and usage equal to the answer left alone: [bold]{'yes' if equal else 'NO'}[/]"
+        f"text and usage equal to the undisturbed answer: [bold]{'yes' if equal else 'NO'}[/]"
     )
     if svg is not None:
         picture = console.export_svg(title="an answer that outlives its worker")

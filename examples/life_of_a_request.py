@@ -108,7 +108,7 @@ class Story:
         # Both long ones are ahead of the request by so much that they stay larger than it.
         larger = self.neighbour("aaaa", "worker-2", 900)
         large = self.neighbour("bbbb", "worker-3", 600)
-        print("worker-2 and worker-3 are busy with long requests; now the request itself", flush=True)
+        print("worker-2 and worker-3 are busy with long requests; now the traced request", flush=True)
         answer = self.ask()
         self.moved(1)
         beside = self.neighbour("cccc", "worker-1", 1)
@@ -117,7 +117,9 @@ class Story:
         beside.leave()
         self.policy("cascade")
         self.moved(3)
-        print("the user of the longest request leaves, so that the stage is out of balance", flush=True)
+        print(
+            "the client of the longest request disconnects, so that the stage is out of balance", flush=True
+        )
         (larger if self.where(self.chat.request_id) != self.where(larger.request_id) else large).leave()
         self.moved(4)
         chat = answer.result(timeout=120)
@@ -189,7 +191,7 @@ class Story:
         wait_until(lambda: len(self.moves()) >= count, f"move {count}: {MOVES[count - 1][0]}")
         last = self.moves()[-1]
         way = f"{last.source_instance_id} -> {last.target_instance_id}"
-        print(f"  moved {way}: {last.reason}, by {last.policy}, pause {last.pause_ms:.0f} ms", flush=True)
+        print(f"  migrated {way}: {last.reason}, by {last.policy}, pause {last.pause_ms:.0f} ms", flush=True)
 
     def trace(self) -> bytes:
         """Its spans, once the one of its whole life has come."""
@@ -241,7 +243,7 @@ def tell(story: Story) -> int:
     right = check(REQUEST, chat.reasoning, chat.answer).right
     moves = [(move.reason, move.policy) for move in story.moves()]
     print_figures(render_tree(story.trace()))
-    print(f"answer right: {'yes' if right else 'NO'}; moves: {len(moves)}")
+    print(f"answer right: {'yes' if right else 'NO'}; migrations: {len(moves)}")
     return 0 if right and moves == MOVES else 1
 
 

@@ -56,7 +56,7 @@ def run(options: argparse.Namespace, fleet: Fleet) -> int:
         with moving:
             here = fleet.find(chat.request_id)
             if here is None:
-                print("the request ended before it could be moved", file=sys.stderr)
+                print("the request ended before it could be migrated", file=sys.stderr)
                 return
             others = [i for i in fleet.instances() if i != here.instance_id]
             record = fleet.migrate(here.request_id, others[len(records) % len(others)])

@@ -44,8 +44,8 @@ _ADOPTIONS = "tailrace_frontend_adoptions_total"
 _RECOVERIES = "tailrace_frontend_recoveries_total"
 _STREAMS = "tailrace_frontend_streams"
 _HEAD = (
-    *("process", "to end, s", "until in use, s"),
-    *("streams", "finished", "moved", "computed anew", "errors", "different"),
+    *("process", "until exit, s", "until in use, s"),
+    *("streams", "finished", "migrated", "recomputed", "errors", "different"),
 )
 
 
@@ -257,11 +257,11 @@ def shown(row: Row) -> str:
 def run(folder: RunFolder, state: RunState, names: Sequence[str], work: Work, kill: bool) -> list[Row]:
     """Restart these parts under this work; prints and returns the rows. Raises PartFailed."""
     client, model = direct_client(f"{state.http}/v1"), state.model
-    print(f"{len(work)} streams, left alone ...", flush=True)
+    print(f"{len(work)} streams, undisturbed ...", flush=True)
     expected = run_all(client, model, list(work))
     print(f"  {sum(chat.completion_tokens for chat in expected):,} tokens")
     how = "killed" if kill else "told to stop"
-    print(f"the same over and over, while each process is {how} and started again:\n")
+    print(f"the same repeatedly, while each process is {how} and restarted:\n")
     print(line(_HEAD), line("---" for _ in _HEAD), sep="\n", flush=True)
     rows: list[Row] = []
     with Load(client, model, work, expected) as load:

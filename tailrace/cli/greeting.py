@@ -47,18 +47,18 @@ def greeting(state: RunState, logs: Path, command: str) -> str:
             f"  admin API  {state.admin}",
             f"  logs       {logs}",
             "",
-            "A streamed answer, reasoning and answer apart:" if state.tiny else "A streamed answer:",
+            "A streamed answer, with separate reasoning and answer:" if state.tiny else "A streamed answer:",
             "",
             f"  {_curl(state, short)}",
             "",
-            "Then start a long one, and move it while it streams:",
+            "Then start a long one, and migrate it while it streams:",
             "",
             f"  {_curl(state, long)} >/dev/null &",
             f"  {command} get requests",
-            f"  {command} migrate REQUEST --to INSTANCE     (any part of the id that only it has)",
+            f"  {command} migrate REQUEST --to INSTANCE     (any unique part of its ID)",
             f"  {command} top",
             "",
-            f"{command} down stops it all.",
+            f"{command} down stops the cluster.",
         ]
     )
 

@@ -114,7 +114,7 @@ def test_a_whole_cluster(here: Here) -> None:
     example = here.run(sys.executable, "-m", "examples.kill_a_worker", "--svg", "picture.svg")
     assert example.returncode == 0, example.stdout + example.stderr
     assert re.search(r"moved worker-\d -> worker-\d with its KV cache", example.stdout)
-    assert "text and usage equal to the answer left alone: yes" in example.stdout
+    assert "text and usage equal to the undisturbed answer: yes" in example.stdout
     assert "restarted worker-" in example.stdout
     assert "<svg" in (here.path / "picture.svg").read_text()
 
