@@ -217,9 +217,9 @@ def command(
         common.check_exposed(http)
     if fair_backlog and api_keys is None:
         why = (
-            "vllm-rs knows no tenants; take --front python and --api-keys"
+            "not supported by vllm-rs; use --front python and --api-keys"
             if front == Front.RUST.value
-            else "turns are between tenants; give --api-keys, too"
+            else "requires --api-keys"
         )
         raise click.UsageError(f"--fair-backlog: {why}")
     if keep_answers and front != Front.PYTHON.value:

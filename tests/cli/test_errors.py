@@ -39,7 +39,7 @@ def test_unreachable(unused_tcp_port: int) -> None:
             grpc.StatusCode.NOT_FOUND,
             "unknown instance worker-9",
             1,
-            "unknown instance worker-9; tailrace get requests and tailrace get instances list",
+            "unknown instance worker-9; see tailrace get requests and tailrace get instances",
         ),
         (
             ("set", "policy", "magic"),
@@ -112,7 +112,7 @@ def test_a_damaged_run_folder(command: list[str], tmp_path: Path, monkeypatch: p
     monkeypatch.delenv("TAILRACE_ADMIN", raising=False)
     result = CliRunner().invoke(main, command)
     assert result.exit_code == 1
-    assert "state.json is damaged" in _one_line(result.stderr)
+    assert "state.json is corrupt" in _one_line(result.stderr)
 
 
 def test_several_schedulers_by_name(script: Script) -> None:

@@ -95,7 +95,7 @@ def test_replay_fails_where_a_decision_came_out_otherwise(lines: list[bytes], tm
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["--set", "a=b"], 2, "--set: it is for --policy"),
+        (["--set", "a=b"], 2, "--set requires --policy"),
         (["--policy", "nobody"], 2, "nobody"),
         (["--policy", "pascal", "--set", "quantum_tokens=x"], 2, "quantum_tokens"),
     ],

@@ -44,7 +44,7 @@ def test_without_a_cluster(here: Here) -> None:
 def test_what_to_restart_must_be_said_once(here: Here, arguments: Sequence[str]) -> None:
     result = restart(*arguments)
     assert result.exit_code == 2
-    assert "name the parts to restart, or say --all" in result.stderr
+    assert "name the processes to restart, or pass --all" in result.stderr
 
 
 def test_a_part_that_is_not_there(here: Here) -> None:

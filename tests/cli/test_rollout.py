@@ -147,9 +147,9 @@ def test_forget(run: Run, script: Script) -> None:
 
 
 def test_few_warm_instances_are_warned_of_and_how_many_may_be_said(run: Run, script: Script) -> None:
-    script.rollout.warning = "1 warm of 3fa2c9d01b6e are to do what 50 of 91b04c77d2aa do now"
+    script.rollout.warning = "1 warm of 3fa2c9d01b6e will replace 50 of 91b04c77d2aa"
     result = run("rollout", "start", "chat", "--to", NEW, "--min-warm", "1")
     assert result.exit_code == 0
-    assert "chat: warning: 1 warm of 3fa2c9d01b6e are to do what 50 of 91b04c77d2aa do now" in result.stderr
+    assert "chat: warning: 1 warm of 3fa2c9d01b6e will replace 50 of 91b04c77d2aa" in result.stderr
     assert isinstance(script.seen[0], admin_pb2.RolloutRequest) and script.seen[0].min_warm == 1
     assert "warning" in run("rollout", "undo", "chat").stderr

@@ -113,7 +113,7 @@ def test_a_whole_cluster(here: Here) -> None:
 
     example = here.run(sys.executable, "-m", "examples.kill_a_worker", "--svg", "picture.svg")
     assert example.returncode == 0, example.stdout + example.stderr
-    assert re.search(r"moved worker-\d -> worker-\d with its KV cache", example.stdout)
+    assert re.search(r"migrated worker-\d -> worker-\d with its KV cache", example.stdout)
     assert "text and usage equal to the undisturbed answer: yes" in example.stdout
     assert "restarted worker-" in example.stdout
     assert "<svg" in (here.path / "picture.svg").read_text()
@@ -124,7 +124,7 @@ def test_a_whole_cluster(here: Here) -> None:
     _wait(lambda: not worker.identity.alive(), "worker-0 to end")
     not_whole = here.up()
     assert not_whole.returncode == 1
-    assert "not whole (worker-0 ended); tailrace down stops it" in not_whole.stderr
+    assert "incomplete (worker-0 ended); tailrace down stops it" in not_whole.stderr
 
     down = here.tailrace("down")
     assert down.returncode == 0, down.stderr
@@ -138,7 +138,7 @@ def test_port_taken(here: Here) -> None:
     with socket.create_server(("127.0.0.1", here.port)):
         done = here.up()
     assert done.returncode == 1
-    assert f"port {here.port} on 127.0.0.1 is taken" in done.stderr
+    assert f"port {here.port} on 127.0.0.1 is in use" in done.stderr
     assert f"--port {here.port + 1}" in done.stderr
     assert here.folder.read() is None
 
@@ -154,7 +154,7 @@ def test_port_taken(here: Here) -> None:
         (("--port", "99999"), "--port"),
         (("--keep-answers", "4.9"), "--keep-answers"),
         (("--front", "rust", "--keep-answers", "60"), "--keep-answers: not supported by vllm-rs"),
-        (("--frontend-arg", "api-key=x"), "--frontend-arg: 'api-key=x' is no flag of vllm serve"),
+        (("--frontend-arg", "api-key=x"), "--frontend-arg: 'api-key=x' is not a flag of vllm serve"),
     ],
 )
 def test_wrong_usage(
@@ -173,7 +173,7 @@ def test_a_part_that_dies_while_starting(here: Here) -> None:
     empty.mkdir()
     done = here.up("--workers", "1", "--model", str(empty))
     assert done.returncode == 1
-    assert re.search(r"(worker-0|frontend) ended while starting \(exit code \d+\)", done.stderr)
+    assert re.search(r"(worker-0|frontend) exited while starting \(exit code \d+\)", done.stderr)
     assert "the last lines of" in done.stderr
     assert "All started processes were stopped." in done.stderr
     assert here.folder.read() is None

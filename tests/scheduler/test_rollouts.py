@@ -275,7 +275,7 @@ async def test_who_begins_hears_that_there_are_few(
     begun = await admin.Rollout(
         admin_pb2.RolloutRequest(model="chat", to=NEW.key, min_warm=2, prepare_s=0.1), timeout=5
     )
-    assert begun.warning.startswith(f"1 warm of {fingerprint(NEW.key)} are to do what 2 of")
+    assert begun.warning.startswith(f"1 warm of {fingerprint(NEW.key)} will replace 2 of")
     await reaches(admin, lambda rollout: rollout.state == FAILED)
     reason = (await model(admin)).rollout.reason
     assert reason == f"1 of 2 instances of {fingerprint(NEW.key)} are warm (--min-warm)"

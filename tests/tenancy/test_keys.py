@@ -114,7 +114,7 @@ def test_what_does_not_go_together_is_said(file: Path, arguments: list[str], sai
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["--front", "rust"], "not supported by vllm-rs"), ([], "turns are between tenants")],
+    [(["--front", "rust"], "not supported by vllm-rs"), ([], "requires --api-keys")],
 )
 def test_turns_want_tenants(arguments: list[str], said: str) -> None:
     done = CliRunner().invoke(main, ["serve", "frontend", "--fair-backlog", "1000", *arguments])

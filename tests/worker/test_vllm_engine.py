@@ -711,7 +711,7 @@ async def test_refusals_at_the_target(engine: VllmEngine, front: Front) -> None:
         engine.replay_check(named, stream.key),
         engine.import_open(named, stream.key, 2),
     ):
-        with pytest.raises(EngineRefusal, match="adapter a: this engine takes none"):
+        with pytest.raises(EngineRefusal, match="adapter a: this engine accepts no adapters"):
             await check
     with pytest.raises(EngineRefusal, match="not being imported"):
         await engine.import_reserve(stream.request_id, 3)
