@@ -173,7 +173,7 @@ def _read(path: Path) -> list[Opened]:
             open_now.pop(entry.migration_id, None)
     if not is_journal:
         # Not a journal, and it would be overwritten.
-        raise JournalDamaged(f"{path}, {damaged[0]}; move the file away to start anew")
+        raise JournalDamaged(f"{path}, {damaged[0]}; move the file away to start over")
     if damaged:
         # Truncated by a kill or a full disk. Losing an entry costs a cancellation that finds nothing, or an
         # import that ends by its own deadline; a service that does not start costs every migration.

@@ -125,9 +125,9 @@ class Admission:
         if self._carried.get(submission.key) is not None:
             return None
         if len(self._carried) >= self._max_requests:
-            return f"{self._max_requests} requests are here already (--max-requests)"
+            return f"{self._max_requests} requests are already here (--max-requests)"
         if submission.suspect and not self.suspects.may_admit(submission.key.client):
-            return "a suspect of another front end is here"
+            return "a suspect request of another front end is here"
         return None
 
 
@@ -252,7 +252,7 @@ class Dispatcher:
 
     def _utility(self, front_end: FrontEnd, call: worker_pb2.UtilityCall) -> None:
         if front_end.utility_calls >= _UTILITY_CALLS_MAX:
-            text = f"{_UTILITY_CALLS_MAX} calls wait for the engine already"
+            text = f"{_UTILITY_CALLS_MAX} calls are already waiting for the engine"
             frames = wire.utility_failure(call.call_id, text)
             result = worker_pb2.UtilityResult(call_id=call.call_id, frames=frames)
             front_end.send(worker_pb2.AttachDown(utility=result))

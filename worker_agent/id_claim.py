@@ -37,7 +37,7 @@ async def wait_until_free(store: Store, instance_id: str, lease_ttl_s: float, ow
         if holder.address == own_address or await _refuses_connections(holder.address):
             return
         if holder.incarnation != holder_incarnation:
-            log.warning("%s is registered for %s; waiting whether it lives", instance_id, holder.address)
+            log.warning("%s is registered for %s; checking whether it is alive", instance_id, holder.address)
             holder_incarnation, since_s = holder.incarnation, loop.time()
         if loop.time() - since_s > lease_ttl_s + _MARGIN_S:
             raise IdInUse(
@@ -54,8 +54,8 @@ def replaced_message(instance_id: str, value: bytes) -> str:
     except msgspec.MsgspecError:
         address = "an unknown address"
     return (
-        f"another worker, at {address}, has registered as {instance_id!r}: this one stops serving; "
-        "to run both, start one with another --id"
+        f"another worker, at {address}, has registered as {instance_id!r}: this worker stops serving; "
+        "to run both, use another --id for one of them"
     )
 
 

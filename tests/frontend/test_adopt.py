@@ -124,7 +124,7 @@ async def test_a_target_that_dies_after_commit_is_recovered_from(rig: Rig) -> No
     [
         ({}, Commit("a")),
         ({"next_index": 5}, Wait(2)),
-        ({"next_index": 2}, Refused("the source has gone on to index 3")),
+        ({"next_index": 2}, Refused("the source has continued to index 3")),
         ({"request_id": "q"}, Refused("the handle names another request")),
         ({"from_epoch": 1, "epoch": 4}, Refused("epoch 1 is over, it is 2 now")),
         ({"from_epoch": 3, "epoch": 4}, Refused("epoch 3 is over, it is 2 now")),
@@ -148,7 +148,7 @@ def test_who_may_have_a_request(changes: dict[str, int | str], verdict: Commit |
     table.assign(stream, "a")
     assert evaluate(table, stream, "b", adopting) == verdict
     if isinstance(verdict, Commit):
-        assert evaluate(table, stream, "a", adopting) == Refused("the request is there already")
+        assert evaluate(table, stream, "a", adopting) == Refused("the request is already there")
     table.close(stream)
     for gone in (stream, None):
         assert evaluate(table, gone, "b", adopting) == Refused("the request has ended")

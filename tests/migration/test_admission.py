@@ -60,7 +60,7 @@ async def test_the_queue_is_bounded() -> None:
     admission, end = Admission(limit=1, queue_limit=1), asyncio.Event()
     tasks = [asyncio.create_task(hold(admission, f"r{n}", "a", "b", end)) for n in range(2)]
     await settle()
-    with pytest.raises(NotAdmitted, match="waiting already"):
+    with pytest.raises(NotAdmitted, match="already waiting"):
         async with admission.slot("r9", "a", "b"):
             pass
     end.set()

@@ -71,7 +71,7 @@ class OfferSender:
             async with asyncio.timeout(OFFER_S):
                 await offer.over.wait()
         except TimeoutError:
-            return bidask_pb2.OfferReply(reason=f"not over within {OFFER_S:g} s")
+            return bidask_pb2.OfferReply(reason=f"not finished within {OFFER_S:g} s")
         finally:
             self._outcomes["taken" if offer.taker else "kept"] += 1
             self._forget(request_id)
