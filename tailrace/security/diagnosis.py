@@ -12,8 +12,7 @@ from tailrace.security.roles import Role, server_name
 
 _CONNECT_S: Final = 2.0
 _REJECTED: Final = (
-    "the server closes the connection at the sight of our certificate: it trusts another authority, or the "
-    "certificate has expired"
+    "the server rejects our certificate: it trusts another authority, or the certificate has expired"
 )
 
 

@@ -107,8 +107,8 @@ class CredentialFolder:
         if credentials.identity.role not in self._roles:
             needed = " or ".join(sorted(role.value for role in self._roles))
             raise UnusableCredentials(
-                f"{self._path / CERTIFICATE}: it is of role {credentials.identity.role.value}; "
-                f"{needed} is needed here"
+                f"{self._path / CERTIFICATE}: its role is {credentials.identity.role.value}; {needed} "
+                "is required here"
             )
         return credentials
 

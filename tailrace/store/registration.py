@@ -87,7 +87,7 @@ class Registration:
             await self._store.withdraw(self.key, self._value, _TOMBSTONE_TTL_S)
             await self._store.revoke_lease(self._lease)
         except StoreUnavailable as error:
-            log.warning("withdrawing %s: %s; its lease will expire", self.key, error)
+            log.warning("deregistering %s: %s; its lease will expire", self.key, error)
         self._store.forget_close(self.withdraw)
 
     async def _keep_alive(self) -> None:

@@ -129,7 +129,7 @@ class PrefixWatch:
                     continue
                 if event.kv.mod_revision < self._event_revision:
                     # Happens before 3.5.8 on a member that was behind and caught up by a snapshot.
-                    raise StreamEnded("its events went back in time")
+                    raise StreamEnded("its revisions went backwards")
                 self._event_revision = event.kv.mod_revision
                 if event.type == etcd_pb2.Event.DELETE:
                     self._values.pop(event.kv.key, None)

@@ -98,7 +98,7 @@ class RankLink:
         if isinstance(answer, Failed):
             raise ERRORS[answer.kind](f"rank {self.rank}: {answer.reason}")
         if not isinstance(answer, kind):
-            raise RankLost(f"rank {self.rank} gave another answer than was asked for")
+            raise RankLost(f"rank {self.rank} gave an unexpected answer")
         return answer
 
     async def wait_until_silent(self, pulse: Pulse) -> None:
@@ -203,7 +203,7 @@ class RankLinks:
                 hello = msgspec.msgpack.decode(await read_frame(reader), type=Hello)
         known = hello is not None and secrets.compare_digest(hello.secret, self.secret)
         if hello is None or not known or hello.rank in self._links or hello.rank >= self._number:
-            log.warning("somebody who is no rank came to the ranks' socket")
+            log.warning("a process that is not a rank connected to the ranks' socket")
             writer.close()
             return
         link = RankLink(hello.rank, reader, writer)
