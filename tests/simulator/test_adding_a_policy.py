@@ -93,7 +93,7 @@ def test_a_package_declares_a_whole_system(folder: Path) -> None:
         "from simulator.cluster import ClusterSpec\n"
         "from simulator.setups import setup_for\n"
         "from tailrace.profiles import load_profile\n"
-        "from scheduler_svc.admin.listing import listed, policy_infos\n"
+        "from scheduler_svc.admin.listing import listed_by_default, policy_infos\n"
         "from tailrace.policy.registry import all_parameters, load\n"
         "from tailrace.records import PolicyRecord\n"
         "from worker_agent.intra_switch import order_of_policy\n"
@@ -105,7 +105,7 @@ def test_a_package_declares_a_whole_system(folder: Path) -> None:
         "    print(name, pools.count('prefill'), type(setup.intra()).__name__, order,\n"
         "          setup.migration.when_full.value, all_parameters(name, {}))\n"
         "print(load('halved', parameters={'prefill_share': '0.75'}).prefill_share)\n"
-        "print([i.name for i in policy_infos('tailrace', {}) if listed(i)])\n"
+        "print([i.name for i in policy_infos('tailrace', {}) if listed_by_default(i)])\n"
     )
     lines = run("-c", code, folder=folder, installed=folder / "site").splitlines()
     assert lines[0] == "divided 2 ShortestPrompt shortest_prompt refuse {'prefill_share': 0.25}"

@@ -122,3 +122,10 @@ class OnePool(RuleBasedStateMachine):
 
 
 TestOnePool = OnePool.TestCase
+
+
+def test_a_name_may_be_forgotten_twice() -> None:
+    ledger = HostLedger(TOTAL, 1)
+    assert ledger.keep(b"a") is not None
+    ledger.forget([b"a", b"a"])
+    assert (ledger.kept, ledger.used) == (0, 0)

@@ -130,9 +130,12 @@ class HostLedger:
 
     def forget(self, names: Sequence[bytes]) -> None:
         """Keep these no longer; who has pinned one has it until then. Those that are not kept are ignored."""
-        gone = [name for name in names if name in self._kept]
-        for name in gone:
-            slot = self._kept.pop(name)
+        gone = []
+        for name in names:
+            slot = self._kept.pop(name, None)
+            if slot is None:
+                continue
+            gone.append(name)
             self._kept_pinned -= self._users[slot] > 1
             self._kept_slots.remove(slot)
             self.give_back([slot])
