@@ -100,7 +100,8 @@ def streams(
     with ThreadPoolExecutor(scale.at_a_time) as pool:
         found = list(pool.map(both, range(scale.streams)))
     for number, (undisturbed, moved, moves) in enumerate(found):
-        if moved.same_text_and_usage(undisturbed) and len(moves.committed) >= scale.moves:
+        as_it_must_be = row.may_differ or moved.same_text_and_usage(undisturbed)
+        if as_it_must_be and len(moves.committed) >= scale.moves:
             row.add(undisturbed, moved, moves)
         else:
             row.add_alone(*both(number))
