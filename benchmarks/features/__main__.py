@@ -35,6 +35,7 @@ def table(rows: list[Row]) -> Table:
         "STREAMS",
         "EQUAL",
         "ALONE",
+        "UNMOVED",
         "LIVE",
         "REPLAYED",
         "MOVED TWICE",
@@ -43,7 +44,7 @@ def table(rows: list[Row]) -> Table:
         shown.add_column(heading, justify="left" if heading in ("FEATURE", "SAMPLING", "NOTE") else "right")
     for row in rows:
         note = "; ".join(filter(None, [row.note, *sorted(row.way_reasons)]))
-        figures = (row.streams, row.equal, row.alone, row.live, row.replayed, row.moved_twice)
+        figures = (row.streams, row.equal, row.alone, row.unmoved, row.live, row.replayed, row.moved_twice)
         shown.add_row(row.feature, row.sampling, *map(str, figures), note)
     return shown
 

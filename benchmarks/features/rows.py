@@ -22,6 +22,8 @@ class Row:
     different: int = 0
     # Of those that are equal: with the fleet to themselves.
     alone: int = 0
+    # Of a run without moves, among others: streams that differ from another such run.
+    unmoved: int = 0
     live: int = 0
     replayed: int = 0
     # Streams that were moved twice or more.

@@ -23,6 +23,7 @@ from examples.fleet import Chat, Prompt, stream_chat
 from tailrace.tiny import MODEL_PATH
 from tailrace.tiny.task import task
 
+_TRIES: Final = 4
 GREEDY: Final[Mapping[str, object]] = {"temperature": 0}
 _NGRAM: Final = {
     "method": "ngram",
@@ -79,18 +80,22 @@ def streams(
     """Each stream undisturbed, then moved.
 
     What is sampled can depend on who shares its batches (rounding), and on a busy machine a stream can end
-    before its moves: such streams are run once more, each with the fleet to itself.
+    before its moves: such streams are run once more, each with the fleet to itself. When one came out
+    otherwise, all are run among others once more, unmoved: `unmoved` counts who differs then.
     """
+
+    def once(number: int) -> Chat:
+        asked = {"max_tokens": scale.tokens, **options(number)}
+        return stream_chat(served.client, model(number), ask(number), asked)
 
     def both(number: int) -> tuple[Chat, Chat, Moves]:
         asked = {"max_tokens": scale.tokens, **options(number)}
-        text, name = ask(number), model(number)
-        undisturbed = stream_chat(served.client, name, text, asked)
+        undisturbed = once(number)
         moved, moves = moved_chat(
             served.client,
             served.fleet,
-            name,
-            text,
+            model(number),
+            ask(number),
             asked,
             scale.every_tokens,
             scale.moves,
@@ -99,13 +104,28 @@ def streams(
 
     with ThreadPoolExecutor(scale.at_a_time) as pool:
         found = list(pool.map(both, range(scale.streams)))
+        if any(not moved.same_text_and_usage(undisturbed) for undisturbed, moved, _ in found):
+            again = pool.map(once, range(scale.streams))
+            row.unmoved = sum(
+                not other.same_text_and_usage(undisturbed)
+                for other, (undisturbed, *_) in zip(again, found, strict=True)
+            )
     for number, (undisturbed, moved, moves) in enumerate(found):
         as_it_must_be = row.may_differ or moved.same_text_and_usage(undisturbed)
         if as_it_must_be and len(moves.committed) >= scale.moves:
             row.add(undisturbed, moved, moves)
         else:
-            row.add_alone(*both(number))
+            row.add_alone(*_moved_enough(lambda: both(number), scale.moves))  # noqa: B023
     return row
+
+
+def _moved_enough(both: Callable[[], tuple[Chat, Chat, Moves]], least: int) -> tuple[Chat, Chat, Moves]:
+    """The first that was moved so often, or the last of a few."""
+    for _ in range(_TRIES):
+        undisturbed, moved, moves = both()
+        if len(moves.committed) >= least:
+            break
+    return undisturbed, moved, moves
 
 
 def speculative(scale: Scale, folder: Path) -> Iterator[Row]:
