@@ -10,7 +10,7 @@ from benchmarks.chaos.answers import unchunked
 from benchmarks.loadgen import StreamResult
 
 _DONE = b"[DONE]"
-# What front ends tell whoever is late: a later request has the answer (frontend_svc/answers/desk.py).
+# What front ends tell whoever is late: a later request has the answer (frontend_svc/answers/coordinator.py).
 _OVERTAKEN = b"being resumed by a later request"
 _AGAIN = frozenset({0, 429, 503})
 

@@ -337,7 +337,7 @@ def test_very_many_suspects_are_not_kept_waiting_one_by_one() -> None:
     began_s = model.now_s
     model.run(60)
     assert model.finished == set(names) and model.ended == {}
-    # 200 one after the other on each of two would take 100 * GOT_ON_TOKENS steps.
+    # 200 one after the other on each of two would take 100 * PROGRESS_TOKENS steps.
     assert model.now_s - began_s < 100 * PROGRESS_TOKENS * STEP_S + WIDEN_S
 
 
