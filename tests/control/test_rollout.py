@@ -551,5 +551,6 @@ def test_traffic_waits_until_enough_instances_are_warm() -> None:
 
 def test_what_has_not_happened_yet_has_no_time() -> None:
     record = started()
+    assert [record.has_model(key) for key in (OLD, NEW, THIRD)] == [True, True, False]
     assert (record.switched_s, record.step_s, record.ended_s, record.reason) == (0.0, 0.0, 0.0, "")
     assert not record.undoes

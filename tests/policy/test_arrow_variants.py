@@ -84,6 +84,9 @@ def test_what_fits_to_the_token_waits_for_nothing() -> None:
     empty = instance("a", pool=P, capacity=1_000)
     wait = KvWait(Pools.of(cluster(empty)), 0.1)
     assert (wait.wait_s(empty, 1_000), wait.wait_s(empty, 1_001)) == (0.0, math.inf)
+    # Prompts that wait there already come first.
+    behind = replace(empty, prefill_backlog_tokens=300)
+    assert (wait.wait_s(behind, 700), wait.wait_s(behind, 701)) == (0.0, math.inf)
     # By what leaves for decode instances, where nobody knows how fast tokens come.
     source = full("a", P, 4, interval_s=0.0)
     wait = KvWait(Pools.of(cluster(source, instance("b", pool=D))), 0.0)

@@ -395,6 +395,11 @@ def test_lost_peers_leave_nothing_behind() -> None:
     assert not giver.buffered
     taker.on_award(Award("a", "q", 10, 10))
     assert taker.lost("a") == [] and taker.queue == []
+    # The winner is gone, though others had been asked: the request stays here.
+    giver.offer("p", 10, ["r", "x"])
+    giver.on_bid(Bid("r", "p", 0.0, 0.0))
+    giver.on_no_bid("x", "p")
+    assert giver.lost("r") == [] and not giver.has("p") and giver.load == 0
 
 
 def test_what_comes_late_or_from_strangers_changes_nothing() -> None:
