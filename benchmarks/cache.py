@@ -8,6 +8,9 @@ another stretch of the trace, or other sessions, with empty caches at its start.
 that of one cache without bounds that sees all requests of the stretch. Figures are means with the half-width
 of their 95% confidence interval.
 
+`host N GiB`: what a device evicts stays in so much host memory of its instance; `copies at once`: and is
+copied there and back in no time, which is the most that copies beside the steps could bring.
+
 With `--resume FILE` every finished simulation is added to a file, and is not run again.
 """
 
@@ -19,10 +22,11 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress
@@ -38,7 +42,7 @@ from simulator.simulation import simulate
 from simulator.workloads.generators import SESSIONS
 from tailrace.policy.deployment import Deployment
 from tailrace.policy.parameters import Value
-from tailrace.profiles import load_profile
+from tailrace.profiles import SwapModel, load_profile
 from tailrace.slo import Slo as PolicySlo
 
 SHARES: Final = (0.6, 0.85, 1.1)
@@ -46,17 +50,57 @@ _TARGET: Final = 0.9
 _STEP: Final = 1.25
 _SEARCH_SEED: Final = 1_000
 _SESSION_SLO_S: Final = (5.0, 0.1)
-_AWARE: Final[Mapping[str, Value]] = {"cache_aware": True}
-# By how they are called in the tables: policy, and what is set of it.
-CONTESTANTS: Final[Mapping[str, tuple[str, Mapping[str, Value]]]] = {
-    "least_loaded": ("least_loaded", {}),
-    "session": ("session", {}),
-    "prefix_affinity": ("prefix_affinity", {}),
-    "prefix_affinity, pulls": ("prefix_affinity", {"pulls": True}),
-    **{name: (name, {}) for name in ("pascal", "ares", "arrow", "cascade")},
-    **{f"{name}, cache_aware": (name, _AWARE) for name in ("pascal", "ares", "arrow", "cascade")},
-    "tailrace": ("tailrace", {}),
-    "tailrace, no pulls": ("tailrace", {"pulls": False}),
+_GIB: Final = 1024**3
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """A policy, what is set of it, and what it runs on."""
+
+    policy: str
+    given: Mapping[str, Value] = field(default_factory=dict)
+    # GiB of an instance's host memory, which keep what the device evicts; 0: they are for swapped requests
+    # alone.
+    host_gib: int = 0
+    # What copies to and from there take; None: what the profile says.
+    swap: SwapModel | None = None
+
+    def limits(self) -> dict[str, object]:
+        """Of an instance, besides its prefix cache."""
+        if not self.host_gib:
+            return {}
+        return {"host_caching": True, "host_kv_bytes": self.host_gib * _GIB}
+
+
+_PLAIN: Final[Mapping[str, Contestant]] = {
+    "least_loaded": Contestant("least_loaded"),
+    "session": Contestant("session"),
+    "prefix_affinity": Contestant("prefix_affinity"),
+    "prefix_affinity, pulls": Contestant("prefix_affinity", {"pulls": True}),
+    **{name: Contestant(name) for name in ("pascal", "ares", "arrow", "cascade")},
+    **{
+        f"{name}, cache_aware": Contestant(name, {"cache_aware": True})
+        for name in ("pascal", "ares", "arrow", "cascade")
+    },
+    "tailrace": Contestant("tailrace"),
+    "tailrace, no pulls": Contestant("tailrace", {"pulls": False}),
+}
+# The most that could be had by making them beside the steps.
+_AT_ONCE: Final = SwapModel(base_ms=0.0, bytes_per_s=1e30)
+_WITH_HOST: Final = ("least_loaded", "session", "prefix_affinity", "prefix_affinity, pulls", "tailrace")
+# By how they are called in the tables. 256 GiB: what the simulator gives an instance for swapped requests;
+# 64: about what its device has.
+CONTESTANTS: Final[Mapping[str, Contestant]] = {
+    **_PLAIN,
+    **{
+        f"{name}, host {gib} GiB": replace(_PLAIN[name], host_gib=gib)
+        for name in _WITH_HOST
+        for gib in (64, 256)
+    },
+    **{
+        f"{name}, host 256 GiB, copies at once": replace(_PLAIN[name], host_gib=256, swap=_AT_ONCE)
+        for name in _WITH_HOST
+    },
 }
 
 
@@ -76,6 +120,17 @@ WORKLOADS: Final[Mapping[str, Ground]] = {
         _sessions("document_sessions", 10.0),
     )
 }
+
+# Told apart seed by seed.
+_PAIRS: Final = (
+    ("tailrace", "prefix_affinity"),
+    ("tailrace", "tailrace, no pulls"),
+    *(
+        (f"{name}, {host}", name)
+        for name in _WITH_HOST
+        for host in ("host 64 GiB", "host 256 GiB", "host 256 GiB, copies at once")
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +157,9 @@ class Outcome:
     goodput_per_s: float
     ttft_p50_s: float
     ttft_p99_s: float
-    # Of all prompt tokens, those that came from other instances.
+    # Of all prompt tokens, those that came from other instances, and those that came from host memory.
     pulled: float
+    loaded: float = 0.0
 
 
 def unbounded_hit_rate(requests: Iterable[SimRequest]) -> float:
@@ -124,13 +180,16 @@ def measure(case: Case, traces: Path) -> Outcome:
     """Simulate one."""
     ground = WORKLOADS[case.workload]
     requests = ground.draw(round(case.seconds * case.rate_per_s), case.rate_per_s, case.seed, traces)
-    policy, given = CONTESTANTS[case.contestant]
-    setup = setup_for(policy).with_parameters(given)
-    if policy == "ares":
+    contestant = CONTESTANTS[case.contestant]
+    setup = setup_for(contestant.policy).with_parameters(contestant.given)
+    if contestant.policy == "ares":
         # As in bench-policies: its prefill pool is for its own ground.
         setup = replace(setup, prefill_share=None)
     profile = load_profile(ground.profile)
-    spec = setup.apply(ClusterSpec.uniform(ground.instances, profile, prefix_caching=True))
+    if contestant.swap is not None:
+        profile = msgspec.structs.replace(profile, swap=contestant.swap)
+    limits = {"prefix_caching": True, **contestant.limits()}
+    spec = setup.apply(ClusterSpec.uniform(ground.instances, profile, **limits))
     deployment = Deployment(PolicySlo(*ground.strictest()), profile)
     result = simulate(spec, requests, setup.policy(deployment), setup.intra(deployment.slo), seed=case.seed)
     ttft = np.array([r.ttft_s for r in result.requests if r.ttft_s is not None], dtype=np.float64)
@@ -146,6 +205,7 @@ def measure(case: Case, traces: Path) -> Outcome:
         ttft_p50_s=float(np.quantile(ttft, 0.5)),
         ttft_p99_s=float(np.quantile(ttft, 0.99)),
         pulled=sum(pull.tokens for pull in result.pulls) / prompt_tokens,
+        loaded=sum(r.loaded_tokens for r in result.requests) / prompt_tokens,
     )
 
 
@@ -179,6 +239,8 @@ class Plan:
 
     workloads: Sequence[str]
     contestants: Sequence[str]
+    # Of what can be sustained.
+    shares: Sequence[float]
     seeds: int
     seconds: float
     traces: Path
@@ -205,7 +267,7 @@ class Plan:
         return [
             Case(workload, name, share, share * sustained, seed, self.seconds)
             for seed in range(1, self.seeds + 1)
-            for share in SHARES
+            for share in self.shares
             for name in self.contestants
         ]
 
@@ -248,7 +310,16 @@ def table(workload: str, outcomes: Sequence[Outcome]) -> Table:
     result = Table(title=f"{workload}: prefixes kept as vLLM does")
     for heading in ("load", "policy"):
         result.add_column(heading, no_wrap=True)
-    for heading in ("hits %", "unbounded %", "pulled %", "SLO %", "goodput/s", "TTFT P50 s", "TTFT P99 s"):
+    for heading in (
+        "hits %",
+        "unbounded %",
+        "pulled %",
+        "loaded %",
+        "SLO %",
+        "goodput/s",
+        "TTFT P50 s",
+        "TTFT P99 s",
+    ):
         result.add_column(heading, justify="right")
     groups: dict[tuple[float, str], list[Outcome]] = {}
     for outcome in outcomes:
@@ -260,6 +331,7 @@ def table(workload: str, outcomes: Sequence[Outcome]) -> Table:
             _text([100 * o.hit_rate for o in group], 1),
             _text([100 * o.unbounded_hit_rate for o in group], 1),
             _text([100 * o.pulled for o in group], 1),
+            _text([100 * o.loaded for o in group], 1),
             _text([100 * o.attained for o in group], 1),
             _text([o.goodput_per_s for o in group], 2),
             _text([o.ttft_p50_s for o in group], 2),
@@ -305,6 +377,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     )
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="with commas between")
     parser.add_argument("--only", default=";".join(CONTESTANTS), help="contestants, with semicolons between")
+    parser.add_argument("--shares", default=",".join(map(str, SHARES)), help="loads, with commas between")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=150.0, help="how long requests arrive")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="simulations at a time")
@@ -319,6 +392,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     plan = Plan(
         workloads=given.workloads.split(","),
         contestants=given.only.split(";"),
+        shares=[float(share) for share in given.shares.split(",")],
         seeds=given.seeds,
         seconds=given.seconds,
         traces=Path(given.data),
@@ -338,8 +412,8 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         printed = Console(width=None if sys.stdout.isatty() else 140)
         for workload in plan.workloads:
             printed.print(table(workload, [o for o in outcomes if o.case.workload == workload]))
-        for theirs in ("prefix_affinity", "tailrace, no pulls"):
-            for line in against(outcomes, "tailrace", theirs):
+        for ours, theirs in _PAIRS:
+            for line in against(outcomes, ours, theirs):
                 printed.print(line)
     console.print(f"saved to {path}")
     return path

@@ -21,9 +21,9 @@ class InstanceSpec:
     # KV capacity of the device; None: the profile's.
     kv_capacity_tokens: int | None = None
     block_tokens: int = 16
-    # KV that fits in host memory for preempted requests; 0: preempted requests are recomputed. 256 GiB: an
-    # eighth of a server of 2 TiB with eight GPUs. Workers take 4 GiB unless told otherwise. The step that
-    # copies to or from there waits, as the profile's `swap` has it.
+    # KV that fits in host memory, of preempted requests first; 0: those are recomputed. 256 GiB: an eighth of
+    # a server of 2 TiB with eight GPUs. Workers take 4 GiB unless told otherwise. The step that copies to or
+    # from there waits, as the profile's `swap` has it.
     host_kv_bytes: int = 256 * 1024**3
     # Most requests in a batch, and most tokens of one step: decodes and prefill chunks together.
     max_num_seqs: int = 256
@@ -36,6 +36,8 @@ class InstanceSpec:
     # Whether KV of prefixes is kept and found, where the workload names its blocks. vLLM does by default; the
     # papers' systems do not.
     prefix_caching: bool = False
+    # Whether what the device evicts of them stays in host memory, in what preempted requests leave of it.
+    host_caching: bool = False
 
     @property
     def kv_blocks(self) -> int:

@@ -17,6 +17,7 @@ from simulator.batch import Batch
 from simulator.blocks import blocks_for
 from simulator.cluster import InstanceSpec
 from simulator.events import NEVER, EventQueue
+from simulator.host_memory import HostMemory
 from simulator.intervals import RecentIntervals
 from simulator.job import Job, JobState
 from simulator.prefix_cache import PrefixCache
@@ -89,7 +90,8 @@ class Instance:
         self.migrations_out = 0
         # How fast KV of migrations comes in.
         self.incoming = TransferRate()
-        self.host_blocks = 0
+        unit_blocks = cache.unit_blocks if cache is not None and spec.host_caching else 0
+        self.host = HostMemory(spec.host_kv_bytes // spec.block_bytes, unit_blocks)
         self.step_s = 0.0
         self.busy_s = 0.0
         self.swap_s = 0.0
@@ -99,7 +101,6 @@ class Instance:
         self._listener = listener
         self._time = StepTime(spec.profile, spec.penalty)
         self._most_steps = min(most_steps, _PENALTY_STEPS if spec.penalty is not None else NEVER)
-        self._host_capacity = spec.host_kv_bytes // spec.block_bytes
         self._watermark = int(intra.watermark * self.total_blocks)
         self._batch = Batch(spec.block_tokens)
         self._prompts = Prompts(self._time)
@@ -108,6 +109,8 @@ class Instance:
         self._reserved_seats = 0
         # Context of all jobs here that are not decoding.
         self.idle_context = 0
+        # Copied to host memory because the device evicted them; the next step waits for that.
+        self._copied_blocks = 0
         # Called at the next boundary, in order.
         self._at_boundary: list[Callable[[float], None]] = []
         # Imports that wait for room: asked at each boundary, until one is refused.
@@ -177,7 +180,12 @@ class Instance:
     @property
     def host_capacity_blocks(self) -> int:
         """Blocks that fit in host memory."""
-        return self._host_capacity
+        return self.host.total_blocks
+
+    @property
+    def host_blocks(self) -> int:
+        """Blocks of swapped requests in host memory; what else is there gives way to them."""
+        return self.host.swapped_blocks
 
     @property
     def is_empty(self) -> bool:
@@ -217,12 +225,27 @@ class Instance:
         if first or self._intra.pass_over:
             self.wake(now)
 
-    def bring(self, names: Sequence[int]) -> None:
+    def leading(self, names: Sequence[int]) -> int:
+        """How many of these units of KV are here in a row from the first on, in whichever memory."""
+        cache, host = self.cache, self.host
+        if cache is None:
+            return 0
+        count = 0
+        for name in names:
+            if name not in cache and name not in host:
+                break
+            count += 1
+        return count
+
+    def bring(self, names: Sequence[int], now: float) -> None:
         """Units of KV have come into its prefix cache, which is there."""
         assert self.cache is not None
         self._changing()
         self.cache.bring(names)
         self._evict()
+        if self.host.keeps:
+            # The next step waits for what was evicted.
+            self.wake(now)
 
     def waits(self, job: Job) -> bool:
         """Whether a new prompt waits here of which nothing is computed."""
@@ -282,16 +305,13 @@ class Instance:
 
     def reserve_host(self, blocks: int) -> bool:
         """Set host memory aside, if there is."""
-        if self.host_blocks + blocks > self._host_capacity:
-            return False
         self._changing()
-        self.host_blocks += blocks
-        return True
+        return self.host.reserve(blocks)
 
     def unreserve_host(self, blocks: int) -> None:
         """Give host memory back."""
         self._changing()
-        self.host_blocks -= blocks
+        self.host.give_back(blocks)
 
     def hold(self, job: Job) -> None:
         """Keep a swapped job from coming back: its KV goes elsewhere from the host. It stays in `waiting`."""
@@ -326,7 +346,7 @@ class Instance:
         else:
             self.waiting.remove((job.rank, job))
             self.idle_context -= job.prompt + job.tokens
-            self.host_blocks -= job.blocks
+            self.host.give_back(job.blocks)
         self.wake(now)
 
     def receive(self, job: Job, reserved_blocks: int) -> None:
@@ -438,6 +458,11 @@ class Instance:
             chunk_s, growth_s, whole = prompts.fill(budget)
             if prompts.chunks:
                 most = min(most, whole)
+        if self.host.keeps:
+            self._evict()
+            if self._copied_blocks and (decoding or prompts.chunks):
+                stall_s += self._swap_s(self._copied_blocks)
+                self._copied_blocks = 0
         if not decoding and not prompts.chunks:
             self.step_s = 0.0
             if preempted:
@@ -448,6 +473,9 @@ class Instance:
         if decoding:
             most = min(most, batch.steps_to_milestone())
             free = self.total_blocks - batch.blocks.used - self._other_blocks
+            if self.host.keeps and self.cache is not None:
+                # A step that evicts waits for the copy.
+                free = self.cache.slack(free)
             most = batch.blocks.steps_until(batch.boundary, free, most)
         self.swap_s += stall_s
         self._run = run = StepRun(now + stall_s, first_s, increment_s + growth_s, most)
@@ -492,27 +520,26 @@ class Instance:
             return Claim(rank, job, job.blocks, 0, job.passed_blocks)
         blocks = blocks_for(job.prefill_total, self.block_tokens)
         if self.cache is not None:
-            found = self.cache.leading(job.request.unit_names, self._units(job))
-            blocks -= self.cache.in_use(job.request.unit_names[:found])
+            blocks -= self.cache.in_use(job.request.unit_names[: self._found(job)])
         return Claim(rank, job, blocks, job.prefill_total - job.prefill_done, job.passed_blocks)
 
     def _admit(self, job: Job) -> float:
-        """Give a waiting job its place; seconds of copying its KV back."""
+        """Give a waiting job its place; seconds of copying its KV back, or that of its prefix."""
         self.waiting.remove((job.rank, job))
         if job.state is JobState.SWAPPED:
             self.idle_context -= job.prompt + job.tokens
-            self.host_blocks -= job.blocks
+            self.host.give_back(job.blocks)
             self._batch.join(job)
             return self._swap_s(job.blocks)
         job.state = JobState.PREFILLING
         job.blocks = blocks_for(job.prefill_total, self.block_tokens)
         self._other_blocks += job.blocks
-        self._find(job)
+        load_s = self._find(job)
         self._prompts.place(job)
-        return 0.0
+        return load_s
 
     def _swap_s(self, blocks: int) -> float:
-        """Seconds to copy one request's KV to host memory, or back."""
+        """Seconds to copy KV to host memory or back: of one request, or all that one step evicts."""
         return self.spec.profile.swap.ms(blocks * self.spec.block_bytes) / 1e3
 
     def _preempt(self, job: Job, now: float) -> float:
@@ -522,8 +549,7 @@ class Instance:
         if job.state is JobState.DECODING:
             blocks = self._batch.leave(job, self.log)
             self.idle_context += job.prompt + job.tokens
-            if self.host_blocks + blocks <= self._host_capacity:
-                self.host_blocks += blocks
+            if self.host.reserve(blocks):
                 job.state = JobState.SWAPPED
                 job.blocks = blocks
                 job.swapped += 1
@@ -587,20 +613,35 @@ class Instance:
         unit = job.request.unit_tokens
         return min(len(job.request.unit_names), (job.prefill_total - 1) // unit) if unit else 0
 
+    def _found(self, job: Job) -> int:
+        """Units that are on the device, or are loaded from host memory since that takes less than computing
+        them."""
+        cache, names, most = self.cache, job.request.unit_names, self._units(job)
+        assert cache is not None
+        found = cache.leading(names, most)
+        if not self.host.keeps or found == most or names[found] not in self.host:
+            return found
+        total, unit = self.leading(names[:most]), job.request.unit_tokens
+        load_s = self._swap_s(len(cache.lacking(names[found:total])) * cache.unit_blocks)
+        return total if load_s < self._time.chunk_s(found * unit, total * unit) else found
+
     def _expect(self, job: Job) -> None:
         """What is found now is likely to be found when the job has its turn: it counts as computed."""
         if self.cache is not None:
-            found = self.cache.leading(job.request.unit_names, self._units(job)) * job.request.unit_tokens
+            found = self._found(job) * job.request.unit_tokens
             self._prompts.subtract(job, found - job.prefill_done)
             job.prefill_done = found
 
-    def _find(self, job: Job) -> None:
-        """Its turn has come: it holds what is found."""
+    def _find(self, job: Job) -> float:
+        """Its turn has come: it holds what is found; seconds of loading what is in host memory."""
         cache = self.cache
         if cache is None:
-            return
+            return 0.0
         self._expect(job)
         names = job.request.unit_names[: self._units_in(job.prefill_done, job)]
+        loaded = cache.lacking(names)
+        self.host.use(loaded)
+        cache.bring(loaded)
         shared = cache.shared
         cache.hold(names)
         job.held_names = list(names)
@@ -608,7 +649,9 @@ class Instance:
         self._other_blocks -= cache.shared - shared
         if job.cached is None:
             job.cached = job.prefill_done
+            job.loaded = len(loaded) * job.request.unit_tokens
         self._evict()
+        return self._swap_s(len(loaded) * cache.unit_blocks) if loaded else 0.0
 
     def _units_in(self, tokens: int, job: Job) -> int:
         """Units that are all within the first `tokens`."""
@@ -640,9 +683,10 @@ class Instance:
         job.held_names = []
 
     def _evict(self) -> None:
-        """What is held goes before what is kept."""
+        """What is held goes before what is kept, which goes to host memory if that keeps any."""
         if self.cache is not None:
-            self.cache.shrink(self.total_blocks - self._batch.blocks.used - self._other_blocks)
+            room = self.total_blocks - self._batch.blocks.used - self._other_blocks
+            self._copied_blocks += self.host.keep(self.cache.shrink(room))
 
     def _unpause(self, job: Job) -> None:
         del self.paused[job]

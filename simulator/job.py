@@ -46,6 +46,7 @@ class Job:
         "instance_id",
         "joined",
         "lapsed",
+        "loaded",
         "migrating",
         "migrations",
         "on_offer",
@@ -100,9 +101,11 @@ class Job:
         self.prefill_done = 0
         self.prefill_total = self.prompt
         # Units of its KV that it holds by name, in order; tokens that it found when it first began (None: it
-        # has not); and those that its placement counted on.
+        # has not), and of them those that were loaded from host memory; and those that its placement counted
+        # on.
         self.held_names: list[int] = []
         self.cached: int | None = None
+        self.loaded = 0
         self.told_cached = 0
         self.rank: Rank = ()
         # Output tokens up to which `rank` holds.

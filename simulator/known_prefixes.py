@@ -8,6 +8,7 @@ from simulator.instance import Instance
 from simulator.job import Job, JobState
 from tailrace.cache.index import CacheIndex
 from tailrace.cache.placed import PlacedPrefixes, cached_tokens
+from tailrace.cache.tiers import Tier
 from tailrace.cluster import CachedTokens
 
 
@@ -40,6 +41,7 @@ class KnownPrefixes:
         for instance in self._instances:
             if instance.cache is not None:
                 self._index.change(instance.instance_id, *instance.cache.take_changes())
+                self._index.change(instance.instance_id, *instance.host.take_changes(), Tier.HOST)
         held, coming = self._index.match(names), self._placed.index.match(names)
         return cached_tokens(held, coming, block_tokens, len(names) * block_tokens)
 

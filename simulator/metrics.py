@@ -111,6 +111,7 @@ def _record_of(job: Job, gaps: _Gaps) -> RequestRecord:
         answer_blocking_s=job.blocking_s,
         queue_s=job.queue_s,
         cached_tokens=job.cached or 0,
+        loaded_tokens=job.loaded,
     )
 
 

@@ -54,6 +54,11 @@ class PrefixCache:
         """Names that are here."""
         return len(self._held) + sum(name >= 0 for name in self._free)
 
+    @property
+    def unit_blocks(self) -> int:
+        """Blocks of a named unit."""
+        return self._unit
+
     def leading(self, names: Sequence[int], most: int) -> int:
         """How many of the first `most` names are here in a row from the first on."""
         count = 0
@@ -62,6 +67,10 @@ class PrefixCache:
                 break
             count += 1
         return count
+
+    def lacking(self, names: Sequence[int]) -> list[int]:
+        """Those of these names that are not here."""
+        return [name for name in names if name not in self]
 
     def in_use(self, names: Sequence[int]) -> int:
         """Blocks of these that somebody holds."""
@@ -111,19 +120,31 @@ class PrefixCache:
                 self._free[name] = self._unit
                 self._free_blocks += self._unit
 
-    def shrink(self, room_blocks: int) -> None:
-        """Evict until what nobody holds fits into this room."""
+    def slack(self, room_blocks: int) -> int:
+        """Blocks by which the room may get smaller before a named unit is evicted."""
+        slack = room_blocks - self._free_blocks
+        for name, blocks in self._free.items():
+            if name >= 0:
+                return slack
+            slack += blocks
+        return room_blocks
+
+    def shrink(self, room_blocks: int) -> list[int]:
+        """Evict until what nobody holds fits into this room; the units that went, in order."""
         free = self._free
+        evicted: list[int] = []
         while self._free_blocks > max(0, room_blocks):
             name = next(iter(free))
             if name < 0 and self._free_blocks - free[name] < room_blocks:
                 over = self._free_blocks - room_blocks
                 free[name] -= over
                 self._free_blocks -= over
-                return
+                break
             self._free_blocks -= free.pop(name)
             if name >= 0:
                 self._changes[name] = False
+                evicted.append(name)
+        return evicted
 
     def take_changes(self) -> tuple[list[int], list[int]]:
         """Names that are here now, and that are no longer, of those that have come or gone since the last

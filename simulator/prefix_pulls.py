@@ -1,8 +1,8 @@
 """Prefixes that are fetched from another instance's cache before their requests are submitted.
 
 As workers do (worker_agent/prefixes/pulls.py): requests that lack the same unit wait for one transfer, which
-takes what the link takes; what the holder has evicted meanwhile is computed. Copies ahead of need come
-in the same way, and give way to what users wait for.
+takes what the link takes, from the holder's device or its host memory; what the holder has evicted meanwhile
+is computed. Copies ahead of need come in the same way, and give way to what users wait for.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PrefixPulls:
             target.submit(job, now)
             return
         names = request.unit_names[: (job.prompt - 1) // request.unit_tokens]
-        have = cache.leading(names, len(names))
+        have = target.leading(names)
         if have == len(names):
             target.submit(job, now)
             return
@@ -80,7 +80,7 @@ class PrefixPulls:
         """
         cache = target.cache
         units = request.unit_names[: tokens // request.unit_tokens] if request.unit_names else ()
-        have = 0 if cache is None else cache.leading(units, len(units))
+        have = target.leading(units)
         lacking = units[have:]
         blocks = len(lacking) * request.unit_tokens // target.block_tokens
         busy = target.migrations_in or any(place[0] == target.instance_id for place in self._coming)
@@ -93,8 +93,7 @@ class PrefixPulls:
         self._events.at(now + self._ask_s, lambda then: self._send(pull, then))
 
     def _send(self, pull: _Pull, now: float) -> None:
-        held = pull.source.cache
-        count = 0 if held is None else held.leading(pull.names, len(pull.names))
+        count = pull.source.leading(pull.names)
         unit_blocks = pull.unit_tokens // pull.source.block_tokens
         size = count * unit_blocks * pull.source.spec.block_bytes
         if not count:
@@ -108,7 +107,7 @@ class PrefixPulls:
         del self._coming[target.instance_id, pull.names[0]]
         if count:
             target.incoming.add(size, now - pull.asked_s)
-            target.bring(pull.names[:count])
+            target.bring(pull.names[:count], now)
         self.records.append(
             PullRecord(
                 source_id=pull.source.instance_id,

@@ -53,8 +53,9 @@ class RequestRecord:
     answer_blocking_s: float | None
     # From arrival to the start of the first step that prefills it.
     queue_s: float | None
-    # Prompt tokens that were found in the prefix cache.
+    # Prompt tokens that were found in the prefix cache; and of them those that were loaded from host memory.
     cached_tokens: int = 0
+    loaded_tokens: int = 0
 
     @property
     def output_tokens(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import PurePath
+from typing import Final
 
 import numpy as np
 
@@ -25,6 +26,9 @@ from tailrace.slo import Slo
 
 # Samples of a run's series: enough for a plot, few enough for a page.
 _SAMPLES = 240
+_GIB: Final = 1024**3
+# As `InstanceSpec.host_kv_bytes`.
+HOST_KV_GIB: Final = 256.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,9 @@ class Fleet:
     prefill_instances: int | None = None
     # Prefixes are kept and found, where the workload names its blocks.
     prefix_caching: bool = False
+    # Host memory of an instance for KV, and whether what the device evicts of prefixes stays there.
+    host_kv_gib: float = HOST_KV_GIB
+    host_caching: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +106,9 @@ class Figures:
     pause_max_s: float
     swapped: int
     recomputed: int
-    # Share of the prompt tokens that were found in a prefix cache.
+    # Share of the prompt tokens that were found in a prefix cache, and of those loaded from host memory.
     cached_share: float
+    loaded_share: float
     pool_changes: int
     stage_changes: int
     # From the first arrival to the last token.
@@ -161,6 +169,8 @@ def run_scenario(scenario: Scenario, progress: Callable[[float], None] | None = 
             profile,
             penalty=penalty,
             prefix_caching=scenario.fleet.prefix_caching,
+            host_kv_bytes=round(scenario.fleet.host_kv_gib * _GIB),
+            host_caching=scenario.fleet.host_caching,
         ),
         tpot_target_s=scenario.slo.reading_s,
     )
@@ -200,6 +210,7 @@ def figures_of(result: SimResult, slo: Slo) -> Figures:
     committed = [m for m in result.migrations if m.outcome is MigrationOutcome.COMMITTED]
     met, rate = attainment(records, slo), offered_rate_per_s(records)
     tokens = sum(r.output_tokens for r in done)
+    prompt_tokens = sum(r.prompt_tokens for r in records)
     return Figures(
         requests=len(records),
         finished=len(done),
@@ -221,7 +232,8 @@ def figures_of(result: SimResult, slo: Slo) -> Figures:
         pause_max_s=max((m.pause_s for m in committed), default=0.0),
         swapped=sum(r.preemptions_swapped for r in records),
         recomputed=sum(r.preemptions_recomputed for r in records),
-        cached_share=sum(r.cached_tokens for r in records) / sum(r.prompt_tokens for r in records),
+        cached_share=sum(r.cached_tokens for r in records) / prompt_tokens,
+        loaded_share=sum(r.loaded_tokens for r in records) / prompt_tokens,
         # The first of each instance, and of the stages, is the beginning.
         pool_changes=len(result.series.pools) - len(result.series.instance_ids),
         stage_changes=len(result.series.stages) - 1,

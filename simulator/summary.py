@@ -9,6 +9,9 @@ from simulator.scenario import Figures
 
 def summary_rows(figures: Figures) -> list[tuple[str, str]]:
     """(what, value with its unit)."""
+    cached = f"{100 * figures.cached_share:.1f}%"
+    if figures.loaded_share:
+        cached += f", of which {100 * figures.loaded_share:.1f} points from host memory"
     rows = [
         ("Requests", f"{figures.requests} at {figures.rate_per_s:.3g}/s"),
         ("Finished", f"{figures.finished}"),
@@ -25,7 +28,7 @@ def summary_rows(figures: Figures) -> list[tuple[str, str]]:
         ("Throughput", f"{figures.tokens_per_s:,.0f} tokens/s"),
         ("Migrations", f"{figures.migrations}, {figures.migrated_bytes / 1024**3:.1f} GiB"),
         ("Longest pause by a migration", _milliseconds(figures.pause_max_s)),
-        ("Prompt tokens cached", f"{100 * figures.cached_share:.1f}%"),
+        ("Prompt tokens cached", cached),
         ("Preemptions", f"{figures.swapped} swapped, {figures.recomputed} recomputed"),
     ]
     if figures.pool_changes:

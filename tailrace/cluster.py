@@ -183,8 +183,11 @@ class CachedTokens(NamedTuple):
     device: int
     # On its device or in its host memory.
     total: int
-    # Those on its device that it has reported, excluding what was placed there a moment ago.
+    # Those of the total that it has reported, excluding what was placed there a moment ago.
     told: int = 0
+
+
+NOTHING_HELD: Final = CachedTokens(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,19 +275,22 @@ class Arrival:
         return self.prompt_tokens + self.output_tokens
 
     def cached_tokens(self, instance_id: str) -> int:
-        """Return the tokens that need not be computed on an instance because their KV is on its device."""
-        held = self.cached.get(instance_id)
-        return 0 if held is None else held.device
+        """Return the tokens whose KV is on an instance's device."""
+        return self.held_on(instance_id).device
+
+    def held_on(self, instance_id: str) -> CachedTokens:
+        """Return what an instance holds."""
+        return self.cached.get(instance_id, NOTHING_HELD)
 
     def found_tokens(self, instance_id: str, pull_from: str) -> int:
-        """Return the same if its prefix is also pulled from another instance (empty: from none)."""
-        own = self.cached_tokens(instance_id)
+        """Return the tokens that need not be computed on an instance, including those in its host memory, if
+        the prefix is also pulled from another instance (empty: from none)."""
+        own = self.held_on(instance_id).total
         return max(own, self.told_tokens(pull_from)) if pull_from else own
 
     def told_tokens(self, instance_id: str) -> int:
         """Return the tokens whose KV can be pulled from an instance."""
-        held = self.cached.get(instance_id)
-        return 0 if held is None else held.told
+        return self.held_on(instance_id).told
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,8 @@ def compare_command(
     length_penalty: str,
     prefill_instances: int | None,
     prefix_caching: bool,
+    host_kv_gib: float,
+    host_caching: bool,
     predict: str | None,
     assignments: tuple[str, ...],
     slo_ttft: float,
@@ -107,7 +109,15 @@ def compare_command(
         WorkloadOptions(
             speed=speed, count=count, start_s=start, duration_s=duration, max_model_len=max_model_len
         ),
-        fleet_of(profile, instances, length_penalty, prefill_instances, prefix_caching),
+        fleet_of(
+            profile,
+            instances,
+            length_penalty,
+            prefill_instances,
+            prefix_caching,
+            host_kv_gib,
+            host_caching,
+        ),
         slo_of(slo_ttft, slo_tpot, slo_qoe, slo_pace, slo_admit),
         predict,
         parameters=parameters_of(assignments, policies),

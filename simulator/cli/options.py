@@ -15,7 +15,7 @@ from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bars
 
 from simulator.parallel import Progress, TaskError
-from simulator.scenario import Fleet
+from simulator.scenario import HOST_KV_GIB, Fleet
 from simulator.setups import PREDICTIONS, UnknownSetupError, setup_for
 from simulator.simulation import SimulationError
 from simulator.workloads.base import WorkloadError
@@ -34,7 +34,8 @@ _POSITIVE: Final = click.FloatRange(min=0.0, min_open=True)
 
 
 def fleet_options(function: F) -> F:
-    """--profile, --instances, --length-penalty, --prefill-instances, --prefix-caching, --predict."""
+    """--profile, --instances, --length-penalty, --prefill-instances, --prefix-caching, --host-kv,
+    --host-caching, --predict."""
     for option in reversed(
         (
             click.option(
@@ -62,6 +63,20 @@ def fleet_options(function: F) -> F:
                 "--prefix-caching",
                 is_flag=True,
                 help="Give instances a prefix cache, for workloads that name blocks (mooncake).",
+            ),
+            click.option(
+                "--host-kv",
+                "host_kv_gib",
+                type=click.FloatRange(min=0.0),
+                default=HOST_KV_GIB,
+                show_default=True,
+                help="Host memory per instance for KV, in GiB; preempted requests take precedence. 0: they "
+                "are recomputed.",
+            ),
+            click.option(
+                "--host-caching",
+                is_flag=True,
+                help="With --prefix-caching: keep evicted blocks in host memory, and load them back.",
             ),
             click.option(
                 "--predict",
@@ -148,7 +163,13 @@ def slo_of(ttft_s: float, tpot_s: float, qoe: float, pace_s: float, admit: float
 
 
 def fleet_of(
-    profile: str, instances: int, penalty: str, prefill_instances: int | None, prefix_caching: bool
+    profile: str,
+    instances: int,
+    penalty: str,
+    prefill_instances: int | None,
+    prefix_caching: bool,
+    host_kv_gib: float,
+    host_caching: bool,
 ) -> Fleet:
     """From the options. Raises UsageProblem that names the option."""
     try:
@@ -163,7 +184,9 @@ def fleet_of(
         raise UsageProblem(
             f"--prefill-instances: {prefill_instances} of {instances} leaves no instance to decode"
         )
-    return Fleet(profile, instances, penalty, prefill_instances, prefix_caching)
+    if host_caching and not prefix_caching:
+        raise UsageProblem("--host-caching requires --prefix-caching")
+    return Fleet(profile, instances, penalty, prefill_instances, prefix_caching, host_kv_gib, host_caching)
 
 
 def check_policy(name: str, option: str) -> None:

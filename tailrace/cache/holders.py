@@ -107,6 +107,17 @@ class Holders:
             found.append(holders)
         return found
 
+    def either(self, other: Holders, names: Sequence[int]) -> list[int]:
+        """Holders of each name here or there, up to the first that nobody holds."""
+        here, there = self._by_name.get, other._by_name.get
+        found: list[int] = []
+        for name in names:
+            holders = here(name, 0) | there(name, 0)
+            if not holders:
+                break
+            found.append(holders)
+        return found
+
     def _take(self, bit: int, names: Iterable[int]) -> int:
         """Take a slot's bit from names; from how many it was taken."""
         by_name, shared = self._by_name, self._shared

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import heappop, heappush
-from itertools import zip_longest
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -101,23 +100,13 @@ class CacheIndex:
             for holders, blocks in _runs(device):
                 found.update(dict.fromkeys(self._named(holders), HeldBlocks(blocks, blocks)))
             return found
-        both = self._either(names)
+        both = self._device.either(self._host, names)
         on_device = {name: blocks for holders, blocks in _runs(device) for name in self._named(holders)}
         return {
             name: HeldBlocks(on_device.get(name, 0), blocks)
             for holders, blocks in _runs(both)
             for name in self._named(holders)
         }
-
-    def _either(self, names: Sequence[int]) -> list[int]:
-        """Holders of each name in whichever tier, up to the first that nobody holds."""
-        found: list[int] = []
-        for name in names:
-            here, there = self._device.sets((name,)), self._host.sets((name,))
-            if not here and not there:
-                break
-            found.extend(a | b for a, b in zip_longest(here, there, fillvalue=0))
-        return found
 
     def _slot(self, instance_id: str) -> int:
         slot = self._slots.get(instance_id)

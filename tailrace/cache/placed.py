@@ -41,7 +41,7 @@ def cached_tokens(
         found[name] = CachedTokens(
             min(blocks.device * block_tokens, most),
             min(blocks.total * block_tokens, most),
-            0 if told is None else min(told.device * block_tokens, most),
+            0 if told is None else min(told.total * block_tokens, most),
         )
     return found
 

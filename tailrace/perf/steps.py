@@ -54,12 +54,15 @@ class StepModel(StepTimes[float]):
     """Of one instance."""
 
     kv_bytes_per_token: int
+    # To copy KV from host memory to the device: of one request, and of each of its tokens besides.
+    load_base_s: float
+    load_per_token_s: float
 
     @staticmethod
     def of_profile(profile: Profile | None, chunk_tokens: int = 2048) -> StepModel:
         """From a profile; None: the nominal one. `chunk_tokens`: vLLM's default."""
         profile = profile if profile is not None else load_profile(NOMINAL)
-        prefill, decode = profile.prefill, profile.decode
+        prefill, decode, swap = profile.prefill, profile.decode, profile.swap
         return StepModel(
             prefill.base_ms / 1e3,
             prefill.ms_per_token / 1e3,
@@ -69,6 +72,8 @@ class StepModel(StepTimes[float]):
             decode.ms_per_kv_token / 1e3,
             chunk_tokens,
             profile.kv_bytes_per_token,
+            swap.base_ms / 1e3,
+            profile.kv_bytes_per_token / swap.bytes_per_s,
         )
 
 

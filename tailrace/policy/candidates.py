@@ -11,6 +11,8 @@ from typing import Final
 
 from tailrace.actions import Migrate, Refuse
 from tailrace.cluster import Arrival, ClusterView, InstanceState, InstanceView, RequestView
+from tailrace.perf.reuse import held_tokens
+from tailrace.perf.steps import StepModel
 from tailrace.policy.parameters import Parameter
 
 NO_INSTANCE = Refuse("no active instance")
@@ -29,12 +31,25 @@ CACHE_AWARE: Final = Parameter(
     "cache_aware",
     bool,
     False,
-    "whether the tokens of an arrival's prefix that an instance has cached are subtracted there",
+    "whether the tokens of an arrival's prefix that an instance has cached are subtracted there; those in "
+    "host memory count less by what it takes to load them",
     source="false: the paper, which has no prefix cache; true: ours",
 )
 
 
-def credit(arrival: Arrival, cache_aware: bool) -> Callable[[InstanceView], int]:
+def held_there(arrival: Arrival, instance: InstanceView, nominal: StepModel) -> int:
+    """Return the tokens of the arrival that an instance holds, those in host memory less the cost of loading.
+
+    `nominal`: step times of an instance of which nothing was measured.
+    """
+    device, total, _ = arrival.held_on(instance.instance_id)
+    if total <= device:
+        return device
+    steps = nominal if instance.measured is None else instance.measured.steps
+    return held_tokens(steps, device, total)
+
+
+def credit(arrival: Arrival, cache_aware: bool, nominal: StepModel) -> Callable[[InstanceView], int]:
     """Return a function that gives the tokens of the arrival that each instance has cached; 0 if they are not
     to count.
 
@@ -42,7 +57,7 @@ def credit(arrival: Arrival, cache_aware: bool) -> Callable[[InstanceView], int]
     """
     if not cache_aware or not arrival.cached:
         return _none
-    return lambda instance: arrival.cached_tokens(instance.instance_id)
+    return lambda instance: held_there(arrival, instance, nominal)
 
 
 def _none(instance: InstanceView) -> int:

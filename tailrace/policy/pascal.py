@@ -29,6 +29,7 @@ from typing import Final
 from tailrace.actions import Action, Migrate, Place, Placement, WhenFull
 from tailrace.cluster import Arrival, ClusterView, InstanceView, PhaseLoad, RequestView
 from tailrace.intra.base import QUANTUM, QUANTUM_TOKENS
+from tailrace.perf.steps import StepModel
 from tailrace.policy.base import Policy, Variant
 from tailrace.policy.candidates import (
     CACHE_AWARE,
@@ -114,6 +115,7 @@ class Pascal(Policy):
         self.quantum_tokens = quantum_tokens
         self.growth_tokens = growth_tokens
         self.cache_aware = cache_aware
+        self.nominal = StepModel.of_profile(profile)
         self.pull = pulling(profile, pulls)
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
@@ -125,7 +127,7 @@ class Pascal(Policy):
         load_of = self.load_of
         meeting = [i for i in instances if load_of(i).least_pacer_slack_tokens > behind]  # line 3
         eligible = meeting or instances  # lines 4-6
-        held, footprint = credit(arrival, self.cache_aware), self.footprint
+        held, footprint = credit(arrival, self.cache_aware, self.nominal), self.footprint
         chosen = min(eligible, key=lambda i: footprint(i) - held(i))  # line 7
         return self.pull(view, arrival, Place(chosen.instance_id))
 

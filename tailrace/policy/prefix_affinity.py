@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from tailrace.actions import Place, Placement
 from tailrace.cluster import Arrival, ClusterView
+from tailrace.perf.steps import StepModel
 from tailrace.policy.base import Policy
-from tailrace.policy.candidates import NO_INSTANCE, candidates
+from tailrace.policy.candidates import NO_INSTANCE, candidates, held_there
 from tailrace.policy.deployment import Fact
 from tailrace.policy.parameters import Parameter
 from tailrace.policy.pulling import PULLS, pulling
@@ -21,7 +22,7 @@ class PrefixAffinity(Policy):
     prefill blocks, weighed, and potential active blocks) at its default temperature of 0. Tokens to prefill
     are those queued there and those of the arrival that the instance does not hold; active ones, those in
     use there and all of the arrival's. The scorers of llm-d weigh the same: the share of the prompt that is
-    held against the queue and the KV in use.
+    held against the queue and the KV in use. What is held in host memory counts less what it takes to load.
     """
 
     needs = (Fact.PROFILE,)
@@ -44,6 +45,7 @@ class PrefixAffinity(Policy):
         self, *, overlap_weight: float = 1.0, pulls: bool = False, profile: Profile | None = None
     ) -> None:
         self.overlap_weight = overlap_weight
+        self.nominal = StepModel.of_profile(profile)
         self.pull = pulling(profile, pulls)
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
@@ -51,11 +53,11 @@ class PrefixAffinity(Policy):
         instances = candidates(view, arrival)
         if not instances:
             return NO_INSTANCE
-        weight, tokens, cached = self.overlap_weight, arrival.context_tokens, arrival.cached_tokens
+        weight, tokens, nominal = self.overlap_weight, arrival.context_tokens, self.nominal
         chosen = min(
             instances,
             key=lambda i: (
-                weight * (i.prefill_backlog_tokens + tokens - cached(i.instance_id))
+                weight * (i.prefill_backlog_tokens + tokens - held_there(arrival, i, nominal))
                 + i.kv_used_tokens
                 + tokens,
                 i.load,

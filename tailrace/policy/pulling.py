@@ -7,6 +7,7 @@ from typing import Final
 
 from tailrace.actions import Place, Placement
 from tailrace.cluster import Arrival, ClusterView, InstanceState, InstanceView
+from tailrace.perf.reuse import held_tokens, load_s
 from tailrace.perf.steps import StepModel
 from tailrace.policy.parameters import Parameter
 from tailrace.profiles import Profile
@@ -50,13 +51,13 @@ class _Pulling:
         return Place(placement.instance_id, placement.also, holder)
 
     def _pays(self, instance: InstanceView, arrival: Arrival, held: int) -> bool:
-        own = arrival.cached_tokens(instance.instance_id)
-        if held <= own:
+        device, total, _ = arrival.held_on(instance.instance_id)
+        if held <= total:
             return False
         steps = self._nominal if instance.measured is None else instance.measured.steps
-        nominal_s = _OPEN_S + (held - own) * steps.kv_bytes_per_token / _LINK_BYTES_PER_S
-        transfer_s = pull_s(instance, held - own, _OPEN_S, nominal_s)
-        return steps.compute_s(held) - steps.compute_s(own) >= transfer_s
+        nominal_s = _OPEN_S + (held - total) * steps.kv_bytes_per_token / _LINK_BYTES_PER_S
+        transfer_s = pull_s(instance, held - total, _OPEN_S, nominal_s) + load_s(steps, total - device)
+        return steps.compute_s(held) - steps.compute_s(held_tokens(steps, device, total)) >= transfer_s
 
 
 def most_cached(arrival: Arrival, instances: Sequence[InstanceView]) -> str | None:

@@ -49,16 +49,49 @@ def test_papers_follow_their_letter_unless_told(
     assert knowing.place(view, arrival(tokens), 1.0) == plain.place(view, arrival(tokens), 1.0)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [*(kind(cache_aware=True) for kind in PAPERS), PrefixAffinity(), Tailrace()],  # type: ignore[call-arg]
-    ids=lambda policy: type(policy).__name__,
+KNOWING: tuple[Policy, ...] = (
+    *(kind(cache_aware=True) for kind in PAPERS),  # type: ignore[call-arg]
+    PrefixAffinity(),
+    Tailrace(),
 )
+
+
+@pytest.mark.parametrize("policy", KNOWING, ids=lambda policy: type(policy).__name__)
 @pytest.mark.parametrize("count", [3, 8])
 def test_of_equals_the_one_with_the_prefix_gets_it(policy: Policy, count: int) -> None:
     for where in NAMES[:count]:
         placement = policy.place(idle(count), arrival(cached=held(where, 3_000)), 1.0)
         assert isinstance(placement, Place) and placement.instance_id == where
+
+
+@pytest.mark.parametrize("policy", KNOWING, ids=lambda policy: type(policy).__name__)
+def test_host_memory_counts_less_than_the_device_and_more_than_nothing(policy: Policy) -> None:
+    """What is there has to be loaded first: of 3,000 tokens that takes what some 400 take to compute."""
+
+    def goes_to(**cached: CachedTokens) -> str:
+        placement = policy.place(idle(3), arrival(cached=cached), 1.0)
+        assert isinstance(placement, Place)
+        return placement.instance_id
+
+    in_host = CachedTokens(0, 3_000)
+    assert goes_to(w1=in_host) == "w1"
+    assert goes_to(w1=in_host, w2=CachedTokens(2_900, 2_900)) == "w2"
+    assert goes_to(w1=in_host, w2=CachedTokens(2_000, 2_000)) == "w1"
+    assert goes_to(w1=in_host, w2=CachedTokens(2_500, 3_000)) == "w2"
+    # Loading so few takes as long as computing them.
+    assert goes_to(w1=CachedTokens(0, 40)) == goes_to()
+
+
+@pytest.mark.parametrize("kind", [*PAPERS, PrefixAffinity])
+def test_nothing_is_pulled_that_is_in_the_own_host_memory(kind: type[Policy]) -> None:
+    busy = replace(instance("w1"), waiting=9, prefill_backlog_tokens=400_000, kv_used_tokens=400_000)
+    view = cluster(instance("w0"), busy)
+    there = CachedTokens(16_000, 16_000, 16_000)
+    policy = kind(pulls=True)  # type: ignore[call-arg]
+    own = arrival(16_500, cached={"w0": CachedTokens(0, 16_000, 16_000), "w1": there})
+    assert policy.place(view, own, 1.0) == Place("w0")
+    part = arrival(16_500, cached={"w0": CachedTokens(0, 4_000, 4_000), "w1": there})
+    assert policy.place(view, part, 1.0) == Place("w0", pull_from="w1")
 
 
 @pytest.mark.parametrize("kind", [*PAPERS, PrefixAffinity])
@@ -96,7 +129,7 @@ def test_a_pull_is_asked_for_where_it_is_quicker(
 def test_few_and_many_instances_are_told_alike(view: ClusterView, tokens: int, seed: int) -> None:
     """`tailrace` goes through a few one by one, and through many by columns."""
     cached = {
-        name: CachedTokens(share, share)
+        name: CachedTokens(share * ((seed >> (n + 9)) % 3) // 2, share)
         for n, name in enumerate(view.instances)
         if (share := tokens * ((seed >> n) % 5) // 5)
     }

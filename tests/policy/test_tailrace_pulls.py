@@ -74,6 +74,15 @@ def test_one_that_drains_lends_and_one_that_is_out_of_reach_does_not() -> None:
         assert placed(view, asked) == Place("b")
 
 
+def test_host_memory_lends_and_needs_no_pull_for_itself() -> None:
+    view = cluster(busy("a"), instance("b"))
+    in_host = CachedTokens(0, HELD, HELD)
+    assert placed(view, arrival(a=in_host)) == Place("b", pull_from="a")
+    assert placed(view, arrival(a=there(), b=in_host)) == Place("b")
+    # A tenth of it is loaded, and the rest fetched.
+    assert placed(view, arrival(a=there(), b=CachedTokens(0, HELD // 10, 0))) == Place("b", pull_from="a")
+
+
 def test_who_holds_most_is_asked() -> None:
     view = cluster(busy("a"), busy("b"), instance("c"))
     asked = arrival(a=there(4_000), b=there(), c=there(2_000))

@@ -17,6 +17,7 @@ from tailrace.actions import Action, Migrate, Place, Placement
 from tailrace.cluster import Arrival, ClusterView, InstanceView, RequestView
 from tailrace.lengths import tokens_left
 from tailrace.perf.horizon import HORIZON, NOW, Horizon, expected_remaining, floats
+from tailrace.perf.steps import StepModel
 from tailrace.policy.ares.dispatch import (
     decoders,
     hands_over,
@@ -132,6 +133,7 @@ class Ares(Policy):
         self.predictions = rescheduling == PREDICTED_LOAD
         self.dispatch = dispatch
         self.cache_aware = cache_aware
+        self.nominal = StepModel.of_profile(profile)
         self.pull = pulling(profile, pulls)
         self.migrations_per_tick = migrations_per_tick
         horizon = Horizon(horizon_tokens, horizon_points, horizon_end_weight)
@@ -143,7 +145,7 @@ class Ares(Policy):
         if not instances:
             return NO_INSTANCE
         prefilling = prefillers(instances)
-        held = credit(arrival, self.cache_aware)
+        held = credit(arrival, self.cache_aware, self.nominal)
         if prefilling:
             return self.pull(view, arrival, Place(least_backlog(prefilling, held).instance_id))
         tokens = arrival.prompt_tokens + arrival.output_tokens

@@ -8,7 +8,7 @@ from typing import Final
 
 from tailrace.actions import Action, Place, Placement, Refuse, SetPool
 from tailrace.cluster import Arrival, ClusterView, InstanceView, Phase, Pool, RequestView
-from tailrace.perf.steps import max_running_tokens
+from tailrace.perf.steps import StepModel, max_running_tokens
 from tailrace.perf.ttft import TtftPredictor
 from tailrace.policy.arrow.attainment import AttainmentModel
 from tailrace.policy.arrow.kv_wait import KvWait
@@ -27,7 +27,7 @@ from tailrace.policy.arrow.pools import (
     try_move_prefill_to_decode,
 )
 from tailrace.policy.base import Policy
-from tailrace.policy.candidates import CACHE_AWARE, Ledger
+from tailrace.policy.candidates import CACHE_AWARE, Ledger, held_there
 from tailrace.policy.deployment import Fact
 from tailrace.policy.parameters import Parameter
 from tailrace.policy.pulling import PULLS, pulling
@@ -173,6 +173,7 @@ class Arrow(Policy):
         self.kv_wait = kv_wait
         self.flips = flips
         self.cache_aware = cache_aware
+        self.nominal = StepModel.of_profile(profile)
         self.pull = pulling(profile, pulls)
         self.prefill_share = prefill_share
         self.tick_interval_s = tick_interval_s
@@ -350,8 +351,8 @@ class Arrow(Policy):
         self, delay_s: Callable[[InstanceView], float], arrival: Arrival
     ) -> Callable[[InstanceView], float]:
         """As if the prefill of what the instance's prefix cache holds were saved before it starts."""
-        found_s = self.loads.found_s
-        return lambda i: delay_s(i) - found_s(i, arrival.cached_tokens(i.instance_id))
+        found_s, nominal = self.loads.found_s, self.nominal
+        return lambda i: delay_s(i) - found_s(i, held_there(arrival, i, nominal))
 
     def _decode_load_is_low(self, pools: Pools, move: SetPool) -> bool:
         """The overload guard: would the decode instances do without the one that is to be flipped?"""

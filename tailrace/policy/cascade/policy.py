@@ -17,6 +17,7 @@ from tailrace.cluster import (
 )
 from tailrace.perf.length_penalty import FittedLengthPenalty
 from tailrace.perf.qoe_model import QoeModel
+from tailrace.perf.steps import StepModel
 from tailrace.policy.base import Policy, Variant
 from tailrace.policy.candidates import credit
 from tailrace.policy.cascade.handover import Handovers, Settle, by_bids, demand_tokens, in_turn
@@ -158,6 +159,7 @@ class Cascade(Policy):
         self.outlier = outlier
         self.tick_interval_s = tick_interval_s
         self.cache_aware = cache_aware
+        self.nominal = StepModel.of_profile(profile)
         self.pull = pulling(profile, pulls)
         self.planning = Planning(
             planner=_PLANNERS[layout],
@@ -196,7 +198,7 @@ class Cascade(Policy):
     def _dispatch(self, instances: Sequence[InstanceView], arrival: Arrival) -> InstanceView:
         if self.handover == ROUND_ROBIN:
             return instances[arrival.seq % len(instances)]
-        held = credit(arrival, self.cache_aware)
+        held = credit(arrival, self.cache_aware, self.nominal)
         return min(instances, key=lambda i: _dispatch_key(i, held(i)))
 
     # ---- section 4.4, inter-stage

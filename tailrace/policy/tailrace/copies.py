@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from tailrace.actions import Action, CopyPrefix, Migrate
-from tailrace.cluster import CachedTokens, ClusterView, HotPrefix, InstanceState, InstanceView
+from tailrace.cluster import NOTHING_HELD, ClusterView, HotPrefix, InstanceState, InstanceView
 from tailrace.policy.cascade.layout import stage_of
 from tailrace.policy.parameters import Parameter
 from tailrace.policy.pulling import pull_s
@@ -30,7 +30,6 @@ PERIOD_S: Final = 10.0
 MOST: Final = 2
 # Room at the target, in lengths of what comes: what runs there grows.
 _ROOM: Final = 2
-_NOTHING: Final = CachedTokens(0, 0)
 
 
 class Copies:
@@ -91,10 +90,10 @@ class Copies:
         # Overload is the wait for the first token, or whatever else a request more costs there.
         loads = {i.instance_id: self._costs.first_token_s(i, 0) + price[i.instance_id] for i in targets}
         target = min(targets, key=lambda i: (loads[i.instance_id], i.instance_id))
-        own = prefix.cached.get(target.instance_id, _NOTHING).device
-        steps, lacking = self._costs.steps_of(target), tokens - own
+        own = prefix.cached.get(target.instance_id, NOTHING_HELD)
+        steps, lacking = self._costs.steps_of(target), tokens - own.total
         transfer_s = pull_s(target, lacking, self._costs.open_s, self._costs.transfer_s(target, lacking))
-        saved_s = steps.compute_s(tokens) - steps.compute_s(own)
+        saved_s = steps.compute_s(tokens) - steps.compute_s(self._costs.held_tokens(target, own))
         # Whoever comes would be better off there, by more than the copy takes.
         load_s = self._costs.first_token_s(holder, 0) + price[holder.instance_id]
         # As many will come as have come, and half of them go there.
@@ -111,10 +110,10 @@ def _only_holder(view: ClusterView, prefix: HotPrefix) -> InstanceView | None:
     """Who holds it and has a request that begins with it, if no other one holds half of that."""
     holder, most = None, 0
     for instance_id in sorted(prefix.requests):
-        instance, held = view.instances.get(instance_id), prefix.cached.get(instance_id, _NOTHING)
+        instance, held = view.instances.get(instance_id), prefix.cached.get(instance_id, NOTHING_HELD)
         if instance is not None and instance.state is not InstanceState.SUSPECT and held.told > most:
             holder, most = instance, held.told
     if holder is None:
         return None
     others = (held for name, held in prefix.cached.items() if name != holder.instance_id)
-    return None if any(2 * held.device >= most for held in others) else holder
+    return None if any(2 * held.total >= most for held in others) else holder

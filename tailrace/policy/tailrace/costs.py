@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 
-from tailrace.cluster import InstanceView
+from tailrace.cluster import CachedTokens, InstanceView
 from tailrace.perf.length_penalty import FittedLengthPenalty
+from tailrace.perf.reuse import held_tokens
 from tailrace.perf.steps import Number, StepModel
 
 
@@ -46,6 +47,11 @@ class Costs:
         """Its step times: as measured of it, else the nominal ones."""
         measured = instance.measured
         return self.steps if measured is None else measured.steps
+
+    def held_tokens(self, instance: InstanceView, held: CachedTokens) -> int:
+        """What an instance holds of an arrival, in tokens on its device."""
+        device, total, _ = held
+        return device if total <= device else held_tokens(self.steps_of(instance), device, total)
 
     def first_token_s(self, instance: InstanceView, prompt_tokens: int, cached_tokens: int = 0) -> float:
         """TTFT of an arrival here: the queue's prefill and its own, in steps shared with decodes.

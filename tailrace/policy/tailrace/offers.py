@@ -127,8 +127,9 @@ class OfferPlanner:
                 known, known_s, after = queue.before(now + yielded_s(own_s, queue.found_s))
                 tokens, seconds = tokens + known, seconds + known_s
             before = Before(tokens, seconds, after)
-            held = cached.get(self._instances[position].instance_id) if cached else None
-            found = 0.0 if held is None else float(held.device)
+            instance = self._instances[position]
+            held = cached.get(instance.instance_id) if cached else None
+            found = 0.0 if held is None else float(costs.held_tokens(instance, held))
             costs_s.append(without_kv_s(offered, prompt_tokens, found, before, patience_s, OF_ONE))
             shortages_s.append(shortage_s(costs, offered, more_tokens, OF_ONE))
         if costs.penalty is not None:
@@ -189,12 +190,14 @@ class OfferPlanner:
         return found
 
     def _found(self, cached: Mapping[str, CachedTokens]) -> Floats:
-        """What of an arrival each instance holds on its device, in tokens."""
-        found = np.zeros(len(self._instances))
+        """What of an arrival each instance holds, in tokens on its device."""
+        costs, instances = self._costs, self._instances
+        found = np.zeros(len(instances))
         for name, held in cached.items():
             position = self._at.get(name)
             if position is not None:
-                found[position] = held.device
+                device, total, _ = held
+                found[position] = device if total <= device else costs.held_tokens(instances[position], held)
         return found
 
     def _patience_s(self, own_s: float) -> float:

@@ -123,11 +123,13 @@ class Tailrace(Policy):
         chosen, pull_from = offers.cheapest(among, tokens, now, arrival.cached), ""
         if self.pulls is not None and arrival.cached:
             chosen, pull_from = self.pulls.place(instances, among, arrival, chosen, now)
-        cached = arrival.found_tokens(chosen.instance_id, pull_from)
-        if offers.pooled and costs.first_token_s(chosen, tokens, cached) > self.ttft_slo_s:
-            flipped = self.arrow.place(view, arrival, now)
-            if isinstance(flipped, Place) and flipped.also:
-                return flipped
+        if offers.pooled:
+            own = costs.held_tokens(chosen, arrival.held_on(chosen.instance_id))
+            cached = max(own, arrival.told_tokens(pull_from))
+            if costs.first_token_s(chosen, tokens, cached) > self.ttft_slo_s:
+                flipped = self.arrow.place(view, arrival, now)
+                if isinstance(flipped, Place) and flipped.also:
+                    return flipped
         return Place(chosen.instance_id, pull_from=pull_from)
 
     def on_prefill_done(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:

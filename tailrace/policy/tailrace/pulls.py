@@ -9,9 +9,9 @@ nobody could fetch, and where it would go if nobody held anything.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import sqrt
 
 from tailrace.cluster import Arrival, CachedTokens, InstanceView
+from tailrace.perf.reuse import load_s, worth_tokens
 from tailrace.policy.pulling import most_cached, pull_s
 from tailrace.policy.tailrace.costs import Costs
 from tailrace.policy.tailrace.offers import OfferPlanner
@@ -49,8 +49,9 @@ class Pulls:
         as_held: dict[str, CachedTokens] = {}
         pulling: set[str] = set()
         for instance in others:
-            tokens_there = arrival.cached_tokens(instance.instance_id)
-            worth = self.worth(instance, tokens_there, held)
+            own = arrival.held_on(instance.instance_id)
+            tokens_there = self._costs.held_tokens(instance, own)
+            worth = self.worth(instance, own, held)
             if worth is not None:
                 tokens_there = worth
                 pulling.add(instance.instance_id)
@@ -60,22 +61,19 @@ class Pulls:
         best = offers.cheapest(others, tokens, now, as_held)
         return best, holder if best.instance_id in pulling else ""
 
-    def worth(self, instance: InstanceView, own: int, held: int) -> int | None:
-        """Tokens that it would have to hold to be as quick as with a pull of what it lacks of `held`.
+    def worth(self, instance: InstanceView, own: CachedTokens, held: int) -> int | None:
+        """Tokens that its device would have to hold to be as quick as with a pull of what it lacks of `held`.
 
-        It has `own` of them. None: a pull does not pay.
+        It has `own` of them, and loads those that are in its host memory. None: a pull does not pay.
         """
-        if held <= own:
+        if held <= own.total:
             return None
         steps = self._costs.steps_of(instance)
-        lacking = held - own
+        lacking = held - own.total
         nominal_s = self._costs.transfer_s(instance, lacking)
         transfer_s = pull_s(instance, lacking, self._costs.open_s, nominal_s)
-        whole_s = steps.compute_s(held)
-        if whole_s - steps.compute_s(own) < self._margin * transfer_s:
+        loading_s = load_s(steps, own.total - own.device)
+        without_s = steps.compute_s(self._costs.held_tokens(instance, own))
+        if steps.compute_s(held) - loading_s - without_s < self._margin * transfer_s:
             return None
-        left_s = max(0.0, whole_s - transfer_s)
-        linear, square = steps.per_token_s, steps.per_token_squared_s
-        if square > 0.0:
-            return min(held, int((sqrt(linear * linear + 4.0 * square * left_s) - linear) / (2.0 * square)))
-        return min(held, int(left_s / linear)) if linear > 0.0 else held
+        return worth_tokens(steps, held, transfer_s + loading_s)

@@ -1,0 +1,352 @@
+"""Host memory as a second tier: one pool for swapped requests and what devices evict, at the link's speed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from simulator.cluster import ClusterSpec, LinkSpec
+from simulator.host_memory import HostMemory
+from simulator.records import RequestRecord, SimResult
+from simulator.request import SimRequest
+from simulator.setups import setup_for
+from simulator.simulation import Simulation, simulate
+from simulator.workloads.generators import SESSIONS
+from tailrace.actions import Place, Placement
+from tailrace.cache.tiers import Tier
+from tailrace.cluster import Arrival, CachedTokens, ClusterView
+from tailrace.intra.orders import Fcfs
+from tailrace.policy.base import Policy
+from tailrace.policy.deployment import Deployment
+from tailrace.policy.least_loaded import LeastLoaded
+from tailrace.profiles import SwapModel, load_profile
+from tailrace.slo import Slo
+from tests.simulator.worlds import INTRA, Watched, recount
+
+PROFILE = load_profile("llama-3.1-8b-h100")
+UNIT = 64
+UNIT_BYTES = UNIT * PROFILE.kv_bytes_per_token
+
+
+def request(name: str, at_s: float, units: Sequence[int], rest: int = 8, answer: int = 20) -> SimRequest:
+    """A prompt of these units and some tokens more."""
+    return SimRequest(name, at_s, len(units) * UNIT + rest, 0, answer, tuple(units), UNIT)
+
+
+def cluster(instances: int = 1, host_units: int = 1_000, **limits: object) -> ClusterSpec:
+    return ClusterSpec.uniform(
+        instances,
+        PROFILE,
+        **{
+            "prefix_caching": True,
+            "host_caching": True,
+            "host_kv_bytes": host_units * UNIT_BYTES,
+            "kv_capacity_tokens": 70 * UNIT,
+            **limits,
+        },
+    )
+
+
+def run(
+    requests: Sequence[SimRequest], policy: Policy, spec: ClusterSpec
+) -> tuple[Simulation, dict[str, RequestRecord]]:
+    simulation = Simulation(spec, requests, policy, Fcfs(), seed=0, sample_interval_s=None)
+    return simulation, {record.request_id: record for record in simulation.run(None).requests}
+
+
+# ---- the pool
+
+
+class OnePool(RuleBasedStateMachine):
+    """Against a list of names, the one used longest ago first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host = HostMemory(20, 3)
+        self.swapped = 0
+        self.kept: list[int] = []
+        self.told: set[int] = set()
+
+    @rule(blocks=st.integers(0, 22))
+    def reserve(self, blocks: int) -> None:
+        """Requests come first, and have all of it if they need it."""
+        fits = self.swapped + blocks <= 20
+        assert self.host.reserve(blocks) == fits
+        if fits:
+            self.swapped += blocks
+            self._fit()
+
+    @rule(share=st.floats(0.0, 1.0))
+    def give_back(self, share: float) -> None:
+        blocks = round(self.swapped * share)
+        self.host.give_back(blocks)
+        self.swapped -= blocks
+
+    @rule(names=st.lists(st.integers(0, 12), max_size=9, unique=True))
+    def keep(self, names: list[int]) -> None:
+        copied = 0
+        if 20 - self.swapped >= 3:
+            for name in names:
+                copied += 3 * (name not in self.kept)
+                self.kept = [*(kept for kept in self.kept if kept != name), name]
+                self._fit()
+        assert self.host.keep(names) == copied
+
+    @rule(data=st.data())
+    def use(self, data: st.DataObject) -> None:
+        if self.kept:
+            name = data.draw(st.sampled_from(self.kept))
+            self.host.use([name])
+            self.kept = [*(kept for kept in self.kept if kept != name), name]
+
+    @rule()
+    def tell(self) -> None:
+        """Whoever follows the changes knows what is there."""
+        stored, removed = self.host.take_changes()
+        self.told = (self.told | set(stored)) - set(removed)
+        assert self.told == set(self.kept)
+
+    @invariant()
+    def adds_up(self) -> None:
+        assert self.host.swapped_blocks == self.swapped
+        assert self.host.kept_blocks == 3 * len(self.kept)
+        assert self.host.swapped_blocks + self.host.kept_blocks <= 20
+        assert [name for name in range(13) if name in self.host] == sorted(self.kept)
+
+    def _fit(self) -> None:
+        while self.swapped + 3 * len(self.kept) > 20:
+            self.kept.pop(0)
+
+
+TestOnePool = OnePool.TestCase
+
+
+def test_what_fits_nowhere_is_not_kept() -> None:
+    assert HostMemory(100).keep([1, 2]) == 0
+    assert HostMemory(2, 3).keep([1, 2]) == 0
+    full = HostMemory(10, 3)
+    assert full.reserve(8)
+    assert full.keep([1]) == 0 and 1 not in full
+
+
+# ---- an instance
+
+
+def three(first: int = 60, between: int = 65) -> list[SimRequest]:
+    """The same prompt twice, and between the two another one that needs its room."""
+    units, others = list(range(first)), list(range(1_000, 1_000 + between))
+    return [request("first", 0.0, units), request("other", 10.0, others), request("again", 20.0, units)]
+
+
+def test_what_the_device_evicted_is_loaded_at_the_host_links_speed() -> None:
+    simulation, records = run(three(), LeastLoaded(), cluster())
+    again = records["again"]
+    assert again.cached_tokens == 60 * UNIT and 50 * UNIT < again.loaded_tokens <= 60 * UNIT
+    _, computed = run(three(), LeastLoaded(), cluster(host_caching=False))
+    assert computed["again"].cached_tokens < 10 * UNIT and computed["again"].loaded_tokens == 0
+    # It waits for its own copy, and for that of what has to go for it.
+    free = msgspec.structs.replace(PROFILE, swap=SwapModel(base_ms=0.0, bytes_per_s=1e30))
+    spec = cluster()
+    free_spec = replace(spec, instances=tuple(replace(i, profile=free) for i in spec.instances))
+    _, at_once = run(three(), LeastLoaded(), free_spec)
+    waited_s = (again.ttft_s or 0.0) - (at_once["again"].ttft_s or 0.0)
+    loaded_s = PROFILE.swap.ms(again.loaded_tokens * PROFILE.kv_bytes_per_token) / 1e3
+    assert loaded_s < waited_s < 2.5 * loaded_s
+    assert (again.ttft_s or 0.0) < (computed["again"].ttft_s or 0.0) / 2
+    (instance,) = simulation.instances
+    assert instance.swap_s >= waited_s
+
+
+def test_what_is_in_host_memory_is_copied_there_once() -> None:
+    """Blocks that were loaded stay, and are not copied out again."""
+    units, others = list(range(60)), list(range(1_000, 1_065))
+    requests = [request(f"r{n}", 10.0 * n, others if n % 2 else units, rest=1, answer=1) for n in range(8)]
+    simulation, records = run(requests, LeastLoaded(), cluster())
+    (instance,) = simulation.instances
+    # At the very most both were copied out once, and in as often as they were loaded.
+    base_s = PROFILE.swap.base_ms / 1e3
+    moved = sum(record.loaded_tokens for record in records.values()) + 125 * UNIT
+    most_s = moved * PROFILE.kv_bytes_per_token / PROFILE.swap.bytes_per_s + 40 * base_s
+    assert 0.0 < instance.swap_s <= most_s
+    assert [records[f"r{n}"].cached_tokens for n in (2, 3, 4)] == [60 * UNIT, 65 * UNIT, 60 * UNIT]
+
+
+def test_what_is_computed_sooner_than_loaded_is_computed() -> None:
+    slow = msgspec.structs.replace(PROFILE, swap=SwapModel(base_ms=1.0, bytes_per_s=1e9))
+    spec = cluster()
+    spec = replace(spec, instances=tuple(replace(i, profile=slow) for i in spec.instances))
+    _, records = run(three(), LeastLoaded(), spec)
+    assert records["again"].loaded_tokens == 0 and records["again"].cached_tokens < 10 * UNIT
+
+
+def test_what_host_memory_forgets_is_computed() -> None:
+    """Of 60 units the last have gone first, and host memory has room for the 20 that went last."""
+    _, records = run(three(), LeastLoaded(), cluster(host_units=20))
+    again = records["again"]
+    assert 0 < again.loaded_tokens <= 20 * UNIT
+    assert again.loaded_tokens <= again.cached_tokens < 30 * UNIT
+
+
+def test_the_index_knows_both_memories() -> None:
+    seen: list[CachedTokens] = []
+
+    class Looks(LeastLoaded):
+        def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
+            seen.append(arrival.held_on("i000"))
+            return super().place(view, arrival, now)
+
+    simulation, _ = run(three(), Looks(), cluster())
+    assert seen[0] == CachedTokens(0, 0)
+    device, total, told = seen[2]
+    assert device < 10 * UNIT and total == told == 60 * UNIT
+    index = simulation._prefixes._index
+    simulation._prefixes.held([0], UNIT, 99.0)
+    (instance,) = simulation.instances
+    host = index.names("i000", Tier.HOST)
+    assert host and all(name in instance.host for name in host)
+    assert len(host) * UNIT // instance.block_tokens == instance.host.kept_blocks
+
+
+class Elsewhere(Policy):
+    """What comes again goes to the second instance, which pulls from the first."""
+
+    def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
+        if arrival.request_id != "again":
+            return Place("i000")
+        return Place("i001", pull_from="i000" if arrival.told_tokens("i000") else "")
+
+
+def test_others_pull_from_host_memory() -> None:
+    link = LinkSpec(bytes_per_s=1e9)
+    simulation, records = run(three(), Elsewhere(), replace(cluster(2), link=link))
+    (pull,) = simulation.pulls.records
+    assert pull.tokens == 60 * UNIT and pull.end_s - pull.asked_s >= pull.bytes_sent / link.bytes_per_s
+    assert records["again"].cached_tokens == 60 * UNIT and records["again"].loaded_tokens == 0
+
+
+def test_swapped_requests_come_first() -> None:
+    """Host memory is full of what was evicted when requests have to be swapped out: they find room."""
+    old = [request(f"old{n}", 0.2 * n, range(1_000 * n, 1_000 * n + 40), answer=4) for n in range(1, 9)]
+    many = [request(f"r{n}", 20.0, range(9_000 + 100 * n, 9_012 + 100 * n), answer=1_500) for n in range(4)]
+    spec = cluster(host_units=120)
+    simulation, records = run([*old, *many], LeastLoaded(), spec)
+    assert sum(record.preemptions_swapped for record in records.values()) > 0
+    assert sum(record.preemptions_recomputed for record in records.values()) == 0
+    (instance,) = simulation.instances
+    assert instance.host_blocks == 0
+
+
+# ---- accounting
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> list[SimRequest]:
+    """Sessions that branch and come back, some of them too many at once for the memory there is."""
+    made: list[SimRequest] = []
+    for n in range(draw(st.integers(1, 16))):
+        stem = draw(st.integers(0, 3))
+        units = [100 * stem + k for k in range(draw(st.integers(0, 6)))]
+        units += [10_000 * (n + 1) + k for k in range(draw(st.integers(0, 3)))]
+        at_s = draw(st.integers(0, 800)) / 1_000 + np.pi * (n + 1) / 1e5
+        rest, answer = draw(st.integers(1, 63)), draw(st.integers(1, 90))
+        made.append(request(f"r{n}", at_s, units, rest=rest, answer=answer))
+    return made
+
+
+class Recounted(Watched):
+    """Counts both memories again whenever an instance begins a run."""
+
+    def check(self) -> None:
+        for instance in self.instances:
+            recount(instance)
+            host = instance.host
+            assert host.swapped_blocks + host.kept_blocks <= max(host.total_blocks, host.swapped_blocks)
+            assert host.swapped_blocks <= host.total_blocks
+            waiting = [job for _, job in instance.waiting]
+            assert host.swapped_blocks == sum(job.blocks for job in waiting if job.state.value == "swapped")
+            assert host.kept_blocks == len(host._kept) * host._unit
+
+
+@given(
+    workloads(), st.sampled_from([8, 12, 40]), st.sampled_from([0, 3, 10, 200]), st.sampled_from([1, 9_999])
+)
+@settings(max_examples=60, deadline=None)
+def test_both_memories_add_up(
+    requests: list[SimRequest], units: int, host_units: int, most_steps: int
+) -> None:
+    """At each run, in the end, and with every step gone through."""
+    spec = cluster(2, host_units, kv_capacity_tokens=units * UNIT)
+    simulation = Recounted(spec, requests, LeastLoaded(), Fcfs(), most_steps)
+    result = simulation.run(None)
+    for record in result.requests:
+        assert record.refused or record.finish_s is not None
+        assert record.loaded_tokens <= record.cached_tokens < record.prompt_tokens
+    simulation.check()
+    for instance in simulation.instances:
+        cache = instance.cache
+        assert instance.is_empty
+        if cache is not None:
+            assert cache.shared == 0 and not cache._held
+            assert sum(cache._free.values()) == cache._free_blocks <= instance.total_blocks
+        assert instance.host.kept_blocks <= instance.host.total_blocks
+
+
+@pytest.mark.parametrize("intra", ["fcfs", "decode_first", "pascal", "earliest_due"])
+@given(workloads(), st.sampled_from([8, 12, 40]), st.sampled_from([3, 10, 200]))
+@settings(max_examples=15, deadline=None)
+def test_jumping_over_steps_changes_nothing(
+    intra: str, requests: list[SimRequest], units: int, host_units: int
+) -> None:
+    """A run of steps ends where one evicts what has to be copied."""
+    spec = cluster(1, host_units, kv_capacity_tokens=units * UNIT)
+    jumping = Watched(spec, requests, LeastLoaded(), INTRA[intra])
+    stepping = Watched(spec, requests, LeastLoaded(), INTRA[intra], 1)
+    found, expected = jumping.run(None).requests, stepping.run(None).requests
+    for record, other in zip(found, expected, strict=True):
+        assert (record.cached_tokens, record.loaded_tokens) == (other.cached_tokens, other.loaded_tokens)
+        if not record.refused:
+            name = record.request_id
+            np.testing.assert_allclose(
+                jumping.token_times[name], stepping.token_times[name], rtol=0, atol=1e-9
+            )
+
+
+# ---- without it
+
+
+def simulated(policy: str, workload: str, **limits: object) -> SimResult:
+    setup = setup_for(policy)
+    if policy not in ("tailrace", "least_loaded"):
+        setup = setup.with_parameters({"pulls": True})
+    spec = setup.apply(
+        ClusterSpec.uniform(2, PROFILE, **{"prefix_caching": True, "kv_capacity_tokens": 60_000, **limits})
+    )
+    deployment = Deployment(Slo(5.0, 0.1), PROFILE)
+    requests = SESSIONS[workload].requests(60, 6.0, 1)
+    return simulate(spec, requests, setup.policy(deployment), setup.intra(deployment.slo), seed=1)
+
+
+@pytest.mark.parametrize("workload", ["agent_sessions", "document_sessions"])
+@pytest.mark.parametrize("policy", ["tailrace", "prefix_affinity", "pascal", "least_loaded"])
+def test_without_host_memory_every_figure_is_what_it_is_without_the_tier(policy: str, workload: str) -> None:
+    without = simulated(policy, workload, host_kv_bytes=0)
+    with_tier = simulated(policy, workload, host_kv_bytes=0, host_caching=True)
+    assert with_tier.requests == without.requests
+    assert with_tier.migrations == without.migrations and with_tier.pulls == without.pulls
+    assert (with_tier.events_processed, with_tier.end_s) == (without.events_processed, without.end_s)
+
+
+@pytest.mark.parametrize("policy", ["tailrace", "prefix_affinity"])
+def test_conversations_find_more_with_it(policy: str) -> None:
+    without, with_tier = (
+        simulated(policy, "document_sessions", host_caching=caching).requests for caching in (False, True)
+    )
+    assert sum(r.cached_tokens for r in with_tier) > sum(r.cached_tokens for r in without)
+    assert sum(r.loaded_tokens for r in with_tier) > 0 == sum(r.loaded_tokens for r in without)
