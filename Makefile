@@ -14,7 +14,7 @@ TAILRACE := .venv/bin/tailrace
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test mutants test-features test-models test-vllm test-ranks lint format protos sbom bundle check-gpu docs soak bench-stream bench-transfer bench-swap \
+.PHONY: help install up down test mutants test-features test-models test-vllm test-ranks test-upgrade lint format protos sbom bundle check-gpu docs soak bench-stream bench-transfer bench-swap \
 	bench-scale \
 	bench-decisions bench-policies bench-cache bench-cache-ahead bench-cache-vllm bench-cache-live bench-cache-router bench-pull bench-real bench-live bench-replays bench-overload bench-validation bench-simulation bench-etcd strangers chaos fuzz claims
 
@@ -87,6 +87,10 @@ test-vllm: ## Run the vLLM workers' tests on another vLLM version, in a separate
 	@scripts/install.sh --vllm $(VERSION)
 	build/vllm-$(VERSION)/bin/python -m worker_agent.engine.vllm.internals
 	build/vllm-$(VERSION)/bin/python -m pytest -m "vllm and not slow" $(or $(TESTS),tests/worker tests/wire) $(ARGS)
+
+test-upgrade: install ## Upgrade a running local cluster from an older revision, and roll back, under load (FROM=REVISION)
+	@test -n "$(FROM)" || { echo "from which revision? make test-upgrade FROM=v0.1.0" >&2; exit 2; }
+	$(PYTHON) -m benchmarks.upgrade $(FROM) $(ARGS)
 
 test-ranks: ## Engines with two ranks: kill -9 of a rank during a stream and in each step of a migration
 	@scripts/install.sh --rust
