@@ -47,6 +47,8 @@ _METRICS: Final = 7001
 _HTTP: Final = 8000
 _FIRST_ADDRESS: Final = 10
 _PROCESSES: Final = 4
+# Few enough that a monitor's trace store is full early in a run: what grows after that is a leak.
+_TRACE_SPANS: Final = 10_000
 _CHANGED_PROCESSES: Final = 2
 _KEEP_S: Final = 120
 _SMALL_DISK: Final = "size=8m"
@@ -352,7 +354,7 @@ class Cluster:
         control = StartTier.CONTROL
         for number in range(2):
             add(Tier.SCHEDULER, f"scheduler-{number}", control, "--audit-log", "{disk}/audit.jsonl")
-            add(Tier.MONITOR, f"monitor-{number}", control)
+            add(Tier.MONITOR, f"monitor-{number}", control, "--trace-spans", str(_TRACE_SPANS))
         add(Tier.MIGRATION, "migration", control, "--journal", "{disk}/migrations.jsonl")
         for version, ids in self.shape.groups:
             more = ["--count", str(len(ids))] if len(ids) > 1 else []
