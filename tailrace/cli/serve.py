@@ -16,6 +16,15 @@ EXTRA_ARGUMENTS: Final = "TAILRACE_SERVE_ARGS"
 """Environment variable with further arguments of a service, quoted as in a shell. Units and containers have a
 fixed command line; this is where an operator adds a policy, a tool parser or a limit."""
 
+# The services' own first lines of help: reading them there would import vLLM. A test compares the two.
+_SUMMARIES: Final = {
+    "frontend": "Serve the fleet to users through vLLM's own API server.",
+    "migration": "Execute migrations; run a second service as a standby.",
+    "monitor": "Collect worker reports and publish the cluster's state; run a second monitor as a standby.",
+    "scheduler": "Decide where requests run; run a second scheduler as a standby.",
+    "worker": "Run an engine as a member of the fleet.",
+}
+
 
 class _Services(click.Group):
     def resolve_command(
@@ -45,8 +54,10 @@ class _Services(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the services from the entry points alone; one without a summary with its place."""
+        points = sorted(_points().items())
         with formatter.section("Services"):
-            formatter.write_dl([(name, point.value) for name, point in sorted(_points().items())])
+            formatter.write_dl([(name, _SUMMARIES.get(name, point.value)) for name, point in points])
 
 
 def _points() -> dict[str, EntryPoint]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
+
 import pytest
 from click.testing import CliRunner
 
@@ -45,6 +47,16 @@ def test_arguments_from_the_environment_are_added(
     result = CliRunner().invoke(main, ["serve", "scheduler"])
     assert result.exit_code == 2
     assert says in result.stderr
+
+
+def test_help_lists_each_service_with_its_own_first_line() -> None:
+    listed = " ".join(CliRunner().invoke(main, ["serve", "--help"]).output.split())
+    points = entry_points(group="tailrace.services")
+    assert {point.name for point in points} >= {"frontend", "migration", "monitor", "scheduler", "worker"}
+    for point in points:
+        command = point.load()
+        first = " ".join((command.help or "").split("\n\n")[0].split())
+        assert f"{point.name} {first}" in listed
 
 
 def test_a_log_level_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
