@@ -10,6 +10,7 @@ import grpc
 import msgspec
 import pytest
 
+from scheduler_svc.settings import Settings
 from tailrace.model_identity import ModelIdentity, fingerprint
 from tailrace.records import ServiceRecord
 from tailrace.rollout.record import RolloutRecord, RolloutState
@@ -231,6 +232,32 @@ async def test_a_rollout_is_taken_back_and_goes_on_with_the_next_leader(
     old = second.WatchRollout(admin_pb2.WatchRolloutRequest(model="chat", begun_s=1.0), timeout=5)
     code, details = await refused(_drained(old))
     assert code is grpc.StatusCode.ABORTED and "another rollout of chat has begun" in details
+
+
+async def test_undo_meets_a_rollout_that_advances(
+    control: Control, admin: AdminAsyncStub, reports: Reports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front = await front_end(control)
+    await front.connects(OLD, NEW)
+    await control.members_show(lambda m: ("frontend", "f0") in m.services)
+    reports.held["a"] = ["r1"]
+    await until(lambda: _holds(admin, "a", 1))
+    await admin.Rollout(ROLLOUT, timeout=5)
+    await reaches(admin, lambda rollout: rollout.state == DRAINING)
+    swap, advanced = Settings.swap_rollout, []
+
+    async def advance_first(
+        settings: Settings, model: str, expected: RolloutRecord | None, record: RolloutRecord | None
+    ) -> None:
+        if record is not None and record.undoes and not advanced and expected is not None:
+            advanced.append(expected)
+            later = msgspec.structs.replace(expected, begun_s=expected.begun_s + 1.0)
+            await control.store.put(f"rollouts/{model}", msgspec.json.encode(later))
+        await swap(settings, model, expected, record)
+
+    monkeypatch.setattr(Settings, "swap_rollout", advance_first)
+    back = await admin.UndoRollout(admin_pb2.UndoRolloutRequest(model="chat"), timeout=5)
+    assert advanced and back.undoes and back.new == fingerprint(OLD.key)
 
 
 async def test_a_leader_with_another_clock_gives_it_the_whole_time(
