@@ -157,7 +157,7 @@ def test_a_request_that_is_too_large_for_any_worker_is_refused_with_413(front_en
     if front_end.front is Front.PYTHON:
         assert reply.status_code == 413
         assert reply.json()["error"]["code"] == 413
-        assert f"instances accept at most {MIN_MESSAGE_BYTES} at most" in reply.json()["error"]["message"]
+        assert f"instances accept at most {MIN_MESSAGE_BYTES}." in reply.json()["error"]["message"]
     else:
         # It knows errors without reasons alone.
         assert reply.status_code == 500

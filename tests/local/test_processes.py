@@ -170,7 +170,7 @@ def test_a_run_folder_has_one_user_at_a_time(tmp_path: Path) -> None:
 
 def test_a_damaged_state_is_said_to_be(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text('{"parts": 7}')
-    with pytest.raises(RunFolderUnusable, match=r"state\.json is damaged .*parts"):
+    with pytest.raises(RunFolderUnusable, match=r"state\.json is corrupt .*parts"):
         RunFolder(tmp_path).read()
 
 

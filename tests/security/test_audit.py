@@ -116,7 +116,7 @@ async def test_who_was_refused_is_told(authority: Authority) -> None:
             await stub.Rollout(admin_pb2.RolloutRequest(model="chat", to="9f2c"), timeout=10)
     for (who, _, what, outcome, details), asked in zip(kept.told(), ("SetPool", "Rollout"), strict=True):
         assert (who, what, outcome) == ("viewer/eve", asked, "PERMISSION_DENIED")
-        assert "needs admin" in details
+        assert "requires admin" in details
     assert kept.entries[1].request == {"model": "chat", "to": "9f2c"}
 
 

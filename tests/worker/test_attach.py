@@ -406,6 +406,6 @@ async def test_calls_of_engine_methods_have_a_bound(monkeypatch: pytest.MonkeyPa
         call = worker_pb2.UtilityCall(call_id=call_id, frames=[b""])
         dispatch.handle(front.front_end, worker_pb2.AttachUp(utility=call))
     answer = (await front.peer.down.get()).utility
-    assert answer.call_id == 64 and b"wait for the engine already" in answer.frames[0]
+    assert answer.call_id == 64 and b"calls are already waiting for the engine" in answer.frames[0]
     front.peer.up.put_nowait(None)
     await front.served
