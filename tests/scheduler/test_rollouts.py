@@ -244,7 +244,8 @@ async def test_undo_meets_a_rollout_that_advances(
     await until(lambda: _holds(admin, "a", 1))
     await admin.Rollout(ROLLOUT, timeout=5)
     await reaches(admin, lambda rollout: rollout.state == DRAINING)
-    swap, advanced = Settings.swap_rollout, []
+    swap = Settings.swap_rollout
+    advanced: list[RolloutRecord] = []
 
     async def advance_first(
         settings: Settings, model: str, expected: RolloutRecord | None, record: RolloutRecord | None
