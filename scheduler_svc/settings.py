@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import grpc
@@ -96,6 +96,23 @@ class Settings:
     async def rollout(self, model: str) -> RolloutRecord | None:
         """Return the rollout of a model from etcd. Raise AdminError if it cannot be read."""
         return _rollout(model, await self._store.get(f"rollouts/{model}"))
+
+    async def change_rollout(
+        self, model: str, decide: Callable[[RolloutRecord | None], RolloutRecord]
+    ) -> RolloutRecord:
+        """Write what `decide` makes of a model's present rollout, and return it.
+
+        It is called again if the record changes meanwhile, as it does when the leader advances the rollout.
+        Raise Conflict, what `decide` raises, or AdminError if the present record cannot be read.
+        """
+        key = f"rollouts/{model}"
+        for _ in range(_ATTEMPTS):
+            present = await self._store.get(key)
+            before = _rollout(model, present)
+            record = decide(before)
+            if record == before or await self._swap(key, present, msgspec.json.encode(record)):
+                return record
+        raise Conflict(f"the rollout of {model}")
 
     async def swap_rollout(
         self, model: str, expected: RolloutRecord | None, record: RolloutRecord | None

@@ -12,7 +12,7 @@ import grpc
 
 from scheduler_svc.admin.errors import AdminError
 from scheduler_svc.rollouts import Rollouts
-from scheduler_svc.settings import Conflict, Settings
+from scheduler_svc.settings import Settings
 from tailrace.model_identity import covers, fingerprint, text_of
 from tailrace.rollout.facts import FleetFacts
 from tailrace.rollout.progress import capacity_warning, describe
@@ -35,10 +35,6 @@ _STATES: Final = {
 # Seconds between two checks for a watching caller.
 _POLL_S: Final = 0.2
 _PREPARE_MAX_S: Final = 3_600.0
-_ATTEMPTS: Final = 5
-
-# The record that replaces the present one; raises RolloutRefused.
-_Decide = Callable[[FleetFacts, RolloutRecord | None], RolloutRecord]
 
 
 class RolloutCalls:
@@ -59,7 +55,7 @@ class RolloutCalls:
         def decide(facts: FleetFacts, present: RolloutRecord | None) -> RolloutRecord:
             return begin(request.model, request.to, facts, present, time.time(), prepare_s, request.min_warm)
 
-        return await self._write(request.model, decide)
+        return await self._change(request.model, decide)
 
     async def undo(self, request: admin_pb2.UndoRolloutRequest) -> admin_pb2.RolloutInfo:
         """Roll the last one back. Raise AdminError or StoreUnavailable."""
@@ -69,7 +65,7 @@ class RolloutCalls:
         def decide(facts: FleetFacts, present: RolloutRecord | None) -> RolloutRecord:
             return undo(request.model, facts, present, time.time(), prepare_s)
 
-        return await self._write(request.model, decide)
+        return await self._change(request.model, decide)
 
     async def forget(self, model: str) -> None:
         """Remove a rollout's record. Raise AdminError or StoreUnavailable."""
@@ -121,21 +117,16 @@ class RolloutCalls:
         rollouts = self._members.rollouts
         return [_model(name, facts, rollouts.get(name)) for name in sorted(names.union(rollouts))]
 
-    async def _write(self, model: str, decide: _Decide) -> admin_pb2.RolloutInfo:
-        """Write what is decided on the present record; decide again if that changed meanwhile, as it does
-        whenever the leader advances a rollout. Raise AdminError or StoreUnavailable."""
-        for attempt in range(1, _ATTEMPTS + 1):
-            present = await self._settings.rollout(model)
-            facts = self._rollouts.facts()
-            with _refusals():
-                record = decide(facts, present)
-            try:
-                if record != present:
-                    await self._settings.swap_rollout(model, present, record)
-                break
-            except Conflict:
-                if attempt == _ATTEMPTS:
-                    raise
+    async def _change(
+        self, model: str, decide: Callable[[FleetFacts, RolloutRecord | None], RolloutRecord]
+    ) -> admin_pb2.RolloutInfo:
+        """Write what is decided on the present record; `decide` raises RolloutRefused. Raise AdminError or
+        StoreUnavailable."""
+        with _refusals():
+            record = await self._settings.change_rollout(
+                model, lambda present: decide(self._rollouts.facts(), present)
+            )
+        facts = self._rollouts.facts()
         info = _info(record, describe(record, facts))
         info.warning = capacity_warning(record, facts)
         return info

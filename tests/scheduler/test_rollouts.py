@@ -115,6 +115,15 @@ async def reports(control: Control) -> AsyncIterator[Reports]:
     await asyncio.wait([reports.task])
 
 
+async def ready_with_a_request(control: Control, admin: AdminAsyncStub, reports: Reports) -> None:
+    """A front end is connected to both models, and the old instance a has one request."""
+    front = await front_end(control)
+    await front.connects(OLD, NEW)
+    await control.members_show(lambda m: ("frontend", "f0") in m.services)
+    reports.held["a"] = ["r1"]
+    await until(lambda: _holds(admin, "a", 1))
+
+
 async def reaches(admin: AdminAsyncStub, wanted: Callable[[admin_pb2.RolloutInfo], bool]) -> None:
     async def so() -> bool:
         return wanted((await model(admin)).rollout)
@@ -207,11 +216,7 @@ async def test_a_rollout_that_cannot_be_prepared_changes_nothing(
 async def test_a_rollout_is_taken_back_and_goes_on_with_the_next_leader(
     control: Control, admin: AdminAsyncStub, reports: Reports
 ) -> None:
-    front = await front_end(control)
-    await front.connects(OLD, NEW)
-    await control.members_show(lambda m: ("frontend", "f0") in m.services)
-    reports.held["a"] = ["r1"]
-    await until(lambda: _holds(admin, "a", 1))
+    await ready_with_a_request(control, admin, reports)
     await control.start_scheduler("s2")
     await admin.Rollout(ROLLOUT, timeout=5)
     await reaches(admin, lambda rollout: list(rollout.draining_instance_ids) == ["b", "a"])
@@ -237,26 +242,22 @@ async def test_a_rollout_is_taken_back_and_goes_on_with_the_next_leader(
 async def test_undo_meets_a_rollout_that_advances(
     control: Control, admin: AdminAsyncStub, reports: Reports, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    front = await front_end(control)
-    await front.connects(OLD, NEW)
-    await control.members_show(lambda m: ("frontend", "f0") in m.services)
-    reports.held["a"] = ["r1"]
-    await until(lambda: _holds(admin, "a", 1))
+    await ready_with_a_request(control, admin, reports)
     await admin.Rollout(ROLLOUT, timeout=5)
     await reaches(admin, lambda rollout: rollout.state == DRAINING)
-    swap = Settings.swap_rollout
+    swap = Settings._swap
     advanced: list[RolloutRecord] = []
 
     async def advance_first(
-        settings: Settings, model: str, expected: RolloutRecord | None, record: RolloutRecord | None
-    ) -> None:
-        if record is not None and record.undoes and not advanced and expected is not None:
-            advanced.append(expected)
-            later = msgspec.structs.replace(expected, begun_s=expected.begun_s + 1.0)
-            await control.store.put(f"rollouts/{model}", msgspec.json.encode(later))
-        await swap(settings, model, expected, record)
+        settings: Settings, key: str, expected: bytes | None, value: bytes | None
+    ) -> bool:
+        if key == "rollouts/chat" and value and b'"undoes":true' in value and expected and not advanced:
+            advanced.append(msgspec.json.decode(expected, type=RolloutRecord))
+            later = msgspec.structs.replace(advanced[0], begun_s=advanced[0].begun_s + 1.0)
+            await control.store.put(key, msgspec.json.encode(later))
+        return await swap(settings, key, expected, value)
 
-    monkeypatch.setattr(Settings, "swap_rollout", advance_first)
+    monkeypatch.setattr(Settings, "_swap", advance_first)
     back = await admin.UndoRollout(admin_pb2.UndoRolloutRequest(model="chat"), timeout=5)
     assert advanced and back.undoes and back.new == fingerprint(OLD.key)
 
