@@ -35,7 +35,7 @@ from benchmarks.chaos.report import Figures, gather, show, show_breaches
 from benchmarks.chaos.rollouts import Rollouts
 from benchmarks.chaos.schedule import OF_SIMULATED, ROLLOUTS, RULES, Cast, Kind, Tier, Version, draw
 from benchmarks.chaos.timeline import Timeline
-from benchmarks.chaos.watch import Watch
+from benchmarks.chaos.watch import CORRUPT, Watch
 from benchmarks.etcd_faults.namespaces import NoNamespaces, inside, inside_command, prepare
 from benchmarks.report import RESULTS, machine, save
 
@@ -49,7 +49,6 @@ _LONGEST: Final = {"simulated": 120, "vllm": 200}
 _POLICIES: Final = ("tailrace", "pascal", "ares", "arrow", "cascade", "least_loaded", "round_robin")
 # They need programs in the kernel.
 _DROPPING: Final = frozenset({Kind.DEAF, Kind.MUTE, Kind.ONE_WAY, Kind.LOSS})
-_CORRUPT: Final = "tailrace_worker_kv_checksum_failures_total"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +102,7 @@ async def _run(options: Options, cluster: Cluster, timeline: Timeline, console: 
         began_s = timeline.now_s
         await run.run(list(draw(options.seed, options.faults, _cast(cluster), kinds)))
         took_s = timeline.now_s - began_s
-        corrupt = await watch.counted(Tier.WORKER, _CORRUPT)
+        corrupt = watch.counted(CORRUPT)
     await show_breaches(cluster, timeline, console)
     return gather(options.seed, took_s, dict(run.done), load, dict(mover.outcomes), corrupt, watch, timeline)
 

@@ -44,6 +44,8 @@ _NOTHING: Final[Mapping[Tier, tuple[str, ...]]] = {
 TASKS: Final = "tailrace_process_tasks"
 FILES: Final = "process_open_fds"
 MEMORY: Final = "process_resident_memory_bytes"
+CORRUPT: Final = "tailrace_worker_kv_checksum_failures_total"
+COUNTED: Final = (CORRUPT,)
 # Above what a tier had before the first fault: connections that come and go, and of a worker's files the
 # segments of KV that it keeps for the next transfer (worker_agent/kv/segments.py), up to a dozen.
 _SLACK: Final = {TASKS: 15.0, FILES: 30.0}
@@ -74,6 +76,8 @@ class Watch:
         self._replacing_until_s: dict[Member, float] = {}
         # Resident bytes at each look, by process and its run.
         self.memory: dict[str, list[float]] = {}
+        # The counters of COUNTED at the last look, by process and its run: a restart sets them to zero.
+        self._counts: dict[tuple[str, int], Mapping[str, float]] = {}
 
     async def learn(self) -> None:
         """Take what there is now for what there may be. Raises TimeoutError."""
@@ -150,6 +154,7 @@ class Watch:
             for name in self._bounded(member):
                 worst[name] = max(worst.get(name, 0.0), values[name])
             self.memory.setdefault(f"{member.name}.{member.starts}", []).append(values[MEMORY])
+            self._counts[member.name, member.starts] = {name: values.get(name, 0.0) for name in COUNTED}
 
     async def copied(self) -> bool:
         """Until no kept answer would be lost with either of two front ends; False: it takes too long, though
@@ -164,9 +169,9 @@ class Watch:
             await asyncio.sleep(_POLL_S)
         return False
 
-    async def counted(self, tier: Tier, name: str) -> float:
-        """A metric over a tier."""
-        return sum([(await self._scrape(member)).get(name, 0.0) for member in self._cluster.of(tier)])
+    def counted(self, name: str) -> float:
+        """Return one of COUNTED summed over every run of every process, as of each one's last look."""
+        return sum(counts[name] for counts in self._counts.values())
 
     async def _scraped(self) -> Scraped:
         """Of everybody who is well and answers."""
