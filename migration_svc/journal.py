@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 from pathlib import Path
 from typing import Final
 
 import msgspec
+
+from tailrace.line_file import LineFile
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class Journal:
         self._open: dict[str, Opened] = {}
         self._lines = 0
         self._path = path
-        self._fd: int | None = None
+        self._file: LineFile | None = None
         # The file lacks the last entries, and may end in the middle of a line.
         self._incomplete = False
         if path is None:
@@ -76,7 +77,7 @@ class Journal:
         self.unfinished = _read(path)
         self._open = {entry.migration_id: entry for entry in self.unfinished}
         try:
-            self._fd = self._rewrite(path)
+            self._file = self._rewrite(path)
         except OSError as error:
             if error.errno not in _DISK_FULL:
                 raise
@@ -96,15 +97,16 @@ class Journal:
         try:
             # At least twice the number of open migrations, so that rewriting is rare however many are open.
             if (
-                self._fd is None
+                self._file is None
                 or self._incomplete
                 or self._lines >= max(self._lines_max, 2 * len(self._open))
             ):
-                previous, self._fd = self._fd, self._rewrite(self._path)
+                previous, self._file = self._file, self._rewrite(self._path)
                 if previous is not None:
-                    os.close(previous)
+                    previous.close()
             else:
-                self._append(self._fd, self._line(entry))
+                self._file.append(self._encoder.encode(entry))
+                self._lines += 1
         except OSError as error:
             self._write_failed(error)
         else:
@@ -122,34 +124,25 @@ class Journal:
             )
         self._incomplete = True
 
-    def _append(self, fd: int, line: bytes) -> None:
-        # A disk that becomes full accepts a part of the line, which is not an error yet.
-        if os.write(fd, line) < len(line):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._lines += 1
-
     def close(self) -> None:
         """Close the file."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
-    def _rewrite(self, path: Path) -> int:
-        """Replace the file by one with the open migrations only; return its descriptor."""
+    def _rewrite(self, path: Path) -> LineFile:
+        """Replace the file by one with the open migrations only, and return it."""
         partial = path.with_suffix(path.suffix + ".partial")
-        partial.write_bytes(b"".join(map(self._line, self._open.values())))
+        partial.write_bytes(b"".join(self._encoder.encode(entry) + b"\n" for entry in self._open.values()))
         # Open it before replacing the old file: either both succeed, or the old file stays in use.
-        fd = os.open(partial, os.O_WRONLY | os.O_APPEND)
+        file = LineFile(partial)
         try:
             partial.replace(path)
         except OSError:
-            os.close(fd)
+            file.close()
             raise
         self._lines = len(self._open)
-        return fd
-
-    def _line(self, entry: Opened | Closed) -> bytes:
-        return self._encoder.encode(entry) + b"\n"
+        return file
 
 
 def _read(path: Path) -> list[Opened]:

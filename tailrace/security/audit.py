@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import errno
 import logging
-import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -19,6 +17,7 @@ import msgspec
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
+from tailrace.line_file import LineFile
 from tailrace.security.access import CHANGES
 from tailrace.security.guard import caller
 from tailrace.security.handlers import Context, Handler, wrap_handler
@@ -66,26 +65,16 @@ class AuditFile:
     def __init__(self, path: Path | None) -> None:
         """Open `path` for appending; None selects the process's log. Raises OSError when it cannot be
         opened."""
-        self._file: int | None = None
-        # True while the file ends in a partially written line.
-        self._torn = False
-        if path is not None:
-            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        self._file = None if path is None else LineFile(path)
 
     def write(self, entry: AuditEntry) -> None:
-        """Append the entry in a single write, because several schedulers may share the file."""
+        """Append the entry. Several schedulers may share the file."""
         line = msgspec.json.encode(entry)
         if self._file is None:
             log.info("%s", line.decode())
             return
-        whole = (b"\n" if self._torn else b"") + line + b"\n"
         try:
-            # On a full disk os.write may store part of the line and report no error.
-            written = os.write(self._file, whole)
-            if written < len(whole):
-                self._torn = True
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self._torn = False
+            self._file.append(line)
         except OSError as error:
             # The operator's call must not fail because of the audit log, so the entry goes to this log
             # instead.
@@ -94,7 +83,7 @@ class AuditFile:
     def close(self) -> None:
         """Close the file; the sink must not be used afterwards."""
         if self._file is not None:
-            os.close(self._file)
+            self._file.close()
 
 
 @dataclass(frozen=True, slots=True)
