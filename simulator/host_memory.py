@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from simulator.presence import PresenceChanges
+
 
 class HostMemory:
     """Counts in blocks of KV."""
@@ -23,8 +25,7 @@ class HostMemory:
         self._unit = unit_blocks
         # Units by name, the one that was used longest ago first.
         self._kept: OrderedDict[int, None] = OrderedDict()
-        # What has changed since somebody asked: whether a name is here.
-        self._changes: dict[int, bool] = {}
+        self.changes = PresenceChanges()
 
     def __contains__(self, name: int) -> bool:
         return name in self._kept
@@ -63,7 +64,7 @@ class HostMemory:
                 continue
             self._forget(room - self._unit)
             self._kept[name] = None
-            self._changes[name] = True
+            self.changes[name] = True
             copied += self._unit
         return copied
 
@@ -72,15 +73,7 @@ class HostMemory:
         for name in reversed(names):
             self._kept.move_to_end(name)
 
-    def take_changes(self) -> tuple[list[int], list[int]]:
-        """Names that are here now, and that are no longer, of those that have come or gone since the last
-        call."""
-        changes, self._changes = self._changes, {}
-        return [name for name, here in changes.items() if here], [
-            n for n, here in changes.items() if not here
-        ]
-
     def _forget(self, room: int) -> None:
         while self.kept_blocks > room:
             name, _ = self._kept.popitem(last=False)
-            self._changes[name] = False
+            self.changes[name] = False

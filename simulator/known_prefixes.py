@@ -40,8 +40,8 @@ class KnownPrefixes:
         self._placed.forget(now_s)
         for instance in self._instances:
             if instance.cache is not None:
-                self._index.change(instance.instance_id, *instance.cache.take_changes())
-                self._index.change(instance.instance_id, *instance.host.take_changes(), Tier.HOST)
+                self._index.change(instance.instance_id, *instance.cache.changes.take())
+                self._index.change(instance.instance_id, *instance.host.changes.take(), Tier.HOST)
         held, coming = self._index.match(names), self._placed.index.match(names)
         return cached_tokens(held, coming, block_tokens, len(names) * block_tokens)
 

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from simulator.cluster import InstanceSpec
+from simulator.presence import PresenceChanges
 from simulator.request import SimRequest
 
 
@@ -44,8 +45,7 @@ class PrefixCache:
         self._free: OrderedDict[int, int] = OrderedDict()
         self._free_blocks = 0
         self._nameless = 0
-        # What has changed since somebody asked: whether a name is here.
-        self._changes: dict[int, bool] = {}
+        self.changes = PresenceChanges()
 
     def __contains__(self, name: int) -> bool:
         return name in self._held or name in self._free
@@ -96,7 +96,7 @@ class PrefixCache:
             self._free_blocks -= self._free.pop(name)
             self._let_nameless(self._unit)
         self._held[name] = 1
-        self._changes[name] = True
+        self.changes[name] = True
         return True
 
     def bring(self, names: Sequence[int]) -> None:
@@ -105,7 +105,7 @@ class PrefixCache:
             if name not in self:
                 self._free[name] = self._unit
                 self._free_blocks += self._unit
-                self._changes[name] = True
+                self.changes[name] = True
 
     def let_go(self, names: Sequence[int], nameless_blocks: int) -> None:
         """A holder of these, and of so many blocks without a name after them, is gone."""
@@ -142,17 +142,9 @@ class PrefixCache:
                 break
             self._free_blocks -= free.pop(name)
             if name >= 0:
-                self._changes[name] = False
+                self.changes[name] = False
                 evicted.append(name)
         return evicted
-
-    def take_changes(self) -> tuple[list[int], list[int]]:
-        """Names that are here now, and that are no longer, of those that have come or gone since the last
-        call."""
-        changes, self._changes = self._changes, {}
-        return [name for name, here in changes.items() if here], [
-            n for n, here in changes.items() if not here
-        ]
 
     def _let_nameless(self, blocks: int) -> None:
         if blocks > 0:

@@ -109,7 +109,7 @@ class OnePool(RuleBasedStateMachine):
     @rule()
     def tell(self) -> None:
         """Whoever follows the changes knows what is there."""
-        stored, removed = self.host.take_changes()
+        stored, removed = self.host.changes.take()
         self.told = (self.told | set(stored)) - set(removed)
         assert self.told == set(self.kept)
 
