@@ -43,8 +43,6 @@ def kv_use(detail: Detail) -> str:
     waiting = int(series.waiting.sum(axis=1).max(initial=0))
     caption = (
         f"One row per instance, with {detail.kv_capacity_tokens:,} tokens each; the fullest reached "
-        f"{peak:.0%}. "
-        f"{peak:.0%}. "
         f"{peak:.0%}. At most {waiting:,} requests waited at a time in the whole cluster."
     )
     return figure(
