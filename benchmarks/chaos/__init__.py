@@ -1,1 +1,2 @@
-"""A cluster of real services under faults at random, drawn by a seed, with its invariants after each."""
+"""Inject random faults, drawn from a seed, into a cluster of real services, and check invariants after
+each."""

@@ -1,8 +1,8 @@
-"""`make chaos`: a fault every few seconds, drawn by a seed, on a cluster of real services; nothing may break.
+"""`make chaos`: inject a fault every few seconds, drawn from a seed, into a cluster of real services.
 
-Each process has a network namespace of its own and certificates; etcd has three members. Faults that last go
-on while the next ones come. After each, streams must have ended with the right text, and nothing may be held
-or have leaked. Needs root, iproute2 and util-linux.
+Each process has its own network namespace and certificate; etcd has three members. Faults with a duration
+overlap with the next ones. After each fault, streams must have ended with the expected text, and nothing may
+be left over or have leaked. Needs root, iproute2 and util-linux.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from typing import Final
 import msgspec
 from rich.console import Console
 
-from benchmarks.chaos.answers import questions
+from benchmarks.chaos.answers import draw_questions
 from benchmarks.chaos.campaign import Campaign
 from benchmarks.chaos.cluster import Cluster, Shape, open_cluster
 from benchmarks.chaos.faults import Faults
+from benchmarks.chaos.invariants import CORRUPT, InvariantChecker
 from benchmarks.chaos.load import Load
 from benchmarks.chaos.mover import Mover
-from benchmarks.chaos.report import Figures, gather, show, show_breaches
+from benchmarks.chaos.report import Figures, collect_figures, print_figures, print_violations
 from benchmarks.chaos.rollouts import Rollouts
-from benchmarks.chaos.schedule import OF_SIMULATED, ROLLOUTS, RULES, Cast, Kind, Tier, Version, draw
+from benchmarks.chaos.schedule import ROLLOUTS, RULES, SIMULATED_ONLY, Kind, Targets, Tier, Version, draw
 from benchmarks.chaos.timeline import Timeline
-from benchmarks.chaos.watch import CORRUPT, Watch
 from benchmarks.etcd_faults.namespaces import NoNamespaces, inside, inside_command, prepare
 from benchmarks.report import RESULTS, machine, save
 
 UNSUPPORTED: Final = 3
-"""Exit status where the machine does not let us make namespaces."""
+"""Exit status if namespaces cannot be created on this machine."""
 
-_QUESTIONS: Final = 60
-# Workers of the changed version, where there are rollouts.
-_CHANGED: Final = 4
-_LONGEST: Final = {"simulated": 120, "vllm": 200}
+_QUESTION_COUNT: Final = 60
+# Workers that run the changed version, if there are rollouts.
+_CHANGED_WORKERS: Final = 4
+_MAX_ANSWER_TOKENS: Final = {"simulated": 120, "vllm": 200}
 _POLICIES: Final = ("tailrace", "pascal", "ares", "arrow", "cascade", "least_loaded", "round_robin")
-# They need programs in the kernel.
-_DROPPING: Final = frozenset({Kind.DEAF, Kind.MUTE, Kind.ONE_WAY, Kind.LOSS})
+# They need XDP programs.
+_NEED_XDP: Final = frozenset({Kind.DEAF, Kind.MUTE, Kind.ONE_WAY, Kind.LOSS})
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """From the command line."""
+    """Command-line options."""
 
     faults: int
     seed: int
@@ -63,11 +63,11 @@ class Options:
     output: str
 
 
-async def campaign(options: Options, console: Console) -> Figures:
-    """One run; its figures."""
+async def run_campaign(options: Options, console: Console) -> Figures:
+    """Run the faults once; return the figures."""
     timeline = Timeline(
         lambda event: console.print(
-            str(event), style="red" if event.broken else "dim", markup=False, highlight=False
+            str(event), style="red" if event.is_violation else "dim", markup=False, highlight=False
         )
     )
     logs = RESULTS / f"chaos-{options.seed}-logs"
@@ -77,46 +77,55 @@ async def campaign(options: Options, console: Console) -> Figures:
 
 
 async def _run(options: Options, cluster: Cluster, timeline: Timeline, console: Console) -> Figures:
-    asked = questions(options.seed, _QUESTIONS, _LONGEST[options.shape.engine])
-    load = Load(cluster, asked, options.streams, timeline)
+    to_ask = draw_questions(options.seed, _QUESTION_COUNT, _MAX_ANSWER_TOKENS[options.shape.engine])
+    load = Load(cluster, to_ask, options.streams, timeline)
     rollouts = Rollouts(cluster, load, timeline)
-    await load.learn(Version.FIRST)
+    await load.record_references(Version.FIRST)
     if options.shape.changed:
-        await rollouts.learn()
+        await rollouts.read_fingerprints()
         await rollouts.swap()
-        await load.learn(Version.CHANGED)
+        await load.record_references(Version.CHANGED)
         await rollouts.swap()
-    mover, watch = Mover(cluster, options.seed), Watch(cluster)
+    mover, invariants = Mover(cluster, options.seed), InvariantChecker(cluster)
     faults = Faults(cluster, load, mover, rollouts, timeline)
-    run = Campaign(cluster, load, faults, watch, timeline)
-    kinds = options.kinds - (frozenset() if cluster.drops_packets else _DROPPING)
-    async with _running(mover.run()), _running(load.run()):
-        # Everything once without faults: what there is then is what there may be.
-        load.let_in()
-        await load.flowing()
+    campaign = Campaign(cluster, load, faults, invariants, timeline)
+    kinds = options.kinds - (frozenset() if cluster.drops_packets else _NEED_XDP)
+    async with _background(mover.run()), _background(load.run()):
+        # Load without faults first: it determines the baseline.
+        load.resume()
+        await load.wait_streaming()
         await asyncio.sleep(3.0)
-        load.keep_out()
-        await load.ended()
-        await watch.learn()
+        load.pause()
+        await load.wait_drained()
+        await invariants.record_baseline()
         timeline.note(f"{options.faults} faults of seed {options.seed}")
         began_s = timeline.now_s
-        await run.run(list(draw(options.seed, options.faults, _cast(cluster), kinds)))
+        await campaign.run(list(draw(options.seed, options.faults, _targets(cluster), kinds)))
         took_s = timeline.now_s - began_s
-        corrupt = watch.counted(CORRUPT)
-    await show_breaches(cluster, timeline, console)
-    return gather(options.seed, took_s, dict(run.done), load, dict(mover.outcomes), corrupt, watch, timeline)
+        corrupt = invariants.counter_total(CORRUPT)
+    await print_violations(cluster, timeline, console)
+    return collect_figures(
+        options.seed,
+        took_s,
+        dict(campaign.injected),
+        load,
+        dict(mover.outcomes),
+        corrupt,
+        invariants,
+        timeline,
+    )
 
 
-def _cast(cluster: Cluster) -> Cast:
+def _targets(cluster: Cluster) -> Targets:
     names: dict[Tier, list[str]] = collections.defaultdict(list)
     for member in cluster.members.values():
         names[member.tier].append(member.name)
     names[Tier.ETCD] = [member.name for member in cluster.etcd.members]
-    return Cast(names, _POLICIES)
+    return Targets(names, _POLICIES)
 
 
 @asynccontextmanager
-async def _running(coroutine: Coroutine[None, None, None]) -> AsyncIterator[None]:
+async def _background(coroutine: Coroutine[None, None, None]) -> AsyncIterator[None]:
     task = asyncio.create_task(coroutine)
     try:
         yield
@@ -127,7 +136,7 @@ async def _running(coroutine: Coroutine[None, None, None]) -> AsyncIterator[None
 
 
 def read_options() -> Options:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--faults", type=int, default=30)
     parser.add_argument("--seed", type=int, default=1)
@@ -135,21 +144,23 @@ def read_options() -> Options:
     parser.add_argument("--streams", type=int, default=30)
     parser.add_argument("--engine", choices=["simulated", "vllm"], default="simulated")
     parser.add_argument("--front", choices=["rust", "python"], default="rust")
-    parser.add_argument("--speed", type=float, default=0.5, help="of simulated engines")
+    parser.add_argument(
+        "--speed", type=float, default=0.5, help="of simulated engines, 1: that of the profile"
+    )
     kinds_by_name = {kind.name.lower(): kind for kind in RULES}
-    parser.add_argument("--kind", nargs="+", choices=list(kinds_by_name), help="these alone")
+    parser.add_argument("--kind", nargs="+", choices=list(kinds_by_name), help="inject only these kinds")
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
     given = parser.parse_args()
     kinds = frozenset(kinds_by_name[name] for name in given.kind or kinds_by_name)
     if given.engine != "simulated":
-        kinds -= OF_SIMULATED
-    changed = _CHANGED if kinds & ROLLOUTS else 0
+        kinds -= SIMULATED_ONLY
+    changed = _CHANGED_WORKERS if kinds & ROLLOUTS else 0
     shape = Shape(given.engine, given.front, given.workers, given.speed, changed)
     return Options(given.faults, given.seed, given.streams, shape, kinds, given.output)
 
 
 def main() -> int:
-    """Inside namespaces of its own; exit status 1 when something broke."""
+    """Run inside new namespaces; return exit status 1 if an invariant was violated."""
     options = read_options()
     if not inside():
         try:
@@ -162,8 +173,8 @@ def main() -> int:
     logging.getLogger("grpc").setLevel(logging.CRITICAL)
     console = Console(stderr=options.output == "json", width=150)
     console.print(f"on {machine()}")
-    figures = asyncio.run(campaign(options, console))
-    show(figures, console)
+    figures = asyncio.run(run_campaign(options, console))
+    print_figures(figures, console)
     plain = msgspec.to_builtins(figures)
     if options.output == "json":
         print(json.dumps(plain))

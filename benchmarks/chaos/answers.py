@@ -1,4 +1,5 @@
-"""What a streamed completion said, read from the bytes of its HTTP answer, and what is right."""
+"""Parse streamed completions from the bytes of their HTTP answers, and compare them with the expected
+ones."""
 
 from __future__ import annotations
 
@@ -18,21 +19,21 @@ class Ending(enum.StrEnum):
     """How a stream ended."""
 
     WHOLE = "whole"
-    # Refused before the first token, with a status that says: try again.
+    # Refused before the first token, with a status that asks the client to retry.
     REFUSED = "refused"
-    # Nobody listens.
+    # The connection was refused.
     UNREACHED = "unreached"
-    # Cut off: right as far as it came.
+    # Cut off; correct up to that point.
     CUT = "cut off"
-    # An error was told, where there was an answer to give.
+    # Ended with an error.
     FAILED = "failed"
-    # Text that is not the right one.
+    # The text is not the expected one.
     WRONG = "wrong"
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Everything that a client sees. `ends`: how often the stream said that it was over."""
+    """Everything that a client sees. `ends`: how often the stream sent its end marker."""
 
     text: str = ""
     finish_reason: str = ""
@@ -44,36 +45,39 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One request, asked over and over."""
+    """One request, which is sent repeatedly."""
 
     prompt: str
     max_tokens: int
     seed: int
 
-    def message(self, url: str, request_id: str, headers: Mapping[str, str] = MappingProxyType({})) -> bytes:
-        """The HTTP request."""
+    def http_request(
+        self, url: str, request_id: str, headers: Mapping[str, str] = MappingProxyType({})
+    ) -> bytes:
+        """Return the HTTP request."""
         headers = {"Authorization": f"Bearer {KEY}", "X-Request-Id": request_id, **headers}
         return completion_request(url, MODEL, self.prompt, self.max_tokens, self.seed, headers)
 
 
-def questions(seed: int, count: int, longest: int) -> list[Question]:
-    """Different ones, with answers of up to so many tokens, and prompts of a hundred to a thousand."""
-    chance = random.Random(f"{seed}/questions")
+def draw_questions(seed: int, count: int, max_answer_tokens: int) -> list[Question]:
+    """Draw different ones, with answers of up to `max_answer_tokens`, and prompts of 100 to 1,000
+    characters."""
+    rng = random.Random(f"{seed}/questions")
     return [
         Question(
-            f"question {number}: " + "".join(chance.choices("abcdefgh ", k=chance.randint(100, 1000))),
-            chance.randint(longest // 5, longest),
-            chance.randint(0, 1 << 30),
+            f"question {number}: " + "".join(rng.choices("abcdefgh ", k=rng.randint(100, 1000))),
+            rng.randint(max_answer_tokens // 5, max_answer_tokens),
+            rng.randint(0, 1 << 30),
         )
         for number in range(count)
     ]
 
 
-def read_answer(body: bytes) -> Answer:
-    """From an HTTP answer with server-sent events, chunked or not, as far as it came."""
+def parse_answer(body: bytes) -> Answer:
+    """Parse an HTTP answer with server-sent events, chunked or not, possibly truncated."""
     text, reason, error = [], "", ""
     prompt = completion = ends = 0
-    for line in unchunked(body).split(b"\n"):
+    for line in decode_body(body).split(b"\n"):
         data = line.strip().removeprefix(b"data: ")
         if data == b"[DONE]":
             ends += 1
@@ -96,50 +100,50 @@ def read_answer(body: bytes) -> Answer:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How a stream ended, and in words what was not right. `version`: whose text it is, or could be."""
+    """How a stream ended, and why if not as expected. `version`: the one that generated it, or may have."""
 
     ending: Ending
-    why: str = ""
+    reason: str = ""
     version: Version = Version.FIRST
 
 
-def judge(result: StreamResult, right: Mapping[Version, Answer]) -> Verdict:
-    """By what each version gives undisturbed."""
-    verdicts = [_judge(result, answer, version) for version, answer in right.items()]
+def judge(result: StreamResult, expected: Mapping[Version, Answer]) -> Verdict:
+    """Compare a stream with what each version generates undisturbed."""
+    verdicts = [_judge(result, answer, version) for version, answer in expected.items()]
     best = min(verdicts, key=lambda verdict: list(Ending).index(verdict.ending))
     if best.ending is Ending.WRONG and len(verdicts) > 1:
-        why = "; ".join(f"{verdict.version}: {verdict.why}" for verdict in verdicts)
-        return Verdict(Ending.WRONG, why)
+        reason = "; ".join(f"{verdict.version}: {verdict.reason}" for verdict in verdicts)
+        return Verdict(Ending.WRONG, reason)
     return best
 
 
-def _judge(result: StreamResult, right: Answer, version: Version) -> Verdict:
-    answer = read_answer(result.body)
-    ending, why = _compare(result, answer, right)
-    return Verdict(ending, why, version)
+def _judge(result: StreamResult, expected: Answer, version: Version) -> Verdict:
+    answer = parse_answer(result.body)
+    ending, reason = _compare(result, answer, expected)
+    return Verdict(ending, reason, version)
 
 
-def _compare(result: StreamResult, answer: Answer, right: Answer) -> tuple[Ending, str]:
+def _compare(result: StreamResult, answer: Answer, expected: Answer) -> tuple[Ending, str]:
     if not result.body and "Connect" in result.error:
         return Ending.UNREACHED, result.error
     if result.status in (429, 503) and not answer.text:
         return Ending.REFUSED, f"HTTP {result.status}"
     if result.status not in (0, 200):
         return Ending.FAILED, f"HTTP {result.status}: {result.body[-300:].decode(errors='replace')}"
-    if not right.text.startswith(answer.text):
-        return Ending.WRONG, _difference(answer.text, right.text)
-    if answer.error or answer.finish_reason not in ("", right.finish_reason):
-        told = answer.error or answer.finish_reason
-        return Ending.FAILED, f"after {len(answer.text)} letters: {told}"
+    if not expected.text.startswith(answer.text):
+        return Ending.WRONG, _difference(answer.text, expected.text)
+    if answer.error or answer.finish_reason not in ("", expected.finish_reason):
+        reason = answer.error or answer.finish_reason
+        return Ending.FAILED, f"after {len(answer.text)} characters: {reason}"
     if not answer.ends:
-        return Ending.CUT, f"after {len(answer.text)} letters of {len(right.text)}: {result.error}"
-    if answer != right:
-        return Ending.WRONG, f"not the same: {_without_text(answer)} in place of {_without_text(right)}"
+        return Ending.CUT, f"after {len(answer.text)} characters of {len(expected.text)}: {result.error}"
+    if answer != expected:
+        return Ending.WRONG, f"expected {_summarize(expected)}, got {_summarize(answer)}"
     return Ending.WHOLE, ""
 
 
-def unchunked(body: bytes) -> bytes:
-    """What an HTTP answer carries, as far as it came."""
+def decode_body(body: bytes) -> bytes:
+    """Return the body of an HTTP answer, possibly truncated, without chunk headers."""
     head, _, data = body.partition(b"\r\n\r\n")
     if b"transfer-encoding: chunked" not in head.lower():
         return data
@@ -155,11 +159,11 @@ def unchunked(body: bytes) -> bytes:
     return bytes(out)
 
 
-def _difference(got: str, right: str) -> str:
-    at = next((n for n, (a, b) in enumerate(zip(got, right, strict=False)) if a != b), len(right))
-    return f"from letter {at} on: {got[at : at + 20]!r} in place of {right[at : at + 20]!r}"
+def _difference(got: str, expected: str) -> str:
+    at = next((n for n, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), len(expected))
+    return f"from character {at} on: expected {expected[at : at + 20]!r}, got {got[at : at + 20]!r}"
 
 
-def _without_text(answer: Answer) -> str:
+def _summarize(answer: Answer) -> str:
     tokens = f"{answer.prompt_tokens}+{answer.completion_tokens} tokens"
-    return f"{len(answer.text)} letters, {answer.finish_reason}, {tokens}, {answer.ends} ends"
+    return f"{len(answer.text)} characters, {answer.finish_reason}, {tokens}, {answer.ends} ends"

@@ -1,4 +1,4 @@
-"""One fault after the other, and after each all that must hold."""
+"""Inject faults one by one, and check all invariants after each."""
 
 from __future__ import annotations
 
@@ -10,123 +10,126 @@ from typing import Final
 
 from benchmarks.chaos.cluster import Cluster, Member
 from benchmarks.chaos.faults import Faults
+from benchmarks.chaos.invariants import InvariantChecker
 from benchmarks.chaos.load import Load
 from benchmarks.chaos.schedule import ROLLOUTS, Fault, Kind, Tier
 from benchmarks.chaos.timeline import Timeline
-from benchmarks.chaos.watch import Watch
 
-# What lasts longer goes on during the next faults.
-_HOLD_S: Final = 2.0
-_LASTING: Final = 4
-_ROOM_S: Final = 180.0
+# Longer faults overlap with the next ones.
+_OVERLAP_AFTER_S: Final = 2.0
+_MAX_ACTIVE: Final = 4
+_PRECONDITION_S: Final = 180.0
 _POLL_S: Final = 0.05
-# No one process alone.
-_NEEDS_TARGET: Final = frozenset({Kind.SLOW_READER, Kind.HUGE_BODY, Kind.POISON, Kind.CORRUPT_KV})
+# These faults do not make their target unhealthy.
+_TARGET_STAYS_HEALTHY: Final = frozenset({Kind.SLOW_READER, Kind.HUGE_BODY, Kind.POISON, Kind.CORRUPT_KV})
 
 
 class Campaign:
-    """Of one cluster under one load."""
+    """Inject a schedule of faults into one cluster under one load."""
 
     def __init__(
-        self, cluster: Cluster, load: Load, faults: Faults, watch: Watch, timeline: Timeline
+        self, cluster: Cluster, load: Load, faults: Faults, invariants: InvariantChecker, timeline: Timeline
     ) -> None:
         self._cluster = cluster
         self._load = load
         self._faults = faults
-        self._watch = watch
+        self._invariants = invariants
         self._timeline = timeline
-        self._lasting: set[asyncio.Task[None]] = set()
-        self._rolling = False
-        self.done: collections.Counter[str] = collections.Counter()
+        self._active: set[asyncio.Task[None]] = set()
+        self._rollout_active = False
+        self.injected: collections.Counter[str] = collections.Counter()
 
     async def run(self, schedule: Sequence[Fault]) -> None:
-        """All of it. Whatever breaks is in the timeline."""
+        """Inject all faults. Violations are recorded in the timeline."""
         began_s = time.monotonic()
         try:
             for number, fault in enumerate(schedule, 1):
-                await self._one(fault, f"fault {number} of {len(schedule)}", began_s)
-            if self._lasting:
-                await asyncio.wait(self._lasting)
-            self._load.let_in()
-            await self._load.flowing()
-            await self._watch.replaced()
-            await self._still()
+                await self._inject(fault, f"fault {number} of {len(schedule)}", began_s)
+            if self._active:
+                await asyncio.wait(self._active)
+            self._load.resume()
+            await self._load.wait_streaming()
+            await self._invariants.wait_connections_closed()
+            await self._check_invariants()
         finally:
-            for task in self._lasting:
+            for task in self._active:
                 task.cancel()
-            await asyncio.gather(*self._lasting, return_exceptions=True)
+            await asyncio.gather(*self._active, return_exceptions=True)
 
-    async def _one(self, fault: Fault, which: str, began_s: float) -> None:
-        await self._room(fault)
-        self._load.let_in()
-        await self._load.flowing()
-        if self._cluster.shape.keeps_answers and self._strikes_front_end(fault):
-            await self._one_front_end_at_a_time()
+    async def _inject(self, fault: Fault, which: str, began_s: float) -> None:
+        await self._wait_for_preconditions(fault)
+        self._load.resume()
+        await self._load.wait_streaming()
+        if self._cluster.shape.keeps_answers and self._hits_front_end(fault):
+            await self._wait_for_answer_copies()
         self._timeline.note(f"{which}, after {time.monotonic() - began_s:.0f} s: {fault}")
-        self.done[fault.kind] += 1
-        task = asyncio.create_task(self._carry_out(fault, which), name=str(fault))
-        self._lasting.add(task)
-        task.add_done_callback(self._lasting.discard)
-        await asyncio.wait([task], timeout=_HOLD_S)
-        await self._still()
+        self.injected[fault.kind] += 1
+        task = asyncio.create_task(self._run_fault(fault, which), name=str(fault))
+        self._active.add(task)
+        task.add_done_callback(self._active.discard)
+        await asyncio.wait([task], timeout=_OVERLAP_AFTER_S)
+        await self._check_invariants()
 
-    def _strikes_front_end(self, fault: Fault) -> bool:
-        names = [member.name for member in self._cluster.of(Tier.FRONTEND)]
-        return fault.kind not in _NEEDS_TARGET and bool({fault.target, fault.other} & {*names})
+    def _hits_front_end(self, fault: Fault) -> bool:
+        names = [member.name for member in self._cluster.in_tier(Tier.FRONTEND)]
+        return fault.kind not in _TARGET_STAYS_HEALTHY and bool({fault.target, fault.other} & {*names})
 
-    async def _one_front_end_at_a_time(self) -> None:
-        """What is kept must be with both before the next one is struck (docs/kept-answers.md)."""
-        if not await self._watch.copied():
-            self._timeline.broken("front ends that are well have not copied their answers to each other")
+    async def _wait_for_answer_copies(self) -> None:
+        """Wait until both front ends have all kept answers before the next one is hit
+        (docs/kept-answers.md)."""
+        if not await self._invariants.wait_answers_copied():
+            self._timeline.violation("healthy front ends have not copied their answers to each other")
 
-    async def _still(self) -> None:
-        """Let everything end, and look."""
-        self._load.keep_out()
-        for stream in await self._load.ended():
-            self._timeline.broken(f"{stream.name} on {stream.front.name} does not end")
-        for wrong in await self._watch.settled():
-            self._timeline.broken(wrong)
+    async def _check_invariants(self) -> None:
+        """Drain all streams, then check."""
+        self._load.pause()
+        for stream in await self._load.wait_drained():
+            self._timeline.violation(f"{stream.name} on {stream.front.name} did not end")
+        for violation in await self._invariants.wait_for_invariants():
+            self._timeline.violation(violation)
 
-    async def _carry_out(self, fault: Fault, which: str) -> None:
+    async def _run_fault(self, fault: Fault, which: str) -> None:
         began_s = time.monotonic()
-        self._rolling = self._rolling or fault.kind in ROLLOUTS
+        self._rollout_active = self._rollout_active or fault.kind in ROLLOUTS
         try:
-            await self._faults.carry_out(fault)
+            await self._faults.inject(fault)
         except (OSError, RuntimeError, TimeoutError) as error:
-            self._timeline.broken(f"{which}, {fault}: {type(error).__name__}: {error}")
+            self._timeline.violation(f"{which}, {fault}: {type(error).__name__}: {error}")
         if fault.kind is Kind.ROTATE:
-            self._watch.rotated()
+            self._invariants.certificates_rotated()
         if fault.kind in ROLLOUTS:
-            self._rolling = False
-        if time.monotonic() - began_s > _HOLD_S:
+            self._rollout_active = False
+        if time.monotonic() - began_s > _OVERLAP_AFTER_S:
             self._timeline.note(f"{which} is over")
 
-    async def _room(self, fault: Fault) -> None:
-        """Until the fault leaves half of each tier alone, and its targets are well."""
-        until_s = time.monotonic() + _ROOM_S
-        while not self._fits(fault) and time.monotonic() < until_s:  # noqa: ASYNC110
+    async def _wait_for_preconditions(self, fault: Fault) -> None:
+        """Wait until the fault leaves half of each tier healthy, and its targets are healthy."""
+        until_s = time.monotonic() + _PRECONDITION_S
+        while not self._preconditions_hold(fault) and time.monotonic() < until_s:  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
 
-    def _fits(self, fault: Fault) -> bool:
-        if len(self._lasting) >= _LASTING:
+    def _preconditions_hold(self, fault: Fault) -> bool:
+        if len(self._active) >= _MAX_ACTIVE:
             return False
         if fault.kind in ROLLOUTS:
-            return not self._rolling
+            return not self._rollout_active
         if fault.kind is Kind.POISON:
-            # It takes two engines, where nothing else does.
-            return all(member.well for member in self._cluster.of(Tier.WORKER)) and self._well(fault.target)
+            # It kills two engines, so no other worker may be unhealthy.
+            return all(member.healthy for member in self._cluster.in_tier(Tier.WORKER)) and self._is_healthy(
+                fault.target
+            )
         targets = [name for name in (fault.target, fault.other) if name in self._cluster.members]
-        if not all(map(self._well, targets)):
+        if not all(map(self._is_healthy, targets)):
             return False
-        # Whom it does not hear serves others.
-        struck = [] if fault.kind in _NEEDS_TARGET else targets[:1]
-        return all(self._leaves_half(self._cluster.members[name]) for name in struck)
+        # `other`, whose packets the target does not receive, still serves everybody else.
+        affected = [] if fault.kind in _TARGET_STAYS_HEALTHY else targets[:1]
+        return all(self._leaves_half(self._cluster.members[name]) for name in affected)
 
-    def _well(self, name: str) -> bool:
-        return self._cluster.members[name].well
+    def _is_healthy(self, name: str) -> bool:
+        return self._cluster.members[name].healthy
 
     def _leaves_half(self, one: Member) -> bool:
-        """Of those that can do what one does."""
-        members = [each for each in self._cluster.of(one.tier) if each.version is one.version]
-        ill = [member for member in members if not member.well or member is one]
-        return len(ill) <= max(1, len(members) // 2)
+        """Return whether at least half of those with the role and version of `one` stay healthy."""
+        members = [each for each in self._cluster.in_tier(one.tier) if each.version is one.version]
+        unhealthy = [member for member in members if not member.healthy or member is one]
+        return len(unhealthy) <= max(1, len(members) // 2)

@@ -1,5 +1,5 @@
-"""The cluster: three members of etcd and every service, each in a network namespace of its own, with
-certificates; and a supervisor that starts again what has ended, as systemd would."""
+"""The cluster: three etcd members and every service, each in its own network namespace with its own
+certificate; and a supervisor that restarts processes that have exited, as systemd would."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import grpc
 from benchmarks.chaos.links import Link
 from benchmarks.chaos.schedule import Tier, Version
 from benchmarks.chaos.timeline import Timeline
-from benchmarks.chaos.xdp import NoPrograms, Programs
+from benchmarks.chaos.xdp import XdpPrograms, XdpUnavailable
 from benchmarks.etcd_faults.cluster import COUNT, FaultyCluster, addresses
 from benchmarks.etcd_faults.namespaces import run
 from tailrace.local.certificates import ETCD_ROOT, OPERATOR, transport_of
@@ -47,13 +47,13 @@ _METRICS: Final = 7001
 _HTTP: Final = 8000
 _FIRST_ADDRESS: Final = 10
 _PROCESSES: Final = 4
-# Few enough that a monitor's trace store is full early in a run: what grows after that is a leak.
+# Few enough that a monitor's trace store is full early in a run: later growth is a leak.
 _TRACE_SPANS: Final = 10_000
 _CHANGED_PROCESSES: Final = 2
 _KEEP_S: Final = 120
 _SMALL_DISK: Final = "size=8m"
 _POLL_S: Final = 0.05
-_BACK_S: Final = 0.5
+_RESTART_DELAY_S: Final = 0.5
 # vLLM's Python API server takes half a minute, more on a busy machine.
 _START_S: Final = 240.0
 _STOP_S: Final = 60.0
@@ -61,69 +61,70 @@ _STOP_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What kind of cluster."""
+    """Engine, API server and size of a cluster."""
 
     engine: str
     front: str
     workers: int
     speed: float
-    # Workers of the changed version, beside the others.
+    # Workers that run the changed version, in addition to the others.
     changed: int = 0
 
     @property
     def keeps_answers(self) -> bool:
-        """Whether its front ends can: vLLM's Rust one has no place for it."""
+        """Whether its front ends keep answers; with vLLM's Rust API server they cannot."""
         return self.front == "python"
 
     @property
     def groups(self) -> list[tuple[Version, Sequence[str]]]:
-        """Workers by process: of real engines each has one."""
-        most = _PROCESSES if self.engine == "simulated" else self.workers
+        """Workers by process; each real engine has its own process."""
+        max_processes = _PROCESSES if self.engine == "simulated" else self.workers
         names = [f"worker-{number}" for number in range(self.workers + self.changed)]
-        first = _parts(names[: self.workers], most)
-        changed = _parts(names[self.workers :], _CHANGED_PROCESSES)
+        first = _split(names[: self.workers], max_processes)
+        changed = _split(names[self.workers :], _CHANGED_PROCESSES)
         return [(Version.FIRST, part) for part in first] + [(Version.CHANGED, part) for part in changed]
 
 
 @dataclass(eq=False)
 class Member:
-    """One process of the cluster, over all its runs."""
+    """One process of the cluster, including all its restarts."""
 
     tier: Tier
     spec: PartSpec
     link: Link
-    # A small disk of its own, for what it keeps.
+    # Its own small disk, for its files.
     disk: Path
     # Read at each fault point (worker_agent/faults.py).
     faults: Path
     metrics: str
-    # Of the model, that workers run.
+    # The model version that its workers run.
     version: Version = Version.FIRST
     process: PartProcess | None = None
     starts: int = 0
-    # Faults that are upon it; an end that is not awaited is a breach.
-    disturbed: int = 0
-    awaited: bool = False
+    # Faults in progress on it.
+    active_faults: int = 0
+    # If False, an exit of the process is a violation.
+    exit_expected: bool = False
     ready: bool = False
-    _ready_again: asyncio.Event = field(default_factory=asyncio.Event)
+    _became_ready: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def name(self) -> str:
-        """As the cluster knows it."""
+        """Its ID in the cluster."""
         return self.spec.name
 
     @property
-    def well(self) -> bool:
-        """It serves, and nothing is done to it."""
-        return self.ready and not self.disturbed
+    def healthy(self) -> bool:
+        """Whether it serves, and no fault is in progress on it."""
+        return self.ready and not self.active_faults
 
     @property
     def pids(self) -> list[int]:
-        """Of its processes."""
+        """The IDs of its processes."""
         return [] if self.process is None else self.process.part.identity.session_members()
 
     def signal(self, number: signal.Signals) -> None:
-        """To all of its processes."""
+        """Send a signal to all of its processes."""
         for pid in self.pids:
             try:
                 os.kill(pid, number)
@@ -131,35 +132,35 @@ class Member:
                 continue
 
     def terminate(self) -> None:
-        """SIGTERM to the process itself, as systemd does."""
+        """Send SIGTERM to the main process, as systemd does."""
         if self.process is not None:
             os.kill(self.process.part.identity.pid, signal.SIGTERM)
 
     @contextmanager
-    def disturbing(self) -> Iterator[None]:
-        """A fault is upon it for the block."""
-        self.disturbed += 1
+    def under_fault(self) -> Iterator[None]:
+        """Count a fault as in progress for the block."""
+        self.active_faults += 1
         try:
             yield
         finally:
-            self.disturbed -= 1
+            self.active_faults -= 1
 
-    async def ready_again(self) -> None:
-        """Until it serves. Raises TimeoutError."""
+    async def wait_ready(self) -> None:
+        """Wait until it serves. Raise TimeoutError if it does not in time."""
         async with asyncio.timeout(_START_S):
             while not self.ready:
-                self._ready_again.clear()
-                await self._ready_again.wait()
+                self._became_ready.clear()
+                await self._became_ready.wait()
 
     def set_ready(self, ready: bool) -> None:
-        """It serves, or no longer does."""
+        """Record whether it serves."""
         self.ready = ready
         if ready:
-            self._ready_again.set()
+            self._became_ready.set()
 
 
 class Cluster:
-    """All of it. `open_cluster` makes one."""
+    """All processes. `open_cluster` creates one."""
 
     def __init__(self, folder: Path, shape: Shape, timeline: Timeline) -> None:
         self.shape = shape
@@ -178,43 +179,44 @@ class Cluster:
         self.operator_folder = certificate_folder(self._certificates, OPERATOR.role.value, OPERATOR.name)
         self.etcd = FaultyCluster(folder, False, [each.folder for each in issued])
         try:
-            programs: Programs | None = Programs(Path("/run/bpf"))
-        except NoPrograms as error:
-            timeline.note(f"packets cannot be dropped: {error}")
+            programs: XdpPrograms | None = XdpPrograms(Path("/run/bpf"))
+        except XdpUnavailable as error:
+            timeline.note(f"cannot drop packets: {error}")
             programs = None
         self.drops_packets = programs is not None
         self.members = self._plan(folder, programs)
         self._monitor = next(m.spec.address for m in self.members.values() if m.tier is Tier.MONITOR)
         self._deaths_left = 0
         self._deaths_until_s = 0.0
-        # Tasks that wait for one process each to be ready.
-        self._watching: set[asyncio.Task[None]] = set()
+        # Tasks that each wait for one process to become ready.
+        self._start_watchers: set[asyncio.Task[None]] = set()
 
-    # ---- who there is
+    # ---- members
 
-    def of(self, tier: Tier) -> list[Member]:
-        """The members of a tier."""
+    def in_tier(self, tier: Tier) -> list[Member]:
+        """Return the members of a tier."""
         return [member for member in self.members.values() if member.tier is tier]
 
     @property
     def admin(self) -> str:
         """HOST:PORT[,..] of the schedulers."""
-        return ",".join(member.spec.address for member in self.of(Tier.SCHEDULER))
+        return ",".join(member.spec.address for member in self.in_tier(Tier.SCHEDULER))
 
     @property
     def instances(self) -> list[str]:
-        """Ids of all workers."""
-        return [name for member in self.of(Tier.WORKER) for name in member.spec.members]
+        """The IDs of all workers."""
+        return [name for member in self.in_tier(Tier.WORKER) for name in member.spec.members]
 
     def admin_stub(self, scheduler: Member) -> tuple[grpc.aio.Channel, admin_pb2_grpc.AdminAsyncStub]:
-        """A channel to its admin API, for the caller to close."""
+        """Open a channel to a scheduler's admin API; the caller closes it."""
         channel = self.operator.channel(scheduler.spec.address, Role.SCHEDULER, ())
         return channel, admin_pb2_grpc.AdminStub(channel)
 
-    # ---- from the start to the end
+    # ---- lifecycle
 
     async def start(self) -> None:
-        """Until every worker is seen. Raises PartFailed, TimeoutError, RuntimeError."""
+        """Start everything; return when a scheduler sees every worker. Raise PartFailed, TimeoutError or
+        RuntimeError if that fails."""
         await self.etcd.start()
         client = EtcdClient(parse_endpoints(self.etcd.endpoints), transport_of(self._certificates, ETCD_ROOT))
         try:
@@ -231,27 +233,27 @@ class Cluster:
             for member in started:
                 self._launch(member)
             for member in started:
-                await member.ready_again()
-        await self.seen()
+                await member.wait_ready()
+        await self.wait_registered()
 
-    async def seen(self) -> None:
-        """Until a scheduler sees all instances. Raises TimeoutError."""
+    async def wait_registered(self) -> None:
+        """Wait until a scheduler sees all instances. Raise TimeoutError if it does not in time."""
         wanted = set(self.instances)
         async with asyncio.timeout(_START_S):
             while not wanted <= (await active_instances(self.admin, self.operator)).keys():  # noqa: ASYNC110
                 await asyncio.sleep(_POLL_S)
 
     async def supervise(self) -> None:
-        """Start again what has ended, for ever."""
+        """Restart processes that have exited, until cancelled."""
         while True:
             await asyncio.sleep(_POLL_S)
             for member in self.members.values():
-                if member.process is not None and (reason := _ended(member.process)):
-                    await self._again(member, reason)
+                if member.process is not None and (reason := _exit_reason(member.process)):
+                    await self._restart_ended(member, reason)
 
     def stop(self) -> None:
         """Kill everything."""
-        for task in self._watching:
+        for task in self._start_watchers:
             task.cancel()
         for member in self.members.values():
             member.signal(signal.SIGKILL)
@@ -259,15 +261,15 @@ class Cluster:
 
     def _launch(self, member: Member) -> None:
         member.starts += 1
-        member.awaited = False
+        member.exit_expected = False
         environment = {**os.environ, **member.spec.environment}
         log = self._logs / f"{member.name}.{member.starts}.log"
         member.process = PartProcess(member.spec, log, environment)
-        task = asyncio.get_running_loop().create_task(self._until_ready(member, member.process))
-        self._watching.add(task)
-        task.add_done_callback(self._watching.discard)
+        task = asyncio.get_running_loop().create_task(self._watch_start(member, member.process))
+        self._start_watchers.add(task)
+        task.add_done_callback(self._start_watchers.discard)
 
-    async def _until_ready(self, member: Member, process: PartProcess) -> None:
+    async def _watch_start(self, member: Member, process: PartProcess) -> None:
         until_s = time.monotonic() + _START_S
         while time.monotonic() < until_s and member.process is process:
             if await is_ready(member.spec, self.operator):
@@ -275,47 +277,48 @@ class Cluster:
                 return
             await asyncio.sleep(2 * _POLL_S)
         if member.process is process:
-            self.timeline.broken(f"{member.name} was not ready {_START_S:.0f} s after its start")
+            self.timeline.violation(f"{member.name} was not ready {_START_S:.0f} s after its start")
 
-    async def _again(self, member: Member, reason: str) -> None:
+    async def _restart_ended(self, member: Member, reason: str) -> None:
         member.set_ready(False)
-        died = member.tier is Tier.WORKER and self._may_die() and "does not bear" in reason
-        if died:
+        poisoned = member.tier is Tier.WORKER and self._death_expected() and "does not bear" in reason
+        if poisoned:
             self._deaths_left -= 1
-        if not (member.awaited or died):
-            self.timeline.broken(f"{member.name} has ended by itself: {reason}")
+        if not (member.exit_expected or poisoned):
+            self.timeline.violation(f"{member.name} exited unexpectedly: {reason}")
         member.signal(signal.SIGKILL)
         member.process = None
-        await asyncio.sleep(_BACK_S)
+        await asyncio.sleep(_RESTART_DELAY_S)
         self._launch(member)
 
     # ---- faults
 
     def allow_deaths(self, count: int, seconds: float) -> None:
-        """Let so many engines die of the poison from now on, within so many seconds."""
+        """Expect up to `count` engines to die of the poison prompt within so many seconds from now."""
         self._deaths_left, self._deaths_until_s = count, time.monotonic() + seconds
 
-    def _may_die(self) -> bool:
+    def _death_expected(self) -> bool:
         return self._deaths_left > 0 and time.monotonic() < self._deaths_until_s
 
     def kill(self, member: Member) -> None:
-        """kill -9; it comes back."""
-        member.awaited = True
+        """Send SIGKILL; the supervisor restarts it."""
+        member.exit_expected = True
         member.set_ready(False)
         member.signal(signal.SIGKILL)
 
     async def restart(self, member: Member) -> None:
-        """SIGTERM; it comes back when it has ended by itself. Raises TimeoutError."""
-        before, member.awaited = member.starts, True
+        """Send SIGTERM, wait until it has exited and is ready again. Raise TimeoutError if that takes too
+        long."""
+        starts, member.exit_expected = member.starts, True
         member.terminate()
         async with asyncio.timeout(_STOP_S):
-            while member.starts == before:  # noqa: ASYNC110 - processes are polled
+            while member.starts == starts:  # noqa: ASYNC110 - processes are polled
                 await asyncio.sleep(_POLL_S)
-        await member.ready_again()
+        await member.wait_ready()
 
     # ---- the plan
 
-    def _plan(self, folder: Path, programs: Programs | None) -> dict[str, Member]:
+    def _plan(self, folder: Path, programs: XdpPrograms | None) -> dict[str, Member]:
         members: dict[str, Member] = {}
 
         def add(tier: Tier, name: str, start: StartTier, *arguments: str, ids: Sequence[str] = ()) -> Member:
@@ -323,18 +326,28 @@ class Cluster:
             link = Link(name, number, programs)
             role = Role(tier.value)
             self.authority.issue(Identity(role, name), hosts=[link.address])
-            own = certificate_folder(self._certificates, role.value, name)
+            certificate = certificate_folder(self._certificates, role.value, name)
             disk, faults = folder / f"disk-{name}", folder / f"faults-{name}.json"
             metrics = f"{link.address}:{_METRICS}"
-            command = [sys.executable, "-m", "tailrace", "serve", tier.value, "--id", name, "--tls", own]
+            command = [
+                sys.executable,
+                "-m",
+                "tailrace",
+                "serve",
+                tier.value,
+                "--id",
+                name,
+                "--tls",
+                certificate,
+            ]
             command += ["--etcd", ",".join(self.etcd.endpoints), "--listen", f"{link.address}:{_GRPC}"]
             command += ["--metrics", metrics, *(text.format(disk=disk) for text in arguments)]
             spec = PartSpec(
                 name,
                 start,
-                link.inside(command),
+                link.command_inside(command),
                 f"{link.address}:{_GRPC}",
-                environment=span_certificates(own)
+                environment=span_certificates(certificate)
                 | {
                     "VLLM_API_KEY": KEY,
                     "VLLM_NO_USAGE_STATS": "1",
@@ -357,9 +370,9 @@ class Cluster:
             add(Tier.MONITOR, f"monitor-{number}", control, "--trace-spans", str(_TRACE_SPANS))
         add(Tier.MIGRATION, "migration", control, "--journal", "{disk}/migrations.jsonl")
         for version, ids in self.shape.groups:
-            more = ["--count", str(len(ids))] if len(ids) > 1 else []
+            count = ["--count", str(len(ids))] if len(ids) > 1 else []
             engine = _engine(self.shape, version)
-            add(Tier.WORKER, ids[0], StartTier.WORKER, *engine, *more, ids=ids).version = version
+            add(Tier.WORKER, ids[0], StartTier.WORKER, *engine, *count, ids=ids).version = version
         model = ["--front", self.shape.front, "--model", str(MODEL_PATH), "--served-model-name", MODEL]
         if self.shape.keeps_answers:
             model += ["--keep-answers", str(_KEEP_S)]
@@ -377,9 +390,9 @@ class Cluster:
         return members
 
 
-def _parts(names: Sequence[str], most: int) -> list[Sequence[str]]:
-    """As many as can be, of the same size but for one."""
-    count = min(len(names), most)
+def _split(names: Sequence[str], max_parts: int) -> list[Sequence[str]]:
+    """Split names into at most `max_parts` parts of nearly equal size."""
+    count = min(len(names), max_parts)
     return [names[len(names) * n // count : len(names) * (n + 1) // count] for n in range(count)]
 
 
@@ -393,8 +406,8 @@ def _engine(shape: Shape, version: Version) -> list[str]:
     return [*common, *(f"--engine-arg={name}={json.dumps(value)}" for name, value in settings.items())]
 
 
-def _ended(process: PartProcess) -> str:
-    """How it has, or nothing while it runs."""
+def _exit_reason(process: PartProcess) -> str:
+    """Return how the process exited, or an empty string while it runs."""
     try:
         process.check()
     except PartFailed as failure:
@@ -404,16 +417,16 @@ def _ended(process: PartProcess) -> str:
 
 @asynccontextmanager
 async def open_cluster(folder: Path, shape: Shape, timeline: Timeline, logs: Path) -> AsyncIterator[Cluster]:
-    """A running one, supervised for the block. Its logs are left in `logs` if anything broke.
+    """Run a supervised cluster for the block. Keep its logs in `logs` if an invariant was violated.
 
-    Raises PartFailed, TimeoutError, RuntimeError.
+    Raise PartFailed, TimeoutError or RuntimeError if it does not start.
     """
     async with AsyncExitStack() as stack:
         run("mount", "-t", "tmpfs", "tmpfs", str(folder))
         stack.callback(run, "umount", "--recursive", "--lazy", str(folder))
 
         def keep_logs(kind: type[BaseException] | None, *_: object) -> None:
-            if kind is not None or timeline.breaches:
+            if kind is not None or timeline.violations:
                 shutil.rmtree(logs, ignore_errors=True)
                 shutil.copytree(folder / "logs", logs)
                 timeline.note(f"logs: {logs}")
@@ -422,11 +435,11 @@ async def open_cluster(folder: Path, shape: Shape, timeline: Timeline, logs: Pat
         cluster = Cluster(folder, shape, timeline)
         stack.callback(cluster.stop)
         supervising = asyncio.create_task(cluster.supervise(), name="supervisor")
-        stack.push_async_callback(_end, supervising)
+        stack.push_async_callback(_cancel, supervising)
         await cluster.start()
         yield cluster
 
 
-async def _end(task: asyncio.Task[None]) -> None:
+async def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.wait([task])

@@ -1,4 +1,4 @@
-"""Carries faults out, and undoes them."""
+"""Inject faults, and undo them."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from benchmarks.loadgen import StreamResult, run_stream
 from tailrace.v1 import admin_pb2
 
 _CALL_S: Final = 10.0
-# A certificate is looked at once a second at most.
-_SEEN_S: Final = 1.5
-# Two engines die, one after the other; what shared one with it goes first.
+# Processes check their certificate at most once a second.
+_CERTIFICATE_POLL_S: Final = 1.5
+# Two engines die, one after the other; an engine in the same process exits with the first.
 _POISON_S: Final = 90.0
 _POISON_TOKENS: Final = 20
 _DEATHS: Final = 3
-_DIED_S: Final = 30.0
+_EXIT_S: Final = 30.0
 _POLL_S: Final = 0.05
 _HUGE_BYTES: Final = 64 << 20
 _HUGE_S: Final = 60.0
 _SLOW_BUFFER: Final = 4096
 _SLOW_BYTES: Final = 32
 _SLOW_EVERY_S: Final = 0.05
-_WHOLE_S: Final = 120.0
+_COMPLETE_S: Final = 120.0
 
-_Act = Callable[[Fault], Awaitable[None]]
+_Handler = Callable[[Fault], Awaitable[None]]
 
 
 class Faults:
-    """Of one cluster under one load."""
+    """Inject faults into one cluster under one load."""
 
     def __init__(
         self, cluster: Cluster, load: Load, mover: Mover, rollouts: Rollouts, timeline: Timeline
@@ -58,64 +58,65 @@ class Faults:
         self._rollouts = rollouts
         self._timeline = timeline
         self._etcd = asyncio.Lock()
-        self._acts: Mapping[Kind, _Act] = {
+        self._handlers: Mapping[Kind, _Handler] = {
             Kind.KILL: self._kill,
             Kind.STOP: self._stop,
             Kind.RESTART: self._restart,
-            Kind.DEAF: self._on_link,
-            Kind.MUTE: self._on_link,
-            Kind.ONE_WAY: self._on_link,
-            Kind.CUT: self._on_link,
-            Kind.LOSS: self._on_link,
-            Kind.SLOW_LINK: self._on_link,
+            Kind.DEAF: self._impair_link,
+            Kind.MUTE: self._impair_link,
+            Kind.ONE_WAY: self._impair_link,
+            Kind.CUT: self._impair_link,
+            Kind.LOSS: self._impair_link,
+            Kind.SLOW_LINK: self._impair_link,
             Kind.FULL_DISK: self._fill_disk,
-            Kind.ETCD_STOPPED: self._on_etcd,
-            Kind.ETCD_ISOLATED: self._on_etcd,
-            Kind.ETCD_CUT: self._on_etcd,
-            Kind.ETCD_FULL_DISK: self._on_etcd,
-            Kind.ETCD_WIPED: self._on_etcd,
-            Kind.CORRUPT_KV: self._corrupt,
-            Kind.POISON: self._poison,
-            Kind.HUGE_BODY: self._huge,
-            Kind.SLOW_READER: self._slow_reader,
+            Kind.ETCD_STOPPED: self._impair_etcd,
+            Kind.ETCD_ISOLATED: self._impair_etcd,
+            Kind.ETCD_CUT: self._impair_etcd,
+            Kind.ETCD_FULL_DISK: self._impair_etcd,
+            Kind.ETCD_WIPED: self._impair_etcd,
+            Kind.CORRUPT_KV: self._corrupt_kv,
+            Kind.POISON: self._send_poison,
+            Kind.HUGE_BODY: self._send_huge_body,
+            Kind.SLOW_READER: self._read_slowly_from,
             Kind.ROTATE: self._rotate,
-            Kind.POLICY: self._switch,
+            Kind.POLICY: self._switch_policy,
             Kind.ROLLOUT: self._roll_out,
             Kind.UNDONE: self._roll_out_and_back,
         }
 
-    async def carry_out(self, fault: Fault) -> None:
-        """From its begin until it is undone and got over. Raises OSError, RuntimeError, TimeoutError."""
-        await self._acts[fault.kind](fault)
+    async def inject(self, fault: Fault) -> None:
+        """Inject a fault, undo it, and wait for recovery. Raise OSError, RuntimeError or TimeoutError if that
+        fails."""
+        await self._handlers[fault.kind](fault)
 
     def _target(self, fault: Fault) -> Member:
         return self._cluster.members[fault.target]
 
     @contextmanager
-    def _upon(self, fault: Fault) -> Iterator[Member]:
-        """The target suffers for the block, and so do the streams that it has now."""
+    def _on_target(self, fault: Fault) -> Iterator[Member]:
+        """Mark the target, and the streams on it now, as affected; the fault is in progress for the block."""
         target = self._target(fault)
-        self._mark(fault, target)
-        with target.disturbing():
+        self._mark_streams(fault, target)
+        with target.under_fault():
             yield target
 
-    def _mark(self, fault: Fault, target: Member) -> None:
-        streams = self._load.by_front(target) if target.tier is Tier.FRONTEND else []
+    def _mark_streams(self, fault: Fault, target: Member) -> None:
+        streams = self._load.streams_of(target) if target.tier is Tier.FRONTEND else []
         if target.tier is Tier.WORKER:
-            found = map(self._load.named_in, self._mover.on(target.spec.members))
+            found = map(self._load.find_stream, self._mover.requests_on(target.spec.members))
             streams = [stream for stream in found if stream is not None]
         for stream in streams:
-            stream.suffered.add(f"{fault.kind} of its {target.tier}")
+            stream.affected_by.add(f"{fault.kind} of its {target.tier}")
 
     # ---- processes
 
     async def _kill(self, fault: Fault) -> None:
-        with self._upon(fault) as target:
+        with self._on_target(fault) as target:
             self._cluster.kill(target)
-        await target.ready_again()
+        await target.wait_ready()
 
     async def _stop(self, fault: Fault) -> None:
-        with self._upon(fault) as target:
+        with self._on_target(fault) as target:
             target.signal(signal.SIGSTOP)
             try:
                 await asyncio.sleep(fault.seconds)
@@ -123,44 +124,44 @@ class Faults:
                 target.signal(signal.SIGCONT)
 
     async def _restart(self, fault: Fault) -> None:
-        with self._upon(fault) as target:
+        with self._on_target(fault) as target:
             await self._cluster.restart(target)
 
     # ---- links
 
-    async def _on_link(self, fault: Fault) -> None:
-        with self._upon(fault) as target, ExitStack() as both:
+    async def _impair_link(self, fault: Fault) -> None:
+        with self._on_target(fault) as target, ExitStack() as both:
             link = target.link
             if fault.kind is Kind.ONE_WAY:
                 other = self._cluster.members[fault.other]
-                both.enter_context(other.disturbing())
-                await asyncio.to_thread(link.deafen_to, other.link.address)
+                both.enter_context(other.under_fault())
+                await asyncio.to_thread(link.drop_incoming_from, other.link.address)
             else:
                 act = {
-                    Kind.DEAF: link.deafen,
-                    Kind.MUTE: link.mute,
+                    Kind.DEAF: link.drop_incoming,
+                    Kind.MUTE: link.drop_outgoing,
                     Kind.CUT: link.cut,
-                    Kind.LOSS: link.lose,
-                    Kind.SLOW_LINK: link.slow_down,
+                    Kind.LOSS: link.drop_some,
+                    Kind.SLOW_LINK: link.limit_rate,
                 }[fault.kind]
                 await asyncio.to_thread(act)
             try:
                 await asyncio.sleep(fault.seconds)
             finally:
-                link.mend()
+                link.restore()
 
     # ---- disks and etcd
 
     async def _fill_disk(self, fault: Fault) -> None:
-        with self._upon(fault) as target:
+        with self._on_target(fault) as target:
             await asyncio.to_thread(fill, target.disk)
             try:
                 await asyncio.sleep(fault.seconds)
             finally:
                 (target.disk / "filler").unlink()
 
-    async def _on_etcd(self, fault: Fault) -> None:
-        # One member at a time: two of three are needed.
+    async def _impair_etcd(self, fault: Fault) -> None:
+        # One member at a time: etcd needs two of three.
         async with self._etcd:
             etcd = self._cluster.etcd
             (member,) = [each for each in etcd.members if each.name == fault.target]
@@ -171,7 +172,7 @@ class Faults:
                 begin, end = {
                     Kind.ETCD_STOPPED: (FaultyMember.freeze, FaultyMember.thaw),
                     Kind.ETCD_ISOLATED: (FaultyMember.isolate, FaultyMember.rejoin),
-                    Kind.ETCD_CUT: (FaultyMember.cut, FaultyMember.mend),
+                    Kind.ETCD_CUT: (FaultyMember.cut, FaultyMember.restore),
                     Kind.ETCD_FULL_DISK: (FaultyMember.fill_disk, FaultyMember.empty_disk),
                 }[fault.kind]
                 await asyncio.to_thread(begin, member)
@@ -179,11 +180,11 @@ class Faults:
                     await asyncio.sleep(fault.seconds)
                 finally:
                     end(member)
-            await etcd.healthy()
+            await etcd.wait_healthy()
 
     # ---- requests
 
-    async def _corrupt(self, fault: Fault) -> None:
+    async def _corrupt_kv(self, fault: Fault) -> None:
         target = self._target(fault)
         partial = target.faults.with_suffix(".partial")
         partial.write_text(json.dumps({"corrupt": "kv"}))
@@ -193,42 +194,45 @@ class Faults:
         finally:
             target.faults.unlink()
 
-    async def _poison(self, fault: Fault) -> None:
+    async def _send_poison(self, fault: Fault) -> None:
         front = self._target(fault)
         question = Question(POISON, _POISON_TOKENS, 0)
-        runs = front.starts
-        # A process whose engine has died takes a moment to end, on a busy machine a long one.
-        self._cluster.allow_deaths(_DEATHS, _POISON_S + _DIED_S)
-        message = question.message(front.spec.http, f"poison-{fault.number}")
-        result = await run_stream(front.spec.http, message, _POISON_S)
-        said = result.body[-200:].decode(errors="replace")
-        if result.tokens or not (b"error" in result.body or front.starts != runs):
-            self._timeline.broken(f"the poison was answered: HTTP {result.status} {result.error} {said}")
+        starts = front.starts
+        # A process takes a moment to exit after its engine has died, longer on a busy machine.
+        self._cluster.allow_deaths(_DEATHS, _POISON_S + _EXIT_S)
+        request = question.http_request(front.spec.http, f"poison-{fault.number}")
+        result = await run_stream(front.spec.http, request, _POISON_S)
+        body_end = result.body[-200:].decode(errors="replace")
+        if result.tokens or not (b"error" in result.body or front.starts != starts):
+            self._timeline.violation(
+                f"the poison was answered: HTTP {result.status} {result.error} {body_end}"
+            )
 
-    async def _huge(self, fault: Fault) -> None:
+    async def _send_huge_body(self, fault: Fault) -> None:
         front = self._target(fault)
         status = await asyncio.wait_for(_post_huge(front.spec.http), _HUGE_S)
         if not (status == 0 or 400 <= status < 500):
-            self._timeline.broken(f"{front.name} answered a huge body with {status}")
+            self._timeline.violation(f"{front.name} answered a huge body with {status}")
 
-    async def _slow_reader(self, fault: Fault) -> None:
+    async def _read_slowly_from(self, fault: Fault) -> None:
         front = self._target(fault)
-        await front.ready_again()
-        question, right = self._load.longest()
-        runs = front.starts
-        message = question.message(front.spec.http, f"slow-{fault.number}")
-        async with asyncio.timeout(fault.seconds + _WHOLE_S):
-            result = await _read_slowly(front.spec.http, message, fault.seconds)
-        verdict = judge(result, right)
-        if verdict.ending is not Ending.WHOLE and front.starts == runs and not front.disturbed:
-            told = f"{verdict.ending}: {verdict.why}"
-            self._timeline.broken(f"a slow reader's stream on {front.name} {told}")
+        await front.wait_ready()
+        question, expected = self._load.longest_question()
+        starts = front.starts
+        request = question.http_request(front.spec.http, f"slow-{fault.number}")
+        async with asyncio.timeout(fault.seconds + _COMPLETE_S):
+            result = await _read_slowly(front.spec.http, request, fault.seconds)
+        verdict = judge(result, expected)
+        if verdict.ending is not Ending.WHOLE and front.starts == starts and not front.active_faults:
+            self._timeline.violation(
+                f"a slow reader's stream on {front.name} {verdict.ending}: {verdict.reason}"
+            )
 
     # ---- operators
 
     async def _rotate(self, fault: Fault) -> None:
         await asyncio.to_thread(self._cluster.authority.rotate)
-        await asyncio.sleep(_SEEN_S)
+        await asyncio.sleep(_CERTIFICATE_POLL_S)
 
     async def _roll_out(self, fault: Fault) -> None:
         await self._rollouts.swap()
@@ -236,24 +240,24 @@ class Faults:
     async def _roll_out_and_back(self, fault: Fault) -> None:
         await self._rollouts.swap_and_undo(fault.seconds)
 
-    async def _switch(self, fault: Fault) -> None:
+    async def _switch_policy(self, fault: Fault) -> None:
         request = admin_pb2.SetPolicyRequest(name=fault.other)
-        until_s = time.monotonic() + _WHOLE_S
+        until_s = time.monotonic() + _COMPLETE_S
         while time.monotonic() < until_s:
-            for scheduler in self._cluster.of(Tier.SCHEDULER):
+            for scheduler in self._cluster.in_tier(Tier.SCHEDULER):
                 channel, stub = self._cluster.admin_stub(scheduler)
                 async with channel:
                     try:
                         await stub.SetPolicy(request, timeout=_CALL_S)
                         return
                     except grpc.aio.AioRpcError as error:
-                        said = error.details()
+                        details = error.details()
             await asyncio.sleep(0.2)
-        self._timeline.broken(f"no scheduler took a policy for {_WHOLE_S:.0f} s: {said}")
+        self._timeline.violation(f"no scheduler accepted a policy for {_COMPLETE_S:.0f} s: {details}")
 
 
 async def _post_huge(url: str) -> int:
-    """The status of an answer to far too large a body; 0 where the connection was closed."""
+    """Send far too large a body; return the HTTP status, or 0 if the connection was closed."""
     parts = urlsplit(url)
     try:
         reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
@@ -278,7 +282,7 @@ async def _post_huge(url: str) -> int:
 
 
 async def _read_slowly(url: str, message: bytes, seconds: float) -> StreamResult:
-    """One stream, read a few bytes at a time for so long, with the smallest buffers; then all the rest."""
+    """Run one stream: read a few bytes at a time for so many seconds, with minimal buffers, then the rest."""
     parts = urlsplit(url)
     result = StreamResult(time.perf_counter())
     loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""Clients: each asks one question after the other, and compares every answer."""
+"""Clients: each sends one request after another, and compares every answer."""
 
 from __future__ import annotations
 
@@ -12,227 +12,245 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
-from benchmarks.chaos.answers import Answer, Ending, Question, Verdict, judge, read_answer
+from benchmarks.chaos.answers import Answer, Ending, Question, Verdict, judge, parse_answer
 from benchmarks.chaos.cluster import Cluster, Member
-from benchmarks.chaos.returning import Received, Way
+from benchmarks.chaos.reconnecting import ReceivedAnswer, ResumeHeader
 from benchmarks.chaos.schedule import Tier, Version
 from benchmarks.chaos.timeline import Timeline
 from benchmarks.loadgen import StreamResult, run_stream
 
 _REFERENCE_S = 300.0
-# Longer than anything that is done to a front end, and what it takes to get over it.
+# Longer than any fault of a front end, and the recovery from it.
 _STREAM_S = 240.0
-_FLOW_S = 30.0
-_END_S = 90.0
-# No more of the clients wait for one front end, as behind a balancer that looks.
-_SHARE = 0.6
-_AGAIN_S = 0.3
+_STREAMING_S = 30.0
+_DRAIN_S = 90.0
+# At most this share of the clients uses one front end, as behind a load balancer with health checks.
+_MAX_SHARE = 0.6
+_RETRY_S = 0.3
 _POLL_S = 0.02
-# Of those that come back: by what, and after how many seconds without anything.
-_RETURNING: Final = ((Way.EVENT, 3.0), (Way.KEY, 10.0), (Way.EVENT, 10.0), (Way.KEY, 3.0))
-_RETURNING_ONE_IN: Final = 3
-# Nobody leaves before the first event so soon: to ask anew makes a busy machine busier.
-_FIRST_S: Final = 30.0
-_RESUMED_S: Final = 15.0
+# For reconnecting clients: the header, and after how many seconds without an event they reconnect.
+_RECONNECTS: Final = (
+    (ResumeHeader.EVENT, 3.0),
+    (ResumeHeader.KEY, 10.0),
+    (ResumeHeader.EVENT, 10.0),
+    (ResumeHeader.KEY, 3.0),
+)
+_RECONNECTING_ONE_IN: Final = 3
+# The first event may take longer: repeated requests make a busy machine busier.
+_FIRST_EVENT_S: Final = 30.0
+_RESUMED_EVENT_S: Final = 15.0
 
 
 @dataclass(eq=False, slots=True)
 class Stream:
-    """One that is under way, or has ended."""
+    """A stream, in progress or ended."""
 
     name: str
     front: Member
-    # The front end's run that it was begun with.
-    run: int
+    # How often the front end had been started when the stream began.
+    front_starts: int
     result: StreamResult | None = None
-    # What was done to whoever had it.
-    suffered: set[str] = field(default_factory=set)
-    # Versions that may make it.
+    # Faults on the processes that served it.
+    affected_by: set[str] = field(default_factory=set)
+    # Versions that may generate it.
     versions: set[Version] = field(default_factory=set)
 
     @property
-    def flows(self) -> bool:
-        """A token has come."""
+    def streaming(self) -> bool:
+        """Whether a token has arrived."""
         return self.result is not None and bool(self.result.event_times)
 
 
 @dataclass(slots=True)
 class Tally:
-    """Of all streams that have ended."""
+    """Statistics of all streams that have ended."""
 
     endings: collections.Counter[str] = field(default_factory=collections.Counter)
     tokens: int = 0
-    # Longest gap of each whole stream, by what was done to whoever had it; none: under "".
+    # Longest gap of each complete stream in seconds, by fault on the processes that served it; "": no fault.
     gaps: dict[str, list[float]] = field(default_factory=lambda: collections.defaultdict(list))
     versions: collections.Counter[str] = field(default_factory=collections.Counter)
-    # Longest gap of each whole stream whose client came back, by how it did; and how many were not whole.
-    resumed: dict[Way, list[float]] = field(default_factory=lambda: collections.defaultdict(list))
-    not_resumed: collections.Counter[Way] = field(default_factory=collections.Counter)
+    # Longest gap of each complete stream whose client reconnected, by header; and how many were not complete.
+    resumed: dict[ResumeHeader, list[float]] = field(default_factory=lambda: collections.defaultdict(list))
+    not_resumed: collections.Counter[ResumeHeader] = field(default_factory=collections.Counter)
     overtaken: int = 0
 
 
 class Load:
-    """So many clients on the front ends that are there."""
+    """Clients of all front ends."""
 
-    def __init__(self, cluster: Cluster, asked: Sequence[Question], clients: int, timeline: Timeline) -> None:
+    def __init__(
+        self, cluster: Cluster, questions: Sequence[Question], clients: int, timeline: Timeline
+    ) -> None:
         self._cluster = cluster
-        self._asked = asked
+        self._questions = questions
         self._clients = clients
         self._timeline = timeline
-        self._right: dict[Question, dict[Version, Answer]] = collections.defaultdict(dict)
+        self._references: dict[Question, dict[Version, Answer]] = collections.defaultdict(dict)
         self._versions: Collection[Version] = (Version.FIRST,)
         self._numbers = itertools.count()
-        self._open = asyncio.Event()
+        self._admitting = asyncio.Event()
         self.live: dict[str, Stream] = {}
         self.tally = Tally()
 
-    async def learn(self, version: Version) -> None:
-        """Ask everything once while nothing is done to anybody. Raises RuntimeError.
+    async def record_references(self, version: Version) -> None:
+        """Ask every question once without faults, and keep the answers. Raise RuntimeError if one fails.
 
-        `version`: the one that takes new requests.
+        `version`: the one that takes new requests now.
         """
-        fronts = self._cluster.of(Tier.FRONTEND)
+        fronts = self._cluster.in_tier(Tier.FRONTEND)
         bound = asyncio.Semaphore(self._clients)
 
         async def ask(number: int, question: Question) -> None:
             async with bound:
                 url = fronts[number % len(fronts)].spec.http
-                message = question.message(url, f"reference-{number}")
-                result = await run_stream(url, message, _REFERENCE_S)
-            answer = read_answer(result.body)
+                request = question.http_request(url, f"reference-{number}")
+                result = await run_stream(url, request, _REFERENCE_S)
+            answer = parse_answer(result.body)
             if result.error or answer.error or answer.ends != 1:
-                raise RuntimeError(f"undisturbed, and yet: {result.error} {result.body[-500:].decode()}")
-            if answer in self._right[question].values():
+                raise RuntimeError(f"failed without a fault: {result.error} {result.body[-500:].decode()}")
+            if answer in self._references[question].values():
                 raise RuntimeError("two versions give the same answer")
-            self._right[question][version] = answer
+            self._references[question][version] = answer
 
         async with asyncio.TaskGroup() as group:
-            for number, question in enumerate(self._asked):
+            for number, question in enumerate(self._questions):
                 group.create_task(ask(number, question))
 
     async def run(self) -> None:
-        """All clients, for ever."""
+        """Run all clients, until cancelled."""
         async with asyncio.TaskGroup() as group:
             for number in range(self._clients):
-                group.create_task(self._client(number))
+                group.create_task(self._run_client(number))
 
-    def made_by(self, versions: Collection[Version]) -> None:
-        """From now on answers are made by one of these, those that are under way also by what they had."""
+    def set_versions(self, versions: Collection[Version]) -> None:
+        """Set which versions take new requests; streams in progress may also be of those that did before."""
         self._versions = versions
         for stream in self.live.values():
             stream.versions |= set(versions)
-            stream.suffered |= {"rollout"} if len(versions) > 1 else set()
+            stream.affected_by |= {"rollout"} if len(versions) > 1 else set()
 
-    def let_in(self) -> None:
-        """Clients ask."""
-        self._open.set()
+    def resume(self) -> None:
+        """Let clients send requests."""
+        self._admitting.set()
 
-    def keep_out(self) -> None:
-        """Clients ask nothing new."""
-        self._open.clear()
+    def pause(self) -> None:
+        """Let clients send no further requests."""
+        self._admitting.clear()
 
-    async def flowing(self) -> None:
-        """Until nearly all clients have a stream that flows, or for a while."""
+    async def wait_streaming(self) -> None:
+        """Wait until nearly all clients are receiving tokens, or for at most `_STREAMING_S`."""
         try:
-            async with asyncio.timeout(_FLOW_S):
-                while not self._flow():  # noqa: ASYNC110 - streams tell nobody
+            async with asyncio.timeout(_STREAMING_S):
+                while not self._all_streaming():  # noqa: ASYNC110
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
-            self._timeline.note(f"{len(self.live)} streams, not all of which flow")
+            self._timeline.note(f"{len(self.live)} streams, not all of which have begun")
 
-    def _flow(self) -> bool:
-        """Those that wait for a front end to which something is done do not count."""
+    def _all_streaming(self) -> bool:
+        """Return whether nearly all stream, without those that wait for an unhealthy front end."""
         streams = self.live.values()
-        stuck = sum(not stream.front.well for stream in streams)
-        return sum(stream.flows and stream.front.well for stream in streams) >= 0.8 * (self._clients - stuck)
+        stuck = sum(not stream.front.healthy for stream in streams)
+        return sum(stream.streaming and stream.front.healthy for stream in streams) >= 0.8 * (
+            self._clients - stuck
+        )
 
-    async def ended(self) -> list[Stream]:
-        """Until the streams of all front ends to which nothing is done have ended; those that do not, after
-        a while."""
-        left: list[Stream] = []
+    async def wait_drained(self) -> list[Stream]:
+        """Wait until the streams of all healthy front ends have ended; return those that have not after
+        `_DRAIN_S`."""
+        remaining: list[Stream] = []
         try:
-            async with asyncio.timeout(_END_S):
-                while left := [stream for stream in self.live.values() if stream.front.well]:  # noqa: ASYNC110
+            async with asyncio.timeout(_DRAIN_S):
+                while remaining := [stream for stream in self.live.values() if stream.front.healthy]:  # noqa: ASYNC110
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
-            return left
+            return remaining
         return []
 
-    def longest(self) -> tuple[Question, Mapping[Version, Answer]]:
-        """The question with the longest answer, and that of each version."""
-        question = max(self._asked, key=lambda each: each.max_tokens)
-        return question, self._right[question]
+    def longest_question(self) -> tuple[Question, Mapping[Version, Answer]]:
+        """Return the question with the longest answer, and the answer of each version."""
+        question = max(self._questions, key=lambda each: each.max_tokens)
+        return question, self._references[question]
 
-    def by_front(self, member: Member) -> list[Stream]:
-        """Live ones that a front end carries."""
+    def streams_of(self, member: Member) -> list[Stream]:
+        """Return the live streams of a front end."""
         return [stream for stream in self.live.values() if stream.front is member]
 
-    def named_in(self, request_id: str) -> Stream | None:
-        """The live stream that a request of the cluster's is."""
+    def find_stream(self, request_id: str) -> Stream | None:
+        """Return the live stream that has this request ID in the cluster; None if there is none."""
         at = request_id.find("chaos-")
         return None if at < 0 else self.live.get("-".join(request_id[at:].split("-")[:2]))
 
     async def ask(self, question: Question, front: Member) -> Ending:
-        """One stream to its end, counted."""
-        with self._under_way(front) as stream:
+        """Run one stream to its end, and record the verdict."""
+        with self._registered(front) as stream:
             result = await self._connect(stream, question, {})
-        verdict = judge(result, self._right[question])
-        self._count(stream, verdict, result)
-        lost = stream.front.starts != stream.run or not stream.front.ready
-        excused = {
+        verdict = judge(result, self._references[question])
+        self._record_verdict(stream, verdict, result)
+        lost = stream.front.starts != stream.front_starts or not stream.front.ready
+        allowed = {
             Ending.WHOLE: True,
             Ending.CUT: lost,
-            # One that is told to stop takes nothing new.
-            Ending.UNREACHED: lost or bool(stream.front.disturbed),
+            # A front end that is shutting down accepts nothing new.
+            Ending.UNREACHED: lost or bool(stream.front.active_faults),
             Ending.REFUSED: True,
         }
-        if not excused.get(verdict.ending, False):
-            self._timeline.broken(f"{stream.name} on {stream.front.name} {verdict.ending}: {verdict.why}")
+        if not allowed.get(verdict.ending, False):
+            self._timeline.violation(
+                f"{stream.name} on {stream.front.name} {verdict.ending}: {verdict.reason}"
+            )
         return verdict.ending
 
-    async def ask_until_whole(self, question: Question, front: Member, way: Way, patience_s: float) -> Ending:
-        """One whose client comes back whenever it is cut off, or the next event takes so long."""
+    async def ask_with_reconnects(
+        self, question: Question, front: Member, header: ResumeHeader, patience_s: float
+    ) -> Ending:
+        """Run one stream whose client reconnects whenever it is cut off, or no event arrives for
+        `patience_s`."""
         until_s = time.monotonic() + _STREAM_S
-        with self._under_way(front) as stream:
-            received = Received(way, stream.name)
+        with self._registered(front) as stream:
+            received = ReceivedAnswer(header, stream.name)
             while True:
-                first_s = _RESUMED_S if received.events else _FIRST_S
-                received.take(await self._connect(stream, question, received.headers(), first_s, patience_s))
+                first_s = _RESUMED_EVENT_S if received.events else _FIRST_EVENT_S
+                received.add_connection(
+                    await self._connect(stream, question, received.headers(), first_s, patience_s)
+                )
                 if received.ended or time.monotonic() > until_s:
                     break
-                await asyncio.sleep(_AGAIN_S)
-                self._meet(stream, self._other_than(stream.front))
+                await asyncio.sleep(_RETRY_S)
+                self._assign(stream, self._other_front(stream.front))
         result = received.result()
-        verdict = judge(result, self._right[question])
-        if received.wrong:
-            verdict = Verdict(Ending.WRONG, received.wrong)
-        self._count(stream, verdict, result)
+        verdict = judge(result, self._references[question])
+        if received.violation:
+            verdict = Verdict(Ending.WRONG, received.violation)
+        self._record_verdict(stream, verdict, result)
         self.tally.overtaken += received.overtaken
         if verdict.ending is not Ending.WHOLE:
-            self.tally.not_resumed[way] += 1
-            told = f"{verdict.ending}, though it comes back by {way}: {verdict.why}"
-            self._timeline.broken(f"{stream.name}, at last on {stream.front.name}, {told}")
+            self.tally.not_resumed[header] += 1
+            self._timeline.violation(
+                f"{stream.name}, last on {stream.front.name}, {verdict.ending} although its client "
+                f"reconnects by {header}: {verdict.reason}"
+            )
         elif received.connections > 1:
-            self.tally.resumed[way].append(_longest_gap(result))
+            self.tally.resumed[header].append(_longest_gap(result))
         return verdict.ending
 
     @contextmanager
-    def _under_way(self, front: Member) -> Iterator[Stream]:
+    def _registered(self, front: Member) -> Iterator[Stream]:
         stream = Stream(f"chaos-{next(self._numbers)}", front, front.starts, versions=set(self._versions))
-        self._meet(stream, front)
+        self._assign(stream, front)
         self.live[stream.name] = stream
         try:
             yield stream
         finally:
             del self.live[stream.name]
 
-    def _meet(self, stream: Stream, front: Member) -> None:
-        stream.front, stream.run, stream.result = front, front.starts, None
-        if front.disturbed:
-            stream.suffered.add("its front end was disturbed")
+    def _assign(self, stream: Stream, front: Member) -> None:
+        stream.front, stream.front_starts, stream.result = front, front.starts, None
+        if front.active_faults:
+            stream.affected_by.add("its front end was disturbed")
 
-    def _other_than(self, front: Member) -> Member:
-        return next(each for each in self._cluster.of(Tier.FRONTEND) if each is not front)
+    def _other_front(self, front: Member) -> Member:
+        return next(each for each in self._cluster.in_tier(Tier.FRONTEND) if each is not front)
 
     async def _connect(
         self,
@@ -242,49 +260,49 @@ class Load:
         first_s: float = math.inf,
         quiet_s: float = math.inf,
     ) -> StreamResult:
-        def begun(result: StreamResult) -> None:
+        def on_start(result: StreamResult) -> None:
             stream.result = result
 
         url = stream.front.spec.http
-        message = question.message(url, stream.name, headers)
-        return await run_stream(url, message, _STREAM_S, begun, first_s, quiet_s)
+        request = question.http_request(url, stream.name, headers)
+        return await run_stream(url, request, _STREAM_S, on_start, first_s, quiet_s)
 
-    async def _client(self, number: int) -> None:
-        returns = self._cluster.shape.keeps_answers and number % _RETURNING_ONE_IN == 0
-        way, patience_s = _RETURNING[number // _RETURNING_ONE_IN % len(_RETURNING)]
+    async def _run_client(self, number: int) -> None:
+        reconnects = self._cluster.shape.keeps_answers and number % _RECONNECTING_ONE_IN == 0
+        header, patience_s = _RECONNECTS[number // _RECONNECTING_ONE_IN % len(_RECONNECTS)]
         for turn in itertools.count(number):
-            await self._open.wait()
+            await self._admitting.wait()
             fronts = [
                 front
-                for front in self._cluster.of(Tier.FRONTEND)
-                if front.ready and len(self.by_front(front)) < _SHARE * self._clients
+                for front in self._cluster.in_tier(Tier.FRONTEND)
+                if front.ready and len(self.streams_of(front)) < _MAX_SHARE * self._clients
             ]
             if not fronts:
-                await asyncio.sleep(_AGAIN_S)
+                await asyncio.sleep(_RETRY_S)
                 continue
-            question, front = self._asked[turn * 7 % len(self._asked)], fronts[turn % len(fronts)]
-            if returns:
-                ending = await self.ask_until_whole(question, front, way, patience_s)
+            question, front = self._questions[turn * 7 % len(self._questions)], fronts[turn % len(fronts)]
+            if reconnects:
+                ending = await self.ask_with_reconnects(question, front, header, patience_s)
             else:
                 ending = await self.ask(question, front)
             if ending is not Ending.WHOLE:
-                await asyncio.sleep(_AGAIN_S)
+                await asyncio.sleep(_RETRY_S)
 
-    def _count(self, stream: Stream, verdict: Verdict, result: StreamResult) -> None:
+    def _record_verdict(self, stream: Stream, verdict: Verdict, result: StreamResult) -> None:
         self.tally.endings[verdict.ending] += 1
         if verdict.ending is not Ending.WHOLE:
             return
         self.tally.tokens += result.tokens
         self.tally.versions[verdict.version] += 1
-        for suffered in stream.suffered or {""}:
-            self.tally.gaps[suffered].append(_longest_gap(result))
+        for affected_by in stream.affected_by or {""}:
+            self.tally.gaps[affected_by].append(_longest_gap(result))
         if verdict.version not in stream.versions:
-            self._timeline.broken(
-                f"{stream.name} on {stream.front.name} was made by the {verdict.version} version, not by "
-                f"the {' or '.join(sorted(stream.versions))} one"
+            self._timeline.violation(
+                f"{stream.name} on {stream.front.name} was generated by the {verdict.version} version, "
+                f"not by the {' or '.join(sorted(stream.versions))} one"
             )
 
 
 def _longest_gap(result: StreamResult) -> float:
-    """Between two events; nothing where fewer came."""
+    """Return the longest time between two events in seconds; 0 with fewer than two."""
     return max(result.gaps, default=0.0)

@@ -1,5 +1,5 @@
-"""Moves requests about at random, so that there are always migrations for faults to hit; and knows where
-requests are."""
+"""Migrate random requests, so that there are always migrations for faults to hit; and track where requests
+are."""
 
 from __future__ import annotations
 
@@ -15,36 +15,38 @@ from benchmarks.chaos.cluster import Cluster
 from benchmarks.chaos.schedule import Tier
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, types_pb2
 
-_EVERY_S: Final = 0.2
-_LIST_S: Final = 1.0
+_PERIOD_S: Final = 0.2
+_LIST_TIMEOUT_S: Final = 1.0
 _MOVE_S: Final = 60.0
-_AT_ONCE: Final = 4
+_MAX_CONCURRENT: Final = 4
 
 
 class Mover:
-    """Of one cluster. What it does depends on what there is to move, and is not drawn by the seed alone."""
+    """Migrates requests of one cluster. Its actions depend on timing, not on the seed alone."""
 
     def __init__(self, cluster: Cluster, seed: int) -> None:
         self._cluster = cluster
-        self._chance = random.Random(f"{seed}/mover")
+        self._rng = random.Random(f"{seed}/mover")
         self._requests: list[admin_pb2.RequestInfo] = []
         self.outcomes: collections.Counter[str] = collections.Counter()
 
-    def on(self, instances: Collection[str]) -> list[str]:
-        """Ids of the requests there, as a scheduler lately knew."""
+    def requests_on(self, instances: Collection[str]) -> list[str]:
+        """Return the IDs of the requests on these instances, as a scheduler last reported."""
         return [each.request_id for each in self._requests if each.instance_id in instances]
 
     async def run(self) -> None:
-        """For ever."""
+        """Migrate requests until cancelled."""
         moves: set[asyncio.Task[None]] = set()
-        channels = [self._cluster.admin_stub(scheduler) for scheduler in self._cluster.of(Tier.SCHEDULER)]
+        channels = [
+            self._cluster.admin_stub(scheduler) for scheduler in self._cluster.in_tier(Tier.SCHEDULER)
+        ]
         try:
             while True:
-                await asyncio.sleep(_EVERY_S)
-                stub = await self._look([stub for _, stub in channels])
-                if stub is None or not self._requests or len(moves) >= _AT_ONCE:
+                await asyncio.sleep(_PERIOD_S)
+                stub = await self._list_requests([stub for _, stub in channels])
+                if stub is None or not self._requests or len(moves) >= _MAX_CONCURRENT:
                     continue
-                task = asyncio.create_task(self._move(stub, self._chance.choice(self._requests).request_id))
+                task = asyncio.create_task(self._move(stub, self._rng.choice(self._requests).request_id))
                 moves.add(task)
                 task.add_done_callback(moves.discard)
         finally:
@@ -54,12 +56,14 @@ class Mover:
             for channel, _ in channels:
                 await channel.close()
 
-    async def _look(self, stubs: list[admin_pb2_grpc.AdminAsyncStub]) -> admin_pb2_grpc.AdminAsyncStub | None:
-        for scheduler, stub in zip(self._cluster.of(Tier.SCHEDULER), stubs, strict=True):
-            if not scheduler.well:
+    async def _list_requests(
+        self, stubs: list[admin_pb2_grpc.AdminAsyncStub]
+    ) -> admin_pb2_grpc.AdminAsyncStub | None:
+        for scheduler, stub in zip(self._cluster.in_tier(Tier.SCHEDULER), stubs, strict=True):
+            if not scheduler.healthy:
                 continue
             try:
-                reply = await stub.ListRequests(admin_pb2.ListRequestsRequest(), timeout=_LIST_S)
+                reply = await stub.ListRequests(admin_pb2.ListRequestsRequest(), timeout=_LIST_TIMEOUT_S)
             except grpc.aio.AioRpcError:
                 continue
             self._requests = list(reply.requests)
@@ -67,7 +71,7 @@ class Mover:
         return None
 
     async def _move(self, stub: admin_pb2_grpc.AdminAsyncStub, request_id: str) -> None:
-        target = self._chance.choice(self._cluster.instances)
+        target = self._rng.choice(self._cluster.instances)
         request = admin_pb2.AdminMigrateRequest(
             request_id=request_id, target_instance_id=target, reason="chaos"
         )

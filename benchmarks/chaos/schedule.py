@@ -1,4 +1,4 @@
-"""Which fault comes when, and to whom: a pure function of the seed."""
+"""Draw the kinds, targets and durations of faults: a pure function of the seed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final
 
 
 class Kind(enum.StrEnum):
-    """What is done."""
+    """Kind of fault."""
 
     KILL = "kill -9"
     STOP = "SIGSTOP"
@@ -39,7 +39,7 @@ class Kind(enum.StrEnum):
 
 
 class Tier(enum.StrEnum):
-    """To whom it is done."""
+    """Kind of process that a fault hits."""
 
     WORKER = "worker"
     FRONTEND = "frontend"
@@ -50,16 +50,16 @@ class Tier(enum.StrEnum):
 
 
 class Version(enum.StrEnum):
-    """Of the one model."""
+    """Version of the model."""
 
     FIRST = "first"
-    # The same configuration and tokenizer, and other weights.
+    # Same configuration and tokenizer, other weights.
     CHANGED = "changed"
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How often a kind comes, and how long it lasts, in seconds (drawn evenly by logarithm)."""
+    """Relative frequency of a kind, and its duration in seconds (log-uniform)."""
 
     weight: float
     tiers: Sequence[Tier] = ()
@@ -67,7 +67,7 @@ class Rule:
     longest_s: float = 0.0
 
 
-# The data path more often than the rest.
+# Weighted towards the data path.
 _SERVICES: Final = (
     *(Tier.WORKER, Tier.WORKER, Tier.WORKER, Tier.FRONTEND, Tier.FRONTEND),
     *(Tier.SCHEDULER, Tier.MONITOR, Tier.MIGRATION),
@@ -101,15 +101,15 @@ RULES: Final[Mapping[Kind, Rule]] = {
 }
 
 ROLLOUTS: Final = frozenset({Kind.ROLLOUT, Kind.UNDONE})
-"""One at a time."""
+"""At most one of these at a time."""
 
-OF_SIMULATED: Final = ROLLOUTS | {Kind.POISON}
-"""What real engines cannot be told to do, or of which this machine has not enough."""
+SIMULATED_ONLY: Final = ROLLOUTS | {Kind.POISON}
+"""Kinds that real engines do not support, or for which this machine has too few of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault. `other`: who is not heard, or which policy."""
+    """One fault. `other`: the process whose packets are dropped, or the policy."""
 
     number: int
     kind: Kind
@@ -129,34 +129,34 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Cast:
-    """Who is there: names by tier, and the policies."""
+class Targets:
+    """What faults can hit: process names by tier, and policies."""
 
     names: Mapping[Tier, Sequence[str]]
     policies: Sequence[str]
 
 
-def draw(seed: int, count: int, cast: Cast, kinds: Collection[Kind]) -> Iterator[Fault]:
-    """The first `count` faults of this seed: more of them begin with the same ones."""
+def draw(seed: int, count: int, targets: Targets, kinds: Collection[Kind]) -> Iterator[Fault]:
+    """Yield the first `count` faults of this seed; a larger count begins with the same ones."""
     drawn = [kind for kind in RULES if kind in kinds]
     weights = [RULES[kind].weight for kind in drawn]
     for number in range(count):
-        yield _draw_one(random.Random(f"{seed}/{number}"), number, cast, drawn, weights)
+        yield _draw_one(random.Random(f"{seed}/{number}"), number, targets, drawn, weights)
 
 
 def _draw_one(
-    chance: random.Random, number: int, cast: Cast, kinds: Sequence[Kind], weights: Sequence[float]
+    rng: random.Random, number: int, targets: Targets, kinds: Sequence[Kind], weights: Sequence[float]
 ) -> Fault:
-    (kind,) = chance.choices(kinds, weights)
+    (kind,) = rng.choices(kinds, weights)
     rule = RULES[kind]
     seconds = 0.0
     if rule.longest_s:
-        seconds = math.exp(chance.uniform(math.log(rule.shortest_s), math.log(rule.longest_s)))
-    target = chance.choice(cast.names[chance.choice(rule.tiers)]) if rule.tiers else ""
+        seconds = math.exp(rng.uniform(math.log(rule.shortest_s), math.log(rule.longest_s)))
+    target = rng.choice(targets.names[rng.choice(rule.tiers)]) if rule.tiers else ""
     other = ""
     if kind is Kind.POLICY:
-        other = chance.choice(cast.policies)
+        other = rng.choice(targets.policies)
     elif kind is Kind.ONE_WAY:
-        others = [name for tier in dict.fromkeys(_SERVICES) for name in cast.names[tier] if name != target]
-        other = chance.choice(others)
+        others = [name for tier in dict.fromkeys(_SERVICES) for name in targets.names[tier] if name != target]
+        other = rng.choice(others)
     return Fault(number, kind, target, round(seconds, 1), other)

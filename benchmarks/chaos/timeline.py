@@ -1,4 +1,4 @@
-"""What happened when, kept for whoever has to find out why a run failed."""
+"""A log of events with times, to find out why a run failed."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """At so many seconds from the run's start."""
+    """An event, in seconds since the start of the run."""
 
     at_s: float
     text: str
-    # A rule was broken.
-    broken: bool = False
+    # An invariant was violated.
+    is_violation: bool = False
 
     def __str__(self) -> str:
-        return f"{self.at_s:8.2f} s  {'BROKEN: ' if self.broken else ''}{self.text}"
+        return f"{self.at_s:8.2f} s  {'VIOLATION: ' if self.is_violation else ''}{self.text}"
 
 
 class Timeline:
-    """Events, told as they come to whoever wants to know."""
+    """Records events, and passes each to a callback."""
 
-    def __init__(self, told: Callable[[Event], None]) -> None:
-        self._told = told
+    def __init__(self, on_event: Callable[[Event], None]) -> None:
+        self._on_event = on_event
         self._began_s = time.perf_counter()
         self._events: list[Event] = []
 
@@ -34,22 +34,22 @@ class Timeline:
         return time.perf_counter() - self._began_s
 
     def note(self, text: str) -> None:
-        """Something happened."""
+        """Record an event."""
         self._add(Event(self.now_s, text))
 
-    def broken(self, text: str) -> None:
-        """Something happened that must not."""
+    def violation(self, text: str) -> None:
+        """Record the violation of an invariant."""
         self._add(Event(self.now_s, text, True))
 
     @property
-    def breaches(self) -> list[Event]:
-        """What must not have happened."""
-        return [event for event in self._events if event.broken]
+    def violations(self) -> list[Event]:
+        """The violations so far."""
+        return [event for event in self._events if event.is_violation]
 
     def since(self, at_s: float) -> Iterator[Event]:
-        """Events from then on."""
+        """Return events from then on."""
         return (event for event in self._events if event.at_s >= at_s)
 
     def _add(self, event: Event) -> None:
         self._events.append(event)
-        self._told(event)
+        self._on_event(event)

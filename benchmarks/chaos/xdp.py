@@ -1,6 +1,6 @@
-"""Programs for the kernel that drop packets as they arrive at a device: all, some, or those of one address.
+"""XDP programs that drop packets as they arrive at a device: all, some, or those from one address.
 
-A few instructions each, so written here in place of a compiler (instruction set: the kernel's
+They have a few instructions each and are assembled here, without a compiler (instruction set: the kernel's
 Documentation/bpf/standardization/instruction-set.rst).
 """
 
@@ -30,48 +30,48 @@ _HEADERS: Final = 34
 _IPV4: Final = int.from_bytes(b"\x08\x00", "little")
 
 
-class NoPrograms(RuntimeError):
-    """The kernel takes no program of ours; the message says why."""
+class XdpUnavailable(RuntimeError):
+    """The kernel does not accept the programs; the message says why."""
 
 
-class Programs:
-    """Loaded and pinned in a folder of their own, by what they drop."""
+class XdpPrograms:
+    """Loads programs and pins them in a folder of their own."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises NoPrograms."""
+        """Mount a BPF file system. Raise XdpUnavailable if that fails."""
         if platform.machine() not in _BPF:
-            raise NoPrograms(f"unknown system call on {platform.machine()}")
+            raise XdpUnavailable(f"unknown system call on {platform.machine()}")
         folder.mkdir(parents=True, exist_ok=True)
         try:
             run("mount", "-t", "bpf", "bpf", str(folder))
         except RuntimeError as error:
-            raise NoPrograms(str(error)) from error
+            raise XdpUnavailable(str(error)) from error
         self._folder = folder
         self._pinned: dict[str, Path] = {}
 
     def drop_all(self) -> Path:
-        """Nothing arrives."""
-        return self._pin("all", _set_result(_DROP) + _end())
+        """Return the program that drops every packet. Raise XdpUnavailable if it does not load."""
+        return self._pin("all", _set_result(_DROP) + _exit())
 
     def drop_some(self, share: float) -> Path:
-        """This share of packets, 0 to 1, at random."""
+        """Return the program that drops this share of packets, 0 to 1, at random."""
         code = _instruction(0x85, immediate=_RANDOM)
-        # r0 >>= 1: what is compared with must fit an immediate, which has a sign.
+        # r0 >>= 1: the share must fit a signed immediate.
         code += _instruction(0x77, immediate=1)
         code += _instruction(0xA5, offset=2, immediate=int(share * (1 << 31)))
-        code += _set_result(_PASS) + _end() + _set_result(_DROP) + _end()
+        code += _set_result(_PASS) + _exit() + _set_result(_DROP) + _exit()
         return self._pin(f"some-{share}", code)
 
     def drop_from(self, address: str) -> Path:
-        """What one IPv4 address sends."""
+        """Return the program that drops packets from one IPv4 address."""
         source = int.from_bytes(ipaddress.IPv4Address(address).packed, "little", signed=True)
-        # r2: the packet's begin, r3: its end, r4: what must be before the end.
+        # r2: start of the packet, r3: its end, r4: end of the headers, which must not be beyond r3.
         code = _instruction(0x61, 2, 1, 0) + _instruction(0x61, 3, 1, 4)
         code += _instruction(0xBF, 4, 2) + _instruction(0x07, 4, immediate=_HEADERS)
         code += _instruction(0x2D, 4, 3, offset=6)
         code += _instruction(0x69, 5, 2, _ETHERTYPE_AT) + _instruction(0x55, 5, offset=4, immediate=_IPV4)
         code += _instruction(0x61, 5, 2, _SOURCE_AT) + _instruction(0x56, 5, offset=2, immediate=source)
-        code += _set_result(_DROP) + _end() + _set_result(_PASS) + _end()
+        code += _set_result(_DROP) + _exit() + _set_result(_PASS) + _exit()
         return self._pin(f"from-{address}", code)
 
     def _pin(self, name: str, code: bytes) -> Path:
@@ -101,14 +101,14 @@ def _set_result(value: int) -> bytes:
     return _instruction(0xB7, immediate=value)
 
 
-def _end() -> bytes:
+def _exit() -> bytes:
     return _instruction(0x95)
 
 
-def _call(command: int, attributes: bytes, what: str) -> int:
+def _call(command: int, attributes: bytes, action: str) -> int:
     library = ctypes.CDLL(None, use_errno=True)
-    given = ctypes.create_string_buffer(attributes.ljust(_ATTRIBUTES, b"\0"), _ATTRIBUTES)
-    result: int = library.syscall(_BPF[platform.machine()], command, given, _ATTRIBUTES)
+    buffer = ctypes.create_string_buffer(attributes.ljust(_ATTRIBUTES, b"\0"), _ATTRIBUTES)
+    result: int = library.syscall(_BPF[platform.machine()], command, buffer, _ATTRIBUTES)
     if result < 0:
-        raise NoPrograms(f"{what}: {os.strerror(ctypes.get_errno())}")
+        raise XdpUnavailable(f"{action}: {os.strerror(ctypes.get_errno())}")
     return result

@@ -99,7 +99,7 @@ async def one(
             finally:
                 if fault != QUIET:
                     FAULTS[fault].undo(etcd, member)
-            await etcd.healthy()
+            await etcd.wait_healthy()
             await asyncio.sleep(options.after_s)
             return Row(fault, role, seen, None if replay is None else await replay)
         finally:

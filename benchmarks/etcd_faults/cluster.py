@@ -149,7 +149,7 @@ class FaultyMember:
         self.isolate()
         ip("link", "set", self._wire("clients"), "nomaster")
 
-    def mend(self) -> None:
+    def restore(self) -> None:
         """Undo `cut`."""
         self.rejoin()
         ip("link", "set", self._wire("clients"), "master", "clients")
@@ -240,14 +240,14 @@ class FaultyCluster:
         for member in self.members:
             member.prepare()
         self.launch()
-        await self.healthy()
+        await self.wait_healthy()
 
     def launch(self) -> None:
         """Start all processes (again)."""
         for member in self.members:
             member.start()
 
-    async def healthy(self) -> None:
+    async def wait_healthy(self) -> None:
         """Until all can write."""
         for member in self.members:
             await _until(member.healthy)

@@ -32,7 +32,7 @@ FAULTS: Final[Mapping[str, Fault]] = {
         _one(FaultyMember.isolate),
         _one(FaultyMember.rejoin),
     ),
-    "cut": Fault("cut off from everybody", _one(FaultyMember.cut), _one(FaultyMember.mend)),
+    "cut": Fault("cut off from everybody", _one(FaultyMember.cut), _one(FaultyMember.restore)),
     "full-disk": Fault(
         "no byte left on its disk: etcd ends itself",
         _one(FaultyMember.fill_disk),

@@ -1,4 +1,4 @@
-"""Chaos: what is drawn, how answers are judged, and a short run on a real cluster."""
+"""Chaos tests: drawn faults, verdicts on answers, and a short run on a real cluster."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.chaos.__main__ import UNSUPPORTED
-from benchmarks.chaos.answers import Answer, Ending, Verdict, judge, read_answer
-from benchmarks.chaos.returning import Received, Way
-from benchmarks.chaos.schedule import RULES, Cast, Kind, Tier, Version, draw
+from benchmarks.chaos.answers import Answer, Ending, Verdict, judge, parse_answer
+from benchmarks.chaos.reconnecting import ReceivedAnswer, ResumeHeader
+from benchmarks.chaos.schedule import RULES, Kind, Targets, Tier, Version, draw
 from benchmarks.loadgen import StreamResult
 
-CAST = Cast({tier: [f"{tier.value}-{n}" for n in range(3)] for tier in Tier}, ["pascal", "ares"])
+CAST = Targets({tier: [f"{tier.value}-{n}" for n in range(3)] for tier in Tier}, ["pascal", "ares"])
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
 RIGHT = Answer("abcd", "length", 3, 2, 1)
 OTHER = Answer("axyz", "length", 3, 2, 1)
@@ -55,26 +55,26 @@ def test_a_seed_draws_the_same_faults_and_a_longer_run_begins_with_them(
         assert fault.other != fault.target or not fault.other
 
 
-def test_every_kind_comes() -> None:
+def test_every_kind_is_drawn() -> None:
     assert {fault.kind for fault in draw(1, 1000, CAST, RULES)} == set(RULES)
 
 
-def test_only_kinds_that_were_asked_for_come() -> None:
+def test_only_selected_kinds_are_drawn() -> None:
     assert {fault.kind for fault in draw(1, 50, CAST, {Kind.CUT, Kind.POISON})} == {Kind.CUT, Kind.POISON}
 
 
-def test_an_answer_is_read_from_its_events() -> None:
-    assert read_answer(HEAD + b"\r\n" + WHOLE) == RIGHT
+def test_an_answer_is_parsed_from_its_events() -> None:
+    assert parse_answer(HEAD + b"\r\n" + WHOLE) == RIGHT
 
 
 @given(st.lists(st.integers(1, 20)))
-def test_chunks_of_http_do_not_matter(sizes: list[int]) -> None:
+def test_http_chunk_boundaries_do_not_matter(sizes: list[int]) -> None:
     rest, chunked = WHOLE, b""
     for size in [*sizes, len(WHOLE)]:
         part, rest = rest[:size], rest[size:]
         if part:
             chunked += b"%x\r\n%s\r\n" % (len(part), part)
-    assert read_answer(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunked + b"0\r\n\r\n") == RIGHT
+    assert parse_answer(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunked + b"0\r\n\r\n") == RIGHT
 
 
 @pytest.mark.parametrize(
@@ -97,86 +97,86 @@ def test_an_answer_is_judged(body: bytes, status: int, ending: Ending) -> None:
     assert judged(body, status).ending is ending
 
 
-def test_an_answer_is_made_by_one_version() -> None:
+def test_an_answer_is_generated_by_one_version() -> None:
     end = choice("", "length") + USAGE + DONE
     assert judged(choice("abcd") + end) == Verdict(Ending.WHOLE, "", Version.FIRST)
     assert judged(choice("axyz") + end) == Verdict(Ending.WHOLE, "", Version.CHANGED)
     mixed = judged(choice("abyz") + end)
-    assert mixed.ending is Ending.WRONG and "first: " in mixed.why and "changed: " in mixed.why
+    assert mixed.ending is Ending.WRONG and "first: " in mixed.reason and "changed: " in mixed.reason
 
 
 def numbered(run: int, first: int, *events: bytes) -> bytes:
-    told = [b"id: a.%d.%d\n%b" % (run, number, event) for number, event in enumerate(events, first)]
-    return HEAD + b"\r\n" + b"".join(told)
+    lines = [b"id: a.%d.%d\n%b" % (run, number, event) for number, event in enumerate(events, first)]
+    return HEAD + b"\r\n" + b"".join(lines)
 
 
-def came(body: bytes, status: int = 200) -> StreamResult:
+def connection(body: bytes, status: int = 200) -> StreamResult:
     return StreamResult(0.0, status=status, body=body)
 
 
 EVENTS = (choice("ab"), choice("cd", "length"), USAGE, DONE)
 
 
-def test_a_client_comes_back_for_what_it_does_not_have() -> None:
-    received = Received(Way.EVENT, "k")
+def test_a_client_reconnects_for_the_missing_events() -> None:
+    received = ReceivedAnswer(ResumeHeader.EVENT, "k")
     assert received.headers() == {}
-    received.take(came(numbered(1, 1, *EVENTS[:1]) + b"id: a.1.2\ndata: {half"))
-    assert received.headers() == {Way.EVENT: "a.1.1"} and not received.ended
-    received.take(came(b'{"error": {"message": "being resumed by a later request"}}', 409))
-    received.take(came(b"", 0))
-    received.take(came(numbered(7, 2, *EVENTS[1:])))
-    assert received.whole and not received.wrong and received.connections == 2 and received.overtaken == 1
+    received.add_connection(connection(numbered(1, 1, *EVENTS[:1]) + b"id: a.1.2\ndata: {half"))
+    assert received.headers() == {ResumeHeader.EVENT: "a.1.1"} and not received.ended
+    received.add_connection(connection(b'{"error": {"message": "being resumed by a later request"}}', 409))
+    received.add_connection(connection(b"", 0))
+    received.add_connection(connection(numbered(7, 2, *EVENTS[1:])))
+    assert received.whole and not received.violation and received.connections == 2 and received.overtaken == 1
     assert judge(received.result(), {Version.FIRST: RIGHT}).ending is Ending.WHOLE
     assert received.result().tokens == 2
 
 
-def test_a_key_brings_the_same_events_again() -> None:
-    received = Received(Way.KEY, "k")
-    received.take(came(numbered(1, 1, *EVENTS[:2])))
-    assert received.headers() == {Way.KEY: "k"}
-    received.take(came(numbered(7, 1, *EVENTS)))
-    assert received.whole and not received.wrong
+def test_a_key_repeats_the_same_events() -> None:
+    received = ReceivedAnswer(ResumeHeader.KEY, "k")
+    received.add_connection(connection(numbered(1, 1, *EVENTS[:2])))
+    assert received.headers() == {ResumeHeader.KEY: "k"}
+    received.add_connection(connection(numbered(7, 1, *EVENTS)))
+    assert received.whole and not received.violation
     assert judge(received.result(), {Version.FIRST: RIGHT}).ending is Ending.WHOLE
 
 
 @pytest.mark.parametrize(
-    ("way", "then"),
+    ("header", "then"),
     [
-        (Way.EVENT, came(numbered(7, 3, *EVENTS[2:]))),
-        (Way.EVENT, came(numbered(7, 1, *EVENTS))),
-        (Way.EVENT, came(HEAD + b"\r\n" + b"".join(EVENTS[1:]))),
-        (Way.EVENT, came(HEAD + b"\r\n" + event(error={"message": "gone", "code": 503}))),
-        (Way.EVENT, came(b'{"error": {}}', 404)),
-        (Way.EVENT, came(b'{"error": {"message": "the rest is gone"}}', 409)),
-        (Way.KEY, came(numbered(7, 1, choice("ax"), *EVENTS[1:]))),
-        (Way.KEY, came(numbered(7, 2, *EVENTS[1:]))),
+        (ResumeHeader.EVENT, connection(numbered(7, 3, *EVENTS[2:]))),
+        (ResumeHeader.EVENT, connection(numbered(7, 1, *EVENTS))),
+        (ResumeHeader.EVENT, connection(HEAD + b"\r\n" + b"".join(EVENTS[1:]))),
+        (ResumeHeader.EVENT, connection(HEAD + b"\r\n" + event(error={"message": "gone", "code": 503}))),
+        (ResumeHeader.EVENT, connection(b'{"error": {}}', 404)),
+        (ResumeHeader.EVENT, connection(b'{"error": {"message": "the rest is gone"}}', 409)),
+        (ResumeHeader.KEY, connection(numbered(7, 1, choice("ax"), *EVENTS[1:]))),
+        (ResumeHeader.KEY, connection(numbered(7, 2, *EVENTS[1:]))),
     ],
 )
-def test_what_is_lost_repeated_or_another_is_wrong(way: Way, then: StreamResult) -> None:
-    received = Received(way, "k")
-    received.take(came(numbered(1, 1, *EVENTS[:1])))
-    received.take(then)
-    assert received.wrong and received.ended
+def test_lost_repeated_or_changed_events_are_violations(header: ResumeHeader, then: StreamResult) -> None:
+    received = ReceivedAnswer(header, "k")
+    received.add_connection(connection(numbered(1, 1, *EVENTS[:1])))
+    received.add_connection(then)
+    assert received.violation and received.ended
 
 
 @pytest.mark.slow
 @pytest.mark.fleet
 async def test_a_short_run() -> None:
-    """A cluster with etcd's three members and each process in a network of its own; 45 s on two cores."""
+    """Three etcd members, every process in its own network namespace; 45 s on two cores."""
     command = [sys.executable, "-m", "benchmarks.chaos", "--faults", "3", "--seed", "7", "-o", "json"]
     command += ["--workers", "2", "--streams", "6", "--kind", "kill", "cut", "corrupt_kv"]
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
     try:
-        told, errors = await process.communicate()
+        output, errors = await process.communicate()
     finally:
-        # All that it started ends with it.
+        # Its child processes end with it.
         with contextlib.suppress(ProcessLookupError):
             process.kill()
     if process.returncode == UNSUPPORTED:
         pytest.skip(errors.decode().strip())
-    assert told, errors.decode()
-    figures = json.loads(told)
+    assert output, errors.decode()
+    figures = json.loads(output)
     assert not figures["broken"], errors.decode()
     assert figures["streams"]["whole"] > 0
