@@ -11,10 +11,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+from tailrace.service.retransmission import bound_retransmission
 from tailrace.service.server import ListenError
 
 # Connections of one engine core; more than one only while it reconnects.
 _BACKLOG: Final = 16
+# Bound of the retransmission interval towards clients: above any usual round-trip time, and short enough that
+# a stream continues within two seconds of a network outage.
+_RETRANSMIT_S: Final = 2.0
+# A client that acknowledges nothing, or takes nothing, for so long is disconnected.
+_GIVE_UP_S: Final = 300.0
 
 
 class PortTaken(ListenError):
@@ -72,7 +78,8 @@ def bind_http(address: str, is_ours: Callable[[], bool]) -> socket.socket:
 
     Front ends of one cluster share a port through SO_REUSEPORT, which would also share it with any other
     program of this user that sets the option (gRPC servers do). So a first socket without the option tries
-    the port; if it is in use, `is_ours()` must know the user as a front end of this cluster.
+    the port; if it is in use, `is_ours()` must know the user as a front end of this cluster. The API server's
+    connections inherit the socket's TCP options.
 
     Raise PortTaken if the port belongs to another program or the address is not one of this machine.
     """
@@ -92,6 +99,7 @@ def bind_http(address: str, is_ours: Callable[[], bool]) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        bound_retransmission(sock, _RETRANSMIT_S, _GIVE_UP_S)
         sock.bind((host, port))
     except OSError as error:
         sock.close()

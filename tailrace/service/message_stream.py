@@ -26,6 +26,7 @@ from tailrace.security.roles import NoIdentity, Role
 from tailrace.security.session import TlsSession
 from tailrace.security.transport import PLAIN, Transport
 from tailrace.service.channels import format_error
+from tailrace.service.retransmission import bound_retransmission
 from tailrace.service.server import ListenError
 from tailrace.service.socket_writer import SocketWriter
 from tailrace.service.tasks import task_error
@@ -49,7 +50,9 @@ _WRITE_AHEAD_BYTES: Final = 64 << 10
 _PROBE_AFTER_S: Final = 10
 _PROBE_EVERY_S: Final = 5
 _PROBES: Final = 3
-_USER_TIMEOUT_MS: Final = 60_000
+# Bound of the retransmission interval, so that a link continues within a second of a short network outage.
+_RETRANSMIT_S: Final = 1.0
+_GIVE_UP_S: Final = 60.0
 # Time for a client to complete the TLS handshake.
 _HANDSHAKE_S: Final = 5.0
 # Time for a refused client to read the reason.
@@ -189,7 +192,7 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_AFTER_S)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_EVERY_S)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
+        bound_retransmission(made, _RETRANSMIT_S, _GIVE_UP_S)
         # The transport reads and the writer writes: each has a descriptor of its own.
         own = socket.socket(fileno=os.dup(made.fileno()))
         own.setblocking(False)
