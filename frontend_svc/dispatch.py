@@ -140,7 +140,7 @@ class Dispatcher:
                 return
             else:
                 reason = chosen.reason
-            wait_s = self._wait_limits.resume_s if stream.accepted else self._wait_limits.place_s
+            wait_s = self._wait_s(stream)
             if placing_s >= wait_s:
                 self._sink.on_unplaced(stream, reason, placing_s)
                 return
@@ -156,6 +156,10 @@ class Dispatcher:
         if isinstance(chosen, NoPlacement) and not chosen.final:
             return self._placement.last_resort(stream, forbidden() | self._unsuitable(stream)) or chosen
         return chosen
+
+    def _wait_s(self, stream: Stream) -> float:
+        begun = stream.accepted or stream.left_engine
+        return self._wait_limits.resume_s if begun else self._wait_limits.place_s
 
     def _unsuitable(self, stream: Stream) -> frozenset[str]:
         """Return instances that were busy a moment ago or whose message limit is below the request's size."""

@@ -28,6 +28,7 @@ from frontend_svc.front_end import ApiServerExited, run_front_end
 from frontend_svc.observer import RequestTraces
 from frontend_svc.settings import (
     DEFAULT_KEEP_ANSWERS_BYTES,
+    DEFAULT_PLACE_WAIT_S,
     DRAIN_TIMEOUT_S,
     Front,
     Limits,
@@ -87,16 +88,16 @@ _ANSWERS_FORMAT: Final = "1"
 @click.option(
     "--place-wait",
     type=click.FloatRange(min=0),
-    default=DEFAULT_WAIT_LIMITS.place_s,
-    show_default=True,
-    help="Maximum seconds that a request waits for an instance if there is none.",
+    help="Maximum seconds that a request waits for its first instance if there is none.  "
+    f"[default: {DEFAULT_PLACE_WAIT_S[Front.PYTHON]:g}; {DEFAULT_PLACE_WAIT_S[Front.RUST]:g} with "
+    "--front rust, which cannot tell a client to try again]",
 )
 @click.option(
     "--resume-wait",
     type=click.FloatRange(min=0),
     default=DEFAULT_WAIT_LIMITS.resume_s,
     show_default=True,
-    help="The same for a request whose answer has begun, when its instance is lost.",
+    help="The same for a request that an instance has started, when that instance is lost.",
 )
 @click.option(
     "--pace-tpot",
@@ -189,7 +190,7 @@ def command(
     reasoning_parser: str,
     vllm_rs: Path | None,
     ipc: Path | None,
-    place_wait: float,
+    place_wait: float | None,
     resume_wait: float,
     pace_tpot: float,
     drain_timeout: float,
@@ -243,7 +244,9 @@ def command(
         vllm_arguments=vllm_arguments,
         vllm_rs=_vllm_rs(vllm_rs) if front == Front.RUST.value else Path(),
         ipc_folder=ipc,
-        wait_limits=WaitLimits(place_wait, resume_wait),
+        wait_limits=WaitLimits(
+            DEFAULT_PLACE_WAIT_S[Front(front)] if place_wait is None else place_wait, resume_wait
+        ),
         drain_timeout_s=drain_timeout,
         pace_s=pace_tpot / 1e3,
         limits=Limits(max_message_bytes, max_streams, max_unplaced, fair_backlog),

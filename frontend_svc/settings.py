@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -47,10 +48,20 @@ class Limits:
 class WaitLimits:
     """Seconds that a stream may wait for an instance when none can take it; then it ends with an error."""
 
-    # A stream without a token: its client can be told to try again (`--place-wait`).
+    # A stream that no engine has had yet: its client can be told to try again (`--place-wait`).
     place_s: float = 5.0
-    # A stream whose answer has begun: its client cannot get the rest anywhere else (`--resume-wait`).
+    # A stream that an engine had: the client waits for an answer that had begun, or was about to
+    # (`--resume-wait`).
     resume_s: float = 60.0
+
+
+DEFAULT_PLACE_WAIT_S: Final[Mapping[Front, float]] = {
+    Front.PYTHON: WaitLimits().place_s,
+    # It answers 200 first and has no way to tell a client to try again, so it waits for longer than the
+    # restart of an instance takes.
+    Front.RUST: 30.0,
+    Front.NONE: WaitLimits().place_s,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,6 +95,8 @@ class Stream:
     tokens_at_placement: int = 0
     # Whether the instance has confirmed that its engine has the request.
     engine_confirmed: bool = False
+    # Whether an engine that it was taken from had it.
+    left_engine: bool = False
     # Until this time its instance must not run a suspect of another front end; seconds as `arrived_s`.
     exclusive_until_s: float = 0.0
     # Seconds of the front end's monotonic clock.
@@ -229,6 +231,7 @@ class StreamTable:
     def orphan(self, stream: Stream) -> None:
         """Take the stream from its owner: outputs of the old epoch are not accepted any more."""
         self._forget_owner(stream)
+        stream.left_engine = stream.left_engine or stream.reached_engine
         stream.owner = None
         stream.epoch += 1
 
