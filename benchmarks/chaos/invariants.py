@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import collections
-import contextlib
 import http.client
-import os
-import re
 import ssl
 import time
 from collections.abc import Mapping
@@ -18,6 +14,7 @@ from typing import Final
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.chaos.cluster import Cluster, Member
+from benchmarks.chaos.open_files import open_files
 from benchmarks.chaos.schedule import Tier
 from tailrace.local.certificates import OPERATOR
 from tailrace.local.plan import certificate_folder
@@ -216,16 +213,8 @@ def _leftovers(scraped: Scraped) -> list[str]:
 
 
 def _open_files(scraped: Scraped) -> list[str]:
-    """Return the number of open files by kind for each process, to find a leak."""
-    lines = []
-    for member in scraped:
-        kinds: collections.Counter[str] = collections.Counter()
-        for pid in member.pids[:1]:
-            for path in Path(f"/proc/{pid}/fd").iterdir():
-                with contextlib.suppress(OSError):
-                    kinds[re.sub(r"[0-9]+", "N", os.readlink(path))] += 1
-        lines.append(f"{member.name} has open: {dict(kinds.most_common(8))}")
-    return lines
+    """Describe what every process has open."""
+    return [f"{member.name} has open: {open_files(pid)}" for member in scraped for pid in member.pids[:1]]
 
 
 def _operator_context(certificates: Path) -> ssl.SSLContext:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import socket
 import sys
 
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 from benchmarks.chaos.__main__ import UNSUPPORTED
 from benchmarks.chaos.answers import Answer, Ending, Verdict, judge, parse_answer
+from benchmarks.chaos.open_files import open_files
 from benchmarks.chaos.reconnecting import ReceivedAnswer, ResumeHeader
 from benchmarks.chaos.schedule import RULES, Kind, Targets, Tier, Version, draw
 from benchmarks.loadgen import StreamResult
@@ -180,3 +183,13 @@ async def test_a_short_run() -> None:
     figures = json.loads(output)
     assert not figures["broken"], errors.decode()
     assert figures["streams"]["whole"] > 0
+
+
+@pytest.mark.parametrize(("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
+def test_open_connections_are_counted_by_peer(family: socket.AddressFamily, host: str) -> None:
+    with socket.create_server((host, 0), family=family) as listening:
+        port = listening.getsockname()[1]
+        with socket.create_connection((host, port)), listening.accept()[0]:
+            files = open_files(os.getpid())
+            assert files[f"listening on {port}"] == 1
+            assert sum(count for kind, count in files.items() if kind.startswith(f"established {host}")) == 2
