@@ -1,17 +1,17 @@
-"""`make bench-cache`: placing by prefix against placing without, in the simulator.
+"""`make bench-cache`: placement by cached prefix against placement without, in the simulator.
 
-On Mooncake's conversations (Arrow's SLOs: 30 s to the first token, 0.1 s a token) and on generated sessions
-of agents and about documents (5 s, as Yuan et al. count effective requests in "DualMap", ICLR 2026, and
-0.1 s a token). Every instance keeps prefixes as vLLM does. Rates are 60, 85 and 110% of the highest, in steps
-of 25%, at which `least_loaded` or `prefix_affinity` keeps the SLOs of nine requests in ten. Each seed is
-another stretch of the trace, or other sessions, with empty caches at its start. The hit rate stands beside
-that of one cache without bounds that sees all requests of the stretch. Figures are means with the half-width
-of their 95% confidence interval.
+On Mooncake's conversations (Arrow's SLOs: TTFT 30 s, 0.1 s per token) and on generated sessions of agents and
+about documents (TTFT 5 s, as Yuan et al. count effective requests in "DualMap", ICLR 2026, and 0.1 s per
+token). Every instance caches prefixes as vLLM does. Rates are 60, 85 and 110% of the highest, in steps of
+25%, at which `least_loaded` or `prefix_affinity` meets the SLOs of 90% of requests. Each seed is another part
+of the trace, or other sessions, with initially empty caches. The hit rate is shown next to that of a single
+unbounded cache that sees all requests. Figures are means with the half-width of their 95% confidence
+interval.
 
-`host N GiB`: what a device evicts stays in so much host memory of its instance; `copies at once`: and is
-copied there and back in no time, which is the most that copies beside the steps could bring.
+`host N GiB`: blocks that a device evicts stay in this much host memory of its instance; `copies at once`: and
+copying them takes no time, which is an upper bound for copies that overlap with steps.
 
-With `--resume FILE` every finished simulation is added to a file, and is not run again.
+With `--resume FILE`, every finished simulation is added to a file and is not repeated.
 """
 
 from __future__ import annotations
@@ -55,24 +55,24 @@ _GIB: Final = 1024**3
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """A policy, what is set of it, and what it runs on."""
+    """A policy, its parameters, and the hardware that it runs on."""
 
     policy: str
-    given: Mapping[str, Value] = field(default_factory=dict)
-    # GiB of an instance's host memory, which keep what the device evicts; 0: they are for swapped requests
-    # alone.
+    parameters: Mapping[str, Value] = field(default_factory=dict)
+    # GiB of an instance's host memory that keep what the device evicts; 0: host memory is only for swapped
+    # requests.
     host_gib: int = 0
-    # What copies to and from there take; None: what the profile says.
+    # Cost of copies to and from there; None: that of the profile.
     swap: SwapModel | None = None
 
     def limits(self) -> dict[str, object]:
-        """Of an instance, besides its prefix cache."""
+        """Return limits of an instance, in addition to its prefix cache."""
         if not self.host_gib:
             return {}
         return {"host_caching": True, "host_kv_bytes": self.host_gib * _GIB}
 
 
-_PLAIN: Final[Mapping[str, Contestant]] = {
+_WITHOUT_HOST: Final[Mapping[str, Contestant]] = {
     "least_loaded": Contestant("least_loaded"),
     "session": Contestant("session"),
     "prefix_affinity": Contestant("prefix_affinity"),
@@ -85,20 +85,20 @@ _PLAIN: Final[Mapping[str, Contestant]] = {
     "tailrace": Contestant("tailrace"),
     "tailrace, no pulls": Contestant("tailrace", {"pulls": False}),
 }
-# The most that could be had by making them beside the steps.
-_AT_ONCE: Final = SwapModel(base_ms=0.0, bytes_per_s=1e30)
+# An upper bound for copies that overlap with steps.
+_FREE_COPIES: Final = SwapModel(base_ms=0.0, bytes_per_s=1e30)
 _WITH_HOST: Final = ("least_loaded", "session", "prefix_affinity", "prefix_affinity, pulls", "tailrace")
-# By how they are called in the tables. 256 GiB: what the simulator gives an instance for swapped requests;
-# 64: about what its device has.
+# By name in the tables. 256 GiB: the simulator's default host memory for swapped requests; 64: about as much
+# as the device has.
 CONTESTANTS: Final[Mapping[str, Contestant]] = {
-    **_PLAIN,
+    **_WITHOUT_HOST,
     **{
-        f"{name}, host {gib} GiB": replace(_PLAIN[name], host_gib=gib)
+        f"{name}, host {gib} GiB": replace(_WITHOUT_HOST[name], host_gib=gib)
         for name in _WITH_HOST
         for gib in (64, 256)
     },
     **{
-        f"{name}, host 256 GiB, copies at once": replace(_PLAIN[name], host_gib=256, swap=_AT_ONCE)
+        f"{name}, host 256 GiB, copies at once": replace(_WITHOUT_HOST[name], host_gib=256, swap=_FREE_COPIES)
         for name in _WITH_HOST
     },
 }
@@ -121,8 +121,8 @@ WORKLOADS: Final[Mapping[str, Ground]] = {
     )
 }
 
-# Told apart seed by seed.
-_PAIRS: Final = (
+# Compared seed by seed.
+_COMPARED: Final = (
     ("tailrace", "prefix_affinity"),
     ("tailrace", "tailrace, no pulls"),
     *(
@@ -135,7 +135,7 @@ _PAIRS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One simulation. `share`: of what can be sustained; 0 in the search for that."""
+    """One simulation. `share`: of the sustainable rate; 0 in the search for that rate."""
 
     workload: str
     contestant: str
@@ -147,43 +147,43 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of it. Times in seconds."""
+    """Results of a simulation. Times in seconds."""
 
     case: Case
-    # Share of the prompt tokens that were found; and that one cache without bounds would have found.
+    # Share of prompt tokens found in caches; and what a single unbounded cache would have found.
     hit_rate: float
     unbounded_hit_rate: float
     attained: float
     goodput_per_s: float
     ttft_p50_s: float
     ttft_p99_s: float
-    # Of all prompt tokens, those that came from other instances, and those that came from host memory.
+    # Shares of all prompt tokens that came from other instances, and from host memory.
     pulled: float
     loaded: float = 0.0
 
 
 def unbounded_hit_rate(requests: Iterable[SimRequest]) -> float:
-    """Of one cache that sees all of them, in order, and forgets nothing."""
-    known: set[int] = set()
+    """Return the hit rate of a single cache that sees all requests, in order, and evicts nothing."""
+    cached: set[int] = set()
     found = tokens = 0
     for request in requests:
         tokens += request.prompt_tokens
         for name in request.unit_names[: request.named_prompt_units]:
-            if name not in known:
+            if name not in cached:
                 break
             found += request.unit_tokens
-        known.update(request.unit_names)
+        cached.update(request.unit_names)
     return found / tokens
 
 
 def measure(case: Case, traces: Path) -> Outcome:
-    """Simulate one."""
+    """Simulate one case."""
     ground = WORKLOADS[case.workload]
     requests = ground.draw(round(case.seconds * case.rate_per_s), case.rate_per_s, case.seed, traces)
     contestant = CONTESTANTS[case.contestant]
-    setup = setup_for(contestant.policy).with_parameters(contestant.given)
+    setup = setup_for(contestant.policy).with_parameters(contestant.parameters)
     if contestant.policy == "ares":
-        # As in bench-policies: its prefill pool is for its own ground.
+        # As in bench-policies: its prefill pool is used only on its own workload.
         setup = replace(setup, prefill_share=None)
     profile = load_profile(ground.profile)
     if contestant.swap is not None:
@@ -200,7 +200,7 @@ def measure(case: Case, traces: Path) -> Outcome:
         hit_rate=sum(r.cached_tokens for r in result.requests) / prompt_tokens,
         unbounded_hit_rate=unbounded_hit_rate(requests),
         attained=good / len(requests),
-        # Sessions do not come at exactly their mean rate.
+        # Sessions do not arrive at exactly their mean rate.
         goodput_per_s=good / requests[-1].arrival_s,
         ttft_p50_s=float(np.quantile(ttft, 0.5)),
         ttft_p99_s=float(np.quantile(ttft, 0.99)),
@@ -209,8 +209,8 @@ def measure(case: Case, traces: Path) -> Outcome:
     )
 
 
-class Finished:
-    """Outcomes that need not be simulated again, in a file of a line each; without a file, none."""
+class FinishedCases:
+    """Outcomes of earlier runs, in a file with one line each; empty without a file."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -222,11 +222,11 @@ class Finished:
                 self._known[case] = Outcome(case=case, **fields)
 
     def get(self, case: Case) -> Outcome | None:
-        """None: it has not been simulated."""
+        """Return the outcome of a case; None if it has not been simulated."""
         return self._known.get(case)
 
     def add(self, outcome: Outcome) -> None:
-        """It need not be simulated again."""
+        """Store an outcome."""
         self._known[outcome.case] = outcome
         if self._path is not None:
             with self._path.open("a") as file:
@@ -235,19 +235,19 @@ class Finished:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be simulated, and how."""
+    """The cases to simulate, and how."""
 
     workloads: Sequence[str]
     contestants: Sequence[str]
-    # Of what can be sustained.
+    # Of the sustainable rate.
     shares: Sequence[float]
     seeds: int
     seconds: float
     traces: Path
     jobs: int
 
-    def sustained(self, workload: str, outcome: Callable[[Case], Outcome]) -> float:
-        """The highest rate, in steps of 25%, at which one of the two attains its target."""
+    def sustained_rate(self, workload: str, outcome: Callable[[Case], Outcome]) -> float:
+        """Return the highest rate, in steps of 25%, at which one of the two policies meets the target."""
 
         def holds(rate: float) -> bool:
             return any(
@@ -262,42 +262,42 @@ class Plan:
             rate *= _STEP
         return rate
 
-    def cases(self, workload: str, sustained: float) -> list[Case]:
-        """Those of one workload."""
+    def cases(self, workload: str, sustained_rate: float) -> list[Case]:
+        """Return the cases of one workload."""
         return [
-            Case(workload, name, share, share * sustained, seed, self.seconds)
+            Case(workload, name, share, share * sustained_rate, seed, self.seconds)
             for seed in range(1, self.seeds + 1)
             for share in self.shares
             for name in self.contestants
         ]
 
-    def run(self, finished: Finished, console: Console) -> list[Outcome]:
-        """All of them."""
+    def run(self, finished: FinishedCases, console: Console) -> list[Outcome]:
+        """Simulate all cases that are not finished; return all outcomes in table order."""
 
         def outcome(case: Case) -> Outcome:
-            known = finished.get(case)
-            if known is None:
-                finished.add(known := measure(case, self.traces))
-            return known
+            cached = finished.get(case)
+            if cached is None:
+                finished.add(cached := measure(case, self.traces))
+            return cached
 
         cases: list[Case] = []
         for workload in self.workloads:
-            rate = self.sustained(workload, outcome)
-            console.print(f"{workload}: {rate:.2f} requests/s can be sustained")
+            rate = self.sustained_rate(workload, outcome)
+            console.print(f"{workload}: {rate:.2f} requests/s are sustainable")
             cases += self.cases(workload, rate)
-        # One seed of everything before the next: whoever ends it early has all rows.
-        left = sorted((case for case in cases if finished.get(case) is None), key=lambda case: case.seed)
+        # Simulate all cases of a seed before the next one, so that a run that is interrupted has all rows.
+        remaining = sorted((case for case in cases if finished.get(case) is None), key=lambda case: case.seed)
         with (
             ProcessPoolExecutor(max_workers=self.jobs) as pool,
             Progress(console=console, transient=True) as progress,
         ):
-            task = progress.add_task("simulating", total=len(cases), completed=len(cases) - len(left))
+            task = progress.add_task("simulating", total=len(cases), completed=len(cases) - len(remaining))
             try:
-                for done in as_completed([pool.submit(measure, case, self.traces) for case in left]):
+                for done in as_completed([pool.submit(measure, case, self.traces) for case in remaining]):
                     finished.add(done.result())
                     progress.advance(task)
             except BaseException:
-                # Else all others are simulated first, for nobody.
+                # Otherwise all other simulations would finish first, for nothing.
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         order = {name: place for place, name in enumerate(self.contestants)}
@@ -306,8 +306,8 @@ class Plan:
 
 
 def table(workload: str, outcomes: Sequence[Outcome]) -> Table:
-    """One row a rate and contestant."""
-    result = Table(title=f"{workload}: prefixes kept as vLLM does")
+    """Return a table with one row per rate and contestant."""
+    result = Table(title=f"{workload}: prefix caching as in vLLM")
     for heading in ("load", "policy"):
         result.add_column(heading, no_wrap=True)
     for heading in (
@@ -340,16 +340,17 @@ def table(workload: str, outcomes: Sequence[Outcome]) -> Table:
     return result
 
 
-def against(outcomes: Iterable[Outcome], ours: str, theirs: str) -> list[str]:
-    """By how much `ours` is ahead of `theirs` on the same requests, or behind: goodput and P99."""
-    known = {(o.case.workload, o.case.share, o.case.contestant, o.case.seed): o for o in outcomes}
+def paired_changes(outcomes: Iterable[Outcome], ours: str, theirs: str) -> list[str]:
+    """Return how `ours` differs from `theirs` on the same requests, in goodput and P99 TTFT, one line per
+    load."""
+    cached = {(o.case.workload, o.case.share, o.case.contestant, o.case.seed): o for o in outcomes}
     rows: dict[tuple[str, float], list[tuple[float, float]]] = {}
-    for (workload, share, contestant, seed), mine in known.items():
-        other = known.get((workload, share, theirs, seed))
+    for (workload, share, contestant, seed), outcome in cached.items():
+        other = cached.get((workload, share, theirs, seed))
         if contestant == ours and other is not None:
             change = (
-                mine.goodput_per_s / other.goodput_per_s - 1.0,
-                mine.ttft_p99_s / other.ttft_p99_s - 1.0,
+                outcome.goodput_per_s / other.goodput_per_s - 1.0,
+                outcome.ttft_p99_s / other.ttft_p99_s - 1.0,
             )
             rows.setdefault((workload, share), []).append(change)
     return [
@@ -370,50 +371,52 @@ def _text(values: Sequence[float], places: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:
-    """Run the benchmark; returns where the figures are."""
+    """Run the benchmark; return the path of the figures."""
     parser = argparse.ArgumentParser(prog="make bench-cache", description=__doc__)
     parser.add_argument(
-        "--data", type=Path, default=os.environ.get("TAILRACE_DATA"), help="folder of traces/"
+        "--data", type=Path, default=os.environ.get("TAILRACE_DATA"), help="folder that contains traces/"
     )
-    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="with commas between")
-    parser.add_argument("--only", default=";".join(CONTESTANTS), help="contestants, with semicolons between")
-    parser.add_argument("--shares", default=",".join(map(str, SHARES)), help="loads, with commas between")
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="comma-separated")
+    parser.add_argument("--only", default=";".join(CONTESTANTS), help="contestants, semicolon-separated")
+    parser.add_argument(
+        "--shares", default=",".join(map(str, SHARES)), help="shares of the sustainable rate, comma-separated"
+    )
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=150.0, help="how long requests arrive")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="simulations at a time")
-    parser.add_argument("--resume", type=Path, help="file of finished simulations; added to")
+    parser.add_argument("--seconds", type=float, default=150.0, help="duration of arrivals")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="parallel simulations")
+    parser.add_argument("--resume", type=Path, help="file of finished simulations, which is extended")
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
-    given = parser.parse_args(arguments)
-    if given.data is None:
+    options = parser.parse_args(arguments)
+    if options.data is None:
         parser.error(
-            "Mooncake's trace is needed: --data or TAILRACE_DATA names the folder that traces/ is in"
+            "Mooncake's trace is missing: set --data or TAILRACE_DATA to the folder that contains traces/"
         )
     console = Console(stderr=True)
     plan = Plan(
-        workloads=given.workloads.split(","),
-        contestants=given.only.split(";"),
-        shares=[float(share) for share in given.shares.split(",")],
-        seeds=given.seeds,
-        seconds=given.seconds,
-        traces=Path(given.data),
-        jobs=given.jobs,
+        workloads=options.workloads.split(","),
+        contestants=options.only.split(";"),
+        shares=[float(share) for share in options.shares.split(",")],
+        seeds=options.seeds,
+        seconds=options.seconds,
+        traces=Path(options.data),
+        jobs=options.jobs,
     )
-    outcomes = plan.run(Finished(given.resume), console)
+    outcomes = plan.run(FinishedCases(options.resume), console)
     figures: dict[str, object] = {
-        "seeds": given.seeds,
-        "seconds": given.seconds,
+        "seeds": options.seeds,
+        "seconds": options.seconds,
         "runs": [asdict(outcome) for outcome in outcomes],
     }
     path = save("cache", figures)
-    if given.output == "json":
+    if options.output == "json":
         print_json("cache", figures)
     else:
-        # A file or a pipe has no width of its own.
+        # Files and pipes have no terminal width.
         printed = Console(width=None if sys.stdout.isatty() else 140)
         for workload in plan.workloads:
             printed.print(table(workload, [o for o in outcomes if o.case.workload == workload]))
-        for ours, theirs in _PAIRS:
-            for line in against(outcomes, ours, theirs):
+        for ours, theirs in _COMPARED:
+            for line in paired_changes(outcomes, ours, theirs):
                 printed.print(line)
     console.print(f"saved to {path}")
     return path

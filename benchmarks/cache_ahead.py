@@ -1,8 +1,9 @@
-"""`make bench-cache-ahead`: hot prefixes copied ahead of need (`copy_ahead`).
+"""`make bench-cache-ahead`: copy hot prefixes ahead of need (`copy_ahead`), in the simulator.
 
-Crowds: documents of 20,000 tokens, each asked about now and then, and for six seconds by many, beside other
-prompts. Sessions: a minute of them, as `make bench-cache` draws them, at about 85% of what can be sustained.
-All get the same requests, on four instances of Llama 3.1 8B on H100.
+Crowds: documents of 20,000 tokens, each of which is asked about occasionally, and by many for six seconds,
+among other prompts. Sessions: a minute of them, as in `make bench-cache`, at about 85% of the sustainable
+rate.
+All policies get the same requests, on four instances of Llama 3.1 8B on H100.
 """
 
 from __future__ import annotations
@@ -42,17 +43,20 @@ Draw = Callable[[int], list[SimRequest]]
 
 
 def crowds(peak_per_s: float, others_per_s: float) -> Draw:
-    """By seed: questions about documents, at this rate for six seconds each, and other prompts."""
+    """Return a generator, by seed, of questions about documents, at this rate for six seconds each, and of
+    other prompts."""
 
     def draw(seed: int) -> list[SimRequest]:
         rng = random.Random(seed)
-        asked: list[SimRequest] = []
+        requests: list[SimRequest] = []
 
         def ask(name: str, at_s: float, common: Sequence[int], own: int) -> None:
-            number = len(asked)
+            number = len(requests)
             names = (*common, *(1_000_000 + 1_000 * number + unit for unit in range(own)))
             answer = rng.randint(20, 100)
-            asked.append(SimRequest(f"{name}{number}", at_s, len(names) * _UNIT + 8, 0, answer, names, _UNIT))
+            requests.append(
+                SimRequest(f"{name}{number}", at_s, len(names) * _UNIT + 8, 0, answer, names, _UNIT)
+            )
 
         for document in range(_DOCUMENTS):
             begin_s = 6.0 + document * (_SECONDS - 12.0) / _DOCUMENTS
@@ -64,13 +68,13 @@ def crowds(peak_per_s: float, others_per_s: float) -> Draw:
         while at_s < _SECONDS:
             at_s += rng.expovariate(others_per_s)
             ask("other", at_s, (), rng.randint(20, 120))
-        return asked
+        return requests
 
     return draw
 
 
 def sessions(name: str, rate_per_s: float) -> Draw:
-    """By seed: a minute of them."""
+    """Return a generator, by seed, of a minute of sessions."""
     return lambda seed: list(SESSIONS[name].requests(round(_SESSIONS_S * rate_per_s), rate_per_s, seed))
 
 
@@ -93,14 +97,14 @@ CONTESTANTS: Final[dict[str, dict[str, Value]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """All seeds of a workload together. Seconds; of crowds, of those who ask about documents."""
+    """Results of a workload over all seeds, in seconds; for crowds, of the questions about documents only."""
 
     workload: str
     contestant: str
     ttft_mean_s: float
     ttft_p95_s: float
     ttft_p99_s: float
-    # Of all requests, and the smallest and the largest change of one seed against the one without copies.
+    # Of all requests; and the smallest and largest change of a seed relative to the policy without copies.
     all_mean_s: float
     change: tuple[float, float]
     found: float
@@ -109,7 +113,7 @@ class Outcome:
 
 
 def measure(workload: str, seeds: int) -> list[Outcome]:
-    """All contestants on the same requests."""
+    """Simulate all contestants on the same requests."""
     outcomes: list[Outcome] = []
     before: list[float] = []
     for contestant, given in CONTESTANTS.items():
@@ -145,14 +149,14 @@ def measure(workload: str, seeds: int) -> list[Outcome]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Simulate and print a table."""
+    """Run the benchmark; print a table."""
     parser = argparse.ArgumentParser(prog="make bench-cache-ahead", description=__doc__)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--only", metavar="TEXT", default="", help="workloads whose name has this in it")
+    parser.add_argument("--only", metavar="TEXT", default="", help="workloads whose name contains this")
     options = parser.parse_args(arguments)
     console = Console()
     outcomes: list[Outcome] = []
-    columns = ("workload", "policy", "TTFT mean ms", "P95", "P99", "all mean", "change %", "found %")
+    columns = ("workload", "policy", "TTFT mean ms", "P95", "P99", "all mean", "change %", "cached %")
     table = Table(*columns, "pulls", "copies")
     for workload in WORKLOADS:
         if options.only not in workload:

@@ -1,9 +1,9 @@
-"""`make bench-cache-live`: conversations on two real vLLM workers, placed with and without regard to
-prefixes.
+"""`make bench-cache-live`: conversations on two real vLLM workers, with placement by cached prefix and
+without.
 
-A closed loop: so many users, each with one conversation after the other, of five turns that begin with a
-system prompt that all share. Each policy has conversations of its own, so that it begins with no prefix but
-the shared one, and is run twice, in turn with the others. What is found is what vLLM counts itself.
+A closed loop of users, each with one conversation of five turns after another, which begin with a shared
+system prompt. Each policy has its own conversations, so that it begins with no cached prefix but the shared
+one, and runs twice, alternating with the others. Cached tokens are as counted by vLLM.
 """
 
 from __future__ import annotations
@@ -33,38 +33,38 @@ _CALL_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One policy, one round."""
+    """Results of one policy in one round."""
 
     policy: str
     round: int
     requests: int
     prompt_tokens: int
     cached_tokens: int
-    # To the first chunk of the answer, of all turns but the first of each conversation.
+    # Seconds to the first chunk of the answer, without the first turn of each conversation.
     ttft_p50_s: float
     ttft_p90_s: float
 
 
-async def counted(fleet: Fleet) -> tuple[int, int]:
-    """(prompt tokens, those that were found) of all workers, as last reported."""
+async def prompt_counters(fleet: Fleet) -> tuple[int, int]:
+    """Return (prompt tokens, cached ones) of all workers, as last reported."""
     instances = (await fleet.instances()).values()
     return sum(i.prompt_tokens for i in instances), sum(i.cached_prompt_tokens for i in instances)
 
 
-async def settled(fleet: Fleet) -> tuple[int, int]:
-    """The same once two reports in a row say so."""
+async def wait_for_settled_counters(fleet: Fleet) -> tuple[int, int]:
+    """Return the counters once two consecutive reports agree. Raise TimeoutError if none do."""
     async with asyncio.timeout(_SETTLE_S):
-        before = await counted(fleet)
+        before = await prompt_counters(fleet)
         while True:
             await asyncio.sleep(1.0)
-            now = await counted(fleet)
+            now = await prompt_counters(fleet)
             if now == before:
                 return now
             before = now
 
 
 async def measure(users: int, conversations: int, console: Console) -> list[Outcome]:
-    """All policies on one fleet."""
+    """Run all policies on one fleet."""
     outcomes: list[Outcome] = []
     async with running_fleet(Engines(kv_blocks=400, max_len=2_048, workers=2)) as fleet:
         async with AsyncOpenAI(base_url=f"{fleet.url}/v1", api_key="none", timeout=_CALL_S) as openai:
@@ -74,9 +74,9 @@ async def measure(users: int, conversations: int, console: Console) -> list[Outc
         for number in range(ROUNDS):
             for policy in POLICIES:
                 await fleet.set_policy(policy)
-                before = await settled(fleet)
+                before = await wait_for_settled_counters(fleet)
                 seconds = later_ttfts_s(await loop.run(f"{policy} {number}"))
-                after = await settled(fleet)
+                after = await wait_for_settled_counters(fleet)
                 outcomes.append(
                     Outcome(
                         policy=policy,
@@ -93,10 +93,10 @@ async def measure(users: int, conversations: int, console: Console) -> list[Outc
 
 
 def table(outcomes: Sequence[Outcome]) -> Table:
-    """One row a policy, both rounds in each cell."""
+    """Return a table with one row per policy and both rounds in each cell."""
     result = Table(title="Conversations on two real vLLM workers, round by round")
     result.add_column("policy", no_wrap=True)
-    for heading in ("found %", "TTFT P50 ms", "TTFT P90 ms"):
+    for heading in ("cached %", "TTFT P50 ms", "TTFT P90 ms"):
         result.add_column(heading, justify="right")
     for policy in POLICIES:
         rounds = [o for o in outcomes if o.policy == policy]
@@ -110,20 +110,20 @@ def table(outcomes: Sequence[Outcome]) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:
-    """Run the benchmark; returns where the figures are."""
+    """Run the benchmark; return the path of the figures."""
     parser = argparse.ArgumentParser(prog="make bench-cache-live", description=__doc__)
     parser.add_argument("--users", type=int, default=6)
-    parser.add_argument("--conversations", type=int, default=24, help="of each policy and round")
+    parser.add_argument("--conversations", type=int, default=24, help="per policy and round")
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     console = Console(stderr=True)
-    outcomes = asyncio.run(measure(given.users, given.conversations, console))
-    figures: dict[str, object] = {"users": given.users, "runs": [asdict(outcome) for outcome in outcomes]}
+    outcomes = asyncio.run(measure(options.users, options.conversations, console))
+    figures: dict[str, object] = {"users": options.users, "runs": [asdict(outcome) for outcome in outcomes]}
     path = save("cache-live", figures)
-    if given.output == "json":
+    if options.output == "json":
         print_json("cache-live", figures)
     else:
-        # A file or a pipe has no width of its own.
+        # Files and pipes have no terminal width.
         Console(width=None if sys.stdout.isatty() else 120).print(table(outcomes))
     console.print(f"saved to {path}")
     return path

@@ -1,11 +1,11 @@
 """`make bench-cache-router`: conversations on two real vLLM engines behind Tailrace, and on two behind vLLM's
-own router (https://pypi.org/project/vllm-router), which places by prefix, too.
+router (https://pypi.org/project/vllm-router), which also places by cached prefix.
 
-The engines are set up alike, the API servers are vLLM's in Python, the load is one closed loop of users. Both
-fleets are up at once and are asked in turn; runs of one number ask the same, so that their answers can be
-compared. Found is what the servers say of each prompt (`prompt_tokens_details`).
+The engines are configured alike, the API servers are vLLM's Python ones, the load is a closed loop of users.
+Both fleets run at once and are loaded alternately; runs with the same number send the same requests, so that
+answers can be compared. Cached tokens are as reported by the servers (`prompt_tokens_details`).
 
-The router is no part of Tailrace: `pip install --target DIR vllm-router`, then `--router DIR`.
+The router is not part of Tailrace: `pip install --target DIR vllm-router`, then `--router DIR`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from benchmarks.conversations import Turn, Users, later_ttfts_s
 from benchmarks.loadgen import percentile
 from benchmarks.real.fleet import BLOCK_TOKENS, Engines, running_fleet
 from benchmarks.report import print_json, save
-from benchmarks.servers import MODEL, ServeProcess, answers
+from benchmarks.servers import MODEL, ServeProcess, wait_until_up
 from tailrace.local.ports import free_ports
 from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 
-# By who places: the policies that are compared. Those of one place in the lists ask the same.
+# Policies of Tailrace and of the router. Those at the same position get the same requests.
 TAILRACE: Final = ("tailrace", "prefix_affinity", "least_loaded")
 ROUTER: Final = ("cache_aware", "kv_aware", "round_robin")
 _ENGINES: Final = Engines(kv_blocks=400, max_len=2_048, workers=2)
@@ -45,7 +45,8 @@ _START_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One policy, one round. `different`: answers that are not those of the policy it is compared with."""
+    """Results of one policy in one round. `different`: answers that differ from the policy it is compared
+    with."""
 
     fleet: str
     policy: str
@@ -59,7 +60,7 @@ class Outcome:
 
 
 class PlainServer(ServeProcess):
-    """`vllm serve` with the engine of a worker; tells of its KV at `events`."""
+    """`vllm serve` with a worker's engine settings; publishes KV events at `events`."""
 
     def __init__(self, number: int) -> None:
         (port,) = free_ports(1)
@@ -70,10 +71,10 @@ class PlainServer(ServeProcess):
         options += ["--num-gpu-blocks-override", str(_ENGINES.kv_blocks), "--block-size", str(BLOCK_TOKENS)]
         options += ["--max-model-len", str(_ENGINES.max_len), "--max-num-seqs", "32"]
         options += ["--uvicorn-log-level", "warning"]
-        told = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.events}
-        options += ["--kv-events-config", json.dumps(told)]
+        events_config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.events}
+        options += ["--kv-events-config", json.dumps(events_config)]
         environment = {
-            # Without this vLLM turns `uni` back to `mp`, which spins on shared memory on two cores.
+            # Without this vLLM replaces `uni` by `mp`, which spins on shared memory on two cores.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "OMP_NUM_THREADS": "1",
@@ -83,7 +84,7 @@ class PlainServer(ServeProcess):
 
 @contextmanager
 def router(folder: Path, policy: str, servers: Sequence[PlainServer]) -> Iterator[str]:
-    """vLLM's router over these servers, from the packages in `folder`; its URL."""
+    """Run vLLM's router for these servers, from the packages in `folder`; yield its URL."""
     port, metrics = free_ports(2)
     command = [sys.executable, "-m", "vllm_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--policy", policy, "--prometheus-port", str(metrics), "--log-level", "warning"]
@@ -102,7 +103,7 @@ def router(folder: Path, policy: str, servers: Sequence[PlainServer]) -> Iterato
         )
         try:
             url = f"http://127.0.0.1:{port}"
-            if not answers(f"{url}/v1/models", process, _START_S):
+            if not wait_until_up(f"{url}/v1/models", process, _START_S):
                 log.seek(0)
                 last = log.read().decode(errors="replace")[-3_000:]
                 raise RuntimeError(f"the router did not start ({policy}):\n{last}")
@@ -112,12 +113,12 @@ def router(folder: Path, policy: str, servers: Sequence[PlainServer]) -> Iterato
             process.wait(timeout=30)
 
 
-def outcome(
+def make_outcome(
     fleet: str, policy: str, number: int, turns: Sequence[Turn], others: Sequence[Turn] = ()
 ) -> Outcome:
-    """In figures; `others` asked the same of somebody else."""
-    wanted = {(turn.conversation, turn.number): turn.answer for turn in others}
-    waits = later_ttfts_s(list(turns))
+    """Aggregate the turns of a run; `others`: the same requests on the other fleet."""
+    reference_answers = {(turn.conversation, turn.number): turn.answer for turn in others}
+    ttfts = later_ttfts_s(list(turns))
     return Outcome(
         fleet,
         policy,
@@ -125,16 +126,16 @@ def outcome(
         len(turns),
         sum(turn.prompt_tokens for turn in turns),
         sum(turn.cached_tokens for turn in turns),
-        percentile(waits, 0.5),
-        percentile(waits, 0.9),
-        sum(wanted.get((t.conversation, t.number), t.answer) != t.answer for t in turns),
+        percentile(ttfts, 0.5),
+        percentile(ttfts, 0.9),
+        sum(reference_answers.get((t.conversation, t.number), t.answer) != t.answer for t in turns),
     )
 
 
 async def measure(
     folder: Path, users: int, conversations: int, rounds: int, console: Console
 ) -> list[Outcome]:
-    """Both fleets, in turn."""
+    """Run both fleets, alternately."""
     outcomes: list[Outcome] = []
     with ExitStack() as plain:
         console.print("starting two plain servers, their routers, and Tailrace", style="dim")
@@ -151,23 +152,25 @@ async def measure(
             for url, name in ((fleet.url, model), *((url, MODEL) for url in routers.values())):
                 await loop(url, name).run("warm up")
             for number in range(rounds):
-                for ours, theirs in zip(TAILRACE, ROUTER, strict=True):
-                    run = f"{ours} {number}"
-                    await fleet.set_policy(ours)
-                    own = await loop(fleet.url, model).run(run)
-                    other = await loop(routers[theirs], MODEL).run(run)
-                    outcomes.append(outcome("tailrace", ours, number, own))
-                    outcomes.append(outcome("vllm-router", theirs, number, other, own))
+                for own_policy, router_policy in zip(TAILRACE, ROUTER, strict=True):
+                    run = f"{own_policy} {number}"
+                    await fleet.set_policy(own_policy)
+                    own_turns = await loop(fleet.url, model).run(run)
+                    router_turns = await loop(routers[router_policy], MODEL).run(run)
+                    outcomes.append(make_outcome("tailrace", own_policy, number, own_turns))
+                    outcomes.append(
+                        make_outcome("vllm-router", router_policy, number, router_turns, own_turns)
+                    )
                     for each in outcomes[-2:]:
                         console.print(each, style="dim")
     return outcomes
 
 
 def table(outcomes: Sequence[Outcome]) -> Table:
-    """One row a policy, all rounds in each cell."""
+    """Return a table with one row per policy and all rounds in each cell."""
     result = Table(title="Conversations on two real vLLM engines, round by round")
     result.add_column("placed by", no_wrap=True)
-    for heading in ("found %", "TTFT P50 ms", "TTFT P90 ms", "different answers"):
+    for heading in ("cached %", "TTFT P50 ms", "TTFT P90 ms", "different answers"):
         result.add_column(heading, justify="right")
     groups: Mapping[str, Sequence[str]] = {"tailrace": TAILRACE, "vllm-router": ROUTER}
     for fleet, policies in groups.items():
@@ -190,22 +193,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--router", type=Path, required=True, metavar="DIR", help="where vllm-router is")
+    parser.add_argument(
+        "--router", type=Path, required=True, metavar="DIR", help="folder that contains vllm-router"
+    )
     parser.add_argument("--users", type=int, default=6)
-    parser.add_argument("--conversations", type=int, default=24, help="of each policy and round")
+    parser.add_argument("--conversations", type=int, default=24, help="per policy and round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
-    given = parser.parse_args(arguments)
-    if not (given.router / "vllm_router").is_dir():
-        parser.error(f"--router: no vllm-router in {given.router}; pip install --target DIR vllm-router")
+    options = parser.parse_args(arguments)
+    if not (options.router / "vllm_router").is_dir():
+        parser.error(f"--router: no vllm-router in {options.router}; pip install --target DIR vllm-router")
     console = Console(stderr=True)
-    outcomes = asyncio.run(measure(given.router, given.users, given.conversations, given.rounds, console))
-    figures: dict[str, object] = {"users": given.users, "runs": [asdict(each) for each in outcomes]}
+    outcomes = asyncio.run(
+        measure(options.router, options.users, options.conversations, options.rounds, console)
+    )
+    figures: dict[str, object] = {"users": options.users, "runs": [asdict(each) for each in outcomes]}
     path = save("cache-router", figures)
-    if given.output == "json":
+    if options.output == "json":
         print_json("cache-router", figures)
     else:
-        # A file or a pipe has no width of its own.
+        # Files and pipes have no terminal width.
         Console(width=None if sys.stdout.isatty() else 120).print(table(outcomes))
     console.print(f"saved to {path}")
     return 1 if any(each.different for each in outcomes) else 0

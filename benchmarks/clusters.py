@@ -1,4 +1,4 @@
-"""Clusters of any size as the scheduler would see them, to time decisions on."""
+"""Clusters of any size as the scheduler would see them, for timing decisions."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tailrace.perf.horizon import expected_remaining
 from tailrace.policy.phase_load import phase_load
 
 REQUESTS_PER_INSTANCE = 100
-# One in so many requests is behind its user's pace, so that some instances miss their SLO.
-_BEHIND = 400
+# One in this many requests is behind its user's pace, so that some instances miss their SLO.
+_BEHIND_ONE_IN = 400
 
 
 @cache
 def cluster(instances: int, seed: int = 0) -> ClusterView:
-    """So many decoding instances with 100 requests each.
+    """Return a cluster of decoding instances with 100 requests each.
 
-    Prompts and outputs have a heavy tail, loads differ, and everything is there that workers can report.
+    Prompts and outputs are heavy-tailed, loads differ, and every field that workers can report is set.
     """
     random = Random(seed)
     views = (_instance(random, f"i{n:04d}") for n in range(instances))
@@ -28,34 +28,34 @@ def cluster(instances: int, seed: int = 0) -> ClusterView:
 
 
 def arrivals(count: int, seed: int = 1) -> list[Arrival]:
-    """Requests to place."""
+    """Return requests to place."""
     random = Random(seed)
-    return [Arrival(f"new-{n}", _tail(random, 300.0), 32_768, n) for n in range(count)]
+    return [Arrival(f"new-{n}", _heavy_tailed(random, 300.0), 32_768, n) for n in range(count)]
 
 
 def _instance(random: Random, name: str) -> InstanceView:
     scale = random.uniform(0.7, 1.3)
-    held = tuple(_request(random, f"{name}-{n}", name, scale) for n in range(REQUESTS_PER_INSTANCE))
-    context = sum(r.context_tokens for r in held)
+    requests = tuple(_request(random, f"{name}-{n}", name, scale) for n in range(REQUESTS_PER_INSTANCE))
+    context = sum(r.context_tokens for r in requests)
     return InstanceView(
         instance_id=name,
         kv_capacity_tokens=400_000,
-        kv_used_tokens=min(400_000, sum(r.kv_tokens for r in held)),
+        kv_used_tokens=min(400_000, sum(r.kv_tokens for r in requests)),
         max_model_len=131_072,
-        running=len(held),
+        running=len(requests),
         prefill_backlog_tokens=random.randrange(2_000),
         context_tokens=context,
         token_interval_s=random.uniform(0.015, 0.03),
         host_kv_capacity_tokens=1_000_000,
-        future_load=FutureLoad()([(r.context_tokens, expected_remaining(r)) for r in held]),
-        phase_load=phase_load(held),
-        prompts=tuple((r.arrival_s, r.prompt_tokens) for r in held if r.phase is Phase.PREFILL),
-        requests=held,
+        future_load=FutureLoad()([(r.context_tokens, expected_remaining(r)) for r in requests]),
+        phase_load=phase_load(requests),
+        prompts=tuple((r.arrival_s, r.prompt_tokens) for r in requests if r.phase is Phase.PREFILL),
+        requests=requests,
     )
 
 
 def _request(random: Random, request_id: str, instance_id: str, scale: float) -> RequestView:
-    prompt, output = _tail(random, 300.0), int(scale * _tail(random, 1_200.0))
+    prompt, output = _heavy_tailed(random, 300.0), int(scale * _heavy_tailed(random, 1_200.0))
     reasoning = random.random() < 0.6
     context = prompt + output
     return RequestView(
@@ -67,11 +67,11 @@ def _request(random: Random, request_id: str, instance_id: str, scale: float) ->
         output_tokens=output,
         max_tokens=32_768,
         kv_tokens=-(-context // 16) * 16,
-        pacer_slack_tokens=None if reasoning else (-2.0 if random.randrange(_BEHIND) == 0 else 8.0),
-        predicted_remaining_tokens=float(_tail(random, 1_200.0)),
+        pacer_slack_tokens=None if reasoning else (-2.0 if random.randrange(_BEHIND_ONE_IN) == 0 else 8.0),
+        predicted_remaining_tokens=float(_heavy_tailed(random, 1_200.0)),
         phase_tokens=output if reasoning else random.randrange(2_000),
     )
 
 
-def _tail(random: Random, median: float) -> int:
+def _heavy_tailed(random: Random, median: float) -> int:
     return max(1, min(30_000, int(median * random.lognormvariate(0.0, 1.0))))

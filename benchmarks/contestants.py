@@ -1,7 +1,7 @@
-"""The policies that are compared, each set up as `tailrace compare` does (`simulator.setups`).
+"""The policies that are compared, each configured as by `tailrace compare` (`simulator.setups`).
 
-One thing differs, in favour of ARES: it has its prefill pool only on its own ground. On the others, with
-their long prompts, a quarter of the instances for all prefills would be its undoing; it is not about that.
+There is one exception, in favour of ARES: it has its prefill pool only on its own workload. On the others,
+whose prompts are long, a quarter of the instances would be far too few for all prefills.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from tailrace.slo import Slo
 
 PAPERS: Final = ("pascal", "ares", "arrow", "cascade")
 OURS: Final = "tailrace"
-# Usual ones that no paper claims.
+# Common policies that no paper claims.
 OTHERS: Final = ("least_loaded", "llumnix")
 ALL: Final = (*PAPERS, OURS, *OTHERS)
 
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """A policy ready to be simulated on a ground."""
+    """A policy and the cluster to simulate it on."""
 
     spec: ClusterSpec
     policy: Policy
@@ -36,7 +36,7 @@ class Contestant:
 
 
 def prepare(name: str, ground: Ground, mean_output_tokens: float) -> Contestant:
-    """The policy `name` on this ground; `mean_output_tokens`: what ARES's error scales with."""
+    """Return the policy `name` on this workload; ARES's prediction error scales with `mean_output_tokens`."""
     setup = setup_for(name)
     if name == "ares" and ground.paper != "ares":
         setup = replace(setup, prefill_share=None)

@@ -1,4 +1,5 @@
-"""A closed loop of users, each with one conversation after the other that begins with what all share."""
+"""A closed loop of users, each with one conversation after another, which begin with a shared system
+prompt."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ _CALL_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One question and its answer. Tokens are as the server counts them; 0 found where it does not tell."""
+    """One question and its answer. Token counts are the server's; cached tokens are 0 if it does not report
+    them."""
 
     conversation: str
     number: int
@@ -30,10 +32,10 @@ class Turn:
 
 
 class Users:
-    """So many users of an OpenAI server."""
+    """Concurrent users of an OpenAI server."""
 
     def __init__(self, url: str, model: str, users: int, conversations: int, answer_tokens: int = 4) -> None:
-        """`conversations`: of all users together, in a run."""
+        """`conversations`: per run, of all users together."""
         self._url = url
         self._model = model
         self._users = users
@@ -41,15 +43,15 @@ class Users:
         self._answer_tokens = answer_tokens
 
     async def run(self, name: str) -> list[Turn]:
-        """All conversations. Runs of one name ask the same."""
-        left = list(range(self._conversations))
+        """Run all conversations. Runs with the same name send the same requests."""
+        remaining = list(range(self._conversations))
         turns: list[Turn] = []
 
         async def user(openai: AsyncOpenAI) -> None:
-            while left:
-                turns.extend(await self._conversation(openai, f"{name} {left.pop()}"))
+            while remaining:
+                turns.extend(await self._conversation(openai, f"{name} {remaining.pop()}"))
 
-        # Its own connections: servers close those that were idle between two runs.
+        # New connections for each run: servers close those that were idle between two runs.
         async with (
             AsyncOpenAI(base_url=f"{self._url}/v1", api_key="none", timeout=_CALL_S, max_retries=0) as openai,
             asyncio.TaskGroup() as users,
@@ -59,15 +61,15 @@ class Users:
         return turns
 
     async def _conversation(self, openai: AsyncOpenAI, name: str) -> list[Turn]:
-        draw = random.Random(name)
+        rng = random.Random(name)
         messages: list[ChatCompletionMessageParam] = [{"role": "system", "content": _SYSTEM}]
         turns: list[Turn] = []
         for number in range(TURNS):
-            words = " ".join(str(draw.randrange(1_000)) for _ in range(25 if number else 120))
+            words = " ".join(str(rng.randrange(1_000)) for _ in range(25 if number else 120))
             messages.append({"role": "user", "content": f"{name}: {words}"})
             turns.append(await self._turn(openai, name, number, messages))
             messages.append({"role": "assistant", "content": turns[-1].answer})
-            await asyncio.sleep(draw.uniform(0.05, 0.3))
+            await asyncio.sleep(rng.uniform(0.05, 0.3))
         return turns
 
     async def _turn(
@@ -96,5 +98,5 @@ class Users:
 
 
 def later_ttfts_s(turns: list[Turn]) -> list[float]:
-    """Seconds to the first chunk of all turns but the first of each conversation."""
+    """Return the seconds to the first chunk of each turn but the first of each conversation."""
     return [turn.ttft_s for turn in turns if turn.number]

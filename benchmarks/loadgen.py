@@ -1,8 +1,8 @@
-"""A light HTTP load: N streamed completions at once, with the times of every token.
+"""A light HTTP load generator: N concurrent streamed completions, with the arrival times of all tokens.
 
-One asyncio protocol a stream and no JSON parsing while it runs, so that on a small machine the load takes
-little of what is being measured. Each SSE event that carries text counts as one token (vLLM sends one event
-a step; when steps pile up in a slow reader an event may carry several, so token totals come from `usage`).
+It uses one asyncio protocol per stream and parses no JSON while streams run, so that on a small machine it
+takes little CPU from what is measured. Each SSE event with text counts as one token (vLLM sends one event per
+step; if a slow reader falls behind, an event may carry several, so token totals come from `usage`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 @dataclass(slots=True)
 class StreamResult:
-    """What one stream gave. Times are seconds of time.perf_counter."""
+    """Result of one stream. Times are seconds of time.perf_counter."""
 
     started: float
     event_times: list[float] = field(default_factory=list)
@@ -32,18 +32,18 @@ class StreamResult:
 
     @property
     def ttft(self) -> float:
-        """Seconds to the first event that carries text."""
+        """Seconds to the first event with text; infinite without one."""
         return self.event_times[0] - self.started if self.event_times else float("inf")
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between neighbouring events."""
+        """Seconds between consecutive events."""
         times = self.event_times
         return [b - a for a, b in itertools.pairwise(times)]
 
 
 class _Stream(asyncio.Protocol):
-    """Sends one request and notes when each `data:` event arrives."""
+    """Sends one request and records when each `data:` event arrives."""
 
     def __init__(self, request: bytes, done: asyncio.Future[StreamResult]) -> None:
         self._request = request
@@ -72,13 +72,13 @@ class _Stream(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.finish(str(exc) if exc else "connection closed before [DONE]")
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Close the connection, if it is open."""
         if self._transport is not None:
             self._transport.abort()
 
     def finish(self, error: str) -> None:
-        """It is over; what came is the result."""
+        """Complete the result with what was received, unless that has been done."""
         if self._done.done():
             return
         result = self.result
@@ -92,7 +92,7 @@ class _Stream(asyncio.Protocol):
 
 
 def _usage_tokens(body: bytes) -> int:
-    """completion_tokens of the last usage block in an SSE body, 0 when there is none."""
+    """Return completion_tokens of the last usage block in an SSE body, 0 if there is none."""
     at = body.rfind(b'"completion_tokens":')
     if at < 0:
         return 0
@@ -111,7 +111,7 @@ def completion_request(
     seed: int = 0,
     headers: Mapping[str, str] = MappingProxyType({}),
 ) -> bytes:
-    """The bytes of a streamed /v1/completions request that always runs to max_tokens."""
+    """Return the bytes of a streamed /v1/completions request that always generates max_tokens."""
     parts = urlsplit(url)
     body = json.dumps(
         {
@@ -137,48 +137,48 @@ async def run_stream(
     url: str,
     request: bytes,
     timeout_s: float = 300.0,
-    begun: Callable[[StreamResult], None] = lambda result: None,
+    on_start: Callable[[StreamResult], None] = lambda result: None,
     first_s: float = math.inf,
     quiet_s: float = math.inf,
 ) -> StreamResult:
-    """Run one request; when it failed, its result has `error` set.
+    """Run one request; if it fails, the result has `error` set.
 
-    `begun` is given the result while it grows. The client leaves when the first event takes more than
-    `first_s`, or a later one more than `quiet_s`.
+    `on_start` gets the result, which grows while the stream runs. The client closes the connection if the
+    first event takes more than `first_s`, or a later one more than `quiet_s`.
     """
     parts = urlsplit(url)
     if parts.hostname is None or parts.port is None:
-        raise ValueError(f"{url} names no host and port")
+        raise ValueError(f"{url} has no host and port")
     loop = asyncio.get_running_loop()
     done: asyncio.Future[StreamResult] = loop.create_future()
     protocol = _Stream(request, done)
-    begun(protocol.result)
+    on_start(protocol.result)
 
-    def left_s() -> float:
+    def remaining_s() -> float:
         began_s, times = protocol.result.started, protocol.result.event_times
         until_s = min(began_s + timeout_s, times[-1] + quiet_s if times else began_s + first_s)
         return until_s - time.perf_counter()
 
     try:
-        async with asyncio.timeout(left_s()):
+        async with asyncio.timeout(remaining_s()):
             await loop.create_connection(lambda: protocol, parts.hostname, parts.port)
-        while not done.done() and (wait_s := left_s()) > 0:
+        while not done.done() and (wait_s := remaining_s()) > 0:
             await asyncio.wait([done], timeout=wait_s)
-        protocol.finish("TimeoutError: nothing more came in time")
+        protocol.finish("TimeoutError: nothing more received in time")
     except (TimeoutError, OSError) as failure:
         protocol.finish(f"{type(failure).__name__}: {failure}")
     finally:
-        protocol.leave()
+        protocol.close()
     return done.result()
 
 
 async def run_streams(url: str, requests: Sequence[bytes], timeout_s: float = 300.0) -> list[StreamResult]:
-    """Run all requests at once; every result, failed ones with `error` set."""
+    """Run all requests concurrently; return all results, those of failed ones with `error` set."""
     return list(await asyncio.gather(*(run_stream(url, request, timeout_s) for request in requests)))
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` (0..1) of the values lie; nan when there are none."""
+    """Return the value below which `share` (0..1) of the values lie; NaN if there are none."""
     if not values:
         return float("nan")
     ordered = sorted(values)

@@ -1,4 +1,4 @@
-"""CPU time of process trees, and what the host takes away, read from /proc."""
+"""CPU time of process trees, and time stolen by the host, read from /proc."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _TICK = os.sysconf("SC_CLK_TCK")
 
 
 def descendants(pid: int) -> list[int]:
-    """pid and all processes below it, as of now."""
+    """Return the ID of a process and those of all its current descendants."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -18,7 +18,7 @@ def descendants(pid: int) -> list[int]:
         try:
             stat = (entry / "stat").read_text()
         except OSError:
-            continue  # gone between listing and reading
+            continue  # exited since the listing
         parent = int(stat.rpartition(")")[2].split()[1])
         children.setdefault(parent, []).append(int(entry.name))
     found, todo = [], [pid]
@@ -30,7 +30,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """User and system CPU seconds that these processes have used; those gone count as 0."""
+    """Return the user and system CPU seconds of these processes; those that have exited count as 0."""
     total = 0
     for pid in pids:
         try:
@@ -42,6 +42,7 @@ def cpu_seconds(pids: Iterable[int]) -> float:
 
 
 def stolen_s() -> float:
-    """Seconds since the start, over all cores, in which there was work and the host ran something else."""
+    """Return the seconds since boot, over all cores, in which runnable work waited while the host ran
+    something else."""
     # user nice system idle iowait irq softirq steal
     return int(Path("/proc/stat").read_text().split("\n", 1)[0].split()[8]) / _TICK

@@ -1,4 +1,4 @@
-"""The servers that benchmarks compare: a Tailrace cluster, and plain `vllm serve` with the same engine."""
+"""Servers for benchmarks to compare: a Tailrace cluster, and plain `vllm serve` with the same engine."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ MODEL = "tiny"
 
 
 class Server:
-    """Something that serves an OpenAI API at `url`."""
+    """A server with an OpenAI API at `url`."""
 
     name: str
     url: str
 
     def pids(self) -> dict[str, list[int]]:
-        """Processes by part, for CPU accounting."""
+        """Return process IDs by part, for CPU accounting."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -41,8 +41,8 @@ class Server:
         raise NotImplementedError
 
 
-def answers(url: str, process: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Wait until the process answers a GET; False: it has ended, or does not in so many seconds."""
+def wait_until_up(url: str, process: subprocess.Popen[bytes], seconds: float) -> bool:
+    """Wait until the process replies to a GET; return False if it exits, or does not reply in time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and process.poll() is None:
         try:
@@ -54,7 +54,8 @@ def answers(url: str, process: subprocess.Popen[bytes], seconds: float) -> bool:
 
 
 def _run_to_end(command: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> None:
-    """Run a command that undoes what it began when it is interrupted; interrupt it if this is."""
+    """Run a command that cleans up after itself when interrupted; interrupt it if this process is. Raise
+    CalledProcessError if it fails, TimeoutExpired if it takes too long."""
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
         try:
             status = process.wait(timeout=timeout_s)
@@ -67,7 +68,7 @@ def _run_to_end(command: Sequence[str], environment: Mapping[str, str], timeout_
 
 
 class TailraceCluster(Server):
-    """`tailrace up` in a run folder of its own."""
+    """`tailrace up` with its own run folder."""
 
     def __init__(self, name: str, arguments: Sequence[str], front: str = "python") -> None:
         """`arguments`: further options of `tailrace up`."""
@@ -91,7 +92,8 @@ class TailraceCluster(Server):
         return str(self._state["etcd"])
 
     def pids(self) -> dict[str, list[int]]:
-        """By part; numbered parts of one kind together, the API server apart from its front end."""
+        """Return process IDs by part; numbered of one kind together, the API server apart from its front
+        end."""
         found: dict[str, list[int]] = {}
         for part in self._state["parts"]:
             kind = part["name"].partition("-")[0]
@@ -109,25 +111,26 @@ class TailraceCluster(Server):
 
 
 class ServeProcess(Server):
-    """`vllm serve MODEL OPTIONS`, ready to be asked."""
+    """A running `vllm serve MODEL OPTIONS`."""
 
     def __init__(
         self, name: str, model: Path, options: Sequence[str], environment: Mapping[str, str]
     ) -> None:
-        """`environment` is added to this process's."""
+        """Start it and wait until it replies. `environment`: added to that of this process. Raise
+        RuntimeError if it does not start."""
         self.name = name
         (port,) = free_ports(1)
         self.url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
         command += ["--host", "127.0.0.1", "--port", str(port), *options]
-        own = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+        defaults = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
         self._log = tempfile.NamedTemporaryFile(prefix="vllm-serve-", suffix=".log")  # noqa: SIM115
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
-            env={**os.environ, **own, **environment},
+            env={**os.environ, **defaults, **environment},
             start_new_session=True,
         )
         try:
@@ -137,13 +140,13 @@ class ServeProcess(Server):
             raise
 
     def _wait(self) -> None:
-        if answers(f"{self.url}/v1/models", self._process, 600):
+        if wait_until_up(f"{self.url}/v1/models", self._process, 600):
             return
         log = Path(self._log.name).read_text(errors="replace")
         raise RuntimeError(f"{self.name} did not start:\n{log[-6000:]}")
 
     def pids(self) -> dict[str, list[int]]:
-        """The whole tree as one part: engine core and API server."""
+        """Return the process tree as two parts: engine core and API server."""
         found: dict[str, list[int]] = {}
         for pid in descendants(self._process.pid):
             name = Path(f"/proc/{pid}/comm").read_text().strip()
@@ -163,7 +166,7 @@ class ServeProcess(Server):
 
 
 class VllmServe(ServeProcess):
-    """`vllm serve`, engine core and API server in a process each, with the worker's engine settings."""
+    """`vllm serve` with the worker's engine settings, engine core and API server in one process each."""
 
     def __init__(self, name: str, rust_front: Path | None = None) -> None:
         """`rust_front`: the vllm-rs executable; None: vLLM's Python API server."""
@@ -173,12 +176,12 @@ class VllmServe(ServeProcess):
         options += ["--distributed-executor-backend", "uni"]
         options += ["--no-async-scheduling"]
         if rust_front is None:
-            options += ["--uvicorn-log-level", "warning"]  # vllm-rs refuses what it does not know
+            options += ["--uvicorn-log-level", "warning"]  # vllm-rs rejects unknown options
         environment = {
-            # Without this vLLM turns `uni` back to `mp`, which spins on shared memory on two cores.
+            # Without this vLLM replaces `uni` by `mp`, which spins on shared memory on two cores.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_KVCACHE_SPACE": "1",
-            # As `tailrace up` gives one worker: all cores but one, which is the API server's.
+            # As `tailrace up` sets for one worker: all cores but one, which is for the API server.
             "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) - 1)),
         }
         if rust_front is not None:

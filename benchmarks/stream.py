@@ -1,9 +1,11 @@
-"""`make bench-stream`: one worker behind Tailrace against plain `vllm serve`, same API server, same engine.
+"""`make bench-stream`: one worker behind Tailrace against plain `vllm serve`, with the same API server and
+engine.
 
-With `--against clear`: the same with certificates against the same without.
+With `--against clear`: Tailrace with certificates against Tailrace without.
 
-Both servers of a pair run side by side, and each load goes to one and then to the other, several times. What
-is printed is the ratio within each pair of neighbours, so that a machine whose speed drifts does not matter.
+Both servers of a pair run side by side, and each load is applied to one and then to the other, several times.
+The printed ratios are within each pair of adjacent measurements, so that drift of the machine's speed
+cancels.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ _LOWER_IS_BETTER = ("ttft_ms", "gap_p50_ms", "gap_p99_ms", "cpu_s_per_1000")
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One load on one server."""
+    """Results of one load on one server."""
 
     server: str
     concurrency: int
@@ -45,7 +47,7 @@ class Figures:
 
 
 def measure(server: Server, concurrency: int, tokens: int, round_number: int) -> Figures:
-    """One load: `concurrency` streams at once, each to `tokens` tokens."""
+    """Apply one load: `concurrency` concurrent streams of `tokens` tokens each."""
     prompts = [f"Round {round_number}, stream {n}: count on and on." for n in range(concurrency)]
     requests = [completion_request(server.url, MODEL, prompt, tokens) for prompt in prompts]
     parts = server.pids()
@@ -77,7 +79,8 @@ def _figures(name: str, results: Sequence[StreamResult], used: dict[str, float])
 def compare(
     ours: Server, theirs: Server, concurrencies: Sequence[int], tokens: int, rounds: int, console: Console
 ) -> dict[str, object]:
-    """All loads on both; medians of each and medians of the paired ratios ours / theirs."""
+    """Apply all loads to both servers; return medians of each, and medians of the paired ratios ours /
+    theirs."""
     table = Table(title=f"{ours.name} against {theirs.name} (medians of {rounds}; ratio = ours / theirs)")
     for column in ("streams", "figure", ours.name, theirs.name, "ratio", "range of ratios"):
         table.add_column(column, justify="left" if column == "figure" else "right")
@@ -99,12 +102,8 @@ def compare(
             table.add_row(
                 str(concurrency),
                 figure.replace("_", " "),
-                f"{statistics.median(a):,.3g}"
-                if statistics.median(a) < 100
-                else f"{statistics.median(a):,.0f}",
-                f"{statistics.median(b):,.3g}"
-                if statistics.median(b) < 100
-                else f"{statistics.median(b):,.0f}",
+                _number(statistics.median(a)),
+                _number(statistics.median(b)),
                 f"{ratios[figure]:.2f}",
                 spread,
             )
@@ -123,12 +122,12 @@ def compare(
 
 
 def _number(value: float) -> str:
-    """Three digits are enough for what varies by a few percent."""
+    """Format with three significant digits, or all of the integer part."""
     return f"{value:,.3g}" if value < 100 else f"{value:,.0f}"
 
 
 def _print_parts(loads: Sequence[dict[str, object]], console: Console) -> None:
-    """Where the CPU goes, at the highest concurrency."""
+    """Print CPU time by part, at the highest concurrency."""
     last = loads[-1]
     for side in ("ours", "theirs"):
         runs = last[side]
@@ -143,7 +142,7 @@ def _print_parts(loads: Sequence[dict[str, object]], console: Console) -> None:
 
 @contextmanager
 def _pair(against: str, engine: str, front: str, rust: Path) -> Iterator[tuple[Server, Server]]:
-    """Ours, and what it is held against."""
+    """Run the two servers of a comparison for the block."""
     common = ["--workers", "1", "--no-traces"]
     if against == "vllm":
         with (
@@ -161,7 +160,7 @@ def _pair(against: str, engine: str, front: str, rust: Path) -> Iterator[tuple[S
 
 
 def main() -> int:
-    """Run the pairs that can run here."""
+    """Run the pairs that are available on this machine."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--tokens", type=int, default=256, help="tokens of each stream")
@@ -182,7 +181,7 @@ def main() -> int:
     console.print(f"on {machine()}")
     for front in options.fronts:
         if front == "rust" and not rust.exists():
-            console.print("no vllm-rs here (scripts/install.sh --rust fetches it): the Rust pair is left out")
+            console.print("no vllm-rs (scripts/install.sh --rust installs it): skipping the Rust pair")
             continue
         with _pair(options.against, options.engine, front, rust) as (ours, theirs):
             pairs.append(compare(ours, theirs, options.streams, options.tokens, options.rounds, console))

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.cache_vllm import additions, compare, workload
+from benchmarks.cache_vllm import compare, token_additions, workload
 from simulator.workloads.sessions import UNIT_TOKENS
 
 
 def test_equal_units_are_equal_tokens_and_all_others_differ() -> None:
     requests = workload(200, 5)
-    said: dict[str, list[int]] = {}
+    context_tokens: dict[str, list[int]] = {}
     of_name: dict[int, tuple[int, ...]] = {}
-    for each, (session, added, answer) in zip(requests, additions(requests), strict=True):
-        prompt = said.get(session, []) + added
+    for each, (session, added, answer) in zip(requests, token_additions(requests), strict=True):
+        prompt = context_tokens.get(session, []) + added
         assert len(prompt) == each.prompt_tokens and added
         for place, name in enumerate(each.unit_names[: each.prompt_tokens // UNIT_TOKENS]):
             unit = tuple(prompt[place * UNIT_TOKENS : (place + 1) * UNIT_TOKENS])
             assert of_name.setdefault(name, unit) == unit
         # Whatever the model says is the session's own.
-        said[session] = prompt + [-1] * answer
+        context_tokens[session] = prompt + [-1] * answer
     assert len(set(of_name.values())) > 0.9 * len(of_name)
 
 
