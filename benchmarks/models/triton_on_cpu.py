@@ -46,6 +46,7 @@ def use_model_runner_v2() -> None:
     given = backends.backends["nvidia"]
     backends.backends["cpu"] = type(given)(given.compiler, _Driver)
     _hurry()
+    _add_log1p()
 
 
 def _hurry() -> None:
@@ -55,6 +56,20 @@ def _hurry() -> None:
     interpreter._get_np_dtype = _remembering(interpreter._get_np_dtype)
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+def _add_log1p() -> None:
+    """The interpreter has no functions of CUDA's libdevice; vLLM 0.30's sampler needs this one."""
+    import numpy
+    from triton.language import core  # type: ignore[import-untyped]
+    from triton.language.extra import libdevice  # type: ignore[import-untyped]
+    from triton.runtime import interpreter
+
+    def log1p(value: Any) -> object:
+        handle = interpreter.TensorHandle(numpy.log1p(value.handle.data), value.handle.dtype)
+        return core.tensor(handle, value.type)
+
+    libdevice.log1p = log1p
 
 
 def _once_for_each_module(
