@@ -43,8 +43,6 @@ def held_there(arrival: Arrival, instance: InstanceView, nominal: StepModel) -> 
     `nominal`: step times of an instance of which nothing was measured.
     """
     device, total, _ = arrival.held_on(instance.instance_id)
-    if total <= device:
-        return device
     steps = nominal if instance.measured is None else instance.measured.steps
     return held_tokens(steps, device, total)
 

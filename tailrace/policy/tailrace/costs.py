@@ -50,8 +50,7 @@ class Costs:
 
     def held_tokens(self, instance: InstanceView, held: CachedTokens) -> int:
         """What an instance holds of an arrival, in tokens on its device."""
-        device, total, _ = held
-        return device if total <= device else held_tokens(self.steps_of(instance), device, total)
+        return held_tokens(self.steps_of(instance), held.device, held.total)
 
     def first_token_s(self, instance: InstanceView, prompt_tokens: int, cached_tokens: int = 0) -> float:
         """TTFT of an arrival here: the queue's prefill and its own, in steps shared with decodes.

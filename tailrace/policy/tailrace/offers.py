@@ -196,8 +196,7 @@ class OfferPlanner:
         for name, held in cached.items():
             position = self._at.get(name)
             if position is not None:
-                device, total, _ = held
-                found[position] = device if total <= device else costs.held_tokens(instances[position], held)
+                found[position] = costs.held_tokens(instances[position], held)
         return found
 
     def _patience_s(self, own_s: float) -> float:
