@@ -1,4 +1,4 @@
-"""The five decision points at which a request meets a policy.
+"""The interface of a policy: five decision points in the life of a request.
 
 A policy is pure: it gets an immutable view and the time, and returns actions. It does no I/O, reads no clock,
 and keeps no state between calls; whatever it needs to remember is in the view.

@@ -1,4 +1,4 @@
-"""Which instances may take a request: their state, their free KV, and what they have cached of it.
+"""Select instances that may take a request, by their state, their free KV and their prefix caches.
 
 Lengths in tokens.
 """
@@ -37,10 +37,11 @@ CACHE_AWARE: Final = Parameter(
 )
 
 
-def held_there(arrival: Arrival, instance: InstanceView, nominal: StepModel) -> int:
-    """Return the tokens of the arrival that an instance holds, those in host memory less the cost of loading.
+def held_tokens_on(arrival: Arrival, instance: InstanceView, nominal: StepModel) -> int:
+    """Return the cached tokens of the arrival on an instance; those in host memory count less the cost of
+    loading them.
 
-    `nominal`: step times of an instance of which nothing was measured.
+    `nominal`: step times for instances that have not been measured.
     """
     device, total, _ = arrival.held_on(instance.instance_id)
     steps = nominal if instance.measured is None else instance.measured.steps
@@ -48,14 +49,14 @@ def held_there(arrival: Arrival, instance: InstanceView, nominal: StepModel) -> 
 
 
 def credit(arrival: Arrival, cache_aware: bool, nominal: StepModel) -> Callable[[InstanceView], int]:
-    """Return a function that gives the tokens of the arrival that each instance has cached; 0 if they are not
-    to count.
+    """Return a function from an instance to the cached tokens of the arrival there; always 0 unless
+    `cache_aware`.
 
-    Taken literally, the papers' policies know nothing of prefix caches (`cache_aware` false).
+    The papers' policies do not consider prefix caches (`cache_aware` false).
     """
     if not cache_aware or not arrival.cached:
         return _none
-    return lambda instance: held_there(arrival, instance, nominal)
+    return lambda instance: held_tokens_on(arrival, instance, nominal)
 
 
 def _none(instance: InstanceView) -> int:
@@ -63,21 +64,21 @@ def _none(instance: InstanceView) -> int:
 
 
 def footprint_tokens(instance: InstanceView, queued_weight: float) -> float:
-    """Return PASCAL's m_i, "total memory occupied by KV cache (GPU + CPU)", including what is on its way.
+    """Return PASCAL's m_i, "total memory occupied by KV cache (GPU + CPU)", plus the queued prompts.
 
-    `queued_weight`: the weight of a prompt token that was sent there but is not prefilled yet.
+    `queued_weight`: weight of a prompt token that was sent to the instance but is not prefilled yet.
     """
     return instance.kv_used_tokens + instance.host_kv_tokens + queued_weight * instance.prefill_backlog_tokens
 
 
 def kv_needed_tokens(context_tokens: int, block_tokens: int) -> int:
-    """Return the KV that a request takes where it arrives: whole blocks, and one to grow into."""
+    """Return the KV tokens that a request needs on a new instance: whole blocks, and one to grow into."""
     block_tokens = max(1, block_tokens)
     return (-(-context_tokens // block_tokens) + 1) * block_tokens
 
 
 def fits_model(target: InstanceView, context_tokens: int) -> bool:
-    """Return whether the target's engine can continue so long a request at all (max_model_len 0: unknown)."""
+    """Return whether the context is below the target's maximum model length (0: unknown, so any fits)."""
     return target.max_model_len <= 0 or context_tokens < target.max_model_len
 
 
@@ -88,7 +89,7 @@ def fits_device(target: InstanceView, context_tokens: int, growth_tokens: int = 
 
 
 def fits_host(target: InstanceView, context_tokens: int) -> bool:
-    """Return whether the request could wait in the target's host memory for its turn on the device."""
+    """Return whether the target's host memory has room for the request until it gets the device."""
     needed = kv_needed_tokens(context_tokens, target.block_tokens)
     return (
         needed <= target.host_kv_capacity_tokens - target.host_kv_tokens
@@ -98,7 +99,7 @@ def fits_host(target: InstanceView, context_tokens: int) -> bool:
 
 
 def with_request(target: InstanceView, request: RequestView) -> InstanceView:
-    """Return the target as it will be with the request, for further decisions on the same view."""
+    """Return the target with the request added, for further decisions on the same view."""
     return dataclasses.replace(
         target,
         kv_used_tokens=target.kv_used_tokens + kv_needed_tokens(request.context_tokens, target.block_tokens),
@@ -108,15 +109,15 @@ def with_request(target: InstanceView, request: RequestView) -> InstanceView:
 
 
 class Ledger:
-    """Track, during one decision, what the view says less what has been reserved since.
+    """Track the room left on each instance while a policy decides on several migrations at once.
 
-    A policy decides on several migrations at once; each alone may fit where all of them do not.
+    Each of them alone may fit where all of them together do not.
     """
 
     def __init__(
         self, instances: Mapping[str, InstanceView], transfers_in: int | None, transfers_out: int | None
     ) -> None:
-        """`transfers_in`, `transfers_out`: largest number of open migrations per instance and direction;
+        """`transfers_in`, `transfers_out`: maximum number of open migrations per instance and direction;
         None: no limit."""
         self._instances = instances
         self._max_transfers_in = transfers_in
@@ -127,11 +128,11 @@ class Ledger:
         self._moved: set[str] = set()
 
     def free_tokens(self, instance: InstanceView) -> int:
-        """Return the KV tokens left on an instance."""
+        """Return the free KV tokens on an instance after all reservations."""
         return instance.kv_free_tokens - self._tokens.get(instance.instance_id, 0)
 
     def reserved_tokens(self, instance: InstanceView) -> int:
-        """Return the KV tokens that reservations will bring to an instance."""
+        """Return the KV tokens reserved on an instance."""
         return self._tokens.get(instance.instance_id, 0)
 
     def transfers_in(self, instance: InstanceView) -> int:
@@ -147,7 +148,7 @@ class Ledger:
         )
 
     def accepts_transfers(self, target: InstanceView) -> bool:
-        """Return whether the target is active and may open another transfer, whatever room it has."""
+        """Return whether the target is active and may open another transfer; free KV is not considered."""
         if target.state is not InstanceState.ACTIVE:
             return False
         return self._max_transfers_in is None or self.transfers_in(target) < self._max_transfers_in
@@ -161,8 +162,8 @@ class Ledger:
         return target.kv_capacity_tokens >= needed_tokens(request, target)
 
     def may_receive(self, target: InstanceView, request: RequestView) -> bool:
-        """Return whether, in addition, it has room for the request: its whole context and one block to grow
-        into."""
+        """Return whether the target may queue the request and has free KV for it now: its whole context and
+        one block to grow into."""
         return self.may_queue(target, request) and self.free_tokens(target) >= needed_tokens(request, target)
 
     def reserve(self, request: RequestView, target: InstanceView, reason: str) -> Migrate:

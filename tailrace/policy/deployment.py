@@ -1,4 +1,4 @@
-"""Facts of a deployment that policies and batch orders may plan with; each declares which it needs."""
+"""Facts about a deployment that policies and batch orders plan with; each declares which ones it needs."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from tailrace.slo import Slo
 class Fact(enum.StrEnum):
     """One fact; its value is the name of the constructor's keyword argument."""
 
-    # Step times of instances of which nothing has been measured (`Profile`).
+    # Step times of instances that have not been measured (`Profile`).
     PROFILE = "profile"
-    # What unequal lengths in a batch cost there (`FittedLengthPenalty`).
+    # The cost of unequal lengths in a batch (`FittedLengthPenalty`).
     PENALTY = "penalty"
     # The deployment's SLOs: seconds, seconds, and a QoE from 0 to 1.
     TTFT_SLO = "ttft_slo_s"
     TPOT_SLO = "tpot_slo_s"
     QOE_SLO = "qoe_slo"
-    # Seconds a token at which users read.
+    # Users' reading pace, in seconds per token.
     PACE = "pace_s"
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """What is known of the deployment when a policy is made; None: unknown, the policy has a default."""
+    """What is known about the deployment when a policy is created; None: unknown, the policy uses its
+    default."""
 
     slo: Slo = Slo()  # noqa: RUF009 - immutable
     profile: Profile | None = None
     penalty: FittedLengthPenalty | None = None
 
     def facts(self, needed: Iterable[Fact]) -> dict[str, object]:
-        """Keyword arguments for those that are needed and known."""
+        """Return constructor keyword arguments for the facts that are both needed and known."""
         known: dict[Fact, object] = {
             Fact.PROFILE: self.profile,
             Fact.PENALTY: self.penalty,

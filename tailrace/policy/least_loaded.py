@@ -1,4 +1,4 @@
-"""Least loaded: each arrival to the instance with the most free KV after its queue is served."""
+"""Least loaded: place each arrival on the instance with the smallest share of KV used and queued for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class LeastLoaded(Policy):
     summary = "each arrival to the instance with the least work held and queued"
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
-        """The least (share of KV that is spoken for, requests, id) among instances that may get work."""
+        """Return the active instance with the least (share of KV used and queued for, requests, id)."""
         candidates = view.placeable()
         if arrival.excluded:
             candidates = [i for i in candidates if i.instance_id not in arrival.excluded]
@@ -23,7 +23,7 @@ class LeastLoaded(Policy):
 
 
 def _load_key(instance: InstanceView) -> tuple[int, int, str]:
-    """Whole thousandths, so that a few tokens more or less do not outweigh the number of requests."""
-    spoken_for = instance.kv_used_tokens + instance.prefill_backlog_tokens
-    share = spoken_for * 1_000 // (instance.kv_capacity_tokens or 1)
+    # In whole thousandths, so that a difference of a few tokens does not outweigh the number of requests.
+    demand_tokens = instance.kv_used_tokens + instance.prefill_backlog_tokens
+    share = demand_tokens * 1_000 // (instance.kv_capacity_tokens or 1)
     return share, instance.running + instance.waiting, instance.instance_id

@@ -1,4 +1,4 @@
-"""Smallest KV footprint: where PASCAL's FCFS and RR baselines send each request (section V-A)."""
+"""Smallest KV footprint: the placement of PASCAL's FCFS and RR baselines (section V-A)."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ QUEUED_WEIGHT: Final = Parameter(
 
 
 class MinKv(Policy):
-    """ "Requests are placed on the instance with the smallest KV footprint", and stay there."""
+    """Place each request on the instance with the smallest KV footprint, and never migrate it (PASCAL,
+    section V-A)."""
 
     parameters = (QUEUED_WEIGHT,)
     baseline_of = "pascal"
     summary = "each arrival to the instance with the smallest KV footprint; no migration"
 
     def __init__(self, *, queued_weight: float = 1.0) -> None:
-        """`queued_weight`: as for PASCAL, so that the two differ in nothing else."""
+        """`queued_weight`: as in `Pascal`, so that the two policies share one definition of m_i."""
         self.queued_weight = queued_weight
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
-        """argmin of m_i; the first of equals."""
+        """Return argmin m_i; the first of equals."""
         instances = candidates(view, arrival)
         if not instances:
             return NO_INSTANCE

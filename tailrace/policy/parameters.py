@@ -1,4 +1,4 @@
-"""Parameters that policies and batch orders declare, and the values that users give for them."""
+"""Declare parameters of policies and batch orders, and parse the values that users set."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ class ParameterError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter, as a policy class lists it in `parameters`.
+    """A parameter, as a policy class lists it in `parameters`.
 
-    The constructor takes it as a keyword argument of the same name, with the same default.
+    The class's constructor takes a keyword argument of the same name, with the same default.
     """
 
     name: str
     type: type[Value]
     default: Value
     description: str
-    # Empty: a pure number or a word.
+    # Empty: dimensionless, or a word.
     unit: str = ""
-    # Where the default is from: section, algorithm and line of a paper, or "ours".
+    # Source of the default: section, algorithm and line of a paper, or "ours".
     source: str = "ours"
     # Both inclusive.
     minimum: float | None = None
@@ -47,7 +47,7 @@ class Parameter:
     choices: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raises TypeError, ValueError for a declaration that contradicts itself."""
+        """Raise TypeError or ValueError for a contradictory declaration."""
         if self.type not in _TYPE_NAMES:
             raise TypeError(f"parameter {self.name!r}: type {self.type!r} is not bool, int, float or str")
         if not self.name.isidentifier():
@@ -59,12 +59,12 @@ class Parameter:
 
     @property
     def type_name(self) -> str:
-        """`bool`, `int`, `float` or `str`."""
+        """Return `bool`, `int`, `float` or `str`."""
         return self.type.__name__
 
     @property
     def allowed(self) -> str:
-        """What values are allowed, in words."""
+        """Describe the allowed values in words."""
         if self.choices:
             return f"one of {', '.join(self.choices)}"
         words = _TYPE_NAMES[self.type]
@@ -77,9 +77,9 @@ class Parameter:
         return words
 
     def parse(self, given: Value) -> Value:
-        """The value in the parameter's type, from a word of a command line or a value of JSON.
+        """Convert a word of a command line or a JSON value to the parameter's type.
 
-        Raises ValueError, which says only what is allowed.
+        Raise ValueError, whose message is `allowed`.
         """
         value = self._convert(given)
         in_range = True
@@ -117,9 +117,9 @@ class Parameter:
 def parse_parameters(
     owner: str, declared: Iterable[Parameter], given: Mapping[str, Value]
 ) -> dict[str, Value]:
-    """A value for every declared parameter: the given one, else the default.
+    """Return a value for every declared parameter: the given one, else the default.
 
-    `owner` names the policy in errors ("policy 'pascal'"). Raises ParameterError for a name that is not
+    `owner` names the policy in errors ("policy 'pascal'"). Raise ParameterError for a name that is not
     declared or a value that is not allowed.
     """
     by_name = {parameter.name: parameter for parameter in declared}
@@ -143,14 +143,14 @@ def parse_parameters(
 
 
 def format_value(value: Value) -> str:
-    """As a user types it, and as `parse` reads it."""
+    """Format a value as users type it and `Parameter.parse` reads it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     return repr(value) if isinstance(value, float) else str(value)
 
 
 def read_assignments(words: Iterable[str]) -> dict[str, str]:
-    """`key=value` words by key. Raises ParameterError."""
+    """Parse `key=value` words into a dict. Raise ParameterError."""
     found: dict[str, str] = {}
     for word in words:
         key, equals, value = word.partition("=")

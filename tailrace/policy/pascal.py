@@ -1,24 +1,27 @@
-"""PASCAL's instance-level scheduler (section IV-B): Algorithm 1 places, Algorithm 2 says where to answer when
-reasoning ends, and memory may override that. The intra-instance half is `tailrace.intra.pascal`.
+"""PASCAL's instance-level scheduler (section IV-B).
 
-The parameter `migration` has the ablations of section V-D: "always" migrates to Algorithm 2's choice whatever
-memory that one has on its device (non-adaptive), "never" answers where it reasoned.
+Algorithm 1 places an arriving request. When its reasoning ends, Algorithm 2 selects the instance that answers
+it, and adaptive migration may override that selection if memory is short. The intra-instance scheduler is
+`tailrace.intra.pascal`.
 
-What the paper leaves open is settled here by parameters:
+The parameter `migration` has the ablations of section V-D: "always" migrates to Algorithm 2's selection
+whether or not it has sufficient GPU memory (non-adaptive); "never" answers on the instance that reasoned.
 
-- t_i, "whether all answering requests meet their SLOs": false when the pacer of any is `behind_tokens` or
-  more behind. A stream at exactly the user's pace is up to one token behind just before each token, so one
-  whole token is the least that tells trouble. A request that has no answering token yet has no pace yet; if
-  it is not on the device either, its pacer has nothing and gets nothing, and the instance counts as failing.
-- m_i counts prompts that were sent to an instance and have no KV yet with `queued_weight`. With 0, the
-  paper's letter, all that arrives between two reports of the monitor goes to one instance.
-- "Sufficient GPU memory" for the answering phase, whose length nobody knows: `growth_tokens` beyond what the
-  request holds, by default one quantum, for which the instance's queue will let it run.
-- Ties of Algorithm 2's argmin: stay, since a migration would gain nothing; then the smallest m_i. The first
-  index would send everything to the first instance of an idle cluster.
-- r_i and a_i do not count the request that is being decided on, wherever its instance counts it.
-- Algorithm 2's choice has no room for the request and the instance it is on has none either: it goes, into
-  the target's host memory (as in the paper, where m_i includes it), if the target's view offers any.
+Choices that the paper leaves open:
+
+- t_i, "whether all answering requests meet their SLOs": false if the pacer of any of them is `behind_tokens`
+  or more behind. A stream at exactly the user's pace is up to one token behind just before each token, so one
+  whole token is the smallest deficit that indicates a problem. A request without an answering token has no
+  pace; if it is not on the device either, its pacer is empty and stays empty, and t_i is false.
+- m_i includes prompts that were sent to an instance but have no KV yet, with weight `queued_weight`. With 0,
+  as in the paper, all arrivals between two reports of the monitor go to one instance.
+- "Sufficient GPU memory" for the answering phase, whose length is unknown: `growth_tokens` beyond what the
+  request holds, by default one quantum, the time for which the instance's queue lets it run.
+- Ties of Algorithm 2's argmin: stay, since a migration would gain nothing; then the smallest m_i. Choosing
+  the lowest index instead would send everything to the first instance of an idle cluster.
+- r_i and a_i exclude the request that is being decided on.
+- If neither Algorithm 2's selection nor the current instance has room, the request moves into the selected
+  instance's host memory if that has any, as in the paper, where m_i includes host memory.
 """
 
 from __future__ import annotations
@@ -54,7 +57,10 @@ NEVER: Final = "never"
 
 
 class Pascal(Policy):
-    """Reason where the KV footprint is smallest, answer where the fewest reason, move where memory allows."""
+    """Place by Algorithm 1, and migrate by Algorithm 2 when reasoning ends.
+
+    The module describes the parameters.
+    """
 
     needs = (Fact.PROFILE,)
     parameters = (
@@ -70,7 +76,7 @@ class Pascal(Policy):
             "behind_tokens",
             float,
             1.0,
-            "how far an answering request may fall behind its reader before it fails its SLO (t_i)",
+            "how far an answering request may fall behind its user's pace before it fails its SLO (t_i)",
             unit="tokens",
             source="ours, of PASCAL's Algorithm 1, line 3",
             minimum=0.0,
@@ -106,7 +112,7 @@ class Pascal(Policy):
         pulls: bool = False,
         profile: Profile | None = None,
     ) -> None:
-        """The module's docstring has the reasons; `quantum_tokens` (section V-A) says what "fresh" is."""
+        """`quantum_tokens`: tokens within which an answering request counts as fresh (section V-A)."""
         if quantum_tokens < 1:
             raise ValueError(f"a quantum has at least one token, not {quantum_tokens}")
         self.migration = migration
@@ -119,7 +125,7 @@ class Pascal(Policy):
         self.pull = pulling(profile, pulls)
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
-        """Algorithm 1."""
+        """Select an instance by Algorithm 1: of those that meet their SLOs, the smallest KV footprint."""
         instances = candidates(view, arrival)
         if not instances:
             return NO_INSTANCE
@@ -132,18 +138,18 @@ class Pascal(Policy):
         return self.pull(view, arrival, Place(chosen.instance_id))
 
     def load_of(self, instance: InstanceView) -> PhaseLoad:
-        """r_i, a_i and the slack that decides t_i."""
+        """Return r_i, a_i and the pacer slack that decides t_i."""
         counted = instance.phase_load
         if counted is not None and counted.quantum_tokens == self.quantum_tokens:
             return counted
         return phase_load(instance.requests, quantum_tokens=self.quantum_tokens)
 
     def footprint(self, instance: InstanceView) -> float:
-        """m_i."""
+        """Return m_i, in tokens."""
         return footprint_tokens(instance, self.queued_weight)
 
     def on_reasoning_ended(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
-        """Migrate to Algorithm 2's choice, unless it is where the request is or memory forbids it."""
+        """Migrate to Algorithm 2's selection unless that is the current instance or memory rules it out."""
         source = view.instances.get(request.instance_id)
         if self.migration == NEVER or source is None or request.migrating:
             return ()
@@ -156,7 +162,7 @@ class Pascal(Policy):
     def select(
         self, instances: Sequence[InstanceView], source: InstanceView, request: RequestView
     ) -> InstanceView | None:
-        """Algorithm 2; None: there are no instances."""
+        """Select an instance by Algorithm 2; return None without instances."""
         here = source.instance_id
         behind = -self.behind_tokens
         loads = [
@@ -173,16 +179,16 @@ class Pascal(Policy):
         return min(tied, key=lambda i: (i.instance_id != here, self.footprint(i)))  # line 10
 
     def stays(self, source: InstanceView, target: InstanceView, request: RequestView) -> bool:
-        """Return whether memory forbids the migration (section IV-B, figure 7).
+        """Return whether memory rules the migration out (section IV-B, figure 7).
 
-        It does where the target could hold the request in no memory it has; adaptively also where the current
-        instance has sufficient GPU memory and the selected one has not.
+        It does if the target has no room for the request in GPU or host memory; with adaptive migration also
+        if the current instance has sufficient GPU memory and the target has not.
         """
         if self.migration == ADAPTIVE:
             if fits_device(target, request.context_tokens, self.growth_tokens):
                 return False
-            to_come = max(0, request.context_tokens - request.kv_tokens) + self.growth_tokens
-            if source.kv_free_tokens >= to_come:
+            needed = max(0, request.context_tokens - request.kv_tokens) + self.growth_tokens
+            if source.kv_free_tokens >= needed:
                 return True
         return not fits_device(target, request.context_tokens) and not fits_host(
             target, request.context_tokens

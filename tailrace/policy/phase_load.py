@@ -1,6 +1,7 @@
-"""An instance's requests counted as PASCAL's algorithms want them (section IV-B), and its prompts.
+"""Count an instance's requests by phase for PASCAL's Algorithms 1 and 2 (section IV-B), and list its prompts.
 
-A function counts any sequence of requests, and `PhaseCounts` the same as they come, change and go.
+The function `phase_load` counts any sequence of requests; `PhaseCounts` maintains the same counts
+incrementally.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from typing import Final, NamedTuple
 from tailrace.cluster import InstanceView, Phase, PhaseLoad, RequestState, RequestView
 from tailrace.intra.base import QUANTUM_TOKENS
 
-# When it arrived, and its prompt's tokens.
+# Arrival time in seconds, and length in tokens.
 Prompt = tuple[float, int]
 
 
 class ListsPrompts(ABC):
-    """Requests whose prompts can be told without making a view of each."""
+    """A collection of requests that lists their prompts without creating a view of each."""
 
     @abstractmethod
     def prompts(self) -> Sequence[Prompt]:
-        """What the function `prompts` returns for them."""
+        """Return what the function `prompts` returns for these requests."""
 
 
 def prompts(instance: InstanceView) -> Sequence[Prompt]:
-    """As the view says; else read off its requests. In any order."""
+    """Return the prompts of the instance's requests in prefill, in any order."""
     if instance.prompts is not None:
         return instance.prompts
     requests = instance.requests
@@ -41,11 +42,11 @@ _OFF_DEVICE = (RequestState.WAITING, RequestState.PREEMPTED)
 
 
 class CountsPhases(ABC):
-    """Requests that can be counted without making a view of each."""
+    """A collection of requests that counts them without creating a view of each."""
 
     @abstractmethod
     def phase_load(self, quantum_tokens: int, without: str) -> PhaseLoad:
-        """What the function `phase_load` returns for them."""
+        """Return what the function `phase_load` returns for these requests."""
 
 
 def phase_load(
@@ -53,10 +54,9 @@ def phase_load(
 ) -> PhaseLoad:
     """Count `requests`, except the one whose id is `without`.
 
-    Prefill counts as reasoning (footnote 2). A demoted request is in neither count: it is out of the
-    high-priority queue, and it is not new in the low-priority one. An answering request that waits for its
-    first token without a place on the device has an empty pacer that nothing fills: its slack is minus
-    infinity.
+    Prefill counts as reasoning (footnote 2). A demoted request is in neither count: it has left the
+    high-priority queue, and is not fresh in the low-priority one. An answering request that waits for its
+    first token off the device has an empty pacer that stays empty: its slack is minus infinity.
     """
     if isinstance(requests, CountsPhases):
         return requests.phase_load(quantum_tokens, without)
@@ -74,16 +74,16 @@ def phase_load(
 
 
 class PhaseShare(NamedTuple):
-    """What one request adds to its instance's counts."""
+    """One request's share of its instance's counts."""
 
     reasoning: bool
     fresh: bool
-    # Infinite: it does not tell whether its instance meets the SLO.
+    # Infinite: the request does not affect whether its instance meets the SLO.
     slack_tokens: float
 
 
 def phase_share(request: RequestView, quantum_tokens: int) -> PhaseShare:
-    """The one place where it is decided what a request counts for; see `phase_load`."""
+    """Return what a request counts as; see `phase_load`."""
     if request.phase is not Phase.ANSWERING:
         return _DEMOTED if request.demoted else _REASONING
     slack = request.pacer_slack_tokens
@@ -98,13 +98,15 @@ _DEMOTED: Final = PhaseShare(False, False, math.inf)
 
 
 class PhaseCounts:
-    """What `phase_load` counts, in constant time a change; the least slack alone is looked
-    for anew after the request that had it has gone. And what `prompts` tells."""
+    """Maintain the results of `phase_load` and `prompts` in constant time per change.
+
+    Only the least slack is recomputed, after the request that had it was removed.
+    """
 
     def __init__(self, quantum_tokens: int) -> None:
-        """`quantum_tokens`: an answering request with fewer output tokens is fresh."""
+        """`quantum_tokens`: an answering request with fewer answering tokens is fresh."""
         self._quantum_tokens = quantum_tokens
-        # By when they arrived and their tokens; two may be alike.
+        # A multiset: two prompts may have the same arrival time and length.
         self._prompts: Counter[tuple[float, int]] = Counter()
         self._reasoning = 0
         self._fresh = 0
@@ -112,7 +114,7 @@ class PhaseCounts:
         self._least_is_known = True
 
     def reset(self, requests: Iterable[RequestView]) -> None:
-        """Count these requests and no others."""
+        """Start over with these requests."""
         self._prompts.clear()
         self._reasoning = self._fresh = 0
         self._least, self._least_is_known = math.inf, True
@@ -120,28 +122,28 @@ class PhaseCounts:
             self.add(request)
 
     def add(self, request: RequestView) -> None:
-        """Count a request that has come."""
+        """Add a request."""
         self._least = min(self._least, self._count(request, 1))
 
     def remove(self, request: RequestView) -> None:
-        """Leave out a request that has gone; it must be as it was when it was added."""
+        """Remove a request; it must be equal to what was added."""
         slack = self._count(request, -1)
         if slack != math.inf and slack <= self._least:
             self._least_is_known = False
 
     def load(self, requests: Iterable[RequestView]) -> PhaseLoad:
-        """The counts; `requests`: all that there are, if they must be asked."""
+        """Return the counts; `requests`: all current ones, read only to recompute the least slack."""
         if not self._least_is_known:
             slacks = (phase_share(request, self._quantum_tokens).slack_tokens for request in requests)
             self._least, self._least_is_known = min(slacks, default=math.inf), True
         return PhaseLoad(self._reasoning, self._fresh, self._least, self._quantum_tokens)
 
     def prompts(self) -> tuple[tuple[float, int], ...]:
-        """(when it arrived, prompt tokens) of each request in prefill."""
+        """Return the prompts of requests in prefill."""
         return tuple(self._prompts.elements())
 
     def _count(self, request: RequestView, by: int) -> float:
-        """Add or take away what the request counts for; its slack."""
+        """Add (`by` 1) or subtract (-1) the request's share; return its slack."""
         if request.phase is Phase.PREFILL:
             prompt = request.arrival_s, request.prompt_tokens
             self._prompts[prompt] += by

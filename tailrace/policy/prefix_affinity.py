@@ -1,4 +1,4 @@
-"""Overlap less load: how the routers of NVIDIA Dynamo and llm-d place by prefix."""
+"""Prefix affinity: place by cached prefix and load, like the routers of NVIDIA Dynamo and llm-d."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tailrace.actions import Place, Placement
 from tailrace.cluster import Arrival, ClusterView
 from tailrace.perf.steps import StepModel
 from tailrace.policy.base import Policy
-from tailrace.policy.candidates import NO_INSTANCE, candidates, held_there
+from tailrace.policy.candidates import NO_INSTANCE, candidates, held_tokens_on
 from tailrace.policy.deployment import Fact
 from tailrace.policy.parameters import Parameter
 from tailrace.policy.pulling import PULLS, pulling
@@ -16,13 +16,14 @@ from tailrace.profiles import Profile
 
 
 class PrefixAffinity(Policy):
-    """The least `overlap_weight` * tokens to prefill + active tokens.
+    """Minimize `overlap_weight` * tokens to prefill + active tokens.
 
-    That is how the KV router of NVIDIA Dynamo chooses ("Router Design" in its documentation: potential new
-    prefill blocks, weighed, and potential active blocks) at its default temperature of 0. Tokens to prefill
-    are those queued there and those of the arrival that the instance does not hold; active ones, those in
-    use there and all of the arrival's. The scorers of llm-d weigh the same: the share of the prompt that is
-    held against the queue and the KV in use. What is held in host memory counts less what it takes to load.
+    This is the cost function of NVIDIA Dynamo's KV router ("Router Design" in its documentation: weighted
+    potential new prefill blocks plus potential active blocks) at its default temperature of 0. Tokens to
+    prefill are those queued on the instance and those of the arrival that it has not cached; active tokens
+    are its KV in use and all tokens of the arrival. The scorers of llm-d weigh the same quantities: the
+    cached share of the prompt against the queue and the KV in use. Tokens cached in host memory count less
+    the cost of loading them.
     """
 
     needs = (Fact.PROFILE,)
@@ -49,7 +50,7 @@ class PrefixAffinity(Policy):
         self.pull = pulling(profile, pulls)
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
-        """The least cost; then the fewest requests; the first of equals."""
+        """Return the instance with the least cost, then the fewest requests; the first of equals."""
         instances = candidates(view, arrival)
         if not instances:
             return NO_INSTANCE
@@ -57,7 +58,7 @@ class PrefixAffinity(Policy):
         chosen = min(
             instances,
             key=lambda i: (
-                weight * (i.prefill_backlog_tokens + tokens - held_there(arrival, i, nominal))
+                weight * (i.prefill_backlog_tokens + tokens - held_tokens_on(arrival, i, nominal))
                 + i.kv_used_tokens
                 + tokens,
                 i.load,

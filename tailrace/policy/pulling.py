@@ -1,4 +1,4 @@
-"""Whether to fetch a prefix that another instance holds: where the transfer takes less than the prefill."""
+"""Pull a cached prefix from another instance if the transfer takes less time than the prefill."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PULLS: Final = Parameter(
     "less time than computing it",
     source="false: the paper, which has no prefix cache; true: ours",
 )
-# Opening a transfer, and a link of 100 Gbit/s, where none has been measured.
+# Assumed where no transfer has been measured: the time to open one, and a link of 100 Gbit/s.
 _OPEN_S: Final = 0.01
 _LINK_BYTES_PER_S: Final = 12.5e9
 
@@ -28,11 +28,14 @@ Pull = Callable[[ClusterView, Arrival, Placement], Placement]
 
 
 def pulling(profile: Profile | None, pulls: bool) -> Pull:
-    """What becomes of a placement that a policy has decided on; `profile` as in `StepModel.of_profile`."""
-    return _Pulling(StepModel.of_profile(profile)).onto if pulls else _as_decided
+    """Return a function that adds a pull to a policy's placement if it pays; the identity unless `pulls`.
+
+    `profile`: as in `StepModel.of_profile`.
+    """
+    return _Pulling(StepModel.of_profile(profile)).add_pull if pulls else _unchanged
 
 
-def _as_decided(view: ClusterView, arrival: Arrival, placement: Placement) -> Placement:
+def _unchanged(view: ClusterView, arrival: Arrival, placement: Placement) -> Placement:
     return placement
 
 
@@ -40,8 +43,8 @@ class _Pulling:
     def __init__(self, nominal: StepModel) -> None:
         self._nominal = nominal
 
-    def onto(self, view: ClusterView, arrival: Arrival, placement: Placement) -> Placement:
-        """The same place, with its prefix fetched if that pays."""
+    def add_pull(self, view: ClusterView, arrival: Arrival, placement: Placement) -> Placement:
+        """Return the same placement, with a pull of the prefix if that saves time."""
         if not arrival.cached or not isinstance(placement, Place):
             return placement
         instance = view.instances[placement.instance_id]
@@ -61,22 +64,24 @@ class _Pulling:
 
 
 def most_cached(arrival: Arrival, instances: Sequence[InstanceView]) -> str | None:
-    """The instance of these that tells of most of the arrival, the first of equals; None: none.
+    """Return the instance that has reported the longest cached prefix of the arrival; the first of equals.
 
-    One that drains may be asked. One that is suspected, or that the front end does not reach, is not.
+    Draining instances count, since they can still send KV; suspect ones and those that the front end cannot
+    reach do not. None: no instance has reported any.
     """
     least, found = 0, None
     for instance in instances:
         held = arrival.cached.get(instance.instance_id)
         if held is None or held.told <= least or instance.state is InstanceState.SUSPECT:
             continue
-        # Front ends exclude what drains, too.
+        # Front ends also exclude draining instances, which they do reach.
         if instance.state is InstanceState.DRAINING or instance.instance_id not in arrival.excluded:
             least, found = held.told, instance.instance_id
     return found
 
 
 def pull_s(instance: InstanceView, tokens: int, open_s: float, nominal_s: float) -> float:
-    """Seconds to fetch KV of so many tokens to there: at the pace of late, else the nominal ones."""
+    """Return the seconds to transfer the KV of `tokens` to an instance: `open_s` plus the copy at its
+    recently measured rate; `nominal_s` if none was measured."""
     rate = instance.migration_tokens_per_s
     return nominal_s if rate is None or rate <= 0.0 else open_s + tokens / rate

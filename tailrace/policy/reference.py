@@ -1,4 +1,4 @@
-"""docs/policy-parameters.md, from the declarations.
+"""Generate docs/policy-parameters.md from the declarations.
 
 python -m tailrace.policy.reference > docs/policy-parameters.md
 """
@@ -38,7 +38,7 @@ pace: an answer that is behind it marks its instance as failing.
 
 
 def reference() -> str:
-    """The page."""
+    """Return the page in Markdown."""
     parts = [_INTRODUCTION, *_table(OBJECTIVES, ())]
     ours = {name: found for name in names() if _is_ours(found := variant(name))}
     plain: list[str] = []

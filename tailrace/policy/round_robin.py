@@ -1,4 +1,4 @@
-"""Round robin: each arrival to the next instance in turn, whatever its load."""
+"""Round robin: place each arrival on the next instance in turn, regardless of load."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from tailrace.policy.base import Policy
 
 
 class RoundRobin(Policy):
-    """The baseline of all four papers. Turns on the arrival's sequence number, so it keeps no state."""
+    """The baseline of all four papers. Stateless: it takes turns by the arrival's sequence number."""
 
     summary = "each arrival to the next instance in turn"
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
-        """The instance at `seq` modulo the number of instances that may get work."""
+        """Return the active instance at index `seq` modulo their number."""
         candidates = [i for i in view.placeable() if i.instance_id not in arrival.excluded]
         if not candidates:
             return Refuse("no active instance")

@@ -1,4 +1,4 @@
-"""Sticky sessions: what belongs together goes to one instance, whatever its load."""
+"""Sticky sessions: place all requests of a session on one instance, regardless of load."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ _MASK: Final = (1 << 64) - 1
 
 
 class Session(Policy):
-    """Consistent hashing on the session that the client names, else on the prompt's first blocks.
+    """Hash consistently on the client's session ID, else on the prompt's first blocks, else on the request
+    ID.
 
-    By rendezvous (Thaler and Ravishankar, "Using name-based mappings to increase hit rates", IEEE/ACM
-    Transactions on Networking 6(1), 1998): each instance draws a number from the key, and the largest wins.
-    When one comes or goes, only its own sessions move. An arrival that has neither goes by its id.
+    Rendezvous hashing (Thaler and Ravishankar, "Using name-based mappings to increase hit rates", IEEE/ACM
+    Transactions on Networking 6(1), 1998): each instance gets a score from its id and the key, and the
+    highest score wins. When an instance joins or leaves, only its own sessions move.
     """
 
     parameters = (
@@ -39,7 +40,7 @@ class Session(Policy):
         self.blocks = blocks
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
-        """Where the session's key draws the largest number."""
+        """Return the instance with the highest score for the session's key."""
         instances = candidates(view, arrival)
         if not instances:
             return NO_INSTANCE
@@ -50,7 +51,7 @@ class Session(Policy):
         if arrival.session_id:
             return _digest(arrival.session_id)
         names = arrival.block_names
-        # A name stands for its block and all before it.
+        # A block's name identifies the block and everything before it.
         return names[min(self.blocks, len(names)) - 1] if names else _digest(arrival.request_id)
 
 
@@ -60,7 +61,7 @@ def _digest(text: str) -> int:
 
 
 def _mixed(value: int) -> int:
-    """The finaliser of the SplitMix64 generator (Steele et al., OOPSLA 2014)."""
+    """Apply the finalizer of the SplitMix64 generator (Steele et al., OOPSLA 2014)."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)

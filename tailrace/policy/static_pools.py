@@ -1,4 +1,4 @@
-"""Static prefill/decode pools: prefill on one pool, hand over to the other, never change membership."""
+"""Static pools: prefill in one pool, decode in the other, never move an instance between them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tailrace.policy.base import Policy
 
 
 class StaticPools(Policy):
-    """Static PD disaggregation with minimal-load choice (Arrow's "Minimal Load" baseline, section 7.3).
+    """Static PD disaggregation with minimal-load dispatch: Arrow's "Minimal Load" baseline (section 7.3).
 
-    An instance in no pool does both kinds of work, so that a cluster without pools still serves.
+    An instance in no pool does both kinds of work, so that a cluster without pools is usable.
     """
 
     batch_order = "decode_first"
@@ -21,7 +21,10 @@ class StaticPools(Policy):
     summary = "prefill pool and decode pool of fixed membership, least loaded within each"
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
-        """A request with output already delivered only needs decoding, but its KV must be computed anew."""
+        """Return the prefill instance with the smallest backlog.
+
+        That includes requests with output already delivered: their KV must be recomputed.
+        """
         candidates = [i for i in view.placeable() if i.instance_id not in arrival.excluded]
         if not candidates:
             return Refuse("no active instance")

@@ -52,17 +52,17 @@ def arrival_s(
     decoding = max(1, requests - len(prompts))
     reasons = min(1.0, max(0, reasoning - len(prompts)) / decoding)
     share = min(1.0, step_s / costs.tpot_slo_s)
-    hurry = reasons + (1.0 - reasons) * share * share
+    decode_weight = reasons + (1.0 - reasons) * share * share
 
     remaining = costs.expected_tokens
     cost_s = 0.0
     if costs.penalty is None:
-        each = hurry * remaining
+        each = decode_weight * remaining
         cost_s = each * (steps.decode_s(requests, held) + (requests + 1) * steps.per_request_s)
         cost_s += each * (requests + 1) * steps.per_kv_token_s * prompt
-    cost_s += wait_s * (1.0 + wait_s / patience_s) + own_s * (after + hurry * others)
+    cost_s += wait_s * (1.0 + wait_s / patience_s) + own_s * (after + decode_weight * others)
     if costs.penalty is not None:
-        cost_s += hurry * remaining * costs.dearer_s(instance, prompt, Longest.of(instance).tokens)
+        cost_s += decode_weight * remaining * costs.slowdown_s(instance, prompt, Longest.of(instance).tokens)
     return cost_s + costs.shortage_s(instance, prompt + remaining)
 
 

@@ -159,7 +159,7 @@ def test_what_a_cache_has_is_taken_off_the_delay() -> None:
     policy = Arrow(cache_aware=True)
     prompt = replace(SHORT, prompt_tokens=8_000)
     holder, other = with_delay("b", P, 1.0), with_delay("a", P, 0.0)
-    saved_s = policy.loads.found_s(holder, 6_000)
+    saved_s = policy.loads.saved_s(holder, 6_000)
     told = replace(prompt, cached={"b": CachedTokens(6_000, 6_000)})
     decoder = instance("d", pool=D)
     near = replace(holder, prefill_delay_s=saved_s * 0.9)

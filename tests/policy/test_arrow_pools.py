@@ -13,9 +13,9 @@ from tailrace.actions import Action, Migrate, Place, SetPool
 from tailrace.cluster import Arrival, ClusterView, InstanceState, InstanceView, Phase, Pool, RequestView
 from tailrace.policy.arrow.baselines import ROUND_ROBIN, MinimalLoad
 from tailrace.policy.arrow.load import (
-    decodes_left,
+    has_decodes_left,
+    has_prefills_left,
     mean_token_interval_s,
-    prefills_left,
     running_tokens,
 )
 from tailrace.policy.arrow.policy import FILTER, Arrow
@@ -74,7 +74,7 @@ def test_flips_take_the_least_loaded_and_never_the_last(view: ClusterView) -> No
         assert chosen.pool is (P2D if pools.prefill_to_decode else D)
         peers = pools.prefill_to_decode or pools.decode
         assert running_tokens(chosen) == min(map(running_tokens, peers))
-        assert to_prefill.pool is (D2P if decodes_left(chosen) else P)
+        assert to_prefill.pool is (D2P if has_decodes_left(chosen) else P)
     else:
         assert pools.able_to_decode <= 1 or not (pools.decode or pools.prefill_to_decode)
     to_decode = try_move_prefill_to_decode(pools, ARROW.loads)
@@ -85,7 +85,7 @@ def test_flips_take_the_least_loaded_and_never_the_last(view: ClusterView) -> No
         peers = pools.decode_to_prefill or pools.prefill
         delay_s = ARROW.loads.prefill_delay_s
         assert delay_s(chosen) == min(map(delay_s, peers))
-        assert to_decode.pool is (P2D if prefills_left(chosen) else D)
+        assert to_decode.pool is (P2D if has_prefills_left(chosen) else D)
     else:
         assert pools.able_to_prefill <= 1 or not (pools.prefill or pools.decode_to_prefill)
 
@@ -372,7 +372,7 @@ def test_the_idle_rule_leaves_prompts_and_the_last_prefill_instance_alone(view: 
     move = try_move_idle_to_decode(pools)
     if move is not None:
         assert both_able(pools.after(move))
-        assert not prefills_left(view.instances[move.instance_id])
+        assert not has_prefills_left(view.instances[move.instance_id])
         assert move.pool is D
 
 

@@ -166,7 +166,7 @@ def test_what_staying_costs_is_what_coming_back_would(view: ClusterView, tokens:
 def test_what_joining_costs_at_least(view: ClusterView, tokens: int, remaining: float) -> None:
     instances = list(view.instances.values())
     for costs in (Costs(StepModel.of_profile(None)), Costs(StepModel.of_profile(None), PENALTY)):
-        least_s = costs.at_least(instances).joining_s(tokens, remaining)
+        least_s = costs.lower_bound(instances).joining_s(tokens, remaining)
         assert all(least_s <= costs.joining_s(here, tokens, remaining) for here in instances)
 
 
@@ -279,7 +279,7 @@ def test_prices_are_what_one_more_request_of_mean_length_costs(view: ClusterView
     for penalty, few in itertools.product((None, PENALTY), (0, FEW)):
         costs = Costs(StepModel.of_profile(None), penalty)
         offers = OfferPlanner(costs, few)
-        offers.renew(costs, instances)
+        offers.update(costs, instances)
         assert offers.prices_s() == {
             i.instance_id: costs.joining_s(i, i.context_tokens // max(1, i.load), costs.expected_tokens)
             for i in instances
@@ -303,14 +303,14 @@ def test_the_cheapest_of_a_stage(view: ClusterView, prompt: int) -> None:
 def test_a_queue_says_what_comes_first(lengths: list[int], new: int) -> None:
     steps = StepModel.of_profile(None)
     queue = Queue.of([(0.0, length) for length in lengths], sum(lengths), steps)
-    assert queue.found_s == pytest.approx(sum(nominal_s(length, length * length) for length in lengths))
-    tokens, seconds, after = queue.before(due_s(0.0, new, queue.found_s))
+    assert queue.queued_s == pytest.approx(sum(nominal_s(length, length * length) for length in lengths))
+    tokens, seconds, after = queue.before(due_s(0.0, new, queue.queued_s))
     # All came at one time, the shorter ones first.
     found_s, dues = 0.0, []
     for length in sorted(lengths):
         dues.append((due_s(0.0, length, found_s), length))
         found_s += nominal_s(length, length * length)
-    first = [length for due, length in dues if due <= due_s(0.0, new, queue.found_s)]
+    first = [length for due, length in dues if due <= due_s(0.0, new, queue.queued_s)]
     assert (tokens, after) == (sum(first), len(lengths) - len(first))
     assert seconds == pytest.approx(sum(map(steps.compute_s, first)))
 

@@ -18,14 +18,14 @@ from tailrace.policy.phase_load import phase_load, prompts
 from tailrace.policy.tailrace.arrival import (
     OF_MANY,
     OF_ONE,
-    Before,
     Offer,
+    QueueAhead,
     Reported,
+    cost_without_shortage_s,
     offer,
     prefill_after_s,
     prefill_s,
     shortage_s,
-    without_kv_s,
 )
 from tailrace.policy.tailrace.costs import Costs, Longest
 from tailrace.policy.tailrace.policy import Tailrace
@@ -64,10 +64,10 @@ def before(
     """What is served before a prompt of that length: tokens, seconds; and how many prompts after it."""
     waiting = prompts(instance) if instance.prefill_backlog_tokens else ()
     if not waiting:
-        return offered.unknown, offered.unknown_s, 0.0
+        return offered.unlisted, offered.unlisted_s, 0.0
     queue = Queue.of(waiting, instance.prefill_backlog_tokens, steps)
-    known, known_s, after = queue.before(due_s(NOW, prompt, queue.found_s))
-    return offered.unknown + known, offered.unknown_s + known_s, after
+    known, known_s, after = queue.before(due_s(NOW, prompt, queue.queued_s))
+    return offered.unlisted + known, offered.unlisted_s + known_s, after
 
 
 @pytest.mark.parametrize("penalty", [None, PENALTY])
@@ -79,12 +79,12 @@ def test_seconds_of_an_arrival(penalty: object, view: ClusterView, prompt: int, 
     for instance in view.instances.values():
         steps = costs.steps_of(instance)
         offered = offer(costs, reported(instance), steps, OF_ONE)
-        served = Before(*before(instance, offered, steps, prompt))
-        total_s = without_kv_s(offered, prompt, float(cached), served, patience_s, OF_ONE)
+        served = QueueAhead(*before(instance, offered, steps, prompt))
+        total_s = cost_without_shortage_s(offered, prompt, float(cached), served, patience_s, OF_ONE)
         total_s += shortage_s(costs, offered, prompt + costs.expected_tokens, OF_ONE)
         if costs.penalty is not None:
-            dearer_s = costs.dearer_s(instance, prompt, Longest.of(instance).tokens)
-            total_s += offered.hurry * costs.expected_tokens * dearer_s
+            slowdown_s = costs.slowdown_s(instance, prompt, Longest.of(instance).tokens)
+            total_s += offered.decode_weight * costs.expected_tokens * slowdown_s
         assert total_s == pytest.approx(arrival_s(costs, instance, prompt, NOW, patience_s, cached))
 
 
@@ -101,10 +101,15 @@ def test_columns_are_the_numbers_side_by_side(view: ClusterView, prompt: int) ->
         times = StepTimes(*(np.full(len(members), value) for value in fields))
         together = offer(costs, columns, times, OF_MANY)
         assert np.array(together) == pytest.approx(np.array(alone, dtype=np.float64).T)
-        served = Before(together.unknown, together.unknown_s, np.zeros(len(members)))
-        seconds = without_kv_s(together, prompt, cached, served, 3.0, OF_MANY)
+        served = QueueAhead(together.unlisted, together.unlisted_s, np.zeros(len(members)))
+        seconds = cost_without_shortage_s(together, prompt, cached, served, 3.0, OF_MANY)
         assert list(seconds) == pytest.approx(
-            [without_kv_s(o, prompt, cached, Before(o.unknown, o.unknown_s, 0.0), 3.0, OF_ONE) for o in alone]
+            [
+                cost_without_shortage_s(
+                    o, prompt, cached, QueueAhead(o.unlisted, o.unlisted_s, 0.0), 3.0, OF_ONE
+                )
+                for o in alone
+            ]
         )
 
 

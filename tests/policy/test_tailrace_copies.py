@@ -21,7 +21,7 @@ from tailrace.cluster import (
     Stage,
 )
 from tailrace.perf.steps import StepModel
-from tailrace.policy.tailrace.copies import MOST, Copies
+from tailrace.policy.tailrace.copies import COPIES_MAX, Copies
 from tailrace.policy.tailrace.costs import Costs
 from tailrace.policy.tailrace.policy import Tailrace
 from tailrace.profiles import load_profile
@@ -120,8 +120,10 @@ def test_each_of_several_goes_elsewhere_and_few_begin_at_once() -> None:
     every = hot(instances="abcdefgh")
     prefixes = [replace(every, cached={name: there()}, requests={name: f"r-{name}"}) for name in "abcd"]
     made = copies(view, *prefixes)
-    assert [(copy.holder_id, copy.target_id) for copy in made] == [*zip("abcd", "efgh", strict=True)][:MOST]
-    assert 1 < MOST < 4
+    assert [(copy.holder_id, copy.target_id) for copy in made] == [*zip("abcd", "efgh", strict=True)][
+        :COPIES_MAX
+    ]
+    assert 1 < COPIES_MAX < 4
 
 
 def test_it_is_off_by_default() -> None:
@@ -212,7 +214,7 @@ def test_copies_are_few_and_to_who_has_nothing_of_it(view: ClusterView, seed: in
     moved_to = {action.target_id for action in actions if isinstance(action, Migrate)}
     assert moved_to.isdisjoint(copy.target_id for copy in made)
     assert made == [action for action in policy.on_tick(seen, 0.0) if isinstance(action, CopyPrefix)]
-    assert len(made) <= MOST
+    assert len(made) <= COPIES_MAX
     ends = [name for copy in made for name in (copy.holder_id, copy.target_id)]
     assert len(set(ends)) == len(ends) and not copying.intersection(ends)
     for copy in made:

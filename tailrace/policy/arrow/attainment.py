@@ -1,8 +1,8 @@
-"""Flips by the number of requests that are predicted to keep their SLOs (ours).
+"""Flip instances by the number of requests predicted to meet their SLOs (ours; parameter flips=attainment).
 
-Arrow flips to prefill when one prompt is predicted late and decode load is low, and to decode when a
-threshold is passed, whatever that does to the other side (sections 5.3 and 5.5). Here a flip either way is
-weighed by what it does to both.
+Arrow flips to prefill if one prompt is predicted to miss its SLO and decode load is low, and to decode if a
+threshold is exceeded, regardless of the effect on the other side (sections 5.3 and 5.5). This model weighs
+the effect of a flip on both sides.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from tailrace.policy.phase_load import prompts
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What the instances of a view have to do, whatever pools they are in."""
+    """The work of all instances of a view, independent of pools."""
 
-    # Prompts expected within a TTFT SLO: as many as arrived within the last one; the mean of their lengths.
+    # Prompts expected within the next period of one TTFT SLO, as many as arrived in the last one; and their
+    # mean length.
     prompts: int
     prompt_tokens: int
     # Requests past prefill, and their tokens.
@@ -29,16 +30,16 @@ class Demand:
 
     @property
     def requests(self) -> int:
-        """All of them."""
+        """Return the number of prompts and decoding requests."""
         return self.prompts + self.decoding
 
 
 @dataclass(frozen=True, slots=True)
 class AttainmentModel:
-    """Predicts from loads.
+    """Predict SLO attainment from the instances' loads.
 
-    `flip_gain`: share of the requests that a flip must bring within their SLOs; one request at least.
-    `kv_wait`: whether waiting for KV delays prompts.
+    `flip_gain`: minimum gain of a flip as a share of all requests; at least one request. `kv_wait`: whether
+    prompts also wait for KV.
     """
 
     loads: LoadModel
@@ -48,15 +49,15 @@ class AttainmentModel:
     kv_wait: bool
 
     def demand(self, pools: Pools, now: float, arrival: Arrival | None = None) -> Demand:
-        """`arrival`: one more prompt."""
+        """Return the demand on these instances; `arrival` counts as one more prompt."""
         in_prefill = [
             prompt
             for instance in pools.members()
-            # Without any left to compute there is none to look for.
+            # Without prefill work, skip reading the requests.
             if instance.prefill_backlog_tokens > 0 or instance.waiting > 0
             for prompt in prompts(instance)
         ]
-        # One that was placed a moment ago has no time of arrival yet.
+        # A prompt that was just placed has no arrival time yet.
         recent = [tokens for at_s, tokens in in_prefill if not at_s or at_s > now - self.ttft_slo_s]
         if arrival is not None:
             recent.append(arrival.prompt_tokens + arrival.output_tokens)
@@ -70,16 +71,16 @@ class AttainmentModel:
         )
 
     def attained(self, pools: Pools, demand: Demand) -> float:
-        """Requests that keep their SLOs, of `demand.requests`."""
+        """Return the predicted number of `demand.requests` that meet their SLOs."""
         return self._prompts_in_time(pools, demand) + self._decoded_in_time(pools, demand)
 
-    def pays(self, before: Pools, after: Pools, demand: Demand) -> float:
-        """Requests more that keep their SLOs after a flip; 0.0 when that is not enough to flip for."""
+    def flip_gain_requests(self, before: Pools, after: Pools, demand: Demand) -> float:
+        """Return how many more requests meet their SLOs after a flip; 0.0 if that is below `flip_gain`."""
         gain = self.attained(after, demand) - self.attained(before, demand)
         return gain if gain >= max(1.0, self.flip_gain * demand.requests) else 0.0
 
     def _prompts_in_time(self, pools: Pools, demand: Demand) -> float:
-        """Those that the prefill instances can finish within the TTFT SLO."""
+        """Return the number of prompts that the prefill instances can finish within the TTFT SLO."""
         tokens = demand.prompt_tokens
         wait = KvWait(pools, self.tpot_slo_s) if self.kv_wait else None
         in_time = 0.0
@@ -94,16 +95,17 @@ class AttainmentModel:
         return min(float(demand.prompts), in_time)
 
     def _decoded_in_time(self, pools: Pools, demand: Demand) -> float:
-        """Those whose tokens the decode instances can carry within the TPOT SLO and their KV."""
+        """Return the number of decoding requests that the decode instances can run within the TPOT SLO."""
         if not demand.decode_tokens:
             return float(demand.decoding)
-        carried = sum(map(self._carries, (*pools.decode, *pools.prefill_to_decode, *pools.unpooled)))
-        return demand.decoding * min(1.0, carried / demand.decode_tokens)
+        capacity = sum(map(self._decode_capacity, (*pools.decode, *pools.prefill_to_decode, *pools.unpooled)))
+        return demand.decoding * min(1.0, capacity / demand.decode_tokens)
 
-    def _carries(self, instance: InstanceView) -> float:
-        """Tokens that the instance runs within the TPOT SLO: as profiled, and no more than its steps show."""
-        most = float(self.loads.most_tokens(instance))
+    def _decode_capacity(self, instance: InstanceView) -> float:
+        """Return the tokens that the instance can run within the TPOT SLO: Max Running Tokens, less if its
+        token interval already exceeds the SLO."""
+        capacity = float(self.loads.max_tokens(instance))
         interval_s = instance.token_interval_s
         if interval_s > self.tpot_slo_s:
-            most = min(most, instance.context_tokens * self.tpot_slo_s / interval_s)
-        return most
+            capacity = min(capacity, instance.context_tokens * self.tpot_slo_s / interval_s)
+        return capacity

@@ -1,4 +1,4 @@
-"""What Arrow is compared with in section 7.3: request scheduling alone, over pools that never change."""
+"""The baselines of Arrow's section 7.3: request scheduling over static pools."""
 
 from __future__ import annotations
 
@@ -34,16 +34,15 @@ ROUND_ROBIN: Final = "round_robin"
 
 
 class MinimalLoad(Policy):
-    """Static k:n-k pools; within each the least loaded instance, or each in turn (section 7.3).
+    """Static k:n-k pools; dispatch to the least loaded instance, or round robin (section 7.3).
 
-    Load is what it is for Arrow ("only includes the minimum-load request scheduling strategy"): predicted
-    prefill delay, and tokens of running requests. `profile`: what the prediction is fitted to where
-    instances report none. `prefill_share` divides instances that are in no pool, once; half, as the paper's
-    4P+4D. A request that got no room on a decode instance in time is asked about again each tick, as in
-    `Arrow`.
+    Load is defined as in Arrow ("only includes the minimum-load request scheduling strategy"): predicted
+    prefill delay, and tokens of running requests. `profile`: source of the prediction for instances that
+    report none. `prefill_share` divides the instances that are in no pool, once; half, as the paper's 4P+4D.
+    If no decode instance has room for a request, the handover is retried on each tick, as in `Arrow`.
 
-    In turn, prefill goes by the arrival's number. At prefill done there is none to turn on, and a policy
-    keeps no count: a hash of the request id stands for the turn, which is as blind to load as turning is.
+    Round robin uses the arrival's sequence number. There is none when prefill is done, and a policy is
+    stateless, so a hash of the request id takes its place, which is just as independent of load.
     """
 
     needs = (Fact.PROFILE,)
@@ -75,12 +74,12 @@ class MinimalLoad(Policy):
         self.prefill_share = prefill_share
         self.tick_interval_s = tick_interval_s
         predictor = TtftPredictor.of_profile(profile if profile is not None else load_profile(PROFILE))
-        # No SLO plays a part: what bounds a batch is its KV.
+        # SLOs play no part: only its KV bounds a batch.
         self.loads = LoadModel(predictor, max_running_tokens=sys.maxsize)
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
-        """The prefill instance with the least prefill delay, or whose turn it is; any, where the pools are
-        empty."""
+        """Return the prefill instance with the least prefill delay, or the next one in turn; without prefill
+        instances, choose among all."""
         pools = Pools.of(view, arrival.excluded)
         candidates = pools.prefill + pools.unpooled or tuple(pools.members())
         if not candidates:
@@ -91,7 +90,8 @@ class MinimalLoad(Policy):
         return Place(min(candidates, key=lambda i: (delay_s(i), i.load, i.instance_id)).instance_id)
 
     def on_prefill_done(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
-        """To the decode instance with the fewest running tokens; it waits there for room (section 5.4)."""
+        """Hand over to the decode instance with the fewest running tokens, where the request waits for room
+        (section 5.4)."""
         source = view.instances.get(request.instance_id)
         ledger = Ledger(view.instances, transfers_in=None, transfers_out=None)
         if source is None or source.pool is not Pool.PREFILL or not ledger.may_send(source, request):
@@ -101,9 +101,10 @@ class MinimalLoad(Policy):
         return (ledger.reserve(request, target, "prefill done"),) if target is not None else ()
 
     def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
-        """Pools for instances in none; then requests that still decode on a prefill instance."""
+        """Assign instances without a pool, then retry handovers of requests that decode on prefill
+        instances."""
         pools = Pools.of(view)
-        # No instance is on its way between pools that never change, whatever it still has to finish.
+        # Static pools have no transitional states, even if an instance still has other work to finish.
         moves = [
             SetPool(move.instance_id, _SETTLED.get(move.pool, move.pool))
             for move in assign(pools, self.prefill_share)

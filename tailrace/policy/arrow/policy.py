@@ -1,4 +1,7 @@
-"""Arrow's policy: SLO-aware request and instance scheduling (sections 5.3 and 5.5)."""
+"""Arrow's policy: SLO-aware request scheduling (section 5.3) and instance scheduling (section 5.5).
+
+`pools` has the elastic pools with Algorithms 3 and 4, `load` the load metrics.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +30,15 @@ from tailrace.policy.arrow.pools import (
     try_move_prefill_to_decode,
 )
 from tailrace.policy.base import Policy
-from tailrace.policy.candidates import CACHE_AWARE, Ledger, held_there
+from tailrace.policy.candidates import CACHE_AWARE, Ledger, held_tokens_on
 from tailrace.policy.deployment import Fact
 from tailrace.policy.parameters import Parameter
 from tailrace.policy.pulling import PULLS, pulling
 from tailrace.profiles import Profile, load_profile
 
-# The paper's model (section 7.1) on the GPU nearest to its H800 that there is a profile of.
+# The paper's model (section 7.1) on the built-in profile's GPU that is nearest to its H800.
 PROFILE: Final = "llama-3.1-8b-h100"
-# Most requests that a tick finds a decode instance for; it takes a few milliseconds for a thousand instances.
+# Maximum number of handovers per tick, which take a few milliseconds with a thousand instances.
 _HANDOVERS: Final = 64
 
 # Values of the parameter `room`.
@@ -66,25 +69,25 @@ TICK_INTERVAL: Final = Parameter(
 
 
 class Arrow(Policy):
-    """Alg. 1 at arrival, Alg. 2 when prefill is done, the monitor's rules on tick.
+    """Algorithm 1 at arrival, Algorithm 2 when prefill is done, the monitor's rules on tick.
 
-    What the paper leaves open is settled by the parameters:
+    Choices that the paper leaves open:
 
     - `ttft_slo_s`, `tpot_slo_s`: the thresholds of Alg. 1 and 2 are the SLOs themselves. Defaults: Azure
       Conversation's (table 1), the largest of the four traces.
-    - `profile`: what TTFT prediction and Max Running Tokens are fitted to, where nothing was measured of an
-      instance and it reports neither.
-    - `profiled_context_tokens`: request length at which Max Running Tokens is computed. It only
-      weighs the cost of a request against that of its tokens; 1,024 is near the traces' mean context.
-    - `low_load_share`: "load of decode instances is low" (Alg. 1) if the remaining ones could carry all
-      running tokens within this share of Max Running Tokens each, and their mean token interval is within
-      the TPOT SLO. "Busy" (idle-prefill rule) is to be above that share without the flip, so that the two
-      rules cannot undo each other's flips. One half: a flip may double what the others carry.
-    - `prefill_share`: how instances in no pool are divided at first. The paper starts its static baselines
-      at 4P+4D; the same here.
-    - `room`: by the letter a request is sent to the instance that Alg. 2 chooses and waits there for KV.
-    - `tick_interval_s`: the monitor's period. Half a second: several token intervals, and yet
-      shorter than the shortest queue that breaks a TTFT SLO of seconds.
+    - `profile`: source of TTFT prediction and Max Running Tokens for instances that have not been measured
+      and report neither.
+    - `profiled_context_tokens`: request length at which Max Running Tokens is computed. It only weighs the
+      cost of a request against that of its tokens; 1,024 is near the traces' mean context.
+    - `low_load_share`: "load of decode instances is low" (Alg. 1) if the remaining ones could run all tokens
+      within this share of Max Running Tokens each, and their mean token interval is within the TPOT SLO.
+      "Busy" (idle-prefill rule) means above that share without the flip, so that the two rules cannot undo
+      each other's flips. One half: a flip may double the load of the others.
+    - `prefill_share`: the initial division of instances without a pool. As the paper's static baselines:
+      4P+4D.
+    - `room`: in the paper, a request is sent to the instance that Alg. 2 chooses and waits there for KV.
+    - `tick_interval_s`: the monitor's period. Half a second is several token intervals, but less than the
+      shortest queue that violates a TTFT SLO of seconds.
     """
 
     needs = (Fact.TTFT_SLO, Fact.TPOT_SLO, Fact.PROFILE)
@@ -186,10 +189,10 @@ class Arrow(Policy):
     # ---- Alg. 1
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
-        """SLO-aware prefill scheduling (Alg. 1), and whether the prefix is fetched.
+        """Schedule the prefill by Algorithm 1; add a pull of the prefix if that pays.
 
-        An instance in no pool counts as a prefill instance. A request that comes back after a loss is
-        prefilled anew, output included.
+        An instance in no pool counts as a prefill instance. A request that resumes after its instance was
+        lost prefills its output as well.
         """
         return self.pull(view, arrival, self._dispatch(view, arrival, now))
 
@@ -198,34 +201,33 @@ class Arrow(Policy):
         tokens, prefill_s = arrival.prompt_tokens + arrival.output_tokens, self.loads.prefill_s
         delay_s = self._delay_model(pools, tokens)
         if self.cache_aware and arrival.cached:
-            delay_s = self._less_what_is_found(delay_s, arrival)
+            delay_s = self._net_of_cache(delay_s, arrival)
         delay_1, t_1 = _least_delay(pools.prefill + pools.unpooled, delay_s)
         if t_1 is not None and delay_1 + prefill_s(t_1, tokens) <= self.ttft_slo_s:
             return Place(t_1.instance_id)
         delay_2, t_2 = _least_delay(pools.decode_to_prefill, delay_s)
         if t_2 is not None and delay_2 + prefill_s(t_2, tokens) <= self.ttft_slo_s:
             return Place(t_2.instance_id)
-        # With nobody able to prefill there is no choice: the overload guard does not apply.
-        nobody = t_1 is None and t_2 is None
+        # Without any prefill instance, a flip is necessary: the overload guard does not apply.
+        no_prefill = t_1 is None and t_2 is None
         move = try_move_decode_to_prefill(pools)
-        if move is not None and (nobody or self._may_flip_to_prefill(pools, move, arrival, now)):
+        if move is not None and (no_prefill or self._may_flip_to_prefill(pools, move, arrival, now)):
             return Place(move.instance_id, (move,))
-        # "return t_1", and what is left where pools are empty, which the paper excludes: any instance can
-        # do any work.
-        last = t_1 or t_2 or _least_delay(tuple(pools.members()), delay_s)[1]
-        return Place(last.instance_id) if last is not None else Refuse("no active instance")
+        # "return t_1". The paper excludes empty pools; then any instance will do, as all can do any work.
+        fallback = t_1 or t_2 or _least_delay(tuple(pools.members()), delay_s)[1]
+        return Place(fallback.instance_id) if fallback is not None else Refuse("no active instance")
 
     def _may_flip_to_prefill(self, pools: Pools, move: SetPool, arrival: Arrival, now: float) -> bool:
-        """The overload guard, or what takes its place."""
+        """Apply Algorithm 1's overload guard, or its replacement with flips=attainment."""
         if self.flips == PAPER:
             return self._decode_load_is_low(pools, move)
         demand = self.attainment.demand(pools, now, arrival)
-        return self.attainment.pays(pools, pools.after(move), demand) > 0.0
+        return self.attainment.flip_gain_requests(pools, pools.after(move), demand) > 0.0
 
     # ---- Alg. 2
 
     def on_prefill_done(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
-        """SLO-aware decode scheduling (Alg. 2); () leaves the request where it was prefilled."""
+        """Schedule the decode by Algorithm 2; () leaves the request where it was prefilled."""
         return self._schedule_decode(
             Pools.of(view), request, _ledger(view), may_flip=lambda pools: self._flip_to_decode(pools, now)
         )
@@ -237,11 +239,11 @@ class Arrow(Policy):
         ledger: Ledger,
         may_flip: Callable[[Pools], SetPool | None],
     ) -> list[Action]:
-        """As the paper has it, a target need not have room for the KV: the request waits in the target's FCFS
-        queue (section 5.4), and decodes where it is until then.
+        """Select a decode instance by Algorithm 2.
 
-        With `room` "filter" only targets with room count. When nobody has any, the request stays, and the
-        tick asks again.
+        In the paper a target need not have room for the KV: the request waits in the target's FCFS queue
+        (section 5.4), and decodes where it is until then. With `room` "filter" only targets with room are
+        eligible; if there is none, the request stays, and a tick tries again.
         """
         source_id = request.instance_id
         source = next((i for i in pools.members() if i.instance_id == source_id), None)
@@ -253,7 +255,7 @@ class Arrow(Policy):
         t_1 = _least_tokens([i for i in pools.decode if eligible(i, request)], ledger)
         t_2 = _least_tokens([i for i in pools.prefill_to_decode if eligible(i, request)], ledger)
         for target in (t_1, t_2):
-            if target is not None and self._takes_more(target, ledger):
+            if target is not None and self._within_slo(target, ledger):
                 return [ledger.reserve(request, target, "prefill done")]
         move = may_flip(pools)
         if move is not None:
@@ -262,25 +264,26 @@ class Arrow(Policy):
             t_3 = next(i for i in pools.members() if i.instance_id == move.instance_id)
             if eligible(t_3, request):
                 return [move, ledger.reserve(request, t_3, "prefill done")]
-            # The flip helps those that come after; this one takes what there is.
-            return [move, *_to_lesser(t_1, t_2, request, ledger)]
-        return _to_lesser(t_1, t_2, request, ledger)
+            # The flipped instance cannot take this request, but it will help later ones.
+            return [move, *_to_less_loaded(t_1, t_2, request, ledger)]
+        return _to_less_loaded(t_1, t_2, request, ledger)
 
     def _flip_to_decode(self, pools: Pools, now: float) -> SetPool | None:
         move = try_move_prefill_to_decode(pools, self.loads)
         if move is None or self.flips == PAPER:
             return move
-        gain = self.attainment.pays(pools, pools.after(move), self.attainment.demand(pools, now))
+        demand = self.attainment.demand(pools, now)
+        gain = self.attainment.flip_gain_requests(pools, pools.after(move), demand)
         return move if gain > 0.0 else None
 
-    def _takes_more(self, instance: InstanceView, ledger: Ledger) -> bool:
+    def _within_slo(self, instance: InstanceView, ledger: Ledger) -> bool:
         tokens = running_tokens(instance) + ledger.reserved_tokens(instance)
-        return tokens <= self.loads.most_tokens(instance) and instance.token_interval_s <= self.tpot_slo_s
+        return tokens <= self.loads.max_tokens(instance) and instance.token_interval_s <= self.tpot_slo_s
 
     # ---- section 5.5
 
     def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
-        """Pool upkeep, at most one flip, then requests that still wait for a decode instance."""
+        """Maintain the pools, flip at most one instance, then retry handovers to decode instances."""
         pools = Pools.of(view)
         moves = [*assign(pools, self.prefill_share), *settle(pools)]
         for move in moves:
@@ -294,22 +297,23 @@ class Arrow(Policy):
         return [*moves, *self._waiting_to_decode(view, pools)]
 
     def _monitored_flip(self, pools: Pools) -> SetPool | None:
-        """Cases 2 and 3 of "from prefill to decode" in section 5.5."""
+        """Apply cases 2 and 3 of "from prefill to decode" (section 5.5)."""
         decoders = pools.decode + pools.prefill_to_decode
         if not decoders:
             return None
         if _decode_interval_s(pools) > self.tpot_slo_s:
             return try_move_prefill_to_decode(pools, self.loads)
-        if self._share_carried(decoders, decoders) > self.low_load_share:
+        if self._load_share(decoders, decoders) > self.low_load_share:
             return try_move_idle_to_decode(pools)
         return None
 
     def _best_flip(self, pools: Pools, now: float) -> SetPool | None:
-        """The flip either way that brings most requests within their SLOs, if it brings enough."""
+        """Return the flip, in either direction, that brings the most requests within their SLOs, if that is
+        enough."""
         moves = (try_move_decode_to_prefill(pools), try_move_prefill_to_decode(pools, self.loads))
         demand = self.attainment.demand(pools, now)
         gains = [
-            (self.attainment.pays(pools, pools.after(move), demand), move)
+            (self.attainment.flip_gain_requests(pools, pools.after(move), demand), move)
             for move in moves
             if move is not None
         ]
@@ -317,9 +321,10 @@ class Arrow(Policy):
         return move if gain > 0.0 else None
 
     def _waiting_to_decode(self, view: ClusterView, pools: Pools) -> list[Action]:
-        """Requests that decode on a prefill instance because nobody had room, oldest first (section 5.4).
+        """Hand over requests that decode on a prefill instance because no decode instance had room, oldest
+        first (section 5.4).
 
-        D->P instances keep theirs: they were meant to end there.
+        Requests on D->P instances stay: such an instance finishes its decodes.
         """
         waiting = [
             request
@@ -340,40 +345,42 @@ class Arrow(Policy):
     # ---- load
 
     def _delay_model(self, pools: Pools, tokens: int) -> Callable[[InstanceView], float]:
-        """Predicted seconds until the prefill of a prompt of that length would start."""
+        """Return a function from an instance to the predicted seconds until the prefill of a prompt of
+        `tokens` starts there."""
         delay_s = self.loads.prefill_delay_s
         if not self.kv_wait:
             return delay_s
         wait = KvWait(pools, self.tpot_slo_s)
         return lambda instance: max(delay_s(instance), wait.wait_s(instance, tokens))
 
-    def _less_what_is_found(
+    def _net_of_cache(
         self, delay_s: Callable[[InstanceView], float], arrival: Arrival
     ) -> Callable[[InstanceView], float]:
-        """As if the prefill of what the instance's prefix cache holds were saved before it starts."""
-        found_s, nominal = self.loads.found_s, self.nominal
-        return lambda i: delay_s(i) - found_s(i, held_there(arrival, i, nominal))
+        """Subtract from the delay the prefill time that the instance's prefix cache saves."""
+        saved_s, nominal = self.loads.saved_s, self.nominal
+        return lambda i: delay_s(i) - saved_s(i, held_tokens_on(arrival, i, nominal))
 
     def _decode_load_is_low(self, pools: Pools, move: SetPool) -> bool:
-        """The overload guard: would the decode instances do without the one that is to be flipped?"""
+        """Return whether the other decode instances could take the load of the one to be flipped (Alg. 1,
+        overload guard)."""
         decoders = pools.decode + pools.prefill_to_decode
         others = [i for i in decoders if i.instance_id != move.instance_id]
         if not others or _decode_interval_s(pools) > self.tpot_slo_s:
             return False
-        return self._share_carried(decoders, others) <= self.low_load_share
+        return self._load_share(decoders, others) <= self.low_load_share
 
-    def _share_carried(self, decoders: Sequence[InstanceView], by: Sequence[InstanceView]) -> float:
-        """Running tokens of decode instances over what `by` may run."""
-        most = sum(map(self.loads.most_tokens, by))
-        return sum(map(running_tokens, decoders)) / most if most > 0 else float("inf")
+    def _load_share(self, decoders: Sequence[InstanceView], by: Sequence[InstanceView]) -> float:
+        """Return the running tokens of `decoders` over the Max Running Tokens of `by`."""
+        limit = sum(map(self.loads.max_tokens, by))
+        return sum(map(running_tokens, decoders)) / limit if limit > 0 else float("inf")
 
 
 def _least_delay(
     instances: Sequence[InstanceView], delay_s: Callable[[InstanceView], float]
 ) -> tuple[float, InstanceView | None]:
     least, found = float("inf"), None
-    # Instances come in id order, so that the first of equals is the one with the least id; among
-    # equals the one with fewer requests, which leaves idle prefill instances to share a burst.
+    # Of equal delays choose the fewest requests, which spreads a burst over idle prefill instances, then the
+    # first in id order.
     for instance in instances:
         delay = delay_s(instance)
         if found is None or (delay, instance.load) < (least, found.load):
@@ -382,21 +389,21 @@ def _least_delay(
 
 
 def _decode_interval_s(pools: Pools) -> float:
-    """The decode instances' mean token interval; 0: nothing runs.
+    """Return the decode instances' mean token interval; 0 if they run nothing.
 
-    P->D instances count only where no other runs anything: the prompts that they still compute lengthen their
-    steps, and each further flip would make it more of them.
+    P->D instances count only if no other one runs anything: their remaining prompts lengthen their steps, and
+    counting those would cause further flips, which add more P->D instances.
     """
     return mean_token_interval_s(pools.decode) or mean_token_interval_s(pools.prefill_to_decode)
 
 
 def _ledger(view: ClusterView) -> Ledger:
-    # The migration service queues what is over its limits: Arrow's FCFS migration queue (section 5.4).
+    # No limits: the migration service queues migrations beyond its own, as Arrow's FCFS queue (section 5.4).
     return Ledger(view.instances, transfers_in=None, transfers_out=None)
 
 
 def _least_tokens(instances: Sequence[InstanceView], ledger: Ledger) -> InstanceView | None:
-    """The instance of Alg. 2 with the least running tokens."""
+    """Return the instance with the least running tokens (Alg. 2)."""
     return min(
         instances,
         key=lambda i: (running_tokens(i) + ledger.reserved_tokens(i), i.instance_id),
@@ -404,10 +411,10 @@ def _least_tokens(instances: Sequence[InstanceView], ledger: Ledger) -> Instance
     )
 
 
-def _to_lesser(
+def _to_less_loaded(
     t_1: InstanceView | None, t_2: InstanceView | None, request: RequestView, ledger: Ledger
 ) -> list[Action]:
-    """The last lines of Alg. 2."""
+    """Hand over to the less loaded of the two (the last lines of Alg. 2)."""
     if t_1 is None and t_2 is None:
         return []
     if t_2 is None or (t_1 is not None and running_tokens(t_1) <= running_tokens(t_2)):

@@ -6,10 +6,10 @@
                       P->D ------------------> Prefill
     work is done:     P->D -> Decode,  D->P -> Prefill
 
-A flip is nothing but a change of pool: what runs on the instance goes on. Figure 5 shows D->P to Decode
-and P->D to Prefill as direct edges; where a D->P instance has prefill work left it becomes P->D instead, and
-a P->D instance with decode work left D->P, as the pools' definitions ask for ("scheduled to ... but still
-processing unfinished ...").
+A flip only changes the pool: work in progress on the instance continues. Figure 5 shows D->P to Decode and
+P->D to Prefill as direct edges; here a D->P instance with prefill work left becomes P->D instead, and a P->D
+instance with decode work left becomes D->P, by the pools' definitions ("scheduled to ... but still processing
+unfinished ...").
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Final
 
 from tailrace.actions import SetPool
 from tailrace.cluster import ClusterView, InstanceState, InstanceView, Pool
-from tailrace.policy.arrow.load import LoadModel, decodes_left, prefills_left, running_tokens
+from tailrace.policy.arrow.load import LoadModel, has_decodes_left, has_prefills_left, running_tokens
 
 _FIELDS: Final[Mapping[Pool, str]] = {
     Pool.PREFILL: "prefill",
@@ -32,7 +32,7 @@ _FIELDS: Final[Mapping[Pool, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """Instances that may get work, by pool, each in id order. `unpooled` ones do both kinds."""
+    """Active instances by pool, each in id order. `unpooled` ones do both kinds of work."""
 
     prefill: tuple[InstanceView, ...] = ()
     decode: tuple[InstanceView, ...] = ()
@@ -42,7 +42,7 @@ class Pools:
 
     @staticmethod
     def of(view: ClusterView, excluded: frozenset[str] = frozenset()) -> Pools:
-        """The active instances of a view."""
+        """Group the active instances of a view."""
         active = InstanceState.ACTIVE
         usable = [i for i in view.instances.values() if i.state is active and i.instance_id not in excluded]
         pools = (Pool.PREFILL, Pool.DECODE, Pool.PREFILL_TO_DECODE, Pool.DECODE_TO_PREFILL, None)
@@ -51,16 +51,16 @@ class Pools:
 
     @property
     def able_to_prefill(self) -> int:
-        """|I_P| + |I_D->P|, and instances in no pool."""
+        """Return |I_P| + |I_D->P|, plus instances in no pool."""
         return len(self.prefill) + len(self.decode_to_prefill) + len(self.unpooled)
 
     @property
     def able_to_decode(self) -> int:
-        """|I_D| + |I_P->D|, and instances in no pool."""
+        """Return |I_D| + |I_P->D|, plus instances in no pool."""
         return len(self.decode) + len(self.prefill_to_decode) + len(self.unpooled)
 
     def members(self) -> Iterable[InstanceView]:
-        """All of them, pool by pool."""
+        """Yield all instances, pool by pool."""
         yield from self.prefill
         yield from self.decode
         yield from self.prefill_to_decode
@@ -68,7 +68,7 @@ class Pools:
         yield from self.unpooled
 
     def after(self, move: SetPool) -> Pools:
-        """These pools with the move made. Raises KeyError for an instance that is in none of them."""
+        """Return these pools after a move. Raise KeyError for an instance that is not among them."""
         moved = next((i for i in self.members() if i.instance_id == move.instance_id), None)
         if moved is None:
             raise KeyError(move.instance_id)
@@ -80,26 +80,26 @@ class Pools:
 
 
 def to_decode(instance: InstanceView) -> SetPool:
-    """Flip an instance to decode work (Figure 5)."""
-    pool = Pool.PREFILL_TO_DECODE if prefills_left(instance) else Pool.DECODE
+    """Return the flip of an instance to decode work (Figure 5)."""
+    pool = Pool.PREFILL_TO_DECODE if has_prefills_left(instance) else Pool.DECODE
     return SetPool(instance.instance_id, pool)
 
 
 def to_prefill(instance: InstanceView) -> SetPool:
-    """Flip an instance to prefill work (Figure 5)."""
-    pool = Pool.DECODE_TO_PREFILL if decodes_left(instance) else Pool.PREFILL
+    """Return the flip of an instance to prefill work (Figure 5)."""
+    pool = Pool.DECODE_TO_PREFILL if has_decodes_left(instance) else Pool.PREFILL
     return SetPool(instance.instance_id, pool)
 
 
 def settle(pools: Pools) -> list[SetPool]:
-    """The black edges of Figure 5: an instance whose former work is done leaves the pool in between."""
-    done = [SetPool(i.instance_id, Pool.DECODE) for i in pools.prefill_to_decode if not prefills_left(i)]
-    done += [SetPool(i.instance_id, Pool.PREFILL) for i in pools.decode_to_prefill if not decodes_left(i)]
+    """Move instances whose former work is done out of the transitional pools (Figure 5, black edges)."""
+    done = [SetPool(i.instance_id, Pool.DECODE) for i in pools.prefill_to_decode if not has_prefills_left(i)]
+    done += [SetPool(i.instance_id, Pool.PREFILL) for i in pools.decode_to_prefill if not has_decodes_left(i)]
     return done
 
 
 def try_move_decode_to_prefill(pools: Pools) -> SetPool | None:
-    """Alg. 3: a decode instance for prefill work, or None if it is the last.
+    """Flip a decode instance to prefill work (Alg. 3); return None if it is the last decode instance.
 
     P->D instances first (they are prefilling anyway), then the least running tokens.
     """
@@ -110,7 +110,7 @@ def try_move_decode_to_prefill(pools: Pools) -> SetPool | None:
 
 
 def try_move_prefill_to_decode(pools: Pools, loads: LoadModel) -> SetPool | None:
-    """Alg. 4: a prefill instance for decode work, or None if it is the last.
+    """Flip a prefill instance to decode work (Alg. 4); return None if it is the last prefill instance.
 
     D->P instances first (they are decoding anyway), then the least prefill delay.
     """
@@ -121,23 +121,24 @@ def try_move_prefill_to_decode(pools: Pools, loads: LoadModel) -> SetPool | None
 
 
 def try_move_idle_to_decode(pools: Pools) -> SetPool | None:
-    """An idle prefill instance for decode work (section 5.5, case 3), or None if there is none to spare.
+    """Flip an idle prefill instance to decode work (section 5.5, case 3); return None if none can be spared.
 
-    "Idle prefill instances are added to decode computation": one with prompts is not idle, and is not moved,
-    though Alg. 4 would prefer it. A D->P instance without prompts only decodes; it goes first, as in Alg. 4.
+    "Idle prefill instances are added to decode computation": an instance with prompts is not idle and does
+    not move, even if Alg. 4 would prefer it. A D->P instance without prompts only decodes; it goes first, as
+    in Alg. 4.
     """
     if len(pools.prefill) + len(pools.decode_to_prefill) + len(pools.unpooled) <= 1:
         return None
-    promptless = [i for i in pools.decode_to_prefill if not prefills_left(i)]
-    idle = [i for i in pools.prefill if i.load == 0 and not prefills_left(i)]
+    promptless = [i for i in pools.decode_to_prefill if not has_prefills_left(i)]
+    idle = [i for i in pools.prefill if i.load == 0 and not has_prefills_left(i)]
     chosen = _least(promptless or idle, running_tokens)
     return to_decode(chosen) if chosen is not None else None
 
 
 def assign(pools: Pools, prefill_share: float) -> list[SetPool]:
-    """Give instances in no pool one: prefill until `prefill_share` of all are able to, decode beyond.
+    """Assign instances without a pool: to prefill until `prefill_share` of all can prefill, then to decode.
 
-    At least one instance of each kind; a lone instance stays in no pool, for it must do both.
+    Each side gets at least one instance; a lone instance stays in no pool, since it must do both.
     """
     total = pools.able_to_prefill + pools.able_to_decode - len(pools.unpooled)
     if total < 2:
@@ -155,7 +156,7 @@ def assign(pools: Pools, prefill_share: float) -> list[SetPool]:
 
 
 def repair(pools: Pools, loads: LoadModel) -> SetPool | None:
-    """Put right what a lost instance broke: nobody left to prefill, or nobody left to decode."""
+    """Flip an instance if the loss of others left none that can prefill, or none that can decode."""
     if pools.able_to_prefill == 0:
         return try_move_decode_to_prefill(pools)
     if pools.able_to_decode == 0:

@@ -1,7 +1,7 @@
 """Our own policy: the four papers' mechanisms under one cost model (docs/policy-tailrace.md).
 
-`steps` predicts step and prefill times; `costs` adds up what a request costs everybody, in seconds; `arrival`
-does so for an arrival, and `offers` finds where that is least; `expect` says how long a request is expected
-to go on; `pooled` and `staged` narrow the choice where pools or stages are set; `rebalance` finds migrations
-that pay for themselves; `policy` has the five decision points.
+Start with `policy`, which has the five decision points. `costs` is the cost model: the seconds that a request
+costs all requests concerned. `arrival` computes that cost for an arrival, and `offers` finds the instance
+where it is least. `moves` and `rebalance` find migrations that pay for themselves; `pulls` and `copies` do so
+for transfers of cached prefixes. `pooled` and `staged` restrict the choice if pools or stages are set.
 """

@@ -1,7 +1,8 @@
-"""Copies ahead of need: a hot prefix goes to a second instance when the only one that has it is overloaded.
+"""Copy a hot prefix to a second instance in advance when the only instance that holds it is overloaded.
 
-A pull (`pulls.py`) comes with the first request that is placed elsewhere, which waits for it; and none is
-placed elsewhere before the queue costs more than the pull. A copy comes before, on a tick.
+A pull (`pulls.py`) happens only once a request is placed elsewhere, that is, when the queue already costs
+more than the pull, and that request has to wait for it. A copy is made on a tick, before any request needs
+it.
 """
 
 from __future__ import annotations
@@ -24,29 +25,29 @@ COPY_AHEAD: Final = Parameter(
     "whether a hot prefix is copied to a second instance in advance if the only one that holds it is "
     "overloaded",
 )
-# Arrivals of so many seconds tell what is hot.
+# Prefixes are hot by the arrivals of this many seconds.
 PERIOD_S: Final = 10.0
-# Copies begun on one tick.
-MOST: Final = 2
-# Room at the target, in lengths of what comes: what runs there grows.
-_ROOM: Final = 2
+# Maximum number of copies started per tick.
+COPIES_MAX: Final = 2
+# Free KV required at the target, as a multiple of the prefix: its running requests also grow.
+_ROOM_FACTOR: Final = 2
 
 
 class Copies:
-    """By one policy's costs."""
+    """Plan copies that pay by the policy's cost model."""
 
     def __init__(self, costs: Costs, margin: float = 1.0) -> None:
-        """`margin`: how many times its transfer a copy must save."""
+        """`margin`: minimum saving of a copy, as a multiple of its transfer time."""
         self._costs = costs
         self._margin = margin
 
     def plan(
         self, view: ClusterView, price: Mapping[str, float], moves: Sequence[Action] = ()
     ) -> list[CopyPrefix]:
-        """At most one from an instance and one to an instance, `MOST` in all.
+        """Return at most `COPIES_MAX` copies, and at most one per instance.
 
-        `price`: what one more request costs in seconds, by instance; `moves`: decided on this tick already,
-        which copies give way to.
+        `price`: cost of one more request in seconds, by instance; `moves`: actions already decided on this
+        tick, which take precedence over copies.
         """
         hot = view.hot
         if hot is None:
@@ -55,16 +56,16 @@ class Copies:
         planned: list[CopyPrefix] = []
         busy = set(hot.copying).union(move.target_id for move in moves if isinstance(move, Migrate))
         for prefix in hot.prefixes:
-            copy = self._of(view, prefix, [i for i in takers if i.instance_id not in busy], price)
+            copy = self._plan_copy(view, prefix, [i for i in takers if i.instance_id not in busy], price)
             if copy is None or copy.holder_id in busy:
                 continue
             busy |= {copy.holder_id, copy.target_id}
             planned.append(copy)
-            if len(planned) == MOST:
+            if len(planned) == COPIES_MAX:
                 break
         return planned
 
-    def _of(
+    def _plan_copy(
         self,
         view: ClusterView,
         prefix: HotPrefix,
@@ -83,20 +84,20 @@ class Copies:
             and i.instance_id in prefix.instances
             and stage_of(view.stages, i.instance_id) == stage
             and not i.migrations_in
-            and _ROOM * tokens <= i.kv_free_tokens - i.prefill_backlog_tokens - i.coming_tokens
+            and _ROOM_FACTOR * tokens <= i.kv_free_tokens - i.prefill_backlog_tokens - i.coming_tokens
         ]
         if not targets:
             return None
-        # Overload is the wait for the first token, or whatever else a request more costs there.
+        # Overload is measured as the wait for a first token plus the cost of decoding one more request.
         loads = {i.instance_id: self._costs.first_token_s(i, 0) + price[i.instance_id] for i in targets}
         target = min(targets, key=lambda i: (loads[i.instance_id], i.instance_id))
         own = prefix.cached.get(target.instance_id, NOTHING_HELD)
         steps, lacking = self._costs.steps_of(target), tokens - own.total
         transfer_s = pull_s(target, lacking, self._costs.open_s, self._costs.transfer_s(target, lacking))
         saved_s = steps.compute_s(tokens) - steps.compute_s(self._costs.held_tokens(target, own))
-        # Whoever comes would be better off there, by more than the copy takes.
+        # A copy must make the next arrival better off at the target by more than the transfer takes.
         load_s = self._costs.first_token_s(holder, 0) + price[holder.instance_id]
-        # As many will come as have come, and half of them go there.
+        # Expect as many arrivals as in the last period, and half of them at the target.
         if (
             load_s - loads[target.instance_id] < transfer_s
             or prefix.hits / 2 * saved_s < self._margin * transfer_s
@@ -107,7 +108,8 @@ class Copies:
 
 
 def _only_holder(view: ClusterView, prefix: HotPrefix) -> InstanceView | None:
-    """Who holds it and has a request that begins with it, if no other one holds half of that."""
+    """Return the instance that holds the prefix and has a request that begins with it; None if another
+    instance holds at least half as much."""
     holder, most = None, 0
     for instance_id in sorted(prefix.requests):
         instance, held = view.instances.get(instance_id), prefix.cached.get(instance_id, NOTHING_HELD)

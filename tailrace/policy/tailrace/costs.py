@@ -1,9 +1,10 @@
-"""What a request costs everybody, in predicted seconds: the one currency of all decisions.
+"""The cost model: the predicted seconds that a request costs all requests concerned.
 
-While an instance decodes B requests, each second counts B times: so many wait for their next token. A step
-costs B * step(B, K), K being the tokens of KV, and a request that joins for R steps costs what R such steps
-get dearer by: its own steps, and what it adds to those of the others. To that come the wait for its first
-token, its prefill, for which all others wait, and, where KV gets short, the wait until enough of it is free.
+While an instance decodes B requests, each second counts B times, since B requests wait for their next token.
+A decode step therefore costs B * step(B, K), where K is the number of KV tokens. A request that joins for R
+steps costs R times the increase of that: its own steps, and the slowdown of the others' steps. Added to it
+are the wait for the request's first token, its prefill, during which the others wait, and, if KV is short,
+the wait until enough KV is free.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ from tailrace.perf.steps import Number, StepModel
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds, summed over all requests concerned.
+    """Compute costs in seconds, summed over all requests concerned.
 
-    - `steps`: of instances of which nothing was measured.
-    - `penalty`: what unequal lengths cost where these instances run; None: nothing.
-    - `expected_tokens`: what an arrival is expected to put out, of which nothing is known. 256: near the mean
-      of ShareGPT's answers, as in CascadeInfer's QoE model here.
-    - `patience_s`: a wait for the first token counts double when it is as long as that and the most that the
-      prompt yields inside an instance (`tailrace.intra.due`). Half a second is half of what a person notices
-      as an interruption (Nielsen's one second), for prompts of next to no length.
-    - `tpot_slo_s`: what the time of those who read an answer is measured against (`offers`).
-    - `open_s`, `link_bytes_per_s`: opening and committing a migration, and its copy: 100 Gbit/s.
+    - `steps`: step times of instances that have not been measured.
+    - `penalty`: the cost of unequal lengths in a batch; None: no such cost.
+    - `expected_tokens`: expected output of an arrival. 256 is near the mean of ShareGPT's answers, as in
+      CascadeInfer's QoE model here.
+    - `patience_s`: a wait for the first token counts double once it reaches this time plus the longest that
+      the prompt yields to others inside an instance (`tailrace.intra.due`). Half a second, for very short
+      prompts, is half of what a person notices as an interruption (Nielsen's one second).
+    - `tpot_slo_s`: the SLO against which decode steps of answering requests are weighted (`arrival`).
+    - `open_s`, `link_bytes_per_s`: time to open and commit a migration, and assumed bandwidth of its copy
+      (100 Gbit/s).
     """
 
     steps: StepModel
@@ -44,18 +46,19 @@ class Costs:
     # ---- arrival
 
     def steps_of(self, instance: InstanceView) -> StepModel:
-        """Its step times: as measured of it, else the nominal ones."""
+        """Return the instance's measured step times, else the nominal ones."""
         measured = instance.measured
         return self.steps if measured is None else measured.steps
 
     def held_tokens(self, instance: InstanceView, held: CachedTokens) -> int:
-        """What an instance holds of an arrival, in tokens on its device."""
+        """Return the cached tokens of an arrival on an instance, as equivalent tokens on its device."""
         return held_tokens(self.steps_of(instance), held.device, held.total)
 
     def first_token_s(self, instance: InstanceView, prompt_tokens: int, cached_tokens: int = 0) -> float:
-        """TTFT of an arrival here: the queue's prefill and its own, in steps shared with decodes.
+        """Return the TTFT of an arrival: the queue's prefill and its own, in steps shared with decodes, plus
+        the step in progress.
 
-        One more step for the one that is under way. `cached_tokens` of the prompt are not computed.
+        `cached_tokens` of the prompt are not computed.
         """
         measured = instance.measured
         steps = self.steps if measured is None else measured.steps
@@ -72,32 +75,32 @@ class Costs:
     # ---- decoding
 
     def joining_s(self, instance: InstanceView, tokens: int, remaining: float, longest: int = 0) -> float:
-        """A request with `tokens` of context coming here for `remaining` more.
+        """Return the cost of decoding a request with `tokens` of context for `remaining` tokens here.
 
-        `longest`: context of the longest request here; matters only with a penalty.
+        `longest`: longest context of a request here; used only with a length penalty.
         """
-        dearer_s = remaining * self.dearer_s(instance, tokens, longest)
-        return dearer_s + self.joining_shortage_s(instance, tokens, remaining)
+        slowdown_s = remaining * self.slowdown_s(instance, tokens, longest)
+        return slowdown_s + self.joining_shortage_s(instance, tokens, remaining)
 
     def joining_shortage_s(self, instance: InstanceView, tokens: int, remaining: float) -> float:
-        """The part of it that is the wait for KV; not negative."""
+        """Return the part of `joining_s` that is the wait for KV; not negative."""
         return self.shortage_s(instance, tokens + min(remaining, self.expected_tokens))
 
     def staying_s(self, instance: InstanceView, tokens: int, remaining: float, longest: int = 0) -> float:
-        """The same for a request that is here: what would be saved if it left.
+        """Return the same for a request that is already here: the saving if it left.
 
-        `longest`: of all others here.
+        `longest`: longest context of the other requests here.
         """
         requests = max(0, instance.running + instance.waiting - 1)
         held = max(0, instance.kv_used_tokens + instance.prefill_backlog_tokens - tokens)
-        dearer_s = self._dearer_s(self.steps_of(instance), requests, held, tokens, longest)
-        return remaining * dearer_s + self.shortage_s(instance, min(remaining, self.expected_tokens))
+        slowdown_s = self._slowdown_s(self.steps_of(instance), requests, held, tokens, longest)
+        return remaining * slowdown_s + self.shortage_s(instance, min(remaining, self.expected_tokens))
 
     def shortage_s(self, instance: InstanceView, more_tokens: float) -> float:
-        """Wait for KV: tokens that are too many, at the rate at which requests free theirs.
+        """Return the wait for KV: the tokens in excess of capacity over the rate at which requests free KV.
 
-        Those too many count with what is on the host, or predicted to come (ARES, section 5.2). Each request
-        is taken to free its context once in `expected_tokens` steps.
+        Demand includes KV in host memory and the predicted load (ARES, section 5.2). Each request is assumed
+        to free its context once in `expected_tokens` steps.
         """
         tokens: float = instance.kv_used_tokens + instance.prefill_backlog_tokens + instance.host_kv_tokens
         if instance.future_load:
@@ -109,37 +112,38 @@ class Costs:
         return self.freeing_s(over, step_s, max(1, instance.kv_used_tokens))
 
     def freeing_s(self, tokens: Number, step_s: Number, used: Number) -> Number:
-        """Until so many of `used` tokens (at least 1) are free."""
+        """Return the seconds until `tokens` of the `used` ones (at least 1) are freed."""
         return tokens * (self.expected_tokens * step_s) / used
 
     # ---- moving
 
     def transfer_s(self, source: InstanceView, tokens: int) -> float:
-        """A migration of so many tokens of KV from there."""
+        """Return the seconds to migrate `tokens` of KV from `source`."""
         return self.open_s + tokens * self.steps_of(source).kv_bytes_per_token / self.link_bytes_per_s
 
-    # ---- a step of all
+    # ---- slowdown of the batch
 
-    def dearer_s(self, instance: InstanceView, tokens: int, longest: int) -> float:
-        """By how much a step of all here gets dearer when a request of `tokens` joins."""
+    def slowdown_s(self, instance: InstanceView, tokens: int, longest: int) -> float:
+        """Return the increase of the batch's step cost when a request with `tokens` of context joins."""
         requests = instance.running + instance.waiting
         held = instance.kv_used_tokens + instance.prefill_backlog_tokens
-        return self._dearer_s(self.steps_of(instance), requests, held, tokens, longest)
+        return self._slowdown_s(self.steps_of(instance), requests, held, tokens, longest)
 
-    def at_least(self, instances: Iterable[InstanceView]) -> AtLeast:
-        """Of joining any of these, not none; nothing with a penalty, which is no sum of a part a token."""
+    def lower_bound(self, instances: Iterable[InstanceView]) -> LowerBound:
+        """Return a lower bound on `joining_s` over these instances (at least one); 0 with a length penalty,
+        for which the cost is not linear in the tokens."""
         if self.penalty is not None:
-            return AtLeast()
+            return LowerBound()
         step_s = per_token_s = inf
         for instance in instances:
             requests = instance.running + instance.waiting
-            step_s = min(step_s, self.dearer_s(instance, 0, 0))
+            step_s = min(step_s, self.slowdown_s(instance, 0, 0))
             per_token_s = min(per_token_s, (requests + 1) * self.steps_of(instance).per_kv_token_s)
-        # So that rounding hides no move.
-        return AtLeast(step_s * (1.0 - 1e-9), per_token_s * (1.0 - 1e-9))
+        # The factor makes up for rounding: no move may be missed by it.
+        return LowerBound(step_s * (1.0 - 1e-9), per_token_s * (1.0 - 1e-9))
 
-    def _dearer_s(self, steps: StepModel, requests: int, held: int, tokens: int, longest: int) -> float:
-        """B * step(B, K) from B = `requests`, K = `held` to one request of `tokens` more."""
+    def _slowdown_s(self, steps: StepModel, requests: int, held: int, tokens: int, longest: int) -> float:
+        """Return the increase of B * step(B, K), B = `requests`, K = `held`, by a request of `tokens`."""
         if self.penalty is not None:
             after_s = self._batch_s(steps, requests + 1, held + tokens, max(longest, tokens))
             return after_s - self._batch_s(steps, requests, held, longest)
@@ -147,7 +151,7 @@ class Costs:
         return steps.decode_s(requests, held) + (requests + 1) * each_s
 
     def _batch_s(self, steps: StepModel, requests: int, held: int, longest: int) -> float:
-        """B * step(B, K), lengthened by the penalty."""
+        """Return B * step(B, K) with the length penalty."""
         if not requests:
             return 0.0
         penalty = self.penalty
@@ -164,17 +168,17 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True)
-class AtLeast:
-    """What decoding on any of some instances costs at the least, besides a shortage of KV.
+class LowerBound:
+    """A lower bound on the cost of decoding on any of several instances, without a shortage of KV.
 
-    A step of all gets dearer by `step_s`, and by `per_token_s` for each token of the one that comes.
+    The batch's step cost increases by at least `step_s` plus `per_token_s` per token of the joining request.
     """
 
     step_s: float = 0.0
     per_token_s: float = 0.0
 
     def joining_s(self, tokens: int, remaining: float) -> float:
-        """A request with `tokens` of context for `remaining` more."""
+        """Return the bound for a request with `tokens` of context that decodes `remaining` tokens."""
         return remaining * (self.step_s + self.per_token_s * tokens)
 
 
@@ -188,7 +192,7 @@ class Longest:
 
     @staticmethod
     def of(instance: InstanceView) -> Longest:
-        """Reads all its requests."""
+        """Find them in all of the instance's requests."""
         tokens, name, second = 0, "", 0
         for request in instance.requests:
             length = request.context_tokens
@@ -199,5 +203,5 @@ class Longest:
         return Longest(tokens, name, second)
 
     def without(self, request_id: str) -> int:
-        """The longest of all but this one."""
+        """Return the longest context of all requests but this one."""
         return self.second if request_id == self.request_id else self.tokens

@@ -1,13 +1,13 @@
-"""Migrations that pay for themselves, and the rules that keep them from undoing each other.
+"""Find migrations that pay for themselves, by rules that keep them from undoing each other.
 
-Rules, in order; each is read off the view, since a policy remembers nothing:
+The rules, in order; each is evaluated on the view alone, since a policy is stateless:
 
-1. One migration of a request at a time.
-2. No A->B with B->A. Views count open migrations by instance and direction, not by pair: A->B is out of the
-   question where something is on its way to A and something is leaving B, whatever it is.
-3. Room: the target's view has memory for the request, what was decided before included.
-4. It pays: what is saved is more than `margin` times what the transfer takes; and as much again for each
-   time the request has moved before, so that no request goes back and forth for ever.
+1. A request has one migration at a time.
+2. No A->B together with B->A. Views count open migrations by instance and direction, not by pair, so A->B is
+   ruled out if any migration to A and any migration from B are open.
+3. The target has room for the request, including what was decided before.
+4. The saving exceeds `margin` times the transfer time, and as much again for each previous move of the
+   request, so that no request moves back and forth forever.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from tailrace.actions import Migrate
 from tailrace.cluster import InstanceView, RequestView
 from tailrace.perf.horizon import HORIZON
 from tailrace.policy.candidates import Ledger, with_request
-from tailrace.policy.tailrace.costs import AtLeast, Costs, Longest
+from tailrace.policy.tailrace.costs import Costs, Longest, LowerBound
 
 
-def remaining_tokens(request: RequestView, at_least: float) -> float:
-    """As predicted; without a prediction as long again as it has gone on, and `at_least`.
+def remaining_tokens(request: RequestView, minimum: float) -> float:
+    """Return the predicted remaining output tokens of a request, at most ARES's horizon.
 
-    That is the median for output lengths of which nothing but the scale is unknown. No further than ARES's
-    horizon: by then arrivals will have changed the balance anyway.
+    Without a prediction: as many as it has made so far, and at least `minimum`. That is the median for an
+    output length of unknown scale. Beyond the horizon, arrivals will have changed the balance anyway.
     """
     predicted = request.predicted_remaining_tokens
     if predicted is None:
-        predicted = max(at_least, float(request.output_tokens))
+        predicted = max(minimum, float(request.output_tokens))
     return min(predicted, float(HORIZON.length))
 
 
-_NO_INSTANCES: Final = Longest(0, "", 0)
-_NOTHING: Final = AtLeast()
+_NO_REQUESTS: Final = Longest(0, "", 0)
+_NO_BOUND: Final = LowerBound()
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A migration and what it saves, in seconds, beyond what it must."""
+    """A migration, and its saving in seconds beyond what rule 4 requires."""
 
     request: RequestView
     target: InstanceView
@@ -49,25 +49,25 @@ class Move:
 
 
 class MovePlanner:
-    """Finds and books moves for the length of one decision."""
+    """Find and reserve moves during one decision."""
 
     def __init__(self, costs: Costs, ledger: Ledger, margin: float) -> None:
         self._costs = costs
         self._ledger = ledger
         self._margin = margin
-        # (source, target) of moves booked here, and targets as they will be.
-        self._booked: set[tuple[str, str]] = set()
+        # (source, target) of reserved moves, and the targets with the moved requests added.
+        self._reserved: set[tuple[str, str]] = set()
         self._after: dict[str, InstanceView] = {}
         self._longest: dict[str, Longest] = {}
 
     def may_send(self, source: InstanceView, request: RequestView) -> bool:
-        """Rule 1, and the limit on transfers."""
+        """Return whether rule 1 and the limit on transfers allow the request to move."""
         return self._ledger.may_send(source, request)
 
     def cheapest(
         self, request: RequestView, source: InstanceView, targets: Iterable[InstanceView]
     ) -> tuple[InstanceView, float] | None:
-        """The target at which the request costs least, and how much, by rules 1 to 3 alone."""
+        """Return the target where the request costs least, and that cost in seconds; applies rules 1 to 3."""
         if not self.may_send(source, request):
             return None
         costs, ledger, tokens = self._costs, self._ledger, request.context_tokens
@@ -75,8 +75,8 @@ class MovePlanner:
         least: tuple[InstanceView, float] | None = None
         for target in targets:
             there = self._after.get(target.instance_id, target)
-            cost_s = remaining * costs.dearer_s(there, tokens, self._longest_at(target).tokens)
-            # The rest only adds to it: mostly this is enough to know.
+            cost_s = remaining * costs.slowdown_s(there, tokens, self._longest_at(target).tokens)
+            # The remaining term is not negative, so this part alone mostly decides.
             if least is not None and cost_s >= least[1]:
                 continue
             if self._opposed(source, target) or not ledger.may_receive(target, request):
@@ -92,43 +92,43 @@ class MovePlanner:
         source: InstanceView,
         targets: Iterable[InstanceView],
         least_gain_s: float = 0.0,
-        at_least: AtLeast = _NOTHING,
+        lower_bound: LowerBound = _NO_BOUND,
     ) -> Move | None:
-        """The same, if moving there saves more than it must by more than `least_gain_s`.
+        """Return the move to the cheapest target if its gain exceeds `least_gain_s`; applies rules 1 to 4.
 
-        `at_least`: what is known already of all the targets; only spares looking at them.
+        `lower_bound`: of the cost at all targets; it only avoids examining targets in vain.
         """
         costs, tokens = self._costs, request.context_tokens
         remaining = remaining_tokens(request, costs.expected_tokens)
         others = self._longest_at(source).without(request.request_id)
         saved_s = costs.staying_s(source, tokens, remaining, others)
-        must_s = self._margin * (1 + request.epoch) * costs.transfer_s(source, tokens) + least_gain_s
-        if saved_s - at_least.joining_s(tokens, remaining) <= must_s:
+        required_s = self._margin * (1 + request.epoch) * costs.transfer_s(source, tokens) + least_gain_s
+        if saved_s - lower_bound.joining_s(tokens, remaining) <= required_s:
             return None
         found = self.cheapest(request, source, targets)
-        if found is None or saved_s - found[1] <= must_s:
+        if found is None or saved_s - found[1] <= required_s:
             return None
-        return Move(request, found[0], saved_s - found[1] - must_s + least_gain_s)
+        return Move(request, found[0], saved_s - found[1] - required_s + least_gain_s)
 
     def reserve(self, request: RequestView, target: InstanceView, reason: str) -> Migrate:
-        """It is decided: what comes after goes by it."""
+        """Reserve room for a move and return it; later decisions take it into account."""
         name = target.instance_id
-        self._booked.add((request.instance_id, name))
+        self._reserved.add((request.instance_id, name))
         there = with_request(self._after.get(name, target), request)
         self._after[name] = replace(there, running=there.running + 1)
         return self._ledger.reserve(request, target, reason)
 
     def _longest_at(self, instance: InstanceView) -> Longest:
-        """Of use only where unequal lengths cost; reads all requests of the instance once."""
+        """Return the longest contexts on an instance, which matter only with a length penalty."""
         if self._costs.penalty is None:
-            return _NO_INSTANCES
+            return _NO_REQUESTS
         name = instance.instance_id
         if name not in self._longest:
             self._longest[name] = Longest.of(instance)
         return self._longest[name]
 
     def _opposed(self, source: InstanceView, target: InstanceView) -> bool:
-        """Rule 2."""
+        """Return whether rule 2 forbids a move from source to target."""
         if source.migrations_in > 0 and target.migrations_out > 0:
             return True
-        return (target.instance_id, source.instance_id) in self._booked
+        return (target.instance_id, source.instance_id) in self._reserved

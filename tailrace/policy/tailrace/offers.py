@@ -1,8 +1,8 @@
-"""Offers of all instances to arrivals, kept as long as the reports that they were worked out from.
+"""Cache the instances' offers to arrivals (`arrival.Offer`), and find the cheapest.
 
-Between two placements only few of a thousand instances have reported, and to work out the others anew would
-be most of what a placement takes. Nothing is decided by what is kept: offers follow from the views and the
-costs. Of many instances they are columns; of a few, where that would take longer, numbers.
+Between two placements, few of a thousand instances have reported; recomputing all offers would dominate the
+time of a placement. An offer depends only on the instance's view and the costs, so the cache does not affect
+decisions. The offers of many instances are stored in one array; those of few as scalars, which is faster.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.cluster import NOTHING_CACHED, CachedTokens, InstanceState, InstanceView
-from tailrace.intra.due import PREFILLS, nominal_s, yielded_s
+from tailrace.intra.due import PREFILLS, due_after_s, nominal_s
 from tailrace.perf.steps import Floats, StepModel, StepTimes
 from tailrace.policy.phase_load import phase_load, prompts
 from tailrace.policy.tailrace.arrival import (
     OF_MANY,
     OF_ONE,
-    Before,
     Offer,
+    QueueAhead,
     Reported,
+    cost_without_shortage_s,
     mean_joining_s,
     offer,
     prefill_s,
     shortage_s,
-    without_kv_s,
 )
 from tailrace.policy.tailrace.costs import Costs, Longest
 from tailrace.policy.tailrace.queue import Queue
 
-# Up to so many instances numbers are faster.
+# Up to this many instances scalars are faster than arrays.
 FEW: Final = 24
 _COEFFICIENTS: Final = attrgetter(
     "prefill_base_s",
@@ -49,32 +49,32 @@ _COEFFICIENTS: Final = attrgetter(
 
 
 class OfferPlanner:
-    """One policy's."""
+    """The offers of a view's instances under one policy's costs. Call `update` before each decision."""
 
     def __init__(self, costs: Costs, few: int = FEW) -> None:
-        """`few`: up to so many instances are gone through one by one."""
+        """`few`: largest number of instances that are computed one by one instead of in arrays."""
         self._costs = costs
         self._few = few
         self._instances: list[InstanceView] = []
         self._at: dict[str, int] = {}
-        # Of a few instances, or of many: [fields of an offer, instances].
+        # One of the two is used: offers of few instances, or of many as [fields of an offer, instances].
         self._offers: list[Offer[float]] = []
         self._table: Floats = np.empty((len(Offer._fields), 0))
-        # Of those where prompts are known to wait.
+        # By position, of instances whose view lists waiting prompts.
         self._queues: dict[int, Queue] = {}
-        # Longest contexts; only with a penalty.
+        # Longest contexts; only with a length penalty.
         self._longest: list[int] = []
         self._not_active: set[int] = set()
         self._pooled: set[int] = set()
 
     @property
     def all_active(self) -> bool:
-        """No instance is in any other state."""
+        """Return whether all instances are active."""
         return not self._not_active
 
     @property
     def pooled(self) -> bool:
-        """Whether any instance is in a pool."""
+        """Return whether any instance is in a pool."""
         return bool(self._pooled)
 
     def cheapest(
@@ -84,8 +84,11 @@ class OfferPlanner:
         now: float,
         cached: Mapping[str, CachedTokens] = NOTHING_CACHED,
     ) -> InstanceView:
-        """Where an arrival costs least; the first of equals. `among`: some of them, not none; None: all.
-        `cached`: what of the arrival instances hold."""
+        """Return the instance where an arrival costs least; the first of equals.
+
+        `among`: the instances to choose from, at least one; None: all. `cached`: cached tokens of the arrival
+        by instance.
+        """
         positions: Sequence[int] = range(len(self._instances))
         if among is not None:
             positions = [self._at[instance.instance_id] for instance in among]
@@ -96,7 +99,7 @@ class OfferPlanner:
         return self._instances[found]
 
     def prices_s(self) -> dict[str, float]:
-        """What one more request of mean length costs to decode, by instance: how dear the place is."""
+        """Return the cost of decoding one more request of mean length, by instance."""
         costs = self._costs
         if costs.penalty is not None:
             means = (i.context_tokens // max(1, i.load) for i in self._instances)
@@ -121,20 +124,22 @@ class OfferPlanner:
         shortages_s: list[float] = []
         for position in positions:
             offered = offers[position]
-            tokens, seconds, after = offered.unknown, offered.unknown_s, 0
+            tokens, seconds, after = offered.unlisted, offered.unlisted_s, 0
             if position in queues:
                 queue = queues[position]
-                known, known_s, after = queue.before(now + yielded_s(own_s, queue.found_s))
+                known, known_s, after = queue.before(now + due_after_s(own_s, queue.queued_s))
                 tokens, seconds = tokens + known, seconds + known_s
-            before = Before(tokens, seconds, after)
+            before = QueueAhead(tokens, seconds, after)
             instance = self._instances[position]
             held = cached.get(instance.instance_id) if cached else None
-            found = 0.0 if held is None else float(costs.held_tokens(instance, held))
-            costs_s.append(without_kv_s(offered, prompt_tokens, found, before, patience_s, OF_ONE))
+            usable = 0.0 if held is None else float(costs.held_tokens(instance, held))
+            costs_s.append(
+                cost_without_shortage_s(offered, prompt_tokens, usable, before, patience_s, OF_ONE)
+            )
             shortages_s.append(shortage_s(costs, offered, more_tokens, OF_ONE))
         if costs.penalty is not None:
-            hurries = [offers[position].hurry for position in positions]
-            return self._cheapest_by_length(positions, costs_s, shortages_s, hurries, prompt_tokens)
+            decode_weights = [offers[position].decode_weight for position in positions]
+            return self._cheapest_by_length(positions, costs_s, shortages_s, decode_weights, prompt_tokens)
         totals_s = [cost + shortage for cost, shortage in zip(costs_s, shortages_s, strict=True)]
         return positions[totals_s.index(min(totals_s))]
 
@@ -143,17 +148,17 @@ class OfferPlanner:
     ) -> int:
         costs, offered = self._costs, Offer(*self._table)
         patience_s = self._patience_s(float(prefill_s(offered, prompt_tokens)[positions[0]]))
-        before = Before(offered.unknown, offered.unknown_s, np.zeros(len(offered.unknown)))
+        before = QueueAhead(offered.unlisted, offered.unlisted_s, np.zeros(len(offered.unlisted)))
         if self._queues:
-            before = Before(before.tokens.copy(), before.seconds.copy(), before.after)
+            before = QueueAhead(before.tokens.copy(), before.seconds.copy(), before.after)
             own_s = nominal_s(prompt_tokens, prompt_tokens * prompt_tokens)
             for position, queue in self._queues.items():
-                known, known_s, after = queue.before(now + yielded_s(own_s, queue.found_s))
+                known, known_s, after = queue.before(now + due_after_s(own_s, queue.queued_s))
                 before.tokens[position] += known
                 before.seconds[position] += known_s
                 before.after[position] = after
-        found: Floats | float = self._found(cached) if cached else 0.0
-        cost_s = without_kv_s(offered, prompt_tokens, found, before, patience_s, OF_MANY)
+        found: Floats | float = self._usable_tokens(cached) if cached else 0.0
+        cost_s = cost_without_shortage_s(offered, prompt_tokens, found, before, patience_s, OF_MANY)
         shortages_s = shortage_s(costs, offered, prompt_tokens + costs.expected_tokens, OF_MANY)
         all_of_them = len(positions) == len(self._instances) and isinstance(positions, range)
         if costs.penalty is None and all_of_them:
@@ -162,9 +167,9 @@ class OfferPlanner:
         cost_s, shortages_s = cost_s[index], shortages_s[index]
         if costs.penalty is None:
             return positions[int((cost_s + shortages_s).argmin())]
-        hurries = offered.hurry[index].tolist()
+        decode_weights = offered.decode_weight[index].tolist()
         return self._cheapest_by_length(
-            positions, cost_s.tolist(), shortages_s.tolist(), hurries, prompt_tokens
+            positions, cost_s.tolist(), shortages_s.tolist(), decode_weights, prompt_tokens
         )
 
     def _cheapest_by_length(
@@ -172,25 +177,25 @@ class OfferPlanner:
         positions: Sequence[int],
         costs_s: list[float],
         shortages_s: list[float],
-        hurries: list[float],
+        decode_weights: list[float],
         prompt_tokens: int,
     ) -> int:
-        """With a penalty: cheapest first, and no further than one can still cost least."""
+        """Add the terms of a length penalty, cheapest instances first, until no other can be cheaper."""
         costs = self._costs
         least, found = (inf, 0), positions[0]
         for rank in sorted(range(len(positions)), key=costs_s.__getitem__):
             position, total_s = positions[rank], costs_s[rank]
             if total_s > least[0]:
                 break
-            dearer_s = costs.dearer_s(self._instances[position], prompt_tokens, self._longest[position])
-            total_s += hurries[rank] * costs.expected_tokens * dearer_s
+            slowdown_s = costs.slowdown_s(self._instances[position], prompt_tokens, self._longest[position])
+            total_s += decode_weights[rank] * costs.expected_tokens * slowdown_s
             total_s += shortages_s[rank]
             if (total_s, rank) < least:
                 least, found = (total_s, rank), position
         return found
 
-    def _found(self, cached: Mapping[str, CachedTokens]) -> Floats:
-        """What of an arrival each instance holds, in tokens on its device."""
+    def _usable_tokens(self, cached: Mapping[str, CachedTokens]) -> Floats:
+        """Return the cached tokens of an arrival on each instance, as equivalent tokens on its device."""
         costs, instances = self._costs, self._instances
         found = np.zeros(len(instances))
         for name, held in cached.items():
@@ -200,23 +205,24 @@ class OfferPlanner:
         return found
 
     def _patience_s(self, own_s: float) -> float:
-        """A user's, so the same for all, however fast they are: by the prefill on the first."""
+        """Return the wait that counts double. It is the user's, so one value for all instances, by the
+        prefill time on the first one."""
         return self._costs.patience_s + PREFILLS * own_s
 
-    # ---- what is kept
+    # ---- cache
 
-    def renew(self, costs: Costs, instances: Sequence[InstanceView]) -> None:
-        """What follows is about these; works out what has changed."""
-        kept = self._instances
+    def update(self, costs: Costs, instances: Sequence[InstanceView]) -> None:
+        """Use these instances, and recompute the offers of those that changed."""
+        previous = self._instances
         count = len(instances)
-        anew = costs is not self._costs or len(kept) != count
+        stale = costs is not self._costs or len(previous) != count
         changed: list[int] = []
-        if not anew:
-            changed = list(compress(range(count), map(is_not, kept, instances)))
-            anew = any(kept[n].instance_id != instances[n].instance_id for n in changed)
-        if anew:
+        if not stale:
+            changed = list(compress(range(count), map(is_not, previous, instances)))
+            stale = any(previous[n].instance_id != instances[n].instance_id for n in changed)
+        if stale:
             changed = list(range(count))
-            self._forget(costs, instances)
+            self._reset(costs, instances)
         if not changed:
             return
         if self._offers:
@@ -230,13 +236,13 @@ class OfferPlanner:
                 self._longest[n] = Longest.of(instances[n]).tokens
         self._instances = list(instances)
 
-    def _forget(self, costs: Costs, instances: Sequence[InstanceView]) -> None:
+    def _reset(self, costs: Costs, instances: Sequence[InstanceView]) -> None:
         count = len(instances)
         few = count <= self._few
         self._costs = costs
         self._instances = []
         self._at = {instance.instance_id: n for n, instance in enumerate(instances)}
-        self._offers = [_NOTHING] * count if few else []
+        self._offers = [_EMPTY] * count if few else []
         self._table = np.empty((len(Offer._fields), 0 if few else count))
         self._queues = {}
         self._longest = [0] * count
@@ -244,7 +250,7 @@ class OfferPlanner:
         self._pooled = set()
 
     def _columns(self, positions: Sequence[int], instances: Sequence[InstanceView]) -> Offer[Floats]:
-        """Offers of the instances at these positions."""
+        """Compute the offers of the instances at these positions."""
         costs = self._costs
         models = [costs.steps_of(instances[position]) for position in positions]
         pairs = zip(positions, models, strict=True)
@@ -252,10 +258,10 @@ class OfferPlanner:
         size = len(Reported._fields)
         values = np.fromiter(chain.from_iterable(rows), np.float64, count=size * len(rows))
         reported = Reported(*values.reshape(len(rows), size).T)
-        return offer(costs, reported, _side_by_side(models), OF_MANY)
+        return offer(costs, reported, _stacked(models), OF_MANY)
 
     def _read(self, position: int, instance: InstanceView, steps: StepModel) -> tuple[float, ...]:
-        """The fields of `Reported`; what is no number is kept by the way."""
+        """Return the fields of `Reported`, and update the state, pool and queue of the position."""
         if instance.state is InstanceState.ACTIVE:
             self._not_active.discard(position)
         else:
@@ -290,11 +296,11 @@ class OfferPlanner:
         )
 
 
-_NOTHING: Final = Offer[float](*[0.0] * len(Offer._fields))
+_EMPTY: Final = Offer[float](*[0.0] * len(Offer._fields))
 
 
-def _side_by_side(models: Sequence[StepModel]) -> StepTimes[Floats]:
-    """Of each instance; mostly all go by the same."""
+def _stacked(models: Sequence[StepModel]) -> StepTimes[Floats]:
+    """Return the step times of several instances as arrays; fast if all have the same model."""
     first = models[0]
     if all(model is first for model in models):
         return StepTimes(*(np.full(len(models), value) for value in _COEFFICIENTS(first)))

@@ -1,4 +1,4 @@
-"""The policy `tailrace`: what is decided at each of the five points (docs/policy-tailrace.md)."""
+"""The policy `tailrace`: its decisions at the five decision points (docs/policy-tailrace.md)."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from tailrace.policy.tailrace.rebalance import movable, rebalance
 from tailrace.policy.tailrace.staged import groups, next_stage, within_stage
 from tailrace.profiles import Profile, load_profile
 
-# Open at a time, an instance and direction: what the migration service admits.
+# Maximum open migrations per instance and direction: the migration service's default limit.
 _TRANSFERS: Final = 3
 
 
 class Tailrace(Policy):
-    """PASCAL, ARES, Arrow and CascadeInfer under one cost, in predicted seconds.
+    """PASCAL, ARES, Arrow and CascadeInfer under one cost model, in predicted seconds.
 
-    - `profile`: of instances of which nothing was measured. None: a nominal one (`steps`).
-    - `penalty`: what unequal lengths in a batch cost there, if that is known.
+    - `profile`: step times of instances that have not been measured; None: nominal ones (`perf.steps`).
+    - `penalty`: the cost of unequal lengths in a batch, if known.
     - `margin`: minimum saving of a migration, as a multiple of its transfer time. Two: once for the transfer,
       once more because the saving is a prediction while the transfer time is certain.
     - `pulls`, `pull_margin`: see `pulls.py`; `copy_ahead`: `copies.py`.
-    - `ttft_slo_s`, `tpot_slo_s`: what pools flip by, where there are pools, as in `Arrow`; the latter is also
-      what the time of those who decode is measured against.
+    - `ttft_slo_s`, `tpot_slo_s`: thresholds of Arrow's pool flips, if pools are used; the TPOT SLO also
+      weights the decode steps of answering requests.
     - `tick_interval_s`: one second, as ARES (Algorithm 1, line 3).
     """
 
@@ -105,13 +105,13 @@ class Tailrace(Policy):
         self.arrow = Arrow(ttft_slo_s, tpot_slo_s, profile, tick_interval_s=tick_interval_s, room=FILTER)
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
-        """Where it costs least, among those meant to prefill and of the stage for its length."""
+        """Place the arrival where it costs least, among the prefill instances of the stage for its length."""
         costs, offers, tokens = self.costs, self.offers, arrival.prompt_tokens + arrival.output_tokens
         instances = list(view.instances.values())
-        offers.renew(costs, instances)
+        offers.update(costs, instances)
         usable: Sequence[InstanceView] = instances
         among: Sequence[InstanceView] | None = None
-        # Most often all may be chosen: then there is no need to ask each.
+        # In the common case all instances are candidates, and need not be checked one by one.
         if arrival.excluded or not offers.all_active:
             among = usable = candidates(view, arrival)
         if not usable:
@@ -133,7 +133,8 @@ class Tailrace(Policy):
         return Place(chosen.instance_id, pull_from=pull_from)
 
     def on_prefill_done(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
-        """With pools: to the decode instance where it costs least. Without: it decodes where it is."""
+        """With pools, hand over to the decode instance where the request costs least; without, decode in
+        place."""
         source = view.instances.get(request.instance_id)
         if source is None or source.pool is None:
             return ()
@@ -158,9 +159,9 @@ class Tailrace(Policy):
         return () if move is None else (mover.reserve(request, move.target, "reasoning ended"),)
 
     def on_length_boundary(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
-        """To the next stage, if that pays.
+        """Hand over to the next stage if that pays.
 
-        Where nothing is known of what unequal lengths cost, the stage is all there is to go by.
+        If the cost of unequal lengths is unknown, the stage alone decides.
         """
         source = view.instances.get(request.instance_id)
         if source is None or not movable(request):
@@ -178,13 +179,13 @@ class Tailrace(Policy):
         return () if target is None else (mover.reserve(request, target, "length boundary"),)
 
     def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
-        """Pools, handovers that found no room before, what pays, and copies of hot prefixes."""
+        """Move instances between pools, retry handovers, rebalance, and copy hot prefixes."""
         actions: list[Action] = []
         mover = self._mover(view)
         if pooled(view):
             actions += [a for a in self.arrow.on_tick(view, now) if isinstance(a, SetPool)]
             actions += late_handovers(mover, view)
-        self.offers.renew(self.costs, list(view.instances.values()))
+        self.offers.update(self.costs, list(view.instances.values()))
         price = self.offers.prices_s()
         for group in groups(view, decoders(view.placeable())):
             actions += rebalance(mover, self.costs, price, group)

@@ -1,7 +1,7 @@
-"""Where pools are set: who may prefill, who may decode (Arrow, sections 5.2 to 5.4).
+"""If pools are set: which instances may prefill, and which may decode (Arrow, sections 5.2 to 5.4).
 
-Pools are somebody's decision to keep the two kinds of work apart, and hold: a request leaves a prefill
-instance to decode whether or not that pays. Which instances are in them is up to Arrow's own rules.
+Pools are an explicit decision to separate prefill from decode, so they take precedence over the cost model: a
+request leaves a prefill instance to decode whether or not that pays. Arrow's own rules choose the members.
 """
 
 from __future__ import annotations
@@ -16,27 +16,29 @@ from tailrace.policy.tailrace.moves import MovePlanner
 
 PREFILL_SIDE: Final = (Pool.PREFILL, Pool.DECODE_TO_PREFILL)
 DECODE_SIDE: Final = (Pool.DECODE, Pool.PREFILL_TO_DECODE)
-# Requests that a tick finds a place for at most, as in Arrow.
+# Maximum number of handovers per tick, as in Arrow.
 _HANDOVERS: Final = 64
 
 
 def pooled(view: ClusterView) -> bool:
-    """Whether any instance is in a pool."""
+    """Return whether any instance is in a pool."""
     return any(i.pool is not None for i in view.instances.values())
 
 
 def prefillers(instances: Sequence[InstanceView]) -> list[InstanceView]:
-    """Those meant to prefill; if there are none, all: any instance can do any work."""
+    """Return the instances on the prefill side or in no pool; if there are none, all, since any instance can
+    prefill."""
     return [i for i in instances if i.pool not in DECODE_SIDE] or list(instances)
 
 
 def decoders(instances: Sequence[InstanceView]) -> list[InstanceView]:
-    """Those meant to decode."""
+    """Return the instances on the decode side or in no pool."""
     return [i for i in instances if i.pool not in PREFILL_SIDE]
 
 
 def late_handovers(mover: MovePlanner, view: ClusterView) -> list[Migrate]:
-    """Requests that decode on a prefill instance since nobody had room when they were ready, oldest first."""
+    """Hand over requests that decode on a prefill instance because no decode instance had room for them;
+    oldest first."""
     waiting: list[RequestView] = [
         request
         for instance in view.placeable()

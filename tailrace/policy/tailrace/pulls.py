@@ -1,9 +1,9 @@
-"""Pull, don't compute: a prefix that another instance holds is fetched where that takes less.
+"""Pull a cached prefix from another instance where that takes less time than computing it.
 
-What a transfer takes counts like the prefill of a shorter prompt: an instance that could fetch the prefix is
-taken to hold as many tokens as leave the same seconds, and the arrival goes where it then costs least. That
-is on the safe side: while KV comes, others are served. Looked at are two instances, where it would go if
-nobody could fetch, and where it would go if nobody held anything.
+A pull is converted to an equivalent cached prefix: an instance that could pull is treated as holding as many
+tokens as would save the same time net of the transfer, and the arrival is placed where it then costs least.
+This underestimates the benefit, since the instance serves others during a transfer. Two instances are
+compared: the one chosen without pulls, and the one that would be chosen if no prefix were cached.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from tailrace.policy.tailrace.offers import OfferPlanner
 
 
 class Pulls:
-    """Pulls that pay, by one policy's costs."""
+    """Add pulls to placements if they pay by the policy's cost model."""
 
     def __init__(self, offers: OfferPlanner, costs: Costs, margin: float = 1.0) -> None:
-        """`margin`: how many times its transfer a pull must save."""
+        """`margin`: minimum saving of a pull, as a multiple of its transfer time."""
         self._offers = offers
         self._costs = costs
         self._margin = margin
@@ -34,37 +34,39 @@ class Pulls:
         chosen: InstanceView,
         now: float,
     ) -> tuple[InstanceView, str]:
-        """Where the arrival goes, and from whom its prefix is fetched (empty: nobody).
+        """Return the instance for the arrival, and the id of the instance to pull its prefix from (empty: no
+        pull).
 
-        `instances`: all that may hold it; `chosen`: where it goes without a pull; `among`: to choose from, as
-        `OfferPlanner.cheapest` takes them, which must know of these instances.
+        `instances`: all that may hold the prefix; `chosen`: the placement without a pull; `among`: as in
+        `OfferPlanner.cheapest`, whose offers must be up to date.
         """
         holder = most_cached(arrival, instances)
         if holder is None:
             return chosen, ""
         held, tokens, offers = arrival.told_tokens(holder), arrival.context_tokens, self._offers
-        others = [chosen]
+        targets = [chosen]
         if (emptiest := offers.cheapest(among, tokens, now)) is not chosen:
-            others.append(emptiest)
-        as_held: dict[str, CachedTokens] = {}
+            targets.append(emptiest)
+        equivalent: dict[str, CachedTokens] = {}
         pulling: set[str] = set()
-        for instance in others:
+        for instance in targets:
             own = arrival.held_on(instance.instance_id)
-            tokens_there = self._costs.held_tokens(instance, own)
-            worth = self.worth(instance, own, held)
-            if worth is not None:
-                tokens_there = worth
+            cached = self._costs.held_tokens(instance, own)
+            with_pull = self.equivalent_tokens(instance, own, held)
+            if with_pull is not None:
+                cached = with_pull
                 pulling.add(instance.instance_id)
-            as_held[instance.instance_id] = CachedTokens(tokens_there, tokens_there)
+            equivalent[instance.instance_id] = CachedTokens(cached, cached)
         if not pulling:
             return chosen, ""
-        best = offers.cheapest(others, tokens, now, as_held)
+        best = offers.cheapest(targets, tokens, now, equivalent)
         return best, holder if best.instance_id in pulling else ""
 
-    def worth(self, instance: InstanceView, own: CachedTokens, held: int) -> int | None:
-        """Tokens that its device would have to hold to be as quick as with a pull of what it lacks of `held`.
+    def equivalent_tokens(self, instance: InstanceView, own: CachedTokens, held: int) -> int | None:
+        """Return the tokens on the instance's device that would save as much as pulling what it lacks of the
+        `held` tokens; None: a pull does not pay.
 
-        It has `own` of them, and loads those that are in its host memory. None: a pull does not pay.
+        The instance holds `own` of them, and loads those that are in its host memory.
         """
         if held <= own.total:
             return None

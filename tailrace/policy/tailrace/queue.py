@@ -1,4 +1,4 @@
-"""The prompts that wait on an instance, in the order in which `earliest_due` serves them."""
+"""The prompts waiting on an instance, in the order in which `earliest_due` serves them."""
 
 from __future__ import annotations
 
@@ -6,37 +6,39 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tailrace.intra.due import nominal_s, yielded_s
+from tailrace.intra.due import due_after_s, nominal_s
 from tailrace.perf.steps import StepModel
 from tailrace.policy.phase_load import Prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """What an arrival finds: `due[n]` is when the n-th prompt is due, sums are over those before the n-th."""
+    """Waiting prompts in order of service."""
 
+    # Due time of the n-th prompt, in seconds.
     due: tuple[float, ...]
-    # Tokens, and seconds of prefill, of the first n; one longer than `due`.
+    # Tokens, and seconds of prefill, of the first n prompts; one longer than `due`.
     tokens: tuple[int, ...]
     seconds: tuple[float, ...]
-    # Tokens of them that are computed already.
+    # Tokens of all prompts that are already computed.
     computed: int
-    # What an arrival finds, as `due_s` counts it.
-    found_s: float
+    # Prefill left of all prompts, in nominal seconds: `queue_s` of an arrival's `due_s`.
+    queued_s: float
 
     @staticmethod
     def of(prompts: Iterable[Prompt], backlog_tokens: int, steps: StepModel) -> Queue:
-        """Of these prompts so many tokens are not computed yet; where it is more, of others besides.
+        """Build the queue of `prompts`, of which `backlog_tokens` are not computed yet; a larger backlog
+        includes prompts that are not listed.
 
-        What each found when it came is what came before it and is still there: what has been served since
-        is not known.
+        Each prompt's due time assumes that it arrived behind the earlier prompts that are still here; those
+        served since are unknown.
         """
-        found_s = 0.0
+        queued_s = 0.0
         known: list[tuple[float, int]] = []
         for arrived_s, length in sorted(prompts):
             own_s = nominal_s(length, length * length)
-            known.append((arrived_s + yielded_s(own_s, found_s), length))
-            found_s += own_s
+            known.append((arrived_s + due_after_s(own_s, queued_s), length))
+            queued_s += own_s
         dues, tokens, seconds = [], [0], [0.0]
         computed = left = max(0, sum(length for _, length in known) - backlog_tokens)
         for due, length in sorted(known):
@@ -45,13 +47,14 @@ class Queue:
             seconds.append(seconds[-1] + steps.compute_s(length))
             done = min(left, length)
             left -= done
-            found_s -= nominal_s(done, done * done)
-        return Queue(tuple(dues), tuple(tokens), tuple(seconds), computed, found_s)
+            queued_s -= nominal_s(done, done * done)
+        return Queue(tuple(dues), tuple(tokens), tuple(seconds), computed, queued_s)
 
     def before(self, due: float) -> tuple[int, float, int]:
-        """(tokens, seconds of prefill) before a prompt that is due then, and how many prompts after it.
+        """Return the tokens and seconds of prefill served before a prompt with that due time, and the number
+        of prompts served after it.
 
-        What is computed already belongs to those that are first.
+        Computed tokens belong to the first prompts.
         """
         place = bisect_right(self.due, due)
         tokens = self.tokens[place]

@@ -1,7 +1,7 @@
-"""On each tick: from the instances where requests cost most to those where they cost least.
+"""Rebalance on each tick: move requests from the instances where they cost most to where they cost least.
 
-ARES's rescheduling and CascadeInfer's rebalancing in the terms of `costs`: memory pressure, long steps and
-unequal lengths are all seconds there, and so is what a migration takes.
+This is ARES's rescheduling and CascadeInfer's rebalancing under the cost model, which expresses memory
+pressure, long steps, unequal lengths and the migration itself in seconds.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from tailrace.cluster import InstanceView, Phase, RequestState, RequestView
 from tailrace.policy.tailrace.costs import Costs
 from tailrace.policy.tailrace.moves import Move, MovePlanner
 
-# Sources looked at in one tick: what is left is looked at in the next one, a second later.
+# Maximum number of sources per tick; the others have their turn on a later tick.
 SOURCES: Final = 8
-# Targets for each: as many as there are sources could use up, and three, as in bid-ask, for a request.
+# Targets per tick, since each source may use up one; and targets per request, three as in bid-ask.
 TARGETS: Final = 8
 BIDDERS: Final = 3
 
@@ -25,9 +25,10 @@ BIDDERS: Final = 3
 def rebalance(
     mover: MovePlanner, costs: Costs, price: Mapping[str, float], instances: Sequence[InstanceView]
 ) -> list[Migrate]:
-    """At most one request from a source and to a target, the one that saves most; dearest source first.
+    """Move at most one request per source and per target, the one that saves most; most expensive sources
+    first.
 
-    `price`: what one more request costs, by instance.
+    `price`: cost of one more request in seconds, by instance.
     """
     if len(instances) < 2:
         return []
@@ -40,13 +41,13 @@ def rebalance(
         cheaper = [t for t in cheaper if t.instance_id not in taken][:BIDDERS]
         if not cheaper or source.migrations_out:
             continue
-        at_least = costs.at_least(cheaper)
+        lower_bound = costs.lower_bound(cheaper)
         best: Move | None = None
         for request in source.requests:
             if not movable(request):
                 continue
             gain_s = 0.0 if best is None else best.gain_s
-            move = mover.best(request, source, cheaper, gain_s, at_least)
+            move = mover.best(request, source, cheaper, gain_s, lower_bound)
             if move is not None:
                 best = move
         if best is not None:
@@ -56,7 +57,7 @@ def rebalance(
 
 
 def movable(request: RequestView) -> bool:
-    """A prefill cannot be taken away in its middle; what waits on the host cannot either."""
+    """Return whether a request can migrate: not during prefill, nor while it waits in host memory."""
     return (
         request.phase is not Phase.PREFILL and request.state is RequestState.RUNNING and not request.migrating
     )

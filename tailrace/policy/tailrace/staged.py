@@ -1,4 +1,4 @@
-"""Where length stages are set: who may take a request of some length (CascadeInfer, sections 3.2 and 4.4)."""
+"""If length stages are set: which instances may take a request (CascadeInfer, sections 3.2 and 4.4)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from tailrace.policy.cascade.layout import earliest_stage, nearest_first, stage_
 
 
 def within_stage(view: ClusterView, usable: Sequence[InstanceView], tokens: int) -> Sequence[InstanceView]:
-    """Those of `usable` in the earliest stage for the length; the nearest stage, if it has none of them."""
+    """Return the instances of `usable` in the earliest stage for the length, else in the nearest stage that
+    has any."""
     stages = view.stages
     if not stages:
         return usable
@@ -22,7 +23,7 @@ def within_stage(view: ClusterView, usable: Sequence[InstanceView], tokens: int)
 
 
 def next_stage(view: ClusterView, instance_id: str, tokens: int) -> list[InstanceView]:
-    """Active instances of the stage for the length, if that is later than the instance's own."""
+    """Return the active instances of the stage for the length if it is later than the instance's own."""
     at = stage_of(view.stages, instance_id)
     if at is None:
         return []
@@ -31,7 +32,7 @@ def next_stage(view: ClusterView, instance_id: str, tokens: int) -> list[Instanc
 
 
 def groups(view: ClusterView, instances: Sequence[InstanceView]) -> list[list[InstanceView]]:
-    """Who may give requests to each other on a tick: the members of a stage; without stages everybody."""
+    """Group the instances that may exchange requests on a tick: by stage; without stages, all in one."""
     if not view.stages:
         return [list(instances)]
     allowed = {i.instance_id for i in instances}
