@@ -1,4 +1,4 @@
-"""The requests that decode on one instance: their KV, and when something next happens to one of them."""
+"""The decoding requests of one instance: their KV, and the next event of each."""
 
 from __future__ import annotations
 
@@ -17,41 +17,42 @@ from tailrace.intra.base import IntraPolicy
 
 
 class Batch:
-    """Each of them makes one token a step. `boundary`: of the instance, where the last run ended."""
+    """The decoding batch. Each request gains one token per step. `boundary` is where the instance's last run
+    ended."""
 
     __slots__ = ("_milestones", "blocks", "boundary", "jobs", "kv_tokens")
 
     def __init__(self, block_tokens: int) -> None:
         self.boundary = 0
-        # Each with what its context is beyond the boundary: constant, since each makes one token a step.
+        # Each job's context length minus the boundary: constant, since both grow by one per step.
         self.jobs: dict[Job, int] = {}
         self.blocks = DecodeBlocks(block_tokens)
-        # Of their context, at the boundary.
+        # Context tokens of all jobs at the boundary.
         self.kv_tokens = 0
-        # (boundary, order, version, job): the next milestone of each.
+        # (boundary, order, version, job) of each job's next milestone.
         self._milestones: list[tuple[int, int, int, Job]] = []
 
     def __len__(self) -> int:
         return len(self.jobs)
 
     def tokens_of(self, job: Job) -> int:
-        """Output tokens that it has made."""
+        """Return the job's output tokens at the boundary."""
         return job.tokens + self.boundary - job.joined
 
     def join(self, job: Job) -> None:
-        """It decodes from here on."""
+        """Start decoding a job."""
         context = job.prompt + job.tokens
         job.state = JobState.DECODING
         job.joined = self.boundary
         job.residue = self.blocks.add(context, self.boundary)
         self.kv_tokens += context
         self.jobs[job] = context - self.boundary
-        self.mark(job)
+        self.schedule_milestone(job)
 
     def leave(self, job: Job, log: StepLog) -> int:
-        """It decodes no longer; the blocks that it held."""
+        """Stop decoding a job. Return the blocks that it held."""
         boundary = self.boundary
-        job.decoded(log, job.joined, boundary)
+        job.record_decoding(log, job.joined, boundary)
         job.tokens += boundary - job.joined
         job.joined = boundary
         job.version += 1
@@ -61,25 +62,26 @@ class Batch:
         return self.blocks.remove(context, job.residue)
 
     def advance(self, steps: int) -> None:
-        """A run has ended."""
+        """Account for the end of a run of `steps` steps."""
         self.blocks.advance(self.boundary, steps)
         self.kv_tokens += steps * len(self.jobs)
         self.boundary += steps
 
     # ---- milestones
 
-    def mark(self, job: Job) -> None:
-        """Note the next milestone of one."""
+    def schedule_milestone(self, job: Job) -> None:
+        """Schedule the job's next milestone."""
         job.version += 1
         tokens = self.tokens_of(job)
         if tokens >= job.boundary_tokens:
-            # It came beyond its stage's end unnoticed: the stage was moved, or it was.
+            # The job passed its stage's end without an event: the stage was changed, or the job was moved.
             job.boundary_tokens = tokens + 1
         at = self.boundary + job.next_milestone(tokens) - tokens
         heapq.heappush(self._milestones, (at, job.order, job.version, job))
 
     def due(self) -> Iterator[Job]:
-        """Those that have reached their milestone; each is to be marked again or to leave before the next."""
+        """Yield jobs that have reached their milestone; each must be rescheduled or leave before the next is
+        taken."""
         milestones = self._milestones
         while milestones and milestones[0][0] <= self.boundary:
             _, _, version, job = heapq.heappop(milestones)
@@ -87,7 +89,7 @@ class Batch:
                 yield job
 
     def steps_to_milestone(self) -> int:
-        """Steps until somebody reaches one; there must be somebody."""
+        """Return the steps until the next milestone. The batch must not be empty."""
         milestones = self._milestones
         while milestones[0][3].version != milestones[0][2]:
             heapq.heappop(milestones)
@@ -96,7 +98,7 @@ class Batch:
     # ---- for the next run
 
     def steps_to_rank_change(self, intra: IntraPolicy) -> int:
-        """Steps for which no rank changes."""
+        """Return the number of steps during which no rank changes."""
         least = NEVER
         for job in self.jobs:
             tokens = self.tokens_of(job)
@@ -108,7 +110,7 @@ class Batch:
         return least
 
     def claims(self, intra: IntraPolicy) -> list[Claim[Job]]:
-        """What each holds, and its rank."""
+        """Return each job's rank and the blocks it holds."""
         size = self.blocks.block_tokens
         claims = []
         for job in self.jobs:
@@ -118,5 +120,5 @@ class Batch:
         return claims
 
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of context of each."""
+        """Return the context length of each job, in tokens."""
         return np.fromiter(self.jobs.values(), np.int64, len(self.jobs)) + self.boundary

@@ -1,9 +1,8 @@
-"""Bid-ask between instances (CascadeInfer, section 4.4) under the virtual clock.
+"""Bid-ask between instances (CascadeInfer, section 4.4) in simulated time.
 
-The state machines are those that workers run (`tailrace.bid_ask`); here is what
-`worker_agent/bidask` is there: messages, each with a latency of its own and in order for each pair, the
-clock's part of the protocol, and fetching, which is a migration. An instance knows itself exactly, as a
-worker does.
+The state machines are those of the workers (`tailrace.bid_ask`). This module replaces `worker_agent/bidask`:
+it delivers messages, each with its own latency and in order per pair, runs the protocol's timers, and fetches
+requests by migration. Like a worker, an instance knows its own state exactly.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from tailrace.bid_ask import (
 
 @dataclass(frozen=True, slots=True)
 class _NoBid:
-    """In place of a bid."""
+    """The reply of a receiver that does not bid."""
 
     receiver: str
     request_id: str
@@ -51,37 +50,37 @@ _Message = ToReceiver | ToSender | _NoBid
 
 
 class BiddingListener(Protocol):
-    """Who hears of offers."""
+    """Receive changes of offers."""
 
     def offer_changed(self, source: Instance) -> None:
-        """An offer of one of its requests was made, or is over."""
+        """Handle an offer of one of the source's requests that was made or has ended."""
 
 
 @dataclass(slots=True)
-class _Offered:
+class _OpenOffer:
     action: Offer
     job: Job
     source: Instance
-    # Counted among the migrations that leave the source, until the migration itself is.
+    # Whether the offer counts among the source's outgoing migrations; the migration itself replaces it.
     counted: bool = True
     taken: bool = False
 
 
 class _Party:
-    """One instance's two sides."""
+    """The sending and the receiving side of an instance."""
 
-    __slots__ = ("attempts", "instance", "receiver", "sender")
+    __slots__ = ("instance", "receiver", "retry_scheduled", "sender")
 
     def __init__(self, instance: Instance, receiver: Receiver) -> None:
         self.instance = instance
         self.sender = Sender(instance.instance_id)
         self.receiver = receiver
-        # A retry of what senders were too busy for is due.
-        self.attempts = False
+        # Whether a retry of requests whose senders were busy is scheduled.
+        self.retry_scheduled = False
 
 
 class Bidding:
-    """All offers."""
+    """Run the bid-ask protocol between all instances."""
 
     def __init__(
         self,
@@ -93,7 +92,8 @@ class Bidding:
         seed: int,
         listener: BiddingListener,
     ) -> None:
-        """`jobs`: by request id. `message_s`: what a message takes on average, `seed`: of the differences."""
+        """Start without offers. `jobs` are by request id; `message_s` is the mean latency of a message, which
+        varies by `seed`."""
         self.outcomes: Counter[str] = Counter()
         self._jobs = jobs
         self._migrations = migrations
@@ -102,13 +102,13 @@ class Bidding:
         self._random = random.Random(f"bid-ask {seed}")
         self._listener = listener
         self._now = 0.0
-        self._parties = {i.instance_id: _Party(i, self._receiver_of(i)) for i in instances}
-        self._offers: dict[str, _Offered] = {}
-        # When the last message of each pair is delivered.
+        self._parties = {i.instance_id: _Party(i, self._make_receiver(i)) for i in instances}
+        self._offers: dict[str, _OpenOffer] = {}
+        # Delivery time of the last message of each pair.
         self._delivered: dict[tuple[str, str], float] = {}
 
     def offer(self, action: Offer, job: Job, now: float) -> None:
-        """A policy wants this; it counts at once, and the source hears of it by a message."""
+        """Start an offer requested by a policy. It counts at once; the source learns of it by message."""
         party = self._parties.get(action.source_id)
         if (
             party is None
@@ -119,45 +119,45 @@ class Bidding:
         ):
             return
         source = party.instance
-        offered = _Offered(action, job, source)
+        offered = _OpenOffer(action, job, source)
         self._offers[action.request_id] = offered
         job.on_offer = True
         source.migrations_out += 1
         self._listener.offer_changed(source)
-        self._events.at(now + self._latency_s(), lambda then: self._begin(offered, then))
+        self._events.schedule(now + self._latency_s(), lambda later: self._begin_offer(offered, later))
 
     def finished(self, job: Job, now: float) -> None:
-        """A request is done."""
+        """End the offer of a request that has finished."""
         if job.on_offer:
             self._withdraw(self._offers[job.request.request_id], now)
 
-    # ---- an offer's life
+    # ---- offers
 
-    def _begin(self, offered: _Offered, now: float) -> None:
+    def _begin_offer(self, offered: _OpenOffer, now: float) -> None:
         action = offered.action
         if self._offers.get(action.request_id) is not offered:
             return
         self._now = now
         source, job = offered.source, offered.job
         sender = self._parties[action.source_id].sender
-        tokens = job.prompt + job.tokens_at(source.begun_boundary(now))
+        tokens = job.prompt + job.tokens_at(source.boundary_at(now))
         has_handler = sender.offer(action.request_id, tokens, action.receiver_ids, action.most_tokens)
         if not sender.has(action.request_id):
-            self._end(offered)
+            self._end_offer(offered)
             return
-        self._events.at(now + OFFER_S, lambda then: self._withdraw(offered, then))
-        self._post_all(action.source_id, has_handler, now)
+        self._events.schedule(now + OFFER_S, lambda later: self._withdraw(offered, later))
+        self._send_all(action.source_id, has_handler, now)
 
-    def _withdraw(self, offered: _Offered, now: float) -> None:
-        """The request is done, or has been on offer for too long."""
+    def _withdraw(self, offered: _OpenOffer, now: float) -> None:
+        """End the offer of a request that has finished or was on offer for too long."""
         request_id, name = offered.action.request_id, offered.action.source_id
         if self._offers.get(request_id) is not offered:
             return
         self._now = now
-        self._post_all(name, self._parties[name].sender.give_up(request_id), now)
-        self._end(offered)
+        self._send_all(name, self._parties[name].sender.give_up(request_id), now)
+        self._end_offer(offered)
 
-    def _end(self, offered: _Offered) -> None:
+    def _end_offer(self, offered: _OpenOffer) -> None:
         del self._offers[offered.action.request_id]
         offered.job.on_offer = False
         if offered.counted:
@@ -170,31 +170,31 @@ class Bidding:
     def _latency_s(self) -> float:
         return self._message_s * (0.5 + self._random.random())
 
-    def _post_all(
+    def _send_all(
         self,
         source: str,
         messages: Sequence[tuple[str, ToReceiver]] | Sequence[tuple[str, ToSender]],
         now: float,
     ) -> None:
         for target, message in messages:
-            self._post(source, target, message, now)
+            self._send(source, target, message, now)
 
-    def _post(self, source: str, target: str, message: _Message, now: float) -> None:
+    def _send(self, source: str, target: str, message: _Message, now: float) -> None:
         pair = (source, target)
         at_s = max(now + self._latency_s(), self._delivered.get(pair, 0.0))
         self._delivered[pair] = at_s
-        self._events.at(at_s, lambda then: self._take(target, source, message, then))
+        self._events.schedule(at_s, lambda later: self._deliver(target, source, message, later))
 
-    def _take(self, name: str, sender_name: str, message: _Message, now: float) -> None:
+    def _deliver(self, name: str, sender_name: str, message: _Message, now: float) -> None:
         self._now = now
         party = self._parties[name]
         match message:
             case Bid() | _NoBid() | Start() | Starving() | Done():
-                self._take_reply(party.sender, message, now)
+                self._deliver_reply(party.sender, message, now)
                 return
             case Ask():
                 bid = party.receiver.on_ask(message)
-                self._post(name, sender_name, bid or _NoBid(name, message.request_id), now)
+                self._send(name, sender_name, bid or _NoBid(name, message.request_id), now)
                 return
             case Award():
                 messages = party.receiver.on_award(message)
@@ -203,12 +203,12 @@ class Bidding:
             case Withdraw():
                 messages = party.receiver.on_withdraw(message)
             case Grant():
-                self._granted(party, message, now)
+                self._on_grant(party, message, now)
                 return
-        self._post_all(name, messages, now)
+        self._send_all(name, messages, now)
         self._retry_later(party, now)
 
-    def _take_reply(
+    def _deliver_reply(
         self, sender: Sender, message: Bid | _NoBid | Start | Starving | Done, now: float
     ) -> None:
         request_id = message.request_id
@@ -226,63 +226,63 @@ class Bidding:
                 if offered is not None:
                     offered.taken = message.accepted
                 messages = sender.on_done(message)
-        self._post_all(sender.name, messages, now)
+        self._send_all(sender.name, messages, now)
         if offered is not None and not sender.has(request_id):
-            self._end(offered)
+            self._end_offer(offered)
 
-    # ---- the receiving side
+    # ---- receiving
 
-    def _granted(self, party: _Party, grant: Grant, now: float) -> None:
+    def _on_grant(self, party: _Party, grant: Grant, now: float) -> None:
         receiver, request_id = party.receiver, grant.request_id
         job, offered = self._jobs[request_id], self._offers.get(request_id)
         if not receiver.on_grant(grant):
-            self._post(receiver.name, grant.sender, Done(receiver.name, request_id, False), now)
+            self._send(receiver.name, grant.sender, Done(receiver.name, request_id, False), now)
             return
         if offered is None:
-            # It was done before the news of its turn came.
-            self._post_all(receiver.name, receiver.finished(request_id, False), now)
+            # The offer ended before its grant arrived.
+            self._send_all(receiver.name, receiver.finished(request_id, False), now)
             return
         action, tokens = offered.action, job.prompt + job.tokens
         if offered.counted:
             offered.counted = False
             offered.source.migrations_out -= 1
 
-        def ended(committed: bool, then: float) -> None:
-            self._now = then
+        def on_closed(committed: bool, later: float) -> None:
+            self._now = later
             if committed:
-                receiver.transferred(tokens, then - now)
+                receiver.transferred(tokens, later - now)
             if request_id in receiver.queue:
                 messages = receiver.finished(request_id, committed)
             else:
                 messages = [(grant.sender, Done(receiver.name, request_id, committed))]
-            self._post_all(receiver.name, messages, then)
-            self._retry_later(party, then)
+            self._send_all(receiver.name, messages, later)
+            self._retry_later(party, later)
 
         move = Migrate(request_id, action.source_id, receiver.name, action.reason)
-        self._migrations.ask(move, job, party.instance, now, ended)
+        self._migrations.request(move, job, party.instance, now, on_closed)
 
     def _retry_later(self, party: _Party, now: float) -> None:
-        """Ask again for what senders were too busy for."""
+        """Schedule a retry of requests whose senders were busy."""
         receiver = party.receiver
-        if party.attempts or receiver.open_transfers >= len(receiver.queue):
+        if party.retry_scheduled or receiver.open_transfers >= len(receiver.queue):
             return
-        party.attempts = True
+        party.retry_scheduled = True
 
-        def attempt(then: float) -> None:
-            party.attempts = False
-            self._now = then
-            self._post_all(receiver.name, receiver.attempt(), then)
-            self._retry_later(party, then)
+        def attempt(later: float) -> None:
+            party.retry_scheduled = False
+            self._now = later
+            self._send_all(receiver.name, receiver.attempt(), later)
+            self._retry_later(party, later)
 
-        self._events.at(now + ATTEMPT_S, attempt)
+        self._events.schedule(now + ATTEMPT_S, attempt)
 
-    def _receiver_of(self, instance: Instance) -> Receiver:
+    def _make_receiver(self, instance: Instance) -> Receiver:
         size = instance.block_tokens
 
         def space() -> Space:
-            boundary = instance.begun_boundary(self._now)
+            boundary = instance.boundary_at(self._now)
             used = instance.used_blocks_at(boundary)
-            # A block for the request to grow into.
+            # One block for the request to grow into.
             free = instance.total_blocks - used - 1
             return Space(free * size, used * size + instance.backlog_at(boundary))
 
@@ -290,7 +290,7 @@ class Bidding:
             job = self._jobs[request_id]
             if job.instance_id == instance.instance_id:
                 return True
-            migration = self._migrations.of(job)
+            migration = self._migrations.find(job)
             return migration is not None and migration.target is instance and migration.blocks > 0
 
         return Receiver(instance.instance_id, space, reserved)

@@ -1,15 +1,15 @@
-"""KV blocks of the decoding batch, without looking at each request at each step.
+"""Count the KV blocks of the decoding batch without visiting each request at each step.
 
-A request with c tokens of context holds ceil(c / b) blocks, and c grows by one a step, so it takes a new
-block at boundaries where c = 0 (mod b). With c - boundary (mod b) constant, one count per residue tells how
-many blocks the batch takes at any coming boundary.
+A request with c context tokens holds ceil(c / b) blocks, and c grows by one per step, so it allocates a block
+at boundaries where c = 0 (mod b). As c - boundary (mod b) is constant, one count per residue gives the number
+of blocks that the batch allocates at any later boundary.
 """
 
 from __future__ import annotations
 
 
 def blocks_for(tokens: int, block_tokens: int) -> int:
-    """Blocks that hold this many tokens."""
+    """Return the number of blocks that hold this many tokens."""
     return -(-tokens // block_tokens)
 
 
@@ -25,7 +25,7 @@ class DecodeBlocks:
         self._by_residue = [0] * block_tokens
 
     def add(self, context: int, boundary: int) -> int:
-        """A request with this context joins; its residue, to give back to `remove`."""
+        """Add a request with this context. Return its residue, to be passed to `remove`."""
         residue = (context - boundary) % self.block_tokens
         self._by_residue[residue] += 1
         self.requests += 1
@@ -33,15 +33,15 @@ class DecodeBlocks:
         return residue
 
     def remove(self, context: int, residue: int) -> int:
-        """It leaves; the blocks that it held."""
+        """Remove a request. Return the number of blocks it held."""
         held = blocks_for(context, self.block_tokens)
         self._by_residue[residue] -= 1
         self.requests -= 1
         self.used -= held
         return held
 
-    def taken(self, boundary: int, steps: int) -> int:
-        """Blocks that the batch takes in this many steps from a boundary."""
+    def allocated(self, boundary: int, steps: int) -> int:
+        """Return the number of blocks that the batch allocates in this many steps from a boundary."""
         size = self.block_tokens
         cycles, rest = divmod(steps, size)
         taken = cycles * self.requests
@@ -54,20 +54,21 @@ class DecodeBlocks:
         return taken
 
     def advance(self, boundary: int, steps: int) -> None:
-        """The batch has made this many steps from a boundary."""
-        self.used += self.taken(boundary, steps)
+        """Account for this many steps from a boundary."""
+        self.used += self.allocated(boundary, steps)
 
-    def steps_until(self, boundary: int, free: int, most: int) -> int:
-        """First number of steps, at most `most`, after which the batch has taken more than `free` blocks."""
+    def steps_until(self, boundary: int, free: int, limit: int) -> int:
+        """Return the smallest number of steps after which the batch has allocated more than `free` blocks; at
+        most `limit`."""
         size = self.block_tokens
         requests = self.requests
-        if not requests or requests * -(-most // size) <= free:
-            return most
+        if not requests or requests * -(-limit // size) <= free:
+            return limit
         steps = free // requests * size
         left = free % requests
         counts = self._by_residue
-        # A cycle takes `requests` > left blocks, so this ends within one.
-        while left >= 0 and steps < most:
+        # A cycle allocates `requests` > left blocks, so this ends within one cycle.
+        while left >= 0 and steps < limit:
             left -= counts[-(boundary + steps) % size]
             steps += 1
-        return min(steps, most)
+        return min(steps, limit)

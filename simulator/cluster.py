@@ -1,4 +1,4 @@
-"""What is simulated: instances, links, host memory, reports and migration, all plain data."""
+"""The description of a simulated cluster: instances, links, host memory, reports and migration."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from tailrace.slo import READING_S
 
 @dataclass(frozen=True, slots=True)
 class InstanceSpec:
-    """One instance: a model on a GPU and the limits of its engine."""
+    """One instance: a model on a GPU, and the limits of its engine."""
 
     instance_id: str
     profile: Profile
     # KV capacity of the device; None: the profile's.
     kv_capacity_tokens: int | None = None
     block_tokens: int = 16
-    # KV that fits in host memory, of preempted requests first; 0: those are recomputed. 256 GiB: an eighth of
-    # a server of 2 TiB with eight GPUs. Workers take 4 GiB unless told otherwise. The step that copies to or
-    # from there waits, as the profile's `swap` has it.
+    # Host memory for KV, first of all of preempted requests; 0: those are recomputed. 256 GiB is an eighth of
+    # a 2 TiB server with eight GPUs; workers default to 4 GiB. A step that copies to or from host memory
+    # waits for the time given by the profile's `swap`.
     host_kv_bytes: int = 256 * 1024**3
-    # Most requests in a batch, and most tokens of one step: decodes and prefill chunks together.
+    # Limits of a batch (requests) and of a step (tokens of decodes and prefill chunks together).
     max_num_seqs: int = 256
     chunk_budget_tokens: int = 2048
     max_model_len: int = 131_072
-    # Most tokens in the batch that keep the TPOT SLO, as profiled (Arrow, section 5.4); None: not profiled.
+    # Tokens in the batch up to which the TPOT SLO holds, as profiled (Arrow, section 5.4); None: not
+    # profiled.
     max_running_tokens: int | None = None
     pool: Pool | None = None
     penalty: LengthPenalty | None = None
-    # Whether KV of prefixes is kept and found, where the workload names its blocks. vLLM does by default; the
-    # papers' systems do not.
+    # Whether prefixes stay cached, for workloads that name their blocks. Enabled by default in vLLM, absent
+    # in the papers' systems.
     prefix_caching: bool = False
-    # Whether what the device evicts of them stays in host memory, in what preempted requests leave of it.
+    # Whether blocks evicted from the device stay in the host memory that preempted requests leave free.
     host_caching: bool = False
 
     @property
@@ -49,52 +50,53 @@ class InstanceSpec:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one KV block."""
+        """Size of one KV block, in bytes."""
         return self.block_tokens * self.profile.kv_bytes_per_token
 
 
 @dataclass(frozen=True, slots=True)
 class LinkSpec:
-    """The network: one full-duplex port an instance, shared equally by the transfers on it."""
+    """The network: one full-duplex port per instance, shared equally by its transfers."""
 
-    # 12.5e9: 100 Gbit/s.
+    # 100 Gbit/s.
     bytes_per_s: float = 12.5e9
     latency_s: float = 0.0005
-    # Capacity of all transfers together; None: only ports limit (a non-blocking fabric).
+    # Total capacity of all transfers; None: a non-blocking fabric, limited by ports only.
     fabric_bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class MigrationSpec:
-    """Live migration in rounds (design, section 6), admitted as the live migration service does."""
+    """Live migration in rounds (design, section 6), admitted as by the live migration service."""
 
-    # Most at a time for one instance and direction; others wait.
+    # Concurrent migrations per instance and direction; others wait.
     limit: int = 3
-    # Migrations that may wait for admission in the whole cluster, and for how long, here and at the target.
+    # How many migrations may wait for admission in the whole cluster, and how long, here and at the target.
     queue_limit: int = 256
     patience_s: float = 10.0
     when_full: WhenFull = WhenFull.WAIT
-    # Whether the target is asked for room only once the migration has its place, as the live services do: one
-    # that is refused or waits then has a place meanwhile. False: the papers', whose receivers agree first.
+    # Whether the target reserves room only after admission, as in the live services, so that a migration that
+    # waits for room or is refused occupies a slot meanwhile. False: before admission, as in the papers.
     room_last: bool = False
-    # Pre-copy rounds while the source decodes on, before the last round that pauses the request.
+    # Pre-copy rounds during which the source keeps decoding, before the last round, which pauses the request.
     max_rounds: int = 4
-    # Pause when no more than this many full blocks are left to copy.
+    # Pause when at most this many full blocks are left to copy.
     pause_blocks: int = 2
-    # From its place to the first byte, and from the last byte to the first step on the target.
+    # From admission to the first byte, and from the last byte to the first step on the target.
     open_s: float = 0.002
     commit_s: float = 0.001
-    # One message of bid-ask between two instances, on average; each takes half to one and a half of it.
+    # Mean latency of a bid-ask message between two instances; each takes 0.5 to 1.5 times as long.
     message_s: float = 0.001
 
 
 @dataclass(frozen=True, slots=True)
 class ReportSpec:
-    """How stale the policy's view is. interval_s 0: every view is exact at the time of the decision."""
+    """How stale a policy's view is. With an `interval_s` of 0, every view is exact at the time of the
+    decision."""
 
-    # 0.5: the workers' default.
+    # The workers' default.
     interval_s: float = 0.5
-    # From an instance to the policy: steady reports and phase events.
+    # Latency of periodic reports and phase events from an instance to the policy.
     delay_s: float = 0.002
 
 
@@ -107,27 +109,28 @@ class ClusterSpec:
     migration: MigrationSpec = field(default_factory=MigrationSpec)
     report: ReportSpec = field(default_factory=ReportSpec)
     stages: tuple[Stage, ...] = ()
-    # The user's pace: what the token pacer and QoE go by (PASCAL, section V-A).
+    # The pace at which users read, for the token pacer and QoE (PASCAL, section V-A).
     tpot_target_s: float = READING_S
-    # What requests are announced with as max_tokens.
+    # The `max_tokens` of every request.
     max_tokens: int = 32_768
     predictor: LengthPredictor | None = None
     future_load: FutureLoad | None = None
 
     def __post_init__(self) -> None:
-        """Raises ValueError for no instances or instance ids that are not distinct."""
+        """Raise ValueError if there are no instances or their ids are not distinct."""
         ids = [spec.instance_id for spec in self.instances]
         if not ids or len(set(ids)) != len(ids):
             raise ValueError("a cluster needs instances with distinct ids")
 
     @staticmethod
     def uniform(count: int, profile: Profile, **limits: object) -> ClusterSpec:
-        """`count` equal instances i000, i001, ...; `limits` are fields of InstanceSpec."""
+        """Return `count` equal instances i000, i001, ...; `limits` are fields of InstanceSpec."""
         template = replace(InstanceSpec("i000", profile), **limits)  # type: ignore[arg-type]
         return ClusterSpec(tuple(replace(template, instance_id=f"i{n:03d}") for n in range(count)))
 
     def with_pools(self, pools: Sequence[Pool | None]) -> ClusterSpec:
-        """The same cluster with these pools at the start, in the order of the instances."""
+        """Return the cluster with these initial pools, in the order of the instances. Raise ValueError for
+        another count."""
         if len(pools) != len(self.instances):
             raise ValueError(f"{len(pools)} pools for {len(self.instances)} instances")
         pairs = zip(self.instances, pools, strict=True)

@@ -1,4 +1,4 @@
-"""Several policies on several workloads at several rates, over seeds."""
+"""Compare several policies on several workloads, rates and seeds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from simulator.workloads.resolve import WorkloadOptions
 from tailrace.policy.parameters import Value
 from tailrace.slo import Slo
 
-# Figures that are compared: 1 where more is better, -1 where less is.
+# Figures that are compared: 1 if more is better, -1 if less is.
 BETTER: Mapping[str, int] = {
     "attainment": 1,
     "goodput_per_s": 1,
@@ -29,26 +29,26 @@ BETTER: Mapping[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to compare. Every policy meets the same requests."""
+    """What to compare. All policies serve the same requests."""
 
     policies: Sequence[str]
     workloads: Sequence[str]
-    # Mean rates in requests a second; None: a trace at its own.
+    # Mean rates in requests per second; None: a trace's own.
     rates: Sequence[float | None]
     seeds: Sequence[int]
-    # What all runs share; rate and seed are set for each.
+    # Options of all runs; rate and seed are set for each.
     options: WorkloadOptions
     fleet: Fleet
     slo: Slo
     predicts: str | None = None
-    # Where each seed's stretch of a trace begins, in seconds of its own time; of others every seed starts
-    # where the options say.
+    # Start of each seed's section of a trace, in seconds of its own time; other workloads start where the
+    # options say.
     starts_s: Mapping[str, Sequence[float]] = field(default_factory=dict)
     # By policy, as in `Scenario`.
     parameters: Mapping[str, tuple[tuple[str, Value], ...]] = field(default_factory=dict)
 
     def scenario(self, policy: str, workload: str, rate: float | None, seed: int) -> Scenario:
-        """One run of it."""
+        """Return the scenario of one run."""
         options = replace(self.options, rate_per_s=rate, seed=seed)
         if workload in self.starts_s:
             options = replace(options, start_s=self.starts_s[workload][self.seeds.index(seed)])
@@ -58,7 +58,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One policy on one workload at one rate: an outcome a seed."""
+    """One policy on one workload at one rate, with an outcome per seed."""
 
     policy: str
     workload: str
@@ -66,17 +66,17 @@ class Cell:
     outcomes: Sequence[Outcome]
 
     def values(self, figure: str) -> list[float]:
-        """One value a seed."""
+        """Return a figure's value for each seed."""
         return [float(outcome.figures.as_dict()[figure]) for outcome in self.outcomes]
 
     def estimate(self, figure: str) -> Estimate:
-        """Mean over the seeds, with its interval."""
+        """Return a figure's mean over the seeds, with its confidence interval."""
         return estimate(self.values(figure))
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All policies on one workload at one rate, in the order asked for."""
+    """All policies on one workload at one rate, in the order of the plan."""
 
     workload: str
     rate: float | None
@@ -84,17 +84,17 @@ class Group:
 
     @property
     def name(self) -> str:
-        """The workload's, for a reader."""
+        """The workload's name for display."""
         return self.cells[0].outcomes[0].scenario.workload_name
 
     def best(self, figure: str) -> Best | None:
-        """Of a figure of BETTER."""
+        """Return the best policy by a figure of BETTER, or None if no policy has a value."""
         return best_of({cell.policy: cell.values(figure) for cell in self.cells}, BETTER[figure])
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What came out, a group for each workload and rate, in the order of the plan."""
+    """The outcomes, in a group per workload and rate, in the order of the plan."""
 
     plan: Plan
     groups: Sequence[Group]
@@ -106,9 +106,9 @@ def compare(
     processes: int | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Comparison:
-    """Run all of it on the cores. Raises TaskError, which names the run that failed.
+    """Run a plan on several processes. Raise TaskError, which names the run that failed.
 
-    The first seed at each workload's highest rate comes with its detail.
+    The outcomes of the first seed at the highest rate include their detail.
     """
     highest = max(plan.rates, key=lambda rate: rate or 0.0)
     tasks: dict[tuple[str, str, float | None, int], Task[Outcome]] = {}
@@ -118,7 +118,7 @@ def compare(
                 for seed in plan.seeds:
                     drawn = rate == highest and seed == plan.seeds[0]
                     scenario = plan.scenario(policy, workload, rate, seed)
-                    # More load, more decisions and more steps.
+                    # A higher load means more decisions and more steps.
                     cost = 1.0 + (rate or 0.0) / (highest or 1.0)
                     run = run_scenario if drawn else run_brief
                     tasks[policy, workload, rate, seed] = Task(_name(scenario), run, (scenario,), cost)
@@ -137,10 +137,10 @@ def compare(
 
 
 def stretches_s(workload: Workload, count: int, seeds: int) -> list[float]:
-    """Where `seeds` stretches of `count` requests begin, as far apart as the trace allows, in seconds.
+    """Return the start of `seeds` sections of `count` requests, as far apart as the trace allows, in seconds.
 
-    A trace has nothing random: runs over one stretch differ in next to nothing, however many, and an
-    interval over them would say nothing of other hours.
+    A trace has no randomness: runs over one section hardly differ, and a confidence interval over them would
+    say nothing about other sections.
     """
     spare = max(0, len(workload.requests) - count)
     return [workload.requests[spare * place // max(1, seeds - 1)].arrival_s for place in range(seeds)]

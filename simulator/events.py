@@ -10,29 +10,29 @@ Action = Callable[[float], None]
 
 
 class EventQueue:
-    """Pending events. Background events (reports, ticks, samples) alone do not keep a simulation alive."""
+    """Pending events. Background events (reports, ticks, samples) alone do not keep a simulation running."""
 
     __slots__ = ("_heap", "_sequence", "foreground", "now", "processed")
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, bool, Action]] = []
         self._sequence = 0
-        # Events pending that are not background.
+        # Pending events that are not background events.
         self.foreground = 0
         self.processed = 0
-        # The time of the event that is being carried out.
+        # Time of the event being executed.
         self.now = 0.0
 
     def __bool__(self) -> bool:
         return bool(self._heap)
 
-    def at(self, time_s: float, action: Action) -> None:
-        """Call `action(time_s)` then."""
+    def schedule(self, time_s: float, action: Action) -> None:
+        """Schedule `action(time_s)`."""
         self.foreground += 1
         self._push(time_s, True, action)
 
-    def background(self, time_s: float, action: Action) -> None:
-        """The same, for an event that something else must be there for."""
+    def schedule_background(self, time_s: float, action: Action) -> None:
+        """Schedule `action(time_s)` without keeping the simulation running for it."""
         self._push(time_s, False, action)
 
     def _push(self, time_s: float, foreground: bool, action: Action) -> None:
@@ -40,7 +40,7 @@ class EventQueue:
         heapq.heappush(self._heap, (time_s, self._sequence, foreground, action))
 
     def step(self) -> float:
-        """Carry out the next event; its time."""
+        """Execute the next event and return its time."""
         time_s, _, foreground, action = heapq.heappop(self._heap)
         if foreground:
             self.foreground -= 1

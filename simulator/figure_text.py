@@ -1,4 +1,4 @@
-"""Figures of a run as words for a table."""
+"""Format the figures of a run for tables."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ NOTHING: Final = "-"
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """How a figure is shown: its heading with the unit, and what it is multiplied with."""
+    """How a figure is displayed: its heading with the unit, and the factor by which it is multiplied."""
 
     heading: str
     factor: float = 1.0
-    # Least number of significant digits; figures above 100 lose none before the point.
+    # Least number of significant digits; no digit before the decimal point is dropped.
     digits: int = 3
 
 
@@ -36,14 +36,14 @@ SHOWN: Final[Mapping[str, Shown]] = {
 
 
 def mean_text(figure: str, value: Estimate) -> str:
-    """The mean as its column shows it."""
+    """Format the mean of a figure."""
     shown = SHOWN[figure]
     mean = value.mean * shown.factor
     return f"{mean:,.{_decimals(mean, shown.digits)}f}" if math.isfinite(mean) else NOTHING
 
 
 def half_text(figure: str, value: Estimate) -> str:
-    """Half of the interval, to as many places as the mean; "" of a single run."""
+    """Format half of the confidence interval with the decimals of the mean; "" for a single run."""
     shown = SHOWN[figure]
     if value.half_width is None or not math.isfinite(value.half_width):
         return ""
@@ -52,7 +52,7 @@ def half_text(figure: str, value: Estimate) -> str:
 
 
 def _decimals(value: float, digits: int) -> int:
-    """Places after the point that show so many significant digits."""
+    """Return the decimals that display this many significant digits."""
     if not math.isfinite(value) or value == 0.0:
         return digits - 1
     return max(0, digits - 1 - math.floor(math.log10(abs(value))))

@@ -1,4 +1,4 @@
-"""Service levels and what is measured by them: attainment and goodput."""
+"""Measures of service levels: SLO attainment and goodput."""
 
 from __future__ import annotations
 
@@ -12,50 +12,50 @@ from tailrace.slo import Slo
 
 
 def attainment(records: Sequence[RequestRecord], slo: Slo) -> float:
-    """Share of the requests that met the SLO, from 0 to 1. Raises ValueError for no requests."""
+    """Return the share of requests that met the SLO, from 0 to 1. Raise ValueError without requests."""
     if not records:
         raise ValueError("no requests: no attainment")
     return sum(slo.met_by(record) for record in records) / len(records)
 
 
 def offered_rate_per_s(records: Sequence[RequestRecord]) -> float:
-    """Requests that arrived a second, from the first arrival to the last; 0.0 for a single moment."""
+    """Return the arrivals per second, from the first to the last; 0.0 if all arrive at one moment."""
     arrivals = [record.arrival_s for record in records]
     span_s = max(arrivals) - min(arrivals)
     return (len(records) - 1) / span_s if span_s > 0.0 else 0.0
 
 
 def goodput_per_s(records: Sequence[RequestRecord], slo: Slo) -> float:
-    """Requests that met the SLO a second: the offered rate times the attainment.
+    """Return the goodput: the offered rate times the attainment, in requests per second.
 
-    Of what arrived in a stretch of time, whenever it ended; a run's drain after the last arrival therefore
-    does not lower it, and a queue that builds up shows in the attainment.
+    It counts requests by arrival, whenever they end. A run's drain after the last arrival therefore does not
+    lower it, and a growing queue shows in the attainment.
     """
     return offered_rate_per_s(records) * attainment(records, slo)
 
 
 BIN_TOKENS: Final = 256
-# The maximum of fewer than 10 requests, P90 of fewer than 20, P95 of fewer than 100, else P99; fewer than 5
-# are left out.
-_RULE: Final = ((5, None), (10, 100.0), (20, 90.0), (100, 95.0))
+# Percentiles by the size of a bin: none below 5 requests, the maximum below 10, P90 below 20, P95 below 100,
+# else P99.
+_PERCENTILES: Final = ((5, None), (10, 100.0), (20, 90.0), (100, 95.0))
 
 
 def percentile_for(count: int) -> float | None:
-    """The percentile that stands for the tail of `count` requests, by the rule of PASCAL's figure 10; None:
-    too few."""
-    for below, percentile in _RULE:
+    """Return the percentile that represents the tail of `count` requests (the rule of PASCAL's figure 10), or
+    None for too few."""
+    for below, percentile in _PERCENTILES:
         if count < below:
             return percentile
     return 99.0
 
 
 def tail_ttft_by_bin(records: Iterable[RequestRecord]) -> dict[int, float]:
-    """Tail TTFT in seconds by the first reasoning length of each bin of 256 tokens, ascending."""
+    """Return the tail TTFT in seconds by the first reasoning length of each bin of 256 tokens, ascending."""
     return tail_by_bin((r.reasoning_tokens, r.ttft_s) for r in records if r.ttft_s is not None)
 
 
 def tail_by_bin(points: Iterable[tuple[int, float]]) -> dict[int, float]:
-    """The same of (length in tokens, seconds)."""
+    """Return the tail by bin of (length in tokens, seconds)."""
     bins: dict[int, list[float]] = {}
     for length, seconds in points:
         bins.setdefault(length // BIN_TOKENS, []).append(seconds)

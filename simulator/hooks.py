@@ -1,4 +1,4 @@
-"""What a cluster's description can plug into the simulator."""
+"""Extension points of a cluster spec."""
 
 from __future__ import annotations
 
@@ -12,37 +12,38 @@ from simulator.request import SimRequest
 
 
 class LengthPenalty(Protocol):
-    """Slow-down of a decode step by how much the lengths in its batch differ (CascadeInfer, figure 2)."""
+    """Slowdown of a decode step by the spread of lengths in its batch (CascadeInfer, figure 2)."""
 
     def attention_factor(self, lengths: NDArray[np.int64]) -> float:
-        """Factor on the time per KV token; 1.0: none. `lengths`: context tokens, one entry a request."""
+        """Return the factor on the time per KV token; 1.0: none. `lengths`: context tokens, one entry per
+        request."""
         ...
 
     def step_factor(self, lengths: NDArray[np.int64]) -> float:
-        """Factor on the whole decode part of the step (base included); 1.0: none."""
+        """Return the factor on the whole decode part of the step (base included); 1.0: none."""
         ...
 
 
 class LengthPredictor(Protocol):
-    """What a worker would predict of a request's remaining output (ARES, section 4)."""
+    """A worker's prediction of a request's remaining output (ARES, section 4)."""
 
     def remaining(self, request: SimRequest, output_tokens: int) -> float | None:
-        """Predicted output tokens still to come after `output_tokens` of them; None: no prediction.
+        """Return the predicted output tokens after the first `output_tokens`, or None for no prediction.
 
-        Must be a pure function of its arguments, so that a run can be repeated.
+        Must be a pure function of its arguments, so that runs can be repeated.
         """
         ...
 
 
 class FutureLoad(Protocol):
-    """A worker's own simulation of its coming load (ARES, section 5.2)."""
+    """A worker's own simulation of its future load (ARES, section 5.2)."""
 
     def of_each(
         self, tokens: Sequence[int], remaining: Sequence[float], counts: Sequence[int]
     ) -> list[tuple[float, ...]]:
-        """Token loads of several instances at the coming steps.
+        """Return the token loads of several instances at the coming steps.
 
-        `tokens`, `remaining`: context and expected remaining tokens of each request, one instance after the
-        other; `counts`: requests of each instance.
+        `tokens` and `remaining` are the context and the expected remaining tokens of each request, one
+        instance after the other; `counts` are the requests of each instance.
         """
         ...

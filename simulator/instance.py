@@ -1,9 +1,9 @@
-"""One instance: continuous batching with chunked prefill, jumping over runs of equal steps.
+"""Simulate one instance: continuous batching with chunked prefill, skipping over runs of equal steps.
 
-Between two events a batch is constant: each decode adds one token a step, and one prompt that fills the
-budget by itself takes equal chunks. Such a run has evenly growing step durations (steplog.py) and is one
-event, at its end. Whatever happens to an instance in the middle of a run takes effect at the end of the
-step in flight: the run is cut there (`wake`).
+Between two events a batch is constant: each decode adds one token per step, and one prompt that fills the
+budget by itself is prefilled in equal chunks. The step durations of such a run grow linearly (steplog.py), so
+the whole run is one event, at its end. Anything that happens to an instance in the middle of a run takes
+effect at the end of the step in flight: the run is cut there (`wake`).
 """
 
 from __future__ import annotations
@@ -31,38 +31,39 @@ from tailrace.intra.base import IntraPolicy, Rank
 from tailrace.intra.due import nominal_s
 from tailrace.perf.transfer_rate import TransferRate
 
-# Steps for which the length-heterogeneity penalty of a batch is taken as constant.
+# Steps for which the length-heterogeneity penalty of a batch is treated as constant.
 _PENALTY_STEPS = 32
 
 
 class Listener(Protocol):
-    """Who hears of what happens on an instance. Called at step boundaries; must not call back at once."""
+    """Receive the events of an instance. Called at step boundaries; must not call back into the instance
+    synchronously."""
 
     def prefill_done(self, instance: Instance, job: Job, now: float) -> None:
-        """A request made its first output token."""
+        """Handle the first output token of a request."""
 
     def reasoning_ended(self, instance: Instance, job: Job, now: float) -> None:
-        """A request made its last reasoning token."""
+        """Handle the last reasoning token of a request."""
 
-    def outgrown(self, instance: Instance, job: Job, now: float) -> None:
-        """A request's context has reached the end of the instance's stage."""
+    def stage_outgrown(self, instance: Instance, job: Job, now: float) -> None:
+        """Handle a context that has reached the upper length bound of the instance's stage."""
 
     def finished(self, instance: Instance, job: Job, now: float) -> None:
-        """A request made its last token."""
+        """Handle the last token of a request."""
 
     def preempted(self, instance: Instance, job: Job, now: float) -> None:
-        """A request lost its place on the device."""
+        """Handle the preemption of a request from the device."""
 
 
-class Watcher(Protocol):
-    """Who wants to have looked at an instance before it changes."""
+class Snapshot(Protocol):
+    """A snapshot of an instance whose contents are read only when needed."""
 
-    def look_at_all(self) -> None:
-        """It is about to change."""
+    def read_all(self) -> None:
+        """Read everything that is still unread: the instance is about to change."""
 
 
 class Instance:
-    """State between boundaries is that of the last boundary; `*_at` methods look into the run."""
+    """One engine. Attributes describe the last step boundary; `*_at` methods look into the current run."""
 
     def __init__(
         self,
@@ -70,25 +71,26 @@ class Instance:
         intra: IntraPolicy,
         events: EventQueue,
         listener: Listener,
-        most_steps: int = NEVER,
+        max_steps: int = NEVER,
         cache: PrefixCache | None = None,
     ) -> None:
-        """`most_steps`: longest run; 1 steps through every iteration. `cache` None: no prefix is kept."""
+        """Create an idle instance. `max_steps` limits the steps of a run: 1 simulates every step. Without a
+        `cache`, no prefix is kept."""
         self.spec = spec
         self.instance_id = spec.instance_id
         self.pool: Pool | None = spec.pool
         self.total_blocks = spec.kv_blocks
         self.block_tokens = spec.block_tokens
         self.log = StepLog()
-        # Where the instance's stage ends, in tokens of context.
+        # Context length at which the instance's stage ends, in tokens.
         self.stage_end = NEVER
         # Sorted by rank.
         self.waiting: list[tuple[Rank, Job]] = []
-        # Jobs that are held back, with blocks of their own.
+        # Jobs held back from decoding that keep blocks on the device.
         self.paused: dict[Job, None] = {}
         self.migrations_in = 0
         self.migrations_out = 0
-        # How fast KV of migrations comes in.
+        # Measured rate of KV that migrations bring in.
         self.incoming = TransferRate()
         unit_blocks = cache.unit_blocks if cache is not None and spec.host_caching else 0
         self.host = HostMemory(spec.host_kv_bytes // spec.block_bytes, unit_blocks)
@@ -100,96 +102,98 @@ class Instance:
         self._events = events
         self._listener = listener
         self._time = StepTime(spec.profile, spec.penalty)
-        self._most_steps = min(most_steps, _PENALTY_STEPS if spec.penalty is not None else NEVER)
+        self._max_steps = min(max_steps, _PENALTY_STEPS if spec.penalty is not None else NEVER)
         self._watermark = int(intra.watermark * self.total_blocks)
         self._batch = Batch(spec.block_tokens)
         self._prompts = Prompts(self._time)
-        # Blocks and seats of all others on the device: prefilling, paused, reserved for imports.
+        # Blocks and batch slots of everything else on the device: prefilling, paused, reserved for imports.
         self._other_blocks = 0
-        self._reserved_seats = 0
-        # Context of all jobs here that are not decoding.
+        self._reserved_slots = 0
+        # Context tokens of all jobs here that are not decoding.
         self.idle_context = 0
-        # Copied to host memory because the device evicted them; the next step waits for that.
+        # Blocks copied to host memory because the device evicted them; the next step waits for the copy.
         self._copied_blocks = 0
-        # Called at the next boundary, in order.
+        # Called in order at the next boundary.
         self._at_boundary: list[Callable[[float], None]] = []
-        # Imports that wait for room: asked at each boundary, until one is refused.
+        # Imports waiting for room, by rank: tried at each boundary until one fails.
         self.imports: list[tuple[Rank, Callable[[float], bool]]] = []
         self._run = StepRun()
-        # Tells stale ends of runs.
+        # Identifies the current run, so that end events of cut runs can be ignored.
         self._version = 0
         self._starting = False
         self._intervals = RecentIntervals()
-        # Told before anything that they could see changes, once.
-        self.watchers: list[Watcher] = []
+        # Snapshots to read before the next change.
+        self.snapshots: list[Snapshot] = []
 
-    # ---- what others may ask, at any time
+    # ---- queries, valid at any time
 
     @property
     def boundary(self) -> int:
-        """Steps that have ended, but for those of the run under way."""
+        """Steps completed before the current run."""
         return self._batch.boundary
 
     @property
     def decoding(self) -> Mapping[Job, int]:
-        """The decoding batch."""
+        """Jobs of the decoding batch, each with its context length minus the boundary."""
         return self._batch.jobs
 
     @property
     def prefilling(self) -> Sequence[tuple[Rank, Job]]:
-        """Whose prompts have a place on the device, by rank."""
+        """Jobs with prefill space on the device, by rank."""
         return self._prompts.placed
 
-    def begun_boundary(self, now: float) -> int:
-        """The last boundary reached by now."""
+    def boundary_at(self, now: float) -> int:
+        """Return the last boundary reached by `now`."""
         return self._batch.boundary + self._run.ended(now)
 
     def used_blocks_at(self, boundary: int) -> int:
-        """Blocks in use or reserved on the device at a boundary of the current run."""
+        """Return the blocks in use or reserved on the device at a boundary of the current run."""
         batch = self._batch
-        taken = batch.blocks.taken(batch.boundary, boundary - batch.boundary)
+        taken = batch.blocks.allocated(batch.boundary, boundary - batch.boundary)
         return batch.blocks.used + taken + self._other_blocks
 
     def decode_tokens_at(self, boundary: int) -> int:
-        """Context tokens of the decoding batch at a boundary of the current run."""
+        """Return the context tokens of the decoding batch at a boundary of the current run."""
         batch = self._batch
         return batch.kv_tokens + (boundary - batch.boundary) * len(batch)
 
     def token_interval_s(self, now: float) -> float:
-        """Mean time between tokens over the last one to two seconds, as a worker tells it; 0: none."""
+        """Return the mean time between tokens over the last one to two seconds, as workers report it; 0.0 if
+        there were none."""
         run = self._run
         return self._intervals.mean_s(now, run, run.ended(now), len(self._batch))
 
     def backlog_at(self, boundary: int) -> int:
-        """Prompt tokens not computed yet at a boundary of the current run."""
-        return self._prompts.left_after(boundary - self._batch.boundary)[0]
+        """Return the prompt tokens not yet computed at a boundary of the current run."""
+        return self._prompts.remaining_after(boundary - self._batch.boundary)[0]
 
     def backlog_s_at(self, boundary: int) -> float:
-        """Seconds to compute those prompt tokens, without what each step takes besides."""
-        return self._prompts.seconds_after(boundary - self._batch.boundary)
+        """Return the seconds that those prompt tokens take, without the overhead of each step."""
+        return self._prompts.remaining_s_after(boundary - self._batch.boundary)
 
     def prefill_s(self, tokens: int) -> float:
-        """Seconds to compute one whole prompt, without what each step takes besides."""
+        """Return the seconds that one whole prompt takes, without the overhead of each step."""
         return self._time.chunk_s(0, tokens)
 
-    def beside_prefill(self, decoding: int, kv_tokens: int) -> tuple[float, int]:
-        """(seconds of a prefill step besides its chunks, prompt tokens that it can carry) with this batch."""
+    def prefill_overhead(self, decoding: int, kv_tokens: int) -> tuple[float, int]:
+        """Return (overhead in seconds of a prefill step, its prompt token budget) alongside this decoding
+        batch."""
         budget = self._intra.prefill_budget(self.spec.chunk_budget_tokens, decoding)
-        return self._time.beside_chunks_s(decoding, kv_tokens), max(1, budget)
+        return self._time.overhead_s(decoding, kv_tokens), max(1, budget)
 
     @property
     def host_capacity_blocks(self) -> int:
-        """Blocks that fit in host memory."""
+        """Capacity of host memory, in blocks."""
         return self.host.total_blocks
 
     @property
     def host_blocks(self) -> int:
-        """Blocks of swapped requests in host memory; what else is there gives way to them."""
+        """Blocks of swapped-out requests in host memory; cached blocks give way to them."""
         return self.host.swapped_blocks
 
     @property
     def is_empty(self) -> bool:
-        """It holds no request, and room for none."""
+        """Whether it holds no request and reserves no memory."""
         return not (
             self._run.steps
             or self._batch.jobs
@@ -201,32 +205,33 @@ class Instance:
         )
 
     @property
-    def seats_taken(self) -> int:
-        """Places in the batch that are taken, held back or reserved."""
-        return len(self._batch) + len(self._prompts.placed) + len(self.paused) + self._reserved_seats
+    def slots_taken(self) -> int:
+        """Batch slots that are occupied, held back or reserved."""
+        return len(self._batch) + len(self._prompts.placed) + len(self.paused) + self._reserved_slots
 
-    # ---- what others may do, at any time
+    # ---- commands, allowed at any time
 
     def submit(self, job: Job, now: float) -> None:
-        """A request arrives; it waits for its turn."""
-        self._changing()
+        """Queue an arriving request."""
+        self._before_change()
         job.instance_id = self.instance_id
-        job.found_s = nominal_s(*self._prompts.left_after(self._run.ended(now)))
+        job.work_ahead_s = nominal_s(*self._prompts.remaining_after(self._run.ended(now)))
         job.state = JobState.QUEUED
         job.prefill_done = 0
         job.prefill_total = job.prompt + job.tokens
         job.blocks = 0
         self._prompts.add(job)
-        self._expect(job)
+        self._credit_cached(job)
         self.idle_context += job.prompt + job.tokens
         self._set_stage(job)
-        self._note_lapse(job, now)
-        first = self._wait(job)
+        self._schedule_lapse(job, now)
+        first = self._enqueue(job)
         if first or self._intra.pass_over:
             self.wake(now)
 
-    def leading(self, names: Sequence[int]) -> int:
-        """How many of these units of KV are here in a row from the first on, in whichever memory."""
+    def count_leading(self, names: Sequence[int]) -> int:
+        """Return how many of these units are cached on the device or on the host, counted without a gap from
+        the first."""
         cache, host = self.cache, self.host
         if cache is None:
             return 0
@@ -237,91 +242,93 @@ class Instance:
             count += 1
         return count
 
-    def bring(self, names: Sequence[int], now: float) -> None:
-        """Units of KV have come into its prefix cache, which is there."""
+    def insert_prefix(self, names: Sequence[int], now: float) -> None:
+        """Add transferred units to the prefix cache, which must exist."""
         assert self.cache is not None
-        self._changing()
-        self.cache.bring(names)
+        self._before_change()
+        self.cache.insert(names)
         self._evict()
-        if self.host.keeps:
-            # The next step waits for what was evicted.
+        if self.host.caches:
+            # The next step waits until evicted units have been copied to the host.
             self.wake(now)
 
     def waits(self, job: Job) -> bool:
-        """Whether a new prompt waits here of which nothing is computed."""
+        """Return whether the job is queued here as a new prompt with nothing computed."""
         return job.instance_id == self.instance_id and job.state is JobState.QUEUED and not job.tokens
 
     def withdraw(self, job: Job, now: float) -> None:
-        """A prompt that waits here goes elsewhere."""
-        self._changing()
+        """Remove a queued prompt that is placed on another instance."""
+        self._before_change()
         self.waiting.remove((job.rank, job))
         self.idle_context -= job.prompt
         self._prompts.subtract(job, job.prefill_total - job.prefill_done)
         self.wake(now)
 
     def wake(self, now: float) -> None:
-        """Something has changed: decide anew at the next boundary."""
+        """Reschedule at the next step boundary, because something changed."""
         if self._run.steps:
             if self._run.cut(now):
                 self._schedule_end()
         elif not self._starting:
             self._starting = True
-            self._events.at(now, self._start)
+            self._events.schedule(now, self._start)
 
     def at_boundary(self, action: Callable[[float], None], now: float) -> None:
-        """Call `action` at the next boundary, before the next run is decided."""
+        """Call `action` at the next boundary, before the next run is planned."""
         self._at_boundary.append(action)
         self.wake(now)
 
     def reserve(self, blocks: int, now: float) -> bool:
-        """Set blocks and a seat aside for an import, if there are: for `receive`, or to be given back."""
+        """Reserve blocks and a batch slot for an import, to be consumed by `receive` or returned by
+        `unreserve`. Return whether both were available."""
         watermark = min(self._watermark, max(0, self.total_blocks - blocks))
-        if self.seats_taken >= self.spec.max_num_seqs or not self._set_aside(blocks, watermark, now):
+        if self.slots_taken >= self.spec.max_num_seqs or not self._reserve_blocks(blocks, watermark, now):
             return False
-        self._reserved_seats += 1
+        self._reserved_slots += 1
         return True
 
     def extend(self, blocks: int, now: float) -> bool:
-        """Set more blocks aside for an import that has its seat."""
-        return self._set_aside(blocks, 0, now)
+        """Reserve more blocks for an import that already has its slot. Return whether they were available."""
+        return self._reserve_blocks(blocks, 0, now)
 
     def unreserve(self, blocks: int, now: float) -> None:
-        """Give an import's blocks and seat back."""
-        self._changing()
+        """Return the blocks and the slot reserved for an import."""
+        self._before_change()
         self._other_blocks -= blocks
-        self._reserved_seats -= 1
+        self._reserved_slots -= 1
         self.wake(now)
 
-    def _set_aside(self, blocks: int, watermark: int, now: float) -> bool:
+    def _reserve_blocks(self, blocks: int, watermark: int, now: float) -> bool:
         run = self._run
-        # The step in flight takes what it needs.
+        # Leave the blocks that the step in flight will allocate.
         inflight = self.boundary + min(run.ended(now) + 1, run.steps)
         if blocks + watermark > self.total_blocks - self.used_blocks_at(inflight):
             return False
-        self._changing()
+        self._before_change()
         self._other_blocks += blocks
         self.wake(now)
         return True
 
     def reserve_host(self, blocks: int) -> bool:
-        """Set host memory aside, if there is."""
-        self._changing()
+        """Reserve host memory. Return whether it was available."""
+        self._before_change()
         return self.host.reserve(blocks)
 
     def unreserve_host(self, blocks: int) -> None:
-        """Give host memory back."""
-        self._changing()
-        self.host.give_back(blocks)
+        """Return reserved host memory."""
+        self._before_change()
+        self.host.release(blocks)
 
-    def hold(self, job: Job) -> None:
-        """Keep a swapped job from coming back: its KV goes elsewhere from the host. It stays in `waiting`."""
-        self._changing()
+    def hold_swapped(self, job: Job) -> None:
+        """Prevent a swapped-out job from being resumed while its KV migrates from the host. It stays in
+        `waiting`."""
+        self._before_change()
         job.state = JobState.PAUSED
 
-    # ---- at a boundary only
+    # ---- commands, allowed at a boundary only
 
     def pause(self, job: Job) -> None:
-        """Hold a decoding job back; it keeps the blocks of the KV that it has, all but its latest token's."""
+        """Stop decoding a job. It keeps the blocks of its computed KV: all tokens but the latest."""
         self._batch.leave(job, self.log)
         job.blocks = blocks_for(job.prompt + job.tokens - 1, self.block_tokens)
         job.state = JobState.PAUSED
@@ -330,7 +337,7 @@ class Instance:
         self.idle_context += job.prompt + job.tokens
 
     def resume(self, job: Job) -> None:
-        """Let a paused job go on; one held on the host waits for its turn again."""
+        """Resume a paused job; one held in host memory waits for its turn again."""
         if job not in self.paused:
             job.state = JobState.SWAPPED
             return
@@ -338,39 +345,40 @@ class Instance:
         self._batch.join(job)
 
     def release(self, job: Job, now: float) -> None:
-        """A paused job has gone elsewhere: free what it held."""
-        self._changing()
+        """Free what a paused job held, after it has moved to another instance."""
+        self._before_change()
         if job in self.paused:
-            self._let_go(job)
+            self._release_kv(job)
             self._unpause(job)
         else:
             self.waiting.remove((job.rank, job))
             self.idle_context -= job.prompt + job.tokens
-            self.host.give_back(job.blocks)
+            self.host.release(job.blocks)
         self.wake(now)
 
     def receive(self, job: Job, reserved_blocks: int) -> None:
-        """An imported job goes on here, in the room reserved for it."""
+        """Resume an imported job in the room reserved for it."""
         self._other_blocks -= reserved_blocks
-        self._reserved_seats -= 1
+        self._reserved_slots -= 1
         job.instance_id = self.instance_id
         job.rank_until = 0
         self._set_stage(job)
-        self._name(job, job.prompt + job.tokens - 1)
+        self._name_units(job, job.prompt + job.tokens - 1)
         self._batch.join(job)
 
     def receive_on_host(self, job: Job, blocks: int) -> None:
-        """An imported job waits here, its KV in the host memory reserved for it."""
+        """Queue an imported job whose KV is in the host memory reserved for it."""
         job.instance_id = self.instance_id
         job.state = JobState.SWAPPED
         job.blocks = blocks
         job.rank_until = 0
         self.idle_context += job.prompt + job.tokens
         self._set_stage(job)
-        self._wait(job)
+        self._enqueue(job)
 
     def set_stage_end(self, end: int, now: float) -> None:
-        """The instance's stage now ends there. Decoding jobs that are beyond are told of as they go on."""
+        """Set the upper length bound of the instance's stage. Decoding jobs already beyond it are reported as
+        they continue."""
         if end == self.stage_end:
             return
         self.stage_end = end
@@ -381,17 +389,17 @@ class Instance:
             *(j for _, j in self.waiting),
         ]:
             self._set_stage(job)
-        self.at_boundary(self._remark, now)
+        self.at_boundary(self._reschedule_milestones, now)
 
     # ---- the run
 
     def _start(self, now: float) -> None:
         self._starting = False
         if self._run.steps:
-            # Somebody woke the instance while it was deciding.
+            # The instance was woken while it was planning a run.
             self.wake(now)
         else:
-            self._begin(now)
+            self._plan_run(now)
 
     def _schedule_end(self) -> None:
         self._version += 1
@@ -399,19 +407,19 @@ class Instance:
 
         def end(now: float) -> None:
             if self._version == version:
-                self._end(now)
+                self._end_run(now)
 
-        self._events.at(self._run.end_s(), end)
+        self._events.schedule(self._run.end_s(), end)
 
-    def _changing(self) -> None:
-        """Whoever has put off looking must look now."""
-        if self.watchers:
-            for watcher in self.watchers:
-                watcher.look_at_all()
-            self.watchers.clear()
+    def _before_change(self) -> None:
+        """Read all outstanding snapshots before the state changes."""
+        if self.snapshots:
+            for snapshot in self.snapshots:
+                snapshot.read_all()
+            self.snapshots.clear()
 
-    def _end(self, now: float) -> None:
-        self._changing()
+    def _end_run(self, now: float) -> None:
+        self._before_change()
         run, batch = self._run, self._batch
         steps = run.steps
         self.log.close(steps)
@@ -421,13 +429,13 @@ class Instance:
         run.steps = 0
         batch.advance(steps)
         for job in batch.due():
-            self._milestone(job, now)
+            self._reach_milestone(job, now)
         for job, tokens in self._prompts.take_chunks():
-            self._computed(job, tokens * steps, now)
-        self._begin(now)
+            self._add_computed(job, tokens * steps, now)
+        self._plan_run(now)
 
-    def _begin(self, now: float) -> None:
-        self._changing()
+    def _plan_run(self, now: float) -> None:
+        self._before_change()
         while self._at_boundary:
             actions = self._at_boundary
             self._at_boundary = []
@@ -438,27 +446,27 @@ class Instance:
             self.imports.pop(0)
         batch, prompts = self._batch, self._prompts
         stall_s = 0.0
-        most = self._most_steps
+        limit = self._max_steps
         preempted = False
         if self.waiting or batch.blocks.used + self._other_blocks > self.total_blocks:
             stall_s, preempted = self._allocate(now)
             short = preempted
-            # What they shared with others is not free: more have to go.
+            # Blocks that a preempted job shared are still in use, so more jobs may have to go.
             while short and batch.blocks.used + self._other_blocks > self.total_blocks:
-                more_s, short = self._allocate(now)
-                stall_s += more_s
+                extra_s, short = self._allocate(now)
+                stall_s += extra_s
             if preempted:
-                most = 1
+                limit = 1
             elif self.waiting and self._intra.preemptive:
-                most = min(most, batch.steps_to_rank_change(self._intra))
+                limit = min(limit, batch.steps_to_rank_change(self._intra))
         decoding = len(batch)
         chunk_s = growth_s = 0.0
         if prompts.placed:
             budget = self._intra.prefill_budget(self.spec.chunk_budget_tokens, decoding)
-            chunk_s, growth_s, whole = prompts.fill(budget)
+            chunk_s, growth_s, whole = prompts.plan_chunks(budget)
             if prompts.chunks:
-                most = min(most, whole)
-        if self.host.keeps:
+                limit = min(limit, whole)
+        if self.host.caches:
             self._evict()
             if self._copied_blocks and (decoding or prompts.chunks):
                 stall_s += self._swap_s(self._copied_blocks)
@@ -466,19 +474,19 @@ class Instance:
         if not decoding and not prompts.chunks:
             self.step_s = 0.0
             if preempted:
-                # What was taken may do for somebody else.
+                # The freed memory may admit another job.
                 self.wake(now)
             return
         first_s, increment_s = self._time.run(chunk_s, decoding, batch.kv_tokens, batch.lengths)
         if decoding:
-            most = min(most, batch.steps_to_milestone())
+            limit = min(limit, batch.steps_to_milestone())
             free = self.total_blocks - batch.blocks.used - self._other_blocks
-            if self.host.keeps and self.cache is not None:
-                # A step that evicts waits for the copy.
+            if self.host.caches and self.cache is not None:
+                # A step that evicts waits for the copy, so the run ends before it.
                 free = self.cache.slack(free)
-            most = batch.blocks.steps_until(batch.boundary, free, most)
+            limit = batch.blocks.steps_until(batch.boundary, free, limit)
         self.swap_s += stall_s
-        self._run = run = StepRun(now + stall_s, first_s, increment_s + growth_s, most)
+        self._run = run = StepRun(now + stall_s, first_s, increment_s + growth_s, limit)
         self.step_s = first_s
         self.log.open(batch.boundary, run.start_s, first_s, run.increment_s)
         for job, _ in prompts.chunks:
@@ -489,11 +497,12 @@ class Instance:
     # ---- memory
 
     def _allocate(self, now: float) -> tuple[float, bool]:
-        """Admit and preempt. (Seconds of copies to and from host memory, whether anybody was preempted.)"""
+        """Admit and preempt. Return (seconds of copies to and from host memory, whether any job was
+        preempted)."""
         room = Room(
             self.total_blocks,
             self.total_blocks - self._batch.blocks.used - self._other_blocks,
-            self.spec.max_num_seqs - self.seats_taken,
+            self.spec.max_num_seqs - self.slots_taken,
             self._intra.prefill_budget(self.spec.chunk_budget_tokens, len(self._batch)),
         )
         prefilling = ((rank, job.prefill_total - job.prefill_done) for rank, job in self._prompts.placed)
@@ -513,39 +522,40 @@ class Instance:
 
     def _waiting_claims(self) -> Iterator[Claim[Job]]:
         paused = JobState.PAUSED
-        return (self._wanting(rank, job) for rank, job in self.waiting if job.state is not paused)
+        return (self._waiting_claim(rank, job) for rank, job in self.waiting if job.state is not paused)
 
-    def _wanting(self, rank: Rank, job: Job) -> Claim[Job]:
+    def _waiting_claim(self, rank: Rank, job: Job) -> Claim[Job]:
         if job.state is JobState.SWAPPED:
             return Claim(rank, job, job.blocks, 0, job.passed_blocks)
         blocks = blocks_for(job.prefill_total, self.block_tokens)
         if self.cache is not None:
-            blocks -= self.cache.in_use(job.request.unit_names[: self._found(job)])
+            blocks -= self.cache.in_use(job.request.unit_names[: self._available_units(job)])
         return Claim(rank, job, blocks, job.prefill_total - job.prefill_done, job.passed_blocks)
 
     def _admit(self, job: Job) -> float:
-        """Give a waiting job its place; seconds of copying its KV back, or that of its prefix."""
+        """Admit a waiting job. Return the seconds to copy its KV or its prefix from host memory."""
         self.waiting.remove((job.rank, job))
         if job.state is JobState.SWAPPED:
             self.idle_context -= job.prompt + job.tokens
-            self.host.give_back(job.blocks)
+            self.host.release(job.blocks)
             self._batch.join(job)
             return self._swap_s(job.blocks)
         job.state = JobState.PREFILLING
         job.blocks = blocks_for(job.prefill_total, self.block_tokens)
         self._other_blocks += job.blocks
-        load_s = self._find(job)
+        load_s = self._acquire_prefix(job)
         self._prompts.place(job)
         return load_s
 
     def _swap_s(self, blocks: int) -> float:
-        """Seconds to copy KV to host memory or back: of one request, or all that one step evicts."""
+        """Return the seconds to copy KV to or from host memory: of one request, or of all blocks that a step
+        evicts."""
         return self.spec.profile.swap.ms(blocks * self.spec.block_bytes) / 1e3
 
     def _preempt(self, job: Job, now: float) -> float:
-        """Take a job's place; seconds of copying its KV out."""
+        """Preempt a job. Return the seconds that copying its KV to host memory takes."""
         stall_s = 0.0
-        self._let_go(job)
+        self._release_kv(job)
         if job.state is JobState.DECODING:
             blocks = self._batch.leave(job, self.log)
             self.idle_context += job.prompt + job.tokens
@@ -555,51 +565,51 @@ class Instance:
                 job.swapped += 1
                 stall_s = self._swap_s(blocks)
             else:
-                self._forget_kv(job)
+                self._drop_kv(job)
         else:
             self._prompts.remove(job)
             self._other_blocks -= job.blocks
             self._prompts.subtract(job, job.prefill_total - job.prefill_done)
-            self._forget_kv(job)
-        self._note_lapse(job, now)
-        self._wait(job)
+            self._drop_kv(job)
+        self._schedule_lapse(job, now)
+        self._enqueue(job)
         self._listener.preempted(self, job, now)
         return stall_s
 
-    def _forget_kv(self, job: Job) -> None:
+    def _drop_kv(self, job: Job) -> None:
         job.state = JobState.QUEUED
         job.recomputed += 1
         job.blocks = 0
         job.prefill_done = 0
         job.prefill_total = job.prompt + job.tokens
         self._prompts.add(job)
-        self._expect(job)
+        self._credit_cached(job)
 
-    def _wait(self, job: Job) -> bool:
-        """Queue a job by its rank; whether it is the first."""
+    def _enqueue(self, job: Job) -> bool:
+        """Insert a job into the queue by rank. Return whether it is now first."""
         rank = job.rank_at(job.tokens, self._intra)
         job.passed_blocks = 0
         insort(self.waiting, (rank, job), key=rank_of)
         return self.waiting[0][1] is job
 
-    def _note_lapse(self, job: Job, now: float) -> None:
-        """A prompt is about to wait: its rank changes when its time has come."""
+    def _schedule_lapse(self, job: Job, now: float) -> None:
+        """Schedule the time-based rank change of a prompt that is about to wait."""
         if job.lapsed or job.tokens:
             return
         lapses_s = self._intra.lapses_s(job.view(0))
         if lapses_s is None:
             return
         if lapses_s > now:
-            self._events.at(lapses_s, partial(self._lapse, job))
+            self._events.schedule(lapses_s, partial(self._lapse, job))
         else:
             job.lapsed = True
             job.rank_until = 0
 
     def _lapse(self, job: Job, now: float) -> None:
-        """Its time has come."""
+        """Apply the rank change of a prompt that still waits."""
         if job.lapsed or not self.waits(job):
             return
-        self._changing()
+        self._before_change()
         self.waiting.remove((job.rank, job))
         job.lapsed = True
         job.rank_until = 0
@@ -608,44 +618,45 @@ class Instance:
 
     # ---- the prefix cache
 
-    def _units(self, job: Job) -> int:
-        """Named units that may be found when the job is computed anew."""
+    def _findable_units(self, job: Job) -> int:
+        """Return the number of named units that a new prefill of the job could find in a cache."""
         unit = job.request.unit_tokens
         return min(len(job.request.unit_names), (job.prefill_total - 1) // unit) if unit else 0
 
-    def _found(self, job: Job) -> int:
-        """Units that are on the device, or are loaded from host memory since that takes less than computing
-        them."""
-        cache, names, most = self.cache, job.request.unit_names, self._units(job)
+    def _available_units(self, job: Job) -> int:
+        """Return the units available: on the device, or on the host if loading takes less time than
+        computing."""
+        cache, names, limit = self.cache, job.request.unit_names, self._findable_units(job)
         assert cache is not None
-        found = cache.leading(names, most)
-        if not self.host.keeps or found == most or names[found] not in self.host:
+        found = cache.count_leading(names, limit)
+        if not self.host.caches or found == limit or names[found] not in self.host:
             return found
-        total, unit = self.leading(names[:most]), job.request.unit_tokens
-        load_s = self._swap_s(len(cache.lacking(names[found:total])) * cache.unit_blocks)
+        total, unit = self.count_leading(names[:limit]), job.request.unit_tokens
+        load_s = self._swap_s(len(cache.missing(names[found:total])) * cache.unit_blocks)
         return total if load_s < self._time.chunk_s(found * unit, total * unit) else found
 
-    def _expect(self, job: Job) -> None:
-        """What is found now is likely to be found when the job has its turn: it counts as computed."""
+    def _credit_cached(self, job: Job) -> None:
+        """Count what is cached now as computed, since the job will probably find it when admitted."""
         if self.cache is not None:
-            found = self._found(job) * job.request.unit_tokens
+            found = self._available_units(job) * job.request.unit_tokens
             self._prompts.subtract(job, found - job.prefill_done)
             job.prefill_done = found
 
-    def _find(self, job: Job) -> float:
-        """Its turn has come: it holds what is found; seconds of loading what is in host memory."""
+    def _acquire_prefix(self, job: Job) -> float:
+        """Take references to the cached prefix of an admitted job. Return the seconds to load its part in
+        host memory."""
         cache = self.cache
         if cache is None:
             return 0.0
-        self._expect(job)
-        names = job.request.unit_names[: self._units_in(job.prefill_done, job)]
-        loaded = cache.lacking(names)
-        self.host.use(loaded)
-        cache.bring(loaded)
+        self._credit_cached(job)
+        names = job.request.unit_names[: self._whole_units(job.prefill_done, job)]
+        loaded = cache.missing(names)
+        self.host.touch(loaded)
+        cache.insert(loaded)
         shared = cache.shared
-        cache.hold(names)
+        cache.acquire(names)
         job.held_names = list(names)
-        # Blocks that several hold are there once.
+        # Blocks shared by several jobs occupy memory once.
         self._other_blocks -= cache.shared - shared
         if job.cached is None:
             job.cached = job.prefill_done
@@ -653,24 +664,24 @@ class Instance:
         self._evict()
         return self._swap_s(len(loaded) * cache.unit_blocks) if loaded else 0.0
 
-    def _units_in(self, tokens: int, job: Job) -> int:
-        """Units that are all within the first `tokens`."""
+    def _whole_units(self, tokens: int, job: Job) -> int:
+        """Return the number of named units that lie entirely within the first `tokens`."""
         unit = job.request.unit_tokens
         return min(len(job.request.unit_names), tokens // unit) if unit else 0
 
-    def _name(self, job: Job, tokens: int) -> None:
-        """KV of so many tokens is there: its units can be found from now on."""
+    def _name_units(self, job: Job, tokens: int) -> None:
+        """Make the units within the first `tokens` findable, now that their KV is computed."""
         if self.cache is None:
             return
         names, held = job.request.unit_names, job.held_names
-        for number in range(len(held), self._units_in(tokens, job)):
+        for number in range(len(held), self._whole_units(tokens, job)):
             if not self.cache.add(names[number]):
-                # Somebody else's is found; what follows in this one stays without a name, too.
+                # Another copy has this name already; the following units stay unnamed too.
                 break
             held.append(names[number])
 
-    def _let_go(self, job: Job) -> None:
-        """Its blocks are free, and what has a name can be found until it is evicted."""
+    def _release_kv(self, job: Job) -> None:
+        """Release the job's blocks; named units stay findable until they are evicted."""
         cache = self.cache
         if cache is None:
             return
@@ -678,59 +689,59 @@ class Instance:
         tokens = job.prefill_done if job.state is JobState.PREFILLING else decoded
         named = len(job.held_names) * job.request.unit_tokens // self.block_tokens
         shared = cache.shared
-        cache.let_go(job.held_names, tokens // self.block_tokens - named)
+        cache.release(job.held_names, tokens // self.block_tokens - named)
         self._other_blocks += shared - cache.shared
         job.held_names = []
 
     def _evict(self) -> None:
-        """What is held goes before what is kept, which goes to host memory if that keeps any."""
+        """Evict cached units that requests in flight leave no room for, to host memory if it caches them."""
         if self.cache is not None:
             room = self.total_blocks - self._batch.blocks.used - self._other_blocks
-            self._copied_blocks += self.host.keep(self.cache.shrink(room))
+            self._copied_blocks += self.host.store(self.cache.shrink(room))
 
     def _unpause(self, job: Job) -> None:
         del self.paused[job]
         self._other_blocks -= job.blocks
         self.idle_context -= job.prompt + job.tokens
 
-    def _remark(self, now: float) -> None:
+    def _reschedule_milestones(self, now: float) -> None:
         for job in self._batch.jobs:
-            self._batch.mark(job)
+            self._batch.schedule_milestone(job)
 
     def _set_stage(self, job: Job) -> None:
         job.boundary_tokens = NEVER if self.stage_end == NEVER else max(1, self.stage_end - job.prompt)
 
-    # ---- what steps bring about
+    # ---- effects of completed steps
 
-    def _milestone(self, job: Job, now: float) -> None:
+    def _reach_milestone(self, job: Job, now: float) -> None:
         tokens = self._batch.tokens_of(job)
-        self._emitted(job, tokens, now)
+        self._record_token(job, tokens, now)
         if tokens < job.total:
-            self._batch.mark(job)
+            self._batch.schedule_milestone(job)
         else:
             self._batch.leave(job, self.log)
             self._finish(job, now)
 
-    def _computed(self, job: Job, tokens: int, now: float) -> None:
-        """Prompt tokens were computed; with the last of them comes a token."""
+    def _add_computed(self, job: Job, tokens: int, now: float) -> None:
+        """Account for computed prompt tokens; the last of them yields an output token."""
         self._prompts.subtract(job, tokens)
         job.prefill_done += tokens
-        self._name(job, job.prefill_done)
+        self._name_units(job, job.prefill_done)
         if job.prefill_done < job.prefill_total:
             return
         self._prompts.remove(job)
         self._other_blocks -= job.blocks
         self.idle_context -= job.prompt + job.tokens
-        job.decoded(self.log, self.boundary - 1, self.boundary)
+        job.record_decoding(self.log, self.boundary - 1, self.boundary)
         job.tokens += 1
-        self._emitted(job, job.tokens, now)
+        self._record_token(job, job.tokens, now)
         if job.tokens < job.total:
             self._batch.join(job)
         else:
             self._finish(job, now)
 
-    def _emitted(self, job: Job, tokens: int, now: float) -> None:
-        """What this token, the latest of the job, begins or ends."""
+    def _record_token(self, job: Job, tokens: int, now: float) -> None:
+        """Record what the job's latest token begins or ends, and notify the listener."""
         if tokens == 1:
             job.first_token_s = now
             job.rank_until = 0
@@ -749,12 +760,12 @@ class Instance:
             self._listener.reasoning_ended(self, job, now)
         if tokens >= job.boundary_tokens:
             job.boundary_tokens = NEVER
-            self._listener.outgrown(self, job, now)
+            self._listener.stage_outgrown(self, job, now)
 
     def _finish(self, job: Job, now: float) -> None:
         job.state = JobState.DONE
         job.version += 1
         job.finish_s = now
-        self._name(job, job.prompt + job.total - 1)
-        self._let_go(job)
+        self._name_units(job, job.prompt + job.total - 1)
+        self._release_kv(job)
         self._listener.finished(self, job, now)

@@ -1,4 +1,4 @@
-"""Time between tokens lately, over all of an instance's requests, as a worker tells it."""
+"""Measure recent times between tokens over all requests of an instance, as workers report them."""
 
 from __future__ import annotations
 
@@ -8,50 +8,51 @@ from simulator.steprun import StepRun
 
 _WINDOW_S = 1.0
 
-# Tokens, and the sum of the seconds that each came after the one before it.
-Sum = tuple[int, float]
-_NONE: Sum = (0, 0.0)
+# Number of tokens, and the sum of the seconds since the token before each.
+IntervalSum = tuple[int, float]
+_NO_INTERVALS: IntervalSum = (0, 0.0)
 
 
 class RecentIntervals:
-    """Mean over the last one to two seconds: the second under way and the one before.
+    """Mean over the last one to two seconds: the current second and the one before.
 
-    As worker_agent.engine.intervals, but of whole runs of steps: each step's length counts once for each
+    Like worker_agent.engine.intervals, but for whole runs of steps: each step's duration counts once for each
     request that decoded in it.
     """
 
     __slots__ = ("_before", "_now", "_second")
 
     def __init__(self) -> None:
-        # The second under way, by number; what was added in it and in the one before.
+        # Number of the current second; sums of that second and of the one before.
         self._second = 0
-        self._now = _NONE
-        self._before = _NONE
+        self._now = _NO_INTERVALS
+        self._before = _NO_INTERVALS
 
     def add(self, run: StepRun, steps: int, requests: int) -> None:
-        """So many steps of a run have ended, in each of which so many requests decoded."""
+        """Add `steps` completed steps of a run in which `requests` requests decoded."""
         if not requests:
             return
-        self._turn(_second_of(run.start_s + run.elapsed_s(steps)))
+        self._advance_to(_second_of(run.start_s + run.elapsed_s(steps)))
         begins = self._second * _WINDOW_S
         none = run.ended(begins - _WINDOW_S)
         before = min(steps, run.ended(begins))
-        self._before = _plus(self._before, run, none, before, requests)
-        self._now = _plus(self._now, run, before, steps, requests)
+        self._before = _add_steps(self._before, run, none, before, requests)
+        self._now = _add_steps(self._now, run, before, steps, requests)
 
     def mean_s(self, now: float, run: StepRun, steps: int, requests: int) -> float:
-        """With so many steps of the run under way; 0: no token was made lately. Changes nothing."""
+        """Return the mean including `steps` steps of the current run, without adding them; 0.0 if no token
+        was recent."""
         seen = RecentIntervals()
         seen._second, seen._now, seen._before = self._second, self._now, self._before
-        seen._turn(_second_of(now))
+        seen._advance_to(_second_of(now))
         seen.add(run, steps, requests)
         tokens = seen._before[0] + seen._now[0]
         return (seen._before[1] + seen._now[1]) / tokens if tokens else 0.0
 
-    def _turn(self, second: int) -> None:
+    def _advance_to(self, second: int) -> None:
         if second > self._second:
-            self._before = self._now if second == self._second + 1 else _NONE
-            self._now = _NONE
+            self._before = self._now if second == self._second + 1 else _NO_INTERVALS
+            self._now = _NO_INTERVALS
             self._second = second
 
 
@@ -59,8 +60,8 @@ def _second_of(time_s: float) -> int:
     return math.floor(time_s / _WINDOW_S)
 
 
-def _plus(sum_: Sum, run: StepRun, begin: int, end: int, requests: int) -> Sum:
-    """With the steps after number `begin` up to number `end`."""
+def _add_steps(sum_: IntervalSum, run: StepRun, begin: int, end: int, requests: int) -> IntervalSum:
+    """Return the sum with the steps after number `begin` up to number `end` added."""
     if end <= begin:
         return sum_
     seconds = run.elapsed_s(end) - run.elapsed_s(begin)

@@ -1,4 +1,4 @@
-"""A request inside the simulator."""
+"""The state of a request inside the simulator."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tailrace.intra.base import IntraPolicy, JobView, Rank
 
 
 class JobState(enum.Enum):
-    """Where a job's KV is and what is being done with it."""
+    """Where a job's KV is and how it is being processed."""
 
-    # No KV on the device: new, or to be computed anew.
+    # No KV on the device: new, or to be recomputed.
     QUEUED = "queued"
     # KV in host memory.
     SWAPPED = "swapped"
@@ -27,7 +27,7 @@ class JobState(enum.Enum):
 
 
 class Job:
-    """Mutable state of one request. `tokens` is exact except while decoding: then see `tokens_at`."""
+    """Mutable state of one request. `tokens` is exact except while decoding: then use `tokens_at`."""
 
     __slots__ = (
         "blocking_s",
@@ -37,10 +37,10 @@ class Job:
         "demoted",
         "demotion_since",
         "demotion_until",
+        "expected_cached",
         "finish_s",
         "first_answer_s",
         "first_token_s",
-        "found_s",
         "held_names",
         "history",
         "instance_id",
@@ -69,9 +69,9 @@ class Job:
         "state",
         "swapped",
         "tokens",
-        "told_cached",
         "total",
         "version",
+        "work_ahead_s",
     )
 
     def __init__(self, request: SimRequest, order: int) -> None:
@@ -81,48 +81,48 @@ class Job:
         self.reasoning = request.reasoning_tokens
         self.total = request.output_tokens
         self.state = JobState.QUEUED
-        # Empty: it has not been placed.
+        # Empty: not placed yet.
         self.instance_id = ""
-        # A migration of it is open (Migrations.of).
+        # Whether a migration is open (Migrations.find).
         self.migrating = False
-        # Its instance looks for somebody to take it over.
+        # Whether its instance has offered it to others.
         self.on_offer = False
-        # Output tokens, at boundary `joined` of its instance.
+        # Output tokens at boundary `joined` of its instance.
         self.tokens = 0
         self.joined = 0
         # (context - boundary) mod block size: constant while decoding.
         self.residue = 0
-        # Counts the times that `tokens`/`joined` were set: tells a stale milestone.
+        # Counts changes of `tokens` and `joined`, to recognize stale milestones.
         self.version = 0
-        # Blocks held while not decoding (device, or host if swapped).
+        # Blocks held while not decoding (on the device, or on the host if swapped out).
         self.blocks = 0
-        # As `tailrace.intra.allocate.Claim` has it.
+        # As in `tailrace.intra.allocate.Claim`.
         self.passed_blocks = 0
         self.prefill_done = 0
         self.prefill_total = self.prompt
-        # Units of its KV that it holds by name, in order; tokens that it found when it first began (None: it
-        # has not), and of them those that were loaded from host memory; and those that its placement counted
-        # on.
+        # Named units that it holds, in order; tokens found in a cache at its first admission (None: not
+        # admitted yet), the part of them loaded from host memory, and the tokens that its placement expected
+        # to find.
         self.held_names: list[int] = []
         self.cached: int | None = None
         self.loaded = 0
-        self.told_cached = 0
+        self.expected_cached = 0
         self.rank: Rank = ()
-        # Output tokens up to which `rank` holds.
+        # Output tokens from which `rank` may change.
         self.rank_until = 0
         self.lapsed = False
-        # Whether it is demoted, from so many output tokens on and up to (not including) so many.
+        # Whether it is demoted, valid for this range of output tokens.
         self.demoted = False
         self.demotion_since = 0
         self.demotion_until = 0
-        # Output tokens at which it outgrows its instance's stage.
+        # Output tokens at which its context outgrows its instance's stage.
         self.boundary_tokens = NEVER
-        # (log, start, end): it decoded between these boundaries.
+        # (log, start, end) of the boundaries between which it decoded.
         self.history: list[tuple[StepLog, int, int]] = []
         self.placements: list[PlacementRecord] = []
         self.refused = ""
-        # What was left to compute on its instance when it came there (JobView.queue_s).
-        self.found_s = 0.0
+        # Work queued on its instance when it arrived there (JobView.queue_s).
+        self.work_ahead_s = 0.0
         self.queue_s: float | None = None
         self.first_token_s: float | None = None
         self.reasoning_end_s: float | None = None
@@ -135,17 +135,17 @@ class Job:
         self.recomputed = 0
 
     def tokens_at(self, boundary: int) -> int:
-        """Output tokens made up to a boundary of its instance."""
+        """Return the output tokens at a boundary of its instance."""
         return self.tokens + (boundary - self.joined) if self.state is JobState.DECODING else self.tokens
 
     def phase_of(self, tokens: int) -> Phase:
-        """Phase when it has made this many output tokens."""
+        """Return the phase after this many output tokens."""
         if not tokens:
             return Phase.PREFILL
         return Phase.REASONING if tokens < self.reasoning else Phase.ANSWERING
 
     def view(self, tokens: int) -> JobView:
-        """What the intra-instance policy sees."""
+        """Return what the order inside the instance may see of the job."""
         phase = self.phase_of(tokens)
         in_phase = tokens - self.reasoning if phase is Phase.ANSWERING else tokens
         arrived_s = self.request.arrival_s
@@ -156,18 +156,18 @@ class Job:
             tokens,
             in_phase,
             arrived_s,
-            self.found_s,
+            self.work_ahead_s,
             self.answering_s,
             self.lapsed,
         )
 
     @property
     def answering_s(self) -> float:
-        """When it began to answer; of no meaning before."""
+        """When it began to answer; meaningless before."""
         return (self.reasoning_end_s if self.reasoning else self.first_token_s) or 0.0
 
     def rank_at(self, tokens: int, intra: IntraPolicy) -> Rank:
-        """Its rank, asked anew only when it may have changed."""
+        """Return the rank; the policy is asked only when it may have changed."""
         if tokens >= self.rank_until:
             view = self.view(tokens)
             self.rank = intra.rank(view)
@@ -176,7 +176,7 @@ class Job:
         return self.rank
 
     def next_milestone(self, tokens: int) -> int:
-        """Output tokens at which something next happens to it, given that it goes on decoding."""
+        """Return the output tokens at which the next event occurs if it keeps decoding."""
         reasoning = self.reasoning
         if tokens < reasoning:
             milestone = reasoning
@@ -187,8 +187,8 @@ class Job:
         boundary = self.boundary_tokens
         return boundary if tokens < boundary < milestone else milestone
 
-    def decoded(self, log: StepLog, start: int, end: int) -> None:
-        """It made a token in each step between these boundaries."""
+    def record_decoding(self, log: StepLog, start: int, end: int) -> None:
+        """Record that it produced a token in each step between these boundaries."""
         if end <= start:
             return
         if self.history:
@@ -199,7 +199,7 @@ class Job:
         self.history.append((log, start, end))
 
     def copy_times(self, skip: int, to: TokenTimes) -> None:
-        """Append the times of its tokens without the first `skip`."""
+        """Append its token times without the first `skip`."""
         for log, start, end in self.history:
             begin = start + skip
             if begin < end:

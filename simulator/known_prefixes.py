@@ -1,4 +1,4 @@
-"""What the simulated scheduler knows of prefixes: who holds which, and who is about to."""
+"""The simulated scheduler's knowledge of prefixes: which instance holds them or is about to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tailrace.cluster import CachedTokens
 
 
 class KnownPrefixes:
-    """Of all instances, which serve one model."""
+    """Track the prefixes of all instances, which serve one model."""
 
     def __init__(self, instances: Sequence[Instance], jobs: Mapping[str, Job]) -> None:
         self._instances = instances
@@ -22,21 +22,24 @@ class KnownPrefixes:
         self._index = CacheIndex()
         self._placed = PlacedPrefixes()
 
-    def placed(self, instance: Instance, names: Sequence[int], now_s: float) -> None:
-        """A request that begins with these units was placed there."""
+    def record_placement(self, instance: Instance, names: Sequence[int], now_s: float) -> None:
+        """Record that a request that begins with these units was placed on an instance."""
         if instance.cache is not None:
             self._placed.place(instance.instance_id, names, now_s)
 
     # ---- PrefixSource (tailrace/control/hot_prefixes.py)
 
     def located(self, request_id: str) -> str | None:
-        """The instance that has the request."""
+        """Return the instance that has the request, or None."""
         job = self._jobs[request_id]
         return None if job.state is JobState.DONE else job.instance_id or None
 
     def held(self, names: Sequence[int], block_tokens: int, now_s: float) -> Mapping[str, CachedTokens]:
-        """What each instance holds now: workers tell what they gain and lose with the events that placing
-        goes by already, which are all but immediate."""
+        """Return the tokens of these units that each instance holds, or is about to.
+
+        Workers report changes together with the phase events that placement already uses, practically without
+        delay.
+        """
         self._placed.forget(now_s)
         for instance in self._instances:
             if instance.cache is not None:
@@ -46,5 +49,5 @@ class KnownPrefixes:
         return cached_tokens(held, coming, block_tokens, len(names) * block_tokens)
 
     def exchanging(self, instance_id: str) -> Collection[str]:
-        """All."""
+        """Return all instances."""
         return self._names

@@ -1,6 +1,6 @@
-"""From finished jobs to their records.
+"""Turn finished jobs into records.
 
-Each has but a few runs of tokens: their gaps are worked out for many jobs at once.
+A job has only a few runs of tokens, so the gaps of many jobs are computed at once.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from simulator.records import RequestRecord
 from simulator.steplog import Floats, Ints, TokenTimes, last_s
 from tailrace.qoe import TokenRun, qoe
 
-# Tokens of a run whose interval is taken as constant where the pacer may run dry: at a growth of a
-# microsecond a step, token times are then off by less than a tenth of a millisecond.
-_EVEN_TOKENS: Final = 32
-# Jobs whose gaps are worked out together.
-_TOGETHER: Final = 512
-# Gaps of which the 99th percentile is not simply the last.
-_MANY: Final = 100
+# Length of the parts of a run whose interval is treated as constant when the pacer may run dry: with a growth
+# of a microsecond per step, token times are then off by less than a tenth of a millisecond.
+_EVEN_RUN_TOKENS: Final = 32
+# Jobs whose gaps are computed together.
+_JOBS_PER_BATCH: Final = 512
+# Number of gaps from which the 99th percentile is not simply the largest.
+_GAPS_FOR_P99: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
 class _Gaps:
-    """Time between answering tokens."""
+    """Statistics of the times between answering tokens."""
 
     p99_s: float
     max_s: float
@@ -37,36 +37,37 @@ class _Gaps:
 _NO_GAPS: Final = _Gaps(0.0, 0.0, 1.0)
 
 
-class Concluded:
-    """Jobs that are done, and their records."""
+class CompletedJobs:
+    """Collect finished and refused jobs, and make their records."""
 
     def __init__(self, tpot_target_s: float) -> None:
-        """`tpot_target_s` is the pace that QoE goes by."""
-        # Asked after each event of a simulation: an attribute.
+        """Start without jobs. `tpot_target_s` is the reading pace for QoE."""
+        # An attribute, since it is read after each event of a simulation.
         self.count = 0
         self._tpot_target_s = tpot_target_s
         self._records: dict[str, RequestRecord] = {}
-        # Not in the records yet: their answering tokens, one job after the other, and whose begin where.
+        # Jobs without records yet: all, their answering tokens one job after the other, and where each job's
+        # begin.
         self._jobs: list[Job] = []
         self._times = TokenTimes()
         self._timed: list[Job] = []
         self._begins: list[int] = []
 
     def add(self, job: Job) -> None:
-        """It has finished, or was refused; nothing happens to it any more."""
+        """Add a job that has finished or was refused, and will not change any more."""
         self.count += 1
         self._jobs.append(job)
         if job.finish_s is not None and job.first_answer_s is not None and job.request.answer_tokens > 1:
             self._timed.append(job)
             self._begins.append(len(self._times))
             job.copy_times(job.request.reasoning_tokens, self._times)
-        # Its steps are of no more use.
+        # The steps are no longer needed.
         job.history = []
-        if len(self._jobs) >= _TOGETHER:
+        if len(self._jobs) >= _JOBS_PER_BATCH:
             self._record()
 
     def records(self) -> dict[str, RequestRecord]:
-        """By request id."""
+        """Return the records by request id."""
         self._record()
         return self._records
 
@@ -116,10 +117,10 @@ def _record_of(job: Job, gaps: _Gaps) -> RequestRecord:
 
 
 def _gaps(jobs: list[Job], begins: list[int], times: TokenTimes, tpot_target_s: float) -> dict[Job, _Gaps]:
-    """`begins`: where the runs of each job begin; each has more than one token."""
+    """Compute each job's gaps. Its runs start at its entry in `begins`; it has more than one token."""
     first_s, interval_s, increment_s, counts = times.columns()
     starts = np.array(begins)
-    # From the last token of the run before; between jobs there is no gap.
+    # From the last token of the run before; there is no gap between jobs.
     before_s = np.zeros(len(first_s))
     before_s[1:] = first_s[1:] - last_s(first_s, interval_s, increment_s, counts)[:-1]
     before_s[starts] = 0.0
@@ -127,8 +128,8 @@ def _gaps(jobs: list[Job], begins: list[int], times: TokenTimes, tpot_target_s: 
     largest_s = np.where(counts > 1, np.maximum(interval_s, within_last_s), 0.0)
     max_s = np.maximum.reduceat(np.maximum(largest_s, before_s), starts)
     gaps = np.array([job.request.answer_tokens - 1 for job in jobs])
-    # Of fewer than a hundred the 99th percentile is the last.
-    p99_s = np.where(gaps < _MANY, max_s, _weighted_p99(times, before_s, starts, gaps))
+    # With fewer than a hundred gaps, the 99th percentile is the largest.
+    p99_s = np.where(gaps < _GAPS_FOR_P99, max_s, _weighted_p99(times, before_s, starts, gaps))
     found: dict[Job, _Gaps] = {}
     spans = pairwise([*begins, len(times)])
     for job, p99, most, span in zip(jobs, p99_s.tolist(), max_s.tolist(), spans, strict=True):
@@ -138,20 +139,20 @@ def _gaps(jobs: list[Job], begins: list[int], times: TokenTimes, tpot_target_s: 
 
 
 def _weighted_p99(times: TokenTimes, before_s: Floats, starts: Ints, gaps: Ints) -> Floats:
-    """99th percentile of each job's time between tokens; the gaps within a run count at their mean."""
+    """Return the P99 of each job's times between tokens; gaps within a run count at their mean."""
     _, interval_s, increment_s, counts = times.columns()
     inner = counts - 1
     mean = interval_s + increment_s * (np.maximum(inner - 1, 0) / 2)
     runs = np.arange(len(counts))
     of_job = starts.searchsorted(runs, "right")
-    # A gap before each run but a job's first.
+    # A gap before each run except a job's first.
     single = np.ones(len(counts), np.int64)
     single[starts] = 0
     values = np.concatenate([mean, before_s])
     weights = np.concatenate([inner, single])
     order = np.lexsort((values, np.concatenate([of_job, of_job])))
     reached = weights[order].cumsum()
-    # Gaps of all jobs before.
+    # Gaps of all previous jobs.
     behind = gaps.cumsum() - gaps
     index = reached.searchsorted(behind + np.ceil(0.99 * gaps).astype(np.int64), "left")
     p99_s: Floats = values[order[index]]
@@ -164,8 +165,8 @@ def _runs(times: TokenTimes, begin: int, end: int) -> list[TokenRun]:
     for first_s, interval_s, increment_s, count in zip(*(c[begin:end] for c in columns), strict=True):
         done = 0
         while done < count:
-            # Without growth, and while the user reads slower than tokens come, the spacing does not matter.
-            part = min(count - done, _EVEN_TOKENS if increment_s else count)
+            # Without growth, and while tokens come faster than the user reads, the spacing does not matter.
+            part = min(count - done, _EVEN_RUN_TOKENS if increment_s else count)
             start = first_s + interval_s * done + increment_s * (done * (done - 1) / 2)
             mean = interval_s + increment_s * (done + (part - 2) / 2) if part > 1 else 0.0
             runs.append(TokenRun(start, mean, part))

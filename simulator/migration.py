@@ -1,9 +1,9 @@
-"""Live migration in rounds (design, section 6), with room and admission as the live services have them.
+"""Live migration in rounds (design, section 6), with reservation and admission as in the live services.
 
-Room on the target first (blocks and a seat, or host memory), then a place (at most three transfers an
-instance and direction), or the other way round; then rounds of pre-copy while the source decodes on, then the
-last round with the request held back, then the commit. Until the commit, whatever goes wrong leaves the
-request at its source.
+First the target reserves room (blocks and a batch slot, or host memory), then the migration is admitted (a
+limited number per instance and direction), or the other way round. Pre-copy rounds follow while the source
+keeps decoding, then the last round with the request paused, then the commit. Until the commit, any failure
+leaves the request on its source.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from simulator.records import MigrationOutcome, MigrationRecord, PlacementRecord
 from tailrace.actions import Migrate, WhenFull
 from tailrace.intra.base import ImportView, IntraPolicy, Rank
 
-# Called at the end of a migration: whether it was committed, and when.
-Ended = Callable[[bool, float], None]
+# Called when a migration has closed: whether it was committed, and when.
+OnClosed = Callable[[bool, float], None]
 
 
 class Migration:
-    """One migration that is not over."""
+    """One open migration."""
 
     __slots__ = (
         "action",
-        "asked_s",
-        "asked_tokens",
+        "admitted",
         "blocks",
+        "closed",
         "copied",
-        "ended",
-        "has_place",
-        "in_line",
+        "import_entry",
         "job",
+        "on_closed",
         "on_host",
-        "over",
         "paused_s",
+        "requested_s",
+        "requested_tokens",
         "reserved_s",
         "rounds",
         "sent",
@@ -52,44 +52,51 @@ class Migration:
     )
 
     def __init__(
-        self, action: Migrate, job: Job, source: Instance, target: Instance, now: float, ended: Ended | None
+        self,
+        action: Migrate,
+        job: Job,
+        source: Instance,
+        target: Instance,
+        now: float,
+        on_closed: OnClosed | None,
     ) -> None:
         self.action = action
-        # Who fetched it, if its target did by bid-ask; the scheduler then learns of it by reports alone.
-        self.ended = ended
+        # Set if the target fetched the request by bid-ask; the scheduler then sees the migration in reports
+        # only.
+        self.on_closed = on_closed
         self.job = job
         self.source = source
         self.target = target
-        self.asked_s = now
-        self.asked_tokens = 0
-        # Blocks reserved on the target (on its host if `on_host`), copied, and sent in all.
+        self.requested_s = now
+        self.requested_tokens = 0
+        # Blocks reserved on the target (in host memory if `on_host`), copied so far, and sent in total.
         self.blocks = 0
         self.on_host = False
         self.copied = 0
         self.sent = 0
         self.rounds = 0
-        self.has_place = False
-        # When its room on the target was set aside.
+        self.admitted = False
+        # When the room on the target was reserved.
         self.reserved_s: float | None = None
-        # Its entry in the target's `imports`, while it waits for room.
-        self.in_line: tuple[Rank, Callable[[float], bool]] | None = None
+        # Its entry in the target's `imports` while it waits for room.
+        self.import_entry: tuple[Rank, Callable[[float], bool]] | None = None
         self.started_s: float | None = None
         self.paused_s: float | None = None
-        self.over = False
+        self.closed = False
 
 
 class MigrationListener(Protocol):
-    """Who hears of migrations that open and end."""
+    """Receive the start and the end of each migration."""
 
     def migration_opened(self, migration: Migration) -> None:
-        """It was asked for and is under way."""
+        """Handle a migration that was accepted and is in progress."""
 
     def migration_closed(self, migration: Migration, outcome: MigrationOutcome) -> None:
-        """It is over. If committed, the job's instance is the target."""
+        """Handle the end of a migration. If it was committed, the job is on the target already."""
 
 
 class Migrations:
-    """All migrations."""
+    """Run all migrations of a simulation."""
 
     def __init__(
         self,
@@ -110,47 +117,49 @@ class Migrations:
         self._sending: Counter[str] = Counter()
         self._receiving: Counter[str] = Counter()
         self._open: dict[Job, Migration] = {}
-        # Wait for a place.
+        # Migrations waiting for admission.
         self._queue: list[Migration] = []
-        self._asked = 0
+        self._sequence = 0
 
-    def of(self, job: Job) -> Migration | None:
-        """The open migration of a request, if there is one."""
+    def find(self, job: Job) -> Migration | None:
+        """Return the open migration of a request, or None."""
         return self._open.get(job)
 
-    def ask(
-        self, action: Migrate, job: Job, target: Instance, now: float, ended: Ended | None = None
+    def request(
+        self, action: Migrate, job: Job, target: Instance, now: float, on_closed: OnClosed | None = None
     ) -> None:
-        """A policy wants this, or the target, which is then told how it `ended`."""
+        """Start a migration requested by a policy, or by the target itself, whose `on_closed` is then called
+        at the end."""
         source = self._instances.get(action.source_id)
         refusal = self._refusal(action, job, source, target)
         if source is None or refusal:
             self._record_refusal(action, job, refusal, now)
-            if ended is not None:
-                ended(False, now)
+            if on_closed is not None:
+                on_closed(False, now)
             return
-        migration = Migration(action, job, source, target, now, ended)
-        self._asked += 1
-        migration.asked_tokens = self._context(migration, now)
+        migration = Migration(action, job, source, target, now, on_closed)
+        self._sequence += 1
+        migration.requested_tokens = self._context(migration, now)
         job.migrating = True
         self._open[job] = migration
         source.migrations_out += 1
         target.migrations_in += 1
         self._listener.migration_opened(migration)
-        if self._spec.room_last or self._find_room(migration, now, self._enqueue):
+        if self._spec.room_last or self._reserve_or_wait(migration, now, self._enqueue):
             self._enqueue(migration, now)
 
     def preempted(self, job: Job, now: float) -> None:
-        """A request lost its place on the device; KV that was swapped out goes on from the host."""
-        migration = self.of(job)
+        """Abort the migration of a preempted request, unless its KV was swapped out: then it continues from
+        the host."""
+        migration = self.find(job)
         if migration is not None and job.state is not JobState.SWAPPED:
-            self._close(migration, MigrationOutcome.OVERTAKEN, "preempted", now)
+            self._abort(migration, MigrationOutcome.OVERTAKEN, "preempted", now)
 
     def finished(self, job: Job, now: float) -> None:
-        """A request is done."""
-        migration = self.of(job)
+        """Abort the migration of a request that has finished."""
+        migration = self.find(job)
         if migration is not None:
-            self._close(migration, MigrationOutcome.OVERTAKEN, "finished", now)
+            self._abort(migration, MigrationOutcome.OVERTAKEN, "finished", now)
 
     # ---- before the first byte
 
@@ -171,49 +180,51 @@ class Migrations:
             return f"{len(self._queue)} migrations are already waiting"
         return ""
 
-    def _find_room(self, migration: Migration, now: float, then: Callable[[Migration, float], None]) -> bool:
-        """Whether the target has room now. If not, the migration waits in the target's line for it, and goes
-        on with `then`; or it is over."""
+    def _reserve_or_wait(
+        self, migration: Migration, now: float, then: Callable[[Migration, float], None]
+    ) -> bool:
+        """Return whether room on the target is reserved now. If not, the migration either waits for room, to
+        continue with `then`, or is closed."""
         if self._spec.when_full is not WhenFull.WAIT:
-            return self._ask_for_room(migration, now)
+            return self._reserve_or_abort(migration, now)
         target = migration.target
-        if not target.imports and self._take_room(migration, now):
+        if not target.imports and self._try_reserve(migration, now):
             return True
         source = migration.source
         used = source.used_blocks_at(source.boundary) * source.block_tokens
-        view = ImportView(self._asked, migration.asked_tokens, used)
+        view = ImportView(self._sequence, migration.requested_tokens, used)
         rank = self._intra.import_rank(view)
-        migration.in_line = (rank, self._taker(migration, then))
-        insort(target.imports, migration.in_line, key=_rank_of)
-        self._expect(migration, lambda: not migration.blocks, MigrationOutcome.NO_ROOM, now)
+        migration.import_entry = (rank, self._reservation_attempt(migration, then))
+        insort(target.imports, migration.import_entry, key=_rank_of)
+        self._abort_if_stuck(migration, lambda: not migration.blocks, MigrationOutcome.NO_ROOM, now)
         return False
 
-    def _ask_for_room(self, migration: Migration, now: float) -> bool:
-        """Whether the target has room; else the migration is over."""
-        if self._take_room(migration, now):
+    def _reserve_or_abort(self, migration: Migration, now: float) -> bool:
+        """Return whether room on the target is reserved; if not, close the migration."""
+        if self._try_reserve(migration, now):
             return True
         blocks = self._needed(migration, now)
         if self._spec.when_full is WhenFull.HOST and migration.target.reserve_host(blocks):
             migration.on_host = True
             migration.blocks, migration.reserved_s = blocks, now
             return True
-        self._close(migration, MigrationOutcome.NO_ROOM, "no room", now)
+        self._abort(migration, MigrationOutcome.NO_ROOM, "no room", now)
         return False
 
-    def _taker(
+    def _reservation_attempt(
         self, migration: Migration, then: Callable[[Migration, float], None]
     ) -> Callable[[float], bool]:
         def take(now: float) -> bool:
-            taken = self._take_room(migration, now)
+            taken = self._try_reserve(migration, now)
             if taken:
-                migration.in_line = None
-                # Not at once: the target is deciding on its next run.
-                self._events.at(now, self._step(migration, then))
+                migration.import_entry = None
+                # Scheduled, because the target is planning its next run now.
+                self._events.schedule(now, self._unless_closed(migration, then))
             return taken
 
         return take
 
-    def _take_room(self, migration: Migration, now: float) -> bool:
+    def _try_reserve(self, migration: Migration, now: float) -> bool:
         blocks = self._needed(migration, now)
         if not migration.target.reserve(blocks, now):
             return False
@@ -223,19 +234,19 @@ class Migrations:
     def _enqueue(self, migration: Migration, now: float) -> None:
         self._queue.append(migration)
         self._admit(now)
-        if not migration.has_place:
-            self._expect(migration, lambda: not migration.has_place, MigrationOutcome.REFUSED, now)
+        if not migration.admitted:
+            self._abort_if_stuck(migration, lambda: not migration.admitted, MigrationOutcome.REFUSED, now)
 
-    def _expect(
+    def _abort_if_stuck(
         self, migration: Migration, stuck: Callable[[], bool], outcome: MigrationOutcome, now: float
     ) -> None:
-        """Give up if it is still stuck when patience ends."""
+        """Close the migration if it is still stuck when its patience ends."""
 
         def end(then: float) -> None:
-            if not migration.over and stuck():
-                self._close(migration, outcome, f"waited {self._spec.patience_s:g} s", then)
+            if not migration.closed and stuck():
+                self._abort(migration, outcome, f"waited {self._spec.patience_s:g} s", then)
 
-        self._events.at(now + self._spec.patience_s, end)
+        self._events.schedule(now + self._spec.patience_s, end)
 
     def _admit(self, now: float) -> None:
         limit = self._spec.limit
@@ -245,64 +256,64 @@ class Migrations:
             if self._sending[source] < limit and self._receiving[target] < limit:
                 self._sending[source] += 1
                 self._receiving[target] += 1
-                migration.has_place = True
-                self._events.at(now + self._spec.open_s, self._step(migration, self._precopy))
+                migration.admitted = True
+                self._events.schedule(now + self._spec.open_s, self._unless_closed(migration, self._precopy))
             else:
                 waiting.append(migration)
         self._queue = waiting
 
     # ---- rounds
 
-    def _step(
+    def _unless_closed(
         self, migration: Migration, then: Callable[[Migration, float], None]
     ) -> Callable[[float], None]:
         def step(now: float) -> None:
-            if not migration.over:
+            if not migration.closed:
                 then(migration, now)
 
         return step
 
     def _precopy(self, migration: Migration, now: float) -> None:
-        """Copy the full blocks that are not copied yet, or hold the request back for what is left."""
+        """Copy the full blocks that are not copied yet, or pause the request to copy the rest."""
         source = migration.source
-        if not migration.blocks and not self._find_room(migration, now, self._precopy):
+        if not migration.blocks and not self._reserve_or_wait(migration, now, self._precopy):
             return
         if migration.started_s is None:
             migration.started_s = now
-            migration.copied = self._held(migration, now)
+            migration.copied = self._cached_blocks(migration, now)
         if migration.job.state is JobState.SWAPPED:
-            self._from_host(migration, now)
+            self._copy_from_host(migration, now)
             return
-        if not self._make_room(migration, self._needed(migration, now), now):
+        if not self._grow_reservation(migration, self._needed(migration, now), now):
             return
-        # The KV of the latest token is computed by the coming step.
+        # The KV of the latest token is computed by the next step.
         full = (self._context(migration, now) - 1) // source.block_tokens
         left = full - migration.copied
         if migration.rounds >= self._spec.max_rounds or (
             left <= self._spec.pause_blocks and migration.rounds
         ):
-            source.at_boundary(self._step(migration, self._pause), now)
+            source.at_boundary(self._unless_closed(migration, self._pause), now)
             return
         migration.rounds += 1
         self._send(migration, left, now, self._precopy)
 
-    def _held(self, migration: Migration, now: float) -> int:
-        """Full blocks that the target's prefix cache has by name: they need not be copied."""
+    def _cached_blocks(self, migration: Migration, now: float) -> int:
+        """Return the full blocks that the target's prefix cache holds already, which need not be copied."""
         cache, request = migration.target.cache, migration.job.request
         if cache is None or migration.on_host or not request.unit_names:
             return 0
         units = (self._context(migration, now) - 1) // request.unit_tokens
-        found = cache.leading(request.unit_names, units)
+        found = cache.count_leading(request.unit_names, units)
         return found * request.unit_tokens // migration.source.block_tokens
 
-    def _from_host(self, migration: Migration, now: float) -> None:
-        """What is in host memory does not change: one round copies all of it."""
-        migration.source.hold(migration.job)
+    def _copy_from_host(self, migration: Migration, now: float) -> None:
+        """Copy everything in one round: KV in host memory does not change."""
+        migration.source.hold_swapped(migration.job)
         self._last_round(migration, now)
 
     def _pause(self, migration: Migration, now: float) -> None:
         if migration.job.state is JobState.SWAPPED:
-            self._from_host(migration, now)
+            self._copy_from_host(migration, now)
             return
         migration.source.pause(migration.job)
         self._last_round(migration, now)
@@ -311,10 +322,10 @@ class Migrations:
         job, source = migration.job, migration.source
         migration.paused_s = now
         needed = blocks_for(job.prompt + job.tokens, source.block_tokens)
-        if not self._make_room(migration, needed, now):
+        if not self._grow_reservation(migration, needed, now):
             return
         migration.rounds += 1
-        self._send(migration, job.blocks - migration.copied, now, self._sent)
+        self._send(migration, job.blocks - migration.copied, now, self._schedule_commit)
 
     def _send(
         self, migration: Migration, blocks: int, now: float, then: Callable[[Migration, float], None]
@@ -327,11 +338,12 @@ class Migrations:
         migration.sent += blocks
         source, target = migration.source, migration.target
         size = blocks * source.spec.block_bytes
-        step = self._step(migration, lambda _, at: arrived(at))
+        step = self._unless_closed(migration, lambda _, at: arrived(at))
         self._network.send(source.instance_id, target.instance_id, size, now, step)
 
-    def _make_room(self, migration: Migration, blocks: int, now: float) -> bool:
-        """Let the reservation be at least so large; else the migration is over."""
+    def _grow_reservation(self, migration: Migration, blocks: int, now: float) -> bool:
+        """Grow the reservation to this many blocks. Return whether that succeeded; if not, close the
+        migration."""
         more = blocks - migration.blocks
         if more <= 0:
             return True
@@ -339,11 +351,11 @@ class Migrations:
         if target.reserve_host(more) if migration.on_host else target.extend(more, now):
             migration.blocks = blocks
             return True
-        self._close(migration, MigrationOutcome.NO_ROOM, "outgrew its room", now)
+        self._abort(migration, MigrationOutcome.NO_ROOM, "outgrew its room", now)
         return False
 
-    def _sent(self, migration: Migration, now: float) -> None:
-        self._events.at(now + self._spec.commit_s, self._step(migration, self._commit))
+    def _schedule_commit(self, migration: Migration, now: float) -> None:
+        self._events.schedule(now + self._spec.commit_s, self._unless_closed(migration, self._commit))
 
     def _commit(self, migration: Migration, now: float) -> None:
         job, source, target = migration.job, migration.source, migration.target
@@ -364,12 +376,12 @@ class Migrations:
                 target.receive(job, blocks)
 
         target.at_boundary(arrive, now)
-        self._end(migration, MigrationOutcome.COMMITTED, "", now)
+        self._conclude(migration, MigrationOutcome.COMMITTED, "", now)
 
     # ---- the end
 
-    def _close(self, migration: Migration, outcome: MigrationOutcome, detail: str, now: float) -> None:
-        """It did not work out: the request stays where it is."""
+    def _abort(self, migration: Migration, outcome: MigrationOutcome, detail: str, now: float) -> None:
+        """Close a migration that failed: the request stays on its source."""
         job, source, target = migration.job, migration.source, migration.target
         if migration.blocks and migration.on_host:
             target.unreserve_host(migration.blocks)
@@ -377,18 +389,18 @@ class Migrations:
             target.unreserve(migration.blocks, now)
         if migration in self._queue:
             self._queue.remove(migration)
-        if migration.in_line is not None:
-            target.imports.remove(migration.in_line)
-            # The next in line may need less.
+        if migration.import_entry is not None:
+            target.imports.remove(migration.import_entry)
+            # The next import in the queue may need less.
             target.wake(now)
         if job.state is JobState.PAUSED:
             assert migration.paused_s is not None
             job.pause_s += now - migration.paused_s
             source.at_boundary(lambda _: source.resume(job), now)
-        self._end(migration, outcome, detail, now)
+        self._conclude(migration, outcome, detail, now)
 
-    def _end(self, migration: Migration, outcome: MigrationOutcome, detail: str, now: float) -> None:
-        migration.over = True
+    def _conclude(self, migration: Migration, outcome: MigrationOutcome, detail: str, now: float) -> None:
+        migration.closed = True
         job, source, target = migration.job, migration.source, migration.target
         job.migrating = False
         del self._open[job]
@@ -401,25 +413,25 @@ class Migrations:
                 source_id=source.instance_id,
                 target_id=target.instance_id,
                 reason=migration.action.reason,
-                asked_s=migration.asked_s,
+                requested_s=migration.requested_s,
                 end_s=now,
                 outcome=outcome,
                 detail=detail,
-                context_tokens=migration.asked_tokens,
+                context_tokens=migration.requested_tokens,
                 bytes_sent=migration.sent * source.spec.block_bytes,
                 rounds=migration.rounds,
-                queued_s=(now if started_s is None else started_s) - migration.asked_s,
+                queued_s=(now if started_s is None else started_s) - migration.requested_s,
                 transfer_s=0.0 if started_s is None else now - started_s,
                 pause_s=0.0 if paused_s is None else now - paused_s,
             )
         )
         self._listener.migration_closed(migration, outcome)
-        if migration.has_place:
+        if migration.admitted:
             self._sending[source.instance_id] -= 1
             self._receiving[target.instance_id] -= 1
             self._admit(now)
-        if migration.ended is not None:
-            migration.ended(outcome is MigrationOutcome.COMMITTED, now)
+        if migration.on_closed is not None:
+            migration.on_closed(outcome is MigrationOutcome.COMMITTED, now)
 
     def _record_refusal(self, action: Migrate, job: Job, detail: str, now: float) -> None:
         self.records.append(
@@ -428,7 +440,7 @@ class Migrations:
                 source_id=action.source_id,
                 target_id=action.target_id,
                 reason=action.reason,
-                asked_s=now,
+                requested_s=now,
                 end_s=now,
                 outcome=MigrationOutcome.REFUSED,
                 detail=detail,
@@ -443,10 +455,10 @@ class Migrations:
 
     def _context(self, migration: Migration, now: float) -> int:
         job = migration.job
-        return job.prompt + job.tokens_at(migration.source.begun_boundary(now))
+        return job.prompt + job.tokens_at(migration.source.boundary_at(now))
 
     def _needed(self, migration: Migration, now: float) -> int:
-        """Blocks to reserve: the context, and one to grow into while it is copied."""
+        """Return the blocks to reserve: for the context, and one to grow into during the copy."""
         return blocks_for(self._context(migration, now), migration.target.block_tokens) + 1
 
 

@@ -1,8 +1,8 @@
-"""Links: each instance has a full-duplex port, shared equally by the transfers that cross it.
+"""Model links: each instance has a full-duplex port, shared equally by its transfers.
 
-A transfer goes at the smallest of its shares: of the source's sending port, of the target's receiving port,
-and of the fabric if that is limited. Capacity that a transfer leaves unused at one port because another
-holds it back is not given to its neighbours there (plain shares, not max-min).
+The rate of a transfer is the least of its shares: of the source's sending port, of the target's receiving
+port, and of the fabric if that is limited. Capacity that a transfer leaves unused at one port because another
+limits it is not given to its neighbours there (equal shares, not max-min fairness).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Transfer:
 
 
 class Network:
-    """All transfers under way."""
+    """All transfers in progress."""
 
     def __init__(self, link: LinkSpec, events: EventQueue) -> None:
         self._link = link
@@ -37,12 +37,12 @@ class Network:
         self._all: dict[_Transfer, None] = {}
 
     def send(self, source: str, target: str, size: int, now: float, done: Callable[[float], None]) -> None:
-        """Send `size` bytes; `done(time)` when the last has arrived."""
+        """Send `size` bytes and call `done(time)` when the last has arrived."""
         if not size:
-            self._events.at(now + self._link.latency_s, done)
+            self._events.schedule(now + self._link.latency_s, done)
             return
         transfer = _Transfer(source, target, float(size), done)
-        self._events.at(now + self._link.latency_s, lambda time_s: self._begin(transfer, time_s))
+        self._events.schedule(now + self._link.latency_s, lambda time_s: self._begin(transfer, time_s))
 
     def _begin(self, transfer: _Transfer, now: float) -> None:
         self._sending.setdefault(transfer.source, {})[transfer] = None
@@ -52,7 +52,7 @@ class Network:
         self._share(self._beside(transfer), now)
 
     def _beside(self, transfer: _Transfer) -> list[_Transfer]:
-        """Transfers whose share depends on this one, itself included."""
+        """Return the transfers whose share depends on this one, including itself."""
         if self._link.fabric_bytes_per_s is not None:
             return list(self._all)
         beside: Iterable[_Transfer] = self._sending[transfer.source]
@@ -73,7 +73,7 @@ class Network:
             transfer.rate = rate
             transfer.version += 1
             end_s = now + max(0.0, transfer.bytes_left) / rate
-            self._events.at(end_s, self._ending(transfer, transfer.version))
+            self._events.schedule(end_s, self._ending(transfer, transfer.version))
 
     def _ending(self, transfer: _Transfer, version: int) -> Callable[[float], None]:
         def end(now: float) -> None:

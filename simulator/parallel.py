@@ -1,8 +1,8 @@
-"""Run independent pieces of work on several processes, the longest first.
+"""Run independent tasks in several processes, the longest first.
 
-Each worker is a fresh interpreter, so that a task sees nothing but its arguments; what is sent there and back
-is pickled. A task that fails, and a worker that dies, ends the whole with the task's name. On an interrupt,
-or when the caller's progress callback raises, all workers are ended before the exception goes on.
+Each worker is a fresh interpreter, so a task depends on its arguments only; arguments and results are
+pickled. If a task fails or a worker dies, the run ends with the task's name. On an interrupt, or if the
+progress callback raises, all workers are terminated before the exception propagates.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from typing import Final, Generic, TypeVar
 
 T = TypeVar("T")
 
-# A worker that is told to end and does not is killed after so long.
+# Time after which a worker that does not terminate is killed.
 _GRACE_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Task(Generic[T]):
-    """`work(*arguments)` in some process; everything in it can be pickled."""
+    """A call of `work(*arguments)` in some process; everything in it must be picklable."""
 
     # Distinct among the tasks of a run.
     name: str
     work: Callable[..., T]
     arguments: tuple[object, ...] = ()
-    # Expected seconds, or anything in proportion.
+    # Expected seconds, or any value proportional to them.
     cost: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A task ended."""
+    """Progress after the end of a task."""
 
     name: str
     done: int
     total: int
-    # Of all tasks' cost, what is done.
+    # Share of the total cost that is done.
     share: float
 
 
 class TaskError(Exception):
-    """A task failed. `name` is its name, `details` the traceback in its process, "" if that died."""
+    """A failed task: its name, and its traceback in `details` ("" if its process died)."""
 
     def __init__(self, name: str, message: str, details: str = "") -> None:
         super().__init__(f"{name}: {message}")
@@ -71,7 +71,7 @@ class _Success(Generic[T]):
 
 
 def available_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -81,10 +81,10 @@ def run_tasks(
     processes: int | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> dict[str, T]:
-    """What each task returned, by name, in the order of `tasks`.
+    """Run tasks and return their results by name, in the order of `tasks`.
 
-    `processes`: at most so many at a time; None: one a core. Raises TaskError for the first task that
-    fails, ValueError for names that are not distinct.
+    Use at most `processes` processes; None: one per core. Raise TaskError for the first task that fails, and
+    ValueError for names that are not distinct.
     """
     if len({task.name for task in tasks}) != len(tasks):
         raise ValueError("the names of tasks must be distinct")
@@ -112,21 +112,21 @@ def run_tasks(
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """An interrupt waits for the end of the block, and processes that are started in it never get one.
+    """Defer interrupts until the end of the block, and keep them from processes started in it.
 
-    Ctrl-C goes to the whole group, and it is the parent that ends its workers. A worker that is interrupted
-    while its interpreter starts, or that is left half started, would write a traceback over the terminal.
+    Ctrl-C goes to the whole process group, but the parent terminates its workers. A worker interrupted while
+    its interpreter starts, or left half started, would write a traceback to the terminal.
     """
     if threading.current_thread() is not threading.main_thread():
-        # Python raises interrupts in the main thread alone.
+        # Python raises interrupts only in the main thread.
         yield
         return
-    # Its start unblocks the signal.
+    # Starting it unblocks the signal, so it must come first.
     resource_tracker.ensure_running()
     came: list[int] = []
     previous = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
-    # What is blocked here is blocked for good in what is started. Other threads of this process still take
-    # the signal, hence the handler.
+    # Child processes inherit the mask for good. Other threads of this process still receive the signal, hence
+    # the handler.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -138,7 +138,7 @@ def _interrupts_held() -> Iterator[None]:
 
 
 class _Worker(Generic[T]):
-    """A process and the link to it; `task` is what it works on."""
+    """A process and the connection to it; `task` is its current task."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -146,11 +146,11 @@ class _Worker(Generic[T]):
         self.link, theirs = context.Pipe()
         self._process: BaseProcess = context.Process(target=_work, args=(theirs,), daemon=True)
         self._process.start()
-        # Their end must be open there alone, or its closing would go unnoticed here.
+        # Only the child may hold its end open, or closing it would go unnoticed here.
         theirs.close()
 
     def result(self) -> _Success[T] | _Failure:
-        """What became of its task. A process that died has failed."""
+        """Return the result of its task; a process that died has failed."""
         try:
             answer: _Success[T] | _Failure = self.link.recv()
         except EOFError:
@@ -159,7 +159,7 @@ class _Worker(Generic[T]):
         return answer
 
     def end(self) -> None:
-        """At once, whatever it does."""
+        """Terminate it at once, whatever it is doing."""
         self.link.close()
         self._process.terminate()
         self._process.join(_GRACE_S)
@@ -170,10 +170,10 @@ class _Worker(Generic[T]):
 
 
 class _Run(Generic[T]):
-    """Tasks to give out, longest first, and results so far."""
+    """Tasks to assign, longest first, and the results so far."""
 
     def __init__(self, tasks: Sequence[Task[T]], progress: Callable[[Progress], None] | None) -> None:
-        # The longest last: they are taken from the end. Of equals the first in the order given.
+        # Sorted with the longest last, since tasks are taken from the end; of equals, the first given first.
         self._waiting = sorted(reversed(tasks), key=lambda task: task.cost)
         self._progress = progress
         self._total = len(tasks)
@@ -186,15 +186,15 @@ class _Run(Generic[T]):
         return len(self.results) < self._total
 
     def give(self, worker: _Worker[T]) -> None:
-        """The next task, if there is one."""
+        """Assign the next task, if there is one."""
         worker.task = self._waiting.pop() if self._waiting else None
         if worker.task is not None:
-            # A worker that is dead already says so when its result is taken.
+            # A dead worker is noticed when its result is taken.
             with suppress(BrokenPipeError):
                 worker.link.send((worker.task.work, worker.task.arguments))
 
     def take(self, worker: _Worker[T]) -> None:
-        """The result of its task. Raises TaskError."""
+        """Take the result of its task. Raise TaskError."""
         task = worker.task
         assert task is not None
         match worker.result():
@@ -209,7 +209,7 @@ class _Run(Generic[T]):
 
 
 def _work(link: Connection) -> None:
-    """A worker's life: until the other end is closed."""
+    """Run tasks in a worker until the other end of the connection is closed."""
     while True:
         try:
             work, arguments = link.recv()

@@ -1,14 +1,15 @@
-"""What the simulated workers predict of remaining output (ARES, section 4): everything, or with ARES's error.
+"""Simulated predictions of remaining output lengths (ARES, section 4): exact, or with ARES's error.
 
-`NoisyPredictor` errs as the paper says its predictor does, in two parts:
+`NoisyPredictor` errs as the paper reports for its predictor, in two parts:
 
-- Early on it knows little and leans to the mean output m: it says (1 - b) * rest + b * m, with
-  b(g) = b0 exp(-g / fade) after g tokens. Figure 7 fixes b0 and fade: requests of 30,000 to 32,000 tokens are
-  predicted wrong by 18,256 tokens from the prompt alone, and by 2,929 after 8,000 tokens.
-- What is left is a normal error of `spread` tokens, drawn anew every `hold` tokens, which brings the mean
-  error over all predictions to table 1's 3,873.
+- Early predictions lean towards the mean output m: (1 - b) * rest + b * m, with b(g) = b0 exp(-g / fade)
+  after g tokens. Figure 7 determines b0 and fade: for requests of 30,000 to 32,000 tokens the error is 18,256
+  tokens from the prompt alone, and 2,929 after 8,000 tokens.
+- The rest is a normal error of `spread` tokens, drawn every `hold` tokens, which brings the mean error over
+  all predictions to table 1's 3,873.
 
-It predicts every `every` tokens (section 5.3: k = 20) and counts down in between, and never says less than 0.
+It predicts every `every` tokens (section 5.3: k = 20), counts down in between, and never predicts less than
+0.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ _NORMAL = NormalDist()
 
 
 class OraclePredictor:
-    """The true remaining length."""
+    """Predict the true remaining length."""
 
     def remaining(self, request: SimRequest, output_tokens: int) -> float:
-        """Tokens still to come."""
+        """Return the tokens still to come."""
         return float(request.output_tokens - output_tokens)
 
 
 @dataclass(frozen=True)
 class NoisyPredictor:
-    """ARES's predictor with the errors that the paper reports; the module's docstring has the model."""
+    """Predict with the errors of ARES's predictor; the module's docstring describes the model."""
 
-    # Table 2's mean output on ShareGPT.
+    # Mean output on ShareGPT, table 2.
     mean_output: float = 7_542.0
     b0: float = 0.744
     fade: float = 3_500.0
@@ -46,7 +47,7 @@ class NoisyPredictor:
     seed: int = 0
 
     def remaining(self, request: SimRequest, output_tokens: int) -> float:
-        """Predicted tokens still to come."""
+        """Return the predicted tokens still to come."""
         at = output_tokens - output_tokens % self.every
         rest = request.output_tokens - at
         lean = self.b0 * math.exp(-at / self.fade)
@@ -57,6 +58,6 @@ class NoisyPredictor:
 
 @lru_cache(maxsize=65_536)
 def _normal(seed: int, request_id: str, draw: int) -> float:
-    """Standard normal, a function of its arguments alone."""
+    """Return a standard normal draw that depends on the arguments only."""
     digest = hashlib.blake2b(f"{seed}/{request_id}/{draw}".encode(), digest_size=8).digest()
     return _NORMAL.inv_cdf((int.from_bytes(digest, "big") + 0.5) / 2.0**64)

@@ -1,9 +1,10 @@
-"""The prefix cache of one instance: named blocks, who holds them, and the order in which they are evicted.
+"""The prefix cache of one instance: named blocks, their reference counts, and their eviction order.
 
-As vLLM's block pool has it (vllm/v1/core/block_pool.py): a named block that nobody holds stays until its room
-is needed, and those go first that were let go first, of one request the last block first. Names come in units
-of several blocks where the workload names longer runs of tokens; a unit is evicted as a whole. What requests
-hold without a name, such as their outputs, is kept and evicted in the same order, and never found.
+It follows vLLM's block pool (vllm/v1/core/block_pool.py): an unreferenced named block stays cached until its
+memory is needed. Blocks are evicted in the order of their release, those of one request from the last to the
+first. Names are those of units of several blocks if the workload names longer runs of tokens; a unit is
+evicted as a whole. Unnamed blocks of requests, such as their outputs, are released and evicted in the same
+order, but cannot be found.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from simulator.presence import PresenceChanges
 from simulator.request import SimRequest
 
 
-def prefix_cache(spec: InstanceSpec, requests: Iterable[SimRequest]) -> PrefixCache | None:
-    """An empty cache for an instance that is to serve these; None: none of them names its blocks, or the
-    instance keeps none. Raises ValueError for units of different lengths, or that are no whole number of
-    blocks."""
+def make_prefix_cache(spec: InstanceSpec, requests: Iterable[SimRequest]) -> PrefixCache | None:
+    """Return an empty cache for an instance that is to serve these requests, or None if it has none.
+
+    An instance has none if its spec disables prefix caching or no request names its blocks. Raise ValueError
+    if units differ in length or are not a whole number of blocks.
+    """
     units = {request.unit_tokens for request in requests if request.unit_names}
     if not units or not spec.prefix_caching:
         return None
@@ -34,94 +37,97 @@ def prefix_cache(spec: InstanceSpec, requests: Iterable[SimRequest]) -> PrefixCa
 
 
 class PrefixCache:
-    """Counts in blocks of KV. `shared` blocks are held by several: each holder counts them as its own."""
+    """Units in use and cached, counted in KV blocks. `shared`: blocks saved by holding units jointly."""
 
     def __init__(self, unit_blocks: int) -> None:
-        """`unit_blocks`: blocks of a named unit."""
+        """Create an empty cache for units of `unit_blocks` blocks."""
         self.shared = 0
+        self.changes = PresenceChanges()
         self._unit = unit_blocks
-        self._held: dict[int, int] = {}
-        # Nobody's, first to go first; those without a name have negative numbers.
+        # Holders of each unit in use.
+        self._references: dict[int, int] = {}
+        # Blocks of unreferenced entries in eviction order; unnamed entries have negative numbers.
         self._free: OrderedDict[int, int] = OrderedDict()
         self._free_blocks = 0
-        self._nameless = 0
-        self.changes = PresenceChanges()
+        self._last_unnamed = 0
 
     def __contains__(self, name: int) -> bool:
-        return name in self._held or name in self._free
+        return name in self._references or name in self._free
 
     def __len__(self) -> int:
-        """Names that are here."""
-        return len(self._held) + sum(name >= 0 for name in self._free)
+        """Return the number of named units."""
+        return len(self._references) + sum(name >= 0 for name in self._free)
 
     @property
     def unit_blocks(self) -> int:
         """Blocks of a named unit."""
         return self._unit
 
-    def leading(self, names: Sequence[int], most: int) -> int:
-        """How many of the first `most` names are here in a row from the first on."""
+    def count_leading(self, names: Sequence[int], limit: int) -> int:
+        """Return how many of the first `limit` names are cached, counted without a gap from the first."""
         count = 0
-        for name in names[:most]:
-            if name not in self._held and name not in self._free:
+        for name in names[:limit]:
+            if name not in self._references and name not in self._free:
                 break
             count += 1
         return count
 
-    def lacking(self, names: Sequence[int]) -> list[int]:
-        """Those of these names that are not here."""
+    def missing(self, names: Sequence[int]) -> list[int]:
+        """Return the names that are not cached."""
         return [name for name in names if name not in self]
 
     def in_use(self, names: Sequence[int]) -> int:
-        """Blocks of these that somebody holds."""
-        return self._unit * sum(name in self._held for name in names)
+        """Return the blocks of those units that a request holds."""
+        return self._unit * sum(name in self._references for name in names)
 
-    def hold(self, names: Sequence[int]) -> None:
-        """One more holder of these, which are all here."""
+    def acquire(self, names: Sequence[int]) -> None:
+        """Add a holder to each of these units, which must be cached."""
         for name in names:
-            holders = self._held.get(name, 0)
+            holders = self._references.get(name, 0)
             if holders:
                 self.shared += self._unit
             else:
                 self._free_blocks -= self._free.pop(name)
-            self._held[name] = holders + 1
+            self._references[name] = holders + 1
 
     def add(self, name: int) -> bool:
-        """A unit has been computed, and its holder holds it by name; False: there is one already, and this
-        one stays without a name."""
-        if name in self._held:
+        """Name a computed unit, held by the request that computed it.
+
+        Return False if a unit in use has the name already: then this one stays unnamed.
+        """
+        if name in self._references:
             return False
         if name in self._free:
-            # Of two blocks with one name vLLM keeps both; here the older loses it.
+            # vLLM keeps two blocks with one name; here the older one loses it.
             self._free_blocks -= self._free.pop(name)
-            self._let_nameless(self._unit)
-        self._held[name] = 1
+            self._free_unnamed(self._unit)
+        self._references[name] = 1
         self.changes[name] = True
         return True
 
-    def bring(self, names: Sequence[int]) -> None:
-        """Units have come from elsewhere: they can be found, and nobody holds them."""
+    def insert(self, names: Sequence[int]) -> None:
+        """Add units that were loaded or transferred, without a holder."""
         for name in names:
             if name not in self:
                 self._free[name] = self._unit
                 self._free_blocks += self._unit
                 self.changes[name] = True
 
-    def let_go(self, names: Sequence[int], nameless_blocks: int) -> None:
-        """A holder of these, and of so many blocks without a name after them, is gone."""
-        self._let_nameless(nameless_blocks)
+    def release(self, names: Sequence[int], unnamed_blocks: int) -> None:
+        """Remove a holder of these units and of `unnamed_blocks` blocks after them."""
+        self._free_unnamed(unnamed_blocks)
         for name in reversed(names):
-            holders = self._held[name] - 1
+            holders = self._references[name] - 1
             if holders:
-                self._held[name] = holders
+                self._references[name] = holders
                 self.shared -= self._unit
             else:
-                del self._held[name]
+                del self._references[name]
                 self._free[name] = self._unit
                 self._free_blocks += self._unit
 
     def slack(self, room_blocks: int) -> int:
-        """Blocks by which the room may get smaller before a named unit is evicted."""
+        """Return by how many blocks the room may shrink before a named unit is evicted."""
         slack = room_blocks - self._free_blocks
         for name, blocks in self._free.items():
             if name >= 0:
@@ -130,7 +136,7 @@ class PrefixCache:
         return room_blocks
 
     def shrink(self, room_blocks: int) -> list[int]:
-        """Evict until what nobody holds fits into this room; the units that went, in order."""
+        """Evict until the unreferenced blocks fit into this room. Return the evicted units in order."""
         free = self._free
         evicted: list[int] = []
         while self._free_blocks > max(0, room_blocks):
@@ -146,8 +152,8 @@ class PrefixCache:
                 evicted.append(name)
         return evicted
 
-    def _let_nameless(self, blocks: int) -> None:
+    def _free_unnamed(self, blocks: int) -> None:
         if blocks > 0:
-            self._nameless -= 1
-            self._free[self._nameless] = blocks
+            self._last_unnamed -= 1
+            self._free[self._last_unnamed] = blocks
             self._free_blocks += blocks

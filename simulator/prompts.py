@@ -1,4 +1,5 @@
-"""The prompts of one instance that are not computed yet: what they take, and the chunks of the next steps."""
+"""The prompts of one instance that are not fully computed: their remaining work, and the chunks of the next
+run."""
 
 from __future__ import annotations
 
@@ -11,35 +12,35 @@ from tailrace.intra.base import Rank
 
 
 class Prompts:
-    """Those that have a place on the device, by rank; the work of those and of all that wait for one."""
+    """Prompts with space on the device, by rank, and the remaining work of these and of queued ones."""
 
     __slots__ = ("_squares", "_time", "_tokens", "chunks", "placed")
 
     def __init__(self, time: StepTime) -> None:
         self._time = time
         self.placed: list[tuple[Rank, Job]] = []
-        # Of each step of the run: prompt tokens by job.
+        # Prompt tokens that each step of the run computes, by job.
         self.chunks: list[tuple[Job, int]] = []
-        # Left to compute: tokens, and of each prompt n * n - c * c, c of its n tokens being computed. What
-        # prefill takes is linear in both.
+        # Remaining work: tokens, and the sum of n * n - c * c over prompts of n tokens with c computed.
+        # Prefill time is linear in both.
         self._tokens = 0
         self._squares = 0
 
     # ---- the work
 
     def add(self, job: Job) -> None:
-        """A prompt is to be computed, as a whole."""
+        """Add the whole prompt of a job to the remaining work."""
         self._tokens += job.prefill_total
         self._squares += job.prefill_total * job.prefill_total
 
     def subtract(self, job: Job, tokens: int) -> None:
-        """The next tokens of a prompt need not be computed any more."""
+        """Remove the next tokens of a prompt from the remaining work."""
         start = job.prefill_done
         self._tokens -= tokens
         self._squares -= (start + tokens) * (start + tokens) - start * start
 
-    def left_after(self, steps: int) -> tuple[int, int]:
-        """(tokens, squares) left to compute after so many steps of the run."""
+    def remaining_after(self, steps: int) -> tuple[int, int]:
+        """Return (tokens, squares) of the remaining work after this many steps of the run."""
         tokens, squares = self._tokens, self._squares
         if steps:
             for job, chunk in self.chunks:
@@ -48,22 +49,24 @@ class Prompts:
                 squares -= end * end - start * start
         return tokens, squares
 
-    def seconds_after(self, steps: int) -> float:
-        """What is left takes so long, without the steps' bases."""
-        return self._time.prompts_s(*self.left_after(steps))
+    def remaining_s_after(self, steps: int) -> float:
+        """Return the seconds that the remaining work takes after this many steps, without the base time of
+        each step."""
+        return self._time.prompts_s(*self.remaining_after(steps))
 
     # ---- the steps
 
     def place(self, job: Job) -> None:
-        """It has got its place on the device."""
+        """Add a prompt that was given space on the device."""
         insort(self.placed, (job.rank, job), key=rank_of)
 
     def remove(self, job: Job) -> None:
-        """It is computed, or has lost its place."""
+        """Remove a prompt that is computed or has lost its space."""
         self.placed.remove((job.rank, job))
 
-    def fill(self, budget: int) -> tuple[float, float, int]:
-        """Choose the chunks: (seconds of the first, growth by step, steps that they stay the same for)."""
+    def plan_chunks(self, budget: int) -> tuple[float, float, int]:
+        """Plan the chunks of a run. Return (seconds of the first step's, growth per step, steps with equal
+        chunks)."""
         if budget <= 0:
             return 0.0, 0.0, NEVER
         time = self._time
@@ -85,12 +88,12 @@ class Prompts:
         return seconds, 0.0, 1
 
     def take_chunks(self) -> list[tuple[Job, int]]:
-        """The chunks of the run that has ended."""
+        """Return the chunks of the run that has ended, and clear them."""
         chunks = self.chunks
         self.chunks = []
         return chunks
 
 
 def rank_of(entry: tuple[Rank, Job]) -> Rank:
-    """What queues of jobs are sorted by."""
+    """Return the sort key of queues of jobs."""
     return entry[0]

@@ -1,7 +1,7 @@
-"""What one instance reports at one moment, looked at only as far as somebody asks.
+"""Reports of an instance at one moment, read only as far as they are accessed.
 
-Between two events an instance changes in no way that cannot be computed afterwards, so a report that nobody
-reads costs next to nothing. An instance that is about to change lets its reports look first (`look_at_all`).
+Between two events the state of an instance can be computed afterwards, so a report that is never read costs
+almost nothing. Before an instance changes, it makes its reports read everything (`read_all`).
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from simulator.hooks import FutureLoad, LengthPredictor
 from simulator.instance import Instance
 from simulator.job import Job, JobState
 
-# A job, its output tokens, its state, and its KV blocks; -1: what its context needs.
+# A job, its output tokens, its state, and its KV blocks; -1: as many as its context needs.
 Row = tuple[Job, int, JobState, int]
 
 
 class Report:
-    """One instance at `at_s`. Read `look()` before the other attributes; tokens unless named otherwise."""
+    """One instance at `at_s`. Call `read_counts` before using the other attributes; units are tokens unless
+    named otherwise."""
 
     __slots__ = (
         "_by_job",
+        "_counts_read",
         "_instance",
-        "_looked",
         "_rows",
         "at_s",
         "backlog",
@@ -44,47 +45,47 @@ class Report:
     )
 
     boundary: int
-    # Requests with a seat, and those that wait for one.
+    # Requests with a batch slot, and requests waiting for one.
     running: int
     waiting: int
     kv_used: int
     context: int
-    # The decoding batch: requests, and tokens of their context.
+    # The decoding batch: its requests, and the tokens of their contexts.
     decoding: int
     decode_tokens: int
     host: int
     # Mean over the last one to two seconds.
     token_interval_s: float
-    # Prompt tokens not computed yet; seconds that they take, without what each step takes besides.
+    # Prompt tokens not yet computed, and the seconds they take without the overhead of each step.
     backlog: int
     prefill_s: float
-    # The worker's own simulation of its coming load (ARES, section 5.2); None: not made yet (`foresee`).
+    # The worker's own simulation of its future load (ARES, section 5.2); None: not computed yet (`forecast`).
     future: tuple[float, ...] | None
 
     def __init__(self, instance: Instance, now: float, placed_before: int) -> None:
         self.at_s = now
-        # Placements counted so far: those are in the report.
+        # Number of placements so far, all of which the report includes.
         self.placed_before = placed_before
         self.empty = instance.is_empty
         self.incoming_bytes_per_s = instance.incoming.bytes_per_s
         self._instance = instance
-        self._looked = False
+        self._counts_read = False
         self._rows: list[Row] | None = None
         self._by_job: dict[Job, Row] | None = None
         self.future = None
 
     @property
     def max_model_len(self) -> int:
-        """The longest context that its engine takes."""
+        """Longest context that the engine accepts, in tokens."""
         return self._instance.spec.max_model_len
 
-    def look(self) -> None:
-        """Read everything but the requests off the instance, once."""
-        if self._looked:
+    def read_counts(self) -> None:
+        """Read everything except the requests, if not read yet."""
+        if self._counts_read:
             return
-        self._looked = True
+        self._counts_read = True
         instance = self._instance
-        self.boundary = boundary = instance.begun_boundary(self.at_s)
+        self.boundary = boundary = instance.boundary_at(self.at_s)
         size = instance.block_tokens
         self.decoding = len(instance.decoding)
         self.decode_tokens = instance.decode_tokens_at(boundary)
@@ -98,22 +99,22 @@ class Report:
         self.prefill_s = instance.backlog_s_at(boundary) if self.backlog else 0.0
 
     def prefill_delay_s(self, more_tokens: int, more_s: float) -> float:
-        """Seconds until all prompts are computed, these besides: tokens, and the seconds that they take."""
+        """Return the seconds until all prompts are computed, including `more_tokens`, which take `more_s`."""
         backlog = self.backlog + more_tokens
         if not backlog:
             return 0.0
-        step_s, budget = self._instance.beside_prefill(self.decoding, self.decode_tokens)
+        step_s, budget = self._instance.prefill_overhead(self.decoding, self.decode_tokens)
         return self.prefill_s + more_s + -(-backlog // budget) * step_s
 
-    def look_at_all(self) -> None:
-        """Look at everything: the instance is about to change."""
+    def read_all(self) -> None:
+        """Read everything: the instance is about to change."""
         assert self.rows is not None
 
     @property
     def rows(self) -> list[Row]:
-        """Its requests."""
+        """The instance's requests."""
         if self._rows is None:
-            self.look()
+            self.read_counts()
             instance, boundary, decoding = self._instance, self.boundary, JobState.DECODING
             rows: list[Row] = [
                 (job, job.tokens + boundary - job.joined, decoding, -1) for job in instance.decoding
@@ -129,26 +130,26 @@ class Report:
 
     @property
     def by_job(self) -> Mapping[Job, Row]:
-        """Its requests by job."""
+        """The instance's requests by job."""
         if self._by_job is None:
             self._by_job = {row[0]: row for row in self.rows}
         return self._by_job
 
 
 def blocks_of(row: Row, block_tokens: int) -> int:
-    """KV blocks that a request of a report has on the device."""
+    """Return the KV blocks that a request of a report holds on the device."""
     job, tokens, state, blocks = row
     if blocks < 0:
         return blocks_for(job.prompt + tokens, block_tokens)
     return 0 if state is JobState.SWAPPED else blocks
 
 
-def foresee(
+def forecast(
     reports: Iterable[Report], load: FutureLoad, predictor: LengthPredictor | None, max_tokens: int
 ) -> None:
-    """Give each report its `future` if it has none, all of them in one computation.
+    """Compute the `future` of each report that has none, for all reports at once.
 
-    `max_tokens`: what requests are announced with; nobody predicts more than that leaves.
+    `max_tokens` is the limit that requests state; predictions are bounded by what it leaves.
     """
     due = [report for report in reports if report.future is None]
     if not due:
@@ -162,7 +163,7 @@ def foresee(
         tokens += [job.prompt + made for job, made, _, _ in rows]
         longest = report.max_model_len
         for job, made, _, _ in rows:
-            # `tokens_left`, written out: this is done for each request of each report.
+            # `tokens_left`, inlined: this runs for each request of each report.
             left = max_tokens - made
             room = longest - job.prompt - made
             if room < left:

@@ -1,4 +1,4 @@
-"""A request as the workload gives it."""
+"""A request of a workload."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SimRequest:
-    """One request of a workload. Lengths in tokens, time in seconds from the start of the simulation.
+    """One request of a workload. Lengths are in tokens, time in seconds from the start of the simulation.
 
-    The lengths are what the model will do; only the simulator and an oracle predictor may look at them
-    in advance. `reasoning_tokens` 0: a plain request, which answers from its first output token.
+    The output lengths are what the model will produce; only the simulator and an oracle predictor may use
+    them in advance. A plain request has 0 `reasoning_tokens` and answers from its first output token.
     """
 
     request_id: str
@@ -18,15 +18,15 @@ class SimRequest:
     prompt_tokens: int
     reasoning_tokens: int
     answer_tokens: int
-    # Names of what the prompt, and what is made after it, consist of: a unit of `unit_tokens` each, from the
-    # first on, as far as they are known. Equal names: equal tokens, and equal tokens before them.
+    # Names of the units, of `unit_tokens` each, of which the prompt and the output consist, from the first on
+    # and as far as known. Equal names mean equal tokens with equal tokens before them.
     unit_names: tuple[int, ...] = ()
     unit_tokens: int = 0
-    # The conversation that it belongs to; empty: not known.
+    # The conversation it belongs to; empty: unknown.
     session_id: str = ""
 
     def __post_init__(self) -> None:
-        """Raises ValueError: a request has a prompt, an answer, and no negative length."""
+        """Raise ValueError for a missing prompt or answer, a negative length or a negative time."""
         if self.prompt_tokens < 1 or self.answer_tokens < 1 or self.reasoning_tokens < 0:
             raise ValueError(
                 f"request {self.request_id!r} needs a prompt and an answer of at least one token"
@@ -36,12 +36,12 @@ class SimRequest:
 
     @property
     def named_prompt_units(self) -> int:
-        """Units with a name that are all prompt, without the last token, which is computed in any case."""
+        """Named units that lie entirely in the prompt without its last token, which is always computed."""
         if not self.unit_names:
             return 0
         return min(len(self.unit_names), (self.prompt_tokens - 1) // self.unit_tokens)
 
     @property
     def output_tokens(self) -> int:
-        """Reasoning and answer together."""
+        """Reasoning and answer tokens together."""
         return self.reasoning_tokens + self.answer_tokens

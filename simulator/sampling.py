@@ -1,4 +1,4 @@
-"""Time series of a simulation."""
+"""Sample the time series of a simulation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tailrace.cluster import Stage
 
 
 class Sampler:
-    """Collects samples; rows of one column an instance."""
+    """Collect samples, each a row with a column per instance."""
 
     def __init__(self, instances: Sequence[Instance], stages: tuple[Stage, ...]) -> None:
         self._instances = instances
@@ -22,20 +22,20 @@ class Sampler:
         self._stages = [StageChange(0.0, stages)]
 
     def sample(self, now: float) -> None:
-        """Take one sample of every instance."""
+        """Take a sample of every instance."""
         self._times.append(now)
         self._rows.append([_sample(instance, now) for instance in self._instances])
 
     def pool_changed(self, instance: Instance, now: float) -> None:
-        """An instance is in another pool."""
+        """Record the pool to which an instance was moved."""
         self._pools.append(PoolChange(now, instance.instance_id, instance.pool))
 
     def stages_changed(self, stages: tuple[Stage, ...], now: float) -> None:
-        """There are other stages."""
+        """Record a change of the stages."""
         self._stages.append(StageChange(now, stages))
 
     def series(self) -> Series:
-        """All samples."""
+        """Return all samples."""
         shape = (len(self._times), len(self._instances), 6)
         rows = np.array(self._rows, np.float64).reshape(shape)
         counts = rows.astype(np.int64)
@@ -56,7 +56,7 @@ class Sampler:
 def _sample(instance: Instance, now: float) -> tuple[int, int, int, int, int, float]:
     size = instance.block_tokens
     return (
-        instance.used_blocks_at(instance.begun_boundary(now)) * size,
+        instance.used_blocks_at(instance.boundary_at(now)) * size,
         instance.host_blocks * size,
         len(instance.decoding),
         len(instance.prefilling),

@@ -1,4 +1,4 @@
-"""One policy on one workload on one fleet: what a user asks for, run in any process, and what came out."""
+"""Run one policy on one workload and fleet, as described by a user, in any process."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from tailrace.policy.parameters import Value
 from tailrace.profiles import load_profile
 from tailrace.slo import Slo
 
-# Samples of a run's series: enough for a plot, few enough for a page.
+# Samples of a run's time series: enough for a plot, and few enough for a web page.
 _SAMPLES = 240
 _GIB: Final = 1024**3
-# As `InstanceSpec.host_kv_bytes`.
+# The default of `InstanceSpec.host_kv_bytes`.
 HOST_KV_GIB: Final = 256.0
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Equal instances, as a user describes them."""
+    """A fleet of equal instances, as a user describes it."""
 
-    # Name of a built-in profile, or the path of a JSON file; the same for the penalty.
+    # Name of a built-in profile, or the path of a JSON file; likewise for the penalty.
     profile: str
     instances: int
     penalty: str = "none"
-    # Of the policies that start with pools; None: as their setups have it.
+    # For policies that start with pools; None: the default of their setups.
     prefill_instances: int | None = None
-    # Prefixes are kept and found, where the workload names its blocks.
+    # Whether prefixes stay cached, for workloads that name their blocks.
     prefix_caching: bool = False
-    # Host memory of an instance for KV, and whether what the device evicts of prefixes stays there.
+    # Host memory per instance for KV, and whether prefixes evicted from the device stay in it.
     host_kv_gib: float = HOST_KV_GIB
     host_caching: bool = False
 
@@ -57,19 +57,19 @@ class Scenario:
     options: WorkloadOptions
     fleet: Fleet
     slo: Slo
-    # One of `simulator.setups.PREDICTIONS`; None: as the policy's setup has it.
+    # One of `simulator.setups.PREDICTIONS`; None: the default of the policy's setup.
     predicts: str | None = None
-    # (name, value) of the policy's parameters that are not at their defaults.
+    # (name, value) of the policy's parameters that differ from their defaults.
     parameters: tuple[tuple[str, Value], ...] = ()
 
     @property
     def workload_name(self) -> str:
-        """For a reader: files without their folders."""
+        """The workload for display: files without their directories."""
         parts = (part.strip().partition(":") for part in self.workload.split(","))
         return ", ".join(f"{form}{colon}{PurePath(path).name}" for form, colon, path in parts)
 
     def setup(self) -> Setup:
-        """The policy's setup with what the user asks otherwise. Raises UnknownSetupError, ParameterError."""
+        """Return the policy's setup with the user's choices. Raise UnknownSetupError or ParameterError."""
         setup = setup_for(self.policy).with_parameters(dict(self.parameters))
         if self.predicts is not None:
             setup = replace(setup, predicts=self.predicts)
@@ -80,14 +80,14 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """A run in numbers. Times in seconds; of requests that finished unless said otherwise."""
+    """The figures of a run. Times are in seconds, over finished requests unless stated otherwise."""
 
     requests: int
     finished: int
     refused: int
-    # From the first arrival to the last.
+    # From the first to the last arrival.
     rate_per_s: float
-    # Of all requests.
+    # Over all requests.
     attainment: float
     goodput_per_s: float
     ttft_mean_s: float
@@ -102,11 +102,11 @@ class Figures:
     tokens_per_s: float
     migrations: int
     migrated_bytes: int
-    # Longest that a migration kept a request from decoding.
+    # Longest time that a migration kept a request from decoding.
     pause_max_s: float
     swapped: int
     recomputed: int
-    # Share of the prompt tokens that were found in a prefix cache, and of those loaded from host memory.
+    # Share of the prompt tokens found in a prefix cache, and share loaded from host memory.
     cached_share: float
     loaded_share: float
     pool_changes: int
@@ -115,13 +115,13 @@ class Figures:
     makespan_s: float
 
     def as_dict(self) -> dict[str, int | float]:
-        """By name, in this order."""
+        """Return the figures by name, in this order."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 @dataclass(frozen=True, slots=True)
 class Detail:
-    """What a report draws of one run over time."""
+    """Time series and migrations of one run, for the charts of a report."""
 
     migrations: Sequence[MigrationRecord]
     series: Series
@@ -131,34 +131,34 @@ class Detail:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a scenario."""
+    """The result of a scenario."""
 
     scenario: Scenario
-    # Where the requests are from, in words.
+    # A description of the origin of the requests.
     source: str
     figures: Figures
-    # The first refusal's reason; "": none was refused.
+    # The reason for the first refusal; "": no request was refused.
     refusal: str
-    # (reasoning tokens, prompt tokens, TTFT in seconds) of requests that finished.
+    # (reasoning tokens, prompt tokens, TTFT in seconds) of finished requests.
     points: Sequence[tuple[int, int, float]]
     detail: Detail | None
 
     @property
     def tails(self) -> dict[int, float]:
-        """Tail TTFT in seconds by reasoning length, PASCAL's bins and rule."""
+        """Tail TTFT in seconds by reasoning length, with PASCAL's bins and percentiles."""
         return tail_by_bin((reasoning, ttft_s) for reasoning, _, ttft_s in self.points)
 
 
 def run_brief(scenario: Scenario) -> Outcome:
-    """Simulate it, and leave out the detail: little to send between processes."""
+    """Simulate a scenario without its detail, so that little is sent between processes."""
     return replace(run_scenario(scenario), detail=None)
 
 
 def run_scenario(scenario: Scenario, progress: Callable[[float], None] | None = None) -> Outcome:
-    """Simulate it; `progress` is called with the share of requests done.
+    """Simulate a scenario; `progress` is called with the share of requests done.
 
-    Raises WorkloadError, UnknownSetupError, ParameterError, ProfileError, LengthPenaltyError for what cannot
-    be had, and SimulationError for a policy that cannot go on.
+    Raise WorkloadError, UnknownSetupError, ParameterError, ProfileError or LengthPenaltyError for invalid
+    input, and SimulationError for a policy that cannot continue.
     """
     workload = _workload(scenario.workload, scenario.options)
     setup = scenario.setup()
@@ -200,7 +200,7 @@ def run_scenario(scenario: Scenario, progress: Callable[[float], None] | None = 
 
 
 def figures_of(result: SimResult, slo: Slo) -> Figures:
-    """A finished simulation in numbers."""
+    """Compute the figures of a finished simulation."""
     records = result.requests
     done = [r for r in records if r.finish_s is not None]
     ttft, tpot = _column([r.ttft_s for r in done]), _column([r.tpot_s for r in done])
@@ -234,14 +234,14 @@ def figures_of(result: SimResult, slo: Slo) -> Figures:
         recomputed=sum(r.preemptions_recomputed for r in records),
         cached_share=sum(r.cached_tokens for r in records) / prompt_tokens,
         loaded_share=sum(r.loaded_tokens for r in records) / prompt_tokens,
-        # The first of each instance, and of the stages, is the beginning.
+        # The first entry of each instance, and of the stages, is the initial one.
         pool_changes=len(result.series.pools) - len(result.series.instance_ids),
         stage_changes=len(result.series.stages) - 1,
         makespan_s=makespan_s,
     )
 
 
-# Policies are compared on the same requests, so that a process meets the same ones again and again.
+# Policies are compared on equal requests, so a process resolves the same workloads repeatedly.
 @lru_cache(maxsize=4)
 def _workload(spec: str, options: WorkloadOptions) -> Workload:
     return resolve_workload(spec, options)

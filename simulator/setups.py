@@ -1,10 +1,9 @@
-"""What goes with a policy's name when it is simulated.
+"""The simulated system that belongs to a policy's name.
 
-A policy declares most of its system itself: the order inside each instance, the pools at the start, what
-becomes of a migration whose target is full, whether workers predict. A `Setup` adds what only a simulation
-can choose, as the policy's paper has it, and the same on every workload. Names are those of
-`tailrace.policies`, PASCAL's baselines `fcfs` and `rr`, and `module:Class` for a policy that is not
-installed.
+A policy declares most of its system itself: the order inside each instance, the initial pools, what a
+migration does whose target is full, whether workers predict lengths. A `Setup` adds what only a simulation
+can choose, as in the policy's paper and equally for every workload. Names are those of `tailrace.policies`,
+PASCAL's baselines `fcfs` and `rr`, and `module:Class` for a policy that is not installed.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from tailrace.policy.parameters import NO_PARAMETERS, Parameter, Value, parse_pa
 from tailrace.policy.pascal import Pascal
 from tailrace.slo import Slo
 
-# Predictions that workers can be given, whatever the policy.
+# Predictors that any policy's workers can be given.
 NONE: Final = "none"
 NOISY: Final = "noisy"
 ORACLE: Final = "oracle"
@@ -39,28 +38,28 @@ PREDICTIONS: Final = (NONE, NOISY, ORACLE)
 
 
 class UnknownSetupError(ValueError):
-    """No such policy; the message names those that there are, or says what is wrong with the class."""
+    """Unknown policy; the message lists the known ones or says what is wrong with the class."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A policy and what it is simulated with."""
+    """A policy and the system it is simulated with."""
 
     name: str
-    # Of the registry, or `module:Class`.
+    # Name in the policy registry, or `module:Class`.
     policy_name: str
-    # Order inside an instance, a name of `tailrace.intra.registry`.
+    # Order inside an instance: a name of `tailrace.intra.registry`.
     intra_name: str
-    # Share of the instances in the prefill pool at the start, the others in the decode pool; None: no pools.
+    # Share of the instances that start in the prefill pool, the others in the decode pool; None: no pools.
     prefill_share: float | None = None
     migration: MigrationSpec = field(default_factory=MigrationSpec)
     # One of PREDICTIONS.
     predicts: str = NONE
-    # Parameters of the policy and of the order inside an instance that are not at their defaults.
+    # Parameters of the policy and of the order inside an instance that differ from their defaults.
     given: Mapping[str, Value] = field(default_factory=dict)
 
     def policy(self, deployment: Deployment) -> Policy:
-        """A new policy. Raises UnknownSetupError, ParameterError."""
+        """Create the policy. Raise UnknownSetupError or ParameterError."""
         kind = _variant(self.policy_name).policy
         try:
             return registry.make_policy(self.name, kind, self.intra_name, self.given, deployment)
@@ -68,30 +67,30 @@ class Setup:
             raise UnknownSetupError(str(error)) from error
 
     def intra(self, slo: Slo | None = None) -> IntraPolicy:
-        """A new order inside the instance; vLLM's own is first come, first served. Raises ParameterError."""
+        """Create the order inside an instance; vLLM's own is FCFS. Raise ParameterError."""
         own = {parameter.name for parameter in intra_parameters(self.intra_name)}
         given = {name: value for name, value in self.given.items() if name in own}
         return make_intra(self.intra_name, given, slo) or Fcfs()
 
     def with_parameters(self, given: Mapping[str, Value]) -> Setup:
-        """The same with these parameters, in their types. Raises UnknownSetupError, ParameterError.
+        """Return the setup with these parameters, parsed. Raise UnknownSetupError or ParameterError.
 
-        What the policy declares with them holds: pools of another size, say.
+        What the policy declares with these parameters applies, such as other pool sizes.
         """
         values = parse_parameters(f"policy {self.name!r}", self.parameters(), given)
         setup = replace(self, given={**self.given, **{name: values[name] for name in given}})
-        # Values may contradict each other.
+        # Reject values that contradict each other.
         setup.intra()
         return setup._declared()
 
     def _declared(self) -> Setup:
-        """The same with what the policy declares. Raises UnknownSetupError, ParameterError."""
+        """Return the setup with what the policy declares. Raise UnknownSetupError or ParameterError."""
         policy = self.policy(Deployment())
         predicts = self.predicts if self.predicts == ORACLE else NOISY if policy.predictions else NONE
         return replace(self, prefill_share=policy.prefill_share, predicts=predicts)
 
     def parameters(self) -> tuple[Parameter, ...]:
-        """What can be set. Raises UnknownSetupError."""
+        """Return the parameters that can be set. Raise UnknownSetupError."""
         kind = _variant(self.policy_name).policy
         try:
             return registry.declared_parameters(kind, self.intra_name)
@@ -99,14 +98,14 @@ class Setup:
             raise UnknownSetupError(str(error)) from error
 
     def with_pools(self, prefill: int, instances: int) -> Setup:
-        """The same with `prefill` of `instances` in the prefill pool, if it starts with pools at all."""
+        """Return the setup with `prefill` of `instances` in the prefill pool, if it has pools at all."""
         return self if self.prefill_share is None else replace(self, prefill_share=prefill / instances)
 
     def apply(self, spec: ClusterSpec, mean_output_tokens: float | None = None) -> ClusterSpec:
-        """The cluster with this setup's pools, migration and predictions.
+        """Return the cluster with this setup's pools, migration and predictions.
 
-        `mean_output_tokens` is the workload's, which the error of the noisy predictor scales with; None:
-        that of ARES's own workload. Of a single instance no pools can be made.
+        The noisy predictor's error scales with the workload's `mean_output_tokens`; None: those of ARES's own
+        workload. A single instance cannot be divided into pools.
         """
         spec = replace(spec, migration=self.migration)
         count = len(spec.instances)
@@ -118,10 +117,10 @@ class Setup:
 
 
 def predictor_for(predicts: str, mean_output_tokens: float | None = None) -> LengthPredictor | None:
-    """The predictor of that name; None for "none". Raises UnknownSetupError.
+    """Return the predictor of that name, or None for "none". Raise UnknownSetupError.
 
-    ARES reports its predictor's errors in tokens, on outputs of 7,542 tokens on average. For other workloads
-    they are taken as shares of the mean, and so is how long it takes to learn.
+    ARES reports its predictor's errors in tokens, for outputs of 7,542 tokens on average. For other workloads
+    they are scaled with the mean, as is the time that the predictor takes to learn.
     """
     match predicts:
         case "none":
@@ -143,14 +142,15 @@ def predictor_for(predicts: str, mean_output_tokens: float | None = None) -> Len
     raise UnknownSetupError(f"unknown prediction {predicts!r}; known: {', '.join(PREDICTIONS)}")
 
 
-# PASCAL's migrations do not overlap with decoding, since a phase's end cannot be foreseen, and the paper
-# bounds neither their number nor their wait.
+# PASCAL's migrations do not overlap with decoding, because the end of a phase cannot be predicted; the paper
+# limits neither their number nor their wait.
 _PASCAL: Final = MigrationSpec(
     limit=256, queue_limit=10_000, patience_s=600.0, when_full=WhenFull.HOST, max_rounds=0
 )
-# Migrations by the class of the policy, where they are not a simulation's usual ones.
+# Migration specs of policies that differ from the default.
 _MIGRATIONS: Final[Mapping[type[Policy], MigrationSpec]] = MappingProxyType({Pascal: _PASCAL})
-# What only a simulation has: PASCAL's baselines (section V-A), and ARES with true lengths (section 6.4).
+# Setups that exist only in simulation: PASCAL's baselines (section V-A), and ARES with true lengths (section
+# 6.4).
 _SIMULATED: Final[Mapping[str, Setup]] = MappingProxyType(
     {
         setup.name: setup
@@ -164,12 +164,12 @@ _SIMULATED: Final[Mapping[str, Setup]] = MappingProxyType(
 
 
 def setup_names() -> list[str]:
-    """Every name that `setup_for` knows, sorted."""
+    """Return all names that `setup_for` knows, sorted."""
     return sorted({*registry.names(), *_SIMULATED})
 
 
 def setup_for(name: str) -> Setup:
-    """The setup of that name. Raises UnknownSetupError with the known names."""
+    """Return the setup of that name. Raise UnknownSetupError with the known names."""
     if name in _SIMULATED:
         return _SIMULATED[name]._declared()
     if ":" not in name and name not in registry.names():

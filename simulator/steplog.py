@@ -1,8 +1,8 @@
-"""An instance's steps so far, as runs of steps whose durations grow evenly.
+"""The steps of an instance so far, as runs of steps whose durations grow linearly.
 
-Step number k of an instance (from 1) ends at boundary k. A run that begins at boundary b and time t has
-steps of d, d + i, d + 2i, ... seconds, so its j-th step ends at t + j d + i j (j - 1) / 2. Requests keep only
-the boundaries between which they decoded; the times of their tokens are read off here.
+Step number k of an instance (counted from 1) ends at boundary k. A run that begins at boundary b and time t
+has steps of d, d + i, d + 2i, ... seconds, so its j-th step ends at t + j d + i j (j - 1) / 2. Requests keep
+only the boundaries between which they decoded; their token times are derived from the log.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ Ints = NDArray[np.int64]
 
 
 def elapsed(first_s: float, increment_s: float, steps: int) -> float:
-    """Seconds from the start of a run to the end of its step number `steps`."""
+    """Return the seconds from the start of a run to the end of its step number `steps`."""
     return first_s * steps + increment_s * (steps * (steps - 1) // 2)
 
 
 def steps_within(first_s: float, increment_s: float, seconds: float, most: int) -> int:
-    """Most steps, up to `most`, that end within `seconds` of the start of a run."""
+    """Return the number of steps, at most `limit`, that end within `seconds` of the start of a run."""
     if seconds < first_s:
         return 0
     half = increment_s / 2
     linear = first_s - half
-    # The stable form of the positive root; increments may be zero.
+    # The numerically stable form of the positive root; increments may be zero.
     steps = int(2 * seconds / (linear + math.sqrt(linear * linear + 4 * half * seconds)))
     if steps > most:
         steps = most
-    # Rounding: `elapsed`, written out, since this is asked most often of all.
+    # Correct rounding. `elapsed` is inlined: this function is called most often of all.
     while steps < most and first_s * (steps + 1) + increment_s * ((steps + 1) * steps // 2) <= seconds:
         steps += 1
     while steps > 0 and first_s * steps + increment_s * (steps * (steps - 1) // 2) > seconds:
@@ -42,7 +42,7 @@ def steps_within(first_s: float, increment_s: float, seconds: float, most: int) 
 
 
 class StepLog:
-    """Runs in order. The last may be open: its number of steps is not known yet."""
+    """Runs in order. The last one may be open, without a known number of steps."""
 
     __slots__ = ("_boundaries", "_runs")
 
@@ -51,7 +51,7 @@ class StepLog:
         self._runs = TokenTimes()
 
     def open(self, boundary: int, start_s: float, first_s: float, increment_s: float) -> None:
-        """A run begins."""
+        """Begin a run at a boundary."""
         runs = self._runs
         self._boundaries.append(boundary)
         runs.first_s.append(start_s + first_s)
@@ -60,11 +60,12 @@ class StepLog:
         runs.counts.append(0)
 
     def close(self, steps: int) -> None:
-        """The open run has ended after this many steps."""
+        """End the open run after this many steps."""
         self._runs.counts[-1] = steps
 
     def copy(self, start: int, end: int, to: TokenTimes) -> None:
-        """Append the tokens of the steps after boundary `start` up to boundary `end`; closed runs only."""
+        """Append the tokens of the steps after boundary `start` up to boundary `end`, which must be in closed
+        runs."""
         boundaries, runs = self._boundaries, self._runs
         low = bisect_right(boundaries, start) - 1
         high = bisect_left(boundaries, end, low)
@@ -73,7 +74,7 @@ class StepLog:
         to.interval_s += runs.interval_s[low:high]
         to.increment_s += runs.increment_s[low:high]
         to.counts += runs.counts[low:high]
-        # Only the first run and the last are cut.
+        # Only the first and the last run are cut.
         to.counts[-1] = min(to.counts[-1], end - boundaries[high - 1])
         made = start - boundaries[low]
         if made:
@@ -86,7 +87,7 @@ class StepLog:
 class TokenTimes:
     """Times of tokens, as runs: first token, interval to the second, growth of the interval, count.
 
-    One column each, appended to by `StepLog.copy`: arrays, since most are short and there are many.
+    Columns are arrays, because there are many instances of this class, most of them short.
     """
 
     __slots__ = ("counts", "first_s", "increment_s", "interval_s")
@@ -98,11 +99,12 @@ class TokenTimes:
         self.counts = array("q")
 
     def __len__(self) -> int:
-        """Runs, not tokens."""
+        """Return the number of runs, not of tokens."""
         return len(self.counts)
 
     def columns(self) -> tuple[Floats, Floats, Floats, Ints]:
-        """The same as arrays of numpy: first token, interval, growth, count. Append nothing after."""
+        """Return the columns as numpy arrays: first token, interval, growth, count. Append nothing
+        afterwards."""
         return (
             np.frombuffer(self.first_s),
             np.frombuffer(self.interval_s),
@@ -111,7 +113,7 @@ class TokenTimes:
         )
 
     def each(self) -> Floats:
-        """The time of every token; for tests and small cases."""
+        """Return the time of every token; for tests and small cases."""
         rows = [
             first + interval * np.arange(n) + increment * (np.arange(n) * (np.arange(n) - 1) // 2)
             for first, interval, increment, n in zip(
@@ -122,7 +124,7 @@ class TokenTimes:
 
 
 def last_s(first_s: Floats, interval_s: Floats, increment_s: Floats, counts: Ints) -> Floats:
-    """Time of each run's last token."""
+    """Return the time of each run's last token."""
     gaps = counts - 1
     times: Floats = first_s + interval_s * gaps + increment_s * (gaps * (gaps - 1) // 2)
     return times

@@ -1,4 +1,4 @@
-"""The run that an instance is making: steps of one batch whose durations grow evenly (steplog.py)."""
+"""The current run of an instance: steps of one batch whose durations grow linearly (steplog.py)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from simulator.steplog import elapsed, steps_within
 
 
 class StepRun:
-    """Steps since `start_s`, the first `first_s` long, each `increment_s` longer; none: idle."""
+    """Steps since `start_s`: the first takes `first_s`, each next one `increment_s` more; no steps: idle."""
 
     __slots__ = ("first_s", "increment_s", "start_s", "steps")
 
@@ -19,26 +19,27 @@ class StepRun:
         self.steps = steps
 
     def ended(self, now: float) -> int:
-        """Steps that have ended by now."""
+        """Return the number of steps that have ended by `now`."""
         seconds = now - self.start_s
         if not self.steps or seconds < self.first_s:
             return 0
         return steps_within(self.first_s, self.increment_s, seconds, self.steps)
 
     def elapsed_s(self, steps: int) -> float:
-        """Seconds from the start to the end of step number `steps`."""
+        """Return the seconds from the start to the end of step number `steps`."""
         return elapsed(self.first_s, self.increment_s, steps)
 
     def end_s(self) -> float:
-        """When the last step ends."""
+        """Return the end of the last step."""
         return self.start_s + self.elapsed_s(self.steps)
 
     def last_step_s(self) -> float:
-        """How long the last step takes."""
+        """Return the duration of the last step."""
         return self.first_s + self.increment_s * (self.steps - 1)
 
     def cut(self, now: float) -> bool:
-        """End with the step in flight; whether that is earlier. A step that ends now has ended."""
+        """End the run with the step in flight; a step that ends now has ended. Return whether the run became
+        shorter."""
         steps = self.ended(now)
         if not steps or self.start_s + self.elapsed_s(steps) < now:
             steps += 1

@@ -1,4 +1,4 @@
-"""Step times from a profile, in the form that a run of equal batches needs."""
+"""Step times of a profile, in the form needed for runs of steps with one batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Lengths = Callable[[], NDArray[np.int64]]
 
 
 class StepTime:
-    """Durations of steps: equal to Profile.step_ms, in seconds."""
+    """Durations of steps in seconds; equal to Profile.step_ms."""
 
     __slots__ = (
         "_decode_base",
@@ -38,27 +38,29 @@ class StepTime:
         self._penalty = penalty
 
     def chunk_s(self, start: int, end: int) -> float:
-        """Prefill of tokens [start, end) of one prompt, without the base."""
+        """Return the time to prefill tokens [start, end) of one prompt, without the base time of the step."""
         return self._per_token * (end - start) + self._per_token_squared * (end * end - start * start)
 
     def prompts_s(self, tokens: int, squares: int) -> float:
-        """Prefill of parts of prompts, without the base: tokens and end ** 2 - start ** 2, over all."""
+        """Return the time to prefill parts of prompts, without the base time: their tokens and end**2 -
+        start**2, summed."""
         return self._per_token * tokens + self._per_token_squared * squares
 
     def chunk_growth_s(self, tokens: int) -> float:
-        """How much longer each chunk of `tokens` of one prompt takes than the one before."""
+        """Return by how much each chunk of `tokens` of one prompt takes longer than the one before."""
         return 2 * self._per_token_squared * tokens * tokens
 
-    def beside_chunks_s(self, decoding: int, kv_tokens: int) -> float:
-        """What a step with prefill takes besides its chunks; without the penalty."""
+    def overhead_s(self, decoding: int, kv_tokens: int) -> float:
+        """Return the time of a step with prefill apart from its chunks, without the length penalty."""
         if not decoding:
             return self._prefill_base
         return self._mixed_base + self._per_request * decoding + self._per_kv_token * kv_tokens
 
     def run(self, chunk_s: float, decoding: int, kv_tokens: int, lengths: Lengths) -> tuple[float, float]:
-        """(duration of the first step, growth by step from decoding) with `chunk_s` of prefill in each.
+        """Return (duration of the first step, growth per step from decoding) with `chunk_s` of prefill in
+        each step.
 
-        Each decode adds one token to the KV a step. The penalty, if any, is that of the batch as it begins.
+        Each decode adds one token to the KV per step. The penalty, if any, is that of the batch at the start.
         """
         if not decoding:
             return self._prefill_base + chunk_s, 0.0
@@ -72,6 +74,6 @@ class StepTime:
         decode = self._per_request * decoding + per_kv_token * kv_tokens
         if factor == 1.0:
             return base + chunk_s + decode, per_kv_token * decoding
-        # What prefill needs beyond a decode step's base does not depend on the batch's lengths.
+        # The part of prefill beyond a decode step's base does not depend on the batch's lengths.
         extra = base - self._decode_base + chunk_s
         return extra + factor * (self._decode_base + decode), factor * per_kv_token * decoding

@@ -1,4 +1,4 @@
-"""A run's figures as rows for a reader, the same in the terminal and on the page."""
+"""Format a run's figures as rows, for the terminal and for the report."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from simulator.scenario import Figures
 
 
 def summary_rows(figures: Figures) -> list[tuple[str, str]]:
-    """(what, value with its unit)."""
+    """Return rows of (label, value with its unit)."""
     cached = f"{100 * figures.cached_share:.1f}%"
     if figures.loaded_share:
         cached += f", of which {100 * figures.loaded_share:.1f} points from host memory"

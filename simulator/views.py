@@ -1,10 +1,11 @@
-"""What a policy sees of the simulated cluster: each instance's last report, corrected as the scheduler does.
+"""Views for policies of the simulated cluster: each instance's last report, corrected as by the live
+scheduler.
 
-Steady reports are captured every `interval_s` and known `delay_s` later. In between, as in the live
-scheduler: placements, and migrations under way to an instance, are counted in at once; requests that end or
-move are counted out and in. With `interval_s` 0 views are exact.
+Periodic reports are captured every `interval_s` seconds and published `delay_s` later. In between, placements
+and migrations towards an instance are added at once, and requests that end or move are subtracted and added
+as events arrive. With an `interval_s` of 0, views are exact.
 
-A view is valid during the call that it is handed to: the mapping of instances is reused.
+A view is valid only during the call that receives it: the mapping of instances is reused.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from simulator.events import NEVER
 from simulator.instance import Instance
 from simulator.job import Job, JobState
 from simulator.migration import Migration
-from simulator.reports import Report, Row, blocks_of, foresee
+from simulator.reports import Report, Row, blocks_of, forecast
 from tailrace.actions import WhenFull
 from tailrace.cluster import ClusterView, InstanceView, Phase, PhaseLoad, RequestState, RequestView, Stage
 from tailrace.control.cluster_model import ClusterModel, Corrections, CountedRequest, Pending
@@ -42,51 +43,53 @@ _STATES: Mapping[JobState, RequestState] = {
 }
 
 
-# As ReportedInstance has it: what is paused has its seat.
+# As in ReportedInstance: a paused request keeps its slot.
 _WAITING = frozenset({JobState.QUEUED, JobState.SWAPPED})
 
-_NOTHING_TOLD: Mapping[Job, CountedRequest] = MappingProxyType({})
+_NO_UPDATES: Mapping[Job, CountedRequest] = MappingProxyType({})
 
 
 class ReportedRequests(CountsPhases, ListsPrompts, Sequence[RequestView]):
-    """An instance's requests, made and counted only if somebody looks."""
+    """The requests of an instance, built and counted only on access."""
 
-    __slots__ = ("_counted", "_instance", "_made", "_pending", "_report", "_told", "_views")
+    __slots__ = ("_built", "_instance", "_pending", "_phase_load", "_report", "_updates", "_views")
 
     def __init__(
         self,
         views: Views,
         instance: Instance,
         report: Report,
-        told: Mapping[Job, CountedRequest],
+        updates: Mapping[Job, CountedRequest],
         pending: Sequence[Job],
     ) -> None:
         self._views = views
         self._instance = instance
         self._report = report
-        self._told = told
+        self._updates = updates
         self._pending = pending
-        self._made: tuple[RequestView, ...] | None = None
-        self._counted: tuple[int, PhaseLoad] | None = None
+        self._built: tuple[RequestView, ...] | None = None
+        self._phase_load: tuple[int, PhaseLoad] | None = None
 
     def _all(self) -> tuple[RequestView, ...]:
-        if self._made is None:
-            self._made = self._views.make(self._instance, self._report, self._told, self._pending)
-        return self._made
+        if self._built is None:
+            self._built = self._views.build(self._instance, self._report, self._updates, self._pending)
+        return self._built
 
     def phase_load(self, quantum_tokens: int, without: str) -> PhaseLoad:
-        """As tailrace.policy.phase_load counts them, without making a view of each; all of them only once."""
-        if not without and self._counted is not None and self._counted[0] == quantum_tokens:
-            return self._counted[1]
-        rows = self._views.rows(self._instance, self._report, self._told, self._pending)
+        """Count as tailrace.policy.phase_load does, without building a view per request. The count of all is
+        cached."""
+        if not without and self._phase_load is not None and self._phase_load[0] == quantum_tokens:
+            return self._phase_load[1]
+        rows = self._views.rows(self._instance, self._report, self._updates, self._pending)
         load = self._views.phase_load(rows, self._report.at_s, quantum_tokens, without)
         if not without:
-            self._counted = (quantum_tokens, load)
+            self._phase_load = (quantum_tokens, load)
         return load
 
     def prompts(self) -> list[Prompt]:
-        """As `tailrace.policy.phase_load.prompts` tells them: those that have made no token."""
-        rows = self._views.rows(self._instance, self._report, self._told, self._pending)
+        """Return (arrival, tokens) of requests without an output token, as
+        `tailrace.policy.phase_load.prompts` does."""
+        rows = self._views.rows(self._instance, self._report, self._updates, self._pending)
         return [(job.request.arrival_s, job.prompt) for job, tokens, _, _ in rows if not tokens]
 
     def __len__(self) -> int:
@@ -103,10 +106,10 @@ class ReportedRequests(CountsPhases, ListsPrompts, Sequence[RequestView]):
         return self._all()[index]
 
 
-class _Known(Corrections[Job, Pending]):
-    """What the scheduler knows of one instance. Placements are pending in the order of their numbers."""
+class _InstanceState(Corrections[Job, Pending]):
+    """The scheduler's state of one instance. Placements are pending in the order they were made."""
 
-    __slots__ = ("ended", "instance", "pending_s", "report", "told", "ttft")
+    __slots__ = ("departed", "instance", "pending_s", "report", "ttft", "updates")
 
     def __init__(self, instance: Instance, ttft: TtftPredictor) -> None:
         super().__init__()
@@ -115,84 +118,84 @@ class _Known(Corrections[Job, Pending]):
         self.report = Report(instance, 0.0, 0)
         # Seconds that the prompts of pending placements take.
         self.pending_s = 0.0
-        # Requests that came to be decoding here, or entered a phase, as they were then.
-        self.told: dict[Job, CountedRequest] = {}
-        # Requests of the report that have gone.
-        self.ended: set[Job] = set()
+        # Requests that started decoding here or entered a phase since the report, as of that event.
+        self.updates: dict[Job, CountedRequest] = {}
+        # Requests in the report that have left since.
+        self.departed: set[Job] = set()
 
-    def expect(self, job: Job, number: int) -> None:
-        """A placement that no report shows yet."""
-        self.add_pending(job, Pending(job.prompt, job.told_cached, number))
+    def add_placement(self, job: Job, number: int) -> None:
+        """Add a placement that no report shows yet."""
+        self.add_pending(job, Pending(job.prompt, job.expected_cached, number))
         self.pending_s += self._prefill_s(job)
 
-    def expects_no_more(self, job: Job) -> bool:
-        """It has begun, or gone; whether it was a placement that no report shows."""
+    def remove_placement(self, job: Job) -> bool:
+        """Remove a placement that has begun or left. Return whether it was still pending."""
         if self.remove_pending(job) is None:
             return False
         self.pending_s = self.pending_s - self._prefill_s(job) if self.pending else 0.0
         return True
 
-    def counted(self, job: Job) -> CountedRequest | None:
-        """The request as the counts have it; None: they do not."""
-        told = self.told.get(job)
-        if told is not None:
-            return told
+    def counted_request(self, job: Job) -> CountedRequest | None:
+        """Return the request as included in the counts, or None if it is not."""
+        update = self.updates.get(job)
+        if update is not None:
+            return update
         row = self.report.by_job.get(job)
-        if row is None or job in self.ended:
+        if row is None or job in self.departed:
             return None
         _, tokens, state, _ = row
         size = self.instance.block_tokens
         return CountedRequest(job.prompt + tokens, blocks_of(row, size) * size, state not in _WAITING)
 
-    def decodes(self, job: Job, tokens: int) -> None:
-        """The request is decoding here, and has made so many output tokens."""
+    def record_decoding(self, job: Job, tokens: int) -> None:
+        """Record that the request is decoding here and has produced this many output tokens."""
         context = job.prompt + tokens
-        before = None if self.expects_no_more(job) else self.counted(job)
+        before = None if self.remove_placement(job) else self.counted_request(job)
         if before is None:
             after = self._decoding(context)
             self.add_request(job, after)
         else:
             after = CountedRequest(max(context, before.context_tokens), before.kv_tokens, seated=True)
             self.change_request(before, after)
-        self.told[job] = after
+        self.updates[job] = after
 
-    def arrives(self, job: Job, reserved: bool) -> None:
-        """The request has been handed over to here. `reserved`: the last report counts its KV."""
-        after = self.told[job] = self._decoding(job.prompt + job.tokens)
+    def record_arrival(self, job: Job, reserved: bool) -> None:
+        """Record a request that migrated to here. `reserved`: the last report already counts its KV."""
+        after = self.updates[job] = self._decoding(job.prompt + job.tokens)
         self.add_request(job, replace(after, kv_tokens=0) if reserved else after)
 
-    def gone(self, job: Job) -> None:
-        """The request has ended or left."""
-        if self.expects_no_more(job):
+    def record_departure(self, job: Job) -> None:
+        """Record that the request has ended or left."""
+        if self.remove_placement(job):
             return
-        before = self.counted(job)
+        before = self.counted_request(job)
         if before is not None:
             self.remove_request(before)
-            self.told.pop(job, None)
-            self.ended.add(job)
+            self.updates.pop(job, None)
+            self.departed.add(job)
 
     def _decoding(self, context_tokens: int) -> CountedRequest:
         size = self.instance.block_tokens
         return CountedRequest(context_tokens, blocks_for(context_tokens, size) * size, seated=True)
 
     def _prefill_s(self, job: Job) -> float:
-        """Of what its placement did not count on finding."""
+        """Return the seconds of prefill that its placement did not expect to find cached."""
         whole_s = self.instance.prefill_s(job.prompt)
-        return whole_s - self.instance.prefill_s(job.told_cached) if job.told_cached else whole_s
+        return whole_s - self.instance.prefill_s(job.expected_cached) if job.expected_cached else whole_s
 
     @property
-    def quiet(self) -> bool:
-        """Nothing is there and nothing has been heard of."""
+    def idle(self) -> bool:
+        """Whether the instance is empty and no event has changed that since its report."""
         return (
             self.report.empty
             and not self.pending
             and not self.coming
-            and not self.told
+            and not self.updates
             and not (self.running_change or self.waiting_change or self.context_change or self.kv_change)
         )
 
 
-class Views(ClusterModel[_Known]):
+class Views(ClusterModel[_InstanceState]):
     """The simulator's model of the cluster."""
 
     def __init__(
@@ -208,140 +211,141 @@ class Views(ClusterModel[_Known]):
         self._spec = spec
         self._intra = intra
         self._exact = spec.report.interval_s <= 0.0
-        # Whether the rank of a request may go down while it reasons.
+        # Whether a request's rank may drop while it reasons.
         self._demotes = type(intra).demoted is not IntraPolicy.demoted
-        # Host memory counts as room for migrated requests only where they are let in there.
+        # Host memory counts as room for migrated requests only if a full target admits them there.
         self._host_imports = spec.migration.when_full is WhenFull.HOST
         ordered = sorted(instances, key=lambda instance: instance.instance_id)
-        # Instances of one kind share their profile.
+        # Instances of one kind share a profile.
         profiles = {id(instance.spec.profile): instance.spec.profile for instance in ordered}
         curves = {key: TtftPredictor.of_profile(profile) for key, profile in profiles.items()}
         self._known = {
-            instance.instance_id: _Known(instance, curves[id(instance.spec.profile)]) for instance in ordered
+            instance.instance_id: _InstanceState(instance, curves[id(instance.spec.profile)])
+            for instance in ordered
         }
-        self._placed = 0
-        # Open migrations that are counted in at their targets.
+        self._placements = 0
+        # Open migrations that are included in their targets' counts.
         self._arrivals: dict[Job, Migration] = {}
         self._dirty.update(self._known)
         self._views = dict.fromkeys(self._known, InstanceView(""))
         self._mapping = MappingProxyType(self._views)
 
-    # ---- what happens
+    # ---- events
 
     def capture(self, now: float) -> list[Report]:
-        """Reports of all instances, in order."""
+        """Take a report of every instance, in id order."""
         reports = []
-        placed = self._placed
+        placed = self._placements
         for known in self._known.values():
             report = Report(known.instance, now, placed)
-            known.instance.watchers.append(report)
+            known.instance.snapshots.append(report)
             reports.append(report)
         return reports
 
     def publish(self, reports: Sequence[Report]) -> None:
-        """The reports have arrived."""
+        """Apply reports that have arrived."""
         dirty = self._dirty
         for (name, known), report in zip(self._known.items(), reports, strict=True):
-            watchers = known.instance.watchers
-            quiet = report.empty and known.quiet
-            # Nobody will look at it any more.
-            superseded = report if quiet else known.report
-            if superseded in watchers:
-                watchers.remove(superseded)
-            if quiet:
+            snapshots = known.instance.snapshots
+            idle = report.empty and known.idle
+            # No policy can read this report any more.
+            superseded = report if idle else known.report
+            if superseded in snapshots:
+                snapshots.remove(superseded)
+            if idle:
                 continue
             known.report = report
             known.reset_changes()
-            known.told = {}
-            known.ended = set()
+            known.updates = {}
+            known.departed = set()
             for job in known.coming:
                 if _reserved(self._arrivals[job], report):
                     known.coming[job] = 0
             if known.pending:
                 shown = [job for job, p in known.pending.items() if p.placed <= report.placed_before]
                 for job in shown:
-                    known.expects_no_more(job)
+                    known.remove_placement(job)
             dirty.add(name)
 
-    def placed(self, job: Job, instance: Instance) -> None:
-        """The scheduler sent a request there."""
+    def request_placed(self, job: Job, instance: Instance) -> None:
+        """Record that the scheduler placed a request on an instance."""
         if self._exact:
             return
-        self._placed += 1
+        self._placements += 1
         known = self._known[instance.instance_id]
-        known.expect(job, self._placed)
+        known.add_placement(job, self._placements)
         self._dirty.add(instance.instance_id)
 
-    def entered(self, job: Job, instance: Instance, tokens: int) -> None:
-        """A phase event has arrived: the request was decoding there with so many output tokens."""
+    def phase_entered(self, job: Job, instance: Instance, tokens: int) -> None:
+        """Record a phase event: the request was decoding on the instance with this many output tokens."""
         if self._exact or job.instance_id != instance.instance_id:
             return
-        self._known[instance.instance_id].decodes(job, tokens)
+        self._known[instance.instance_id].record_decoding(job, tokens)
         self._dirty.add(instance.instance_id)
 
-    def left(self, job: Job, instance: Instance) -> None:
-        """A request ended on an instance, or has moved away from it."""
+    def request_left(self, job: Job, instance: Instance) -> None:
+        """Record that a request ended on an instance or migrated away from it."""
         if self._exact:
             return
-        self._known[instance.instance_id].gone(job)
+        self._known[instance.instance_id].record_departure(job)
         self._dirty.add(instance.instance_id)
 
-    def withdrawn(self, job: Job, instance: Instance) -> None:
-        """A prompt that waited on an instance is placed elsewhere."""
+    def request_withdrawn(self, job: Job, instance: Instance) -> None:
+        """Record that a queued prompt is moved from an instance to another."""
         if self._exact:
             return
-        self._known[instance.instance_id].gone(job)
+        self._known[instance.instance_id].record_departure(job)
         self._dirty.add(instance.instance_id)
 
     def migration_opened(self, migration: Migration) -> None:
-        """A migration was opened: its target will need the room.
+        """Count a migration's room at its target.
 
-        One that the target fetches, by bid-ask, the scheduler sees in reports alone.
+        The scheduler learns of migrations that a target fetches by bid-ask only from reports.
         """
-        if migration.ended is not None:
+        if migration.on_closed is not None:
             return
-        # An exact view has the room already.
+        # An exact view includes the room already.
         size = migration.target.block_tokens
-        kv_tokens = 0 if self._exact else kv_needed_tokens(migration.asked_tokens, size)
+        kv_tokens = 0 if self._exact else kv_needed_tokens(migration.requested_tokens, size)
         known = self._known[migration.target.instance_id]
         self._arrivals[migration.job] = migration
-        known.open_arrival(migration.job, kv_tokens, migration.asked_tokens)
-        self.touch(migration.source, migration.target)
+        known.open_arrival(migration.job, kv_tokens, migration.requested_tokens)
+        self.mark_dirty(migration.source, migration.target)
 
     def migration_aborted(self, migration: Migration) -> None:
-        """A migration was given up."""
+        """Undo the counts of a migration that was aborted."""
         self._known[migration.target.instance_id].close_migration(migration.job)
         self._arrivals.pop(migration.job, None)
-        self.touch(migration.source, migration.target)
+        self.mark_dirty(migration.source, migration.target)
 
     def migration_committed(self, migration: Migration) -> None:
-        """A migration was committed."""
+        """Move the counts of a committed migration to its target."""
         known, job = self._known[migration.target.instance_id], migration.job
         if not self._exact:
-            self.left(job, migration.source)
-            # Of one that the target fetched nothing is counted yet, but for what a report shows.
-            known.arrives(job, job not in known.coming and _reserved(migration, known.report))
-            self.touch(migration.source, migration.target)
+            self.request_left(job, migration.source)
+            # A migration that the target fetched is not counted yet, except for what a report shows.
+            known.record_arrival(job, job not in known.coming and _reserved(migration, known.report))
+            self.mark_dirty(migration.source, migration.target)
         known.close_migration(job)
         self._arrivals.pop(job, None)
 
-    def touch(self, *instances: Instance) -> None:
-        """Something else about these changed."""
+    def mark_dirty(self, *instances: Instance) -> None:
+        """Rebuild the views of these instances on the next access."""
         self._dirty.update(instance.instance_id for instance in instances)
 
     # ---- what a policy sees
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """Those in force."""
+        """Stages in force."""
         return self._stages
 
     def set_stages(self, stages: tuple[Stage, ...]) -> None:
-        """Other stages are in force from now on."""
+        """Replace the stages."""
         self._stages = stages
 
     def view_at(self, now_s: float) -> ClusterView:
-        """The cluster as it is known now."""
+        """Return the cluster as the scheduler knows it now."""
         if self._exact:
             for known in self._known.values():
                 known.report = Report(known.instance, now_s, 0)
@@ -356,13 +360,13 @@ class Views(ClusterModel[_Known]):
         if future_load is not None:
             known, spec = self._known, self._spec
             reports = (known[name].report for name in instance_ids)
-            foresee(reports, future_load, spec.predictor, spec.max_tokens)
+            forecast(reports, future_load, spec.predictor, spec.max_tokens)
         super()._renew(instance_ids)
 
     def _instance_view(self, instance_id: str) -> InstanceView:
         known = self._known[instance_id]
         instance, report = known.instance, known.report
-        report.look()
+        report.read_counts()
         spec = instance.spec
         block_tokens = instance.block_tokens
         capacity = instance.total_blocks * block_tokens
@@ -371,7 +375,7 @@ class Views(ClusterModel[_Known]):
         )
         pending_tokens = known.pending_tokens - known.pending_cached_tokens
         backlog = report.backlog + pending_tokens
-        told, pending = known.told, known.pending
+        updates, pending = known.updates, known.pending
         return InstanceView(
             instance_id=instance.instance_id,
             pool=instance.pool,
@@ -398,27 +402,36 @@ class Views(ClusterModel[_Known]):
             if report.incoming_bytes_per_s is None
             else report.incoming_bytes_per_s / spec.profile.kv_bytes_per_token,
             requests=ReportedRequests(
-                self, instance, report, dict(told) if told else _NOTHING_TOLD, tuple(pending)
+                self, instance, report, dict(updates) if updates else _NO_UPDATES, tuple(pending)
             ),
         )
 
-    def make(
-        self, instance: Instance, report: Report, told: Mapping[Job, CountedRequest], pending: Sequence[Job]
+    def build(
+        self,
+        instance: Instance,
+        report: Report,
+        updates: Mapping[Job, CountedRequest],
+        pending: Sequence[Job],
     ) -> tuple[RequestView, ...]:
-        """The requests of a report that are still there, moved on by events, and those come since."""
+        """Return the requests of a report that are still there, updated by events, and those that arrived
+        since."""
         return tuple(
             self.request_view(job, instance, tokens, state, blocks, report.token_interval_s, report.at_s)
-            for job, tokens, state, blocks in self.rows(instance, report, told, pending)
+            for job, tokens, state, blocks in self.rows(instance, report, updates, pending)
         )
 
     def rows(
-        self, instance: Instance, report: Report, told: Mapping[Job, CountedRequest], pending: Sequence[Job]
+        self,
+        instance: Instance,
+        report: Report,
+        updates: Mapping[Job, CountedRequest],
+        pending: Sequence[Job],
     ) -> Iterator[Row]:
-        """The same, before views are made of them."""
+        """Return the same requests as rows, before views are built."""
         rows: Iterable[Row] = report.rows
-        if told or pending:
+        if updates or pending:
             by_job = dict(report.by_job)
-            for job, counted in told.items():
+            for job, counted in updates.items():
                 tokens = counted.context_tokens - job.prompt
                 if job not in by_job or by_job[job][1] < tokens:
                     by_job[job] = (job, tokens, JobState.DECODING, -1)
@@ -429,9 +442,10 @@ class Views(ClusterModel[_Known]):
         return (row for row in rows if row[0].instance_id == here and row[0].state is not done)
 
     def phase_load(self, rows: Iterable[Row], at_s: float, quantum_tokens: int, without: str) -> PhaseLoad:
-        """Rows counted as tailrace.policy.phase_load does with views of them."""
+        """Count rows as tailrace.policy.phase_load counts views of them."""
         reasoning = fresh = 0
-        # Of what a user has been given beyond what the time since the start of the simulation asks for.
+        # Tokens delivered beyond what a reader has consumed since the start of the simulation; the least of
+        # them.
         least = math.inf
         pace_s = self._spec.tpot_target_s
         demotes = self._demotes
@@ -456,7 +470,7 @@ class Views(ClusterModel[_Known]):
         return PhaseLoad(reasoning, fresh, least - (at_s / pace_s + 1.0), quantum_tokens)
 
     def _demoted(self, job: Job, tokens: int) -> bool:
-        """Asked anew only when the job's rank may have changed, which demotion changes."""
+        """Return whether the job is demoted; the policy is asked only when the rank may have changed."""
         if not job.demotion_since <= tokens < job.demotion_until:
             view = job.view(tokens)
             holds = self._intra.rank_holds(view)
@@ -475,7 +489,7 @@ class Views(ClusterModel[_Known]):
         token_interval_s: float,
         now: float,
     ) -> RequestView:
-        """One request; `blocks` -1: what its context needs if it is on the device."""
+        """Return the view of one request; `blocks` -1: as many as its context needs on the device."""
         context = job.prompt + tokens
         size = instance.block_tokens
         host_blocks = blocks if state is JobState.SWAPPED else 0
@@ -519,5 +533,5 @@ class Views(ClusterModel[_Known]):
 
 
 def _reserved(migration: Migration, report: Report) -> bool:
-    """Whether the report shows the room that was set aside for the migration."""
+    """Return whether the report includes the room reserved for the migration."""
     return migration.reserved_s is not None and migration.reserved_s <= report.at_s

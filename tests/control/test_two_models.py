@@ -71,25 +71,25 @@ class Mirrored(Views):
         for name, report in zip(self._known, reports, strict=True):
             self.live.apply(self._message(name, report), 0.0)
 
-    def placed(self, job: Job, instance: Instance) -> None:
-        super().placed(job, instance)
+    def request_placed(self, job: Job, instance: Instance) -> None:
+        super().request_placed(job, instance)
         arrival = Arrival(job.request.request_id, job.prompt, self._spec.max_tokens, 0)
         self.live.place(arrival, instance.instance_id, "f", 0.0)
 
-    def entered(self, job: Job, instance: Instance, tokens: int) -> None:
-        super().entered(job, instance, tokens)
+    def phase_entered(self, job: Job, instance: Instance, tokens: int) -> None:
+        super().phase_entered(job, instance, tokens)
         if job.instance_id == instance.instance_id:
             self._tell(job, instance.instance_id, tokens, PHASE_NUMBERS[job.phase_of(tokens)])
 
-    def left(self, job: Job, instance: Instance) -> None:
-        super().left(job, instance)
+    def request_left(self, job: Job, instance: Instance) -> None:
+        super().request_left(job, instance)
         self._tell(job, instance.instance_id, job.tokens, types_pb2.PHASE_UNSPECIFIED)
 
     def migration_opened(self, migration: Migration) -> None:
         super().migration_opened(migration)
         found = self.live.request(migration.job.request.request_id)
         assert found is not None
-        asked = replace(found, output_tokens=migration.asked_tokens - found.prompt_tokens)
+        asked = replace(found, output_tokens=migration.requested_tokens - found.prompt_tokens)
         assert self.live.migration_opened(asked, migration.target.instance_id)
 
     def migration_aborted(self, migration: Migration) -> None:
@@ -103,7 +103,7 @@ class Mirrored(Views):
         self.live.migration_closed(job.request.request_id)
 
     def _message(self, name: str, report: Report) -> monitor_pb2.WorkerReport:
-        report.look()
+        report.read_counts()
         rows = [row for row in report.rows if row[0].state is not JobState.DONE]
         return monitor_pb2.WorkerReport(
             instance_id=name,

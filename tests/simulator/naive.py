@@ -22,7 +22,7 @@ class NaiveJob:
     times: list[float] = field(default_factory=list)
     prefilled: int = 0
     to_prefill: int = 0
-    found_s: float = 0.0
+    work_ahead_s: float = 0.0
     swaps: int = 0
     recomputes: int = 0
     passed_blocks: int = 0
@@ -50,7 +50,7 @@ class NaiveJob:
             made,
             in_phase,
             request.arrival_s,
-            self.found_s,
+            self.work_ahead_s,
             began,
             self.lapsed,
         )
@@ -116,7 +116,7 @@ class Naive:
             job.to_prefill = job.request.prompt_tokens
             queued = [j for j in self.waiting if j.where == "queued"]
             left = [(j.to_prefill, j.prefilled) for j in (*queued, *self.prefilling)]
-            job.found_s = nominal_s(sum(n - c for n, c in left), sum(n * n - c * c for n, c in left))
+            job.work_ahead_s = nominal_s(sum(n - c for n, c in left), sum(n * n - c * c for n, c in left))
             self.waiting.append(job)
 
     def emit(self, job: NaiveJob) -> None:

@@ -81,7 +81,7 @@ def one_receiver_each(bidding: Bidding) -> None:
     sending = Counter(
         migration.source.instance_id
         for job in bidding._jobs.values()
-        if (migration := bidding._migrations.of(job)) is not None and migration.ended is not None
+        if (migration := bidding._migrations.find(job)) is not None and migration.on_closed is not None
     )
     assert all(count <= TRANSFERS for count in sending.values())
 
@@ -98,7 +98,7 @@ def test_one_receiver_each_and_all_offers_end(
 ) -> None:
     spec = spec_of(kv_tokens, interval_s)
     with pytest.MonkeyPatch.context() as patch:
-        begin, take = Instance._begin, Bidding._take
+        begin, take = Instance._plan_run, Bidding._deliver
 
         def checked(instance: Instance, now: float) -> None:
             begin(instance, now)
@@ -108,8 +108,8 @@ def test_one_receiver_each_and_all_offers_end(
             take(bidding, *message)  # type: ignore[arg-type]
             one_receiver_each(bidding)
 
-        patch.setattr(Instance, "_begin", checked)
-        patch.setattr(Bidding, "_take", watched)
+        patch.setattr(Instance, "_plan_run", checked)
+        patch.setattr(Bidding, "_deliver", watched)
         jumping, result = run(spec, requests, intra, NEVER)
         stepping, expected = run(spec, requests, intra, 1)
     for record, other in zip(result.requests, expected.requests, strict=True):

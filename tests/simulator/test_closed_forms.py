@@ -36,7 +36,7 @@ def test_blocks_taken_by_a_batch(contexts: list[int], boundary: int, steps: int,
         return sum(blocks_for(context + after, 16) for context in contexts)
 
     assert blocks.used == used(0)
-    assert blocks.taken(boundary, steps) == used(steps) - used(0)
+    assert blocks.allocated(boundary, steps) == used(steps) - used(0)
     until = blocks.steps_until(boundary, free, 200)
     walked = next((n for n in range(1, 200) if used(n) - used(0) > free), 200)
     assert until == walked
@@ -97,7 +97,7 @@ def _arrivals(link: LinkSpec, sends: list[tuple[float, str, str, int]]) -> list[
         def finish(now: float) -> None:
             done[index] = now
 
-        events.at(at_s, lambda now: network.send(source, target, size, now, finish))
+        events.schedule(at_s, lambda now: network.send(source, target, size, now, finish))
 
     for index in range(len(sends)):
         begin(index)

@@ -68,13 +68,13 @@ def test_every_token_is_made_once_wherever_a_prompt_waits(
         return simulation, simulation.run(None)
 
     with pytest.MonkeyPatch.context() as patch:
-        begin = Instance._begin
+        begin = Instance._plan_run
 
         def checked(instance: Instance, now: float) -> None:
             begin(instance, now)
             recount(instance)
 
-        patch.setattr(Instance, "_begin", checked)
+        patch.setattr(Instance, "_plan_run", checked)
         jumping, result = run(NEVER)
         stepping, expected = run(1)
     for record, other in zip(result.requests, expected.requests, strict=True):

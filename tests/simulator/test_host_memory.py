@@ -86,7 +86,7 @@ class OnePool(RuleBasedStateMachine):
     @rule(share=st.floats(0.0, 1.0))
     def give_back(self, share: float) -> None:
         blocks = round(self.swapped * share)
-        self.host.give_back(blocks)
+        self.host.release(blocks)
         self.swapped -= blocks
 
     @rule(names=st.lists(st.integers(0, 12), max_size=9, unique=True))
@@ -97,13 +97,13 @@ class OnePool(RuleBasedStateMachine):
                 copied += 3 * (name not in self.kept)
                 self.kept = [*(kept for kept in self.kept if kept != name), name]
                 self._fit()
-        assert self.host.keep(names) == copied
+        assert self.host.store(names) == copied
 
     @rule(data=st.data())
     def use(self, data: st.DataObject) -> None:
         if self.kept:
             name = data.draw(st.sampled_from(self.kept))
-            self.host.use([name])
+            self.host.touch([name])
             self.kept = [*(kept for kept in self.kept if kept != name), name]
 
     @rule()
@@ -116,8 +116,8 @@ class OnePool(RuleBasedStateMachine):
     @invariant()
     def adds_up(self) -> None:
         assert self.host.swapped_blocks == self.swapped
-        assert self.host.kept_blocks == 3 * len(self.kept)
-        assert self.host.swapped_blocks + self.host.kept_blocks <= 20
+        assert self.host.cached_blocks == 3 * len(self.kept)
+        assert self.host.swapped_blocks + self.host.cached_blocks <= 20
         assert [name for name in range(13) if name in self.host] == sorted(self.kept)
 
     def _fit(self) -> None:
@@ -129,11 +129,11 @@ TestOnePool = OnePool.TestCase
 
 
 def test_what_fits_nowhere_is_not_kept() -> None:
-    assert HostMemory(100).keep([1, 2]) == 0
-    assert HostMemory(2, 3).keep([1, 2]) == 0
+    assert HostMemory(100).store([1, 2]) == 0
+    assert HostMemory(2, 3).store([1, 2]) == 0
     full = HostMemory(10, 3)
     assert full.reserve(8)
-    assert full.keep([1]) == 0 and 1 not in full
+    assert full.store([1]) == 0 and 1 not in full
 
 
 # ---- an instance
@@ -211,7 +211,7 @@ def test_the_index_knows_both_memories() -> None:
     (instance,) = simulation.instances
     host = index.names("i000", Tier.HOST)
     assert host and all(name in instance.host for name in host)
-    assert len(host) * UNIT // instance.block_tokens == instance.host.kept_blocks
+    assert len(host) * UNIT // instance.block_tokens == instance.host.cached_blocks
 
 
 class Elsewhere(Policy):
@@ -227,7 +227,7 @@ def test_others_pull_from_host_memory() -> None:
     link = LinkSpec(bytes_per_s=1e9)
     simulation, records = run(three(), Elsewhere(), replace(cluster(2), link=link))
     (pull,) = simulation.pulls.records
-    assert pull.tokens == 60 * UNIT and pull.end_s - pull.asked_s >= pull.bytes_sent / link.bytes_per_s
+    assert pull.tokens == 60 * UNIT and pull.end_s - pull.requested_s >= pull.bytes_sent / link.bytes_per_s
     assert records["again"].cached_tokens == 60 * UNIT and records["again"].loaded_tokens == 0
 
 
@@ -267,11 +267,11 @@ class Recounted(Watched):
         for instance in self.instances:
             recount(instance)
             host = instance.host
-            assert host.swapped_blocks + host.kept_blocks <= max(host.total_blocks, host.swapped_blocks)
+            assert host.swapped_blocks + host.cached_blocks <= max(host.total_blocks, host.swapped_blocks)
             assert host.swapped_blocks <= host.total_blocks
             waiting = [job for _, job in instance.waiting]
             assert host.swapped_blocks == sum(job.blocks for job in waiting if job.state.value == "swapped")
-            assert host.kept_blocks == len(host._kept) * host._unit
+            assert host.cached_blocks == len(host._cached) * host._unit
 
 
 @given(
@@ -279,11 +279,11 @@ class Recounted(Watched):
 )
 @settings(max_examples=60, deadline=None)
 def test_both_memories_add_up(
-    requests: list[SimRequest], units: int, host_units: int, most_steps: int
+    requests: list[SimRequest], units: int, host_units: int, max_steps: int
 ) -> None:
     """At each run, in the end, and with every step gone through."""
     spec = cluster(2, host_units, kv_capacity_tokens=units * UNIT)
-    simulation = Recounted(spec, requests, LeastLoaded(), Fcfs(), most_steps)
+    simulation = Recounted(spec, requests, LeastLoaded(), Fcfs(), max_steps)
     result = simulation.run(None)
     for record in result.requests:
         assert record.refused or record.finish_s is not None
@@ -293,9 +293,9 @@ def test_both_memories_add_up(
         cache = instance.cache
         assert instance.is_empty
         if cache is not None:
-            assert cache.shared == 0 and not cache._held
+            assert cache.shared == 0 and not cache._references
             assert sum(cache._free.values()) == cache._free_blocks <= instance.total_blocks
-        assert instance.host.kept_blocks <= instance.host.total_blocks
+        assert instance.host.cached_blocks <= instance.host.total_blocks
 
 
 @pytest.mark.parametrize("intra", ["fcfs", "decode_first", "pascal", "earliest_due"])

@@ -73,13 +73,13 @@ def test_jumping_equals_stepping_and_every_token_is_made_once(
     spec = _spec(kv_tokens, when_full, bytes_per_s, interval_s)
     spec = replace(spec, migration=replace(spec.migration, room_last=room_last))
     with pytest.MonkeyPatch.context() as patch:
-        begin = Instance._begin
+        begin = Instance._plan_run
 
         def checked(instance: Instance, now: float) -> None:
             begin(instance, now)
             recount(instance)
 
-        patch.setattr(Instance, "_begin", checked)
+        patch.setattr(Instance, "_plan_run", checked)
         jumping, result = _run(spec, requests, intra, NEVER)
         stepping, expected = _run(spec, requests, intra, 1)
     for record, other in zip(result.requests, expected.requests, strict=True):

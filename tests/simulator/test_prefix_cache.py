@@ -100,7 +100,7 @@ def test_a_prefix_is_pulled_at_the_links_speed_and_the_rest_is_computed() -> Non
     (pull,) = simulation.pulls.records
     assert (pull.source_id, pull.target_id, pull.tokens, pull.requests) == ("i000", "i001", 60 * UNIT, 1)
     assert pull.bytes_sent == 60 * UNIT * PROFILE.kv_bytes_per_token
-    took_s = pull.end_s - pull.asked_s
+    took_s = pull.end_s - pull.requested_s
     assert took_s >= pull.bytes_sent / link.bytes_per_s
     assert records["again"].queue_s == pytest.approx(took_s, abs=1e-6)
 
@@ -144,14 +144,14 @@ def test_preempting_those_that_share_blocks_makes_the_room_that_there_is(policy:
     intra = setup.intra(deployment.slo)
     simulation = Simulation(spec, requests, setup.policy(deployment), intra, seed=0, sample_interval_s=None)
     (instance,) = simulation.instances
-    begin = instance._begin
+    begin = instance._plan_run
 
     def checked(now: float) -> None:
         begin(now)
         assert instance.used_blocks_at(instance.boundary) <= instance.total_blocks
         assert instance._run.steps >= 0
 
-    instance._begin = checked  # type: ignore[method-assign]
+    instance._plan_run = checked  # type: ignore[method-assign]
     records = simulation.run(None).requests
     assert len(records) == 100 and all(record.finish_s is not None for record in records)
     assert sum(r.preemptions_swapped + r.preemptions_recomputed for r in records) > 0
@@ -215,7 +215,7 @@ def test_memory_adds_up(requests: list[SimRequest], units: int, host: bool) -> N
         assert instance.is_empty
         cache = instance.cache
         if cache is not None:
-            assert cache.shared == 0 and not cache._held
+            assert cache.shared == 0 and not cache._references
             assert sum(cache._free.values()) == cache._free_blocks <= instance.total_blocks
 
 
@@ -224,8 +224,8 @@ def test_an_eviction_order_that_is_vllm_s() -> None:
     cache = PrefixCache(1)
     for name in (1, 2, 3, 11, 12):
         assert cache.add(name)
-    cache.let_go([1, 2, 3], 1)
-    cache.let_go([11, 12], 0)
+    cache.release([1, 2, 3], 1)
+    cache.release([11, 12], 0)
     order: list[OrderedDict[int, int] | list[int]] = []
     for room in range(6, -1, -1):
         cache.shrink(room)

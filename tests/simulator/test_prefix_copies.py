@@ -105,7 +105,7 @@ def test_what_is_copied_is_found_and_is_copied_once() -> None:
     assert copy.ahead and copy.tokens == len(DOCUMENT) * UNIT and not copy.requests
     assert result.requests[2].cached_tokens == copy.tokens
     # As long as the link takes, and no other begins meanwhile.
-    assert all(one.end_s <= other.asked_s for one, other in pairwise(result.pulls))
+    assert all(one.end_s <= other.requested_s for one, other in pairwise(result.pulls))
 
 
 def test_what_has_no_names_is_not_copied() -> None:

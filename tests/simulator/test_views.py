@@ -124,7 +124,7 @@ def test_a_report_looked_at_late_says_what_it_said_at_once(intra: str, requests:
 
         def looking(report: Report, instance: Instance, now: float, placed_before: int) -> None:
             begin(report, instance, now, placed_before)
-            report.look_at_all()
+            report.read_all()
 
         patch.setattr(Report, "__init__", looking)
         simulate(cluster(), requests, at_once, INTRA[intra])

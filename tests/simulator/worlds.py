@@ -71,17 +71,17 @@ class Watched(Simulation):
         requests: Sequence[SimRequest],
         policy: Policy,
         intra: IntraPolicy,
-        most_steps: int = NEVER,
+        max_steps: int = NEVER,
     ) -> None:
         self.token_times: dict[str, NDArray[np.float64]] = {}
-        super().__init__(spec, requests, policy, intra, seed=0, sample_interval_s=None, most_steps=most_steps)
+        super().__init__(spec, requests, policy, intra, seed=0, sample_interval_s=None, max_steps=max_steps)
 
-    def _conclude(self, job: Job) -> None:
+    def _complete(self, job: Job) -> None:
         if job.history:
             times = TokenTimes()
             job.copy_times(0, times)
             self.token_times[job.request.request_id] = times.each()
-        super()._conclude(job)
+        super()._complete(job)
 
 
 def recount(instance: Instance) -> None:
@@ -100,7 +100,7 @@ def recount(instance: Instance) -> None:
     assert instance.idle_context == sum(job.prompt + job.tokens for job in idle)
     backlog = [job for job in idle if job.state.value in ("queued", "prefilling")]
     assert instance.backlog_at(boundary) == sum(job.prefill_total - job.prefill_done for job in backlog)
-    assert instance.seats_taken <= instance.spec.max_num_seqs
+    assert instance.slots_taken <= instance.spec.max_num_seqs
     assert instance.waiting == sorted(instance.waiting, key=lambda entry: entry[0])
     assert instance.host_blocks * instance.spec.block_bytes <= instance.spec.host_kv_bytes
 
@@ -113,5 +113,5 @@ def assert_empty(instance: Instance) -> None:
     assert instance.host_blocks == 0
     assert instance.decode_tokens_at(boundary) + instance.idle_context == 0
     assert instance.backlog_at(boundary) == 0
-    assert instance.seats_taken == 0
+    assert instance.slots_taken == 0
     assert instance.migrations_in == instance.migrations_out == 0

@@ -191,7 +191,7 @@ def simulated(
             swapped = each.place == "swapped"
             job.state = JobState.SWAPPED if swapped else JobState.QUEUED
             job.blocks = each.blocks if swapped else 0
-            instance._wait(job)
+            instance._enqueue(job)
             job.passed_blocks = each.passed
     made: list[Grants[Job]] = []
 
@@ -217,7 +217,7 @@ class Deaf:
     def hear(self, instance: Instance, job: Job, now: float) -> None:
         pass
 
-    prefill_done = reasoning_ended = outgrown = finished = preempted = hear
+    prefill_done = reasoning_ended = stage_outgrown = finished = preempted = hear
 
 
 ORDERS = {**{name: make() for name, make in INTRA_POLICIES.items()}, **INTRA}

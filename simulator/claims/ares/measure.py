@@ -87,7 +87,7 @@ def _rescheduled(result: SimResult, begin_s: float, end_s: float) -> int:
     return sum(
         m.reason == "rescheduling"
         and m.outcome is MigrationOutcome.COMMITTED
-        and begin_s <= m.asked_s < end_s
+        and begin_s <= m.requested_s < end_s
         for m in result.migrations
     )
 
