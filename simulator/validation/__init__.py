@@ -1,1 +1,1 @@
-"""How far the simulator is from runs of a real engine."""
+"""The simulator's error against runs of a real engine."""

@@ -1,4 +1,4 @@
-"""Errors of a simulated run against the recorded one."""
+"""Compute the errors of a simulated run against the recorded one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from simulator.validation.recorded import RecordedRequest
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One request, recorded and simulated; seconds. TPOT is None for an output of one token."""
+    """One request, recorded and simulated, in seconds. TPOT is None for an output of one token."""
 
     request_id: str
     ttft_s: float
@@ -25,14 +25,14 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class MetricError:
-    """How far one metric is off. Errors are shares: 0.01 is one percent."""
+    """The error of one metric. Errors are shares: 0.01 is one percent."""
 
     requests: int
     mean_s: float
     simulated_mean_s: float
-    # Of the mean: positive where the simulator is slower.
+    # Error of the mean: positive if the simulator is slower.
     mean_error: float
-    # Absolute error of each request: mean (MAPE), median, 90th percentile.
+    # Absolute error per request: mean (MAPE), median, 90th percentile.
     mape: float
     p50_error: float
     p90_error: float
@@ -42,7 +42,7 @@ class MetricError:
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Of one run."""
+    """The errors of one run."""
 
     ttft: MetricError
     tpot: MetricError
@@ -50,7 +50,7 @@ class Errors:
 
 
 def compare(request: RecordedRequest, first_token_s: float, finish_s: float) -> Compared:
-    """One request against its simulated first and last token."""
+    """Compare a request with its simulated first and last token."""
     gaps = request.output_tokens - 1
     recorded_s = request.finish_s - request.first_token_s
     return Compared(
@@ -65,7 +65,7 @@ def compare(request: RecordedRequest, first_token_s: float, finish_s: float) -> 
 
 
 def errors(requests: Sequence[Compared]) -> Errors:
-    """Over all requests; at least one must have an output of several tokens."""
+    """Compute the errors over all requests, at least one of which must have several output tokens."""
     tpots = [
         (request.tpot_s, request.simulated_tpot_s)
         for request in requests
@@ -79,7 +79,7 @@ def errors(requests: Sequence[Compared]) -> Errors:
 
 
 def metric_error(pairs: Sequence[tuple[float, float]]) -> MetricError:
-    """Of (recorded, simulated) seconds. Raises ValueError if there are none."""
+    """Compute the error over (recorded, simulated) seconds. Raise ValueError if there are none."""
     if not pairs:
         raise ValueError("there is nothing to compare")
     recorded, simulated = np.array(pairs, np.float64).T

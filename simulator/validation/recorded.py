@@ -1,8 +1,8 @@
-"""A recorded run of a real vLLM engine, in the format of LLMServingSim's benchmark.
+"""Read a recorded run of a real vLLM engine, in the format of LLMServingSim's benchmark.
 
-A folder with `meta.json` (what the engine was started with and what KV cache it found) and `requests.jsonl`
-(one finished request a line, with the engine's own time stamps). Where the time stamps are a client's,
-`path_s` of `meta.json` says how long a request and its first token are under way between client and engine.
+A run is a directory with `meta.json` (the engine's arguments and KV cache) and `requests.jsonl` (one finished
+request per line, with the engine's own timestamps). If a client recorded the timestamps, `path_s` of
+`meta.json` is the time that a request and its first token spend between client and engine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 
 
 class RecordedRunError(Exception):
-    """A recorded run cannot be read; the message names the file, the line and what is wrong."""
+    """A recorded run cannot be read; the message names the file, the line and the problem."""
 
 
 class _Engine(msgspec.Struct, frozen=True):
@@ -42,7 +42,7 @@ class _Meta(msgspec.Struct, frozen=True):
 
 
 class _Line(msgspec.Struct, frozen=True):
-    """`arrival_time` is of the wall clock, the others of one monotonic clock; seconds."""
+    """`arrival_time` is from the wall clock, the others from one monotonic clock; seconds."""
 
     request_id: str
     input_toks: int
@@ -55,7 +55,7 @@ class _Line(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class RecordedRequest:
-    """One request; times in seconds from the arrival of the first."""
+    """One request; times are in seconds from the arrival of the first."""
 
     request_id: str
     prompt_tokens: int
@@ -67,7 +67,7 @@ class RecordedRequest:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """A run and the engine that made it."""
+    """A run and the engine that recorded it."""
 
     name: str
     model: str
@@ -78,14 +78,14 @@ class RecordedRun:
     max_num_seqs: int
     chunk_budget_tokens: int
     max_model_len: int
-    # Seconds between client and engine, both ways, where time stamps are a client's.
+    # Seconds between client and engine, both ways, if a client recorded the timestamps.
     path_s: float
     # In the order of arrival.
     requests: tuple[RecordedRequest, ...]
 
 
 def read_run(folder: Path) -> RecordedRun:
-    """Read a run. Raises RecordedRunError."""
+    """Read a run. Raise RecordedRunError."""
     meta = _meta(folder / "meta.json")
     return RecordedRun(
         name=folder.name,
@@ -131,7 +131,7 @@ def _requests(path: Path) -> tuple[RecordedRequest, ...]:
         lines.append(line)
     if not lines:
         raise RecordedRunError(f"{path}: no requests")
-    # The two clocks are laid over each other so that no request is queued before it arrives.
+    # Align the two clocks so that no request is queued before it arrives.
     offset_s = min(line.queued_ts - line.arrival_time for line in lines)
     lines.sort(key=lambda line: line.arrival_time)
     zero = lines[0].arrival_time

@@ -21,7 +21,7 @@ class ReplayError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """A run and what the simulator made of it. `requests` in the order of arrival."""
+    """A run and its simulation. `requests` are in the order of arrival."""
 
     run: RecordedRun
     profile: str
@@ -31,10 +31,10 @@ class Validation:
 
 
 def validate(run: RecordedRun, profile: Profile, penalty: FittedLengthPenalty | None = None) -> Validation:
-    """Simulate the run's requests on one instance with the run's limits. Raises ReplayError.
+    """Simulate the run's requests on one instance with the run's limits. Raise ReplayError.
 
-    As vLLM since its V1 engine: first come first served, no block held back at admission, and preempted
-    requests are computed anew. A request reaches the engine `path_s` after its arrival.
+    As in vLLM since its V1 engine: first come, first served, no blocks reserved at admission, and preempted
+    requests are recomputed. A request reaches the engine `path_s` after its arrival.
     """
     instance = InstanceSpec(
         "i000",

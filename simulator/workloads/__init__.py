@@ -1,1 +1,1 @@
-"""Workloads: real traces and generators from published statistics."""
+"""Workloads: real traces, and generators based on published statistics."""

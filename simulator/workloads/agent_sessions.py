@@ -1,15 +1,16 @@
-"""Agents: loops of calls, each with the last tool's result, over instructions that runs of an agent share.
+"""Agents: loops of calls, each with the result of the last tool, after instructions shared by runs of an
+agent.
 
 - lengths: prompts of mean about 8,600 tokens and answers of mean 182, as in Mooncake's tool and agent trace
-  (Qin et al., "Mooncake", FAST'25, table 2). Of that trace 59% could be found; of these loops, which are long
-  ones, about 90%.
-- calls of a loop: 8; the tools that Abhyankar et al. studied are called 3 to 28 times a request on average
+  (Qin et al., "Mooncake", FAST'25, table 2). In that trace 59% of the prompt tokens could be cached; in these
+  loops, which are long, about 90%.
+- calls per loop: 8; the tools that Abhyankar et al. studied are called 3 to 28 times per request on average
   ("InferCept", ICML'24).
 - gap: a tool takes some seconds (InferCept: calculators take less than one, generators of speech or images
   twenty times as long); mean 2 s.
 
-How many agents there are, their popularity, and how a prompt's tokens are divided into instructions, task and
-results, are assumptions.
+The number of agents, their popularity, and the division of a prompt into instructions, task and results are
+assumptions.
 """
 
 from __future__ import annotations
@@ -33,5 +34,5 @@ SHAPE: Final = Shape(
 
 
 def generate(count: int, rate_per_s: float, seed: int) -> list[SimRequest]:
-    """`count` requests at `rate_per_s`."""
+    """Generate `count` requests at `rate_per_s`."""
     return session_requests(NAME, SHAPE, count, rate_per_s, seed)

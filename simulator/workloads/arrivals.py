@@ -1,6 +1,6 @@
-"""When requests arrive: Poisson or in bursts, and workloads scaled, cut and merged.
+"""Arrival times, Poisson or in bursts, and workloads scaled, cut and merged.
 
-Every function returns a new workload and leaves the given one as it is.
+Every function returns a new workload and leaves its argument unchanged.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ from simulator.workloads.lengths import DrawLengths, Times
 
 
 def poisson_times(count: int, rate_per_s: float, rng: np.random.Generator) -> Times:
-    """The first `count` arrivals of a Poisson process, in seconds. Raises WorkloadError for no rate."""
+    """Draw the first `count` arrivals of a Poisson process, in seconds. Raise WorkloadError for an invalid
+    rate."""
     check_rate(count, rate_per_s)
     times: Times = rng.standard_exponential(count).cumsum() / rate_per_s
     return times
 
 
 def gamma_times(count: int, rate_per_s: float, rng: np.random.Generator, variation: float) -> Times:
-    """The first `count` arrivals, in seconds, with gamma distributed times between them.
+    """Draw the first `count` arrivals, in seconds, with gamma distributed times between them.
 
-    `variation`: their coefficient of variation, above zero; 1: Poisson. Raises WorkloadError for no rate.
+    `variation` is their coefficient of variation, above zero; 1 is a Poisson process. Raise WorkloadError for
+    an invalid rate.
     """
     check_rate(count, rate_per_s)
     shape = variation**-2
@@ -34,7 +36,7 @@ def gamma_times(count: int, rate_per_s: float, rng: np.random.Generator, variati
 
 
 def check_rate(count: int, rate_per_s: float) -> None:
-    """Raises WorkloadError for no requests or no rate."""
+    """Raise WorkloadError for an invalid rate or number of requests."""
     if not rate_per_s > 0.0 or not np.isfinite(rate_per_s):
         raise WorkloadError(f"the rate must be a number above zero, not {rate_per_s}")
     if count < 1:
@@ -44,10 +46,10 @@ def check_rate(count: int, rate_per_s: float) -> None:
 def poisson_requests(
     name: str, draw: DrawLengths, count: int, rate_per_s: float, seed: int
 ) -> list[SimRequest]:
-    """`count` requests with lengths from `draw`, arriving at `rate_per_s`, called `name`-0, `name`-1, ...
+    """Generate `count` requests with lengths from `draw`, arriving at `rate_per_s`: `name`-0, `name`-1, ...
 
-    Lengths and times come from two streams of `seed`: at another rate the same requests arrive in the same
-    order, only closer together, which is what a comparison of rates wants.
+    Lengths and times come from two streams of `seed`, so at another rate the same requests arrive in the same
+    order, only closer together, as comparisons of rates require.
     """
     lengths_rng, times_rng = _streams(seed)
     times = poisson_times(count, rate_per_s, times_rng)
@@ -57,20 +59,21 @@ def poisson_requests(
 def gamma_requests(
     name: str, draw: DrawLengths, count: int, rate_per_s: float, seed: int, variation: float
 ) -> list[SimRequest]:
-    """As `poisson_requests`, with arrivals as in `gamma_times`."""
+    """Generate requests like `poisson_requests`, with arrivals of `gamma_times`."""
     lengths_rng, times_rng = _streams(seed)
     times = gamma_times(count, rate_per_s, times_rng, variation)
     return draw(count, lengths_rng).requests(times, name)
 
 
 def _streams(seed: int) -> tuple[np.random.Generator, np.random.Generator]:
-    """Of lengths and of times."""
+    """Return the random streams of lengths and of times."""
     lengths_seed, times_seed = np.random.SeedSequence(seed).spawn(2)
     return np.random.default_rng(lengths_seed), np.random.default_rng(times_seed)
 
 
 def mean_rate_per_s(requests: Sequence[SimRequest]) -> float:
-    """Mean rate from the first to the last arrival. Raises WorkloadError if that is one moment."""
+    """Return the mean rate from the first to the last arrival. Raise WorkloadError if all arrive at one
+    moment."""
     span_s = requests[-1].arrival_s - requests[0].arrival_s if requests else 0.0
     if span_s <= 0.0:
         raise WorkloadError(f"{len(requests)} request(s) at one moment have no rate that could be scaled")
@@ -78,7 +81,7 @@ def mean_rate_per_s(requests: Sequence[SimRequest]) -> float:
 
 
 def scaled(workload: Workload, speed: float) -> Workload:
-    """Time runs `speed` times as fast: arrivals at `speed` times the rate, with the same pattern."""
+    """Speed time up by a factor: the rate is multiplied, the pattern of arrivals stays."""
     if not speed > 0.0 or not np.isfinite(speed):
         raise WorkloadError(f"the speed must be a number above zero, not {speed}")
     requests = [replace(request, arrival_s=request.arrival_s / speed) for request in workload.requests]
@@ -86,12 +89,12 @@ def scaled(workload: Workload, speed: float) -> Workload:
 
 
 def at_rate(workload: Workload, rate_per_s: float) -> Workload:
-    """Scaled so that the mean rate is `rate_per_s`; the pattern of arrivals stays."""
+    """Scale time so that the mean rate is `rate_per_s`; the pattern of arrivals stays."""
     return scaled(workload, rate_per_s / mean_rate_per_s(workload.requests))
 
 
 def clipped(workload: Workload, clip: Clip) -> Workload:
-    """The part of it that `clip` asks for. Raises WorkloadError when nothing is in it."""
+    """Return the part of the workload selected by `clip`. Raise WorkloadError if it is empty."""
     requests = clip.cut(workload.requests)
     if not requests:
         raise WorkloadError(f"{workload.name}: no requests{clip.words()}")
@@ -99,10 +102,10 @@ def clipped(workload: Workload, clip: Clip) -> Workload:
 
 
 def merged(name: str, workloads: Sequence[Workload]) -> Workload:
-    """All requests of `workloads` in one stream, in the order of arrival.
+    """Merge the requests of `workloads` in the order of arrival.
 
-    Ids become `<position>/<id>`, so that they are distinct whatever they were: position 0 is the first of
-    `workloads`. Of two that arrive at one moment, that of the earlier workload comes first.
+    Ids become `<position>/<id>`, so that they are distinct; position 0 is the first of `workloads`. Of two
+    requests that arrive at one moment, that of the earlier workload comes first.
     """
     if not workloads:
         raise WorkloadError("nothing to merge")
@@ -110,7 +113,7 @@ def merged(name: str, workloads: Sequence[Workload]) -> Workload:
         replace(
             request,
             request_id=f"{position}/{request.request_id}",
-            # Names are those of their workload.
+            # Names are distinct between workloads.
             unit_names=tuple(name | position << 48 for name in request.unit_names),
         )
         for position, workload in enumerate(workloads)

@@ -18,7 +18,7 @@ _COLUMNS = (FORMAT.time_field, "ContextTokens", "GeneratedTokens")
 
 
 def load(path: Path, clip: Clip = EVERYTHING) -> Workload:
-    """The trace in `path`; time counts from its first request. Raises WorkloadError."""
+    """Read the trace in `path`; time counts from its first request. Raise WorkloadError."""
     return workload_of(path, _rows(path), FORMAT, clip)
 
 

@@ -1,4 +1,4 @@
-"""What a workload is: requests in the order of arrival, where they come from, and parts of them."""
+"""Workloads: requests in the order of arrival, their origin, and sections of them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from simulator.request import SimRequest
 
 
 class WorkloadError(Exception):
-    """A workload cannot be had; the message names the file, the line and the field, or the wrong setting."""
+    """A workload cannot be created; the message names the file, line and field, or the invalid option."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests in the order of arrival. `source` says where they come from, in words for a reader."""
+    """Requests in the order of arrival. `source` describes their origin for display."""
 
     name: str
     requests: Sequence[SimRequest]
@@ -24,9 +24,9 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """What arrives in [start_s, start_s + duration_s), and of that the first `count` requests.
+    """A section: the first `count` requests that arrive in [start_s, start_s + duration_s).
 
-    Time is that of the workload before any scaling; after the cut it counts from start_s. None: no limit.
+    Times are those of the workload before any scaling; after the cut they count from start_s. None: no limit.
     """
 
     start_s: float = 0.0
@@ -34,7 +34,7 @@ class Clip:
     count: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises WorkloadError for a window or a count in which nothing can be."""
+        """Raise WorkloadError for a window or a count that is always empty."""
         if not (self.start_s >= 0.0 and math.isfinite(self.start_s)):
             raise WorkloadError(f"a window begins at zero or later, not at {self.start_s} s")
         if self.duration_s is not None and not (self.duration_s > 0.0 and math.isfinite(self.duration_s)):
@@ -44,11 +44,12 @@ class Clip:
 
     @property
     def end_s(self) -> float:
-        """The end of the window, outside it."""
+        """The end of the window, exclusive."""
         return math.inf if self.duration_s is None else self.start_s + self.duration_s
 
     def cut(self, requests: Iterable[SimRequest]) -> list[SimRequest]:
-        """Those of `requests` (in the order of arrival) that are inside; takes no more than it must."""
+        """Return the requests inside; `requests` are in the order of arrival and are read no further than
+        necessary."""
         kept: list[SimRequest] = []
         for request in requests:
             if request.arrival_s >= self.end_s:
@@ -61,7 +62,7 @@ class Clip:
         return kept
 
     def words(self) -> str:
-        """For a source: " from ... to ..., at most ..."."""
+        """Describe the section, to be appended to a source: " from ... to ..., of those the first ..."."""
         parts = []
         if self.start_s or self.duration_s is not None:
             end = "its end" if self.duration_s is None else f"{self.end_s:g} s"

@@ -2,7 +2,7 @@
 Type.
 
 https://github.com/HPMLL/BurstGPT. Requests that failed have no response tokens and are left out. The files
-span months: cut them with `Clip(start_s=..., duration_s=...)`, and only that part is kept in memory.
+span months: with `Clip(start_s=..., duration_s=...)`, only that section is kept in memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _COLUMNS = (FORMAT.time_field, "Request tokens", "Response tokens")
 
 
 def load(path: Path, clip: Clip = EVERYTHING) -> Workload:
-    """The trace in `path`; time is that of the file. Raises WorkloadError."""
+    """Read the trace in `path`; times are those of the file. Raise WorkloadError."""
     return workload_of(path, _rows(path), FORMAT, clip)
 
 

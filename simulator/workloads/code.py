@@ -1,8 +1,8 @@
 """Code completion: long prompts, short outputs, after the Azure LLM inference trace 2023 (code).
 
 Source: AzureLLMInferenceTrace_code.csv of https://github.com/Azure/AzurePublicDataset, CC-BY-4.0, described
-in P. Patel et al., "Splitwise" (ISCA 2024): 8,819 requests; prompts of mean 2,048 tokens, outputs of mean
-28. What is here are quantiles of its two columns. They are drawn independently (their correlation in the
+in P. Patel et al., "Splitwise" (ISCA 2024): 8,819 requests; prompts of mean 2,048 tokens, outputs of mean 28.
+This module contains quantiles of its two columns. They are drawn independently (their correlation in the
 trace is 0.001), and arrivals are Poisson: for the trace's bursts use the trace itself (`azure:PATH`).
 """
 
@@ -29,11 +29,11 @@ OUTPUT = QuantileTable(
 
 
 def lengths(count: int, rng: np.random.Generator) -> Lengths:
-    """Lengths of `count` requests."""
+    """Draw the lengths of `count` requests."""
     prompt, output = PROMPT.sample(count, rng), OUTPUT.sample(count, rng)
     return Lengths(tokens(prompt), np.zeros(count, np.int64), tokens(output))
 
 
 def generate(count: int, rate_per_s: float, seed: int) -> list[SimRequest]:
-    """`count` requests at `rate_per_s`."""
+    """Generate `count` requests at `rate_per_s`."""
     return poisson_requests(NAME, lengths, count, rate_per_s, seed)

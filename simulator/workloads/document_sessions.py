@@ -1,13 +1,13 @@
-"""Conversations, two in three of them about a document that others ask about, too.
+"""Conversations, two thirds of them about a document that other conversations are about, too.
 
 - lengths: prompts of mean about 15,300 tokens and answers of mean 149, and two sessions in three about a long
   document, as in Mooncake's synthetic trace (Qin et al., "Mooncake", FAST'25, table 2: ShareGPT, L-Eval and
   LooGLE in equal parts). Messages have the mean of ShareGPT's (`sharegpt_ares`).
-- turns: 3.5, 100 s apart, in the mean of ServeGen's conversations (Xiang et al., arXiv 2505.09999).
+- turns: 3.5, on average 100 s apart, as in ServeGen's conversations (Xiang et al., arXiv 2505.09999).
 
-How many documents and applications there are, and their popularity, are assumptions; of such requests 62% to
-66% could be found elsewhere (Mooncake; Wang et al., "KVCache Cache in the Wild", ATC'25), here, where
-documents come back, some 85%.
+The numbers of documents and applications and their popularity are assumptions. Elsewhere 62% to 66% of the
+prompt tokens of such requests could be cached (Mooncake; Wang et al., "KVCache Cache in the Wild", ATC'25);
+here, where documents recur, about 85%.
 """
 
 from __future__ import annotations
@@ -35,5 +35,5 @@ SHAPE: Final = Shape(
 
 
 def generate(count: int, rate_per_s: float, seed: int) -> list[SimRequest]:
-    """`count` requests at `rate_per_s`."""
+    """Generate `count` requests at `rate_per_s`."""
     return session_requests(NAME, SHAPE, count, rate_per_s, seed)

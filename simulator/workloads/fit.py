@@ -1,4 +1,4 @@
-"""Requests that a model has no room for."""
+"""Fit requests into a model's maximum length."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from simulator.workloads.base import Workload, WorkloadError
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A workload whose requests all fit, and how many had to be changed for it."""
+    """A workload whose requests all fit, and how many requests were changed for that."""
 
     workload: Workload
-    # Prompts that were cut.
+    # Prompts that were truncated.
     clipped: int
-    # Requests left out, because their output alone is too long.
+    # Requests left out because their output alone is too long.
     dropped: int
 
 
 def fit(workload: Workload, max_model_len: int) -> Fitted:
-    """Cut prompts so that prompt and output together have at most `max_model_len` tokens.
+    """Truncate prompts so that prompt and output together have at most `max_model_len` tokens.
 
-    The output stays as it is: it is what the model did. The source says how many were cut and left out.
-    Raises WorkloadError when nothing is left.
+    Outputs are not changed, since they are what the model produced. The source states how many prompts were
+    truncated and how many requests left out. Raise WorkloadError if no request is left.
     """
     if max_model_len < 2:
         raise WorkloadError(f"no request fits into {max_model_len} tokens")

@@ -1,4 +1,4 @@
-"""The generators by name."""
+"""The workload generators by name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from simulator.workloads.sessions import Shape, session_requests
 
 @dataclass(frozen=True, slots=True)
 class Generator:
-    """How lengths are drawn, and in a line what they are."""
+    """A distribution of lengths, with a one-line summary."""
 
     name: str
     lengths: DrawLengths
@@ -37,11 +37,11 @@ class Generator:
 
     @property
     def arrivals(self) -> str:
-        """How requests arrive, in words."""
+        """Describe how requests arrive."""
         return "Poisson" if self.arrival_cv == 1.0 else f"in bursts (variation {self.arrival_cv:g})"
 
     def requests(self, count: int, rate_per_s: float, seed: int) -> list[SimRequest]:
-        """`count` requests at `rate_per_s`. Raises WorkloadError for no rate."""
+        """Generate `count` requests at `rate_per_s`. Raise WorkloadError for an invalid rate."""
         if self.arrival_cv == 1.0:
             return poisson_requests(self.name, self.lengths, count, rate_per_s, seed)
         return gamma_requests(self.name, self.lengths, count, rate_per_s, seed, self.arrival_cv)
@@ -49,7 +49,7 @@ class Generator:
 
 @dataclass(frozen=True, slots=True)
 class SessionGenerator:
-    """What sessions are like, and in a line what they are."""
+    """A kind of sessions, with a one-line summary."""
 
     name: str
     shape: Shape
@@ -57,16 +57,16 @@ class SessionGenerator:
 
     @property
     def arrival_cv(self) -> float:
-        """Requests of one session come together: square root of the mean square of turns by their mean."""
+        """Requests of one session are clustered: root of the mean square of turns over their mean."""
         return math.sqrt(2.0 * self.shape.turns - 1.0)
 
     @property
     def arrivals(self) -> str:
-        """How requests arrive, in words."""
+        """Describe how requests arrive."""
         return f"sessions Poisson, {self.shape.turns:g} turns each"
 
     def requests(self, count: int, rate_per_s: float, seed: int) -> list[SimRequest]:
-        """`count` requests at `rate_per_s`. Raises WorkloadError for no rate."""
+        """Generate `count` requests at `rate_per_s`. Raise WorkloadError for an invalid rate."""
         return session_requests(self.name, self.shape, count, rate_per_s, seed)
 
 

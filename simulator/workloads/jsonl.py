@@ -25,7 +25,7 @@ _FIELDS = frozenset({"arrival_s", "prompt_tokens", "reasoning_tokens", "answer_t
 
 
 def load(path: Path, clip: Clip = EVERYTHING) -> Workload:
-    """The requests in `path`. Raises WorkloadError."""
+    """Read the requests in `path`. Raise WorkloadError."""
     return workload_of(path, _rows(path), FORMAT, clip)
 
 
@@ -62,7 +62,8 @@ def _at_least_one(entry: dict[str, object], name: str, path: Path, line: int) ->
 
 
 def write_jsonl(workload: Workload, path: Path) -> None:
-    """Write `workload` so that `load` gives the same requests. Raises WorkloadError if it cannot."""
+    """Write `workload` so that `load` returns the same requests. Raise WorkloadError if that is
+    impossible."""
     try:
         with path.open("w", encoding="utf-8") as lines:
             for request in workload.requests:

@@ -17,46 +17,47 @@ Times = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens of prompt, reasoning and answer; arrays of one entry a request."""
+    """Tokens of prompt, reasoning and answer; arrays with an entry per request."""
 
     prompt: Tokens
     reasoning: Tokens
     answer: Tokens
 
     def __len__(self) -> int:
-        """Requests."""
+        """Return the number of requests."""
         return len(self.prompt)
 
     def requests(self, times: Times, prefix: str) -> list[SimRequest]:
-        """One request for each of `times` (seconds), called `prefix`-0, `prefix`-1, ..."""
+        """Return a request for each of `times` (seconds), with ids `prefix`-0, `prefix`-1, ..."""
         columns = (times, self.prompt, self.reasoning, self.answer)
         rows = zip(*(column.tolist() for column in columns), strict=True)
         return [SimRequest(f"{prefix}-{n}", *row) for n, row in enumerate(rows)]
 
 
-# Lengths of `count` requests, drawn from `rng`.
+# Draws the lengths of `count` requests from `rng`.
 DrawLengths = Callable[[int, np.random.Generator], Lengths]
 
 
 def tokens(values: ArrayLike, least: int = 1) -> Tokens:
-    """Rounded to whole tokens, and to at least `least`."""
+    """Round to whole tokens, at least `least`."""
     rounded: Tokens = np.maximum(np.rint(np.asarray(values, dtype=np.float64)), least).astype(np.int64)
     return rounded
 
 
 def lognormal(median: float, p99: float, count: int, rng: np.random.Generator) -> NDArray[np.float64]:
-    """`count` draws from the lognormal distribution with that median and that 99th percentile."""
+    """Draw `count` values from the lognormal distribution with that median and that 99th percentile."""
     # 2.3263: the 99th percentile of the standard normal distribution.
     return rng.lognormal(math.log(median), math.log(p99 / median) / 2.3263, count)
 
 
 def lognormal_of_mean(mean: float, sigma: float, count: int, rng: np.random.Generator) -> NDArray[np.float64]:
-    """`count` draws from the lognormal distribution with that mean; `sigma`: deviation of the logarithm."""
+    """Draw `count` values from the lognormal distribution with that mean; `sigma` is that of the
+    logarithm."""
     return rng.lognormal(math.log(mean) - sigma**2 / 2, sigma, count)
 
 
 def blend(parts: Sequence[tuple[float, DrawLengths]], count: int, rng: np.random.Generator) -> Lengths:
-    """Lengths of `count` requests, each of a kind with its probability (they add up to 1)."""
+    """Draw the lengths of `count` requests, each of a kind with its probability (probabilities sum to 1)."""
     which = rng.choice(len(parts), size=count, p=[share for share, _ in parts])
     prompt, reasoning, answer = (np.zeros(count, np.int64) for _ in range(3))
     for index, (_, draw) in enumerate(parts):

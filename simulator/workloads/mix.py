@@ -2,8 +2,8 @@
 
 A third of the requests each: `sharegpt_turns`, `code` and `r1`.
 
-The shares are ours, not a measurement: each kind brings another bottleneck (long histories, prefill, long
-decodes), so that a policy made for one of them meets the others. The kind of each request is drawn
+The shares are ours, not a measurement: each kind has a different bottleneck (long histories, prefill, long
+decodes), so a policy made for one of them is tested on the others. The kind of each request is drawn
 independently.
 """
 
@@ -20,10 +20,10 @@ NAME = "mix"
 
 
 def lengths(count: int, rng: np.random.Generator) -> Lengths:
-    """Lengths of `count` requests."""
+    """Draw the lengths of `count` requests."""
     return blend([(1 / 3, sharegpt_turns.lengths), (1 / 3, code.lengths), (1 / 3, r1.lengths)], count, rng)
 
 
 def generate(count: int, rate_per_s: float, seed: int) -> list[SimRequest]:
-    """`count` requests at `rate_per_s`."""
+    """Generate `count` requests at `rate_per_s`."""
     return poisson_requests(NAME, lengths, count, rate_per_s, seed)

@@ -1,8 +1,8 @@
 """Mooncake traces: JSONL with timestamp (milliseconds), input_length, output_length, hash_ids.
 
-A hash id names 512 tokens of the prompt and all before them; the last one, what is left.
+A hash id names 512 tokens of the prompt and everything before them; the last one names the rest.
 
-https://github.com/kvcache-ai/Mooncake. Prompts of up to 126K tokens: see `fit`.
+https://github.com/kvcache-ai/Mooncake. Prompts have up to 126K tokens: see `fit`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FORMAT = Format("Mooncake trace", "timestamp")
 
 
 def load(path: Path, clip: Clip = EVERYTHING) -> Workload:
-    """The trace in `path`; time is that of the file. Raises WorkloadError."""
+    """Read the trace in `path`; times are those of the file. Raise WorkloadError."""
     return workload_of(path, _rows(path), FORMAT, clip)
 
 
@@ -38,7 +38,7 @@ def _rows(path: Path) -> Iterator[Row]:
 
 
 def _names(entry: Mapping[str, object], path: Path, line: int) -> tuple[int, ...]:
-    """Those of whole units; traces without hash ids have none."""
+    """Return the names of whole units; empty for traces without hash ids."""
     ids = entry.get("hash_ids", [])
     if not isinstance(ids, list):
         raise wrong(path, line, "hash_ids", "not a list")

@@ -1,4 +1,4 @@
-"""Lengths of the requests of PASCAL's experiments (HPCA'26), as far as the paper says what they were."""
+"""Lengths of the requests of PASCAL's experiments (HPCA'26), as far as the paper specifies them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def arena_hard(count: int, rng: np.random.Generator) -> Lengths:
 def _problems(
     prompt_mean: float, reasoning_mean: float, answer_mean: float, count: int, rng: np.random.Generator
 ) -> Lengths:
-    """Lognormal lengths with these means; sigma 0.6 for prompts and answers, 0.8 for reasoning."""
+    """Draw lognormal lengths with these means; sigma is 0.6 for prompts and answers, 0.8 for reasoning."""
     prompt = lognormal_of_mean(prompt_mean, 0.6, count, rng)
     reasoning = lognormal_of_mean(reasoning_mean, 0.8, count, rng)
     answer = lognormal_of_mean(answer_mean, 0.6, count, rng)
@@ -79,11 +79,11 @@ live_code_bench = partial(_problems, 500.0, 5_100.0, 5_100.0 / 8.48)
 def math_gpqa_lcb(count: int, rng: np.random.Generator) -> Lengths:
     """Problems with long reasoning and short answers: MATH-500, GPQA and LiveCodeBench in equal shares.
 
-    For PASCAL's figures 14 and 16 (HPCA'26, section V-D). Published is only that "the number of reasoning
-    tokens can reach as much as 8.48x" that of answering tokens; taken here as the ratio of the means of
-    LiveCodeBench, the one with the longest reasoning. All else is an assumption, in the order that the three
-    are known for: prompts of about 75, 200 and 500 tokens; reasoning of mean 1,100, 2,600 and 5,100 tokens;
-    answers of mean 350, 430 and 601.
+    For PASCAL's figures 14 and 16 (HPCA'26, section V-D). The paper says only that "the number of reasoning
+    tokens can reach as much as 8.48x" that of answering tokens; this is taken as the ratio of the means of
+    LiveCodeBench, the one with the longest reasoning. Everything else is an assumption, in the order that the
+    three are known for: prompts of about 75, 200 and 500 tokens; reasoning of mean 1,100, 2,600 and 5,100
+    tokens; answers of mean 350, 430 and 601.
     """
     return blend([(1 / 3, math_500), (1 / 3, gpqa), (1 / 3, live_code_bench)], count, rng)
 
@@ -97,8 +97,8 @@ def reasoning_phase(count: int, rng: np.random.Generator) -> Lengths:
     """The reasoning phase alone: PASCAL's characterisation on one GPU (HPCA'26, section III-A, figure 4).
 
     Prompts of 128 tokens; reasoning "randomly selected between 128 and 2048 tokens". The figure shows single
-    lengths, so they are taken from the multiples of 128, each as likely. The answer, which the figure leaves
-    out, is one token. The paper runs 300 requests; their rate is not given.
+    lengths, so they are drawn from the multiples of 128 with equal probability. The answer, which the figure
+    leaves out, is one token. The paper runs 300 requests; their rate is not given.
     """
     reasoning = 128 * rng.integers(1, 17, size=count)
     return Lengths(np.full(count, 128), reasoning, np.ones(count, np.int64))
@@ -107,10 +107,10 @@ def reasoning_phase(count: int, rng: np.random.Generator) -> Lengths:
 def answering_phase(count: int, rng: np.random.Generator) -> Lengths:
     """The answering phase alone: PASCAL's characterisation on one GPU (HPCA'26, section III-A, figure 5).
 
-    Prompt and reasoning together are 128 tokens, and their KV exists when the experiment begins; answers are
-    of 128 to 2048 tokens, taken from the multiples of 128 as in `reasoning_phase`. Here the 128 tokens are a
-    prompt that is still to be prefilled, some milliseconds of work. The paper runs 300 requests; their rate
-    is not given.
+    Prompt and reasoning together are 128 tokens, and their KV exists when the experiment begins; answers have
+    128 to 2048 tokens, drawn from the multiples of 128 as in `reasoning_phase`. Here the 128 tokens are a
+    prompt that is still to be prefilled, which takes some milliseconds. The paper runs 300 requests; their
+    rate is not given.
     """
     answer = 128 * rng.integers(1, 17, size=count)
     return Lengths(np.full(count, 128), np.zeros(count, np.int64), answer)

@@ -1,11 +1,12 @@
-"""Requests to a DeepSeek-R1 service, after the distributions that ServeGen publishes.
+"""Requests to a DeepSeek-R1 service, after the distributions published by ServeGen.
 
 Source: Y. Xiang et al., "ServeGen: Workload Characterization and Generation of Large Language Model Serving
 in Production", arXiv:2505.09999; data `data/reason/deepseek-r1` of https://github.com/alibaba/ServeGen,
-Apache-2.0. What is here are quantiles, derived by `scripts/derive_servegen.py`: one set for each of the
+Apache-2.0. The data here are quantiles, derived by `scripts/derive_servegen.py`: one set for each of the
 largest clients in each quarter of the day, and a few for all others. Within a client prompt, output and the
-share of reasoning are drawn independently, as ServeGen does; between clients they go together. Arrivals are
-Poisson, not ServeGen's bursty clients. Prompts come with the service's own tokenizer and up to 60K tokens.
+share of reasoning are drawn independently, as ServeGen does; between clients they are correlated. Arrivals
+are Poisson, unlike ServeGen's bursty clients. Prompts are counted by the service's own tokenizer and have up
+to 60K tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ NAME = "r1"
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Some of the service's requests: how many of all, and how they are distributed."""
+    """A client of the service: its share of all requests, and their distributions."""
 
     weight: float
     prompt_tokens: QuantileTable
@@ -37,7 +38,7 @@ class Client:
 
 @cache
 def clients() -> tuple[Client, ...]:
-    """The carried quantiles."""
+    """Return the clients with the quantiles in the data file."""
     data = json.loads((files("simulator.workloads") / "data" / "servegen_r1.json").read_text())
     shares = tuple(float(share) for share in data["shares"])
 
@@ -56,7 +57,7 @@ def clients() -> tuple[Client, ...]:
 
 
 def lengths(count: int, rng: np.random.Generator) -> Lengths:
-    """Lengths of `count` requests. Every request reasons and answers with at least one token each."""
+    """Draw the lengths of `count` requests, each with at least one token of reasoning and of answer."""
     population = clients()
     weights = np.array([client.weight for client in population])
     which = rng.choice(len(population), size=count, p=weights / weights.sum())
@@ -73,5 +74,5 @@ def lengths(count: int, rng: np.random.Generator) -> Lengths:
 
 
 def generate(count: int, rate_per_s: float, seed: int) -> list[SimRequest]:
-    """`count` requests at `rate_per_s`."""
+    """Generate `count` requests at `rate_per_s`."""
     return poisson_requests(NAME, lengths, count, rate_per_s, seed)

@@ -1,4 +1,4 @@
-"""A workload from what a user types."""
+"""Create a workload from a user's specification."""
 
 from __future__ import annotations
 
@@ -22,39 +22,40 @@ FORMATS: Mapping[str, Callable[[Path, Clip], Workload]] = {
     "jsonl": jsonl.load,
     "mooncake": mooncake.load,
 }
-# Requests of a generator when neither a count nor a duration is asked for.
+# Requests of a generator if neither a count nor a duration is given.
 DEFAULT_COUNT = 1_000
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadOptions:
-    """What a user may ask of a workload; times in seconds, rates in requests a second."""
+    """Options of a workload; times are in seconds, rates in requests per second."""
 
-    # Of generators; traces have nothing random.
+    # Seed of generators; traces have no randomness.
     seed: int = 0
-    # A generator's mean rate (it must have one); a trace is scaled in time until its mean rate is this.
+    # Mean rate: required for generators; a trace is scaled in time to reach it.
     rate_per_s: float | None = None
-    # A trace's time runs this many times as fast; not together with rate_per_s.
+    # Factor by which a trace's time is sped up; excludes rate_per_s.
     speed: float | None = None
-    # At most so many requests; of a generator exactly so many.
+    # Maximum number of requests; for generators the exact number.
     count: int | None = None
-    # A window of the workload's own time, before scaling.
+    # A window in the workload's own time, before scaling.
     start_s: float = 0.0
     duration_s: float | None = None
-    # Prompts are cut so that prompt and output fit into so many tokens; None: left as they are.
+    # Prompts are truncated so that prompt and output fit into this many tokens; None: no limit.
     max_model_len: int | None = None
 
     @property
     def clip(self) -> Clip:
-        """The part of the workload that is asked for. Raises WorkloadError if there can be none."""
+        """The selected section of the workload. Raise WorkloadError if it is always empty."""
         return Clip(self.start_s, self.duration_s, self.count)
 
 
 def resolve_workload(spec: str, options: WorkloadOptions) -> Workload:
-    """The workload that `spec` names: a generator, `format:path`, or several of them with commas between.
+    """Create the workload that `spec` names: a generator, `format:path`, or several of them separated by
+    commas.
 
-    Of several, each gives an equal share of the count and of the rate, and they run side by side. Raises
-    WorkloadError for what does not exist, cannot be read, or is asked for in a way that makes no sense.
+    Several parts run side by side, each with an equal share of the count and the rate. Raise WorkloadError
+    for a workload that does not exist or cannot be read, and for options that contradict it.
     """
     parts = [part.strip() for part in spec.split(",")]
     if len(parts) == 1:
@@ -68,7 +69,7 @@ def resolve_workload(spec: str, options: WorkloadOptions) -> Workload:
 
 
 def _share(options: WorkloadOptions, place: int, parts: int) -> WorkloadOptions:
-    """The options of one of several parts: its share of count and rate, and a seed of its own."""
+    """Return the options of one of several parts: its share of count and rate, and its own seed."""
     count = options.count
     if count is not None:
         count = count // parts + (place < count % parts)
@@ -111,7 +112,7 @@ def _generated(generator: Generator | SessionGenerator, options: WorkloadOptions
     clip = options.clip
     count = DEFAULT_COUNT if clip.count is None else clip.count
     if clip.duration_s is not None and clip.count is None:
-        # Eight standard deviations above the mean: that so many arrive before the window ends never happens.
+        # Eight standard deviations above the mean: enough to cover the window.
         mean = rate * clip.duration_s
         spread = math.sqrt(mean) * max(1.0, generator.arrival_cv)
         count = math.ceil(mean + 8.0 * spread) + 8

@@ -1,10 +1,11 @@
-"""What all trace formats share: reading a file, naming what is wrong in it, and rows that become requests.
+"""Common parts of trace formats: reading a file, reporting what is wrong in it, and converting rows to
+requests.
 
-Behaviour common to all formats:
+All formats:
 
 - A file that cannot be read, is not text, or has no requests: WorkloadError.
 - A malformed value (not a number, negative, missing): WorkloadError naming file, line and field.
-- A row that arrives before the row above it: the same. A trace is in the order of arrival, or it is broken.
+- A row that arrives before the row above it: the same, since a trace must be in the order of arrival.
 - Blank lines are skipped.
 """
 
@@ -30,10 +31,10 @@ _WHOLE = re.compile(r"-?[0-9]{1,18}")
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A trace format as messages name it."""
+    """A trace format: its name and time field in messages."""
 
     name: str
-    # The field that holds the time of arrival.
+    # The field with the time of arrival.
     time_field: str
 
 
@@ -46,14 +47,14 @@ class Row(NamedTuple):
     prompt_tokens: int
     reasoning_tokens: int
     answer_tokens: int
-    # As SimRequest has them.
+    # As in SimRequest.
     unit_names: tuple[int, ...] = ()
     unit_tokens: int = 0
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[TextIO]:
-    """The file as text. Raises WorkloadError for one that cannot be read."""
+    """Open a file as text. Raise WorkloadError if it cannot be read."""
     try:
         with path.open(encoding="utf-8", newline="") as lines:
             yield lines
@@ -64,15 +65,15 @@ def reading(path: Path) -> Iterator[TextIO]:
 
 
 def wrong(path: Path, line: int, field: str, problem: str) -> WorkloadError:
-    """The error for a field of a row."""
+    """Return the error for a field of a row."""
     return WorkloadError(f"{path}, line {line}, field {field!r}: {problem}")
 
 
 def whole(value: object, path: Path, line: int, field: str) -> int:
-    """A number of tokens, from text or from JSON. Raises WorkloadError."""
+    """Parse a number of tokens from text or JSON. Raise WorkloadError."""
     number: int | None = None
     if isinstance(value, str):
-        # int() itself also takes underscores and spaces.
+        # int() itself also accepts underscores and spaces.
         number = int(value) if _WHOLE.fullmatch(value) else None
     elif isinstance(value, int) and not isinstance(value, bool):
         number = value
@@ -86,7 +87,7 @@ def whole(value: object, path: Path, line: int, field: str) -> int:
 
 
 def seconds(value: object, path: Path, line: int, field: str) -> float:
-    """A time that is not negative, from text or from JSON, in the unit given. Raises WorkloadError."""
+    """Parse a non-negative time from text or JSON, without converting its unit. Raise WorkloadError."""
     number = math.nan
     if isinstance(value, (str, int, float)) and not isinstance(value, bool):
         try:
@@ -101,9 +102,9 @@ def seconds(value: object, path: Path, line: int, field: str) -> float:
 
 
 def workload_of(path: Path, rows: Iterable[Row], form: Format, clip: Clip) -> Workload:
-    """The workload of a trace's rows, cut by `clip`; no more rows are read than that takes.
+    """Return the workload of a trace's rows, cut by `clip`; no more rows are read than necessary.
 
-    Rows without a prompt or an output are requests that failed: they are left out, and counted in the source.
+    Rows without a prompt or an output are failed requests: they are left out, and counted in the source.
     """
     failed = 0
 
@@ -137,10 +138,10 @@ def workload_of(path: Path, rows: Iterable[Row], form: Format, clip: Clip) -> Wo
 
 
 def cells(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
-    """(line, the cells of `columns` in that order) for each row that is not blank.
+    """Yield (line, cells of `columns` in that order) for each row that is not blank.
 
-    Other columns may be there and are ignored. Raises WorkloadError for a missing column, a row with fewer or
-    more cells than the first line, and what is no CSV.
+    Other columns are ignored. Raise WorkloadError for a missing column, a row with another number of cells
+    than the first line, and invalid CSV.
     """
     with reading(path) as lines:
         reader = csv.reader(lines)
@@ -165,7 +166,8 @@ def cells(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[str]]]
 
 
 def objects(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
-    """(line, object) for each line that is not blank. Raises WorkloadError for what is no object."""
+    """Yield (line, object) for each line that is not blank. Raise WorkloadError for anything but an
+    object."""
     with reading(path) as lines:
         for line, text in enumerate(lines, start=1):
             if not text.strip():
@@ -180,7 +182,7 @@ def objects(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
 
 
 def field(entry: Mapping[str, object], name: str, path: Path, line: int) -> object:
-    """The value of a field that must be there. Raises WorkloadError."""
+    """Return the value of a required field. Raise WorkloadError if it is missing."""
     if name not in entry:
         raise wrong(path, line, name, "missing")
     return entry[name]

@@ -1,12 +1,12 @@
-"""Sessions: requests that begin with what was said before, and with what others say, too.
+"""Sessions: requests whose prompts begin with earlier turns, and with text that other sessions share.
 
-A session is of one application, whose instructions and tools every prompt begins with; some sessions are
-about a document, of a collection that sessions share. Popular ones are asked of more often (Zipf). Each turn
-adds a message, or a tool's result, and the answer to it; then somebody reads it, or a tool runs, and the next
-turn follows. Sessions begin as a Poisson process, and many are under way when the workload begins. Arrivals
-wait for no answer: it is taken to come at a steady pace.
+A session belongs to one application, whose instructions and tools begin every prompt; some sessions are about
+a document of a shared collection. Applications and documents have a Zipf popularity. Each turn adds a message
+or a tool's result, and the answer to it; the next turn follows after a gap in which a user reads or a tool
+runs. Sessions begin as a Poisson process, and many are in progress when the workload begins. Arrivals do not
+wait for answers, which are assumed to take a constant time per token.
 
-Prompts and answers are named in units, so that what is equal is found.
+Prompts and answers are named in units, so that equal text can be found in caches.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from simulator.workloads.lengths import lognormal_of_mean, tokens
 
 UNIT_TOKENS: Final = 64
 MOST_TOKENS: Final = 131_072
-# Seconds a token of an answer: 50 tokens a second.
+# Assumed seconds per token of an answer.
 PACE_S: Final = 0.02
-# Of a session's turns, gaps and lengths so many mean lifetimes pass before the workload begins.
+# Simulated time before the workload begins, in mean session lifetimes.
 _BEFORE: Final = 4.0
-# Spread of lengths of which only the mean is known: standard deviation equal to the mean, as in `sharegpt`.
+# Spread of lengths whose mean alone is known: standard deviation equal to the mean, as in `sharegpt`.
 _SIGMA: Final = 0.8326
-# Units of one session, document or application.
+# Bits that number the units of one session, document or application.
 _UNITS_BITS: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What sessions are like. Lengths are means in tokens, drawn lognormal."""
+    """Statistics of sessions. Lengths are means in tokens of lognormal distributions."""
 
     # Geometric, at least one.
     turns: float
-    # From an answer's end to the next turn, in seconds; lognormal, `gap_sigma` of its logarithm.
+    # Seconds from the end of an answer to the next turn; lognormal, `gap_sigma` is that of the logarithm.
     gap_s: float
     gap_sigma: float
     apps: int
@@ -48,16 +48,16 @@ class Shape:
     first_tokens: float
     later_tokens: float
     answer_tokens: float
-    # Documents that there are, and the share of sessions about one.
+    # Number of documents, and share of sessions that are about one.
     documents: int = 0
     document_share: float = 0.0
     document_tokens: float = 0.0
-    # The n-th most popular application or document has a share in proportion to n ** -zipf.
+    # The n-th most popular application or document has a share proportional to n ** -zipf.
     zipf: float = 1.0
 
 
 class _Library:
-    """Applications and documents, and how popular they are."""
+    """Applications and documents with their popularity."""
 
     def __init__(self, shape: Shape, rng: np.random.Generator) -> None:
         self._shape = shape
@@ -68,7 +68,8 @@ class _Library:
         self._document_shares = _zipf(shape.documents, shape.zipf)
 
     def draw(self, rng: np.random.Generator) -> tuple[int, int | None]:
-        """A session's application, and its document, if it is about one; a document is one application's."""
+        """Draw a session's application, and its document or None; each document belongs to one
+        application."""
         shape = self._shape
         if shape.documents and rng.random() < shape.document_share:
             document = int(rng.choice(shape.documents, p=self._document_shares))
@@ -82,14 +83,15 @@ def _zipf(count: int, exponent: float) -> np.ndarray[tuple[int], np.dtype[np.flo
 
 
 def session_requests(name: str, shape: Shape, count: int, rate_per_s: float, seed: int) -> list[SimRequest]:
-    """The first `count` requests at a mean rate of `rate_per_s`. Raises WorkloadError for no rate."""
+    """Generate the first `count` requests at a mean rate of `rate_per_s`. Raise WorkloadError for an invalid
+    rate."""
     check_rate(count, rate_per_s)
     library_rng, times_rng, rng = (np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(3))
     library = _Library(shape, library_rng)
     lifetime_s = shape.turns * (shape.gap_s + PACE_S * shape.answer_tokens)
     begin_s, number = -_BEFORE * lifetime_s, 0
     requests: list[SimRequest] = []
-    # Turns of sessions that have begun, by their time.
+    # Turns of sessions that have begun, by time.
     ahead: list[tuple[float, int, SimRequest]] = []
     while len(requests) < count:
         begin_s += times_rng.standard_exponential() * shape.turns / rate_per_s
@@ -104,7 +106,7 @@ def session_requests(name: str, shape: Shape, count: int, rate_per_s: float, see
 def _session(
     name: str, shape: Shape, library: _Library, number: int, begin_s: float, rng: np.random.Generator
 ) -> Iterator[SimRequest]:
-    """Its turns since the workload began."""
+    """Yield the session's turns after the start of the workload."""
     app, document = library.draw(rng)
     turns = int(rng.geometric(1.0 / shape.turns))
     first = lognormal_of_mean(shape.first_tokens, _SIGMA, 1, rng)
@@ -137,7 +139,7 @@ def _session(
 
 
 def _names(total: int, ends: tuple[tuple[int, int], ...], owner: int) -> tuple[int, ...]:
-    """A unit is that of the first whose part it ends in, and beyond all parts the session's own."""
+    """Name units by the shared part in which they end, or by the session if they end beyond all parts."""
     names: list[int] = []
     for unit in range(total // UNIT_TOKENS):
         end = (unit + 1) * UNIT_TOKENS

@@ -20,21 +20,21 @@ from simulator.workloads.lengths import Lengths, lognormal_of_mean, tokens
 NAME = "sharegpt"
 
 ANSWER_MEAN = 338.0
-# Of the logarithm; the square root of ln 2 makes the standard deviation equal to the mean.
+# Sigma of the logarithm; the square root of ln 2 makes the standard deviation equal to the mean.
 ANSWER_SIGMA = 0.8326
 
 
 def messages(count: int, rng: np.random.Generator) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Lengths of `count` user messages and of their answers."""
+    """Draw the lengths of `count` user messages and of their answers."""
     return sharegpt_ares.PROMPT.sample(count, rng), lognormal_of_mean(ANSWER_MEAN, ANSWER_SIGMA, count, rng)
 
 
 def lengths(count: int, rng: np.random.Generator) -> Lengths:
-    """Lengths of `count` requests."""
+    """Draw the lengths of `count` requests."""
     prompt, answer = messages(count, rng)
     return Lengths(tokens(prompt), np.zeros(count, np.int64), tokens(answer))
 
 
 def generate(count: int, rate_per_s: float, seed: int) -> list[SimRequest]:
-    """`count` requests at `rate_per_s`."""
+    """Generate `count` requests at `rate_per_s`."""
     return poisson_requests(NAME, lengths, count, rate_per_s, seed)

@@ -33,11 +33,11 @@ OUTPUT = QuantileTable(
 
 
 def lengths(count: int, rng: np.random.Generator) -> Lengths:
-    """Lengths of `count` requests."""
+    """Draw the lengths of `count` requests."""
     prompt, output = PROMPT.sample(count, rng), OUTPUT.sample(count, rng)
     return Lengths(tokens(prompt), np.zeros(count, np.int64), tokens(output))
 
 
 def generate(count: int, rate_per_s: float, seed: int) -> list[SimRequest]:
-    """`count` requests at `rate_per_s`."""
+    """Generate `count` requests at `rate_per_s`."""
     return poisson_requests(NAME, lengths, count, rate_per_s, seed)

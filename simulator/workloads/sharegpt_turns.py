@@ -1,10 +1,10 @@
 """ShareGPT, any turn of a conversation: the prompt is the history and the new message.
 
-CascadeInfer takes ShareGPT conversations, drops what is longer than 128K tokens, and gives no lengths
-(sections 2.2 and 6.1). Here a conversation goes on after each turn with probability 0.73, as 73% of
+CascadeInfer uses ShareGPT conversations, drops those longer than 128K tokens, and reports no lengths
+(sections 2.2 and 6.1). Here a conversation continues after each turn with probability 0.73, since 73% of
 ShareGPT's have several turns (Gao et al., "CachedAttention", USENIX ATC'24); a request is any turn of any
-conversation, each as likely; messages and answers are those of `sharegpt`. That gives prompts of mean about
-2,000 tokens with a long tail. What is longer than 128K is cut to it.
+conversation with equal probability; messages and answers are those of `sharegpt`. That results in prompts of
+mean about 2,000 tokens with a long tail, cut at 128K.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MOST_TOKENS = 131_072
 
 
 def lengths(count: int, rng: np.random.Generator) -> Lengths:
-    """Lengths of `count` requests."""
+    """Draw the lengths of `count` requests."""
     # The turn of a request, from 1: geometric, like the number of turns of a conversation.
     turns = rng.geometric(1.0 - GOES_ON, size=count)
     message, answer = messages(int(turns.sum()), rng)
@@ -35,5 +35,5 @@ def lengths(count: int, rng: np.random.Generator) -> Lengths:
 
 
 def generate(count: int, rate_per_s: float, seed: int) -> list[SimRequest]:
-    """`count` requests at `rate_per_s`."""
+    """Generate `count` requests at `rate_per_s`."""
     return poisson_requests(NAME, lengths, count, rate_per_s, seed)

@@ -1,4 +1,5 @@
-"""How a workload's load varies: tokens a minute, their variation and correlation (Arrow, section 3.1)."""
+"""Variability of a workload's load: tokens per minute, their variation and correlation (Arrow, section
+3.1)."""
 
 from __future__ import annotations
 
@@ -14,27 +15,28 @@ from simulator.workloads.lengths import Tokens
 
 @dataclass(frozen=True, slots=True)
 class LoadPerMinute:
-    """Tokens of the requests of each minute from the first arrival on; minutes without are left out.
+    """Tokens of the requests of each minute from the first arrival, without minutes that have no requests.
 
-    Leaving them out is what reproduces Arrow's figures: the Azure code trace has minutes without requests.
+    Leaving those out reproduces Arrow's figures: the Azure code trace has minutes without requests.
     """
 
     prompt_tokens: Tokens
     output_tokens: Tokens
 
     def prompt_variation(self) -> float:
-        """Coefficient of variation of the prompt tokens a minute: standard deviation over mean."""
+        """Return the coefficient of variation of the prompt tokens per minute: standard deviation over
+        mean."""
         return float(self.prompt_tokens.std() / self.prompt_tokens.mean())
 
     def correlation(self) -> float | None:
-        """Pearson's correlation of prompt and output tokens a minute; None when either does not vary."""
+        """Return Pearson's correlation of prompt and output tokens per minute; None if either is constant."""
         if not self.prompt_tokens.std() or not self.output_tokens.std():
             return None
         return float(np.corrcoef(self.prompt_tokens, self.output_tokens)[0, 1])
 
 
 def load_per_minute(requests: Sequence[SimRequest]) -> LoadPerMinute:
-    """Raises WorkloadError for no requests."""
+    """Compute the load per minute. Raise WorkloadError if there are no requests."""
     if not requests:
         raise WorkloadError("no requests, no load")
     start_s = requests[0].arrival_s
