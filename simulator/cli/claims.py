@@ -1,4 +1,4 @@
-"""`tailrace claims`: the papers' numbers, and ours."""
+"""Implement `tailrace claims`: the papers' numbers next to ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tailrace compare POLICY... --workload W`: several policies side by side."""
+"""Implement `tailrace compare POLICY... --workload W`: several policies side by side."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def compare_command(
         parameters=parameters_of(assignments, policies),
     )
     with simulation_errors():
-        # What cannot be had is said before anything runs.
+        # Report unusable workloads before anything runs.
         for workload in workloads:
             resolve_workload(workload, replace(plan.options, rate_per_s=plan.rates[0], seed=seed))
         plan = replace(plan, starts_s=_stretches(plan))
@@ -153,7 +153,7 @@ def compare_command(
 
 
 def _stretches(plan: Plan) -> dict[str, list[float]]:
-    """Of each trace of which only `--count` requests are taken, without a window that the user chose."""
+    """Return the section starts of each trace that `--count` shortens, unless the user chose a window."""
     options, seeds = plan.options, len(plan.seeds)
     if options.count is None or options.start_s or options.duration_s is not None or seeds == 1:
         return {}
@@ -221,7 +221,7 @@ def _plain_cell(cell: Cell) -> dict[str, JsonValue]:
 
 
 def _csv(comparison: Comparison) -> str:
-    """A line a run."""
+    """Format a line per run."""
     rows = [
         {
             "workload": group.workload,

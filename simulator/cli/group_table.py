@@ -1,4 +1,4 @@
-"""Policies side by side as a table that fits the terminal."""
+"""Format a comparison of policies as a table that fits the terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from simulator.comparison import Cell, Group
 from simulator.estimate import Best
 from simulator.figure_text import SHOWN, half_text, mean_text
 
-# In this order they are shown; in that order they are left out where there is no room.
+# In the order of display; _LEAVE_OUT is the order in which columns are dropped if there is no room.
 FIGURES: Final = (
     *("attainment", "goodput_per_s", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s", "latency_p99_s"),
     "tokens_per_s",
@@ -35,9 +35,9 @@ class _Column:
 
 
 def group_table(group: Group, width: int) -> tuple[Table, list[str]]:
-    """A row a policy, within `width` characters, and the headings that had to be left out.
+    """Return a table of at most `width` characters with a row per policy, and the headings that were dropped.
 
-    A mean and its interval stand side by side; where that is too wide, one below the other.
+    A mean and its interval are side by side, or one below the other if that is too wide.
     """
     for between in (" ", "\n"):
         columns = _columns(group, between)
@@ -82,7 +82,7 @@ def _text(name: str, cell: Cell, best: Best | None, between: str) -> str:
     mean, half, mark = mean_text(name, value), half_text(name, value), _mark(best, cell)
     if between == " ":
         return f"{mean} {half}".rstrip() + mark
-    # The mark beside the mean, the interval below it.
+    # The mark next to the mean, the interval below it.
     return f"{mean}{mark}\n{half}{' ' * len(mark)}" if half else mean + mark
 
 
@@ -93,5 +93,5 @@ def _mark(best: Best | None, cell: Cell) -> str:
 
 
 def _heading(words: str, between: str) -> str:
-    """In two lines where the cells are: `TTFT` over `P99 S`."""
+    """Split a heading where its cells are split: `TTFT` above `P99 S`."""
     return words if between == " " else words.replace(" ", "\n", 1)

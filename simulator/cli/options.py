@@ -1,4 +1,4 @@
-"""What the simulator's commands share: options, progress, figures as JSON, and where a report goes."""
+"""What the simulator's commands share: options, progress bars, figures as JSON, and writing a report."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _POSITIVE: Final = click.FloatRange(min=0.0, min_open=True)
 
 
 def fleet_options(function: F) -> F:
-    """--profile, --instances, --length-penalty, --prefill-instances, --prefix-caching, --host-kv,
-    --host-caching, --predict."""
+    """Add --profile, --instances, --length-penalty, --prefill-instances, --prefix-caching, --host-kv,
+    --host-caching and --predict."""
     for option in reversed(
         (
             click.option(
@@ -90,7 +90,7 @@ def fleet_options(function: F) -> F:
 
 
 def workload_options(function: F) -> F:
-    """--speed, --count, --start, --duration, --max-model-len."""
+    """Add --speed, --count, --start, --duration and --max-model-len."""
     for option in reversed(
         (
             click.option("--speed", type=_POSITIVE, help="Factor by which a trace's time is sped up."),
@@ -113,7 +113,7 @@ def workload_options(function: F) -> F:
 
 
 def slo_options(function: F) -> F:
-    """--slo-ttft, --slo-tpot, --slo-qoe, --slo-pace, --slo-admit. 0 asks for nothing."""
+    """Add --slo-ttft, --slo-tpot, --slo-qoe, --slo-pace and --slo-admit; 0 sets no objective."""
     least = click.FloatRange(min=0.0)
     for option in reversed(
         (
@@ -158,7 +158,7 @@ def slo_options(function: F) -> F:
 
 
 def slo_of(ttft_s: float, tpot_s: float, qoe: float, pace_s: float, admit: float) -> Slo:
-    """From the options, where 0 stands for nothing asked for."""
+    """Make the SLO from options, where 0 sets no objective."""
     return Slo(ttft_s or None, tpot_s or None, qoe or None, pace_s or None, admit or None)
 
 
@@ -171,7 +171,7 @@ def fleet_of(
     host_kv_gib: float,
     host_caching: bool,
 ) -> Fleet:
-    """From the options. Raises UsageProblem that names the option."""
+    """Make the fleet from options. Raise UsageProblem that names the option."""
     try:
         load_profile(profile)
     except ProfileError as error:
@@ -190,10 +190,10 @@ def fleet_of(
 
 
 def check_policy(name: str, option: str) -> None:
-    """Raises UsageProblem with the known names when there is no such policy.
+    """Raise UsageProblem with the known names if there is no such policy.
 
-    A `module:Class` may lie in the working directory, after everything that is installed; processes that are
-    started later look there too.
+    A `module:Class` may be in the working directory, which is searched after everything that is installed;
+    worker processes search it too.
     """
     here = str(Path.cwd())
     if ":" in name and here not in sys.path:
@@ -206,7 +206,8 @@ def check_policy(name: str, option: str) -> None:
 
 @contextmanager
 def simulation_errors() -> Iterator[None]:
-    """Errors of the block as one line: of the workload wrong usage, of a run a failure."""
+    """Convert a workload's errors to usage errors and a run's errors to failures, each with a one-line
+    message."""
     try:
         yield
     except WorkloadError as error:
@@ -228,7 +229,7 @@ set_option = click.option(
 def parameters_of(
     assignments: Iterable[str], policies: Sequence[str]
 ) -> dict[str, tuple[tuple[str, Value], ...]]:
-    """What each policy is given, checked. Raises UsageProblem."""
+    """Return the parameters of each policy, checked. Raise UsageProblem."""
     try:
         given = _by_policy(read_assignments(assignments), policies)
         setups = {policy: setup_for(policy).with_parameters(given[policy]) for policy in policies}
@@ -238,10 +239,10 @@ def parameters_of(
 
 
 def _by_policy(assigned: dict[str, str], policies: Sequence[str]) -> dict[str, dict[str, Value]]:
-    """Raises ParameterError, UnknownSetupError."""
+    """Assign options to policies. Raise ParameterError or UnknownSetupError."""
     given: dict[str, dict[str, Value]] = {policy: {} for policy in policies}
     known = {policy: {p.name for p in setup_for(policy).parameters()} for policy in policies}
-    # What is said of one policy goes before what is said of all.
+    # Options for one policy override options for all.
     for key, value in sorted(assigned.items(), key=lambda entry: ":" in entry[0]):
         policy, colon, name = key.rpartition(":")
         if colon and policy not in given:
@@ -254,7 +255,7 @@ def _by_policy(assigned: dict[str, str], policies: Sequence[str]) -> dict[str, d
 
 @contextmanager
 def share_bar(label: str) -> Iterator[Callable[[float], None]]:
-    """A bar that is told the share done, from 0 to 1."""
+    """Show a progress bar that is updated with the share done, from 0 to 1."""
     with _bars() as bars:
         bar = bars.add_task(label, total=1.0)
         yield lambda share: bars.update(bar, completed=share)
@@ -262,7 +263,7 @@ def share_bar(label: str) -> Iterator[Callable[[float], None]]:
 
 @contextmanager
 def task_bar(label: str) -> Iterator[Callable[[Progress], None]]:
-    """A bar of tasks, which also names the one that ended last."""
+    """Show a progress bar of tasks, with the name of the task that ended last."""
     with _bars() as bars:
         bar = bars.add_task(label, total=1.0)
 
@@ -280,7 +281,7 @@ def _bars() -> Bars:
 
 
 def report_option(function: F) -> F:
-    """Add --report; its folder must exist before anything is simulated."""
+    """Add --report, whose directory must exist before anything is simulated."""
 
     def checked(_context: click.Context, _parameter: click.Parameter, value: Path | None) -> Path | None:
         if value is not None and not value.parent.is_dir():
@@ -296,7 +297,7 @@ def report_option(function: F) -> F:
 
 
 def write_report(path: Path, html: str) -> None:
-    """Write the page and say where. Raises CliError."""
+    """Write the page and print its path. Raise CliError."""
     try:
         path.write_text(html, encoding="utf-8")
     except OSError as error:
@@ -305,5 +306,5 @@ def write_report(path: Path, html: str) -> None:
 
 
 def plain(figures: Mapping[str, int | float]) -> dict[str, JsonValue]:
-    """For JSON, which has no NaN: null."""
+    """Convert figures to JSON, which has no NaN: it becomes null."""
     return {name: value if math.isfinite(value) else None for name, value in figures.items()}

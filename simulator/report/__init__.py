@@ -1,1 +1,1 @@
-"""Reports as one HTML file: no scripts, nothing loaded from elsewhere."""
+"""Reports as single HTML files, without scripts and external resources."""

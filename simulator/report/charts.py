@@ -1,4 +1,4 @@
-"""Charts over time: lines, stacked bars, length stages, and one row an instance."""
+"""Charts over time: lines, stacked bars, length stages, and strips with a row per instance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INNER_END: Final = WIDTH - RIGHT
 
 
 def draw_frame(drawing: Drawing, x: Scale, y: Scale, x_label: str, y_label: str) -> None:
-    """Grid lines, marks and labels. The y scale runs upwards: its start is the bottom."""
+    """Draw grid lines, ticks and labels. The y scale starts at the bottom."""
     for value in y.ticks(5):
         at = y.place(value)
         drawing.line(x.start, at, x.end, at, "grid")
@@ -32,7 +32,7 @@ def draw_frame(drawing: Drawing, x: Scale, y: Scale, x_label: str, y_label: str)
 
 
 def draw_x_axis(drawing: Drawing, x: Scale, bottom: float, label: str) -> None:
-    """The horizontal axis at `bottom`."""
+    """Draw the horizontal axis at `bottom`."""
     drawing.line(x.start, bottom, x.end, bottom, "axis")
     for value in x.ticks(8):
         at = x.place(value)
@@ -42,15 +42,15 @@ def draw_x_axis(drawing: Drawing, x: Scale, bottom: float, label: str) -> None:
 
 
 _LINES_HEIGHT: Final = 340.0
-# Points beyond which a line is drawn without markers.
+# Number of points above which a line is drawn without markers.
 _MARKED: Final = 60
-# Pixels between the whiskers of two lines, which would else hide each other.
+# Pixels between the whiskers of two lines, which would overlap otherwise.
 _APART: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """`half`: half the width of its interval; None: none is drawn."""
+    """A point of a line. `half`: half the width of its interval; None: no whisker."""
 
     x: float
     y: float
@@ -59,7 +59,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A named series. `series`: its place in the palette, the same on every chart of a page."""
+    """A named series. `series`: its index in the palette, the same on every chart of a page."""
 
     name: str
     series: int
@@ -68,18 +68,18 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """What is on it, with the unit."""
+    """The label of an axis, with the unit, and its range."""
 
     label: str
     logarithmic: bool = False
-    # It ends there; None: where its values do.
+    # Its end; None: that of the values.
     most: float | None = None
-    # It begins a little before the first value, not at 0.
+    # Whether it starts just below the first value instead of at 0.
     close: bool = False
 
 
 def line_chart(label: str, x: Axis, y: Axis, lines: Sequence[Line]) -> str:
-    """The picture. Points that are not numbers are left out."""
+    """Draw a line chart. Points that are not finite are left out."""
     drawing = Drawing(WIDTH, _LINES_HEIGHT, label)
     points = [point for line in lines for point in _finite(line)]
     xs = [point.x for point in points] or [0.0]
@@ -123,9 +123,9 @@ _BARS_HEIGHT: Final = 240.0
 
 
 def stacked_bars(label: str, y_label: str, counts: Mapping[str, Sequence[int]], end_s: float) -> str:
-    """A bar for each stretch of time from 0 to `end_s`; each name's counts have one entry a stretch.
+    """Draw a stacked bar for each interval of time from 0 to `end_s`; each name has a count per interval.
 
-    Names take the palette's colours in their order.
+    Names take the colours of the palette in order.
     """
     drawing = Drawing(WIDTH, _BARS_HEIGHT, label)
     bins = max((len(column) for column in counts.values()), default=1)
@@ -153,7 +153,7 @@ _SHORTEST: Final = 64
 
 
 def stage_chart(changes: Sequence[StageChange], end_s: float) -> str:
-    """A band a stage, with the number of its instances; none where there are no stages."""
+    """Draw a band per stage with its number of instances."""
     drawing = Drawing(WIDTH, _BANDS_HEIGHT, "length stages over time")
     longest = max((stage.hi for change in changes for stage in change.stages), default=_SHORTEST * 2)
     time = within(0.0, end_s, INNER_START, INNER_END)
@@ -182,14 +182,14 @@ def _band(
 
 
 _AXIS: Final = 52.0
-# Rows get thinner the more there are, and names are left out where they would not fit.
+# (Rows, height in pixels): rows get thinner with their number, and names that would not fit are left out.
 _ROW: Final = ((12, 19.0), (32, 11.0), (64, 6.0), (10**9, 3.0))
 _NAME: Final = 12.0
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that is so from `start_s` to `end_s`; `kind`: class of its colour; `title`: in words."""
+    """A state from `start_s` to `end_s`. `kind`: CSS class of its colour; `title`: its description."""
 
     start_s: float
     end_s: float
@@ -199,14 +199,14 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One instance."""
+    """The spans of one instance."""
 
     name: str
     spans: Sequence[Span]
 
 
 def strip_chart(label: str, rows: Sequence[Row], end_s: float) -> str:
-    """The picture; time from 0 to `end_s`."""
+    """Draw a row per instance, over time from 0 to `end_s`."""
     height = next(size for most, size in _ROW if len(rows) <= most)
     bottom = 6.0 + height * len(rows)
     drawing = Drawing(WIDTH, bottom + _AXIS, label)

@@ -10,7 +10,7 @@ from simulator.claims.base import Verdict
 from simulator.claims.catalogue import Checked
 from simulator.report.page import Cell, cards, heading, page, table
 
-# A verdict's sign, so that it does not depend on colour, and its class.
+# A verdict's symbol, so that it does not depend on colour, and its CSS class.
 _SIGNS: Final[Mapping[Verdict, tuple[str, Literal["yes", "partly", "no", "unknown"]]]] = {
     Verdict.HOLDS: ("✓", "yes"),
     Verdict.DIRECTION: ("~", "partly"),
@@ -24,7 +24,7 @@ _SUBTITLE: Final = (
 
 
 def claims_report(checked: Sequence[Checked]) -> str:
-    """A whole HTML document."""
+    """Return the report as an HTML document."""
     counts = Counter(one.finding.verdict for one in checked)
     body = [cards([(verdict.value, f"{counts[verdict]}") for verdict in Verdict if counts[verdict]])]
     for paper in dict.fromkeys(one.claim.paper for one in checked):

@@ -1,4 +1,4 @@
-"""TTFT by how long a request is, and its distribution, for one or several policies."""
+"""Charts of TTFT by request length, and of its distribution, for one or several policies."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _DISTRIBUTION: Final = 100
 
 
 def by_reasoning(points: Mapping[str, Sequence[Sequence[TtftPoint]]]) -> str:
-    """Tail TTFT of requests that reason, a line a policy, each the mean of its runs; "" if none do.
+    """Draw the tail TTFT of requests that reason, a line per policy, averaged over its runs; "" without any.
 
-    A bin that one of the runs does not have is left out, so that every point is over the same runs.
+    Bins that some run does not have are left out, so that every point covers the same runs.
     """
     lines = []
     for series, (name, runs) in enumerate(points.items()):
@@ -45,7 +45,7 @@ def by_reasoning(points: Mapping[str, Sequence[Sequence[TtftPoint]]]) -> str:
 
 
 def by_prompt(points: Mapping[str, Sequence[Sequence[TtftPoint]]]) -> str:
-    """The same of requests that do not reason, by prompt length in bins that double."""
+    """Draw the tail TTFT of requests that do not reason by prompt length, in bins that double."""
     lines = []
     for series, (name, runs) in enumerate(points.items()):
         tails = [
@@ -71,7 +71,7 @@ def by_prompt(points: Mapping[str, Sequence[Sequence[TtftPoint]]]) -> str:
 
 
 def distribution(points: Mapping[str, Sequence[Sequence[TtftPoint]]]) -> str:
-    """Share of requests whose first answering token has come after so many seconds, all runs together."""
+    """Draw the cumulative distribution of the time to the first answering token, over all runs."""
     lines = []
     for series, (name, runs) in enumerate(points.items()):
         values = [ttft for run in runs for _, _, ttft in run]
@@ -80,7 +80,7 @@ def distribution(points: Mapping[str, Sequence[Sequence[TtftPoint]]]) -> str:
         shares = np.linspace(0.5, 99.5, _DISTRIBUTION)
         places = np.percentile(values, shares)
         drawn = [Point(max(float(at), 1e-3), float(share)) for at, share in zip(places, shares, strict=True)]
-        # Many points of a smooth line: none is marked.
+        # Too many points for markers.
         lines.append(Line(name, series, drawn))
     if not lines:
         return ""

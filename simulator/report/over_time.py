@@ -1,4 +1,4 @@
-"""One run over time: KV use, pools, stages, migrations."""
+"""Charts of one run over time: KV use, pools, stages and migrations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from simulator.scenario import Detail
 from tailrace.cluster import Pool
 
 _LEVELS: Final = 10
-# Columns of a strip: a page is some 860 pixels wide.
+# Columns of a strip: a page is about 860 pixels wide.
 _COLUMNS: Final = 240
 _BARS: Final = 60
 _POOLS: Final[Mapping[Pool | None, tuple[str, str]]] = {
@@ -29,7 +29,7 @@ _POOLS: Final[Mapping[Pool | None, tuple[str, str]]] = {
 
 
 def kv_use(detail: Detail) -> str:
-    """How full each instance's KV is."""
+    """Draw the KV use of each instance."""
     series = detail.series
     times = _thinned(series.times_s)
     share = series.kv_used_tokens[times] / detail.kv_capacity_tokens
@@ -51,7 +51,7 @@ def kv_use(detail: Detail) -> str:
 
 
 def pool_membership(detail: Detail) -> str:
-    """The pool of each instance; "" where there are none."""
+    """Draw the pool of each instance; "" without pools."""
     series = detail.series
     if all(change.pool is None for change in series.pools):
         return ""
@@ -68,7 +68,7 @@ def pool_membership(detail: Detail) -> str:
 
 
 def stages(detail: Detail) -> str:
-    """Stages and their boundaries; "" where there are none."""
+    """Draw the stages and their boundaries; "" without stages."""
     changes = detail.series.stages
     if not any(change.stages for change in changes):
         return ""
@@ -80,7 +80,7 @@ def stages(detail: Detail) -> str:
 
 
 def migrations(detail: Detail) -> str:
-    """When requests moved and why; "" if none did."""
+    """Draw when and why requests migrated; "" if none did."""
     asked = detail.migrations
     if not asked:
         return ""
@@ -125,14 +125,14 @@ def _table(asked: Sequence[MigrationRecord], reasons: Sequence[str]) -> str:
 
 
 def _thinned(times: np.ndarray[tuple[int], np.dtype[np.float64]]) -> list[int]:
-    """Places of at most _COLUMNS samples, evenly chosen."""
+    """Return the indices of at most _COLUMNS samples, evenly spaced."""
     if len(times) <= _COLUMNS:
         return list(range(len(times)))
     return [round(place) for place in np.linspace(0, len(times) - 1, _COLUMNS).tolist()]
 
 
 def _runs(at_s: Sequence[float], levels: Sequence[int], shares: Sequence[float], end_s: float) -> list[Span]:
-    """Stretches of one level."""
+    """Merge consecutive samples with the same level into spans."""
     spans: list[Span] = []
     first = 0
     for place in range(1, len(levels) + 1):

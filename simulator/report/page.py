@@ -9,8 +9,8 @@ from typing import Final, Literal
 
 from simulator.report.svg import swatch
 
-# Series: Okabe and Ito's colours, which people with any colour vision tell apart, darker or lighter where the
-# ground asks for it. Heat: one hue from the ground's brightness to its opposite.
+# Series: Okabe and Ito's colours, which people with any colour vision can distinguish, adapted to the
+# background. Heat: one hue, from the background's brightness to its opposite.
 _STYLE: Final = """
 :root { color-scheme: light dark; --ground: #ffffff; --card: #f5f6f8; --text: #1b1f24; --dim: #57606a;
   --grid: #e3e6ea; --axis: #8b949e; --mark: #fff3d6;
@@ -82,16 +82,16 @@ _COLOURS: Final = "".join(
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A cell of a table, with a smaller line below."""
+    """A table cell, with a smaller line below."""
 
     text: str
     below: str = ""
-    # "best" and "tied" are set off; the others are verdicts.
+    # "best" and "tied" are highlighted; the others are verdicts.
     standing: Literal["", "best", "tied", "yes", "partly", "no", "unknown"] = ""
 
 
 def page(title: str, subtitle: str, body: Sequence[str]) -> str:
-    """A whole HTML document; `title` and `subtitle` are text, `body` is HTML."""
+    """Return an HTML document; `title` and `subtitle` are text, `body` is HTML."""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -103,22 +103,22 @@ def page(title: str, subtitle: str, body: Sequence[str]) -> str:
 
 
 def heading(words: str, lead: str = "") -> str:
-    """A section's title and what is to be seen in it."""
+    """Return a section's title with an introduction."""
     return f"<h2>{escape(words)}</h2>" + (f'<p class="dim">{escape(lead)}</p>' if lead else "")
 
 
 def subheading(words: str) -> str:
-    """A title within a section."""
+    """Return a title within a section."""
     return f"<h3>{escape(words)}</h3>"
 
 
 def paragraph(words: str) -> str:
-    """Text."""
+    """Return a paragraph of text."""
     return f"<p>{escape(words)}</p>"
 
 
 def cards(rows: Sequence[tuple[str, str]]) -> str:
-    """Figures that matter most: (what, value)."""
+    """Return the key figures, each (label, value)."""
     inner = "".join(
         f'<div class="card"><b>{escape(value)}</b><span>{escape(what)}</span></div>' for what, value in rows
     )
@@ -126,25 +126,25 @@ def cards(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def figure(picture: str, caption: str = "", legend: str = "") -> str:
-    """A chart with its legend above and words below."""
+    """Return a chart with its legend above and its caption below."""
     words = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
     return f"<figure>{legend}{picture}{words}</figure>"
 
 
 def line_legend(names: Sequence[tuple[str, int]]) -> str:
-    """(name, series) of the lines of a chart."""
+    """Return the legend of lines, each (name, series)."""
     rows = "".join(f"<li>{swatch(series)}{escape(name)}</li>" for name, series in names)
     return f'<ul class="legend">{rows}</ul>'
 
 
 def colour_legend(names: Sequence[tuple[str, str]]) -> str:
-    """(name, class of its colour) of areas."""
+    """Return the legend of areas, each (name, CSS class of its colour)."""
     rows = "".join(f'<li><i class="{kind}"></i>{escape(name)}</li>' for name, kind in names)
     return f'<ul class="legend">{rows}</ul>'
 
 
 def ramp_legend(low: str, high: str) -> str:
-    """The ten steps of heat, and what its ends stand for."""
+    """Return the ten heat colours with labels for both ends."""
     steps = "".join(f'<i class="h{n}"></i>' for n in range(10))
     return f'<div class="ramp">{escape(low)}<div>{steps}</div>{escape(high)}</div>'
 
@@ -155,7 +155,7 @@ def table(
     caption: str = "",
     worded: Collection[int] = (),
 ) -> str:
-    """The first column is names; those in `worded` are text that wraps, the others figures."""
+    """Return a table. The first column is names; columns in `worded` are wrapped text, the others figures."""
     head = "".join(
         f"<th{_words(place in worded)}>{escape(words)}</th>" for place, words in enumerate(headings)
     )

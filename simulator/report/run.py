@@ -11,7 +11,7 @@ from simulator.summary import summary_rows
 
 
 def run_report(outcome: Outcome) -> str:
-    """A whole HTML document."""
+    """Return the report as an HTML document."""
     scenario = outcome.scenario
     rows = summary_rows(outcome.figures)
     shown = {
@@ -56,5 +56,5 @@ def run_report(outcome: Outcome) -> str:
 
 
 def _short(value: str) -> str:
-    """Without the unit of a rate, which stands below it on a card."""
+    """Remove the unit of a rate, which the card shows below."""
     return value.removesuffix(" requests/s").removesuffix(" tokens/s")

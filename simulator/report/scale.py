@@ -1,4 +1,4 @@
-"""From values to places on an axis, and round numbers to mark."""
+"""Map values to positions on an axis, and choose round numbers for ticks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ROUND: Final = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """An axis from `low` to `high` over pixels `start` to `end`; logarithmic ones have `low` above 0."""
+    """An axis from `low` to `high` over pixels `start` to `end`. For logarithmic axes, `low` is above 0."""
 
     low: float
     high: float
@@ -21,7 +21,7 @@ class Scale:
     logarithmic: bool = False
 
     def place(self, value: float) -> float:
-        """Pixels; values outside are put on the nearer end."""
+        """Return the position of a value in pixels; values outside are clamped."""
         value = min(max(value, self.low), self.high)
         low, high = self.low, self.high
         if self.logarithmic:
@@ -29,14 +29,14 @@ class Scale:
         return self.start + (self.end - self.start) * (value - low) / (high - low)
 
     def ticks(self, about: int = 6) -> list[float]:
-        """Round values within the axis, some `about` of them."""
+        """Return about `about` round values within the axis."""
         return (
             _log_ticks(self.low, self.high, about) if self.logarithmic else _ticks(self.low, self.high, about)
         )
 
 
 def linear(values: Sequence[float], start: float, end: float) -> Scale:
-    """From 0 to a round number above all values."""
+    """Return a scale from 0 to a round number above all values."""
     high = max(values, default=0.0)
     if not high > 0.0:
         high = 1.0
@@ -45,7 +45,8 @@ def linear(values: Sequence[float], start: float, end: float) -> Scale:
 
 
 def logarithmic(values: Sequence[float], start: float, end: float) -> Scale:
-    """Around all positive values, to 1, 2 or 5 of a decade; from 1 to 10 without any."""
+    """Return a scale around all positive values, rounded to 1, 2 or 5 of a decade; without any, from 1 to
+    10."""
     positive = [value for value in values if value > 0.0]
     if not positive:
         return Scale(1.0, 10.0, start, end, True)
@@ -54,12 +55,12 @@ def logarithmic(values: Sequence[float], start: float, end: float) -> Scale:
 
 
 def within(low: float, high: float, start: float, end: float) -> Scale:
-    """Exactly from `low` to `high`, and a little more if they are equal."""
+    """Return a scale from exactly `low` to `high`, slightly extended if they are equal."""
     return Scale(low, high if high > low else low + 1.0, start, end)
 
 
 def tick_text(value: float) -> str:
-    """1200 as 1,200, 20000 as 20k, 0.25 as 0.25."""
+    """Format 1200 as 1,200, 20000 as 20k, 0.25 as 0.25."""
     if abs(value) >= 1e6:
         return f"{value / 1e6:g}M"
     if abs(value) >= 1e4:

@@ -28,7 +28,7 @@ _COLUMNS: Final = (
     *("attainment", "goodput_per_s", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s"),
     *("latency_p99_s", "tokens_per_s"),
 )
-# Figures drawn against the rate: label, factor, and where the axis ends.
+# Figures drawn against the rate: name, label, factor, and end of the axis.
 _AGAINST_RATE: Final = (
     ("attainment", "SLO attainment (%)", 100.0, 100.0),
     ("goodput_per_s", "Goodput (requests/s)", 1.0, None),
@@ -37,7 +37,7 @@ _AGAINST_RATE: Final = (
 
 
 def comparison_report(comparison: Comparison) -> str:
-    """A whole HTML document."""
+    """Return the report as an HTML document."""
     plan = comparison.plan
     count = len(plan.seeds)
     subtitle = (
@@ -56,7 +56,7 @@ def comparison_report(comparison: Comparison) -> str:
 
 
 def _winners(comparison: Comparison) -> str:
-    """Who has the most goodput at the highest rate, workload by workload."""
+    """Show the policy with the highest goodput at the highest rate of each workload."""
     rows = []
     for workload in comparison.plan.workloads:
         group = _groups(comparison, workload)[-1]
@@ -132,19 +132,19 @@ def _table(group: Group) -> str:
 
 
 def _groups(comparison: Comparison, workload: str) -> list[Group]:
-    """One a rate."""
+    """Return a workload's groups, one per rate."""
     return [group for group in comparison.groups if group.workload == workload]
 
 
 def _standing(best: Best | None, cell: Entry, among: int) -> Literal["", "best", "tied"]:
-    # Where all are alike nothing is set off.
+    # Highlight nothing if all policies are tied.
     if best is None or len(best.tied) == among - 1:
         return ""
     return "best" if best.name == cell.policy else "tied" if cell.policy in best.tied else ""
 
 
 def _heading(words: str) -> str:
-    """`TTFT P99 S` as `TTFT P99 (s)`."""
+    """Format `TTFT P99 S` as `TTFT P99 (s)`."""
     what, _, unit = words.rpartition(" ")
     return f"{what} ({unit.lower()})" if what else words.lower()
 

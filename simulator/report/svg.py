@@ -1,4 +1,4 @@
-"""SVG as text. Colours are classes of the page's style sheet, which has them for light and dark."""
+"""Write SVG as text. Colours are classes of the page's style sheet, which has light and dark variants."""
 
 from __future__ import annotations
 
@@ -6,58 +6,58 @@ from collections.abc import Sequence
 from html import escape
 from typing import Final
 
-# Shapes that tell lines apart without colour, in the order of the palette.
+# Shapes that distinguish lines without colour, in the order of the palette.
 _MARKERS: Final = ("circle", "square", "diamond", "triangle", "cross", "plus")
 _DASHES: Final = ("", "7 4", "2 3", "9 3 2 3", "12 5", "4 2")
 PALETTE: Final = 8
 
 
 class Drawing:
-    """Parts of one picture, `width` by `height` units, which the page scales to its own width."""
+    """The elements of one picture of `width` by `height` units, which the page scales to its own width."""
 
     def __init__(self, width: float, height: float, label: str) -> None:
-        """`label`: what the picture shows, for those who cannot see it."""
+        """Start an empty picture. `label` describes it for screen readers."""
         self._parts: list[str] = []
         self._size = (width, height)
         self._label = label
 
     def line(self, x1: float, y1: float, x2: float, y2: float, kind: str) -> None:
-        """A straight line of a class."""
+        """Add a straight line with a CSS class."""
         self._parts.append(f'<line class="{kind}" x1="{_n(x1)}" y1="{_n(y1)}" x2="{_n(x2)}" y2="{_n(y2)}"/>')
 
     def path(self, points: Sequence[tuple[float, float]], series: int) -> None:
-        """A line through points in the colour and dash of a series."""
+        """Add a line through points in the colour and dash pattern of a series."""
         drawn = " ".join(f"{_n(x)},{_n(y)}" for x, y in points)
         self._parts.append(f'<polyline class="path s{series % PALETTE}"{_dash(series)} points="{drawn}"/>')
 
     def rect(self, x: float, y: float, width: float, height: float, kind: str, title: str = "") -> None:
-        """A filled rectangle; `title` is shown where the pointer rests."""
+        """Add a filled rectangle; `title` is its tooltip."""
         place = f'x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}"'
         inner = f"<title>{escape(title)}</title></rect>" if title else "</rect>"
         self._parts.append(f'<rect class="{kind}" {place}>{inner}')
 
     def text(self, x: float, y: float, words: str, kind: str = "tick", anchor: str = "start") -> None:
-        """Words at a baseline; `anchor`: start, middle or end."""
+        """Add text at a baseline; `anchor`: start, middle or end."""
         self._parts.append(
             f'<text class="{kind}" x="{_n(x)}" y="{_n(y)}" text-anchor="{anchor}">{escape(words)}</text>'
         )
 
     def upright(self, x: float, y: float, words: str) -> None:
-        """The label of a vertical axis, centred at a point."""
+        """Add the label of a vertical axis, centred at a point."""
         self._parts.append(
             f'<text class="label" transform="translate({_n(x)} {_n(y)}) rotate(-90)" '
             f'text-anchor="middle">{escape(words)}</text>'
         )
 
     def marker(self, x: float, y: float, series: int, title: str) -> None:
-        """A point in the colour and shape of a series."""
+        """Add a point in the colour and shape of a series."""
         self._parts.append(
             f'<path class="mark f{series % PALETTE}" d="{_marker(x, y, series)}">'
             f"<title>{escape(title)}</title></path>"
         )
 
     def render(self) -> str:
-        """The element."""
+        """Return the SVG element."""
         width, height = self._size
         return (
             f'<svg viewBox="0 0 {_n(width)} {_n(height)}" role="img" aria-label="{escape(self._label)}">'
@@ -67,7 +67,7 @@ class Drawing:
 
 
 def swatch(series: int) -> str:
-    """A short line with the marker of a series, for a legend."""
+    """Return a short line with the marker of a series, for a legend."""
     drawing = Drawing(34, 14, "")
     drawing.path([(1, 7), (33, 7)], series)
     drawing.marker(17, 7, series, "")

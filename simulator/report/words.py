@@ -1,4 +1,4 @@
-"""What was simulated, in words."""
+"""Describe what was simulated."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from tailrace.policy.parameters import Value, format_value
 
 
 def fleet_words(scenario: Scenario) -> str:
-    """The fleet in a phrase."""
+    """Describe the fleet in a phrase."""
     return f"· {instances_words(scenario.fleet)}"
 
 
 def instances_words(fleet: Fleet) -> str:
-    """Number and kind of the instances."""
+    """Describe the number and kind of the instances."""
     return f"{fleet.instances} instance{'' if fleet.instances == 1 else 's'} of {fleet.profile}"
 
 
 def setup_rows(scenario: Scenario) -> list[tuple[str, str]]:
-    """(setting, value) of what goes with the policy."""
+    """Return (setting, value) rows of the policy's setup and the fleet."""
     setup, fleet = scenario.setup(), scenario.fleet
     share = setup.prefill_share
     rows = [
@@ -37,5 +37,5 @@ def setup_rows(scenario: Scenario) -> list[tuple[str, str]]:
 
 
 def format_parameters(parameters: Iterable[tuple[str, Value]]) -> str:
-    """As `--set` takes them."""
+    """Format parameters as `--set` accepts them."""
     return ", ".join(f"{name}={format_value(value)}" for name, value in parameters)
