@@ -1,1 +1,1 @@
-"""The papers' numbers, run again in the simulator."""
+"""The papers' claims, checked in the simulator."""

@@ -1,4 +1,4 @@
-"""What a claim of a paper is, what it takes to check one, and what comes out."""
+"""Claims of papers, the experiments that check them, and the findings."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """Seeds and requests of an experiment. `share` is that of its requests, or of its simulated time."""
+    """Seeds and size of an experiment: `share` is that of its requests, or of its simulated time."""
 
     name: str
     most_seeds: int
     share: float
 
     def seeds(self, whole: Sequence[T]) -> tuple[T, ...]:
-        """The first of an experiment's seeds, or of whatever else tells its samples apart."""
+        """Return the first of an experiment's seeds, or of whatever else distinguishes its samples."""
         return tuple(whole[: self.most_seeds])
 
     def of(self, whole: int) -> int:
-        """So many of `whole` requests or seconds, at least one."""
+        """Return the share of `whole` requests or seconds, at least one."""
         return max(1, round(whole * self.share))
 
 
@@ -45,31 +45,31 @@ class Claim:
     # Figure, table or section.
     where: str
     statement: str
-    # The paper's number, as it is printed.
+    # The paper's number as printed.
     number: str
 
 
 class Verdict(enum.Enum):
-    """How our number stands to the paper's."""
+    """How our number compares to the paper's."""
 
-    # Same direction, and the effect within a third of the paper's (or the whole ordering).
+    # Same direction, and the effect is within a third of the paper's (or the whole ordering holds).
     HOLDS = "holds"
     # Same direction, another size.
     DIRECTION = "direction only"
     DOES_NOT_HOLD = "does not hold"
-    # Needs what a simulator does not have; `why` says what.
+    # Requires something that a simulator does not have; `why` names it.
     NOT_REPRODUCIBLE = "not reproducible here"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What came of one claim."""
+    """The result of checking one claim."""
 
     claim_id: str
-    # Our number, printed like the paper's.
+    # Our number, formatted like the paper's.
     ours: str
     verdict: Verdict
-    # One line: what explains agreement or difference.
+    # One line that explains the agreement or the difference.
     why: str
     figures: Figures = field(default_factory=dict)
     # Half-widths of the 95% intervals over seeds (Student's t), by the names of the figures.
@@ -78,9 +78,9 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One independent piece of work of an experiment: `measure(*arguments)` in some process.
+    """One independent task of an experiment: `measure(*arguments)` in some process.
 
-    Everything in it can be pickled; equal arguments give equal figures.
+    Everything in it must be picklable; equal arguments give equal figures.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """Runs shared by several claims, and the judgement over all their figures (by the runs' names)."""
+    """Runs shared by several claims, and the judge of all their figures (by the runs' names)."""
 
     name: str
     claims: tuple[Claim, ...]

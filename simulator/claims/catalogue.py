@@ -1,4 +1,4 @@
-"""All experiments, and those that somebody asks for."""
+"""All experiments, and the selection of those a user wants."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from simulator.parallel import Progress, Task, run_tasks
 
 
 class UnknownClaimError(ValueError):
-    """There is unknown claim or paper of that name; the message says which there are."""
+    """Unknown claim or paper; the message lists the known ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A claim and what came of it."""
+    """A claim and its finding."""
 
     claim: Claim
     finding: Finding
 
 
 def experiments(traces: Path | None = None, effort: Effort = WHOLE) -> list[Experiment]:
-    """Of all papers. `traces`: the folder of the public traces, which some of Arrow's need."""
+    """Return the experiments of all papers. `traces` is the directory of public traces that some of Arrow's
+    need."""
     return [
         *pascal.experiments(effort),
         *ares.experiments(effort),
@@ -34,14 +35,14 @@ def experiments(traces: Path | None = None, effort: Effort = WHOLE) -> list[Expe
 
 
 def claims_of(chosen: Iterable[Experiment]) -> list[Claim]:
-    """In the order of the experiments."""
+    """Return the claims in the order of the experiments."""
     return [claim for experiment in chosen for claim in experiment.claims]
 
 
 def select(everything: Sequence[Experiment], wanted: Sequence[str]) -> tuple[list[Experiment], set[str]]:
-    """The experiments that the wanted claims need, and the ids of those claims.
+    """Return the experiments that the wanted claims need, and the ids of those claims.
 
-    `wanted`: ids or papers, in any case; nothing: all. Raises UnknownClaimError.
+    `wanted` are ids or papers, case-insensitive; empty selects all. Raise UnknownClaimError.
     """
     claims = claims_of(everything)
     ids = {claim.claim_id for claim in claims}
@@ -66,9 +67,9 @@ def check(
     processes: int | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> list[Checked]:
-    """Run the experiments on the cores and judge their claims, in order. Raises TaskError.
+    """Run experiments on several processes and judge their claims, in order. Raise TaskError.
 
-    Raises ValueError for an experiment that does not judge exactly the claims that it names.
+    Raise ValueError for an experiment that does not judge exactly the claims it names.
     """
     tasks = [
         Task(_name(experiment, run.name), run.measure, run.arguments, run.cost_s)

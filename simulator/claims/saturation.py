@@ -1,11 +1,11 @@
-"""The one measure of load by which claims set rates that a paper leaves open.
+"""The measure of load for claims whose rates a paper leaves open.
 
-An instance whose KV is full on average works at its limit: more requests would only wait. With S the
+An instance whose KV is full on average works at its limit: further requests would only wait. With S the
 context of a request summed over its decode steps, E[sum_k (prompt + k)], each step serves K tokens of it, K
-being the KV capacity, to B = K E[output] / S requests. So a request costs an instance S / K steps of T =
-base + per_request B + per_kv_token K, and its prefill. It is a fluid limit: no policy exceeds it for long.
+being the KV capacity, to B = K E[output] / S requests. So a request costs an instance S / K steps of T = base
++ per_request B + per_kv_token K, and its prefill. This is a fluid limit, which no policy exceeds for long.
 
-Means are those of the very requests that are sent, since with heavy tails one trace is not like another.
+Means are those of the requests actually sent, since heavy-tailed traces differ from one another.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from tailrace.profiles import Profile
 
 
 def saturation_rate(profile: Profile, requests: Sequence[SimRequest], instances: int) -> float:
-    """Requests a second, of lengths as `requests` have them, at which the KV of `instances` is full."""
+    """Return the rate, in requests per second with lengths like those of `requests`, at which the KV of
+    `instances` is full."""
     prompt = np.array([r.prompt_tokens for r in requests], np.float64)
     output = np.array([r.output_tokens for r in requests], np.float64)
     capacity = profile.kv_capacity_tokens
@@ -37,7 +38,8 @@ def saturation_rate(profile: Profile, requests: Sequence[SimRequest], instances:
 def poisson_at_load(
     name: str, draw: DrawLengths, count: int, load: float, seed: int, profile: Profile, instances: int
 ) -> list[SimRequest]:
-    """`count` requests arriving at `load` times their own saturation rate; the same ones for every load."""
+    """Generate `count` requests arriving at `load` times their own saturation rate, the same ones for every
+    load."""
     requests = poisson_requests(name, draw, count, 1.0, seed)
     rate = load * saturation_rate(profile, requests, instances)
     return [replace(request, arrival_s=request.arrival_s / rate) for request in requests]

@@ -1,4 +1,4 @@
-"""Figures of a run, as numbers and as text with their spread, and from two of them to a verdict."""
+"""Read and format figures of runs, and derive verdicts from pairs of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from simulator.estimate import Estimate
 
 
 def number(figures: Figures, name: str) -> float:
-    """A figure that is a number."""
+    """Return a figure that is a number. Raise TypeError if it is a list."""
     value = figures[name]
     if not isinstance(value, (int, float)):
         raise TypeError(f"{name} is not a number")
@@ -17,7 +17,7 @@ def number(figures: Figures, name: str) -> float:
 
 
 def numbers(figures: Figures, name: str) -> Sequence[float]:
-    """A figure that is a list."""
+    """Return a figure that is a list. Raise TypeError if it is a number."""
     value = figures[name]
     if isinstance(value, (int, float)):
         raise TypeError(f"{name} is not a list")
@@ -25,8 +25,8 @@ def numbers(figures: Figures, name: str) -> Sequence[float]:
 
 
 def format_estimate(found: Estimate, form: str) -> str:
-    """Format a mean and its spread, as "12% ± 3%"; `form` is a format specification. One seed has no "
-    "spread."""
+    """Format a mean and its spread, as "12% ± 3%"; `form` is a format specification. A single seed has no
+    spread."""
     mean = format(found.mean, form)
     return mean if found.half_width is None else f"{mean} ± {format(found.half_width, form.lstrip('+'))}"
 
@@ -45,27 +45,28 @@ _ORDER = (Verdict.HOLDS, Verdict.DIRECTION, Verdict.DOES_NOT_HOLD)
 
 
 def of_effect(ours: float, paper: float) -> Verdict:
-    """Holds: same sign, and within a third of the paper's effect, on either side of it."""
+    """Judge an effect: holds with the same sign and within a third of the paper's effect, on either side of
+    it."""
     if ours * paper <= 0.0:
         return Verdict.DOES_NOT_HOLD
     return Verdict.HOLDS if abs(ours - paper) <= abs(paper) / 3.0 else Verdict.DIRECTION
 
 
 def of_bound(ours: float, paper: float, most: float) -> Verdict:
-    """Something that is to stay small: holds up to a third above the paper's number, direction up "
-    "to `most`."""
+    """Judge something that should stay small: holds up to a third above the paper's number, direction up to
+    `limit`."""
     if ours <= paper * 4.0 / 3.0:
         return Verdict.HOLDS
     return Verdict.DIRECTION if ours < most else Verdict.DOES_NOT_HOLD
 
 
 def of_ordering(held: Sequence[bool]) -> Verdict:
-    """All of an ordering: holds; more than half of it: direction; else not."""
+    """Judge an ordering: holds if all of it holds; direction if more than half of it does."""
     if all(held):
         return Verdict.HOLDS
     return Verdict.DIRECTION if 2 * sum(held) > len(held) else Verdict.DOES_NOT_HOLD
 
 
 def weakest(verdicts: Iterable[Verdict]) -> Verdict:
-    """The verdict on a claim of several parts."""
+    """Return the verdict on a claim with several parts."""
     return max(verdicts, key=_ORDER.index)

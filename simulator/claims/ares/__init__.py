@@ -9,7 +9,7 @@ from simulator.claims.base import WHOLE, Effort, Experiment
 
 
 def experiments(effort: Effort) -> tuple[Experiment, ...]:
-    """All rows of ARES."""
+    """Return all rows of ARES."""
     return (serving_rows(effort), scale_rows(effort), PREDICTOR)
 
 

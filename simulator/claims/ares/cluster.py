@@ -1,9 +1,9 @@
-"""ARES's cluster and the schedulers that it compares (section 6.1), the same for every row.
+"""ARES's cluster and the schedulers it compares (section 6.1), the same for every row.
 
-One prefill instance to three decode instances, RTX 4090D, DeepSeek-R1-Distill-Qwen-7B in W8A8; out of
-memory means recomputing (section 1); the request that migrates is paused (section 5.4); 25 Gbit/s, the one
-bandwidth that the paper gives for a cluster (section 6.4). Workers report once a second, as often as
-Algorithm 1 runs.
+One prefill instance per three decode instances, RTX 4090D, DeepSeek-R1-Distill-Qwen-7B in W8A8. Requests are
+recomputed when memory runs out (section 1) and paused while they migrate (section 5.4). The link has 25
+Gbit/s, the one bandwidth that the paper reports for a cluster (section 6.4). Workers report once per second,
+the period of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tailrace.profiles import load_profile
 
 
 class TimedAres(Ares):
-    """Decides as Ares does, and notes how long each tick took."""
+    """Ares with the duration of each tick recorded."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tick_s: list[float] = []
 
     def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
-        """Algorithm 1, timed; the simulator makes the views of requests that it looks at meanwhile."""
+        """Run Algorithm 1 and record its duration, which includes building the views that it accesses."""
         start = time.perf_counter()
         actions = super().on_tick(view, now)
         self.tick_s.append(time.perf_counter() - start)
@@ -46,7 +46,7 @@ LINK_BYTES_PER_S: Final = 25e9 / 8.0
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A scheduler of the comparison, and what its workers predict."""
+    """A scheduler of the comparison, and its workers' predictor."""
 
     policy: Callable[[], Policy]
     predictor: LengthPredictor | None = None
@@ -62,12 +62,12 @@ ARMS: Final[Mapping[str, Arm]] = {
 
 
 def prefill_instances(instances: int) -> int:
-    """One in four, as in the testbed and in figure 12."""
+    """Return one in four instances, as in the testbed and in figure 12."""
     return instances // 4
 
 
 def cluster(instances: int, arm: Arm) -> ClusterSpec:
-    """A multiple of four instances, the first quarter of them for prefill."""
+    """Return a cluster of a multiple of four instances, the first quarter of them for prefill."""
     spec = ClusterSpec.uniform(instances, load_profile(PROFILE), host_kv_bytes=0)
     prefill = prefill_instances(instances)
     pools = [Pool.PREFILL] * prefill + [Pool.DECODE] * (instances - prefill)

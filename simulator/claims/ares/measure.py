@@ -1,8 +1,8 @@
-"""One run of ARES's cluster, measured while it is in a steady state.
+"""Run ARES's cluster once, and measure it in a steady state.
 
 Requests arrive throughout. The first third fills the cluster: a request of 32,000 tokens decodes for nine
-minutes and more. The last eighth keeps it full while the others end. What lies between is measured: requests
-that arrive then, and averages over that time.
+minutes or more. The last eighth keeps it full while the others end. Figures cover the time in between: the
+requests that arrive then, and averages over that time.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from simulator.workloads.generators import GENERATORS
 from tailrace.intra.orders import Fcfs
 from tailrace.profiles import load_profile
 
-# TPOT that a request must keep to count as good; the paper names none. Twice the decode step at half-full KV
+# TPOT up to which a request counts as good; the paper names none. Twice the decode step at half-full KV
 # (section 5.3: 18.23 ms).
 TPOT_SLO_S: Final = 2 * 0.01823
 # Shares of the requests.
 WARM_UP: Final = 1 / 3
 _MEASURED_UNTIL: Final = 7 / 8
 _SAMPLE_S: Final = 2.0
-# Nobody's QoE is asked: a pace so slow that no token is late for it costs no time to check.
+# QoE is not evaluated: with a pace so slow that no token is late, it costs no time.
 _NO_PACE_S: Final = 1e3
 
 
@@ -83,7 +83,7 @@ def _serve(requests: Sequence[SimRequest], arm: str, instances: int, seed: int) 
 
 
 def _rescheduled(result: SimResult, begin_s: float, end_s: float) -> int:
-    """Committed migrations of Algorithm 1."""
+    """Count the committed migrations of Algorithm 1."""
     return sum(
         m.reason == "rescheduling"
         and m.outcome is MigrationOutcome.COMMITTED
@@ -95,7 +95,7 @@ def _rescheduled(result: SimResult, begin_s: float, end_s: float) -> int:
 def _over_time(
     series: Series, begin_s: float, end_s: float, decoders_from: int, capacity: int
 ) -> dict[str, float]:
-    """Of the decode instances."""
+    """Compute averages over time of the decode instances."""
     times = (series.times_s >= begin_s) & (series.times_s < end_s)
     steps_ms = 1e3 * series.step_s[times, decoders_from:]
     decoding = series.decoding[times, decoders_from:]
@@ -110,8 +110,11 @@ def _over_time(
 
 
 def _token_percentile(steps_ms: NDArray[np.float64], decoding: NDArray[np.int64], level: float) -> float:
-    """Percentile of step times over tokens, from samples in time: a step is seen the more often the longer
-    it takes, and makes a token for each request."""
+    """Return a percentile of step times over tokens, from samples in time.
+
+    Samples contain a step more often the longer it takes, and a step makes one token per request, so each
+    sample is weighted by requests over duration.
+    """
     seen = steps_ms > 0.0
     steps_ms, weights = steps_ms[seen], decoding[seen] / steps_ms[seen]
     order = steps_ms.argsort()
@@ -120,14 +123,14 @@ def _token_percentile(steps_ms: NDArray[np.float64], decoding: NDArray[np.int64]
 
 
 def _ticks(tick_s: Sequence[float], begin_s: float, end_s: float) -> dict[str, float]:
-    """Milliseconds of Algorithm 1 on this machine."""
-    # One a second.
+    """Return the time of Algorithm 1 on this machine, in milliseconds."""
+    # One tick per second.
     measured = 1e3 * np.array(tick_s[int(begin_s) : int(end_s)])
     return {"tick_mean_ms": float(measured.mean()), "tick_max_ms": float(measured.max())}
 
 
 def _spread(steps_ms: NDArray[np.float64]) -> float:
-    """Mean over time of (slowest - fastest) / mean of the instances' steps."""
+    """Return the mean over time of (slowest - fastest) / mean of the instances' steps."""
     means = steps_ms.mean(axis=1)
     busy = means > 0.0
     return float(((steps_ms.max(axis=1) - steps_ms.min(axis=1))[busy] / means[busy]).mean())

@@ -1,4 +1,4 @@
-"""Rows A8 to A11: about the predictor and the hardware, which no cluster simulation shows."""
+"""Rows A8 to A11: about the predictor and the hardware, which a cluster simulation does not show."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from simulator.claims.ares.rows import A8, A9, A10, A11
 from simulator.claims.base import Experiment, Figures, Finding, Verdict
 from tailrace.profiles import load_profile
 
-# Requests in a batch at half-full KV: 222,000 / 2 tokens at the 5,500 that a request holds on average.
+# Requests in a batch at half-full KV: 222,000 / 2 tokens at 5,500 per request on average.
 _BATCH: Final = 20
 
 
 def judge(_: Mapping[str, Figures]) -> Sequence[Finding]:
-    """What the profile can say of A8; the rest needs the model."""
+    """Report what the profile says about A8; the rest needs the model."""
     profile = load_profile(PROFILE)
     step_ms = profile.step_ms(0.0, _BATCH, profile.kv_capacity_tokens // 2)
     none = Verdict.NOT_REPRODUCIBLE

@@ -15,36 +15,36 @@ from simulator.estimate import Estimate, estimate
 
 
 def run_name(dataset: str, arm: str, level: str, seed: int) -> str:
-    """The name of a run, by which its figures are found."""
+    """Return the name of a run, the key of its figures."""
     return f"{dataset}/{arm}/{level}/{seed}"
 
 
 def load_level(load: float) -> str:
-    """The name of a share of the saturation rate."""
+    """Return the name of a share of the saturation rate."""
     return f"load{load:g}"
 
 
 def rate_level(rate_per_s: float) -> str:
-    """The name of a rate of the paper's axis."""
+    """Return the name of a rate on the paper's axis."""
     return f"rps{rate_per_s:g}"
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """Of positive values."""
+    """Return the geometric mean of positive values."""
     return math.exp(math.fsum(math.log(value) for value in values) / len(values))
 
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """Where on the curve a figure is what was looked for."""
+    """The load at which a curve reaches a value."""
 
     load: float
-    # The curve reaches it; if not, `load` is its nearer end.
+    # Whether the curve reaches it; if not, `load` is its nearer end.
     reached: bool
 
 
 class Results:
-    """Of `seeds`, on the curve of `loads`."""
+    """Access the figures of `seeds`, on the curve of `loads`."""
 
     def __init__(self, figures: Mapping[str, Figures], loads: Sequence[float], seeds: Sequence[int]) -> None:
         self.loads = loads
@@ -52,25 +52,26 @@ class Results:
         self._seeds = seeds
 
     def each(self, dataset: str, arm: str, level: str, name: str) -> list[float]:
-        """A figure of each seed."""
+        """Return a figure for each seed."""
         return [number(self._figures[run_name(dataset, arm, level, seed)], name) for seed in self._seeds]
 
     def estimate(self, dataset: str, arm: str, level: str, name: str) -> Estimate:
-        """A figure's mean over seeds, and its spread."""
+        """Return a figure's mean over seeds, with its spread."""
         return estimate(self.each(dataset, arm, level, name))
 
     def ratio(self, dataset: str, arms: tuple[str, str], level: str, name: str) -> Estimate:
-        """A figure of the first scheduler over that of the second, on the same requests."""
+        """Return the ratio of a figure between two schedulers on the same requests."""
         first, second = (self.each(dataset, arm, level, name) for arm in arms)
         return estimate([ours / theirs for ours, theirs in zip(first, second, strict=True)])
 
     def curve(self, dataset: str, arm: str, name: str) -> dict[str, list[float]]:
-        """A figure's geometric means over the loads, for positive figures: one seed must not decide."""
+        """Return a positive figure's geometric means over the loads, which limit the influence of one
+        seed."""
         means = [geometric_mean(self.each(dataset, arm, load_level(load), name)) for load in self.loads]
         return {"loads": list(self.loads), f"{arm}_{name}": means}
 
     def match(self, dataset: str, arm: str, name: str, wanted: float) -> Matched:
-        """The load at which the scheduler's geometric mean of a rising figure is `wanted`."""
+        """Return the load at which the scheduler's geometric mean of a rising figure is `wanted`."""
         means = self.curve(dataset, arm, name)[f"{arm}_{name}"]
         if means[0] >= wanted:
             return Matched(self.loads[0], means[0] == wanted)
@@ -81,15 +82,17 @@ class Results:
         return Matched(self.loads[-1], False)
 
     def at_load(self, dataset: str, arm: str, load: float, name: str) -> list[float]:
-        """A positive figure of each seed between two loads of the curve, interpolated in its logarithm."""
+        """Return a positive figure of each seed between two loads of the curve, interpolated in its
+        logarithm."""
         lines = [self.each(dataset, arm, load_level(at), name) for at in self.loads]
         rows = np.log(np.array(lines)).T
         return [math.exp(float(np.interp(load, self.loads, row))) for row in rows]
 
     def change_at_load(self, dataset: str, arms: tuple[str, str], load: float, name: str) -> Estimate:
-        """How much less or more the first scheduler has than the second, on the same requests.
+        """Return the relative change of a figure from the second scheduler to the first, on the same
+        requests.
 
-        The mean and its spread are those of the ratio's logarithm, so that one seed does not decide.
+        Mean and spread are computed from the ratio's logarithm, which limits the influence of one seed.
         """
         first, second = (self.at_load(dataset, arm, load, name) for arm in arms)
         logs = estimate([math.log(ours / theirs) for ours, theirs in zip(first, second, strict=True)])

@@ -1,6 +1,7 @@
 """Rows A6 and A7: 8 to 256 instances, a quarter of them for prefill, 25 Gbit/s, true lengths, RPS 0.3 for 8.
 
-That is the paper's own operating point (section 6.4). Small clusters differ by chance, and run on more seeds.
+That is the paper's own operating point (section 6.4). Small clusters vary more by chance, so they run on more
+seeds.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ _WHY: Final = (
 SIZES: Final[Mapping[int, int]] = {8: 10, 16: 10, 32: 5, 64: 3, 128: 2, 256: 1}
 _QUICK_SIZES: Final[Mapping[int, int]] = {8: 2, 16: 2, 32: 1}
 RATE_PER_INSTANCE: Final = 0.3 / 8
-# 3,000 s.
+# Enough for 3,000 s.
 REQUESTS_PER_INSTANCE: Final = 112
 _ARMS: Final = ("vllm", "rescheduling", "ares_oracle")
 
 
 def sizes_of(effort: Effort) -> Mapping[int, int]:
-    """How many seeds each size runs on."""
+    """Return the number of seeds for each size."""
     return _QUICK_SIZES if effort is QUICK else SIZES
 
 
@@ -91,12 +92,12 @@ def judge(effort: Effort, figures: Mapping[str, Figures]) -> Sequence[Finding]:
 
 
 def _sign(gap: Estimate) -> str:
-    """How rescheduling stands to the oracle; `~`: the seeds do not tell."""
+    """Return how rescheduling compares to the oracle; `~` if the seeds do not distinguish them."""
     if gap.half_width is not None and abs(gap.mean) <= gap.half_width:
         return "~"
     return ">" if gap.mean > 0.0 else "<"
 
 
 def scale_rows(effort: Effort) -> Experiment:
-    """Rows A6 and A7."""
+    """Return the experiment of rows A6 and A7."""
     return Experiment("ares-scale", (A6, A7), _runs(effort), partial(judge, effort))

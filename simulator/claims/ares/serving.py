@@ -1,11 +1,11 @@
 """Rows A1 to A5 and A12: one prefill instance and three decode instances.
 
-Rates. Where the paper names one and the row is about what happens there, it is that one: RPS 0.1 (A12), 0.13
-(A2) and 0.17 (A5). For A1 to A4 the paper's highest rate is where its baseline runs out of KV: on our profile
-the baseline does not at RPS 0.17 (KV half full), and Alpaca's RPS 1.7 would fill three instances eight times
-over. So the rate is searched for: a curve over the load, from 0.8 to 1.0 of the saturation rate
-(simulator/claims/saturation.py), and on it the load at which the baseline's P99 TPOT is the paper's. The
-others are judged there. What comes out at the literal RPS 0.17 is reported too.
+Rates. Rows about a rate that the paper names use it: RPS 0.1 (A12), 0.13 (A2) and 0.17 (A5). For A1 to A4 the
+paper's highest rate is where its baseline runs out of KV: with our profile the baseline does not at RPS 0.17
+(KV half full), and Alpaca's RPS 1.7 would fill three instances eight times over. So the rate is searched for:
+on a curve over loads from 0.8 to 1.0 of the saturation rate (simulator/claims/saturation.py), it is the load
+at which the baseline's P99 TPOT equals the paper's. The other schedulers are judged at that load. Results at
+the literal RPS 0.17 are reported too.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from simulator.estimate import Estimate
 SHAREGPT: Final = "sharegpt_ares"
 ALPACA: Final = "alpaca_ares"
 INSTANCES: Final = 4
-# Some 4,000 s at 0.9 of saturation.
+# About 4,000 s at 0.9 of saturation.
 REQUESTS: Final = 900
 SEEDS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
 LOADS: Final = (0.8, 0.85, 0.9, 0.95, 1.0)
-# On either side of the load that is looked for.
+# On either side of the load that is searched for.
 _QUICK_LOADS: Final = (0.85, 1.0)
-# P99 TPOT of the paper's baseline, in ms (figure 10c and f).
+# P99 TPOT of the paper's baseline, in ms (figures 10c and f).
 _PAPER_P99_MS: Final[Mapping[str, float]] = {SHAREGPT: 96.3, ALPACA: 100.6}
 _ARMS: Final[Mapping[str, tuple[str, ...]]] = {
     SHAREGPT: ("vllm", "rescheduling", "ares", "ares_oracle"),
     ALPACA: ("vllm", "rescheduling", "ares"),
 }
-# Rates of the paper's axis (ShareGPT), who is compared there, and on how many seeds.
+# Rates on the paper's axis (ShareGPT), the schedulers compared there, and the seeds.
 _RATES: Final[Mapping[float, tuple[str, ...]]] = {
     0.17: _ARMS[SHAREGPT],
     0.13: ("rescheduling", "ares"),
     0.1: ("round_robin", "vllm", "ares"),
 }
 _RATE_SEEDS: Final = SEEDS[:5]
-# Seconds of one core.
+# Seconds on one core.
 _COST_S: Final[Mapping[str, float]] = {"vllm": 1.0, "round_robin": 1.0, "rescheduling": 1.7}
 _COST_OF_PREDICTING_S: Final = 3.0
 
 
 def loads_of(effort: Effort) -> tuple[float, ...]:
-    """The loads of the curve."""
+    """Return the loads of the curve."""
     return _QUICK_LOADS if effort is QUICK else LOADS
 
 
@@ -149,7 +149,7 @@ def _throughput(curve: Results, at_rates: Results) -> Finding:
 def _tail(
     claim: Claim, curve: Results, dataset: str, paper: tuple[float, float], at_rates: Results | None
 ) -> Finding:
-    """P99 TPOT where the baseline's is the paper's."""
+    """Judge P99 TPOT at the load where the baseline's equals the paper's."""
     matched = curve.match(dataset, "vllm", "tpot_p99_ms", _PAPER_P99_MS[dataset])
     load = matched.load
     found = {
@@ -236,12 +236,12 @@ def _divergence(at_rates: Results) -> Finding:
 
 
 def _beyond(change: Estimate, value: float) -> bool:
-    """Whether the seeds tell a change from a value; one seed does."""
+    """Return whether the seeds distinguish a change from a value; a single seed always does."""
     return change.half_width is None or abs(change.mean - value) > change.half_width
 
 
 def _part(change: Estimate, paper: float) -> Verdict:
-    """A part of an effect: no objection where the paper's number is within the spread."""
+    """Judge a part of an effect, which holds if the paper's number is within the spread."""
     return of_effect(change.mean, paper) if _beyond(change, paper) else Verdict.HOLDS
 
 
@@ -250,5 +250,5 @@ def _plus_one(change: Estimate) -> Estimate:
 
 
 def serving_rows(effort: Effort) -> Experiment:
-    """Rows A1 to A5 and A12."""
+    """Return the experiment of rows A1 to A5 and A12."""
     return Experiment("ares-serving", (A1, A2, A3, A4, A5, A12), _runs(effort), partial(judge, effort))

@@ -1,7 +1,8 @@
-"""Arrow (arXiv 2505.11916v1): its claims and what it takes to check them.
+"""Arrow (arXiv 2505.11916v1): its claims and their experiments.
 
-`experiments(traces)` needs the public traces: `azure_llm_2023/AzureLLMInferenceTrace_{code,conv}.csv` and
-`mooncake/conversation_trace.jsonl` in the directory `traces`. Without them its rows say so, at no cost.
+`experiments(traces)` needs the public traces `azure_llm_2023/AzureLLMInferenceTrace_{code,conv}.csv` and
+`mooncake/conversation_trace.jsonl` in the directory `traces`. Without them the affected rows are reported as
+not reproducible, at no cost.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from simulator.claims.base import WHOLE, Effort, Experiment
 
 
 def experiments(traces: Path | None, effort: Effort = WHOLE) -> tuple[Experiment, ...]:
-    """All rows of Arrow; `traces`: where the public traces are, None: not given."""
+    """Return all rows of Arrow; `traces` is the directory of the public traces, or None."""
     return (elsewhere(), *ablation(traces, effort), scalability(traces), trace_statistics(traces))
 
 

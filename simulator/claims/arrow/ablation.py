@@ -37,12 +37,12 @@ R8 = Claim(
 )
 
 
-# Where the trace begins: each is a sample of its own.
+# Starting points in the trace, each of which is a separate sample.
 STARTS: Final = (0.0, 1 / 3, 2 / 3)
 
 
 def ablation(traces: Path | None, effort: Effort = WHOLE) -> tuple[Experiment, ...]:
-    """One experiment a trace: three schedulers, each bisected for the rate that it sustains."""
+    """Return one experiment per trace: three schedulers, each bisected for its sustainable rate."""
     return (
         _of_trace("arrow-code", traces, effort, CODE, R5, 1.67, R6, 0.043, 16.0),
         _of_trace("arrow-conversation", traces, effort, CONVERSATION, R7, 1.1, R8, 0.024, 50.0),
@@ -63,7 +63,7 @@ def _of_trace(
     claims = (rate, balance)
     if traces is None:
         return Experiment(name, claims, (), without_traces(claims))
-    # The whole trace, also in a quick check: a third of it has not the queues of the whole.
+    # The whole trace, even in a quick check: a third of it does not build up the same queues.
     starts = STARTS if effort is WHOLE else STARTS[:1]
     runs = tuple(
         Run(
@@ -79,14 +79,14 @@ def _of_trace(
 
 
 def run_name(name: str, policy: str, start: float) -> str:
-    """The name of a run, by which its figures are found."""
+    """Return the name of a run, the key of its figures."""
     return f"{name}/{policy}/{start:.2f}"
 
 
 def judge(
     name: str, starts: Sequence[float], rate: Claim, rate_ratio: float, balance: Claim, balance_gain: float
 ) -> Callable[[Mapping[str, Figures]], Sequence[Finding]]:
-    """A judge over all runs of one trace."""
+    """Return a judge over all runs of one trace."""
     return partial(_judge, name, starts, rate, rate_ratio, balance, balance_gain)
 
 
@@ -116,7 +116,7 @@ def _judge(
     gains = [gains_at(one, other) for one, other in zip(minimal, turning, strict=True)]
     most = estimate([max(gain.values(), default=0.0) for gain in gains])
     least = estimate([min(gain.values(), default=0.0) for gain in gains])
-    # A greatest difference is above zero by chance alone.
+    # A maximum of differences is above zero by chance alone.
     told = most.half_width is None or most.mean > most.half_width
     decoders = [n for run in aware for n in numbers(run, "decoders")]
     kept = min(attained for run in aware for attained in numbers(run, "tpot_attainments"))
@@ -146,7 +146,7 @@ def _judge(
 
 
 def gains_at(one: Figures, other: Figures) -> dict[float, float]:
-    """The first one's attainment less the second's, at each rate that both have."""
+    """Return the attainment of the first run less that of the second, at each rate that both have."""
     mine, theirs = (
         dict(zip(numbers(run, "rates_per_s"), numbers(run, "attainments"), strict=True))
         for run in (one, other)
@@ -155,7 +155,7 @@ def gains_at(one: Figures, other: Figures) -> dict[float, float]:
 
 
 def _curves(name: str, runs: Sequence[Figures]) -> dict[str, Sequence[float]]:
-    """Every list of every run, by where its trace begins."""
+    """Return every list of every run, numbered by starting point."""
     return {
         f"{name}.{n}.{key}": numbers(run, key)
         for n, run in enumerate(runs)

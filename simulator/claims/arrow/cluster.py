@@ -1,11 +1,12 @@
 """Arrow's testbed (section 7.1) and the schedulers of its ablation (section 7.3), the same for every row.
 
-Eight H800, one Llama-3.1-8B each, NVLink. Links: half of the 400 GB/s that the paper quotes, which is the sum
-of both directions. Scheduler, order inside an instance, pools at the start and migration are those of
-`simulator.setups`. Rates are the trace's own times multiplied by a constant (section 7.1).
+Eight H800 with a Llama-3.1-8B each, connected by NVLink. Link bandwidth is half of the 400 GB/s that the
+paper quotes, which is the sum of both directions. Scheduler, order inside an instance, initial pools and
+migration are those of `simulator.setups`. Rates are the trace's own times multiplied by a constant (section
+7.1).
 
-A trace is one sample, of which a run serves all, from an empty cluster: the paper's operating point. What
-chance there is in it shows when it is begun elsewhere, with what came before at the end (`begun_at`).
+A run serves a whole trace from an empty cluster, which is the paper's operating point. A trace is one sample;
+further samples begin elsewhere in it, with the earlier part moved to the end (`rotated`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tailrace.slo import Slo
 PROFILE: Final = "llama-3.1-8b-h800"
 INSTANCES: Final = 8
 LINK_BYTES_PER_S: Final = 200e9
-# Nobody's QoE is asked: a pace so slow that no token is late for it costs no time to check.
+# QoE is not evaluated: with a pace so slow that no token is late, it costs no time.
 _NO_PACE_S: Final = 1e3
 # "SLO Aware", "Minimal Load" and "Round Robin" of figure 8.
 SLO_AWARE: Final = "arrow"
@@ -41,12 +42,12 @@ class Trace:
     """A trace and its service level (table 1)."""
 
     name: str
-    # Inside the directory of traces.
+    # Path inside the directory of traces.
     file: str
     slo: Slo
 
     def load(self, traces: Path) -> Workload:
-        """Raises WorkloadError."""
+        """Read the trace. Raise WorkloadError."""
         return azure.load(traces / self.file)
 
 
@@ -57,7 +58,7 @@ CONVERSATION: Final = Trace(
 
 
 def begun_at(workload: Workload, start: float) -> Workload:
-    """From that share of the requests on; after the last come those before."""
+    """Begin a workload at a share of its requests, and move the requests before that to the end."""
     requests = workload.requests
     count = len(requests)
     first = int(start * count) % count
@@ -73,9 +74,10 @@ def begun_at(workload: Workload, start: float) -> Workload:
 
 
 def half_capacity_per_s(profile: Profile, workload: Workload) -> float:
-    """Requests a second that half of the eight instances prefill, one prompt after the other, at most.
+    """Return the rate, in requests per second, at which half of the eight instances can prefill at most, one
+    prompt at a time.
 
-    The unit of rates: it depends on the trace's lengths and the profile alone.
+    It is the unit of rates, and depends only on the trace's lengths and the profile.
     """
     prefill = profile.prefill
     prompts = [r.prompt_tokens for r in workload.requests]
@@ -84,7 +86,7 @@ def half_capacity_per_s(profile: Profile, workload: Workload) -> float:
 
 
 def replay(trace: Trace, workload: Workload, policy: str, rate_per_s: float, instances: int) -> SimResult:
-    """The trace at another mean rate under one scheduler."""
+    """Simulate the trace at another mean rate under one scheduler."""
     profile = load_profile(PROFILE)
     setup = setup_for(policy)
     link = LinkSpec(bytes_per_s=LINK_BYTES_PER_S)

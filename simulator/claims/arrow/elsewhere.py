@@ -1,4 +1,4 @@
-"""R1 to R4: against other engines, which no simulator of one engine can stand for."""
+"""R1 to R4: comparisons with other engines, which a simulator of one engine cannot represent."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Judge = Callable[[Mapping[str, Figures]], Sequence[Finding]]
 
 
 def without_traces(claims: Sequence[Claim]) -> Judge:
-    """A judge that needs no runs."""
+    """Return a judge for claims whose traces are missing."""
     return not_here({claim.claim_id: "needs the public traces: pass --traces DIR" for claim in claims})
 
 
 def not_here(reasons: Mapping[str, str]) -> Judge:
-    """A judge that says of each claim why it cannot be checked here."""
+    """Return a judge that states for each claim why it cannot be checked here."""
     return partial(_say, dict(reasons))
 
 
@@ -38,7 +38,7 @@ _WHY: Final = (
 
 
 def elsewhere() -> Experiment:
-    """Rows at no cost."""
+    """Return the rows, which need no runs."""
     claims = tuple(
         Claim(
             claim_id, "Arrow", "Fig. 7", f"{trace}: sustainable rate over vLLM / vLLM-disaggregated", number

@@ -1,4 +1,4 @@
-"""The highest rate that a scheduler sustains: at which 90% of the requests keep their SLO (section 7.1)."""
+"""The highest rate that a scheduler sustains: at which 90% of the requests meet their SLO (section 7.1)."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from tailrace.cluster import Pool
 from tailrace.profiles import load_profile
 from tailrace.slo import Slo
 
-# The paper's SLO attainment target.
+# The paper's target for SLO attainment.
 TARGET: Final = 0.9
-# Rates are half_capacity * 2**(n / STEPS): 19% apart, as coarse as time asks for. Bisected between these n, a
-# quarter to twice of it; the paper names no rate.
+# Rates are half_capacity * 2**(n / STEPS), 19% apart to save time. They are bisected between these n, a
+# quarter to twice that capacity; the paper names no rate.
 STEPS: Final = 4
 LOWEST, HIGHEST = -8, 4
 
 
 def rate_at(unit_per_s: float, n: int) -> float:
-    """The n-th rate of the scale."""
+    """Return the n-th rate of the scale."""
     return float(unit_per_s * 2.0 ** (n / STEPS))
 
 
 def bisect(attained: Callable[[int], float]) -> dict[int, float]:
-    """Attainment by n: neighbours on either side of the target among them, where there are any."""
+    """Return attainment by n, including neighbours on both sides of the target if there are any."""
     low, high = LOWEST, HIGHEST
     seen: dict[int, float] = {}
     while high - low > 1:
@@ -45,9 +45,9 @@ def bisect(attained: Callable[[int], float]) -> dict[int, float]:
 
 
 def crossing(points: Mapping[float, float]) -> float:
-    """The rate at which attainment, linear between points by rate, first falls below the target.
+    """Return the rate at which attainment, interpolated linearly by rate, first falls below the target.
 
-    Outside of what was measured: the nearest rate that was.
+    If all measured rates are on one side, return the nearest one.
     """
     rates = sorted(points)
     above = [rate for rate in rates if points[rate] >= TARGET]
@@ -63,12 +63,12 @@ def crossing(points: Mapping[float, float]) -> float:
 
 
 def sustainable(traces: str, trace: Trace, policy: str, start: float = 0.0) -> Figures:
-    """The sustainable rate on eight instances, and all rates tried with what was attained there.
+    """Find the sustainable rate on eight instances, and report all rates tried with their attainment.
 
-    `start`: where in the trace to begin, as a share of its requests.
+    `start` is the starting point in the trace as a share of its requests.
 
-    `ttft_attainments`, `tpot_attainments`: of either half of the SLO alone. `decoders`: instances in a pool
-    that decodes, at the end of each run. Raises WorkloadError.
+    `ttft_attainments` and `tpot_attainments` are for one half of the SLO each; `decoders` are the instances
+    in a decoding pool at the end of each run. Raise WorkloadError.
     """
     workload = trace.load(Path(traces))
     unit_per_s = half_capacity_per_s(load_profile(PROFILE), workload)

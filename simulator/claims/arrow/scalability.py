@@ -1,7 +1,7 @@
 """R9: attainment against the number of GPUs (section 7.4).
 
-Neither the trace nor the rate is in the text: Azure Code, at the rate that half of eight instances prefill at
-most, which is beyond what any of the smaller clusters sustains.
+The paper states neither the trace nor the rate. Used here: Azure Code at the highest rate that half of eight
+instances can prefill, which none of the smaller clusters sustains.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ R9 = Claim(
     "ordering",
 )
 GPUS: Final = tuple(range(2, INSTANCES + 1, 2))
-# Share of the variance that a straight line explains from which on growth counts as near-linear.
+# Share of the variance explained by a straight line from which growth counts as near-linear.
 _LINEAR: Final = 0.9
 _NAME: Final = "arrow-scalability"
 
 
 def scalability(traces: Path | None) -> Experiment:
-    """Both schedulers at 2, 4, 6 and 8 GPUs."""
+    """Return the experiment with both schedulers at 2, 4, 6 and 8 GPUs."""
     if traces is None:
         return Experiment(_NAME, (R9,), (), without_traces((R9,)))
     runs = tuple(
@@ -55,7 +55,8 @@ def scalability(traces: Path | None) -> Experiment:
 
 
 def attained(traces: str, trace: Trace, policy: str, gpus: int) -> Figures:
-    """Attainment at the unit of rates; half of the GPUs in each pool at the start. Raises WorkloadError."""
+    """Measure attainment at the unit of rates, starting with half of the GPUs in each pool. Raise
+    WorkloadError."""
     workload = trace.load(Path(traces))
     rate_per_s = half_capacity_per_s(load_profile(PROFILE), workload)
     result = replay(trace, workload, policy, rate_per_s, gpus)
@@ -63,10 +64,10 @@ def attained(traces: str, trace: Trace, policy: str, gpus: int) -> Figures:
 
 
 def judge(figures: Mapping[str, Figures]) -> Sequence[Finding]:
-    """Never below static pools, above them where there is anything to move, growing, and near a line."""
+    """Judge R9: never below static pools, above them if instances can be moved, growing, and near-linear."""
     aware = [_attainment(figures, SLO_AWARE, gpus) for gpus in GPUS]
     static = [_attainment(figures, MINIMAL_LOAD, gpus) for gpus in GPUS]
-    # Of two instances neither can be moved.
+    # With two instances, neither can be moved.
     better = [a > s for a, s in zip(aware[1:], static[1:], strict=True)]
     growing = all(b > a for a, b in pairwise(aware))
     explained = float(np.corrcoef(GPUS, aware)[0, 1] ** 2) if growing else 0.0

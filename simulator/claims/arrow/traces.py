@@ -1,4 +1,4 @@
-"""R10: how the traces vary (section 3.1), from the public files."""
+"""R10: variability of the traces (section 3.1), from the public files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ R10 = Claim(
 )
 _MOONCAKE: Final = "mooncake/conversation_trace.jsonl"
 _NAME: Final = "arrow-traces"
-# The paper's numbers by the names of our figures. BurstGPT's variation is left out: which hour is not said.
+# The paper's numbers by the names of our figures. BurstGPT's variation is left out: its hour is not stated.
 _PAPER: Final[Mapping[str, float]] = {
     "code_peak_input": 1_327_900.0,
     "code_peak_output": 16_600.0,
@@ -38,18 +38,18 @@ _PAPER: Final[Mapping[str, float]] = {
 
 
 def trace_statistics(traces: Path | None) -> Experiment:
-    """One run over three files."""
+    """Return the experiment, one run over three files."""
     if traces is None:
         return Experiment(_NAME, (R10,), (), without_traces((R10,)))
     return Experiment(_NAME, (R10,), (Run(f"{_NAME}/all", statistics, (str(traces),), 2.0),), judge)
 
 
 def statistics(traces: str) -> Figures:
-    """Tokens a minute. Raises WorkloadError."""
+    """Compute tokens per minute. Raise WorkloadError."""
     root = Path(traces)
     code = load_per_minute(CODE.load(root).requests)
     conversation = load_per_minute(CONVERSATION.load(root).requests)
-    # Section 7.1 serves its first ten minutes; section 3.1 looks at the whole hour.
+    # Section 7.1 serves only the first ten minutes; section 3.1 describes the whole hour.
     mooned = load_per_minute(mooncake.load(root / _MOONCAKE, Clip()).requests)
     correlations = (code.correlation(), conversation.correlation())
     return {
@@ -65,7 +65,7 @@ def statistics(traces: str) -> Figures:
 
 
 def judge(figures: Mapping[str, Figures]) -> Sequence[Finding]:
-    """Each number within a third."""
+    """Judge R10: each number must be within a third."""
     ours = {name: number(figures[f"{_NAME}/all"], name) for name in _PAPER}
     off = max(_PAPER, key=lambda name: abs(ours[name] / _PAPER[name] - 1.0))
     return (

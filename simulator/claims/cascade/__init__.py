@@ -1,4 +1,4 @@
-"""CascadeInfer (arXiv 2512.19179): its claims and what it takes to check them."""
+"""CascadeInfer (arXiv 2512.19179): its claims and their experiments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from simulator.claims.cascade.prediction import prediction
 
 
 def experiments(effort: Effort) -> tuple[Experiment, ...]:
-    """All rows of CascadeInfer."""
+    """Return all rows of CascadeInfer."""
     return (heavy(effort), prediction(), planning(), balance(effort), kernels(), elsewhere())
 
 

@@ -1,7 +1,8 @@
 """C13: how evenly bid-ask spreads the work inside each stage (section 6.5, figure 16).
 
-Judged at the load that is heavy for C1 to C11 (operating.py), with cuts by which no stage has more than it
-can do: one that has is even by being full. Counted are the tokens of requests that came after the warm-up.
+Judged at the heavy load of C1 to C11 (operating.py), with stage boundaries that overload no stage: an
+overloaded stage is even because all of it is full. Only tokens of requests that arrived after the warm-up
+count.
 """
 
 from __future__ import annotations
@@ -56,17 +57,17 @@ STAGES: Final = 4
 _NAME: Final = "cascade-balance"
 _FULL, _INTER, _TURNS = "cascade", "cascade_inter_stage_only", "cascade_round_robin"
 _MAX_LENGTH: Final = 131_072
-# Requests of the history in flight, an instance: the policy's own default.
+# Requests of the history in flight per instance: the policy's default.
 _IN_FLIGHT: Final = 64.0
 SECONDS: Final = 90.0
-# Share of the arrivals that is not counted. Requests live for seconds where stages keep up.
+# Share of the arrivals that is not counted. Requests last seconds if stages keep up.
 _WARM_UP: Final = 1 / 3
 _QUICK_SECONDS: Final = 60.0
 SEEDS: Final = (1, 2, 3, 4, 5)
 
 
 def balance(effort: Effort = WHOLE) -> Experiment:
-    """Four stages of four instances each, whose members never change."""
+    """Return the experiment: four stages of four instances each, whose members never change."""
     seconds = _QUICK_SECONDS if effort is QUICK else SECONDS
     seeds = effort.seeds(SEEDS)
     runs = tuple(
@@ -82,7 +83,8 @@ def _run_name(policy: str, seed: int) -> str:
 
 
 def four_stages(profile: Profile, load: float) -> tuple[Stage, ...]:
-    """Of the cuts for four stages of four with which all keep up, those that Eq. (1) likes best."""
+    """Return the boundaries of four stages of four with the best Eq. (1), among those with which all keep
+    up."""
     edges = bucket_edges(_MAX_LENGTH)
     lengths = history()
     traffic = Traffic.of_history(lengths, HISTORY / (load * saturation_per_s(profile, lengths)))
@@ -104,7 +106,7 @@ def four_stages(profile: Profile, load: float) -> tuple[Stage, ...]:
 
 
 def spread(policy: str, seconds: float, seed: int) -> Figures:
-    """Coefficient of variation of output tokens between the instances of each stage."""
+    """Measure the coefficient of variation of output tokens between the instances of each stage."""
     profile, load = llama_on_h20(), HEAVY[FIGURE_2]
     stages = four_stages(profile, load)
     spec = replace(cluster(profile, policy, FIGURE_2), stages=stages)
@@ -134,7 +136,8 @@ def spread(policy: str, seconds: float, seed: int) -> Figures:
 
 
 def tokens_by_instance(result: SimResult, counted: Sequence[RequestRecord]) -> Counter[str]:
-    """Output tokens of these requests by instance; those made during a migration count for its target."""
+    """Return the output tokens of these requests by instance; tokens made during a migration count for its
+    target."""
     moves: dict[str, list[tuple[str, int]]] = {}
     for move in result.migrations:
         if move.outcome is MigrationOutcome.COMMITTED:
@@ -144,7 +147,7 @@ def tokens_by_instance(result: SimResult, counted: Sequence[RequestRecord]) -> C
         if not record.placements:
             continue
         moved = moves.get(record.request_id, [])
-        # A prompt that was handed back made nothing where it was first.
+        # A prompt that was handed back made no token where it was first placed.
         began = record.placements[-1 - len(moved)].instance_id
         places = [(began, record.prompt_tokens), *moved]
         ends = [*(start for _, start in places[1:]), record.prompt_tokens + record.output_tokens]
@@ -154,7 +157,7 @@ def tokens_by_instance(result: SimResult, counted: Sequence[RequestRecord]) -> C
 
 
 def judge(seeds: Sequence[int], figures: Mapping[str, Figures]) -> Sequence[Finding]:
-    """Mean over the stages; changes on the same requests."""
+    """Judge C13 by the mean over the stages, with changes on the same requests."""
     each = {
         policy: [number(figures[_run_name(policy, seed)], "mean_variation") for seed in seeds]
         for policy in (_FULL, _INTER, _TURNS)

@@ -1,16 +1,16 @@
 """CascadeInfer's testbed (section 6.1), the same for every row.
 
 - 16 instances of Llama-3.2-3B on H20 (the model of sections 6.4 and 6.5), batches of at most 1,024, FCFS
-  inside. Links: 400 Gbit/s. A step takes up to 8,192 tokens: where vLLM has a batch of 1,024 by default, that
-  is the default that goes with it, and prompts are hardly ever cut, so that they come before decodes
-  ("all systems prioritize prefilling over decoding", section 6.3).
-- ShareGPT, first turns: what the paper's references do ("following the standard practice in prior work").
+  inside. Links: 400 Gbit/s. A step takes up to 8,192 tokens, vLLM's default where its default batch is 1,024;
+  prompts are then hardly ever split, so they come before decodes ("all systems prioritize prefilling over
+  decoding", section 6.3).
+- ShareGPT, first turns, as in the papers cited ("following the standard practice in prior work").
 - Unequal lengths slow the whole decode step down as in figure 2, whose caption says "decoding forward pass".
-  `MEASURED` is the alternative, from kernel measurements that others have published.
-- Rates are on the figures' axes alone. The unit, a load of 1, is what the cluster could serve with full
-  batches if unequal lengths cost nothing; operating.py says which loads are judged.
-- The pipeline is planned at the start from the lengths of other requests of the same workload ("historical
-  workload statistics"), and replanned each minute from that minute's requests by the policy's own rule.
+  `MEASURED` is the alternative, from published kernel measurements of others.
+- Rates are given on the figures' axes only. The unit, a load of 1, is what the cluster could serve with full
+  batches if unequal lengths cost nothing; operating.py determines the loads that are judged.
+- The pipeline is planned initially from the lengths of other requests of the same workload ("historical
+  workload statistics"), and replanned every minute from that minute's requests by the policy's own rule.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ STEP_TOKENS: Final = 8_192
 LINK_BYTES_PER_S: Final = 50e9
 FIGURE_2: Final = "cascadeinfer-figure-2-step"
 MEASURED: Final = "measured-rtx-pro-6000"
-# Of the requests that the plan is made for; no run's.
+# Requests from which the plan is made; no run uses this seed.
 HISTORY_SEED: Final = 0
 HISTORY: Final = 4_000
-# Nobody's QoE is asked: a pace so slow that no token is late for it costs no time to check.
+# QoE is not evaluated: with a pace so slow that no token is late, it costs no time.
 _NO_PACE_S: Final = 1e3
 
 # CascadeInfer and its ablations.
@@ -58,14 +58,15 @@ CASCADES: Final = (
 
 
 def history() -> list[tuple[int, int]]:
-    """(Input, output) lengths to plan for."""
+    """Return the (input, output) lengths from which to plan."""
     return [(r.prompt_tokens, r.output_tokens) for r in sharegpt.generate(HISTORY, 1.0, HISTORY_SEED)]
 
 
 def saturation_per_s(profile: Profile, lengths: Sequence[tuple[int, int]]) -> float:
-    """Requests a second that the cluster serves with full batches of lengths that cost nothing extra.
+    """Return the rate, in requests per second, that the cluster serves with full batches if unequal lengths
+    cost nothing.
 
-    A request costs an instance its prefill, and its share of as many steps as it has output.
+    A request costs an instance its prefill, and its share of as many steps as it has output tokens.
     """
     rows = np.array(lengths, dtype=np.float64)
     prompt, output = rows[:, 0], rows[:, 1]
@@ -78,13 +79,14 @@ def saturation_per_s(profile: Profile, lengths: Sequence[tuple[int, int]]) -> fl
 
 
 def requests(profile: Profile, load: float, seconds: float, seed: int) -> list[SimRequest]:
-    """What arrives in so many seconds, Poisson, at a load of so much of `saturation_per_s`; seeds from 1."""
+    """Generate Poisson arrivals for some seconds at a load relative to `saturation_per_s`; seeds start at
+    1."""
     rate_per_s = load * saturation_per_s(profile, history())
     return sharegpt.generate(round(rate_per_s * seconds), rate_per_s, seed)
 
 
 def cluster(profile: Profile, policy: str, penalty: str) -> ClusterSpec:
-    """The llama_on_h20, set up for a policy."""
+    """Return the testbed, set up for a policy."""
     limits = {
         "max_num_seqs": BATCH,
         "chunk_budget_tokens": STEP_TOKENS,
@@ -96,10 +98,10 @@ def cluster(profile: Profile, policy: str, penalty: str) -> ClusterSpec:
 
 
 def policy_for(name: str, profile: Profile, penalty: str, load: float) -> Policy:
-    """Round robin over vLLM, Llumnix, or one of CASCADES. Raises UnknownPolicyError.
+    """Create round robin (vLLM), Llumnix, or one of CASCADES. Raise UnknownPolicyError.
 
-    CascadeInfer knows the rate at which its history came, and what unequal lengths cost: whether a stage
-    keeps up goes by both, as it does by a period's statistics later on.
+    CascadeInfer is given the rate of its history and the cost of unequal lengths, which determine whether a
+    stage keeps up, as the statistics of a period do later on.
     """
     if name == "round_robin":
         return RoundRobin()
@@ -116,5 +118,5 @@ def policy_for(name: str, profile: Profile, penalty: str, load: float) -> Policy
 
 
 def llama_on_h20() -> Profile:
-    """Step times of the model."""
+    """Return the step times of the model."""
     return load_profile(PROFILE)

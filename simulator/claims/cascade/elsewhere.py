@@ -1,4 +1,4 @@
-"""C6, C7, C16: what is not checked, and why."""
+"""C6, C7, C16: claims that are not checked, and why."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ENGINE = Claim("C16", "CascadeInfer", "Fig. 8", "one instance: Llumnix's engine
 
 
 def elsewhere() -> Experiment:
-    """Rows at no cost."""
+    """Return the rows, which need no runs."""
     reasons = {
         "C6": "which models the L40 ran is not said, and one of three baselines is another engine (SGLang); "
         "the comparison with vLLM and Llumnix is C1 to C5",

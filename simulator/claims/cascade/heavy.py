@@ -1,4 +1,4 @@
-"""C1 to C5, C8, C10, C11: what a heavily loaded testbed shows (sections 6.2 to 6.5); see operating.py."""
+"""C1 to C5, C8, C10, C11: results of a heavily loaded testbed (sections 6.2 to 6.5); see operating.py."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from simulator.claims.verdicts import format_estimate, weakest
 from simulator.estimate import Estimate
 
 _NAME: Final = "cascade-heavy"
-# Of rows whose parts are judged at different loads.
+# For rows whose parts are judged at different loads.
 _WORDS: Final[Mapping[str, str]] = {"normalized_s": "latency", "tokens_per_s": "throughput"}
-# An attainment of which no ratio says anything.
+# An attainment below which a ratio is meaningless.
 _FEW: Final = 0.005
-# Seconds of one core, for each of arrivals.
+# Seconds on one core per second of arrivals.
 _COST_S: Final[Mapping[str, float]] = {VLLM: 0.05, LLUMNIX: 0.06}
 _COST_OF_STAGES_S: Final = 0.11
 
 
 @dataclass(frozen=True, slots=True)
 class Against:
-    """CascadeInfer over one baseline by one figure: the relative change is in [least, most]."""
+    """CascadeInfer over one baseline by one figure: the paper's relative change is in [least, most]."""
 
     baseline: str
     figure: str
@@ -51,7 +51,7 @@ class Against:
     loads: Mapping[str, float]
 
     def change(self, results: Results, penalty: str, load: float) -> Estimate:
-        """Ours over the baseline's, less 1; an attainment of nobody at all counts as of one request."""
+        """Return ours over the baseline's, less 1; an attainment of zero counts as that of one request."""
         smallest = 0.0
         if self.share:
             smallest = 1.0 / results.requests(self.baseline, penalty, load)
@@ -59,11 +59,11 @@ class Against:
 
     @property
     def share(self) -> bool:
-        """Whether it compares shares of the requests, which may be of nobody."""
+        """Whether the figure is a share of the requests, which may be zero."""
         return self.figure.startswith("attainment")
 
     def verdict(self, change: float) -> Verdict:
-        """Holds within the range, widened by a third of either end."""
+        """Return the verdict: holds within the range, widened by a third at either end."""
         if change * self.least <= 0.0:
             return Verdict.DOES_NOT_HOLD
         inside = abs(self.least) * 2 / 3 <= abs(change) <= abs(self.most) * 4 / 3
@@ -72,7 +72,7 @@ class Against:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A claim, what it compares, and what must be the worst of all layouts, if anything."""
+    """A claim, its comparisons, and the layout that must be the worst, if any."""
 
     claim: Claim
     against: tuple[Against, ...]
@@ -148,7 +148,7 @@ _ROW_GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def heavy(effort: Effort = WHOLE) -> Experiment:
-    """Every scheduler with figure 2's penalty, and some again with the measured one."""
+    """Return the experiment: every scheduler with figure 2's penalty, and some with the measured one."""
     runs = tuple(_run(cell, span_of(effort, cell.penalty, cell.load)) for cell in cells(effort))
     return Experiment(_NAME, tuple(row.claim for row in ROWS), runs, partial(judge, effort))
 
@@ -160,7 +160,7 @@ def _run(cell: Cell, span: Span) -> Run:
 
 
 def judge(effort: Effort, figures: Mapping[str, Figures]) -> Sequence[Finding]:
-    """The weakest of a row's parts decides."""
+    """Judge each row by the weakest of its parts."""
     results = Results(figures, effort)
     return [_finding(row, results) for row in ROWS]
 
@@ -173,7 +173,7 @@ def _finding(row: Row, results: Results) -> Finding:
         group = _ROW_GROUPS[row.claim.claim_id]
         found = max(group, key=lambda policy: _mean(results, policy, "normalized_s"))
         if found != row.worst:
-            # The numbers may agree where the ordering does not.
+            # The numbers may agree even if the ordering does not.
             verdicts.append(Verdict.DIRECTION)
             reasons.append(f"worst is {found}, not {row.worst}")
     reasons += _elsewhere(row, results)
@@ -192,7 +192,7 @@ def _finding(row: Row, results: Results) -> Finding:
 
 
 def _where(row: Row, results: Results) -> str:
-    """The loads that are judged, and who keeps up there."""
+    """Describe the loads that are judged, and who keeps up there."""
     parts = []
     for load in dict.fromkeys(part.loads[FIGURE_2] for part in row.against):
         policies = [OURS, *(part.baseline for part in row.against if part.loads[FIGURE_2] == load)]
@@ -205,7 +205,7 @@ def _where(row: Row, results: Results) -> str:
 
 
 def _elsewhere(row: Row, results: Results) -> list[str]:
-    """The same comparison at the other loads of the curve, and with measured kernels."""
+    """Describe the same comparison at the other loads of the curve, and with measured kernels."""
     found: list[str] = []
     for penalty, words in ((FIGURE_2, ""), (MEASURED, "with measured kernels ")):
         for load in results.curve(OURS, penalty):
@@ -226,12 +226,12 @@ def _elsewhere(row: Row, results: Results) -> list[str]:
 
 
 def _alone(change: Estimate) -> Estimate:
-    """Without its spread, which is in the figures."""
+    """Remove the spread, which the figures contain."""
     return Estimate(change.mean, None)
 
 
 def _details(row: Row, results: Results) -> tuple[dict[str, float | Sequence[float]], dict[str, float]]:
-    """Every change and every figure that went into it, at every load, with the spreads that there are."""
+    """Return every change with its figures, at every load, and the spreads that exist."""
     figures: dict[str, float | Sequence[float]] = {}
     spreads: dict[str, float] = {}
 
@@ -256,7 +256,7 @@ def _details(row: Row, results: Results) -> tuple[dict[str, float | Sequence[flo
 
 
 def _shown(part: Against, change: Estimate, results: Results, penalty: str, load: float) -> str:
-    """As the paper prints it: ratios of attainment and of large throughputs, else percent."""
+    """Format as in the paper: ratios of attainment and of large throughputs, otherwise percent."""
     if part.share:
         ours, theirs = (
             results.estimate(policy, penalty, load, part.figure).mean for policy in (OURS, part.baseline)

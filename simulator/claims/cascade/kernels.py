@@ -1,4 +1,4 @@
-"""C14, C15: what attention costs in a decode step (sections 2.2 and 2.3), from the profile alone."""
+"""C14, C15: the cost of attention in a decode step (sections 2.2 and 2.3), from the profile alone."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ _SHARES: Final = ((250, 1_000, 0.81), (500, 200, 0.62), (1, 1_000, 0.14))
 
 
 def kernels() -> Experiment:
-    """One run without any simulation."""
+    """Return the experiment, which needs no simulation."""
     return Experiment(_NAME, (C14, C15), (Run(f"{_NAME}/all", steps, (), 0.5),), judge)
 
 
 def batches() -> dict[str, NDArray[np.int64]]:
-    """Three batches of 512 with about as many tokens, which fit on the H100: alike, spread, one dwarfs."""
+    """Return three batches of 512 with similar total tokens that fit on the H100: alike, spread, and dwarfed
+    by one request."""
     each = 800
     alike = np.linspace(0.9 * each, 1.1 * each, _BATCH)
     spread = np.geomspace(each / 20, each * 4, _BATCH)
@@ -52,7 +53,7 @@ def batches() -> dict[str, NDArray[np.int64]]:
 
 
 def steps() -> Figures:
-    """How much longer a step takes by the measured penalties, and attention's share by the profile."""
+    """Compute the slowdown of a step by the measured penalties, and attention's share by the profile."""
     profile = load_profile(_PROFILE)
     figures: dict[str, float | Sequence[float]] = {}
     for name, lengths in batches().items():
@@ -78,7 +79,7 @@ def _attention_share(profile: Profile, requests: int, tokens: int) -> float:
 
 
 def judge(figures: Mapping[str, Figures]) -> Sequence[Finding]:
-    """C14 by the largest slow-down, C15 by each share."""
+    """Judge C14 by the largest slowdown, C15 by each share."""
     ours = figures[f"{_NAME}/all"]
     factors = [factor for name in batches() for factor in numbers(ours, name)]
     least, most = min(factors), max(factors)

@@ -1,4 +1,4 @@
-"""C12: how long planning takes (section 6.5)."""
+"""C12: the duration of planning (section 6.5)."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _TIMES: Final = 20
 
 
 def planning() -> Experiment:
-    """One run; its figures are times, which differ from run to run."""
+    """Return the experiment; its figures are durations, which vary between runs."""
     return Experiment(_NAME, (C12,), (Run(f"{_NAME}/all", timed, (), 3.0),), judge)
 
 
 def timed() -> Figures:
-    """Median seconds of this thread for the lengths of the history in flight, and what each plan costs."""
+    """Measure the median CPU seconds for the lengths of the history in flight, and the cost of each plan."""
     profile, lengths = llama_on_h20(), history()
     inputs, outputs = [row[0] for row in lengths], [row[1] for row in lengths]
     workload = Workload.of_history(bucket_edges(_MAX_LENGTH), inputs, outputs, 64.0 * INSTANCES)
@@ -53,7 +53,7 @@ def timed() -> Figures:
 
 
 def judge(figures: Mapping[str, Figures]) -> Sequence[Finding]:
-    """Faster than the paper's heuristic, and exact."""
+    """Judge C12: faster than the paper's heuristic, and exact."""
     ours = figures[f"{_NAME}/all"]
     quick, best = number(ours, "heuristic_s"), number(ours, "exact_s")
     worse = number(ours, "heuristic_cost") / number(ours, "exact_cost") - 1.0

@@ -1,8 +1,8 @@
 """C9: how well the QoE model predicts normalized latency (sections 4.1 and 6.5, figure 13).
 
-Profiling as section 4.1 has it: by exponential buckets of length, at batch sizes up to the cap, each kept in
-flight. Here a batch is kept by letting no more into the engine, with all others queued; latency counts from
-the moment that a request is let in. Fitted on one set of requests, validated on another.
+Profiling follows section 4.1: by exponential buckets of length, at batch sizes up to the cap, each kept in
+flight. Here the batch size is held by the engine's limit, with all others queued; latency counts from
+admission. The model is fitted on one set of requests and validated on another.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ _SHORTEST: Final = 100
 _BUCKETS: Final = 6
 # 1, 4, 16, ... 1,024: every second of the paper's, to save time.
 _BATCHES: Final = tuple(4**power for power in range(6) if 4**power <= BATCH)
-# Requests of a configuration, in batches: half as many again as are in flight.
+# Requests of a configuration, in batches: 1.5 times the number in flight.
 _ROUNDS: Final = 1.5
 _DRAWN: Final = 20_000
-# Moments at which batches are looked at.
+# Points in time at which batches are sampled.
 _MOMENTS: Final = 256
 
 Floats = NDArray[np.float64]
 
 
 def prediction() -> Experiment:
-    """One run: the fit needs the samples of all configurations."""
+    """Return the experiment, one run: the fit needs the samples of all configurations."""
     return Experiment(_NAME, (C9,), (Run(f"{_NAME}/all", errors, (), 20.0),), judge)
 
 
 def errors() -> Figures:
-    """Mean relative errors on the validation set."""
+    """Compute mean relative errors on the validation set."""
     fitted_on, fitted_q = _samples(_FIT_SEED)
     seen, measured = _samples(_VALIDATION_SEED)
     model = QoeModel.fit(fitted_on, fitted_q)
     mean = np.full(len(measured), fitted_q.mean())
-    # Each request weighs 1/latency: the remedy for what least squares to the letter leaves.
+    # Weighting each request by 1/latency reduces the error that unweighted least squares leave.
     weighted = QoeModel.fit(fitted_on / fitted_q[:, None], np.ones(len(fitted_q)))
     return {
         "model": mean_relative_error(model.requests(seen), measured),
@@ -66,7 +66,7 @@ def errors() -> Figures:
 
 
 def judge(figures: Mapping[str, Figures]) -> Sequence[Finding]:
-    """The model must be about as good as the paper's, and the mean about as bad."""
+    """Judge C9: the model must be about as good as the paper's, and the mean about as bad."""
     ours = figures[f"{_NAME}/all"]
     model, mean = number(ours, "model"), number(ours, "global_mean")
     verdict = weakest([of_bound(model, 0.089, mean), of_effect(mean - model, 0.64 - 0.089)])
@@ -83,7 +83,7 @@ def judge(figures: Mapping[str, Figures]) -> Sequence[Finding]:
 
 
 def _samples(seed: int) -> tuple[Floats, Floats]:
-    """([n, 5] features seen by each request on average, [n] normalized latencies)."""
+    """Return ([n, 5] features seen by each request on average, [n] normalized latencies)."""
     features: list[Floats] = []
     latencies: list[Floats] = []
     for batch, requests in _configurations(seed):
@@ -116,7 +116,8 @@ def _configurations(seed: int) -> Iterator[tuple[int, list[SimRequest]]]:
 
 
 def observed(records: Sequence[RequestRecord]) -> tuple[Floats, Floats]:
-    """F_0 to F_4 of Eq. (1) averaged over each request's life in the engine, and its normalized latency."""
+    """Return F_0 to F_4 of Eq. (1) averaged over each request's time in the engine, and its normalized
+    latency."""
     rows = [
         (r.arrival_s + r.queue_s, r.first_token_s, r.finish_s, r.prompt_tokens, r.output_tokens)
         for r in records

@@ -1,4 +1,4 @@
-"""One test point: a scheduler under heavy load, and what its users and its operator see."""
+"""Serve one test point: a scheduler under heavy load, as seen by its users and its operator."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from simulator.simulation import simulate
 from tailrace.profiles import Profile
 from tailrace.slo import Slo
 
-# Section 6.4 scales the SLO by these.
+# Factors of the SLO in section 6.4.
 SLO_SCALES: Final = (5, 20)
-# Share of the arrivals: those after keep the cluster full while the others end.
+# Share of the arrivals; later ones keep the cluster full while the others end.
 MEASURED_UNTIL: Final = 7 / 8
 
 
 def serve(policy: str, penalty: str, load: float, seconds: float, warm_up: float, seed: int) -> Figures:
-    """Latencies in seconds (normalized: per output token), throughput in output tokens a second.
+    """Return latencies in seconds (normalized: per output token), and throughput in output tokens per second.
 
-    `warm_up`: share of the arrivals that fill the cluster and are not counted.
+    `warm_up` is the share of the arrivals that fill the cluster and are not counted.
 
-    `kept_up`: tokens made over those of the requests that came, while it is measured; below 1 by more than
-    chance, requests pile up. `ttft_growth`: mean TTFT of the second half of them over that of the first.
+    `kept_up` is tokens made over tokens of the requests that arrived, during the measurement; below 1 by more
+    than chance, requests pile up. `ttft_growth` is the mean TTFT of their second half over that of the first.
     """
     profile = llama_on_h20()
     arriving = requests(profile, load, seconds, seed)
@@ -38,7 +38,7 @@ def serve(policy: str, penalty: str, load: float, seconds: float, warm_up: float
     count = len(arriving)
     first, last = (int(share * count) for share in (warm_up, MEASURED_UNTIL))
     begin_s, until_s = arriving[first].arrival_s, arriving[last].arrival_s
-    # Whoever came while it was measured; all are served to the end.
+    # Requests that arrived during the measurement; all are served to the end.
     done = [r for r in result.requests if begin_s <= r.arrival_s < until_s and r.finish_s is not None]
     ttft = np.array([r.ttft_s for r in done], dtype=np.float64)
     tpot = np.array([r.tpot_s for r in done], dtype=np.float64)
@@ -71,7 +71,8 @@ def serve(policy: str, penalty: str, load: float, seconds: float, warm_up: float
 
 
 def longest_share(records: Sequence[RequestRecord]) -> float:
-    """Of all seconds until first tokens, the share of the 5% of requests with the longest prompts."""
+    """Return the share of all time to first tokens that is due to the 5% of requests with the longest
+    prompts."""
     waits = [(r.prompt_tokens, r.ttft_s) for r in records if r.ttft_s is not None]
     waits.sort()
     total = sum(wait_s for _, wait_s in waits)
@@ -79,7 +80,8 @@ def longest_share(records: Sequence[RequestRecord]) -> float:
 
 
 def generated(records: Sequence[RequestRecord], until_s: float) -> float:
-    """Output tokens by then; a request that is still running has made its share evenly."""
+    """Return the output tokens made until then; a running request is assumed to have made its tokens
+    evenly."""
     tokens = 0.0
     for record in records:
         first_s, last_s = record.first_token_s, record.finish_s
@@ -91,7 +93,7 @@ def generated(records: Sequence[RequestRecord], until_s: float) -> float:
 
 
 def minimum_load_slo(profile: Profile, arriving: Sequence[SimRequest], scale: float) -> Slo:
-    """`scale` times the TTFT and TPOT of one request alone (section 6.4), of mean lengths."""
+    """Return an SLO of `scale` times the TTFT and TPOT of one request of mean lengths alone (section 6.4)."""
     prompt = round(sum(r.prompt_tokens for r in arriving) / len(arriving))
     output = round(sum(r.output_tokens for r in arriving) / len(arriving))
     ttft_ms = profile.prefill.base_ms + profile.prefill.ms(0, prompt)

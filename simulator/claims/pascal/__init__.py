@@ -9,7 +9,7 @@ from simulator.claims.pascal.single import one_gpu_rows
 
 
 def experiments(effort: Effort) -> tuple[Experiment, ...]:
-    """All rows of PASCAL."""
+    """Return all rows of PASCAL."""
     return (serving_rows(effort), one_gpu_rows(effort), FIDELITY)
 
 

@@ -1,8 +1,8 @@
-"""PASCAL's cluster and the schedulers that it compares (section V-A), the same for every row.
+"""PASCAL's cluster and the schedulers it compares (section V-A), the same for every row.
 
 Eight H100 with 96 GB, DeepSeek-R1-Distill-Qwen-32B, 100 Gbit/s between them; preempted KV goes to host
-memory. As the paper describes them, migrations do not overlap with decoding (a phase transition cannot be
-foreseen), are not limited in number, and may go to a target whose device is full.
+memory. As in the paper, migrations do not overlap with decoding (a phase transition cannot be predicted), are
+not limited in number, and may go to a target whose device is full.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ PROFILE: Final = "r1-distill-qwen-32b-h100"
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A scheduler of the comparison: its half across instances and its half inside one."""
+    """A scheduler of the comparison: its part across instances and its part inside one."""
 
     policy: Callable[[], Policy]
     intra: Callable[[], IntraPolicy]
-    # Views that are exact at the moment of each decision, in place of reports every half second.
+    # Views that are exact at each decision, in place of reports every half second.
     exact_reports: bool = False
 
 
@@ -46,7 +46,7 @@ ARMS: Final[Mapping[str, Arm]] = {
 
 
 def cluster(arm: Arm) -> ClusterSpec:
-    """The cluster of an arm; link, seats and block size are the simulator's defaults."""
+    """Return the cluster of an arm; link, batch slots and block size are the simulator's defaults."""
     spec = ClusterSpec.uniform(INSTANCES, load_profile(PROFILE))
     migration = MigrationSpec(
         limit=256, queue_limit=10_000, patience_s=600.0, when_full=WhenFull.HOST, max_rounds=0

@@ -1,4 +1,4 @@
-"""PASCAL's rows judged from the figures of all runs; each function returns the finding of its row."""
+"""Judge PASCAL's rows from the figures of all runs; each function returns the finding of its row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from simulator.claims.verdicts import (
 )
 from simulator.estimate import Estimate, estimate
 
-# Violations of two schedulers count as equal when they differ by less: about the resolution of the runs.
+# Difference below which violations of two schedulers count as equal: about the resolution of the runs.
 _COMPARABLE: Final = 0.001
 # First bin of "long reasoning": where PASCAL demotes.
 _LONG_TOKENS: Final = 5_000 // 256 * 256
@@ -26,7 +26,7 @@ _BASELINES: Final = ("fcfs", "rr")
 
 
 def judge_gain(claim: Claim, results: Results, paper: Mapping[str, float], baseline: str) -> Finding:
-    """The bin in which PASCAL's tail TTFT gains most, by dataset."""
+    """Judge the bin with PASCAL's largest gain in tail TTFT, by dataset."""
     ours, verdicts = [], []
     figures: dict[str, float] = {}
     changes: dict[str, Estimate] = {}
@@ -48,13 +48,13 @@ def judge_gain(claim: Claim, results: Results, paper: Mapping[str, float], basel
 
 
 def _untold(changes: Mapping[str, Estimate]) -> str:
-    """What there is to say of changes that are within their spread."""
+    """Describe changes that are within their spread."""
     untold = [name for name, e in changes.items() if e.half_width is not None and abs(e.mean) <= e.half_width]
     return f"; the seeds do not tell from 0: {', '.join(untold)}" if untold else ""
 
 
 def judge_regressions(claim: Claim, results: Results) -> Finding:
-    """The worst bin against each baseline: small beside the best."""
+    """Judge the worst bin against each baseline, which should be small compared to the best."""
     ours, verdicts = [], []
     changes: dict[str, Estimate] = {}
     for baseline, paper in (("fcfs", 0.0612), ("rr", 0.0923)):
@@ -73,7 +73,7 @@ def judge_regressions(claim: Claim, results: Results) -> Finding:
 
 
 def judge_slo(claim: Claim, results: Results, curves: Results) -> Finding:
-    """Violations against each baseline, in every cell; and over the rate."""
+    """Judge violations against each baseline in every cell, and report them over the rate."""
     held: dict[str, list[bool]] = {baseline: [] for baseline in _BASELINES}
     found: dict[str, Estimate] = {}
     for dataset in (ALPACA, ARENA):
@@ -106,7 +106,7 @@ def judge_slo(claim: Claim, results: Results, curves: Results) -> Finding:
 
 
 def judge_throughput(claim: Claim, results: Results) -> Finding:
-    """Tokens over the time until the last is made, against each baseline, in every cell."""
+    """Judge throughput (tokens over the time until the last one) against each baseline, in every cell."""
     found: dict[str, Estimate] = {}
     for dataset in (ALPACA, ARENA):
         for level in LEVELS:
@@ -128,7 +128,7 @@ def judge_throughput(claim: Claim, results: Results) -> Finding:
 
 
 def judge_transfer(claim: Claim, results: Results) -> Finding:
-    """P99 of transfers at the high rate."""
+    """Judge the P99 of transfers at the high rate."""
     found = {
         "alpaca_s": results.estimate(ALPACA, "pascal", HIGH, "transfer_p99_s"),
         "arena_s": results.estimate(ARENA, "pascal", HIGH, "transfer_p99_s"),
@@ -145,7 +145,7 @@ def judge_transfer(claim: Claim, results: Results) -> Finding:
 
 
 def judge_no_migration(claim: Claim, results: Results, curves: Results) -> Finding:
-    """Blocking without migration against blocking with it."""
+    """Judge blocking without migration against blocking with it."""
     found = {
         f"{arm}_s": results.estimate(ALPACA, arm, HIGH, "blocking_p99_s")
         for arm in ("no_migration", "pascal")
@@ -178,7 +178,7 @@ def judge_no_migration(claim: Claim, results: Results, curves: Results) -> Findi
 
 
 def judge_adaptive(slo: Claim, latency: Claim, results: Results, curves: Results) -> tuple[Finding, Finding]:
-    """What adaptive migration saves: violations, and latency."""
+    """Judge what adaptive migration saves in violations and in latency."""
     found = {arm: results.estimate(ALPACA, arm, HIGH, "violations") for arm in ("non_adaptive", "pascal")}
     without, with_it = found["non_adaptive"], found["pascal"]
     verdict = of_effect(without.mean - with_it.mean, 0.0745 - 0.0069)
@@ -208,7 +208,7 @@ def judge_adaptive(slo: Claim, latency: Claim, results: Results, curves: Results
 
 
 def _relative(results: Results, arm: str, other: str, name: str) -> Estimate:
-    """A figure of one scheduler over another's, less one, seed by seed (AlpacaEval2.0, high)."""
+    """Return a figure of one scheduler over another's, less one, seed by seed (AlpacaEval2.0, high)."""
     pairs = zip(results.each(ALPACA, arm, HIGH, name), results.each(ALPACA, other, HIGH, name), strict=True)
     return estimate([one / two - 1.0 for one, two in pairs])
 
@@ -216,7 +216,7 @@ def _relative(results: Results, arm: str, other: str, name: str) -> Estimate:
 def judge_mixed(
     claim: Claim, results: Results, baseline: str, paper_best: float, paper_worst: float
 ) -> Finding:
-    """Best and worst bins on the mixture; against FCFS, the worst of long reasoning."""
+    """Judge the best and worst bins on the mixture; against FCFS, the worst of long reasoning."""
     comparison = results.compare(MIXED, baseline)
     best = comparison.best()
     long = [s for s in comparison.starts if s >= _LONG_TOKENS] if baseline == "fcfs" else []

@@ -1,4 +1,4 @@
-"""One run of PASCAL's cluster."""
+"""Run PASCAL's cluster once."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from simulator.workloads.generators import GENERATORS
 
 # QoE below which an answer violates its SLO (section V-A).
 QOE_LIMIT: Final = 0.95
-# Share of the requests, the first ones, that fill the cluster up and are not counted.
+# Share of the requests that fill the cluster at the start and are not counted.
 WARM_UP: Final = 0.25
 
 
 def serve(dataset: str, arm: str, load: float, count: int, seed: int) -> Figures:
     """Serve `count` requests of a generator at `load` times the saturation rate, under one scheduler.
 
-    All figures but the throughput are those of the requests after the warm-up.
+    All figures except the throughput are those of the requests after the warm-up.
     """
     generator = GENERATORS[dataset]
     chosen = ARMS[arm]

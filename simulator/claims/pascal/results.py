@@ -16,9 +16,8 @@ ALPACA: Final = "alpaca_eval"
 ARENA: Final = "arena_hard"
 MIXED: Final = "arena_hard_mixed"
 HIGH: Final = "high"
-# Fractions of the saturation rate, by which runs are named. The paper's figures have three rates, of which
-# the axes say
-# nothing but the order: low, medium and high. The others make the curves.
+# Shares of the saturation rate, by the names of runs. The paper's figures have three rates, whose axes show
+# only the order: low, medium and high. The others form the curves.
 LOADS: Final[Mapping[str, float]] = {
     "low": 0.6,
     "0.7": 0.7,
@@ -30,33 +29,33 @@ LOADS: Final[Mapping[str, float]] = {
     "beyond": 1.35,
 }
 LEVELS: Final = ("low", "medium", HIGH)
-# Where blocking begins; reported with P8, judged by nothing.
+# Where blocking begins; reported with P8, but not judged.
 BEYOND: Final = "beyond"
 
 
 def run_name(dataset: str, arm: str, level: str, seed: int) -> str:
-    """The name of a run, by which its figures are found."""
+    """Return the name of a run, the key of its figures."""
     return f"{dataset}/{arm}/{level}/{seed}"
 
 
 class Results:
-    """By dataset, scheduler and rate."""
+    """Access the figures by dataset, scheduler and rate."""
 
     def __init__(self, figures: Mapping[str, Figures], seeds: Sequence[int]) -> None:
         self._figures = figures
         self._seeds = seeds
 
     def each(self, dataset: str, arm: str, level: str, name: str) -> list[float]:
-        """A figure of each seed."""
+        """Return a figure for each seed."""
         runs = [self._figures[run_name(dataset, arm, level, seed)] for seed in self._seeds]
         return [number(run, name) for run in runs]
 
     def estimate(self, dataset: str, arm: str, level: str, name: str) -> Estimate:
-        """A figure's mean over seeds, and its spread."""
+        """Return a figure's mean over seeds, with its spread."""
         return estimate(self.each(dataset, arm, level, name))
 
     def curve(self, dataset: str, arm: str, name: str) -> dict[str, list[float]]:
-        """The loads at which the scheduler ran, a figure's means there, and their spreads."""
+        """Return the loads at which the scheduler ran, with a figure's means and their spreads."""
         levels = [level for level in LOADS if run_name(dataset, arm, level, self._seeds[0]) in self._figures]
         found = [self.estimate(dataset, arm, level, name) for level in levels]
         return {
@@ -66,15 +65,15 @@ class Results:
         }
 
     def mean(self, dataset: str, arm: str, level: str, name: str) -> float:
-        """A figure's mean over seeds."""
+        """Return a figure's mean over seeds."""
         return float(np.mean(self.each(dataset, arm, level, name)))
 
     def compare(self, dataset: str, theirs: str, level: str = HIGH) -> Comparison:
-        """PASCAL's tails against another scheduler's."""
+        """Compare PASCAL's tails with another scheduler's."""
         return Comparison(self.tails(dataset, "pascal", level), self.tails(dataset, theirs, level))
 
     def change(self, dataset: str, theirs: str, start: int, level: str = HIGH) -> Estimate:
-        """The relative change of one bin's tail, by seeds that have requests in it."""
+        """Return the relative change of one bin's tail, over the seeds with requests in it."""
         found = []
         for seed in self._seeds:
             ours, others = (
@@ -85,7 +84,7 @@ class Results:
         return estimate(found)
 
     def tails(self, dataset: str, arm: str, level: str) -> dict[int, float]:
-        """Tail TTFT by bin, averaged over seeds."""
+        """Return the tail TTFT by bin, averaged over seeds."""
         return mean_tails(
             self._bins(self._figures[run_name(dataset, arm, level, seed)]) for seed in self._seeds
         )

@@ -76,7 +76,7 @@ P15: Final = _row(
 
 
 def judge_fidelity(_: Mapping[str, Figures]) -> Sequence[Finding]:
-    """Not to be had here."""
+    """Report P15 as not reproducible here."""
     why = (
         "needs vLLM 0.6.1 on an H100 to compare with; our simulator's own error against a real vLLM "
         "run is in "

@@ -1,11 +1,11 @@
-"""Rows P1 to P12: the cluster under three rates, and curves over eight.
+"""Rows P1 to P12: the cluster at three rates, and curves over eight.
 
-The rates are axis labels only in the paper. The one figure that says where its "high" rate lies is
-NonAdaptive's share of violations, 7.45% (P9): after the warm-up our cluster has 1.9, 6.2 and 14.3% at
-0.8, 1.0 and 1.2 times the saturation rate (simulator/claims/saturation.py). So high is 1.0, medium 0.8
-and low 0.6; that number of P9 is thereby given, everything else is not. The first quarter of the requests
-fills the cluster and is not counted. Where the rate decides (P5, P8 to P10), the curve from 0.6 to 1.35
-is in the figures, with the spread at each point.
+In the paper the rates are only axis labels. The one figure that indicates its "high" rate is NonAdaptive's
+share of violations, 7.45% (P9): after the warm-up our cluster has 1.9, 6.2 and 14.3% at 0.8, 1.0 and 1.2
+times the saturation rate (simulator/claims/saturation.py). So high is 1.0, medium 0.8 and low 0.6; this
+number of P9 is thereby an input, everything else is not. The first quarter of the requests fills the cluster
+and is not counted. For the rows that depend on the rate (P5, P8 to P10), the figures include the curve from
+0.6 to 1.35 with the spread at each point.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from simulator.claims.pascal.results import (
 REQUESTS: Final = 4_000
 SEEDS: Final = (1, 2, 3, 4, 5)
 CURVE_SEEDS: Final = (1, 2, 3)
-# Seconds of one core, on an idle machine of the kind that docs/claims-pascal.md names.
+# Seconds on one core of an idle machine of the kind that docs/claims-pascal.md names.
 _COST_S: Final[Mapping[str, float]] = {
     "fcfs": 3.0,
     "rr": 3.0,
@@ -56,7 +56,7 @@ _CURVE_ARMS: Final = (*_BASELINES, "no_migration", "non_adaptive")
 
 
 def _cells() -> Sequence[tuple[str, str, str]]:
-    """(dataset, scheduler, rate) of the paper's own figures."""
+    """Return the (dataset, scheduler, rate) cells of the paper's own figures."""
     cells = [(dataset, arm, level) for dataset in (ALPACA, ARENA) for arm in _BASELINES for level in LEVELS]
     cells += [(ALPACA, arm, HIGH) for arm in ("no_migration", "non_adaptive", "exact_reports")]
     cells += [(MIXED, arm, HIGH) for arm in _BASELINES]
@@ -70,7 +70,7 @@ def _runs(effort: Effort) -> tuple[Run, ...]:
         cells |= {
             (ALPACA, arm, level, seed): None for arm in _CURVE_ARMS for level in LOADS for seed in CURVE_SEEDS
         }
-    # All requests, also in a quick check: at a high rate memory fills up over the whole trace.
+    # All requests, even in a quick check: at a high rate memory fills up over the whole trace.
     return tuple(
         Run(
             run_name(dataset, arm, level, seed),
@@ -118,5 +118,5 @@ _CLAIMS: Final = (
 
 
 def serving_rows(effort: Effort) -> Experiment:
-    """Rows P1 to P12."""
+    """Return the experiment of rows P1 to P12."""
     return Experiment("pascal-serving", _CLAIMS, _runs(effort), partial(judge, effort))

@@ -1,12 +1,12 @@
 """Rows P13 and P14: one GPU with half of its KV memory (section III-A, figures 4 and 5).
 
-The rate is not given, but bounded: the full device holds all KV caches at any time, without blocking or
-preempting. Taken is the highest such rate: mean KV and three standard deviations of it fill the device at 0.8
-times its saturation rate (with Poisson arrivals the variance is mean x E[sum of context^2] / E[sum of
-context], sums over a request's steps).
+The rate is not given, but bounded: the full device holds all KV at any time, without blocking or preemption.
+Used here is the highest such rate: the mean KV plus three standard deviations fills the device at 0.8 times
+its saturation rate (with Poisson arrivals the variance is mean x E[sum of context^2] / E[sum of context],
+sums over a request's steps).
 
-The rate decides P14: below that bound RR is the oracle's equal, above it FCFS and RR both wait. So the
-curve from 0.5 to 0.9 is in the figures.
+The rate decides P14: below that bound RR equals the oracle, above it FCFS and RR both wait. So the figures
+include the curve from 0.5 to 0.9.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _INTRA: Final[Mapping[str, type[Fcfs] | type[QuantumRoundRobin]]] = {
 
 
 def one_gpu(dataset: str, arm: str, load: float, requests: int, seed: int) -> Figures:
-    """One scheduler on one GPU; "oracle" has all the memory it wants, the others half of the device's."""
+    """Run one scheduler on one GPU; "oracle" has unlimited memory, the others half of the device's."""
     profile = load_profile(PROFILE)
     capacity = 100 * profile.kv_capacity_tokens if arm == "oracle" else profile.kv_capacity_tokens // 2
     spec = ClusterSpec.uniform(1, profile, kv_capacity_tokens=capacity, max_num_seqs=requests)
@@ -70,12 +70,12 @@ def one_gpu(dataset: str, arm: str, load: float, requests: int, seed: int) -> Fi
 
 
 def qoe_with_ttfat(record: RequestRecord) -> float:
-    """QoE of an answer that the user expects 0.25 s after its request arrived (figure 5).
+    """Return the QoE of an answer that the user expects 0.25 s after its request arrived (figure 5).
 
-    The record's QoE counts from the first token. With D from then until the last token is read, n tokens
-    and the user's pace p, the expected area is (D + late) n - p n (n - 1) / 2 (tailrace/qoe.py). D is the
-    later of the user's pace and the last token's time; what a stall that is made up for adds between is
-    left out.
+    The record's QoE counts from the first token. With D from then until the last token is read, n tokens and
+    the user's pace p, the expected area is (D + late) n - p n (n - 1) / 2 (tailrace/qoe.py). D is the later
+    of the user's pace and the last token's time; the contribution of stalls that are made up for is
+    neglected.
     """
     if record.qoe is None or record.ttft_s is None or record.latency_s is None:
         return 0.0
@@ -92,7 +92,7 @@ def _run_name(dataset: str, arm: str, load: float, seed: int) -> str:
 
 
 def _runs(effort: Effort) -> tuple[Run, ...]:
-    # All 300 requests, also in a quick check: the operating point is made of their number.
+    # All 300 requests, even in a quick check: their number determines the operating point.
     return tuple(
         Run(_run_name(dataset, arm, load, seed), one_gpu, (dataset, arm, load, REQUESTS, seed), 0.4)
         for dataset in (_REASONING, _ANSWERING)
@@ -157,7 +157,7 @@ def judge(effort: Effort, figures: Mapping[str, Figures]) -> Sequence[Finding]:
 
 
 def _p14(each: Callable[[str, str, str, float], list[float]], load: float) -> list[bool]:
-    """RR attains more than FCFS; at 2048 tokens as much as the oracle."""
+    """Return whether RR attains more than FCFS, and at 2048 tokens as much as the oracle."""
 
     def mean(arm: str, name: str) -> float:
         return estimate(each(_ANSWERING, arm, name, load)).mean
@@ -171,7 +171,7 @@ def _p14_holds(each: Callable[[str, str, str, float], list[float]], load: float)
 
 
 def _over_loads(holding: Sequence[float]) -> Verdict:
-    """Judge an ordering whose rate the paper leaves open: all loads at which the oracle waits for nothing."""
+    """Judge an ordering whose rate the paper leaves open, over all loads at which the oracle never waits."""
     open_loads = [load for load in LOADS if load <= LOAD]
     if all(load in holding for load in open_loads):
         return Verdict.HOLDS
@@ -179,5 +179,5 @@ def _over_loads(holding: Sequence[float]) -> Verdict:
 
 
 def one_gpu_rows(effort: Effort) -> Experiment:
-    """Rows P13 and P14."""
+    """Return the experiment of rows P13 and P14."""
     return Experiment("pascal-one-gpu", (P13, P14), _runs(effort), partial(judge, effort))

@@ -1,4 +1,5 @@
-"""Tails of TTFT by reasoning length (simulator/goodput.py) over runs, and of one scheduler against others."""
+"""Tails of TTFT by reasoning length (simulator/goodput.py): averages over runs, and comparisons of
+schedulers."""
 
 from __future__ import annotations
 
@@ -8,14 +9,14 @@ import numpy as np
 
 
 def mean_tails(runs: Iterable[Mapping[int, float]]) -> dict[int, float]:
-    """Each bin's tail, averaged over runs; bins that a run does not have are left out."""
+    """Average each bin's tail over runs; bins that some run does not have are left out."""
     runs = list(runs)
     common = set.intersection(*(set(run) for run in runs)) if runs else set()
     return {start: float(np.mean([run[start] for run in runs])) for start in sorted(common)}
 
 
 class Comparison:
-    """Tails of one scheduler against another's, bin by bin."""
+    """Compare the tails of one scheduler with another's, bin by bin."""
 
     def __init__(self, ours: Mapping[int, float], theirs: Mapping[int, float]) -> None:
         self.starts: Sequence[int] = [start for start in ours if start in theirs]
@@ -25,17 +26,17 @@ class Comparison:
         self._theirs = theirs
 
     def change(self, start: int) -> float:
-        """Relative change of the bin's tail; negative: ours is shorter."""
+        """Return the relative change of the bin's tail; negative: ours is shorter."""
         return self._ours[start] / self._theirs[start] - 1.0
 
     def change_s(self, start: int) -> float:
-        """The same in seconds."""
+        """Return the change in seconds."""
         return self._ours[start] - self._theirs[start]
 
     def best(self) -> int:
-        """Bin with the largest relative gain."""
+        """Return the bin with the largest relative gain."""
         return min(self.starts, key=self.change)
 
     def worst(self) -> int:
-        """Bin with the largest relative loss."""
+        """Return the bin with the largest relative loss."""
         return max(self.starts, key=self.change)
