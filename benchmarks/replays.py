@@ -81,7 +81,7 @@ async def _record(fleet: LiveFleet, seconds: float, lines: list[bytes]) -> None:
 async def recorded(fleet: LiveFleet, policy: str, rate: float, seconds: float, seed: int) -> list[bytes]:
     """The recording begins when a third of the requests have come."""
     await fleet.set_policy(policy, has_pools(policy))
-    await fleet.settled()
+    await fleet.wait_idle()
     requests = poisson_requests("r", _lengths, round(rate * seconds), rate, seed)
     load = asyncio.create_task(
         fleet.load.replay(f"{policy}-", requests, _MARGIN_S / fleet.shape.speed, lambda done: None)

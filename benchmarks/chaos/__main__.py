@@ -36,7 +36,7 @@ from benchmarks.chaos.report import Figures, collect_figures, print_figures, pri
 from benchmarks.chaos.rollouts import Rollouts
 from benchmarks.chaos.schedule import ROLLOUTS, RULES, SIMULATED_ONLY, Kind, Targets, Tier, Version, draw
 from benchmarks.chaos.timeline import Timeline
-from benchmarks.etcd_faults.namespaces import NoNamespaces, inside, inside_command, prepare
+from benchmarks.etcd_faults.namespaces import NamespacesUnavailable, command_in_namespaces, is_inside, prepare
 from benchmarks.report import RESULTS, machine, save
 
 UNSUPPORTED: Final = 3
@@ -162,10 +162,10 @@ def read_options() -> Options:
 def main() -> int:
     """Run inside new namespaces; return exit status 1 if an invariant was violated."""
     options = read_options()
-    if not inside():
+    if not is_inside():
         try:
-            command = inside_command([sys.executable, "-m", "benchmarks.chaos", *sys.argv[1:]])
-        except NoNamespaces as error:
+            command = command_in_namespaces([sys.executable, "-m", "benchmarks.chaos", *sys.argv[1:]])
+        except NamespacesUnavailable as error:
             print(error, file=sys.stderr)
             return UNSUPPORTED
         os.execvp(command[0], command)

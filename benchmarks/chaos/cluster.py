@@ -22,7 +22,7 @@ from benchmarks.chaos.links import Link
 from benchmarks.chaos.schedule import Tier, Version
 from benchmarks.chaos.timeline import Timeline
 from benchmarks.chaos.xdp import XdpPrograms, XdpUnavailable
-from benchmarks.etcd_faults.cluster import COUNT, FaultyCluster, addresses
+from benchmarks.etcd_faults.cluster import COUNT, FaultyCluster, member_addresses
 from benchmarks.etcd_faults.namespaces import run
 from tailrace.local.certificates import ETCD_ROOT, OPERATOR, transport_of
 from tailrace.local.plan import PartSpec, certificate_folder, span_certificates
@@ -170,7 +170,7 @@ class Cluster:
         self.authority = Authority.create(folder / "certs")
         self._certificates = str(self.authority.folder)
         issued = [
-            self.authority.issue(Identity(Role.ETCD, f"m{number}"), hosts=addresses(number))
+            self.authority.issue(Identity(Role.ETCD, f"m{number}"), hosts=member_addresses(number))
             for number in range(COUNT)
         ]
         self.root = self.authority.issue(ETCD_ROOT).folder

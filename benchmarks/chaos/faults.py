@@ -170,10 +170,10 @@ class Faults:
                 await asyncio.to_thread(member.wipe, other, self._cluster.root)
             else:
                 begin, end = {
-                    Kind.ETCD_STOPPED: (FaultyMember.freeze, FaultyMember.thaw),
+                    Kind.ETCD_STOPPED: (FaultyMember.suspend, FaultyMember.resume),
                     Kind.ETCD_ISOLATED: (FaultyMember.isolate, FaultyMember.rejoin),
                     Kind.ETCD_CUT: (FaultyMember.cut, FaultyMember.restore),
-                    Kind.ETCD_FULL_DISK: (FaultyMember.fill_disk, FaultyMember.empty_disk),
+                    Kind.ETCD_FULL_DISK: (FaultyMember.fill_disk, FaultyMember.free_disk),
                 }[fault.kind]
                 await asyncio.to_thread(begin, member)
                 try:

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.etcd_faults`: what one faulty etcd member of three costs.
+"""`python -m benchmarks.etcd_faults`: measure the effects of one faulty etcd member of three.
 
-Three real members, each in a network namespace and on a disk of its own. One in turn is stopped, cut off, or
-has its disk filled, while candidates, watchers and a writer see what services would see, and streams run
-through real services around simulated engines. Needs root or user namespaces, iproute2 and util-linux.
+Three real members, each with its own network namespace and disk. One at a time is stopped, partitioned, or
+has its disk filled, while candidates, watchers and a writer observe what services would see, and streams run
+through real services with simulated engines. Needs root or user namespaces, iproute2 and util-linux.
 """
 
 from __future__ import annotations
@@ -25,28 +25,34 @@ from rich.table import Table
 from benchmarks.etcd_faults.cluster import FaultyCluster
 from benchmarks.etcd_faults.faults import DEFAULT, FAULTS
 from benchmarks.etcd_faults.fleet import Fleet, Streams, fleet
-from benchmarks.etcd_faults.namespaces import NoNamespaces, inside, inside_command, prepare, run
-from benchmarks.etcd_faults.observe import Seen, observing
+from benchmarks.etcd_faults.namespaces import (
+    NamespacesUnavailable,
+    command_in_namespaces,
+    is_inside,
+    prepare,
+    run,
+)
+from benchmarks.etcd_faults.observe import Observed, observe
 from benchmarks.report import machine, save
 
 QUIET = "none"
 UNSUPPORTED = 3
-"""Exit status where the machine does not let us make namespaces."""
+"""Exit status if namespaces cannot be created on this machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One fault's figures. `member`: which one failed, etcd's leader or a follower."""
+    """Figures of one fault. `member`: the one that failed, etcd's leader or a follower."""
 
     fault: str
     member: str
-    seen: Seen
+    seen: Observed
     streams: Streams | None
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """From the command line; times in seconds."""
+    """Command-line options; times in seconds."""
 
     faults: list[str]
     members: list[str]
@@ -58,7 +64,7 @@ class Options:
 
 
 async def measure(options: Options, console: Console) -> list[Row]:
-    """Every fault in turn, on one cluster."""
+    """Inject every fault, one at a time, into one cluster."""
     rows: list[Row] = []
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-etcd-")))
@@ -70,20 +76,20 @@ async def measure(options: Options, console: Console) -> list[Row]:
         streams = None
         if options.with_streams:
             streams = await stack.enter_async_context(fleet(etcd.endpoints, folder))
-        turns = list(itertools.product(options.faults, options.members))
+        runs = list(itertools.product(options.faults, options.members))
         if streams is not None:
-            # Before and after: what the machine does to streams by itself.
-            turns = [(QUIET, ""), *turns, (QUIET, "")]
-        rows += [await one(*turn, etcd, streams, options, console) for turn in turns]
+            # Without a fault, before and after: the machine's own effect on streams.
+            runs = [(QUIET, ""), *runs, (QUIET, "")]
+        rows += [await one(*turn, etcd, streams, options, console) for turn in runs]
     return rows
 
 
 async def one(
     fault: str, role: str, etcd: FaultyCluster, streams: Fleet | None, options: Options, console: Console
 ) -> Row:
-    """One fault: a while before, as long as it lasts, and a while after it is undone."""
-    # Anew for each: who has left a member that failed does not go back to it.
-    async with observing(etcd.endpoints) as observer:
+    """Measure one fault: before it, while it lasts, and after it is undone."""
+    # New connections for each fault: clients do not return to a member that failed.
+    async with observe(etcd.endpoints) as observer:
         leader = await etcd.leader()
         member = leader if role == "leader" else next(m for m in etcd.members if m is not leader)
         console.print(f"{fault}: {member.name}{f', {role}' if role else ''}", style="dim")
@@ -91,7 +97,7 @@ async def one(
         replay = None if streams is None else asyncio.create_task(streams.streams(seconds))
         try:
             await asyncio.sleep(options.before_s)
-            seen = observer.begin()
+            seen = observer.start_recording()
             if fault != QUIET:
                 FAULTS[fault].inject(etcd, member)
             try:
@@ -108,8 +114,8 @@ async def one(
                 await asyncio.wait([replay])
 
 
-def show(rows: list[Row], console: Console) -> None:
-    """A table, and what it means."""
+def print_rows(rows: list[Row], console: Console) -> None:
+    """Print a table and the meaning of its faults."""
     table = Table(title="one etcd member of three fails")
     of_etcd = ("fault", "member", "no leader s", "two s", "views stale s", "behind 1 s", "write gap s")
     for column in (*of_etcd, "whole", "gap s", "TTFT s"):
@@ -130,18 +136,18 @@ def show(rows: list[Row], console: Console) -> None:
         )
     console.print(table)
     for name in {row.fault for row in rows} & FAULTS.keys():
-        console.print(f"  {name}: {FAULTS[name].tells}", style="dim")
+        console.print(f"  {name}: {FAULTS[name].description}", style="dim")
 
 
 def read_options() -> Options:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--fault", nargs="+", choices=sorted(FAULTS), default=list(DEFAULT))
     parser.add_argument("--member", nargs="+", choices=["leader", "follower"], default=["leader", "follower"])
     parser.add_argument("--before", type=float, default=3.0, metavar="SECONDS")
     parser.add_argument("--lasts", type=float, default=15.0, metavar="SECONDS")
     parser.add_argument("--after", type=float, default=5.0, metavar="SECONDS")
-    parser.add_argument("--no-streams", action="store_true", help="Only etcd and our use of it.")
+    parser.add_argument("--no-streams", action="store_true", help="only etcd and its use by services")
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
     given = parser.parse_args()
     return Options(
@@ -150,35 +156,36 @@ def read_options() -> Options:
 
 
 def main() -> int:
-    """Measure inside namespaces of our own; exit status 1 when something was worse than it must be."""
+    """Measure inside new namespaces; return exit status 1 if a limit was exceeded."""
     options = read_options()
-    if not inside():
+    if not is_inside():
         try:
-            command = inside_command([sys.executable, "-m", "benchmarks.etcd_faults", *sys.argv[1:]])
-        except NoNamespaces as error:
+            command = command_in_namespaces([sys.executable, "-m", "benchmarks.etcd_faults", *sys.argv[1:]])
+        except NamespacesUnavailable as error:
             print(error, file=sys.stderr)
             return UNSUPPORTED
         os.execvp(command[0], command)
     prepare()
-    # What it says of members that fail is expected here.
+    # Errors about failed members are expected.
     logging.getLogger("tailrace").setLevel(logging.ERROR)
     logging.getLogger("grpc").setLevel(logging.CRITICAL)
     console = Console(stderr=options.output == "json", width=130)
     console.print(f"on {machine()}")
     rows = asyncio.run(measure(options, console))
-    show(rows, console)
+    print_rows(rows, console)
     figures: dict[str, object] = {"rows": [asdict(row) for row in rows]}
     if options.output == "json":
         print(json.dumps(figures))
     if options.with_streams:
         console.print(f"figures: {save('etcd_faults', figures)}")
-    return 0 if all(held(row) for row in rows) else 1
+    return 0 if all(meets_limits(row) for row in rows) else 1
 
 
-def held(row: Row) -> bool:
-    """At most 10 s without a leader, no view staler than 10 s, every stream whole."""
+def meets_limits(row: Row) -> bool:
+    """Return whether there were at most 10 s without a leader, no view staler than 10 s, and every stream
+    complete."""
     whole = row.streams is None or row.streams.whole == row.streams.streams
-    if row.fault in FAULTS and FAULTS[row.fault].of_all:
+    if row.fault in FAULTS and FAULTS[row.fault].whole_cluster:
         return whole
     return whole and row.seen.without_leader_s <= 10.0 and row.seen.view_stale_max_s <= 10.0
 

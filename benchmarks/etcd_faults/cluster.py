@@ -1,5 +1,5 @@
-"""Three real etcd members, each with networks and a disk of its own, that can be stopped, cut off and
-filled."""
+"""Three real etcd members, each with its own networks and disk, that can be stopped, partitioned and filled
+up."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ _PORT: Final = 2379
 _PEER_PORT: Final = 2380
 _HEALTH_PORT: Final = 2381
 CLIENTS: Final = "10.77.1"
-"""Network of clients, a /24 and a bridge called `clients`; the command itself is .254 there."""
+"""Network of clients, a /24 with a bridge called `clients`; this command has .254 there."""
 _PEERS: Final = "10.77.2"
-_OURS: Final = 254
-# etcd preallocates its log in files of 64 MiB, the next one while it writes the last.
+_HOST_NUMBER: Final = 254
+# etcd preallocates its log in files of 64 MiB, one ahead.
 _DISK: Final = "size=160m"
 _IMAGE: Final = "200M"
 _START_S: Final = 20.0
 _POLL_S: Final = 0.05
 
 
-def addresses(number: int) -> list[str]:
-    """A member's, to clients and to other members."""
+def member_addresses(number: int) -> list[str]:
+    """Return a member's addresses, for clients and for other members."""
     return [f"{CLIENTS}.{number + 1}", f"{_PEERS}.{number + 1}"]
 
 
 class FaultyMember:
-    """One member. Clients reach it by one network, the other members by another."""
+    """One member, reached by clients over one network and by other members over another."""
 
     def __init__(self, number: int, folder: Path, hanging: bool, certificates: Path | None) -> None:
-        """`hanging`: its disk can be made to hang. `certificates`: folder of its certificate's files."""
+        """`hanging`: make a disk that can hang. `certificates`: folder of its certificate."""
         self.name = f"m{number}"
         self.host = f"{CLIENTS}.{number + 1}"
         self.endpoint = f"{self.host}:{_PORT}"
@@ -55,10 +55,10 @@ class FaultyMember:
         self._process: subprocess.Popen[bytes] | None = None
 
     def prepare(self) -> None:
-        """Its networks and its disk."""
+        """Create its networks and its disk."""
         ip("netns", "add", self.name)
         for network, prefix in (("clients", CLIENTS), ("peers", _PEERS)):
-            outside = self._wire(network)
+            outside = self._host_device(network)
             ip("link", "add", outside, "type", "veth", "peer", "name", network, "netns", self.name)
             ip("link", "set", outside, "master", network, "up")
             ip("-n", self.name, "addr", "add", f"{prefix}.{self._number + 1}/24", "dev", network)
@@ -74,7 +74,7 @@ class FaultyMember:
             run("mount", "-t", "tmpfs", "-o", _DISK, "tmpfs", str(self._disk))
 
     def start(self) -> None:
-        """Start etcd (again, on its data)."""
+        """Start or restart etcd on its data."""
         scheme = "http" if self._certificates is None else "https"
         peers = {f"m{n}": f"{scheme}://{_PEERS}.{n + 1}:{_PEER_PORT}" for n in range(COUNT)}
         peer, client = peers[self.name], f"{scheme}://{self.endpoint}"
@@ -102,8 +102,8 @@ class FaultyMember:
                 stderr=log,
             )
 
-    def leads(self) -> bool:
-        """Whether it is etcd's own leader, as it says; False also when it says nothing."""
+    def is_leader(self) -> bool:
+        """Return whether it reports to be etcd's leader; False if it does not reply."""
         try:
             with urllib.request.urlopen(f"http://{self.host}:{_HEALTH_PORT}/metrics", timeout=1) as reply:
                 return b"\netcd_server_is_leader 1\n" in reply.read()
@@ -111,7 +111,7 @@ class FaultyMember:
             return False
 
     def healthy(self) -> bool:
-        """Whether it can write."""
+        """Return whether it can write."""
         try:
             with urllib.request.urlopen(f"http://{self.host}:{_HEALTH_PORT}/health", timeout=2) as reply:
                 return b'"true"' in reply.read()
@@ -120,52 +120,52 @@ class FaultyMember:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
+        """Whether its process runs."""
         return self._process is not None and self._process.poll() is None
 
     # ---- faults
 
-    def freeze(self) -> None:
+    def suspend(self) -> None:
         """SIGSTOP."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
-    def thaw(self) -> None:
+    def resume(self) -> None:
         """SIGCONT."""
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
 
     def isolate(self) -> None:
-        """Cut it off from the other members; clients reach it as before."""
-        ip("link", "set", self._wire("peers"), "nomaster")
+        """Partition it from the other members; clients still reach it."""
+        ip("link", "set", self._host_device("peers"), "nomaster")
 
     def rejoin(self) -> None:
         """Undo `isolate`."""
-        ip("link", "set", self._wire("peers"), "master", "peers")
+        ip("link", "set", self._host_device("peers"), "master", "peers")
 
     def cut(self) -> None:
-        """Cut it off from everybody: what is sent to it is dropped silently."""
+        """Partition it from everything: packets to it are dropped silently."""
         self.isolate()
-        ip("link", "set", self._wire("clients"), "nomaster")
+        ip("link", "set", self._host_device("clients"), "nomaster")
 
     def restore(self) -> None:
         """Undo `cut`."""
         self.rejoin()
-        ip("link", "set", self._wire("clients"), "master", "clients")
+        ip("link", "set", self._host_device("clients"), "master", "clients")
 
     def fill_disk(self) -> None:
-        """No byte is free from now on."""
+        """Use up all space on its disk."""
         fill(self._disk)
 
-    def empty_disk(self) -> None:
-        """Undo `fill_disk`; a supervisor starts the process again if it has ended."""
+    def free_disk(self) -> None:
+        """Undo `fill_disk`, and restart the process if it has exited, as a supervisor would."""
         (self._disk / "filler").unlink()
         if not self.alive:
             self.start()
 
     def hang_disk(self) -> None:
-        """Whoever writes waits from now on, and cannot even be killed."""
+        """Block every write to its disk; blocked processes cannot be killed."""
         run("fsfreeze", "--freeze", str(self._disk))
 
     def resume_disk(self) -> None:
@@ -173,10 +173,11 @@ class FaultyMember:
         run("fsfreeze", "--unfreeze", str(self._disk))
 
     def wipe(self, by: FaultyMember, root: Path | None) -> None:
-        """Kill it and lose its data; then, as etcd's manual has it, have the others forget it and take it in
-        as a new member.
+        """Kill it and delete its data; then replace it, as etcd's manual describes: the others remove it and
+        add it as a new member.
 
-        `by`: another member, which is asked to. `root`: folder of a certificate for it. Raises RuntimeError.
+        `by`: another member, which executes the commands. `root`: folder of a certificate of root. Raise
+        RuntimeError if a command fails.
         """
         self.kill()
         shutil.rmtree(self._disk / "data")
@@ -193,7 +194,7 @@ class FaultyMember:
         self.start()
 
     def control(self, root: Path | None, *arguments: str) -> str:
-        """What `etcdctl` says when it has asked this member. Raises RuntimeError."""
+        """Run `etcdctl` on this member; return its output. Raise RuntimeError if it fails."""
         command = [
             str(find_etcd().with_name("etcdctl")),
             f"--endpoints={self.endpoint}",
@@ -209,33 +210,34 @@ class FaultyMember:
         return run(*command, *arguments)
 
     def kill(self) -> None:
-        """kill -9."""
+        """Send SIGKILL and wait."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
 
-    def _wire(self, network: str) -> str:
+    def _host_device(self, network: str) -> str:
         return f"{network}{self._number}"
 
 
 class FaultyCluster:
-    """The three of them."""
+    """All three members."""
 
     def __init__(self, folder: Path, hanging: bool, certificates: Sequence[Path] = ()) -> None:
-        """`hanging`: disks can be made to hang. `certificates`: of each member; none: it is in the clear."""
-        given: list[Path | None] = [*certificates] or [None] * COUNT
-        self.members = [FaultyMember(number, folder, hanging, given[number]) for number in range(COUNT)]
+        """`hanging`: make disks that can hang. `certificates`: one folder per member; none: no TLS."""
+        folders: list[Path | None] = [*certificates] or [None] * COUNT
+        self.members = [FaultyMember(number, folder, hanging, folders[number]) for number in range(COUNT)]
 
     @property
     def endpoints(self) -> list[str]:
-        """HOST:PORT of each."""
+        """HOST:PORT of each member."""
         return [member.endpoint for member in self.members]
 
     async def start(self) -> None:
-        """Networks, disks, processes; until all can write. Raises TimeoutError, RuntimeError."""
+        """Create networks and disks, start all processes, and wait until all members can write. Raise
+        TimeoutError or RuntimeError if that fails."""
         for network, prefix in (("clients", CLIENTS), ("peers", _PEERS)):
             ip("link", "add", network, "type", "bridge")
-            ip("addr", "add", f"{prefix}.{_OURS}/24", "dev", network)
+            ip("addr", "add", f"{prefix}.{_HOST_NUMBER}/24", "dev", network)
             ip("link", "set", network, "up")
         for member in self.members:
             member.prepare()
@@ -243,32 +245,32 @@ class FaultyCluster:
         await self.wait_healthy()
 
     def launch(self) -> None:
-        """Start all processes (again)."""
+        """Start or restart all processes."""
         for member in self.members:
             member.start()
 
     async def wait_healthy(self) -> None:
-        """Until all can write."""
+        """Wait until all members can write. Raise TimeoutError if they cannot in time."""
         for member in self.members:
-            await _until(member.healthy)
+            await _wait_until(member.healthy)
 
     async def leader(self) -> FaultyMember:
-        """etcd's own leader now."""
+        """Return etcd's current leader. Raise TimeoutError if there is none."""
         deadline_s = time.monotonic() + _START_S
         while time.monotonic() < deadline_s:
             for member in self.members:
-                if await asyncio.to_thread(member.leads):
+                if await asyncio.to_thread(member.is_leader):
                     return member
             await asyncio.sleep(_POLL_S)
         raise TimeoutError("etcd has no leader")
 
     def kill(self) -> None:
-        """End all."""
+        """Kill all members."""
         for member in self.members:
             member.kill()
 
 
-async def _until(holds: Callable[[], bool]) -> None:
+async def _wait_until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(_START_S):
-        while not await asyncio.to_thread(holds):  # noqa: ASYNC110 - etcd tells nobody
+        while not await asyncio.to_thread(holds):  # noqa: ASYNC110 - etcd is polled
             await asyncio.sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""The faults: what happens to one member, and how it is undone."""
+"""Faults of one member, and how they are undone."""
 
 from __future__ import annotations
 
@@ -8,45 +8,49 @@ from typing import Final
 
 from benchmarks.etcd_faults.cluster import FaultyCluster, FaultyMember
 
-Act = Callable[[FaultyCluster, FaultyMember], None]
+Action = Callable[[FaultyCluster, FaultyMember], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault. `of_all`: nobody can lead while it lasts, and nothing be written."""
+    """One fault. `whole_cluster`: while it lasts there is no leader, and nothing can be written."""
 
-    tells: str
-    inject: Act
-    undo: Act
-    of_all: bool = False
+    description: str
+    inject: Action
+    undo: Action
+    whole_cluster: bool = False
 
 
-def _one(act: Callable[[FaultyMember], None]) -> Act:
+def _on_member(act: Callable[[FaultyMember], None]) -> Action:
     return lambda cluster, member: act(member)
 
 
 FAULTS: Final[Mapping[str, Fault]] = {
-    "stopped": Fault("SIGSTOP", _one(FaultyMember.freeze), _one(FaultyMember.thaw)),
+    "stopped": Fault("SIGSTOP", _on_member(FaultyMember.suspend), _on_member(FaultyMember.resume)),
     "isolated": Fault(
-        "cut off from the other members, reached by clients",
-        _one(FaultyMember.isolate),
-        _one(FaultyMember.rejoin),
+        "partitioned from the other members, but not from clients",
+        _on_member(FaultyMember.isolate),
+        _on_member(FaultyMember.rejoin),
     ),
-    "cut": Fault("cut off from everybody", _one(FaultyMember.cut), _one(FaultyMember.restore)),
+    "cut": Fault(
+        "partitioned from everything", _on_member(FaultyMember.cut), _on_member(FaultyMember.restore)
+    ),
     "full-disk": Fault(
-        "no byte left on its disk: etcd ends itself",
-        _one(FaultyMember.fill_disk),
-        _one(FaultyMember.empty_disk),
+        "no space left on its disk: etcd exits",
+        _on_member(FaultyMember.fill_disk),
+        _on_member(FaultyMember.free_disk),
     ),
     "hung-disk": Fault(
-        "its disk takes no write", _one(FaultyMember.hang_disk), _one(FaultyMember.resume_disk)
+        "its disk blocks every write",
+        _on_member(FaultyMember.hang_disk),
+        _on_member(FaultyMember.resume_disk),
     ),
     "all-down": Fault(
         "kill -9 of all three",
         lambda cluster, member: cluster.kill(),
         lambda cluster, member: cluster.launch(),
-        of_all=True,
+        whole_cluster=True,
     ),
 }
 DEFAULT: Final = ("stopped", "isolated", "cut", "full-disk")
-"""A disk that hangs needs root and loop devices, and holds up every `sync` of the machine."""
+"""A hanging disk needs root and loop devices, and blocks every `sync` on the machine."""

@@ -1,4 +1,4 @@
-"""The real services around simulated engines on that etcd, and streams through them.
+"""Real services with simulated engines on that etcd, and streams through them.
 
 Two schedulers, a monitor, a migration service, one process of workers, and a front end without an API server.
 """
@@ -16,8 +16,8 @@ from typing import Final
 
 import grpc
 
-from benchmarks.live.fleet import Silent
-from benchmarks.live.front import Load
+from benchmarks.live.fleet import NoProgress
+from benchmarks.live.front import LoadGenerator
 from simulator.request import SimRequest
 from tailrace.local.plan import PartSpec, Plan, Tier
 from tailrace.local.ports import LOOPBACK, free_ports
@@ -27,7 +27,7 @@ from tailrace.v1 import admin_pb2, admin_pb2_grpc, types_pb2
 
 WORKERS: Final = 4
 _MAX_TOKENS: Final = 8_000
-# Long streams, from the beginning on, and short ones that come every so often. A token takes some 20 ms.
+# Long streams, from the start, and short ones at regular intervals. A token takes about 20 ms.
 LONG: Final = 20
 _LONG_TOKENS_A_S: Final = 45
 _SHORT_EVERY_S: Final = 0.5
@@ -40,14 +40,14 @@ _PATIENCE_S: Final = 60.0
 
 @dataclass(slots=True)
 class Streams:
-    """What came of a replay. Times in seconds."""
+    """Results of a replay. Times in seconds."""
 
     streams: int = 0
-    # Every token came once, and the end was the model's.
+    # Every token arrived once, and the engine ended the stream.
     whole: int = 0
     gap_max_s: float = 0.0
     ttft_max_s: float = 0.0
-    # Looks at the fleet in which an instance was not active, or no scheduler answered.
+    # Polls of the fleet; and those in which an instance was not active, or no scheduler replied.
     looks: int = 0
     looks_not_active: int = 0
 
@@ -55,13 +55,13 @@ class Streams:
 class Fleet:
     """A running fleet."""
 
-    def __init__(self, load: Load, admins: Sequence[str]) -> None:
+    def __init__(self, load: LoadGenerator, admins: Sequence[str]) -> None:
         self._load = load
         self._admins = admins
         self._replays = 0
 
     async def streams(self, seconds: float) -> Streams:
-        """Long streams for about so long, and short ones all the while."""
+        """Run long streams for about this many seconds, with short ones throughout."""
         self._replays += 1
         tokens = int(seconds * _LONG_TOKENS_A_S)
         requests = [SimRequest(f"long-{n}", 0.02 * n, 32, 0, tokens) for n in range(LONG)]
@@ -70,18 +70,18 @@ class Fleet:
             SimRequest(f"short-{n}", 0.5 + n * _SHORT_EVERY_S, 32, 0, _SHORT_TOKENS) for n in range(shorts)
         ]
         found = Streams(streams=len(requests))
-        looking = asyncio.create_task(self._look(found))
+        polling = asyncio.create_task(self._poll_fleet(found))
         try:
             ended = await self._load.replay(f"r{self._replays}-", requests, _PATIENCE_S, lambda number: None)
         finally:
-            looking.cancel()
-            await asyncio.wait([looking])
-        found.whole = sum(stream.whole for stream in ended)
+            polling.cancel()
+            await asyncio.wait([polling])
+        found.whole = sum(stream.complete for stream in ended)
         found.gap_max_s = max(stream.gap_max_s for stream in ended)
         found.ttft_max_s = max(stream.ttft_s if stream.ttft_s is not None else 999.0 for stream in ended)
         return found
 
-    async def _look(self, found: Streams) -> None:
+    async def _poll_fleet(self, found: Streams) -> None:
         async with AsyncExitStack() as stack:
             stubs = [
                 admin_pb2_grpc.AdminStub(await stack.enter_async_context(grpc.aio.insecure_channel(address)))
@@ -102,16 +102,16 @@ class Fleet:
 
 @asynccontextmanager
 async def fleet(endpoints: Sequence[str], folder: Path) -> AsyncIterator[Fleet]:
-    """Bring it up, and take it down again. Raises PartFailed, TimeoutError."""
+    """Run the fleet for the block. Raise PartFailed or TimeoutError if it does not start."""
     async with AsyncExitStack() as stack:
         run = RunFolder(folder / "fleet")
         stack.enter_context(run.locked())
         run.data.mkdir()
         sockets = run.path / "front"
         sockets.mkdir()
-        load = await stack.enter_async_context(Load(sockets, _MAX_TOKENS, False))
+        load = await stack.enter_async_context(LoadGenerator(sockets, _MAX_TOKENS, False))
         plan = _plan(",".join(endpoints), sockets)
-        starter = Starter(plan, run, Silent(), cores=2)
+        starter = Starter(plan, run, NoProgress(), cores=2)
         await starter.run(None, "simulated")
         stack.callback(starter.stop)
         await load.ready()
@@ -121,12 +121,12 @@ async def fleet(endpoints: Sequence[str], folder: Path) -> AsyncIterator[Fleet]:
 
 def _plan(etcd: str, sockets: Path) -> Plan:
     http, *ports = free_ports(13)
-    addresses = iter([f"{LOOPBACK}:{port}" for port in ports])
+    member_addresses = iter([f"{LOOPBACK}:{port}" for port in ports])
 
     def service(kind: str, name: str, tier: Tier, *arguments: str) -> PartSpec:
-        listen = next(addresses)
+        listen = next(member_addresses)
         command = [sys.executable, "-m", "tailrace", "serve", kind, "--etcd", etcd, "--listen", listen]
-        command += ["--metrics", next(addresses), "--id", name]
+        command += ["--metrics", next(member_addresses), "--id", name]
         members = [f"worker-{n}" for n in range(WORKERS)] if tier is Tier.WORKER else []
         return PartSpec(name, tier, [*command, *arguments], listen, members=members)
 

@@ -1,4 +1,4 @@
-"""What services see of etcd while a member fails: leadership, views, writes. Times in seconds."""
+"""Observe etcd as services do while a member fails: leadership, views, writes. Times in seconds."""
 
 from __future__ import annotations
 
@@ -27,83 +27,84 @@ _SAMPLE_S: Final = 0.02
 
 
 @dataclass(slots=True)
-class Seen:
-    """One fault's figures."""
+class Observed:
+    """Observations during one fault."""
 
-    # In all, without any candidate that leads; and with two of them.
+    # In total, without a leading candidate; and with two.
     without_leader_s: float = 0.0
     two_leaders_s: float = 0.0
     leadership_changes: int = 0
-    # From when a write was acknowledged until a view showed it: the worst of all views, and how many of them
-    # were behind by more than a second at some time.
+    # From the acknowledgement of a write until a view shows it: the maximum over all views, and how many of
+    # them were ever behind by more than a second.
     view_stale_max_s: float = 0.0
     views_behind: int = 0
-    # Longest time between two writes that succeeded, and writes that did not within the store's deadline.
+    # Longest time between two successful writes; writes that failed did not succeed within the store's
+    # deadline.
     write_gap_max_s: float = 0.0
     writes: int = 0
     writes_failed: int = 0
 
 
 class _View:
-    """One watcher of the counter, with a connection of its own."""
+    """A watcher of the counter, with its own connection."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        # Acknowledged and not yet shown: number, and when.
+        # Writes that were acknowledged but are not yet visible: number, and time of acknowledgement.
         self._waiting: deque[tuple[int, float]] = deque()
         self._shown = -1
         self.worst_s = 0.0
 
-    def acknowledged(self, number: int, now_s: float) -> None:
-        """The write of this number succeeded."""
+    def record_write(self, number: int, now_s: float) -> None:
+        """Record that the write with this number succeeded."""
         if number > self._shown:
             self._waiting.append((number, now_s))
 
-    def look(self, now_s: float) -> None:
-        """How far behind it is now."""
+    def update(self, now_s: float) -> None:
+        """Update the maximum staleness."""
         if self._waiting:
             self.worst_s = max(self.worst_s, now_s - self._waiting[0][1])
 
     async def follow(self) -> None:
-        """Until cancelled."""
+        """Follow the counter until cancelled."""
         async with aclosing(self._store.watch_prefix(_KEY)) as changes:
             async for mapping in changes:
                 self._shown = int(mapping.get(_KEY, b"-1"))
                 now_s = time.monotonic()
-                self.look(now_s)
+                self.update(now_s)
                 while self._waiting and self._waiting[0][0] <= self._shown:
                     self._waiting.popleft()
 
 
 class Observer:
-    """Candidates, views and a writer on an etcd cluster, each with a store of its own."""
+    """Candidates, views and a writer on an etcd cluster, each with its own store."""
 
     def __init__(self, elections: list[Election], views: list[_View], writer: Store) -> None:
         self._elections = elections
         self._views = views
         self._writer = writer
         self._number = 0
-        self._seen = Seen()
+        self._observed = Observed()
         self._written_s = time.monotonic()
 
-    def begin(self) -> Seen:
-        """Count anew from now on; what is returned fills."""
-        self._seen = Seen()
+    def start_recording(self) -> Observed:
+        """Start new observations; return them, to be filled from now on."""
+        self._observed = Observed()
         self._written_s = time.monotonic()
         for view in self._views:
             view.worst_s = 0.0
-        return self._seen
+        return self._observed
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Observe until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for view in self._views:
                 tasks.create_task(view.follow())
             tasks.create_task(self._write())
             tasks.create_task(self._sample())
 
-    async def led(self) -> None:
-        """Until somebody leads."""
+    async def wait_for_leader(self) -> None:
+        """Wait until a candidate leads."""
         waits = [asyncio.create_task(election.leading.wait()) for election in self._elections]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -117,18 +118,18 @@ class Observer:
             try:
                 await self._writer.put(_KEY, str(self._number).encode())
             except StoreUnavailable:
-                self._seen.writes_failed += 1
+                self._observed.writes_failed += 1
             else:
                 now_s = time.monotonic()
-                self._seen.writes += 1
+                self._observed.writes += 1
                 self._gap(now_s)
                 self._written_s = now_s
                 for view in self._views:
-                    view.acknowledged(self._number, now_s)
+                    view.record_write(self._number, now_s)
             await asyncio.sleep(_WRITE_S)
 
     def _gap(self, now_s: float) -> None:
-        self._seen.write_gap_max_s = max(self._seen.write_gap_max_s, now_s - self._written_s)
+        self._observed.write_gap_max_s = max(self._observed.write_gap_max_s, now_s - self._written_s)
 
     async def _sample(self) -> None:
         before_s = time.monotonic()
@@ -136,7 +137,7 @@ class Observer:
         while True:
             await asyncio.sleep(_SAMPLE_S)
             now_s = time.monotonic()
-            seen = self._seen
+            seen = self._observed
             leading = [n for n, election in enumerate(self._elections) if election.leading.is_set()]
             if len(leading) > 1:
                 seen.two_leaders_s += now_s - before_s
@@ -146,7 +147,7 @@ class Observer:
                 seen.leadership_changes += 1
             leader = leading[0] if leading else leader
             for view in self._views:
-                view.look(now_s)
+                view.update(now_s)
             seen.view_stale_max_s = max(view.worst_s for view in self._views)
             seen.views_behind = sum(view.worst_s > 1.0 for view in self._views)
             self._gap(now_s)
@@ -154,8 +155,8 @@ class Observer:
 
 
 @asynccontextmanager
-async def observing(endpoints: list[str]) -> AsyncIterator[Observer]:
-    """An observer that runs until the block ends."""
+async def observe(endpoints: list[str]) -> AsyncIterator[Observer]:
+    """Run an observer for the block."""
     async with AsyncExitStack() as stack:
 
         async def connect() -> Store:
@@ -179,7 +180,7 @@ async def observing(endpoints: list[str]) -> AsyncIterator[Observer]:
         running = asyncio.create_task(observer.run())
         stack.push_async_callback(_stop, running)
         async with asyncio.timeout(30):
-            await observer.led()
+            await observer.wait_for_leader()
         yield observer
 
 

@@ -1,1 +1,1 @@
-"""Random and near-right input for every gRPC method and message stream of a running cluster."""
+"""Random and nearly valid input for every gRPC method and message stream of a running cluster."""

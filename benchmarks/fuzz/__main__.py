@@ -1,8 +1,8 @@
-"""`make fuzz`: what does a cluster do with input that no client of ours sends?
+"""`make fuzz`: send a cluster input that no client of ours sends.
 
-Starts a local cluster with simulated engines, in the clear, and calls every gRPC method of every process, and
-the workers' message streams, with messages of random fields, damaged messages and noise. A server that says
-INTERNAL or UNKNOWN, that ends, that logs a traceback or keeps memory has a fault. Exits 1 if one was found.
+Starts a local cluster with simulated engines, without TLS, and calls every gRPC method of every process, and
+the workers' message streams, with messages of random fields, damaged messages and noise. It is a bug if a
+server replies INTERNAL or UNKNOWN, exits, logs a traceback or keeps memory. Exits with 1 if one was found.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.fuzz.calls import METHODS, Finding, fuzz_method, serves
+from benchmarks.fuzz.calls import METHODS, Finding, fuzz_method, is_served
 from benchmarks.fuzz.cluster import clear_plan
 from benchmarks.fuzz.streams import fuzz_stream, stream_addresses
 from benchmarks.loadgen import completion_request, run_streams
@@ -36,23 +36,23 @@ from tailrace.local.state import Part, RunFolder, RunState
 _WORKERS: Final = 3
 _STREAMS: Final = 10
 _MIB: Final = 1 << 20
-# A process that took more than this and did not give it back has kept what strangers sent.
-_KEPT_MIB: Final = 64.0
+# A process whose memory has grown by more than this keeps what clients sent.
+_MAX_GROWTH_MIB: Final = 64.0
 
 
 def fuzz_calls(
     console: Console, parts: Sequence[Part], inputs: int, seed: int, names: Sequence[str]
 ) -> tuple[Mapping[str, Counter[str]], list[Finding]]:
-    """Call every method that a part serves; by method, the statuses, and what was found."""
+    """Call every method that a part serves; return the statuses by method, and the findings."""
     statuses: dict[str, Counter[str]] = {}
     findings: list[Finding] = []
     for part in parts:
         assert part.spec is not None
         with grpc.insecure_channel(part.spec.address) as channel:
             for method in METHODS:
-                if not serves(channel, method):
+                if not is_served(channel, method):
                     continue
-                # The same inputs whichever methods came before.
+                # Inputs do not depend on the methods called before.
                 random = Random(f"{seed} {part.name} {method.path}")
                 tally = fuzz_method(channel, method, inputs, random, names)
                 statuses.setdefault(method.path, Counter()).update(tally.statuses)
@@ -63,13 +63,13 @@ def fuzz_calls(
 
 
 def tracebacks(parts: Sequence[Part]) -> dict[str, int]:
-    """By part, how many tracebacks are in its log."""
+    """Return the number of tracebacks in the log of each part that has any."""
     found = {part.name: Path(part.log).read_text(errors="replace").count("Traceback (most") for part in parts}
     return {name: count for name, count in found.items() if count}
 
 
 def resident_mib(parts: Sequence[Part]) -> dict[str, float]:
-    """By part, what its processes have of memory."""
+    """Return the resident memory of each part's processes."""
     return {part.name: _tree_mib(part.identity.pid) for part in parts if psutil.pid_exists(part.identity.pid)}
 
 
@@ -78,18 +78,18 @@ def _tree_mib(pid: int) -> float:
     return sum(p.memory_info().rss for p in [process, *process.children(recursive=True)]) / _MIB
 
 
-async def answered(plan: Plan) -> int:
-    """How many of some usual requests are answered."""
+async def count_answered(plan: Plan) -> int:
+    """Run some normal requests; return how many succeed."""
     requests = [completion_request(plan.http, "tiny", "hello", 20) for _ in range(_STREAMS)]
     return sum(not result.error for result in await run_streams(plan.http, requests))
 
 
 async def fuzz(console: Console, inputs: int, seed: int, plan: Plan, state: RunState) -> int:
-    """All of it, against a running cluster; the exit status."""
+    """Fuzz a running cluster; return the exit status."""
     served = [part for part in state.parts if part.name != "etcd"]
     workers = [part for part in served if part.name.startswith("worker")]
     names = [*(part.name for part in served), "tailrace", "pascal", "tiny"]
-    await answered(plan)
+    await count_answered(plan)
     before = resident_mib(served)
     statuses, findings = await asyncio.to_thread(fuzz_calls, console, served, inputs, seed, names)
     sent = 0
@@ -100,11 +100,12 @@ async def fuzz(console: Console, inputs: int, seed: int, plan: Plan, state: RunS
     kept = {name: round(after[name] - before[name], 1) for name in after}
     ended = sorted({part.name for part in served} - set(after))
     logged = tracebacks(served)
-    right = await answered(plan)
-    _show(console, statuses, findings)
-    console.print(f"memory kept, MiB: {kept}")
+    answered_after = await count_answered(plan)
+    _print_findings(console, statuses, findings)
+    console.print(f"memory growth, MiB: {kept}")
     console.print(
-        f"ended: {ended or 'none'}; tracebacks: {logged or 'none'}; answered then: {right} of {_STREAMS}"
+        f"exited: {ended or 'none'}; tracebacks: {logged or 'none'}; "
+        f"answered afterwards: {answered_after} of {_STREAMS}"
     )
     figures: dict[str, object] = {
         "seed": seed,
@@ -115,14 +116,16 @@ async def fuzz(console: Console, inputs: int, seed: int, plan: Plan, state: RunS
         "kept_mib": kept,
         "ended": ended,
         "tracebacks": logged,
-        "answered": right,
+        "answered": answered_after,
     }
     console.print(f"figures: {save('fuzz', figures)}")
-    too_much = any(mib > _KEPT_MIB for mib in kept.values())
-    return int(bool(findings or ended or logged or too_much or right < _STREAMS))
+    leaked = any(mib > _MAX_GROWTH_MIB for mib in kept.values())
+    return int(bool(findings or ended or logged or leaked or answered_after < _STREAMS))
 
 
-def _show(console: Console, statuses: Mapping[str, Counter[str]], findings: Sequence[Finding]) -> None:
+def _print_findings(
+    console: Console, statuses: Mapping[str, Counter[str]], findings: Sequence[Finding]
+) -> None:
     table = Table(title=f"{sum(map(Counter.total, statuses.values()))} calls of {len(statuses)} methods")
     for column in ("status", "calls"):
         table.add_column(column)
@@ -135,11 +138,11 @@ def _show(console: Console, statuses: Mapping[str, Counter[str]], findings: Sequ
     for finding in {(f.method, f.details[:200]): f for f in findings}.values():
         console.print(f"[red]{finding.status}[/red] {finding.method}: {finding.details}")
         console.print(f"    {finding.requests[0][:200]}")
-    console.print(f"statuses that blame the server: {len(findings)}")
+    console.print(f"server errors: {len(findings)}")
 
 
 async def run(console: Console, inputs: int, seed: int, keep: Path | None) -> int:
-    """With a cluster of its own."""
+    """Fuzz a new cluster; return the exit status."""
     with tempfile.TemporaryDirectory(prefix="tailrace-fuzz-") as root:
         folder = RunFolder(keep or Path(root))
         with folder.locked():
@@ -155,9 +158,9 @@ async def run(console: Console, inputs: int, seed: int, keep: Path | None) -> in
 
 
 def main() -> int:
-    """Parse the command line and go."""
+    """Parse the command line and run; return the exit status."""
     parser = argparse.ArgumentParser(prog="make fuzz", description=__doc__)
-    parser.add_argument("--inputs", type=int, default=50, help="for each method of each process (default 50)")
+    parser.add_argument("--inputs", type=int, default=50, help="per method and process (default 50)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keep", type=Path, help="folder for the cluster's logs")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Every gRPC method of a cluster, called with inputs that no client of ours sends."""
+"""Call every gRPC method of a cluster with inputs that no client of ours sends."""
 
 from __future__ import annotations
 
@@ -23,18 +23,20 @@ from tailrace.v1 import (
 )
 
 _CALL_S: Final = 2.0
-# Of a stream of requests.
-_MOST_REQUESTS: Final = 4
-# Of a stream of replies that is read.
-_MOST_REPLIES: Final = 20
+# In a stream of requests.
+_MAX_REQUESTS: Final = 4
+# Read from a stream of replies.
+_MAX_REPLIES: Final = 20
 
-FAULTS: Final = frozenset({grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.DATA_LOSS})
-"""Statuses by which a server says that the mistake is its own."""
+SERVER_ERRORS: Final = frozenset(
+    {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.DATA_LOSS}
+)
+"""Statuses that mean a bug in the server."""
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A method, and what it takes."""
+    """A method and its request type."""
 
     path: str
     request: Descriptor
@@ -42,18 +44,18 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """An input that a server did not take as it should."""
+    """An input to which a server replied with a server error."""
 
     method: str
     status: str
     details: str
-    # In hex, one a message.
+    # In hex, one per message.
     requests: tuple[str, ...]
 
 
 @dataclass(slots=True)
 class Tally:
-    """What came of a method's inputs."""
+    """Results of a method's inputs."""
 
     statuses: Counter[str] = field(default_factory=Counter)
     findings: list[Finding] = field(default_factory=list)
@@ -71,10 +73,10 @@ def _raw(data: bytes) -> bytes:
     return data
 
 
-def serves(channel: grpc.Channel, method: Method) -> bool:
-    """Whether the server has the method at all."""
+def is_served(channel: grpc.Channel, method: Method) -> bool:
+    """Return whether the server has the method."""
     call = channel.stream_stream(method.path, request_serializer=_raw, response_deserializer=_raw)
-    status, _ = _end(call, [b""], _CALL_S)
+    status, _ = _call_status(call, [b""], _CALL_S)
     return status is not grpc.StatusCode.UNIMPLEMENTED
 
 
@@ -86,31 +88,31 @@ def fuzz_method(
     names: Sequence[str],
     call_s: float = _CALL_S,
 ) -> Tally:
-    """Call a method with so many inputs, one after the other. `call_s`: what streams for as long as it is
-    listened to ends by this."""
+    """Call a method with so many inputs, one at a time. `call_s`: deadline of each call, also of replies that
+    stream without end."""
     call = channel.stream_stream(method.path, request_serializer=_raw, response_deserializer=_raw)
     tally = Tally()
     for _ in range(inputs):
         requests = [
-            make_input(random, method.request, names) for _ in range(random.randint(1, _MOST_REQUESTS))
+            make_input(random, method.request, names) for _ in range(random.randint(1, _MAX_REQUESTS))
         ]
-        status, details = _end(call, requests, call_s)
+        status, details = _call_status(call, requests, call_s)
         tally.statuses[status.name] += 1
-        if status in FAULTS:
+        if status in SERVER_ERRORS:
             sent = tuple(request[:2_000].hex() for request in requests)
             tally.findings.append(Finding(method.path, status.name, details[:500], sent))
     return tally
 
 
-def _end(
+def _call_status(
     call: grpc.StreamStreamMultiCallable[bytes, bytes], requests: Sequence[bytes], call_s: float
 ) -> tuple[grpc.StatusCode, str]:
-    """Status and details with which a call ended; of one that goes on, OK after the first replies."""
+    """Return status and details of a call; OK if it is still streaming after the first replies."""
     stream: Iterator[bytes] = call(iter(requests), timeout=call_s)
     assert isinstance(stream, grpc.Call)
     try:
         for number, _ in enumerate(stream):
-            if number >= _MOST_REPLIES:
+            if number >= _MAX_REPLIES:
                 return grpc.StatusCode.OK, ""
     except grpc.RpcError as error:
         assert isinstance(error, grpc.Call)

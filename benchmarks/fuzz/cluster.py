@@ -1,4 +1,4 @@
-"""A local cluster in the clear, as `tailrace up --engine simulated` starts it."""
+"""A local cluster without TLS, as `tailrace up --engine simulated` starts it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tailrace.service.etcd import etcd_command
 
 
 def clear_plan(folder: RunFolder, workers: int) -> Plan:
-    """With two schedulers: what a standby passes on to the leader is input, too."""
+    """Return a plan with two schedulers: what a standby forwards to the leader is input, too."""
     command = [sys.executable, "-m", "tailrace"]
     return make_plan(
         simulated_options(workers),

@@ -1,6 +1,6 @@
-"""Inputs: messages with random fields, messages that were damaged on the way, and mere noise.
+"""Generate inputs: messages with random fields, damaged messages, and noise.
 
-All by a generator that is passed in, so that a seed brings an input back.
+All randomness comes from a given generator, so that a seed reproduces an input.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-_DEEPEST: Final = 4
-# Of a repeated field.
-_MOST_ELEMENTS: Final = 3
+_MAX_DEPTH: Final = 4
+# In a repeated field.
+_MAX_ELEMENTS: Final = 3
 _LARGE_BYTES: Final = 100_000
 _NOISE_BYTES: Final = 200
 
@@ -63,15 +63,15 @@ _NUMBERS: Final[dict[int, Sequence[float]]] = {
 
 
 def random_message(random: Random, kind: Descriptor, names: Sequence[str], depth: int = 0) -> Message:
-    """A message with some of its fields set. `names`: what exists in the cluster, for strings to name."""
+    """Return a message with random fields set. `names`: existing names in the cluster, for string fields."""
     message = GetMessageClass(kind)()
-    # Each field of a oneof would take the place of the one before.
+    # A field of a oneof replaces the one set before.
     for field in random.sample(list(kind.fields), random.randint(0, len(kind.fields))):
         if field.is_repeated:
             _fill(random, message, field, names, depth)
         elif field.message_type is None:
             setattr(message, field.name, _value(random, field, names))
-        elif depth < _DEEPEST:
+        elif depth < _MAX_DEPTH:
             getattr(message, field.name).CopyFrom(
                 random_message(random, field.message_type, names, depth + 1)
             )
@@ -80,12 +80,12 @@ def random_message(random: Random, kind: Descriptor, names: Sequence[str], depth
 
 def _fill(random: Random, message: Message, field: FieldDescriptor, names: Sequence[str], depth: int) -> None:
     elements = getattr(message, field.name)
-    count = random.randint(0, _MOST_ELEMENTS)
+    count = random.randint(0, _MAX_ELEMENTS)
     if field.message_type is None:
         elements.extend(_value(random, field, names) for _ in range(count))
     elif field.message_type.GetOptions().map_entry:
         _fill_map(random, elements, field.message_type, names, depth, count)
-    elif depth < _DEEPEST:
+    elif depth < _MAX_DEPTH:
         elements.extend(random_message(random, field.message_type, names, depth + 1) for _ in range(count))
 
 
@@ -102,7 +102,7 @@ def _fill_map(
         name = _value(random, key, names)
         if value.message_type is None:
             elements[name] = _value(random, value, names)
-        elif depth < _DEEPEST:
+        elif depth < _MAX_DEPTH:
             inner = elements[name]
             assert isinstance(inner, Message)
             inner.CopyFrom(random_message(random, value.message_type, names, depth + 1))
@@ -110,7 +110,7 @@ def _fill_map(
 
 def _value(random: Random, field: FieldDescriptor, names: Sequence[str]) -> object:
     if field.enum_type is not None:
-        # One that nobody knows among them.
+        # Including an unknown value.
         return random.choice([*field.enum_type.values_by_number, 77])
     if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
         if field.type == FieldDescriptor.TYPE_BYTES:
@@ -119,8 +119,8 @@ def _value(random: Random, field: FieldDescriptor, names: Sequence[str]) -> obje
     return random.choice(_NUMBERS[field.cpp_type])
 
 
-def damaged(random: Random, data: bytes) -> bytes:
-    """With a bit turned, a piece cut out, or its end lost."""
+def damage(random: Random, data: bytes) -> bytes:
+    """Return the data with a bit flipped, a piece removed, or truncated."""
     if not data:
         return noise(random)
     changed = bytearray(data)
@@ -136,16 +136,16 @@ def damaged(random: Random, data: bytes) -> bytes:
 
 
 def noise(random: Random) -> bytes:
-    """Random bytes."""
+    """Return random bytes."""
     return random.randbytes(random.randint(1, _NOISE_BYTES))
 
 
 def make_input(random: Random, kind: Descriptor, names: Sequence[str]) -> bytes:
-    """An input of any kind, one in two of them a message."""
-    ways: Sequence[Callable[[], bytes]] = (
+    """Return an input of any kind; half of them are valid messages."""
+    generators: Sequence[Callable[[], bytes]] = (
         lambda: random_message(random, kind, names).SerializeToString(),
         lambda: random_message(random, kind, names).SerializeToString(),
-        lambda: damaged(random, random_message(random, kind, names).SerializeToString()),
+        lambda: damage(random, random_message(random, kind, names).SerializeToString()),
         lambda: noise(random),
     )
-    return random.choice(ways)()
+    return random.choice(generators)()

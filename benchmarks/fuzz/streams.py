@@ -1,4 +1,4 @@
-"""The message stream between front ends and workers, with bytes that no front end sends."""
+"""Send bytes that no front end sends to the workers' message streams."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Final
 
 import msgspec
 
-from benchmarks.fuzz.messages import damaged, noise, random_message
+from benchmarks.fuzz.messages import damage, noise, random_message
 from tailrace.records import InstanceRecord
 from tailrace.store.store import Store
 from tailrace.v1 import worker_pb2
 
 _CONNECT_S: Final = 5.0
-# To read what comes back, before the connection is left.
-_LISTEN_S: Final = 0.05
+# How long to wait for a reply before closing the connection.
+_READ_S: Final = 0.05
 _LENGTH_BYTES: Final = 4
-_MOST_MESSAGES: Final = 8
+_MAX_MESSAGES: Final = 8
 
 
 async def stream_addresses(etcd: str, workers: Sequence[str]) -> list[str]:
-    """Where the workers' message streams are."""
+    """Return the addresses of the workers' message streams."""
     store = await Store.connect([etcd], "default")
     try:
         values = [await store.get(f"instances/{name}") for name in workers]
@@ -35,20 +35,20 @@ async def stream_addresses(etcd: str, workers: Sequence[str]) -> list[str]:
 
 
 def fuzz_stream(address: str, connections: int, random: Random, names: Sequence[str]) -> int:
-    """Open so many connections, one after the other; how many messages were sent. Raises OSError when the
-    worker takes no connection any more."""
+    """Open so many connections, one at a time; return how many messages were sent. Raise OSError if the
+    worker accepts no more connections."""
     host, _, port = address.rpartition(":")
     sent = 0
     for _ in range(connections):
         with socket.create_connection((host, int(port)), _CONNECT_S) as connection:
-            connection.settimeout(_LISTEN_S)
-            sent += _speak(connection, random, names)
+            connection.settimeout(_READ_S)
+            sent += _send_random(connection, random, names)
     return sent
 
 
-def _speak(connection: socket.socket, random: Random, names: Sequence[str]) -> int:
+def _send_random(connection: socket.socket, random: Random, names: Sequence[str]) -> int:
     messages = _messages(random, names)
-    # Closed by the worker in mid-conversation, as it should where no sense is left; or it says nothing.
+    # The worker closes the connection on invalid data, or does not reply.
     with contextlib.suppress(ConnectionError, TimeoutError):
         for message in messages:
             connection.sendall(message)
@@ -61,18 +61,18 @@ def _messages(random: Random, names: Sequence[str]) -> list[bytes]:
         case 0:
             return [noise(random)]
         case 1:
-            # A length that nothing follows.
+            # A length without data.
             return [random.choice((0, 1, 2**20, 2**31, 2**32 - 1)).to_bytes(_LENGTH_BYTES, "little")]
         case 2:
-            return [_framed(damaged(random, _message(random, names))) for _ in range(_MOST_MESSAGES)]
+            return [_frame(damage(random, _message(random, names))) for _ in range(_MAX_MESSAGES)]
         case _:
             hello = worker_pb2.AttachUp(
                 hello=worker_pb2.FrontendHello(frontend_id="fuzz", incarnation=noise(random).hex(), attempt=1)
             )
-            count = random.randint(1, _MOST_MESSAGES)
+            count = random.randint(1, _MAX_MESSAGES)
             return [
-                _framed(hello.SerializeToString()),
-                *(_framed(_message(random, names)) for _ in range(count)),
+                _frame(hello.SerializeToString()),
+                *(_frame(_message(random, names)) for _ in range(count)),
             ]
 
 
@@ -80,5 +80,5 @@ def _message(random: Random, names: Sequence[str]) -> bytes:
     return random_message(random, worker_pb2.AttachUp.DESCRIPTOR, names).SerializeToString()
 
 
-def _framed(message: bytes) -> bytes:
+def _frame(message: bytes) -> bytes:
     return len(message).to_bytes(_LENGTH_BYTES, "little") + message

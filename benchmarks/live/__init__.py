@@ -1,1 +1,1 @@
-"""Live against simulated: one slice of a trace through the real services and through the simulator."""
+"""Compare live and simulated fleets: part of a trace through the real services and through the simulator."""

@@ -1,10 +1,10 @@
-"""`make bench-live`: a slice of each trace through the real services and through the simulator.
+"""`make bench-live`: replay part of each trace through the real services and through the simulator.
 
-Simulated engines behind etcd, monitor, migration service, scheduler and front end, all of them real
-processes. vLLM's API server is left out: requests come in its messages from a load generator, since HTTP and
-tokenizing would take what two cores have. The simulator gets the same requests, instances, policies and
-parameters, and the delays of the control plane as they were measured in the live run. Engines are slowed down
-so that the machine keeps up; a run in which it did not is not compared, but made again at half the speed.
+Simulated engines run behind etcd, monitor, migration service, scheduler and front end, all of them real
+processes. vLLM's API server is left out: a load generator sends its messages, since HTTP and tokenization
+would use up two cores. The simulator gets the same requests, instances, policies and parameters, and the
+control plane's delays as measured in the live run. Engines are slowed down so that the machine keeps up; a
+run in which it did not is not compared, but repeated at half the speed.
 """
 
 from __future__ import annotations
@@ -23,44 +23,40 @@ from pathlib import Path
 from typing import Final
 
 from rich.console import Console
-from rich.progress import Progress, TaskID
+from rich.progress import Progress
 
 from benchmarks.live.compare import Row
 from benchmarks.live.fleet import live_fleet
 from benchmarks.live.scheduler_cost import SchedulerCost, cost_shape, scheduler_cost
-from benchmarks.live.slices import Slice, Wish, available, take_slice
+from benchmarks.live.slices import Slice, SliceSpec, available_traces, take_slice
 from benchmarks.live.tables import print_costs, print_rows
-from benchmarks.live.tries import compare_trace
+from benchmarks.live.tries import compare_trace, update_progress
 from benchmarks.report import RESULTS, machine, print_json, save
 from simulator.workloads.base import WorkloadError
 
-# Where `traces/` of the public data is.
+# Names the folder of the public data, which contains `traces/`.
 DATA_VARIABLE: Final = "TAILRACE_DATA"
 POLICIES: Final = ("pascal", "ares", "arrow", "cascade", "tailrace")
 
 
-def _tell(progress: Progress, task: TaskID, done: int) -> None:
-    progress.update(task, completed=done)
-
-
-async def scheduler_costs(given: argparse.Namespace, console: Console) -> list[SchedulerCost]:
-    """For each size of the fleet and each policy."""
+async def scheduler_costs(options: argparse.Namespace, console: Console) -> list[SchedulerCost]:
+    """Measure the scheduler's cost for each fleet size and policy."""
     costs: list[SchedulerCost] = []
-    for workers in given.cost_workers:
+    for workers in options.cost_workers:
         async with live_fleet(cost_shape(workers)) as fleet:
-            for policy in given.policies:
+            for policy in options.policies:
                 with Progress(console=console, transient=True) as progress:
-                    count = round(given.cost_rate * given.cost_seconds)
+                    count = round(options.cost_rate * options.cost_seconds)
                     task = progress.add_task(f"scheduler, {workers} workers, {policy}", total=count)
                     costs.append(
                         await scheduler_cost(
                             fleet,
                             policy,
-                            given.cost_rate,
-                            given.cost_seconds,
-                            given.cost_seconds / 2,
-                            given.seed,
-                            partial(_tell, progress, task),
+                            options.cost_rate,
+                            options.cost_seconds,
+                            options.cost_seconds / 2,
+                            options.seed,
+                            partial(update_progress, progress, task),
                         )
                     )
     return costs
@@ -71,78 +67,82 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.ArgumentParser, ar
         prog="make bench-live", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = ["azure-code", "azure-conv", "mooncake", "burstgpt", "r1", "none"]
-    parser.add_argument("--traces", nargs="+", choices=names, help="default: those that are there")
+    parser.add_argument("--traces", nargs="+", choices=names, help="default: all available ones")
     parser.add_argument("--policies", nargs="+", default=list(POLICIES))
     parser.add_argument("--workers", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of arrivals")
-    parser.add_argument("--load", type=float, default=0.7, help="share of what the instances can do")
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration of arrivals")
+    parser.add_argument("--load", type=float, default=0.7, help="share of the instances' capacity")
     parser.add_argument("--profile", default="llama-3.1-8b-h100")
-    parser.add_argument("--speed", type=float, default=0.1, help="of the engines; less: slower, more exact")
-    parser.add_argument("--tries", type=int, default=2, help="each at half the speed of the one before")
-    parser.add_argument("--seats", type=int, default=8, help="most requests in a batch")
-    parser.add_argument("--longest-output", type=int, default=700, help="tokens")
+    parser.add_argument(
+        "--speed", type=float, default=0.1, help="of the engines; lower is slower and more accurate"
+    )
+    parser.add_argument(
+        "--tries", type=int, default=2, help="attempts, each at half the speed of the previous one"
+    )
+    parser.add_argument("--seats", type=int, default=8, help="maximum requests in a batch")
+    parser.add_argument("--longest-output", type=int, default=700, help="in tokens; longer ones are left out")
     parser.add_argument("--cost-workers", type=int, nargs="*", default=[16, 64])
-    parser.add_argument("--cost-rate", type=float, default=40.0, help="placements a second")
+    parser.add_argument("--cost-rate", type=float, default=40.0, help="placements per second")
     parser.add_argument("--cost-seconds", type=float, default=15.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="4 workers, 10 s of arrivals, no large fleet")
-    parser.add_argument("--keep", action="store_true", help="add to the last results, other rows stay")
+    parser.add_argument("--keep", action="store_true", help="add to the previous results, keeping other rows")
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
-    given = parser.parse_args(arguments)
-    if given.quick:
-        given.workers, given.seconds, given.longest_output, given.tries = 4, 10.0, 300, 1
-        # None asked for are none.
-        given.cost_workers, given.cost_seconds = [4] if given.cost_workers else [], 5.0
-    return parser, given
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.workers, options.seconds, options.longest_output, options.tries = 4, 10.0, 300, 1
+        # An empty list stays empty.
+        options.cost_workers, options.cost_seconds = [4] if options.cost_workers else [], 5.0
+    return parser, options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; 1 when a request was lost."""
-    parser, given = _parse(arguments)
-    # Told to end, it takes its fleet down first, as at Ctrl-C.
-    signal.signal(signal.SIGTERM, _end)
+    """Run the benchmark; return 1 if a request was lost."""
+    parser, options = _parse(arguments)
+    # On SIGTERM, stop the fleet first, as on Ctrl-C.
+    signal.signal(signal.SIGTERM, _exit_on_signal)
     console = Console(stderr=True)
     folder = os.environ.get(DATA_VARIABLE)
     data = Path(folder) if folder else None
-    there = available(data)
-    traces = given.traces or there
+    available = available_traces(data)
+    traces = options.traces or available
     if "none" in traces:
         traces = []
-    if missing := [name for name in traces if name not in there]:
-        parser.error(f"not there: {', '.join(missing)}; set {DATA_VARIABLE} to the folder of the public data")
-    wish = Wish(
-        workers=given.workers,
-        seconds=given.seconds,
-        load=given.load,
-        profile=given.profile,
-        speed=given.speed,
-        seats=given.seats,
-        longest_output=given.longest_output,
-        seed=given.seed,
+    if missing := [name for name in traces if name not in available]:
+        parser.error(f"missing: {', '.join(missing)}; set {DATA_VARIABLE} to the folder of the public data")
+    spec = SliceSpec(
+        workers=options.workers,
+        seconds=options.seconds,
+        load=options.load,
+        profile=options.profile,
+        speed=options.speed,
+        seats=options.seats,
+        longest_output=options.longest_output,
+        seed=options.seed,
     )
     try:
-        # All of them first: a file that cannot be read is told before anything has run.
+        # Read all traces first, so that an unreadable file is reported before anything runs.
         for trace in traces:
-            take_slice(trace, data, wish)
+            take_slice(trace, data, spec)
     except WorkloadError as error:
         parser.error(str(error))
-    console.print(f"on {machine()}; data path without HTTP; seed {given.seed}")
-    name = "live-quick" if given.quick else "live"
+    console.print(f"on {machine()}; data path without HTTP; seed {options.seed}")
+    name = "live-quick" if options.quick else "live"
     slices: list[Slice] = []
     rows: list[Row] = []
     for trace in traces:
-        compared = asyncio.run(compare_trace(trace, data, wish, given.policies, given.tries, console))
+        compared = asyncio.run(compare_trace(trace, data, spec, options.policies, options.tries, console))
         slices += compared.slices
         rows += compared.rows
-        # What comes after may take long, and fail.
-        _save(name, given.keep, _figures(given, slices, rows, []))
-    costs = asyncio.run(scheduler_costs(given, console)) if given.cost_workers else []
-    figures = _figures(given, slices, rows, costs)
-    path = _save(name, given.keep, figures)
-    if given.output == "json":
+        # Save now: the rest may take long, and fail.
+        _save(name, options.keep, _figures(options, slices, rows, []))
+    costs = asyncio.run(scheduler_costs(options, console)) if options.cost_workers else []
+    figures = _figures(options, slices, rows, costs)
+    path = _save(name, options.keep, figures)
+    if options.output == "json":
         print_json(name, figures)
     else:
-        # A file or a pipe has no width of its own.
+        # Files and pipes have no terminal width.
         out = Console(width=None if sys.stdout.isatty() else 160)
         if rows:
             print_rows(rows, out)
@@ -152,8 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if any(row.live.lost for row in rows) or any(cost.lost for cost in costs) else 0
 
 
-def _end(number: int, _: object) -> None:
-    # `timeout` signals twice: the second must not cut the clearing up short.
+def _exit_on_signal(number: int, _: object) -> None:
+    # `timeout` sends the signal twice; the second must not interrupt the cleanup.
     signal.signal(number, signal.SIG_IGN)
     sys.exit(128 + number)
 
@@ -163,17 +163,17 @@ def _save(name: str, keep: bool, figures: dict[str, object]) -> Path:
 
 
 def _figures(
-    given: argparse.Namespace, slices: Sequence[Slice], rows: Sequence[Row], costs: Sequence[SchedulerCost]
+    options: argparse.Namespace, slices: Sequence[Slice], rows: Sequence[Row], costs: Sequence[SchedulerCost]
 ) -> dict[str, object]:
     described = []
-    for taken in slices:
-        about = asdict(taken)
-        about["requests"] = len(taken.requests)
-        about["speed"] = taken.shape.speed
-        described.append({**about, "output_tokens": taken.output_tokens})
+    for trace_slice in slices:
+        about = asdict(trace_slice)
+        about["requests"] = len(trace_slice.requests)
+        about["speed"] = trace_slice.shape.speed
+        described.append({**about, "output_tokens": trace_slice.output_tokens})
     found = {
         "path": "front end without HTTP: vLLM's messages over ZMQ",
-        "seed": given.seed,
+        "seed": options.seed,
         "slices": described,
         "rows": [row.as_dict() for row in rows],
         "scheduler": [asdict(cost) for cost in costs],
@@ -184,7 +184,7 @@ def _figures(
 
 
 def _finite(value: object) -> object:
-    """JSON knows no NaN."""
+    """Replace values that JSON does not have (NaN, infinity) by None."""
     match value:
         case float() if not math.isfinite(value):
             return None
@@ -199,7 +199,7 @@ _KEYS: Final = {"slices": ("trace", "speed"), "rows": ("trace", "policy"), "sche
 
 
 def _merged(path: Path, figures: dict[str, object]) -> dict[str, object]:
-    """The rows of the last results that this run has not made, and its own."""
+    """Add the rows of the previous results that this run has not replaced."""
     if not path.is_file():
         return figures
     last = json.loads(path.read_text())

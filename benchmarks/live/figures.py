@@ -1,4 +1,4 @@
-"""Counters and histograms between two scrapes."""
+"""Differences of counters and histograms between two scrapes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from prometheus_client import Metric
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Samples by name and labels, at one moment."""
+    """Samples by name and labels, at one point in time."""
 
     samples: Mapping[tuple[str, tuple[tuple[str, str], ...]], float]
 
     @staticmethod
     def of(families: Iterable[Metric]) -> Counts:
-        """Of a scrape."""
+        """Read the samples of a scrape."""
         return Counts(
             {
                 (sample.name, tuple(sorted(sample.labels.items()))): sample.value
@@ -27,20 +27,20 @@ class Counts:
         )
 
     def since(self, before: Counts) -> Counts:
-        """What was added."""
+        """Return the increase since an earlier scrape."""
         return Counts({key: value - before.samples.get(key, 0.0) for key, value in self.samples.items()})
 
     def by(self, name: str, label: str, **wanted: str) -> dict[str, float]:
-        """Values above zero by one label, of samples with these others."""
+        """Return positive values by one label, of samples with these other labels."""
         found: dict[str, float] = {}
         for (sample, labels), value in self.samples.items():
-            given = dict(labels)
-            if sample == name and value > 0 and wanted.items() <= given.items():
-                found[given[label]] = found.get(given[label], 0.0) + value
+            sample_labels = dict(labels)
+            if sample == name and value > 0 and wanted.items() <= sample_labels.items():
+                found[sample_labels[label]] = found.get(sample_labels[label], 0.0) + value
         return found
 
     def total(self, name: str, **wanted: str) -> float:
-        """Sum of the samples of this name with these labels."""
+        """Return the sum of the samples with this name and these labels."""
         return sum(
             value
             for (sample, labels), value in self.samples.items()
@@ -48,7 +48,7 @@ class Counts:
         )
 
     def percentile(self, name: str, share: float, **wanted: str) -> float:
-        """Of a histogram; within a bucket as if evenly spread. NaN when nothing was counted."""
+        """Return a percentile of a histogram, interpolated within its bucket; NaN if it is empty."""
         buckets = sorted(
             (float(bound), count) for bound, count in self.by(f"{name}_bucket", "le", **wanted).items()
         )
@@ -67,7 +67,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Mean and percentiles of one figure."""
+    """Mean and percentiles of a figure."""
 
     mean: float
     p50: float
@@ -75,7 +75,7 @@ class Spread:
 
     @staticmethod
     def of(values: Iterable[float]) -> Spread:
-        """NaN of nothing."""
+        """Aggregate values; NaN without any."""
         column = np.fromiter(values, np.float64)
         if not len(column):
             return Spread(float("nan"), float("nan"), float("nan"))
@@ -83,11 +83,11 @@ class Spread:
         return Spread(float(column.mean()), float(p50), float(p99))
 
     def __iter__(self) -> Iterator[float]:
-        """The three, in this order."""
+        """Iterate over mean, P50 and P99."""
         yield from (self.mean, self.p50, self.p99)
 
     def over(self, other: Spread) -> Spread:
-        """Ratios."""
+        """Return the ratios to another spread."""
         return Spread(*(_ratio(ours, theirs) for ours, theirs in zip(self, other, strict=True)))
 
 

@@ -1,5 +1,5 @@
-"""The real services around simulated engines, as processes: etcd, monitor, migration, scheduler, one process
-of workers, and a front end without an API server."""
+"""Real services with simulated engines, as processes: etcd, monitor, migration service, scheduler, one
+process of workers, and a front end without an API server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import grpc
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.live.front import Load
+from benchmarks.live.front import LoadGenerator
 from benchmarks.live.shape import REPORT_S, FleetShape
 from benchmarks.processes import descendants
 from tailrace.cluster import Pool
@@ -37,25 +37,25 @@ _NEUTRAL: Final = "round_robin"
 _POOLS: Final = {pool: getattr(types_pb2, f"POOL_{pool.name}") for pool in Pool}
 
 
-class Silent:
-    """Progress that nobody watches."""
+class NoProgress:
+    """A progress display that shows nothing."""
 
-    def __enter__(self) -> Silent:
+    def __enter__(self) -> NoProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing to put away."""
+        """Do nothing."""
 
     def show(self, name: str, step: Step) -> None:
-        """Not shown."""
+        """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class LiveFleet:
-    """One running fleet."""
+    """A running fleet."""
 
     shape: FleetShape
-    load: Load
+    load: LoadGenerator
     admin: admin_pb2_grpc.AdminAsyncStub
     # HOST:PORT of the monitor, and of each part's metrics by the part's name.
     monitor: str
@@ -63,9 +63,10 @@ class LiveFleet:
     pids: Mapping[str, Sequence[int]]
 
     async def set_policy(self, name: str, pooled: bool) -> None:
-        """Begin anew under this policy: no stages, pools as at the start or none."""
-        # The policy before must not plan pools and stages again while they are put back.
-        await self._switch(_NEUTRAL)
+        """Reset the fleet and select this policy: no stages; the initial pools if `pooled`, otherwise
+        none."""
+        # The previous policy must not change pools and stages while they are reset.
+        await self._set_policy(_NEUTRAL)
         await self.admin.SetStages(admin_pb2.SetStagesRequest(), timeout=_CALL_S)
         pools = self.shape.pools() if pooled else {}
         for instance in self.shape.names:
@@ -73,20 +74,21 @@ class LiveFleet:
             number = types_pb2.POOL_UNSPECIFIED if pool is None else _POOLS[pool]
             request = admin_pb2.SetPoolRequest(instance_id=instance, pool=number)
             await self.admin.SetPool(request, timeout=_CALL_S)
-        await self._switch(name)
+        await self._set_policy(name)
 
-    async def _switch(self, name: str) -> None:
+    async def _set_policy(self, name: str) -> None:
         await self.admin.SetPolicy(admin_pb2.SetPolicyRequest(name=name), timeout=_CALL_S)
         async with asyncio.timeout(_SETTLE_S):
-            while await self._policy() != name:  # noqa: ASYNC110 - the scheduler tells nobody
+            while await self._active_policy() != name:  # noqa: ASYNC110 - the scheduler is polled
                 await asyncio.sleep(_POLL_S)
 
-    async def _policy(self) -> str:
+    async def _active_policy(self) -> str:
         reply = await self.admin.ListPolicies(admin_pb2.ListPoliciesRequest(), timeout=_CALL_S)
         return next((policy.name for policy in reply.policies if policy.active), "")
 
-    async def settled(self) -> None:
-        """Until the scheduler sees every worker, fresh and without requests."""
+    async def wait_idle(self) -> None:
+        """Wait until the scheduler sees every worker, with a fresh report and without requests. Raise
+        TimeoutError if it does not in time."""
         async with asyncio.timeout(_SETTLE_S):
             while not await self._idle():  # noqa: ASYNC110 - as above
                 await asyncio.sleep(_POLL_S)
@@ -102,12 +104,12 @@ class LiveFleet:
         )
 
     async def migrations(self, since_s: float) -> list[migration_pb2.MigrationRecord]:
-        """The last thousand that were opened since then (seconds since the epoch)."""
+        """Return at most the last 1,000 migrations opened since then (seconds since the epoch)."""
         reply = await self.admin.ListMigrations(migration_pb2.ListMigrationsRequest(), timeout=_CALL_S)
         return [m for m in reply.migrations if m.opened_s >= since_s]
 
     async def scrape(self, part: str) -> list[Metric]:
-        """A part's metrics now."""
+        """Return a part's current metrics."""
 
         def read() -> list[Metric]:
             with urllib.request.urlopen(f"http://{self.metrics[part]}/metrics", timeout=_CALL_S) as reply:
@@ -118,16 +120,16 @@ class LiveFleet:
 
 @asynccontextmanager
 async def live_fleet(shape: FleetShape) -> AsyncIterator[LiveFleet]:
-    """Bring it up, and take it down again. Raises PartFailed, TimeoutError."""
+    """Run a fleet for the block. Raise PartFailed or TimeoutError if it does not start."""
     async with AsyncExitStack() as stack:
         folder = RunFolder(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-live-"))))
         stack.enter_context(folder.locked())
         folder.data.mkdir()
         sockets = folder.path / "front"
         sockets.mkdir()
-        load = await stack.enter_async_context(Load(sockets, shape.max_tokens, shape.reasons))
+        load = await stack.enter_async_context(LoadGenerator(sockets, shape.max_tokens, shape.reasons))
         plan, metrics = _plan(shape, folder, sockets)
-        starter = Starter(plan, folder, Silent(), cores=2)
+        starter = Starter(plan, folder, NoProgress(), cores=2)
         state = await starter.run(None, "simulated")
         stack.callback(starter.stop)
         await load.ready()
@@ -136,12 +138,12 @@ async def live_fleet(shape: FleetShape) -> AsyncIterator[LiveFleet]:
         monitor = next(part.address for part in plan.parts if part.name == "monitor")
         pids = {part.name: descendants(part.identity.pid) for part in state.parts}
         fleet = LiveFleet(shape, load, stub, monitor, metrics, pids)
-        await fleet.settled()
+        await fleet.wait_idle()
         yield fleet
 
 
 def _plan(shape: FleetShape, folder: RunFolder, sockets: Path) -> tuple[Plan, dict[str, str]]:
-    """The processes, and where each tells its metrics."""
+    """Return the processes, and the address of each one's metrics."""
     etcd_port, http_port, *ports = free_ports(12)
     etcd = f"{LOOPBACK}:{etcd_port}"
     addresses = iter([f"{LOOPBACK}:{port}" for port in ports])

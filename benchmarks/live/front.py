@@ -1,7 +1,7 @@
-"""An open-loop load in place of vLLM's API server: requests in vLLM's own messages, token times noted.
+"""An open-loop load generator in place of vLLM's API server: sends vLLM's own messages, records token times.
 
-HTTP, templates and the tokenizer are left out: on two cores they would be what is measured. Everything behind
-them is the real front end, which takes this for its API server (`tailrace serve frontend --front none`).
+HTTP, templates and tokenization are left out: on two cores they would dominate the results. Everything else
+is the real front end, which treats this as its API server (`tailrace serve frontend --front none`).
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from worker_agent.engine.simulated.settings import SimulatedSettings
 from worker_agent.engine.simulated.vocabulary import read_vocabulary
 
 _READY_S: Final = 60.0
-# A token id that ends an answer; the simulated engine ends by length and only shows it.
-_END: Final = 0
+# The token ID that ends an answer; the simulated engine ends by length and only outputs it.
+_END_TOKEN: Final = 0
 
 
 @dataclass(slots=True)
 class Stream:
-    """What came of one request. Times in seconds from the start of the replay; None: not yet."""
+    """Result of one request. Times in seconds from the start of the replay; None: not yet."""
 
     request: SimRequest
-    # When it was sent, which a busy machine makes later than its arrival.
+    # When it was sent: on a busy machine, later than its arrival.
     sent_s: float = 0.0
     tokens: int = 0
     first_token_s: float | None = None
@@ -43,26 +43,27 @@ class Stream:
     gap_max_s: float = 0.0
     last_s: float = 0.0
     finish_reason: int | None = None
-    # Outputs that came after the last.
-    afterwards: int = 0
+    # Outputs that arrived after the last token.
+    outputs_after_end: int = 0
 
     @property
-    def whole(self) -> bool:
-        """Every token of the trace's lengths came, none twice, and the end was the model's."""
+    def complete(self) -> bool:
+        """Whether every token of the trace's lengths arrived, exactly once, and the engine ended the
+        stream."""
         return (
             self.tokens == self.request.output_tokens
             and self.finish_reason == wire.FinishReason.STOP
-            and not self.afterwards
+            and not self.outputs_after_end
         )
 
     @property
     def ttft_s(self) -> float | None:
-        """From arrival to the first answering token."""
+        """Seconds from arrival to the first answering token."""
         return None if self.first_answer_s is None else self.first_answer_s - self.request.arrival_s
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time between answering tokens; 0.0 for an answer of one, as in the simulator."""
+        """Mean seconds between answering tokens; 0.0 for an answer of one, as in the simulator."""
         if self.finish_s is None or self.first_answer_s is None:
             return None
         gaps = self.request.answer_tokens - 1
@@ -70,20 +71,20 @@ class Stream:
 
     @property
     def latency_s(self) -> float | None:
-        """From arrival to the last token."""
+        """Seconds from arrival to the last token."""
         return None if self.finish_s is None else self.finish_s - self.request.arrival_s
 
 
-class Load:
-    """Speaks for the API server on the engine core's sockets in `folder`."""
+class LoadGenerator:
+    """Acts as the API server on the engine core's sockets in `folder`."""
 
     def __init__(self, folder: Path, max_tokens: int, reasons: bool) -> None:
-        """`max_tokens`: what every request asks for at most. `reasons`: the model does."""
+        """`max_tokens`: of every request. `reasons`: whether the model reasons."""
         self._context = zmq.asyncio.Context()
         self._input = self._context.socket(zmq.ROUTER)
         self._input.bind(f"ipc://{folder / 'in'}")
         self._output = self._context.socket(zmq.PULL)
-        # Outputs wait here, not at the front end, while this process is late.
+        # If this process is late, outputs queue here and not at the front end.
         self._output.setsockopt(zmq.RCVHWM, 0)
         self._output.bind(f"ipc://{folder / 'out'}")
         self._encoder = msgspec.msgpack.Encoder()
@@ -91,11 +92,11 @@ class Load:
         settings = SimulatedSettings()
         vocabulary = read_vocabulary(settings.tokenizer, settings.think, settings.end_think)
         self._letters = vocabulary.letters
-        # A prompt that leaves the thought open, and one that has closed it.
-        self._open = [vocabulary.think] if reasons and vocabulary.think is not None else []
-        self._closed = [vocabulary.end_think] if reasons and vocabulary.end_think is not None else []
+        # The end of a prompt with an open thought, and of one with a closed thought.
+        self._thinking = [vocabulary.think] if reasons and vocabulary.think is not None else []
+        self._not_thinking = [vocabulary.end_think] if reasons and vocabulary.end_think is not None else []
         self._streams: dict[str, Stream] = {}
-        self._left = 0
+        self._remaining = 0
         self._start_s = 0.0
         self._done = asyncio.Event()
 
@@ -110,26 +111,31 @@ class Load:
         self._context.term()
 
     async def ready(self) -> None:
-        """Until the front end has workers. Raises TimeoutError."""
+        """Wait until the front end has workers. Raise TimeoutError if it has none in time."""
         async with asyncio.timeout(_READY_S):
             identity, _ = await self._input.recv_multipart()
         if identity != wire.engine_identity(0):
-            raise RuntimeError(f"an engine core says {identity!r}")
+            raise RuntimeError(f"unexpected identity of an engine core: {identity!r}")
 
     async def replay(
-        self, prefix: str, requests: Sequence[SimRequest], patience_s: float, told: Callable[[int], None]
+        self,
+        prefix: str,
+        requests: Sequence[SimRequest],
+        patience_s: float,
+        on_progress: Callable[[int], None],
     ) -> list[Stream]:
-        """Send each when it arrives, and wait for all ends, at most `patience_s` after the last arrival.
+        """Send each request at its arrival time, and wait until all have ended, at most `patience_s` after
+        the last.
 
-        `prefix` makes ids distinct between replays. `told` gets the number of requests that have ended.
+        `prefix` makes IDs unique across replays. `on_progress` gets the number of requests that have ended.
         """
-        # Made beforehand: a long prompt takes milliseconds.
+        # Built in advance: a long prompt takes milliseconds.
         messages = [self._message(f"{prefix}{request.request_id}", request) for request in requests]
         self._streams = {f"{prefix}{request.request_id}": Stream(request) for request in requests}
-        self._left = len(requests)
+        self._remaining = len(requests)
         self._done.clear()
         self._start_s = time.monotonic()
-        reading = asyncio.create_task(self._read(told), name="outputs")
+        reader = asyncio.create_task(self._read_outputs(on_progress), name="outputs")
         try:
             for message, (request_id, stream) in zip(messages, self._streams.items(), strict=True):
                 wait_s = self._start_s + stream.request.arrival_s - time.monotonic()
@@ -142,26 +148,26 @@ class Load:
             async with asyncio.timeout(patience_s):
                 await self._done.wait()
         except TimeoutError:
-            # Whoever has not ended counts as lost.
+            # Requests that have not ended count as lost.
             pass
         finally:
-            reading.cancel()
-            await asyncio.wait([reading])
+            reader.cancel()
+            await asyncio.wait([reader])
         return list(self._streams.values())
 
     def _message(self, request_id: str, request: SimRequest) -> Callable[[str], bytes]:
-        # The last letter of the thought is its closing tag, the last of the answer the end.
+        # The last token of the thought is its closing tag, the last of the answer the end token.
         lengths = {"answer_tokens": request.answer_tokens - 1}
         if request.reasoning_tokens:
             lengths["reasoning_tokens"] = request.reasoning_tokens - 1
         sampling = wire.SamplingParams(
             max_tokens=self._max_tokens,
-            eos_token_id=_END,
+            eos_token_id=_END_TOKEN,
             extra_args=msgspec.Raw(msgspec.msgpack.encode(lengths)),
         )
         letters = self._letters
-        tail = self._open if request.reasoning_tokens else self._closed
-        # Different from the first token on, so that no two prompts are alike.
+        tail = self._thinking if request.reasoning_tokens else self._not_thinking
+        # Prompts differ from the first token on, so that none share a prefix.
         head = [letters[byte] for byte in request_id.encode()]
         body = request.prompt_tokens - len(tail)
         prompt = (head + [letters[0]] * max(0, body - len(head)))[:body] + tail
@@ -175,8 +181,8 @@ class Load:
 
         return encode
 
-    async def _read(self, told: Callable[[int], None]) -> None:
-        while self._left:
+    async def _read_outputs(self, on_progress: Callable[[int], None]) -> None:
+        while self._remaining:
             frames = await self._output.recv_multipart()
             now_s = time.monotonic() - self._start_s
             for output in wire.read_outputs(frames).outputs:
@@ -184,18 +190,18 @@ class Load:
                 if stream is None:
                     continue
                 if stream.finish_s is not None:
-                    stream.afterwards += 1
+                    stream.outputs_after_end += 1
                     continue
-                self._note(stream, len(output.new_token_ids), now_s)
+                self._record_tokens(stream, len(output.new_token_ids), now_s)
                 if output.finish_reason is not None:
                     stream.finish_s = now_s
                     stream.finish_reason = output.finish_reason
-                    self._left -= 1
-                    told(len(self._streams) - self._left)
+                    self._remaining -= 1
+                    on_progress(len(self._streams) - self._remaining)
         self._done.set()
 
     @staticmethod
-    def _note(stream: Stream, tokens: int, now_s: float) -> None:
+    def _record_tokens(stream: Stream, tokens: int, now_s: float) -> None:
         if not tokens:
             return
         stream.tokens += tokens

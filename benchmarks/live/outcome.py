@@ -1,4 +1,4 @@
-"""What came of a slice, in the same words for the live fleet and for the simulator."""
+"""Results of a slice, with the same fields for the live fleet and the simulator."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from benchmarks.live.figures import Spread
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Times in seconds."""
+    """Results of a slice. Times in seconds."""
 
     requests: int
     finished: int
     ttft: Spread
     tpot: Spread
     latency: Spread
-    # Request -> where it was placed first; those of whom it is known.
+    # Request -> the instance where it was first placed, if known.
     placed: Mapping[str, str]
-    # Committed ones by the policy's reason.
+    # Number of committed migrations by the policy's reason.
     migrations: Mapping[str, int]
     preemptions: int
 
@@ -31,22 +31,22 @@ class Machine:
     step_late_p50_s: float
     step_late_p99_s: float
     arrival_late_p99_s: float
-    # A decode step of an instance that is alone with one request.
+    # Duration of an instance's decode step with a single request.
     step_s: float
-    # Cores kept busy by each part while the slice was replayed.
+    # CPU cores used by each part during the replay.
     busy: Mapping[str, float]
 
     @property
     def kept_up(self) -> bool:
-        """Lateness was small against what is measured: steps, of which every latency is made."""
+        """Whether delays were small compared to a step, the unit of all latencies."""
         return self.step_late_p99_s < 0.5 * self.step_s and self.arrival_late_p99_s < self.step_s
 
 
 @dataclass(frozen=True, slots=True)
 class Placements:
-    """What deciding took. Seconds."""
+    """Duration of placements in seconds."""
 
-    # From a request's arrival at the front end to its submission: the scheduler's round trip, mostly.
+    # From a request's arrival at the front end to its submission: mostly the scheduler's round trip.
     added_p50_s: float
     added_p99_s: float
     # The policy alone.

@@ -1,4 +1,4 @@
-"""A slice through the live fleet."""
+"""Replay a slice on the live fleet."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ import numpy as np
 from benchmarks.live.figures import Counts, Spread
 from benchmarks.live.fleet import LiveFleet
 from benchmarks.live.front import Stream
+from benchmarks.live.monitor import MonitorSubscriber, subscribed_to
 from benchmarks.live.outcome import Machine, Outcome, Placements
 from benchmarks.live.shape import Delays
-from benchmarks.live.watch import Watch, watching
 from benchmarks.processes import cpu_seconds
 from simulator.request import SimRequest
 from tailrace.v1 import migration_pb2, types_pb2
 
 # Seconds that the last request may take after the last arrival, at full speed.
 _PATIENCE_S: Final = 36.0
-# Phase changes are gathered for so long before they are told (worker_agent/reports.py).
-_GATHER_S: Final = 0.005
+# Phase changes are collected for this long before they are reported (worker_agent/reports.py).
+_BATCH_S: Final = 0.005
 _SCRAPED: Final = ("scheduler", "frontend", "worker", "migration")
 
 
 @dataclass(frozen=True, slots=True)
 class LiveRun:
-    """One slice under one policy."""
+    """Results of one slice under one policy."""
 
     outcome: Outcome
-    # Requests that did not end whole, and the first of them in words.
+    # Incomplete requests, and a description of the first.
     lost: int
     lost_why: str
     tokens: int
@@ -44,30 +44,30 @@ class LiveRun:
 
 
 async def replay(
-    fleet: LiveFleet, policy: str, requests: Sequence[SimRequest], told: Callable[[int], None]
+    fleet: LiveFleet, policy: str, requests: Sequence[SimRequest], on_progress: Callable[[int], None]
 ) -> LiveRun:
-    """Replay them under the policy that is set, and gather what there is to know."""
+    """Replay requests under the current policy, and collect the results."""
     prefix = f"{policy}-"
     began_s = time.time()
-    async with watching(fleet.monitor) as watch:
+    async with subscribed_to(fleet.monitor) as subscriber:
         before = {part: Counts.of(await fleet.scrape(part)) for part in _SCRAPED}
         cpu = _cpu(fleet)
         started_s = time.monotonic()
         patience_s = _PATIENCE_S / fleet.shape.speed
-        streams = await fleet.load.replay(prefix, requests, patience_s, told)
+        streams = await fleet.load.replay(prefix, requests, patience_s, on_progress)
         wall_s = time.monotonic() - started_s
         busy = {part: (seconds - cpu[part]) / wall_s for part, seconds in _cpu(fleet).items()}
         counts = {part: Counts.of(await fleet.scrape(part)).since(before[part]) for part in _SCRAPED}
     migrations = await fleet.migrations(began_s)
-    bad = [stream for stream in streams if not stream.whole]
+    incomplete = [stream for stream in streams if not stream.complete]
     return LiveRun(
-        outcome=_outcome(streams, watch, prefix, counts),
-        lost=len(bad),
-        lost_why=_why(bad[0]) if bad else "",
+        outcome=_outcome(streams, subscriber, prefix, counts),
+        lost=len(incomplete),
+        lost_why=_describe(incomplete[0]) if incomplete else "",
         tokens=sum(stream.tokens for stream in streams),
         machine=_machine(fleet, streams, counts["worker"], busy),
         placements=_placements(counts),
-        delays=_delays(watch, migrations),
+        delays=_delays(subscriber, migrations),
         migrations_aborted=round(
             counts["migration"].total("tailrace_migration_migrations_total", outcome="aborted")
         ),
@@ -80,14 +80,16 @@ def _cpu(fleet: LiveFleet) -> dict[str, float]:
     return {**used, "load": cpu_seconds([os.getpid()])}
 
 
-def _why(stream: Stream) -> str:
+def _describe(stream: Stream) -> str:
     return (
         f"{stream.request.request_id}: {stream.tokens} of {stream.request.output_tokens} tokens, "
-        f"finish reason {stream.finish_reason}, {stream.afterwards} outputs after the end"
+        f"finish reason {stream.finish_reason}, {stream.outputs_after_end} outputs after the end"
     )
 
 
-def _outcome(streams: Sequence[Stream], watch: Watch, prefix: str, counts: Mapping[str, Counts]) -> Outcome:
+def _outcome(
+    streams: Sequence[Stream], subscriber: MonitorSubscriber, prefix: str, counts: Mapping[str, Counts]
+) -> Outcome:
     done = [stream for stream in streams if stream.finish_s is not None]
     migrated = counts["migration"].by("tailrace_migration_migrations_total", "reason", outcome="committed")
     return Outcome(
@@ -98,7 +100,7 @@ def _outcome(streams: Sequence[Stream], watch: Watch, prefix: str, counts: Mappi
         latency=Spread.of(s.latency_s for s in done if s.latency_s is not None),
         placed={
             request_id.removeprefix(prefix): instance
-            for request_id, instance in watch.first_seen.items()
+            for request_id, instance in subscriber.first_seen.items()
             if request_id.startswith(prefix)
         },
         migrations={reason: round(count) for reason, count in migrated.items()},
@@ -131,13 +133,13 @@ def _placements(counts: Mapping[str, Counts]) -> Placements:
     )
 
 
-def _delays(watch: Watch, migrations: Sequence[migration_pb2.MigrationRecord]) -> Delays:
-    """Medians; what no migration has shown is zero."""
+def _delays(subscriber: MonitorSubscriber, migrations: Sequence[migration_pb2.MigrationRecord]) -> Delays:
+    """Return median delays, zero if there was no migration."""
     committed = [m for m in migrations if m.state == types_pb2.MIGRATION_STATE_COMMITTED]
     pauses = [m.pause_ms / 1e3 for m in committed]
     opening = [max(0.0, m.closed_s - m.opened_s - (m.pause_ms + m.step_wait_ms) / 1e3) for m in committed]
     return Delays(
-        report_s=_GATHER_S + (float(np.median(watch.delays_s)) if watch.delays_s else 0.0),
+        report_s=_BATCH_S + (float(np.median(subscriber.delays_s)) if subscriber.delays_s else 0.0),
         open_s=float(np.median(opening)) if opening else 0.0,
         commit_s=float(np.median(pauses)) if pauses else 0.0,
     )

@@ -1,4 +1,4 @@
-"""What the scheduler takes: idle and placing, by the number of workers."""
+"""Measure the scheduler's CPU use: idle and while placing, by number of workers."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from benchmarks.processes import cpu_seconds
 from simulator.workloads.arrivals import poisson_requests
 from simulator.workloads.lengths import Lengths
 
-# Small requests at a rate that two cores bear: what is measured is the scheduler.
+# Small requests at a rate that two cores can handle: only the scheduler is measured.
 _PROMPT_TOKENS: Final = 200
 _OUTPUT_TOKENS: Final = 24
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerCost:
-    """Under one policy. CPU seconds include what reports, events and ticks take."""
+    """Cost under one policy. CPU time includes reports, events and ticks."""
 
     policy: str
     workers: int
     rate_per_s: float
     placements: int
     latency: Placements
-    # Of the scheduler's process while it placed, for every 1,000 placements; and a second while nothing came.
+    # CPU time of the scheduler's process: per 1,000 placements under load, and per second when idle.
     cpu_s_per_1000: float
     idle_cpu_s_per_s: float
-    # Mean seconds of one tick's decision while there was load; NaN: the policy has none.
+    # Mean seconds of a tick's decision under load; NaN: the policy has no ticks.
     tick_s: float
     lost: int
     kept_up: bool
 
 
 def cost_shape(workers: int) -> FleetShape:
-    """Fast engines with much room."""
+    """Return fast engines with ample KV."""
     return FleetShape(
         workers=workers,
         profile="llama-3.1-8b-h100",
@@ -64,26 +64,26 @@ async def scheduler_cost(
     seconds: float,
     idle_s: float,
     seed: int,
-    told: Callable[[int], None],
+    on_progress: Callable[[int], None],
 ) -> SchedulerCost:
-    """Measure it on a fleet of `cost_shape`."""
+    """Measure the cost on a fleet of `cost_shape`."""
     await fleet.set_policy(policy, has_pools(policy))
-    await fleet.settled()
+    await fleet.wait_idle()
     pids = fleet.pids["scheduler"]
     began_s, before = time.monotonic(), cpu_seconds(pids)
-    # Nothing is waited for: this is the time that is measured.
+    # This waits for no condition: it is the measured period.
     await asyncio.sleep(idle_s)
     idle = (cpu_seconds(pids) - before) / (time.monotonic() - began_s)
 
     count = round(rate_per_s * seconds)
     requests = poisson_requests("cost", _lengths, count, rate_per_s, seed)
-    counted = Counts.of(await fleet.scrape("scheduler"))
+    counts = Counts.of(await fleet.scrape("scheduler"))
     before = cpu_seconds(pids)
-    run = await replay(fleet, policy, requests, told)
+    run = await replay(fleet, policy, requests, on_progress)
     used = cpu_seconds(pids) - before
-    counted = Counts.of(await fleet.scrape("scheduler")).since(counted)
+    counts = Counts.of(await fleet.scrape("scheduler")).since(counts)
     ticks = "tailrace_scheduler_decision_seconds"
-    ticked = counted.total(f"{ticks}_count", point="tick")
+    tick_count = counts.total(f"{ticks}_count", point="tick")
     return SchedulerCost(
         policy=policy,
         workers=fleet.shape.workers,
@@ -92,12 +92,12 @@ async def scheduler_cost(
         latency=run.placements,
         cpu_s_per_1000=used / count * 1e3,
         idle_cpu_s_per_s=idle,
-        tick_s=counted.total(f"{ticks}_sum", point="tick") / ticked if ticked else float("nan"),
+        tick_s=counts.total(f"{ticks}_sum", point="tick") / tick_count if tick_count else float("nan"),
         lost=run.lost,
         kept_up=run.machine.kept_up,
     )
 
 
 def _lengths(count: int, _: np.random.Generator) -> Lengths:
-    """All alike."""
+    """Return equal lengths."""
     return Lengths(*(np.full(count, each, np.int64) for each in (_PROMPT_TOKENS, 0, _OUTPUT_TOKENS)))

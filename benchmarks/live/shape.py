@@ -1,4 +1,4 @@
-"""The fleet that a slice runs on, once as workers' settings and once as the simulator's cluster."""
+"""The fleet for a slice: as settings of workers, and as the simulator's cluster."""
 
 from __future__ import annotations
 
@@ -17,51 +17,51 @@ from worker_agent.speeds import Speeds
 
 BLOCK_TOKENS: Final = 16
 STEP_TOKENS: Final = 2048
-# Seconds between two steady reports: the workers' default.
+# Seconds between two periodic reports: the workers' default.
 REPORT_S: Final = 0.5
 HOST_KV_BYTES: Final = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class FleetShape:
-    """Equal instances. `speed`: steps take the profile's time divided by this."""
+    """A fleet of equal instances. `speed`: step times are those of the profile divided by this."""
 
     workers: int
     profile: str
     speed: float
-    # Most requests in a batch, and KV blocks.
+    # Maximum requests in a batch, and KV blocks.
     seats: int
     kv_blocks: int
-    # What every request is announced with as max_tokens.
+    # The max_tokens of every request.
     max_tokens: int
     reasons: bool
-    # Instances in the prefill pool under policies that have pools.
+    # Instances in the prefill pool, for policies with pools.
     prefill_instances: int
 
     @property
     def names(self) -> list[str]:
-        """The instances' ids."""
+        """The IDs of the instances."""
         return [f"worker-{n}" for n in range(self.workers)]
 
     @property
     def slowed(self) -> Profile:
-        """Step times as they are on this fleet."""
+        """The profile with the step times of this fleet."""
         return at_speed(load_profile(self.profile), self.speed)
 
     @property
     def max_model_len(self) -> int:
-        """Longest context in tokens: all that fits."""
+        """Longest context in tokens: all of the KV."""
         return self.kv_blocks * BLOCK_TOKENS
 
     def pools(self) -> dict[str, Pool]:
-        """Pools at the start, for policies that have them."""
+        """Return the initial pools, for policies with pools."""
         return {
             name: Pool.PREFILL if n < self.prefill_instances else Pool.DECODE
             for n, name in enumerate(self.names)
         }
 
     def engine_arguments(self) -> dict[str, object]:
-        """Settings of the simulated engines."""
+        """Return the settings of the simulated engines."""
         return {
             "profile": self.profile,
             "speed": self.speed,
@@ -71,31 +71,32 @@ class FleetShape:
             "max_num_seqs": self.seats,
             "max_num_batched_tokens": STEP_TOKENS,
             "host_kv_bytes": HOST_KV_BYTES,
-            # Nobody reasons in a trace that says nothing of it.
+            # Requests of a trace without reasoning tokens do not reason.
             "reasoning_mean_tokens": 1 if self.reasons else 0,
-            # Everybody knows the true lengths, here as there: what is compared is not the predictor.
+            # Lengths are predicted exactly, live and simulated: the predictor is not compared.
             "prediction_error": 0.0,
         }
 
 
 @dataclass(frozen=True, slots=True)
 class Delays:
-    """What the control plane takes, in seconds: measured on the live fleet, told to the simulator."""
+    """Delays of the control plane in seconds: measured on the live fleet, used in the simulator."""
 
     # From a phase change or report on an instance to the policy.
     report_s: float
-    # From a migration's order to its first byte, and from its last byte to the first step on the target.
+    # From a migration's start to its first byte, and from its last byte to the first step on the target.
     open_s: float
     commit_s: float
 
 
-def cluster_of(shape: FleetShape, delays: Delays, when_full: WhenFull, pooled: bool) -> ClusterSpec:
-    """The same fleet in the simulator.
+def simulated_cluster_spec(
+    shape: FleetShape, delays: Delays, when_full: WhenFull, pooled: bool
+) -> ClusterSpec:
+    """Return the same fleet for the simulator.
 
-    Migrations are as the live services have them: three an instance and direction; a target that is asked
-    then, and has no room, does as the policy wants (`when_full`). The bytes that
-    a live simulated engine really sends are few, so that the link costs nothing and the handshakes are what a
-    migration takes.
+    Migrations are as in the live services: three per instance and direction; a target without room acts as
+    the policy specifies (`when_full`). Live simulated engines send very few bytes, so the link is free, and
+    only the handshakes of a migration take time.
     """
     profile = shape.slowed
     instance = InstanceSpec(

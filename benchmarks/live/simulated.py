@@ -1,4 +1,4 @@
-"""The same slice through the simulator."""
+"""Run a slice through the simulator."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 
 from benchmarks.live.figures import Spread
 from benchmarks.live.outcome import Outcome
-from benchmarks.live.shape import Delays, cluster_of
+from benchmarks.live.shape import Delays, simulated_cluster_spec
 from benchmarks.live.slices import Slice
 from simulator.records import MigrationOutcome
 from simulator.setups import setup_for
@@ -16,18 +16,18 @@ from tailrace.policy.registry import load
 
 
 def has_pools(policy: str) -> bool:
-    """Whether the policy starts with a prefill and a decode pool."""
+    """Return whether the policy starts with a prefill and a decode pool."""
     return setup_for(policy).prefill_share is not None
 
 
-def simulated(taken: Slice, policy: str, delays: Delays, seed: int) -> Outcome:
-    """With the policy as the live scheduler makes it: its defaults. `seed`: when reports are due.
+def simulate_slice(trace_slice: Slice, policy: str, delays: Delays, seed: int) -> Outcome:
+    """Simulate a slice with the policy's defaults, as in the live scheduler. `seed`: when reports are due.
 
-    Raises SimulationError.
+    Raise SimulationError if that fails.
     """
     setup = setup_for(policy)
-    spec = cluster_of(taken.shape, delays, setup.migration.when_full, has_pools(policy))
-    result = simulate(spec, taken.requests, load(policy), setup.intra(), seed=seed)
+    spec = simulated_cluster_spec(trace_slice.shape, delays, setup.migration.when_full, has_pools(policy))
+    result = simulate(spec, trace_slice.requests, load(policy), setup.intra(), seed=seed)
     done = [record for record in result.requests if record.finish_s is not None]
     committed = [m for m in result.migrations if m.outcome is MigrationOutcome.COMMITTED]
     return Outcome(

@@ -1,4 +1,4 @@
-"""Slices of traces, at a rate that loads the fleet but does not overload it."""
+"""Take slices of traces, at a rate that loads the fleet without overloading it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from worker_agent.engine.simulated.settings import at_speed
 
 @dataclass(frozen=True, slots=True)
 class TraceKind:
-    """One source of requests. `path` below the data folder; "": a generator."""
+    """A source of requests. `path`: relative to the data folder; empty: a generator."""
 
     name: str
-    form: str
+    file_format: str
     path: str
-    # Where in the trace the slice begins: past a lull at its start.
+    # Where the slice begins in the trace, after a lull at its start.
     start_s: float = 0.0
 
 
@@ -43,26 +43,26 @@ TRACES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Requests and the fleet that they are for."""
+    """Requests and the fleet to run them on."""
 
     trace: str
     source: str
     requests: Sequence[SimRequest]
     shape: FleetShape
-    # Requested share of what the fleet can do, and the arrivals a second that make it.
+    # Requested share of the fleet's capacity, and the resulting arrivals per second.
     load: float
     rate_per_s: float
     seed: int
 
     @property
     def output_tokens(self) -> int:
-        """Of all requests."""
+        """The output tokens of all requests."""
         return sum(request.output_tokens for request in self.requests)
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What a slice should be. Times in seconds."""
+class SliceSpec:
+    """Specification of a slice. Times in seconds."""
 
     workers: int
     seconds: float
@@ -70,13 +70,13 @@ class Wish:
     profile: str
     speed: float
     seats: int
-    # Requests with more output are left out: the run would wait for them alone.
+    # Requests with more output are left out: the run would only wait for them.
     longest_output: int
     seed: int
 
 
-def available(data: Path | None) -> list[str]:
-    """Traces that are there."""
+def available_traces(data: Path | None) -> list[str]:
+    """Return the names of the traces that exist."""
     return [
         kind.name
         for kind in TRACES.values()
@@ -84,76 +84,78 @@ def available(data: Path | None) -> list[str]:
     ]
 
 
-def take_slice(name: str, data: Path | None, wish: Wish) -> Slice:
-    """As many of the trace's first requests as make the load. Raises WorkloadError."""
-    profile = at_speed(load_profile(wish.profile), wish.speed)
+def take_slice(name: str, data: Path | None, spec: SliceSpec) -> Slice:
+    """Take as many of the trace's first requests as make up the load. Raise WorkloadError if there are too
+    few."""
+    profile = at_speed(load_profile(spec.profile), spec.speed)
     kind = TRACES[name]
-    # Far more than a slice needs: how many depends on their lengths.
-    sample = _sample(kind, data, 20_000, wish)
-    work = _work_s(sample.requests, profile, wish.seats)
-    rate = wish.load * wish.workers / float(np.mean(work))
-    count = max(2, round(rate * wish.seconds))
+    # Far more than needed: the number depends on their lengths.
+    sample = _sample(kind, data, 20_000, spec)
+    work = _work_s(sample.requests, profile, spec.seats)
+    rate = spec.load * spec.workers / float(np.mean(work))
+    count = max(2, round(rate * spec.seconds))
     if count > len(sample.requests):
         raise WorkloadError(f"{name}: {len(sample.requests)} requests, {count} needed")
     requests = (
-        _folded(sample.requests[:count], wish.seconds)
+        _overlay_windows(sample.requests[:count], spec.seconds)
         if kind.path
-        else _renamed(_at_rate(sample.requests, rate)[:count])
+        else _number_requests(_scale_to_rate(sample.requests, rate)[:count])
     )
     contexts = [request.prompt_tokens + request.output_tokens for request in requests]
     mean_context = float(np.mean(contexts))
-    # Room for two full batches of the usual, and for the longest with something beside it.
-    kv_tokens = max(2.0 * wish.seats * mean_context, 1.5 * max(contexts))
-    prefill = float(np.sum(_prefill_s(requests, profile)) / np.sum(_work_s(requests, profile, wish.seats)))
+    # KV for two full batches of average requests, and for the longest request and half as much again.
+    kv_tokens = max(2.0 * spec.seats * mean_context, 1.5 * max(contexts))
+    prefill = float(np.sum(_prefill_s(requests, profile)) / np.sum(_work_s(requests, profile, spec.seats)))
     shape = FleetShape(
-        workers=wish.workers,
-        profile=wish.profile,
-        speed=wish.speed,
-        seats=wish.seats,
+        workers=spec.workers,
+        profile=spec.profile,
+        speed=spec.speed,
+        seats=spec.seats,
         kv_blocks=int(kv_tokens) // BLOCK_TOKENS + 1,
         max_tokens=max(request.output_tokens for request in requests),
         reasons=any(request.reasoning_tokens for request in requests),
-        prefill_instances=min(max(round(prefill * wish.workers), 1), wish.workers - 1),
+        prefill_instances=min(max(round(prefill * spec.workers), 1), spec.workers - 1),
     )
-    source = f"{sample.source}; those of more than {wish.longest_output} output tokens left out"
+    source = f"{sample.source}; those of more than {spec.longest_output} output tokens left out"
     if kind.path:
-        source += f"; the first {count}, windows of {wish.seconds:g} s laid over each other"
-    return Slice(name, source, requests, shape, wish.load, rate, wish.seed)
+        source += f"; the first {count}, windows of {spec.seconds:g} s laid over each other"
+    return Slice(name, source, requests, shape, spec.load, rate, spec.seed)
 
 
-def _sample(kind: TraceKind, data: Path | None, count: int, wish: Wish) -> Workload:
-    options = WorkloadOptions(seed=wish.seed, count=count, start_s=kind.start_s)
+def _sample(kind: TraceKind, data: Path | None, count: int, spec: SliceSpec) -> Workload:
+    options = WorkloadOptions(seed=spec.seed, count=count, start_s=kind.start_s)
     if kind.path:
         if data is None:
             raise WorkloadError(f"{kind.name}: no folder of the public data; set TAILRACE_DATA")
-        workload = resolve_workload(f"{kind.form}:{data / kind.path}", options)
+        workload = resolve_workload(f"{kind.file_format}:{data / kind.path}", options)
     else:
-        workload = resolve_workload(kind.form, replace(options, rate_per_s=1.0))
-    kept = [r for r in workload.requests if r.output_tokens <= wish.longest_output]
+        workload = resolve_workload(kind.file_format, replace(options, rate_per_s=1.0))
+    kept = [r for r in workload.requests if r.output_tokens <= spec.longest_output]
     if not kept:
-        raise WorkloadError(f"{kind.name}: no request of at most {wish.longest_output} output tokens")
+        raise WorkloadError(f"{kind.name}: no request of at most {spec.longest_output} output tokens")
     return Workload(workload.name, kept, workload.source)
 
 
-def _folded(requests: Sequence[SimRequest], seconds: float) -> list[SimRequest]:
-    """Consecutive windows of so many seconds laid over each other.
+def _overlay_windows(requests: Sequence[SimRequest], seconds: float) -> list[SimRequest]:
+    """Overlay consecutive windows of so many seconds.
 
-    The rate comes from how many they are: a trace that is run faster instead turns the lulls and bursts of
-    its minutes into ones of seconds, which no fleet of this size has.
+    The number of windows sets the rate. If the trace were accelerated instead, lulls and bursts of minutes
+    would become ones of seconds, which a fleet of this size does not see.
     """
     first_s = requests[0].arrival_s
     folded = [replace(r, arrival_s=(r.arrival_s - first_s) % seconds) for r in requests]
-    return _renamed(sorted(folded, key=lambda r: r.arrival_s))
+    return _number_requests(sorted(folded, key=lambda r: r.arrival_s))
 
 
-def _at_rate(requests: Sequence[SimRequest], rate: float) -> list[SimRequest]:
-    """As many a second. How fast they came says nothing: those with much output were left out."""
+def _scale_to_rate(requests: Sequence[SimRequest], rate: float) -> list[SimRequest]:
+    """Scale arrival times to this rate per second; the original rate is meaningless, as long requests were
+    left out."""
     first_s, last_s = requests[0].arrival_s, requests[-1].arrival_s
     faster = len(requests) / (last_s - first_s) / rate
     return [replace(r, arrival_s=(r.arrival_s - first_s) * faster) for r in requests]
 
 
-def _renamed(requests: Sequence[SimRequest]) -> list[SimRequest]:
+def _number_requests(requests: Sequence[SimRequest]) -> list[SimRequest]:
     return [replace(request, request_id=f"q{n}") for n, request in enumerate(requests)]
 
 
@@ -162,7 +164,7 @@ def _prefill_s(requests: Sequence[SimRequest], profile: Profile) -> NDArray[np.f
 
 
 def _work_s(requests: Sequence[SimRequest], profile: Profile, seats: int) -> NDArray[np.float64]:
-    """Seconds of one instance that each request takes when its batch is full."""
+    """Return the seconds of an instance that each request takes with a full batch."""
     mean_kv = float(np.mean([r.prompt_tokens + r.output_tokens / 2 for r in requests]))
     step_s = profile.step_ms(0.0, seats, round(seats * mean_kv)) / 1e3
     outputs = np.array([r.output_tokens for r in requests], np.float64)

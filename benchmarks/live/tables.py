@@ -1,4 +1,4 @@
-"""The comparison for a reader."""
+"""Print the comparison as tables."""
 
 from __future__ import annotations
 
@@ -17,35 +17,34 @@ from benchmarks.live.slices import Slice
 _VERDICTS: Final = {True: "yes", False: "no", None: "machine too slow"}
 
 
-def print_slice(taken: Slice, console: Console) -> None:
-    """What is replayed."""
-    shape = taken.shape
+def print_slice(trace_slice: Slice, console: Console) -> None:
+    """Describe the slice that is replayed."""
+    shape = trace_slice.shape
     console.print(
-        f"{taken.trace}: {len(taken.requests)} requests at {taken.rate_per_s:.3g}/s, {taken.output_tokens:,} "
-        f"output tokens, load {taken.load:.0%}; {shape.workers} instances of {shape.seats} seats and "
+        f"{trace_slice.trace}: {len(trace_slice.requests)} requests at {trace_slice.rate_per_s:.3g}/s, "
+        f"{trace_slice.output_tokens:,} output tokens, load {trace_slice.load:.0%}; "
+        f"{shape.workers} instances of {shape.seats} seats and "
         f"{shape.max_model_len:,} KV tokens, {shape.profile} x{shape.speed:g}, {shape.prefill_instances} "
-        f"prefill where there are pools; seed {taken.seed}"
+        f"prefill instances if there are pools; seed {trace_slice.seed}"
     )
 
 
 def print_rows(rows: Sequence[Row], console: Console) -> None:
-    """Latencies, decisions and the machine."""
+    """Print latencies, decisions and the state of the machine."""
     table = Table(title="Live / simulated: mean, P50, P99 (1.00 = equal)")
     table.add_column("trace", no_wrap=True)
     table.add_column("policy", no_wrap=True)
-    for heading in ("speed", "lost", "TTFT", "TPOT", "end to end", "within 15%", "of its range"):
+    for heading in ("speed", "lost", "TTFT", "TPOT", "end to end", "within 15%", "of sim. range"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         verdicts = [_VERDICTS[verdict] for verdict in (row.within, row.within_range)]
-        ratios = [_three(row.ratios[name]) for name in ("ttft", "tpot", "latency")]
+        ratios = [_format_ratio(row.ratios[name]) for name in ("ttft", "tpot", "latency")]
         table.add_row(row.trace, row.policy, f"x{row.speed:g}", str(row.live.lost), *ratios, *verdicts)
     console.print(table)
-    table = Table(
-        title="Decisions: live with simulated (simulated with simulated, reports due at other times)"
-    )
+    table = Table(title="Decisions: live and simulated (two simulations with other report times)")
     table.add_column("trace", no_wrap=True)
     table.add_column("policy", no_wrap=True)
-    for heading in ("same instance", "differently spread", "preempted", "migrations, live", "simulated"):
+    for heading in ("same instance", "distributed differently", "preempted", "migrations, live", "simulated"):
         table.add_column(heading, justify="right", no_wrap=not heading.startswith(("migr", "simu")))
     for row in rows:
         first = row.simulated[0]
@@ -59,7 +58,7 @@ def print_rows(rows: Sequence[Row], console: Console) -> None:
             _reasons(first.migrations),
         )
     console.print(table)
-    table = Table(title="The machine, and what was measured of the control plane")
+    table = Table(title="The machine, and measured delays of the control plane")
     table.add_column("trace", no_wrap=True)
     table.add_column("policy", no_wrap=True)
     headings = ("steps late P50", "P99", "arrivals late P99", "cores busy", "report", "open", "commit")
@@ -80,11 +79,11 @@ def print_rows(rows: Sequence[Row], console: Console) -> None:
 
 
 def print_costs(costs: Sequence[SchedulerCost], console: Console) -> None:
-    """The scheduler's own."""
-    table = Table(title="The scheduler: what a placement adds, and its CPU")
+    """Print the scheduler's cost."""
+    table = Table(title="Scheduler: added latency and CPU per placement")
     table.add_column("policy", no_wrap=True)
     headings = ("workers", "placements", "added P50", "added P99", "policy P50", "policy P99")
-    for heading in (*headings, "CPU ms a placement", "idle CPU", "tick"):
+    for heading in (*headings, "CPU ms per placement", "idle CPU", "tick"):
         table.add_column(heading, justify="right", no_wrap=True)
     for cost in costs:
         latency = cost.latency
@@ -103,7 +102,7 @@ def print_costs(costs: Sequence[SchedulerCost], console: Console) -> None:
     console.print(table)
 
 
-def _three(ratio: Spread) -> str:
+def _format_ratio(ratio: Spread) -> str:
     return " ".join("-" if math.isnan(each) else f"{each:.2f}" for each in ratio)
 
 

@@ -1,4 +1,4 @@
-"""A slice under every policy, slower again where the machine did not keep up."""
+"""Run a slice under every policy, again at lower speed if the machine did not keep up."""
 
 from __future__ import annotations
 
@@ -14,59 +14,65 @@ from benchmarks.live.compare import Row, compare
 from benchmarks.live.fleet import live_fleet
 from benchmarks.live.replay import replay
 from benchmarks.live.simulated import has_pools
-from benchmarks.live.slices import Slice, Wish, take_slice
+from benchmarks.live.slices import Slice, SliceSpec, take_slice
 from benchmarks.live.tables import print_slice
 
 
 @dataclass(slots=True)
-class Compared:
-    """A trace's slices, one for each speed that was needed, and one row a policy."""
+class TraceComparison:
+    """A trace's slices, one per speed that was needed, and one row per policy."""
 
     slices: list[Slice] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
 
 
-def slower(wish: Wish, tries: int) -> list[Wish]:
-    """The wish, and the same at half the speed and so on: as many requests in twice the time."""
-    return [replace(wish, speed=wish.speed / 2**n, seconds=wish.seconds * 2**n) for n in range(tries)]
+def halved_speeds(spec: SliceSpec, tries: int) -> list[SliceSpec]:
+    """Return the specification at full speed, half the speed and so on: the same requests in twice the
+    time."""
+    return [replace(spec, speed=spec.speed / 2**n, seconds=spec.seconds * 2**n) for n in range(tries)]
 
 
 async def compare_trace(
-    trace: str, data: Path | None, wish: Wish, policies: Sequence[str], tries: int, console: Console
-) -> Compared:
-    """Whether a policy is tried again is decided by how late the machine was, never by the figures.
+    trace: str, data: Path | None, spec: SliceSpec, policies: Sequence[str], tries: int, console: Console
+) -> TraceComparison:
+    """Compare all policies on a trace. Whether one is repeated depends only on the machine's delays, never on
+    the figures.
 
-    Raises WorkloadError, PartFailed, SimulationError.
+    Raise WorkloadError, PartFailed or SimulationError if that fails.
     """
-    compared = Compared()
-    left = list(policies)
-    wishes = slower(wish, tries)
-    for each in wishes:
-        taken = take_slice(trace, data, each)
-        print_slice(taken, console)
-        compared.slices.append(taken)
-        rows = await _compare_slice(taken, left, console)
-        # A lost request is told, however slow the machine was.
-        done = [row for row in rows if row.live.machine.kept_up or row.live.lost or each is wishes[-1]]
+    compared = TraceComparison()
+    remaining = list(policies)
+    specs = halved_speeds(spec, tries)
+    for each in specs:
+        trace_slice = take_slice(trace, data, each)
+        print_slice(trace_slice, console)
+        compared.slices.append(trace_slice)
+        rows = await _compare_slice(trace_slice, remaining, console)
+        # A lost request is reported, however slow the machine was.
+        done = [row for row in rows if row.live.machine.kept_up or row.live.lost or each is specs[-1]]
         compared.rows += done
-        left = [row.policy for row in rows if row not in done]
-        if not left:
+        remaining = [row.policy for row in rows if row not in done]
+        if not remaining:
             break
     return compared
 
 
-async def _compare_slice(taken: Slice, policies: Sequence[str], console: Console) -> list[Row]:
-    """One fleet, one policy after the other."""
+async def _compare_slice(trace_slice: Slice, policies: Sequence[str], console: Console) -> list[Row]:
+    """Run one policy after another on one fleet."""
     rows: list[Row] = []
-    async with live_fleet(taken.shape) as fleet:
+    async with live_fleet(trace_slice.shape) as fleet:
         for policy in policies:
             await fleet.set_policy(policy, has_pools(policy))
-            await fleet.settled()
+            await fleet.wait_idle()
             with Progress(console=console, transient=True) as progress:
-                task = progress.add_task(f"{taken.trace}, {policy}, live", total=len(taken.requests))
-                live = await replay(fleet, policy, taken.requests, partial(_tell, progress, task))
-            # Not beside the replay: the cores are wanted there.
-            row = compare(taken, policy, live)
+                task = progress.add_task(
+                    f"{trace_slice.trace}, {policy}, live", total=len(trace_slice.requests)
+                )
+                live = await replay(
+                    fleet, policy, trace_slice.requests, partial(update_progress, progress, task)
+                )
+            # Not during the replay, which needs the cores.
+            row = compare(trace_slice, policy, live)
             rows.append(row)
             ratio = row.ratios["latency"].mean
             lost = f"{live.lost} lost ({live.lost_why})" if live.lost else "none lost"
@@ -78,5 +84,6 @@ async def _compare_slice(taken: Slice, policies: Sequence[str], console: Console
     return rows
 
 
-def _tell(progress: Progress, task: TaskID, done: int) -> None:
+def update_progress(progress: Progress, task: TaskID, done: int) -> None:
+    """Set the number of requests that have ended."""
     progress.update(task, completed=done)

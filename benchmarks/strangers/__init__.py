@@ -1,1 +1,1 @@
-"""What somebody gets who reaches a cluster's ports and is not one of it."""
+"""Try to use a cluster's ports without belonging to the cluster."""

@@ -1,8 +1,8 @@
-"""`make strangers`: a cluster with certificates, and somebody in another network namespace who has none.
+"""`make strangers`: a cluster with certificates, attacked from another network namespace without one.
 
-Every port of every process is tried with every method: in the clear, with TLS but no certificate, and with
-certificates of roles that the methods are not for. Then prompts are sent, and looked for on the links.
-Exits 1 if anything was let through. Needs root or user namespaces, iproute2 and util-linux.
+Every method is called on every port of every process: without TLS, with TLS but no certificate, and with
+certificates of roles that may not call it. Then prompts are sent, and searched for in the captured traffic.
+Exits with 1 if anything was answered or leaked. Needs root or user namespaces, iproute2 and util-linux.
 """
 
 from __future__ import annotations
@@ -22,11 +22,17 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.etcd_faults.namespaces import NoNamespaces, inside, inside_command, ip, prepare
+from benchmarks.etcd_faults.namespaces import (
+    NamespacesUnavailable,
+    command_in_namespaces,
+    ip,
+    is_inside,
+    prepare,
+)
 from benchmarks.loadgen import completion_request, run_streams
 from benchmarks.report import machine, save
 from benchmarks.strangers.calls import IN_THE_CLEAR, NO_CERTIFICATE
-from benchmarks.strangers.cluster import KEY, exposed_plan, listening
+from benchmarks.strangers.cluster import KEY, exposed_plan, listening_ports
 from benchmarks.strangers.sniffer import Sniffer
 from tailrace.local.plan import Plan
 from tailrace.local.progress import make_progress
@@ -36,49 +42,50 @@ from tailrace.security.access import METHODS
 from tailrace.security.roles import Role
 
 _NAMESPACE: Final = "stranger"
-_OURS: Final = "10.99.0.1"
-_THEIRS: Final = "10.99.0.2"
+_CLUSTER_ADDRESS: Final = "10.99.0.1"
+_STRANGER_ADDRESS: Final = "10.99.0.2"
 _SECRET: Final = "sesame opens this very door"
 _STREAMS: Final = 20
 _REFUSED: Final = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "UNIMPLEMENTED"})
 
-Tried = Mapping[str, Mapping[str, Mapping[str, str] | str]]
+Replies = Mapping[str, Mapping[str, Mapping[str, str] | str]]
 
 
 def make_link() -> None:
-    """A link to the stranger's namespace."""
+    """Create a link to the stranger's namespace."""
     ip("netns", "add", _NAMESPACE)
     ip("link", "add", "tr0", "type", "veth", "peer", "name", "tr1", "netns", _NAMESPACE)
-    ip("address", "add", f"{_OURS}/24", "dev", "tr0")
+    ip("address", "add", f"{_CLUSTER_ADDRESS}/24", "dev", "tr0")
     ip("link", "set", "tr0", "up")
-    ip("-n", _NAMESPACE, "address", "add", f"{_THEIRS}/24", "dev", "tr1")
+    ip("-n", _NAMESPACE, "address", "add", f"{_STRANGER_ADDRESS}/24", "dev", "tr1")
     ip("-n", _NAMESPACE, "link", "set", "tr1", "up")
 
 
-def try_all(plan: Plan, ports: Mapping[int, str]) -> Tried:
-    """What the stranger gets."""
+def call_all_ports(plan: Plan, ports: Mapping[int, str]) -> Replies:
+    """Call every method on every port from the stranger's namespace; return the replies."""
     folders = [f"{plan.certificates}/issued/{role}/stranger" for role in (Role.TELEMETRY, Role.VIEWER)]
     folders.append(f"{plan.certificates}/issued/worker/worker-0")
     command = ["ip", "netns", "exec", _NAMESPACE, sys.executable, "-m", "benchmarks.strangers.calls"]
-    command += [_OURS, ",".join(map(str, ports)), "--authorities", f"{plan.certificates}/ca.crt"]
+    command += [_CLUSTER_ADDRESS, ",".join(map(str, ports)), "--authorities", f"{plan.certificates}/ca.crt"]
     command += ["--users-port", plan.http.rpartition(":")[2]]
     for folder in folders:
         command += ["--certificate", folder]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True, timeout=600)
-    tried: Tried = json.loads(done.stdout)
-    return tried
+    replies: Replies = json.loads(done.stdout)
+    return replies
 
 
-def let_through(way: str, ends: Mapping[str, str]) -> list[str]:
-    """Methods that were answered, though they are not for whoever called."""
+def improperly_answered(way: str, ends: Mapping[str, str]) -> list[str]:
+    """Return the methods that were answered although the caller may not call them."""
     certified = way not in (IN_THE_CLEAR, NO_CERTIFICATE)
-    own = {method for method, roles in METHODS.items() if certified and Role(way) in roles}
-    allowed = _REFUSED if certified else _REFUSED - {"UNIMPLEMENTED", "PERMISSION_DENIED"}
-    return [method for method, end in ends.items() if method not in own and end not in allowed]
+    permitted = {method for method, roles in METHODS.items() if certified and Role(way) in roles}
+    refusals = _REFUSED if certified else _REFUSED - {"UNIMPLEMENTED", "PERMISSION_DENIED"}
+    return [method for method, end in ends.items() if method not in permitted and end not in refusals]
 
 
-async def captured(plan: Plan) -> tuple[int, bool, int]:
-    """Bytes on the links while streams run, whether their prompt was in them, and how many failed."""
+async def capture_streams(plan: Plan) -> tuple[int, bool, int]:
+    """Run streams; return the bytes captured on the links, whether the prompt was among them, and how many
+    streams failed."""
     port = int(plan.http.rpartition(":")[2])
     requests = [
         completion_request(plan.http, "tiny", _SECRET, 100).replace(
@@ -89,67 +96,70 @@ async def captured(plan: Plan) -> tuple[int, bool, int]:
     with Sniffer(frozenset({port})) as sniffer:
         results = await run_streams(plan.http, requests)
     failed = sum(bool(result.error) for result in results)
-    return len(sniffer.seen), _SECRET.encode() in sniffer.seen, failed
+    return len(sniffer.captured_bytes), _SECRET.encode() in sniffer.captured_bytes, failed
 
 
-def show(console: Console, ports: Mapping[int, str], tried: Tried) -> int:
-    """Print what came of it; how often something was let through."""
+def print_results(console: Console, ports: Mapping[int, str], replies: Replies) -> int:
+    """Print the replies; return how many calls were improperly answered."""
     table = Table(title=f"{len(METHODS)} methods on each port, from another network namespace")
-    for column in ("port", "part", "way in", "ended with", "let through"):
+    for column in ("port", "part", "credentials", "status", "improperly answered"):
         table.add_column(column)
-    wrong = 0
-    for port, ways in tried.items():
+    violations = 0
+    for port, ways in replies.items():
         for way, ends in ways.items():
             if isinstance(ends, str):
-                table.add_row(port, ports[int(port)], way, ends or "nothing", "")
-                wrong += " 200 " in ends
+                table.add_row(port, ports[int(port)], way, ends or "no reply", "")
+                violations += " 200 " in ends
                 continue
             counts = collections.Counter(ends.values())
-            through = let_through(way, ends)
-            wrong += len(through)
-            said = ", ".join(f"{count} {end}" for end, count in sorted(counts.items()))
-            table.add_row("", "", way, said, ", ".join(through) or "-")
+            answered = improperly_answered(way, ends)
+            violations += len(answered)
+            summary = ", ".join(f"{count} {end}" for end, count in sorted(counts.items()))
+            table.add_row("", "", way, summary, ", ".join(answered) or "-")
     console.print(table)
-    return wrong
+    return violations
 
 
 async def measure(console: Console, workers: int) -> int:
-    """All of it; the exit status."""
+    """Run everything; return the exit status."""
     with tempfile.TemporaryDirectory(prefix="tailrace-strangers-") as root:
         folder = RunFolder(Path(root))
         with folder.locked():
             folder.data.mkdir()
-            plan = exposed_plan(folder, _OURS, workers)
+            plan = exposed_plan(folder, _CLUSTER_ADDRESS, workers)
             with make_progress([part.name for part in plan.parts]) as progress:
                 starter = Starter(plan, folder, progress, os.cpu_count() or 1)
                 try:
                     state: RunState = await starter.run(None, "tiny")
-                    ports = listening(state)
-                    tried = await asyncio.to_thread(try_all, plan, ports)
-                    size, seen, failed = await captured(plan)
+                    ports = listening_ports(state)
+                    replies = await asyncio.to_thread(call_all_ports, plan, ports)
+                    size, leaked, failed = await capture_streams(plan)
                 finally:
                     starter.stop()
-    wrong = show(console, ports, tried)
-    console.print(f"{len(ports)} ports; let through: {wrong}")
+    violations = print_results(console, ports, replies)
+    console.print(f"{len(ports)} ports; improperly answered: {violations}")
     console.print(
         f"{_STREAMS} streams, {failed} failed; {size:,} bytes captured on the links; the prompt in them: "
-        f"{'YES' if seen else 'no'}"
+        f"{'YES' if leaked else 'no'}"
     )
-    path = save("strangers", {"ports": len(ports), "let_through": wrong, "tried": tried, "prompt_seen": seen})
+    path = save(
+        "strangers",
+        {"ports": len(ports), "let_through": violations, "tried": replies, "prompt_seen": leaked},
+    )
     console.print(f"figures: {path}")
-    return int(bool(wrong or seen or failed))
+    return int(bool(violations or leaked or failed))
 
 
 def main() -> int:
-    """Inside namespaces of its own."""
+    """Run inside new namespaces; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args()
-    if not inside():
+    if not is_inside():
         command = [sys.executable, "-m", "benchmarks.strangers", *sys.argv[1:]]
         try:
-            inner = inside_command(command)
-        except NoNamespaces as error:
+            inner = command_in_namespaces(command)
+        except NamespacesUnavailable as error:
             print(error, file=sys.stderr)
             return 3
         os.execvp(inner[0], inner)

@@ -1,6 +1,6 @@
-"""`python -m benchmarks.strangers.calls HOST PORT,..`: try every method on every port; JSON on stdout.
+"""`python -m benchmarks.strangers.calls HOST PORT,..`: call every method on every port; JSON on stdout.
 
-In the clear, with TLS but no certificate, and with each certificate that is named.
+Calls are made without TLS, with TLS but no certificate, and with each of the given certificates.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ NO_CERTIFICATE: Final = "TLS, no certificate"
 def call_all(
     host: str, port: int, credentials: grpc.ChannelCredentials | None, name: str = ""
 ) -> dict[str, str]:
-    """Call every method of the table; by method, the status with which it ended, OK if anything came.
+    """Call every method of the table; return the status by method, OK if there was any reply.
 
-    `credentials` None: in the clear. `name`: in place of the host's in the server's certificate.
+    `credentials` None: no TLS. `name`: expected in the server's certificate, in place of the host's.
     """
     address = f"{host}:{port}"
     options = [("grpc.ssl_target_name_override", name)] if name else []
@@ -58,7 +58,7 @@ def call_all(
 
 
 def http_get(host: str, port: int, path: str) -> str:
-    """The first line of what comes back, empty if nothing does."""
+    """Return the first line of the reply, empty if there is none."""
     try:
         with socket.create_connection((host, port), _CONNECT_S) as connection:
             connection.settimeout(_CONNECT_S)
@@ -68,39 +68,41 @@ def http_get(host: str, port: int, path: str) -> str:
         return ""
 
 
-def _got_through(ends: Mapping[str, str]) -> int:
+def _reached(ends: Mapping[str, str]) -> int:
     return sum(end != "UNAVAILABLE" for end in ends.values())
 
 
 def main() -> int:
-    """Try everything; see the module."""
+    """Call everything; see the module."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("host")
-    parser.add_argument("ports", help="separated by commas")
+    parser.add_argument("ports", help="comma-separated")
     parser.add_argument("--authorities", type=Path, required=True, help="ca.crt of the cluster")
-    parser.add_argument("--certificate", type=Path, action="append", default=[], help="folder; repeat")
     parser.add_argument(
-        "--users-port", type=int, default=0, help="of a front end: asked for models, not metrics"
+        "--certificate", type=Path, action="append", default=[], help="folder; can be repeated"
+    )
+    parser.add_argument(
+        "--users-port", type=int, default=0, help="port of a front end's API: GET models, not metrics"
     )
     options = parser.parse_args()
     authorities = options.authorities.read_bytes()
-    # Of whichever role the server is; or, as etcd, known by its host.
+    # The server's role is unknown; etcd's certificate names its host.
     names = ("", *map(server_name, sorted(MEMBERS)))
     ways: dict[str, tuple[grpc.ChannelCredentials | None, tuple[str, ...]]] = {
         IN_THE_CLEAR: (None, ("",)),
         NO_CERTIFICATE: (grpc.ssl_channel_credentials(authorities), names),
     }
     for folder in options.certificate:
-        own = read_credentials(folder)
-        ways[own.identity.role.value] = (own.for_channels(), names)
+        credentials = read_credentials(folder)
+        ways[credentials.identity.role.value] = (credentials.for_channels(), names)
     found: dict[str, dict[str, Mapping[str, str] | str]] = {}
     for port in map(int, options.ports.split(",")):
         path = "/v1/models" if port == options.users_port else "/metrics"
         found[str(port)] = {f"GET {path}": http_get(options.host, port, path)}
-        for way, (credentials, known_as) in ways.items():
-            # The name that gets furthest counts.
-            tries = [call_all(options.host, port, credentials, name) for name in known_as]
-            found[str(port)][way] = max(tries, key=_got_through)
+        for way, (channel_credentials, server_names) in ways.items():
+            # Keep the name with which most calls were answered.
+            attempts = [call_all(options.host, port, channel_credentials, name) for name in server_names]
+            found[str(port)][way] = max(attempts, key=_reached)
     json.dump(found, sys.stdout)
     return 0
 

@@ -1,4 +1,4 @@
-"""A cluster with certificates that listens on an address which others reach."""
+"""A cluster with certificates that listens on an externally reachable address."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Final
 
 import psutil
 
+from benchmarks.processes import descendants
 from benchmarks.simulated_cluster import simulated_options
 from tailrace.local.certificates import ETCD_ROOT, OPERATOR
 from tailrace.local.plan import PartSpec, Plan, certificate_folder, make_plan
@@ -20,17 +21,17 @@ from tailrace.security.roles import Identity, Role
 from tailrace.service.etcd import EtcdTls, etcd_command
 
 KEY: Final = "sk-of-the-users"
-"""What the front end wants of users, by vLLM's own means."""
+"""The API key that vLLM's front end requires of users."""
 
 
 def exposed_plan(folder: RunFolder, host: str, workers: int) -> Plan:
-    """As `tailrace up --tls` with simulated engines, but on `host` in place of loopback."""
+    """Return the plan of `tailrace up --tls` with simulated engines, but on `host` in place of loopback."""
     options = replace(simulated_options(workers), tls=True)
     command = [sys.executable, "-m", "tailrace"]
     plan = make_plan(options, free_ports, partial(_etcd, folder), command, str(folder.data))
     plan = replace(
         plan,
-        parts=[_moved(part, host) for part in plan.parts],
+        parts=[_rebind(part, host) for part in plan.parts],
         environment={name: value.replace(LOOPBACK, host) for name, value in plan.environment.items()}
         | {"VLLM_API_KEY": KEY},
         admin=plan.admin.replace(LOOPBACK, host),
@@ -50,9 +51,9 @@ def exposed_plan(folder: RunFolder, host: str, workers: int) -> Plan:
     return plan
 
 
-def listening(state: RunState) -> dict[int, str]:
-    """Every TCP port of the cluster's, and the part that listens there."""
-    owners = {process.pid: part.name for part in state.parts for process in _tree(part.identity.pid)}
+def listening_ports(state: RunState) -> dict[int, str]:
+    """Return every TCP port of the cluster, and the part that listens there."""
+    owners = {pid: part.name for part in state.parts for pid in descendants(part.identity.pid)}
     return {
         connection.laddr.port: owners[connection.pid]
         for connection in psutil.net_connections("tcp")
@@ -60,20 +61,15 @@ def listening(state: RunState) -> dict[int, str]:
     }
 
 
-def _tree(pid: int) -> list[psutil.Process]:
-    process = psutil.Process(pid)
-    return [process, *process.children(recursive=True)]
-
-
 def _etcd(folder: RunFolder, port: int, health_port: int) -> list[str]:
-    own = Path(certificate_folder(str(folder.data / "certs"), Role.ETCD.value, "etcd"))
-    return etcd_command(folder.data / "etcd", port, EtcdTls(own, health_port))
+    certificates = Path(certificate_folder(str(folder.data / "certs"), Role.ETCD.value, "etcd"))
+    return etcd_command(folder.data / "etcd", port, EtcdTls(certificates, health_port))
 
 
-def _moved(part: PartSpec, host: str) -> PartSpec:
+def _rebind(part: PartSpec, host: str) -> PartSpec:
     return replace(
         part,
-        # etcd's health stays on loopback: it is in the clear.
+        # etcd's health endpoint stays on loopback: it has no TLS.
         command=[
             argument if argument.startswith("--listen-metrics-urls") else argument.replace(LOOPBACK, host)
             for argument in part.command

@@ -17,8 +17,8 @@ from benchmarks.live.outcome import Machine, Outcome, Placements
 from benchmarks.live.replay import LiveRun, replay
 from benchmarks.live.shape import Delays, FleetShape
 from benchmarks.live.simulated import has_pools
-from benchmarks.live.slices import Slice, Wish, take_slice
-from benchmarks.live.tries import slower
+from benchmarks.live.slices import Slice, SliceSpec, take_slice
+from benchmarks.live.tries import halved_speeds
 from simulator.request import SimRequest
 from tailrace.cluster import Pool
 
@@ -33,7 +33,7 @@ SHAPE = FleetShape(
     reasons=True,
     prefill_instances=1,
 )
-WISH = Wish(8, 20.0, 0.5, "llama-3.1-8b-h100", 0.5, 8, 400, 3)
+SPEC = SliceSpec(8, 20.0, 0.5, "llama-3.1-8b-h100", 0.5, 8, 400, 3)
 
 
 def _slice() -> Slice:
@@ -45,20 +45,20 @@ def _slice() -> Slice:
 
 @pytest.mark.slow
 async def test_a_slice_on_both_sides() -> None:
-    taken = _slice()
-    told: list[int] = []
+    trace_slice = _slice()
+    progress: list[int] = []
     async with live_fleet(SHAPE) as fleet:
         for policy in ("round_robin", "ares"):
             await fleet.set_policy(policy, has_pools(policy))
-            await fleet.settled()
-            live = await replay(fleet, policy, taken.requests, told.append)
-            row = compare(taken, policy, live)
+            await fleet.wait_idle()
+            live = await replay(fleet, policy, trace_slice.requests, progress.append)
+            row = compare(trace_slice, policy, live)
             assert (live.lost, live.lost_why) == (0, "")
-            assert live.tokens == taken.output_tokens
+            assert live.tokens == trace_slice.output_tokens
             assert live.outcome.finished == 40 and all(run.finished == 40 for run in row.simulated)
-            assert told[-1] == 40
+            assert progress[-1] == 40
             assert not math.isnan(row.ratios["latency"].mean)
-            # Where requests were placed is known of those that lived to be reported.
+            # Placements are known of requests that lasted until a report.
             assert len(live.outcome.placed) > 20 and set(live.outcome.placed.values()) <= set(SHAPE.names)
             if policy == "ares":
                 assert live.outcome.migrations.get("prefill done", 0) > 0
@@ -69,20 +69,22 @@ async def test_a_slice_on_both_sides() -> None:
 
 
 def test_a_slice_is_scaled_to_the_load() -> None:
-    light = take_slice("r1", None, WISH)
-    heavy = take_slice("r1", None, replace(WISH, load=0.75))
+    light = take_slice("r1", None, SPEC)
+    heavy = take_slice("r1", None, replace(SPEC, load=0.75))
     assert math.isclose(heavy.rate_per_s, 1.5 * light.rate_per_s)
-    for taken in (light, heavy):
-        came = len(taken.requests) / taken.requests[-1].arrival_s
-        assert math.isclose(came, taken.rate_per_s, rel_tol=0.25), "long requests left out slow the rest down"
+    for trace_slice in (light, heavy):
+        rate_per_s = len(trace_slice.requests) / trace_slice.requests[-1].arrival_s
+        assert math.isclose(rate_per_s, trace_slice.rate_per_s, rel_tol=0.25), (
+            "leaving out long requests must not lower the rate"
+        )
     assert max(r.output_tokens for r in heavy.requests) <= 400
     longest = max(r.prompt_tokens + r.output_tokens for r in light.requests)
     assert light.shape.max_model_len >= longest
     assert list(light.shape.pools().values()).count(Pool.PREFILL) == light.shape.prefill_instances
 
 
-def test_slower_is_the_same_slice_in_more_time() -> None:
-    first, second = (take_slice("r1", None, wish) for wish in slower(WISH, 2))
+def test_half_the_speed_is_the_same_slice_in_twice_the_time() -> None:
+    first, second = (take_slice("r1", None, spec) for spec in halved_speeds(SPEC, 2))
     assert len(first.requests) == len(second.requests)
     assert second.shape == replace(first.shape, speed=first.shape.speed / 2)
     for ours, theirs in zip(first.requests, second.requests, strict=True):
@@ -90,31 +92,31 @@ def test_slower_is_the_same_slice_in_more_time() -> None:
         assert math.isclose(theirs.arrival_s, 2 * ours.arrival_s)
 
 
-async def test_a_late_machine_gets_another_try_at_half_the_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_run_on_a_slow_machine_is_repeated_at_half_the_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[tuple[float, list[str]]] = []
 
-    async def pretend(taken: Slice, policies: Sequence[str], console: Console) -> list[Row]:
-        tried.append((taken.shape.speed, list(policies)))
+    async def compare_slice(trace_slice: Slice, policies: Sequence[str], console: Console) -> list[Row]:
+        tried.append((trace_slice.shape.speed, list(policies)))
         first = len(tried) == 1
         return [
-            _row(taken, policy, late=policy != "ares" and first, lost=policy == "arrow")
+            _row(trace_slice, policy, late=policy != "ares" and first, lost=policy == "arrow")
             for policy in policies
         ]
 
-    monkeypatch.setattr(tries, "_compare_slice", pretend)
+    monkeypatch.setattr(tries, "_compare_slice", compare_slice)
     policies = ["ares", "arrow", "pascal"]
-    compared = await tries.compare_trace("r1", None, WISH, policies, 2, Console(quiet=True))
-    # What lost a request is told and not tried again.
-    assert tried == [(WISH.speed, policies), (WISH.speed / 2, ["pascal"])]
+    compared = await tries.compare_trace("r1", None, SPEC, policies, 2, Console(quiet=True))
+    # A policy that lost a request is reported and not repeated.
+    assert tried == [(SPEC.speed, policies), (SPEC.speed / 2, ["pascal"])]
     assert [(row.policy, row.speed) for row in compared.rows] == [
-        ("ares", WISH.speed),
-        ("arrow", WISH.speed),
-        ("pascal", WISH.speed / 2),
+        ("ares", SPEC.speed),
+        ("arrow", SPEC.speed),
+        ("pascal", SPEC.speed / 2),
     ]
-    assert [taken.shape.speed for taken in compared.slices] == [WISH.speed, WISH.speed / 2]
+    assert [trace_slice.shape.speed for trace_slice in compared.slices] == [SPEC.speed, SPEC.speed / 2]
 
 
-def _row(taken: Slice, policy: str, late: bool, lost: bool) -> Row:
+def _row(trace_slice: Slice, policy: str, late: bool, lost: bool) -> Row:
     nothing = Spread.of([])
     live = LiveRun(
         outcome=Outcome(0, 0, nothing, nothing, nothing, {}, {}, 0),
@@ -127,7 +129,7 @@ def _row(taken: Slice, policy: str, late: bool, lost: bool) -> Row:
         migrations_aborted=0,
         wall_s=0.0,
     )
-    return Row(taken.trace, policy, taken.shape.speed, live, [], {}, {}, 0.0, 0.0, 0.0, 0.0)
+    return Row(trace_slice.trace, policy, trace_slice.shape.speed, live, [], {}, {}, 0.0, 0.0, 0.0, 0.0)
 
 
 def test_percentiles_of_a_histogram() -> None:

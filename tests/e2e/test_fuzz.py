@@ -8,7 +8,7 @@ from random import Random
 import grpc
 import pytest
 
-from benchmarks.fuzz.calls import METHODS, Finding, fuzz_method, serves
+from benchmarks.fuzz.calls import METHODS, Finding, fuzz_method, is_served
 from benchmarks.fuzz.streams import fuzz_stream, stream_addresses
 from tailrace.security.access import CHANGES
 from tailrace.service.message_stream import connect_stream
@@ -37,7 +37,7 @@ def test_no_request_is_the_servers_mistake(simulated_fleet: Fleet, part: str) ->
     with grpc.insecure_channel(simulated_fleet.addresses[part]) as channel:
         # What changes the cluster might do so by chance, and other tests want it as it is.
         for method in METHODS:
-            if method.path not in CHANGES and serves(channel, method):
+            if method.path not in CHANGES and is_served(channel, method):
                 tally = fuzz_method(channel, method, INPUTS, Random(f"{part} {method.path}"), (), call_s=0.5)
                 findings += tally.findings
                 called += tally.statuses.total()

@@ -18,7 +18,7 @@ import pytest
 
 from benchmarks.loadgen import completion_request, run_streams
 from benchmarks.strangers.calls import call_all, http_get
-from benchmarks.strangers.cluster import listening
+from benchmarks.strangers.cluster import listening_ports
 from benchmarks.strangers.sniffer import Sniffer
 from tailrace.local.state import RunFolder, RunState
 from tailrace.security.access import METHODS
@@ -55,9 +55,9 @@ class Cluster:
     def tailrace(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return _tailrace(self.folder, *arguments)
 
-    def listening(self) -> dict[int, str]:
+    def listening_ports(self) -> dict[int, str]:
         """Every TCP port of the cluster's, and the part that listens there."""
-        return listening(self.state)
+        return listening_ports(self.state)
 
     async def streams(self, prompts: Sequence[str], tokens: int) -> list[str]:
         """Errors of so many streams at once."""
@@ -118,8 +118,10 @@ def test_the_wrong_certificate_is_told(cluster: Cluster, tmp_path: Path) -> None
     other = cluster.tailrace(*admin, "--tls", str(foreign))
     assert other.returncode == 3 and "not signed by an authority trusted here" in other.stderr
     member = cluster.authority.issue(Identity(Role.WORKER, "x")).folder
-    wrong = cluster.tailrace(*admin, "--tls", str(member))
-    assert wrong.returncode == 1 and "its role is worker; admin or viewer is required here" in wrong.stderr
+    refused = cluster.tailrace(*admin, "--tls", str(member))
+    assert (
+        refused.returncode == 1 and "its role is worker; admin or viewer is required here" in refused.stderr
+    )
     assert cluster.tailrace("certs", "rotate", "--dir", cluster.state.certificates).returncode == 0
 
 
@@ -167,12 +169,12 @@ async def test_nothing_of_a_prompt_can_be_read_on_the_links(cluster: Cluster) ->
             client.connect(server.getsockname())
             client.sendall(b"over: " + secret[::-1].encode())
             await asyncio.to_thread(sniffer.wait_for, secret[::-1].encode())
-    assert len(sniffer.seen) > 10_000
-    assert secret.encode() not in sniffer.seen
+    assert len(sniffer.captured_bytes) > 10_000
+    assert secret.encode() not in sniffer.captured_bytes
 
 
 def test_every_port_and_every_method_refuses_whoever_has_no_certificate(cluster: Cluster) -> None:
-    ports = cluster.listening()
+    ports = cluster.listening_ports()
     assert len(ports) >= 2 * 6 + 2
     exempt = _in_the_clear(cluster)
     authorities = (Path(cluster.state.certificates) / "ca.crt").read_bytes()
@@ -190,7 +192,7 @@ def test_a_member_of_another_role_gets_no_further(cluster: Cluster, role: Role) 
     own = read_credentials(cluster.authority.issue(Identity(role, "intruder")).folder)
     exempt = _in_the_clear(cluster)
     answered: dict[str, int] = {}
-    for port, part in cluster.listening().items():
+    for port, part in cluster.listening_ports().items():
         kind = part.partition("-")[0]
         if port in exempt or kind == "etcd":
             continue
@@ -210,7 +212,7 @@ def _in_the_clear(cluster: Cluster) -> set[int]:
     assert etcd.spec is not None
     health = int(etcd.spec.address.rpartition(":")[2])
     named = {cluster.http_port, health}
-    for port, part in cluster.listening().items():
+    for port, part in cluster.listening_ports().items():
         if part.startswith("worker") and not _speaks_tls(port):
             named.add(port)
     return named

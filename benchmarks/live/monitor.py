@@ -1,4 +1,4 @@
-"""What the monitor tells while a slice is replayed: where requests were first seen, and how late it tells."""
+"""Follow the monitor during a replay: where requests are first seen, and the delay of its reports."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tailrace.v1 import monitor_pb2
 from tailrace.v1.monitor_pb2_grpc import MonitorStub
 
 
-class Watch:
-    """Follows the monitor's deltas as the scheduler does."""
+class MonitorSubscriber:
+    """Consumes the monitor's deltas as the scheduler does."""
 
     def __init__(self) -> None:
-        # Request id -> instance: where it was placed. One that ended within a report's time is never seen.
+        # Request ID -> instance where it was placed. A request that ends between two reports is never seen.
         self.first_seen: dict[str, str] = {}
-        # Seconds from a phase event's time to its arrival here.
+        # Seconds from each phase event to its arrival here.
         self.delays_s: list[float] = []
 
-    def take(self, delta: monitor_pb2.StateDelta) -> None:
-        """One delta."""
+    def add_delta(self, delta: monitor_pb2.StateDelta) -> None:
+        """Process one delta."""
         now_s = time.time()
         for report in delta.reports:
             for event in report.phase_events:
@@ -35,19 +35,19 @@ class Watch:
 
 
 @asynccontextmanager
-async def watching(monitor: str) -> AsyncIterator[Watch]:
-    """Watch the monitor at HOST:PORT for the block."""
-    watch = Watch()
+async def subscribed_to(monitor: str) -> AsyncIterator[MonitorSubscriber]:
+    """Subscribe to the monitor at HOST:PORT for the block."""
+    subscriber = MonitorSubscriber()
     async with grpc.aio.insecure_channel(monitor) as channel:
         call = MonitorStub(channel).Watch(monitor_pb2.WatchRequest(subscriber="live against simulated"))
 
         async def read() -> None:
             async for delta in call:
-                watch.take(delta)
+                subscriber.add_delta(delta)
 
-        reading = asyncio.create_task(read(), name="watch")
+        reader = asyncio.create_task(read(), name="watch")
         try:
-            yield watch
+            yield subscriber
         finally:
-            reading.cancel()
-            await asyncio.wait([reading])
+            reader.cancel()
+            await asyncio.wait([reader])
