@@ -1,1 +1,1 @@
-"""Features of vLLM's API on two real workers: streams that are moved against undisturbed ones."""
+"""Test features of vLLM's API on two real workers: compare migrated streams with undisturbed ones."""

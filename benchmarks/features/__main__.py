@@ -1,7 +1,7 @@
-"""`make test-features`: features of vLLM's API on two real workers, each stream moved and compared.
+"""`make test-features`: features of vLLM's API on two real workers, each stream migrated and compared.
 
-For each: how many streams there were, how many moves were live and how many by replay, and how many answers
-were those of the same stream undisturbed. Figures in benchmarks/results/features.json.
+For each feature it prints the number of streams, of live migrations and of migrations by replay, and how many
+answers equal the undisturbed ones. Figures in benchmarks/results/features.json.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PATH: Final = RESULTS / "features.json"
 
 
 def table(rows: list[Row]) -> Table:
-    """What was found."""
+    """Return the results as a table."""
     shown = Table(box=None, header_style="bold")
     for heading in (
         "FEATURE",
@@ -50,56 +50,59 @@ def table(rows: list[Row]) -> Table:
 
 
 def main() -> int:
-    """0: every answer was the undisturbed one, where it must be."""
+    """Run the features; return 0 if every answer equals the undisturbed one, where it must."""
     parser = argparse.ArgumentParser(prog="make test-features", description=__doc__)
     parser.add_argument("features", nargs="*", metavar="|".join(SCENARIOS), help="default: all")
-    parser.add_argument("--streams", type=int, default=Scale().streams, help="a row (default: %(default)s)")
-    parser.add_argument("--resume", action="store_true", help="keep what features.json has that is right")
+    parser.add_argument(
+        "--streams", type=int, default=Scale().streams, help="streams per row (default: %(default)s)"
+    )
+    parser.add_argument("--resume", action="store_true", help="keep the passed scenarios of features.json")
     options = parser.parse_args()
     if unknown := set(options.features) - SCENARIOS.keys():
-        parser.error(f"no feature {', '.join(sorted(unknown))}; there are {', '.join(SCENARIOS)}")
-    # So that a run that is ended takes its fleet along, as with Ctrl-C.
+        parser.error(f"unknown feature {', '.join(sorted(unknown))}; choose from {', '.join(SCENARIOS)}")
+    # Stop the fleet on SIGTERM, as on Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    asked = options.features or list(SCENARIOS)
-    # By scenario; of others than were asked for, too.
-    found = _measured(options.streams) if options.resume else {}
+    selected = options.features or list(SCENARIOS)
+    # By scenario, including those that were not selected.
+    results = _read_results(options.streams) if options.resume else {}
     with tempfile.TemporaryDirectory(prefix="tailrace-features-") as folder:
-        for name in asked:
-            if name in found:
+        for name in selected:
+            if name in results:
                 continue
-            begun, found[name] = time.monotonic(), []
+            started, results[name] = time.monotonic(), []
             for row in SCENARIOS[name](Scale(streams=options.streams), Path(folder)):
-                found[name].append(row)
+                results[name].append(row)
                 print(f"{row.feature}, {row.sampling}: {row.equal} of {row.streams} equal", flush=True)
-                _save(options.streams, found, begun=name)
-            _save(options.streams, found)
-            seconds = time.monotonic() - begun
+                _save(options.streams, results, started=name)
+            _save(options.streams, results)
+            seconds = time.monotonic() - started
             print(
-                f"[{sum(each in found for each in asked)}/{len(asked)}] {name}: {seconds:.0f} s", flush=True
+                f"[{sum(each in results for each in selected)}/{len(selected)}] {name}: {seconds:.0f} s",
+                flush=True,
             )
-    rows = [row for name in asked for row in found[name]]
+    rows = [row for name in selected for row in results[name]]
     Console().print(table(rows))
     for row in rows:
         for reason in sorted(set(row.failed)):
-            print(f"not moved at first ({row.feature}): {reason}", file=sys.stderr)
-    print(f"{sum(row.right for row in rows)} of {len(rows)} rows are right; {_PATH}")
-    return 0 if all(row.right for row in rows) else 1
+            print(f"migration failed at first ({row.feature}): {reason}", file=sys.stderr)
+    print(f"{sum(row.passed for row in rows)} of {len(rows)} rows passed; {_PATH}")
+    return 0 if all(row.passed for row in rows) else 1
 
 
-def _save(streams: int, found: Mapping[str, list[Row]], begun: str = "") -> None:
-    """`begun`: the scenario that has not all of its rows yet."""
-    scenarios = {name: as_json(found[name]) for name in SCENARIOS if name in found}
-    save("features", {"streams": streams, "begun": begun, "scenarios": scenarios})
+def _save(streams: int, results: Mapping[str, list[Row]], started: str = "") -> None:
+    """Save the results. `started`: the scenario that does not have all of its rows yet."""
+    scenarios = {name: as_json(results[name]) for name in SCENARIOS if name in results}
+    save("features", {"streams": streams, "begun": started, "scenarios": scenarios})
 
 
-def _measured(streams: int) -> dict[str, list[Row]]:
-    """Scenarios that an earlier run found right, with as many streams."""
-    before = json.loads(_PATH.read_text()) if _PATH.exists() else {}
-    if before.get("streams") != streams:
+def _read_results(streams: int) -> dict[str, list[Row]]:
+    """Return the scenarios that passed in an earlier run with as many streams."""
+    previous = json.loads(_PATH.read_text()) if _PATH.exists() else {}
+    if previous.get("streams") != streams:
         return {}
-    whole = {name: rows for name, rows in before["scenarios"].items() if name != before["begun"]}
-    found = {name: from_json(rows) for name, rows in whole.items()}
-    return {name: rows for name, rows in found.items() if all(row.right for row in rows)}
+    complete = {name: rows for name, rows in previous["scenarios"].items() if name != previous["begun"]}
+    results = {name: from_json(rows) for name, rows in complete.items()}
+    return {name: rows for name, rows in results.items() if all(row.passed for row in rows)}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A fleet of two workers with the arguments that a feature needs, at both ends."""
+"""A fleet of two workers with the arguments that a feature needs, for workers and API server."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from tailrace.v1 import admin_pb2, admin_pb2_grpc, types_pb2
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """A fleet that serves."""
+class ServedFleet:
+    """A running fleet with clients of its APIs."""
 
     url: str
     fleet: Fleet
     client: OpenAI
     admin: admin_pb2_grpc.AdminStub
 
-    def ways(self) -> dict[str, tuple[str, str]]:
-        """How the requests of each instance move, and why not live."""
+    def move_methods(self) -> dict[str, tuple[str, str]]:
+        """Return how the requests of each instance are migrated, and why not live."""
         reply = self.admin.ListInstances(admin_pb2.ListInstancesRequest(), timeout=5)
         return {i.instance_id: (types_pb2.Way.Name(i.way)[4:].lower(), i.way_reason) for i in reply.instances}
 
 
 @contextmanager
-def serving(
+def serve_fleet(
     name: str, model: str = "", engine: Sequence[str] = (), front: Sequence[str] = ()
-) -> Iterator[Served]:
-    """`engine`: vLLM's arguments as NAME=VALUE; `front`: flags of `vllm serve` for the API server. `model`
-    empty: the tiny one."""
+) -> Iterator[ServedFleet]:
+    """Run a fleet for the block. `engine`: vLLM's arguments as NAME=VALUE; `front`: flags of `vllm serve` for
+    the
+    API server; `model` empty: the tiny one."""
     arguments = ["--workers", "2", "--policy", "least_loaded", "--no-traces", "--served-model-name", MODEL]
     arguments += ["--model", model] if model else []
     arguments += [f"--frontend-arg={flag}" for flag in front]
@@ -46,7 +47,7 @@ def serving(
         admin = admin_pb2_grpc.AdminStub(channel)
         client = OpenAI(base_url=f"{cluster.url}/v1", api_key="none", timeout=180, max_retries=0)
         try:
-            yield Served(cluster.url, Fleet(admin), client, admin)
+            yield ServedFleet(cluster.url, Fleet(admin), client, admin)
         finally:
             client.close()
             channel.close()

@@ -1,4 +1,4 @@
-"""What the features need beside the tiny model: adapters of it."""
+"""Create adapters of the tiny model."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from safetensors.torch import save_file
 from tailrace.tiny import MODEL_PATH
 
 _RANK: Final = 4
-# Large enough to change what the model says.
+# Large enough to change the model's answers.
 _ADAPTER_SCALE: Final = 0.3
 
 
 def make_adapter(folder: Path, seed: int) -> Path:
-    """A LoRA adapter of the tiny model's query and value projections with random weights."""
+    """Create a LoRA adapter of the tiny model's query and value projections with random weights; return its
+    folder."""
     config = json.loads((MODEL_PATH / "config.json").read_text())
     hidden, head = config["hidden_size"], config["head_dim"]
     widths = {
@@ -35,7 +36,7 @@ def make_adapter(folder: Path, seed: int) -> Path:
             tensors[f"{stem}.lora_B.weight"] = up * _ADAPTER_SCALE
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
-    described = {
+    config_json = {
         "peft_type": "LORA",
         "base_model_name_or_path": "tiny",
         "task_type": "CAUSAL_LM",
@@ -45,5 +46,5 @@ def make_adapter(folder: Path, seed: int) -> Path:
         "bias": "none",
         "target_modules": sorted(widths),
     }
-    (folder / "adapter_config.json").write_text(json.dumps(described))
+    (folder / "adapter_config.json").write_text(json.dumps(config_json))
     return folder

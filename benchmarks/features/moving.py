@@ -1,4 +1,4 @@
-"""One streamed chat that is moved while it runs, as an operator would: again and again, to another worker."""
+"""Migrate a streamed chat repeatedly to another worker while it runs, as an operator would."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ from examples.fleet import Chat, Fleet, Prompt, stream_chat
 from tailrace.v1 import migration_pb2, types_pb2
 
 _POLL_S: Final = 0.02
-# After a move that did not come about.
-_AGAIN_S: Final = 0.1
+# After a failed migration.
+_RETRY_S: Final = 0.1
 _COMMITTED: Final = types_pb2.MIGRATION_STATE_COMMITTED
 
 
 @dataclass(slots=True)
 class Moves:
-    """What became of the moves of one stream."""
+    """Results of the migrations of one stream."""
 
     committed: list[migration_pb2.MigrationRecord] = field(default_factory=list)
-    # Why others did not come about; that a stream ended first is not among them.
+    # Why others failed, except because the stream ended first.
     failed: list[str] = field(default_factory=list)
 
 
 class Mover:
-    """Moves one stream each time it has so many tokens more. A thread of its own; `close` ends it."""
+    """Migrates one stream after each `every_tokens` tokens, in a thread; `close` ends it."""
 
-    def __init__(self, fleet: Fleet, every_tokens: int, most: int) -> None:
+    def __init__(self, fleet: Fleet, every_tokens: int, max_moves: int) -> None:
         self.moves = Moves()
         self._fleet = fleet
         self._every_tokens = every_tokens
-        self._most = most
+        self._max_moves = max_moves
         self._request_id = ""
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mover")
         self._thread.start()
 
     def on_progress(self, chat: Chat) -> None:
-        """The stream is under way."""
+        """Set the stream to migrate."""
         self._request_id = chat.request_id
 
     def close(self) -> Moves:
-        """The stream has ended."""
-        self._over.set()
+        """End the thread; return the migrations."""
+        self._stopped.set()
         self._thread.join()
         return self.moves
 
     def _run(self) -> None:
-        while not self._over.wait(_POLL_S) and len(self.moves.committed) < self._most:
+        while not self._stopped.wait(_POLL_S) and len(self.moves.committed) < self._max_moves:
             request = self._fleet.find(self._request_id) if self._request_id else None
             due = self._every_tokens * (len(self.moves.committed) + 1)
             if request is None or request.output_tokens < due or request.migrating:
@@ -72,9 +72,9 @@ class Mover:
                 self.moves.committed.append(record)
                 return
             reason = record.error
-        if not self._over.is_set() and self._fleet.find(request_id) is not None:
+        if not self._stopped.is_set() and self._fleet.find(request_id) is not None:
             self.moves.failed.append(reason or "")
-        time.sleep(_AGAIN_S)
+        time.sleep(_RETRY_S)
 
 
 def moved_chat(
@@ -84,10 +84,10 @@ def moved_chat(
     prompt: Prompt,
     options: Mapping[str, object],
     every_tokens: int,
-    most: int,
+    max_moves: int,
 ) -> tuple[Chat, Moves]:
-    """The chat, moved after each `every_tokens` tokens, `most` times at most."""
-    mover = Mover(fleet, every_tokens, most)
+    """Run a chat, migrated after each `every_tokens` tokens, at most `max_moves` times."""
+    mover = Mover(fleet, every_tokens, max_moves)
     try:
         chat = stream_chat(client, model, prompt, options, mover.on_progress)
     finally:

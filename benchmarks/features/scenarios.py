@@ -1,4 +1,4 @@
-"""What is tried: one function a fleet, each yielding its rows."""
+"""The scenarios: one function per fleet, which yields its rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Final
 import httpx
 import numpy as np
 
-from benchmarks.features.fleets import Served, serving
+from benchmarks.features.fleets import ServedFleet, serve_fleet
 from benchmarks.features.models import make_adapter
 from benchmarks.features.moving import Moves, moved_chat
 from benchmarks.features.rows import Row
@@ -23,7 +23,7 @@ from examples.fleet import Chat, Prompt, stream_chat
 from tailrace.tiny import MODEL_PATH
 from tailrace.tiny.task import task
 
-_TRIES: Final = 4
+_MAX_TRIES: Final = 4
 GREEDY: Final[Mapping[str, object]] = {"temperature": 0}
 _NGRAM: Final = {
     "method": "ngram",
@@ -36,7 +36,8 @@ _DRAFT: Final = {"method": "draft_model", "model": str(MODEL_PATH), "num_specula
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """`streams` a row, so many at a time, each of `tokens` tokens at most, moved `moves` times."""
+    """`streams` per row, `at_a_time` concurrently, each of at most `tokens` tokens, migrated `moves`
+    times."""
 
     streams: int = 20
     at_a_time: int = 10
@@ -45,153 +46,161 @@ class Scale:
 
     @property
     def every_tokens(self) -> int:
-        """Tokens between two moves: the last comes well before the end."""
+        """Tokens between two migrations; the last one is well before the end."""
         return self.tokens // (2 * self.moves + 1)
 
 
 def seeded(number: int) -> Mapping[str, object]:
-    """Sampled, each stream from a seed of its own."""
+    """Return options for sampling, with a seed for each stream."""
     return {"temperature": 1.0, "seed": 100 + number}
 
 
 def greedy(number: int) -> Mapping[str, object]:
-    """The likeliest token."""
+    """Return options for greedy decoding."""
     return GREEDY
 
 
-def endless(options: Callable[[int], Mapping[str, object]]) -> Callable[[int], Mapping[str, object]]:
-    """Of models with random weights, whose answers end anywhere."""
+def ignoring_eos(options: Callable[[int], Mapping[str, object]]) -> Callable[[int], Mapping[str, object]]:
+    """Wrap options to ignore the end token: answers of models with random weights end anywhere."""
     return lambda number: {**options(number), "extra_body": {"ignore_eos": True}}
 
 
-def prompts(number: int) -> str:
-    """A task whose answer is longer than any row's `tokens`."""
+def long_prompt(number: int) -> str:
+    """Return a task whose answer is longer than `tokens` of any row."""
     return task(f"wx{chr(97 + number % 26)}z", 110 + number, 60).prompt
 
 
-def streams(
-    served: Served,
+def run_streams(
+    served: ServedFleet,
     row: Row,
     scale: Scale,
     options: Callable[[int], Mapping[str, object]],
     model: Callable[[int], str] = lambda number: MODEL,
-    ask: Callable[[int], Prompt] = prompts,
+    make_prompt: Callable[[int], Prompt] = long_prompt,
 ) -> Row:
-    """Each stream undisturbed, then moved.
+    """Run each stream undisturbed, then migrated.
 
-    What is sampled can depend on who shares its batches (rounding), and on a busy machine a stream can end
-    before its moves: such streams are run once more, each with the fleet to itself. When one came out
-    otherwise, all are run among others once more, unmoved: `unmoved` counts who differs then.
+    Rounding makes samples depend on the rest of the batch, and on a busy machine a stream can end before its
+    migrations: such streams run again, each with the fleet to itself. If one differs, all run once more
+    together without migrations: `unmoved` counts those that then differ.
     """
 
-    def once(number: int) -> Chat:
-        asked = {"max_tokens": scale.tokens, **options(number)}
-        return stream_chat(served.client, model(number), ask(number), asked)
+    def run_undisturbed(number: int) -> Chat:
+        request = {"max_tokens": scale.tokens, **options(number)}
+        return stream_chat(served.client, model(number), make_prompt(number), request)
 
-    def both(number: int) -> tuple[Chat, Chat, Moves]:
-        asked = {"max_tokens": scale.tokens, **options(number)}
-        undisturbed = once(number)
+    def run_both(number: int) -> tuple[Chat, Chat, Moves]:
+        request = {"max_tokens": scale.tokens, **options(number)}
+        undisturbed = run_undisturbed(number)
         moved, moves = moved_chat(
             served.client,
             served.fleet,
             model(number),
-            ask(number),
-            asked,
+            make_prompt(number),
+            request,
             scale.every_tokens,
             scale.moves,
         )
         return undisturbed, moved, moves
 
     with ThreadPoolExecutor(scale.at_a_time) as pool:
-        found = list(pool.map(both, range(scale.streams)))
-        if any(not moved.same_text_and_usage(undisturbed) for undisturbed, moved, _ in found):
-            again = pool.map(once, range(scale.streams))
+        results = list(pool.map(run_both, range(scale.streams)))
+        if any(not moved.same_text_and_usage(undisturbed) for undisturbed, moved, _ in results):
+            rerun = pool.map(run_undisturbed, range(scale.streams))
             row.unmoved = sum(
                 not other.same_text_and_usage(undisturbed)
-                for other, (undisturbed, *_) in zip(again, found, strict=True)
+                for other, (undisturbed, *_) in zip(rerun, results, strict=True)
             )
-    for number, (undisturbed, moved, moves) in enumerate(found):
-        as_it_must_be = row.may_differ or moved.same_text_and_usage(undisturbed)
-        if as_it_must_be and len(moves.committed) >= scale.moves:
+    for number, (undisturbed, moved, moves) in enumerate(results):
+        as_expected = row.may_differ or moved.same_text_and_usage(undisturbed)
+        if as_expected and len(moves.committed) >= scale.moves:
             row.add(undisturbed, moved, moves)
         else:
-            row.add_alone(*_moved_enough(lambda: both(number), scale.moves))  # noqa: B023
+            row.add_alone(*_retry_until_moved(lambda: run_both(number), scale.moves))  # noqa: B023
     return row
 
 
-def _moved_enough(both: Callable[[], tuple[Chat, Chat, Moves]], least: int) -> tuple[Chat, Chat, Moves]:
-    """The first that was moved so often, or the last of a few."""
-    for _ in range(_TRIES):
-        undisturbed, moved, moves = both()
-        if len(moves.committed) >= least:
+def _retry_until_moved(
+    run_both: Callable[[], tuple[Chat, Chat, Moves]], min_moves: int
+) -> tuple[Chat, Chat, Moves]:
+    """Return the first run with enough migrations, or the last of a few."""
+    for _ in range(_MAX_TRIES):
+        undisturbed, moved, moves = run_both()
+        if len(moves.committed) >= min_moves:
             break
     return undisturbed, moved, moves
 
 
 def speculative(scale: Scale, folder: Path) -> Iterator[Row]:
-    """n-gram: live."""
-    with serving("n-gram", engine=[f"speculative_config={json.dumps(_NGRAM)}"]) as served:
-        yield streams(served, Row("speculative, n-gram", "greedy"), scale, greedy)
+    """Speculative decoding with n-grams: migrated live."""
+    with serve_fleet("n-gram", engine=[f"speculative_config={json.dumps(_NGRAM)}"]) as served:
+        yield run_streams(served, Row("speculative, n-gram", "greedy"), scale, greedy)
         note = "after a move drafts differ, and with them the draws: equal in distribution only"
         row = Row("speculative, n-gram", "seeded", note=note, may_differ=True)
-        yield streams(served, row, scale, seeded)
+        yield run_streams(served, row, scale, seeded)
 
 
 def draft(scale: Scale, folder: Path) -> Iterator[Row]:
-    """A draft model: by replay."""
-    with serving("draft", engine=[f"speculative_config={json.dumps(_DRAFT)}"]) as served:
-        yield streams(served, Row("speculative, draft model", "greedy"), scale, greedy)
+    """Speculative decoding with a draft model: migrated by replay."""
+    with serve_fleet("draft", engine=[f"speculative_config={json.dumps(_DRAFT)}"]) as served:
+        yield run_streams(served, Row("speculative, draft model", "greedy"), scale, greedy)
 
 
 def adapters(scale: Scale, folder: Path) -> Iterator[Row]:
-    """Two adapters and the model itself, mixed in each batch."""
+    """LoRA: two adapters and the model itself, mixed in each batch."""
     paths = {name: make_adapter(folder / name, seed) for seed, name in enumerate(("a", "b"))}
     names = [*paths, MODEL]
-    # As an operator would, while it runs; the workers load each when it is first asked for.
+    # Loaded at run time, as an operator would; the workers load each at its first request.
     os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-    with serving("adapters", engine=["enable_lora=true", "max_loras=3"], front=["--enable-lora"]) as served:
+    with serve_fleet(
+        "adapters", engine=["enable_lora=true", "max_loras=3"], front=["--enable-lora"]
+    ) as served:
         for name, path in paths.items():
-            asked = {"lora_name": name, "lora_path": str(path)}
-            httpx.post(f"{served.url}/v1/load_lora_adapter", json=asked, timeout=60).raise_for_status()
-        named = lambda number: names[number % len(names)]  # noqa: E731
+            request = {"lora_name": name, "lora_path": str(path)}
+            httpx.post(f"{served.url}/v1/load_lora_adapter", json=request, timeout=60).raise_for_status()
+        model_name = lambda number: names[number % len(names)]  # noqa: E731
         for sampling, options in (("greedy", greedy), ("seeded", seeded)):
-            yield streams(served, Row("LoRA adapters", sampling), scale, endless(options), named)
+            yield run_streams(
+                served, Row("LoRA adapters", sampling), scale, ignoring_eos(options), model_name
+            )
 
 
 def embedding(scale: Scale, folder: Path) -> Iterator[Row]:
-    """Placed, never moved: the same vector wherever it is computed."""
+    """Embeddings: never migrated; the same vector on every worker."""
     engine = ["runner=pooling"]
-    with serving("embedding", engine=engine, front=["--runner=pooling"]) as served:
-        note = "; ".join(sorted({": ".join(way) for way in served.ways().values()}))
+    with serve_fleet("embedding", engine=engine, front=["--runner=pooling"]) as served:
+        note = "; ".join(sorted({": ".join(way) for way in served.move_methods().values()}))
         row = Row("embedding", "-", note=note, stays=True)
-        texts = [prompts(number) for number in range(scale.streams)]
-        # The first pass one after the other; the second all at once, over both workers.
+        texts = [long_prompt(number) for number in range(scale.streams)]
+        # First sequentially; then concurrently, on both workers.
         alone = [served.client.embeddings.create(model=MODEL, input=text).data[0].embedding for text in texts]
         with ThreadPoolExecutor(scale.at_a_time) as pool:
-            again = list(
+            rerun = list(
                 pool.map(
                     lambda text: served.client.embeddings.create(model=MODEL, input=text).data[0].embedding,
                     texts,
                 )
             )
-        for one, other in zip(alone, again, strict=True):
+        for one, other in zip(alone, rerun, strict=True):
             row.count(bool(np.allclose(one, other, atol=1e-5)))
         yield row
 
 
 def image(scale: Scale, folder: Path) -> Iterator[Row]:
-    """An image in each prompt: live, once the prompt is computed."""
+    """An image in each prompt: migrated live after prefill."""
 
-    def seeing(number: int) -> Prompt:
+    def image_prompt(number: int) -> Prompt:
         return [
             {"type": "image_url", "image_url": {"url": image_url(number)}},
             {"type": "text", "text": f"What is in picture {number}?"},
         ]
 
     model = make_vision_model(folder / "vision")
-    with serving("image", str(model), engine=["dtype=float32"], front=["--dtype=float32"]) as served:
+    with serve_fleet("image", str(model), engine=["dtype=float32"], front=["--dtype=float32"]) as served:
         for sampling, options in (("greedy", greedy), ("seeded", seeded)):
-            yield streams(served, Row("image prompt", sampling), scale, endless(options), ask=seeing)
+            yield run_streams(
+                served, Row("image prompt", sampling), scale, ignoring_eos(options), make_prompt=image_prompt
+            )
 
 
 SCENARIOS: Final[Mapping[str, Callable[[Scale, Path], Iterator[Row]]]] = {

@@ -1,7 +1,7 @@
-"""A tiny random model that sees images, and images for it.
+"""A tiny random vision model, and images for it.
 
-BLIP-2: of the architectures that vLLM serves, one whose processor and whose part of vLLM need no torchvision,
-and no vision tower that does. Its language model is OPT.
+BLIP-2 is an architecture that vLLM serves without torchvision, neither for its processor nor for its vision
+tower. Its language model is OPT.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from PIL import Image
 from tailrace.tiny import MODEL_PATH
 
 IMAGE_TOKEN: Final = "<image>"
-# Tokens that an image becomes.
+# Tokens per image.
 _QUERIES: Final = 8
 _PIXELS: Final = 28
 _WIDTH: Final = 128
@@ -29,7 +29,7 @@ _TEMPLATE: Final = "{% for message in messages %}{{ message.content }}\n{% endfo
 
 
 def make_vision_model(folder: Path) -> Path:
-    """Write it there; every process makes the same one."""
+    """Write the model to the folder; every process creates the same one."""
     import torch
     from transformers import AutoTokenizer, Blip2Config, Blip2ForConditionalGeneration
 
@@ -68,7 +68,7 @@ def make_vision_model(folder: Path) -> Path:
     torch.manual_seed(_SEED)
     model = Blip2ForConditionalGeneration(config)
     for name, parameter in model.named_parameters():
-        # As it was drawn, everything looks alike to it.
+        # With the default initialization all images look alike to it.
         if parameter.dim() > 1:
             parameter.data.normal_(std=1.0 if name.startswith("language_projection") else 0.3)
     model.save_pretrained(folder)
@@ -82,7 +82,7 @@ def make_vision_model(folder: Path) -> Path:
 
 
 def image_url(number: int) -> str:
-    """A picture of its own for each number, as a data URL."""
+    """Return a different image for each number, as a data URL."""
     pixels = np.random.default_rng(number).integers(0, 256, (_PIXELS, _PIXELS, 3), dtype=np.uint8)
     data = io.BytesIO()
     Image.fromarray(pixels).save(data, "PNG")

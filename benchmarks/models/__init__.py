@@ -1,1 +1,2 @@
-"""Tiny models of many architectures, each moved about in each of vLLM's ways to run: `make test-models`."""
+"""Migrate streams of tiny models of many architectures, in each of vLLM's run configurations: `make
+test-models`."""

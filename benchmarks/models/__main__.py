@@ -1,9 +1,9 @@
-"""`make test-models`: every architecture, in every way that vLLM runs it, each stream moved twice.
+"""`make test-models`: every architecture in every run configuration of vLLM, each stream migrated twice.
 
 A cell of the table is one architecture with Model Runner V1 or V2, with or without async scheduling, on one
-device or two: its streams run once undisturbed and once while each is moved. All tokens must be the same; a
-stream whose tokens are not is compared once more with the engine to itself. V2 runs in Triton's interpreter,
-so times say nothing.
+device or two: its streams run once undisturbed and once while each is migrated. All tokens must be equal; a
+stream with other tokens is compared again with the engine to itself. V2 runs in Triton's interpreter, so
+times are meaningless.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.models.cell import MOVES, Result
-from benchmarks.models.cells import NAMES, Cell, cells_of, named
+from benchmarks.models.cells import NAMES, Cell, cells_of, select_cells
 from benchmarks.models.lanes import Lane
 from benchmarks.report import RESULTS, save
 
@@ -40,54 +40,54 @@ def main() -> None:
     )
     parser.add_argument("--streams", type=int, default=20)
     parser.add_argument("--at-a-time", type=int, default=2)
-    parser.add_argument("--resume", action="store_true", help="keep what models.json has that is right")
-    given = parser.parse_args()
+    parser.add_argument("--resume", action="store_true", help="keep the passed cells of models.json")
+    options = parser.parse_args()
     try:
-        cells = named(given.names)
+        cells = select_cells(options.names)
     except KeyError as error:
-        parser.error(f"no architecture or cell called {error}; there are {', '.join(NAMES)}")
-    # By cell; of other names than were asked for, too.
-    results = _measured(given.streams) if given.resume else {}
+        parser.error(f"unknown architecture or cell {error}; choose from {', '.join(NAMES)}")
+    # By cell, including cells that were not selected.
+    results = _read_results(options.streams) if options.resume else {}
 
-    # So that a run that is ended leaves no processes, as with Ctrl-C.
+    # Leave no processes behind on SIGTERM, as on Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
-    def took(cell: Cell, result: Result) -> None:
+    def on_result(cell: Cell, result: Result) -> None:
         results[str(cell)] = result
         measured = sum(str(each) in results for each in cells)
-        print(f"[{measured}/{len(cells)}] {cell}: {_words(result)}", flush=True)
-        _save(given.streams, results)
+        print(f"[{measured}/{len(cells)}] {cell}: {_describe(result)}", flush=True)
+        _save(options.streams, results)
 
     with tempfile.TemporaryDirectory(prefix="tailrace-models-") as folder:
-        left = [cell for cell in cells if str(cell) not in results]
-        asyncio.run(_all(left, Path(folder), given.streams, given.at_a_time, took))
+        remaining = [cell for cell in cells if str(cell) not in results]
+        asyncio.run(_measure_all(remaining, Path(folder), options.streams, options.at_a_time, on_result))
     Console().print(_table(cells, results))
-    wrong = [str(cell) for cell in cells if not _right(results[str(cell)])]
-    path = _save(given.streams, results)
-    print(f"{len(cells) - len(wrong)} of {len(cells)} cells are right; {path}")
-    if wrong:
-        print("not right: " + "; ".join(wrong))
+    failed_cells = [str(cell) for cell in cells if not _passed(results[str(cell)])]
+    path = _save(options.streams, results)
+    print(f"{len(cells) - len(failed_cells)} of {len(cells)} cells passed; {path}")
+    if failed_cells:
+        print("failed: " + "; ".join(failed_cells))
         sys.exit(1)
 
 
-async def _all(
-    cells: list[Cell], folder: Path, streams: int, at_a_time: int, took: Callable[[Cell, Result], None]
+async def _measure_all(
+    cells: list[Cell], folder: Path, streams: int, at_a_time: int, on_result: Callable[[Cell, Result], None]
 ) -> None:
-    """The quick ones first."""
+    """Measure the fast cells first."""
     for several, v2 in itertools.product((False, True), (False, True)):
         part = [cell for cell in cells if (bool(cell.devices), cell.v2) == (several, v2)]
-        # Cells side by side are of different models: at a new one vLLM looks in a process of its own, and
-        # keeps what it saw.
-        left = deque(sorted(part, key=lambda cell: (cell.devices, cell.async_scheduling)))
+        # Concurrent cells have different models: vLLM inspects a new model in a process of its own, and
+        # caches the result.
+        remaining = deque(sorted(part, key=lambda cell: (cell.devices, cell.async_scheduling)))
 
-        async def lane(v2: bool = v2, left: deque[Cell] = left) -> None:
+        async def lane(v2: bool = v2, remaining: deque[Cell] = remaining) -> None:
             async with Lane(v2, folder, streams) as measuring:
-                while left:
-                    cell = left.popleft()
-                    took(cell, await measuring.measure(cell))
+                while remaining:
+                    cell = remaining.popleft()
+                    on_result(cell, await measuring.measure(cell))
 
         async with asyncio.TaskGroup() as lanes:
-            for _ in range(min(at_a_time, len(left))):
+            for _ in range(min(at_a_time, len(remaining))):
                 lanes.create_task(lane())
 
 
@@ -100,27 +100,27 @@ def _save(streams: int, results: Mapping[str, Result]) -> Path:
     return save("models", {"streams": streams, "moves": MOVES, "cells": rows})
 
 
-def _measured(streams: int) -> dict[str, Result]:
-    """Cells that an earlier run found right, with as many streams."""
+def _read_results(streams: int) -> dict[str, Result]:
+    """Return the cells that passed in an earlier run with as many streams."""
     path = RESULTS / "models.json"
-    before = json.loads(path.read_text()) if path.exists() else {}
-    if before.get("streams") != streams:
+    previous = json.loads(path.read_text()) if path.exists() else {}
+    if previous.get("streams") != streams:
         return {}
     wanted = {each.name for each in fields(Result)}
     found = {
         row["cell"]: Result(**{name: value for name, value in row.items() if name in wanted})
-        for row in before["cells"]
+        for row in previous["cells"]
     }
-    return {cell: result for cell, result in found.items() if _right(result)}
+    return {cell: result for cell, result in found.items() if _passed(result)}
 
 
-def _right(result: Result) -> bool:
+def _passed(result: Result) -> bool:
     moved = result.fewest_moves >= MOVES
     same = result.equal + result.alone
     return not result.error and moved and result.streams > 0 and same == result.streams
 
 
-def _words(result: Result) -> str:
+def _describe(result: Result) -> str:
     if result.error:
         return result.error
     moves = f"{result.live} moves live, {result.replayed} by replay"
@@ -130,7 +130,7 @@ def _words(result: Result) -> str:
 
 
 def _table(cells: list[Cell], results: Mapping[str, Result]) -> Table:
-    table = Table(title="Streams that are the undisturbed ones")
+    table = Table(title="Streams equal to the undisturbed ones")
     for name in ("architecture", "runner", "scheduling", "devices", "equal", "alone", "live", "replay", ""):
         table.add_column(name)
     for cell in cells:

@@ -1,7 +1,7 @@
-"""Random models of a few megabytes, one for each way that vLLM keeps a request's state.
+"""Random models of a few megabytes, one for each way in which vLLM stores a request's state.
 
-Widths are the smallest that vLLM's kernels for CPUs take: heads of 64, a latent of 512 beside 64 rotary
-dimensions for MLA. The weights are drawn from a seed, so that every process makes the same ones.
+Sizes are the smallest that vLLM's CPU kernels support: heads of 64, for MLA a latent of 512 and 64 rotary
+dimensions. Weights are drawn from a seed, so that every process creates the same ones.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _EXPERTS: Final[dict[str, Setting]] = {
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """`config`: the class of `transformers`; `keeps`: what a request's state is made of.
+    """`config`: class in `transformers`; `state`: what the state of a request consists of.
 
-    prefix_caching: false for recurrent state, which vLLM's kernels for CPUs do not keep at block boundaries.
+    prefix_caching: False for recurrent state, which vLLM's CPU kernels do not keep at block boundaries.
     """
 
     config: str
-    keeps: str
+    state: str
     settings: Mapping[str, Setting] = field(default_factory=dict)
     dtype: str = "float32"
     prefix_caching: bool = True
@@ -83,7 +83,7 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
     ),
     "gptoss": Architecture(
         "GptOssConfig",
-        "sliding window and full attention in turn",
+        "alternating sliding window and full attention",
         _ATTENTION
         | {
             "intermediate_size": 64,
@@ -100,7 +100,7 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
     ),
     "granitehybrid": Architecture(
         "GraniteMoeHybridConfig",
-        "recurrent state and full attention in turn",
+        "alternating recurrent state and full attention",
         {
             "intermediate_size": 128,
             "num_attention_heads": 4,
@@ -128,7 +128,7 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
             "linear_value_head_dim": 64,
             "shared_expert_intermediate_size": 32,
         },
-        # vLLM's gated delta nets on CPU know no other.
+        # vLLM's gated delta nets on CPU support no other type.
         dtype="bfloat16",
         prefix_caching=False,
     ),
@@ -136,7 +136,7 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
 
 
 def write_model(name: str, folder: Path) -> Path:
-    """Write the model, unless it is there; its folder. Seconds of `transformers`."""
+    """Write the model unless it exists; return its folder. Takes seconds, for `transformers`."""
     path = folder / name
     if (path / "model.safetensors").exists():
         return path

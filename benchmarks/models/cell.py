@@ -1,10 +1,10 @@
-"""One architecture in one of vLLM's ways to run.
+"""Measure one architecture in one of vLLM's run configurations.
 
-The streams, half greedy, half seeded, run once undisturbed and once more while each is moved at two random
-points; a prompt is of random tokens. What a stream samples can depend on who shares its batches (rounding),
-so one that came out otherwise is run twice more with the engine to itself: undisturbed, and moved. An engine
-with one device needs no second one: a request leaves it and comes back into other blocks. Of engines with
-several ranks there are two, and a request goes to the other and back, from rank to rank.
+The streams, half greedy, half seeded, run once undisturbed and once while each is migrated at two random
+points; prompts are random tokens. Rounding makes a sampled token depend on the rest of the batch, so a stream
+with other tokens is run twice more with the engine to itself: undisturbed, and migrated. An engine with one
+device needs no second one: a request leaves it and returns into other blocks. With several ranks there are
+two engines, and a request goes to the other and back, from rank to rank.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from benchmarks.models.architectures import VOCABULARY
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from benchmarks.models.moves import Place
+    from benchmarks.models.moves import EngineEndpoint
     from benchmarks.models.sink import Sink, Stream
     from worker_agent.engine.vllm.engine import VllmEngine
 
 MOVES: Final = 2
 _SEED: Final = 11
-# Each with fewer streams at once.
-_ROUNDS: Final = 4
+# Each with fewer concurrent streams.
+_MAX_ROUNDS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """How vLLM is to run, and for how much."""
+class RunConfig:
+    """vLLM's run configuration, and the number and length of streams."""
 
     model: str
     v2: bool
@@ -49,7 +49,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`seed` None: greedy."""
+    """A request; `seed` None: greedy."""
 
     prompt: list[int]
     seed: int | None
@@ -58,10 +58,10 @@ class Request:
 
 @dataclass(slots=True)
 class Result:
-    """`live` and `replayed`: moves; `equal`: streams of which every token is the undisturbed one; `alone`:
-    others of which that holds when each has the engine to itself.
+    """Results of a cell. `live` and `replayed`: migrations; `equal`: streams whose tokens all equal the
+    undisturbed ones; `alone`: other streams that are equal with the engine to themselves.
 
-    reason: why no move is live; empty: they are. error: what kept it from being measured at all.
+    reason: why no migration is live; empty if they are. error: why nothing was measured.
     """
 
     streams: int = 0
@@ -75,35 +75,35 @@ class Result:
     seconds: float = 0.0
 
 
-def measure(way: Way) -> Result:
-    """In a process that has imported all of `warm.py`, and will end then."""
-    begun = time.monotonic()
-    if way.tensor * way.stages > 1:
+def measure(config: RunConfig) -> Result:
+    """Measure a cell, in a process that has imported all of `warm.py` and exits afterwards."""
+    started_s = time.monotonic()
+    if config.tensor * config.stages > 1:
         from benchmarks.models.forked_ranks import forked_ranks
 
-        ranks: AbstractContextManager[None] = forked_ranks(way.tensor, way.stages)
+        ranks: AbstractContextManager[None] = forked_ranks(config.tensor, config.stages)
     else:
         ranks = nullcontext()
     with ranks:
-        result = asyncio.run(_measured(way))
-    result.seconds = round(time.monotonic() - begun, 1)
+        result = asyncio.run(_measure(config))
+    result.seconds = round(time.monotonic() - started_s, 1)
     return result
 
 
-async def _measured(way: Way) -> Result:
-    from benchmarks.models.moves import places_of
+async def _measure(config: RunConfig) -> Result:
+    from benchmarks.models.moves import connect_engines
     from benchmarks.models.sink import Sink
 
     sink = Sink()
-    engines = [_engine(way) for _ in range(1 if way.tensor * way.stages == 1 else 2)]
+    engines = [_engine(config) for _ in range(1 if config.tensor * config.stages == 1 else 2)]
     try:
         infos = [await engine.start(sink) for engine in engines]
         ran_v2 = await engines[0]._ask(lambda parts: bool(parts.core.config.use_v2_model_runner))
         ran_async = await engines[0]._ask(lambda parts: bool(parts.core.core.async_scheduling))
-        if (ran_v2, ran_async) != (way.v2, way.async_scheduling):
-            return Result(error=f"it ran with v2={ran_v2}, async={ran_async}")
-        places = await places_of(engines, infos)
-        result = await _compared(places, sink, way, infos[0].handover.reason)
+        if (ran_v2, ran_async) != (config.v2, config.async_scheduling):
+            return Result(error=f"vLLM ran with v2={ran_v2}, async={ran_async}")
+        endpoints = await connect_engines(engines, infos)
+        result = await _compare_streams(endpoints, sink, config, infos[0].handover.reason)
     except (RuntimeError, TimeoutError) as error:
         result = Result(error=f"{type(error).__name__}: {error}")
     for engine in engines:
@@ -111,96 +111,112 @@ async def _measured(way: Way) -> Result:
     return result
 
 
-def _engine(way: Way) -> VllmEngine:
+def _engine(config: RunConfig) -> VllmEngine:
     from worker_agent.engine.vllm.engine import VllmEngine
     from worker_agent.engine.vllm.settings import VllmSettings
 
     return VllmEngine(
         VllmSettings(
-            model=way.model,
-            dtype=way.dtype,
-            max_num_seqs=way.streams + 4,
+            model=config.model,
+            dtype=config.dtype,
+            max_num_seqs=config.streams + 4,
             max_model_len=512,
             kv_bytes=256 << 20,
             cpu_threads=1,
             host_kv_bytes=0,
-            async_scheduling=way.async_scheduling or None,
-            tensor_parallel_size=way.tensor,
-            pipeline_parallel_size=way.stages,
+            async_scheduling=config.async_scheduling or None,
+            tensor_parallel_size=config.tensor,
+            pipeline_parallel_size=config.stages,
             engine_args={
-                "skip_tokenizer_init": way.random_weights,
-                "enable_prefix_caching": way.prefix_caching,
+                "skip_tokenizer_init": config.random_weights,
+                "enable_prefix_caching": config.prefix_caching,
             },
         )
     )
 
 
-async def _compared(places: Sequence[Place], sink: Sink, way: Way, reason: str) -> Result:
-    engine = places[0].engine
-    undisturbed = [_submit(engine, sink, asked) for asked in _requests(way)]
-    await sink.until(lambda: all(stream.finished for stream in undisturbed))
-    result = Result(streams=way.streams, reason=reason)
-    chance = random.Random(_SEED)
-    # In the first half: engines with several ranks go on while a move is on its way from rank to rank.
-    points = [sorted(chance.sample(range(2, way.tokens // 2), MOVES)) for _ in undisturbed]
-    moved = await _all_moved(places, sink, way, points, result)
-    for asked, one, other, at in zip(_requests(way), undisturbed, moved, points, strict=True):
-        if _same(one, other, way):
+async def _compare_streams(
+    endpoints: Sequence[EngineEndpoint], sink: Sink, config: RunConfig, reason: str
+) -> Result:
+    engine = endpoints[0].engine
+    undisturbed = [_submit(engine, sink, request) for request in _requests(config)]
+    await sink.wait_until(lambda: all(stream.finished for stream in undisturbed))
+    result = Result(streams=config.streams, reason=reason)
+    rng = random.Random(_SEED)
+    # In the first half: engines with several ranks continue while a request is migrated between ranks.
+    points = [sorted(rng.sample(range(2, config.tokens // 2), MOVES)) for _ in undisturbed]
+    moved = await _run_moved(endpoints, sink, config, points, result)
+    for request, one, other, at in zip(_requests(config), undisturbed, moved, points, strict=True):
+        if _is_same(one, other, config):
             result.equal += 1
-        elif await _same_alone(places, sink, asked, at, way, reason):
+        elif await _is_same_alone(endpoints, sink, request, at, config, reason):
             result.alone += 1
     return result
 
 
-async def _all_moved(
-    places: Sequence[Place], sink: Sink, way: Way, points: Sequence[list[int]], result: Result
+async def _run_moved(
+    endpoints: Sequence[EngineEndpoint],
+    sink: Sink,
+    config: RunConfig,
+    points: Sequence[list[int]],
+    result: Result,
 ) -> list[Stream]:
-    """Every stream, moved. One that ended before all its moves, on a busy machine, is run again."""
-    requests = _requests(way)
+    """Run every stream with migrations, again if it ended before all of them, as on a busy machine."""
+    requests = _requests(config)
     moved: dict[int, Stream] = {}
-    counts = dict.fromkeys(range(way.streams), 0)
-    for _ in range(_ROUNDS):
-        left = [number for number, count in counts.items() if count < MOVES]
-        for number in left:
-            moved[number] = _submit(places[0].engine, sink, requests[number])
+    counts = dict.fromkeys(range(config.streams), 0)
+    for _ in range(_MAX_ROUNDS):
+        remaining = [number for number, count in counts.items() if count < MOVES]
+        for number in remaining:
+            moved[number] = _submit(endpoints[0].engine, sink, requests[number])
         counted = await asyncio.gather(
-            *(_moved(places, sink, moved[number], points[number], result.reason) for number in left)
+            *(
+                _move_stream(endpoints, sink, moved[number], points[number], result.reason)
+                for number in remaining
+            )
         )
-        await sink.until(lambda: all(stream.finished for stream in moved.values()))
-        counts |= dict(zip(left, counted, strict=True))
+        await sink.wait_until(lambda: all(stream.finished for stream in moved.values()))
+        counts |= dict(zip(remaining, counted, strict=True))
     result.fewest_moves = min(counts.values())
     if result.reason:
         result.replayed = sum(counts.values())
     else:
         result.live = sum(counts.values())
-    return [moved[number] for number in range(way.streams)]
+    return [moved[number] for number in range(config.streams)]
 
 
-def _same(undisturbed: Stream, moved: Stream, way: Way) -> bool:
-    whole = len(undisturbed.tokens) == way.tokens
-    return undisturbed.tokens == moved.tokens and whole and not moved.failed
+def _is_same(undisturbed: Stream, moved: Stream, config: RunConfig) -> bool:
+    complete = len(undisturbed.tokens) == config.tokens
+    return undisturbed.tokens == moved.tokens and complete and not moved.failed
 
 
-async def _same_alone(
-    places: Sequence[Place], sink: Sink, asked: Request, points: list[int], way: Way, reason: str
+async def _is_same_alone(
+    endpoints: Sequence[EngineEndpoint],
+    sink: Sink,
+    request: Request,
+    points: list[int],
+    config: RunConfig,
+    reason: str,
 ) -> bool:
-    """Whether the stream, with the engine to itself, is the same when it is moved."""
-    undisturbed = _submit(places[0].engine, sink, asked)
-    await sink.until(lambda: undisturbed.finished)
-    moved = _submit(places[0].engine, sink, asked)
-    moves = await _moved(places, sink, moved, points, reason)
-    await sink.until(lambda: moved.finished)
-    return _same(undisturbed, moved, way) and moves == MOVES
+    """Return whether the stream, with the engine to itself, is the same when it is migrated."""
+    undisturbed = _submit(endpoints[0].engine, sink, request)
+    await sink.wait_until(lambda: undisturbed.finished)
+    moved = _submit(endpoints[0].engine, sink, request)
+    moves = await _move_stream(endpoints, sink, moved, points, reason)
+    await sink.wait_until(lambda: moved.finished)
+    return _is_same(undisturbed, moved, config) and moves == MOVES
 
 
-async def _moved(places: Sequence[Place], sink: Sink, stream: Stream, points: list[int], reason: str) -> int:
-    """From place to place in turn."""
+async def _move_stream(
+    endpoints: Sequence[EngineEndpoint], sink: Sink, stream: Stream, points: list[int], reason: str
+) -> int:
+    """Migrate a stream at each point, to each endpoint in turn; return the number of migrations."""
     from benchmarks.models.moves import move_by_replay, move_live
 
     count = 0
     for point in points:
-        await sink.until(lambda: stream.finished or len(stream.tokens) >= point)  # noqa: B023
-        source, target = places[count % len(places)], places[(count + 1) % len(places)]
+        await sink.wait_until(lambda: stream.finished or len(stream.tokens) >= point)  # noqa: B023
+        source, target = endpoints[count % len(endpoints)], endpoints[(count + 1) % len(endpoints)]
         if reason:
             count += await move_by_replay(source, target, sink, stream)
         else:
@@ -208,28 +224,28 @@ async def _moved(places: Sequence[Place], sink: Sink, stream: Stream, points: li
     return count
 
 
-def _requests(way: Way) -> list[Request]:
-    chance = random.Random(_SEED)
+def _requests(config: RunConfig) -> list[Request]:
+    rng = random.Random(_SEED)
     return [
         Request(
             [
-                chance.randrange(3, VOCABULARY if way.random_weights else 256)
-                for _ in range(chance.randrange(8, 120))
+                rng.randrange(3, VOCABULARY if config.random_weights else 256)
+                for _ in range(rng.randrange(8, 120))
             ],
             None if number % 2 == 0 else number,
-            way.tokens,
+            config.tokens,
         )
-        for number in range(way.streams)
+        for number in range(config.streams)
     ]
 
 
-def _submit(engine: VllmEngine, sink: Sink, asked: Request) -> Stream:
+def _submit(engine: VllmEngine, sink: Sink, request: Request) -> Stream:
     from vllm.sampling_params import SamplingParams
 
     params = SamplingParams(
-        max_tokens=asked.tokens,
+        max_tokens=request.tokens,
         ignore_eos=True,
-        temperature=0.0 if asked.seed is None else 0.8,
-        seed=asked.seed,
+        temperature=0.0 if request.seed is None else 0.8,
+        seed=request.seed,
     )
-    return sink.submit(engine, asked.prompt, params)
+    return sink.submit(engine, request.prompt, params)

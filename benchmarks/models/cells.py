@@ -8,55 +8,55 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.models.architectures import ARCHITECTURES, write_model
-from benchmarks.models.cell import Way
+from benchmarks.models.cell import RunConfig
 from tailrace.tiny import MODEL_PATH
 
 TINY: Final = "tiny"
-"""The trained model that Tailrace carries."""
+"""The trained model that is part of Tailrace."""
 
 NAMES: Final = (TINY, *ARCHITECTURES)
-# Of an answer: with its prompt one to five blocks of a KV cache on a CPU. Fewer where steps are slow.
+# Tokens of an answer: with its prompt it fills one to five KV blocks on a CPU. Fewer if steps are slow.
 _TOKENS: Final = 40
 _TOKENS_V2: Final = 28
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One architecture in one way to run."""
+    """One architecture in one run configuration."""
 
     name: str
     v2: bool
     async_scheduling: bool
-    # Ranks that share each layer, and stages of layers. With several of either there are two such engines.
+    # Tensor-parallel ranks and pipeline stages. If there are several of either, there are two engines.
     tensor: int = 1
     stages: int = 1
 
     @property
     def devices(self) -> str:
-        """TP 2, PP 2, or nothing for one device."""
+        """`TP 2`, `PP 2`, or empty for one device."""
         sizes = [f"{name} {size}" for name, size in (("TP", self.tensor), ("PP", self.stages)) if size > 1]
         return " ".join(sizes)
 
     def __str__(self) -> str:
-        way = "async" if self.async_scheduling else "sync"
-        return ", ".join(filter(None, [self.name, f"V{2 if self.v2 else 1}", way, self.devices]))
+        scheduling = "async" if self.async_scheduling else "sync"
+        return ", ".join(filter(None, [self.name, f"V{2 if self.v2 else 1}", scheduling, self.devices]))
 
 
 def cells_of(name: str) -> list[Cell]:
-    """An architecture's ways to run: each runner and scheduling on one device; two devices with V1, and with
-    V2 as vLLM has it on GPUs. The tiny model has all of them, and stages too."""
-    ways = [(v2, async_) for v2 in (False, True) for async_ in (False, True)]
-    cells = [Cell(name, v2, async_) for v2, async_ in ways]
-    cells += [Cell(name, v2, async_, tensor=2) for v2, async_ in ways if name == TINY or async_ or not v2]
+    """Return an architecture's cells: each runner and scheduling on one device; on two devices with V1, and
+    with V2 as vLLM runs it on GPUs. The tiny model has all of them, and pipeline stages."""
+    modes = [(v2, async_) for v2 in (False, True) for async_ in (False, True)]
+    cells = [Cell(name, v2, async_) for v2, async_ in modes]
+    cells += [Cell(name, v2, async_, tensor=2) for v2, async_ in modes if name == TINY or async_ or not v2]
     if name == TINY:
-        cells += [Cell(name, v2, async_, stages=2) for v2, async_ in ways]
+        cells += [Cell(name, v2, async_, stages=2) for v2, async_ in modes]
     return cells
 
 
-def named(names: Sequence[str]) -> list[Cell]:
-    """The cells of these names: of architectures, of cells, or how those of several cells begin.
+def select_cells(names: Sequence[str]) -> list[Cell]:
+    """Return the cells selected by names: of architectures, of cells, or prefixes of cells.
 
-    Raises KeyError with the first that names none.
+    Raise KeyError with the first name that matches none.
     """
     known = {str(cell): cell for name in NAMES for cell in cells_of(name)}
     found: dict[str, Cell] = {}
@@ -68,16 +68,16 @@ def named(names: Sequence[str]) -> list[Cell]:
     return list(found.values())
 
 
-def folder_of(name: str, folder: Path) -> Path:
-    """The model's folder, written if need be."""
+def model_folder(name: str, folder: Path) -> Path:
+    """Return the model's folder; create the model if necessary."""
     return MODEL_PATH if name == TINY else write_model(name, folder)
 
 
-def way_of(cell: Cell, folder: Path, streams: int) -> Way:
-    """What a process is to do for it, with models in `folder`."""
+def run_config(cell: Cell, folder: Path, streams: int) -> RunConfig:
+    """Return the run configuration of a cell, with models in `folder`."""
     found = ARCHITECTURES.get(cell.name)
-    return Way(
-        model=str(folder_of(cell.name, folder)),
+    return RunConfig(
+        model=str(model_folder(cell.name, folder)),
         v2=cell.v2,
         async_scheduling=cell.async_scheduling,
         tensor=cell.tensor,

@@ -1,8 +1,8 @@
-"""Ranks that are forked from a cell's process, which has imported all that they need.
+"""Fork ranks from a cell's process, which has imported everything that they need.
 
-vLLM spawns each, and each imports vLLM: ten seconds of CPU and more, for four ranks a cell. The fork server
-of `multiprocessing` would be a new interpreter that imports it once more. Here the server itself is forked,
-while the cell's process has no other threads, whose locks would be held for ever in a child.
+vLLM spawns each rank, and each imports vLLM: at least ten seconds of CPU, for four ranks per cell. The fork
+server of `multiprocessing` would be a new interpreter that imports it again. Here the server itself is
+forked, while the cell's process has no other threads, whose locks would be held forever in a child.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from typing import NoReturn
 
 from worker_agent.engine.vllm.parallel import prepare_ranks
 
-# vLLM's is a second, after which whoever waits for a message sleeps. Six processes of two engines would
-# spend most of two cores waiting.
+# vLLM spins for a second before a waiting process sleeps. Six processes of two engines would spend most of
+# two cores spinning.
 _SPINS_S = 0.0005
 
 
 @contextmanager
 def forked_ranks(tensor: int, stages: int) -> Iterator[None]:
-    """The ranks of each engine that this process loads meanwhile. Enter it before there are threads."""
+    """Fork the ranks of each engine that this process loads in the block. Enter it before there are
+    threads."""
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.v1.executor import multiproc_executor
 
-    # What ranks inherit is what the server has, so it comes before the server.
+    # Ranks inherit from the server, so prepare before starting it.
     prepare_ranks({"tensor_parallel_size": tensor, "pipeline_parallel_size": stages})
     spin = shm_broadcast.SpinCondition.__init__
     *others, _ = spin.__defaults__
@@ -47,7 +48,7 @@ def forked_ranks(tensor: int, stages: int) -> Iterator[None]:
 
 
 class _ForkedServer(forkserver.ForkServer):
-    # As Python 3.11 to 3.13 have them.
+    # Attributes of Python 3.11 to 3.13.
     _lock: Lock
     _forkserver_address: str | None
     _forkserver_alive_fd: int | None
@@ -58,7 +59,7 @@ class _ForkedServer(forkserver.ForkServer):
         self._address = address
 
     def ensure_running(self) -> None:
-        """ForkServer.ensure_running, but for how the server begins."""
+        """Start the server unless it runs, as ForkServer.ensure_running does, but by forking."""
         with self._lock:
             resource_tracker.ensure_running()
             if self._forkserver_pid is not None:
@@ -66,7 +67,7 @@ class _ForkedServer(forkserver.ForkServer):
             with socket(AF_UNIX) as listener:
                 listener.bind(self._address)
                 listener.listen()
-                # The server ends when nobody holds the other end any more.
+                # The server exits when no process holds the other end.
                 alive_r, alive_w = os.pipe()
                 child = os.fork()
                 if child == 0:
@@ -84,6 +85,6 @@ def _serve(listener: int, alive: int) -> NoReturn:
     except SystemExit:
         os._exit(0)
     except Exception:
-        logging.exception("the server of ranks has ended")
+        logging.exception("the fork server of ranks has failed")
     finally:
         os._exit(1)

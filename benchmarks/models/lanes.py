@@ -1,4 +1,4 @@
-"""Processes that measure cells, one after the other."""
+"""Processes that measure cells, one at a time."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from types import TracebackType
 from typing import Self
 
 from benchmarks.models.cell import Result
-from benchmarks.models.cells import Cell, way_of
+from benchmarks.models.cells import Cell, run_config
 
 
 class Lane:
-    """A nursery of one model runner; an asynchronous context manager."""
+    """A cell server of one model runner; an asynchronous context manager."""
 
     def __init__(self, v2: bool, folder: Path, streams: int) -> None:
         self._v2 = v2
@@ -28,7 +28,7 @@ class Lane:
 
     async def __aenter__(self) -> Self:
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "benchmarks.models.nursery"),
+            *(sys.executable, "-m", "benchmarks.models.cell_server"),
             *(["--v2"] if self._v2 else []),
             stdin=PIPE,
             stdout=PIPE,
@@ -42,24 +42,24 @@ class Lane:
     ) -> None:
         assert self._process and self._process.stdin
         if kind is not None and self._process.returncode is None:
-            # And the cell that it has forked.
+            # Also kills the process of the cell.
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.stdin.close()
         await self._process.wait()
 
     async def measure(self, cell: Cell) -> Result:
-        """What went wrong is in the result."""
+        """Measure a cell; failures are in the result. Raise RuntimeError if the cell server has exited."""
         assert self._process and self._process.stdin and self._process.stdout
-        way = way_of(cell, self._folder, self._streams)
-        self._process.stdin.write(json.dumps(asdict(way)).encode() + b"\n")
+        config = run_config(cell, self._folder, self._streams)
+        self._process.stdin.write(json.dumps(asdict(config)).encode() + b"\n")
         await self._process.stdin.drain()
         line = await self._process.stdout.readline()
         if not line:
-            raise RuntimeError("the process that starts cells has ended; what it said is above")
+            raise RuntimeError("the cell server has exited; its output is above")
         return Result(**json.loads(line))
 
 
 async def run_cell(cell: Cell, folder: Path, streams: int) -> Result:
-    """Measure one."""
+    """Measure one cell."""
     async with Lane(cell.v2, folder, streams) as lane:
         return await lane.measure(cell)

@@ -1,4 +1,4 @@
-"""A front end in this process: submits requests to a vLLM engine and takes tokens in order."""
+"""A front end in this process: submits requests to a vLLM engine and checks that tokens arrive in order."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from worker_agent.engine.base import Frames, OutputFlag, RequestKey, StepColumns
 from worker_agent.engine.vllm.engine import VllmEngine
 
 _DEADLINE_S = 300.0
-# A loop that reads nothing for so long waits for the engine itself.
-_READ_S = 1.0
+# If the event loop reads nothing for this long, it waits for the engine itself.
+_READ_TIMEOUT_S = 1.0
 
 
 @dataclass(slots=True)
 class Stream:
-    """One request and what came of it."""
+    """One request and its tokens."""
 
     key: RequestKey
     request_id: str
@@ -34,7 +34,7 @@ class Stream:
 
 
 class Sink:
-    """EngineSink. A token that is out of order ends it: `dead` says so."""
+    """EngineSink; `dead` is set if a token is out of order."""
 
     def __init__(self) -> None:
         self.dead = ""
@@ -44,27 +44,27 @@ class Sink:
         self._loop = asyncio.get_running_loop()
 
     def on_step(self, columns: StepColumns) -> None:
-        """EngineSink.on_step. The engine's thread waits for the reader: no request ends while a busy machine
-        keeps the loop from moving it."""
+        """Process a step. The engine's thread waits for that, so that no request ends while a busy machine
+        keeps the loop from migrating it."""
         read = threading.Event()
 
-        def take() -> None:
-            self._take(columns)
+        def process_step() -> None:
+            self._process_step(columns)
             read.set()
 
-        self._loop.call_soon_threadsafe(take)
-        read.wait(_READ_S)
+        self._loop.call_soon_threadsafe(process_step)
+        read.wait(_READ_TIMEOUT_S)
 
     def on_utility(self, client: int, call_id: int, frames: Frames) -> None:
-        """EngineSink.on_utility: nobody asks."""
+        """Ignore results of utility calls: there are none."""
 
     def on_engine_dead(self, reason: str) -> None:
-        """EngineSink.on_engine_dead."""
+        """Record that the engine has died."""
         self.dead = reason
         self._changed.set()
 
     def submit(self, engine: VllmEngine, prompt: list[int], params: SamplingParams) -> Stream:
-        """A new request."""
+        """Submit a new request."""
         handle = len(self._streams) + 1
         name = f"stream-{handle}"
         request = EngineCoreRequest(name, prompt, None, params, None, time.time(), None, None, None)
@@ -74,7 +74,7 @@ class Sink:
         return stream
 
     def resubmit(self, engine: VllmEngine, stream: Stream) -> None:
-        """The request as it is now, to be computed from its tokens."""
+        """Submit the request again, to be computed from its tokens."""
         engine.submit(
             Submission(
                 stream.key,
@@ -87,8 +87,8 @@ class Sink:
             )
         )
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for it. Raises RuntimeError when the engine dies, TimeoutError after five minutes."""
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait for a condition. Raise RuntimeError if the engine dies, TimeoutError after five minutes."""
         async with asyncio.timeout(_DEADLINE_S):
             while not condition():
                 if self.dead:
@@ -96,7 +96,7 @@ class Sink:
                 self._changed.clear()
                 await self._changed.wait()
 
-    def _take(self, columns: StepColumns) -> None:
+    def _process_step(self, columns: StepColumns) -> None:
         offset = 0
         for handle, epoch, first, count, flags in zip(
             columns.handles, columns.epochs, columns.first_indices, columns.counts, columns.flags, strict=True
@@ -104,7 +104,7 @@ class Sink:
             stream = self._streams[handle]
             offset += count
             if epoch < stream.epoch:
-                # What was on its way when the request was given up here.
+                # In flight when the request was aborted.
                 continue
             if (epoch, first) != (stream.epoch, len(stream.tokens)) or stream.finished:
                 self.dead = f"{stream.request_id}: token {first} of epoch {epoch} is out of order"

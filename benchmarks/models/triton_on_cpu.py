@@ -1,14 +1,13 @@
-"""vLLM's Model Runner V2 without a GPU. For tests alone: slow.
+"""vLLM's Model Runner V2 without a GPU. Slow: only for tests.
 
-V2 is written in Triton. vLLM's CPU build believes in Triton when there is a backend called "cpu" whose driver
-is active; Triton's interpreter runs kernels on tensors of the CPU and needs none. So a backend in name is all
-that is missing.
+V2 is written in Triton. vLLM's CPU build uses Triton if there is a backend called "cpu" whose driver is
+active;
+Triton's interpreter runs kernels on CPU tensors without a backend. So only a backend by that name is missing.
 
-For each kernel, and for each function that a kernel calls, the interpreter puts its own functions in the
-place of Triton's language; it checks each sum for overflow, which no compiled kernel does; and it asks for
-the same types over and over. That is half of a small model's step. Here its functions are put there once for
-each module with kernels, and stay (in such a process nothing else compiles Triton), sums are not checked, and
-types are remembered.
+For each kernel, and for each function that a kernel calls, the interpreter replaces Triton's language by its
+own functions; it checks each sum for overflow, which no compiled kernel does; and it looks up the same types
+over and over. That is half of a small model's step. Here its functions are installed once per module with
+kernels, and stay (such a process compiles no Triton), sums are not checked, and types are cached.
 """
 
 from __future__ import annotations
@@ -24,42 +23,43 @@ _V2: Final = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 class _Driver:
-    """Only ever asked whether it is there."""
+    """A driver that only reports to be active."""
 
     @staticmethod
     def is_active() -> bool:
-        """It is."""
+        """Return True."""
         return True
 
 
-def is_asked_for() -> bool:
-    """Whether this process inherits it from one that called `use_model_runner_v2`."""
+def is_requested() -> bool:
+    """Return whether a parent process has called `use_model_runner_v2`."""
     return os.environ.get(_V2) == "1"
 
 
 def use_model_runner_v2() -> None:
-    """Call before vLLM or Triton is imported."""
+    """Select Model Runner V2. Call this before vLLM or Triton is imported."""
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ[_V2] = "1"
     from triton import backends  # type: ignore[import-untyped]
 
-    given = backends.backends["nvidia"]
-    backends.backends["cpu"] = type(given)(given.compiler, _Driver)
-    _hurry()
+    nvidia = backends.backends["nvidia"]
+    backends.backends["cpu"] = type(nvidia)(nvidia.compiler, _Driver)
+    _speed_up()
     _add_log1p()
 
 
-def _hurry() -> None:
+def _speed_up() -> None:
     from triton.runtime import interpreter  # type: ignore[import-untyped]
 
-    interpreter._patch_lang = _once_for_each_module(interpreter._patch_lang, interpreter._LangPatchScope())
-    interpreter._get_np_dtype = _remembering(interpreter._get_np_dtype)
+    interpreter._patch_lang = _patch_each_module_once(interpreter._patch_lang, interpreter._LangPatchScope())
+    interpreter._get_np_dtype = _cached(interpreter._get_np_dtype)
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
 def _add_log1p() -> None:
-    """The interpreter has no functions of CUDA's libdevice; vLLM 0.30's sampler needs this one."""
+    """Define libdevice's log1p: the interpreter has no functions of libdevice, and vLLM 0.30's sampler needs
+    it."""
     import numpy
     from triton.language import core  # type: ignore[import-untyped]
     from triton.language.extra import libdevice  # type: ignore[import-untyped]
@@ -72,8 +72,8 @@ def _add_log1p() -> None:
     libdevice.log1p = log1p
 
 
-def _once_for_each_module(
-    patch: Callable[[FunctionType], object], nothing_to_restore: object
+def _patch_each_module_once(
+    patch: Callable[[FunctionType], object], scope: object
 ) -> Callable[[FunctionType], object]:
     patched: set[int] = set()
 
@@ -82,18 +82,19 @@ def _once_for_each_module(
         if module not in patched:
             patch(fn)
             patched.add(module)
-        return nothing_to_restore
+        return scope
 
     return patch_once
 
 
-def _remembering(numpys: Callable[[Any], object]) -> Callable[[Any], object]:
-    """numpys: numpy's type for one of Triton's, which is the same for a block and its elements."""
-    known = functools.cache(numpys)
+def _cached(numpy_type: Callable[[Any], object]) -> Callable[[Any], object]:
+    """`numpy_type`: returns NumPy's type for one of Triton's, which is the same for a block and its
+    elements."""
+    cached = functools.cache(numpy_type)
 
-    def type_of(asked: Any) -> object:
-        element = asked.scalar
-        # Pointers have no hash, and a short way of their own.
-        return numpys(element) if element.is_ptr() else known(element)
+    def cached_numpy_type(triton_type: Any) -> object:
+        element = triton_type.scalar
+        # Pointers are not hashable, and quick to convert.
+        return numpy_type(element) if element.is_ptr() else cached(element)
 
-    return type_of
+    return cached_numpy_type

@@ -1,14 +1,13 @@
-"""Imported for what it imports: all that a cell's process, or a rank's, needs before it can load a model.
+"""Import everything that a cell's process, or a rank's, needs before it can load a model.
 
-That is most of what a small engine's start takes, so it is done once, in a process that others are forked
-from.
+This is most of the start of a small engine, so it is done once, in a process from which others are forked.
 """
 
 from __future__ import annotations
 
-from benchmarks.models.triton_on_cpu import is_asked_for, use_model_runner_v2
+from benchmarks.models.triton_on_cpu import is_requested, use_model_runner_v2
 
-if is_asked_for():
+if is_requested():
     use_model_runner_v2()
 
 import vllm.model_executor.models

@@ -1,1 +1,1 @@
-"""`make mutants`: do the tests of the pure modules notice when a line is wrong?"""
+"""`make mutants`: mutation testing of the pure modules."""

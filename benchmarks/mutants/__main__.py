@@ -1,6 +1,6 @@
-"""`make mutants`: change a line of a pure module at random, and see whether its tests notice.
+"""`make mutants`: change random lines of the pure modules, and check whether their tests notice.
 
-Runs in copies of the tree, so that an interrupted run leaves no changed file behind.
+Tests run in copies of the tree, so that an interrupted run leaves no changed file behind.
 """
 
 from __future__ import annotations
@@ -29,49 +29,49 @@ from benchmarks.mutants.targets import TARGETS, Target
 ROOT: Final = Path(__file__).parents[2]
 EQUIVALENT: Final = Path(__file__).with_name("equivalent.toml")
 RESULTS: Final = ROOT / "benchmarks" / "results" / "mutants.json"
-# A mutant may loop for ever: it gets so many times what the tests take otherwise, and so much more.
-_TIMES: Final = 5
-_MORE_S: Final = 30.0
-_TESTS_S: Final = 600.0
+# A mutant may loop forever: its time limit is this multiple of the tests' normal duration, plus a constant.
+_TIME_FACTOR: Final = 5
+_EXTRA_S: Final = 30.0
+_BASELINE_TIMEOUT_S: Final = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of a mutant. `why`: why no test can notice it, where that is known."""
+    """Result of a mutant. `reason`: why no test can notice it, if known."""
 
     mutant: Mutant
     noticed: bool
     took_s: float
-    why: str = ""
+    reason: str = ""
 
 
 class BaselineFails(Exception):
-    """The tests fail without any mutant; the message has their output's end."""
+    """The tests fail without a mutant; the message is the end of their output."""
 
 
 def main() -> int:
-    """Print a line for each mutant that nobody noticed, and a table. 1: fewer than 90% were noticed."""
+    """Print each mutant that was not noticed, and the totals; return 1 if fewer than 90% were noticed."""
     args = _arguments()
     targets = [t for t in TARGETS if not args.modules or t.module in args.modules]
     unknown = set(args.modules) - {t.module for t in TARGETS}
     if unknown:
-        print(f"mutants: not among the modules: {', '.join(sorted(unknown))}", file=sys.stderr)
+        print(f"mutants: unknown modules: {', '.join(sorted(unknown))}", file=sys.stderr)
         return 2
-    equivalent = _equivalent()
+    equivalent = _read_equivalent()
     verdicts: list[Verdict] = []
     with _copies(args.processes) as copies, ThreadPoolExecutor(args.processes) as pool:
         for target in targets:
             copy = copies.get()
             try:
-                limit_s = _baseline_s(copy, target, args.seed) * _TIMES + _MORE_S
+                limit_s = _baseline_s(copy, target, args.seed) * _TIME_FACTOR + _EXTRA_S
             finally:
                 copies.put(copy)
             mutants = mutants_of(ROOT, target.module, args.count, args.seed)
-            todo = [
-                pool.submit(_try, copies, target, mutant, limit_s, args.seed, equivalent)
+            futures = [
+                pool.submit(_test_mutant, copies, target, mutant, limit_s, args.seed, equivalent)
                 for mutant in mutants
             ]
-            found = [future.result() for future in todo]
+            found = [future.result() for future in futures]
             verdicts += found
             _print_target(target, found)
     _save(verdicts, args.seed)
@@ -83,18 +83,23 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "modules", nargs="*", metavar="MODULE", help="default: all; a path such as tailrace/bid_ask.py"
     )
-    parser.add_argument("--count", type=int, default=8, help="mutants of each module (default: 8)")
+    parser.add_argument("--count", type=int, default=8, help="mutants per module (default: 8)")
     parser.add_argument(
-        "--all", dest="count", action="store_const", const=sys.maxsize, help="every mutant: hours"
+        "--all", dest="count", action="store_const", const=sys.maxsize, help="all mutants; takes hours"
     )
-    parser.add_argument("--seed", type=int, default=1, help="draws them (default: 1)")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="(default: one a core)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the random choice (default: 1)")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="parallel test runs (default: one per core)",
+    )
     return parser.parse_args()
 
 
 @contextmanager
 def _copies(count: int) -> Iterator[SimpleQueue[Path]]:
-    """So many copies of what git tracks and of the generated protos."""
+    """Create copies of all files that git tracks, and of the generated protos."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
     files = [name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
     with tempfile.TemporaryDirectory(prefix="tailrace-mutants-") as folder:
@@ -110,9 +115,9 @@ def _copies(count: int) -> Iterator[SimpleQueue[Path]]:
 
 
 def _baseline_s(copy: Path, target: Target, seed: int) -> float:
-    """Seconds that the tests take. Raises BaselineFails."""
+    """Return the seconds that the tests take. Raise BaselineFails if they fail."""
     start = time.monotonic()
-    done = _tests(copy, target, seed, _TESTS_S)
+    done = _run_tests(copy, target, seed, _BASELINE_TIMEOUT_S)
     if done is None or done.returncode != 0:
         raise BaselineFails(
             f"{' '.join(target.tests)}: {'too slow' if done is None else done.stdout[-2_000:]}"
@@ -120,7 +125,7 @@ def _baseline_s(copy: Path, target: Target, seed: int) -> float:
     return time.monotonic() - start
 
 
-def _try(
+def _test_mutant(
     copies: SimpleQueue[Path],
     target: Target,
     mutant: Mutant,
@@ -128,16 +133,16 @@ def _try(
     seed: int,
     equivalent: Sequence[tuple[str, str, str, str]],
 ) -> Verdict:
-    for module, before, after, why in equivalent:
+    for module, before, after, reason in equivalent:
         if (module, before, after) == (mutant.module, mutant.before, mutant.after):
-            return Verdict(mutant, noticed=False, took_s=0.0, why=why)
+            return Verdict(mutant, noticed=False, took_s=0.0, reason=reason)
     copy = copies.get()
     path = copy / target.module
     original = path.read_text()
     start = time.monotonic()
     try:
         _write(path, mutant.code)
-        done = _tests(copy, target, seed, limit_s)
+        done = _run_tests(copy, target, seed, limit_s)
     finally:
         _write(path, original)
         copies.put(copy)
@@ -145,13 +150,15 @@ def _try(
 
 
 def _write(path: Path, code: str) -> None:
-    """With no bytecode of what was there: two mutants of one file can have the same size and time stamp."""
+    """Write the file and delete its bytecode: two mutants of a file can have the same size and time stamp."""
     path.write_text(code)
     Path(cache_from_source(str(path))).unlink(missing_ok=True)
 
 
-def _tests(copy: Path, target: Target, seed: int, limit_s: float) -> subprocess.CompletedProcess[str] | None:
-    """Run them until the first that fails; None: they took longer than `limit_s`."""
+def _run_tests(
+    copy: Path, target: Target, seed: int, limit_s: float
+) -> subprocess.CompletedProcess[str] | None:
+    """Run tests until the first failure; return None if they took longer than `limit_s`."""
     pytest = ("-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist")
     hypothesis = ("--hypothesis-profile=mutants", f"--hypothesis-seed={seed}")
     environment = {**os.environ, "PYTHONPATH": str(copy)}
@@ -168,24 +175,24 @@ def _tests(copy: Path, target: Target, seed: int, limit_s: float) -> subprocess.
         return None
 
 
-def _equivalent() -> Sequence[tuple[str, str, str, str]]:
-    """(Module, line before, line after, why) of mutants that change nothing that can be seen."""
+def _read_equivalent() -> Sequence[tuple[str, str, str, str]]:
+    """Return (module, line before, line after, reason) of mutants without a visible effect."""
     entries = tomllib.loads(EQUIVALENT.read_text()).get("mutant", [])
     return [(e["module"], e["before"], e["after"], e["because"]) for e in entries]
 
 
 def _print_target(target: Target, verdicts: Sequence[Verdict]) -> None:
     noticed = sum(v.noticed for v in verdicts)
-    same = sum(bool(v.why) for v in verdicts)
+    same = sum(bool(v.reason) for v in verdicts)
     print(f"{target.module}: {noticed} of {len(verdicts) - same} noticed, {same} equivalent", flush=True)
     for verdict in verdicts:
-        if not (verdict.noticed or verdict.why):
+        if not (verdict.noticed or verdict.reason):
             mutant = verdict.mutant
             print(f"  {mutant.module}:{mutant.line}\n    - {mutant.before}\n    + {mutant.after}", flush=True)
 
 
 def _print_total(verdicts: Sequence[Verdict]) -> int:
-    counted = [v for v in verdicts if not v.why]
+    counted = [v for v in verdicts if not v.reason]
     noticed = sum(v.noticed for v in counted)
     share = noticed / len(counted) if counted else 1.0
     print(f"{noticed} of {len(counted)} noticed ({share:.0%}), {len(verdicts) - len(counted)} equivalent")
@@ -201,7 +208,7 @@ def _save(verdicts: Sequence[Verdict], seed: int) -> None:
             "before": v.mutant.before,
             "after": v.mutant.after,
             "noticed": v.noticed,
-            "equivalent_because": v.why,
+            "equivalent_because": v.reason,
             "seconds": round(v.took_s, 1),
         }
         for v in verdicts

@@ -1,4 +1,4 @@
-"""Mutations of a module: one small change each, such as an author's slip."""
+"""Mutations of a module: one small change each, like a programmer's mistake."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import cosmic_ray.plugins
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 
-# A comparison turned or off by one, a constant off by one, an `and` for an `or`, a sign. Left out is what
-# changes nothing (`==` for `is`, `|` in annotations), and what no test of behaviour can notice (decorators).
+# Comparisons reversed or off by one, constants off by one, `and` for `or`, signs. Not included: mutations
+# without effect (`==` for `is`, `|` in annotations), and those that no behavioural test notices (decorators).
 _OPERATORS: Final = (
     *(
         f"core/ReplaceComparisonOperator_{before}_{after}"
@@ -69,16 +69,18 @@ class Mutant:
 def mutants_of(root: Path, module: str, count: int, seed: int) -> Sequence[Mutant]:
     """Draw `count` mutants of `module` by `seed`; fewer if it has no more."""
     source = (root / module).read_text()
-    places = [(name, occurrence) for name in _OPERATORS for occurrence in range(_occurrences(source, name))]
-    random.Random(f"{seed} {module}").shuffle(places)
-    drawn: list[Mutant] = []
-    for name, occurrence in places:
-        if len(drawn) == count:
+    positions = [
+        (name, occurrence) for name in _OPERATORS for occurrence in range(_occurrences(source, name))
+    ]
+    random.Random(f"{seed} {module}").shuffle(positions)
+    mutants: list[Mutant] = []
+    for name, occurrence in positions:
+        if len(mutants) == count:
             break
         mutant = _mutant(module, source, name, occurrence)
         if mutant is not None:
-            drawn.append(mutant)
-    return drawn
+            mutants.append(mutant)
+    return mutants
 
 
 def _occurrences(source: str, name: str) -> int:
@@ -87,7 +89,7 @@ def _occurrences(source: str, name: str) -> int:
 
 
 def _mutant(module: str, source: str, name: str, occurrence: int) -> Mutant | None:
-    """The mutant; None: there is none."""
+    """Return the mutant; None if there is none."""
     code = mutate_code(source, cosmic_ray.plugins.get_operator(name)(), occurrence)
     if code is None or code == source:
         return None
@@ -98,7 +100,7 @@ def _mutant(module: str, source: str, name: str, occurrence: int) -> Mutant | No
     ]
     before = " ".join(line[1:].strip() for line in changed if line.startswith("-"))
     if before.startswith(("@", "*,")):
-        # A decorator, or how arguments may be given.
+        # A decorator, or the marker of keyword-only arguments.
         return None
     after = " ".join(line[1:].strip() for line in changed if line.startswith("+"))
     lines = source.splitlines()

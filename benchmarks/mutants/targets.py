@@ -1,4 +1,4 @@
-"""Which modules are mutated, and which tests are to notice."""
+"""The modules that are mutated, and the tests that must notice."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A module, and the tests that stand for it: files that are quick, since each mutant runs them all."""
+    """A module and its tests: files that are fast, since every mutant runs them all."""
 
     module: str
     tests: tuple[str, ...]
 
 
 _POLICY: Final = "tests/policy/"
-# What all parameters are, by the class and by the documentation.
+# Declared parameters, in the classes and in the documentation.
 _DECLARED: Final = (_POLICY + "test_parameters.py", _POLICY + "test_paper_pages.py")
 _ORDERS: Final = ("tests/intra", "tests/worker/test_step_order.py", *_DECLARED)
 _TAILRACE: Final = (

@@ -19,7 +19,7 @@ pytest.importorskip("vllm", reason="the vLLM engine is not installed")
 
 from vllm.sampling_params import SamplingParams
 
-from benchmarks.models.triton_on_cpu import is_asked_for
+from benchmarks.models.triton_on_cpu import is_requested
 from tests.worker.test_vllm_engine import idle, params, same
 from tests.worker.vllm_front import Front, Stream
 from worker_agent.engine.base import EngineInfo, Submission
@@ -57,7 +57,7 @@ async def started(request: pytest.FixtureRequest) -> AsyncIterator[tuple[VllmEng
     )
     front = Front()
     info = await engine.start(front)
-    assert await engine._ask(lambda parts: parts.core.config.use_v2_model_runner) == is_asked_for()
+    assert await engine._ask(lambda parts: parts.core.config.use_v2_model_runner) == is_requested()
     yield engine, front, info
     await engine.stop()
 
