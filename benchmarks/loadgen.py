@@ -103,6 +103,19 @@ def _usage_tokens(body: bytes) -> int:
     return int(digits[:end] or b"0")
 
 
+def post_request(
+    url: str, path: str, body: Mapping[str, object], headers: Mapping[str, str] = MappingProxyType({})
+) -> bytes:
+    """Return the bytes of a POST request with a JSON body, after which the server closes the connection."""
+    content = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: {urlsplit(url).netloc}\r\nContent-Type: application/json\r\n"
+        + "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        + f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + content
+
+
 def completion_request(
     url: str,
     model: str,
@@ -112,25 +125,34 @@ def completion_request(
     headers: Mapping[str, str] = MappingProxyType({}),
 ) -> bytes:
     """Return the bytes of a streamed /v1/completions request that always generates max_tokens."""
-    parts = urlsplit(url)
-    body = json.dumps(
-        {
-            "model": model,
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "ignore_eos": True,
-            "temperature": 0,
-            "seed": seed,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-    ).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
-        + "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        + f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-    )
-    return head.encode() + body
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+        "seed": seed,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return post_request(url, "/v1/completions", body, headers)
+
+
+def decode_body(body: bytes) -> bytes:
+    """Return the body of an HTTP answer, possibly truncated, without chunk headers."""
+    head, _, data = body.partition(b"\r\n\r\n")
+    if b"transfer-encoding: chunked" not in head.lower():
+        return data
+    out = bytearray()
+    while data:
+        size, _, data = data.partition(b"\r\n")
+        try:
+            length = int(size.partition(b";")[0], 16)
+        except ValueError:
+            break
+        out += data[:length]
+        data = data[length + 2 :]
+    return bytes(out)
 
 
 async def run_stream(

@@ -165,7 +165,7 @@ def prompt_of(name: str, tokens: int) -> str:
 
 async def pulls_of(fleet: Fleet) -> int:
     """Prefixes that have come to any worker."""
-    return int((await fleet.counted()).pulled)
+    return int((await fleet.counters()).pulled)
 
 
 async def again(

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from benchmarks.chaos.cluster import KEY, MODEL
 from benchmarks.chaos.schedule import Version
-from benchmarks.loadgen import StreamResult, completion_request
+from benchmarks.loadgen import StreamResult, completion_request, decode_body
 
 
 class Ending(enum.StrEnum):
@@ -140,23 +140,6 @@ def _compare(result: StreamResult, answer: Answer, expected: Answer) -> tuple[En
     if answer != expected:
         return Ending.WRONG, f"expected {_summarize(expected)}, got {_summarize(answer)}"
     return Ending.WHOLE, ""
-
-
-def decode_body(body: bytes) -> bytes:
-    """Return the body of an HTTP answer, possibly truncated, without chunk headers."""
-    head, _, data = body.partition(b"\r\n\r\n")
-    if b"transfer-encoding: chunked" not in head.lower():
-        return data
-    out = bytearray()
-    while data:
-        size, _, data = data.partition(b"\r\n")
-        try:
-            length = int(size, 16)
-        except ValueError:
-            break
-        out += data[:length]
-        data = data[length + 2 :]
-    return bytes(out)
 
 
 def _difference(got: str, expected: str) -> str:

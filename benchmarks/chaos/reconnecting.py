@@ -6,8 +6,7 @@ import enum
 import json
 from collections.abc import Iterator, Mapping
 
-from benchmarks.chaos.answers import decode_body
-from benchmarks.loadgen import StreamResult
+from benchmarks.loadgen import StreamResult, decode_body
 
 _DONE = b"[DONE]"
 # Front ends send this to an older request: a later one has the answer (frontend_svc/answers/coordinator.py).

@@ -1,1 +1,1 @@
-"""`make check-gpu`: what only a GPU can show. Each part runs on a CPU too, small, for tests."""
+"""`make check-gpu`: checks that need a GPU. For tests, each part also runs on a CPU, at a small scale."""

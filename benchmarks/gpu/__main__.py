@@ -1,7 +1,7 @@
 """`make check-gpu [PART=transfer|serving|migration|lengths|profile]`: each part in under ten minutes.
 
-Exits with 3, and says so, where there is no NVIDIA GPU. `--device cpu` runs the same code with a model of two
-layers, to show that it runs; its figures say nothing about GPUs and are kept apart.
+Exits with 3 and a message if there is no NVIDIA GPU. `--device cpu` runs the same code with a model of two
+layers, to check that it works; its figures say nothing about GPUs and are saved separately.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from benchmarks.gpu.tables import Rows
 from benchmarks.report import RESULTS
 
 PARTS: Final = ("transfer", "serving", "migration", "lengths", "profile")
-NOT_HERE: Final = 3
-# What a part may take beyond its budget before it is ended: under ten minutes with the usual one.
+NO_GPU: Final = 3
+# How long a part may exceed its budget before it is aborted: with the default, under ten minutes in total.
 _OVERTIME_S: Final = 30.0
 
 
 class Part(Protocol):
-    """A part's module."""
+    """The module of a part."""
 
     def run(self, setting: Setting, model: Path, budget: Budget) -> dict[str, object]: ...
 
@@ -41,13 +41,13 @@ class Part(Protocol):
 
 
 def load_part(name: str) -> Part:
-    """Import a part: it brings torch or vLLM, which another part may not need."""
+    """Import a part: each imports torch or vLLM only if it needs it."""
     module: Part = importlib.import_module(f"benchmarks.gpu.{name}")
     return module
 
 
 def save(name: str, setting: Setting, seconds: float, figures: dict[str, object], folder: Path) -> Path:
-    """Write gpu-NAME.json, of a CPU gpu-NAME-cpu.json."""
+    """Write gpu-NAME.json, or gpu-NAME-cpu.json for a CPU; return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"gpu-{name}{'' if setting.device == 'cuda' else '-cpu'}.json"
     record = {
@@ -63,26 +63,26 @@ def save(name: str, setting: Setting, seconds: float, figures: dict[str, object]
     return path
 
 
-def _too_long(number: int, frame: FrameType | None) -> None:
-    raise TimeoutError("not done within its budget")
+def _on_timeout(number: int, frame: FrameType | None) -> None:
+    raise TimeoutError("exceeded its time budget")
 
 
 def main() -> int:
-    """Run the parts that are named, one after the other; 1 if one of them failed."""
+    """Run the selected parts, one after another; return 1 if one of them failed."""
     parser = argparse.ArgumentParser(prog="make check-gpu", description=__doc__)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; all of them")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; default: all")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER")
-    parser.add_argument("--budget", type=float, default=540.0, metavar="SECONDS", help="of each part")
+    parser.add_argument("--budget", type=float, default=540.0, metavar="SECONDS", help="per part")
     options = parser.parse_args()
     if unknown := [name for name in options.parts if name not in PARTS]:
-        parser.error(f"no part {unknown[0]!r}: there are {', '.join(PARTS)}")
+        parser.error(f"unknown part {unknown[0]!r}; choose from {', '.join(PARTS)}")
     if options.device == "cuda" and nvidia_gpu() is None:
         print("check-gpu: not run: no NVIDIA GPU (nvidia-smi finds none)", file=sys.stderr)
-        return NOT_HERE
-    # A time limit from outside ends it with SIGTERM; its servers must not outlive it.
+        return NO_GPU
+    # An external time limit sends SIGTERM; the servers must not outlive this process.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    signal.signal(signal.SIGALRM, _too_long)
+    signal.signal(signal.SIGALRM, _on_timeout)
     setting = ON_GPU if options.device == "cuda" else ON_CPU
     console = Console()
     failed = []
@@ -90,7 +90,7 @@ def main() -> int:
         model = write_model(Path(folder) / "model", setting.shape)
         for name in options.parts or PARTS:
             console.print(f"check-gpu: {name}, on {setting.device}")
-            begun = time.monotonic()
+            started_s = time.monotonic()
             part = load_part(name)
             signal.setitimer(signal.ITIMER_REAL, options.budget + _OVERTIME_S)
             try:
@@ -101,7 +101,7 @@ def main() -> int:
                 continue
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
-            path = save(name, setting, time.monotonic() - begun, figures, options.results)
+            path = save(name, setting, time.monotonic() - started_s, figures, options.results)
             rows = part.table(figures)
             console.print(rows.render())
             for note in rows.notes:

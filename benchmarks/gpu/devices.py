@@ -1,4 +1,4 @@
-"""Which GPU is here, and the machine as a reader of the figures needs it."""
+"""Describe the GPU and the machine, for readers of the figures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PACKAGES: Final = ("vllm", "torch", "triton", "ucxx-cu13", "ucxx-cu12", "tailra
 
 
 def nvidia_gpu() -> dict[str, str] | None:
-    """Name, driver and memory of the first NVIDIA GPU, as nvidia-smi says them; None: there is none."""
+    """Return name, driver and memory of the first NVIDIA GPU as nvidia-smi reports them; None without one."""
     if shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader"]
@@ -30,7 +30,7 @@ def nvidia_gpu() -> dict[str, str] | None:
 
 
 def description() -> dict[str, object]:
-    """Machine, GPU and the versions of what was measured."""
+    """Return machine, GPU and the versions of the measured software."""
     versions: dict[str, str] = {}
     for package in _PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""What unequal lengths in a batch cost: batches of equal total KV, by attention backend."""
+"""Measure the cost of unequal lengths in a batch: batches of equal total KV, by attention backend."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from benchmarks.gpu.setting import Budget, Setting
 from benchmarks.gpu.tables import Rows
 
 SHAPES: Final = ("equal", "uniform", "one in sixteen long", "one long")
-# Beside the shapes: all as short as may be, so that what is not attention can be taken away.
+# In addition to the shapes: minimal lengths, to subtract everything but attention.
 BASE: Final = "shortest"
 _ENGINE_S: Final = 200.0
 
 
 def spread(shape: str, count: int, total: int, shortest: int) -> list[int]:
-    """`count` lengths of at least `shortest` that add up to `total`, spread as `shape` says."""
+    """Return `count` lengths of at least `shortest` that add up to `total`, distributed as `shape` says.
+
+    Raise ValueError if `total` is too small.
+    """
     if total < count * shortest:
         raise ValueError(f"{count} requests of {shortest} tokens are more than {total}")
     spare = total - count * shortest
@@ -35,15 +38,15 @@ def _weights(shape: str, count: int) -> list[float]:
     if shape == "one in sixteen long":
         return [1.0 if number % 16 == 0 else 0.0 for number in range(count)]
     if shape == "one long":
-        # An eighth of the KV is one request's.
+        # One request has an eighth of the KV.
         return [count / 7 if number == 0 else 1.0 for number in range(count)]
-    raise ValueError(f"no shape {shape!r}")
+    raise ValueError(f"unknown shape {shape!r}")
 
 
 def _shares(weights: Sequence[float], spare: int) -> list[int]:
-    """Whole numbers in proportion to the weights that add up to `spare`: largest remainders get the rest."""
-    whole = sum(weights)
-    exact = [weight / whole * spare for weight in weights]
+    """Return integers in proportion to the weights that add up to `spare`, by largest remainder."""
+    total = sum(weights)
+    exact = [weight / total * spare for weight in weights]
     floors = [math.floor(value) for value in exact]
     order = sorted(range(len(exact)), key=lambda n: floors[n] - exact[n])
     for number in order[: spare - sum(floors)]:
@@ -52,14 +55,14 @@ def _shares(weights: Sequence[float], spare: int) -> list[int]:
 
 
 def attention_ratio(step_ms: dict[str, float]) -> dict[str, float]:
-    """For each shape, the time of its attention over that of equal lengths, the base's step taken away."""
+    """Return each shape's attention time relative to that of equal lengths; the base's step is subtracted."""
     base = step_ms[BASE]
     equal = step_ms["equal"] - base
     return {s: (t - base) / equal for s, t in step_ms.items() if s != BASE and equal > 0}
 
 
 def run(setting: Setting, model: Path, budget: Budget) -> dict[str, object]:
-    """Median step times of each backend and shape."""
+    """Measure the median step times of each backend and shape. Raise RuntimeError if no backend works."""
     found: dict[str, object] = {}
     for backend in setting.backends:
         name = backend or "vLLM's choice"
@@ -88,7 +91,7 @@ def _engine(setting: Setting, model: Path, backend: str, timeout_s: float) -> di
 
 
 def table(figures: dict[str, object]) -> Rows:
-    """A row for each backend: step times, and the ratios to equal lengths."""
+    """Return a row per backend: step times, and their ratios to equal lengths."""
     backends = figures["backends"]
     assert isinstance(backends, dict)
     rows: list[list[str]] = []
@@ -100,7 +103,7 @@ def table(figures: dict[str, object]) -> Rows:
         steps, ratios = result["step_ms"], result["attention_ratio"]
         rows.append([f"{name}: step, ms", *(f"{steps[s]:.2f}" for s in (BASE, *SHAPES))])
         whole = (f"{steps[s] / steps['equal']:.2f}" for s in SHAPES)
-        rows.append([f"{name}: step to that of equal lengths", "", *whole])
+        rows.append([f"{name}: step relative to equal lengths", "", *whole])
         shown = (f"{ratios[s]:.2f}" if s in ratios else "" for s in SHAPES)
         rows.append([f"{name}: attention alone", "", *shown])
     title = f"A decode step of {figures['requests']} requests of equal total KV"

@@ -1,4 +1,5 @@
-"""One engine of vLLM's: its decode steps for batches of each spread of lengths, as JSON."""
+"""Measure the decode steps of one vLLM engine for batches with each distribution of lengths; JSON on
+stdout."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ from benchmarks.gpu.setting import ON_CPU, ON_GPU, Setting
 if TYPE_CHECKING:
     from vllm import LLM
 
-# Steps after the last prompt is computed that do not count.
+# Steps after the last prefill that do not count.
 _SETTLE = 4
 
 
 def engine(setting: Setting, model: Path, backend: str) -> LLM:
-    """An engine core in this process, so that a step is a call."""
+    """Create an engine core in this process, so that a step is a call."""
     os.environ.update(setting.serve_environment)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
@@ -44,7 +45,7 @@ def engine(setting: Setting, model: Path, backend: str) -> LLM:
 
 
 def capacity_tokens(llm: LLM) -> int:
-    """Tokens that the KV cache holds."""
+    """Return the capacity of the KV cache in tokens."""
     cache = llm.llm_engine.vllm_config.cache_config
     blocks = cache.num_gpu_blocks
     assert blocks is not None
@@ -52,7 +53,7 @@ def capacity_tokens(llm: LLM) -> int:
 
 
 def step_ms(llm: LLM, setting: Setting, lengths: list[int], seed: int) -> float:
-    """Median milliseconds of a step in which all requests decode."""
+    """Return the median milliseconds of a step in which all requests decode."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
@@ -65,30 +66,32 @@ def step_ms(llm: LLM, setting: Setting, lengths: list[int], seed: int) -> float:
     waiting = set(names)
     while waiting:
         waiting -= {output.request_id for output in core.step()}
-    taken = []
+    durations = []
     for turn in range(_SETTLE + setting.steps):
-        begun = time.perf_counter()
+        started_s = time.perf_counter()
         core.step()
         if turn >= _SETTLE:
-            taken.append((time.perf_counter() - begun) * 1000)
+            durations.append((time.perf_counter() - started_s) * 1000)
     core.abort_request(names)
     while core.has_unfinished_requests():
         core.step()
-    return statistics.median(taken)
+    return statistics.median(durations)
 
 
 def main() -> None:
-    """Measure every spread, and the shortest lengths beside them."""
+    """Measure every shape, and the minimal lengths."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--device", choices=["cuda", "cpu"], required=True)
-    parser.add_argument("--backend", default="", help="vLLM's name of an attention backend; its own choice")
+    parser.add_argument(
+        "--backend", default="", help="vLLM's name of an attention backend; default: vLLM's choice"
+    )
     options = parser.parse_args()
     setting = ON_GPU if options.device == "cuda" else ON_CPU
     llm = engine(setting, options.model, options.backend)
-    # Room for what is decoded while prompts are still computed and steps are timed.
-    room = int(0.95 * capacity_tokens(llm)) - setting.batch * (setting.steps + 160)
-    total = min(setting.batch * setting.mean_tokens, room)
+    # Leave KV for tokens decoded during prefill and the timed steps.
+    available_tokens = int(0.95 * capacity_tokens(llm)) - setting.batch * (setting.steps + 160)
+    total = min(setting.batch * setting.mean_tokens, available_tokens)
     times = {BASE: step_ms(llm, setting, [setting.shortest] * setting.batch, 1)}
     for number, shape in enumerate(SHAPES):
         lengths = spread(shape, setting.batch, total, setting.shortest)

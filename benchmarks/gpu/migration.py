@@ -1,4 +1,4 @@
-"""How long a live migration stops its request while both instances are decoding for others."""
+"""Measure the pause of a live migration while both instances decode other requests."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ from examples.fleet import Fleet
 from tailrace.v1 import admin_pb2_grpc
 
 _MODES = ("live", "stop and copy")
-# What the last move may still take.
+# Time for the last migration.
 _RESERVE_S = 60.0
 
 
 @contextmanager
 def steady_load(server: Server, setting: Setting, streams: int, longest_s: float) -> Iterator[None]:
-    """Keep so many streams running: one that ends is followed by another. Ends with the block."""
+    """Keep this many streams running for the block: each one that ends is replaced."""
     stop = threading.Event()
     end = time.monotonic() + longest_s
     tokens = 4 * setting.other_tokens
 
-    async def one(number: int) -> None:
+    async def run_one(number: int) -> None:
         turn = 0
         while not stop.is_set() and time.monotonic() < end:
             turn += 1
             text = prompt(setting.other_tokens, setting.shape.vocab_size, 7_000_000 + 10_000 * number + turn)
             result = await run_stream(server.url, completion_request(server.url, MODEL, text, tokens), 120)
             if result.error:
-                # The load goes on: a refusal must not turn into a loop without a pause.
+                # Continue the load: a refusal must not become a busy loop.
                 await asyncio.sleep(0.5)
 
-    async def every() -> None:
+    async def run_all() -> None:
         async with asyncio.TaskGroup() as group:
             for number in range(streams):
-                group.create_task(one(number))
+                group.create_task(run_one(number))
 
-    thread = threading.Thread(target=lambda: asyncio.run(every()), name="steady-load")
+    thread = threading.Thread(target=lambda: asyncio.run(run_all()), name="steady-load")
     thread.start()
     try:
         yield
@@ -60,7 +60,7 @@ def steady_load(server: Server, setting: Setting, streams: int, longest_s: float
 
 
 def run(setting: Setting, model: Path, budget: Budget) -> dict[str, object]:
-    """Each length, live and by stop and copy, with `others` streams decoding on either instance."""
+    """Migrate each length, live and by stop and copy, while `others` streams decode on either instance."""
     moves: list[dict[str, object]] = []
     left_out: list[str] = []
     with tailrace_cluster(setting, model, 2) as cluster, grpc.insecure_channel(cluster.admin) as channel:
@@ -77,7 +77,7 @@ def run(setting: Setting, model: Path, budget: Budget) -> dict[str, object]:
 
 
 def table(figures: dict[str, object]) -> Rows:
-    """Medians, a row for each length and mode."""
+    """Return medians, a row per length and mode."""
     moves = figures["moves"]
     assert isinstance(moves, list)
     rows = []
@@ -100,5 +100,5 @@ def table(figures: dict[str, object]) -> Rows:
     title = f"Pause while {figures['others_on_each']} others decode on each instance (medians)"
     left_out = figures["not_run_for_time"]
     assert isinstance(left_out, list)
-    notes = [f"not run: out of time: {what}" for what in left_out]
+    notes = [f"not run: out of time: {case}" for case in left_out]
     return Rows(title, ["request", "MiB", "pause, ms", "steps", "rounds", "MiB/s"], rows, notes)

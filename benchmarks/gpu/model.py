@@ -1,4 +1,4 @@
-"""A model to load with dummy weights: a configuration and a tokenizer, written here, nothing downloaded."""
+"""Write a model to load with dummy weights: only a configuration and a tokenizer, nothing downloaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Dimensions of a Llama."""
+    """Dimensions of a Llama model."""
 
     hidden_size: int
     intermediate_size: int
@@ -28,19 +28,20 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of KV that a token takes, at the type of the weights."""
+        """Bytes of KV per token, in the data type of the weights."""
         width = 4 if self.dtype == "float32" else 2
         return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * width
 
 
-# Llama 3.1 8B (its published config.json): 131,072 bytes of KV a token.
+# Llama 3.1 8B (its published config.json): 131,072 bytes of KV per token.
 LLAMA_8B = ModelShape(4096, 14336, 32, 32, 8, 128, 128256, 131072, "bfloat16")
-# For CPUs: 512 bytes of KV a token.
+# For CPUs: 512 bytes of KV per token.
 SMALL = ModelShape(128, 256, 2, 2, 1, 64, 512, 8192, "bfloat16")
 
 
 def write_model(folder: Path, shape: ModelShape) -> Path:
-    """Write a model's folder, without weights. A token is a word: `t17` is token 17, from 3 on."""
+    """Write a model's folder, without weights. A token is a word: `t17` is token 17; such words begin at
+    3."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         **asdict(shape),
@@ -63,23 +64,23 @@ def write_model(folder: Path, shape: ModelShape) -> Path:
     tokenizer = Tokenizer(WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
-    named = {
+    tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": shape.max_position_embeddings,
         "unk_token": "<unk>",
         "bos_token": "<s>",
         "eos_token": "</s>",
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     return folder
 
 
 def prompt(tokens: int, vocab_size: int, seed: int) -> str:
-    """A text of exactly so many tokens, unlike that of any other seed."""
+    """Return a text of exactly this many tokens, different for each seed."""
     return " ".join(f"t{n}" for n in prompt_ids(tokens, vocab_size, seed))
 
 
 def prompt_ids(tokens: int, vocab_size: int, seed: int) -> list[int]:
-    """The same as token ids."""
-    draw = random.Random(seed)
-    return [draw.randrange(16, vocab_size) for _ in range(tokens)]
+    """Return the token IDs of `prompt`."""
+    rng = random.Random(seed)
+    return [rng.randrange(16, vocab_size) for _ in range(tokens)]

@@ -1,4 +1,5 @@
-"""Two instances on one GPU behind Tailrace, against `vllm serve` with its defaults, one after the other."""
+"""Compare two instances on one GPU behind Tailrace with `vllm serve` with its defaults, one after the
+other."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from benchmarks.servers import MODEL, Server
 
 @dataclass(frozen=True)
 class Load:
-    """One load on one server. Times in milliseconds; gaps are those between a stream's events."""
+    """Results of one load on one server. Times in milliseconds; gaps are between a stream's events."""
 
     server: str
     streams: int
@@ -30,7 +31,7 @@ class Load:
 
 
 def summarize(server: str, results: Sequence[StreamResult]) -> Load:
-    """Figures of one load. Raise RuntimeError if a stream failed."""
+    """Aggregate the results of a load. Raise RuntimeError if a stream failed."""
     if failed := [result.error for result in results if result.error]:
         raise RuntimeError(f"{server}: {len(failed)} of {len(results)} streams failed: {failed[0]}")
     seconds = max(r.finished for r in results) - min(r.started for r in results)
@@ -55,7 +56,7 @@ def _measure(server: Server, setting: Setting, streams: int, turn: int) -> Load:
 
 
 def _loads(server: Server, setting: Setting, budget: Budget, share_s: float) -> list[Load]:
-    """All loads, as many rounds as there is time for, after one that warms up."""
+    """Run all loads, as many rounds as time permits, after a warm-up."""
     _measure(server, setting, max(setting.streams), 0)
     found: list[Load] = []
     for turn in range(1, setting.rounds + 1):
@@ -66,7 +67,7 @@ def _loads(server: Server, setting: Setting, budget: Budget, share_s: float) -> 
 
 
 def run(setting: Setting, model: Path, budget: Budget) -> dict[str, object]:
-    """Every load of both servers. They do not run at once: each takes the GPU's memory as it would alone."""
+    """Run every load on both servers, not concurrently: each uses the GPU's memory as it would alone."""
     with tailrace_cluster(setting, model, 2) as ours:
         loads = _loads(ours, setting, budget, share_s=240)
     with plain_vllm(setting, model) as theirs:
@@ -75,7 +76,7 @@ def run(setting: Setting, model: Path, budget: Budget) -> dict[str, object]:
 
 
 def medians(loads: Sequence[Load]) -> list[dict[str, object]]:
-    """For each number of streams the medians of either server and the ratio, ours to theirs."""
+    """Return medians of both servers and the ratio ours / theirs, for each number of streams."""
     servers = list(dict.fromkeys(load.server for load in loads))
     found: list[dict[str, object]] = []
     for streams in dict.fromkeys(load.streams for load in loads):
@@ -91,7 +92,7 @@ def medians(loads: Sequence[Load]) -> list[dict[str, object]]:
 
 
 def table(figures: dict[str, object]) -> Rows:
-    """A row for each load and figure."""
+    """Return a row per load and figure."""
     found = figures["medians"]
     assert isinstance(found, list)
     names = [name for name in found[0] if name not in ("streams", "figure")]

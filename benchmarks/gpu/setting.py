@@ -1,4 +1,4 @@
-"""How large each part is: on a GPU with 8B-sized weights, and on a CPU, where it only shows that it runs."""
+"""The scale of each part: on a GPU with 8B-sized weights, and on a CPU, only to check that it works."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from benchmarks.gpu.model import LLAMA_8B, SMALL, ModelShape
 
 @dataclass(frozen=True)
 class Setting:
-    """Everything that differs between a GPU and a CPU. Lengths in tokens."""
+    """All differences between GPU and CPU. Lengths in tokens."""
 
     device: str
     shape: ModelShape
-    # Options of `tailrace serve worker` and of `vllm serve`, beside the model and its dummy weights.
+    # Options of `tailrace serve worker` and of `vllm serve`, in addition to the model and its dummy weights.
     worker_options: tuple[str, ...]
     serve_options: tuple[str, ...]
     serve_environment: tuple[tuple[str, str], ...]
-    # transfer: blocks of the pool, of which some are moved at a time, and the tokens of a block.
+    # transfer: blocks in the pool, how many are transferred at a time, and tokens per block
     pool_blocks: int
     moved_blocks: tuple[int, ...]
     block_tokens: int
@@ -32,7 +32,7 @@ class Setting:
     others: int
     other_tokens: int
     repeats: int
-    # lengths: requests of a batch, the tokens of the shortest, most tokens of a request, timed steps
+    # lengths: requests in a batch, tokens of the shortest, mean tokens of a request, timed steps
     batch: int
     shortest: int
     mean_tokens: int
@@ -42,8 +42,8 @@ class Setting:
     profile_budget_s: int
 
 
-# Of each of two instances. Given, not found out: vLLM goes by the memory that is free while it loads, and
-# that is not the same at both ends of its loading when another instance loads beside it.
+# For each of two instances. Set explicitly: vLLM derives it from the memory that is free before and after it
+# loads, which changes when another instance loads at the same time.
 KV_BYTES = 16_000_000_000
 
 ON_GPU = Setting(
@@ -101,12 +101,12 @@ ON_CPU = Setting(
 
 
 class Budget:
-    """Seconds that a part may take; what there is no time for is left out and said so."""
+    """Time budget of a part, in seconds; what does not fit is skipped and reported."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
 
     @property
     def left_s(self) -> float:
-        """Seconds left, 0 at the least."""
+        """Remaining seconds, at least 0."""
         return max(0.0, self._end - time.monotonic())

@@ -1,4 +1,4 @@
-"""Tables of the parts, as data, so that they can be tested without a terminal."""
+"""Tables as data, so that they can be tested without a terminal."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Rows:
-    """A table: its title, its columns, and rows of as many cells."""
+    """A table: title, columns, and rows with as many cells."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    # Said below it: what failed, what there was no time for.
+    # Printed below it: failures, and what was skipped for lack of time.
     notes: Sequence[str] = ()
 
     def render(self) -> Table:
-        """For a terminal; numbers to the right."""
+        """Return the table for a terminal; numbers are right-aligned."""
         table = Table(title=self.title)
         for number, column in enumerate(self.columns):
             table.add_column(column, justify="right" if number else "left")

@@ -1,4 +1,4 @@
-"""KV in device memory: gather, scatter and checksum beside the copy engine, and UCX beside both."""
+"""Measure KV in device memory: gather, scatter and checksums, compared with the copy engine and with UCX."""
 
 from __future__ import annotations
 
@@ -20,38 +20,39 @@ _MESSAGE_BYTES = 8 << 20
 
 
 def kv_layers(setting: Setting) -> list[torch.Tensor]:
-    """A KV cache as vLLM lays it out: a tensor a layer, [blocks, K and V, tokens, heads, head dimension]."""
+    """Create a KV cache in vLLM's layout: a tensor per layer, [blocks, K and V, tokens, heads, head
+    dimension]."""
     shape = setting.shape
     size = (setting.pool_blocks, 2, setting.block_tokens, shape.num_key_value_heads, shape.head_dim)
-    kind = getattr(torch, shape.dtype)
+    dtype = getattr(torch, shape.dtype)
     layers = range(shape.num_hidden_layers)
-    return [torch.randn(size, device=setting.device).to(kind) for _ in layers]
+    return [torch.randn(size, device=setting.device).to(dtype) for _ in layers]
 
 
 def seconds(device: str, work: Callable[[], object]) -> float:
-    """Median of several runs, each complete on the device; the first, which compiles, does not count."""
-    taken = []
+    """Return the median of several synchronized runs; the first, which compiles, does not count."""
+    durations = []
     for turn in range(_REPEATS + 1):
-        _complete(device)
-        begun = time.perf_counter()
+        _synchronize(device)
+        started_s = time.perf_counter()
         work()
-        _complete(device)
+        _synchronize(device)
         if turn:
-            taken.append(time.perf_counter() - begun)
-    return statistics.median(taken)
+            durations.append(time.perf_counter() - started_s)
+    return statistics.median(durations)
 
 
-def _complete(device: str) -> None:
+def _synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def run(setting: Setting, model: Path, budget: Budget) -> dict[str, object]:
-    """Rates in GiB/s of KV moved (read once, written once), by number of blocks."""
+    """Measure rates in GiB/s of KV (read once, written once), by number of blocks."""
     del model
     kv = KvBlocks(kv_layers(setting), setting.pool_blocks)
-    draw = random.Random(0)
-    rates = [_rates(kv, setting, count, draw) for count in setting.moved_blocks]
+    rng = random.Random(0)
+    rates = [_rates(kv, setting, count, rng) for count in setting.moved_blocks]
     memories = ("host", "cuda") if setting.device == "cuda" else ("host",)
     ucx: dict[str, float | str] = {}
     for memory in memories:
@@ -70,11 +71,11 @@ def run(setting: Setting, model: Path, budget: Budget) -> dict[str, object]:
     }
 
 
-def _rates(kv: KvBlocks, setting: Setting, count: int, draw: random.Random) -> dict[str, float]:
-    ids = draw.sample(range(setting.pool_blocks), count)
-    there = draw.sample(range(setting.pool_blocks), count)
+def _rates(kv: KvBlocks, setting: Setting, count: int, rng: random.Random) -> dict[str, float]:
+    ids = rng.sample(range(setting.pool_blocks), count)
+    targets = rng.sample(range(setting.pool_blocks), count)
     out, copy = kv.staging(count), kv.staging(count)
-    _check(kv, ids, there, count)
+    _check_round_trip(kv, ids, targets, count)
     kv.gather(ids, out)
     host = torch.empty(out.bytes.shape, dtype=torch.uint8, pin_memory=setting.device == "cuda")
     work: dict[str, Callable[[], object]] = {
@@ -83,24 +84,24 @@ def _rates(kv: KvBlocks, setting: Setting, count: int, draw: random.Random) -> d
         "copy from pinned host memory": lambda: out.bytes.copy_(host),
         "gather with checksums": lambda: kv.gather(ids, out),
         "checksums alone": lambda: kv.checksums(out, count),
-        "scatter": lambda: kv.scatter(out, there),
+        "scatter": lambda: kv.scatter(out, targets),
     }
     gib = count * kv.num_layers * kv.layer_block_bytes / (1 << 30)
     rates = {name: gib / seconds(setting.device, each) for name, each in work.items()}
     return {"blocks": count, "mib": gib * 1024, **rates}
 
 
-def _check(kv: KvBlocks, ids: list[int], there: list[int], count: int) -> None:
-    """What is scattered and gathered again is what it was. Raise RuntimeError otherwise."""
-    staged, again = kv.staging(count), kv.staging(count)
+def _check_round_trip(kv: KvBlocks, ids: list[int], targets: list[int], count: int) -> None:
+    """Check that KV is unchanged by scatter and gather. Raise RuntimeError otherwise."""
+    staged, regathered = kv.staging(count), kv.staging(count)
     sums = kv.gather(ids, staged)
-    kv.scatter(staged, there)
-    if kv.gather(there, again) != sums or not torch.equal(staged.bytes, again.bytes):
-        raise RuntimeError("KV that was gathered and scattered is not what it was")
+    kv.scatter(staged, targets)
+    if kv.gather(targets, regathered) != sums or not torch.equal(staged.bytes, regathered.bytes):
+        raise RuntimeError("KV was changed by gather and scatter")
 
 
 def table(figures: dict[str, object]) -> Rows:
-    """A row for each way of moving KV, and one for each memory of UCX."""
+    """Return a row per operation, and one per memory type of UCX."""
     rates = figures["gib_per_s"]
     ucx = figures["ucx_perftest_gib_per_s"]
     assert isinstance(rates, list)

@@ -1,1 +1,1 @@
-"""What the policies do on real vLLM engines, with every answer checked (docs/live-results.md)."""
+"""Compare the policies on real vLLM engines, with every answer checked (docs/live-results.md)."""

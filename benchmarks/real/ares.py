@@ -1,14 +1,14 @@
-"""ARES against the same dispatch without rescheduling: variance of KV use, preemptions."""
+"""Compare ARES with the same dispatch without rescheduling: variance of KV use, preemptions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Final
 
-from benchmarks.real.contest import Arm, contest, rate_for
+from benchmarks.real.contest import Arm, rate_for, run_arm
 from benchmarks.real.figures import QOE_SLO, Figures
 from benchmarks.real.load import TPOT_S, poisson
-from benchmarks.real.plan import Bench, mirrored
+from benchmarks.real.plan import Bench, alternate_order
 from benchmarks.real.prompts import skewed
 from benchmarks.real.report import Comparison
 
@@ -18,16 +18,17 @@ _ARMS: Final = (Arm("no rescheduling", "current_load"), Arm("ares", "ares"))
 
 
 async def run(bench: Bench) -> Sequence[Comparison]:
-    """Lengths differ by a factor of ten, and nobody knows them when a request is placed."""
+    """Run the comparison with lengths that differ by a factor of ten and are unknown at placement."""
     fleet = await bench.fleet()
     tasks = skewed(0)
-    await bench.references.learn(fleet, tasks)
+    await bench.references.record_answers(fleet, tasks)
     rate = rate_for(_LOAD, bench.references, tasks)
     runs: list[Figures] = []
     for number, seed in enumerate(bench.scale.seeds):
         arrivals = poisson(tasks, rate, bench.scale.seconds, seed)
         runs += [
-            await contest(fleet, arm, seed, arrivals, bench.references) for arm in mirrored(_ARMS, number)
+            await run_arm(fleet, arm, seed, arrivals, bench.references)
+            for arm in alternate_order(_ARMS, number)
         ]
     found = Comparison(
         name="ares",

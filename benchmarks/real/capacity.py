@@ -1,8 +1,8 @@
-"""What a fleet makes with its KV full: the unit of the loads at which policies are compared.
+"""Measure a fleet's rate with full KV: the unit of the loads at which policies are compared.
 
-Two streams a worker make far fewer tokens than a full batch, and how many more differs between machines, so
-that a multiple of that says nothing. 1.0 here is the rate at which the fleet is just busy with its memory
-full.
+Two streams per worker generate far fewer tokens than a full batch, by a factor that depends on the machine,
+so multiples of that rate mean nothing. A load of 1.0 is the rate at which the fleet is just saturated with
+its memory full.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from benchmarks.real.chat import chat_request
 from benchmarks.real.check import Disturbed
 from benchmarks.real.fleet import BLOCK_TOKENS, WORKERS, Fleet
 from benchmarks.real.plan import progress
-from benchmarks.real.prompts import longest, messages, prompt_tokens
+from benchmarks.real.prompts import max_completion_tokens, messages, prompt_tokens
 from benchmarks.servers import MODEL
 from tailrace.tiny.task import Task
 
-# Times what the fleet's KV holds: there are requests waiting during the whole measurement.
+# Multiple of what fits into the fleet's KV: requests wait throughout the measurement.
 _BACKLOG: Final = 4
-# Of the requests that ended: from the first of these to the second.
-_FROM, _TO = 0.25, 0.75
+# Shares of finished requests between which the rate is measured.
+_FIRST_COUNTED, _LAST_COUNTED = 0.25, 0.75
 _DEADLINE_S: Final = 240.0
 
 
 async def full_kv_rate(fleet: Fleet, tasks: Sequence[Task], kv_blocks: int) -> float:
-    """Requests a second, of `tasks` in turn, that the fleet completes while more wait than its KV holds.
+    """Return the requests per second that the fleet completes while more wait than fit into its KV.
 
-    Raises Disturbed when a request fails.
+    `tasks` are used in turn. Raise Disturbed if a request fails.
     """
     mean = sum(prompt_tokens(each) + each.completion_tokens for each in tasks) / len(tasks)
-    holds = max(1.0, kv_blocks * BLOCK_TOKENS / mean) * WORKERS
-    count = max(8, round(_BACKLOG * holds))
+    kv_requests = max(1.0, kv_blocks * BLOCK_TOKENS / mean) * WORKERS
+    count = max(8, round(_BACKLOG * kv_requests))
     await fleet.clear()
-    ended: list[float] = []
+    end_times: list[float] = []
 
-    async def ask(asked: Task) -> None:
-        request = chat_request(fleet.url, MODEL, messages(asked), longest([asked]))
+    async def ask(question: Task) -> None:
+        request = chat_request(fleet.url, MODEL, messages(question), max_completion_tokens([question]))
         result = await run_stream(fleet.url, request, timeout_s=_DEADLINE_S)
         if result.error:
-            raise Disturbed(f"measuring the fleet's capacity: {asked.prompt!r}: {result.error}")
-        ended.append(time.perf_counter())
+            raise Disturbed(f"measuring the fleet's capacity: {question.prompt!r}: {result.error}")
+        end_times.append(time.perf_counter())
 
-    await asyncio.gather(*(ask(asked) for asked in itertools.islice(itertools.cycle(tasks), count)))
-    ended.sort()
-    first, last = int(_FROM * count), int(_TO * count)
-    rate = (last - first) / (ended[last] - ended[first])
-    progress(f"  with its KV full the fleet completes {rate:.2f} requests/s ({count} asked at once)")
+    await asyncio.gather(*(ask(question) for question in itertools.islice(itertools.cycle(tasks), count)))
+    end_times.sort()
+    first, last = int(_FIRST_COUNTED * count), int(_LAST_COUNTED * count)
+    rate = (last - first) / (end_times[last] - end_times[first])
+    progress(f"  with its KV full the fleet completes {rate:.2f} requests/s ({count} submitted at once)")
     return rate

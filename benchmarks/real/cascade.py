@@ -1,4 +1,4 @@
-"""CascadeInfer's stages and bids against schedulers that know no lengths."""
+"""Compare CascadeInfer's stages and bids with schedulers that ignore lengths."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Sequence
 from typing import Final
 
 from benchmarks.real.capacity import full_kv_rate
-from benchmarks.real.contest import PLAIN, Arm, Layout, contest
+from benchmarks.real.contest import PLAIN, Arm, Layout, run_arm
 from benchmarks.real.figures import QOE_SLO, Figures
 from benchmarks.real.fleet import MAX_LEN, Engines
 from benchmarks.real.lengths import spread_over_equal
 from benchmarks.real.load import TPOT_S, poisson
-from benchmarks.real.plan import PRESSED, Bench, mirrored
+from benchmarks.real.plan import SCARCE_KV, Bench, alternate_order
 from benchmarks.real.prompts import mix
 from benchmarks.real.report import Comparison
 from tailrace.v1 import types_pb2
 
-# Below the long requests' reasoning, above nearly all of the short ones.
+# Below the reasoning lengths of long requests, above those of nearly all short ones.
 _BOUNDARY: Final = 400
 _ALONE: Final = Engines(workers=1, kv_blocks=256)
-# The last three run on the stages below; the others know none.
+# These run on the stages below; the others have no stages.
 _STAGED: Final = ("no pipeline", "in turn", "bid-ask")
 _ARMS: Final = (
     Arm("round robin", "round_robin"),
@@ -31,17 +31,17 @@ _ARMS: Final = (
 
 
 async def run(bench: Bench) -> Sequence[Comparison]:
-    """Compare on one instance for short contexts and two for long ones: those two bid.
+    """Run the comparison with one instance for short contexts and two for long ones, which bid.
 
-    First of all, what unequal lengths cost one engine: what sorting them could gain at most.
+    First measure the cost of unequal lengths on one engine: the upper bound of what sorting can gain.
     """
     cost = await spread_over_equal(await bench.fleet(_ALONE))
-    fleet = await bench.fleet(PRESSED)
+    fleet = await bench.fleet(SCARCE_KV)
     tasks = mix(0)
-    await bench.references.learn(fleet, tasks)
-    unit = await full_kv_rate(fleet, tasks, PRESSED.kv_blocks)
+    await bench.references.record_answers(fleet, tasks)
+    unit = await full_kv_rate(fleet, tasks, SCARCE_KV.kv_blocks)
     names = sorted(fleet.members.instances)
-    # Two-sided room for lengths beyond what the model may have: stages must cover every length.
+    # Stages must cover every length, also beyond what the model supports.
     stages = [
         types_pb2.Stage(lo=0, hi=_BOUNDARY, instance_ids=names[:1]),
         types_pb2.Stage(lo=_BOUNDARY, hi=max(131_072, MAX_LEN), instance_ids=names[1:]),
@@ -51,9 +51,9 @@ async def run(bench: Bench) -> Sequence[Comparison]:
         runs: list[Figures] = []
         for number, seed in enumerate(bench.scale.seeds):
             arrivals = poisson(tasks, load * unit, bench.scale.seconds, seed)
-            for arm in mirrored(_ARMS, number):
+            for arm in alternate_order(_ARMS, number):
                 layout = Layout({}, stages) if arm.name in _STAGED else PLAIN
-                runs.append(await contest(fleet, arm, seed, arrivals, bench.references, layout))
+                runs.append(await run_arm(fleet, arm, seed, arrivals, bench.references, layout))
         runs[0].more = {"a step of unequal lengths over one of equal": cost}
         found.append(
             Comparison(

@@ -1,4 +1,4 @@
-"""Every answer under load against the answer of the same prompt on an idle fleet."""
+"""Compare every answer under load with the answer to the same prompt on an idle fleet."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Final
 from benchmarks.loadgen import run_stream
 from benchmarks.real.chat import Answer, chat_request, read_chat
 from benchmarks.real.fleet import WORKERS, Fleet
-from benchmarks.real.prompts import longest, messages
+from benchmarks.real.prompts import max_completion_tokens, messages
 from benchmarks.servers import MODEL
 from tailrace.tiny.task import Task
 from tailrace.tiny.task import check as check_task
 
-# Times that the undisturbed answers are asked for, until nothing was preempted.
+# Attempts to record undisturbed answers without preemptions.
 _TRIES: Final = 4
 
 
 class Disturbed(RuntimeError):
-    """The fleet was not idle enough, or the model is not what it ought to be: nothing can be compared."""
+    """The fleet was not idle, or the model is not as expected: nothing can be compared."""
 
 
 @dataclass(slots=True)
 class References:
-    """Undisturbed answers, and how fast they came."""
+    """Undisturbed answers, and the rate at which they were generated."""
 
     answers: dict[Task, Answer] = field(default_factory=dict)
     tokens: int = 0
@@ -34,59 +34,62 @@ class References:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the whole fleet, with two streams a worker."""
+        """Tokens per second of the whole fleet, with two streams per worker."""
         return self.tokens / self.seconds
 
-    async def learn(self, fleet: Fleet, tasks: Sequence[Task], most_wrong: float = 0.0) -> list[Task]:
-        """Ask for each prompt not yet known, two at a time a worker, under a policy that moves nothing.
+    async def record_answers(
+        self, fleet: Fleet, tasks: Sequence[Task], max_wrong_share: float = 0.0
+    ) -> list[Task]:
+        """Record the answer to each new prompt, two at a time per worker, under a policy that migrates
+        nothing.
 
-        Asks again when something was preempted or migrated. Returns those that the model answers rightly.
-        Raises Disturbed when asking again does not help, or when more than this share of answers is wrong.
+        Repeat this if a request was preempted or migrated. Return the tasks that the model answers correctly.
+        Raise Disturbed if repeating does not help, or if more than this share of answers is wrong.
         """
-        unknown = [each for each in dict.fromkeys(tasks) if each not in self.answers]
-        await self._learn(fleet, unknown)
-        wrong = {each for each in tasks if not _right(each, self.answers[each])}
-        if len(wrong) > most_wrong * len(tasks):
+        new = [each for each in dict.fromkeys(tasks) if each not in self.answers]
+        await self._record_answers(fleet, new)
+        wrong = {each for each in tasks if not _is_correct(each, self.answers[each])}
+        if len(wrong) > max_wrong_share * len(tasks):
             first = next(iter(wrong))
             raise Disturbed(
-                f"{len(wrong)} of {len(tasks)} undisturbed answers are not the only right one; "
-                f"to {first.prompt!r} it is {self.answers[first]}"
+                f"{len(wrong)} of {len(tasks)} undisturbed answers are wrong; "
+                f"to {first.prompt!r} the answer was {self.answers[first]}"
             )
         return [each for each in tasks if each not in wrong]
 
-    async def _learn(self, fleet: Fleet, unknown: Sequence[Task]) -> None:
-        if not unknown:
+    async def _record_answers(self, fleet: Fleet, new: Sequence[Task]) -> None:
+        if not new:
             return
         for _ in range(_TRIES):
             await fleet.clear()
-            before, moved = await fleet.counted(), len(await fleet.migrations())
+            before, moved = await fleet.counters(), len(await fleet.migrations())
             slots = asyncio.Semaphore(2 * WORKERS)
             began_s = time.perf_counter()
-            await asyncio.gather(*(self._ask(fleet, each, slots) for each in unknown))
+            await asyncio.gather(*(self._ask(fleet, each, slots) for each in new))
             took_s = time.perf_counter() - began_s
-            done = (await fleet.counted()).since(before)
+            done = (await fleet.counters()).since(before)
             if not done.preemptions and len(await fleet.migrations()) == moved:
                 self.seconds += took_s
                 self.tokens += done.tokens
                 return
-            # Three may have met on one worker, where one had just ended and another was not seen yet.
+            # Three may have run on one worker, before a report showed the third.
         raise Disturbed(
-            f"something was preempted or moved in each of {_TRIES} tries to take undisturbed answers"
+            f"a request was preempted or migrated in each of {_TRIES} attempts to record undisturbed answers"
         )
 
-    async def _ask(self, fleet: Fleet, asked: Task, slots: asyncio.Semaphore) -> None:
+    async def _ask(self, fleet: Fleet, question: Task, slots: asyncio.Semaphore) -> None:
         async with slots:
-            request = chat_request(fleet.url, MODEL, messages(asked), longest([asked]))
+            request = chat_request(fleet.url, MODEL, messages(question), max_completion_tokens([question]))
             result = await run_stream(fleet.url, request)
         if result.error:
-            raise Disturbed(f"{asked.prompt!r}: {result.error}")
+            raise Disturbed(f"{question.prompt!r}: {result.error}")
         answer, _ = read_chat(result, 1.0)
-        self.answers[asked] = answer
+        self.answers[question] = answer
 
-    def same(self, asked: Task, answer: Answer) -> bool:
-        """Whether it is the undisturbed answer: text, reasoning, usage and finish reason."""
-        return self.answers[asked] == answer
+    def is_equal(self, question: Task, answer: Answer) -> bool:
+        """Return whether it equals the undisturbed answer: text, reasoning, usage and finish reason."""
+        return self.answers[question] == answer
 
 
-def _right(asked: Task, answer: Answer) -> bool:
-    return check_task(asked, answer.reasoning, answer.text).right
+def _is_correct(question: Task, answer: Answer) -> bool:
+    return check_task(question, answer.reasoning, answer.text).right

@@ -1,4 +1,4 @@
-"""Figures of one run: tails by reasoning length, attainment, pauses, and how many answers were equal."""
+"""Figures of one run: tails by reasoning length, attainment, pauses, and the number of equal answers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Final
 from benchmarks.loadgen import percentile
 from benchmarks.real.chat import Timing
 from benchmarks.real.load import Outcome
-from benchmarks.real.watch import Watched
+from benchmarks.real.observe import Observations
 
-# PASCAL's SLO (section III): the answer's QoE at the reader's pace.
+# PASCAL's SLO (section III): QoE of the answer at the reader's pace.
 QOE_SLO: Final = 0.95
-# Upper ends of the bins of reasoning tokens; the last is open.
+# Upper bounds of the bins of reasoning tokens; the last bin is open.
 BINS: Final = (256, 768)
 
 
 @dataclass(slots=True)
 class Figures:
-    """One contestant, one load; times in seconds."""
+    """Figures of one contestant under one load; times in seconds."""
 
     contestant: str
     seed: int
@@ -46,7 +46,7 @@ class Figures:
     swaps_out: int
     tokens: int
     flips: int
-    # The longest stall of any stream during which a pool flipped; 0: no stream stalled then.
+    # The longest stall of a stream during which a pool flipped; 0: no stream stalled then.
     flip_stall_s: float
     migrations: dict[str, int]
     aborted: int
@@ -56,13 +56,13 @@ class Figures:
     more: dict[str, float] = field(default_factory=dict)
 
     @property
-    def right(self) -> bool:
-        """Every answer came, and was the undisturbed one."""
+    def passed(self) -> bool:
+        """Whether every answer arrived and equals the undisturbed one."""
         return self.equal == self.requests
 
 
-def by_qoe(timing: Timing) -> bool:
-    """PASCAL's SLO."""
+def meets_qoe_slo(timing: Timing) -> bool:
+    """Return whether PASCAL's SLO is met."""
     return timing.qoe >= QOE_SLO
 
 
@@ -70,61 +70,61 @@ def figures(
     contestant: str,
     seed: int,
     outcomes: Sequence[Outcome],
-    watched: Watched,
+    observed: Observations,
     seconds: float,
-    attains: Callable[[Timing], bool] = by_qoe,
+    meets_slo: Callable[[Timing], bool] = meets_qoe_slo,
 ) -> Figures:
-    """Sum a run up."""
-    timed = [(o.asked.thought_tokens, o.timing) for o in outcomes if o.timing is not None]
+    """Aggregate a run."""
+    timed = [(o.question.thought_tokens, o.timing) for o in outcomes if o.timing is not None]
     timings = [timing for _, timing in timed]
-    counts = watched.counts
+    counts = observed.counts
     assert counts is not None
-    committed = watched.committed()
+    committed = observed.committed()
     return Figures(
         contestant=contestant,
         seed=seed,
         requests=len(outcomes),
         equal=sum(o.equal for o in outcomes),
-        failed=[f"{o.asked.prompt}: {o.error}" for o in outcomes if not o.equal],
-        attained=sum(attains(timing) for timing in timings),
+        failed=[f"{o.question.prompt}: {o.error}" for o in outcomes if not o.equal],
+        attained=sum(meets_slo(timing) for timing in timings),
         seconds=seconds,
         ttft_p50_s=percentile([t.ttft_s for t in timings], 0.5),
         ttft_p90_s=percentile([t.ttft_s for t in timings], 0.9),
         first_p50_s=percentile([t.first_token_s for t in timings], 0.5),
         first_p90_s=percentile([t.first_token_s for t in timings], 0.9),
-        ttft_by_reasoning=_binned(timed),
+        ttft_by_reasoning=_ttft_by_bin(timed),
         qoe_mean=statistics.fmean(t.qoe for t in timings) if timings else 0.0,
         longest_gap_s=max((t.longest_gap_s for t in timings), default=0.0),
         gap_p50_s=percentile([t.longest_gap_s for t in timings], 0.5),
-        kv_share_mean=statistics.fmean(watched.shares or [0.0]),
-        kv_variance_mean=statistics.fmean(watched.variances or [0.0]),
+        kv_share_mean=statistics.fmean(observed.shares or [0.0]),
+        kv_variance_mean=statistics.fmean(observed.variances or [0.0]),
         preemptions=counts.preemptions,
         swaps_out=counts.swaps_out,
         tokens=counts.tokens,
-        flips=len(watched.flips),
+        flips=len(observed.flips),
         flip_stall_s=max(
             (
                 end - begin
                 for timing in timings
                 for begin, end in timing.stalls
-                if any(begin <= at_s <= end for at_s, *_ in watched.flips)
+                if any(begin <= at_s <= end for at_s, *_ in observed.flips)
             ),
             default=0.0,
         ),
         migrations=committed,
-        aborted=len(watched.migrations) - sum(committed.values()),
-        pause_ms_max=max(watched.pauses_ms, default=0.0),
+        aborted=len(observed.migrations) - sum(committed.values()),
+        pause_ms_max=max(observed.pauses_ms, default=0.0),
         offers_taken=counts.offers_taken,
         offers_kept=counts.offers_kept,
     )
 
 
 def ratio(ours: float, theirs: float) -> float | None:
-    """ours / theirs; None where there is nothing to divide by."""
+    """Return ours / theirs; None if theirs is 0."""
     return ours / theirs if theirs else None
 
 
-def _binned(timed: Sequence[tuple[int, Timing]]) -> dict[str, tuple[int, float, float]]:
+def _ttft_by_bin(timed: Sequence[tuple[int, Timing]]) -> dict[str, tuple[int, float, float]]:
     found: dict[str, tuple[int, float, float]] = {}
     edges = [0, *BINS, None]
     for lo, hi in itertools.pairwise(edges):

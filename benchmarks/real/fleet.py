@@ -1,4 +1,4 @@
-"""The fleet under test: real vLLM workers with little KV, and what its admin API and etcd say of it."""
+"""The fleet under test: real vLLM workers with little KV, observed through its admin API and etcd."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, profile_pb2, t
 
 WORKERS: Final = 3
 BLOCK_TOKENS: Final = 32
-# 3,040 tokens (vLLM keeps one block for itself): two of the longest requests, so that undisturbed answers can
-# be taken two at a time, and no more.
+# 3,040 tokens (vLLM reserves one block): exactly two of the longest requests, so that undisturbed answers can
+# be recorded two at a time.
 KV_BLOCKS: Final = 96
 MAX_LEN: Final = 2_900
 
@@ -41,32 +41,32 @@ _POOLS: Final = {pool: getattr(types_pb2, f"POOL_{pool.name}") for pool in Pool}
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """How the workers are set up."""
+    """Configuration of the workers."""
 
-    # The order in which they serve.
+    # The order of requests within an instance.
     intra: str = "policy"
     kv_blocks: int = KV_BLOCKS
-    # Most tokens of a step. None: vLLM's own.
+    # Maximum tokens per step. None: vLLM's default.
     step_tokens: int | None = None
-    # Longest prompt and output.
+    # Maximum length of prompt and output.
     max_len: int = MAX_LEN
     workers: int = WORKERS
-    # Seconds between two steady reports. None: the workers' own.
+    # Seconds between two periodic reports. None: the workers' default.
     report_s: float | None = None
 
     def arguments(self) -> list[str]:
-        """For `tailrace serve worker`."""
-        given = ["--kv-blocks", str(self.kv_blocks), "--block-size", str(BLOCK_TOKENS)]
-        given += ["--max-model-len", str(self.max_len), "--max-num-seqs", "32", "--intra", self.intra]
+        """Return the arguments of `tailrace serve worker`."""
+        arguments = ["--kv-blocks", str(self.kv_blocks), "--block-size", str(BLOCK_TOKENS)]
+        arguments += ["--max-model-len", str(self.max_len), "--max-num-seqs", "32", "--intra", self.intra]
         if self.step_tokens is not None:
-            given += ["--engine-arg", f"max_num_batched_tokens={self.step_tokens}"]
+            arguments += ["--engine-arg", f"max_num_batched_tokens={self.step_tokens}"]
         if self.report_s is not None:
-            given += ["--report-interval", f"{self.report_s:g}"]
-        return given
+            arguments += ["--report-interval", f"{self.report_s:g}"]
+        return arguments
 
 
 class Fleet:
-    """One running cluster."""
+    """A running cluster."""
 
     def __init__(self, url: str, admin: admin_pb2_grpc.AdminAsyncStub, members: Membership) -> None:
         self.url = url
@@ -74,36 +74,36 @@ class Fleet:
         self.members = members
 
     async def instances(self) -> Mapping[str, admin_pb2.InstanceInfo]:
-        """By id, as the scheduler sees them."""
+        """Return the instances by ID, as the scheduler sees them."""
         reply = await self.admin.ListInstances(admin_pb2.ListInstancesRequest(), timeout=_CALL_S)
         return {info.instance_id: info for info in reply.instances}
 
     async def set_policy(self, name: str, parameters: Mapping[str, str] = NO_PARAMETERS) -> None:
-        """As `tailrace set policy NAME key=value ...`; in force when this returns."""
+        """Run `tailrace set policy NAME key=value ...`; return once it is in effect."""
         request = admin_pb2.SetPolicyRequest(name=name, parameters=parameters)
         await self.admin.SetPolicy(request, timeout=_CALL_S)
         async with asyncio.timeout(_SETTLE_S):
-            while await self._policy() != name:  # noqa: ASYNC110 - the scheduler tells nobody
+            while await self._active_policy() != name:  # noqa: ASYNC110 - the scheduler is polled
                 await asyncio.sleep(_POLL_S)
 
-    async def _policy(self) -> str:
+    async def _active_policy(self) -> str:
         reply = await self.admin.ListPolicies(admin_pb2.ListPoliciesRequest(), timeout=_CALL_S)
         return next((policy.name for policy in reply.policies if policy.active), "")
 
     async def set_stages(self, stages: Sequence[types_pb2.Stage]) -> None:
-        """As `tailrace set stages`."""
+        """Run `tailrace set stages`."""
         await self.admin.SetStages(admin_pb2.SetStagesRequest(stages=stages), timeout=_CALL_S)
 
     async def set_pools(self, pools: Mapping[str, Pool]) -> None:
-        """As `tailrace set pool` for each instance; those not named are taken out of all."""
+        """Run `tailrace set pool` for each instance; those not named are removed from all pools."""
         for name in self.members.instances:
             pool = pools.get(name)
             number = types_pb2.POOL_UNSPECIFIED if pool is None else _POOLS[pool]
             await self.admin.SetPool(admin_pb2.SetPoolRequest(instance_id=name, pool=number), timeout=_CALL_S)
 
     async def clear(self) -> None:
-        """No pools, no stages, a policy that moves nothing, and nothing left of the run before."""
-        # Not round robin: that may give three of six requests to one worker, which then preempts.
+        """Reset the fleet: no pools, no stages, a policy without migrations; wait until it is idle."""
+        # Not round robin, which may place three of six requests on one worker, which then preempts.
         await self.set_policy("least_loaded")
         await self.set_stages([])
         await self.set_pools({})
@@ -116,23 +116,23 @@ class Fleet:
         return not any(i.running or i.waiting or i.kv_blocks_used for i in instances)
 
     async def profile(self) -> profile_pb2.MeasuredProfile:
-        """As `tailrace profile`: measures one instance; policies go by it for all of them."""
+        """Run `tailrace profile` on one instance; policies use the result for all instances."""
         request = admin_pb2.AdminProfileRequest(
             instance_id=min(self.members.instances), budget_s=_PROFILE_S, force=True
         )
         async for event in self.admin.Profile(request, timeout=_PROFILE_S + _SETTLE_S):
             if event.HasField("profile"):
                 return event.profile
-        raise RuntimeError("measuring ended without a profile")
+        raise RuntimeError("profiling ended without a profile")
 
     async def migrations(self) -> list[migration_pb2.MigrationRecord]:
-        """The latest migrations, committed or not."""
+        """Return the latest migrations, committed or not."""
         request = migration_pb2.ListMigrationsRequest(limit=100_000)
         reply = await self.admin.ListMigrations(request, timeout=_CALL_S)
         return list(reply.migrations)
 
-    async def counted(self) -> Counts:
-        """The workers' own counters, summed over all of them."""
+    async def counters(self) -> Counts:
+        """Return the workers' counters, summed over all workers."""
         addresses = [record.metrics_address for record in self.members.instances.values()]
         totals: dict[str, float] = {}
         for text in await asyncio.gather(*(asyncio.to_thread(_scrape, address) for address in addresses)):
@@ -153,8 +153,8 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Of all workers since they started. Offers are bid-ask's: taken by another worker, or kept. `pulled`:
-    prefixes that came from another worker."""
+    """Counters of all workers since they started. Offers are bid-ask's: taken by another worker, or kept.
+    `pulled`: prefixes pulled from another worker."""
 
     preemptions: int
     swaps_out: int
@@ -165,7 +165,7 @@ class Counts:
     pulled: int
 
     def since(self, before: Counts) -> Counts:
-        """What was added."""
+        """Return the increase since an earlier reading."""
         return Counts(*(getattr(self, name) - getattr(before, name) for name in self.__slots__))
 
 
@@ -173,7 +173,7 @@ class Counts:
 async def running_fleet(
     engines: Engines, front: str = FAST_FRONT, arguments: Sequence[str] = ()
 ) -> AsyncIterator[Fleet]:
-    """A fleet of its own for the block. `arguments`: further ones of `tailrace up`."""
+    """Run a fleet for the block. `arguments`: further options of `tailrace up`."""
     arguments = ["--workers", str(engines.workers), "--policy", "least_loaded", "--no-traces", *arguments]
     arguments += ["--", *engines.arguments()]
     cluster = await asyncio.to_thread(TailraceCluster, "tailrace", arguments, front)

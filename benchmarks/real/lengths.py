@@ -1,7 +1,8 @@
-"""What unequal lengths in a batch cost one real engine: steps of equal and of spread contexts, alike in KV.
+"""Measure the cost of unequal lengths on one real engine: steps of equal and of unequal contexts with the
+same KV.
 
-CascadeInfer sorts requests by length because of this cost (its figure 2: 1.1 to 2.1 times at batches of 512).
-Where it is a few percent, there is nothing that sorting could gain.
+CascadeInfer sorts requests by length because of this cost (its figure 2: a factor of 1.1 to 2.1 at batches of
+512). If it is a few percent, sorting can gain nothing.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ from benchmarks.servers import MODEL
 
 _REQUESTS: Final = 8
 _OUTPUT: Final = 512
-# A token of the tiny model's is a byte.
+# The tiny model's tokens are bytes.
 _MEAN: Final = 320
 _LONGEST: Final = 2_000
 _PAIRS: Final = 3
 
 
 async def spread_over_equal(fleet: Fleet) -> float:
-    """Measure a decode step of one long and seven short contexts, over one of eight equal contexts.
+    """Return the ratio of a decode step of one long and seven short contexts to one of eight equal contexts.
 
-    Both batches hold the same KV in all; the median of alternating pairs. `fleet`: of one instance.
+    Both batches have the same total KV; the result is the median of alternating pairs. `fleet`: of one
+    instance.
     """
     short = (_REQUESTS * _MEAN - _LONGEST) // (_REQUESTS - 1)
     assert _LONGEST + _OUTPUT <= MAX_LEN
@@ -42,7 +44,7 @@ async def spread_over_equal(fleet: Fleet) -> float:
 
 
 async def _step(fleet: Fleet, prompts: Sequence[int]) -> float:
-    """Mean seconds of a step while all of these decode, one token each a step."""
+    """Return the mean seconds of a step while all of these decode, one token each per step."""
     requests = [completion_request(fleet.url, MODEL, "x" * tokens, _OUTPUT) for tokens in prompts]
     results = await run_streams(fleet.url, requests)
     for result in results:
@@ -52,10 +54,11 @@ async def _step(fleet: Fleet, prompts: Sequence[int]) -> float:
             raise Disturbed(
                 f"measuring unequal lengths: {len(result.event_times)} events of {_OUTPUT} tokens"
             )
-    # The events after the last token tell why it ended, and the usage.
+    # The events after the last token have the finish reason and the usage.
     times = [result.event_times[:_OUTPUT] for result in results]
-    # From when the last has begun to when the first has ended all decode together.
+    # All decode concurrently from when the last has begun until the first has ended.
     begin, end = max(each[0] for each in times), min(each[-1] for each in times)
-    # Tokens of one step often come in one read: only how many came in all that time says how long one took.
+    # Tokens of several steps often arrive in one read, so derive the step time from their number in that
+    # period.
     tokens = sum(begin < at <= end for each in times for at in each)
     return (end - begin) * len(times) / tokens

@@ -1,4 +1,4 @@
-"""An open-loop load from a seed: what is asked when does not depend on how the fleet does."""
+"""An open-loop load from a seed: arrivals do not depend on the fleet."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from benchmarks.loadgen import run_stream
 from benchmarks.real.chat import Timing, chat_request, read_chat
 from benchmarks.real.check import References
 from benchmarks.real.fleet import Fleet
-from benchmarks.real.prompts import longest, messages
+from benchmarks.real.prompts import max_completion_tokens, messages
 from benchmarks.servers import MODEL
 from tailrace.tiny.task import Task
 
-# The pace of PASCAL's readers, and what the workers tell pacer slack by.
+# The reading pace of PASCAL, with which the workers compute pacer slack.
 TPOT_S: Final = 0.1
 
 
@@ -26,43 +26,43 @@ class Arrival:
     """One request, `at_s` seconds after the load began."""
 
     at_s: float
-    asked: Task
+    question: Task
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one. `error`: why it is not equal; `timing`: None for one that did not end whole."""
+    """Result of a request. `error`: why it is not equal; `timing`: None if it did not end normally."""
 
-    asked: Task
+    question: Task
     equal: bool
     error: str
     timing: Timing | None
 
 
 def poisson(tasks: Sequence[Task], rate: float, seconds: float, seed: int) -> list[Arrival]:
-    """Poisson arrivals at `rate` a second, prompts drawn with equal chances."""
-    draw = random.Random(seed)
+    """Return Poisson arrivals at `rate` per second, with prompts drawn uniformly."""
+    rng = random.Random(seed)
     arrivals: list[Arrival] = []
-    at_s = draw.expovariate(rate)
+    at_s = rng.expovariate(rate)
     while at_s < seconds:
-        arrivals.append(Arrival(at_s, draw.choice(tasks)))
-        at_s += draw.expovariate(rate)
+        arrivals.append(Arrival(at_s, rng.choice(tasks)))
+        at_s += rng.expovariate(rate)
     return arrivals
 
 
-async def offer(fleet: Fleet, arrivals: Sequence[Arrival], references: References) -> list[Outcome]:
-    """Ask everything at its time, wait for every answer, compare each."""
+async def run_load(fleet: Fleet, arrivals: Sequence[Arrival], references: References) -> list[Outcome]:
+    """Send every request at its time, wait for all answers, and compare each."""
     began_s = time.perf_counter()
 
     async def one(arrival: Arrival) -> Outcome:
         await asyncio.sleep(began_s + arrival.at_s - time.perf_counter())
-        asked = arrival.asked
-        request = chat_request(fleet.url, MODEL, messages(asked), longest([asked]))
+        question = arrival.question
+        request = chat_request(fleet.url, MODEL, messages(question), max_completion_tokens([question]))
         result = await run_stream(fleet.url, request, timeout_s=180.0)
         if result.error:
-            return Outcome(asked, False, result.error, None)
+            return Outcome(question, False, result.error, None)
         answer, timing = read_chat(result, TPOT_S)
-        equal = references.same(asked, answer)
-        return Outcome(asked, equal, "" if equal else f"another answer: {answer}", timing)
+        equal = references.is_equal(question, answer)
+        return Outcome(question, equal, "" if equal else f"another answer: {answer}", timing)
 
     return list(await asyncio.gather(*(one(arrival) for arrival in arrivals)))

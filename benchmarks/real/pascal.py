@@ -1,4 +1,4 @@
-"""PASCAL against FCFS and RR over the load: tail TTFT and SLO attainment (its figures 10 and 11)."""
+"""Compare PASCAL with FCFS and RR by load: tail TTFT and SLO attainment (its figures 10 and 11)."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from benchmarks.real.capacity import full_kv_rate
-from benchmarks.real.contest import Arm, contest
+from benchmarks.real.contest import Arm, run_arm
 from benchmarks.real.figures import BINS, QOE_SLO, Figures
 from benchmarks.real.fleet import Engines
 from benchmarks.real.load import TPOT_S, poisson
-from benchmarks.real.plan import PRESSED, Bench
+from benchmarks.real.plan import SCARCE_KV, Bench
 from benchmarks.real.prompts import mix
 from benchmarks.real.report import Comparison
 
-# Seconds between reports: the workers' own is half a second, in which answers gather where there is no room.
+# Seconds between reports: the default is 0.5 s, in which answers accumulate on full instances.
 _FAST_REPORTS_S: Final = 0.1
 
 
@@ -25,32 +25,32 @@ class _Entry:
     arm: Arm
 
 
-# Order inside the instances and policy: the paper's baselines place by smallest KV footprint (section V-A).
-# Those of one fleet stand together; the last one's is the fleet that all other comparisons use.
+# Order within instances, and policy: the paper's baselines place by smallest KV footprint (section V-A).
+# Entries with the same fleet are adjacent; the last fleet is reused by all other comparisons.
 _ENTRIES: Final = (
     _Entry(Engines(intra="fcfs"), Arm("fcfs", "min_kv")),
     _Entry(Engines(intra="round_robin"), Arm("rr", "min_kv")),
     _Entry(Engines(report_s=_FAST_REPORTS_S), Arm("pascal, reports each 0.1 s", "pascal")),
-    _Entry(PRESSED, Arm("pascal, no migration", "pascal_no_migration")),
-    _Entry(PRESSED, Arm("pascal, passing over", "pascal", {"pass_over": "1"})),
-    _Entry(PRESSED, Arm("pascal", "pascal")),
+    _Entry(SCARCE_KV, Arm("pascal, no migration", "pascal_no_migration")),
+    _Entry(SCARCE_KV, Arm("pascal, passing over", "pascal", {"pass_over": "1"})),
+    _Entry(SCARCE_KV, Arm("pascal", "pascal")),
 )
 
 
 async def run(bench: Bench) -> Sequence[Comparison]:
-    """Compare at each load of the scale; 1.0 is what the fleet completes under FCFS with its KV full."""
+    """Run the comparison at each load of the scale; 1.0 is the fleet's rate under FCFS with full KV."""
     tasks = mix(0)
     unit = 0.0
     runs: dict[float, list[Figures]] = {load: [] for load in bench.scale.loads}
     for entry in _ENTRIES:
         fleet = await bench.fleet(entry.engines)
-        await bench.references.learn(fleet, tasks)
-        # Once for all of them.
+        await bench.references.record_answers(fleet, tasks)
+        # Measured once for all entries.
         unit = unit or await full_kv_rate(fleet, tasks, entry.engines.kv_blocks)
         for load in bench.scale.loads:
             for seed in bench.scale.seeds:
                 arrivals = poisson(tasks, load * unit, bench.scale.seconds, seed)
-                runs[load].append(await contest(fleet, entry.arm, seed, arrivals, bench.references))
+                runs[load].append(await run_arm(fleet, entry.arm, seed, arrivals, bench.references))
     bins = tuple(f"ttft_by_reasoning:{name}" for name in _bins())
     return [
         Comparison(

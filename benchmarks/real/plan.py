@@ -1,4 +1,4 @@
-"""How long and how hard each comparison runs, and the fleet that it runs on."""
+"""The duration and load of each comparison, and its fleet."""
 
 from __future__ import annotations
 
@@ -15,46 +15,46 @@ from benchmarks.real.fleet import BLOCK_TOKENS, Engines, Fleet, running_fleet
 
 T = TypeVar("T")
 
-# Little KV, orders by policy: what most comparisons run on.
-PRESSED: Final = Engines()
+# Little KV, order by policy: used by most comparisons.
+SCARCE_KV: Final = Engines()
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Seconds of arrivals a run, seeds, seconds of switching, and whether figures are worth keeping."""
+    """Seconds of arrivals per run, seeds, seconds of switching, and whether figures are saved."""
 
     seconds: float
     seeds: tuple[int, ...]
     switch_s: float
-    lasting: bool
-    # Of what the fleet makes with its KV full.
+    keeps_results: bool
+    # Relative to the fleet's rate with full KV.
     loads: tuple[float, ...] = (0.6, 0.8, 1.0, 1.2)
 
     @staticmethod
     def full(seeds: int) -> Scale:
-        """What docs/live-results.md shows."""
+        """Return the scale of docs/live-results.md."""
         return Scale(20.0, tuple(range(1, seeds + 1)), 120.0, True)
 
     @staticmethod
     def quick() -> Scale:
-        """A taste: that it works, no figures to rely on."""
+        """Return a small scale, to check that everything works; the figures are not reliable."""
         return Scale(6.0, (1,), 25.0, False, (1.0,))
 
 
 @dataclass
 class Bench:
-    """What the comparisons share: one fleet at a time, and the undisturbed answers."""
+    """Shared by the comparisons: one fleet at a time, and the undisturbed answers."""
 
     scale: Scale
     references: References = field(default_factory=References)
 
     def __post_init__(self) -> None:
         self._stack = contextlib.AsyncExitStack()
-        self._engines = PRESSED
+        self._engines = SCARCE_KV
         self._fleet: Fleet | None = None
 
-    async def fleet(self, engines: Engines = PRESSED) -> Fleet:
-        """A fleet of such workers; the present one, if it is."""
+    async def fleet(self, engines: Engines = SCARCE_KV) -> Fleet:
+        """Return a fleet of such workers; keep the current one if it has them."""
         if self._fleet is None or self._engines != engines:
             await self.close()
             progress(f"starting a fleet, {' '.join(engines.arguments())}")
@@ -64,7 +64,7 @@ class Bench:
 
     @property
     def kv_tokens(self) -> int:
-        """Of one of its workers; vLLM keeps one block for itself."""
+        """KV tokens of each worker; vLLM reserves one block."""
         return (self._engines.kv_blocks - 1) * BLOCK_TOKENS
 
     async def close(self) -> None:
@@ -82,10 +82,10 @@ class Bench:
 
 
 def progress(text: str) -> None:
-    """One line for who waits."""
+    """Print a line about the progress."""
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
-def mirrored(contestants: Sequence[T], number: int) -> Sequence[T]:
-    """Every other seed the other way round, so that a machine that drifts favours nobody."""
+def alternate_order(contestants: Sequence[T], number: int) -> Sequence[T]:
+    """Return contestants in reverse order for every other seed, so that drift of the machine favours none."""
     return contestants if number % 2 == 0 else contestants[::-1]

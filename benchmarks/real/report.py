@@ -1,4 +1,4 @@
-"""A comparison as a table for people and as JSON."""
+"""Report a comparison as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from rich.table import Table
 
 from benchmarks.real.figures import Figures, ratio
 
-_WORDS = {
+_LABELS = {
     "ttft_p50_s": "TTFT, median, s",
     "ttft_p90_s": "TTFT, P90, s",
     "first_p50_s": "first token of any kind, median, s",
     "first_p90_s": "first token of any kind, P90, s",
-    "attained": "SLO kept, share",
+    "attained": "SLO attainment",
     "moved": "migrations committed",
     "flips": "pool flips seen in etcd",
     "flip_stall_s": "longest stall in which a pool flipped, s",
@@ -24,47 +24,48 @@ _WORDS = {
     "kv_variance_mean": "variance of KV use",
     "preemptions": "preemptions",
     "offers_taken": "offers taken by a bidder",
-    "offers_kept": "offers that nobody took",
+    "offers_kept": "offers without a taker",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All runs of one comparison. `compared`: figures that the table shows; `ours`: whose ratios to show."""
+    """All runs of one comparison. `compared`: figures in the table; `ours`: the contestant whose ratios are
+    shown."""
 
     name: str
     title: str
     ours: str
-    # Requests a second (of the burst, where there is one).
+    # Requests per second (of the burst, if there is one).
     rate: float
     slo: str
     compared: Sequence[str]
     runs: Sequence[Figures]
 
     @property
-    def right(self) -> bool:
-        """Every answer of every run came and was the undisturbed one."""
-        return all(run.right for run in self.runs)
+    def passed(self) -> bool:
+        """Whether every answer of every run arrived and equals the undisturbed one."""
+        return all(run.passed for run in self.runs)
 
     @property
     def answers(self) -> tuple[int, int]:
-        """Equal ones, and all."""
+        """The number of equal answers, and of all."""
         return sum(run.equal for run in self.runs), sum(run.requests for run in self.runs)
 
     def mean(self, contestant: str, figure: str) -> float | None:
-        """Over seeds; None where no run has it."""
+        """Return the mean over seeds; None if no run has the figure."""
         values = [_value(run, figure) for run in self.runs if run.contestant == contestant]
         known = [value for value in values if value is not None]
         return statistics.fmean(known) if known else None
 
     @property
     def contestants(self) -> list[str]:
-        """In the order in which they first ran, ours last."""
+        """The contestants in the order of their first run, ours last."""
         found = dict.fromkeys(run.contestant for run in self.runs)
         return [name for name in found if name != self.ours] + [self.ours]
 
     def ratios(self) -> dict[str, dict[str, float | None]]:
-        """ours / theirs of the means over seeds, by rival and figure."""
+        """Return ratios ours / theirs of the means over seeds, by rival and figure."""
         return {
             rival: {
                 figure: ratio(ours, theirs)
@@ -76,7 +77,7 @@ class Comparison:
         }
 
     def json(self) -> dict[str, object]:
-        """For benchmarks/results."""
+        """Return the comparison for benchmarks/results."""
         equal, requests = self.answers
         return {
             "comparison": self.title,
@@ -89,7 +90,7 @@ class Comparison:
         }
 
     def table(self) -> Table:
-        """One row a contestant, with the ratio of ours to it below each figure."""
+        """Return one row per contestant, with the ratio of ours to it below each figure."""
         equal, requests = self.answers
         seeds = ", ".join(map(str, dict.fromkeys(run.seed for run in self.runs)))
         more = "".join(
@@ -102,7 +103,7 @@ class Comparison:
         )
         table.add_column("contestant")
         for figure in self.compared:
-            table.add_column(_words(figure), justify="right")
+            table.add_column(_label(figure), justify="right")
         ratios = self.ratios()
         for name in self.contestants:
             cells = [_number(self.mean(name, figure)) for figure in self.compared]
@@ -114,15 +115,16 @@ class Comparison:
 
 
 def summary(comparisons: Sequence[Comparison]) -> Table:
-    """One row a comparison, with the SLOs that each kept: at which loads a policy gains or loses."""
-    table = Table(title="SLOs kept, share; means over seeds", show_lines=True)
-    for heading in ("comparison", "requests/s", "contestants, the most first", "answers equal"):
+    """Return one row per comparison, with each contestant's SLO attainment: it shows at which loads a policy
+    gains."""
+    table = Table(title="SLO attainment; means over seeds", show_lines=True)
+    for heading in ("comparison", "requests/s", "contestants, best first", "answers equal"):
         table.add_column(heading)
     for each in comparisons:
-        kept = {name: each.mean(name, "attained") or 0.0 for name in each.contestants}
-        ranked = sorted(kept, key=lambda name: -kept[name])
+        share_in_slo = {name: each.mean(name, "attained") or 0.0 for name in each.contestants}
+        ranked = sorted(share_in_slo, key=lambda name: -share_in_slo[name])
         equal, requests = each.answers
-        shown = ", ".join(f"{name} {kept[name]:.2f}" for name in ranked)
+        shown = ", ".join(f"{name} {share_in_slo[name]:.2f}" for name in ranked)
         table.add_row(each.name, f"{each.rate:.2f}", shown, f"{equal} of {requests}")
     return table
 
@@ -139,9 +141,9 @@ def _value(run: Figures, figure: str) -> float | None:
     return float(getattr(run, name))
 
 
-def _words(figure: str) -> str:
+def _label(figure: str) -> str:
     name, _, key = figure.partition(":")
-    return f"TTFT, P90, reasoning of {key} tokens, s" if key else _WORDS.get(name, name)
+    return f"TTFT, P90, reasoning of {key} tokens, s" if key else _LABELS.get(name, name)
 
 
 def _number(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""The policy switched every five seconds among all of them under load: every answer right."""
+"""Switch the policy every five seconds among all policies under load, checking every answer."""
 
 from __future__ import annotations
 
@@ -11,47 +11,47 @@ from typing import Final
 from benchmarks.real.contest import rate_for
 from benchmarks.real.figures import Figures, figures
 from benchmarks.real.fleet import Fleet
-from benchmarks.real.load import offer, poisson
+from benchmarks.real.load import poisson, run_load
+from benchmarks.real.observe import observing
 from benchmarks.real.plan import Bench, progress
 from benchmarks.real.prompts import mix
 from benchmarks.real.report import Comparison
-from benchmarks.real.watch import watching
 from tailrace.policy.registry import names
 
-_EVERY_S: Final = 5.0
+_PERIOD_S: Final = 5.0
 _LOAD: Final = 2.0
 _SEED: Final = 7
 
 
 async def run(bench: Bench) -> Sequence[Comparison]:
-    """All installed policies in an order drawn from the seed, again and again while requests arrive."""
+    """Cycle through all installed policies, in an order drawn from the seed, while requests arrive."""
     fleet = await bench.fleet()
     tasks = mix(0)
-    await bench.references.learn(fleet, tasks)
+    await bench.references.record_answers(fleet, tasks)
     await fleet.clear()
     order = names()
     random.Random(_SEED).shuffle(order)
     rate = rate_for(_LOAD, bench.references, tasks)
     arrivals = poisson(tasks, rate, bench.scale.switch_s, _SEED)
     began_s = time.perf_counter()
-    async with watching(fleet) as watched:
-        switching = asyncio.create_task(_switch(fleet, order), name="switching")
+    async with observing(fleet) as observed:
+        switcher = asyncio.create_task(_switch_policies(fleet, order), name="switching")
         try:
-            outcomes = await offer(fleet, arrivals, bench.references)
+            outcomes = await run_load(fleet, arrivals, bench.references)
         finally:
-            switching.cancel()
-            done = await asyncio.gather(switching, return_exceptions=True)
+            switcher.cancel()
+            done = await asyncio.gather(switcher, return_exceptions=True)
         if isinstance(done[0], Exception):
             raise done[0]
         seconds = time.perf_counter() - began_s
     await fleet.clear()
-    runs: list[Figures] = [figures("all in turn", _SEED, outcomes, watched, seconds)]
-    switches = int(seconds / _EVERY_S)
-    policies = {record.policy for record in watched.migrations}
+    runs: list[Figures] = [figures("all in turn", _SEED, outcomes, observed, seconds)]
+    switches = int(seconds / _PERIOD_S)
+    policies = {record.policy for record in observed.migrations}
     runs[0].more = {"switches": switches, "policies": min(switches, len(order)), "moved_by": len(policies)}
     found = Comparison(
         name="switch",
-        title=f"Policy switched every {_EVERY_S:g} s among all {len(order)}",
+        title=f"Policy switched every {_PERIOD_S:g} s among all {len(order)}",
         ours="all in turn",
         rate=rate,
         slo="none",
@@ -61,12 +61,12 @@ async def run(bench: Bench) -> Sequence[Comparison]:
     return [found]
 
 
-async def _switch(fleet: Fleet, order: list[str]) -> None:
-    """Until cancelled."""
+async def _switch_policies(fleet: Fleet, order: list[str]) -> None:
+    """Switch policies until cancelled."""
     number = 0
     while True:
         name = order[number % len(order)]
         await fleet.set_policy(name)
         progress(f"  policy {name}")
         number += 1
-        await asyncio.sleep(_EVERY_S)
+        await asyncio.sleep(_PERIOD_S)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from benchmarks.gpu import devices, lengths, migration, profile, serving, transfer
-from benchmarks.gpu.__main__ import NOT_HERE, PARTS, load_part, save
+from benchmarks.gpu.__main__ import NO_GPU, PARTS, load_part, save
 from benchmarks.gpu.model import LLAMA_8B, SMALL, prompt, prompt_ids, write_model
 from benchmarks.gpu.setting import KV_BYTES, ON_CPU, ON_GPU, Budget
 from benchmarks.loadgen import StreamResult
@@ -72,11 +72,11 @@ def test_the_model_is_read_as_it_is_meant(tmp_path: Path) -> None:
 def test_a_gpu_of_80_gb_holds_what_the_parts_ask_for() -> None:
     """Two instances, each with 16.1 GB of weights and 3 GB for graphs and activations."""
     assert 2 * (KV_BYTES + 16.1e9 + 3e9) < 80e9
-    room = KV_BYTES / ON_GPU.shape.kv_bytes_per_token
+    available_tokens = KV_BYTES / ON_GPU.shape.kv_bytes_per_token
     served = max(ON_GPU.streams) / 2 * (ON_GPU.prompt_tokens + ON_GPU.output_tokens)
     moved = max(ON_GPU.moved_tokens) + 2000 + ON_GPU.others * 5 * ON_GPU.other_tokens
-    assert served < room
-    assert moved < room
+    assert served < available_tokens
+    assert moved < available_tokens
     assert ON_GPU.pool_blocks * ON_GPU.block_tokens * ON_GPU.shape.kv_bytes_per_token < 20e9
 
 
@@ -156,7 +156,7 @@ def _check_gpu(*arguments: str, path: str) -> subprocess.CompletedProcess[str]:
 
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     done = _check_gpu("transfer", path=str(tmp_path))
-    assert (done.returncode, "not run: no NVIDIA GPU" in done.stderr) == (NOT_HERE, True)
+    assert (done.returncode, "not run: no NVIDIA GPU" in done.stderr) == (NO_GPU, True)
 
 
 def test_an_unknown_part_is_named() -> None:

@@ -12,9 +12,9 @@ from benchmarks.real.check import References
 from benchmarks.real.figures import Figures, figures
 from benchmarks.real.fleet import Counts
 from benchmarks.real.load import Outcome, poisson
-from benchmarks.real.prompts import Later, longest, messages, mix
+from benchmarks.real.observe import Observations
+from benchmarks.real.prompts import FollowUp, max_completion_tokens, messages, mix
 from benchmarks.real.report import Comparison
-from benchmarks.real.watch import Watched
 from tailrace.tiny.task import task
 from tailrace.v1 import migration_pb2, types_pb2
 
@@ -68,46 +68,46 @@ def test_the_load_is_the_seed_s() -> None:
     assert poisson(tasks, 3.0, 20.0, 1) == poisson(tasks, 3.0, 20.0, 1)
     assert poisson(tasks, 3.0, 20.0, 1) != poisson(tasks, 3.0, 20.0, 2)
     assert all(arrival.at_s < 20.0 for arrival in poisson(tasks, 3.0, 20.0, 1))
-    assert longest(tasks) > max(each.completion_tokens for each in tasks)
+    assert max_completion_tokens(tasks) > max(each.completion_tokens for each in tasks)
 
 
 def test_a_later_question_brings_the_conversation_along() -> None:
-    asked = Later(ASKED.prompt, ASKED.thought, ASKED.answer, (task("wxyz", 5, 1),))
+    question = FollowUp(ASKED.prompt, ASKED.thought, ASKED.answer, (task("wxyz", 5, 1),))
     assert messages(ASKED) == [{"role": "user", "content": ASKED.prompt}]
-    assert messages(asked) == [
+    assert messages(question) == [
         {"role": "user", "content": "Count down from 5 with wxyz, then from 1."},
         {"role": "assistant", "content": "001:zyxw"},
         *messages(ASKED),
     ]
     # Though the last words are the same, its answer is its own.
     short, long = Answer("a", "x", "stop", 2), Answer("b", "y", "stop", 2)
-    references = References({ASKED: short, asked: long})
-    assert references.same(asked, long) and not references.same(ASKED, long)
+    references = References({ASKED: short, question: long})
+    assert references.is_equal(question, long) and not references.is_equal(ASKED, long)
 
 
 def run(contestant: str, *, equal: bool, preemptions: int) -> Figures:
     _, timing = read_chat(stream(chunked(EVENTS)), 0.1)
-    watched = Watched(counts=Counts(preemptions, 0, 10, 20, 0, 0, 0))
+    observed = Observations(counts=Counts(preemptions, 0, 10, 20, 0, 0, 0))
     for state in (types_pb2.MIGRATION_STATE_COMMITTED, types_pb2.MIGRATION_STATE_ABORTED):
-        watched.migrations.append(migration_pb2.MigrationRecord(reason="load", state=state, pause_ms=5.0))
+        observed.migrations.append(migration_pb2.MigrationRecord(reason="load", state=state, pause_ms=5.0))
     return figures(
-        contestant, 1, [Outcome(ASKED, equal, "" if equal else "another answer", timing)], watched, 4.0
+        contestant, 1, [Outcome(ASKED, equal, "" if equal else "another answer", timing)], observed, 4.0
     )
 
 
 def test_one_wrong_answer_fails_the_comparison() -> None:
     right = run("a", equal=True, preemptions=4)
     wrong = run("b", equal=False, preemptions=2)
-    assert right.right and right.migrations == {"load": 1} and right.aborted == 1
+    assert right.passed and right.migrations == {"load": 1} and right.aborted == 1
     assert wrong.failed == [f"{task('abcd', 3, 2).prompt}: another answer"]
     both = Comparison("x", "X", "b", 1.0, "none", ("preemptions", "moved"), [right, wrong])
-    assert not both.right and both.answers == (1, 2)
+    assert not both.passed and both.answers == (1, 2)
     assert both.ratios() == {"a": {"preemptions": 0.5, "moved": 1.0}}
 
 
 def test_an_answer_is_compared_in_all_that_a_user_sees() -> None:
     answer = Answer("ab", "xy", "stop", 7)
     references = References({ASKED: answer})
-    assert references.same(ASKED, Answer("ab", "xy", "stop", 7))
-    assert not references.same(ASKED, Answer("ab", "xy", "length", 7))
-    assert not references.same(ASKED, Answer("ab", "xy", "stop", 8))
+    assert references.is_equal(ASKED, Answer("ab", "xy", "stop", 7))
+    assert not references.is_equal(ASKED, Answer("ab", "xy", "length", 7))
+    assert not references.is_equal(ASKED, Answer("ab", "xy", "stop", 8))

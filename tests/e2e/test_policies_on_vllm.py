@@ -14,9 +14,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(900)]
 async def test_every_policy_in_turn_for_two_minutes() -> None:
     async with Bench(Scale.full(1)) as bench:
         (comparison,) = await switch.run(bench)
-    equal, asked = comparison.answers
-    assert asked > 0 and comparison.right, [run.failed for run in comparison.runs]
-    assert equal == asked
+    equal, requests = comparison.answers
+    assert requests > 0 and comparison.passed, [run.failed for run in comparison.runs]
+    assert equal == requests
 
 
 def test_a_request_is_moved_for_four_reasons_and_its_trace_says_so() -> None:

@@ -1,4 +1,4 @@
-"""What happens in the fleet during a run: pools as etcd tells of them, KV use of each instance."""
+"""Observe the fleet during a run: pools in etcd, KV use of each instance."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _SAMPLE_S: Final = 0.5
 
 
 @dataclass(slots=True)
-class Watched:
-    """Filled while the block runs; `counts` and `migrations` when it has ended."""
+class Observations:
+    """Filled during the block; `counts` and `migrations` at its end."""
 
-    # (time.perf_counter, instance, from, to), as etcd's watch told it; the first assignment is no flip.
+    # (time.perf_counter, instance, from, to), as seen by a watch of etcd; the first assignment is not a flip.
     flips: list[tuple[float, str, str, str]] = field(default_factory=list)
-    # Variance over instances of the share of KV in use, one sample each half second with load.
+    # Variance over instances of the share of KV in use, one sample every half second under load.
     variances: list[float] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)
     counts: Counts | None = None
     migrations: list[migration_pb2.MigrationRecord] = field(default_factory=list)
 
     def committed(self) -> dict[str, int]:
-        """Committed migrations by reason."""
+        """Return the number of committed migrations by reason."""
         found: dict[str, int] = {}
         for record in self.migrations:
             if record.state == types_pb2.MIGRATION_STATE_COMMITTED:
@@ -39,47 +39,47 @@ class Watched:
 
     @property
     def pauses_ms(self) -> list[float]:
-        """Of committed migrations: while the request stood still."""
+        """Pauses of the requests in committed migrations."""
         committed = types_pb2.MIGRATION_STATE_COMMITTED
         return [record.pause_ms for record in self.migrations if record.state == committed]
 
 
 @contextlib.asynccontextmanager
-async def watching(fleet: Fleet) -> AsyncIterator[Watched]:
-    """Watch for as long as the block takes."""
-    watched = Watched()
+async def observing(fleet: Fleet) -> AsyncIterator[Observations]:
+    """Observe the fleet for the block."""
+    observed = Observations()
     known = {record.migration_id for record in await fleet.migrations()}
-    before = await fleet.counted()
+    before = await fleet.counters()
     pools: dict[str, Pool] = dict(fleet.members.pools)
-    open_ = True
+    active = True
 
-    def look() -> None:
-        if not open_:
+    def record_flips() -> None:
+        if not active:
             return
         now = dict(fleet.members.pools)
         for name, pool in now.items():
             if name in pools and pools[name] is not pool:
-                watched.flips.append((time.perf_counter(), name, pools[name].value, pool.value))
+                observed.flips.append((time.perf_counter(), name, pools[name].value, pool.value))
         pools.clear()
         pools.update(now)
 
-    fleet.members.add_listener(look)
-    sampling = asyncio.create_task(_sample(fleet, watched), name="KV samples")
+    fleet.members.add_listener(record_flips)
+    sampling = asyncio.create_task(_sample(fleet, observed), name="KV samples")
     try:
-        yield watched
+        yield observed
     finally:
-        open_ = False
+        active = False
         sampling.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await sampling
-    watched.counts = (await fleet.counted()).since(before)
-    watched.migrations = [r for r in await fleet.migrations() if r.migration_id not in known]
+    observed.counts = (await fleet.counters()).since(before)
+    observed.migrations = [r for r in await fleet.migrations() if r.migration_id not in known]
 
 
-async def _sample(fleet: Fleet, watched: Watched) -> None:
+async def _sample(fleet: Fleet, observed: Observations) -> None:
     while True:
         shares = [i.kv_blocks_used / max(1, i.kv_blocks_total) for i in (await fleet.instances()).values()]
         if any(shares):
-            watched.variances.append(statistics.pvariance(shares))
-            watched.shares.append(statistics.fmean(shares))
+            observed.variances.append(statistics.pvariance(shares))
+            observed.shares.append(statistics.fmean(shares))
         await asyncio.sleep(_SAMPLE_S)
