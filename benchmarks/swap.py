@@ -84,7 +84,7 @@ class _Watch:
 
     def __init__(self, parts: EngineParts) -> None:
         self.steps: list[Step] = []
-        # Requests alone are measured: nothing that is evicted is kept.
+        # Measure only requests: cache no evicted blocks.
         parts.core.block_pool.metrics_collector = None
         core = parts.core.core
         self._scheduler = core.scheduler
@@ -126,7 +126,7 @@ class _Watch:
         begun_s = time.thread_time()
         result = self._step()
         ms = 1e3 * (time.thread_time() - begun_s)
-        swaps = [*self._metadata.out, *self._metadata.back]
+        swaps = [*self._metadata.swap_outs, *self._metadata.swap_ins]
         if self._tokens and max(self._tokens) == 1:
             held = sum(request.num_computed_tokens for request in self._scheduler.running)
             blocks = sum(len(swap.slots) for swap in swaps)
@@ -149,7 +149,7 @@ async def measure() -> tuple[SwapCost, int]:
     probes = Probes(_Silent(), time.monotonic)
     info = await engine.start(probes)
     try:
-        watch = await engine._ask(_Watch)
+        watch = await engine._run(_Watch)
         engine.set_intra("round_robin")
         probes.begin()
         for prompt_tokens, output_tokens in _REQUESTS:

@@ -63,7 +63,7 @@ class HeldQueries:
             for handle, epoch in zip(query.handles, query.epochs, strict=False)
         }
         try:
-            held = await self._engine.held(list(asked))
+            held = await self._engine.find_held(list(asked))
         except EngineRefusal as refusal:
             # The engine has failed or is in a long step; both are reported in other ways.
             log.debug("no answer to front end %s: %s", front_end.frontend_id, refusal)

@@ -98,8 +98,8 @@ async def _measure(config: RunConfig) -> Result:
     engines = [_engine(config) for _ in range(1 if config.tensor * config.stages == 1 else 2)]
     try:
         infos = [await engine.start(sink) for engine in engines]
-        ran_v2 = await engines[0]._ask(lambda parts: bool(parts.core.config.use_v2_model_runner))
-        ran_async = await engines[0]._ask(lambda parts: bool(parts.core.core.async_scheduling))
+        ran_v2 = await engines[0]._run(lambda parts: bool(parts.core.config.use_v2_model_runner))
+        ran_async = await engines[0]._run(lambda parts: bool(parts.core.core.async_scheduling))
         if (ran_v2, ran_async) != (config.v2, config.async_scheduling):
             return Result(error=f"vLLM ran with v2={ran_v2}, async={ran_async}")
         endpoints = await connect_engines(engines, infos)

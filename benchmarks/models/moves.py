@@ -37,7 +37,7 @@ class _SentBlocks:
 
     async def write(self) -> None:
         """Write the blocks to the import, except those that it has found by name."""
-        held = self._engine.import_held(self._request_id)
+        held = self._engine.import_cached(self._request_id)
         for first, number, staging, sums in self._parts:
             skip = min(max(0, held - first), number)
             if skip < number:
@@ -104,7 +104,7 @@ async def move_by_replay(source: EngineEndpoint, target: EngineEndpoint, sink: S
 
 
 async def _evict_prefixes(engine: VllmEngine) -> None:
-    await engine._ask(
+    await engine._run(
         lambda parts: parts.core.block_pool.evict_blocks(set(range(parts.core.block_pool.num_gpu_blocks)))
     )
 
@@ -155,7 +155,7 @@ async def _move_between_engines(
 
     try:
         await target.engine.import_queue(exported, stream.key, stream.epoch + 1)
-        received = target.engine.import_held(name)
+        received = target.engine.import_cached(name)
         transfer = await receiver.connect(name, sender.addresses, session.tickets)
         try:
             await session.announce(0, exported.block_hashes)

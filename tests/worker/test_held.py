@@ -70,10 +70,10 @@ async def test_what_the_engine_does_not_have_is_missing_whatever_the_books_say()
 async def test_what_is_paused_for_an_export_that_is_over_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     worker, engine, key = Worker(), SimulatedEngine(SMALL), RequestKey(0, 1)
 
-    async def held(keys: Sequence[RequestKey]) -> dict[RequestKey, Held]:
+    async def find_held(keys: Sequence[RequestKey]) -> dict[RequestKey, Held]:
         return {key: Held(0, paused=True)}
 
-    monkeypatch.setattr(engine, "held", held)
+    monkeypatch.setattr(engine, "find_held", find_held)
     exporting = {key}
     queries = HeldQueries(
         engine, worker.carried, exporting.__contains__, lambda key: False, worker.failed_because.append
@@ -92,14 +92,14 @@ async def test_an_engine_that_does_not_answer_loses_nobody_their_request(
     worker, engine = Worker(), SimulatedEngine(SMALL)
     answers = 0
 
-    async def held(keys: Sequence[RequestKey]) -> dict[RequestKey, Held]:
+    async def find_held(keys: Sequence[RequestKey]) -> dict[RequestKey, Held]:
         nonlocal answers
         answers += 1
         if answers == 1:
             raise EngineRefusal("in a long step")
         return {}
 
-    monkeypatch.setattr(engine, "held", held)
+    monkeypatch.setattr(engine, "find_held", find_held)
     queries = HeldQueries(
         engine, worker.carried, lambda key: False, lambda key: False, worker.failed_because.append
     )

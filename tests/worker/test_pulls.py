@@ -39,13 +39,13 @@ class PrefixEngine(SimulatedEngine):
     def submit(self, submission: Submission) -> None:
         self.found[submission.request_id] = len(self.kept)
 
-    async def fetch_lacks(self, submission: Submission) -> list[bytes]:
+    async def fetch_missing(self, submission: Submission) -> list[bytes]:
         await asyncio.sleep(0)
         return PREFIX[len(self.kept) :]
 
-    async def fetch_open(self, fetch_id: str, submission: Submission, most_tokens: int) -> list[bytes]:
+    async def fetch_open(self, fetch_id: str, submission: Submission, max_tokens: int) -> list[bytes]:
         await asyncio.sleep(0)
-        return PREFIX[len(self.kept) : most_tokens // SHAPE.block_tokens]
+        return PREFIX[len(self.kept) : max_tokens // SHAPE.block_tokens]
 
     async def fetch_keep(self, fetch_id: str, blocks: int) -> None:
         self.kept += PREFIX[:blocks]

@@ -341,7 +341,7 @@ def test_blocks_that_the_target_has_by_name_need_not_come() -> None:
     source, target = fleet.engines
     exported = now(source.export_open(request_id))
     now(target.import_open(exported, exported.key, exported.epoch + 1))
-    held = target.import_held(request_id)
+    held = target.import_cached(request_id)
     assert held == len(exported.block_hashes) > 0
     with pytest.raises(EngineRefusal, match="may be written"):
         _copy(fleet, request_id, 0, held)

@@ -145,7 +145,7 @@ class TwoEngines(RuleBasedStateMachine):
             now(source.export_resume(stream.request_id))
             return None
         if not replay:
-            migration.have = target.import_held(stream.request_id)
+            migration.have = target.import_cached(stream.request_id)
         self.migrations.append(migration)
         return migration
 

@@ -115,7 +115,7 @@ def view(member: Member) -> JobView:
 
 def rank_of(policy: IntraPolicy, member: Member) -> Rank:
     turn = turn_of(member.facts)
-    turn.ask(policy, view(member))
+    turn.update(policy, view(member))
     return turn.rank
 
 
@@ -321,12 +321,12 @@ def make(name: str) -> IntraPolicy:
 def test_a_rank_is_asked_again_when_it_may_have_changed() -> None:
     policy = PascalQueue(quantum_tokens=10)
     turn = Turn(7)
-    turn.ask(policy, view_of(turn, True, 20, 3, 3))
+    turn.update(policy, view_of(turn, True, 20, 3, 3))
     assert turn.rank == (0, 0, 7)
-    assert turn.holds(policy, Phase.REASONING, 9)
-    assert not turn.holds(policy, Phase.REASONING, 10)
-    assert not turn.holds(policy, Phase.ANSWERING, 9)
-    assert not turn.holds(PascalQueue(quantum_tokens=10), Phase.REASONING, 9)
+    assert turn.is_current(policy, Phase.REASONING, 9)
+    assert not turn.is_current(policy, Phase.REASONING, 10)
+    assert not turn.is_current(policy, Phase.ANSWERING, 9)
+    assert not turn.is_current(PascalQueue(quantum_tokens=10), Phase.REASONING, 9)
 
 
 def test_arrivals_are_ordered_by_time_and_distinct() -> None:

@@ -110,7 +110,7 @@ async def before() -> Before:
 async def started(before: Before) -> AsyncIterator[tuple[VllmEngine, Front]]:
     engine, front = engine_with(async_scheduling=True), Front()
     await engine.start(front)
-    assert await engine._ask(lambda parts: parts.core.core.batch_queue is not None)
+    assert await engine._run(lambda parts: parts.core.core.batch_queue is not None)
     yield engine, front
     await engine.stop()
 
@@ -161,9 +161,9 @@ async def test_a_pause_waits_for_the_step_in_flight_and_the_others_go_on(
         assert entry is not None
         return int(entry.request.num_in_flight_tokens)
 
-    assert await engine._ask(in_flight) == 1
+    assert await engine._run(in_flight) == 1
     await bundle.stop_and_copy()
-    assert await engine._ask(in_flight) == 0
+    assert await engine._run(in_flight) == 0
     assert bundle.pause.computed_tokens == len(REASONING) + len(paused.tokens) - 1
     count, other = len(paused.tokens), len(streams[1].tokens)
     await front.until_tokens(streams[1], other + 20)
@@ -190,7 +190,7 @@ async def test_the_step_in_flight_may_end_the_request(engine: VllmEngine, front:
         parts.exports.pause(stream.request_id, 0, 0.0, answers.append)
         assert not answers
 
-    await engine._ask(pause_at_the_end)
+    await engine._run(pause_at_the_end)
     await front.until(lambda: stream.finished)
     await idle(engine)
     assert len(stream.tokens) == 40
@@ -211,7 +211,7 @@ async def test_a_pause_that_is_taken_back_while_it_waits(engine: VllmEngine, fro
         parts.exports.pause(stream.request_id, 0, 0.0, answers.append)
         parts.exports.resume(stream.request_id)
 
-    await engine._ask(pause_and_resume)
+    await engine._run(pause_and_resume)
     assert len(answers) == 1 and isinstance(answers[0], EngineRefusal)
     await front.until(lambda: stream.finished)
     same(stream, reference)

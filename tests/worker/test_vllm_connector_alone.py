@@ -11,7 +11,7 @@ from tailrace.tiny import MODEL_PATH
 
 pytest.importorskip("vllm", reason="the vLLM engine is not installed")
 
-from tests.worker.test_vllm_beside import BESIDE, OFFLOADING, PROMPT, greedy
+from tests.worker.test_vllm_other_connectors import BESIDE, OFFLOADING, PROMPT, greedy
 from tests.worker.vllm_front import Front
 from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.vllm.connectors import transfer_config

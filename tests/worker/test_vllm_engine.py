@@ -148,7 +148,7 @@ async def idle(engine: VllmEngine) -> None:
     """Let the engine thread run all commands given so far, and end the steps of requests that are gone."""
     await engine.import_drop("nobody")
     await engine.import_drop("nobody")
-    while await engine._ask(lambda parts: parts.core.busy and not parts.core.scheduler.requests):
+    while await engine._run(lambda parts: parts.core.busy and not parts.core.scheduler.requests):
         pass
 
 
@@ -413,7 +413,7 @@ async def test_states_are_those_that_the_next_tokens_come_from(engine: VllmEngin
         seen.append(states)
         tap.arm()
 
-    tap = await engine._ask(lambda parts: parts.core.tap(take))
+    tap = await engine._run(lambda parts: parts.core.tap(take))
     tap.arm()
     greedy = params(max_tokens=50)
     streams = [front.stream(prompt, greedy) for prompt in (ANSWERING, [*QUESTION] * 5, QUESTION)]
@@ -444,7 +444,7 @@ async def test_each_prompt_s_last_state_is_seen_in_whichever_step_it_comes(
         seen.append(states)
         tap.arm_for_prompts()
 
-    tap = await engine._ask(lambda parts: parts.core.tap(take))
+    tap = await engine._run(lambda parts: parts.core.tap(take))
     tap.arm_for_prompts()
     greedy = params(max_tokens=30)
     streams = [front.stream(prompt, greedy) for prompt in (ANSWERING, [*QUESTION] * 5, QUESTION)]
@@ -474,13 +474,13 @@ async def test_predictions_stay_within_what_may_come(engine: VllmEngine, front: 
         entry.request.max_tokens = made + 5
         by_max_tokens = entry.predicted_remaining(8_192)
         by_length = entry.predicted_remaining(prompt + made + 4)
-        most = entry.most_tokens(prompt + made + 4)
+        most = entry.max_output_tokens(prompt + made + 4)
         entry.request.max_tokens = longest
         entry.prediction = None
         nothing = entry.predicted_remaining(8_192)
         return by_max_tokens, by_length, most - made, nothing
 
-    assert await engine._ask(bounds) == (5.0, 4.0, 4, None)
+    assert await engine._run(bounds) == (5.0, 4.0, 4, None)
     engine.abort([stream.key])
 
 
@@ -584,13 +584,13 @@ async def test_it_knows_what_it_has_and_what_its_steps_take(engine: VllmEngine, 
     front.submit(engine, stream)
     unknown = RequestKey(0, 1 << 30)
     # Behind the submission, however soon it is asked.
-    assert await engine.held([stream.key, unknown]) == {stream.key: Held(1)}
+    assert await engine.find_held([stream.key, unknown]) == {stream.key: Held(1)}
     await front.until_tokens(stream, 50)
-    assert await engine.held([stream.key]) == {stream.key: Held(1)}
+    assert await engine.find_held([stream.key]) == {stream.key: Held(1)}
     expected_s = engine.stats().expected_step_s
     assert expected_s is not None and 0 < expected_s < 30
     await front.until(lambda: stream.finished)
-    assert await engine.held([stream.key]) == {}
+    assert await engine.find_held([stream.key]) == {}
 
 
 async def test_recovery_of_a_prompt_that_takes_several_steps(engine: VllmEngine, front: Front) -> None:
@@ -996,7 +996,7 @@ async def test_what_the_prefix_cache_has_is_not_written(engine: VllmEngine, fron
     bundle = await take_out(engine, front, stream, 30)
     await engine.export_release(stream.request_id)
     await engine.import_open(bundle.exported, stream.key, 2)
-    held = engine.import_held(stream.request_id)
+    held = engine.import_cached(stream.request_id)
     assert held == len(bundle.exported.block_hashes) >= 6
     await engine.import_reserve(stream.request_id, bundle.have)
     assert engine.stats().kv_blocks_used <= bundle.have + 2
@@ -1015,7 +1015,7 @@ async def test_what_the_prefix_cache_has_is_not_written(engine: VllmEngine, fron
     # Dropped, they go back to the cache.
     await idle(engine)
     await engine.import_open(bundle.exported, stream.key, 3)
-    assert engine.import_held(stream.request_id) == held
+    assert engine.import_cached(stream.request_id) == held
     await engine.import_drop(stream.request_id)
     again = await front.run(engine, prompt, sampling)
     same(again, reference)
@@ -1028,16 +1028,16 @@ async def test_a_prefix_that_comes_from_elsewhere_is_found(engine: VllmEngine, f
     reference = await front.run(engine, prompt, sampling)
     stream = front.stream(prompt, sampling)
     submission = Submission(stream.key, stream.request_id, 1, stream.frames)
-    assert await engine.fetch_lacks(submission) == []
+    assert await engine.fetch_missing(submission) == []
     assert await engine.fetch_open("held", submission, 1 << 20) == []
-    names = await engine._ask(
+    names = await engine._run(
         lambda parts: [bytes(name) for name in parts.core.decode(stream.frames, 0).block_hashes]
     )
     assert await engine.loan_open("loan", names) == 9
     assert await engine.loan_open("other", [b"unknown", *names]) == 0
     await forget_prefixes(engine)
     used = engine.stats().kv_blocks_used
-    assert await engine.fetch_lacks(submission) == names[:9]
+    assert await engine.fetch_missing(submission) == names[:9]
     assert engine.stats().kv_blocks_used == used
     assert await engine.fetch_open("fetch", submission, 7 * BLOCK + 3) == names[:7]
     with pytest.raises(EngineRefusal, match="have not arrived"):

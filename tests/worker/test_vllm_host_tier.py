@@ -57,7 +57,7 @@ async def started(request: pytest.FixtureRequest) -> AsyncIterator[tuple[VllmEng
     )
     front = Front()
     info = await engine.start(front)
-    assert await engine._ask(lambda parts: parts.core.config.use_v2_model_runner) == is_requested()
+    assert await engine._run(lambda parts: parts.core.config.use_v2_model_runner) == is_requested()
     yield engine, front, info
     await engine.stop()
 
@@ -98,11 +98,11 @@ async def nothing_left(engine: VllmEngine, front: Front) -> AsyncIterator[None]:
 
 
 async def forget_host(engine: VllmEngine) -> None:
-    await engine._ask(lambda parts: parts.core.host.forget_all())
+    await engine._run(lambda parts: parts.core.host.discard_all())
 
 
 async def forget_all(engine: VllmEngine) -> None:
-    assert await engine._ask(lambda parts: parts.core.core.reset_prefix_cache())
+    assert await engine._run(lambda parts: parts.core.core.reset_prefix_cache())
     assert engine.stats().host_cached_bytes == 0
 
 
@@ -185,8 +185,8 @@ async def test_requests_with_one_prefix_wait_for_one_load(engine: VllmEngine, fr
     assert engine.stats().host_blocks_loaded - before.host_blocks_loaded == PREFIX_BLOCKS
 
 
-class Held:
-    """The engine's loads stop until they are let go."""
+class HeldLoads:
+    """Hold the engine's loads from host memory until `close`."""
 
     def __init__(self, engine: VllmEngine) -> None:
         pool = engine._parts.core.host_pool
@@ -213,7 +213,7 @@ async def test_others_go_on_while_a_prefix_comes(engine: VllmEngine, front: Fron
     other = front.stream(prompt_of(2)[:BLOCK], sampling(max_tokens=200))
     front.submit(engine, other)
     await front.until_tokens(other, 2)
-    loads = Held(engine)
+    loads = HeldLoads(engine)
     try:
         stream = front.stream(prompt_of(1), sampling())
         front.submit(engine, stream)
@@ -231,13 +231,13 @@ async def test_a_request_is_gone_before_its_prefix_has_come(engine: VllmEngine, 
     """Its blocks stay its own until then; the same id comes back meanwhile."""
     reference = await front.run(engine, prompt_of(1), sampling())
     await evict(engine, front)
-    loads = Held(engine)
+    loads = HeldLoads(engine)
     try:
         stream = front.stream(prompt_of(1), sampling())
         front.submit(engine, stream)
         assert await asyncio.to_thread(loads.begun.wait, 30)
         engine.abort([stream.key])
-        assert await engine.held([stream.key]) == {}
+        assert await engine.find_held([stream.key]) == {}
         assert engine.stats().kv_blocks_used >= PREFIX_BLOCKS
         # The engine thread waits for the load, as it must not have two of one id.
         threading.Timer(0.2, loads.go.set).start()
@@ -262,7 +262,7 @@ async def test_what_changed_in_host_memory_is_computed_and_forgotten(
         hashes = core.decode(front.stream(prompt_of(1), sampling()).frames, 0).block_hashes
         core.host_pool._bytes[core.host.find([bytes(name) for name in hashes])[number], 1, 3] ^= 1
 
-    await engine._ask(lambda parts: spoil(6))
+    await engine._run(lambda parts: spoil(6))
     before = engine.stats()
     same(await front.run(engine, prompt_of(1), sampling()), reference)
     await idle(engine)
@@ -274,7 +274,7 @@ async def test_what_changed_in_host_memory_is_computed_and_forgotten(
     await front.run(engine, prompt_of(1), sampling())
     await evict(engine, front)
     # The first of all: nothing can be taken.
-    await engine._ask(lambda parts: spoil(0))
+    await engine._run(lambda parts: spoil(0))
     same(await front.run(engine, prompt_of(1), sampling()), reference)
     assert engine.stats().host_kv_corrupt_blocks - after.host_kv_corrupt_blocks == 1
 
@@ -285,7 +285,7 @@ async def test_what_is_evicted_between_steps_is_kept_too(engine: VllmEngine, fro
     other = front.stream([n * 5 % 239 for n in range(20 * BLOCK - 3)], sampling(max_tokens=2))
     submission = Submission(other.key, other.request_id, 1, other.frames)
     assert len(await engine.fetch_open("fetch", submission, 1 << 20)) == 19
-    await engine._ask(
+    await engine._run(
         lambda parts: parts.core.kv.zero([b.block_id for b in parts.fetches._fetches["fetch"].blocks])
     )
     await engine.fetch_drop("fetch")
@@ -304,7 +304,7 @@ async def test_host_memory_lends(engine: VllmEngine, front: Front) -> None:
     await front.run(engine, prompt_of(1)[: 3 * BLOCK + 1], sampling(max_tokens=2))
     stream = front.stream(prompt_of(1), sampling())
     submission = Submission(stream.key, stream.request_id, 1, stream.frames)
-    names = await engine._ask(
+    names = await engine._run(
         lambda parts: [bytes(name) for name in parts.core.decode(stream.frames, 0).block_hashes]
     )
     # What host memory has need not come from anybody else.

@@ -84,7 +84,7 @@ async def nothing_left(engine: VllmEngine, front: Front) -> AsyncIterator[None]:
 
 async def serve_by(engine: VllmEngine, policy: IntraPolicy | None) -> None:
     """Use this policy, with its own parameters."""
-    await engine._ask(lambda parts: use_policy(policy, parts.core, parts.table))
+    await engine._run(lambda parts: use_policy(policy, parts.core, parts.table))
 
 
 def submit_together(engine: VllmEngine, front: Front, streams: list[Stream]) -> None:

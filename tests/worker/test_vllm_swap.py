@@ -282,13 +282,13 @@ async def test_without_room_in_host_memory_the_prompt_is_computed_anew(
     engine: VllmEngine, front: Front, reference: Stream
 ) -> None:
     before = engine.stats()
-    taken = engine._parts.core.host.take(HOST_BLOCKS - 2)
+    taken = engine._parts.core.host.allocate(HOST_BLOCKS - 2)
     assert taken is not None
     streams = [front.stream(ANSWERING, params(max_tokens=LENGTH, **SEEDED)) for _ in range(5)]
     for stream in streams:
         front.submit(engine, stream)
     await finish(front, streams, reference)
-    engine._parts.core.host.give_back(taken)
+    engine._parts.core.host.release(taken)
     after = engine.stats()
     assert after.swaps_refused > before.swaps_refused
 
@@ -304,7 +304,7 @@ async def test_an_abandoned_request_frees_its_host_memory(engine: VllmEngine, fr
 async def test_a_small_request_passes_one_that_does_not_fit_only_where_the_order_lets_it(
     engine: VllmEngine, front: Front, pass_over: float
 ) -> None:
-    await engine._ask(lambda parts: use_policy(Fcfs(pass_over=pass_over), parts.core, parts.table))
+    await engine._run(lambda parts: use_policy(Fcfs(pass_over=pass_over), parts.core, parts.table))
     # Half of the device for longer than the small one needs, all of it, and a quarter.
     running = front.stream(ANSWERING, params(max_tokens=BLOCK * 5 - len(ANSWERING)))
     front.submit(engine, running)

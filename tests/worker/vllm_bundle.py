@@ -47,7 +47,7 @@ class Bundle:
 
     async def write(self) -> None:
         """All that is not there by name."""
-        held = self.engine.import_held(self.request_id)
+        held = self.engine.import_cached(self.request_id)
         for first, number, staging, sums in self.parts:
             skip = min(max(0, held - first), number)
             if skip < number:
@@ -72,7 +72,7 @@ class Bundle:
 
 async def forget_prefixes(engine: VllmEngine) -> None:
     """The engine finds no prefix in its cache any more."""
-    await engine._ask(
+    await engine._run(
         lambda parts: parts.core.block_pool.evict_blocks(set(range(parts.core.block_pool.num_gpu_blocks)))
     )
 

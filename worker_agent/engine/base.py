@@ -324,7 +324,7 @@ class Engine(Protocol):
     def stats(self) -> EngineStats:
         """The engine as it is now; cheap enough for every report."""
 
-    async def held(self, keys: Sequence[RequestKey]) -> dict[RequestKey, Held]:
+    async def find_held(self, keys: Sequence[RequestKey]) -> dict[RequestKey, Held]:
         """Those of these requests that the engine has, waiting, running or paused; not those on their way in.
         Submissions that came before the call are among them, and the outputs that were made before the answer
         have been delivered. Raises EngineRefusal."""
@@ -380,7 +380,7 @@ class Engine(Protocol):
         The caller sets the deadline, and calls import_drop when it gives up.
         """
 
-    def import_held(self, request_id: str) -> int:
+    def import_cached(self, request_id: str) -> int:
         """How many of the exported blocks, from the first on, the prefix cache had when room was reserved.
 
         They are part of the reservation, need not come, and must not be written. Raises EngineRefusal.
@@ -419,12 +419,12 @@ class Engine(Protocol):
     async def loan_end(self, loan_id: str) -> None:
         """Free them; an unknown loan is ignored."""
 
-    async def fetch_lacks(self, submission: Submission) -> list[bytes]:
+    async def fetch_missing(self, submission: Submission) -> list[bytes]:
         """Names of the prompt's blocks that the prefix cache lacks, from the first on; sets nothing aside.
         Raises EngineRefusal as fetch_open."""
 
-    async def fetch_open(self, fetch_id: str, submission: Submission, most_tokens: int) -> list[bytes]:
-        """Set blocks aside for what the prefix cache lacks of the request's first `most_tokens`; keep it.
+    async def fetch_open(self, fetch_id: str, submission: Submission, max_tokens: int) -> list[bytes]:
+        """Set blocks aside for what the prefix cache lacks of the request's first `max_tokens`; keep it.
 
         Returns the names of those that are to come; nothing is set aside where that is none. Raises
         EngineRefusal for a request or an engine for which nothing can come, NoRoom.

@@ -1,7 +1,7 @@
-"""Who has which block of host memory: swapped requests, imports that wait for the device, and, in what they
-leave, blocks that the device's prefix cache has evicted.
+"""Bookkeeping of host memory for KV, in slots of one block.
 
-Plain bookkeeping, no bytes. Owned by the engine's thread.
+Slots belong to swapped-out requests and to imports that wait for the device. The remaining slots cache blocks
+that the device's prefix cache has evicted. No bytes are stored here. Owned by the engine's thread.
 """
 
 from __future__ import annotations
@@ -23,140 +23,146 @@ class Swapped:
 
 
 class HostLedger:
-    """Slots 0..total-1 of one KV block each. A slot is free when nobody owns or pins it.
+    """Slots 0..total-1 of one KV block each. A slot is free when its user count is 0.
 
-    Evicted blocks are kept by name, in slots that nobody else wants: requests come first, and of the kept
-    blocks the one goes first whose last use is longest ago. One that is pinned does not go.
+    Cached blocks are indexed by name. Requests take precedence over them: when free slots run out, the least
+    recently used unpinned cached blocks are dropped.
     """
 
     def __init__(self, total: int, block_bytes: int) -> None:
         self.total = total
         self.block_bytes = block_bytes
-        # Requests swapped out, in again, and preempted with their KV lost for want of room here.
+        # Requests swapped out, swapped in, and preempted with their KV lost because no slots were available.
         self.swapped_out = 0
         self.swapped_in = 0
         self.refused = 0
-        # Evicted blocks that were kept, and of these those that had to go for others.
+        # Blocks cached, and cached blocks dropped to make room.
         self.stored = 0
         self.dropped = 0
-        # Told which names are kept from now on, and which no longer.
-        self.told: Callable[[Sequence[bytes], Sequence[bytes]], None] = _nobody
+        # Called with the names that were added to the cache and those that were removed from it.
+        self.on_change: Callable[[Sequence[bytes], Sequence[bytes]], None] = _ignore_change
         self._swapped: dict[str, Swapped] = {}
+        # User count of each slot that is not free.
         self._users: dict[int, int] = {}
+        # Free slots that have been used before; slots from _next_unused on never have.
         self._returned: list[int] = []
-        self._untouched = 0
-        # Least recently used first.
-        self._kept: OrderedDict[bytes, int] = OrderedDict()
-        self._kept_slots: set[int] = set()
-        # Of these, those that somebody has pinned.
-        self._kept_pinned = 0
+        self._next_unused = 0
+        # Slot by block name, least recently used first.
+        self._cached: OrderedDict[bytes, int] = OrderedDict()
+        self._cached_slots: set[int] = set()
+        # Cached slots with another user besides the cache.
+        self._cached_pinned = 0
 
     @property
     def used(self) -> int:
-        """Slots that requests have, or that are pinned and no longer kept."""
-        return self._taken - len(self._kept)
+        """Slots that belong to requests, or are pinned but no longer cached."""
+        return self._allocated - len(self._cached)
 
     @property
-    def kept(self) -> int:
-        """Slots with evicted blocks."""
-        return len(self._kept)
+    def cached(self) -> int:
+        """Slots with cached blocks."""
+        return len(self._cached)
 
     @property
-    def _taken(self) -> int:
-        return self._untouched - len(self._returned)
+    def _allocated(self) -> int:
+        return self._next_unused - len(self._returned)
 
     # ---- slots
 
-    def take(self, slots: int) -> list[int] | None:
-        """So many slots, for which kept blocks go; None, and nothing changes, when there are not enough."""
-        free = self.total - self._taken
-        if slots > free + len(self._kept) - self._kept_pinned:
+    def allocate(self, slots: int) -> list[int] | None:
+        """Allocate slots, dropping cached blocks as needed. Return None and change nothing if there are too
+        few."""
+        free = self.total - self._allocated
+        if slots > free + len(self._cached) - self._cached_pinned:
             return None
         if slots > free:
             self._drop(slots - free)
-        taken = [self._returned.pop() for _ in range(min(slots, len(self._returned)))]
-        missing = slots - len(taken)
-        taken.extend(range(self._untouched, self._untouched + missing))
-        self._untouched += missing
-        for slot in taken:
+        allocated = [self._returned.pop() for _ in range(min(slots, len(self._returned)))]
+        missing = slots - len(allocated)
+        allocated.extend(range(self._next_unused, self._next_unused + missing))
+        self._next_unused += missing
+        for slot in allocated:
             self._users[slot] = 1
-        return taken
+        return allocated
 
     def pin(self, slot: int) -> None:
-        """One more user of a slot that somebody has."""
+        """Add a user to a slot that is not free."""
         self._users[slot] += 1
-        self._kept_pinned += self._users[slot] == 2 and slot in self._kept_slots
+        self._cached_pinned += self._users[slot] == 2 and slot in self._cached_slots
 
-    def give_back(self, slots: Sequence[int]) -> None:
-        """One user less of each."""
+    def release(self, slots: Sequence[int]) -> None:
+        """Remove one user from each slot; slots without users become free."""
         for slot in slots:
             self._users[slot] -= 1
-            self._kept_pinned -= self._users[slot] == 1 and slot in self._kept_slots
+            self._cached_pinned -= self._users[slot] == 1 and slot in self._cached_slots
             if not self._users[slot]:
                 del self._users[slot]
                 self._returned.append(slot)
 
-    # ---- evicted blocks
+    # ---- cache of evicted blocks
 
-    def keep(self, name: bytes) -> int | None:
-        """A slot for a block that the device evicts; None: it is kept already, or there is no room."""
-        if name in self._kept:
-            self._kept.move_to_end(name)
+    def cache(self, name: bytes) -> int | None:
+        """Allocate a slot for a block that the device evicts. Return None if it is cached already or there is
+        no room."""
+        if name in self._cached:
+            self._cached.move_to_end(name)
             return None
-        taken = self.take(1)
-        if taken is None:
+        allocated = self.allocate(1)
+        if allocated is None:
             return None
-        slot = self._kept[name] = taken[0]
-        self._kept_slots.add(slot)
+        slot = self._cached[name] = allocated[0]
+        self._cached_slots.add(slot)
         self.stored += 1
-        self.told([name], [])
+        self.on_change([name], [])
         return slot
 
     def find(self, names: Sequence[bytes]) -> list[int]:
-        """Slots of the first of these names, up to the first that is not kept."""
+        """Return the slots of the longest prefix of `names` that is cached."""
         slots: list[int] = []
         for name in names:
-            slot = self._kept.get(name)
+            slot = self._cached.get(name)
             if slot is None:
                 break
             slots.append(slot)
         return slots
 
-    def use(self, names: Sequence[bytes]) -> None:
-        """These follow each other, and are kept for longer from now on, the first for longest."""
+    def touch(self, names: Sequence[bytes]) -> None:
+        """Mark the consecutive blocks of a prefix as used, so that later blocks are dropped before earlier
+        ones."""
         for name in reversed(names):
-            if name in self._kept:
-                self._kept.move_to_end(name)
+            if name in self._cached:
+                self._cached.move_to_end(name)
 
-    def forget(self, names: Sequence[bytes]) -> None:
-        """Keep these no longer; who has pinned one has it until then. Those that are not kept are ignored."""
-        gone = []
+    def discard(self, names: Sequence[bytes]) -> None:
+        """Remove blocks from the cache. Pinned slots stay allocated until released; unknown names are
+        ignored."""
+        removed = []
         for name in names:
-            slot = self._kept.pop(name, None)
+            slot = self._cached.pop(name, None)
             if slot is None:
                 continue
-            gone.append(name)
-            self._kept_pinned -= self._users[slot] > 1
-            self._kept_slots.remove(slot)
-            self.give_back([slot])
-        if gone:
-            self.told([], gone)
+            removed.append(name)
+            self._cached_pinned -= self._users[slot] > 1
+            self._cached_slots.remove(slot)
+            self.release([slot])
+        if removed:
+            self.on_change([], removed)
 
-    def forget_all(self) -> None:
-        """Keep nothing of what was kept."""
-        self.forget(list(self._kept))
+    def discard_all(self) -> None:
+        """Remove all blocks from the cache."""
+        self.discard(list(self._cached))
 
     def _drop(self, slots: int) -> None:
-        """As many kept blocks that nobody has pinned, of which there are enough."""
-        free = (name for name, slot in self._kept.items() if self._users[slot] == 1)
+        """Drop as many unpinned cached blocks; the caller has checked that there are enough."""
+        unpinned = (name for name, slot in self._cached.items() if self._users[slot] == 1)
         self.dropped += slots
-        self.forget(list(islice(free, slots)))
+        self.discard(list(islice(unpinned, slots)))
 
     # ---- requests
 
     def swap_out(self, request_id: str, tokens: int, names: list[bytes]) -> Swapped | None:
-        """Room for a request's KV; None, and counted, when there is none."""
-        slots = self.take(len(names))
+        """Allocate slots for a request's KV. Return None, and count a refusal, if there are too few."""
+        slots = self.allocate(len(names))
         if slots is None:
             self.refused += 1
             return None
@@ -165,27 +171,27 @@ class HostLedger:
         self._swapped[request_id] = swapped
         return swapped
 
-    def arrive(self, request_id: str, swapped: Swapped) -> None:
-        """An import waits here; the slots are those it took."""
+    def add_import(self, request_id: str, swapped: Swapped) -> None:
+        """Register an imported request whose KV was received into already allocated slots."""
         self._swapped[request_id] = swapped
 
     def get(self, request_id: str) -> Swapped | None:
-        """The request's KV, if it is here."""
+        """Return the request's KV in host memory, or None."""
         return self._swapped.get(request_id)
 
     def swap_in(self, request_id: str) -> Swapped | None:
-        """The request goes to the device: the caller gives the slots back when they have been read."""
+        """Remove and return the request's KV; the caller releases the slots once they have been read."""
         swapped = self._swapped.pop(request_id, None)
         if swapped is not None:
             self.swapped_in += 1
         return swapped
 
     def drop(self, request_id: str) -> None:
-        """The request is gone; ignored when it is not here."""
+        """Release the KV of a request that has ended; unknown requests are ignored."""
         swapped = self._swapped.pop(request_id, None)
         if swapped is not None:
-            self.give_back(swapped.slots)
+            self.release(swapped.slots)
 
 
-def _nobody(stored: Sequence[bytes], gone: Sequence[bytes]) -> None:
+def _ignore_change(added: Sequence[bytes], removed: Sequence[bytes]) -> None:
     return

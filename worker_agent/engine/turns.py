@@ -1,4 +1,4 @@
-"""A request's rank on its instance, asked of the intra-instance policy only when it may have changed."""
+"""A request's rank on its instance, computed by the intra-instance policy only when it may have changed."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ _NUMBERS: Final = 1 << 20
 
 
 def arrival_order(arrival_s: float, number: int) -> int:
-    """JobView.arrival: by the time at which the API server took the request, so that it survives a migration;
-    `number` tells apart those of one microsecond."""
+    """Return JobView.arrival: the API server's arrival time, which survives a migration, in microseconds,
+    with `number` as a tie-breaker."""
     return round(arrival_s * 1e6) * _NUMBERS + number % _NUMBERS
 
 
-def arrived_s(arrival: int) -> float:
-    """The time that `arrival_order` was given, to the microsecond."""
+def arrival_time_s(arrival: int) -> float:
+    """Return the time that was passed to `arrival_order`, to the microsecond."""
     return arrival // _NUMBERS / 1e6
 
 
 def serving_phase(output_tokens: int, reasons: bool) -> Phase:
-    """The phase that an order goes by. `reasons`: the next token belongs to the reasoning.
+    """Return the phase that an order uses. `reasons`: the next token belongs to the reasoning.
 
-    A request whose KV is to be computed anew is in the phase that it was in: it is served as what it is.
+    A request whose KV must be recomputed keeps its phase: its prefill is served with that phase's priority.
     """
     if not output_tokens:
         return Phase.PREFILL
     return Phase.REASONING if reasons else Phase.ANSWERING
 
 
-def left_s(total_tokens: int, computed_tokens: int) -> float:
-    """Prefill that a request still asks for, as JobView.queue_s has it; all but one token computed: none."""
+def remaining_prefill_s(total_tokens: int, computed_tokens: int) -> float:
+    """Return a request's remaining prefill in seconds, as in JobView.queue_s; 0 if only one token is left."""
     if total_tokens - computed_tokens <= 1:
         return 0.0
     squares = total_tokens * total_tokens - computed_tokens * computed_tokens
@@ -44,11 +44,11 @@ def left_s(total_tokens: int, computed_tokens: int) -> float:
 def view_of(
     turn: Turn, reasons: bool, prompt_tokens: int, output_tokens: int, reasoning_tokens: int
 ) -> JobView:
-    """A request as an intra-instance policy sees it."""
+    """Return the request as an intra-instance policy sees it."""
     phase = serving_phase(output_tokens, reasons)
     in_phase = output_tokens - reasoning_tokens if phase is Phase.ANSWERING else output_tokens
     arrival = turn.arrival
-    came_s = arrived_s(arrival)
+    came_s = arrival_time_s(arrival)
     return JobView(
         arrival,
         phase,
@@ -63,7 +63,7 @@ def view_of(
 
 
 class Turn:
-    """One request's place in the order: `rank`, once it was asked for."""
+    """One request's place in the order: its cached `rank` and what the rank depends on."""
 
     __slots__ = (
         "_phase",
@@ -78,35 +78,36 @@ class Turn:
     )
 
     def __init__(self, arrival: int, queue_s: float = 0.0) -> None:
-        """`queue_s`: as JobView has it."""
+        """`arrival` and `queue_s` are as in JobView."""
         self.arrival = arrival
         self.queue_s = queue_s
-        # As JobView has them; 0: it has not begun to answer.
+        # As in JobView; answering_s is 0 before the first answering token.
         self.answering_s = 0.0
         self.lapsed = False
-        # As `tailrace.intra.allocate.Claim` has it.
+        # As in `tailrace.intra.allocate.Claim`.
         self.passed_blocks = 0
         self.rank: Rank = ()
         self._until = 0
         self._phase: Phase | None = None
         self._policy: IntraPolicy | None = None
 
-    def answers(self, now_s: float, for_s: float = 0.0) -> None:
-        """It has begun to answer, so many seconds before now (seconds since the epoch). Once is enough."""
+    def start_answering(self, now_s: float, for_s: float = 0.0) -> None:
+        """Record that the answer began `for_s` seconds before `now_s` (seconds since the epoch); later calls
+        are ignored."""
         if not self.answering_s:
             self.answering_s = now_s - for_s
 
     def lapse(self) -> None:
-        """The time that `IntraPolicy.lapses_s` gave has come: the rank is to be asked anew."""
+        """Invalidate the rank, because the time given by `IntraPolicy.lapses_s` has come."""
         self.lapsed = True
         self._until = 0
 
-    def holds(self, policy: IntraPolicy, phase: Phase, output_tokens: int) -> bool:
-        """Whether `rank` is still what `policy` would say."""
+    def is_current(self, policy: IntraPolicy, phase: Phase, output_tokens: int) -> bool:
+        """Return whether `rank` is still what `policy` would compute."""
         return output_tokens < self._until and phase is self._phase and policy is self._policy
 
-    def ask(self, policy: IntraPolicy, job: JobView) -> None:
-        """Rank the request as it is now."""
+    def update(self, policy: IntraPolicy, job: JobView) -> None:
+        """Compute the rank of the request as it is now."""
         self.rank = policy.rank(job)
         holds = policy.rank_holds(job)
         self._until = _NEVER if holds is None else job.output_tokens + holds

@@ -291,7 +291,7 @@ class Import:
 
     def _held(self) -> int:
         """Return the number of leading blocks that this engine's prefix cache had. Raise EngineRefusal."""
-        return self._parts.engine.import_held(self.request_id) if self._reserved else 0
+        return self._parts.engine.import_cached(self.request_id) if self._reserved else 0
 
     async def _reserve(self, exported: Exported, key: RequestKey) -> None:
         """Reserve room on the engine, waiting for it if the plan says so. Raise EngineRefusal or Abort."""

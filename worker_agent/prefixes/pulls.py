@@ -165,7 +165,7 @@ class Pulls:
         waited = False
         while True:
             # The engine answers in the order in which it is asked: whoever came after a pull finds it.
-            names = await run_to_completion(self._parts.engine.fetch_lacks(submission))
+            names = await run_to_completion(self._parts.engine.fetch_missing(submission))
             self._opening -= {asyncio.current_task()}
             coming = self._coming.get(names[0]) if names else None
             if coming is None:

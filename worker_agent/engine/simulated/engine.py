@@ -54,7 +54,7 @@ from worker_agent.engine.simulated.settings import Faults, SimulatedSettings, at
 from worker_agent.engine.simulated.table import RequestTable
 from worker_agent.engine.simulated.vocabulary import read_vocabulary
 from worker_agent.engine.step_times import StepTimes
-from worker_agent.engine.turns import left_s
+from worker_agent.engine.turns import remaining_prefill_s
 
 # Plain ints: arithmetic on enum flags costs a microsecond, and this happens for every token.
 _PREFILL_DONE: Final = int(OutputFlag.PREFILL_DONE)
@@ -179,7 +179,7 @@ class SimulatedEngine:
             self._timer.cancel()
             self._timer = None
         self._sink = self._emitter = self._step = None
-        self._imports.line.clear()
+        self._imports.waiting.clear()
         for request in list(self._table):
             self._free(request)
         # Who waits for the end of the step learns that the request is gone.
@@ -191,7 +191,7 @@ class SimulatedEngine:
         """Engine.submit. What is here already under an older epoch, or as an import that nobody has adopted,
         gives way to it."""
         emitter = self._live_emitter()
-        self._imports.line.leave(submission.request_id)
+        self._imports.waiting.remove(submission.request_id)
         for old in (self._table.by_key(submission.key), self._table.by_id(submission.request_id)):
             if old is None or old.state is State.GONE:
                 continue
@@ -221,9 +221,11 @@ class SimulatedEngine:
             emitter.flush()
             return
         if submission.answer_tokens:
-            request.turn.answers(time.time(), submission.answering_s)
+            request.turn.start_answering(time.time(), submission.answering_s)
         request.turn.queue_s = sum(
-            left_s(other.total, other.computed) for other in self._table if other.state is not State.IMPORTING
+            remaining_prefill_s(other.total, other.computed)
+            for other in self._table
+            if other.state is not State.IMPORTING
         )
         self._table.add(request)
         self._scheduler.enqueue(request)
@@ -232,7 +234,7 @@ class SimulatedEngine:
     def abort(self, keys: Sequence[RequestKey]) -> None:
         """Engine.abort."""
         for key in keys:
-            self._imports.line.leave_key(key)
+            self._imports.waiting.remove_key(key)
             request = self._table.by_key(key)
             if request is not None:
                 self._free(request)
@@ -240,7 +242,7 @@ class SimulatedEngine:
 
     def abort_client(self, client: int) -> None:
         """Engine.abort_client."""
-        self._imports.line.leave_client(client)
+        self._imports.waiting.remove_client(client)
         for request in self._table.of_client(client):
             self._free(request)
         self._wake()
@@ -318,8 +320,8 @@ class SimulatedEngine:
         swapped = self._scheduler.host.get(request.request_id)
         return 0 if swapped is None else len(swapped.slots)
 
-    async def held(self, keys: Sequence[RequestKey]) -> dict[RequestKey, Held]:
-        """Engine.held."""
+    async def find_held(self, keys: Sequence[RequestKey]) -> dict[RequestKey, Held]:
+        """Engine.find_held."""
         requests = {key: self._table.by_key(key) for key in keys}
         return {
             key: Held(request.epoch, request.state is State.PAUSED)
@@ -342,13 +344,13 @@ class SimulatedEngine:
         self._prefixes.end(loan_id)
         self._wake()
 
-    async def fetch_lacks(self, submission: Submission) -> list[bytes]:
-        """Engine.fetch_lacks."""
+    async def fetch_missing(self, submission: Submission) -> list[bytes]:
+        """Engine.fetch_missing."""
         return self._prefixes.lacks(submission)
 
-    async def fetch_open(self, fetch_id: str, submission: Submission, most_tokens: int) -> list[bytes]:
+    async def fetch_open(self, fetch_id: str, submission: Submission, max_tokens: int) -> list[bytes]:
         """Engine.fetch_open."""
-        return self._prefixes.fetch(fetch_id, submission, most_tokens)
+        return self._prefixes.fetch(fetch_id, submission, max_tokens)
 
     async def fetch_keep(self, fetch_id: str, blocks: int) -> None:
         """Engine.fetch_keep."""
@@ -438,8 +440,8 @@ class SimulatedEngine:
         """Engine.import_queue."""
         await self._imports.queue(exported, key, epoch)
 
-    def import_held(self, request_id: str) -> int:
-        """Engine.import_held."""
+    def import_cached(self, request_id: str) -> int:
+        """Engine.import_cached."""
         return self._imports.held(request_id)
 
     async def import_reserve(self, request_id: str, num_blocks: int) -> None:
@@ -471,7 +473,7 @@ class SimulatedEngine:
 
     async def import_drop(self, request_id: str) -> None:
         """Engine.import_drop."""
-        self._imports.line.leave(request_id)
+        self._imports.waiting.remove(request_id)
         request = self._imports.find(request_id)
         if request is not None:
             self._free(request)
@@ -492,7 +494,7 @@ class SimulatedEngine:
             self._timer = clock.call_at(clock.time() + _HANG_CHECK_S, self._begin_step)
             return
         self._boundary.reached()
-        self._imports.line.admit()
+        self._imports.waiting.admit()
         self._step = self._scheduler.plan()
         if self._step is None:
             self._ended_s = 0.0
@@ -574,7 +576,7 @@ class SimulatedEngine:
             request.closes_at = index
             request.phase = EnginePhase.ANSWERING
         if flags & _REASONING_ENDED:
-            request.turn.answers(time.time())
+            request.turn.start_answering(time.time())
         if self._ends(request, index, token):
             reason, stop = self._finish_reason(request, token)
             emitter.add(request, index, [token], flags | _FINISHED, reason, stop)

@@ -13,7 +13,7 @@ import numpy as np
 from worker_agent.engine.base import EnginePhase, Exported, ExportedPause, KvShape, RequestKey, Staging
 from worker_agent.engine.errors import EngineRefusal, KvCorrupt, NoRoom
 from worker_agent.engine.host_ledger import Swapped
-from worker_agent.engine.import_line import ImportLine
+from worker_agent.engine.import_queue import ImportQueue
 from worker_agent.engine.simulated.exports import BYTES_AT_A_TIME, SamplingState
 from worker_agent.engine.simulated.kv import KvCodec, staged_bytes
 from worker_agent.engine.simulated.reader import RequestReader, UnrunnableError
@@ -62,7 +62,7 @@ class Imports:
         self._faults = faults
         self._imports: dict[str, _Import] = {}
         # Those that wait for room; asked before each step.
-        self.line = ImportLine()
+        self.waiting = ImportQueue()
 
     def check_replay(self, exported: Exported, key: RequestKey) -> None:
         """Engine.replay_check."""
@@ -75,8 +75,8 @@ class Imports:
     def open(self, exported: Exported, key: RequestKey, epoch: int) -> None:
         """Engine.import_open."""
         request = self._request(exported, key, epoch)
-        if self.line:
-            raise NoRoom(f"{len(self.line)} imports wait for room")
+        if self.waiting:
+            raise NoRoom(f"{len(self.waiting)} imports wait for room")
         self._enter(request, exported)
 
     async def queue(self, exported: Exported, key: RequestKey, epoch: int) -> None:
@@ -92,12 +92,12 @@ class Imports:
             else:
                 has_room.set_exception(refusal)
 
-        self.line.join(request.request_id, key, lambda: self._enter(request, exported), done)
-        self.line.admit()
+        self.waiting.add(request.request_id, key, lambda: self._enter(request, exported), done)
+        self.waiting.admit()
         await has_room
 
     def held(self, request_id: str) -> int:
-        """Engine.import_held."""
+        """Engine.import_cached."""
         return self._importing(request_id).held
 
     def reserve(self, request_id: str, num_blocks: int) -> None:
@@ -105,7 +105,7 @@ class Imports:
         incoming = self._importing(request_id)
         request, pool = incoming.request, self._scheduler.pool
         if incoming.slots is not None:
-            slots = self._scheduler.host.take(max(0, num_blocks - len(incoming.slots)))
+            slots = self._scheduler.host.allocate(max(0, num_blocks - len(incoming.slots)))
             if slots is None:
                 raise EngineRefusal(f"{num_blocks} blocks of host memory are needed")
             incoming.slots += slots
@@ -152,7 +152,7 @@ class Imports:
         if outputs and pause.computed_tokens == request.total - 1:
             request.phase = request.decode_phase
         if request.phase is EnginePhase.ANSWERING:
-            request.turn.answers(time.time(), pause.answering_for_s)
+            request.turn.start_answering(time.time(), pause.answering_for_s)
 
         blocks = self._scheduler.pool.blocks_for(pause.computed_tokens)
         demanded = request.chain.seeds(0, blocks, pause.computed_tokens)
@@ -180,7 +180,7 @@ class Imports:
         """The request is dropped or aborted."""
         incoming = self._imports.pop(request.request_id, None)
         if incoming is not None and incoming.slots is not None:
-            self._scheduler.host.give_back(incoming.slots)
+            self._scheduler.host.release(incoming.slots)
 
     def find(self, request_id: str) -> Request | None:
         """The request, if it is being imported."""
@@ -203,7 +203,7 @@ class Imports:
         except UnrunnableError as error:
             raise EngineRefusal(str(error)) from error
         request_id = request.request_id
-        known = self._table.by_id(request_id) is not None or request_id in self.line
+        known = self._table.by_id(request_id) is not None or request_id in self.waiting
         if known or self._table.by_key(key) is not None:
             raise EngineRefusal(f"request {request_id} is on this engine already")
         return request
@@ -228,7 +228,7 @@ class Imports:
             seeds = {number: int.from_bytes(names[number][:8], "little") for number in range(held)}
             return _Import(request, None, held, seeds)
         if scheduler.intra is not None and scheduler.intra.receives_on_host:
-            slots = scheduler.host.take(blocks)
+            slots = scheduler.host.allocate(blocks)
             if slots is not None:
                 return _Import(request, slots)
         if scheduler.free_slots < 1:
@@ -238,9 +238,9 @@ class Imports:
     def _wait_on_host(self, request: Request, slots: list[int]) -> None:
         """From here on it is a request that was swapped out."""
         used = self._scheduler.pool.blocks_for(request.computed)
-        self._scheduler.host.give_back(slots[used:])
+        self._scheduler.host.release(slots[used:])
         swapped = Swapped(request.computed, slots[:used], [b""] * used)
-        self._scheduler.host.arrive(request.request_id, swapped)
+        self._scheduler.host.add_import(request.request_id, swapped)
 
     def _importing(self, request_id: str) -> _Import:
         incoming = self._imports.get(request_id)

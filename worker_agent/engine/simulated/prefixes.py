@@ -75,16 +75,16 @@ class Prefixes:
     # ---- the borrower
 
     def lacks(self, submission: Submission) -> list[bytes]:
-        """Engine.fetch_lacks."""
+        """Engine.fetch_missing."""
         names, blocks = self._names(submission, None), list[int]()
         held = self._pool.take(blocks, names)
         self._pool.release(blocks, names[:held])
         return names[held:]
 
-    def fetch(self, fetch_id: str, submission: Submission, most_tokens: int) -> list[bytes]:
+    def fetch(self, fetch_id: str, submission: Submission, max_tokens: int) -> list[bytes]:
         """Engine.fetch_open."""
         pool = self._pool
-        names, blocks = self._names(submission, most_tokens // pool.block_tokens), list[int]()
+        names, blocks = self._names(submission, max_tokens // pool.block_tokens), list[int]()
         count, held = len(names), pool.take(blocks, names)
         if held == count or not pool.grow(blocks, count):
             pool.release(blocks, names[:held])

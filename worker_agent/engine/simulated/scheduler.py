@@ -295,7 +295,7 @@ class Scheduler:
             self.running.append(request)
             swapped = self.host.swap_in(request.request_id)
             if swapped is not None:
-                self.host.give_back(swapped.slots)
+                self.host.release(swapped.slots)
                 self._swap_ms += self._swap.ms(len(swapped.slots) * self.host.block_bytes)
                 step.decodes.append(request)
                 kv_tokens += request.total
@@ -314,6 +314,6 @@ class Scheduler:
 def _rank(policy: IntraPolicy, request: Request) -> Rank:
     turn, outputs = request.turn, len(request.outputs)
     reasons = request.reasons and request.closes_at is None
-    if not turn.holds(policy, serving_phase(outputs, reasons), outputs):
-        turn.ask(policy, request.view)
+    if not turn.is_current(policy, serving_phase(outputs, reasons), outputs):
+        turn.update(policy, request.view)
     return turn.rank

@@ -1,4 +1,4 @@
-"""Requests in, from front ends: new ones, and ones that go on after their instance was lost."""
+"""Admit requests from front ends: new ones, and ones that continue after the loss of their instance."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from worker_agent.engine.base import Held, RequestKey, StepColumns, Submission
 from worker_agent.engine.errors import EngineRefusal
-from worker_agent.engine.turns import left_s
+from worker_agent.engine.turns import remaining_prefill_s
 from worker_agent.engine.vllm.imports import Imports
 from worker_agent.engine.vllm.load import LoadedCore
 from worker_agent.engine.vllm.outputs import OutputWriter
@@ -42,19 +42,19 @@ class Admission:
         self._deliver = deliver
 
     def submit(self, submission: Submission) -> None:
-        """Take a request; one that cannot run is answered with a FAILED output."""
+        """Admit a request; one that cannot run gets a FAILED output."""
         try:
             self._submit(submission)
         except EngineRefusal as refusal:
             _log.warning("request %s cannot run: %s", submission.request_id, refusal)
             self._fail(submission)
-        # Whatever a message can make vLLM's decoder or constructors raise must not end the engine.
+        # No message may end the engine, whatever vLLM's decoder or constructors raise.
         except Exception:  # noqa: BLE001
             _log.exception("request %s cannot run", submission.request_id)
             self._fail(submission)
 
     def abort(self, keys: Sequence[RequestKey]) -> None:
-        """Free these requests, running, paused, waiting or being imported."""
+        """Free these requests, whether running, paused, waiting or being imported."""
         for key in keys:
             entry = self._table.by_key(key)
             if entry is not None:
@@ -62,14 +62,14 @@ class Admission:
             self._imports.drop_key(key)
 
     def abort_client(self, client: int) -> None:
-        """Free every request of a front end."""
+        """Free all requests of a front end."""
         for entry in self._table:
             if entry.key.client == client:
                 self._remove(entry)
         self._imports.drop_client(client)
 
-    def held(self, keys: Sequence[RequestKey]) -> dict[RequestKey, Held]:
-        """Those of these requests that are here, whether they can run or wait."""
+    def find_held(self, keys: Sequence[RequestKey]) -> dict[RequestKey, Held]:
+        """Return the state of those of these requests that the engine has, running or waiting."""
         paused = self._core.scheduler.paused
         entries = {key: self._table.by_key(key) for key in keys}
         return {
@@ -78,16 +78,16 @@ class Admission:
             if entry is not None
         }
 
-    # ---- inner
+    # ---- internals
 
     def _submit(self, submission: Submission) -> None:
-        former = self._table.get(submission.request_id)
-        if former is not None:
-            if former.epoch >= submission.epoch:
+        earlier = self._table.get(submission.request_id)
+        if earlier is not None:
+            if earlier.epoch >= submission.epoch:
                 _log.warning("request %s came twice, epoch %d", submission.request_id, submission.epoch)
                 return
-            self._remove(former)
-        self._core.settle(submission.request_id)
+            self._remove(earlier)
+        self._core.drain(submission.request_id)
         self._imports.drop(submission.request_id)
         request = self._core.decode(submission.frames, submission.key.client, submission.adapter_version)
         if request.request_id != submission.request_id:
@@ -102,7 +102,7 @@ class Admission:
         phases.back_to_prefill()
         turn = self._table.new_turn(request, self._queue_s())
         if submission.answer_tokens:
-            turn.answers(time.time(), submission.answering_s)
+            turn.start_answering(time.time(), submission.answering_s)
         entry = Entry(
             key=submission.key,
             request_id=request.request_id,
@@ -123,13 +123,13 @@ class Admission:
             self._start_new(request)
             return
 
-        def go_on(refusal: EngineRefusal | None) -> None:
+        def on_grammar(refusal: EngineRefusal | None) -> None:
             if self._table.get(request.request_id) is not entry:
                 return
             try:
                 if refusal is not None:
                     raise refusal
-                self._go_on(entry, outputs, submission.sampling_state)
+                self._resume(entry, outputs, submission.sampling_state)
             except EngineRefusal as error:
                 _log.warning("request %s cannot continue: %s", request.request_id, error)
                 self._fail(submission)
@@ -137,22 +137,22 @@ class Admission:
                 _log.exception("request %s cannot continue", request.request_id)
                 self._fail(submission)
 
-        self._core.grammars.when_ready(request, go_on)
+        self._core.grammars.when_ready(request, on_grammar)
 
     def _start_new(self, request: Request) -> None:
         if self._core.ranks[0].device_type == "cpu" and self._core.keeps_generators and _is_seeded(request):
-            # vLLM's generators on CPU cannot take back the draws of a prompt computed in several steps
-            # (see sampling.SeededCpuGenerator): adopt the request, to give it one that can.
+            # vLLM's CPU generators cannot take back the draws of a prompt computed in several steps (see
+            # sampling.SeededCpuGenerator): adopt the request, which gives it one that can.
             self._core.adopt(request, b"")
             if request.status == RequestStatus.WAITING:
                 request.status = RequestStatus.PREEMPTED
         self._core.core.add_request(request)
 
-    def _go_on(self, entry: Entry, outputs: list[int], generator_state: bytes) -> None:
+    def _resume(self, entry: Entry, outputs: list[int], generator_state: bytes) -> None:
         request = entry.request
-        self._core.take_outputs(request, outputs)
+        self._core.append_outputs(request, outputs)
         if check_stop(request, self._core.max_model_len):
-            # The token that ended it arrived, its finish did not.
+            # The front end received the last token but not the end of the stream.
             self._table.remove(entry)
             output = EngineCoreOutput(
                 request.request_id,
@@ -167,9 +167,10 @@ class Admission:
         self._core.core.add_request(request)
 
     def _queue_s(self) -> float:
-        """What a prompt that comes now finds (JobView.queue_s). Swapped requests have nothing to compute."""
+        """Return the prefill ahead of a prompt that arrives now (JobView.queue_s); swapped-out requests need
+        none."""
         return sum(
-            left_s(entry.request.num_tokens, entry.request.num_computed_tokens)
+            remaining_prefill_s(entry.request.num_tokens, entry.request.num_computed_tokens)
             for entry in self._table
             if self._core.host.get(entry.request_id) is None
         )

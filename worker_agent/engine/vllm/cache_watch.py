@@ -1,4 +1,4 @@
-"""What vLLM's prefix cache gains and loses, from its own KV events, into the book of names."""
+"""Record in a CacheBook which blocks vLLM's prefix cache stores and removes, from vLLM's KV events."""
 
 from __future__ import annotations
 
@@ -24,76 +24,76 @@ from worker_agent.engine.vllm.load import LoadedCore
 
 
 class CacheWatch(EventPublisher):  # type: ignore[misc]
-    """Stands where vLLM publishes its events, after each step; hands them on to whoever stood there.
+    """Replaces vLLM's event publisher, which publishes after each step, and forwards all events to it.
 
-    Of several cache groups the first stands for all: a prefix is found only if each group has its blocks.
+    The first cache group represents all groups: a prefix is found only if each group has its blocks.
 
-    Several blocks may have one name, and each of them is told: a name is gone with the last of them. Engine
-    thread only, but for `book`.
+    Several blocks may have the same name, each with its own events; a name is removed with the last of them.
+    Engine thread only, except `book`.
     """
 
-    def __init__(self, onward: EventPublisher) -> None:
+    def __init__(self, downstream: EventPublisher) -> None:
         super().__init__()
         self.book = CacheBook()
-        self._onward = onward
-        # Blocks of each name.
+        self._downstream = downstream
+        # Number of blocks by name.
         self._copies: Counter[int] = Counter()
 
     @staticmethod
     def of(core: LoadedCore) -> CacheWatch | None:
-        """Watches from now on; None: this engine keeps no prefixes, or does not name all of its blocks."""
+        """Start watching an engine. Return None if it has no prefix cache or does not name all blocks."""
         if not core.block_pool.enable_caching or core.scheduler.hash_block_size != core.block_tokens:
             return None
         watch = CacheWatch(core.scheduler.kv_event_publisher)
-        core.host.told = watch._on_host
+        core.host.on_change = watch._on_host_change
         core.block_pool.enable_kv_cache_events = True
         core.scheduler.kv_event_publisher = watch
         return watch
 
-    def _on_host(self, stored: Sequence[bytes], gone: Sequence[bytes]) -> None:
-        """Host memory has gained and lost these."""
-        self.book.change([short(name) for name in stored], [short(name) for name in gone], Tier.HOST)
+    def _on_host_change(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        """Record blocks that host memory has stored and removed."""
+        self.book.change([short(name) for name in stored], [short(name) for name in removed], Tier.HOST)
 
     def publish(self, events: EventBatch) -> None:
         """EventPublisher.publish."""
-        # Whether each name that is told of is there in the end.
-        held: dict[int, bool] = {}
+        # For each name in these events, whether it is in the cache after all of them.
+        present: dict[int, bool] = {}
         for event in events.events:
             if isinstance(event, AllBlocksCleared):
-                held.clear()
+                present.clear()
                 self._copies.clear()
                 self.book.clear()
             elif isinstance(event, BlockStored | BlockRemoved) and not event.group_idx:
                 if event.medium not in (None, MEDIUM_GPU):
-                    # Of another connector, which keeps KV elsewhere.
+                    # From another connector, which stores KV elsewhere.
                     continue
                 by = 1 if isinstance(event, BlockStored) else -1
                 for name in map(_name, event.block_hashes):
                     self._copies[name] += by
-                    held[name] = self._copies[name] > 0
-        if held:
-            gone = [name for name, there in held.items() if not there]
-            for name in gone:
+                    present[name] = self._copies[name] > 0
+        if present:
+            removed = [name for name, is_present in present.items() if not is_present]
+            for name in removed:
                 del self._copies[name]
-            self.book.change([name for name, there in held.items() if there], gone)
-        self._onward.publish(events)
+            self.book.change([name for name, is_present in present.items() if is_present], removed)
+        self._downstream.publish(events)
 
     def shutdown(self) -> None:
         """EventPublisher.shutdown."""
-        self._onward.shutdown()
+        self._downstream.shutdown()
 
     def get_publisher_config(self) -> KVEventsConfig | None:
         """EventPublisher.get_publisher_config."""
-        return self._onward.get_publisher_config()
+        return self._downstream.get_publisher_config()
 
 
 def _name(block_hash: ExternalBlockHash) -> int:
-    """vLLM tells whole hashes, or by default the same 64 bits of them."""
+    """Return the 64-bit name of a hash; vLLM's events have whole hashes or, by default, the same 64 bits."""
     return short(block_hash) if isinstance(block_hash, bytes) else block_hash
 
 
 def naming_of(core: LoadedCore) -> Naming:
-    """How this engine names its blocks."""
+    """Return how this engine names its blocks."""
     return Naming(
         algorithm=str(core.config.cache_config.prefix_caching_hash_algo),
         seed=get_none_hash_seed(),
@@ -101,10 +101,10 @@ def naming_of(core: LoadedCore) -> Naming:
     )
 
 
-def to_be_found(request: Request, book: CacheBook, block_tokens: int) -> int:
-    """Tokens of a request that waits for its first step that it is likely to find in the cache.
+def expected_hit_tokens(request: Request, book: CacheBook, block_tokens: int) -> int:
+    """Return how many tokens a request that waits for its first step is likely to find in the cache.
 
-    By bisection: blocks of a prefix are evicted from its end. Any thread.
+    Bisects, because the blocks of a prefix are evicted from its end. Any thread.
     """
     if request.status != RequestStatus.WAITING or request.num_computed_tokens:
         return 0

@@ -1,11 +1,10 @@
-"""The KV connector: gives this process the engine's KV tensors, and swaps preempted requests to host memory.
+"""The KV connector: gives this process access to the engine's KV tensors, and swaps requests to host memory.
 
-Migrations come in and out through the engine's imports and exports, which write to blocks that are reserved
-and read blocks that are pinned; no step waits for those, and vLLM is never told of them. Swaps are vLLM's to
-time: a preempted request's blocks are copied out at the start of the very step that may overwrite them
-(`handle_preemptions`), and when the request is admitted again its tokens count as external hits that are
-loaded before the forward pass (`start_load_kv`). Prefixes that were evicted come back the same way, but
-beside the steps (`host_tier.py`).
+Migrations do not go through vLLM's connector interface: the engine's imports write to reserved blocks and its
+exports read pinned ones, without any step waiting for them. For swaps, vLLM determines the time: a preempted
+request's blocks are copied out at the start of the step that may overwrite them (`handle_preemptions`), and
+when the request is admitted again, its tokens count as external hits and are loaded before the forward pass
+(`start_load_kv`). Evicted prefixes are loaded the same way, but concurrently with steps (`host_tier.py`).
 """
 
 from __future__ import annotations
@@ -35,21 +34,21 @@ from worker_agent.engine.vllm.swaps import Swap, SwapMetadata
 
 
 class TailraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Worker side: `blocks` reads and writes KV by block, `pool` holds what is in host memory, `loads` brings
-    prefixes back from there.
+    """Worker side: `blocks` reads and writes KV by block, `pool` is the host memory, `loads` copies prefixes
+    from it to the device.
 
-    Scheduler side: `ledger` says who has which slot of the pool, `tier` what comes back of evicted prefixes.
-    All are attached once the engine is loaded; before, and with no host memory, nothing is swapped. Models
-    with several KV cache groups have none: vLLM cannot be told there which blocks did not come back whole.
-    Nor has an engine of several ranks, whose worker sides are in processes of their own.
+    Scheduler side: `ledger` keeps track of the pool's slots, `tier` of evicted prefixes. All are attached
+    once the engine is loaded; before that, and without host memory, nothing is swapped. Models with several
+    KV cache groups do not swap, because vLLM does not accept corrupt blocks from a connector there. Engines
+    with several ranks do not either, because their worker sides are in other processes.
     """
 
     blocks: KvBlocks | None
     layout_name: str
-    # Why requests cannot move live with this layout; empty: they can.
+    # Why requests with this layout cannot migrate live; empty if they can.
     live_reason: str
     pool: HostPool | None
-    # None: no evicted prefixes are kept.
+    # None if evicted prefixes are not cached.
     loads: HostLoads | None
     ledger: HostLedger
     tier: HostTier | None
@@ -72,7 +71,7 @@ class TailraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        # Blocks handed over are pinned by the export: a preemption needs no special care.
+        # Exports pin the blocks that they hand over, so preemption needs no special care.
         return False
 
     # ---- worker side
@@ -85,29 +84,29 @@ class TailraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, SwapMetadata)
-        if kv_connector_metadata.out:
+        if kv_connector_metadata.swap_outs:
             assert self.blocks is not None
             self.blocks.wait_for_steps()
-        for swap in kv_connector_metadata.out:
+        for swap in kv_connector_metadata.swap_outs:
             assert self.pool is not None
             self.pool.save(swap.block_ids, swap.slots, swap.names)
 
     def start_load_kv(self, forward_context: object, **kwargs: object) -> None:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, SwapMetadata)
-        for swap in metadata.back:
+        for swap in metadata.swap_ins:
             assert self.pool is not None
             self._bad_blocks.update(self.pool.load(swap.slots, swap.block_ids, swap.names))
         if metadata.loads:
             assert self.blocks is not None
-            # Of the blocks, vLLM may be about to write zeros to.
+            # vLLM may still have to zero some of the blocks.
             self.blocks.wait_for_steps()
         for load in metadata.loads:
             assert self.loads is not None
             self.loads.start(load)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        ended = {} if self.loads is None else self.loads.ended()
+        ended = {} if self.loads is None else self.loads.pop_completed()
         for bad in ended.values():
             self._bad_blocks.update(bad)
         return None, set(ended) or None
@@ -133,26 +132,27 @@ class TailraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # ---- scheduler side
 
-    def step_begins(self) -> None:
-        """The last step's loads are complete: what they read may be written."""
-        self.ledger.give_back(self._read_slots)
+    def begin_schedule(self) -> None:
+        """Release the slots that the last step's swap-ins have read, and start collecting evictions."""
+        self.ledger.release(self._read_slots)
         self._read_slots = []
         if self.tier is not None:
-            self.tier.step_begins()
+            self.tier.begin_schedule()
 
     def swap_out(self, request: Request, block_ids: list[int]) -> None:
-        """A decoding request loses its place: keep its KV if there is room. Only inside a step's schedule."""
-        # vLLM recomputes a request that is to read no cache (one that wants logprobs of its prompt).
+        """Keep a preempted decoding request's KV in host memory if there is room. Call only while scheduling
+        a step."""
+        # vLLM recomputes requests that must not read the cache (those that want logprobs of their prompt).
         if not self.ledger.total or request.skip_reading_prefix_cache:
             return
         tokens = request.num_computed_tokens
         if tokens > request.num_tokens:
-            # KV of a token that is not known yet has no name.
+            # The KV of a token that is not known yet has no name.
             return
         names = kv_names(request, tokens, self._block_tokens)
         swapped = self.ledger.swap_out(request.request_id, tokens, names)
         if swapped is not None:
-            self._swaps.out.append(Swap(block_ids[: len(names)], swapped.slots, names))
+            self._swaps.swap_outs.append(Swap(block_ids[: len(names)], swapped.slots, names))
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -171,7 +171,7 @@ class TailraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         swapped = self.ledger.swap_in(request.request_id)
         if swapped is None:
             if num_external_tokens and self.tier is not None:
-                self.tier.take(request, blocks.get_block_ids()[0])
+                self.tier.start_load(request, blocks.get_block_ids()[0])
             return
         self._read_slots += swapped.slots
         if not num_external_tokens:
@@ -179,20 +179,20 @@ class TailraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         first = (swapped.tokens - num_external_tokens) // self._block_tokens
         names = kv_names(request, swapped.tokens, self._block_tokens)
         block_ids = blocks.get_block_ids()[0]
-        self._swaps.loaded.add(request.request_id)
-        self._swaps.back.append(Swap(block_ids[first : len(names)], swapped.slots[first:], names[first:]))
+        self._swaps.swapped_in.add(request.request_id)
+        self._swaps.swap_ins.append(Swap(block_ids[first : len(names)], swapped.slots[first:], names[first:]))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         swaps, self._swaps = self._swaps, SwapMetadata()
         if self.tier is not None:
-            saves, swaps.loads = self.tier.step_scheduled()
-            # A slot of theirs may have gone to a request in the same step.
-            swaps.out = [*saves, *swaps.out]
+            saves, swaps.loads = self.tier.end_schedule()
+            # A request that was swapped out in this step may reuse a slot that these have lost.
+            swaps.swap_outs = [*saves, *swaps.swap_outs]
         return swaps
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if self.tier is not None:
-            self.tier.step_ended(connector_output)
+            self.tier.complete_loads(connector_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:
         self.ledger.drop(request.request_id)

@@ -1,4 +1,4 @@
-"""The engine thread: vLLM's engine core, its loop, and the inbox that commands come through."""
+"""The engine thread: vLLM's engine core, its loop, and an inbox for commands."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from worker_agent.engine.vllm.utility import UtilityCalls
 
 _log = logging.getLogger(__name__)
 
-# A step that could schedule nothing (no memory, or a grammar that is being compiled) is tried again soon.
-_NOTHING_SCHEDULED_S = 0.001
-# The event loop and this thread hand the interpreter to each other all the time: at the default of 5 ms each
-# hand-over would cost more than a step of a small model.
+# Delay after a step that could schedule nothing (no memory, or a grammar is being compiled).
+_IDLE_STEP_DELAY_S = 0.001
+# The event loop and this thread contend for the GIL. At the default of 5 ms, each switch would cost more than
+# a step of a small model.
 _SWITCH_INTERVAL_S = 0.0005
 
 Command = Callable[[], None]
@@ -40,7 +40,7 @@ Command = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What the engine thread owns."""
+    """The objects that the engine thread owns."""
 
     core: LoadedCore
     table: RequestTable
@@ -52,20 +52,20 @@ class EngineParts:
     fetches: Fetches
     utility: UtilityCalls
     watch: LengthWatch | None
-    # None: it keeps no prefixes.
+    # None if the engine has no prefix cache.
     cache: CacheWatch | None
 
     def read(self, name: str) -> Pinned:
-        """What an export or a loan of this name has pinned. Any thread. Raises EngineRefusal."""
+        """Return the pinned blocks of the export or loan with this ID. Any thread. Raises EngineRefusal."""
         return self.exports.find(name) or self.loans.find(name) or self.exports.get(name)
 
     def written(self, name: str) -> Import | Fetch:
-        """Where what comes for an import or a fetch of this name goes. Any thread. Raises EngineRefusal."""
+        """Return the import or fetch with this ID, for writing. Any thread. Raises EngineRefusal."""
         return self.imports.find(name) or self.fetches.find(name) or self.imports.get(name)
 
 
 class EngineThread:
-    """Runs commands between steps, and steps while there is work; blocks on the inbox otherwise."""
+    """Runs commands between steps, and steps while there is work. Otherwise blocks on the inbox."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class EngineThread:
         deliver: Callable[[list[StepColumns]], None],
         died: Callable[[str], None],
     ) -> None:
-        """`deliver` and `died` are called on the engine thread; `died` at most once, as the last thing."""
+        """`deliver` and `died` are called on the engine thread; `died` at most once, as the last call."""
         self._settings = settings
         self._deliver = deliver
         self._died = died
@@ -83,7 +83,7 @@ class EngineThread:
         self._stopping = False
 
     def start(self) -> Future[EngineParts]:
-        """Load the model on the engine thread: vLLM binds the thread that loads it to its cores."""
+        """Load the model on the engine thread, because vLLM pins the loading thread to its cores."""
         self._thread.start()
         return self._started
 
@@ -92,7 +92,7 @@ class EngineThread:
         self._inbox.put(command)
 
     def stop(self, timeout_s: float) -> bool:
-        """End the loop and free everything; False when it did not within the time. Blocks."""
+        """End the loop and free everything; return False if that takes longer than `timeout_s`. Blocks."""
 
         def end() -> None:
             self._stopping = True
@@ -106,29 +106,31 @@ class EngineThread:
     def _run(self) -> None:
         try:
             parts = self._load()
-        except Exception as error:  # noqa: BLE001 - a thread's boundary: handed to start's caller
+        except Exception as error:  # noqa: BLE001 - thread boundary: passed to the caller of `start`
             _log.exception("the vLLM engine did not start")
             self._started.set_exception(error)
             return
         self._started.set_result(parts)
         try:
             while not self._stopping:
-                self._turn(parts)
+                self._run_once(parts)
             if parts.watch is not None:
                 parts.watch.close()
             parts.core.core.shutdown()
-        except Exception as error:  # noqa: BLE001 - a thread's boundary: reported as the engine's death
+        except Exception as error:  # noqa: BLE001 - thread boundary: reported as the engine's death
             _log.exception("the vLLM engine failed")
             self._died(f"{type(error).__name__}: {error}")
 
     def _load(self) -> EngineParts:
-        wanted = self._settings.host_kv_bytes
-        core = LoadedCore(vllm_config(self._settings), default_host_bytes() if wanted is None else wanted)
+        host_bytes = self._settings.host_kv_bytes
+        core = LoadedCore(
+            vllm_config(self._settings), default_host_bytes() if host_bytes is None else host_bytes
+        )
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         if core.ranked and self._settings.predictor:
             _log.warning("lengths are not predicted on an engine of %d ranks", len(core.ranks))
-        if core.no_tier:
-            _log.info("host memory keeps no evicted prefixes: %s", core.no_tier)
+        if core.no_host_tier_reason:
+            _log.info("evicted prefixes are not cached in host memory: %s", core.no_host_tier_reason)
         table = RequestTable()
         writer = OutputWriter(table)
         imports = Imports(core, table, self.post)
@@ -142,7 +144,7 @@ class EngineThread:
             loans=Loans(core, self.post),
             fetches=Fetches(core, self.post),
             utility=UtilityCalls(core),
-            # Hidden states are seen in the process that makes them.
+            # Hidden states can only be observed in the process that computes them.
             watch=None
             if core.pooling or core.ranked
             else LengthWatch.of(self._settings.predictor, core, table),
@@ -155,37 +157,37 @@ class EngineThread:
         core.step_now = step_now
         return parts
 
-    def _turn(self, parts: EngineParts) -> None:
+    def _run_once(self, parts: EngineParts) -> None:
         poll_s = parts.core.grammars.poll()
         if not parts.core.busy:
             self._wait(poll_s)
         self._run_commands()
         parts.imports.admit()
         if parts.core.busy and not self._stopping and not self._step(parts):
-            self._wait(_NOTHING_SCHEDULED_S)
+            self._wait(_IDLE_STEP_DELAY_S)
 
     def _step(self, parts: EngineParts) -> bool:
-        """Begin a step, or end one, or both; False when there was nothing to do either with."""
+        """Begin a step, complete one, or both; return False if there was nothing to do."""
         core = parts.core.core
         if parts.watch is not None:
-            parts.watch.step_begins()
+            parts.watch.before_step()
         began_s = time.monotonic()
         outputs, executed = core.step_fn()
         core.post_step(executed)
         if outputs is None:
-            # The first step of a pipeline has begun: none has ended.
+            # The first step of a pipeline has begun, and none has ended yet.
             return bool(executed)
         parts.core.after_step()
         parts.writer.times.add(time.monotonic() - began_s, parts.core.scheduler.processed_tokens)
         columns = parts.writer.step(outputs)
         if columns:
             self._deliver(columns)
-        parts.exports.step_ended()
-        parts.loans.step_ended()
+        parts.exports.on_step_end()
+        parts.loans.on_step_end()
         return bool(executed or columns)
 
     def _wait(self, timeout_s: float | None) -> None:
-        """Run the next command, waiting for it; None: for ever."""
+        """Wait for the next command, at most `timeout_s` (None: without limit), and run it."""
         try:
             command = self._inbox.get(timeout=timeout_s)
         except queue.Empty:

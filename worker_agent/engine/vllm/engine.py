@@ -1,4 +1,4 @@
-"""VllmEngine: the Engine interface on the event loop, in front of the engine thread."""
+"""VllmEngine: the Engine interface, which passes calls from the event loop to the engine thread."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from worker_agent.engine.errors import EngineRefusal, KvCorrupt
 from worker_agent.engine.vllm.cache_watch import naming_of
 from worker_agent.engine.vllm.core import EngineParts, EngineThread
 from worker_agent.engine.vllm.engine_ranks import EngineRanks
-from worker_agent.engine.vllm.exports import Paused
+from worker_agent.engine.vllm.exports import PauseDone
 from worker_agent.engine.vllm.fingerprint import identity, kv_shape, ready_response
 from worker_agent.engine.vllm.hardware import hardware
 from worker_agent.engine.vllm.kv_blocks import DeviceStaging
@@ -52,25 +52,25 @@ _STOP_DEADLINE_S = 30.0
 _RANKS_DEADLINE_S = 60.0
 # A command waits for the step in progress, and a long prompt on a slow machine makes a long step.
 _COMMAND_DEADLINE_S = 30.0
-# Beyond what any caller waits for room.
+# Longer than any caller waits for room.
 _QUEUE_DEADLINE_S = 600.0
 
 
 class VllmEngine:
-    """A vLLM engine core in a thread of this process; one a process. See base.Engine."""
+    """A vLLM engine core on a thread of this process, one per process. See base.Engine."""
 
     def __init__(self, settings: VllmSettings) -> None:
-        """Nothing is loaded until start."""
+        """Store the settings; `start` loads the model."""
         self._settings = settings
         self._thread = EngineThread(settings, self._deliver, self._report_death)
         self._dead = ""
-        # Of an engine with several.
+        # None if there is one rank.
         self._ranks: EngineRanks | None = None
-        # Bounded by the exports and imports that the worker lets run at a time.
+        # Bounded by the worker's limits on concurrent exports and imports.
         self._waiting: set[Future[Any]] = set()
 
     async def start(self, sink: EngineSink) -> EngineInfo:
-        """Load the model and begin to step. Raises RuntimeError with what to do when it cannot."""
+        """Load the model and start stepping. Raises RuntimeError, saying what to change, if that fails."""
         self._sink = sink
         self._loop = asyncio.get_running_loop()
         try:
@@ -113,7 +113,7 @@ class VllmEngine:
             await self._stop_thread()
         finally:
             if self._ranks is not None:
-                # A worker that ends leaves no rank behind, whatever it hangs in.
+                # A worker that exits leaves no rank behind, even one that hangs.
                 await asyncio.to_thread(self._ranks.clear)
 
     async def _stop_thread(self) -> None:
@@ -123,19 +123,19 @@ class VllmEngine:
     # ---- the data path
 
     def submit(self, submission: Submission) -> None:
-        """Take a request."""
+        """Engine.submit."""
         self._thread.post(lambda: self._parts.admission.submit(submission))
 
     def abort(self, keys: Sequence[RequestKey]) -> None:
-        """Free these requests, wherever they are in their life."""
+        """Engine.abort."""
         self._thread.post(lambda: self._parts.admission.abort(keys))
 
     def abort_client(self, client: int) -> None:
-        """Free every request of a front end."""
+        """Engine.abort_client."""
         self._thread.post(lambda: self._parts.admission.abort_client(client))
 
     def utility(self, client: int, call_id: int, frames: Frames) -> None:
-        """vLLM's utility call."""
+        """Engine.utility."""
 
         def run() -> None:
             answer = self._parts.utility.call(call_id, frames)
@@ -151,56 +151,57 @@ class VllmEngine:
         self._thread.post(lambda: use_policy(policy, self._parts.core, self._parts.table))
 
     def stats(self) -> EngineStats:
-        """The engine as it is now."""
+        """Engine.stats."""
         return engine_stats(self._parts.core, self._parts.table, self._parts.writer, self._parts.cache)
 
-    async def held(self, keys: Sequence[RequestKey]) -> dict[RequestKey, Held]:
-        """Those of these requests that the engine has."""
-        return await self._ask(lambda parts: parts.admission.held(keys))
+    async def find_held(self, keys: Sequence[RequestKey]) -> dict[RequestKey, Held]:
+        """Engine.find_held."""
+        return await self._run(lambda parts: parts.admission.find_held(keys))
 
     # ---- source of a migration
 
     async def export_open(self, request_id: str) -> Exported:
-        """Pin the request's full blocks; it goes on decoding."""
-        return await self._ask(lambda parts: parts.exports.open(request_id))
+        """Engine.export_open."""
+        return await self._run(lambda parts: parts.exports.open(request_id))
 
     async def export_more(self, request_id: str, have_blocks: int) -> list[bytes]:
-        """Pin and name the full blocks from number have_blocks on."""
-        return await self._ask(lambda parts: parts.exports.more(request_id, have_blocks))
+        """Engine.export_more."""
+        return await self._run(lambda parts: parts.exports.more(request_id, have_blocks))
 
     async def export_pause(self, request_id: str, have_blocks: int) -> ExportedPause:
-        """Stop scheduling the request. Its outputs were handed to the loop before this answer."""
+        """Engine.export_pause. The sink has all outputs before this returns, as the engine thread delivers
+        them first."""
         asked_s = time.monotonic()
-        return await self._paused(
+        return await self._run_pause(
             lambda done: self._parts.exports.pause(request_id, have_blocks, asked_s, done)
         )
 
     async def export_stop(self, request_id: str) -> ExportedPause:
-        """Stop scheduling the request, to be computed anew elsewhere."""
+        """Engine.export_stop."""
         asked_s = time.monotonic()
-        return await self._paused(lambda done: self._parts.exports.stop(request_id, asked_s, done))
+        return await self._run_pause(lambda done: self._parts.exports.stop(request_id, asked_s, done))
 
     async def export_resume(self, request_id: str) -> None:
-        """Unpin, and go on."""
-        await self._ask(lambda parts: parts.exports.resume(request_id))
+        """Engine.export_resume."""
+        await self._run(lambda parts: parts.exports.resume(request_id))
 
     async def export_release(self, request_id: str) -> None:
-        """Free the request and its blocks."""
-        await self._ask(lambda parts: parts.exports.release(request_id))
+        """Engine.export_release."""
+        await self._run(lambda parts: parts.exports.release(request_id))
 
     def staging(self, num_blocks: int) -> Staging:
-        """A contiguous buffer in the memory that holds the KV."""
+        """Engine.staging."""
         return self._parts.core.kv.staging(num_blocks)
 
     def staging_over(self, memory: npt.NDArray[np.uint8]) -> Staging | None:
-        """The same over host memory; None where the KV is on a GPU."""
+        """Engine.staging_over; None if the KV is on a GPU."""
         return self._parts.core.kv.staging_over(memory)
 
     async def read_blocks(
         self, request_id: str, first_block: int, num_blocks: int, out: Staging
     ) -> list[int]:
-        """Copy pinned blocks into `out`, off the engine thread; one 64-bit checksum a block."""
-        staging = _own(out, num_blocks)
+        """Engine.read_blocks, off the engine thread."""
+        staging = _own_staging(out, num_blocks)
         pinned = self._parts.read(request_id)
 
         def copy() -> list[int]:
@@ -212,15 +213,15 @@ class VllmEngine:
     # ---- target of a migration
 
     async def replay_check(self, exported: Exported, key: RequestKey) -> None:
-        """Whether the request could be computed anew here, now."""
-        await self._ask(lambda parts: parts.imports.check_replay(exported, key))
+        """Engine.replay_check."""
+        await self._run(lambda parts: parts.imports.check_replay(exported, key))
 
     async def import_open(self, exported: Exported, key: RequestKey, epoch: int) -> None:
-        """Reserve room for the request as it is now."""
-        await self._ask(lambda parts: parts.imports.open(exported, key, epoch))
+        """Engine.import_open."""
+        await self._run(lambda parts: parts.imports.open(exported, key, epoch))
 
     async def import_queue(self, exported: Exported, key: RequestKey, epoch: int) -> None:
-        """Reserve room for the request, first come, first served."""
+        """Engine.import_queue."""
         answer: Future[None] = self._new_answer()
 
         def done(error: EngineRefusal | None) -> None:
@@ -232,27 +233,27 @@ class VllmEngine:
                 self._parts.imports.queue(exported, key, epoch, done)
             except EngineRefusal as refusal:
                 done(refusal)
-            # As in _ask.
+            # As in _run.
             except Exception as error:  # noqa: BLE001
                 _log.exception("a command failed")
                 done(EngineRefusal(f"it failed: {error}"))
 
         self._thread.post(run)
-        await self._answer(answer, _QUEUE_DEADLINE_S)
+        await self._await_answer(answer, _QUEUE_DEADLINE_S)
 
-    def import_held(self, request_id: str) -> int:
-        """Leading blocks that the prefix cache had."""
-        return self._parts.imports.get(request_id).held
+    def import_cached(self, request_id: str) -> int:
+        """Engine.import_cached."""
+        return self._parts.imports.get(request_id).cached
 
     async def import_reserve(self, request_id: str, num_blocks: int) -> None:
-        """Grow the reservation."""
-        await self._ask(lambda parts: parts.imports.reserve(request_id, num_blocks))
+        """Engine.import_reserve."""
+        await self._run(lambda parts: parts.imports.reserve(request_id, num_blocks))
 
     async def write_blocks(
         self, request_id: str, first_block: int, num_blocks: int, received: Staging, checksums: Sequence[int]
     ) -> None:
-        """Check and copy received blocks into the reservation, off the engine thread."""
-        staging = _own(received, num_blocks)
+        """Engine.write_blocks, off the engine thread."""
+        staging = _own_staging(received, num_blocks)
         if len(checksums) != num_blocks:
             raise KvCorrupt(f"{len(checksums)} checksums for {num_blocks} blocks")
         found = self._parts.written(request_id)
@@ -264,7 +265,7 @@ class VllmEngine:
         await asyncio.to_thread(copy)
 
     async def import_prepare(self, request_id: str, pause: ExportedPause) -> None:
-        """Rebuild tokens, sampling and grammar state, ready to run."""
+        """Engine.import_prepare."""
         answer: Future[None] = self._new_answer()
 
         def done(error: EngineRefusal | KvCorrupt | None) -> None:
@@ -278,69 +279,70 @@ class VllmEngine:
                 done(refusal)
 
         self._thread.post(run)
-        await self._answer(answer)
+        await self._await_answer(answer)
 
     async def import_activate(self, request_id: str) -> None:
-        """Decode from the next index on."""
-        await self._ask(lambda parts: parts.imports.activate(request_id))
+        """Engine.import_activate."""
+        await self._run(lambda parts: parts.imports.activate(request_id))
 
     async def import_drop(self, request_id: str) -> None:
-        """Free the reservation; unknown requests are ignored."""
-        await self._ask(lambda parts: parts.imports.drop(request_id))
+        """Engine.import_drop."""
+        await self._run(lambda parts: parts.imports.drop(request_id))
 
-    # ---- prefixes that go from one engine to another
+    # ---- prefixes transferred between engines
 
     async def submitted(self, request_id: str) -> Frames:
-        """A request that is here, as it was submitted."""
-        return await self._ask(lambda parts: parts.table.known(request_id).frames)
+        """Engine.submitted."""
+        return await self._run(lambda parts: parts.table.known(request_id).frames)
 
     async def loan_open(self, loan_id: str, names: Sequence[bytes]) -> int:
-        """Pin blocks of the prefix cache."""
+        """Engine.loan_open."""
         answer: Future[int] = self._new_answer()
 
         def done(blocks: int) -> None:
             if answer.set_running_or_notify_cancel():
                 answer.set_result(blocks)
 
-        await self._ask(lambda parts: parts.loans.open(loan_id, names, done))
-        return await self._answer(answer)
+        await self._run(lambda parts: parts.loans.open(loan_id, names, done))
+        return await self._await_answer(answer)
 
     async def loan_end(self, loan_id: str) -> None:
-        """Free them."""
-        await self._ask(lambda parts: parts.loans.end(loan_id))
+        """Engine.loan_end."""
+        await self._run(lambda parts: parts.loans.end(loan_id))
 
-    async def fetch_lacks(self, submission: Submission) -> list[bytes]:
-        """What the prefix cache lacks of a prompt."""
-        return await self._ask(lambda parts: parts.fetches.lacks(submission))
+    async def fetch_missing(self, submission: Submission) -> list[bytes]:
+        """Engine.fetch_missing."""
+        return await self._run(lambda parts: parts.fetches.missing(submission))
 
-    async def fetch_open(self, fetch_id: str, submission: Submission, most_tokens: int) -> list[bytes]:
-        """Set blocks aside for what the prefix cache lacks of a prompt."""
-        return await self._ask(lambda parts: parts.fetches.open(fetch_id, submission, most_tokens))
+    async def fetch_open(self, fetch_id: str, submission: Submission, max_tokens: int) -> list[bytes]:
+        """Engine.fetch_open."""
+        return await self._run(lambda parts: parts.fetches.open(fetch_id, submission, max_tokens))
 
     async def fetch_keep(self, fetch_id: str, blocks: int) -> None:
-        """The prefix cache has what has come."""
-        await self._ask(lambda parts: parts.fetches.keep(fetch_id, blocks))
+        """Engine.fetch_keep."""
+        await self._run(lambda parts: parts.fetches.keep(fetch_id, blocks))
 
     async def fetch_drop(self, fetch_id: str) -> None:
-        """Set nothing aside any more."""
-        await self._ask(lambda parts: parts.fetches.drop(fetch_id))
+        """Engine.fetch_drop."""
+        await self._run(lambda parts: parts.fetches.drop(fetch_id))
 
-    # ---- inner
+    # ---- internals
 
     async def _serve_ranks(self, core: LoadedCore) -> EngineRanks:
-        """Every rank comes, to move its part of the KV. Raises RuntimeError."""
+        """Have every rank connect, to transfer its part of the KV. Raises RuntimeError."""
         ranks = EngineRanks(self._parts, self._die)
         await ranks.links.open()
         address = Address(ranks.links.path, ranks.links.secret)
         try:
-            await self._ask(lambda parts: parts.core.serve_ranks(address))
+            await self._run(lambda parts: parts.core.serve_ranks(address))
         except EngineRefusal as refusal:
             raise RuntimeError(f"the engine's ranks cannot move KV: {refusal}") from refusal
         await ranks.links.wait_for_all(_RANKS_DEADLINE_S)
         return ranks
 
-    async def _ask(self, command: Callable[[EngineParts], _T]) -> _T:
-        """Run a command between two steps; its result, or its EngineRefusal or KvCorrupt."""
+    async def _run(self, command: Callable[[EngineParts], _T]) -> _T:
+        """Run a command on the engine thread between two steps, and return its result. Raises EngineRefusal
+        or KvCorrupt."""
         answer: Future[_T] = self._new_answer()
 
         def run() -> None:
@@ -350,7 +352,7 @@ class VllmEngine:
                 result = command(self._parts)
             except (EngineRefusal, KvCorrupt) as error:
                 answer.set_exception(error)
-            # What a peer sent must not end the engine, whatever vLLM's decoder makes of it.
+            # Nothing that a peer sends may end the engine, whatever vLLM's decoder raises.
             except Exception as error:  # noqa: BLE001
                 _log.exception("a command failed")
                 answer.set_exception(EngineRefusal(f"it failed: {error}"))
@@ -358,9 +360,9 @@ class VllmEngine:
                 answer.set_result(result)
 
         self._thread.post(run)
-        return await self._answer(answer)
+        return await self._await_answer(answer)
 
-    async def _paused(self, pause: Callable[[Paused], None]) -> ExportedPause:
+    async def _run_pause(self, pause: Callable[[PauseDone], None]) -> ExportedPause:
         answer: Future[ExportedPause] = self._new_answer()
 
         def done(result: ExportedPause | EngineRefusal) -> None:
@@ -378,15 +380,15 @@ class VllmEngine:
                 done(refusal)
 
         self._thread.post(run)
-        return await self._answer(answer)
+        return await self._await_answer(answer)
 
     def _new_answer(self) -> Future[_T]:
-        """An answer that also the engine's death settles. Raises EngineRefusal when it is dead already."""
+        """Create a future that fails when the engine dies. Raises EngineRefusal if it is dead already."""
         if self._dead:
             raise EngineRefusal(f"the engine has failed: {self._dead}")
         return Future()
 
-    async def _answer(self, answer: Future[_T], deadline_s: float = _COMMAND_DEADLINE_S) -> _T:
+    async def _await_answer(self, answer: Future[_T], deadline_s: float = _COMMAND_DEADLINE_S) -> _T:
         self._waiting.add(answer)
         try:
             async with asyncio.timeout(deadline_s):
@@ -405,7 +407,7 @@ class VllmEngine:
 
     def _die(self, reason: str) -> None:
         if self._dead:
-            # A rank died, and then the step that waited for it.
+            # Reported twice: first a rank died, then the step that waited for it.
             return
         self._dead = reason
         for answer in self._waiting:
@@ -427,8 +429,8 @@ def _settle(answer: Future[None], error: EngineRefusal | KvCorrupt | None) -> No
         answer.set_result(None)
 
 
-def _own(staging: Staging, num_blocks: int) -> DeviceStaging:
-    """The buffer as this engine's own, which it must be, and large enough."""
+def _own_staging(staging: Staging, num_blocks: int) -> DeviceStaging:
+    """Return the buffer as this engine's type. Raises ValueError if it is another engine's or too small."""
     if not isinstance(staging, DeviceStaging) or len(staging.bytes) < num_blocks:
         raise ValueError(f"not a staging buffer of this engine for {num_blocks} blocks")
     return staging

@@ -1,10 +1,11 @@
-"""Source of a migration: pins blocks, pauses, hands over. Engine thread, but for reading.
+"""Source side of migrations: pin blocks, pause, hand over. Engine thread, except for reading.
 
-vLLM may begin a step before it has the tokens of the last (async scheduling). What a step in flight computes
-is not pinned, and a pause is complete when the request's steps in flight have ended, while the others' go on.
+With async scheduling, vLLM may begin a step before it has the tokens of the last one. Blocks that a step in
+flight computes are not pinned yet, and a pause is complete when the request's own steps in flight have ended;
+steps continue for other requests.
 
-A request that is swapped out is handed over from host memory; one that is swapped out, or comes back, while
-its export is open has some blocks pinned here and some there.
+A request that is swapped out is handed over from host memory. If it is swapped out or in while its export is
+open, some of its blocks are pinned on the device and some in host memory.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from worker_agent.engine.vllm.pinned import Pinned
 from worker_agent.engine.vllm.requests import Entry, RequestTable
 from worker_agent.engine.vllm.scheduler import decodes
 
-Paused = Callable[[ExportedPause | EngineRefusal], None]
+PauseDone = Callable[[ExportedPause | EngineRefusal], None]
 
 
 @dataclass(slots=True, kw_only=True)
 class Export(Pinned):
-    """One request on its way out. Its pinned blocks outlive the request, until the export ends.
+    """A request being exported. Its blocks stay pinned until the export ends, even if the request ends first.
 
-    Blocks are named by content: one that was preempted and computed anew is the same block, so what is
-    pinned stays right whatever becomes of the request.
+    Blocks are named by content, and recomputing a preempted request yields the same blocks, so pinned blocks
+    remain valid whatever happens to the request.
     """
 
     entry: Entry
@@ -44,17 +45,17 @@ class Export(Pinned):
 
 @dataclass(frozen=True, slots=True)
 class _Pause:
-    """One that waits for the request's steps in flight. `asked_s`: monotonic clock. `pin`: computed tokens
-    that travel, and the names of the blocks that are new to the target."""
+    """A pause that waits for the request's steps in flight. `asked_s`: monotonic clock. `pin` returns the
+    number of tokens whose KV is transferred, and the names of the blocks that the target lacks."""
 
     export: Export
     asked_s: float
     pin: Callable[[], tuple[int, list[bytes]]]
-    done: Paused
+    done: PauseDone
 
 
 class Exports:
-    """All exports of this engine, by request id."""
+    """All exports of this engine, by request ID."""
 
     def __init__(
         self, core: LoadedCore, table: RequestTable, post: Callable[[Callable[[], None]], None]
@@ -67,18 +68,18 @@ class Exports:
         self._pauses: list[_Pause] = []
 
     def find(self, request_id: str) -> Export | None:
-        """The open export. Any thread."""
+        """Return the open export, or None. Any thread."""
         return self._exports.get(request_id)
 
     def get(self, request_id: str) -> Export:
-        """The same. Raises EngineRefusal when there is none."""
+        """Return the open export. Any thread. Raises EngineRefusal if there is none."""
         export = self._exports.get(request_id)
         if export is None:
             raise EngineRefusal(f"request {request_id} is not being exported")
         return export
 
     def open(self, request_id: str) -> Exported:
-        """Pin the full blocks there are; the request goes on."""
+        """Start an export and pin the request's full blocks; the request continues. Raises EngineRefusal."""
         if request_id in self._exports:
             raise EngineRefusal(f"request {request_id} is already being exported")
         entry = self._table.get(request_id)
@@ -111,30 +112,31 @@ class Exports:
         )
 
     def more(self, request_id: str, have_blocks: int) -> list[bytes]:
-        """Pin what has become full; hashes of all from number have_blocks on."""
+        """Pin blocks that have become full, and return the names of all from number `have_blocks` on. Raises
+        EngineRefusal."""
         export = self._live(request_id)
         self._pin_full(export)
         return export.hashes[have_blocks:]
 
-    def pause(self, request_id: str, have_blocks: int, asked_s: float, done: Paused) -> None:
-        """Take the request into no further step; when those in flight have ended, pin all its blocks, the
-        partial one included, and give `done` the rest. Raises EngineRefusal.
+    def pause(self, request_id: str, have_blocks: int, asked_s: float, done: PauseDone) -> None:
+        """Schedule the request no more. When its steps in flight have ended, pin all its blocks, including
+        the partial one, and call `done` with the rest. Raises EngineRefusal.
 
-        `asked_s`: when this was asked for, by the monotonic clock.
+        `asked_s`: when the pause was requested, by the monotonic clock.
         """
         export = self._running(request_id)
         request = export.entry.request
         if request.status == RequestStatus.RUNNING and not decodes(request):
             raise EngineRefusal(f"request {request_id} is computing its prompt")
-        self._pause(_Pause(export, asked_s, lambda: self._with_kv(export, have_blocks), done))
+        self._pause(_Pause(export, asked_s, lambda: self._pin_all(export, have_blocks), done))
 
-    def stop(self, request_id: str, asked_s: float, done: Paused) -> None:
-        """Like `pause`, for a request that is to be computed anew elsewhere: nothing is pinned."""
+    def stop(self, request_id: str, asked_s: float, done: PauseDone) -> None:
+        """Like `pause`, for a request that will be recomputed elsewhere: nothing is pinned."""
         export = self._running(request_id)
         self._pause(_Pause(export, asked_s, lambda: (0, []), done))
 
-    def step_ended(self) -> None:
-        """Complete the pauses whose requests have no step in flight any more."""
+    def on_step_end(self) -> None:
+        """Complete the pauses of requests without steps in flight."""
         if not self._pauses:
             return
         pauses, self._pauses = self._pauses, []
@@ -152,15 +154,15 @@ class Exports:
     def _pause(self, pause: _Pause) -> None:
         self._core.scheduler.pause(pause.export.entry.request)
         self._pauses.append(pause)
-        self.step_ended()
+        self.on_step_end()
 
-    def _with_kv(self, export: Export, have_blocks: int) -> tuple[int, list[bytes]]:
+    def _pin_all(self, export: Export, have_blocks: int) -> tuple[int, list[bytes]]:
         request, scheduler = export.entry.request, self._core.scheduler
         request_id = request.request_id
         swapped = self._core.host.get(request_id)
         computed = request.num_computed_tokens if swapped is None else swapped.tokens
         if request_id not in scheduler.paused or computed != request.num_tokens - 1:
-            # KV that had been swapped out did not come back whole in its last step.
+            # Its last step swapped in corrupt KV, so it was preempted.
             scheduler.unpause(request_id)
             raise EngineRefusal(f"request {request_id} is computing its prompt")
         self._pin_full(export)
@@ -168,14 +170,14 @@ class Exports:
         return computed, export.hashes[have_blocks:]
 
     def _can_leave(self, entry: Entry) -> bool:
-        """Whether it runs, or has its KV in host memory; or, where KV does not travel, has lost it."""
+        """Return whether the request runs, is swapped out or, if its KV is not transferred, is preempted."""
         status = entry.request.status
         if status == RequestStatus.RUNNING or self._core.host.get(entry.request_id) is not None:
             return True
         return self._core.handover.way is Way.REPLAY and status == RequestStatus.PREEMPTED
 
     def _running(self, request_id: str) -> Export:
-        """The export of a request that is not paused yet. Raises EngineRefusal."""
+        """Return the export of a request that is not paused yet. Raises EngineRefusal."""
         export = self._live(request_id)
         if request_id in self._core.scheduler.paused:
             raise EngineRefusal(f"request {request_id} is already paused")
@@ -197,7 +199,7 @@ class Exports:
         )
 
     def resume(self, request_id: str) -> None:
-        """Go on as if nothing had happened; ignored when there is no export."""
+        """Abort the export: the request continues. Ignored if there is no export."""
         export = self._close(request_id)
         if export is None:
             return
@@ -206,7 +208,7 @@ class Exports:
         self._unpin(export)
 
     def release(self, request_id: str) -> None:
-        """Free the request, which lives elsewhere now; ignored when there is no export."""
+        """Free the request, which another engine runs now; ignored if there is no export."""
         export = self._close(request_id)
         if export is None:
             return
@@ -218,8 +220,8 @@ class Exports:
     def _close(self, request_id: str) -> Export | None:
         self._core.scheduler.exporting.discard(request_id)
         export = self._exports.pop(request_id, None)
-        # Pauses of it that wait are told that there is no export.
-        self.step_ended()
+        # Its pending pauses fail, because the export is gone.
+        self.on_step_end()
         return export
 
     def _live(self, request_id: str) -> Export:
@@ -229,16 +231,16 @@ class Exports:
         return export
 
     def _pin_full(self, export: Export) -> None:
-        """Pin the full blocks that it has now: none while its KV is being computed anew."""
+        """Pin the full blocks that the request has now: none while its KV is being recomputed."""
         request = export.entry.request
         swapped = self._core.host.get(request.request_id)
-        computed = self._core.scheduler.settled_tokens(request) if swapped is None else swapped.tokens
+        computed = self._core.scheduler.verified_tokens(request) if swapped is None else swapped.tokens
         have, full = len(export.pinned), self._core.layout.full_blocks(computed)
         self._pin(export, self._core.layout.places(computed)[have:full])
         export.hashes += [self._core.block_name(request, number) for number in range(have, full)]
 
     def _pin_rest(self, export: Export, computed: int) -> None:
-        """Pin what changes with every step: partial blocks, windows, recurrent state."""
+        """Pin the blocks that every step changes: partial blocks, sliding windows and recurrent state."""
         rest = self._core.layout.places(computed)[len(export.pinned) :]
         self._pin(export, rest)
         export.hashes += [b""] * len(rest)
@@ -251,7 +253,7 @@ class Exports:
             self._core.block_pool.touch(blocks)
             export.pinned += blocks
             return
-        # Only of one group with all its blocks.
+        # Only layouts with a single group are swapped.
         for place in places:
             self._core.host.pin(swapped.slots[place.index])
             export.pinned.append(HostSlot(swapped.slots[place.index]))

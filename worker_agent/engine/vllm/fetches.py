@@ -1,4 +1,4 @@
-"""Blocks that come from another worker into the prefix cache. Engine thread, but for writing."""
+"""Prefix cache blocks fetched from another worker. Engine thread, except for writing."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from worker_agent.engine.vllm.load import LoadedCore
 
 @dataclass(slots=True)
 class Fetch:
-    """One prompt's. `blocks`: the first `held` were here, the others come; all have one user more for it."""
+    """The fetch for one prompt. The first `cached` of its `blocks` were in the cache, the others are
+    received; each has an extra user."""
 
     request: Request
-    held: int
+    cached: int
     blocks: list[KVCacheBlock]
     writing: InUse
     written: set[int] = field(default_factory=set)
@@ -34,8 +35,8 @@ class Fetch:
         received: DeviceStaging,
         checksums: Sequence[int],
     ) -> None:
-        """Check received blocks and write them. Any thread, inside `writing`. Raises EngineRefusal, and
-        KvCorrupt having written nothing."""
+        """Verify received blocks and write them. Any thread, inside `writing`. Raises EngineRefusal, or
+        KvCorrupt without having written anything."""
         places = self._places(first_block, num_blocks)
         core.kv.verify(received, checksums, first_block)
         core.kv.scatter(received, places)
@@ -43,13 +44,13 @@ class Fetch:
 
     @contextmanager
     def receiving(self, first_block: int, num_blocks: int) -> Iterator[list[int]]:
-        """While the engine's ranks write these blocks: their places. Raises EngineRefusal."""
+        """Context in which the engine's ranks write these blocks. Yields their IDs. Raises EngineRefusal."""
         with self.writing:
             yield self._places(first_block, num_blocks)
             self.written.update(range(first_block, first_block + num_blocks))
 
     def _places(self, first_block: int, num_blocks: int) -> list[int]:
-        first = self.held + first_block
+        first = self.cached + first_block
         places = [block.block_id for block in self.blocks[first : first + num_blocks]]
         if len(places) != num_blocks:
             raise EngineRefusal(f"blocks {first_block}..{first_block + num_blocks - 1} do not come")
@@ -57,7 +58,7 @@ class Fetch:
 
 
 class Fetches:
-    """All fetches of this engine, by name."""
+    """All fetches of this engine, by ID."""
 
     def __init__(self, core: LoadedCore, post: Callable[[Callable[[], None]], None]) -> None:
         """`post` runs a command on the engine thread, from any thread."""
@@ -66,42 +67,42 @@ class Fetches:
         self._fetches: dict[str, Fetch] = {}
 
     def find(self, fetch_id: str) -> Fetch | None:
-        """The open fetch. Any thread."""
+        """Return the open fetch, or None. Any thread."""
         return self._fetches.get(fetch_id)
 
-    def lacks(self, submission: Submission) -> list[bytes]:
-        """Names of the prompt's blocks that the cache lacks, from the first on. Raises EngineRefusal."""
-        _, held, names = self._found(submission, None)
-        return names[len(held) :]
+    def missing(self, submission: Submission) -> list[bytes]:
+        """Return the names of the prompt's blocks after those in the cache. Raises EngineRefusal."""
+        _, cached, names = self._look_up(submission, None)
+        return names[len(cached) :]
 
-    def open(self, fetch_id: str, submission: Submission, most_tokens: int) -> list[bytes]:
-        """Set blocks aside for what the cache lacks of the request's first `most_tokens`; keep what it has.
+    def open(self, fetch_id: str, submission: Submission, max_tokens: int) -> list[bytes]:
+        """Pin the cached blocks of the request's first `max_tokens` and allocate blocks for the missing ones.
 
-        Returns the names of those that are to come; nothing is set aside when there are none, or host memory
-        has all of them, from where they come when the request is admitted. Raises
-        EngineRefusal for a request or a layout for which nothing can come, NoRoom.
+        Returns the names of the missing blocks. If there are none, or host memory has all of them and they
+        are loaded when the request is admitted, allocates nothing and returns an empty list. Raises
+        EngineRefusal if the request or the layout does not support fetching, NoRoom.
         """
         core = self._core
-        request, held, names = self._found(submission, most_tokens // core.block_tokens)
-        lacking = names[len(held) :]
-        if len(core.host.find(lacking)) == len(lacking):
+        request, cached, names = self._look_up(submission, max_tokens // core.block_tokens)
+        missing = names[len(cached) :]
+        if len(core.host.find(missing)) == len(missing):
             return []
-        # Those that nobody uses are free, too, until they are kept.
+        # Cached blocks without users count as free until they are pinned.
         room = (
             core.block_pool.get_num_free_blocks()
             - core.promised_blocks
-            - sum(not block.ref_cnt for block in held)
+            - sum(not block.ref_cnt for block in cached)
         )
-        if len(lacking) > room:
-            raise NoRoom(f"no room: {len(lacking)} KV blocks are not free")
-        core.block_pool.touch(held)
-        coming = core.take(len(lacking))
-        self._fetches[fetch_id] = Fetch(request, len(held), [*held, *coming], InUse(fetch_id))
-        return lacking
+        if len(missing) > room:
+            raise NoRoom(f"no room: {len(missing)} KV blocks are not free")
+        core.block_pool.touch(cached)
+        allocated = core.allocate_blocks(len(missing))
+        self._fetches[fetch_id] = Fetch(request, len(cached), [*cached, *allocated], InUse(fetch_id))
+        return missing
 
     def keep(self, fetch_id: str, blocks: int) -> None:
-        """The first `blocks` have come: the prefix cache has them from now on, as free blocks. Raises
-        EngineRefusal."""
+        """Add the first `blocks` received blocks to the prefix cache. Raises EngineRefusal if they have not
+        all arrived."""
         found = self._fetches.get(fetch_id)
         if found is None or not found.written.issuperset(range(blocks)):
             raise EngineRefusal(f"{fetch_id}: its blocks have not arrived")
@@ -110,16 +111,16 @@ class Fetches:
         self._core.block_pool.cache_full_blocks(
             request=found.request,
             blocks=found.blocks,
-            num_cached_blocks=found.held,
-            num_full_blocks=found.held + blocks,
+            num_cached_blocks=found.cached,
+            num_full_blocks=found.cached + blocks,
             block_size=self._core.block_tokens,
             kv_cache_group_id=main,
         )
 
     def drop(self, fetch_id: str) -> None:
-        """Free its blocks once nobody writes them any more; those that have no name by then are lost.
+        """Free the blocks after the last write has ended; those not added to the cache by then are lost.
 
-        An unknown fetch is ignored.
+        Unknown fetches are ignored.
         """
         found = self._fetches.pop(fetch_id, None)
         if found is None:
@@ -130,17 +131,17 @@ class Fetches:
 
         found.writing.close(lambda: self._post(free))
 
-    def _found(
-        self, submission: Submission, most_blocks: int | None
+    def _look_up(
+        self, submission: Submission, max_blocks: int | None
     ) -> tuple[Request, list[KVCacheBlock], list[bytes]]:
-        """The request, its leading blocks that are here, and the names of all, of so many at most."""
+        """Return the request, its first blocks that are cached, and the names of its first `max_blocks`."""
         request = self._request(submission)
-        # The last token is computed, whatever is here.
+        # The last token must always be computed.
         blocks = (request.num_tokens - 1) // self._core.block_tokens
-        if most_blocks is not None:
-            blocks = min(blocks, most_blocks)
+        if max_blocks is not None:
+            blocks = min(blocks, max_blocks)
         names = [bytes(name) for name in request.block_hashes[:blocks]]
-        return request, self._core.cached(names), names
+        return request, self._core.find_on_device(names), names
 
     def _request(self, submission: Submission) -> Request:
         core = self._core

@@ -1,4 +1,4 @@
-"""Host memory for KV: bytes, and for each block the checksum and the name that it was put under."""
+"""Host memory for KV: the bytes of each block, with their checksum and content name."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from worker_agent.engine.vllm.kv_blocks import DeviceStaging, KvBlocks
 
 # vLLM's own swap space was 4 GiB until version 0.7.
 _DEFAULT_BYTES: Final = 4 << 30
-# Of a machine's memory, unless told otherwise.
+# Upper limit of the default, as a share of the machine's memory.
 _DEFAULT_SHARE: Final = 1 / 8
 _CHUNK_BYTES: Final = 32 << 20
 
 
 def default_host_bytes() -> int:
-    """4 GiB, or an eighth of the machine's memory if that is less."""
+    """Return 4 GiB, or an eighth of the machine's memory if that is less."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(_DEFAULT_BYTES, int(memory * _DEFAULT_SHARE))
 
@@ -33,13 +33,13 @@ class HostSlot:
 
 
 class HostPool:
-    """Slots of one block each. The memory is the system's until it is first used; pinned when there is a GPU.
+    """Slots of one block each. The system allocates the memory on first use; page-locked if there is a GPU.
 
-    Safe to use from any thread for slots that no one else writes.
+    Safe to use from any thread for slots that no other thread writes.
     """
 
     def __init__(self, kv: KvBlocks, host_bytes: int) -> None:
-        """Room for as many whole blocks as go into `host_bytes`."""
+        """Create as many slots as whole blocks fit into `host_bytes`."""
         self._kv = kv
         self.block_bytes = kv.num_layers * kv.layer_block_bytes
         self.slots = host_bytes // self.block_bytes
@@ -50,11 +50,11 @@ class HostPool:
             pin_memory=kv.device.type == "cuda",
         )
         # By slot: (checksum, name).
-        self._seals: dict[int, tuple[int, bytes]] = {}
+        self._tags: dict[int, tuple[int, bytes]] = {}
         self._chunk = max(1, _CHUNK_BYTES // self.block_bytes)
 
     def save(self, block_ids: Sequence[int], slots: Sequence[int], names: Sequence[bytes]) -> None:
-        """Copy blocks of the device here."""
+        """Copy blocks from the device to host memory."""
         staging = self._kv.staging(min(self._chunk, len(slots)))
         for first in range(0, len(slots), self._chunk):
             part = slice(first, first + self._chunk)
@@ -62,9 +62,9 @@ class HostPool:
             self.put(slots[part], staging, sums, names[part])
 
     def load(self, slots: Sequence[int], block_ids: Sequence[int], names: Sequence[bytes]) -> list[int]:
-        """Copy blocks to the device; the device's blocks whose content is not what it ought to be.
+        """Copy blocks to the device and return the IDs of the corrupt ones.
 
-        Checked where it has arrived: name and checksum, before it is written to the KV cache.
+        Names and checksums are verified on the device, before the blocks are written to the KV cache.
         """
         bad: list[int] = []
         staging = self._kv.staging(min(self._chunk, len(slots)))
@@ -77,7 +77,7 @@ class HostPool:
                 for slot, block_id, name, expected, actual in zip(
                     slots[part], block_ids[part], names[part], sums, found, strict=True
                 )
-                if expected != actual or self._seals[slot][1] != name
+                if expected != actual or self._tags[slot][1] != name
             ]
             self.corrupt_blocks += len(wrong)
             bad += wrong
@@ -87,23 +87,23 @@ class HostPool:
     def put(
         self, slots: Sequence[int], staging: DeviceStaging, checksums: Sequence[int], names: Sequence[bytes]
     ) -> None:
-        """Keep the first blocks of `staging`, which have these checksums."""
+        """Store the first blocks of `staging`, which have these checksums."""
         with self._kv.stream():
             for row, slot in enumerate(slots):
                 self._bytes[slot].copy_(staging.bytes[row], non_blocking=True)
         for slot, checksum, name in zip(slots, checksums, names, strict=True):
-            self._seals[slot] = (checksum, name)
+            self._tags[slot] = (checksum, name)
 
     def read(self, slots: Sequence[int], staging: DeviceStaging) -> list[int]:
-        """Copy slots to the front of `staging`; the checksums that they were put under."""
+        """Copy slots to the front of `staging` and return the checksums that they were stored under."""
         with self._kv.stream():
             for row, slot in enumerate(slots):
                 staging.bytes[row].copy_(self._bytes[slot], non_blocking=True)
-        return [self._seals[slot][0] for slot in slots]
+        return [self._tags[slot][0] for slot in slots]
 
-    def name(self, slot: int, name: bytes) -> None:
-        """Name a block that came before its tokens were known. Raises KvCorrupt when it never came."""
-        seal = self._seals.get(slot)
-        if seal is None:
+    def set_name(self, slot: int, name: bytes) -> None:
+        """Name a block stored before its tokens were known. Raises KvCorrupt if the slot is empty."""
+        tag = self._tags.get(slot)
+        if tag is None:
             raise KvCorrupt(f"nothing was put into slot {slot}")
-        self._seals[slot] = (seal[0], name)
+        self._tags[slot] = (tag[0], name)

@@ -1,10 +1,10 @@
-"""Prefixes in host memory: blocks that the device's cache evicts are kept there, and come back on demand.
+"""Host memory as a second tier of the prefix cache: evicted blocks are kept there and loaded on demand.
 
-The scheduler's side. A block is copied out when it is about to be used for something else: inside a step's
-schedule it is told to that step, which copies before it computes; between two steps it is copied at once,
-since whoever has the block may write to it. When vLLM admits a request, what host memory has of its prompt
-beyond the device's share counts as KV that comes from elsewhere: vLLM has the request wait, holding its
-blocks, and names them once they have come and were found to be whole.
+Scheduler side of the connector. A block is copied to host memory when vLLM is about to reuse it. If that
+happens while a step is being scheduled, the step makes the copy before it computes; between steps the copy is
+made at once, because the block's new owner may write to it immediately. When vLLM admits a request, the part
+of its prompt that is in host memory but not on the device counts as externally computed tokens: vLLM lets the
+request wait with its blocks, and gives the blocks their names after they have been loaded and verified.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from worker_agent.engine.vllm.swaps import Load, Swap
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """What one request is told that host memory has, from its block `first` on; pinned until it is taken, or
-    the step's schedule is over."""
+    """Blocks in host memory reported to vLLM for one request, from its block `first` on. Their slots are
+    pinned until the load starts or the step has been scheduled."""
 
     first: int
     slots: list[int]
@@ -34,8 +34,8 @@ class _Offer:
 
 
 class HostTier:
-    """Engine thread only. Stands where vLLM's BlockPool has its metrics collector, which is told of each
-    block that is evicted, with its name, and of each that is given out."""
+    """Takes the place of the metrics collector of vLLM's BlockPool, which is called for each block that is
+    evicted, with its name, and for each that is allocated. Engine thread only."""
 
     def __init__(self, ledger: HostLedger, kv: KvBlocks, pool: HostPool, block_tokens: int) -> None:
         self.loaded_blocks = 0
@@ -43,41 +43,40 @@ class HostTier:
         self._kv = kv
         self._pool = pool
         self._block_tokens = block_tokens
-        # Name of the block that is just being evicted.
+        # Name of the block that vLLM is evicting.
         self._evicted: bytes | None = None
-        # What is evicted while a step is being scheduled, or blocks are taken between steps: (block, name) by
-        # slot. None: neither is.
+        # Blocks to copy to host memory, (block, name) by slot, collected while a step is scheduled or inside
+        # `saving_evictions`; None: copy each at once.
         self._saves: dict[int, tuple[int, bytes]] | None = None
         self._offers: dict[str, _Offer] = {}
-        self._starting: list[Load] = []
+        self._new_loads: list[Load] = []
         # By request.
         self._loading: dict[str, Load] = {}
-        # Names of blocks that some request waits for.
-        self._coming: set[bytes] = set()
+        self._loading_names: set[bytes] = set()
 
     @property
     def busy(self) -> bool:
-        """Whether anything is on its way to the device."""
+        """Whether any load is in progress."""
         return bool(self._loading)
 
-    def loading(self, request_id: str) -> bool:
-        """Whether it is for a request of this id, which may be gone."""
+    def is_loading(self, request_id: str) -> bool:
+        """Whether a load for this request ID is in progress, even if the request itself has ended."""
         return request_id in self._loading
 
-    def forget_all(self) -> None:
-        """The device's cache is reset: whatever is kept is no longer worth anything."""
-        self._ledger.forget_all()
+    def clear(self) -> None:
+        """Discard all cached blocks, because the device's cache is being reset."""
+        self._ledger.discard_all()
 
     # ---- vLLM's KVCacheMetricsCollector
 
     def on_block_evicted(self, block: KVCacheBlock) -> None:
-        """It loses its name, if it has one: because it is given out, which is told next, or for good."""
+        """Remember the block's name; vLLM calls `on_block_allocated` next if the block is being reused."""
         self._evicted = None if block.block_hash is None else bytes(get_block_hash(block.block_hash))
 
     def on_block_allocated(self, block: KVCacheBlock) -> None:
-        """It is given out, to be written to."""
+        """Save the block that has just been evicted, before its new owner writes to it."""
         name, self._evicted = self._evicted, None
-        slot = None if name is None else self._ledger.keep(name)
+        slot = None if name is None else self._ledger.cache(name)
         if name is None or slot is None:
             return
         if self._saves is None:
@@ -86,16 +85,17 @@ class HostTier:
             self._saves[slot] = (block.block_id, name)
 
     def on_block_accessed(self, block: KVCacheBlock) -> None:
-        """It has one user more."""
+        """Ignore cache hits on the device."""
 
     def reset(self) -> None:
-        """The device's cache is empty."""
+        """Ignore resets of the device's cache; see `clear`."""
 
     # ---- between steps
 
     @contextmanager
-    def taking(self) -> Iterator[None]:
-        """Blocks are taken inside that somebody will write to: what they hold is copied by its end."""
+    def saving_evictions(self) -> Iterator[None]:
+        """Save all blocks evicted inside the context in one copy at its end; nothing may write to them
+        before."""
         self._saves = {}
         try:
             yield
@@ -111,32 +111,34 @@ class HostTier:
 
     # ---- one step
 
-    def step_begins(self) -> None:
-        """Its schedule, in which blocks are evicted and offers made."""
+    def begin_schedule(self) -> None:
+        """Start collecting the blocks that scheduling the next step evicts."""
         self._saves = {}
 
-    def step_scheduled(self) -> tuple[list[Swap], list[Load]]:
-        """What it copies out before it computes, and what begins to come back."""
+    def end_schedule(self) -> tuple[list[Swap], list[Load]]:
+        """Return the copies that the step makes before it computes, and the loads that it starts."""
         saves, self._saves = self._saves or {}, None
         for offer in self._offers.values():
-            self._ledger.give_back(offer.slots)
+            self._ledger.release(offer.slots)
         self._offers = {}
-        starting, self._starting = self._starting, []
-        return [_swap_of(saves)] if saves else [], starting
+        new_loads, self._new_loads = self._new_loads, []
+        return [_swap_of(saves)] if saves else [], new_loads
 
-    # ---- what comes back
+    # ---- loads
 
     def match(self, request: Request, computed: int) -> int | None:
-        """Tokens after the first `computed` that host memory has; None: another request waits for the same
-        blocks, and this one will find them."""
-        self._withdraw(request.request_id)
+        """Return how many tokens after the first `computed` host memory has, and pin their blocks.
+
+        Return None if another request is loading the same blocks: this one will find them on the device.
+        """
+        self._withdraw_offer(request.request_id)
         first, part = divmod(computed, self._block_tokens)
-        # The last token is computed, whatever is here.
+        # The last token must always be computed.
         last = (request.num_tokens - 1) // self._block_tokens
         if part or first >= last or request.skip_reading_prefix_cache:
             return 0
         names = [bytes(name) for name in request.block_hashes[first:last]]
-        if names[0] in self._coming:
+        if names[0] in self._loading_names:
             return None
         slots = self._ledger.find(names)
         for slot in slots:
@@ -145,35 +147,35 @@ class HostTier:
             self._offers[request.request_id] = _Offer(first, slots, names[: len(slots)])
         return len(slots) * self._block_tokens
 
-    def take(self, request: Request, block_ids: list[int]) -> None:
-        """The request has its blocks: what it was offered comes to them."""
+    def start_load(self, request: Request, block_ids: list[int]) -> None:
+        """Load the offered blocks into the blocks that vLLM has allocated for the request."""
         offer = self._offers.pop(request.request_id)
         places = block_ids[offer.first : offer.first + len(offer.slots)]
         load = Load(request.request_id, Swap(places, offer.slots, offer.names))
-        self._ledger.use(offer.names)
-        self._coming.update(offer.names)
+        self._ledger.touch(offer.names)
+        self._loading_names.update(offer.names)
         self._loading[request.request_id] = load
-        self._starting.append(load)
+        self._new_loads.append(load)
 
-    def step_ended(self, output: KVConnectorOutput) -> None:
-        """Some of it may have come."""
+    def complete_loads(self, output: KVConnectorOutput) -> None:
+        """Release the slots of the loads that a step reports as complete, and discard corrupt blocks."""
         for request_id in output.finished_recving or ():
             load = self._loading.pop(request_id, None)
             if load is None:
                 continue
             swap, bad = load.swap, output.invalid_block_ids
-            spoilt = [
+            corrupt = [
                 name for block_id, name in zip(swap.block_ids, swap.names, strict=True) if block_id in bad
             ]
-            self._ledger.forget(spoilt)
-            self._ledger.give_back(swap.slots)
-            self._coming.difference_update(swap.names)
-            self.loaded_blocks += len(swap.names) - len(spoilt)
+            self._ledger.discard(corrupt)
+            self._ledger.release(swap.slots)
+            self._loading_names.difference_update(swap.names)
+            self.loaded_blocks += len(swap.names) - len(corrupt)
 
-    def _withdraw(self, request_id: str) -> None:
+    def _withdraw_offer(self, request_id: str) -> None:
         offer = self._offers.pop(request_id, None)
         if offer is not None:
-            self._ledger.give_back(offer.slots)
+            self._ledger.release(offer.slots)
 
 
 def _swap_of(saves: Mapping[int, tuple[int, bytes]]) -> Swap:

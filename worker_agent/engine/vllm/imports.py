@@ -1,7 +1,7 @@
-"""Target of a migration: room, then KV, then state, then it runs. Engine thread, but where said otherwise.
+"""Target side of migrations: reserve room, receive KV, rebuild the request, run it.
 
-Room is on the device, or, when that is full and the order in use has answering requests wait for it, in host
-memory: the request then enters as one that was swapped out.
+Engine thread, except where noted. The reservation is on the device or, if that is full and the current policy
+lets answering requests wait, in host memory: the request then enters as if it had been swapped out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm.v1.request import Request, RequestStatus
 from worker_agent.engine.base import EnginePhase, Exported, ExportedPause, RequestKey
 from worker_agent.engine.errors import EngineRefusal, KvCorrupt, NoRoom
 from worker_agent.engine.host_ledger import Swapped
-from worker_agent.engine.import_line import ImportLine
+from worker_agent.engine.import_queue import ImportQueue
 from worker_agent.engine.vllm.in_use import InUse
 from worker_agent.engine.vllm.kv_blocks import DeviceStaging
 from worker_agent.engine.vllm.kv_names import kv_names
@@ -33,14 +33,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Import:
-    """One request on its way in.
+    """One request being imported.
 
-    `places`: its reservation, blocks of the device or slots of host memory; replaced, never changed, as it
-    grows. Only `settled` of what comes have their places there (None: all); what comes beyond is kept in
-    `later` until the request's last token is known: its window and its state are those of that token.
+    `places` is its reservation: block IDs on the device or slots of host memory. As it grows, the list is
+    replaced, never changed. Only the first `settled` transferred blocks have their final places (None: all).
+    Later ones are buffered in `later` until the request's last token is known, because its sliding windows
+    and recurrent state depend on it.
 
-    The first `held` of its places are blocks of the prefix cache, which others may use too: nothing is
-    written there.
+    The first `cached` places are blocks of the prefix cache, possibly shared, and must not be written.
     """
 
     exported: Exported
@@ -51,7 +51,7 @@ class Import:
     on_host: bool
     writing: InUse
     written: set[int]
-    held: int = 0
+    cached: int = 0
     settled: int | None = None
     later: list[tuple[int, DeviceStaging]] = field(default_factory=list)
     prepared: Entry | None = None
@@ -64,9 +64,9 @@ class Import:
         received: DeviceStaging,
         checksums: Sequence[int],
     ) -> None:
-        """Check received blocks and keep them. Any thread, inside `writing`.
+        """Verify received blocks and store them. Any thread, inside `writing`.
 
-        Raises EngineRefusal, and KvCorrupt having written nothing.
+        Raises EngineRefusal, or KvCorrupt without having written anything.
         """
         places = self.settled_places(first_block, num_blocks)
         now = len(places)
@@ -74,7 +74,7 @@ class Import:
         if now < num_blocks:
             self.later.append((first_block + now, received.part(now, num_blocks - now).copy()))
         if self.on_host:
-            # Named when the tokens are known.
+            # They are named when the tokens are known.
             assert core.host_pool is not None
             core.host_pool.put(places, received, checksums, [b""] * num_blocks)
         elif now:
@@ -82,9 +82,9 @@ class Import:
         self.written.update(range(first_block, first_block + num_blocks))
 
     def settled_places(self, first_block: int, num_blocks: int) -> list[int]:
-        """The places of those of these blocks that have one already. Any thread. Raises EngineRefusal."""
-        if first_block < self.held:
-            raise EngineRefusal(f"the first {self.held} blocks are already here")
+        """Return the places of these blocks, as far as they are final. Any thread. Raises EngineRefusal."""
+        if first_block < self.cached:
+            raise EngineRefusal(f"the first {self.cached} blocks are already here")
         now = num_blocks if self.settled is None else max(0, min(num_blocks, self.settled - first_block))
         places = self.places[first_block : first_block + now]
         if len(places) != now:
@@ -93,7 +93,7 @@ class Import:
 
     @contextmanager
     def receiving(self, first_block: int, num_blocks: int) -> Iterator[list[int]]:
-        """While the engine's ranks write these blocks: their places, as far as they have one. Raises
+        """Context in which the engine's ranks write these blocks. Yields the places that are final. Raises
         EngineRefusal."""
         with self.writing:
             yield self.settled_places(first_block, num_blocks)
@@ -101,7 +101,8 @@ class Import:
 
 
 class Imports:
-    """All imports of this engine, by request id. One holds KV blocks and a batch's place, or host memory."""
+    """All imports of this engine, by request ID. Each holds KV blocks and a slot of the batch, or host
+    memory."""
 
     def __init__(
         self, core: LoadedCore, table: RequestTable, post: Callable[[Callable[[], None]], None]
@@ -111,21 +112,21 @@ class Imports:
         self._table = table
         self._post = post
         self._imports: dict[str, Import] = {}
-        self._line = ImportLine()
+        self._queue = ImportQueue()
 
     def find(self, request_id: str) -> Import | None:
-        """The open import. Any thread."""
+        """Return the open import, or None. Any thread."""
         return self._imports.get(request_id)
 
     def get(self, request_id: str) -> Import:
-        """The same. Raises EngineRefusal when there is none."""
+        """Return the open import. Any thread. Raises EngineRefusal if there is none."""
         found = self._imports.get(request_id)
         if found is None:
             raise EngineRefusal(f"request {request_id} is not being imported")
         return found
 
     def check_replay(self, exported: Exported, key: RequestKey) -> None:
-        """Whether the request could be computed anew here, now. Raises EngineRefusal, NoRoom."""
+        """Check that the request could be recomputed here now. Raises EngineRefusal, NoRoom."""
         request = self._request(exported, key)
         tokens = request.num_tokens + len(exported.output_token_ids)
         blocks = min(cdiv(tokens, self._core.block_tokens) + 1, self._core.max_blocks)
@@ -133,11 +134,14 @@ class Imports:
             raise NoRoom(f"no room: {blocks} KV blocks or a place in the batch are not free")
 
     def open(self, exported: Exported, key: RequestKey, epoch: int) -> None:
-        """Reserve blocks for the request's tokens and one block more, and a place in the batch."""
+        """Reserve blocks for the request's tokens and one block more, and a slot of the batch.
+
+        Raises EngineRefusal, NoRoom.
+        """
         request = self._request(exported, key)
-        if self._line:
-            raise NoRoom(f"no room: {len(self._line)} imports wait for it")
-        self._enter(request, exported, key, epoch)
+        if self._queue:
+            raise NoRoom(f"no room: {len(self._queue)} imports wait for it")
+        self._reserve_import(request, exported, key, epoch)
         try:
             self._start_grammar(request)
         except EngineRefusal:
@@ -151,25 +155,28 @@ class Imports:
         epoch: int,
         done: Callable[[EngineRefusal | None], None],
     ) -> None:
-        """The same, once there is room and those that queued before have theirs; `done` gets the result."""
+        """Like `open`, but wait for room behind the imports that queued before; `done` gets the result."""
         request = self._request(exported, key)
         self._start_grammar(request)
-        self._line.join(request.request_id, key, lambda: self._enter(request, exported, key, epoch), done)
-        self._line.admit()
+        self._queue.add(
+            request.request_id, key, lambda: self._reserve_import(request, exported, key, epoch), done
+        )
+        self._queue.admit()
 
     def admit(self) -> None:
-        """Give room to imports that wait for it. Between two steps."""
-        self._line.admit()
+        """Give room to imports that wait for it. Call between two steps."""
+        self._queue.admit()
 
     def reserve(self, request_id: str, num_blocks: int) -> None:
-        """Grow the reservation to this many blocks; what is reserved stays so when there is no room."""
+        """Grow the reservation to this many blocks. Raises EngineRefusal, leaving it as it is, if there is no
+        room."""
         found = self.get(request_id)
         self._grow(found, num_blocks)
 
     def prepare(
         self, request_id: str, pause: ExportedPause, done: Callable[[EngineRefusal | KvCorrupt | None], None]
     ) -> None:
-        """Rebuild the request, once its grammar (if it has one) is compiled; `done` gets the result."""
+        """Rebuild the request once its grammar, if any, is compiled; `done` gets the result."""
         found = self.get(request_id)
 
         def finish(refusal: EngineRefusal | None) -> None:
@@ -182,7 +189,7 @@ class Imports:
                 self._rebuild(found, pause)
             except (EngineRefusal, KvCorrupt) as error:
                 done(error)
-            # Whatever a source sent must not end the engine.
+            # Nothing that a source sends may end the engine.
             except Exception as error:  # noqa: BLE001
                 _log.exception("request %s cannot be rebuilt", request_id)
                 done(EngineRefusal(f"it cannot be rebuilt: {error}"))
@@ -192,32 +199,32 @@ class Imports:
         self._core.grammars.when_ready(found.request, finish)
 
     def activate(self, request_id: str) -> None:
-        """Give the request to the scheduler: it decodes from the next step on."""
+        """Add the request to the scheduler: it decodes from the next step on. Raises EngineRefusal."""
         found = self.get(request_id)
         if found.prepared is None:
             raise EngineRefusal(f"the import of {request_id} is not prepared")
         del self._imports[request_id]
         found.writing.close(_nothing)
         if found.on_host:
-            self._wait_on_host(found)
+            self._register_swapped(found)
         else:
-            self._core.scheduler.hold_slots(-1)
+            self._core.scheduler.reserve_slots(-1)
         self._table.add(found.prepared)
         self._core.scheduler.add_request(found.request)
 
     def drop(self, request_id: str) -> None:
-        """Free the reservation, once nobody copies into it any more, or wait for room no longer; unknown
+        """Free the reservation after the last write into it has ended, or stop waiting for room; unknown
         requests are ignored."""
-        self._line.leave(request_id)
+        self._queue.remove(request_id)
         found = self._imports.pop(request_id, None)
         if found is None:
             return
         if found.prepared is not None:
             self._core.forget(request_id)
         if found.on_host:
-            found.writing.close(lambda: self._post(lambda: self._leave_host(found)))
+            found.writing.close(lambda: self._post(lambda: self._core.host.release(found.places)))
             return
-        self._core.scheduler.hold_slots(-1)
+        self._core.scheduler.reserve_slots(-1)
         blocks = self._core.kv_manager.pop_blocks_for_free(found.request)
 
         def free() -> None:
@@ -227,37 +234,37 @@ class Imports:
 
     def drop_key(self, key: RequestKey) -> None:
         """Drop the import with this key, if any."""
-        self._line.leave_key(key)
+        self._queue.remove_key(key)
         for request_id in [name for name, found in self._imports.items() if found.key == key]:
             self.drop(request_id)
 
     def drop_client(self, client: int) -> None:
         """Drop every import for this front end."""
-        self._line.leave_client(client)
+        self._queue.remove_client(client)
         for request_id in [name for name, found in self._imports.items() if found.key.client == client]:
             self.drop(request_id)
 
     # ---- inner
 
     def _request(self, exported: Exported, key: RequestKey) -> Request:
-        """The request, which this engine could run. Raises EngineRefusal."""
+        """Decode the request. Raises EngineRefusal if this engine could not run it."""
         request = self._core.decode(exported.frames, key.client, exported.adapter_version)
         request_id = request.request_id
-        known = request_id in self._imports or request_id in self._line
+        known = request_id in self._imports or request_id in self._queue
         if known or self._table.get(request_id) is not None:
             raise EngineRefusal(f"request {request_id} is here already")
         if request.num_tokens + len(exported.output_token_ids) >= self._core.max_model_len:
             raise EngineRefusal(f"request {request_id} is longer than this engine's max_model_len")
-        # A former life of it may still hold blocks that KV comes to from host memory.
-        self._core.settle_load(request_id)
+        # An earlier request with this ID may still have blocks that are being loaded from host memory.
+        self._core.drain_load(request_id)
         return request
 
-    def _enter(self, request: Request, exported: Exported, key: RequestKey, epoch: int) -> None:
-        """Take room. Raises NoRoom."""
+    def _reserve_import(self, request: Request, exported: Exported, key: RequestKey, epoch: int) -> None:
+        """Reserve room and register the import. Raises NoRoom."""
         tokens = request.num_tokens + len(exported.output_token_ids)
-        cached = self._cached(request, exported)
-        places, on_host = self._room(request, tokens, cached)
-        plain, held = self._core.layout.plain, 0 if on_host else len(cached)
+        cached = self._find_cached(request, exported)
+        places, on_host = self._reserve_places(request, tokens, cached)
+        plain, num_cached = self._core.layout.plain, 0 if on_host else len(cached)
         self._imports[request.request_id] = Import(
             exported=exported,
             key=key,
@@ -266,41 +273,45 @@ class Imports:
             places=places,
             on_host=on_host,
             writing=InUse(f"the import of {request.request_id}"),
-            written=set(range(held)),
-            held=held,
+            written=set(range(num_cached)),
+            cached=num_cached,
             settled=None if plain else min(len(exported.block_hashes), len(places)),
         )
 
     def _start_grammar(self, request: Request) -> None:
-        """It compiles while the KV comes."""
+        """Start to compile the request's grammar, which takes place during the transfer."""
         try:
             self._core.start_grammar(request)
         except ValueError as error:
             raise EngineRefusal(f"its grammar cannot be compiled here: {error}") from error
 
-    def _cached(self, request: Request, exported: Exported) -> list[KVCacheBlock]:
-        """Blocks of its beginning that are here by name; none for a request that is to read no cache."""
+    def _find_cached(self, request: Request, exported: Exported) -> list[KVCacheBlock]:
+        """Return the request's first blocks that the prefix cache has, unless it must not read the cache."""
         if request.skip_reading_prefix_cache:
             return []
-        return self._core.cached(exported.block_hashes)
+        return self._core.find_on_device(exported.block_hashes)
 
-    def _room(self, request: Request, tokens: int, cached: Sequence[KVCacheBlock]) -> tuple[list[int], bool]:
-        """Reserved places for the request's tokens and one block more, the first of them `cached` if they are
-        on the device; whether they are in host memory."""
+    def _reserve_places(
+        self, request: Request, tokens: int, cached: Sequence[KVCacheBlock]
+    ) -> tuple[list[int], bool]:
+        """Reserve places for the request's tokens and one block more; return them, and whether they are in
+        host memory. On the device, the first ones are `cached`. Raises NoRoom."""
         blocks = min(cdiv(tokens, self._core.block_tokens) + 1, self._core.max_blocks)
-        if self._core.scheduler.free_slots() > 0 and self._reserve(request, blocks, tokens, cached):
-            self._core.scheduler.hold_slots(1)
+        if self._core.scheduler.free_slots() > 0 and self._reserve_blocks(request, blocks, tokens, cached):
+            self._core.scheduler.reserve_slots(1)
             return self._places(request.request_id), False
-        # vLLM takes no swapped KV for a request that is to read no cache.
+        # vLLM does not swap in requests that must not read the cache.
         waits = self._core.intra is not None and self._core.intra.receives_on_host
         if waits and not request.skip_reading_prefix_cache:
-            slots = self._core.host.take(blocks)
+            slots = self._core.host.allocate(blocks)
             if slots is not None:
                 return slots, True
         raise NoRoom(f"no room: {blocks} KV blocks or a place in the batch are not free")
 
-    def _reserve(self, request: Request, blocks: int, tokens: int, cached: Sequence[KVCacheBlock]) -> bool:
-        """A new request's blocks. Raises NoRoom; it has none then."""
+    def _reserve_blocks(
+        self, request: Request, blocks: int, tokens: int, cached: Sequence[KVCacheBlock]
+    ) -> bool:
+        """Reserve a new request's blocks; return False or raise NoRoom, with none reserved, without room."""
         core = self._core
         try:
             if core.layout.plain:
@@ -310,21 +321,18 @@ class Imports:
             core.block_pool.free_blocks(reversed(core.kv_manager.pop_blocks_for_free(request)))
             raise
 
-    def _leave_host(self, found: Import) -> None:
-        self._core.host.give_back(found.places)
-
     def _grow(self, found: Import, num_blocks: int) -> None:
         missing = num_blocks - len(found.places)
         if missing <= 0:
             return
         if found.settled is not None:
-            # It grows when its last token is known. Until then this bounds what is kept.
+            # The reservation grows when the last token is known. Until then, this bounds what is buffered.
             if num_blocks > len(self._core.layout.places(self._core.max_model_len)):
                 raise EngineRefusal(f"{num_blocks} KV blocks are more than a request can have here")
             return
         if num_blocks <= self._core.max_blocks:
             if found.on_host:
-                slots = self._core.host.take(missing)
+                slots = self._core.host.allocate(missing)
                 if slots is not None:
                     found.places = [*found.places, *slots]
                     return
@@ -350,14 +358,14 @@ class Imports:
             raise EngineRefusal(f"{len(missing)} KV blocks have not arrived")
         if found.settled is None:
             self._grow(found, cdiv(computed + 1, self._core.block_tokens))
-        self._core.take_outputs(request, outputs)
+        self._core.append_outputs(request, outputs)
         self._check_hashes(request, 0, found.exported.block_hashes)
         self._check_hashes(request, used - len(pause.block_hashes), pause.block_hashes)
         if found.settled is not None:
             self._settle(found, computed)
         request.status = RequestStatus.PREEMPTED
         if found.on_host:
-            self._name(found, computed)
+            self._set_names(found, computed)
         else:
             request.num_computed_tokens = computed
         self._core.adopt(request, pause.sampling_state)
@@ -367,7 +375,7 @@ class Imports:
         phases.replay(outputs)
         turn = self._table.new_turn(request)
         if phases.phase is EnginePhase.ANSWERING:
-            turn.answers(time.time(), pause.answering_for_s)
+            turn.start_answering(time.time(), pause.answering_for_s)
         found.prepared = Entry(
             key=found.key,
             request_id=request.request_id,
@@ -385,7 +393,7 @@ class Imports:
         )
 
     def _settle(self, found: Import, computed: int) -> None:
-        """Give what has arrived its blocks, now that the last token is known."""
+        """Write the buffered blocks to their final places, now that the last token is known."""
         core, request = self._core, found.request
         request.num_computed_tokens = computed
         if not core.extend(request):
@@ -398,31 +406,32 @@ class Imports:
             core.kv.scatter(staging, ids[first : first + len(staging.bytes)])
         found.later = []
 
-    def _name(self, found: Import, computed: int) -> None:
+    def _set_names(self, found: Import, computed: int) -> None:
+        """Name the received blocks in host memory, now that the tokens are known."""
         pool = self._core.host_pool
         assert pool is not None
         for slot, name in zip(
             found.places, kv_names(found.request, computed, self._core.block_tokens), strict=False
         ):
-            pool.name(slot, name)
+            pool.set_name(slot, name)
 
-    def _wait_on_host(self, found: Import) -> None:
-        """From here on it is a request that was swapped out."""
+    def _register_swapped(self, found: Import) -> None:
+        """Register the request as swapped out, and release the slots it does not need."""
         computed = found.request.num_tokens - 1
         names = kv_names(found.request, computed, self._core.block_tokens)
         used = found.places[: len(names)]
-        self._core.host.give_back(found.places[len(names) :])
-        self._core.host.arrive(found.request.request_id, Swapped(computed, used, names))
+        self._core.host.release(found.places[len(names) :])
+        self._core.host.add_import(found.request.request_id, Swapped(computed, used, names))
 
     def _check_hashes(self, request: Request, first_block: int, hashes: Sequence[bytes]) -> None:
-        """The source's name for each full block must be what its tokens give here."""
+        """Raise KvCorrupt unless the source's names of full blocks match their tokens here."""
         for number, name in enumerate(hashes, first_block):
             if name and name != self._core.block_name(request, number):
                 raise KvCorrupt(f"block {number}: its tokens do not match the transferred KV")
 
 
 def _prediction(pause: ExportedPause, emitted: int) -> LengthPrediction | None:
-    """The source's, which counts down here until the next one is made."""
+    """Return the source's prediction, which counts down until this engine makes its own."""
     remaining = pause.predicted_remaining_tokens
     return None if remaining is None else LengthPrediction(emitted, remaining)
 

@@ -1,4 +1,4 @@
-"""Keeps blocks from being freed while another thread copies from or to them."""
+"""Keep blocks from being freed while another thread copies from or to them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from worker_agent.engine.errors import EngineRefusal
 
 
 class InUse:
-    """A with-statement around each copy; `close` refuses new ones and reports when the last has ended."""
+    """Context manager around each copy; `close` refuses new copies and reports when the last has ended."""
 
-    def __init__(self, what: str) -> None:
-        """`what` names the thing in the refusal."""
-        self._what = what
+    def __init__(self, subject: str) -> None:
+        """`subject` is named in the refusal, as in "SUBJECT has ended"."""
+        self._subject = subject
         self._lock = threading.Lock()
         self._users = 0
         self._when_idle: Callable[[], None] | None = None
@@ -21,7 +21,7 @@ class InUse:
     def __enter__(self) -> None:
         with self._lock:
             if self._when_idle is not None:
-                raise EngineRefusal(f"{self._what} has ended")
+                raise EngineRefusal(f"{self._subject} has ended")
             self._users += 1
 
     def __exit__(self, *_: object) -> None:
@@ -32,7 +32,7 @@ class InUse:
             done()
 
     def close(self, when_idle: Callable[[], None]) -> None:
-        """Call `when_idle` once nobody copies: now, or from the thread whose copy ends last."""
+        """Call `when_idle` once no copy is in progress: now, or on the thread whose copy ends last."""
         with self._lock:
             if self._when_idle is not None:
                 return

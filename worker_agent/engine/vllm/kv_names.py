@@ -8,10 +8,10 @@ from vllm.v1.request import Request
 
 
 def kv_names(request: Request, tokens: int, block_tokens: int) -> list[bytes]:
-    """One name a block of the first `tokens` tokens' KV.
+    """Return the name of each block that holds KV of the first `tokens` tokens.
 
-    A full block has vLLM's own hash, which stands for its tokens and all before them; the last one, if it is
-    partial, a hash of the block before it and of its tokens so far.
+    A full block's name is vLLM's hash of its tokens and all before them. The name of a partial last block is
+    a hash of the previous block's name and its own tokens so far.
     """
     full, rest = divmod(tokens, block_tokens)
     names = [bytes(block_hash) for block_hash in request.block_hashes[:full]]

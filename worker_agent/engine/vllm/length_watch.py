@@ -1,4 +1,4 @@
-"""A running engine's tap and its predictor, put together."""
+"""Length prediction on a running engine: the hidden-state tap and its predictor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ class LengthWatch:
 
     @classmethod
     def of(cls, file: str, core: LoadedCore, table: RequestTable) -> LengthWatch | None:
-        """None without a file. Raises RuntimeError for a file that is none or is for another model."""
+        """Start predicting with the predictor in `file`; return None if `file` is empty.
+
+        Raises RuntimeError if the file is not a predictor or is for another model.
+        """
         if not file:
             return None
         device = str(core.config.device_config.device)
@@ -40,14 +43,14 @@ class LengthWatch:
 
     @property
     def cost(self) -> PredictionCost:
-        """What predicting has taken so far."""
+        """The cost of predictions so far."""
         return self._predictions.cost
 
-    def step_begins(self) -> None:
-        """Before every step."""
-        self._predictions.step_begins(self._tap)
+    def before_step(self) -> None:
+        """Arm the tap if the next step is to be observed. Call before every step."""
+        self._predictions.before_step(self._tap)
 
     def close(self) -> None:
-        """End it."""
+        """Remove the tap and stop the predictor's thread."""
         self._tap.close()
         self._predictions.close()

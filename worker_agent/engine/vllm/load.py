@@ -1,4 +1,4 @@
-"""vLLM's EngineCore, loaded, with the handful of operations on its insides that live migration needs."""
+"""A loaded vLLM EngineCore with the operations on its internals that live migration needs."""
 
 from __future__ import annotations
 
@@ -42,37 +42,37 @@ from worker_agent.engine.vllm.scheduler import PausingScheduler
 if TYPE_CHECKING:
     from worker_agent.ranks.messages import Address
 
-# Far beyond any number of batches that vLLM has in flight.
-_SETTLING_STEPS = 64
-# For copies of one request's KV from or to host memory to end, and between two looks at them.
-_COPIES_S = 5.0
-_COPY_LOOK_S = 0.001
+# Far more than the number of batches that vLLM ever has in flight.
+_MAX_DRAIN_STEPS = 64
+# Deadline for copies of one request's KV from or to host memory, and the polling interval.
+_COPY_DEADLINE_S = 5.0
+_COPY_POLL_S = 0.001
 
 
 class InProcessCore(EngineCore):  # type: ignore[misc]
-    """EngineCore with the two attributes that vLLM's ready response asks of its process variant."""
+    """EngineCore with the two attributes of its process variant that vLLM's ready response reads."""
 
     frontend_stats_publish_address = None
     engine_index = 0
 
 
 class LoadedCore:
-    """A running engine core. Engine thread only, but for what never changes."""
+    """A running engine core. Engine thread only, except for attributes that never change."""
 
     scheduler: PausingScheduler
     kv_manager: KVCacheManager
     block_pool: BlockPool
-    # In the order of the ranks; one entry: its KV is in this process.
+    # In rank order; with one entry, the KV is in this process.
     ranks: list[RankFacts]
     marks: ReasoningMarks | None
 
     def __init__(self, config: VllmConfig, host_kv_bytes: int) -> None:
-        """Load the model; takes seconds to minutes. `host_kv_bytes`: host memory for swapped KV."""
-        # Block hashes name KV between workers, so all must start their chains alike.
+        """Load the model; takes seconds to minutes. `host_kv_bytes`: host memory for KV."""
+        # Block hashes identify KV across workers, so their chains must all start from the same seed.
         os.environ.setdefault("PYTHONHASHSEED", "0")
         self.config = config
         self.handover = handover_of(config)
-        # Its requests have no outputs but the one.
+        # Requests to a pooling model have a single output.
         self.pooling: bool = config.model_config.runner_type != "generate"
         self.core = InProcessCore(config, Executor.get_class(config), log_stats=False)
         self.adapters = Adapters(config, self.core)
@@ -94,57 +94,57 @@ class LoadedCore:
             assert isinstance(connector, TailraceConnector)
             assert connector.blocks is not None
             self._kv = connector.blocks
-            # Another connector may have the KV of preempted requests; two would bring it back at once.
-            swaps = self.layout.plain and not self.scheduler.beside
+            # Another connector may store the KV of preempted requests; then both would load it.
+            swaps = self.layout.plain and not self.scheduler.other_connectors
             pool = HostPool(self._kv, host_kv_bytes if swaps else 0)
             self.host = HostLedger(pool.slots, pool.block_bytes)
             connector.pool = self.host_pool = pool
-        self.scheduler.ours.ledger = self.host
-        # Why evicted prefixes are not kept in host memory; empty: they are.
-        self.no_tier = self._no_tier()
-        if not self.no_tier:
+        self.scheduler.tailrace_connector.ledger = self.host
+        # Why evicted prefixes are not cached in host memory; empty if they are.
+        self.no_host_tier_reason = self._no_host_tier_reason()
+        if not self.no_host_tier_reason:
             assert isinstance(connector, TailraceConnector) and self.host_pool is not None
             tier = HostTier(self.host, self.kv, self.host_pool, self.block_tokens)
-            self.block_pool.metrics_collector = self.scheduler.ours.tier = tier
+            self.block_pool.metrics_collector = self.scheduler.tailrace_connector.tier = tier
             connector.loads = HostLoads(self.host_pool)
-        # The policy that orders the requests; None: vLLM's own order.
+        # The policy that orders the requests, or None for vLLM's own order.
         self.intra: IntraPolicy | None = None
         self.marks = load_marks(config)
         self.grammars = Grammars()
         self.max_model_len: int = config.model_config.max_model_len
-        # Of one request.
+        # Blocks of the longest request.
         self.max_blocks: int = cdiv(self.max_model_len, self.block_tokens)
         self.kv_blocks_total: int = config.cache_config.num_gpu_blocks - 1
         self._vocab_size: int = config.model_config.get_vocab_size()
         self._decoder = MsgpackDecoder(EngineCoreRequest)
-        # Set by the owner of the loop: one engine step, its outputs delivered.
+        # Run one engine step and deliver its outputs; set by the owner of the loop.
         self.step_now: Callable[[], None] = _no_loop
 
     @property
     def ranked(self) -> bool:
-        """Whether its KV is in ranks in processes of their own."""
+        """Whether the engine has several ranks, each with its part of the KV in its own process."""
         return len(self.ranks) > 1
 
     @property
     def kv(self) -> KvBlocks:
-        """The KV of an engine with one rank. Any thread. Raises EngineRefusal."""
+        """The KV of an engine with one rank. Any thread. Raises EngineRefusal if it has several."""
         if self._kv is None:
             raise EngineRefusal("its KV is in the ranks' processes")
         return self._kv
 
     @property
     def kv_blocks_used(self) -> int:
-        """Blocks that are not free; what only the prefix cache holds counts as free. Any thread."""
+        """Blocks in use; blocks that only the prefix cache holds count as free. Any thread."""
         return self.kv_blocks_total - int(self.block_pool.get_num_free_blocks())
 
-    def _no_tier(self) -> str:
+    def _no_host_tier_reason(self) -> str:
         if self.ranked:
             return "several ranks"
         if self.handover.way is not Way.LIVE:
             return self.handover.reason
         if not self.layout.plain:
             return "several KV cache groups, or none with full attention"
-        if self.scheduler.beside:
+        if self.scheduler.other_connectors:
             return "other KV connectors"
         if not self.finds_by_name:
             return "no prefix caching, or blocks that are not hashed individually"
@@ -154,42 +154,44 @@ class LoadedCore:
 
     @property
     def busy(self) -> bool:
-        """Whether there is a step to begin, or one in flight to end."""
+        """Whether there is a step to begin or a step in flight to complete."""
         return bool(self.scheduler.has_requests() or self.core.batch_queue)
 
-    def settle(self, request_id: str) -> None:
-        """Step until no step in flight, no news to the model runner and no other connector's work is about a
-        former request of this id. Raises EngineRefusal."""
-        for _ in range(_SETTLING_STEPS):
+    def drain(self, request_id: str) -> None:
+        """Step until nothing refers to an earlier request with this ID: no step in flight, no pending message
+        to the model runner and no connector's work. Raises EngineRefusal after 5 s."""
+        for _ in range(_MAX_DRAIN_STEPS):
             if not self._in_flight(request_id) and request_id not in self.scheduler.finished_req_ids:
                 break
             self.step_now()
         else:
             raise RuntimeError(f"steps of request {request_id} did not end")
-        beside = self.scheduler.beside
-        if beside:
+        connectors = self.scheduler.other_connectors
+        if connectors:
             self._step_while(
-                lambda: beside.remember(request_id) or request_id in self.scheduler.requests,
+                lambda: connectors.has_work(request_id) or request_id in self.scheduler.requests,
                 f"another KV connector does not end its work for request {request_id}",
             )
-        self.settle_load(request_id)
+        self.drain_load(request_id)
 
-    def settle_load(self, request_id: str) -> None:
-        """Step until nothing comes from host memory for a former request of this id. Raises EngineRefusal."""
-        tier = self.scheduler.ours.tier
-        if tier is not None and tier.loading(request_id):
+    def drain_load(self, request_id: str) -> None:
+        """Step until no load from host memory is in progress for an earlier request with this ID. Raises
+        EngineRefusal after 5 s."""
+        tier = self.scheduler.tailrace_connector.tier
+        if tier is not None and tier.is_loading(request_id):
             self._step_while(
-                lambda: tier.loading(request_id), f"KV of request {request_id} does not come from host memory"
+                lambda: tier.is_loading(request_id),
+                f"KV of request {request_id} does not come from host memory",
             )
 
-    def _step_while(self, goes_on: Callable[[], bool], reason: str) -> None:
-        """Step as long as this is so. Raises EngineRefusal with the reason when it takes too long."""
-        deadline_s = time.monotonic() + _COPIES_S
-        while goes_on():
+    def _step_while(self, condition: Callable[[], bool], reason: str) -> None:
+        """Step while the condition holds. Raises EngineRefusal with the reason at the deadline."""
+        deadline_s = time.monotonic() + _COPY_DEADLINE_S
+        while condition():
             if time.monotonic() > deadline_s:
                 raise EngineRefusal(reason)
             self.step_now()
-            time.sleep(_COPY_LOOK_S)
+            time.sleep(_COPY_POLL_S)
 
     def _in_flight(self, request_id: str) -> bool:
         batches = self.core.batch_queue or ()
@@ -198,8 +200,8 @@ class LoadedCore:
     # ---- requests
 
     def decode(self, frames: Frames, client: int, adapter_version: str = "") -> Request:
-        """vLLM's Request of a message. Raises EngineRefusal for what this engine cannot run, as an adapter of
-        another version."""
+        """Decode vLLM's message into its Request. Raises EngineRefusal for requests that this engine cannot
+        run, for example with another version of an adapter."""
         message: EngineCoreRequest = self._decoder.decode(frames)
         if (message.sampling_params is None) != self.pooling:
             runner = self.config.model_config.runner_type
@@ -219,14 +221,15 @@ class LoadedCore:
         return Request.from_engine_core_request(message, self.core.request_block_hasher)
 
     def start_grammar(self, request: Request) -> None:
-        """Begin to compile the request's grammar, if it has one."""
+        """Start to compile the request's grammar, if it has one."""
         if request.use_structured_output:
             self.core.structured_output_manager.grammar_init(request)
 
-    def take_outputs(self, request: Request, output_token_ids: Sequence[int]) -> None:
-        """Append tokens that were made elsewhere; the grammar, which must be ready, follows them.
+    def append_outputs(self, request: Request, output_token_ids: Sequence[int]) -> None:
+        """Append tokens generated elsewhere and advance the grammar, which must be ready, over them.
 
-        vLLM's own check finds the end of reasoning, from which on a grammar applies.
+        vLLM's own check finds the end of reasoning, where a grammar begins to apply. Raises EngineRefusal if
+        the tokens do not match the grammar.
         """
         request.prefill_stats = None
         if not request.use_structured_output:
@@ -239,35 +242,36 @@ class LoadedCore:
 
     @property
     def keeps_generators(self) -> bool:
-        """Whether a seeded request has a generator, whose state goes with it (Model Runner V1)."""
+        """Whether a seeded request has a generator whose state must be transferred (Model Runner V1)."""
         return not self.config.use_v2_model_runner
 
     def adopt(self, request: Request, generator_state: bytes) -> None:
-        """Make the request known to the model runner, to enter the scheduler as a preempted one does."""
-        self.settle(request.request_id)
+        """Register the request with the model runner, so that it can enter the scheduler like a preempted
+        one."""
+        self.drain(request.request_id)
         self._rpc("tailrace_adopt", Adoption.of(request, generator_state))
         self.scheduler.adopted.add(request.request_id)
 
     def forget(self, request_id: str) -> None:
-        """Undo adopt, for a request that the scheduler was not given."""
+        """Undo `adopt` for a request that was not added to the scheduler."""
         self.scheduler.adopted.discard(request_id)
         self._rpc("tailrace_forget", request_id)
 
     def generator_state(self, request_id: str) -> bytes:
-        """State of the request's own generator; empty when it has none."""
-        # The ranks of the last pipeline stage sample, each the same.
+        """Return the state of the request's own generator; empty if it has none."""
+        # All ranks of the last pipeline stage sample identically.
         state = self._rpc_all("tailrace_generator_state", request_id)[-1]
         assert isinstance(state, bytes)
         return state
 
     def tap(self, take: Callable[[StepStates], None]) -> HiddenStateTap:
-        """Watch hidden states. Raises RuntimeError when this model's cannot be."""
+        """Call `take` with hidden states. Raises RuntimeError if this model's cannot be observed."""
         tap = self._rpc("tailrace_tap", take)
         assert isinstance(tap, HiddenStateTap)
         return tap
 
     def after_step(self) -> None:
-        """What vLLM leaves undone when KV that was swapped out did not come back whole, if anything."""
+        """Rewind the generators of requests whose KV was loaded corrupt, which vLLM does not do."""
         discarded, self.scheduler.discarded = self.scheduler.discarded, set()
         for request_id in discarded:
             request = self.scheduler.requests.get(request_id)
@@ -275,33 +279,34 @@ class LoadedCore:
                 self._rpc("tailrace_rewind", Rewind(request_id, request.num_output_tokens))
 
     def finish(self, request_ids: Sequence[str]) -> None:
-        """End requests and free their blocks, without an output; unknown ones are ignored."""
+        """End requests and free their blocks without an output; unknown requests are ignored."""
         self.core.abort_requests(list(request_ids))
 
-    # ---- ranks in processes of their own
+    # ---- ranks in their own processes
 
     def serve_ranks(self, address: Address) -> None:
-        """Have each come to the worker at this address, to move its part of the KV."""
+        """Have each rank connect to the worker at this address, to transfer its part of the KV."""
         self._rpc("tailrace_serve", address)
 
     def settle_ranks(self, request_id: str, block_ids: Sequence[int]) -> None:
-        """Give what they keep of an import its places: those of all the request's blocks."""
+        """Have the ranks write the blocks of an import that they have buffered, now that all its block IDs
+        are known."""
         self._rpc("tailrace_settle", request_id, list(block_ids))
 
     # ---- blocks
 
     def blocks_of(self, request_id: str) -> Sequence[KVCacheBlock]:
-        """The request's blocks of the main group, first token first."""
+        """Return the request's blocks of the main group, in token order."""
         return self._groups_of(request_id)[self.layout.main or 0]
 
     def blocks_at(self, request_id: str, places: Sequence[Place]) -> list[KVCacheBlock]:
-        """The request's blocks at these places."""
+        """Return the request's blocks at these places."""
         groups = self._groups_of(request_id)
         return [groups[place.group][place.index] for place in places]
 
     def block_name(self, request: Request, number: int) -> bytes:
-        """The name of a full block of the main group, by its tokens and all before them; empty where vLLM has
-        none for it."""
+        """Return the name of a full block of the main group, a hash of its tokens and all before them; empty
+        if vLLM has none."""
         parts, rest = divmod(self.block_tokens, self.scheduler.hash_block_size)
         last = (number + 1) * parts - 1
         named = parts > 0 and not rest and last < len(request.block_hashes)
@@ -309,26 +314,27 @@ class LoadedCore:
 
     @property
     def finds_by_name(self) -> bool:
-        """Whether blocks of the main group are in the prefix cache under the names of `block_name`.
+        """Whether the prefix cache indexes blocks of the main group by their `block_name`.
 
-        Not with another KV connector: it may have named what it has yet to load, and reads free blocks.
+        False with another KV connector, which may name blocks before it has loaded them, and reads free
+        blocks.
         """
         named = bool(self.block_pool.enable_caching) and self.scheduler.hash_block_size == self.block_tokens
-        return named and not self.scheduler.beside
+        return named and not self.scheduler.other_connectors
 
     @property
     def promised_blocks(self) -> int:
-        """Free blocks that requests in the middle of their prompt will still need."""
+        """Free blocks that partly computed prompts will still need."""
         return int(self.scheduler._inflight_prefill_reserved_blocks())
 
-    def cached(self, names: Sequence[bytes]) -> list[KVCacheBlock]:
-        """Blocks of the main group that the prefix cache has by these names, up to the first that it has not.
+    def find_on_device(self, names: Sequence[bytes]) -> list[KVCacheBlock]:
+        """Return the device's blocks with these names (see `block_name`), up to the first missing one.
 
-        Names are those of `block_name`. The blocks may be evicted until they are part of a reservation.
+        They may be evicted until they are pinned or part of a reservation.
         """
         main = self.layout.main
-        # KV that comes from host memory in a step in flight has its names before it is known to be whole.
-        if main is None or not self.finds_by_name or self.scheduler.unproven:
+        # Blocks that a step in flight loads from host memory are named before they are verified.
+        if main is None or not self.finds_by_name or self.scheduler.unverified:
             return []
         found: list[KVCacheBlock] = []
         for name in names:
@@ -338,64 +344,65 @@ class LoadedCore:
             found += blocks
         return found
 
-    def held(self, names: Sequence[bytes]) -> list[KVCacheBlock | HostSlot]:
-        """The same, on the device or, where it is not there, in host memory."""
+    def find_in_any_tier(self, names: Sequence[bytes]) -> list[KVCacheBlock | HostSlot]:
+        """Return the blocks with these names, each on the device or else in host memory, up to the first
+        missing one."""
         found: list[KVCacheBlock | HostSlot] = []
         while len(found) < len(names):
             rest = names[len(found) :]
-            more = self.cached(rest) or [HostSlot(slot) for slot in self.host.find(rest)]
+            more = self.find_on_device(rest) or [HostSlot(slot) for slot in self.host.find(rest)]
             if not more:
                 break
             found += more
         return found
 
     def pin(self, blocks: Sequence[KVCacheBlock | HostSlot]) -> None:
-        """One user more of each."""
+        """Add a user to each block."""
         self.block_pool.touch([block for block in blocks if not isinstance(block, HostSlot)])
         for block in blocks:
             if isinstance(block, HostSlot):
                 self.host.pin(block.slot)
 
     def unpin(self, blocks: Sequence[KVCacheBlock | HostSlot]) -> None:
-        """One user less of each."""
-        # Last block first, so that it is evicted from the prefix cache before those it builds on.
+        """Remove a user from each block."""
+        # Last block first, so that the prefix cache evicts it before the blocks it depends on.
         self.block_pool.free_blocks([block for block in reversed(blocks) if not isinstance(block, HostSlot)])
-        self.host.give_back([block.slot for block in blocks if isinstance(block, HostSlot)])
+        self.host.release([block.slot for block in blocks if isinstance(block, HostSlot)])
 
-    def take(self, num_blocks: int) -> list[KVCacheBlock]:
-        """So many free blocks, of which there are enough, each with one user."""
-        with self._taking():
-            taken: list[KVCacheBlock] = self.block_pool.get_new_blocks(num_blocks)
-        return taken
+    def allocate_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        """Allocate free blocks, each with one user; the caller has checked that there are enough."""
+        with self._saving_evictions():
+            allocated: list[KVCacheBlock] = self.block_pool.get_new_blocks(num_blocks)
+        return allocated
 
     def reserve(self, request: Request, num_blocks: int, cached: Sequence[KVCacheBlock] = ()) -> bool:
-        """Give the request at least this many blocks; False, and nothing changed, when there is no room.
+        """Give the request at least this many blocks. Return False and change nothing if there is no room.
 
-        num_blocks: at most max_blocks. `cached`: what it begins with, if it has no blocks yet. Leaves what
-        requests in the middle of their prompt will still need, as vLLM does for loads.
+        `num_blocks` is at most max_blocks. `cached` are the request's first blocks, if it has none yet.
+        Leaves the blocks that partly computed prompts will still need, as vLLM does for loads.
         """
         tokens = min(num_blocks * self.block_tokens, self.max_model_len)
         return self._allocate(request, tokens - len(cached) * self.block_tokens, 0, cached)
 
     def reserve_for(self, request: Request, computed: int, cached: Sequence[KVCacheBlock] = ()) -> bool:
-        """The same in every group, for a request that will come with so many tokens computed: the blocks that
-        these need, and those of the tokens after them."""
+        """Reserve blocks in every group for a request that arrives with `computed` tokens: those of these
+        tokens, and one block more for the next ones. Otherwise like `reserve`."""
         more = min(self.block_tokens, self.max_model_len - computed)
         external = computed - len(cached) * self.block_tokens
         return self._allocate(request, max(1, more), external, cached)
 
     def extend(self, request: Request) -> bool:
-        """Bring a reservation to the tokens that the request has computed by now, and one more."""
+        """Extend a reservation to the request's computed tokens and one more; False if there is no room."""
         return self._allocate(request, 1, 0)
 
     def _allocate(
         self, request: Request, tokens: int, external: int, cached: Sequence[KVCacheBlock] = ()
     ) -> bool:
-        """`cached`: of the main group, of a request without blocks; vLLM counts one more user of each, as for
-        a prompt that it finds in its cache."""
+        """Allocate through vLLM. `cached` are blocks of the main group for a request without blocks; vLLM
+        adds a user to each, as for a prefix found in its cache."""
         groups = range(len(self.kv_manager.coordinator.single_type_managers))
         found = KVCacheBlocks(tuple(list(cached) if group == self.layout.main else [] for group in groups))
-        with self._taking():
+        with self._saving_evictions():
             allocated = self.kv_manager.allocate_slots(
                 request,
                 tokens,
@@ -408,16 +415,18 @@ class LoadedCore:
             )
         if allocated is None:
             return False
-        if self.scheduler.beside.may_read({each for ids in allocated.get_block_ids() for each in ids}):
+        if self.scheduler.other_connectors.may_read(
+            {each for ids in allocated.get_block_ids() for each in ids}
+        ):
             raise NoRoom("no room: another KV connector is still reading the free KV blocks")
         if self.scheduler.needs_kv_cache_zeroing:
-            # vLLM would do it in the next step, and what is received may be there by then.
+            # vLLM would do it in the next step, and could overwrite KV that was received by then.
             self._rpc("tailrace_zero", self.kv_manager.take_new_block_ids())
         return True
 
-    def _taking(self) -> AbstractContextManager[None]:
-        tier = self.scheduler.ours.tier
-        return nullcontext() if tier is None else tier.taking()
+    def _saving_evictions(self) -> AbstractContextManager[None]:
+        tier = self.scheduler.tailrace_connector.tier
+        return nullcontext() if tier is None else tier.saving_evictions()
 
     def _groups_of(self, request_id: str) -> Sequence[Sequence[KVCacheBlock]]:
         groups: Sequence[Sequence[KVCacheBlock]] = self.kv_manager.get_blocks(request_id).blocks
@@ -427,9 +436,9 @@ class LoadedCore:
         return self._rpc_all(method, *arguments)[0]
 
     def _rpc_all(self, method: str, *arguments: object) -> list[Any]:
-        """Called in every rank, between two steps of its; their answers in their order."""
-        answers: list[Any] = self.core.collective_rpc(method, args=arguments)
-        return answers
+        """Call a method in every rank, between two of its steps, and return the results in rank order."""
+        results: list[Any] = self.core.collective_rpc(method, args=arguments)
+        return results
 
 
 def _no_loop() -> None:

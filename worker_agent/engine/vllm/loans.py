@@ -1,8 +1,7 @@
-"""Blocks of the prefix cache, on the device or in host memory, that another worker copies. Engine thread, but
-for reading.
+"""Blocks of the prefix cache, on the device or in host memory, that another worker copies.
 
-A block has its name from when the step that computes it is scheduled, so a loan is open when the steps that
-were in flight then have ended.
+Engine thread, except for reading. vLLM names a block when the step that computes it is scheduled, so a loan
+opens only after the steps that were in flight at its request have ended.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Opened = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class _Opening:
-    """`steps`: those in flight that it waits for."""
+    """A loan that waits for `steps`, those that were in flight when it was requested."""
 
     steps: Sequence[object]
     blocks: int
@@ -28,7 +27,7 @@ class _Opening:
 
 
 class Loans:
-    """All loans of this engine, by name."""
+    """All loans of this engine, by ID."""
 
     def __init__(self, core: LoadedCore, post: Callable[[Callable[[], None]], None]) -> None:
         """`post` runs a command on the engine thread, from any thread."""
@@ -38,21 +37,21 @@ class Loans:
         self._opening: list[_Opening] = []
 
     def find(self, loan_id: str) -> Pinned | None:
-        """The open loan. Any thread."""
+        """Return the open loan, or None. Any thread."""
         return self._loans.get(loan_id)
 
     def open(self, loan_id: str, names: Sequence[bytes], done: Opened) -> None:
-        """Pin the blocks with these names, up to the first that is not there; `done` is told how many, once
+        """Pin the blocks with these names, up to the first missing one; call `done` with their number once
         they can be read. Raises EngineRefusal."""
         if loan_id in self._loans:
             raise EngineRefusal(f"{loan_id} is open")
-        blocks = self._core.held(names)
+        blocks = self._core.find_in_any_tier(names)
         self._core.pin(blocks)
         self._loans[loan_id] = Pinned(InUse(loan_id), blocks)
         self._opening.append(_Opening(self._steps(), len(blocks), done))
-        self.step_ended()
+        self.on_step_end()
 
-    def step_ended(self) -> None:
+    def on_step_end(self) -> None:
         """Open the loans whose steps have ended."""
         if not self._opening:
             return
@@ -65,7 +64,7 @@ class Loans:
                 each.done(each.blocks)
 
     def end(self, loan_id: str) -> None:
-        """Free the blocks once nobody reads them any more; an unknown loan is ignored."""
+        """Free the blocks after the last read has ended; unknown loans are ignored."""
         loan = self._loans.pop(loan_id, None)
         if loan is None:
             return

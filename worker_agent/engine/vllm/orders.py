@@ -42,8 +42,8 @@ def _step_order(policy: IntraPolicy, core: LoadedCore, table: RequestTable) -> S
     def rank(request: Request) -> Rank:
         entry = entry_of(request)
         turn, outputs = entry.turn, request.num_output_tokens
-        if not turn.holds(policy, serving_phase(outputs, entry.phases.reasons), outputs):
-            turn.ask(policy, job_view(entry))
+        if not turn.is_current(policy, serving_phase(outputs, entry.phases.reasons), outputs):
+            turn.update(policy, job_view(entry))
         return turn.rank
 
     def held_blocks(request: Request) -> int:
@@ -55,7 +55,7 @@ def _step_order(policy: IntraPolicy, core: LoadedCore, table: RequestTable) -> S
     def exempt(request: Request) -> bool:
         # KV that is not proven yet must not go back to host memory, to be proven by its new checksums.
         scheduler, request_id = core.scheduler, request.request_id
-        return request_id in scheduler.exporting or request_id in scheduler.unproven
+        return request_id in scheduler.exporting or request_id in scheduler.unverified
 
     def view(request: Request) -> JobView:
         return job_view(entry_of(request))

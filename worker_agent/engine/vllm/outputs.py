@@ -85,7 +85,7 @@ class OutputWriter:
             if tokens:
                 flags = int(entry.phases.advance(tokens))
                 if flags & _REASONING_ENDED:
-                    entry.turn.answers(time.time())
+                    entry.turn.start_answering(time.time())
                 interval_ms = entry.pace.token(now_s)
                 if interval_ms != shared_ms:
                     self._count(now_s, shared_ms, sharing)

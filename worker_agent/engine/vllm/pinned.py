@@ -1,4 +1,4 @@
-"""Blocks that are read by another worker, and cannot be freed meanwhile."""
+"""Blocks that another worker reads and that must not be freed meanwhile."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from worker_agent.engine.vllm.load import LoadedCore
 
 @dataclass(slots=True)
 class Pinned:
-    """Each block has one user more for it. The list only grows."""
+    """Blocks in order; each has an extra user. The list only grows, so any thread may read it."""
 
     reading: InUse
     pinned: list[KVCacheBlock | HostSlot] = field(default_factory=list)
 
     def read(self, core: LoadedCore, first_block: int, num_blocks: int, out: DeviceStaging) -> list[int]:
-        """Copy blocks to the front of `out`; their checksums. Any thread, inside `reading`."""
+        """Copy blocks to the front of `out` and return their checksums. Any thread, inside `reading`."""
         blocks = self._blocks(first_block, num_blocks)
         sums: list[int] = []
         for on_host, group in groupby(blocks, lambda block: isinstance(block, HostSlot)):
@@ -36,7 +36,8 @@ class Pinned:
         return sums
 
     def block_ids(self, first_block: int, num_blocks: int) -> list[int]:
-        """Where blocks are, on an engine whose ranks read them: it has no host memory. Any thread."""
+        """Return block IDs on an engine whose ranks read the blocks; such an engine has no host memory. Any
+        thread."""
         blocks = self._blocks(first_block, num_blocks)
         return [block.block_id for block in blocks if not isinstance(block, HostSlot)]
 

@@ -1,11 +1,11 @@
-"""Predicted lengths of the running requests: ARES, section 4.3 and 5.3, every k = 20 steps, in one batch.
+"""Predicted lengths of the running requests (ARES, sections 4.3 and 5.3), every k = 20 steps, in one batch.
 
-A request is predicted for the first time from the state of its last prompt token, in whichever step that is
-computed: the dispatch from prefill to decode (section 3) goes by it.
+A request's first prediction uses the state of its last prompt token, in whichever step that is computed: the
+dispatch from prefill to decode (section 3) depends on it.
 
-The engine thread arms the tap and hands over a tensor; the network runs in a thread of its own, and what it
-says shows up in the requests' entries when it is there. A batch that comes while the one before is still
-worked on is let go: predictions then come less often, and no step waits.
+The engine thread arms the tap and hands over a tensor. The network runs on its own thread, which writes the
+predictions to the requests' entries. A batch that arrives while the previous one is still being processed is
+dropped: predictions become less frequent, and no step ever waits.
 """
 
 from __future__ import annotations
@@ -24,26 +24,27 @@ from worker_agent.engine.vllm.requests import LengthPrediction, RequestTable
 _log = logging.getLogger(__name__)
 
 INTERVAL_STEPS: Final = 20
-"""Steps from one prediction to the next (section 5.3)."""
+"""Steps between predictions (section 5.3)."""
 
 _STOP_DEADLINE_S = 10.0
 
 
 @dataclass(slots=True)
 class PredictionCost:
-    """What predicting has taken so far, in seconds of the predicting thread, by number of batches."""
+    """The cost of predictions so far: batches and requests predicted, the predicting thread's seconds, and
+    batches dropped."""
 
     batches: int = 0
     requests: int = 0
     seconds: float = 0.0
-    let_go: int = 0
+    dropped: int = 0
 
 
 class LengthPredictions:
-    """Made and fed by the engine thread; predicts in a thread of its own."""
+    """Created and fed by the engine thread; predicts on its own thread."""
 
     def __init__(self, predictor: Predictor, table: RequestTable) -> None:
-        """`predictor`: on the device of the model."""
+        """`predictor` must be on the model's device."""
         self.cost = PredictionCost()
         self._predictor = predictor
         self._table = table
@@ -52,8 +53,8 @@ class LengthPredictions:
         self._thread = threading.Thread(target=self._run, name="length-predictor", daemon=True)
         self._thread.start()
 
-    def step_begins(self, tap: HiddenStateTap) -> None:
-        """Count a step; every k-th is watched, and any that may end a prompt."""
+    def before_step(self, tap: HiddenStateTap) -> None:
+        """Count a step, and arm the tap for every k-th and for any that may end a prompt."""
         if self._steps % INTERVAL_STEPS == 0:
             tap.arm()
         elif self._table.has_prompts:
@@ -61,14 +62,14 @@ class LengthPredictions:
         self._steps += 1
 
     def take(self, states: StepStates) -> None:
-        """A watched step's states."""
+        """Queue the states of an observed step, or drop them if the thread is busy."""
         try:
             self._batches.put_nowait(states)
         except queue.Full:
-            self.cost.let_go += 1
+            self.cost.dropped += 1
 
     def close(self) -> None:
-        """End the thread, which finishes what it works on."""
+        """Stop the thread after its current batch."""
         try:
             self._batches.put(None, timeout=_STOP_DEADLINE_S)
         except queue.Full:
@@ -84,7 +85,8 @@ class LengthPredictions:
             try:
                 self._predict(states)
             except RuntimeError:
-                # Requests go on without predictions, which is what policies take for "nobody predicts".
+                # Requests continue without predictions, which policies handle like an engine without a
+                # predictor.
                 _log.exception("length prediction has stopped")
                 self._drop_all()
                 return

@@ -48,8 +48,8 @@ class Entry:
     # Of the adapter that it runs with; empty: with none, or one whose files cannot be told apart.
     adapter_version: str = ""
 
-    def most_tokens(self, max_model_len: int) -> int:
-        """Most output tokens that it may make on an engine with this longest context."""
+    def max_output_tokens(self, max_model_len: int) -> int:
+        """Return how many output tokens the request may generate on an engine with this context length."""
         room: int = max_model_len - self.request.num_prompt_tokens
         asked: int = self.request.max_tokens
         return max(0, min(room, asked))

@@ -10,11 +10,11 @@ from vllm.distributed import get_pp_group
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from worker_agent.engine.vllm.batch_rows import BatchRows, rows_of_v1, rows_of_v2
-from worker_agent.engine.vllm.beside import ours_in
 from worker_agent.engine.vllm.connector import TailraceConnector
 from worker_agent.engine.vllm.hardware import hardware
 from worker_agent.engine.vllm.hidden_states import HiddenStateTap, StepStates
 from worker_agent.engine.vllm.kv_blocks import KvBlocks
+from worker_agent.engine.vllm.other_connectors import tailrace_connector
 from worker_agent.engine.vllm.rank_facts import RankFacts
 from worker_agent.engine.vllm.request_states import (
     Adoption,
@@ -45,7 +45,7 @@ class RunnerExtension:
 
     def tailrace_connector(self) -> TailraceConnector:
         """The worker side of the KV connector, which holds the KV tensors."""
-        return ours_in(get_kv_transfer_group())
+        return tailrace_connector(get_kv_transfer_group())
 
     def tailrace_facts(self) -> RankFacts:
         """What this rank is."""

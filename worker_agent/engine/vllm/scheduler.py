@@ -1,4 +1,4 @@
-"""vLLM's scheduler: requests held back, requests from elsewhere, the order of an intra-instance policy."""
+"""vLLM's scheduler, extended by pauses, imported requests, intra-instance policies and host memory."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from tailrace.intra.base import Rank
 from worker_agent.engine.step_order import Device, StepOrder
-from worker_agent.engine.vllm.beside import Beside, ours_in, swaps_in
 from worker_agent.engine.vllm.connector import TailraceConnector
+from worker_agent.engine.vllm.other_connectors import OtherConnectors, swap_metadata, tailrace_connector
 from worker_agent.engine.vllm.ranked_queue import RankedQueue
 from worker_agent.engine.vllm.waiting import VllmScheduler
 
@@ -24,32 +24,32 @@ from worker_agent.engine.vllm.waiting import VllmScheduler
 class PausingScheduler(VllmScheduler):  # type: ignore[misc]
     """Adds to vLLM's scheduler:
 
-    - `pause` and `unpause`: a running request keeps its KV and its cached state, but takes part in no further
-      step. Its place in the batch stays reserved, so that `unpause` never has to wait.
-    - `hold_slots`: places reserved for requests that are being imported.
-    - adopted requests: the model runner knows them before their first step, so they enter as if they had
+    - `pause` and `unpause`: a paused request keeps its KV and its cached state but takes part in no further
+      step. Its slot in the batch stays reserved, so that `unpause` never has to wait.
+    - `reserve_slots`: slots of the batch for requests that are being imported.
+    - Adopted requests: the model runner knows them before their first step, so they enter as if they had
       been preempted.
-    - `use_order`: whom to preempt and whom to admit is decided before vLLM's own `schedule`, which then finds
-      its running list in order and its waiting queue open for those who were admitted.
-    - preempted requests that decode go to host memory, if the connector has room.
-    - blocks that were evicted come back from there.
+    - `use_order`: which requests to preempt and admit is decided before vLLM's own `schedule`, which then
+      finds its running list in order and its waiting queue limited to the admitted requests.
+    - Preempted decoding requests are swapped out to host memory, if the connector has room.
+    - Evicted blocks are loaded from host memory.
     """
 
-    ours: TailraceConnector
-    # The connectors that the user has beside it; empty: none.
-    beside: Beside
+    tailrace_connector: TailraceConnector
+    # The user's connectors besides ours; false if there are none.
+    other_connectors: OtherConnectors
     running: list[Request]
     waiting: RequestQueue
     max_num_scheduled_tokens: int
     adaptive_long_prefill_threshold: bool
     paused: dict[str, Request]
     adopted: set[str]
-    # Requests with an open export: preempting them frees nothing, as their blocks are pinned.
+    # Requests with an open export: preempting them would free nothing, because their blocks are pinned.
     exporting: set[str]
-    # Requests with steps, complete or in flight, whose tokens do not count: their KV did not come back whole.
+    # Requests with steps, complete or in flight, whose tokens are discarded: their KV was loaded corrupt.
     discarded: set[str]
-    # Requests whose KV comes from host memory in a step in flight: whether it is whole is not known yet.
-    unproven: set[str]
+    # Requests whose KV a step in flight loads from host memory, so that it is not verified yet.
+    unverified: set[str]
     preemptions: int
     _order: StepOrder[Request] | None
     _scheduling: bool
@@ -58,16 +58,16 @@ class PausingScheduler(VllmScheduler):  # type: ignore[misc]
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
-        self.ours = ours_in(self.connector)
-        self.beside = Beside(self.connector)
+        self.tailrace_connector = tailrace_connector(self.connector)
+        self.other_connectors = OtherConnectors(self.connector)
         self.paused = {}
-        # Of the step that was begun last, and of the one whose tokens came last.
+        # Tokens of the latest step scheduled, and of the latest one completed.
         self.scheduled_tokens = 0
         self.processed_tokens = 0
         self.adopted = set()
         self.exporting = set()
         self.discarded = set()
-        self.unproven = set()
+        self.unverified = set()
         self.preemptions = 0
         self._order = None
         self._scheduling = False
@@ -77,9 +77,9 @@ class PausingScheduler(VllmScheduler):  # type: ignore[misc]
     # ---- pause
 
     def pause(self, request: Request) -> None:
-        """Hold back a request that runs or is swapped out, from the next step on. Call between two steps.
+        """Schedule a running or swapped-out request no more, from the next step on. Call between two steps.
 
-        Steps in flight go on, and may end it.
+        Steps in flight continue and may end the request.
         """
         if request.status == RequestStatus.RUNNING:
             self.running.remove(request)
@@ -90,7 +90,8 @@ class PausingScheduler(VllmScheduler):  # type: ignore[misc]
         self._update_limit()
 
     def unpause(self, request_id: str) -> None:
-        """Schedule it again from the next step on; ignored when it is not paused (finished meanwhile)."""
+        """Schedule the request again from the next step on; ignored if it is not paused (it may have
+        finished)."""
         request = self.paused.pop(request_id, None)
         if request is None:
             return
@@ -100,25 +101,25 @@ class PausingScheduler(VllmScheduler):  # type: ignore[misc]
             self.waiting.prepend_request(request)
         self._update_limit()
 
-    def settled_tokens(self, request: Request) -> int:
-        """Tokens of a running request whose KV is on the device, and proven."""
-        if request.request_id in self.unproven:
+    def verified_tokens(self, request: Request) -> int:
+        """Return the number of a running request's tokens whose KV is on the device and verified."""
+        if request.request_id in self.unverified:
             return 0
         return max(0, int(request.num_computed_tokens) - int(request.num_in_flight_tokens))
 
-    # ---- places in the batch
+    # ---- slots of the batch
 
     def free_slots(self) -> int:
-        """Places in the batch that no request runs in, is paused in or has reserved.
+        """Return the slots of the batch that are neither running, paused nor reserved.
 
-        A request that waits has none yet: a request that arrives with its KV does not queue behind prompts.
-        It holds blocks, so vLLM resumes it before it admits anybody from the waiting queue.
+        Waiting requests have no slot yet, so a request that arrives with its KV does not queue behind
+        prompts. It has blocks, so vLLM resumes it before it admits any request from the waiting queue.
         """
         taken = len(self.running) + len(self.kv_holding_waiting) + self._paused_slots()
         return self._active_limit - taken - self._reserved_slots
 
-    def hold_slots(self, change: int) -> None:
-        """Reserve (or, negative, give back) places for imports."""
+    def reserve_slots(self, change: int) -> None:
+        """Reserve slots for imports, or release them if `change` is negative."""
         self._reserved_slots += change
         self._update_limit()
 
@@ -131,7 +132,7 @@ class PausingScheduler(VllmScheduler):  # type: ignore[misc]
     # ---- order
 
     def use_order(self, order: StepOrder[Request] | None) -> None:
-        """From the next step on; None: vLLM's own. Call between two steps."""
+        """Order requests by `order` from the next step on; None: by vLLM's own. Call between two steps."""
         requests = list(self.waiting)
         self._order = order
         if order is not None:
@@ -146,7 +147,7 @@ class PausingScheduler(VllmScheduler):  # type: ignore[misc]
         assert isinstance(queue, RankedQueue)
         free_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()
         if not queue and not self._inflight_prefills and free_blocks >= len(self.running):
-            # Nobody to choose among.
+            # There is nothing to decide.
             return super().schedule(throttle_prefills)
         queue.advance(time.time())
         limit = self.max_num_scheduled_tokens
@@ -167,7 +168,7 @@ class PausingScheduler(VllmScheduler):  # type: ignore[misc]
         now_s = time.monotonic()
         for request in plan.preempt:
             self._preempt_request(request, now_s)
-        queue.open([*self._broken(), *plan.admit])
+        queue.open([*self._grammar_failures(), *plan.admit])
         self.max_num_scheduled_tokens = plan.step_tokens
         try:
             with self._longest_chunk(plan.longest_chunk):
@@ -179,7 +180,7 @@ class PausingScheduler(VllmScheduler):  # type: ignore[misc]
 
     @contextmanager
     def _longest_chunk(self, tokens: int | None) -> Iterator[None]:
-        """For one step: no request computes more than this. None: as configured."""
+        """Limit the tokens that one request computes in one step; None: as configured."""
         config = self.scheduler_config
         threshold, adaptive = config.long_prefill_token_threshold, self.adaptive_long_prefill_threshold
         if tokens is not None:
@@ -192,10 +193,10 @@ class PausingScheduler(VllmScheduler):  # type: ignore[misc]
             self.adaptive_long_prefill_threshold = adaptive
 
     def _startable(self, queue: RankedQueue) -> Iterator[tuple[Rank, Request]]:
-        """Those that wait for nothing but their turn."""
+        """Yield the requests that could start now, in order of rank."""
         for rank, request in queue.ranked():
             if request.num_stale_output_tokens and not request.drop_stale_output:
-                # A step from before it was preempted still brings it a token.
+                # A step that began before the request was preempted will still yield a token for it.
                 continue
             if request.status != RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
                 yield rank, request
@@ -204,8 +205,8 @@ class PausingScheduler(VllmScheduler):  # type: ignore[misc]
             if grammar is not None and not isinstance(grammar, Exception):
                 yield rank, request
 
-    def _broken(self) -> list[Request]:
-        """Those whose grammar does not compile: vLLM's scan ends them."""
+    def _grammar_failures(self) -> list[Request]:
+        """Return the requests whose grammar did not compile, which vLLM's scan ends."""
         return [
             request
             for request in self.deferred_waiting
@@ -219,14 +220,14 @@ class PausingScheduler(VllmScheduler):  # type: ignore[misc]
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         self.processed_tokens = int(scheduler_output.total_num_scheduled_tokens)
-        self.unproven -= swaps_in(scheduler_output.kv_connector_metadata).loaded
+        self.unverified -= swap_metadata(scheduler_output.kv_connector_metadata).swapped_in
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )
         return outputs
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        self.ours.step_begins()
+        self.tailrace_connector.begin_schedule()
         self._scheduling = True
         try:
             if self._order is None:
@@ -236,13 +237,13 @@ class PausingScheduler(VllmScheduler):  # type: ignore[misc]
         finally:
             self._scheduling = False
         self.scheduled_tokens = int(output.total_num_scheduled_tokens)
-        self.beside.told()
-        swaps = swaps_in(output.kv_connector_metadata)
-        if self.beside:
-            # Another connector may load KV in the very step that reads it.
-            swaps.loaded.update(request.req_id for request in output.scheduled_new_reqs)
-            swaps.loaded.update(output.scheduled_cached_reqs.resumed_req_ids)
-        self.unproven |= swaps.loaded
+        self.other_connectors.on_schedule()
+        swaps = swap_metadata(output.kv_connector_metadata)
+        if self.other_connectors:
+            # Another connector may load KV in the same step that reads it.
+            swaps.swapped_in.update(request.req_id for request in output.scheduled_new_reqs)
+            swaps.swapped_in.update(output.scheduled_cached_reqs.resumed_req_ids)
+        self.unverified |= swaps.swapped_in
         if self.adopted:
             self.adopted.difference_update(output.num_scheduled_tokens)
         return output
@@ -250,27 +251,27 @@ class PausingScheduler(VllmScheduler):  # type: ignore[misc]
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         ready: bool = super()._handle_blocked_waiting_request(request)
         if ready and request.request_id in self.adopted:
-            # A grammar that became ready made it WAITING, which vLLM takes for "new to the model runner".
+            # vLLM set it to WAITING when its grammar became ready, which means "new to the model runner".
             request.status = RequestStatus.PREEMPTED
         return ready
 
     def _preempt_request(self, request: Request, *args: object, **kwargs: object) -> None:
         self.preemptions += 1
-        # Outside of a step (vLLM's reset_prefix_cache) the blocks might be overwritten before the copy.
+        # Outside of scheduling (vLLM's reset_prefix_cache), the blocks might be overwritten before the copy.
         if self._scheduling and decodes(request):
             block_ids = self.kv_cache_manager.get_block_ids(request.request_id)[0]
-            self.ours.swap_out(request, block_ids)
+            self.tailrace_connector.swap_out(request, block_ids)
         super()._preempt_request(request, *args, **kwargs)
 
     def _handle_invalid_blocks(
         self, invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]
     ) -> set[str]:
-        """The requests start over as preempted ones do, and whatever is in flight with them is dropped.
+        """Preempt the affected requests and drop the outputs of their steps in flight.
 
-        vLLM would have them compute the blocks anew where they are. But with async scheduling the next step
-        has begun on the bad KV too, and Model Runner V2 does not take back a token that it has made.
+        vLLM would recompute the blocks in place. But with async scheduling the next step has already begun
+        with the corrupt KV, and Model Runner V2 does not take back a token that it has sampled.
         """
-        # Whoever had one may be gone.
+        # Evict first: the requests that had these blocks may have ended.
         self.kv_cache_manager.evict_blocks(invalid_block_ids)
         held = [request for request in self.paused.values() if request.status == RequestStatus.RUNNING]
         self.running.extend(held)
@@ -278,12 +279,12 @@ class PausingScheduler(VllmScheduler):  # type: ignore[misc]
         kept = set(held)
         self.running = [request for request in self.running if request not in kept]
         if not self.recompute_kv_load_failures:
-            # The user of another connector would rather have them fail.
+            # The user has configured another connector to fail such requests.
             return affected
         now_s = time.monotonic()
         for request_id in affected:
             request = self.requests[request_id]
-            # Nobody else may find them by their names.
+            # No other request may find the blocks by their names.
             self.kv_cache_manager.evict_blocks(set(self.kv_cache_manager.get_block_ids(request_id)[0]))
             if request in kept:
                 del self.paused[request_id]
@@ -296,39 +297,40 @@ class PausingScheduler(VllmScheduler):  # type: ignore[misc]
 
     def _free_request(self, request: Request, *args: object, **kwargs: object) -> object:
         self.adopted.discard(request.request_id)
-        if self.beside:
+        if self.other_connectors:
             blocks = self.kv_cache_manager.get_block_ids(request.request_id)
-            self.beside.frees({each for ids in blocks for each in ids})
+            self.other_connectors.on_request_end({each for ids in blocks for each in ids})
         if self.paused.pop(request.request_id, None) is not None:
             self._update_limit()
         return super()._free_request(request, *args, **kwargs)
 
     def reset_prefix_cache(self, *args: object, **kwargs: object) -> bool:
-        # Whoever asks for it has changed what KV depends on.
-        if self.ours.tier is not None:
-            self.ours.tier.forget_all()
+        # The reset means that something the KV depends on has changed (weights, an adapter).
+        if self.tailrace_connector.tier is not None:
+            self.tailrace_connector.tier.clear()
         done: bool = super().reset_prefix_cache(*args, **kwargs)
         return done
 
     def has_finished_requests(self) -> bool:
-        # vLLM's counts requests in no queue as waiting for a connector's clean-up and would step for them
-        # without end. Paused requests are in no queue, and ours delays a clean-up only while KV comes from
-        # host memory for a request that is gone.
-        if self.ours.tier is not None and self.ours.tier.busy:
+        # vLLM's method assumes that requests in no queue wait for a connector's clean-up, and would step for
+        # them without end. Paused requests are in no queue either, and our connector delays a clean-up only
+        # while it loads KV for a request that has ended.
+        tier = self.tailrace_connector.tier
+        if tier is not None and tier.busy:
             return True
-        if self.finished_req_ids or not self.beside:
+        if self.finished_req_ids or not self.other_connectors:
             return bool(self.finished_req_ids)
         known: int = sum(self.get_request_counts()) + len(self.paused)
         return len(self.requests) > known
 
 
 class AsyncPausingScheduler(PausingScheduler, AsyncScheduler):  # type: ignore[misc]
-    """The same over vLLM's asynchronous scheduler, which begins a step before the last one has ended."""
+    """PausingScheduler on vLLM's async scheduler, which begins a step before the last one has ended."""
 
 
 def decodes(request: Request) -> bool:
-    """All tokens but the latest are computed, or being computed, and the latest is or will be an output."""
-    # A pipeline without async scheduling has steps in flight, and no placeholders for what they make.
+    """Return whether all tokens but the latest are computed (or in flight) and the latest is an output."""
+    # A pipeline without async scheduling has steps in flight but no placeholders for their tokens.
     in_pipeline = not request.num_output_placeholders and request.num_computed_tokens == request.num_tokens
     coming: int = request.num_output_placeholders + in_pipeline
     made: int = request.num_output_tokens + coming

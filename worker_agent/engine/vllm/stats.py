@@ -1,4 +1,4 @@
-"""The engine at one moment. Read on the event loop while the engine thread works: counters, no locks."""
+"""Snapshots of the engine for reports, taken on the event loop without locks while the engine thread runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from vllm.v1.request import RequestStatus
 
 from worker_agent.engine.base import EngineStats, RequestStats
-from worker_agent.engine.vllm.cache_watch import CacheWatch, to_be_found
+from worker_agent.engine.vllm.cache_watch import CacheWatch, expected_hit_tokens
 from worker_agent.engine.vllm.load import LoadedCore
 from worker_agent.engine.vllm.orders import job_view
 from worker_agent.engine.vllm.outputs import OutputWriter
@@ -17,13 +17,13 @@ from worker_agent.engine.vllm.requests import Entry, RequestTable
 def engine_stats(
     core: LoadedCore, table: RequestTable, writer: OutputWriter, cache: CacheWatch | None
 ) -> EngineStats:
-    """Everything for the steady report. `cache` None: no prefixes are kept."""
+    """Return the engine's statistics. `cache` is None if the engine has no prefix cache."""
     entries = list(table)
     mean_ms, p99_ms = writer.intervals.mean_and_p99_ms(time.monotonic())
     backlog = sum(_backlog(core, entry, cache) for entry in entries)
-    # vLLM counts what a step computes as computed when the step begins.
+    # vLLM counts a step's tokens as computed when the step begins.
     ahead = min(core.config.scheduler_config.max_num_batched_tokens, backlog + len(entries))
-    tier = core.scheduler.ours.tier
+    tier = core.scheduler.tailrace_connector.tier
     return EngineStats(
         requests=[_request_stats(core, entry) for entry in entries],
         kv_blocks_used=core.kv_blocks_used,
@@ -41,7 +41,7 @@ def engine_stats(
         prompt_tokens=writer.prompt_tokens,
         cached_prompt_tokens=writer.cached_prompt_tokens,
         host_cached_prompt_tokens=writer.loaded_prompt_tokens if tier is not None else 0,
-        host_cached_bytes=core.host.kept * core.host.block_bytes,
+        host_cached_bytes=core.host.cached * core.host.block_bytes,
         host_blocks_stored=core.host.stored,
         host_blocks_loaded=tier.loaded_blocks if tier is not None else 0,
         host_blocks_dropped=core.host.dropped,
@@ -62,7 +62,7 @@ def _request_stats(core: LoadedCore, entry: Entry) -> RequestStats:
         prompt_tokens=request.num_prompt_tokens,
         output_tokens=entry.emitted,
         reasoning_tokens=entry.phases.reasoning_tokens,
-        max_tokens=entry.most_tokens(core.max_model_len),
+        max_tokens=entry.max_output_tokens(core.max_model_len),
         kv_blocks=-(-request.num_computed_tokens // core.block_tokens),
         kv_on_host=core.host.get(entry.request_id) is not None,
         arrival_s=request.arrival_time,
@@ -87,10 +87,10 @@ def _state(core: LoadedCore, entry: Entry) -> str:
 
 
 def _backlog(core: LoadedCore, entry: Entry, cache: CacheWatch | None) -> int:
-    """Tokens to compute before the request's next output token, when they are more than that one's."""
+    """Return the tokens to compute before the request's next output token; 0 if it only needs that one."""
     if core.host.get(entry.request_id) is not None:
         return 0
     left: int = entry.request.num_tokens - entry.request.num_computed_tokens
     if cache is not None:
-        left -= to_be_found(entry.request, cache.book, core.block_tokens)
+        left -= expected_hit_tokens(entry.request, cache.book, core.block_tokens)
     return left if left > 1 else 0

@@ -1,4 +1,4 @@
-"""What one step does between the device and host memory, as the scheduler's side tells the worker's."""
+"""KV copies between the device and host memory: what the connector's scheduler side sends its worker side."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """Copy blocks of the device to slots of host memory, or back: entry i of each list belongs together."""
+    """A copy of blocks between the device and host memory: entry i of each list describes one block."""
 
     block_ids: list[int]
     slots: list[int]
-    # What the blocks hold, by the tokens as the scheduler has them now.
+    # Content names, from the tokens that the scheduler knows now.
     names: list[bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Blocks of a prompt that come back while the request waits, and other requests' steps go on."""
+    """A copy of prompt blocks to the device while the request waits and steps for other requests continue."""
 
     request_id: str
     swap: Swap
@@ -27,10 +27,11 @@ class Load:
 
 @dataclass(slots=True)
 class SwapMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """One step's: all of `out` in its order, before any of `back`, which is what `loaded` requests read, and
-    before any of `loads`, which end when they do."""
+    """The copies of one step. `swap_outs` run first, in order, then `swap_ins`, which complete before the
+    forward pass; `loads` are started last and complete in later steps."""
 
-    out: list[Swap] = field(default_factory=list)
-    back: list[Swap] = field(default_factory=list)
-    loaded: set[str] = field(default_factory=set)
+    swap_outs: list[Swap] = field(default_factory=list)
+    swap_ins: list[Swap] = field(default_factory=list)
+    # Requests that read KV loaded in this step.
+    swapped_in: set[str] = field(default_factory=set)
     loads: list[Load] = field(default_factory=list)
