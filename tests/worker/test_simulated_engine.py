@@ -387,7 +387,7 @@ def test_a_prefix_is_lent_checked_and_found() -> None:
         now(target.fetch_keep("fetch", len(names)))
     with pytest.raises(KvCorrupt):
         now(target.write_blocks("fetch", 0, len(names), staging, [0, *checksums[1:]]))
-    with pytest.raises(KvCorrupt, match="demands"):
+    with pytest.raises(KvCorrupt, match="does not match its name"):
         # Right bytes, of another block.
         now(target.write_blocks("fetch", 1, len(names) - 1, staging, checksums[:-1]))
     now(target.write_blocks("fetch", 0, len(names), staging, checksums))
@@ -479,7 +479,7 @@ def test_the_wrong_block_is_caught_before_it_is_used() -> None:
     request_id = _decoding(fleet)
     fleet.faults[0].send_wrong_block = 3
     pause = _hand_over(fleet, request_id)
-    with pytest.raises(KvCorrupt, match="block 3 is not what the tokens"):
+    with pytest.raises(KvCorrupt, match="block 3 does not match the tokens"):
         now(fleet.engines[1].import_prepare(request_id, pause))
 
 
@@ -527,7 +527,7 @@ def test_other_sampling_refuses() -> None:
     forged = ExportedPause(
         pause.new_output_token_ids, pause.computed_tokens, [], msgspec.msgpack.encode([b"other", 3]), 0.0
     )
-    with pytest.raises(EngineRefusal, match="gone on otherwise"):
+    with pytest.raises(EngineRefusal, match="continue differently"):
         now(fleet.engines[1].import_prepare(request_id, forged))
 
 

@@ -304,7 +304,7 @@ def test_pool_never_gives_a_block_twice(steps: list[tuple[int, int, bool]]) -> N
             pool.release(held, names[: len(held)] if named else ())
             assert held == []
         elif named and not held:
-            found = pool.take(held, names[:blocks])
+            found = pool.take_named(held, names[:blocks])
             assert found == len(held) <= blocks
         elif pool.grow(held, blocks):
             assert held[: len(before)] == before

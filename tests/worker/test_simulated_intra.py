@@ -151,7 +151,7 @@ def test_an_import_waits_in_host_memory_if_the_order_says_so() -> None:
 def test_a_prompt_overtakes_one_that_is_under_way() -> None:
     fleet = Fleet(small(0))
     engine = fleet.engines[0]
-    engine._scheduler.use(ByLength())
+    engine._scheduler.use_policy(ByLength())
     chunk = SMALL.max_num_batched_tokens
     long = fleet.submit(0, [*range(64)], max_tokens=2)
     while engine.stats().prefill_backlog_tokens > 63 - chunk:
@@ -173,7 +173,7 @@ def test_what_is_recomputed_token_by_token_makes_none_before_its_end() -> None:
         assert fleet.clock.advance(1)
     fleet.engines[0].abort([fleet.key(stream)])
     engine, known = fleet.engines[1], len(stream.tokens)
-    engine._scheduler.use(Stingy(1))
+    engine._scheduler.use_policy(Stingy(1))
     stream.owner, stream.epoch = 1, 1
     fleet.resubmit(stream)
     while len(stream.tokens) == known:

@@ -1,9 +1,9 @@
 """The interface between a worker and its engine.
 
-Two engines stand behind it: vLLM's (worker_agent/engine/vllm) and the simulated one (engine/simulated).
-All methods are called from the worker's event loop. An engine that runs in a thread of its own carries
-each call over to it and acts between two steps; what it reports comes through the EngineSink. Token ids are
-ints; lengths are in tokens; block numbers count from a request's first block.
+There are two engines: vLLM's (worker_agent/engine/vllm) and the simulated one (engine/simulated). All methods
+are called from the worker's event loop. An engine that runs on its own thread forwards each call to it and
+acts between two steps; it reports through the EngineSink. Token IDs are ints, lengths are in tokens, and
+block numbers count from a request's first block.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Frames = Sequence[bytes]
 
 
 class EnginePhase(enum.Enum):
-    """Phase of a request on this engine (the words of tailrace.cluster.Phase)."""
+    """Phase of a request on this engine, with the values of tailrace.cluster.Phase."""
 
     PREFILL = "prefill"
     REASONING = "reasoning"
@@ -39,10 +39,11 @@ class EnginePhase(enum.Enum):
 
 
 class OutputFlag(enum.IntFlag):
-    """Flags of one request's outputs in one step; the values of the proto enum.
+    """Flags of one request's outputs in one step, with the values of the proto enum.
 
-    A request that does not reason has PREFILL_DONE and REASONING_ENDED together: its first token answers. One
-    that did has ANSWER_BEGUN with the token after the one that ended its reasoning.
+    A request that does not reason has PREFILL_DONE and REASONING_ENDED at once, because its first token
+    belongs to the answer. One that reasons has ANSWER_BEGUN with the token after the one that ended its
+    reasoning.
     """
 
     NONE = 0
@@ -55,7 +56,8 @@ class OutputFlag(enum.IntFlag):
 
 @dataclass(frozen=True, slots=True)
 class RequestKey:
-    """(front end's slot on this worker, handle): names a request on the data path."""
+    """Identifies a request on the data path: the front end's slot on this worker, and the request's
+    handle."""
 
     client: int
     handle: int
@@ -63,10 +65,10 @@ class RequestKey:
 
 @dataclass(slots=True)
 class StepColumns:
-    """One step's outputs for one front end: vLLM's message verbatim, and columns to check it by.
+    """One step's outputs for one front end: vLLM's message verbatim, and columns to check it against.
 
-    `frames` is vLLM's EngineCoreOutputs as its msgpack encoder made it. Entry i of every other list
-    belongs to output i of that message; `token_ids` is the concatenation in that order.
+    `frames` is vLLM's EngineCoreOutputs as encoded by its msgpack encoder. Entry i of each other list belongs
+    to output i of that message; `token_ids` concatenates the outputs' tokens in that order.
     """
 
     client: int
@@ -81,23 +83,23 @@ class StepColumns:
 
 
 class EngineSink(Protocol):
-    """Where an engine delivers; must not block."""
+    """Receives what an engine reports; must not block."""
 
     def on_step(self, columns: StepColumns) -> None:
-        """One step's outputs for one front end. Called on the engine's own thread: a step is not to wait for
-        the event loop, nor to wake it (docs/decisions/0007)."""
+        """Receive one step's outputs for one front end. Called on the engine's own thread, so that a step
+        neither waits for the event loop nor wakes it (docs/decisions/0007)."""
 
     def on_utility(self, client: int, call_id: int, frames: Frames) -> None:
-        """Answer to Engine.utility: vLLM's EngineCoreOutputs with the utility output, verbatim. On the event
-        loop, as everything below."""
+        """Receive the answer to Engine.utility: vLLM's EngineCoreOutputs with the utility output, verbatim.
+        Called on the event loop, as are the methods below."""
 
     def on_engine_dead(self, reason: str) -> None:
-        """The engine failed for good; the worker must leave the fleet and exit."""
+        """React to a permanent engine failure: the worker must leave the fleet and exit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """The worker at `address` (HOST:PORT) holds KV of a request's first `tokens`, as far as is known."""
+    """A hint to fetch KV: the worker at `address` (HOST:PORT) probably has that of the first `tokens`."""
 
     instance_id: str
     address: str
@@ -106,7 +108,7 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A request for the engine: new, or going on after output_token_ids with its KV to be computed anew."""
+    """A request for the engine: new, or continuing after `output_token_ids` with its KV recomputed."""
 
     key: RequestKey
     request_id: str
@@ -116,22 +118,22 @@ class Submission:
     output_token_ids: Sequence[int] = ()
     traceparent: str = ""
     frontend_id: str = ""
-    # Answering tokens among the outputs, and the seconds since the first of them.
+    # Number of answering tokens among the outputs, and seconds since the first of them.
     answer_tokens: int = 0
     answering_s: float = 0.0
-    # Of a request that was stopped elsewhere (ExportedPause.sampling_state); empty: made from the tokens.
+    # ExportedPause.sampling_state of a request that was stopped elsewhere; empty: rebuilt from the tokens.
     sampling_state: bytes = b""
-    # Who has the KV of its first tokens; None: nobody that it should come from.
+    # Where to fetch the KV of the first tokens; None: compute them.
     pull: Pull | None = None
-    # It was on an engine when that died, and has not got on since.
+    # The request was on an engine when that died, and has made no progress since.
     suspect: bool = False
-    # Of the adapter that it names (tailrace.adapter_versions); empty: any, or it names none.
+    # Version of the adapter that the request names (tailrace.adapter_versions); empty: any, or no adapter.
     adapter_version: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What a started engine is; goes into the instance's etcd record."""
+    """Properties of a started engine, stored in the instance's etcd record."""
 
     engine: str
     model: str
@@ -141,32 +143,32 @@ class EngineInfo:
     max_num_seqs: int
     # vLLM's EngineCoreReadyResponse, msgpack.
     ready_response: bytes
-    # Step times, where the engine knows its own.
+    # Step times, if the engine knows its own.
     profile: Profile | None = None
-    # What it runs on, in words: engines of one model on equal hardware have one measured profile.
+    # Description of the hardware. Engines with equal models and descriptions share a measured profile.
     hardware: str = ""
-    # Most tokens of a step: longer prompts take several.
+    # Most tokens of a step; longer prompts take several steps.
     step_tokens: int = 2048
-    # Which model it is; None: the engine does not say.
+    # None: the engine does not report its model's identity.
     identity: ModelIdentity | None = None
-    # How its requests go to other engines, and come from them.
+    # How requests are handed over to and from other engines.
     handover: Handover = LIVE
-    # It runs embedding, scoring and the like; False: it generates text.
+    # True: the model computes embeddings, scores and the like. False: it generates text.
     pooling: bool = False
     # Requests may name a LoRA adapter.
     takes_adapters: bool = False
-    # What its prefix cache holds, and how blocks are named there; None: it keeps none, or does not tell.
+    # Contents of the prefix cache and the naming of its blocks; None: no prefix cache, or it is not reported.
     cache: CacheBook | None = None
     naming: Naming | None = None
-    # Processes that run it together, by rank; none: it has one device.
+    # The engine's processes, by rank; empty: it has one device.
     ranks: Sequence[RankRecord] = ()
-    # Their KV, which they move themselves; None: `staging`, `read_blocks` and `write_blocks` do.
+    # The ranks' KV, which they transfer themselves; None: use `staging`, `read_blocks` and `write_blocks`.
     ranked: RankedMemory | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """One request for the steady report."""
+    """One request in EngineStats."""
 
     request_id: str
     frontend_id: str
@@ -177,40 +179,40 @@ class RequestStats:
     prompt_tokens: int
     output_tokens: int
     reasoning_tokens: int
-    # Most output tokens that it may make: as asked for, and as the model's longest context allows.
+    # Most output tokens that the request's own limit and the model's context length allow.
     max_tokens: int
     kv_blocks: int
     arrival_s: float
     token_interval_ms: float
-    # It reasons, and the engine's order of requests treats it as answering (PASCAL, section IV-C).
+    # The request reasons, but the intra-instance policy treats it as answering (PASCAL, section IV-C).
     demoted: bool = False
-    # KV in host memory of a preempted request.
+    # Blocks of a preempted request's KV in host memory.
     host_kv_blocks: int = 0
-    # Predicted output tokens still to come (ARES, section 4), no more than `max_tokens` leaves. None: nobody
-    # predicts.
+    # Predicted remaining output tokens (ARES, section 4), at most what `max_tokens` leaves; None: no
+    # prediction.
     predicted_remaining_tokens: float | None = None
-    # Preempted, and its KV is in host memory: it need not be computed anew.
+    # Preempted with its KV in host memory, so that it need not be recomputed.
     kv_on_host: bool = False
 
     @property
     def phase_tokens(self) -> int:
-        """Tokens made in the present phase."""
+        """Tokens generated in the current phase."""
         answering = self.phase is EnginePhase.ANSWERING
         return self.output_tokens - self.reasoning_tokens if answering else self.output_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A request that an engine has."""
+    """A request that an engine holds."""
 
     epoch: int
-    # Stopped for its export; it goes on when that ends.
+    # Paused by its export, and continues when that ends.
     paused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The engine at one moment, for the steady report."""
+    """A snapshot of the engine, for the periodic report."""
 
     requests: list[RequestStats]
     kv_blocks_used: int
@@ -223,23 +225,22 @@ class EngineStats:
     preemptions: int
     token_interval_ms_mean: float
     token_interval_ms_p99: float
-    # Requests whose KV went to host memory, came back from it, and found no room there; blocks of host memory
-    # that were not what they ought to be.
+    # Requests swapped out, swapped in, and not swapped out for want of room; corrupt blocks in host memory.
     swaps_out: int = 0
     swaps_in: int = 0
     swaps_refused: int = 0
     host_kv_corrupt_blocks: int = 0
-    # The longest that the step under way, or the next one, should take by the steps so far (StepTimes).
-    # None: too few of its kind were seen.
+    # Expected maximum duration of the current or next step, from recent steps (StepTimes). None: too few
+    # steps of its kind so far.
     expected_step_s: float | None = None
-    # Prompt tokens of requests that have made their first token here, and how many of them were found in the
-    # prefix cache.
+    # Prompt tokens of requests that have generated their first token here, and how many of them were found in
+    # the prefix cache.
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
-    # Of these, those that were in host memory.
+    # Those of them that were found in host memory.
     host_cached_prompt_tokens: int = 0
-    # Evicted blocks in host memory, in bytes, beside `host_kv_bytes_used`; blocks that went there, that came
-    # back to the device, and that had to go for others.
+    # Bytes of cached blocks in host memory, not included in `host_kv_bytes_used`; blocks stored there, loaded
+    # to the device, and dropped to make room.
     host_cached_bytes: int = 0
     host_blocks_stored: int = 0
     host_blocks_loaded: int = 0
@@ -248,7 +249,7 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """A request at the moment its export was opened; its full blocks are pinned from then on."""
+    """A request when its export was opened; its full blocks are pinned from then on."""
 
     key: RequestKey
     frontend_id: str
@@ -257,9 +258,9 @@ class Exported:
     output_token_ids: list[int]
     phase: EnginePhase
     traceparent: str
-    # Content hash of each full block whose KV exists and can be had.
+    # Content hash of each full block whose KV exists and can be read.
     block_hashes: list[bytes]
-    # Why this request can go by replay only; empty: live.
+    # Why the request can only migrate by replay; empty: it can migrate live.
     replay_reason: str = ""
     # As in Submission.
     adapter_version: str = ""
@@ -267,20 +268,20 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class ExportedPause:
-    """What is left to hand over once the request is paused; by replay, of its KV nothing."""
+    """What remains to be handed over once the request is paused; no KV for a replay."""
 
     new_output_token_ids: list[int]
     # Tokens whose KV exists: all but the last sampled one.
     computed_tokens: int
-    # From the first block that the target lacks; the last one may be partial (empty hash).
+    # Content hashes from the first block that the target lacks; the last one may be partial (empty hash).
     block_hashes: list[bytes]
     sampling_state: bytes
     token_interval_ms: float
-    # The latest prediction of the tokens still to come; None: nobody predicts here.
+    # The latest prediction of the remaining output tokens; None: no prediction.
     predicted_remaining_tokens: float | None = None
-    # Seconds that the step under way took to end after this was asked for.
+    # Seconds from the request for the pause until the current step ended.
     waited_s: float = 0.0
-    # Seconds since its first answering token; 0: there is none. For the target: the source's worker knows.
+    # Seconds since the first answering token, or 0 without one. The source's worker sets it for the target.
     answering_for_s: float = 0.0
 
 
@@ -289,14 +290,14 @@ class Staging(Protocol):
 
     @property
     def buffer(self) -> object:
-        """What ucxx takes: an object with the buffer protocol or __cuda_array_interface__."""
+        """An object that ucxx accepts, with the buffer protocol or __cuda_array_interface__."""
 
 
 class Engine(Protocol):
-    """One engine. See the module's docstring for threads."""
+    """One engine. For threading, see the module's docstring."""
 
     async def start(self, sink: EngineSink) -> EngineInfo:
-        """Load the model and begin to step. Raises RuntimeError with what to do when it cannot."""
+        """Load the model and start stepping. Raises RuntimeError, saying what to change, if that fails."""
 
     async def stop(self) -> None:
         """Stop stepping and free everything."""
@@ -304,86 +305,92 @@ class Engine(Protocol):
     # ---- the data path
 
     def submit(self, submission: Submission) -> None:
-        """Take a request. A request that cannot run is answered with a FAILED output, never an exception."""
+        """Admit a request. One that cannot run gets a FAILED output, never an exception."""
 
     def abort(self, keys: Sequence[RequestKey]) -> None:
-        """Free these requests, wherever they are in their life; unknown ones are ignored."""
+        """Free these requests in any state; unknown ones are ignored."""
 
     def abort_client(self, client: int) -> None:
-        """Free every request of a front end whose stream broke."""
+        """Free all requests of a front end whose connection broke."""
 
     def utility(self, client: int, call_id: int, frames: Frames) -> None:
-        """vLLM's utility call, verbatim; answered through EngineSink.on_utility."""
+        """Run vLLM's utility call, verbatim; the answer goes to EngineSink.on_utility."""
 
     def set_intra(
         self, name: str, parameters: Mapping[str, Value] = NO_PARAMETERS, slo: Slo | None = None
     ) -> None:
-        """Order the requests by this intra-instance policy (a name of tailrace.intra.registry) from the next
-        step on, for the deployment's SLOs. Raises UnknownIntraError, ParameterError."""
+        """Order requests by this intra-instance policy (a name in tailrace.intra.registry) for these SLOs,
+        from the next step on. Raises UnknownIntraError, ParameterError."""
 
     def stats(self) -> EngineStats:
-        """The engine as it is now; cheap enough for every report."""
+        """Return a snapshot of the engine; cheap enough for every report."""
 
     async def find_held(self, keys: Sequence[RequestKey]) -> dict[RequestKey, Held]:
-        """Those of these requests that the engine has, waiting, running or paused; not those on their way in.
-        Submissions that came before the call are among them, and the outputs that were made before the answer
-        have been delivered. Raises EngineRefusal."""
+        """Return those of these requests that the engine has waiting, running or paused, not being imported.
 
-    # ---- source of a migration. One export a request; raise EngineRefusal.
+        Submissions made before the call are included, and outputs generated before the answer have been
+        delivered. Raises EngineRefusal.
+        """
+
+    # ---- source of a migration. At most one export per request; all methods may raise EngineRefusal.
 
     async def export_open(self, request_id: str) -> Exported:
-        """Pin the request's full blocks; it goes on decoding."""
+        """Start an export and pin the request's full blocks; the request continues."""
 
     async def export_more(self, request_id: str, have_blocks: int) -> list[bytes]:
-        """Pin and name the full blocks from number have_blocks on that exist now."""
+        """Pin the full blocks from number `have_blocks` on that exist now, and return their content
+        hashes."""
 
     async def export_pause(self, request_id: str, have_blocks: int) -> ExportedPause:
-        """Stop scheduling the request; its tokens so far have all been delivered to the sink before this
-        returns. Refused when the request has finished meanwhile."""
+        """Stop scheduling the request. Returns after all its tokens have been delivered to the sink. Refused
+        if the request has finished."""
 
     async def export_stop(self, request_id: str) -> ExportedPause:
-        """As export_pause, for a replay: whether the request has KV or not."""
+        """Like export_pause, for a replay: the request need not have any KV."""
 
     async def export_resume(self, request_id: str) -> None:
-        """Abort: unpin, and go on as if nothing had happened."""
+        """Abort the export: unpin the blocks and continue the request."""
 
     async def export_release(self, request_id: str) -> None:
-        """Committed elsewhere: free the request and its blocks, without any output for it."""
+        """End the export after the target has taken over: free the request and its blocks without an
+        output."""
 
     def staging(self, num_blocks: int) -> Staging:
-        """A contiguous buffer of num_blocks * KvShape.block_bytes in the memory that holds the KV."""
+        """Allocate a contiguous buffer of num_blocks * KvShape.block_bytes in the memory that holds the
+        KV."""
 
     def staging_over(self, memory: npt.NDArray[np.uint8]) -> Staging | None:
-        """The same over host memory that is given, a whole number of blocks; None: the KV is elsewhere."""
+        """Wrap host memory for a whole number of blocks as staging. Return None if the KV is elsewhere."""
 
     async def read_blocks(
         self, request_id: str, first_block: int, num_blocks: int, out: Staging
     ) -> list[int]:
-        """Copy pinned blocks into `out`, each block layer by layer; one 64-bit checksum a block."""
+        """Copy pinned blocks of an export or loan into `out`, each block layer by layer. Return one 64-bit
+        checksum per block."""
 
     # ---- target of a migration
 
     async def replay_check(self, exported: Exported, key: RequestKey) -> None:
-        """Whether the request could run here, computed anew, and begin at once. Nothing is reserved for it:
-        once the front end has accepted, it is submitted.
+        """Check that the request could be recomputed here, starting now. Reserves nothing: the request is
+        submitted after the front end has accepted.
 
-        Raises EngineRefusal for what this engine lacks (an adapter, length), NoRoom while it has no room.
+        Raises EngineRefusal if this engine cannot run it (adapter, length), NoRoom while there is no room.
         """
 
     async def import_open(self, exported: Exported, key: RequestKey, epoch: int) -> None:
-        """Reserve room for the request as it is now (one block beyond). Raises NoRoom when there is none or
-        others wait for it; nothing then remains reserved."""
+        """Reserve room for the request's current tokens and one block more. Raises EngineRefusal, or NoRoom
+        if there is none or other imports wait for it; then nothing is reserved."""
 
     async def import_queue(self, exported: Exported, key: RequestKey, epoch: int) -> None:
-        """Reserve room as import_open does, once there is room and those that queued before have theirs.
+        """Like import_open, but wait for room behind the imports that queued before.
 
-        The caller sets the deadline, and calls import_drop when it gives up.
+        The caller sets the deadline, and calls import_drop to give up.
         """
 
     def import_cached(self, request_id: str) -> int:
-        """How many of the exported blocks, from the first on, the prefix cache had when room was reserved.
+        """Return how many leading blocks of the export were in the prefix cache when room was reserved.
 
-        They are part of the reservation, need not come, and must not be written. Raises EngineRefusal.
+        They are part of the reservation and must be neither transferred nor written. Raises EngineRefusal.
         """
 
     async def import_reserve(self, request_id: str, num_blocks: int) -> None:
@@ -392,46 +399,47 @@ class Engine(Protocol):
     async def write_blocks(
         self, request_id: str, first_block: int, num_blocks: int, received: Staging, checksums: Sequence[int]
     ) -> None:
-        """Check the received blocks against read_blocks' checksums and copy them into the reservation.
+        """Verify received blocks by read_blocks' checksums and copy them into the reservation.
 
-        Raises KvCorrupt, having written nothing, when one does not match.
+        Raises KvCorrupt, without having written anything, if one does not match.
         """
 
     async def import_prepare(self, request_id: str, pause: ExportedPause) -> None:
-        """All KV is here: rebuild tokens, sampling and grammar state, ready to run. Does not run yet."""
+        """Rebuild the request's tokens, sampling and grammar state after all KV has arrived. It does not run
+        yet. Raises EngineRefusal, KvCorrupt."""
 
     async def import_activate(self, request_id: str) -> None:
-        """The front end has accepted the epoch: decode from the next index on."""
+        """Run the request, from the next token on, after the front end has accepted the epoch."""
 
     async def import_drop(self, request_id: str) -> None:
-        """Abort: free the reservation; unknown requests are ignored."""
+        """Abort the import: free the reservation, or stop waiting for room. Unknown requests are ignored."""
 
-    # ---- prefixes that go from one engine to another. Blocks of a loan are read with read_blocks, those of a
-    # fetch written with write_blocks, under its name in place of a request's, each counted from 0.
+    # ---- prefixes transferred between engines. read_blocks reads the blocks of a loan, write_blocks writes
+    # those of a fetch. Both take its ID instead of a request's and count its blocks from 0.
 
     async def submitted(self, request_id: str) -> Frames:
-        """A request that is here, as it was submitted. Raises EngineRefusal."""
+        """Return a request as it was submitted. Raises EngineRefusal if it is not on this engine."""
 
     async def loan_open(self, loan_id: str, names: Sequence[bytes]) -> int:
-        """Pin the blocks of the prefix cache with these names, up to the first that is not there; how many.
-        Raises EngineRefusal."""
+        """Pin the blocks of the prefix cache with these names, up to the first missing one, and return how
+        many. Raises EngineRefusal."""
 
     async def loan_end(self, loan_id: str) -> None:
-        """Free them; an unknown loan is ignored."""
+        """Unpin the blocks; unknown loans are ignored."""
 
     async def fetch_missing(self, submission: Submission) -> list[bytes]:
-        """Names of the prompt's blocks that the prefix cache lacks, from the first on; sets nothing aside.
-        Raises EngineRefusal as fetch_open."""
+        """Return the names of the prompt's blocks after those in the prefix cache, without reserving
+        anything. Raises EngineRefusal as fetch_open does."""
 
     async def fetch_open(self, fetch_id: str, submission: Submission, max_tokens: int) -> list[bytes]:
-        """Set blocks aside for what the prefix cache lacks of the request's first `max_tokens`; keep it.
+        """Pin the cached blocks of the request's first `max_tokens` and allocate blocks for the missing ones.
 
-        Returns the names of those that are to come; nothing is set aside where that is none. Raises
-        EngineRefusal for a request or an engine for which nothing can come, NoRoom.
+        Returns the names of the missing blocks; if there are none, reserves nothing. Raises EngineRefusal if
+        the request or the engine does not support fetching, NoRoom.
         """
 
     async def fetch_keep(self, fetch_id: str, blocks: int) -> None:
-        """The first `blocks` have come, and the prefix cache has them from now on. Raises EngineRefusal."""
+        """Add the first `blocks` received blocks to the prefix cache. Raises EngineRefusal."""
 
     async def fetch_drop(self, fetch_id: str) -> None:
-        """Set nothing aside any more; what the prefix cache has it may evict. An unknown fetch is ignored."""
+        """Unpin the blocks; those in the prefix cache may be evicted. Unknown fetches are ignored."""

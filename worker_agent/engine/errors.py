@@ -1,4 +1,4 @@
-"""What an engine raises."""
+"""Exceptions raised by engines."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ class NoRoom(EngineRefusal):
 
 
 class KvCorrupt(Exception):
-    """A received block is not what was sent; the message names the block."""
+    """A block's content does not match its checksum or name; the message names the block."""

@@ -1,15 +1,15 @@
-"""What an engine's steps have taken lately, and how long a step may take at most by that."""
+"""Recent durations of an engine's steps, and an upper bound for a step derived from them."""
 
 from __future__ import annotations
 
 from typing import Final
 
-# Steps of at least so many tokens compute prompts; below, a step's time hardly depends on them.
+# Steps of at least this many tokens compute prompts; below, a step's duration hardly depends on their number.
 LARGE_TOKENS: Final = 128
-# Steps of a kind that must have been seen before they tell anything: the first ones compile.
+# Steps of each kind before there is an estimate; the first ones include compilation.
 SMALL_STEPS_MIN: Final = 32
 LARGE_STEPS_MIN: Final = 4
-# The longest step counts for at least so many steps of its kind, and for at most twice as many.
+# The longest step is remembered for at least this many steps of its kind, and at most twice as many.
 _WINDOW: Final = 512
 
 
@@ -33,23 +33,23 @@ class _RecentMax:
 
 
 class StepTimes:
-    """Written by the engine's thread, read by any."""
+    """Written by the engine's thread, read by any thread."""
 
     def __init__(self) -> None:
-        # Seconds a step, and seconds a token.
+        # Seconds per step, and seconds per token.
         self._small = _RecentMax()
         self._large = _RecentMax()
 
     def add(self, seconds: float, tokens: int) -> None:
-        """A step that computed so many tokens took so long. Steps that computed none are not counted."""
+        """Add a step that computed this many tokens; steps without tokens are ignored."""
         if tokens >= LARGE_TOKENS:
             self._large.add(seconds / tokens)
         elif tokens > 0:
             self._small.add(seconds)
 
     def expected_s(self, tokens: int) -> float | None:
-        """The longest that a step of up to so many tokens took lately, scaled to as many; None: too few
-        steps of that kind were seen to tell."""
+        """Return the longest recent duration of a step of its kind, scaled to `tokens`; None if there were
+        too few such steps."""
         if self._small.count < SMALL_STEPS_MIN:
             return None
         if tokens < LARGE_TOKENS:

@@ -48,16 +48,16 @@ def view_of(
     phase = serving_phase(output_tokens, reasons)
     in_phase = output_tokens - reasoning_tokens if phase is Phase.ANSWERING else output_tokens
     arrival = turn.arrival
-    came_s = arrival_time_s(arrival)
+    arrival_s = arrival_time_s(arrival)
     return JobView(
         arrival,
         phase,
         prompt_tokens,
         output_tokens,
         in_phase,
-        came_s,
+        arrival_s,
         turn.queue_s,
-        turn.answering_s or came_s,
+        turn.answering_s or arrival_s,
         turn.lapsed,
     )
 

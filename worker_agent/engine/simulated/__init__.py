@@ -1,4 +1,4 @@
-"""An engine that takes an engine's time and bytes, and computes nothing."""
+"""An engine with the timing and messages of a real one that computes nothing."""
 
 from worker_agent.engine.simulated.engine import SimulatedEngine
 from worker_agent.engine.simulated.settings import Faults, SimulatedSettings

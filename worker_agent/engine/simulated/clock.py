@@ -1,4 +1,4 @@
-"""The clock that an engine steps by: the event loop's, or a virtual one in tests."""
+"""The clock that drives an engine's steps: the event loop's, or a virtual one in tests."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ class Timer(Protocol):
     """A pending call."""
 
     def cancel(self) -> None:
-        """Do not call."""
+        """Cancel the call."""
 
 
 class Clock(Protocol):
     """The part of an asyncio event loop that an engine uses."""
 
     def time(self) -> float:
-        """Seconds, never going back."""
+        """Return the monotonic time in seconds."""
 
     def call_at(self, when: float, callback: Callable[[], object]) -> Timer:
-        """Call back once, at `when` or soon after."""
+        """Call `callback` once, at `when` or soon after."""
 
 
 class WatchedClock:
-    """A clock that tells how late each of its calls came: what a busy machine does to an engine's steps."""
+    """A clock that reports how late its calls are, which shows how a busy machine delays an engine's
+    steps."""
 
-    def __init__(self, clock: Clock, tell: Callable[[float], None]) -> None:
-        """`tell` gets the seconds from when a call was due to when it began."""
+    def __init__(self, clock: Clock, on_delay: Callable[[float], None]) -> None:
+        """`on_delay` gets the seconds from when each call was due until it began."""
         self._clock = clock
-        self._tell = tell
+        self._on_delay = on_delay
 
     def time(self) -> float:
         """Clock.time."""
@@ -42,7 +43,7 @@ class WatchedClock:
         """Clock.call_at."""
 
         def call() -> None:
-            self._tell(self._clock.time() - when)
+            self._on_delay(self._clock.time() - when)
             callback()
 
         return self._clock.call_at(when, call)
@@ -52,28 +53,28 @@ T = TypeVar("T")
 
 
 class Boundary:
-    """Made before the next step is planned, in the order in which they came."""
+    """Calls deferred to the end of the current step, in order."""
 
     def __init__(self) -> None:
-        self._waiting: list[Callable[[], None]] = []
+        self._pending: list[Callable[[], None]] = []
 
-    async def call(self, made: Callable[[], T]) -> T:
-        """What `made` returns, or its EngineRefusal."""
+    async def call(self, function: Callable[[], T]) -> T:
+        """Call `function` at the end of the step and return its result. Raises its EngineRefusal."""
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
-        def make() -> None:
+        def run() -> None:
             if result.cancelled():
                 return
             try:
-                result.set_result(made())
+                result.set_result(function())
             except EngineRefusal as refusal:
                 result.set_exception(refusal)
 
-        self._waiting.append(make)
+        self._pending.append(run)
         return await result
 
-    def reached(self) -> None:
-        """The step is over, or will never be."""
-        waiting, self._waiting = self._waiting, []
-        for make in waiting:
-            make()
+    def run_pending(self) -> None:
+        """Run the deferred calls, because the step has ended or the engine stops."""
+        pending, self._pending = self._pending, []
+        for run in pending:
+            run()

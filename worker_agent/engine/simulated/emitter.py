@@ -29,7 +29,7 @@ class _Batch:
 
 
 class Emitter:
-    """Collects the outputs of one step, and delivers them together."""
+    """Collects the outputs of one step and delivers them together."""
 
     def __init__(self, sink: EngineSink) -> None:
         self._sink = sink
@@ -45,7 +45,7 @@ class Emitter:
         finish: wire.FinishReason | None = None,
         stop_reason: int | None = None,
     ) -> None:
-        """One request's outputs; `index` is that of the first new token."""
+        """Add one request's outputs; `index` is that of the first new token."""
         batch = self._batches.get(request.key.client)
         if batch is None:
             batch = self._batches[request.key.client] = _Batch(
@@ -61,7 +61,7 @@ class Emitter:
         output = wire.EngineCoreOutput(request.request_id, tokens)
         batch.outputs.append(output)
         if flags or request.logprobs is not None:
-            _dress(output, request, flags)
+            _add_details(output, request, flags)
         if finish is not None:
             output.finish_reason = finish
             output.stop_reason = stop_reason
@@ -69,7 +69,7 @@ class Emitter:
             batch.finished.append(request.request_id)
 
     def flush(self) -> None:
-        """Deliver what was collected."""
+        """Deliver the collected outputs."""
         self.steps += 1
         batches, self._batches = self._batches, {}
         for batch in batches.values():
@@ -77,7 +77,7 @@ class Emitter:
             self._sink.on_step(batch.columns)
 
     def refuse(self, submission: Submission) -> None:
-        """A request that cannot run here ends with an internal error, at once."""
+        """End a request that cannot run here with an internal error, at once."""
         columns = StepColumns(
             client=submission.key.client,
             step=self.steps,
@@ -92,18 +92,19 @@ class Emitter:
         self._sink.on_step(columns)
 
 
-def _dress(output: wire.EngineCoreOutput, request: Request, flags: int) -> None:
+def _add_details(output: wire.EngineCoreOutput, request: Request, flags: int) -> None:
+    """Add vLLM's events, prefill statistics and log-probabilities."""
     if flags & OutputFlag.PREFILL_DONE:
         output.events = msgspec.Raw(
             _encode(
                 [
-                    {"type": _QUEUED, "timestamp": request.came_s},
-                    {"type": _SCHEDULED, "timestamp": request.came_s},
+                    {"type": _QUEUED, "timestamp": request.submitted_s},
+                    {"type": _SCHEDULED, "timestamp": request.submitted_s},
                 ]
             )
         )
         tokens = len(request.prompt)
-        # Every field, as vLLM writes it: its Rust front end need not know defaults.
+        # All fields, as vLLM writes them, because its Rust front end may not know their defaults.
         output.prefill_stats = msgspec.Raw(
             _encode(
                 {
@@ -121,7 +122,8 @@ def _dress(output: wire.EngineCoreOutput, request: Request, flags: int) -> None:
 
 
 def _logprobs(token: int, alternatives: int) -> msgspec.Raw:
-    """vLLM's LogprobsLists for one token: itself, then the most likely ones, of which it is the first."""
+    """Return vLLM's LogprobsLists for one token: the token, then the most likely ones, starting with
+    itself."""
     ids = np.array([[token, *(token + i for i in range(alternatives))]], np.int64)
     values = np.array([[-0.1, *(-0.1 - i for i in range(alternatives))]], np.float32)
     ranks = np.ones(1, np.int64)

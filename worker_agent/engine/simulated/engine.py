@@ -62,21 +62,21 @@ _REASONING_ENDED: Final = int(OutputFlag.REASONING_ENDED)
 _ANSWER_BEGUN: Final = int(OutputFlag.ANSWER_BEGUN)
 _FINISHED: Final = int(OutputFlag.FINISHED)
 _FAILED: Final = int(OutputFlag.FAILED)
-# How often a hanging engine looks whether it may go on.
+# How often a hanging engine checks whether the fault has been cleared.
 _HANG_CHECK_S: Final = 0.05
 
 
 class SimulatedEngine:
-    """worker_agent.engine.base.Engine. One timer is all that it runs on.
+    """An implementation of worker_agent.engine.base.Engine that is driven by a single timer.
 
-    A step is planned when it begins, and its tokens come out when its time is over. A request that is aborted
-    in between drops out of it; one that is to be paused makes its token first, as on vLLM.
+    A step is planned when it begins, and its tokens are emitted when it ends. A request that is aborted in
+    between drops out of the step; one that is to be paused generates its token first, as in vLLM.
     """
 
     def __init__(
         self, settings: SimulatedSettings, *, faults: Faults | None = None, clock: Clock | None = None
     ) -> None:
-        """`clock` is the running event loop unless given. Raises RuntimeError for impossible settings."""
+        """`clock` defaults to the running event loop. Raises RuntimeError for invalid settings."""
         self.faults = faults or Faults(die_on_prompt=tuple(settings.dies_of.encode("ascii")) or None)
         self._settings = settings
         try:
@@ -100,7 +100,7 @@ class SimulatedEngine:
         )
         self._table = RequestTable()
         codec = KvCodec(self._shape)
-        # The model stands in the seed: another one's blocks have other names.
+        # The seed depends on the model, so blocks of different models have different names.
         self._naming = Naming(
             algorithm=ALGORITHM, seed=self._shape.model_fingerprint, block_tokens=settings.block_tokens
         )
@@ -116,7 +116,7 @@ class SimulatedEngine:
         self._timer: Timer | None = None
         self._step: Step | None = None
         self._times = StepTimes()
-        # When the current step began, when it is over, and when the one before it was.
+        # When the current step began, when it is due to end, and when the previous one ended.
         self._began_s = 0.0
         self._due_s = 0.0
         self._ended_s = 0.0
@@ -124,7 +124,7 @@ class SimulatedEngine:
         self._sink: EngineSink | None = None
         self._emitter: Emitter | None = None
 
-    # ---- life
+    # ---- lifecycle
 
     async def start(self, sink: EngineSink) -> EngineInfo:
         """Engine.start."""
@@ -182,14 +182,14 @@ class SimulatedEngine:
         self._imports.waiting.clear()
         for request in list(self._table):
             self._free(request)
-        # Who waits for the end of the step learns that the request is gone.
-        self._boundary.reached()
+        # Calls that wait for the end of the step fail, because their requests are gone.
+        self._boundary.run_pending()
 
     # ---- the data path
 
     def submit(self, submission: Submission) -> None:
-        """Engine.submit. What is here already under an older epoch, or as an import that nobody has adopted,
-        gives way to it."""
+        """Engine.submit. The submission replaces a request of an older epoch and an import that is not active
+        yet."""
         emitter = self._live_emitter()
         self._imports.waiting.remove(submission.request_id)
         for old in (self._table.by_key(submission.key), self._table.by_id(submission.request_id)):
@@ -215,7 +215,7 @@ class SimulatedEngine:
             return
         outputs = request.outputs
         if outputs and self._ends(request, len(outputs) - 1, outputs[-1]):
-            # Only the news of its end was lost.
+            # The front end received the last token but not the end of the stream.
             reason, stop = self._finish_reason(request, outputs[-1])
             emitter.add(request, len(outputs), [], _FINISHED, reason, stop)
             emitter.flush()
@@ -257,7 +257,7 @@ class SimulatedEngine:
         self, name: str, parameters: Mapping[str, Value] = NO_PARAMETERS, slo: Slo | None = None
     ) -> None:
         """Engine.set_intra."""
-        self._scheduler.use(make_intra(name, parameters, slo))
+        self._scheduler.use_policy(make_intra(name, parameters, slo))
 
     def stats(self) -> EngineStats:
         """Engine.stats."""
@@ -329,7 +329,7 @@ class SimulatedEngine:
             if request is not None and request.state is not State.IMPORTING
         }
 
-    # ---- prefixes that go from one engine to another
+    # ---- prefixes transferred between engines
 
     async def submitted(self, request_id: str) -> Frames:
         """Engine.submitted."""
@@ -337,20 +337,20 @@ class SimulatedEngine:
 
     async def loan_open(self, loan_id: str, names: Sequence[bytes]) -> int:
         """Engine.loan_open."""
-        return self._prefixes.lend(loan_id, names)
+        return self._prefixes.open_loan(loan_id, names)
 
     async def loan_end(self, loan_id: str) -> None:
         """Engine.loan_end."""
-        self._prefixes.end(loan_id)
+        self._prefixes.end_loan(loan_id)
         self._wake()
 
     async def fetch_missing(self, submission: Submission) -> list[bytes]:
         """Engine.fetch_missing."""
-        return self._prefixes.lacks(submission)
+        return self._prefixes.missing(submission)
 
     async def fetch_open(self, fetch_id: str, submission: Submission, max_tokens: int) -> list[bytes]:
         """Engine.fetch_open."""
-        return self._prefixes.fetch(fetch_id, submission, max_tokens)
+        return self._prefixes.open_fetch(fetch_id, submission, max_tokens)
 
     async def fetch_keep(self, fetch_id: str, blocks: int) -> None:
         """Engine.fetch_keep."""
@@ -358,7 +358,7 @@ class SimulatedEngine:
 
     async def fetch_drop(self, fetch_id: str) -> None:
         """Engine.fetch_drop."""
-        self._prefixes.drop(fetch_id)
+        self._prefixes.drop_fetch(fetch_id)
         self._wake()
 
     # ---- source of a migration
@@ -422,7 +422,7 @@ class SimulatedEngine:
         self, request_id: str, first_block: int, num_blocks: int, out: Staging
     ) -> list[int]:
         """Engine.read_blocks."""
-        if self._prefixes.lends(request_id):
+        if self._prefixes.has_loan(request_id):
             return self._prefixes.read(request_id, first_block, num_blocks, out)
         return await self._exports.read(request_id, first_block, num_blocks, out)
 
@@ -442,7 +442,7 @@ class SimulatedEngine:
 
     def import_cached(self, request_id: str) -> int:
         """Engine.import_cached."""
-        return self._imports.held(request_id)
+        return self._imports.cached(request_id)
 
     async def import_reserve(self, request_id: str, num_blocks: int) -> None:
         """Engine.import_reserve."""
@@ -457,13 +457,13 @@ class SimulatedEngine:
         checksums: Sequence[int],
     ) -> None:
         """Engine.write_blocks."""
-        if self._prefixes.fetches(request_id):
+        if self._prefixes.has_fetch(request_id):
             self._prefixes.write(request_id, first_block, num_blocks, received, checksums)
             return
         await self._imports.write(request_id, first_block, num_blocks, received, checksums)
 
     async def import_prepare(self, request_id: str, pause: ExportedPause) -> None:
-        """Engine.import_prepare. Raises KvCorrupt when the blocks are not what the tokens demand."""
+        """Engine.import_prepare. Raises KvCorrupt if the blocks do not match the tokens."""
         self._imports.prepare(request_id, pause)
 
     async def import_activate(self, request_id: str) -> None:
@@ -482,7 +482,7 @@ class SimulatedEngine:
     # ---- steps
 
     def _wake(self) -> None:
-        """Step again if nothing is being stepped."""
+        """Start stepping if no step is in progress."""
         if self._timer is None and self._emitter is not None:
             self._due_s = self._live_clock().time()
             self._timer = self._live_clock().call_at(self._due_s, self._begin_step)
@@ -493,21 +493,22 @@ class SimulatedEngine:
         if self.faults.hang:
             self._timer = clock.call_at(clock.time() + _HANG_CHECK_S, self._begin_step)
             return
-        self._boundary.reached()
+        self._boundary.run_pending()
         self._imports.waiting.admit()
         self._step = self._scheduler.plan()
         if self._step is None:
             self._ended_s = 0.0
             return
         self._began_s = clock.time()
-        # From when the last one was due, not from now: a late timer must not slow the engine down.
+        # Count from when the last step was due, not from now, so that late timers do not slow the engine
+        # down.
         self._due_s = max(self._due_s + self._step.ms / 1000 / self._settings.speed, clock.time())
         self._timer = clock.call_at(self._due_s, self._end_step)
 
     def _end_step(self) -> None:
         step, self._step = self._step, None
         if step is None or self.faults.hang:
-            # What the step computed is lost.
+            # The hang loses the step's outputs.
             self._begin_step()
             return
         if self.faults.die_on_prompt is not None and self._crashes(step):
@@ -535,18 +536,18 @@ class SimulatedEngine:
             self._begin_step()
 
     def _crashes(self, step: Step) -> bool:
-        """Whether the step makes the token that the engine does not survive."""
-        making = [*step.decodes]
-        making += [request for request, tokens in step.chunks if request.computed + tokens == request.total]
+        """Return whether the step would generate the token at which the engine is set to die."""
+        sampling = [*step.decodes]
+        sampling += [request for request, tokens in step.chunks if request.computed + tokens == request.total]
         return any(
             request.state is State.RUNNING
             and len(request.outputs) == self.faults.die_at_index
             and tuple(request.prompt) == self.faults.die_on_prompt
-            for request in making
+            for request in sampling
         )
 
     def _die(self, reason: str) -> None:
-        """Fail for good, as vLLM's engine does when a step raises."""
+        """Fail permanently, as vLLM's engine does when a step raises."""
         sink, self._emitter = self._sink, None
         if sink is not None:
             sink.on_engine_dead(reason)
@@ -569,11 +570,11 @@ class SimulatedEngine:
             request.phase = request.decode_phase
             if request.phase is EnginePhase.ANSWERING:
                 flags |= _REASONING_ENDED
-        elif request.closes_at == index - 1:
+        elif request.reasoning_end == index - 1:
             flags = _ANSWER_BEGUN
-        if request.closes_at is None and request.reasons and token == self._vocabulary.end_think:
+        if request.reasoning_end is None and request.reasons and token == self._vocabulary.end_think:
             flags |= _REASONING_ENDED
-            request.closes_at = index
+            request.reasoning_end = index
             request.phase = EnginePhase.ANSWERING
         if flags & _REASONING_ENDED:
             request.turn.start_answering(time.time())
@@ -590,7 +591,7 @@ class SimulatedEngine:
 
     @staticmethod
     def _finish_reason(request: Request, token: int) -> tuple[wire.FinishReason, int | None]:
-        """As vLLM's check_stop, in its order."""
+        """Return the reason that vLLM's check_stop would, checking in its order."""
         if token == request.script.eos:
             return wire.FinishReason.STOP, None
         if token in request.stops:
@@ -598,7 +599,7 @@ class SimulatedEngine:
         return wire.FinishReason.LENGTH, None
 
     def _free(self, request: Request) -> None:
-        self._imports.forget(request)
+        self._imports.discard(request)
         self._table.remove(request)
         self._scheduler.drop(request)
 
@@ -620,7 +621,7 @@ def _host_memory(settings: SimulatedSettings, profile: Profile) -> HostMemory:
 
 
 def _identity(settings: SimulatedSettings) -> ModelIdentity:
-    """Of the model that is simulated; where none is named, of the one whose tokenizer is used."""
+    """Return the identity of the simulated model or, if none is named, of the tokenizer's model."""
     named = settings.model != SimulatedSettings().model
     identity = identify_model(settings.model if named else settings.tokenizer)
     if not settings.weights_seed:
@@ -635,7 +636,7 @@ def _kv_shape(settings: SimulatedSettings) -> KvShape:
             f"a layer's KV block is {layer_block_bytes} bytes; block_tokens * kv_bytes_per_token / num_layers"
             " must be a multiple of 8"
         )
-    # All that decides the tokens and the bytes.
+    # Everything that the tokens and the KV bytes depend on.
     identity = (
         settings.model,
         settings.weights_seed,

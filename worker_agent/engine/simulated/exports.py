@@ -1,4 +1,4 @@
-"""The source's side of a migration."""
+"""Source side of migrations."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from worker_agent.engine.simulated.scheduler import Scheduler
 from worker_agent.engine.simulated.settings import Faults
 from worker_agent.engine.simulated.table import RequestTable
 
-# Bytes made between two looks at the event loop: about a millisecond's worth.
-BYTES_AT_A_TIME: Final = 4 << 20
+# Bytes processed before yielding to the event loop: about a millisecond of work.
+YIELD_BYTES: Final = 4 << 20
 
 
 class SamplingState(msgspec.Struct, array_like=True):
-    """What the target checks that it would go on as the source would have."""
+    """Lets the target check that it continues the request as the source would have."""
 
     script: bytes
     output_tokens: int
 
 
 class Exports:
-    """Requests on their way to another engine; which ones, each Request knows (`exporting`)."""
+    """Requests being exported to other engines; `Request.exporting` tells which."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Exports:
         self, request_id: str, have_blocks: int, token_interval_ms: float, waited_s: float
     ) -> ExportedPause:
         """Engine.export_pause, between two steps."""
-        request = self._hold(request_id)
+        request = self._pause_request(request_id)
         hashes = request.chain.full(have_blocks, self._full_blocks(request))
         if request.computed % self._shape.block_tokens:
             hashes.append(b"")
@@ -82,9 +82,9 @@ class Exports:
 
     def stop(self, request_id: str, token_interval_ms: float, waited_s: float) -> ExportedPause:
         """Engine.export_stop, between two steps."""
-        return self._paused(self._hold(request_id), [], token_interval_ms, waited_s)
+        return self._paused(self._pause_request(request_id), [], token_interval_ms, waited_s)
 
-    def _hold(self, request_id: str) -> Request:
+    def _pause_request(self, request_id: str) -> Request:
         request = self._exporting(request_id)
         if request.state is State.PAUSED:
             raise EngineRefusal(f"request {request_id} is paused already")
@@ -107,7 +107,7 @@ class Exports:
         )
 
     def resume(self, request_id: str) -> None:
-        """Engine.export_resume; a request that has ended meanwhile is ignored."""
+        """Engine.export_resume; a request that has ended is ignored."""
         request = self._table.by_id(request_id)
         if request is None or not request.exporting:
             return
@@ -134,12 +134,12 @@ class Exports:
 
         size = self._codec.block_bytes
         data = staged_bytes(out.buffer, num_blocks * size)
-        at_a_time = max(1, BYTES_AT_A_TIME // size)
+        chunk_blocks = max(1, YIELD_BYTES // size)
         checksums: list[int] = []
-        for start in range(0, num_blocks, at_a_time):
+        for start in range(0, num_blocks, chunk_blocks):
             if start:
                 await asyncio.sleep(0)
-            end = min(start + at_a_time, num_blocks)
+            end = min(start + chunk_blocks, num_blocks)
             checksums += self._codec.write(seeds[start:end], data[start * size : end * size])
         flipped = self._faults.flip_bit_in_block
         if flipped is not None and first_block <= flipped < last:

@@ -1,4 +1,4 @@
-"""The target's side of a migration."""
+"""Target side of migrations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from worker_agent.engine.base import EnginePhase, Exported, ExportedPause, KvSha
 from worker_agent.engine.errors import EngineRefusal, KvCorrupt, NoRoom
 from worker_agent.engine.host_ledger import Swapped
 from worker_agent.engine.import_queue import ImportQueue
-from worker_agent.engine.simulated.exports import BYTES_AT_A_TIME, SamplingState
+from worker_agent.engine.simulated.exports import YIELD_BYTES, SamplingState
 from worker_agent.engine.simulated.kv import KvCodec, staged_bytes
 from worker_agent.engine.simulated.reader import RequestReader, UnrunnableError
 from worker_agent.engine.simulated.request import Request, State
@@ -28,22 +28,22 @@ _state = msgspec.msgpack.Decoder(SamplingState)
 @dataclass(slots=True)
 class _Import:
     request: Request
-    # Its room, if that is in host memory.
+    # The reservation, if it is in host memory.
     slots: list[int] | None
-    # Leading blocks that the pool had by name.
-    held: int = 0
-    # Seed that each received block carried; a block's bytes are its seed's, so this is all to keep.
+    # Number of leading blocks that were cached.
+    cached: int = 0
+    # Seed of each received block. A block's bytes follow from its seed, so nothing else is stored.
     seeds: dict[int, int] = field(default_factory=dict)
     prepared: bool = False
 
     @property
     def reserved(self) -> int:
-        """Blocks there is room for."""
+        """Number of reserved blocks."""
         return len(self.request.blocks if self.slots is None else self.slots)
 
 
 class Imports:
-    """Requests on their way from another engine."""
+    """Requests being imported from other engines."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Imports:
         self._shape = shape
         self._faults = faults
         self._imports: dict[str, _Import] = {}
-        # Those that wait for room; asked before each step.
+        # Imports that wait for room; `admit` is called before each step.
         self.waiting = ImportQueue()
 
     def check_replay(self, exported: Exported, key: RequestKey) -> None:
@@ -77,7 +77,7 @@ class Imports:
         request = self._request(exported, key, epoch)
         if self.waiting:
             raise NoRoom(f"{len(self.waiting)} imports wait for room")
-        self._enter(request, exported)
+        self._reserve_import(request, exported)
 
     async def queue(self, exported: Exported, key: RequestKey, epoch: int) -> None:
         """Engine.import_queue."""
@@ -92,13 +92,13 @@ class Imports:
             else:
                 has_room.set_exception(refusal)
 
-        self.waiting.add(request.request_id, key, lambda: self._enter(request, exported), done)
+        self.waiting.add(request.request_id, key, lambda: self._reserve_import(request, exported), done)
         self.waiting.admit()
         await has_room
 
-    def held(self, request_id: str) -> int:
+    def cached(self, request_id: str) -> int:
         """Engine.import_cached."""
-        return self._importing(request_id).held
+        return self._importing(request_id).cached
 
     def reserve(self, request_id: str, num_blocks: int) -> None:
         """Engine.import_reserve."""
@@ -118,18 +118,19 @@ class Imports:
     ) -> None:
         """Engine.write_blocks."""
         incoming = self._importing(request_id)
-        if first_block < incoming.held or first_block + num_blocks > incoming.reserved:
-            raise EngineRefusal(f"{request_id}: blocks {incoming.held} to {incoming.reserved} may be written")
+        first, last = incoming.cached, incoming.reserved
+        if first_block < first or first_block + num_blocks > last:
+            raise EngineRefusal(f"{request_id}: blocks {first} to {last} may be written")
         if len(checksums) != num_blocks:
             raise KvCorrupt(f"{len(checksums)} checksums for {num_blocks} blocks")
         size = self._codec.block_bytes
         data = staged_bytes(received.buffer, num_blocks * size)
-        at_a_time = max(1, BYTES_AT_A_TIME // size)
+        chunk_blocks = max(1, YIELD_BYTES // size)
         seeds: list[int] = []
-        for start in range(0, num_blocks, at_a_time):
+        for start in range(0, num_blocks, chunk_blocks):
             if start:
                 await asyncio.sleep(0)
-            end = min(start + at_a_time, num_blocks)
+            end = min(start + chunk_blocks, num_blocks)
             part = data[start * size : end * size]
             seeds += self._codec.read(part, checksums[start:end], first_block + start).tolist()
         if self._imports.get(request_id) is not incoming:
@@ -146,23 +147,23 @@ class Imports:
         request.total = len(request.prompt) + len(outputs)
         if not 0 <= pause.computed_tokens < request.total:
             raise EngineRefusal(f"KV of {pause.computed_tokens} tokens, of {request.total}")
-        if request.closes_at is None and request.reasons:
-            closed = request.script.end_think_at
-            request.closes_at = closed if 0 <= closed < len(outputs) else None
+        if request.reasoning_end is None and request.reasons:
+            end = request.script.end_think_at
+            request.reasoning_end = end if 0 <= end < len(outputs) else None
         if outputs and pause.computed_tokens == request.total - 1:
             request.phase = request.decode_phase
         if request.phase is EnginePhase.ANSWERING:
             request.turn.start_answering(time.time(), pause.answering_for_s)
 
         blocks = self._scheduler.pool.blocks_for(pause.computed_tokens)
-        demanded = request.chain.seeds(0, blocks, pause.computed_tokens)
+        expected = request.chain.seeds(0, blocks, pause.computed_tokens)
         missing = [block for block in range(blocks) if block not in incoming.seeds]
         if missing:
             raise KvCorrupt(f"block {missing[0]} of {request_id} was never received")
         received = np.fromiter((incoming.seeds[block] for block in range(blocks)), np.uint64, blocks)
-        wrong = np.flatnonzero(demanded != received)
+        wrong = np.flatnonzero(expected != received)
         if wrong.size:
-            raise KvCorrupt(f"block {int(wrong[0])} is not what the tokens of {request_id} demand")
+            raise KvCorrupt(f"block {int(wrong[0])} does not match the tokens of {request_id}")
         request.computed = pause.computed_tokens
         incoming.prepared = True
 
@@ -173,22 +174,22 @@ class Imports:
             raise EngineRefusal(f"the import of {request_id} is not prepared")
         del self._imports[request_id]
         if incoming.slots is not None:
-            self._wait_on_host(incoming.request, incoming.slots)
+            self._register_swapped(incoming.request, incoming.slots)
         self._scheduler.run(incoming.request)
 
-    def forget(self, request: Request) -> None:
-        """The request is dropped or aborted."""
+    def discard(self, request: Request) -> None:
+        """Forget the import of a request that is dropped or aborted, if there is one."""
         incoming = self._imports.pop(request.request_id, None)
         if incoming is not None and incoming.slots is not None:
             self._scheduler.host.release(incoming.slots)
 
     def find(self, request_id: str) -> Request | None:
-        """The request, if it is being imported."""
+        """Return the request if it is being imported."""
         incoming = self._imports.get(request_id)
         return None if incoming is None else incoming.request
 
     def _request(self, exported: Exported, key: RequestKey, epoch: int) -> Request:
-        """The request, which this engine could run. Raises EngineRefusal."""
+        """Decode the request. Raises EngineRefusal if this engine could not run it."""
         if self._faults.refuse_import is not None:
             raise EngineRefusal(self._faults.refuse_import)
         try:
@@ -208,25 +209,25 @@ class Imports:
             raise EngineRefusal(f"request {request_id} is on this engine already")
         return request
 
-    def _enter(self, request: Request, exported: Exported) -> None:
-        """Take room. Raises NoRoom."""
-        incoming = self._room(request, exported.block_hashes)
+    def _reserve_import(self, request: Request, exported: Exported) -> None:
+        """Reserve room and register the import. Raises NoRoom."""
+        incoming = self._reserve_blocks(request, exported.block_hashes)
         request.phase = exported.phase
         self._scheduler.hold(request, State.IMPORTING)
         self._table.add(request)
         self._imports[request.request_id] = incoming
 
-    def _room(self, request: Request, names: Sequence[bytes]) -> _Import:
-        """Blocks of the device for the request, the first of them by name if they are there, or slots of host
+    def _reserve_blocks(self, request: Request, names: Sequence[bytes]) -> _Import:
+        """Reserve blocks of the device, starting with those cached under these names, or slots of host
         memory. Raises NoRoom."""
         scheduler, pool = self._scheduler, self._scheduler.pool
         blocks = min(pool.blocks_for(request.total) + 1, pool.total)
         if scheduler.free_slots > 0 and blocks <= pool.free:
-            held = pool.take(request.blocks, names) if scheduler.keeps_names else 0
+            cached = pool.take_named(request.blocks, names) if scheduler.prefix_caching else 0
             pool.grow(request.blocks, blocks)
-            # As if they had come: what they stand for is checked with the others.
-            seeds = {number: int.from_bytes(names[number][:8], "little") for number in range(held)}
-            return _Import(request, None, held, seeds)
+            # Treat cached blocks as received, so that their content is verified with the others.
+            seeds = {number: int.from_bytes(names[number][:8], "little") for number in range(cached)}
+            return _Import(request, None, cached, seeds)
         if scheduler.intra is not None and scheduler.intra.receives_on_host:
             slots = scheduler.host.allocate(blocks)
             if slots is not None:
@@ -235,8 +236,8 @@ class Imports:
             raise NoRoom("the batch is full")
         raise NoRoom(f"{blocks} KV blocks are needed and {pool.free} free")
 
-    def _wait_on_host(self, request: Request, slots: list[int]) -> None:
-        """From here on it is a request that was swapped out."""
+    def _register_swapped(self, request: Request, slots: list[int]) -> None:
+        """Register the request as swapped out, and release the slots it does not need."""
         used = self._scheduler.pool.blocks_for(request.computed)
         self._scheduler.host.release(slots[used:])
         swapped = Swapped(request.computed, slots[:used], [b""] * used)
@@ -250,12 +251,12 @@ class Imports:
 
 
 def check_state(request: Request, output_tokens: int, sampling_state: bytes) -> None:
-    """Whether the request goes on here as it would have at its source. Raises EngineRefusal."""
+    """Check that the request continues here as it would have at its source. Raises EngineRefusal."""
     try:
         state = _state.decode(sampling_state)
     except msgspec.DecodeError as error:
         raise EngineRefusal(f"sampling state: {error}") from error
     if state.script != request.script.identity:
-        raise EngineRefusal("the source would have gone on otherwise: another prompt, seed or model")
+        raise EngineRefusal("the source would continue differently: another prompt, seed or model")
     if state.output_tokens != output_tokens:
-        raise EngineRefusal(f"{output_tokens} output tokens handed over, {state.output_tokens} made")
+        raise EngineRefusal(f"{output_tokens} output tokens handed over, {state.output_tokens} generated")

@@ -1,9 +1,9 @@
-"""KV bytes that depend on what they stand for.
+"""Simulated KV bytes that depend on the tokens they represent.
 
-The bytes of a block are a pattern of the model's, XORed throughout with 64 bits that digest the block's
-tokens and all before them. So they can be made as fast as memory is written, and from received bytes the
-receiver gets the digest back: bytes that are damaged are no such XOR, and another block's or another prompt's
-bytes give another digest.
+The bytes of a block are a pattern of the model, XORed throughout with a 64-bit digest (the seed) of the
+block's tokens and all before them. So they can be generated as fast as memory is written, and a receiver can
+recover the digest: damaged bytes are no such XOR, and blocks of other positions or prompts have another
+digest.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tailrace.cache.names import BlockHasher, Keys, Naming
 from worker_agent.engine.base import KvShape
 from worker_agent.engine.errors import KvCorrupt
 
-# Worked on at a time, so that what is written is still in the cache when its checksum is made.
-_CACHED_BYTES: Final = 256 << 10
+# Bytes processed at a time, so that they are still in the CPU's cache when their checksum is computed.
+_CHUNK_BYTES: Final = 256 << 10
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint64]
@@ -44,7 +44,7 @@ class HostStaging:
 
 
 def staged_bytes(staging_buffer: object, size: int) -> Bytes:
-    """The first `size` bytes of a staging buffer. Raises ValueError when it is shorter."""
+    """Return the first `size` bytes of a staging buffer. Raises ValueError if it is shorter."""
     view = np.frombuffer(staging_buffer, np.uint8)  # type: ignore[call-overload]
     if view.size < size:
         raise ValueError(f"staging holds {view.size} bytes, {size} are needed")
@@ -58,40 +58,40 @@ def _pattern(fingerprint: str, block_bytes: int) -> Words:
 
 
 class KvCodec:
-    """Makes and checks the bytes of blocks of one shape, a cache's worth at a time."""
+    """Generates and verifies the bytes of blocks of one shape, a chunk at a time."""
 
-    __slots__ = ("_at_a_time", "_pattern", "_scratch", "block_bytes")
+    __slots__ = ("_chunk_blocks", "_pattern", "_scratch", "block_bytes")
 
     def __init__(self, shape: KvShape) -> None:
         if shape.block_bytes % 8:
             raise RuntimeError(f"a KV block must be a multiple of 8 bytes, not {shape.block_bytes}")
         self.block_bytes = shape.block_bytes
         self._pattern = _pattern(shape.model_fingerprint, shape.block_bytes)
-        self._at_a_time = max(1, _CACHED_BYTES // shape.block_bytes)
+        self._chunk_blocks = max(1, _CHUNK_BYTES // shape.block_bytes)
         self._scratch: Bytes | None = None
 
     def write(self, seeds: Words, out: Bytes) -> list[int]:
-        """Write the bytes of the blocks with these seeds; one 64-bit checksum (XXH3) a block."""
+        """Write the bytes of the blocks with these seeds; return one 64-bit checksum (XXH3) per block."""
         checksums: list[int] = []
         size = self.block_bytes
-        for start in range(0, len(seeds), self._at_a_time):
-            part = seeds[start : start + self._at_a_time]
+        for start in range(0, len(seeds), self._chunk_blocks):
+            part = seeds[start : start + self._chunk_blocks]
             data = out[start * size : (start + len(part)) * size]
             self._expand(part, data)
             checksums += self._checksums(data)
         return checksums
 
     def read(self, data: Bytes, checksums: Sequence[int], first_block: int) -> Words:
-        """The seeds of received blocks, the first of which has this number.
+        """Return the seeds of received blocks, numbered from `first_block`.
 
-        Raises KvCorrupt for bytes that have not their checksum, or that no block of this model has.
+        Raises KvCorrupt for bytes that do not match their checksum or do not belong to this model.
         """
         size = self.block_bytes
         if self._scratch is None:
-            self._scratch = np.empty(self._at_a_time * size, np.uint8)
+            self._scratch = np.empty(self._chunk_blocks * size, np.uint8)
         seeds: Words = data.view(np.uint64)[:: size // 8] ^ self._pattern[0]
-        for start in range(0, len(seeds), self._at_a_time):
-            part = seeds[start : start + self._at_a_time]
+        for start in range(0, len(seeds), self._chunk_blocks):
+            part = seeds[start : start + self._chunk_blocks]
             end = start + len(part)
             expected = self._scratch[: len(part) * size]
             self._expand(part, expected)
@@ -120,25 +120,25 @@ class KvCodec:
 
 
 class BlockChain:
-    """The hashes of a request's blocks, each of its tokens and all before it; made as they are asked for.
+    """The hashes of a request's blocks, each of its tokens and all before them; computed on demand.
 
-    Those of full blocks are vLLM's, so that a front end finds their names.
+    Those of full blocks equal vLLM's, so that a front end knows their names.
     """
 
     __slots__ = ("_block_tokens", "_full", "_hasher", "_outputs", "_prompt")
 
     def __init__(self, naming: Naming, keys: Keys, prompt: list[int], outputs: list[int]) -> None:
-        """`naming`: its seed stands for the model."""
+        """The seed of `naming` identifies the model."""
         self._block_tokens = naming.block_tokens
         self._hasher = BlockHasher(naming, keys)
         self._prompt = prompt
-        # The request's own list: it grows, and never changes.
+        # The request's own list, to which tokens are only appended.
         self._outputs = outputs
-        # Entry 0 stands for what is before the first block.
+        # Entry i + 1 is the hash of block i; entry 0 is the start of the chain.
         self._full = [self._hasher.first]
 
     def full(self, first: int, last: int) -> list[bytes]:
-        """Hashes of blocks [first, last), all of them full."""
+        """Return the hashes of blocks [first, last), all of which are full."""
         size = self._block_tokens
         full = self._full
         while len(full) <= last:
@@ -147,7 +147,8 @@ class BlockChain:
         return full[first + 1 : last + 1]
 
     def seeds(self, first: int, last: int, tokens: int) -> Words:
-        """Seeds of blocks [first, last) when `tokens` tokens have KV; the last block may be partial."""
+        """Return the seeds of blocks [first, last) if `tokens` tokens have KV; the last one may be
+        partial."""
         whole = tokens // self._block_tokens
         digests = self.full(first, min(last, whole))
         if last > whole:
@@ -166,5 +167,5 @@ class BlockChain:
 
 
 def seeds_of(digests: Sequence[bytes]) -> Words:
-    """What the bytes of these blocks are made from."""
+    """Return the seeds of the blocks with these hashes."""
     return np.frombuffer(b"".join(digest[:8] for digest in digests), np.uint64)

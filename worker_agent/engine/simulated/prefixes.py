@@ -1,6 +1,6 @@
-"""Prefixes that go from one simulated engine's cache to another's, and what is told of the cache.
+"""Prefix blocks lent to and fetched from other simulated engines.
 
-As on vLLM, but that a block which a request holds has no name: what is lent is what nobody holds.
+As in vLLM, except that blocks in use have no name: only free blocks can be lent.
 """
 
 from __future__ import annotations
@@ -19,46 +19,47 @@ from worker_agent.engine.simulated.reader import RequestReader, UnrunnableError
 
 @dataclass(slots=True)
 class _Fetch:
-    """`held` blocks of these names were here, the others come."""
+    """The fetch for one prompt: the first `cached` of these blocks were in the cache, the others are
+    received."""
 
     names: list[bytes]
-    held: int
+    cached: int
     blocks: list[int]
-    # Coming blocks, counted from 0, that have come.
+    # Received blocks, counted from 0 after the cached ones.
     written: set[int] = field(default_factory=set)
 
 
 class Prefixes:
-    """Loans and fetches of one engine, by name."""
+    """Loans and fetches of one engine, by ID."""
 
-    def __init__(self, pool: BlockPool, reader: RequestReader, codec: KvCodec, keeps_names: bool) -> None:
+    def __init__(self, pool: BlockPool, reader: RequestReader, codec: KvCodec, prefix_caching: bool) -> None:
         self._pool = pool
         self._reader = reader
         self._codec = codec
-        self._keeps_names = keeps_names
+        self._prefix_caching = prefix_caching
         self._loans: dict[str, tuple[list[bytes], list[int]]] = {}
         self._fetches: dict[str, _Fetch] = {}
 
-    def lends(self, loan_id: str) -> bool:
-        """Whether this loan is open."""
+    def has_loan(self, loan_id: str) -> bool:
+        """Return whether this loan is open."""
         return loan_id in self._loans
 
-    def fetches(self, fetch_id: str) -> bool:
-        """Whether this fetch is open."""
+    def has_fetch(self, fetch_id: str) -> bool:
+        """Return whether this fetch is open."""
         return fetch_id in self._fetches
 
-    # ---- the holder
+    # ---- lender
 
-    def lend(self, loan_id: str, names: Sequence[bytes]) -> int:
+    def open_loan(self, loan_id: str, names: Sequence[bytes]) -> int:
         """Engine.loan_open."""
         if loan_id in self._loans:
             raise EngineRefusal(f"{loan_id} is open")
         blocks: list[int] = []
-        count = self._pool.take(blocks, names)
+        count = self._pool.take_named(blocks, names)
         self._loans[loan_id] = list(names[:count]), blocks
         return count
 
-    def end(self, loan_id: str) -> None:
+    def end_loan(self, loan_id: str) -> None:
         """Engine.loan_end."""
         names, blocks = self._loans.pop(loan_id, ([], []))
         self._pool.release(blocks, names)
@@ -66,37 +67,38 @@ class Prefixes:
     def read(self, loan_id: str, first_block: int, num_blocks: int, out: Staging) -> list[int]:
         """Engine.read_blocks."""
         names, _ = self._loans[loan_id]
-        asked = names[first_block : first_block + num_blocks]
-        if first_block < 0 or num_blocks < 1 or len(asked) != num_blocks:
+        requested = names[first_block : first_block + num_blocks]
+        if first_block < 0 or num_blocks < 1 or len(requested) != num_blocks:
             raise EngineRefusal(f"blocks [{first_block}, {first_block + num_blocks}) of {len(names)} lent")
         data = staged_bytes(out.buffer, num_blocks * self._codec.block_bytes)
-        return self._codec.write(seeds_of(asked), data)
+        return self._codec.write(seeds_of(requested), data)
 
-    # ---- the borrower
+    # ---- borrower
 
-    def lacks(self, submission: Submission) -> list[bytes]:
+    def missing(self, submission: Submission) -> list[bytes]:
         """Engine.fetch_missing."""
         names, blocks = self._names(submission, None), list[int]()
-        held = self._pool.take(blocks, names)
-        self._pool.release(blocks, names[:held])
-        return names[held:]
+        cached = self._pool.take_named(blocks, names)
+        self._pool.release(blocks, names[:cached])
+        return names[cached:]
 
-    def fetch(self, fetch_id: str, submission: Submission, max_tokens: int) -> list[bytes]:
+    def open_fetch(self, fetch_id: str, submission: Submission, max_tokens: int) -> list[bytes]:
         """Engine.fetch_open."""
         pool = self._pool
         names, blocks = self._names(submission, max_tokens // pool.block_tokens), list[int]()
-        count, held = len(names), pool.take(blocks, names)
-        if held == count or not pool.grow(blocks, count):
-            pool.release(blocks, names[:held])
-            if held == count:
+        count, cached = len(names), pool.take_named(blocks, names)
+        if cached == count or not pool.grow(blocks, count):
+            pool.release(blocks, names[:cached])
+            if cached == count:
                 return []
-            raise NoRoom(f"no room: {count - held} KV blocks are not free")
-        self._fetches[fetch_id] = _Fetch(names, held, blocks)
-        return names[held:]
+            raise NoRoom(f"no room: {count - cached} KV blocks are not free")
+        self._fetches[fetch_id] = _Fetch(names, cached, blocks)
+        return names[cached:]
 
-    def _names(self, submission: Submission, most_blocks: int | None) -> list[bytes]:
-        """Of the prompt's blocks, of so many at most; its last token is computed, whatever is here."""
-        if not self._keeps_names:
+    def _names(self, submission: Submission, max_blocks: int | None) -> list[bytes]:
+        """Return the names of the prompt's first `max_blocks`, without the last token, which must always be
+        computed."""
+        if not self._prefix_caching:
             raise EngineRefusal("its cache does not accept blocks from other instances")
         try:
             request = self._reader.read(
@@ -105,15 +107,15 @@ class Prefixes:
         except UnrunnableError as error:
             raise EngineRefusal(str(error)) from error
         count = (request.total - 1) // self._pool.block_tokens
-        return list(request.chain.full(0, count if most_blocks is None else min(count, most_blocks)))
+        return list(request.chain.full(0, count if max_blocks is None else min(count, max_blocks)))
 
     def write(
         self, fetch_id: str, first_block: int, num_blocks: int, received: Staging, checksums: Sequence[int]
     ) -> None:
         """Engine.write_blocks."""
         found = self._fetches[fetch_id]
-        coming = found.names[found.held :]
-        names = coming[first_block : first_block + num_blocks]
+        missing = found.names[found.cached :]
+        names = missing[first_block : first_block + num_blocks]
         if len(names) != num_blocks:
             raise EngineRefusal(f"blocks {first_block}..{first_block + num_blocks - 1} do not come")
         if len(checksums) != num_blocks:
@@ -121,7 +123,7 @@ class Prefixes:
         data = staged_bytes(received.buffer, num_blocks * self._codec.block_bytes)
         wrong = np.flatnonzero(self._codec.read(data, checksums, first_block) != seeds_of(names))
         if wrong.size:
-            raise KvCorrupt(f"block {first_block + int(wrong[0])} is not what its name demands")
+            raise KvCorrupt(f"block {first_block + int(wrong[0])} does not match its name")
         found.written.update(range(first_block, first_block + num_blocks))
 
     def keep(self, fetch_id: str, blocks: int) -> None:
@@ -129,13 +131,13 @@ class Prefixes:
         found = self._fetches.get(fetch_id)
         if found is None or not found.written.issuperset(range(blocks)):
             raise EngineRefusal(f"{fetch_id}: its blocks have not arrived")
-        count = found.held + blocks
+        count = found.cached + blocks
         kept, found.blocks = found.blocks[:count], found.blocks[count:]
         self._pool.release(kept, found.names[:count])
-        found.names, found.held = [], 0
+        found.names, found.cached = [], 0
 
-    def drop(self, fetch_id: str) -> None:
-        """Engine.fetch_drop: what was here before is the cache's again."""
+    def drop_fetch(self, fetch_id: str) -> None:
+        """Engine.fetch_drop; blocks that were cached before return to the cache."""
         found = self._fetches.pop(fetch_id, None)
         if found is not None:
-            self._pool.release(found.blocks, found.names[: found.held])
+            self._pool.release(found.blocks, found.names[: found.cached])

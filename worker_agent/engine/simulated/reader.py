@@ -1,4 +1,4 @@
-"""From vLLM's request message to a Request."""
+"""Decoding of vLLM's request messages."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tailrace.wire.cache_keys import read_cache_keys
 from worker_agent.engine.base import Frames, RequestKey
 from worker_agent.engine.simulated.kv import BlockChain
 from worker_agent.engine.simulated.request import Request
-from worker_agent.engine.simulated.script import Script, opened
+from worker_agent.engine.simulated.script import Script, opens_reasoning
 from worker_agent.engine.simulated.settings import SimulatedSettings
 from worker_agent.engine.simulated.vocabulary import Vocabulary
 
 
 class UnrunnableError(Exception):
-    """This engine cannot run this request; the message says why."""
+    """This engine cannot run the request; the message says why."""
 
 
 class RequestReader:
-    """Reads requests for one engine."""
+    """Decodes requests for one engine."""
 
     def __init__(
         self, settings: SimulatedSettings, vocabulary: Vocabulary, naming: Naming, max_model_len: int
@@ -42,7 +42,7 @@ class RequestReader:
         frontend_id: str,
         traceparent: str,
     ) -> Request:
-        """Build the request. Raises UnrunnableError."""
+        """Decode a request. Raises UnrunnableError."""
         try:
             message = wire.read_full_request(frames)
         except msgspec.DecodeError as error:
@@ -60,7 +60,7 @@ class RequestReader:
             script = Script(prompt, sampling, self._settings, self._vocabulary)
         except ValueError as error:
             raise UnrunnableError(str(error)) from error
-        read = read_cache_keys(frames)
+        cache_keys = read_cache_keys(frames)
         outputs = list(output_token_ids)
         limit = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
         end_think = self._vocabulary.end_think
@@ -74,14 +74,16 @@ class RequestReader:
             prompt=prompt,
             outputs=outputs,
             script=script,
-            chain=BlockChain(self._naming, NO_KEYS if read is None else read.keys, prompt, outputs),
+            chain=BlockChain(
+                self._naming, NO_KEYS if cache_keys is None else cache_keys.keys, prompt, outputs
+            ),
             length_at=limit - 1,
             reasons=(
                 self._settings.reasoning_mean_tokens > 0
                 and end_think is not None
-                and opened(prompt, self._vocabulary) is not False
+                and opens_reasoning(prompt, self._vocabulary) is not False
             ),
-            closes_at=outputs.index(end_think) if end_think in outputs else None,
+            reasoning_end=outputs.index(end_think) if end_think in outputs else None,
             logprobs=sampling.logprobs,
             arrival_s=message.arrival_time,
             trace_headers=message.trace_headers,
@@ -101,7 +103,7 @@ _ANSWERS: Final[Mapping[str, object]] = {
 
 
 def answer_utility(call_id: int, frames: Frames) -> list[bytes]:
-    """vLLM's answer to this call, or its failure for a method that is not there."""
+    """Return vLLM's answer to this call, or its failure for unknown methods."""
     try:
         method = wire.read_utility(frames).method
     except msgspec.DecodeError as error:

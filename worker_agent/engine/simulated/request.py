@@ -18,28 +18,26 @@ _numbers = itertools.count()
 
 
 class State(enum.Enum):
-    """Where a request is in its life on this engine."""
+    """The state of a request on this engine."""
 
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
-    # Stopped by its export; holds its blocks.
+    # Paused by its export; keeps its blocks.
     PAUSED = "paused"
-    # Its KV is being received; holds its blocks.
+    # Its KV is being received; has its blocks.
     IMPORTING = "importing"
-    # Gone; whatever still names it must let go.
+    # Ended or dropped; it must no longer be used.
     GONE = "gone"
 
 
 class Request:
-    """Mutable state; the scheduler, the exports and the imports each change their part of it."""
+    """A request's mutable state; the scheduler, the exports and the imports each change their part of it."""
 
     __slots__ = (
         "arrival_s",
         "blocks",
-        "came_s",
         "chain",
-        "closes_at",
         "computed",
         "epoch",
         "exported_outputs",
@@ -52,11 +50,13 @@ class Request:
         "outputs",
         "phase",
         "prompt",
+        "reasoning_end",
         "reasons",
         "request_id",
         "script",
         "state",
         "stops",
+        "submitted_s",
         "total",
         "trace_headers",
         "traceparent",
@@ -78,7 +78,7 @@ class Request:
         chain: BlockChain,
         length_at: int,
         reasons: bool,
-        closes_at: int | None,
+        reasoning_end: int | None,
         logprobs: int | None,
         arrival_s: float,
         trace_headers: dict[str, str] | None,
@@ -95,92 +95,93 @@ class Request:
         self.stops = script.stops
         self.chain = chain
         self.length_limit = length_at + 1
-        # Index of the last token that the lengths or the end-of-sequence token allow.
+        # Index of the last token, given by the length limits or the end-of-sequence token.
         self.finish_at = min(length_at, script.eos_at)
-        # The model reasons, and the prompt has not closed the thought.
+        # The model reasons, and the prompt has not ended the reasoning.
         self.reasons = reasons
-        # Index of the output that closed the thought.
-        self.closes_at = closes_at
+        # Index of the output token that ended the reasoning.
+        self.reasoning_end = reasoning_end
         self.logprobs = logprobs
         self.arrival_s = arrival_s
         self.trace_headers = trace_headers
-        # Tokens in all, and those whose KV exists.
+        # Number of all tokens, and of those whose KV exists.
         self.total = len(prompt) + len(outputs)
         self.computed = 0
         self.blocks: list[int] = []
         self.state = State.WAITING
         self.turn = Turn(arrival_order(arrival_s, next(_numbers)))
         self.phase = EnginePhase.PREFILL
-        # Output tokens that its open export has named; None: no export is open.
+        # Output tokens that the open export has reported; None: no export is open.
         self.exported_outputs: int | None = None
-        # Monotonic seconds when it came; told to the API server's metrics.
-        self.came_s = time.monotonic()
+        # Monotonic time of submission, for the API server's metrics.
+        self.submitted_s = time.monotonic()
 
-    # ---- as worker_agent.engine.step_order.Member
+    # ---- worker_agent.engine.step_order.Member
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output."""
+        """Prompt and output tokens."""
         return self.total
 
     @property
     def num_output_tokens(self) -> int:
-        """Output."""
+        """Output tokens."""
         return len(self.outputs)
 
     @property
     def num_output_placeholders(self) -> int:
-        """A step's tokens are there before the next one begins."""
+        """Always 0, because a step begins only after the previous one has ended."""
         return 0
 
     @property
     def num_computed_tokens(self) -> int:
-        """Those whose KV exists."""
+        """Tokens whose KV exists."""
         return self.computed
 
     @property
     def view(self) -> JobView:
-        """What an intra-instance policy sees."""
-        reasons = self.reasons and self.closes_at is None
+        """The request as an intra-instance policy sees it."""
+        reasons = self.reasons and self.reasoning_end is None
         return view_of(self.turn, reasons, len(self.prompt), len(self.outputs), self.reasoning_tokens)
 
     @property
     def decodes(self) -> bool:
-        """All but its latest token is computed, and that one is an output."""
+        """Whether all tokens but the latest are computed and the latest is an output."""
         return bool(self.outputs) and self.computed == self.total - 1
 
     @property
     def exporting(self) -> bool:
-        """An export is open: its blocks are given up last."""
+        """Whether an export is open; such requests are preempted last."""
         return self.exported_outputs is not None
 
     @property
     def decode_phase(self) -> EnginePhase:
-        """The phase once its prompt is computed."""
-        if self.reasons and self.closes_at is None:
+        """The phase when the prompt is computed."""
+        if self.reasons and self.reasoning_end is None:
             return EnginePhase.REASONING
         return EnginePhase.ANSWERING
 
     @property
     def reasoning_tokens(self) -> int:
-        """Output tokens up to the end of the thought."""
+        """Output tokens up to the end of the reasoning."""
         if not self.reasons:
             return 0
-        return len(self.outputs) if self.closes_at is None else self.closes_at + 1
+        return len(self.outputs) if self.reasoning_end is None else self.reasoning_end + 1
 
 
 _HALF: Final = 1 << 63
 
 
 def predicted_remaining(request: Request, error: float | None) -> float | None:
-    """Output tokens still to come, off by up to the share `error` of them; None when nothing is predicted.
+    """Return the remaining output tokens with a relative error of up to `error`; None without predictions.
 
-    The share is drawn from what decides the request's tokens: the same on every engine and at every moment.
+    The error is derived from the script's digest, so that it is the same on every engine and at any time.
     """
     if error is None:
         return None
-    made = len(request.outputs)
-    left = max(0, request.finish_at + 1 - made)
+    generated = len(request.outputs)
+    left = max(0, request.finish_at + 1 - generated)
     draw = int.from_bytes(request.script.identity[16:24], "little") / _HALF - 1.0
-    # The script's own limit holds the model's longest context too.
-    return limited(left * (1.0 + error * draw), tokens_left(len(request.prompt), made, request.length_limit))
+    # The request's length limit includes the model's context length.
+    most = tokens_left(len(request.prompt), generated, request.length_limit)
+    return limited(left * (1.0 + error * draw), most)

@@ -1,4 +1,4 @@
-"""Continuous batching: who computes how many tokens in the next step."""
+"""Continuous batching: which requests compute how many tokens in the next step."""
 
 from __future__ import annotations
 
@@ -19,33 +19,34 @@ from worker_agent.engine.turns import serving_phase
 
 @dataclass(slots=True)
 class Step:
-    """One step's work. A request that computes all its tokens makes a new one."""
+    """One step's work. A request whose tokens are then all computed generates a new one."""
 
     # Requests that compute one token, the last sampled one.
     decodes: list[Request] = field(default_factory=list)
-    # (request, tokens) for the others.
+    # The others, with their numbers of tokens.
     chunks: list[tuple[Request, int]] = field(default_factory=list)
     ms: float = 0.0
 
     @property
     def tokens(self) -> int:
-        """Tokens that it computes."""
+        """Tokens that the step computes."""
         return len(self.decodes) + sum(tokens for _, tokens in self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Where preempted requests' KV goes, and how long a step waits for each that is copied."""
+    """Host memory for preempted requests' KV, and the time that a step waits for each copy."""
 
     ledger: HostLedger
     swap: SwapModel
 
 
 class Scheduler:
-    """First come, first served, with chunked prefill, as vLLM's; or in the order of an intra-instance policy.
+    """Schedules with chunked prefill, either first come, first served, as vLLM does, or by an intra-instance
+    policy.
 
-    In the first, running requests go before waiting ones; of the running, the youngest gives way. A request
-    that decodes and gives way goes to host memory, if there is room, and is computed anew if not.
+    First come, first served, running requests take precedence over waiting ones, and the youngest running one
+    is preempted. A preempted decoding request is swapped out if host memory has room, else recomputed.
     """
 
     def __init__(
@@ -55,19 +56,19 @@ class Scheduler:
         max_num_seqs: int,
         max_batched_tokens: int,
         host: HostMemory,
-        keeps_names: bool = False,
+        prefix_caching: bool = False,
     ) -> None:
-        """`keeps_names`: blocks that come back to the pool keep their KV by name."""
+        """`prefix_caching`: blocks returned to the pool keep their KV by name."""
         self.pool = pool
-        self.keeps_names = keeps_names
+        self.prefix_caching = prefix_caching
         self.host = host.ledger
         self.running: list[Request] = []
         self.waiting: deque[Request] | RankedLine[Request] = deque()
         self.intra: IntraPolicy | None = None
-        # Requests that are paused or being imported with blocks: they count as running ones.
+        # Requests with blocks that are paused or being imported; they occupy a slot of the batch.
         self.held = 0
         self.preemptions = 0
-        # Of prompts that were begun, and of those that were found in the cache.
+        # Tokens of prompts that were started, and those of them that were found in the cache.
         self.prompt_tokens = 0
         self.cached_prompt_tokens = 0
         self._order: StepOrder[Request] | None = None
@@ -75,15 +76,15 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._max_batched_tokens = max_batched_tokens
         self._swap = host.swap
-        # What the step that is being planned waits for copies to and from host memory.
+        # Time that the step being planned waits for copies to and from host memory.
         self._swap_ms = 0.0
 
     @property
     def free_slots(self) -> int:
-        """How many more requests may run."""
+        """Number of requests that may still be added to the batch."""
         return self._max_num_seqs - len(self.running) - self.held
 
-    def use(self, policy: IntraPolicy | None) -> None:
+    def use_policy(self, policy: IntraPolicy | None) -> None:
         """Order requests by this policy from the next step on; None: first come, first served."""
         self.intra = policy
         waiting = list(self.waiting)
@@ -104,22 +105,24 @@ class Scheduler:
         self.waiting = RankedLine(order.rank, order.lapses_s, order.lapse, waiting)
 
     def on_host(self, request: Request) -> bool:
-        """Its KV is in host memory."""
+        """Return whether the request's KV is in host memory."""
         return self.host.get(request.request_id) is not None
 
     def _names(self, request: Request) -> list[bytes]:
-        """Of its computed full blocks, if the pool is to keep them."""
-        return request.chain.full(0, request.computed // self.pool.block_tokens) if self.keeps_names else []
+        """Return the names of the request's computed full blocks, or none without prefix caching."""
+        return (
+            request.chain.full(0, request.computed // self.pool.block_tokens) if self.prefix_caching else []
+        )
 
-    # ---- entering and leaving
+    # ---- adding and removing requests
 
     def enqueue(self, request: Request) -> None:
-        """A new request waits for its turn."""
+        """Add a new request to the waiting ones."""
         request.state = State.WAITING
         self._queue(request)
 
     def hold(self, request: Request, state: State) -> None:
-        """Keep the request's KV, and its place if it has one, but do not run it (PAUSED or IMPORTING)."""
+        """Keep the request's KV and its slot, if it has one, without running it (PAUSED or IMPORTING)."""
         if request.state is State.RUNNING:
             self.running.remove(request)
         elif request.state is State.PREEMPTED:
@@ -128,7 +131,7 @@ class Scheduler:
         self.held += bool(request.blocks)
 
     def run(self, request: Request) -> None:
-        """Let a held request run, or wait for its turn if its KV is in host memory."""
+        """Run a held request, or add it to the waiting ones if its KV is in host memory."""
         if self.on_host(request):
             request.state = State.PREEMPTED
             self._queue_again(request)
@@ -138,7 +141,7 @@ class Scheduler:
         self.running.append(request)
 
     def drop(self, request: Request) -> None:
-        """Forget the request and free its blocks."""
+        """Remove the request and free its blocks."""
         state = request.state
         if state is State.RUNNING:
             self.running.remove(request)
@@ -165,11 +168,11 @@ class Scheduler:
     # ---- one step
 
     def plan(self) -> Step | None:
-        """Choose the next step's work and give it its blocks; None when nobody can run."""
+        """Plan the next step and allocate its blocks; return None if no request can run."""
         step = Step()
         self._swap_ms = 0.0
         if self._order is None:
-            prefill_ms, kv_tokens = self._plan_in_turn(step)
+            prefill_ms, kv_tokens = self._plan_fcfs(step)
         else:
             prefill_ms, kv_tokens = self._plan_in_order(step, self._order)
         if not step.decodes and not step.chunks:
@@ -178,20 +181,21 @@ class Scheduler:
         step.ms += self._swap_ms
         return step
 
-    def _plan_in_turn(self, step: Step) -> tuple[float, int]:
-        """(Milliseconds of the prompts, KV tokens of the decodes)."""
+    def _plan_fcfs(self, step: Step) -> tuple[float, int]:
+        """Plan a step first come, first served. Return the prompts' milliseconds and the decodes' KV
+        tokens."""
         before = self.preemptions
-        most = self._max_batched_tokens
-        budget, prefill_ms, kv_tokens = self._plan_running(step, most, most)
-        # Who was preempted just now must not take the room that was made.
+        max_tokens = self._max_batched_tokens
+        budget, prefill_ms, kv_tokens = self._plan_running(step, max_tokens, max_tokens)
+        # A request that was just preempted must not take the room that this made.
         idle = not step.decodes and not step.chunks
         if self.waiting and (idle or self.preemptions == before):
-            admitted_ms, admitted_tokens = self._admit(step, budget, self._in_turn())
+            admitted_ms, admitted_tokens = self._admit(step, budget, self._waiting_fcfs())
             return prefill_ms + admitted_ms, kv_tokens + admitted_tokens
         return prefill_ms, kv_tokens
 
-    def _in_turn(self) -> Iterator[Request]:
-        """Whoever is first in the line, as long as the one before was let in."""
+    def _waiting_fcfs(self) -> Iterator[Request]:
+        """Yield the first waiting request; the consumer must remove it before it asks for the next one."""
         while self.waiting:
             yield next(iter(self.waiting))
 
@@ -201,7 +205,7 @@ class Scheduler:
         device = Device(
             total_blocks=self.pool.total,
             free_blocks=self.pool.free,
-            # A prompt has the blocks for all of it from the start.
+            # A prompt gets all its blocks at its start.
             promised_blocks=0,
             free_seats=self.free_slots,
             entering=0,
@@ -218,7 +222,8 @@ class Scheduler:
         return prefill_ms + admitted_ms, kv_tokens + admitted_tokens
 
     def _plan_running(self, step: Step, budget: int, longest: int) -> tuple[int, float, int]:
-        """(Tokens left, milliseconds of the prompts, KV tokens of the decodes). `longest`: most of one."""
+        """Plan the running requests, each with at most `longest` tokens. Return the tokens left of the
+        budget, the prompts' milliseconds and the decodes' KV tokens."""
         prefill_ms = 0.0
         kv_tokens = 0
         running = self.running
@@ -241,7 +246,8 @@ class Scheduler:
         return budget, prefill_ms, kv_tokens
 
     def _make_room(self, at: int, tokens: int) -> bool:
-        """Blocks for running[at], at the cost of those behind it; False when it had to give way itself."""
+        """Allocate blocks for running[at], preempting requests behind it as needed. Return False if it was
+        preempted itself."""
         request = self.running[at]
         blocks = self.pool.blocks_for(tokens)
         while not self.pool.grow(request.blocks, blocks):
@@ -264,11 +270,11 @@ class Scheduler:
         blocks, names = self.pool.blocks_for(request.computed), self._names(request)
         swapped = None
         if request.decodes and self.host.total:
-            # What a block holds follows from the tokens: there is nothing to name.
+            # A block's content follows from its tokens, so it needs no name.
             swapped = self.host.swap_out(request.request_id, request.computed, [b""] * blocks)
         if swapped is None:
             request.computed = 0
-            # Its blocks are gone, and with them what its export has pinned.
+            # Its blocks are lost, including those that its export has pinned.
             request.exported_outputs = None
         else:
             self._swap_ms += self._swap.ms(blocks * self.host.block_bytes)
@@ -276,19 +282,21 @@ class Scheduler:
         self._queue_again(request)
 
     def _admit(self, step: Step, budget: int, requests: Iterable[Request]) -> tuple[float, int]:
-        """Let them run, in this order, until one finds no room."""
+        """Admit requests in this order until there is no room for one. Return the prompts' milliseconds and
+        the decodes' KV tokens."""
         prefill_ms = 0.0
         kv_tokens = 0
         for request in requests:
-            # All its tokens must fit, not only the first chunk, or two long prompts preempt each other.
+            # All its tokens must fit, not only the first chunk; otherwise two long prompts preempt each
+            # other.
             if budget <= 0 or self.free_slots < 1:
                 break
             blocks = self.pool.blocks_for(request.total)
             if blocks > self.pool.free:
                 break
-            if self.keeps_names and not self.on_host(request):
+            if self.prefix_caching and not self.on_host(request):
                 names = request.chain.full(0, (request.total - 1) // self.pool.block_tokens)
-                request.computed = self.pool.take(request.blocks, names) * self.pool.block_tokens
+                request.computed = self.pool.take_named(request.blocks, names) * self.pool.block_tokens
             self.pool.grow(request.blocks, blocks)
             self.waiting.remove(request)
             request.state = State.RUNNING
@@ -313,7 +321,7 @@ class Scheduler:
 
 def _rank(policy: IntraPolicy, request: Request) -> Rank:
     turn, outputs = request.turn, len(request.outputs)
-    reasons = request.reasons and request.closes_at is None
+    reasons = request.reasons and request.reasoning_end is None
     if not turn.is_current(policy, serving_phase(outputs, reasons), outputs):
         turn.update(policy, request.view)
     return turn.rank

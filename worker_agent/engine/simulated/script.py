@@ -1,4 +1,4 @@
-"""What a simulated model says: token i is a pure function of (prompt, seed, i)."""
+"""The output of a simulated model: token i is a pure function of (prompt, seed, i)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from worker_agent.engine.simulated.vocabulary import Vocabulary
 
 _CHUNK: Final = 128
 _NEVER: Final = 1 << 60
-# A drawn length is at most this many times its mean.
-_LONGEST: Final = 6.0
+# Limit of a drawn length, in multiples of its mean.
+_MAX_DRAW: Final = 6.0
 
 
 class _Lengths(msgspec.Struct):
-    """Lengths a request may ask for in its sampling parameters' extra_args (`vllm_xargs` over HTTP)."""
+    """Lengths that a request may set in its sampling parameters' extra_args (`vllm_xargs` over HTTP)."""
 
     reasoning_tokens: int | None = None
     answer_tokens: int | None = None
@@ -31,10 +31,8 @@ _lengths = msgspec.msgpack.Decoder(_Lengths | None)
 
 
 class Script:
-    """The tokens of one request.
-
-    A thought in its tags, an answer, and the end-of-sequence token; then, when that is ignored, letters
-    without end. Raises ValueError for parameters that nobody can follow.
+    """The output of one request: reasoning between its tags, an answer, and the end-of-sequence token. If
+    that is ignored, letters follow without end.
     """
 
     __slots__ = (
@@ -76,10 +74,14 @@ class Script:
 
         # Index of the opening and of the closing tag; -1: there is none.
         self._think_at = self.end_think_at = -1
-        thought = opened(prompt, vocabulary)
+        reasoning_open = opens_reasoning(prompt, vocabulary)
         end = answer
-        if settings.reasoning_mean_tokens and vocabulary.end_think is not None and thought is not False:
-            if thought is None:
+        if (
+            settings.reasoning_mean_tokens
+            and vocabulary.end_think is not None
+            and reasoning_open is not False
+        ):
+            if reasoning_open is None:
                 self._think_at = 0
             self.end_think_at = self._think_at + 1 + reasoning
             end += self.end_think_at + 1
@@ -94,15 +96,15 @@ class Script:
 
     @property
     def identity(self) -> bytes:
-        """Digest of all that decides the tokens but the settings."""
+        """Digest of everything but the settings that the tokens depend on."""
         return self._key
 
     def token(self, index: int) -> int:
-        """Token `index` of the output."""
+        """Return token `index` of the output. Raises ValueError if every possible token is forbidden."""
         if index == self.end_think_at or index == self._think_at:
             tags = self._vocabulary
             tag = tags.end_think if index == self.end_think_at else tags.think
-            # Without an opening tag in the vocabulary the thought opens by itself.
+            # If the vocabulary has no opening tag, the reasoning begins without one.
             return self._letter(index) if tag is None else tag
         if index == self.eos_at:
             return self.eos
@@ -123,7 +125,7 @@ class Script:
         return self._chunk[index - start]
 
     def _allowed(self, index: int) -> int:
-        # Before min_tokens a sampler cannot draw a stop token: the next letter that is none takes its place.
+        # A sampler draws no stop token before min_tokens: take the next letter that is not one.
         letters = self._vocabulary.letters
         token = self._letter(index)
         first = letters.index(token)
@@ -134,8 +136,8 @@ class Script:
         raise ValueError("every letter is a stop token, and min_tokens forbids them all")
 
 
-def opened(tokens: Sequence[int], vocabulary: Vocabulary) -> bool | None:
-    """Whether these tokens leave a thought open (True), closed (False), or say nothing of one (None).
+def opens_reasoning(tokens: Sequence[int], vocabulary: Vocabulary) -> bool | None:
+    """Return whether these tokens leave reasoning open (True) or ended (False), or have no tag (None).
 
     The last tag decides, as in vLLM's reasoning parsers.
     """
@@ -151,8 +153,8 @@ def opened(tokens: Sequence[int], vocabulary: Vocabulary) -> bool | None:
 
 
 def _draw(noise: bytes, mean: int) -> int:
-    """A length of exponential distribution with about this mean."""
+    """Return an exponentially distributed length with about this mean."""
     if mean <= 0:
         return 0
     uniform = (int.from_bytes(noise, "little") + 1) / (1 << 64)
-    return max(1, round(mean * min(_LONGEST, -math.log(uniform))))
+    return max(1, round(mean * min(_MAX_DRAW, -math.log(uniform))))

@@ -1,4 +1,4 @@
-"""What a simulated engine is given."""
+"""Settings and faults of simulated engines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tailrace.tiny import MODEL_PATH
 
 
 def at_speed(profile: Profile, speed: float) -> Profile:
-    """The same with every time divided by `speed`."""
+    """Return the profile with all times divided by `speed`."""
     prefill, decode = profile.prefill, profile.decode
     return msgspec.structs.replace(
         profile,
@@ -38,27 +38,27 @@ def at_speed(profile: Profile, speed: float) -> Profile:
 class SimulatedSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of one simulated engine; lengths in tokens.
 
-    Engines continue each other's requests and exchange KV when all but the speed, the capacities and the
-    profile's step times are equal.
+    Engines can continue each other's requests and exchange KV if all settings other than the speed, the
+    capacities and the profile are equal.
     """
 
     model: str = "simulated"
-    # Name of a built-in profile, or a path: step times, and the KV capacity unless kv_blocks is given.
+    # Name or path of the profile with step times and, unless kv_blocks is given, the KV capacity.
     profile: str = "llama-3.1-8b-h100"
-    # Steps take the profile's time divided by this.
+    # Divides the profile's step times.
     speed: float = 1.0
     kv_blocks: int | None = None
     block_tokens: int = 16
     num_layers: int = 2
-    # Bytes that a transfer really moves for each token; the profile's true number is for planning.
+    # Bytes that transfers move per token; planning uses the profile's number.
     kv_bytes_per_token: int = 64
-    # Host memory for the KV of preempted requests, by the profile's bytes a token. A step waits for what is
-    # copied to and from there, as the profile's `swap` has it.
+    # Host memory for the KV of preempted requests, at the profile's bytes per token. Steps wait for copies to
+    # and from host memory as given by the profile's `swap`.
     host_kv_bytes: int = 4 << 30
     max_model_len: int = 8192
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
-    # Folder with a tokenizer.json whose tokens are byte-level.
+    # Folder with the tokenizer.json of a byte-level tokenizer.
     tokenizer: str = str(MODEL_PATH)
     think: str = "<think>"
     end_think: str = "</think>"
@@ -66,33 +66,33 @@ class SimulatedSettings(msgspec.Struct, frozen=True, kw_only=True):
     # a model that does not reason.
     reasoning_mean_tokens: int = 64
     answer_mean_tokens: int = 64
-    # Relative error of predicted lengths: each prediction is off by up to this share of the true one. None:
-    # nothing is predicted.
+    # Largest relative error of predicted lengths; None: no predictions.
     prediction_error: float | None = None
-    # Stands for the weights: another seed, another model.
+    # Represents the weights: engines with different seeds have different models.
     weights_seed: int = 0
-    # Keeps the KV of requests that have gone, by name, for prompts and for requests from elsewhere.
+    # Keep the KV of ended requests, by name, for later prompts and imports.
     prefix_caching: bool = False
-    # Why its requests go by replay; empty: they go live.
+    # Why requests migrate by replay; empty: they migrate live.
     replay_reason: str = ""
-    # A prompt, in letters of ASCII, of which the engine dies as soon as it has computed it.
+    # An ASCII prompt that kills the engine as soon as it has computed it.
     dies_of: str = ""
 
 
 @dataclass(slots=True)
 class Faults:
-    """What tests make an engine do wrong; may be changed while it runs."""
+    """Faults for tests; may be changed while the engine runs."""
 
-    # Every request fails here instead of making the token of this index.
+    # Every request fails instead of generating the token with this index.
     fail_at_index: int | None = None
-    # The engine dies in the step in which a request with this prompt would make the token of this index.
+    # The engine dies in the step in which a request with this prompt would generate the token with this
+    # index.
     die_on_prompt: tuple[int, ...] | None = None
     die_at_index: int = 0
-    # Steps no more, and says nothing; what was running stays.
+    # The engine stops stepping without reporting anything; its requests remain.
     hang: bool = False
-    # Refuses to import, with this reason.
+    # Refuse imports with this reason.
     refuse_import: str | None = None
-    # A bit of this block flips between its checksum and the wire.
+    # Flip a bit of this block after its checksum has been computed.
     flip_bit_in_block: int | None = None
-    # This block is sent with another's bytes, and with the right checksum for them.
+    # Send this block with another one's bytes and their correct checksum.
     send_wrong_block: int | None = None

@@ -1,4 +1,4 @@
-"""All requests of an engine, by each of their names."""
+"""All requests of an engine, by ID and by key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from worker_agent.engine.simulated.request import Request
 
 
 class RequestTable:
-    """Requests in any state of their life but gone."""
+    """All requests that are not GONE."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, Request] = {}
@@ -23,29 +23,29 @@ class RequestTable:
         return len(self._by_id)
 
     def add(self, request: Request) -> None:
-        """Neither of its names may be in use."""
+        """Add a request whose ID and key are not in the table."""
         self._by_id[request.request_id] = request
         self._by_key[request.key] = request
 
     def remove(self, request: Request) -> None:
-        """It must be here."""
+        """Remove a request, which must be in the table."""
         del self._by_id[request.request_id]
         del self._by_key[request.key]
 
     def by_key(self, key: RequestKey) -> Request | None:
-        """The request that a front end calls so."""
+        """Return the request with this key, or None."""
         return self._by_key.get(key)
 
     def by_id(self, request_id: str) -> Request | None:
-        """The request that vLLM's API server calls so."""
+        """Return the request with this ID, or None."""
         return self._by_id.get(request_id)
 
     def of_client(self, client: int) -> list[Request]:
-        """A front end's requests."""
+        """Return all requests of a front end."""
         return [request for request in self._by_id.values() if request.key.client == client]
 
     def known(self, request_id: str) -> Request:
-        """The request. Raises EngineRefusal when it is not here."""
+        """Return the request with this ID. Raises EngineRefusal if there is none."""
         request = self._by_id.get(request_id)
         if request is None:
             raise EngineRefusal(f"request {request_id} is not on this engine")

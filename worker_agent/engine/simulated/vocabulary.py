@@ -1,4 +1,4 @@
-"""The token ids that simulated text is made of."""
+"""The token IDs of simulated text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _TokenizerFile(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Token ids: 256 letters (with repetitions, one for each byte), and the two tags if the model reasons."""
+    """Token IDs: one letter for each of the 256 byte values, with repetitions, and the two reasoning tags."""
 
     letters: tuple[int, ...]
     think: int | None
@@ -38,7 +38,7 @@ class Vocabulary:
 
 @lru_cache(maxsize=16)
 def read_vocabulary(folder: str, think: str, end_think: str) -> Vocabulary:
-    """Read a byte-level tokenizer's `tokenizer.json`. Raises RuntimeError saying what is missing."""
+    """Read a byte-level tokenizer's `tokenizer.json`. Raises RuntimeError, saying what is missing."""
     path = Path(folder) / "tokenizer.json"
     try:
         file = msgspec.json.decode(path.read_bytes(), type=_TokenizerFile)
