@@ -1,7 +1,7 @@
-"""From an intra-instance policy's decisions to one step of a continuous batch.
+"""Turn an intra-instance policy's decisions into one step of a continuous batch.
 
-The decisions are `tailrace.intra.allocate`'s, as in the simulator; here is what an engine's scheduler must
-know to make them, and what it has to do about them. Nothing here depends on an engine.
+`tailrace.intra.allocate` makes the decisions, as in the simulator. This module prepares its input from the
+state of an engine's scheduler and derives what the scheduler must do. It does not depend on any engine.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from worker_agent.engine.turns import Turn
 
 
 class Member(Hashable, Protocol):
-    """One request of the engine. Names and meaning are those of vLLM's Request."""
+    """One request of the engine, with the property names of vLLM's Request."""
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output."""
+        """Prompt and output tokens."""
 
     @property
     def num_output_tokens(self) -> int:
-        """Output."""
+        """Output tokens."""
 
     @property
     def num_output_placeholders(self) -> int:
-        """Output tokens that steps in flight make, beyond those of `num_output_tokens`."""
+        """Output tokens that steps in flight will generate, not included in `num_output_tokens`."""
 
     @property
     def num_computed_tokens(self) -> int:
-        """Those whose KV is on the device, or will be when the steps in flight have ended."""
+        """Tokens whose KV is on the device, or will be when the steps in flight have ended."""
 
 
 M = TypeVar("M", bound=Member)
@@ -40,38 +40,38 @@ M = TypeVar("M", bound=Member)
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What the device has at a step boundary."""
+    """The device's resources between two steps."""
 
     total_blocks: int
     free_blocks: int
-    # Of the free ones, what prompts that have begun will still need.
+    # Free blocks that partly computed prompts will still need.
     promised_blocks: int
     free_seats: int
-    # Requests that hold KV and a place already and decode from this step on.
+    # Requests that already have KV and a slot and decode from this step on.
     entering: int
-    # Tokens that a step may compute.
+    # Most tokens that a step may compute.
     step_tokens: int
 
 
 @dataclass(slots=True)
 class StepPlan(Generic[M]):
-    """What to do, in this order."""
+    """The actions for one step, in this order."""
 
     preempt: list[M]
-    # Those that stay, in the order in which the step's tokens go to them: the last gives way first.
+    # Requests that continue, in the order in which they get the step's tokens; the last is preempted first.
     running: list[M]
-    # Of those that stay: prompts that sit out this step.
+    # Prompts that stay on the device but skip this step.
     withheld: list[M]
-    # In the order in which the step's tokens go to them, after those that run.
+    # Requests to admit, in the order in which they get tokens, after the running ones.
     admit: list[M]
     step_tokens: int
-    # Most tokens that the step may compute of one request; None: as many as there are.
+    # Most tokens that the step may compute for one request; None: no limit.
     longest_chunk: int | None
 
 
 class StepOrder(Generic[M]):
-    """One policy on one engine. All that it keeps between steps is in the requests' turns: `passed_blocks`,
-    and whether they have lapsed."""
+    """One policy on one engine. Its only state between steps is in the requests' turns: `passed_blocks`, and
+    whether their ranks have lapsed."""
 
     def __init__(
         self,
@@ -84,8 +84,8 @@ class StepOrder(Generic[M]):
         exempt: Callable[[M], bool],
         view: Callable[[M], JobView],
     ) -> None:
-        """`held_blocks`: blocks that a running request has. `swapped`: its KV is in host memory. `exempt`: it
-        runs and is not to be preempted."""
+        """`held_blocks` returns the number of a running request's blocks, `swapped` whether its KV is in host
+        memory, and `exempt` whether it is running and must not be preempted."""
         self.policy = policy
         self._block_tokens = block_tokens
         self.rank = rank
@@ -96,16 +96,17 @@ class StepOrder(Generic[M]):
         self._view = view
 
     def lapses_s(self, member: M) -> float | None:
-        """When the rank of one that waits changes by itself, in seconds since the epoch; None: no more."""
+        """Return when a waiting request's rank changes by itself, in seconds since the epoch; None: never."""
         return None if self._turn(member).lapsed else self.policy.lapses_s(self._view(member))
 
     def lapse(self, member: M) -> None:
-        """That time has come."""
+        """Mark a request's rank as lapsed, at the time given by `lapses_s`."""
         self._turn(member).lapse()
 
     def plan(self, running: Sequence[M], waiting: Iterable[tuple[Rank, M]], device: Device) -> StepPlan[M]:
-        """Decide for one step. `waiting`: in order of rank, without those that cannot start; read only as far
-        as there is hope. O(running) when memory and places abound, else O(running log running)."""
+        """Plan one step. `waiting` has the requests that can start, in order of rank; it is read only as far
+        as requests may be admitted. O(running) if memory and slots are plentiful, else O(running log
+        running)."""
         decoding = [member for member in running if _decodes(member)]
         prompts = [(self.rank(member), member) for member in running if not _decodes(member)]
         prompts.sort(key=_first)
@@ -136,7 +137,7 @@ class StepOrder(Generic[M]):
         returning = [member for member in grants.admit if self._swapped(member)]
         decodes = len(decoding) + len(returning) + device.entering
         wanted = decodes + self.policy.prefill_budget(device.step_tokens, decodes)
-        # A policy that allows a lone prompt nothing must not stop the engine.
+        # The engine must make progress even if the policy allows a single prompt no tokens.
         step_tokens = max(1, min(device.step_tokens, wanted))
         fresh = [(self.rank(member), member) for member in grants.admit if not self._swapped(member)]
         follow = bool(grants.admit or device.entering)
@@ -145,14 +146,14 @@ class StepOrder(Generic[M]):
             preempt=grants.preempt,
             running=[*decoding, *share.served],
             withheld=share.withheld,
-            # Those that decode take a token each; the prompts share what is left.
+            # Each decoding request takes one token; the prompts share the rest.
             admit=[*returning, *(member for _, member in fresh)],
             step_tokens=step_tokens,
             longest_chunk=share.longest_chunk,
         )
 
     def _growth(self, member: M) -> int:
-        """1 if its next token begins a block that it does not have yet."""
+        """Return 1 if the request's next token needs a new block, else 0."""
         computed = member.num_computed_tokens
         if computed % self._block_tokens:
             return 0
@@ -171,7 +172,7 @@ class StepOrder(Generic[M]):
 
 @dataclass(frozen=True, slots=True)
 class _Share(Generic[M]):
-    """Prompts on the device: who computes in this step, who does not; StepPlan.longest_chunk."""
+    """The prompts on the device that compute in this step, those that do not, and StepPlan.longest_chunk."""
 
     served: list[M]
     withheld: list[M]
@@ -181,11 +182,12 @@ class _Share(Generic[M]):
 def _share(
     prompts: Sequence[tuple[Rank, M]], fresh: Sequence[tuple[Rank, M]], tokens: int, follow: bool
 ) -> _Share[M]:
-    """The step's tokens go to prompts in order of rank. `prompts`: on the device; `fresh`: admitted just now.
+    """Distribute the step's tokens to prompts in order of rank. `prompts` are on the device, `fresh` are
+    newly admitted.
 
-    `follow`: others, admitted or entering, are served after those that run. A prompt that is to have what
-    these leave is held to that, by the longest chunk that the step allows; where this would cut another one,
-    it sits out.
+    If `follow`, other requests (admitted or entering) are served after the running ones. A prompt that gets
+    only part of its tokens must then be limited by the step's longest chunk; if that would also limit another
+    prompt, it skips the step.
     """
     served: list[M] = []
     withheld: list[M] = []

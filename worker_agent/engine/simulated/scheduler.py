@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from tailrace.intra.base import IntraPolicy, Rank
 from tailrace.profiles import Profile, SwapModel
 from worker_agent.engine.host_ledger import HostLedger
-from worker_agent.engine.ranked_line import RankedLine
+from worker_agent.engine.ranked_requests import RankedRequests
 from worker_agent.engine.simulated.blocks import BlockPool
 from worker_agent.engine.simulated.request import Request, State
 from worker_agent.engine.step_order import Device, StepOrder
@@ -63,7 +63,7 @@ class Scheduler:
         self.prefix_caching = prefix_caching
         self.host = host.ledger
         self.running: list[Request] = []
-        self.waiting: deque[Request] | RankedLine[Request] = deque()
+        self.waiting: deque[Request] | RankedRequests[Request] = deque()
         self.intra: IntraPolicy | None = None
         # Requests with blocks that are paused or being imported; they occupy a slot of the batch.
         self.held = 0
@@ -102,7 +102,7 @@ class Scheduler:
             lambda request: request.view,
         )
         order = self._order
-        self.waiting = RankedLine(order.rank, order.lapses_s, order.lapse, waiting)
+        self.waiting = RankedRequests(order.rank, order.lapses_s, order.lapse, waiting)
 
     def on_host(self, request: Request) -> bool:
         """Return whether the request's KV is in host memory."""
@@ -154,13 +154,13 @@ class Scheduler:
         self.pool.release(request.blocks, self._names(request))
 
     def _queue(self, request: Request) -> None:
-        if isinstance(self.waiting, RankedLine):
+        if isinstance(self.waiting, RankedRequests):
             self.waiting.add(request)
         else:
             self.waiting.append(request)
 
     def _queue_again(self, request: Request) -> None:
-        if isinstance(self.waiting, RankedLine):
+        if isinstance(self.waiting, RankedRequests):
             self.waiting.add(request)
         else:
             self.waiting.appendleft(request)
@@ -200,7 +200,7 @@ class Scheduler:
             yield next(iter(self.waiting))
 
     def _plan_in_order(self, step: Step, order: StepOrder[Request]) -> tuple[float, int]:
-        assert isinstance(self.waiting, RankedLine)
+        assert isinstance(self.waiting, RankedRequests)
         self.waiting.advance(time.time())
         device = Device(
             total_blocks=self.pool.total,

@@ -1,9 +1,9 @@
-"""LoRA adapters: loaded before a request that names one is taken, so that a missing one fails that request
-alone.
+"""LoRA adapters, loaded before a request that names one is admitted, so that a missing adapter fails only
+that request.
 
-Each API server numbers the adapters that it knows by itself, and vLLM's engine goes by the number: two front
-ends would mix theirs up. So they are numbered anew here, by name, path and version, and named by all three:
-the name is part of the names of KV blocks, and another adapter, or another version, may have had it before.
+Each API server numbers its adapters independently, and vLLM's engine identifies them by number: those of two
+front ends would be confused. Therefore they are renumbered here by name, path and version, and renamed after
+all three: the name is part of the names of KV blocks, and other adapters or versions may have used it before.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from worker_agent.engine.errors import EngineRefusal
 
 
 class Adapters:
-    """Those that were loaded since the start; vLLM keeps the latest in memory. Engine thread only."""
+    """The adapters loaded since the start; vLLM keeps the latest in memory. Engine thread only."""
 
     def __init__(self, config: VllmConfig, core: EngineCore) -> None:
         self._enabled = config.lora_config is not None
-        # vLLM's CPU kernels give requests without an adapter, in a batch with others that have one, what is
-        # in the last place (lora/ops/torch_ops index it by -1): there it must stay empty.
+        # In mixed batches, vLLM's CPU kernels apply the adapter in the last slot to requests without one
+        # (lora/ops/torch_ops index it by -1), so that slot must stay empty.
         cpu = config.device_config.device_type == "cpu"
-        self._most = config.lora_config.max_loras - 1 if self._enabled and cpu else None
+        self._max_loaded = config.lora_config.max_loras - 1 if self._enabled and cpu else None
         self._core = core
         self._numbers = itertools.count(1)
         self._versions = AdapterVersions()
@@ -37,39 +37,41 @@ class Adapters:
         self._by_number: dict[int, str] = {}
 
     def load(self, asked: LoRARequest) -> LoRARequest:
-        """The adapter as it is in its folder now, as this engine names and numbers it, in memory. Raises
-        EngineRefusal."""
-        return self._have(asked, self._versions.of(asked.lora_path))
+        """Load the version that is in the adapter's folder now, and return it with this engine's name and
+        number. Raises EngineRefusal."""
+        return self._loaded(asked, self._versions.of(asked.lora_path))
 
     def of_request(self, asked: LoRARequest, version: str) -> LoRARequest:
-        """The same for a request that came when this version was in the folder; empty: whatever is loaded.
+        """Load the adapter of a request that was submitted when this version was in the folder; empty: the
+        loaded version, if any.
 
-        vLLM reads the folder again whenever it needs the place of an adapter: one that has changed is no
-        longer the request's. Raises EngineRefusal.
+        vLLM may read the folder again at any time, so a folder that has changed no longer serves the request.
+        Raises EngineRefusal.
         """
         if not version:
             latest = self._latest.get((asked.lora_name, asked.lora_path))
-            return self._have(asked, self._versions.of(asked.lora_path) if latest is None else latest)
-        there = self._versions.of(asked.lora_path)
-        if there != version:
+            return self._loaded(asked, self._versions.of(asked.lora_path) if latest is None else latest)
+        current = self._versions.of(asked.lora_path)
+        if current != version:
             raise EngineRefusal(
-                f"adapter {asked.lora_name}: version {there or 'none'} is in {asked.lora_path} here, and "
+                f"adapter {asked.lora_name}: version {current or 'none'} is in {asked.lora_path} here, and "
                 f"{version} was when the request came"
             )
-        return self._have(asked, version)
+        return self._loaded(asked, version)
 
     def version_of(self, own: LoRARequest | None) -> str:
-        """Of an adapter as this engine numbers it; empty for none."""
+        """Return the version of an adapter with this engine's number; empty for None."""
         return "" if own is None else self._by_number.get(own.lora_int_id, "")
 
-    def _have(self, asked: LoRARequest, version: str) -> LoRARequest:
+    def _loaded(self, asked: LoRARequest, version: str) -> LoRARequest:
         if not self._enabled:
             raise EngineRefusal(f"adapter {asked.lora_name}: this engine accepts no adapters (enable_lora)")
         key = (asked.lora_name, asked.lora_path, version)
         known = self._known.get(key)
-        if known is None and self._most is not None and len(self._known) >= self._most:
+        if known is None and self._max_loaded is not None and len(self._known) >= self._max_loaded:
             raise EngineRefusal(
-                f"adapter {asked.lora_name}: on a CPU {self._most} can be loaded, one less than max_loras"
+                f"adapter {asked.lora_name}: on a CPU {self._max_loaded} can be loaded, "
+                "one less than max_loras"
             )
         if known is None or asked.load_inplace:
             known = self._load(asked, version, next(self._numbers) if known is None else known.lora_int_id)
@@ -81,11 +83,11 @@ class Adapters:
         name = engine_name(asked.lora_name, asked.lora_path, version)
         own = replace(asked, lora_name=name, lora_int_id=number)
         if asked.load_inplace:
-            # Its KV is named as before, and will not be as before.
+            # The KV blocks of the new weights will have the same names as those of the old ones.
             self._core.reset_prefix_cache()
         try:
             self._core.add_lora(own)
-        # Whatever is wrong with the files, the engine goes on without them.
+        # The engine must survive any error in the adapter's files.
         except Exception as error:
             reason = f"adapter {asked.lora_name} cannot be loaded from {asked.lora_path}: {error}"
             raise EngineRefusal(reason) from error

@@ -1,4 +1,4 @@
-"""Which request each row of a step's sampled states belongs to, and how far that request is."""
+"""The request of each row of a step's sampled states, and its progress."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Row i is of request `request_ids[i]`, which has `generated[i]` output tokens, that of this step not
-    among them; -1: it is in the middle of its prompt."""
+    """Row i belongs to request `request_ids[i]`, which has `generated[i]` output tokens before this step, or
+    -1 if it is in the middle of its prompt."""
 
     request_ids: list[str]
     generated: list[int]
@@ -18,14 +18,14 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class BatchRows:
-    """One model runner's. `now`: the rows of the step that samples just now, None when none does."""
+    """The rows of one model runner. `now` returns those of the step that is sampling, or None."""
 
     now: Callable[[], Rows | None]
     close: Callable[[], None]
 
 
 def rows_of_v1(runner: Any) -> BatchRows:
-    """Of Model Runner V1."""
+    """Return the rows of Model Runner V1."""
 
     def now() -> Rows:
         batch = runner.input_batch
@@ -41,7 +41,7 @@ def rows_of_v1(runner: Any) -> BatchRows:
 
 
 def rows_of_v2(runner: Any) -> BatchRows:
-    """Of Model Runner V2, whose batch is an argument of `sample`: that method is watched."""
+    """Return the rows of Model Runner V2; wraps its `sample` method, which gets the batch as an argument."""
     sample = runner.sample
     batches: list[Any] = []
 

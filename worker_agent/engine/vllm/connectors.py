@@ -1,7 +1,7 @@
-"""Which KV connectors an engine has: ours, and beside it those that its user asks for.
+"""The configuration of an engine's KV connectors: ours and those of the user.
 
-vLLM's MultiConnector holds several. What the user gives stays in it as it is, and goes first: a prompt that
-another connector has KV of is loaded by that one.
+vLLM's MultiConnector combines several. The user's connectors keep their configuration and take precedence: if
+one of them has KV of a prompt, it loads that KV.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from worker_agent.engine.vllm.internals import lacks_offloading
 
 _MULTI: Final = "MultiConnector"
 _CHILDREN: Final = "connectors"
-# In the configuration of a MultiConnector that we made around one other connector; vLLM does not read it.
+# Marks a MultiConnector that we created around a single user connector; vLLM does not read it.
 _ALONE: Final = "tailrace_found_alone"
 _OURS: Final[Mapping[str, object]] = {
     "kv_connector": "TailraceConnector",
@@ -27,13 +27,13 @@ _GIB: Final = 1 << 30
 
 
 def transfer_config(arguments: MutableMapping[str, object]) -> KVTransferConfig:
-    """vLLM's configuration with our connector in it; what it is made from is taken out of `arguments`.
+    """Return vLLM's configuration with our connector added, and remove its sources from `arguments`.
 
-    Raises TypeError, ValueError for what vLLM does not take.
+    Raises TypeError or ValueError for values that vLLM does not accept.
     """
     given = arguments.pop("kv_transfer_config", None) or _offloading(arguments)
     if given is None:
-        # KV that does not come back from host memory as it went there is computed anew.
+        # Recompute KV that is corrupt when it is loaded from host memory.
         return KVTransferConfig(**_OURS, kv_load_failure_policy="recompute")
     if not isinstance(given, Mapping):
         raise TypeError(f"kv_transfer_config {given!r}: a JSON object expected")
@@ -50,8 +50,8 @@ def transfer_config(arguments: MutableMapping[str, object]) -> KVTransferConfig:
 
 
 def connector_reason(config: VllmConfig) -> str:
-    """Why requests do not move live beside the other connectors of this configuration; empty: they do, or
-    there are none."""
+    """Return why requests cannot migrate live with this configuration's other connectors; empty if they can,
+    or if there are none."""
     transfer = config.kv_transfer_config
     if transfer.kv_connector != _MULTI:
         return ""
@@ -69,7 +69,7 @@ def connector_reason(config: VllmConfig) -> str:
 
 
 def _offloading(arguments: MutableMapping[str, object]) -> Mapping[str, object] | None:
-    """What vLLM makes of `kv_offloading_size` (GiB), beside ours."""
+    """Return the connector that vLLM would create for `kv_offloading_size` (GiB), in a MultiConnector."""
     size = arguments.pop("kv_offloading_size", None)
     backend = arguments.pop("kv_offloading_backend", "native")
     if size is None:

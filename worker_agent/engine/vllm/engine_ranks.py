@@ -1,4 +1,4 @@
-"""An engine's ranks in processes of their own, as its worker sees them."""
+"""The worker's view of an engine's ranks, which run in their own processes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from worker_agent.ranks.messages import remove_meeting
 
 _log = logging.getLogger(__name__)
 
-# For a killed process to end.
+# Deadline for a killed process to end.
 _JOIN_S: Final = 5.0
 
 
 class EngineRanks:
     """RankedMemory of a vLLM engine. Event loop only.
 
-    When one rank dies, so do the others: vLLM's own watch would first wait for those that wait for it.
+    When one rank dies, the others are killed: vLLM's own watch would first wait for the ranks that wait for
+    it.
     """
 
     def __init__(self, parts: EngineParts, died: Callable[[str], None]) -> None:
-        """`died` is told once, when a rank is gone, or hangs, that nobody told to stop."""
+        """`died` is called once, when a rank exits or hangs without having been stopped."""
         self._parts = parts
         self._died = died
         self._processes = frozenset(rank.process for rank in parts.core.ranks)
@@ -48,14 +49,14 @@ class EngineRanks:
         return self._parts.written(request_id).receiving(first_block, num_blocks)
 
     def kill(self) -> None:
-        """End those that still run."""
+        """Kill the ranks that still run."""
         for child in self._running():
             _log.warning("killing a rank: process %d", child.pid)
             child.kill()
 
     def clear(self) -> None:
-        """End those that still run, and remove what a killed one leaves behind: the file that they met by,
-        and the memory that vLLM's ranks on a CPU share. Blocks for seconds at most."""
+        """Kill the ranks that still run and remove what killed ranks leave behind: their rendezvous file, and
+        the shared memory of vLLM's ranks on a CPU. Blocks for up to 5 s per rank."""
         self.kill()
         for child in self._running():
             child.join(_JOIN_S)

@@ -1,4 +1,4 @@
-"""What KV is made of: two engines may exchange KV only if all of this is equal."""
+"""The fingerprint of an engine's KV: engines can exchange KV only if their fingerprints are equal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from worker_agent.engine.vllm.rank_facts import kv_name
 
 
 def kv_shape(core: LoadedCore) -> KvShape:
-    """Shape and identity of this engine's KV."""
+    """Return the shape and identity of this engine's KV."""
     return KvShape(
         model_fingerprint=_fingerprint(core),
         block_tokens=core.block_tokens,
@@ -40,7 +40,7 @@ def _fingerprint(core: LoadedCore) -> str:
         "cache_dtype": str(cache.cache_dtype),
         "block_hash": str(cache.prefix_caching_hash_algo),
         "ranks": kv_name(core.ranks),
-        # A seed means other draws in each of vLLM's model runners.
+        # The same seed yields different draws in vLLM's two model runners.
         "model_runner": 1 if core.keeps_generators else 2,
         "weights": _weights(model),
     }
@@ -49,14 +49,14 @@ def _fingerprint(core: LoadedCore) -> str:
 
 
 def identity(model: str, core: LoadedCore) -> ModelIdentity:
-    """Which model this engine runs; `model` as it was given, a folder or a name."""
+    """Return the identity of this engine's model; `model` is the configured folder or name."""
     config, cache = core.config.model_config, core.config.cache_config
     precision = f"{config.dtype} {config.quantization} {cache.cache_dtype}".replace("torch.", "")
     return replace(identify_model(model, config.revision or ""), precision=precision)
 
 
 def _weights(model: ModelConfig) -> list[tuple[str, ...]]:
-    """Name, size and digest of each weight file; of a model by name, its name and revision."""
+    """Return name, size and digest of each weight file; for a model given by name, its name and revision."""
     folder = Path(model.model)
     if not folder.is_dir():
         return [(model.model, str(model.revision))]
@@ -64,7 +64,7 @@ def _weights(model: ModelConfig) -> list[tuple[str, ...]]:
 
 
 def ready_response(core: LoadedCore) -> bytes:
-    """vLLM's EngineCoreReadyResponse for an API server, msgpack."""
+    """Return vLLM's EngineCoreReadyResponse for an API server, in msgpack."""
     from vllm.v1.engine.core import EngineCoreProc
 
     return msgspec.msgpack.encode(EngineCoreProc._make_ready_response(core.core))

@@ -1,4 +1,4 @@
-"""Waiting for grammars: vLLM compiles them in threads of its own, a request goes on when its own is there."""
+"""Wait for grammars, which vLLM compiles on its own threads."""
 
 from __future__ import annotations
 
@@ -24,26 +24,29 @@ class _Wait:
 
 
 class Grammars:
-    """Requests whose output tokens can only be taken once their grammar is compiled. Engine thread only."""
+    """Requests whose output tokens can only be appended after their grammar is compiled. Engine thread
+    only."""
 
     def __init__(self) -> None:
         self._waits: list[_Wait] = []
 
     def when_ready(self, request: Request, finish: Finish) -> None:
-        """Call `finish` when the grammar can be used: at once if there is none, within 20 s in any case."""
+        """Call `finish` with None once the grammar is compiled, at once if there is none, or with a refusal
+        when that fails or takes more than 20 s."""
         wait = _Wait(request, finish, time.monotonic() + _DEADLINE_S)
-        if not self._settled(wait):
+        if not self._try_finish(wait):
             self._waits.append(wait)
 
     def poll(self) -> float | None:
-        """Finish what is ready or late; seconds after which to ask again, None when nothing waits."""
+        """Finish the requests whose grammar is ready or late. Return the seconds until the next poll, or None
+        if no request waits."""
         if not self._waits:
             return None
         waits, self._waits = self._waits, []
-        self._waits.extend(wait for wait in waits if not self._settled(wait))
+        self._waits.extend(wait for wait in waits if not self._try_finish(wait))
         return _POLL_S if self._waits else None
 
-    def _settled(self, wait: _Wait) -> bool:
+    def _try_finish(self, wait: _Wait) -> bool:
         structured = wait.request.structured_output_request
         if structured is None:
             wait.finish(None)

@@ -1,4 +1,4 @@
-"""How the requests of an engine move: live, by replay, or not; from its configuration alone."""
+"""How an engine's requests are handed over (live, by replay or not at all), from its configuration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _log = logging.getLogger(__name__)
 
 
 def handover_of(config: VllmConfig) -> Handover:
-    """What cannot go live goes by replay; what has nothing to go on with stays. Never refuses."""
+    """Return how requests of this configuration are handed over: by replay if live migration is not possible,
+    not at all for pooling models. Never raises."""
     if config.model_config.runner_type != "generate":
         return Handover(Way.STAYS, "a pooling model's request ends with the step that computes its prompt")
     reason = _version_reason(vllm_version) or _feature_reason(config)
@@ -24,7 +25,7 @@ def handover_of(config: VllmConfig) -> Handover:
 
 
 def _version_reason(version: str) -> str:
-    """Empty for versions that live migration is tested with."""
+    """Return why this version cannot migrate live; empty for versions that live migration is tested with."""
     if ".".join(version.split(".")[:2]) in TESTED_VERSIONS:
         return ""
     tested = ", ".join(f"{each}.x" for each in TESTED_VERSIONS)

@@ -1,4 +1,4 @@
-"""What an engine runs on, in words that are equal on machines that are."""
+"""A description of the hardware that an engine runs on, equal on equal machines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _CPU_INFO: Final = Path("/proc/cpuinfo")
 
 
 def hardware(device: torch.device, cpu_threads: int | None) -> str:
-    """The GPU's name; or the CPU's and how many threads a step has (`cpu_threads`; None: OpenMP's choice)."""
+    """Return the GPU's name, or the CPU's name and a step's threads (`cpu_threads`; None: OpenMP's
+    choice)."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     if device.type != "cpu":

@@ -1,7 +1,7 @@
-"""The state from which each running request is about to make its next token, taken as a step goes by.
+"""Observe the hidden states from which running requests sample their next tokens.
 
-vLLM hands the last layer's output, after the final norm and only of the positions to be sampled, to the
-model's LogitsProcessor; a torch forward hook on that module sees it. Nothing is computed or copied here.
+vLLM passes the last layer's output, after the final norm and only at the positions to be sampled, to the
+model's LogitsProcessor, where a torch forward hook reads it. Nothing is computed or copied here.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from worker_agent.engine.vllm.batch_rows import BatchRows
 
 @dataclass(frozen=True, slots=True)
 class StepStates:
-    """Row i of `hidden` (n, d) is of request `request_ids[i]` with `generated[i]` output tokens so far, that
-    of this step not among them; -1: it is in the middle of its prompt. `ready`: when `hidden` has been
-    computed; None: already. The tensor is nobody else's.
+    """Row i of `hidden` (n, d) belongs to request `request_ids[i]`, which has `generated[i]` output tokens
+    before this step, or -1 if it is in the middle of its prompt. The event `ready` is complete when `hidden`
+    has been computed (None: it has). The tensor is not shared.
     """
 
     request_ids: list[str]
@@ -29,10 +29,10 @@ class StepStates:
 
 
 class HiddenStateTap:
-    """Hands over the states of a step for which it was armed. Engine thread only."""
+    """Passes the states of a step to `take` if it was armed before that step. Engine thread only."""
 
     def __init__(self, model: torch.nn.Module, rows: BatchRows, take: Callable[[StepStates], None]) -> None:
-        """Raises RuntimeError when the model has no LogitsProcessor to watch."""
+        """Raises RuntimeError if the model has no LogitsProcessor to observe."""
         self._rows = rows
         self._take = take
         self._armed = False
@@ -43,16 +43,15 @@ class HiddenStateTap:
         self._hooks = [processor.register_forward_pre_hook(self._seen) for processor in processors]
 
     def arm(self) -> None:
-        """Hand over the states of the next step that samples."""
+        """Observe the next step that samples."""
         self._armed, self._prompts_only = True, False
 
     def arm_for_prompts(self) -> None:
-        """Hand over the next states of requests without an output token, whose prompts have just been
-        computed; of such requests alone, and of a step with at least one."""
+        """Observe the next step that completes a prompt, and only the requests whose prompts it completes."""
         self._armed = self._prompts_only = True
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._rows.close()
@@ -61,7 +60,7 @@ class HiddenStateTap:
         if not self._armed:
             return
         hidden, found = arguments[1], self._rows.now()
-        # The first call of a step is for what is sampled; log-probabilities of prompts come after it.
+        # A step's first call is for sampling; calls for log-probabilities of prompts follow.
         if found is None or not isinstance(hidden, torch.Tensor) or len(hidden) != len(found.request_ids):
             return
         request_ids, generated = found.request_ids, found.generated

@@ -1,9 +1,9 @@
-"""Every name of vLLM that the worker uses: the one place to look at when vLLM has a new version.
+"""All names of vLLM that the worker uses, to be checked against each new version of vLLM.
 
-Little of it is vLLM's public interface, and any version may change it. So the names are looked up before the
-engine is loaded, and a version that lacks one is refused with a line that says which. Where versions differ,
-`waiting.py` makes them alike. A test holds that nothing else is used. docs/vllm-versions.md says which
-versions are tested, and what to do about the next one.
+Few of them are part of vLLM's public interface, and any version may change them. Therefore they are looked up
+before the engine is loaded, and a version that lacks any is refused with a line that names them. `waiting.py`
+hides differences between versions. A test ensures that the worker uses no other names. docs/vllm-versions.md
+lists the tested versions and explains how to support the next one.
 
     python -m worker_agent.engine.vllm.internals    # what the installed vLLM lacks
 """
@@ -17,10 +17,10 @@ from typing import Final
 from tailrace.foreign_names import Uses, missing
 
 TESTED_VERSIONS: Final = ("0.30", "0.31", "0.32")
-"""Live migration is tested with these."""
+"""The versions that live migration is tested with."""
 
 INTERNALS: Final[Uses] = {
-    # ---- what an engine is started with
+    # ---- configuration
     "vllm.version": "__version__",
     "vllm.platforms": "current_platform",
     "vllm.platforms.interface:Platform": "is_cpu",
@@ -186,21 +186,21 @@ INTERNALS: Final[Uses] = {
     "vllm.v1.worker.gpu_input_batch:InputBatch": "req_ids num_reqs vocab_size",
     "vllm.v1.utils:CpuGpuBuffer": "np",
 }
-"""Of every version."""
+"""Names in all versions."""
 
 WAITING: Final[Uses] = {
     "vllm.v1.core.sched.scheduler:Scheduler": """
         kv_holding_waiting deferred_waiting max_num_active_reqs adaptive_long_prefill_threshold
         _handle_blocked_waiting_request""",
 }
-"""Of versions from 0.31 on."""
+"""Names from version 0.31 on."""
 
 WAITING_030: Final[Uses] = {
     "vllm.v1.core.sched.scheduler:Scheduler": """
         skipped_waiting max_num_running_reqs _try_promote_blocked_waiting_request
         _is_blocked_waiting_status _enqueue_waiting_request""",
 }
-"""Of version 0.30, in their stead."""
+"""Their counterparts in version 0.30."""
 
 RUNNER_V2: Final[Uses] = {
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner": """
@@ -209,13 +209,13 @@ RUNNER_V2: Final[Uses] = {
     "vllm.v1.worker.gpu.input_batch:InputBatch": """
         req_ids num_computed_tokens_np num_scheduled_tokens idx_mapping_np prefill_len_np""",
 }
-"""Where the configuration has Model Runner V2, which does not import everywhere."""
+"""Needed if the configuration uses Model Runner V2, which cannot be imported everywhere."""
 
 MULTI: Final[Uses] = {
     "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:MultiConnector": "sub_connectors",
     "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:MultiKVConnectorMetadata": "metadata",
 }
-"""Where there are other KV connectors beside ours."""
+"""Needed if there are other KV connectors besides ours."""
 
 _CONNECTORS: Final = "vllm.distributed.kv_transfer.kv_connector.v1"
 
@@ -224,30 +224,30 @@ OFFLOADING: Final[Uses] = {
     f"{_CONNECTORS}.offloading.scheduler:OffloadingConnectorScheduler": """
         _block_id_to_pending_jobs _req_status""",
 }
-"""Where one of them is vLLM's own for offloading to host memory. Requests move live only with these."""
+"""Needed for live migration if one of them is vLLM's own for offloading to host memory."""
 
 
 class VllmLacks(RuntimeError):
-    """The installed vLLM has not what the worker needs; the message is one line."""
+    """The installed vLLM lacks names that the worker needs; the message is one line."""
 
 
 def require_internals() -> None:
-    """Raise VllmLacks unless all is there. Before anything of this package that imports vLLM is imported."""
+    """Raise VllmLacks unless vLLM has all names. Call before importing any module here that imports vLLM."""
     _refuse(_lacks())
 
 
 def require_runner_v2() -> None:
-    """The same for Model Runner V2."""
+    """Raise VllmLacks unless vLLM has all names needed with Model Runner V2."""
     _refuse(missing(RUNNER_V2))
 
 
 def require_multi() -> None:
-    """The same for connectors beside ours."""
+    """Raise VllmLacks unless vLLM has all names needed with connectors besides ours."""
     _refuse(missing(MULTI))
 
 
 def lacks_offloading() -> list[str]:
-    """What this vLLM's OffloadingConnector has not that the worker looks at."""
+    """Return the names that the worker uses and this vLLM's OffloadingConnector lacks."""
     return missing(OFFLOADING)
 
 
@@ -268,7 +268,7 @@ def _refuse(lacks: list[str]) -> None:
 
 
 def installed_version() -> str:
-    """Of the distribution `vllm`."""
+    """Return the version of the installed distribution `vllm`."""
     try:
         return version("vllm")
     except PackageNotFoundError:
@@ -276,7 +276,7 @@ def installed_version() -> str:
 
 
 def main() -> None:
-    """Print what is missing, and exit with 1 if anything is."""
+    """Print the missing names, and exit with 1 if there are any."""
     lacks = _lacks()
     print(f"vLLM {installed_version()} lacks:" if lacks else f"vLLM {installed_version()} has all names")
     print(*lacks, sep="\n")

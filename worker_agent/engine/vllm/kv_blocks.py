@@ -1,4 +1,4 @@
-"""KV by block: gather, scatter and checksum over the tensors of all layers."""
+"""Access to KV by block: gather, scatter and checksum over the tensors of all layers."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ class DeviceStaging:
         self.bytes = data
 
     def part(self, first: int, num_blocks: int) -> DeviceStaging:
-        """Some of its blocks, in the same memory."""
+        """Return a view of some of its blocks."""
         return DeviceStaging(self.bytes[first : first + num_blocks])
 
     def copy(self) -> DeviceStaging:
-        """The same bytes in other memory."""
+        """Return a copy in other memory."""
         return DeviceStaging(self.bytes.clone())
 
     @property
     def buffer(self) -> object:
-        """Buffer protocol on the host, __cuda_array_interface__ on a GPU."""
+        """An object with the buffer protocol on the host, with __cuda_array_interface__ on a GPU."""
         flat = self.bytes.view(-1)
         return flat if flat.is_cuda else flat.numpy()
 
 
 class KvBlocks:
-    """One tensor a layer, whatever its layout: the dimension that counts blocks is found by its length.
+    """KV in one tensor per layer, of any layout: the dimension that counts blocks is found by its length.
 
     A block's bytes are those of its slice in row-major order of the tensor's other dimensions. Safe to use
-    from any thread for blocks that no one else writes.
+    from any thread for blocks that no other thread writes.
     """
 
     def __init__(self, layers: Sequence[torch.Tensor], num_blocks: int) -> None:
@@ -55,43 +55,43 @@ class KvBlocks:
         self.layout = f"{tuple(first.shape[1:])} {first.dtype}"
         on_gpu = first.device.type == "cuda"
         self._stream = torch.cuda.Stream(first.device) if on_gpu else None
-        # On the host, as bytes: a layer's part of a block is copied at a time, while it is in the cache.
+        # Byte views on the host: copy and checksum one layer of a block at a time, while it is in the cache.
         on_host = not on_gpu and all(layer.stride(-1) == 1 for layer in self._layers)
         self._rows = [layer.view(torch.uint8).numpy() for layer in self._layers] if on_host else []
         self.checksum_name = "odd-weights" if on_gpu else "xxh3_64"
 
     def staging(self, num_blocks: int) -> DeviceStaging:
-        """A buffer for num_blocks blocks, in the KV's own memory."""
+        """Allocate a buffer for num_blocks blocks in the KV's memory."""
         shape = (num_blocks, self.num_layers, self.layer_block_bytes)
-        # Of the stream that uses it: torch would give out memory that a step in flight still works with.
+        # Allocate on the stream that uses it, or torch could return memory that a step in flight still uses.
         with torch.cuda.stream(self._stream):
             return DeviceStaging(torch.empty(shape, dtype=torch.uint8, device=self.device))
 
     def staging_over(self, memory: npt.NDArray[np.uint8]) -> DeviceStaging | None:
-        """A buffer over host memory that is given, a whole number of blocks; None: the KV is on a GPU."""
+        """Wrap host memory for a whole number of blocks as staging. Return None if the KV is on a GPU."""
         if self.device.type != "cpu":
             return None
         return DeviceStaging(torch.from_numpy(memory).view(-1, self.num_layers, self.layer_block_bytes))
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        """Copies inside go on the stream that all of KvBlocks' do; they are complete at the end."""
+        """Run copies inside on KvBlocks' own stream, and wait for them at the end."""
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             yield
             if self._stream is not None:
                 self._stream.synchronize()
 
     def wait_for_steps(self) -> None:
-        """What follows on this stream comes after the steps that were begun so far. Engine thread only."""
+        """Order later work on this stream after the steps begun so far. Engine thread only."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def gather(self, block_ids: Sequence[int], out: DeviceStaging) -> list[int]:
-        """Copy these blocks to the front of `out`; their checksums."""
+        """Copy these blocks to the front of `out` and return their checksums."""
         return self._gather_on_host(block_ids, out) if self._rows else self._gather_on_device(block_ids, out)
 
     def _gather_on_host(self, block_ids: Sequence[int], out: DeviceStaging) -> list[int]:
-        """Each row is copied once, and its checksum made of what is then in the cache."""
+        """Copy each row once, and compute its checksum while it is in the CPU's cache."""
         shape = self._rows[0].shape[1:]
         sums: list[int] = []
         for row, block_id in zip(out.bytes.numpy(), block_ids, strict=False):
@@ -142,7 +142,7 @@ class KvBlocks:
                 layer.index_fill_(0, ids, 0)
 
     def checksums(self, staging: DeviceStaging, num_blocks: int) -> list[int]:
-        """Checksums of its first blocks."""
+        """Return the checksums of the first `num_blocks` blocks of `staging`."""
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             return self._checksums(staging, num_blocks)
 
@@ -154,11 +154,11 @@ class KvBlocks:
 
 
 def odd_weight_sums(blocks: torch.Tensor) -> list[int]:
-    """64-bit checksum of each row of bytes, computed where the bytes are.
+    """Return a 64-bit checksum of each row of bytes, computed on the rows' device.
 
-    The row as 64-bit words, each times an odd weight of its own, summed modulo 2**64: a change of any one
-    word always shows, and words that changed places do but by a chance of 2**-63. The row's length must be
-    a multiple of 8. Returning it synchronises with the device.
+    The checksum is the sum, modulo 2**64, of the row's 64-bit words, each multiplied by its own odd weight.
+    It detects any change of a single word, and swapped words except with a probability of 2**-63. The row's
+    length must be a multiple of 8. Synchronises with the device.
     """
     words = blocks.view(torch.int64)
     place = torch.arange(1, words.shape[1] + 1, dtype=torch.int64, device=words.device)
@@ -170,7 +170,7 @@ def odd_weight_sums(blocks: torch.Tensor) -> list[int]:
 
 
 def _by_block(layer: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """A view whose first dimension counts the blocks of vLLM's block pool."""
+    """Return a view whose first dimension counts the blocks of vLLM's block pool."""
     for dimension, length in enumerate(layer.shape):
         if length == num_blocks:
             return layer.movedim(dimension, 0)

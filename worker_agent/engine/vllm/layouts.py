@@ -1,9 +1,9 @@
-"""What a request's state is made of, by KV cache group, and which blocks of it travel.
+"""A request's state by KV cache group, and which of its blocks are transferred.
 
-A group is layers that keep their state alike: full attention (latent attention included) keeps every block,
-a sliding window the blocks of its window, recurrent layers one block with their state. All groups take their
-blocks from one pool, and a block's bytes are those of every layer's page at its number, whichever group it
-belongs to: so blocks of all groups are read and written alike.
+A group consists of layers that keep their state in the same way: full attention (including latent attention)
+keeps every block, a sliding window the blocks of its window, and recurrent layers one block with their state.
+All groups allocate blocks from one pool, and a block's bytes are those of every layer's page at its number,
+whatever its group, so blocks of all groups are read and written in the same way.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Place:
 
 
 class Layout:
-    """Of a loaded engine. Places come in one order on every engine with the same groups."""
+    """The layout of a loaded engine. Engines with the same groups order places identically."""
 
     def __init__(self, config: KVCacheConfig, manager: KVCacheManager) -> None:
         self._managers = list(manager.coordinator.single_type_managers)
@@ -43,22 +43,24 @@ class Layout:
             for number, group in enumerate(config.kv_cache_groups)
             if isinstance(group.kv_cache_spec, FullAttentionSpec)
         ]
-        # The group whose full blocks travel in rounds, while the request runs; None: no block is ever final.
+        # The group whose full blocks are transferred in rounds while the request runs; None: no block is
+        # final.
         self.main: int | None = full[0] if full else None
-        # One group with all its blocks: whatever comes has its place from the first round on.
+        # A single group that keeps all blocks: received blocks have their final places from the first round
+        # on.
         self.plain = len(self._managers) == 1 and self.main == 0
 
     @property
     def block_tokens(self) -> int:
-        """Tokens in a block of the main group; of the first one where there is none."""
+        """Tokens per block of the main group, or of the first group if there is none."""
         return int(self._managers[self.main or 0].block_size)
 
     def full_blocks(self, computed: int) -> int:
-        """Blocks that travel in rounds, of a request with so many computed tokens."""
+        """Return how many blocks of a request with this many computed tokens are transferred in rounds."""
         return 0 if self.main is None else computed // self.block_tokens
 
     def places(self, computed: int) -> list[Place]:
-        """All that the request's next token depends on: full blocks of the main group first."""
+        """Return the places that the request's next token depends on, starting with the main group's."""
         others = [number for number in range(len(self._managers)) if number != self.main]
         order = others if self.main is None else [self.main, *others]
         return [Place(group, index) for group in order for index in self._indices(group, computed)]
@@ -70,7 +72,7 @@ class Layout:
 
 
 def live_reason(config: KVCacheConfig) -> str:
-    """Why requests of this layout cannot move live; empty: they can."""
+    """Return why requests with this layout cannot migrate live; empty if they can."""
     for group in config.kv_cache_groups:
         for spec in _layer_specs(group.kv_cache_spec):
             if isinstance(spec, MambaSpec):
@@ -87,7 +89,8 @@ def live_reason(config: KVCacheConfig) -> str:
 
 
 def layout_name(caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], config: KVCacheConfig) -> str:
-    """What must be equal for blocks to mean the same, beside the model and its settings."""
+    """Return a description that, with the model and its settings, must be equal for blocks to be
+    compatible."""
     shapes = {
         name: [f"{tuple(each.shape[1:])} {each.dtype}" for each in _tensors(cache)]
         for name, cache in sorted(caches.items())
@@ -99,10 +102,10 @@ def layout_name(caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], con
 def pages(
     caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], config: KVCacheConfig
 ) -> list[torch.Tensor]:
-    """The KV cache as bytes: for each page of a block a view (blocks, bytes of the page).
+    """Return the KV cache as bytes: for each page of a block a view (blocks, bytes of the page).
 
-    Layers of several groups may lie on the same bytes; those are one page. Of a layout that cannot move, the
-    first page alone.
+    Layers of several groups may share the same bytes and then form one page. For a layout that cannot migrate
+    live, returns only the first page. Raises RuntimeError if a tensor is not where the configuration puts it.
     """
     specs: dict[str, KVCacheSpec] = {}
     for group in config.kv_cache_groups:
@@ -129,7 +132,7 @@ def pages(
 
 
 def _tensors(cache: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Recurrent layers have several: one for each kind of state."""
+    """Return a layer's tensors; recurrent layers have one for each kind of state."""
     return [cache] if isinstance(cache, torch.Tensor) else list(cache)
 
 

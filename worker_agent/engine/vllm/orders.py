@@ -1,4 +1,4 @@
-"""An intra-instance policy, put to work on a loaded engine."""
+"""Apply an intra-instance policy to a loaded engine."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from worker_agent.engine.vllm.requests import Entry, RequestTable
 
 
 def use_policy(policy: IntraPolicy | None, core: LoadedCore, table: RequestTable) -> None:
-    """Order requests by this policy, None: as vLLM does. Engine thread, between two steps."""
+    """Order requests by this policy, or as vLLM does if None. Engine thread, between two steps."""
     core.intra = policy
     core.scheduler.use_order(None if policy is None else _step_order(policy, core, table))
 
 
 def job_view(entry: Entry) -> JobView:
-    """The request as an intra-instance policy sees it."""
+    """Return the request as an intra-instance policy sees it."""
     request, phases = entry.request, entry.phases
     return view_of(
         entry.turn,
@@ -32,7 +32,7 @@ def job_view(entry: Entry) -> JobView:
 def _step_order(policy: IntraPolicy, core: LoadedCore, table: RequestTable) -> StepOrder[Request]:
     def entry_of(request: Request) -> Entry:
         entry = table.get(request.request_id)
-        # Every request is in the table before the scheduler has it, and until it has left it.
+        # Between commands, the table has every request that the scheduler has.
         assert entry is not None
         return entry
 
@@ -53,7 +53,7 @@ def _step_order(policy: IntraPolicy, core: LoadedCore, table: RequestTable) -> S
         return core.host.get(request.request_id) is not None
 
     def exempt(request: Request) -> bool:
-        # KV that is not proven yet must not go back to host memory, to be proven by its new checksums.
+        # KV that is not verified yet must not be swapped out: its new checksums would make it seem valid.
         scheduler, request_id = core.scheduler, request.request_id
         return request_id in scheduler.exporting or request_id in scheduler.unverified
 

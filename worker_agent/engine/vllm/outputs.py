@@ -1,4 +1,4 @@
-"""A step's outputs, from vLLM's to the worker's: one message and one set of columns a front end."""
+"""Conversion of a step's outputs from vLLM's to the worker's: a message and columns for each front end."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from worker_agent.engine.intervals import RecentIntervals
 from worker_agent.engine.step_times import StepTimes
 from worker_agent.engine.vllm.requests import RequestTable
 
-# A plain int: an enum's own operators take a microsecond each, and this is done for every token.
+# Plain ints, because enum operators take a microsecond each, and these are used for every token.
 _FINISHED: Final = int(OutputFlag.FINISHED)
 _REASONING_ENDED: Final = int(OutputFlag.REASONING_ENDED)
 
 
 class OutputWriter:
-    """Encodes outputs with vLLM's own encoder, and keeps the requests' counts. Engine thread only."""
+    """Encodes outputs with vLLM's own encoder and updates the requests' counts. Engine thread only."""
 
     def __init__(self, table: RequestTable) -> None:
         self._table = table
         self._encoder = MsgpackEncoder()
         self.steps = 0
         self.generated_tokens = 0
-        # Of requests that have made their first token here.
+        # Prompt tokens of requests that have generated their first token here, and those found in caches.
         self.prompt_tokens = 0
         self.cached_prompt_tokens = 0
-        # Of these, those that came from elsewhere: the host's memory, or another connector.
+        # Those of the latter that were loaded from host memory or by another connector.
         self.loaded_prompt_tokens = 0
         self.intervals = RecentIntervals()
         self.times = StepTimes()
 
     def step(self, outputs: Mapping[int, EngineCoreOutputs] | None) -> list[StepColumns]:
-        """Columns of one engine step; requests that finished in it leave the table."""
+        """Return the columns of one engine step, and remove requests that finished in it from the table."""
         self.steps += 1
         if not outputs:
             return []
@@ -44,7 +44,7 @@ class OutputWriter:
         return [self._client(client, message, now_s) for client, message in outputs.items()]
 
     def failed(self, key: RequestKey, request_id: str, epoch: int, first_index: int) -> StepColumns:
-        """One request that cannot run here."""
+        """Return the output of a request that cannot run here."""
         message = EngineCoreOutputs(
             outputs=[EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR)]
         )
@@ -52,7 +52,7 @@ class OutputWriter:
         return self._single(key, epoch, first_index, flags, message)
 
     def ended(self, key: RequestKey, epoch: int, first_index: int, output: EngineCoreOutput) -> StepColumns:
-        """One request that had already met its end where it came from: the finish without a token."""
+        """Return the finish, without a token, of a request that had generated its last token elsewhere."""
         message = EngineCoreOutputs(outputs=[output])
         return self._single(key, epoch, first_index, OutputFlag.FINISHED, message)
 
@@ -73,12 +73,12 @@ class OutputWriter:
     def _client(self, client: int, message: EngineCoreOutputs, now_s: float) -> StepColumns:
         columns = StepColumns(client, self.steps, self._encode(message))
         find = self._table.get
-        # Requests that were in the last step have its interval, all the same: it is counted once for them.
+        # All requests of the last step have the same interval: count it once for all of them.
         shared_ms, sharing = 0.0, 0
         for output in message.outputs:
             entry = find(output.request_id)
             if entry is None:
-                # Every request of the scheduler is in the table; a column less would shift all others.
+                # All requests of the scheduler are in the table; skipping one would misalign the columns.
                 raise RuntimeError(f"output for unknown request {output.request_id}")
             tokens = output.new_token_ids
             flags = 0
@@ -110,7 +110,7 @@ class OutputWriter:
         return columns
 
     def _count(self, now_s: float, interval_ms: float, requests: int) -> None:
-        """So many requests had this interval; 0: it was their first token here."""
+        """Count an interval for this many requests; 0 means that it was their first token here."""
         if interval_ms and requests:
             self.intervals.add(now_s, interval_ms, requests)
 

@@ -6,17 +6,18 @@ _SMOOTHING = 0.1
 
 
 class Pace:
-    """One request: exponential moving average of its token interval."""
+    """One request's token interval, an exponential moving average."""
 
     __slots__ = ("_last_s", "interval_ms")
 
     def __init__(self, interval_ms: float = 0.0) -> None:
-        """`interval_ms` as measured where the request came from; 0: unknown."""
+        """`interval_ms` is the source's measurement for an imported request; 0: unknown."""
         self.interval_ms = interval_ms
         self._last_s = 0.0
 
     def token(self, now_s: float) -> float:
-        """A token came now (monotonic clock); milliseconds since the one before, 0 for the first here."""
+        """Record a token at `now_s` (monotonic) and return the milliseconds since the last one; 0 for the
+        first one here."""
         last_s, self._last_s = self._last_s, now_s
         if last_s == 0.0:
             return 0.0

@@ -1,4 +1,4 @@
-"""Several devices: what cannot be, said before anything is loaded; and what vLLM is to know of this host."""
+"""Checks and environment for engines with several ranks, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 
 from worker_agent.ranks.orphan import WORKER_PID
 
-# Of vLLM's settings, those that a worker cannot run with, and what to do instead.
+# Settings of vLLM that workers do not support, and what to do instead.
 _ALONE: Final = {
     "data_parallel_size": "start one worker for each data-parallel rank, each with its own devices",
     "nnodes": "a worker's ranks are on one machine",
@@ -22,9 +22,9 @@ _THREADS: Final = "OMP_NUM_THREADS"
 
 
 def prepare_ranks(arguments: Mapping[str, object]) -> int:
-    """How many ranks vLLM's engine arguments ask for; the environment is made ready for them.
+    """Return the number of ranks that vLLM's engine arguments imply, and prepare the environment for them.
 
-    Raises RuntimeError, naming the setting, for what cannot be.
+    Raises RuntimeError, naming the setting, for unsupported values.
     """
     for name, instead in _ALONE.items():
         if arguments.get(name, 1) != 1:
@@ -33,11 +33,11 @@ def prepare_ranks(arguments: Mapping[str, object]) -> int:
     ranks = tensor * stages
     if ranks == 1:
         return 1
-    # This process has threads, and what they hold when it is forked is held for ever in the child.
+    # This process has threads, and a lock that one holds during a fork would never be released in the child.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     os.environ[WORKER_PID] = str(os.getpid())
     if current_platform.is_cpu():
-        # vLLM would give each rank a NUMA node of its own.
+        # By default, vLLM binds each rank to its own NUMA node.
         os.environ.setdefault(_BINDING, "nobind")
         os.environ.setdefault(_THREADS, str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     elif (devices := torch.accelerator.device_count()) < ranks:
@@ -47,8 +47,7 @@ def prepare_ranks(arguments: Mapping[str, object]) -> int:
 
 
 def ranks_reason(config: VllmConfig) -> str:
-    """Why an engine whose ranks share the tokens of a context cannot hand its KV over live; empty: they do
-    not."""
+    """Return why an engine with context parallelism cannot hand over KV live; empty for other engines."""
     parallel = config.parallel_config
     for setting in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, setting)

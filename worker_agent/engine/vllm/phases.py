@@ -1,4 +1,4 @@
-"""Where a request stands: prefill, reasoning, answering; read off token ids, by the model's own parser."""
+"""The phase of a request (prefill, reasoning or answering), from its token IDs and the model's parser."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 
 from worker_agent.engine.base import EnginePhase, OutputFlag
 
-# Looked at for every token: a name of the module costs less than a member of its class.
+# Used for every token: module globals are cheaper than enum members.
 _REASONING: Final = EnginePhase.REASONING
 _ANSWERING: Final = EnginePhase.ANSWERING
 _NOTHING: Final = OutputFlag.NONE
@@ -21,21 +21,21 @@ _ANSWER_BEGUN: Final = OutputFlag.ANSWER_BEGUN
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
-    """Tokens that end the model's reasoning, and whether a prompt has ended it already."""
+    """The tokens that end the model's reasoning, and the parser that recognises them in prompts."""
 
     parser: ReasoningParser
     end_token_ids: frozenset[int]
 
     def opens_reasoning(self, prompt_token_ids: Sequence[int]) -> bool:
-        """Whether the output that follows this prompt begins with reasoning."""
+        """Return whether the output for this prompt begins with reasoning."""
         return not self.parser.is_reasoning_end(list(prompt_token_ids))
 
 
 def load_marks(config: VllmConfig) -> ReasoningMarks | None:
-    """The marks of the configured reasoning parser; None when the model does not reason, or speaks in token
-    ids alone.
+    """Load the marks of the configured reasoning parser; return None if the model does not reason or has no
+    tokenizer.
 
-    Raises RuntimeError when the parser is unknown or ends reasoning by more than one token.
+    Raises RuntimeError if the parser is unknown or has no single token that ends reasoning.
     """
     name = config.structured_outputs_config.reasoning_parser
     if not name or config.model_config.skip_tokenizer_init:
@@ -74,25 +74,25 @@ class PhaseTracker:
         self.reasoning_tokens = 0
         self._end_token_ids: frozenset[int] = frozenset() if marks is None else marks.end_token_ids
         self._reasons = marks is not None and marks.opens_reasoning(prompt_token_ids)
-        # Its reasoning has ended, and no token has come after.
+        # The reasoning has ended, and no token has followed yet.
         self._answer_due = False
 
     @property
     def reasons(self) -> bool:
-        """The next output token belongs to the reasoning."""
+        """Whether the next output token belongs to the reasoning."""
         return self._reasons
 
     def replay(self, token_ids: Sequence[int]) -> None:
-        """Take tokens that were emitted elsewhere: the request will not report them again."""
+        """Advance over tokens that were emitted elsewhere, without reporting their flags."""
         if token_ids:
             self.advance(token_ids)
 
     def back_to_prefill(self) -> None:
-        """KV is to be computed anew; the phase shows again with the next token."""
+        """Return to PREFILL because the KV must be recomputed; the next token restores the phase."""
         self.phase = EnginePhase.PREFILL
 
     def advance(self, token_ids: Sequence[int]) -> OutputFlag:
-        """Take the next tokens (at least one); what they changed."""
+        """Advance over the next tokens (at least one) and return the resulting flags."""
         phase = self.phase
         if phase is _ANSWERING:
             if not self._answer_due:

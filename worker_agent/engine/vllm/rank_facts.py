@@ -1,4 +1,4 @@
-"""What an engine's ranks are: one in this process, or several in processes of their own."""
+"""Facts about an engine's ranks: one in this process, or several in their own processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """One rank, and its part of the KV. `hardware`: the device, in words."""
+    """One rank and its part of the KV. `hardware` describes the device."""
 
     rank: int
     process: int
@@ -18,12 +18,12 @@ class RankFacts:
     layer_block_bytes: int
     layout_name: str
     checksum_name: str
-    # By which the ranks found each other: a file, and part of the names of the memory that they share.
+    # Name of the ranks' rendezvous file, also part of the names of their shared memory.
     meeting: str
-    # Why requests cannot move live with what this rank keeps; empty: they can.
+    # Why requests with this rank's KV cannot migrate live; empty if they can.
     live_reason: str
 
 
 def kv_name(facts: Sequence[RankFacts]) -> str:
-    """What must be equal, rank by rank, for blocks of two engines to mean the same."""
+    """Return a description of all ranks that must be equal for two engines' blocks to be compatible."""
     return " | ".join(f"{each.device_type} {each.layout_name} {each.checksum_name}" for each in facts)

@@ -1,9 +1,9 @@
-"""What the model runner must know of a request that did not begin here: sampling state in and out of it.
+"""The model runner's state of requests that began on other engines, including their sampling state.
 
-vLLM has two model runners. V1 keeps a `CachedRequestState` of each request across a preemption, generator
-included, and knows a request that comes back by it. V2 forgets a preempted request: what comes back is new to
-it, with prompt, outputs and the number of computed tokens, and the noise of a seeded request depends on its
-seed and its position alone.
+vLLM has two model runners. V1 keeps a `CachedRequestState` of each request across a preemption, including its
+generator, and uses it when the request resumes. V2 forgets preempted requests: a resumed request is new to
+it, with prompt, outputs and number of computed tokens, and the noise of a seeded request depends only on its
+seed and position.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from worker_agent.engine.vllm.sampling import make_generator
 class Adoption:
     """A request that the model runner must know before its first step here.
 
-    generator_state: torch's, at the point where the next token is to be sampled; empty to make it from the
-    seed and the number of output tokens.
+    `generator_state` is torch's state before the next token is sampled; empty: derive it from the seed and
+    the number of output tokens.
     """
 
     request_id: str
@@ -43,7 +43,8 @@ class Adoption:
 
     @classmethod
     def of(cls, request: Request, generator_state: bytes) -> Adoption:
-        """The request as it is now; what the model runner needs of it, which may be in another process."""
+        """Return what the model runner, which may be in another process, needs of the request as it is
+        now."""
         return cls(
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
@@ -60,26 +61,26 @@ class Adoption:
 
 @dataclass(frozen=True, slots=True)
 class Rewind:
-    """A request whose last steps do not count: it has so many output tokens."""
+    """A request whose last steps were discarded, and how many output tokens it has left."""
 
     request_id: str
     output_tokens: int
 
 
 class RequestStates(Protocol):
-    """A model runner's memory of requests. Between two steps."""
+    """A model runner's state of requests. Call its methods only between two steps."""
 
     def adopt(self, adoption: Adoption) -> None:
-        """Make a request known."""
+        """Add a request."""
 
     def forget(self, request_id: str) -> None:
-        """Drop an adopted request that never reached the scheduler; it reports the others itself."""
+        """Remove an adopted request that never reached the scheduler, which reports the end of all others."""
 
     def rewind(self, rewind: Rewind) -> None:
-        """Take back what steps that made their tokens on bad KV drew. vLLM itself takes back the tokens."""
+        """Take back the random draws of steps that ran on corrupt KV; vLLM itself takes back their tokens."""
 
     def generator_state(self, request_id: str) -> bytes:
-        """State of a request's own generator, before its next draw; empty when it has none."""
+        """Return the state of a request's own generator before its next draw; empty if it has none."""
 
 
 class CachedStates:
@@ -89,9 +90,9 @@ class CachedStates:
         self._runner = runner
 
     def adopt(self, adoption: Adoption) -> None:
-        """Make the cached state that vLLM makes for a new request, with the output tokens it already has.
+        """Create the cached state that vLLM creates for a new request, with the output tokens it already has.
 
-        Its blocks are left empty: the scheduler sends them all when it resumes the request.
+        The block IDs are left empty: the scheduler sends all of them when it resumes the request.
         """
         runner, params, outputs = self._runner, adoption.sampling_params, list(adoption.output_token_ids)
         state = CachedRequestState(
@@ -119,7 +120,7 @@ class CachedStates:
             state.generator = make_generator(
                 runner.device,
                 params.seed,
-                # The list itself is another one each time that the request is resumed with async scheduling.
+                # Look the list up each time: async scheduling replaces it when the request is resumed.
                 lambda: len(runner.requests[adoption.request_id].output_token_ids),
                 runner.sampler.topk_topp_sampler,
                 runner.input_batch.vocab_size,
@@ -155,17 +156,17 @@ class CachedStates:
 
 
 class NoStates:
-    """RequestStates of Model Runner V2, which needs none: the message about a new request has all."""
+    """RequestStates of Model Runner V2, which needs none: the scheduler's message contains everything."""
 
     def adopt(self, adoption: Adoption) -> None:
-        """Nothing. A generator's state, which comes by replay from an engine with V1, has no use here."""
+        """Do nothing. A generator's state, from a replay of a request of an engine with V1, is not needed."""
 
     def forget(self, request_id: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def rewind(self, rewind: Rewind) -> None:
-        """Nothing: noise depends on the position."""
+        """Do nothing: the noise depends only on the position."""
 
     def generator_state(self, request_id: str) -> bytes:
-        """Empty."""
+        """Return an empty state."""
         return b""

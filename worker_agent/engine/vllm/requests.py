@@ -1,4 +1,4 @@
-"""The requests that this engine runs, by id and by key. Owned by the engine thread."""
+"""The requests that this engine runs, by ID and by key. Owned by the engine thread."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from worker_agent.engine.vllm.phases import PhaseTracker
 
 @dataclass(frozen=True, slots=True)
 class LengthPrediction:
-    """With `generated` output tokens made, `remaining` were predicted to come."""
+    """After `generated` output tokens, `remaining` more were predicted."""
 
     generated: int
     remaining: float
 
     def remaining_at(self, emitted: int) -> float:
-        """What is left of it when `emitted` have been made: it counts down, to 0, until it is made anew."""
+        """Return the prediction after `emitted` tokens: it counts down to 0 until the next one is made."""
         return max(0.0, self.remaining - max(0, emitted - self.generated))
 
 
 @dataclass(slots=True)
 class Entry:
-    """One request. `emitted`: output tokens the front end has or will have from here or from elsewhere."""
+    """One request. `emitted` counts the output tokens sent to the front end by this engine or earlier
+    ones."""
 
     key: RequestKey
     request_id: str
@@ -45,7 +46,7 @@ class Entry:
     turn: Turn
     # Set by the predictor's thread.
     prediction: LengthPrediction | None = None
-    # Of the adapter that it runs with; empty: with none, or one whose files cannot be told apart.
+    # Version of the adapter that the request runs with; empty: no adapter, or its version is unknown.
     adapter_version: str = ""
 
     def max_output_tokens(self, max_model_len: int) -> int:
@@ -55,7 +56,7 @@ class Entry:
         return max(0, min(room, asked))
 
     def predicted_remaining(self, max_model_len: int) -> float | None:
-        """Predicted output tokens still to come, no more than may come; None: nothing was predicted."""
+        """Return the predicted remaining output tokens, limited by what is allowed; None if not predicted."""
         prediction = self.prediction
         if prediction is None:
             return None
@@ -66,7 +67,7 @@ class Entry:
 
 
 class RequestTable:
-    """Entries by request id and by key, kept in step."""
+    """Entries, indexed by request ID and by key."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, Entry] = {}
@@ -77,40 +78,40 @@ class RequestTable:
         return len(self._by_id)
 
     def __iter__(self) -> Iterator[Entry]:
-        # One step under the GIL, so that the event loop can take a look while the engine thread works.
+        # Copying is atomic under the GIL, so the event loop can iterate while the engine thread runs.
         return iter(list(self._by_id.values()))
 
     @property
     def has_prompts(self) -> bool:
-        """Whether a request has not made an output token yet."""
+        """Whether any request has not generated an output token yet."""
         return any(entry.emitted == 0 for entry in self._by_id.values())
 
     def new_turn(self, request: Request, queue_s: float = 0.0) -> Turn:
-        """A place in the order of this instance. `queue_s`: what a prompt that comes finds (JobView)."""
+        """Create a request's place in this instance's order. `queue_s` is as in JobView."""
         return Turn(arrival_order(request.arrival_time, next(self._numbers)), queue_s)
 
     def add(self, entry: Entry) -> None:
-        """Take a request whose id and key are not in the table."""
+        """Add a request whose ID and key are not in the table."""
         self._by_id[entry.request_id] = entry
         self._by_key[entry.key] = entry
 
     def get(self, request_id: str) -> Entry | None:
-        """The request of this id."""
+        """Return the request with this ID, or None."""
         return self._by_id.get(request_id)
 
     def known(self, request_id: str) -> Entry:
-        """The same. Raises EngineRefusal when it is not here."""
+        """Return the request with this ID. Raises EngineRefusal if there is none."""
         entry = self._by_id.get(request_id)
         if entry is None:
             raise EngineRefusal(f"request {request_id} is not on this engine")
         return entry
 
     def by_key(self, key: RequestKey) -> Entry | None:
-        """The request of this key."""
+        """Return the request with this key, or None."""
         return self._by_key.get(key)
 
     def remove(self, entry: Entry) -> None:
-        """Forget a request; ignored when it is not there."""
+        """Remove a request; ignored if it is not in the table."""
         if self._by_id.get(entry.request_id) is entry:
             del self._by_id[entry.request_id]
         if self._by_key.get(entry.key) is entry:

@@ -1,4 +1,4 @@
-"""Mixed into vLLM's worker through `worker_extension_cls`: its KV, requests' states and hidden states."""
+"""Access to the KV, request states and hidden states of vLLM's worker, added by `worker_extension_cls`."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from worker_agent.ranks.memory import RankMemory
     from worker_agent.ranks.messages import Address
 
-# vLLM imports this module in each rank before ranks meet, and calls nothing of it before all are ready.
+# vLLM imports this module in each rank before the rendezvous, and calls it only after all ranks are ready.
 _ORPHAN_WATCH = OrphanWatch()
 
 
 class RunnerExtension:
-    """Methods for `collective_rpc`. Names start with tailrace_, as they join vLLM's worker class."""
+    """Methods for `collective_rpc`. Their names start with tailrace_, as they are added to vLLM's class."""
 
     if TYPE_CHECKING:
         use_v2_model_runner: bool
@@ -44,11 +44,11 @@ class RunnerExtension:
         tailrace_memory: RankMemory
 
     def tailrace_connector(self) -> TailraceConnector:
-        """The worker side of the KV connector, which holds the KV tensors."""
+        """Return the worker side of the KV connector, which has the KV tensors."""
         return tailrace_connector(get_kv_transfer_group())
 
     def tailrace_facts(self) -> RankFacts:
-        """What this rank is."""
+        """Return facts about this rank."""
         connector, blocks = self.tailrace_connector(), self._tailrace_blocks()
         return RankFacts(
             rank=self.rank,
@@ -64,9 +64,10 @@ class RunnerExtension:
         )
 
     def tailrace_serve(self, address: Address) -> None:
-        """Of a rank in a process of its own: move its part of the KV as the worker at this address says."""
+        """Transfer this rank's part of the KV on behalf of the worker at this address; for engines with
+        several ranks."""
         self._tailrace_stage_input()
-        # Only here: it takes UCX into the process.
+        # Imported here because it loads UCX into the process.
         from worker_agent.ranks.agent import start_agent
 
         self.tailrace_memory = start_agent(
@@ -83,7 +84,7 @@ class RunnerExtension:
         self._tailrace_blocks().zero(block_ids)
 
     def tailrace_tap(self, take: Callable[[StepStates], None]) -> HiddenStateTap:
-        """Hand the hidden states of steps to `take`."""
+        """Call `take` with the hidden states of observed steps."""
         runner = self.model_runner
         rows: BatchRows = rows_of_v2(runner) if self.use_v2_model_runner else rows_of_v1(runner)
         return HiddenStateTap(runner.get_model(), rows, take)
@@ -113,8 +114,8 @@ class RunnerExtension:
         return os.path.basename(self.distributed_init_method)
 
     def _tailrace_stage_input(self) -> None:
-        """Where a later stage of a pipeline receives what the one before has made: Model Runner V1 makes it
-        in its warm-up, which vLLM leaves out on a CPU when the KV cache's size is given."""
+        """Allocate the buffers in which a later pipeline stage receives its input. Model Runner V1 does so in
+        its warm-up, which vLLM skips on a CPU if the size of the KV cache is configured."""
         runner = self.model_runner
         if (
             self.use_v2_model_runner

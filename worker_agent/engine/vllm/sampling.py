@@ -1,9 +1,9 @@
-"""A seeded request's generator: where it stands after n tokens, and how it goes back a draw.
+"""The generator of a seeded request: its state after n tokens, and how to take back a draw.
 
-vLLM gives each seeded request a generator of its own, which the sampler draws from once for each token that
-it samples for the request (vllm/v1/sample/ops/topk_topp_sampler.py): on CPU one 31-bit integer (before 0.32 a
-row of exponentials), elsewhere a row of exponentials as wide as the vocabulary. So the seed and the number of
-tokens say where it stands.
+vLLM gives each seeded request its own generator, from which the sampler draws once per sampled token
+(vllm/v1/sample/ops/topk_topp_sampler.py): on CPUs one 31-bit integer (before 0.32 a row of exponentials),
+elsewhere a row of exponentials as wide as the vocabulary. So the seed and the number of tokens determine the
+generator's state.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
 
 class CpuDraws:
-    """What a sampler on CPU draws from a request's generator."""
+    """The draws of a CPU sampler from a request's generator."""
 
     def __init__(self, sampler: TopKTopPSampler, vocab_size: int) -> None:
         self._sampler = sampler
         self._logits = (1, vocab_size)
 
     def skip(self, generator: torch.Generator, number: int) -> None:
-        """Move the generator on by so many tokens."""
+        """Advance the generator by the draws of `number` tokens."""
         if number and _draws_integers(self._sampler):
             torch.randint(0, 2**31, (number,), generator=generator, dtype=torch.long)
             return
@@ -33,20 +33,21 @@ class CpuDraws:
 
 
 class SeededCpuGenerator(torch.Generator):  # type: ignore[misc]
-    """A CPU generator that can take a draw back.
+    """A CPU generator that can take back a draw.
 
-    A prompt that is computed in several steps samples a token in each, and vLLM takes those draws back by
-    moving the generator's offset. Generators on CPU have none and raise, which would end the engine. The
-    draws to keep are as many as the request has tokens, so taking back is: start over, draw that many.
+    A prompt computed in several steps samples a token in each, and vLLM takes back those draws by setting the
+    generator's offset. CPU generators have no offset and raise, which would end the engine. As a request has
+    one draw per token, this class takes back a draw by starting over and drawing once per token.
     """
 
     def __new__(cls, seed: int, drawn: Callable[[], int], draws: CpuDraws) -> SeededCpuGenerator:
-        # torch's own constructor looks at the arguments here, and knows only a device.
+        # Pass no arguments: torch's constructor accepts only a device.
         generator: SeededCpuGenerator = super().__new__(cls)
         return generator
 
     def __init__(self, seed: int, drawn: Callable[[], int], draws: CpuDraws) -> None:
-        """`drawn`: how many of its draws count, which is how many output tokens the model runner has made."""
+        """`drawn` returns the number of valid draws: the output tokens that the model runner has
+        generated."""
         super().__init__()
         self._seed = seed
         self._drawn = drawn
@@ -54,16 +55,16 @@ class SeededCpuGenerator(torch.Generator):  # type: ignore[misc]
         self.rewind()
 
     def rewind(self) -> None:
-        """Go to where the generator stands after as many tokens as the request has."""
+        """Set the generator to its state after the request's tokens."""
         self.manual_seed(self._seed)
         self._draws.skip(self, self._drawn())
 
     def get_offset(self) -> int:
-        """Nothing: set_offset does not need it."""
+        """Return 0, because set_offset ignores the offset."""
         return 0
 
     def set_offset(self, offset: int) -> None:
-        """vLLM calls this only to take back the last draw."""
+        """Take back the last draw, the only purpose for which vLLM calls this."""
         self.rewind()
 
 
@@ -75,8 +76,8 @@ def make_generator(
     vocab_size: int,
     state: bytes,
 ) -> torch.Generator:
-    """The generator of a request that has made so many tokens: from another's state, else replayed from the
-    seed. `sampler`: the model runner's, over `vocab_size` tokens."""
+    """Create the generator of a request with `drawn()` tokens, from a transferred state or, if that is empty,
+    by replaying the draws from the seed. `sampler` is the model runner's, over `vocab_size` tokens."""
     if device.type == "cpu":
         generator: torch.Generator = SeededCpuGenerator(seed, drawn, CpuDraws(sampler, vocab_size))
     else:
@@ -91,14 +92,15 @@ def make_generator(
 
 
 def _skip_rows(generator: torch.Generator, device: torch.device, vocab_size: int, rows: int) -> None:
-    """Advance a GPU generator as `rows` rows of exponentials would: each moves its offset equally far."""
+    """Advance a GPU generator by `rows` rows of exponentials, each of which moves its offset equally far."""
     torch.empty(vocab_size, dtype=torch.float32, device=device).exponential_(generator=generator)
     generator.set_offset(generator.get_offset() * rows)
 
 
 @cache
 def _draws_integers(sampler: TopKTopPSampler) -> bool:
-    """Whether a token costs one integer; looked at where the generator stands after one."""
+    """Return whether the sampler draws one integer per token, by comparing generator states after one
+    token."""
     used, other = (torch.Generator().manual_seed(0) for _ in range(2))
     _sample(sampler, torch.zeros((1, 8)), used)
     torch.randint(0, 2**31, (1,), generator=other, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""What to start an engine with, and vLLM's configuration made from it."""
+"""Settings of a vLLM engine, and their conversion to vLLM's configuration."""
 
 from __future__ import annotations
 
@@ -27,29 +27,30 @@ _ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 @dataclass(frozen=True, slots=True)
 class VllmSettings:
-    """One engine. None leaves a choice to vLLM (or, on CPU, to a default that suits a small machine)."""
+    """Settings of one engine. None means vLLM's default or, on CPUs, one that suits a small machine."""
 
     model: str
     dtype: str = "auto"
-    # Tokens in a KV block. CPU: 32, the smallest its attention kernel likes.
+    # Tokens per KV block. CPU: 32, the smallest that its attention kernel handles well.
     block_tokens: int | None = None
-    # KV cache size, in blocks (wins) or bytes. CPU: 1 GiB.
+    # Size of the KV cache, in blocks (takes precedence) or bytes. CPU: 1 GiB.
     kv_blocks: int | None = None
     kv_bytes: int | None = None
     # Host memory for the KV of preempted requests and of evicted prefixes, in bytes; 0: they are recomputed.
     # None: 4 GiB, or an eighth of the machine's memory if that is less.
     host_kv_bytes: int | None = None
-    # CPU: threads of a step. Threads of one step wait for each other, so when workers share cores more than
-    # one each makes a step many times slower.
+    # CPU: threads per step. They wait for each other, so if workers share cores, more than one thread each
+    # makes steps many times slower.
     cpu_threads: int | None = None
     max_num_seqs: int | None = None
     max_model_len: int | None = None
-    # Begin a step before the tokens of the last one are there. None: as vLLM does, which is yes on GPUs.
+    # Begin a step before the last one's tokens are available. None: vLLM's default, which is true on GPUs.
     async_scheduling: bool | None = None
-    # Devices: ranks that share each layer, times stages of layers. Several: each in a process of its own.
+    # Ranks that share each layer, and stages of layers; their product is the number of devices. With several
+    # devices, each has its own process.
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
-    # vLLM's name of the model's reasoning parser; empty: the model does not reason.
+    # vLLM's name for the model's reasoning parser; empty: the model does not reason.
     reasoning_parser: str = ""
     # File of a length predictor for this model; empty: lengths are not predicted.
     predictor: str = ""
@@ -58,14 +59,15 @@ class VllmSettings:
 
 
 def vllm_config(settings: VllmSettings) -> VllmConfig:
-    """vLLM's configuration. Raises RuntimeError, saying what to change, for what cannot be served.
+    """Return vLLM's configuration. Raises RuntimeError, saying what to change, for unsupported settings.
 
-    Call it on the thread that will load and run the model: the number of CPU threads is set for that one.
+    Call it on the thread that will load and run the model, because it sets that thread's number of CPU
+    threads.
     """
     os.environ.update(_ENVIRONMENT)
     arguments: dict[str, object] = {
         "model": settings.model,
-        # API servers send every image whole: what an engine has seen says nothing about the next one.
+        # Several front ends share the engine and send every image in full, so no cache can be assumed.
         "mm_processor_cache_gb": 0,
         "dtype": settings.dtype,
         "block_size": settings.block_tokens,
@@ -98,7 +100,7 @@ def vllm_config(settings: VllmSettings) -> VllmConfig:
             kv_transfer_config=transfer,
         ).create_engine_config()
     except (TypeError, ValueError) as error:
-        raise RuntimeError(f"vLLM rejects these engine arguments: {_said(error)}") from error
+        raise RuntimeError(f"vLLM rejects these engine arguments: {_one_line(error)}") from error
     if config.use_v2_model_runner:
         require_runner_v2()
     if config.kv_transfer_config.kv_connector == "MultiConnector":
@@ -108,16 +110,16 @@ def vllm_config(settings: VllmSettings) -> VllmConfig:
 
 
 def _choose_scheduler(config: VllmConfig, forced: bool) -> None:
-    """Ours, over the one of vLLM's that goes with the configuration."""
+    """Select our scheduler for vLLM's synchronous or async one, depending on the configuration."""
     if forced:
-        # vLLM switches it off on CPU, where it gains nothing, but works.
+        # vLLM disables it on CPUs, where it gains nothing but works.
         config.scheduler_config.async_scheduling = True
     name = "AsyncPausingScheduler" if config.scheduler_config.async_scheduling else "PausingScheduler"
     config.scheduler_config.scheduler_cls = f"worker_agent.engine.vllm.scheduler.{name}"
 
 
-def _said(error: Exception) -> str:
-    """In one line: of pydantic's errors, what the checks say."""
+def _one_line(error: Exception) -> str:
+    """Return the error's message in one line; for pydantic's errors, only the messages of the checks."""
     if not isinstance(error, ValidationError):
         return " ".join(str(error).split())
     return "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())

@@ -1,4 +1,4 @@
-"""vLLM's utility calls: what an API server may ask of a worker's engine core."""
+"""vLLM's utility calls, which API servers make to a worker's engine core."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from worker_agent.engine.base import Frames
 from worker_agent.engine.vllm.load import LoadedCore
 
-# Adapters leave when others need their place, as API servers number each their own.
-_ADAPTERS_STAY = frozenset({"remove_lora", "pin_lora"})
+# Accepted but not executed: adapters are evicted as needed, because each API server has its own numbering.
+_ACCEPTED_ONLY = frozenset({"remove_lora", "pin_lora"})
 
 _log = logging.getLogger(__name__)
 
-# What reads, or frees a cache. Not what stops, pauses or reloads an engine that other front ends share.
+# Calls that only read or clear a cache, or load adapters; not those that would stop, pause or reload an
+# engine that other front ends share.
 ALLOWED = frozenset(
     {
         "add_lora",
@@ -37,7 +38,7 @@ ALLOWED = frozenset(
 
 
 class UtilityCalls:
-    """Runs calls on the engine thread, as vLLM's engine core process does."""
+    """Runs utility calls on the engine thread, as vLLM's engine core process does."""
 
     def __init__(self, core: LoadedCore) -> None:
         self._core = core
@@ -45,12 +46,13 @@ class UtilityCalls:
         self._encoder = MsgpackEncoder()
 
     def call(self, call_id: int, frames: Frames) -> list[bytes]:
-        """Run (client index, call id, method, arguments); vLLM's EngineCoreOutputs with the answer."""
+        """Run a call, encoded as (client index, call ID, method, arguments), and return vLLM's encoded
+        EngineCoreOutputs with the result or the failure."""
         output = UtilityOutput(call_id)
         try:
             _, output.call_id, method, arguments = self._decoder.decode(frames)
             output.result = UtilityResult(self._run(method, arguments))
-        # As in vLLM: a failed call is its caller's trouble, whatever it was that failed.
+        # As in vLLM, any failure is reported to the caller.
         except Exception as error:  # noqa: BLE001
             _log.exception("utility call %d failed", call_id)
             output.failure_message = f"Call failed: {error}"
@@ -63,6 +65,6 @@ class UtilityCalls:
         arguments = EngineCoreProc._convert_msgspec_args(bound, arguments)
         if method == "add_lora":
             return bool(self._core.adapters.load(*arguments))
-        if method in _ADAPTERS_STAY:
+        if method in _ACCEPTED_ONLY:
             return True
         return bound(*arguments)

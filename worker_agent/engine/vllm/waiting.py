@@ -1,8 +1,8 @@
-"""Where requests wait in vLLM's scheduler, alike in every version.
+"""A common view of the waiting requests in the schedulers of all vLLM versions.
 
-From 0.31 on, requests that hold KV blocks wait apart and go first, whoever else cannot start yet stays where
-it waits, and how many may run is told apart from the model runner's places. 0.30 has one queue for all that
-were passed over, which goes first.
+From 0.31 on, requests with KV blocks wait in a separate queue that has precedence, other requests that cannot
+start yet stay in the waiting queue, and the limit of running requests is separate from the model runner's
+slots. 0.30 has one queue for all requests that were passed over, which has precedence.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from worker_agent.engine.vllm.internals import WAITING
 
 
 class Scheduler030(Scheduler):  # type: ignore[misc]
-    """vLLM 0.30's scheduler with the names of its successors.
+    """vLLM 0.30's scheduler with the attribute names of later versions.
 
-    `kv_holding_waiting` is the queue that goes first. Whoever was passed over and holds no blocks is put back
-    into `waiting` after each step.
+    `kv_holding_waiting` is the queue with precedence. Requests without blocks that were passed over return to
+    `waiting` after each step.
     """
 
     waiting: RequestQueue
@@ -39,7 +39,7 @@ class Scheduler030(Scheduler):  # type: ignore[misc]
 
     @property
     def max_num_active_reqs(self) -> int:
-        """Requests that may run."""
+        """Limit of running requests."""
         return self.max_num_running_reqs
 
     @max_num_active_reqs.setter
@@ -64,7 +64,8 @@ class Scheduler030(Scheduler):  # type: ignore[misc]
         queue.add_request(request)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
-        """Whether it can start. Its successors ask about every request, this version about blocked ones."""
+        """Return whether the request can start. Later versions call this for every request, 0.30 only for
+        blocked ones."""
         return bool(super()._try_promote_blocked_waiting_request(request))
 
     def _try_promote_blocked_waiting_request(self, request: Request) -> bool:
@@ -81,4 +82,4 @@ def _holds_blocks(request: Request) -> bool:
 
 
 VllmScheduler: type[Scheduler] = Scheduler030 if missing(WAITING) else Scheduler
-"""vLLM's scheduler, by the names of 0.31."""
+"""vLLM's scheduler with the attribute names of 0.31."""

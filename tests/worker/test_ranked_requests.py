@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.intra.base import Rank
-from worker_agent.engine.ranked_line import RankedLine
+from worker_agent.engine.ranked_requests import RankedRequests
 
 
 @given(
@@ -29,7 +29,7 @@ def test_as_sorted_anew(actions: list[tuple[str, int]]) -> None:
     def lapses_s(member: int) -> float | None:
         return None if member in lapsed or member % 3 == 0 else float(member)
 
-    line = RankedLine(rank, lapses_s, lapsed.add)
+    line = RankedRequests(rank, lapses_s, lapsed.add)
     here: set[int] = set()
     for action, value in actions:
         if action == "add" and value not in here:

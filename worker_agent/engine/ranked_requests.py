@@ -1,4 +1,4 @@
-"""Requests that wait, in order of rank."""
+"""Waiting requests in order of rank."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tailrace.intra.base import Rank
 M = TypeVar("M", bound=Hashable)
 
 
-class RankedLine(Generic[M]):
-    """The rank of a request that waits does not change but when it lapses, so each is asked when its request
-    comes in, and once more."""
+class RankedRequests(Generic[M]):
+    """A sorted collection of waiting requests. A rank changes only when it lapses, at most once, so each is
+    computed on insertion and once more when it lapses."""
 
     def __init__(
         self,
@@ -24,28 +24,28 @@ class RankedLine(Generic[M]):
         lapse: Callable[[M], None],
         members: Iterable[M] = (),
     ) -> None:
-        """`lapses_s`: when the rank changes though nothing happens, in seconds since the epoch; None: it does
-        not. `lapse`: that time has come."""
+        """`lapses_s` returns when the rank will change by itself, in seconds since the epoch, or None.
+        `lapse` is called at that time."""
         self._rank = rank
         self._lapses_s = lapses_s
         self._lapse = lapse
         self._ranks: dict[M, Rank] = {}
         self._entries: list[tuple[Rank, M]] = []
-        # (when, number, member): also of those that have left.
+        # (time, number, member), including members that have been removed.
         self._lapses: list[tuple[float, int, M]] = []
         self._numbers = count()
         for member in members:
             self.add(member)
 
     def add(self, member: M) -> None:
-        """One more, not here yet."""
+        """Add a member that is not in the collection."""
         lapses_s = self._lapses_s(member)
         if lapses_s is not None:
             heappush(self._lapses, (lapses_s, next(self._numbers), member))
         self._insert(member)
 
     def advance(self, now_s: float) -> None:
-        """It is so late now: rank anew whose time has come."""
+        """Recompute the ranks that have lapsed by `now_s`, in seconds since the epoch."""
         while self._lapses and self._lapses[0][0] <= now_s:
             member = heappop(self._lapses)[2]
             if member in self._ranks:
@@ -54,8 +54,8 @@ class RankedLine(Generic[M]):
                 self._insert(member)
 
     def remove(self, member: M) -> None:
-        """It must be here."""
-        # A shorter tuple comes before a longer one that begins with it, so members are not compared.
+        """Remove a member, which must be in the collection."""
+        # A tuple sorts before longer ones that begin with it, so members are not compared.
         del self._entries[bisect_left(self._entries, (self._ranks.pop(member),))]
 
     def _insert(self, member: M) -> None:
@@ -63,7 +63,7 @@ class RankedLine(Generic[M]):
         insort(self._entries, (rank, member), key=_rank_of)
 
     def ranked(self) -> Iterator[tuple[Rank, M]]:
-        """All, in order; the line must not be changed meanwhile."""
+        """Iterate over ranks and members in order; the collection must not be changed meanwhile."""
         return iter(self._entries)
 
     def __contains__(self, member: object) -> bool:
