@@ -1,19 +1,36 @@
-"""What tests that start vLLM engines in one process have to mend between them."""
+"""Fixtures of the tests that start vLLM engines in this process."""
 
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.worker.vllm_front import Front
+    from worker_agent.engine.vllm.engine import VllmEngine
+
+
+@pytest.fixture
+def engine(started: tuple[VllmEngine, Front, *tuple[object, ...]]) -> VllmEngine:
+    """Return the engine of the module's `started`."""
+    return started[0]
+
+
+@pytest.fixture
+def front(started: tuple[VllmEngine, Front, *tuple[object, ...]]) -> Front:
+    """Return the front end of the module's `started`."""
+    return started[1]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def plain_llvmlite() -> None:
     """Let an engine start after another test has imported numba, as n-gram speculation does.
 
-    When it starts, vLLM asks every attribute of every imported module for its `__dict__`. llvmlite's wrapper
-    of its library answers with a function of that name, and vLLM fails. A worker process starts one
-    engine, before that.
+    At its start, vLLM reads the `__dict__` of every attribute of every imported module. llvmlite's wrapper of
+    its library returns a function for it, and vLLM fails. A worker process is not affected, because it starts
+    its only engine before that.
     """
     ffi = sys.modules.get("llvmlite.binding.ffi")
     if ffi is None or "tailrace_plain" in vars(ffi._lib_wrapper):

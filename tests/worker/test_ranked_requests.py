@@ -1,4 +1,4 @@
-"""A line that is kept in order is the line sorted anew."""
+"""The incrementally sorted requests equal a newly sorted list."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from worker_agent.engine.ranked_requests import RankedRequests
         max_size=60,
     )
 )
-def test_as_sorted_anew(actions: list[tuple[str, int]]) -> None:
+def test_equals_a_new_sort(actions: list[tuple[str, int]]) -> None:
     lapsed: set[int] = set()
     now_s = 0.0
 
@@ -29,19 +29,19 @@ def test_as_sorted_anew(actions: list[tuple[str, int]]) -> None:
     def lapses_s(member: int) -> float | None:
         return None if member in lapsed or member % 3 == 0 else float(member)
 
-    line = RankedRequests(rank, lapses_s, lapsed.add)
-    here: set[int] = set()
+    requests = RankedRequests(rank, lapses_s, lapsed.add)
+    members: set[int] = set()
     for action, value in actions:
-        if action == "add" and value not in here:
-            here.add(value)
-            line.add(value)
-        elif action == "remove" and value in here:
-            here.remove(value)
-            line.remove(value)
+        if action == "add" and value not in members:
+            members.add(value)
+            requests.add(value)
+        elif action == "remove" and value in members:
+            members.remove(value)
+            requests.remove(value)
         elif action == "wait":
             now_s += value
-            line.advance(now_s)
-            # Whoever is here has lapsed if its time has come.
-            assert all(member in lapsed for member in here if member % 3 and member <= now_s)
-        assert list(line) == sorted(here, key=rank)
-        assert [entry[0] for entry in line.ranked()] == sorted(map(rank, here))
+            requests.advance(now_s)
+            # All members whose time has come have lapsed.
+            assert all(member in lapsed for member in members if member % 3 and member <= now_s)
+        assert list(requests) == sorted(members, key=rank)
+        assert [entry[0] for entry in requests.ranked()] == sorted(map(rank, members))

@@ -115,16 +115,6 @@ async def started(before: Before) -> AsyncIterator[tuple[VllmEngine, Front]]:
     await engine.stop()
 
 
-@pytest.fixture
-def engine(started: tuple[VllmEngine, Front]) -> VllmEngine:
-    return started[0]
-
-
-@pytest.fixture
-def front(started: tuple[VllmEngine, Front]) -> Front:
-    return started[1]
-
-
 @pytest.mark.parametrize("name", CASES, ids=lambda name: name.replace(" ", "-"))
 async def test_answers_are_those_of_an_engine_without(
     engine: VllmEngine, front: Front, before: Before, name: str

@@ -119,16 +119,6 @@ async def started() -> AsyncIterator[tuple[VllmEngine, Front, EngineInfo]]:
     await engine.stop()
 
 
-@pytest.fixture
-def engine(started: tuple[VllmEngine, Front, EngineInfo]) -> VllmEngine:
-    return started[0]
-
-
-@pytest.fixture
-def front(started: tuple[VllmEngine, Front, EngineInfo]) -> Front:
-    return started[1]
-
-
 @pytest_asyncio.fixture(loop_scope="module", autouse=True)
 async def nothing_left(engine: VllmEngine, front: Front) -> AsyncIterator[None]:
     """Every test ends with no request and no block in use."""

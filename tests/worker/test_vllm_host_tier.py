@@ -63,16 +63,6 @@ async def started(request: pytest.FixtureRequest) -> AsyncIterator[tuple[VllmEng
 
 
 @pytest.fixture
-def engine(started: tuple[VllmEngine, Front, EngineInfo]) -> VllmEngine:
-    return started[0]
-
-
-@pytest.fixture
-def front(started: tuple[VllmEngine, Front, EngineInfo]) -> Front:
-    return started[1]
-
-
-@pytest.fixture
 def book(started: tuple[VllmEngine, Front, EngineInfo]) -> CacheBook:
     assert started[2].cache is not None
     return started[2].cache

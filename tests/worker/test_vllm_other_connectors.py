@@ -72,16 +72,6 @@ async def started() -> AsyncIterator[tuple[VllmEngine, Front]]:
     await engine.stop()
 
 
-@pytest.fixture
-def engine(started: tuple[VllmEngine, Front]) -> VllmEngine:
-    return started[0]
-
-
-@pytest.fixture
-def front(started: tuple[VllmEngine, Front]) -> Front:
-    return started[1]
-
-
 @pytest_asyncio.fixture(loop_scope="module", autouse=True)
 async def nothing_left(engine: VllmEngine, front: Front) -> AsyncIterator[None]:
     yield

@@ -91,16 +91,6 @@ async def started() -> AsyncIterator[tuple[VllmEngine, Front]]:
     await engine.stop()
 
 
-@pytest.fixture
-def engine(started: tuple[VllmEngine, Front]) -> VllmEngine:
-    return started[0]
-
-
-@pytest.fixture
-def front(started: tuple[VllmEngine, Front]) -> Front:
-    return started[1]
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def alone(started: tuple[VllmEngine, Front]) -> list[Stream]:
     """What each kind yields when it has the engine to itself."""
