@@ -1,4 +1,4 @@
-"""Prefixes that the device evicts wait in host memory, and come back as they were, or not at all."""
+"""Prefixes evicted from the device are cached in host memory and loaded unchanged, or recomputed."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def naming(started: tuple[VllmEngine, Front, EngineInfo]) -> Naming:
 
 @pytest_asyncio.fixture(loop_scope="module", autouse=True)
 async def nothing_left(engine: VllmEngine, front: Front) -> AsyncIterator[None]:
-    """Every test begins with empty caches, and ends with nothing in use."""
+    """Start every test with empty caches, and check that nothing is in use at its end."""
     await forget_all(engine)
     engine.set_intra("vllm")
     yield
@@ -97,7 +97,7 @@ async def forget_all(engine: VllmEngine) -> None:
 
 
 def prompt_of(number: int) -> list[int]:
-    """Ten blocks and a bit, which no other number's has."""
+    """Return a prompt of ten blocks and five tokens, different for each number."""
     return [(number + 3) * n * n % 241 for n in range(PREFIX_BLOCKS * BLOCK + 5)]
 
 
@@ -105,29 +105,35 @@ def sampling(**changes: object) -> SamplingParams:
     return params(**({"temperature": 1.0, "seed": 6, "max_tokens": 24} | changes))
 
 
-def held(book: CacheBook, names: Sequence[int], tier: Tier) -> int:
-    """How many of these the book has in a tier."""
-    there = {name for change in book.snapshot()[1] if change.tier is tier for name in change.stored}
-    return len(there.intersection(names))
+def count_in_tier(book: CacheBook, names: Sequence[int], tier: Tier) -> int:
+    """Return how many of these names the book has in a tier."""
+    present = {name for change in book.snapshot()[1] if change.tier is tier for name in change.stored}
+    return len(present.intersection(names))
 
 
 async def evict(engine: VllmEngine, front: Front) -> None:
-    """Every block of the device is used for something else."""
+    """Evict all cached blocks of the device by running other requests."""
     for number in range(2):
         await front.run(engine, [(11 + number) * n % 197 for n in range(18 * BLOCK)], sampling(max_tokens=2))
     await idle(engine)
 
 
-async def test_what_was_evicted_comes_back_and_is_not_computed(
+async def test_evicted_prefix_comes_back_without_recomputation(
     engine: VllmEngine, front: Front, book: CacheBook, naming: Naming
 ) -> None:
     names = block_names(prompt_of(1), naming)
     assert len(names) == PREFIX_BLOCKS
     reference = await front.run(engine, prompt_of(1), sampling())
-    assert (held(book, names, Tier.DEVICE), held(book, names, Tier.HOST)) == (PREFIX_BLOCKS, 0)
+    assert (count_in_tier(book, names, Tier.DEVICE), count_in_tier(book, names, Tier.HOST)) == (
+        PREFIX_BLOCKS,
+        0,
+    )
     await evict(engine, front)
-    assert (held(book, names, Tier.DEVICE), held(book, names, Tier.HOST)) == (0, PREFIX_BLOCKS)
-    # Nothing of what is found was computed again: the device's blocks hold something else by now.
+    assert (count_in_tier(book, names, Tier.DEVICE), count_in_tier(book, names, Tier.HOST)) == (
+        0,
+        PREFIX_BLOCKS,
+    )
+    # Occupy blocks, so that the prefix must be loaded into other blocks than before.
     other = front.stream(prompt_of(2)[: 3 * BLOCK], sampling(max_tokens=200))
     front.submit(engine, other)
     await front.until_tokens(other, 3)
@@ -139,16 +145,16 @@ async def test_what_was_evicted_comes_back_and_is_not_computed(
     assert after.host_blocks_loaded - before.host_blocks_loaded == PREFIX_BLOCKS
     assert after.host_cached_prompt_tokens - before.host_cached_prompt_tokens == PREFIX_BLOCKS * BLOCK
     assert after.cached_prompt_tokens - before.cached_prompt_tokens == PREFIX_BLOCKS * BLOCK
-    assert held(book, names, Tier.DEVICE) == held(book, names, Tier.HOST) == PREFIX_BLOCKS
+    assert count_in_tier(book, names, Tier.DEVICE) == count_in_tier(book, names, Tier.HOST) == PREFIX_BLOCKS
     engine.abort([other.key])
-    # On the device, it is found there.
+    # Now it is on the device, and host memory is not needed.
     once_more = await front.run(engine, prompt_of(1), sampling())
     same(once_more, reference)
     assert engine.stats().host_blocks_loaded == after.host_blocks_loaded
 
 
 async def test_only_what_the_device_lacks_comes_back(engine: VllmEngine, front: Front) -> None:
-    """The device has the beginning, host memory what follows, nobody the rest."""
+    """The device has the first blocks, host memory the next ones, and the rest must be computed."""
     prompt = prompt_of(1)
     reference = await front.run(engine, prompt, sampling())
     await forget_all(engine)
@@ -197,7 +203,7 @@ class HeldLoads:
         self.pool.load = self._load  # type: ignore[method-assign]
 
 
-async def test_others_go_on_while_a_prefix_comes(engine: VllmEngine, front: Front) -> None:
+async def test_other_requests_continue_during_a_load(engine: VllmEngine, front: Front) -> None:
     reference = await front.run(engine, prompt_of(1), sampling())
     await evict(engine, front)
     other = front.stream(prompt_of(2)[:BLOCK], sampling(max_tokens=200))
@@ -217,8 +223,8 @@ async def test_others_go_on_while_a_prefix_comes(engine: VllmEngine, front: Fron
     engine.abort([other.key])
 
 
-async def test_a_request_is_gone_before_its_prefix_has_come(engine: VllmEngine, front: Front) -> None:
-    """Its blocks stay its own until then; the same id comes back meanwhile."""
+async def test_a_request_is_gone_before_its_load_completes(engine: VllmEngine, front: Front) -> None:
+    """Its blocks stay allocated until then; a request with the same ID is submitted meanwhile."""
     reference = await front.run(engine, prompt_of(1), sampling())
     await evict(engine, front)
     loads = HeldLoads(engine)
@@ -229,7 +235,7 @@ async def test_a_request_is_gone_before_its_prefix_has_come(engine: VllmEngine, 
         engine.abort([stream.key])
         assert await engine.find_held([stream.key]) == {}
         assert engine.stats().kv_blocks_used >= PREFIX_BLOCKS
-        # The engine thread waits for the load, as it must not have two of one id.
+        # The engine thread waits for the load, because request IDs must be unique.
         threading.Timer(0.2, loads.go.set).start()
         stream.epoch += 1
         front.submit(engine, stream)
@@ -239,38 +245,38 @@ async def test_a_request_is_gone_before_its_prefix_has_come(engine: VllmEngine, 
         loads.close()
 
 
-async def test_what_changed_in_host_memory_is_computed_and_forgotten(
+async def test_corrupt_blocks_are_recomputed_and_forgotten(
     engine: VllmEngine, front: Front, book: CacheBook, naming: Naming
 ) -> None:
     names = block_names(prompt_of(1), naming)
     reference = await front.run(engine, prompt_of(1), sampling())
     await evict(engine, front)
 
-    def spoil(number: int) -> None:
+    def corrupt(number: int) -> None:
         core = engine._parts.core
         assert core.host_pool is not None
         hashes = core.decode(front.stream(prompt_of(1), sampling()).frames, 0).block_hashes
         core.host_pool._bytes[core.host.find([bytes(name) for name in hashes])[number], 1, 3] ^= 1
 
-    await engine._run(lambda parts: spoil(6))
+    await engine._run(lambda parts: corrupt(6))
     before = engine.stats()
     same(await front.run(engine, prompt_of(1), sampling()), reference)
     await idle(engine)
     after = engine.stats()
     assert after.host_kv_corrupt_blocks - before.host_kv_corrupt_blocks == 1
-    assert held(book, names[:6], Tier.HOST) == 6
-    assert held(book, names[6:7], Tier.HOST) == 0
+    assert count_in_tier(book, names[:6], Tier.HOST) == 6
+    assert count_in_tier(book, names[6:7], Tier.HOST) == 0
     await forget_all(engine)
     await front.run(engine, prompt_of(1), sampling())
     await evict(engine, front)
-    # The first of all: nothing can be taken.
-    await engine._run(lambda parts: spoil(0))
+    # The first block is corrupt, so that none can be used.
+    await engine._run(lambda parts: corrupt(0))
     same(await front.run(engine, prompt_of(1), sampling()), reference)
     assert engine.stats().host_kv_corrupt_blocks - after.host_kv_corrupt_blocks == 1
 
 
-async def test_what_is_evicted_between_steps_is_kept_too(engine: VllmEngine, front: Front) -> None:
-    """Blocks that a pull takes are written to outside of any step."""
+async def test_blocks_evicted_between_steps_are_cached(engine: VllmEngine, front: Front) -> None:
+    """A fetch writes to the blocks that it allocates outside of any step."""
     reference = await front.run(engine, prompt_of(1), sampling())
     other = front.stream([n * 5 % 239 for n in range(20 * BLOCK - 3)], sampling(max_tokens=2))
     submission = Submission(other.key, other.request_id, 1, other.frames)
@@ -287,8 +293,8 @@ async def test_what_is_evicted_between_steps_is_kept_too(engine: VllmEngine, fro
     assert loaded >= PREFIX_BLOCKS - 5 and found == PREFIX_BLOCKS * BLOCK
 
 
-async def test_host_memory_lends(engine: VllmEngine, front: Front) -> None:
-    """The device has the first blocks, host memory all: lent alike, and readable whatever is evicted."""
+async def test_blocks_in_host_memory_can_be_lent(engine: VllmEngine, front: Front) -> None:
+    """The device has the first blocks, host memory all: both can be lent, and read whatever is evicted."""
     reference = await front.run(engine, prompt_of(1), sampling())
     await evict(engine, front)
     await front.run(engine, prompt_of(1)[: 3 * BLOCK + 1], sampling(max_tokens=2))
@@ -297,7 +303,7 @@ async def test_host_memory_lends(engine: VllmEngine, front: Front) -> None:
     names = await engine._run(
         lambda parts: [bytes(name) for name in parts.core.decode(stream.frames, 0).block_hashes]
     )
-    # What host memory has need not come from anybody else.
+    # Blocks in host memory need not be fetched.
     assert await engine.fetch_open("held", submission, 1 << 20) == []
     assert await engine.loan_open("loan", names) == PREFIX_BLOCKS
     assert await engine.loan_open("other", [b"unknown", *names]) == 0
@@ -329,8 +335,8 @@ async def test_host_memory_lends(engine: VllmEngine, front: Front) -> None:
     assert after.host_blocks_loaded == before.host_blocks_loaded
 
 
-async def test_requests_go_before_kept_blocks(engine: VllmEngine, front: Front) -> None:
-    """Host memory is full of prefixes; preempted requests have it, and come back as they were."""
+async def test_requests_take_precedence_over_cached_blocks(engine: VllmEngine, front: Front) -> None:
+    """Host memory is full of prefixes; preempted requests replace them and resume unchanged."""
     prompts = [prompt_of(9)[: 2 * BLOCK + n] for n in range(5)]
     alone = [await front.run(engine, prompt, sampling(max_tokens=200)) for prompt in prompts]
     number = 20
@@ -352,7 +358,8 @@ async def test_requests_go_before_kept_blocks(engine: VllmEngine, front: Front) 
 
 @pytest.mark.parametrize("intra", ["vllm", "pascal"])
 async def test_a_storm_of_prefixes(engine: VllmEngine, front: Front, intra: str) -> None:
-    """More prefixes than fit both memories, in any order, aborted at random: each answer is what it was."""
+    """More prefixes than both tiers can hold, in random order with random aborts: all answers are
+    unchanged."""
     dice = random.Random(4)
     prompts = [[*prompt_of(n)[: blocks * BLOCK], n, 7] for n in range(12) for blocks in (4, PREFIX_BLOCKS)]
     references = [await front.run(engine, prompt, sampling(max_tokens=8)) for prompt in prompts]

@@ -1,4 +1,4 @@
-"""Preempted requests wait in host memory: whatever is swapped yields what it would have yielded."""
+"""Preempted requests are swapped to host memory, and yield the same outputs as without swapping."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MODEL_LEN = 320
 BLOCK_BYTES = 2 * 3 * 2 * 32 * 4 * BLOCK
 LENGTH = 110
 
-# (prompt, parameters): all that makes a request's next token depend on more than its KV.
+# (prompt, parameters) of requests whose next token depends on more than their KV.
 KINDS: dict[str, tuple[list[int], dict[str, object]]] = {
     "greedy": (REASONING, {"logit_bias": NO_THINK_END}),
     "seeded, penalties, logprobs": (ANSWERING, {**SEEDED}),
@@ -58,7 +58,7 @@ KINDS: dict[str, tuple[list[int], dict[str, object]]] = {
 
 
 def kinds() -> list[tuple[list[int], SamplingParams]]:
-    """Each time anew, as vLLM writes into the parameters."""
+    """Return fresh copies, because vLLM modifies the parameters."""
     made = []
     for name, (prompt, changes) in KINDS.items():
         more = {"structured_outputs": schema()} if name == "json schema" else {}
@@ -80,7 +80,7 @@ async def started() -> AsyncIterator[tuple[VllmEngine, Front]]:
             host_kv_bytes=HOST_BLOCKS * BLOCK_BYTES,
             cpu_threads=1,
             reasoning_parser=REASONING_PARSER,
-            # A returning request finds none of its blocks in the prefix cache: all come from host memory.
+            # Without a prefix cache, all blocks of a resumed request come from host memory.
             engine_args={"max_num_batched_tokens": 256, "enable_prefix_caching": False},
         )
     )
@@ -93,7 +93,7 @@ async def started() -> AsyncIterator[tuple[VllmEngine, Front]]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def alone(started: tuple[VllmEngine, Front]) -> list[Stream]:
-    """What each kind yields when it has the engine to itself."""
+    """Return the outputs of each kind when it runs alone."""
     engine, front = started
     return [await front.run(engine, *kind) for kind in kinds()]
 
