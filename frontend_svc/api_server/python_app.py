@@ -31,7 +31,7 @@ from frontend_svc.api_server.kept_answers import FrontendCalls, KeepAnswers
 from frontend_svc.api_server.middleware import GracefulStop, RequireApiKey, RetryAfter, api_keys
 from frontend_svc.api_server.python import PythonBoot
 from frontend_svc.api_server.stream_start import StreamStart
-from frontend_svc.api_server.tenants import BodyLimit, TenantAdmission, Tenants
+from frontend_svc.api_server.tenants import BodyLimit, TenantAdmission, TenantRequests, Tenants
 from tailrace.tenancy.file import KeyFile
 
 
@@ -55,9 +55,10 @@ def parse_args(arguments: list[str]) -> Namespace:
         RetryAfter,
         GracefulStop,
         RefuseEngineControl,
+        TenantRequests,
+        BodyLimit,
         RequireApiKey,
         TenantAdmission,
-        BodyLimit,
     )
     args.middleware = [*args.middleware, *(f"{each.__module__}.{each.__qualname__}" for each in ours)]
     return args

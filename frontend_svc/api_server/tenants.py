@@ -15,7 +15,7 @@ from frontend_svc.api_server.middleware import App, Message, Receive, Send, send
 from frontend_svc.api_server.spec import DEFAULT_MAX_BODY_BYTES
 from tailrace.tenancy.file import KeyFile
 from tailrace.tenancy.keys import Tenant
-from tailrace.tenancy.meter import Meter
+from tailrace.tenancy.meter import LimitExceeded, Meter
 
 OPEN_PATHS: Final = frozenset({"/health", "/ping", "/version"})
 """Paths for probes, served without a key."""
@@ -67,7 +67,10 @@ class Tenants:
 
 
 class BodyLimit:
-    """Answer 413 to a body of more than `max_bytes` before the app reads it."""
+    """Answer 413 to a body of more than `max_bytes` before the app reads it.
+
+    Goes inside what checks keys: a chunked body is read here, which costs memory and time.
+    """
 
     max_bytes: ClassVar[int] = DEFAULT_MAX_BODY_BYTES
 
@@ -95,8 +98,11 @@ class BodyLimit:
 
 
 class TenantAdmission:
-    """Admit requests with a valid key, for the tenant's models and rates; answer 401, 403, 404 or 429
-    otherwise."""
+    """Admit requests with a valid key, for routes that are served and within the tenant's limits; answer 401,
+    404 or 429 otherwise.
+
+    Reads no body: a refusal costs the event loop, which all tenants share, the same whatever was sent.
+    """
 
     tenants: ClassVar[Tenants | None] = None
 
@@ -127,12 +133,29 @@ class TenantAdmission:
             await send_error(send, HTTPStatus.NOT_FOUND, "NotFoundError", message)
         elif scope["method"] == "GET":
             await self._app(scope, receive, send)
+        elif (exceeded := tenants.meter.refusal(tenant, tenants.now_s())) is not None:
+            await _send_exceeded(send, exceeded)
         else:
-            await self._admit(tenants, tenant, scope, receive, send)
+            token = tenant_of_call.set(tenant)
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                tenant_of_call.reset(token)
 
-    async def _admit(
-        self, tenants: Tenants, tenant: Tenant, scope: Message, receive: Receive, send: Send
-    ) -> None:
+
+class TenantRequests:
+    """Check the model of requests that TenantAdmission admitted, and count them; answer 403, or 429 if others
+    of the tenant began in the meantime."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Handle one ASGI connection."""
+        tenants, tenant = TenantAdmission.tenants, tenant_of_call.get()
+        if tenants is None or tenant is None:
+            await self._app(scope, receive, send)
+            return
         if tenant.models:
             body = await read_body(receive, BodyLimit.max_bytes)
             if body is None or not (_resumes(scope, body) or _model(body) in tenant.models):
@@ -144,16 +167,18 @@ class TenantAdmission:
             receive = replay_body(body, receive)
         exceeded = tenants.meter.begin(tenant, tenants.now_s())
         if exceeded is not None:
-            message = f"Limit of this key exceeded: {exceeded.reason}."
-            later = {"retry-after": str(exceeded.retry_after_s)}
-            await send_error(send, HTTPStatus.TOO_MANY_REQUESTS, "RateLimitError", message, later)
+            await _send_exceeded(send, exceeded)
             return
-        token = tenant_of_call.set(tenant)
         try:
             await self._app(scope, receive, send)
         finally:
-            tenant_of_call.reset(token)
             tenants.meter.end(tenant)
+
+
+async def _send_exceeded(send: Send, exceeded: LimitExceeded) -> None:
+    message = f"Limit of this key exceeded: {exceeded.reason}."
+    later = {"retry-after": str(exceeded.retry_after_s)}
+    await send_error(send, HTTPStatus.TOO_MANY_REQUESTS, "RateLimitError", message, later)
 
 
 async def read_body(receive: Receive, max_bytes: int) -> bytes | None:

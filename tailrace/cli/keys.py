@@ -13,7 +13,7 @@ from rich.table import Table
 from tailrace.cli.errors import UsageProblem, file_errors
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
 from tailrace.tenancy.file import KeyFileUnusable, locked_key_file, read_keys
-from tailrace.tenancy.keys import MAX_WEIGHT, MIN_WEIGHT, Tenant, TenantKeys
+from tailrace.tenancy.keys import MAX_BURST_S, MAX_WEIGHT, MIN_BURST_S, MIN_WEIGHT, Tenant, TenantKeys
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -46,6 +46,11 @@ def _file_option(function: F) -> F:
 @click.option("--requests-per-minute", type=click.FloatRange(min=0), help="0: no limit.")
 @click.option(
     "--tokens-per-minute", type=click.FloatRange(min=0), help="Prompt and output tokens; 0: no limit."
+)
+@click.option(
+    "--burst-seconds",
+    type=click.FloatRange(MIN_BURST_S, MAX_BURST_S),
+    help="Seconds' worth of both rates that it may save up and use at once; default 60.",
 )
 @click.option("--concurrency", type=click.IntRange(min=0), help="Concurrent requests; 0: no limit.")
 @click.option("--priority", type=int, help="Smaller values are served first, if engines order by priority.")
@@ -112,6 +117,7 @@ def list_(file: Path, output: Output) -> None:
         "MODELS",
         "REQ/MIN",
         "TOKENS/MIN",
+        "BURST S",
         "AT A TIME",
         "PRIORITY",
         "PROMPT",
@@ -120,8 +126,9 @@ def list_(file: Path, output: Output) -> None:
     )
     for key in tenant_keys.keys:
         if (tenant := tenant_keys.tenant(key.tenant)) is not None:
-            limits = (tenant.requests_per_minute, tenant.tokens_per_minute, tenant.concurrency)
-            shown = [f"{limit:g}" if limit else "-" for limit in limits]
+            rates = (tenant.requests_per_minute, tenant.tokens_per_minute)
+            shown = [f"{rate:g}" if rate else "-" for rate in rates]
+            shown += [f"{tenant.burst_seconds:g}" if any(rates) else "-", str(tenant.concurrency or "-")]
             models = ", ".join(tenant.models) or "all"
             shown += [str(tenant.priority), str(tenant.longest_prompt or "-"), f"{tenant.weight:g}"]
             table.add_row(key.key_id, key.tenant, key.created, models, *shown)

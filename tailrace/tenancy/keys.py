@@ -17,9 +17,16 @@ MIN_WEIGHT: Final = 0.01
 MAX_WEIGHT: Final = 100.0
 """Bounds of a weight; beyond them use the settings for limits instead."""
 
+MIN_BURST_S: Final = 1.0
+MAX_BURST_S: Final = 60.0
+"""Bounds of what a tenant may save up, in seconds' worth of its rates."""
 
-class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the holders of a tenant's keys may do. 0 in a limit: unlimited."""
+
+class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What the holders of a tenant's keys may do. 0 in a limit: unlimited.
+
+    Defaults are not written, so that earlier versions read a file that uses nothing newer.
+    """
 
     name: str
     # Names of models or adapters as clients send them; empty: all.
@@ -35,6 +42,8 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     longest_prompt: int = 0
     # Its share of the fleet among waiting tenants, if front ends make them wait (--fair-backlog).
     weight: Annotated[float, msgspec.Meta(ge=MIN_WEIGHT, le=MAX_WEIGHT)] = 1.0
+    # How much of its rates it may save up and use at once.
+    burst_seconds: Annotated[float, msgspec.Meta(ge=MIN_BURST_S, le=MAX_BURST_S)] = MAX_BURST_S
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -23,14 +23,14 @@ class LimitExceeded:
 
 @dataclass(slots=True)
 class _Bucket:
-    """A token bucket of one minute's quota. May be overdrawn by usage that is known only afterwards."""
+    """A token bucket. May be overdrawn by usage that is known only afterwards."""
 
     level: float
     refilled_s: float
 
-    def refill(self, per_minute: float, now_s: float) -> None:
+    def refill(self, per_minute: float, capacity: float, now_s: float) -> None:
         gained = (now_s - self.refilled_s) * per_minute / _MINUTE_S
-        self.level = min(per_minute, self.level + max(0.0, gained))
+        self.level = min(capacity, self.level + max(0.0, gained))
         self.refilled_s = max(self.refilled_s, now_s)
 
     def wait_s(self, needed: float, per_minute: float) -> int:
@@ -51,34 +51,42 @@ class Meter:
 
     _by_tenant: dict[str, _Usage] = field(default_factory=dict)
 
+    def refusal(self, tenant: Tenant, now_s: float) -> LimitExceeded | None:
+        """Return why a request that begins now is refused, or None. Count nothing."""
+        usage = self._by_tenant.setdefault(tenant.name, _Usage())
+        if tenant.concurrency and usage.running >= tenant.concurrency:
+            return LimitExceeded(f"{tenant.concurrency} requests are in progress", math.ceil(_BUSY_S))
+        tokens = _refilled(usage.tokens, tenant.tokens_per_minute, tenant.burst_seconds, now_s)
+        usage.tokens = tokens
+        if tokens is not None and tokens.level <= 0.0:
+            wait_s = tokens.wait_s(1.0, tenant.tokens_per_minute)
+            return LimitExceeded(f"more than {tenant.tokens_per_minute:g} tokens per minute", wait_s)
+        requests = _refilled(usage.requests, tenant.requests_per_minute, tenant.burst_seconds, now_s)
+        usage.requests = requests
+        if requests is not None and requests.level < 1.0:
+            wait_s = requests.wait_s(1.0, tenant.requests_per_minute)
+            return LimitExceeded(f"more than {tenant.requests_per_minute:g} requests per minute", wait_s)
+        return None
+
     def begin(self, tenant: Tenant, now_s: float) -> LimitExceeded | None:
         """Count a request until `end`; return why it is refused, in which case it is not counted, or None.
 
         Tokens are charged once they are known (`charge`): a tenant that has overdrawn waits until the quota
         has caught up.
         """
-        usage = self._by_tenant.setdefault(tenant.name, _Usage())
-        if tenant.concurrency and usage.running >= tenant.concurrency:
-            return LimitExceeded(f"{tenant.concurrency} requests are in progress", math.ceil(_BUSY_S))
-        tokens = _refilled(usage.tokens, tenant.tokens_per_minute, now_s)
-        usage.tokens = tokens
-        if tokens is not None and tokens.level <= 0.0:
-            wait_s = tokens.wait_s(1.0, tenant.tokens_per_minute)
-            return LimitExceeded(f"more than {tenant.tokens_per_minute:g} tokens per minute", wait_s)
-        requests = _refilled(usage.requests, tenant.requests_per_minute, now_s)
-        usage.requests = requests
-        if requests is not None:
-            if requests.level < 1.0:
-                wait_s = requests.wait_s(1.0, tenant.requests_per_minute)
-                return LimitExceeded(f"more than {tenant.requests_per_minute:g} requests per minute", wait_s)
-            requests.level -= 1.0
+        refused = self.refusal(tenant, now_s)
+        if refused is not None:
+            return refused
+        usage = self._by_tenant[tenant.name]
+        if usage.requests is not None:
+            usage.requests.level -= 1.0
         usage.running += 1
         return None
 
     def charge(self, tenant: Tenant, tokens: int, now_s: float) -> None:
         """Charge tokens that were read and generated."""
         usage = self._by_tenant.setdefault(tenant.name, _Usage())
-        usage.tokens = _refilled(usage.tokens, tenant.tokens_per_minute, now_s)
+        usage.tokens = _refilled(usage.tokens, tenant.tokens_per_minute, tenant.burst_seconds, now_s)
         if usage.tokens is not None:
             usage.tokens.level -= tokens
 
@@ -92,12 +100,13 @@ class Meter:
         return 0 if usage is None else usage.running
 
 
-def _refilled(bucket: _Bucket | None, per_minute: float, now_s: float) -> _Bucket | None:
+def _refilled(bucket: _Bucket | None, per_minute: float, burst_s: float, now_s: float) -> _Bucket | None:
     """Return the bucket refilled until now; None without a limit."""
     if not per_minute:
         return None
+    # However small the quota, one request may be saved up for, or none would ever be admitted.
+    capacity = max(1.0, per_minute * burst_s / _MINUTE_S)
     if bucket is None:
-        # A full minute's quota may be used at once, and always at least one request.
-        return _Bucket(max(1.0, per_minute), now_s)
-    bucket.refill(max(1.0, per_minute), now_s)
+        return _Bucket(capacity, now_s)
+    bucket.refill(per_minute, capacity, now_s)
     return bucket

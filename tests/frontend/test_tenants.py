@@ -11,7 +11,14 @@ import httpx
 import pytest
 
 from frontend_svc.api_server.middleware import Message, Receive, Send
-from frontend_svc.api_server.tenants import BodyLimit, TenantAdmission, Tenants, read_body, tenant_of_call
+from frontend_svc.api_server.tenants import (
+    BodyLimit,
+    TenantAdmission,
+    TenantRequests,
+    Tenants,
+    read_body,
+    tenant_of_call,
+)
 from tailrace.tenancy.file import KeyFile, locked_key_file
 from tailrace.tenancy.keys import Tenant, TenantKeys
 
@@ -54,7 +61,7 @@ class Door:
         headers = {"authorization": f"Bearer {self.keys.get(tenant, tenant)}"} if tenant else {}
         if last_event_id:
             headers["last-event-id"] = last_event_id
-        transport = httpx.ASGITransport(BodyLimit(TenantAdmission(self.app)))
+        transport = httpx.ASGITransport(TenantAdmission(BodyLimit(TenantRequests(self.app))))
         async with httpx.AsyncClient(transport=transport, base_url="http://fleet") as client:
             content = (
                 body
@@ -71,6 +78,7 @@ def door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
         Tenant(name="free"),
         Tenant(name="limited", models=("m", "adapter")),
         Tenant(name="slow", requests_per_minute=2.0),
+        Tenant(name="slow with models", models=("m",), requests_per_minute=1.0),
         Tenant(name="narrow", concurrency=1),
     ):
         tenant_keys, keys[tenant.name] = tenant_keys.with_tenant(tenant).with_key(tenant.name, "now")
@@ -151,6 +159,44 @@ async def test_too_many_at_a_time(door: Door) -> None:
         door.app.go_on.set()
         assert (await first).status_code == 200
     assert (await door.ask("narrow")).status_code == 200
+
+
+async def _unreadable() -> AsyncIterator[bytes]:
+    raise AssertionError("the body was read")
+    yield b""
+
+
+@pytest.mark.parametrize("tenant", ["slow", "slow with models"])
+async def test_a_request_beyond_the_limit_is_refused_unread(door: Door, tenant: str) -> None:
+    while (await door.ask(tenant)).status_code == 200:
+        pass
+    refused = await door.ask(tenant, body=_unreadable())
+    assert shape(refused) == (429, "RateLimitError") and int(refused.headers["retry-after"]) > 0
+
+
+async def test_a_body_without_a_valid_key_is_not_read(door: Door) -> None:
+    assert shape(await door.ask("wrong", body=_unreadable())) == (401, "AuthenticationError")
+
+
+async def test_a_request_of_another_model_does_not_count(door: Door) -> None:
+    for _ in range(3):
+        assert (await door.ask("slow with models", body={"model": "other"})).status_code == 403
+    assert (await door.ask("slow with models")).status_code == 200
+
+
+async def test_of_two_whose_bodies_arrive_together_only_one_is_within_the_limit(door: Door) -> None:
+    both_read = asyncio.Barrier(2)
+
+    async def slow_body() -> AsyncIterator[bytes]:
+        yield b'{"model": '
+        await both_read.wait()
+        yield b'"m"}'
+
+    async with asyncio.timeout(20):
+        answers = await asyncio.gather(
+            *(door.ask("slow with models", body=slow_body()) for _ in range(2)),
+        )
+    assert sorted(answer.status_code for answer in answers) == [200, 429]
 
 
 async def test_tokens_are_counted(door: Door) -> None:

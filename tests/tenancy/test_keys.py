@@ -70,6 +70,22 @@ def test_a_weight_is_the_tenants(file: Path) -> None:
         read_keys(file)
 
 
+def test_a_burst_is_the_tenants(file: Path) -> None:
+    make(file, "a", "--requests-per-minute", "90")
+    make(file, "b", "--requests-per-minute", "90", "--burst-seconds", "7.5")
+    assert [tenant.burst_seconds for tenant in read_keys(file).tenants] == [60.0, 7.5]
+    assert "7.5" in run(file, "list").stdout
+    for wrong in ("0.5", "61"):
+        assert run(file, "make", "a", "--burst-seconds", wrong).exit_code == 2
+
+
+def test_a_file_names_only_what_was_set(file: Path) -> None:
+    make(file, "a", "--concurrency", "3")
+    assert json.loads(file.read_text())["tenants"] == [{"name": "a", "concurrency": 3}]
+    (listed,) = json.loads(run(file, "list", "-o", "json").stdout)["tenants"]
+    assert listed["burst_seconds"] == 60.0 and listed["weight"] == 1.0
+
+
 def test_a_revoked_key_is_nobodys(file: Path) -> None:
     first, second = make(file, "a"), make(file, "a")
     assert run(file, "revoke", first.split("-")[2]).exit_code == 0

@@ -28,6 +28,64 @@ def test_no_minute_has_more_than_two_minutes_worth_of_requests(limit: int, gaps:
         assert sum(begin <= each < begin + 60.0 for each in admitted) <= 2 * limit
 
 
+@given(
+    st.integers(60, 600),
+    st.integers(1, 60),
+    st.lists(st.floats(0, 20), max_size=200),
+    st.sampled_from([1.0, 10.0, 60.0]),
+)
+def test_no_stretch_of_time_has_more_than_its_share_and_a_burst(
+    limit: int, burst_s: int, gaps: list[float], stretch_s: float
+) -> None:
+    meter, now_s = Meter(), 0.0
+    own = tenant(requests_per_minute=float(limit), burst_seconds=float(burst_s))
+    admitted: list[float] = []
+    for gap in gaps:
+        now_s += gap
+        # Ten times what the limit allows, from one arrival to the next at the latest.
+        for _ in range(10 * limit):
+            if meter.begin(own, now_s) is not None:
+                break
+            admitted.append(now_s)
+            meter.end(own)
+    for begin in admitted:
+        count = sum(begin <= each < begin + stretch_s for each in admitted)
+        assert count <= (burst_s + stretch_s) * limit / 60 + 1e-6
+
+
+def test_a_burst_is_saved_up_at_the_rate() -> None:
+    meter, own = Meter(), tenant(requests_per_minute=60.0, burst_seconds=5.0)
+    assert [meter.begin(own, 0.0) is None for _ in range(7)] == 5 * [True] + 2 * [False]
+    assert [meter.begin(own, 2.0) is None for _ in range(3)] == 2 * [True] + [False]
+    assert [meter.begin(own, 1000.0) is None for _ in range(7)] == 5 * [True] + 2 * [False]
+
+
+def test_a_token_quota_is_saved_up_for_the_same_time() -> None:
+    meter, own = Meter(), tenant(tokens_per_minute=600.0, burst_seconds=6.0)
+    meter.charge(own, 60, 0.0)
+    assert meter.begin(own, 0.0) is not None
+    # However long it was idle, it has no more than six seconds' worth.
+    meter.charge(own, 60, 1000.0)
+    assert meter.begin(own, 1000.0) is not None
+    assert meter.begin(own, 1001.0) is None
+
+
+def test_less_than_one_request_a_minute() -> None:
+    meter, own = Meter(), tenant(requests_per_minute=0.5)
+    assert meter.begin(own, 0.0) is None
+    assert meter.begin(own, 0.0) == LimitExceeded("more than 0.5 requests per minute", 120)
+    assert meter.begin(own, 119.0) is not None
+    assert meter.begin(own, 120.0) is None
+
+
+def test_asking_whether_a_request_is_refused_counts_nothing() -> None:
+    meter, own = Meter(), tenant(requests_per_minute=1.0, concurrency=1)
+    assert all(meter.refusal(own, 0.0) is None for _ in range(3))
+    assert meter.begin(own, 0.0) is None
+    assert meter.running(own) == 1
+    assert meter.refusal(own, 0.0) == meter.begin(own, 0.0)
+
+
 @given(st.floats(0.5, 100), st.integers(1, 120))
 def test_who_comes_back_when_told_is_let_in(limit: float, tries: int) -> None:
     meter, own = Meter(), tenant(requests_per_minute=limit)

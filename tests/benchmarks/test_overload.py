@@ -1,0 +1,41 @@
+"""`make bench-overload`: when its tenants send, and how it compares two cases."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from benchmarks.overload import Ratio, at_random, evenly
+
+
+def test_a_tenant_at_its_limit_sends_evenly() -> None:
+    assert list(evenly(2.0, 2.0)) == [0.25, 0.75, 1.25, 1.75]
+    assert len(list(evenly(1.0, 20.0))) == 20
+
+
+def test_arrivals_at_random_have_the_rate_and_are_the_same_for_a_seed() -> None:
+    times = list(at_random(10.0, 100.0, 1))
+    assert times == sorted(times) == list(at_random(10.0, 100.0, 1)) and times[-1] < 100.0
+    assert len(times) == pytest.approx(1_000, rel=0.15)
+
+
+def test_a_ratio_is_of_all_turns_together() -> None:
+    # A single turn is twice as slow, and has most of the slowest requests of the case.
+    usual = [number / 100 for number in range(1, 101)]
+    turns = [(usual, usual)] * 3 + [([2 * each for each in usual], usual)]
+    ratio = Ratio.of("slow", "usual", turns)
+    assert (ratio.turn_min, ratio.turn_max) == (1.0, 2.0)
+    assert ratio.low <= ratio.ratio <= ratio.high
+    assert ratio.ratio == pytest.approx(1.94, abs=0.05) and ratio.low == 1.0
+    assert str(ratio).startswith("P99 TTFT, slow / usual: 1.9")
+
+
+def test_equal_cases_have_an_interval_around_one() -> None:
+    draw = random.Random(3)
+    turns = [
+        ([draw.expovariate(1) for _ in range(200)], [draw.expovariate(1) for _ in range(200)])
+        for _ in range(8)
+    ]
+    ratio = Ratio.of("a", "b", turns)
+    assert ratio.low < 1 < ratio.high and ratio.turn_min < ratio.low and ratio.high < ratio.turn_max
