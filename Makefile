@@ -147,7 +147,7 @@ bench-real: ## PASCAL, Arrow, ARES, CascadeInfer and policy switching on real vL
 	@scripts/install.sh --rust
 	$(PYTHON) -m benchmarks.real $(ARGS)
 
-bench-overload: install ## Effect of overload by one tenant, and by all, on the served requests (ARGS=--admit 0.5)
+bench-overload: install ## Effect of overload by one tenant, and by all, on the served requests (ARGS="--parts 1")
 	$(PYTHON) -m benchmarks.overload $(ARGS)
 
 bench-live: install ## Slices of traces on live simulated engines and in the simulator (TAILRACE_DATA as above, ARGS=--quick)

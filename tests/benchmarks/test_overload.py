@@ -31,11 +31,12 @@ def test_a_ratio_is_of_all_turns_together() -> None:
     assert str(ratio).startswith("P99 TTFT, slow / usual: 1.9")
 
 
-def test_equal_cases_have_an_interval_around_one() -> None:
+def test_the_interval_lies_within_the_single_turns_and_around_the_ratio() -> None:
     draw = random.Random(3)
     turns = [
         ([draw.expovariate(1) for _ in range(200)], [draw.expovariate(1) for _ in range(200)])
         for _ in range(8)
     ]
     ratio = Ratio.of("a", "b", turns)
-    assert ratio.low < 1 < ratio.high and ratio.turn_min < ratio.low and ratio.high < ratio.turn_max
+    assert ratio.turn_min < ratio.low < ratio.ratio < ratio.high < ratio.turn_max
+    assert ratio.ratio == pytest.approx(1.0, abs=0.25)
