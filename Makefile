@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .PHONY: help install up down test mutants test-features test-models test-vllm test-ranks test-upgrade lint format protos sbom bundle check-gpu docs soak bench-stream bench-transfer bench-swap \
 	bench-scale \
-	bench-decisions bench-policies bench-cache bench-cache-ahead bench-cache-vllm bench-cache-live bench-cache-router bench-pull bench-real bench-live bench-replays bench-overload bench-validation bench-simulation bench-etcd strangers chaos fuzz claims
+	bench-decisions bench-policies bench-cache bench-cache-ahead bench-cache-vllm bench-cache-live bench-cache-router bench-pull bench-real bench-live bench-replays bench-overload bench-overload-simulated bench-validation bench-simulation bench-etcd strangers chaos fuzz claims
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -149,6 +149,9 @@ bench-real: ## PASCAL, Arrow, ARES, CascadeInfer and policy switching on real vL
 
 bench-overload: install ## Effect of overload by one tenant, and by all, on the served requests (ARGS="--parts 1")
 	$(PYTHON) -m benchmarks.overload $(ARGS)
+
+bench-overload-simulated: install ## A tenant beyond its limit beside another, in the simulator
+	$(PYTHON) -m benchmarks.overload_simulated $(ARGS)
 
 bench-live: install ## Slices of traces on live simulated engines and in the simulator (TAILRACE_DATA as above, ARGS=--quick)
 	$(PYTHON) -m benchmarks.live $(ARGS)

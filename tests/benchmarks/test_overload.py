@@ -7,6 +7,7 @@ import random
 import pytest
 
 from benchmarks.overload import Ratio, at_random, evenly
+from benchmarks.overload_simulated import metered, own_ttfts
 
 
 def test_a_tenant_at_its_limit_sends_evenly() -> None:
@@ -40,3 +41,15 @@ def test_the_interval_lies_within_the_single_turns_and_around_the_ratio() -> Non
     ratio = Ratio.of("a", "b", turns)
     assert ratio.turn_min < ratio.low < ratio.ratio < ratio.high < ratio.turn_max
     assert ratio.ratio == pytest.approx(1.0, abs=0.25)
+
+
+def test_a_tenant_beyond_its_limit_is_admitted_what_it_saved_up_and_its_rate() -> None:
+    times = list(at_random(10.0, 20.0, 1))
+    counts = [len(metered(times, saved_up)) for saved_up in (0, 5, 60)]
+    assert 18 <= counts[0] <= 20 and 23 <= counts[1] <= 25 and 78 <= counts[2] <= 80
+
+
+def test_more_load_of_another_tenant_does_not_shorten_ttft() -> None:
+    own = [0.5 + number for number in range(10)]
+    alone, crowded = own_ttfts(own, [], 0), own_ttfts(own, [0.4 + number / 20 for number in range(200)], 0)
+    assert len(alone) == len(crowded) == 10 and sum(alone) < sum(crowded) / 2
