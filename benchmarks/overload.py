@@ -3,12 +3,17 @@
 Two simulated engines, slowed down so that they and not this machine are the bottleneck, behind vLLM's Python
 API server with tenant keys; requests arrive at random (Poisson), in an open loop.
 
-1. One tenant sends at half of the engines' capacity, while another sends nothing, as much as its limit
-allows, or ten times as much; reported is the first one's TTFT. The cases alternate.
+1. One tenant sends at half of the engines' capacity, while another sends nothing, as much as its limit allows
+   (evenly spaced, all admitted), or ten times as much (at random, with five seconds' worth saved up). The
+   cases alternate, with the same arrivals of the first tenant. Reported are its TTFT, the ratio of its P99 to
+   that of the second case, which is what a tenant within its limit costs others, and the CPU time of a
+   refusal.
 2. The same tenant while another without a limit sends sixty prompts at once, behind a front end without
    `--fair-backlog` and behind one with it.
 3. The total load is three times the engines' capacity, with and without `tailrace set slo admit=`; reported
    are the TTFT of admitted requests and how soon the others were refused.
+
+The first part takes seven minutes, all of them eleven (`--turns 3 --burst-turns 1`: seven).
 """
 
 from __future__ import annotations
@@ -22,8 +27,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -32,6 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.loadgen import StreamResult, completion_request, percentile, run_stream, run_streams
+from benchmarks.processes import cpu_seconds, descendants
 from benchmarks.report import machine, save
 from benchmarks.servers import MODEL, TailraceCluster, wait_until_up
 from tailrace.local.ports import free_ports
@@ -40,8 +46,12 @@ from worker_agent.engine.simulated.settings import at_speed
 
 PROFILE, SPEED, WORKERS = "llama-3.1-8b-h100", 0.2, 2
 PROMPT_TOKENS, OUTPUT_TOKENS = 1_000, 16  # one character is one token
-# Requests per minute of the tenant that sends ten times as many.
-LIMIT_PER_MINUTE = 60
+# Requests per minute, and seconds' worth of them saved up, of the tenant beyond its limit.
+LIMIT_PER_MINUTE, BURST_S = 60, 5
+# Resampled sets of turns with which the interval of a ratio is estimated.
+_RESAMPLED = 2_000
+# Refused requests with which their CPU time is measured.
+_REFUSALS = 500
 TTFT_SLO_S = 2.0
 # Prompts that one tenant sends at once.
 BURST = 60
@@ -86,8 +96,9 @@ class LoadFigures:
 class FrontEndClient:
     """A front end with API keys, and a client with a key of each tenant."""
 
-    def __init__(self, url: str, keys: Mapping[str, str]) -> None:
+    def __init__(self, url: str, pid: int, keys: Mapping[str, str]) -> None:
         self.url = url
+        self._pid = pid
         self._keys = keys
         self._sent = 0
 
@@ -98,32 +109,89 @@ class FrontEndClient:
         headers = {"Authorization": f"Bearer {self._keys[tenant]}"}
         return completion_request(self.url, MODEL, prompt, OUTPUT_TOKENS, headers=headers)
 
-    async def send_at_random(
-        self, tenant: str, rate_per_s: float, seconds: float, seed: int
-    ) -> list[StreamResult]:
-        """Send requests at random for so many seconds; return all results once the last has ended."""
-        rng = random.Random(seed)
-        began_s, at_s = time.perf_counter(), 0.0
+    async def send(self, tenant: str, times_s: Iterable[float]) -> list[StreamResult]:
+        """Send a request at each of these times from now; return their results once the last has ended."""
+        began_s = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             tasks = []
-            while (at_s := at_s + rng.expovariate(rate_per_s)) < seconds:
+            for at_s in times_s:
                 await asyncio.sleep(max(0.0, began_s + at_s - time.perf_counter()))
                 tasks.append(group.create_task(run_stream(self.url, self.request(tenant), 120)))
         return [task.result() for task in tasks]
 
-    async def use_up_limit(self, tenant: str) -> None:
-        """Use up what the tenant may send at once; from then on it has only its rate per minute."""
-        for _ in range(10 * LIMIT_PER_MINUTE):
+    async def refusal_cpu_s(self, tenant: str) -> float:
+        """Send requests one after the other beyond the tenant's limit; return the CPU seconds of the front
+        end and its API server for each that is refused."""
+        pids = descendants(self._pid)
+        began_s, refused = cpu_seconds(pids), 0
+        while refused < _REFUSALS:
+            before_s = cpu_seconds(pids)
             if (await run_stream(self.url, self.request(tenant), 120)).status == 429:
-                return
-        raise RuntimeError(f"tenant {tenant} is not limited")
+                refused += 1
+            else:
+                # What an admitted request costs does not count.
+                began_s += cpu_seconds(pids) - before_s
+        return (cpu_seconds(pids) - began_s) / refused
+
+
+def at_random(rate_per_s: float, seconds: float, seed: int) -> Iterator[float]:
+    """Yield the times of a Poisson process, in seconds."""
+    rng, at_s = random.Random(seed), 0.0
+    while (at_s := at_s + rng.expovariate(rate_per_s)) < seconds:
+        yield at_s
+
+
+def evenly(rate_per_s: float, seconds: float) -> Iterator[float]:
+    """Yield evenly spaced times, in seconds."""
+    for number in range(int(rate_per_s * seconds)):
+        yield (number + 0.5) / rate_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """P99 TTFT of a case divided by that of another, over all turns, with the interval that contains 90% of
+    the ratios of resampled sets of turns, and the smallest and largest ratio of a single turn."""
+
+    case: str
+    base: str
+    ratio: float
+    low: float
+    high: float
+    turn_min: float
+    turn_max: float
+
+    @staticmethod
+    def of(case: str, base: str, turns: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Ratio:
+        """Compute it from the TTFTs of both cases in each turn, in seconds."""
+        rng = random.Random(0)
+        resampled = sorted(_p99_ratio(rng.choices(turns, k=len(turns))) for _ in range(_RESAMPLED))
+        single = [_p99_ratio([turn]) for turn in turns]
+        low, high = percentile(resampled, 0.05), percentile(resampled, 0.95)
+        return Ratio(case, base, _p99_ratio(turns), low, high, min(single), max(single))
+
+    def __str__(self) -> str:
+        return (
+            f"P99 TTFT, {self.case} / {self.base}: {self.ratio:.2f} "
+            f"({self.low:.2f} to {self.high:.2f} in 90% of resampled sets of turns; "
+            f"single turns {self.turn_min:.2f} to {self.turn_max:.2f})"
+        )
+
+
+def _p99_ratio(turns: Sequence[tuple[Sequence[float], Sequence[float]]]) -> float:
+    case, base = ([ttft for turn in turns for ttft in turn[which]] for which in (0, 1))
+    return percentile(case, 0.99) / percentile(base, 0.99)
+
+
+def _ttfts(results: Sequence[StreamResult]) -> list[float]:
+    return [result.ttft for result in results if result.status == 200 and not result.error]
 
 
 def make_keys(file: Path) -> dict[str, str]:
     """Make a key for each tenant; return them by tenant."""
+    limits = ("--requests-per-minute", str(LIMIT_PER_MINUTE), "--burst-seconds", str(BURST_S))
     return {
         "patient": _make_key(file, "patient"),
-        "greedy": _make_key(file, "greedy", "--requests-per-minute", str(LIMIT_PER_MINUTE)),
+        "greedy": _make_key(file, "greedy", *limits),
         "bursty": _make_key(file, "bursty"),
     }
 
@@ -143,7 +211,7 @@ def run_front_end(
         try:
             if not wait_until_up(f"{url}/health", process, 180):
                 raise RuntimeError("the front end did not start")
-            yield FrontEndClient(url, keys)
+            yield FrontEndClient(url, process.pid, keys)
         finally:
             process.terminate()
             process.wait(timeout=60)
@@ -172,26 +240,54 @@ async def measure_capacity(front_end: FrontEndClient) -> float:
     return _CAPACITY_REQUESTS / (max(r.finished for r in results) - min(r.started for r in results))
 
 
+@dataclass(frozen=True, slots=True)
+class Isolation:
+    """The first part's figures: of the tenant within its limit, of the other one, and how they compare."""
+
+    own: list[LoadFigures]
+    other: list[LoadFigures]
+    ratios: list[Ratio]
+    refusal_cpu_ms: float
+
+
 async def beside_another_tenant(
-    front_end: FrontEndClient, capacity: float, seconds: float, turns: int, console: Console
-) -> list[LoadFigures]:
+    front_end: FrontEndClient, capacity: float, seconds: float, turns: int, factor: float, console: Console
+) -> Isolation:
     """Run the first part."""
     limit = LIMIT_PER_MINUTE / 60
-    results_by_case: dict[str, list[StreamResult]] = {}
+    alone, within, beyond = "alone", "beside one at its limit", f"beside one at {factor:g} times its limit"
+    own: dict[str, list[list[StreamResult]]] = {case: [] for case in (alone, within, beyond)}
+    other: dict[str, list[StreamResult]] = {case: [] for case in (within, beyond)}
     for turn in range(turns):
-        for case, rate in (
-            ("alone", 0.0),
-            ("beside one at its limit", limit),
-            ("at ten times it", 10 * limit),
-        ):
+        for case in own:
             console.print(f"  turn {turn + 1}: {case}", style="dim")
-            await front_end.use_up_limit("greedy")
+            times = {
+                alone: iter(()),
+                within: evenly(limit, seconds),
+                beyond: at_random(factor * limit, seconds, 1_000 + turn),
+            }[case]
             async with asyncio.TaskGroup() as group:
-                patient = group.create_task(front_end.send_at_random("patient", capacity / 2, seconds, turn))
-                if rate:
-                    group.create_task(front_end.send_at_random("greedy", rate, seconds, 1_000 + turn))
-            results_by_case.setdefault(case, []).extend(patient.result())
-    return [LoadFigures.of(case, capacity / 2, results) for case, results in results_by_case.items()]
+                patient = group.create_task(front_end.send("patient", at_random(capacity / 2, seconds, turn)))
+                greedy = group.create_task(front_end.send("greedy", times))
+            own[case].append(patient.result())
+            if case in other:
+                other[case] += greedy.result()
+    ttfts = {case: [_ttfts(results) for results in by_turn] for case, by_turn in own.items()}
+    return Isolation(
+        [
+            LoadFigures.of(case, capacity / 2, [result for results in by_turn for result in results])
+            for case, by_turn in own.items()
+        ],
+        [
+            LoadFigures.of(case, rate, results)
+            for (case, results), rate in zip(other.items(), (limit, factor * limit), strict=True)
+        ],
+        [
+            Ratio.of(case, base, list(zip(ttfts[case], ttfts[base], strict=True)))
+            for case, base in ((beyond, within), (beyond, alone), (within, alone))
+        ],
+        1_000 * await front_end.refusal_cpu_s("greedy"),
+    )
 
 
 async def beside_a_burst(
@@ -212,7 +308,7 @@ async def beside_a_burst(
         ):
             console.print(f"  turn {turn + 1}: {case}", style="dim")
             async with asyncio.TaskGroup() as group:
-                patient = group.create_task(front.send_at_random("patient", capacity / 2, seconds, turn))
+                patient = group.create_task(front.send("patient", at_random(capacity / 2, seconds, turn)))
                 await asyncio.sleep(seconds / 4)
                 for _ in range(prompts):
                     group.create_task(run_stream(front.url, front.request("bursty"), 120))
@@ -237,7 +333,7 @@ async def overload_all(
     ):
         console.print(f"  {case}", style="dim")
         await asyncio.to_thread(_set_slo, cluster.admin, factor)
-        loads.append(LoadFigures.of(case, rate, await front_end.send_at_random("patient", rate, seconds, 7)))
+        loads.append(LoadFigures.of(case, rate, await front_end.send("patient", at_random(rate, seconds, 7))))
     return loads
 
 
@@ -252,14 +348,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="make bench-overload", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=40.0, help="duration of arrivals per case and turn")
-    parser.add_argument("--turns", type=int, default=3, help="repetitions of the cases with two tenants")
+    parser.add_argument("--parts", default="1,2,3", help="comma-separated list; default: all")
+    parser.add_argument("--seconds", type=float, default=20.0, help="duration of arrivals per case and turn")
+    parser.add_argument("--turns", type=int, default=6, help="repetitions of the first part")
+    parser.add_argument(
+        "--factor", type=float, default=10.0, help="multiple of its limit that a tenant sends"
+    )
+    parser.add_argument("--burst-turns", type=int, default=2, help="repetitions of the second part")
     parser.add_argument("--admit", type=float, default=0.25, help="admission factor of the third part")
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
     options = parser.parse_args()
+    parts = set(options.parts.split(","))
+    if not parts <= {"1", "2", "3"}:
+        parser.error("--parts takes 1, 2 and 3, separated by commas")
     console = Console(stderr=options.output == "json", width=130)
     console.print(f"on {machine()}")
-    with tempfile.TemporaryDirectory(prefix="tailrace-overload-") as name:
+    isolation: Isolation | None = None
+    bursts: list[LoadFigures] = []
+    overload: list[LoadFigures] = []
+    with tempfile.TemporaryDirectory(prefix="tailrace-overload-") as name, ExitStack() as stack:
         folder = Path(name)
         console.print("starting", style="dim")
         profile = str(write_slow_profile(folder))
@@ -267,30 +374,41 @@ def main() -> int:
         arguments += ["--no-traces", "--", "--profile", profile, "--engine-arg", f"profile={profile}"]
         file = folder / "keys.json"
         keys = make_keys(file)
-        with (
-            TailraceCluster("tailrace", arguments) as cluster,
-            run_front_end(cluster, folder, file, keys) as front,
-            run_front_end(
-                cluster, folder, file, keys, "--fair-backlog", str(FAIR_BACKLOG_TOKENS)
-            ) as fair_front,
-        ):
-            asyncio.run(front.send_at_random("patient", 2.0, 5.0, 99))  # warm up
-            capacity = asyncio.run(measure_capacity(front))
-            console.print(f"capacity: {capacity:.1f} requests/s", style="dim")
-            tenants = asyncio.run(
-                beside_another_tenant(front, capacity, options.seconds, options.turns, console)
+        cluster = stack.enter_context(TailraceCluster("tailrace", arguments))
+        front = stack.enter_context(run_front_end(cluster, folder, file, keys))
+        asyncio.run(front.send("patient", at_random(2.0, 5.0, 99)))  # warm up
+        capacity = asyncio.run(measure_capacity(front))
+        console.print(f"capacity: {capacity:.1f} requests/s", style="dim")
+        if "1" in parts:
+            isolation = asyncio.run(
+                beside_another_tenant(
+                    front, capacity, options.seconds, options.turns, options.factor, console
+                )
+            )
+        if "2" in parts:
+            fair_front = stack.enter_context(
+                run_front_end(cluster, folder, file, keys, "--fair-backlog", str(FAIR_BACKLOG_TOKENS))
             )
             bursts = asyncio.run(
-                beside_a_burst(front, fair_front, capacity, options.seconds, options.turns, console)
+                beside_a_burst(front, fair_front, capacity, options.seconds, options.burst_turns, console)
             )
+        if "3" in parts:
             overload = asyncio.run(
                 overload_all(front, cluster, capacity, options.seconds, options.admit, console)
             )
-    _print("one tenant at half of capacity, and another one", tenants, console)
-    _print("one tenant at half of capacity, and a burst of another", bursts, console)
-    _print("all tenants", overload, console)
+    if isolation is not None:
+        _print("one tenant at half of capacity, and another one", isolation.own, console)
+        _print("the other one", isolation.other, console)
+        for ratio in isolation.ratios:
+            console.print(str(ratio))
+        console.print(f"CPU time of a refusal: {isolation.refusal_cpu_ms:.2f} ms")
+    if bursts:
+        _print("one tenant at half of capacity, and a burst of another", bursts, console)
+    if overload:
+        _print("all tenants", overload, console)
     figures: dict[str, object] = {
-        "tenants": [asdict(load) for load in tenants],
+        "capacity_per_s": capacity,
+        "tenants": None if isolation is None else asdict(isolation),
         "bursts": [asdict(load) for load in bursts],
         "overload": [asdict(load) for load in overload],
     }
@@ -298,6 +416,7 @@ def main() -> int:
     if options.output == "json":
         print(json.dumps(figures))
     console.print(f"figures: {path}")
+    tenants = [] if isolation is None else [*isolation.own, *isolation.other]
     return 1 if any(load.failed for load in (*tenants, *bursts, *overload)) else 0
 
 
