@@ -20,6 +20,7 @@ _DECLARED: Final = (_POLICY + "test_parameters.py", _POLICY + "test_paper_pages.
 _ORDERS: Final = ("tests/intra", "tests/worker/test_step_order.py", *_DECLARED)
 _TAILRACE: Final = (
     _POLICY + "test_tailrace_arrival.py",
+    _POLICY + "test_tailrace_offers.py",
     _POLICY + "test_tailrace.py",
     _POLICY + "test_placing_by_prefix.py",
 )
@@ -54,7 +55,7 @@ TARGETS: Final = (
             "tests/scheduler/test_decisions.py",
         ),
     ),
-    Target("tailrace/bid_ask.py", (_POLICY + "test_bid_ask.py",)),
+    Target("tailrace/bid_ask.py", (_POLICY + "test_bid_ask.py", _POLICY + "test_paper_pages.py")),
     Target("tailrace/policy/cascade/planner.py", (_POLICY + "test_cascade_planner.py",)),
     Target(
         "tailrace/policy/cascade/policy.py",

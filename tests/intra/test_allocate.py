@@ -121,6 +121,47 @@ def test_who_is_passed_over_is_accounted_for(
 
 
 @given(
+    policy=st.sampled_from([*POLICIES, *PASSING]),
+    running=claims("r"),
+    waiting=claims("w"),
+    spare=st.integers(0, 30),
+    seats=st.integers(0, 4),
+)
+def test_nobody_is_left_waiting_who_fits_unless_others_must_not_be_passed(
+    policy: IntraPolicy, running: list[Claim[str]], waiting: list[Claim[str]], spare: int, seats: int
+) -> None:
+    waiting = sorted(waiting, key=lambda claim: claim.rank)
+    total = max(sum(claim.blocks for claim in running) + spare, 12)
+    at_start = room(total, total - sum(claim.blocks for claim in running), seats)
+    limit, watermark = int(policy.pass_over * total), int(policy.watermark * total)
+    blocks = {claim.name: claim.blocks for claim in [*running, *waiting]}
+    admitted = allocate(policy, lambda: running, waiting, at_start).admit
+    for number, claim in enumerate(waiting):
+        if claim.name in admitted:
+            continue
+        # What there is when its turn comes.
+        before: Grants[str] = allocate(policy, lambda: running, waiting[:number], at_start)
+        free = at_start.free_blocks + sum(blocks[name] for name in before.preempt)
+        free -= sum(blocks[name] for name in before.admit)
+        places = seats + len(before.preempt) - len(before.admit)
+        short = min(claim.blocks + watermark, total) - free
+        if policy.preemptive and (short > 0 or places < 1):
+            victims = [other for other in running if policy.takes_from(claim.rank, other.rank)]
+            victims = [other for other in victims if other.name not in before.preempt]
+            short -= sum(other.blocks for other in victims)
+            places += len(victims)
+        if short > 0 or places < 1:
+            continue
+        ahead = [other for other in waiting[:number] if other.name in before.admit]
+        refused = [other for other in waiting[:number] if other.name not in before.admit]
+        assert any(
+            policy.level(other.rank) != policy.level(claim.rank)
+            or other.passed_blocks + sum(each.blocks for each in ahead if each.rank > other.rank) >= limit
+            for other in refused
+        )
+
+
+@given(
     policy=st.sampled_from(PASSING),
     large=st.integers(2, 20),
     others=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 4)), min_size=1, max_size=30),

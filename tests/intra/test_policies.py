@@ -69,9 +69,11 @@ def test_rank_holds_exactly_as_long_as_said(name: str, job: JobView) -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@given(step=st.integers(1, 8_192), decoding=st.integers(0, 10_000))
-def test_decodes_come_out_of_the_step_first(name: str, step: int, decoding: int) -> None:
-    assert POLICIES[name].prefill_budget(step, decoding) == max(0, step - decoding)
+@pytest.mark.parametrize(
+    ("step", "decoding", "prompt_tokens"), [(512, 0, 512), (512, 200, 312), (512, 512, 0), (512, 513, 0)]
+)
+def test_decodes_come_out_of_the_step_first(name: str, step: int, decoding: int, prompt_tokens: int) -> None:
+    assert POLICIES[name].prefill_budget(step, decoding) == prompt_tokens
 
 
 def test_round_robin_prefers_who_has_had_fewer_quanta_whatever_the_phase() -> None:
@@ -93,6 +95,15 @@ def test_pascal_puts_reasoning_above_answering_until_it_is_demoted() -> None:
     # Like an answering request in its first quantum.
     assert policy.rank(beyond) == (1, 0, 1)
     assert policy.rank(fresh_answer) < policy.rank(beyond)
+
+
+@pytest.mark.parametrize("prompt", [5_001, 9_000])
+def test_pascal_counts_the_quanta_of_a_prompt_beyond_the_threshold_from_its_first_token(prompt: int) -> None:
+    policy = PascalQueue()
+    last_of_first, first_of_second = (JobView(0, Phase.REASONING, prompt, n, n) for n in (499, 500))
+    assert policy.rank(last_of_first) == (1, 0, 0)
+    assert policy.rank_holds(last_of_first) == 1
+    assert policy.rank(first_of_second) == (1, 1, 0)
 
 
 def test_pascal_does_not_demote_for_a_long_prompt_before_reasoning() -> None:

@@ -82,6 +82,10 @@ def test_exact_is_the_best_that_stages_can_do(
         assert costs.layout(plan.cuts, plan.counts) == plan
     assert heuristic(costs, instances).cost <= chain(costs, instances).cost + 1e-12
     assert_whole(found, instances)
+    # A chain gives every stage one instance, and is the best of those.
+    if instances <= costs.buckets:
+        one_each = [plan.cost for plan in plans if set(plan.counts) == {1}]
+        assert chain(costs, instances).cost == pytest.approx(min(one_each), rel=1e-9, abs=1e-12)
 
 
 def assert_whole(plan: Plan, instances: int) -> None:
@@ -98,6 +102,21 @@ def test_layouts_of_the_baselines(instances: int) -> None:
     costs = some_costs(instances)
     assert no_pipeline(costs, instances).counts == (instances,)
     assert len(chain(costs, instances).counts) == min(instances, costs.buckets)
+
+
+@settings(quick, max_examples=20)
+@given(rows=lengths, model=models, instances=st.integers(4, 8))
+def test_a_chain_gives_instances_beyond_its_buckets_where_they_help_most(
+    rows: list[tuple[int, int]], model: QoeModel, instances: int
+) -> None:
+    edges = bucket_edges(6_001, growth=30.0)
+    costs = Costs(Traffic.of_history(rows, 60.0).in_flight(edges, 50.0), model, 1e-5)
+    assert costs.buckets == 4
+    finest = [counts for cuts, counts in layouts(4, instances) if len(counts) == 4]
+    found = chain(costs, instances)
+    best = min(costs.plan(range(5), counts).cost for counts in finest)
+    assert found.cost == pytest.approx(best, rel=1e-9, abs=1e-12)
+    assert_whole(found, instances)
 
 
 @quick

@@ -196,6 +196,19 @@ def test_a_tick_that_missed_refinements_makes_up_for_them() -> None:
     assert ends[0] == pytest.approx(ends[1], abs=1)
 
 
+@pytest.mark.parametrize(("now_s", "share"), [(5.0, 0.2), (10.0, 0.36)])
+def test_a_refinement_moves_a_boundary_part_of_the_way(now_s: float, share: float) -> None:
+    """A fifth, and of what is left another fifth for the refinement that was missed."""
+    view = staged(instance("a", held("a", 100, 200, 300)), instance("c", held("c", 2_000, 2_500, 3_000)))
+    view = ticked(view, 4.0)
+    (moved,), (ideal,) = (
+        set_stages(Cascade(smoothing=smoothing).on_tick(view, now_s)) for smoothing in (0.2, 1.0)
+    )
+    old, best = STAGES[0].hi, ideal.stages[0].hi
+    assert best != old
+    assert moved.stages[0].hi == pytest.approx(old + share * (best - old), abs=1)
+
+
 def offers(actions: Iterable[Action]) -> list[Offer]:
     return [a for a in actions if isinstance(a, Offer)]
 
@@ -336,10 +349,15 @@ def served(stages: tuple[Stage, ...]) -> int:
     return len(next(s for s in stages if s.hi > 20_000).instance_ids)
 
 
-def test_more_than_the_cluster_can_do_is_planned_for_all_the_same() -> None:
-    view = replace(crowded(), lengths=period([(100, 1_000)] * 60_000 + [(20_000, 500)] * 2_000))
-    for action in set_stages(POLICY.on_tick(view, 60.0)):
-        assert tiles(action.stages, MAX_LENGTH)
+def test_a_cluster_that_cannot_keep_up_is_not_divided() -> None:
+    """Any division gives some instance more than it has in one stage; the paper's letter divides."""
+    rows = [(100, 1_000)] * 60_000 + [(20_000, 500)] * 2_000
+    view = replace(one_stage(crowded()), lengths=period(rows))
+    (by_equation,) = set_stages(Cascade(most_work=0.0).on_tick(view, 60.0))
+    assert len(by_equation.stages) > 1
+    assert not set_stages(Cascade(least_plan_gain=0.0).on_tick(view, 60.0))
+    (united,) = set_stages(POLICY.on_tick(replace(view, stages=by_equation.stages), 60.0))
+    assert [(stage.lo, stage.hi) for stage in united.stages] == [(0, MAX_LENGTH)]
 
 
 def test_what_unequal_lengths_cost_is_weighed_where_it_is_asked_for() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from math import inf
 
 import numpy as np
@@ -122,3 +123,14 @@ def test_what_is_held_costs_no_prefill(prompt: int, cached: int) -> None:
     held = min(prompt, cached)
     left_s = steps.compute_s(prompt) - steps.compute_s(held)
     assert prefill_after_s(idle, prompt, held) == pytest.approx(left_s)
+
+
+@quick
+@given(view=reporting(), slo_s=st.sampled_from((1e-4, 0.01, 0.15)))
+def test_a_second_of_those_who_decode_counts_at_most_once(view: ClusterView, slo_s: float) -> None:
+    costs = replace(Tailrace().costs, tpot_slo_s=slo_s)
+    for instance in view.instances.values():
+        offered = offer(costs, reported(instance), costs.steps_of(instance), OF_ONE)
+        assert 0.0 <= offered.hurry <= 1.0
+        # A reader whose tokens come too late is as late as one that waits for the first.
+        assert offered.step_s < slo_s or offered.hurry == pytest.approx(1.0)

@@ -83,9 +83,8 @@ class Costs:
         decode = slowdown.step * (d1 * requests + d4 * slowdown.attention * lengths)
         self.fixed: Floats = requests * (slowdown.step * d0)
         self.shared: Floats = requests * (decode + d2 * inputs + d3 * squares)
+        # 0 where a pipeline begins, for the first edge is 0; where it ends there is no cut.
         self.cut: Floats = workload.density * workload.edges * transfer_s_per_token
-        # A pipeline begins and ends without a transfer.
-        self.cut[0] = self.cut[-1] = 0.0
 
     @property
     def buckets(self) -> int:

@@ -1,0 +1,79 @@
+"""Which of several instances an arrival is offered to, one by one and in columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from tailrace.cluster import InstanceView, Phase
+from tailrace.perf.length_penalty import load_length_penalty
+from tailrace.perf.measured import Measured
+from tailrace.perf.qoe_model import QoeModel
+from tailrace.perf.steps import StepModel
+from tailrace.perf.ttft import TtftPredictor
+from tailrace.policy.tailrace.costs import Costs
+from tailrace.policy.tailrace.offers import FEW, OfferPlanner
+from tailrace.profiles import load_profile
+from tests.policy.fleets import instance, request
+from tests.policy.tailrace_arrival import cheapest
+
+NOMINAL = StepModel.of_profile(None)
+COSTS = Costs(NOMINAL)
+
+
+def measured(name: str, steps: StepModel, backlog_tokens: int = 0) -> InstanceView:
+    profile = load_profile("llama-3.2-3b-l40")
+    known = Measured(profile, TtftPredictor.of_profile(profile), steps, QoeModel.of_profile(profile))
+    return replace(
+        instance(name),
+        measured=known,
+        waiting=int(backlog_tokens > 0),
+        prefill_backlog_tokens=backlog_tokens,
+    )
+
+
+def planned(few: int, instances: Sequence[InstanceView], costs: Costs = COSTS) -> OfferPlanner:
+    planner = OfferPlanner(costs, few)
+    planner.renew(costs, instances)
+    return planner
+
+
+@pytest.mark.parametrize("few", [0, FEW])
+@pytest.mark.parametrize("penalty", [None, "cascadeinfer-figure-2-step"])
+def test_of_equals_the_first_that_is_named_gets_it(few: int, penalty: str | None) -> None:
+    costs = replace(COSTS, penalty=None if penalty is None else load_length_penalty(penalty))
+    instances = [instance(name) for name in "abc"]
+    planner = planned(few, instances, costs)
+    assert planner.cheapest(None, 500, 0.0).instance_id == "a"
+    assert planner.cheapest(instances[::-1], 500, 0.0).instance_id == "c"
+    assert planner.cheapest(instances[1:], 500, 0.0).instance_id == "b"
+
+
+@pytest.mark.parametrize("few", [0, FEW])
+def test_a_prompt_of_one_token_is_computed_where_that_is_quicker(few: int) -> None:
+    """Although a step takes longer there: without cached KV nothing of a prompt is free."""
+    slow = replace(NOMINAL, per_token_s=2e-3, decode_base_s=NOMINAL.decode_base_s - 1e-4)
+    quick = replace(NOMINAL, per_token_s=1e-3)
+    planner = planned(few, [measured("slow", slow), measured("quick", quick)])
+    assert planner.cheapest(None, 1, 0.0).instance_id == "quick"
+
+
+@pytest.mark.parametrize("few", [0, FEW])
+def test_how_long_users_wait_is_judged_by_the_first_instance(few: int) -> None:
+    """Near the backlog at which a wait costs as much as company, the order of the instances decides."""
+    slow = StepModel.of_profile(load_profile("llama-3.2-3b-l40"), 512)
+    reasons = instance("slow", (request("r", "slow", phase=Phase.REASONING),))
+    taken = replace(reasons, measured=measured("slow", slow).measured)
+    chosen: dict[bool, list[str]] = {}
+    for slow_first in (False, True):
+        chosen[slow_first] = []
+        for backlog in range(2_000, 80_000, 2_000):
+            pair = [taken, measured("quick", NOMINAL, backlog)]
+            instances = pair if slow_first else pair[::-1]
+            found = planned(few, instances).cheapest(None, 4_000, 0.0)
+            assert found is cheapest(COSTS, instances, 4_000, 0.0)
+            chosen[slow_first].append(found.instance_id)
+    assert "slow" in chosen[False] and "quick" in chosen[False]
+    assert chosen[False] != chosen[True]
