@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given
@@ -12,18 +12,22 @@ from hypothesis import strategies as st
 from tailrace.policy.cascade.policy import periods_elapsed
 from tests.policy.fleets import quick
 
-# Seconds since the epoch are as good as seconds since the start.
-STARTS = st.sampled_from([0.0, 12.75, 1_790_000_000.25])
+# In milliseconds. Those since the epoch are as good as those since the start.
+STARTS = st.sampled_from([0, 12_750, 1_790_000_000_250])
 
 
 @quick
-@given(STARTS, st.lists(st.floats(0.0, 300.0), min_size=1, max_size=60), st.sampled_from([0.5, 5.0, 60.0]))
-def test_each_period_is_counted_once(start_s: float, gaps_s: list[float], period_s: float) -> None:
-    ticks = [start_s]
-    for gap_s in gaps_s:
-        ticks.append(ticks[-1] + gap_s)
-    counted = sum(periods_elapsed(period_s, last_s, now_s) for last_s, now_s in pairwise(ticks))
-    assert counted == math.floor(ticks[-1] / period_s) - math.floor(ticks[0] / period_s)
+@given(
+    STARTS, st.lists(st.integers(0, 300_000), min_size=1, max_size=60), st.sampled_from([500, 5_000, 60_000])
+)
+def test_each_period_is_counted_once(start_ms: int, gaps_ms: list[int], period_ms: int) -> None:
+    ticks_ms = [*accumulate(gaps_ms, initial=start_ms)]
+    counted = sum(
+        periods_elapsed(period_ms / 1e3, last_ms / 1e3, now_ms / 1e3)
+        for last_ms, now_ms in pairwise(ticks_ms)
+    )
+    next_ms = (start_ms // period_ms + 1) * period_ms
+    assert counted == len(range(next_ms, ticks_ms[-1] + 1, period_ms))
 
 
 @pytest.mark.parametrize("late_s", [0.02, 0.1, 0.3])

@@ -131,6 +131,6 @@ def test_a_second_of_those_who_decode_counts_at_most_once(view: ClusterView, slo
     costs = replace(Tailrace().costs, tpot_slo_s=slo_s)
     for instance in view.instances.values():
         offered = offer(costs, reported(instance), costs.steps_of(instance), OF_ONE)
-        assert 0.0 <= offered.hurry <= 1.0
+        assert 0.0 <= offered.decode_weight <= 1.0
         # A reader whose tokens come too late is as late as one that waits for the first.
-        assert offered.step_s < slo_s or offered.hurry == pytest.approx(1.0)
+        assert offered.step_s < slo_s or offered.decode_weight == pytest.approx(1.0)

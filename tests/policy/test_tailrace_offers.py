@@ -36,7 +36,7 @@ def measured(name: str, steps: StepModel, backlog_tokens: int = 0) -> InstanceVi
 
 def planned(few: int, instances: Sequence[InstanceView], costs: Costs = COSTS) -> OfferPlanner:
     planner = OfferPlanner(costs, few)
-    planner.renew(costs, instances)
+    planner.update(costs, instances)
     return planner
 
 
