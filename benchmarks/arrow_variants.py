@@ -1,12 +1,12 @@
-"""Arrow by the paper's letter and its variants, simulated (docs/policy-arrow.md).
+"""Simulate Arrow as in the paper, and its variants (docs/policy-arrow.md).
 
-- *Bursts of answers*: three instances, two of which prefill at first, with KV for 2, 8 or 32 of the longest
-  requests each. Short prompts, answers of 90 to 720 tokens: 10 s at half of the rate at which the KV of all
-  instances is full on average, 10 s at twice that rate, 30 s at half of it again.
-- *Azure* (`--traces DIR`, the folder that `traces/` is in): the grounds of `benchmarks.policies`, with four
-  instances, at 60, 85 and 110% of the rate that the best policy sustains there.
+- *Bursts of answers*: three instances, of which two prefill initially, each with KV for 2, 8 or 32 of the
+longest requests. Short prompts, answers of 90 to 720 tokens: 10 s at half the rate at which the KV of all
+instances is full on average, 10 s at twice that rate, 30 s at half of it again.
+- *Azure* (`--traces DIR`, the folder that contains `traces/`): the scenarios of `benchmarks.policies`, with
+four instances, at 60, 85 and 110% of the rate that the best policy sustains.
 
-Figures are the share of requests that kept their SLOs, mean and half-width of the 95% interval over seeds.
+Figures are the share of requests that met their SLOs, mean and half-width of the 95% interval over seeds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.grounds import GROUNDS
+from benchmarks.scenarios import SCENARIOS
 from simulator.cluster import ClusterSpec
 from simulator.goodput import attainment
 from simulator.parallel import Task, run_tasks
@@ -53,18 +53,18 @@ _ANSWER: Final = (90, 720)
 _LONGEST: Final = _PROMPT[1] + _ANSWER[1]
 _PHASES: Final = ((10.0, 0.5), (10.0, 2.0), (30.0, 0.5))
 _BURST_SLO: Final = Slo(2.0, 0.15)
-# Azure: requests a second at 60, 85 and 110% of what the best policy sustains (docs/policy-tailrace.md).
+# Azure: requests per second at 60, 85 and 110% of what the best policy sustains (docs/policy-tailrace.md).
 _AZURE_RATES: Final[Mapping[str, Sequence[float]]] = {
     "azure-code": (45.0, 64.0, 83.0),
     "azure-conv": (90.0, 128.0, 165.0),
 }
 # Two-sided 95% quantiles of Student's t, by degrees of freedom.
-_T: Final = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
+_T_QUANTILES: Final = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One run."""
+    """Results of one run."""
 
     attained: float
     flips: int
@@ -73,15 +73,15 @@ class Outcome:
 
 
 def burst_of_answers(kv_requests: int, variant: str, seed: int) -> Outcome:
-    """Three instances with KV for so many of the longest requests each."""
+    """Simulate three instances, each with KV for this many of the longest requests."""
     profile = load_profile(PROFILE)
     spec = ClusterSpec.uniform(3, profile, kv_capacity_tokens=kv_requests * (-(-_LONGEST // 16) + 1) * 16)
-    # Tokens that a request holds on average, such requests that fill an instance, and how long one takes.
+    # Mean KV tokens of a request, the number of such requests that fill an instance, and the time of a step.
     mean_answer = sum(_ANSWER) / 2
-    held = sum(_PROMPT) / 2 + mean_answer / 2
-    batch = kv_requests * _LONGEST / held
+    mean_tokens = sum(_PROMPT) / 2 + mean_answer / 2
+    batch = kv_requests * _LONGEST / mean_tokens
     decode = profile.decode
-    step_ms = decode.base_ms + batch * (decode.ms_per_request + decode.ms_per_kv_token * held)
+    step_ms = decode.base_ms + batch * (decode.ms_per_request + decode.ms_per_kv_token * mean_tokens)
     full_per_s = 3 * batch / (mean_answer * step_ms / 1e3)
     rng = random.Random(seed)
     requests: list[SimRequest] = []
@@ -96,17 +96,19 @@ def burst_of_answers(kv_requests: int, variant: str, seed: int) -> Outcome:
         begin_s += seconds
     after_s = _PHASES[0][0] + _PHASES[1][0]
     result = _simulate(spec, requests, variant, _BURST_SLO, seed, prefill_instances=2)
-    late = [record for record in result.requests if record.arrival_s >= after_s]
-    return Outcome(attainment(result.requests, _BURST_SLO), _flips(result), attainment(late, _BURST_SLO))
+    after_burst = [record for record in result.requests if record.arrival_s >= after_s]
+    return Outcome(
+        attainment(result.requests, _BURST_SLO), _flips(result), attainment(after_burst, _BURST_SLO)
+    )
 
 
 def azure(name: str, rate_per_s: float, traces: Path, variant: str, seed: int) -> Outcome:
-    """A stretch of the trace, somewhere in it by the seed."""
-    ground = next(ground for ground in GROUNDS if ground.name == name)
-    requests = ground.draw(round(ground.seconds * rate_per_s), rate_per_s, seed, traces)
-    spec = ClusterSpec.uniform(ground.instances, load_profile(ground.profile))
-    slo = Slo(*ground.strictest())
-    result = _simulate(spec, requests, variant, slo, seed, prefill_instances=ground.instances // 2)
+    """Simulate a part of the trace, at a position drawn from the seed."""
+    scenario = next(scenario for scenario in SCENARIOS if scenario.name == name)
+    requests = scenario.draw(round(scenario.seconds * rate_per_s), rate_per_s, seed, traces)
+    spec = ClusterSpec.uniform(scenario.instances, load_profile(scenario.profile))
+    slo = Slo(*scenario.strictest_slo())
+    result = _simulate(spec, requests, variant, slo, seed, prefill_instances=scenario.instances // 2)
     return Outcome(attainment(result.requests, slo), _flips(result))
 
 
@@ -133,7 +135,7 @@ def _simulate(
 
 
 def _flips(result: SimResult) -> int:
-    """Changes of pool between prefill and decode work, whichever pool in between."""
+    """Return the number of pool changes between prefill and decode work, including transitional pools."""
     assert result.series is not None
     return len(result.series.pools)
 
@@ -142,23 +144,25 @@ def _cell(values: Sequence[float]) -> str:
     mean = float(np.mean(values))
     if len(values) < 2:
         return f"{mean:.1%}"
-    half = _T[min(len(values) - 1, 9)] * float(np.std(values, ddof=1)) / len(values) ** 0.5
+    half = _T_QUANTILES[min(len(values) - 1, 9)] * float(np.std(values, ddof=1)) / len(values) ** 0.5
     return f"{100 * mean:.1f} ± {100 * half:.1f}"
 
 
 def main() -> None:
-    """Print a table for each ground."""
+    """Print a table per scenario."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--traces", type=Path, help="folder that traces/ is in; none: no Azure")
+    parser.add_argument(
+        "--traces", type=Path, help="folder that contains traces/; without it, Azure is skipped"
+    )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--only", action="append", choices=["bursts", "azure-code", "azure-conv"])
     parser.add_argument("--processes", type=int)
     options = parser.parse_args()
-    grounds = options.only or ["bursts", "azure-code", "azure-conv"]
+    scenarios = options.only or ["bursts", "azure-code", "azure-conv"]
     seeds = range(1, options.seeds + 1)
     tasks: list[Task[Outcome]] = []
     columns: dict[str, list[str]] = {}
-    if "bursts" in grounds:
+    if "bursts" in scenarios:
         columns["bursts"] = [f"KV for {n}" for n in _KV_REQUESTS]
         tasks += [
             Task(f"bursts/KV for {n}/{variant}/{seed}", burst_of_answers, (n, variant, seed))
@@ -167,7 +171,7 @@ def main() -> None:
             for seed in seeds
         ]
     for name, rates in _AZURE_RATES.items():
-        if name not in grounds or options.traces is None:
+        if name not in scenarios or options.traces is None:
             continue
         columns[name] = [f"{rate:g}/s" for rate in rates]
         tasks += [
@@ -182,13 +186,13 @@ def main() -> None:
         ]
     found = run_tasks(tasks, processes=options.processes)
     console = Console(width=200)
-    for ground, names in columns.items():
-        table = Table(title=f"{ground}: SLOs kept, % (pool changes a run)")
+    for scenario, names in columns.items():
+        table = Table(title=f"{scenario}: SLO attainment, % (pool changes per run)")
         table.add_column("")
         for column in names:
             table.add_column(column)
         for variant in VARIANTS:
-            cells = [[found[f"{ground}/{column}/{variant}/{seed}"] for seed in seeds] for column in names]
+            cells = [[found[f"{scenario}/{column}/{variant}/{seed}"] for seed in seeds] for column in names]
             table.add_row(variant, *map(_describe, cells))
         console.print(table)
 

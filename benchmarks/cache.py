@@ -32,8 +32,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.grounds import GROUNDS, LLAMA, Ground, Slo
 from benchmarks.report import print_json, save
+from benchmarks.scenarios import LLAMA, SCENARIOS, Scenario, Slo
 from simulator.cluster import ClusterSpec
 from simulator.estimate import estimate
 from simulator.request import SimRequest
@@ -104,18 +104,18 @@ CONTESTANTS: Final[Mapping[str, Contestant]] = {
 }
 
 
-def _sessions(name: str, first_rate_per_s: float) -> Ground:
+def _sessions(name: str, first_rate_per_s: float) -> Scenario:
     def draw(count: int, rate_per_s: float, seed: int, traces: Path | None) -> Sequence[SimRequest]:
         return SESSIONS[name].requests(count, rate_per_s, seed)
 
     slo = Slo(name, *_SESSION_SLO_S)
-    return Ground(name, "", draw, LLAMA, 4, 150.0, (slo,), first_rate_per_s, needs_traces=False)
+    return Scenario(name, "", draw, LLAMA, 4, 150.0, (slo,), first_rate_per_s, needs_traces=False)
 
 
-WORKLOADS: Final[Mapping[str, Ground]] = {
-    ground.name: ground
-    for ground in (
-        next(ground for ground in GROUNDS if ground.name == "mooncake"),
+WORKLOADS: Final[Mapping[str, Scenario]] = {
+    scenario.name: scenario
+    for scenario in (
+        next(scenario for scenario in SCENARIOS if scenario.name == "mooncake"),
         _sessions("agent_sessions", 40.0),
         _sessions("document_sessions", 10.0),
     )
@@ -178,30 +178,30 @@ def unbounded_hit_rate(requests: Iterable[SimRequest]) -> float:
 
 def measure(case: Case, traces: Path) -> Outcome:
     """Simulate one case."""
-    ground = WORKLOADS[case.workload]
-    requests = ground.draw(round(case.seconds * case.rate_per_s), case.rate_per_s, case.seed, traces)
+    scenario = WORKLOADS[case.workload]
+    requests = scenario.draw(round(case.seconds * case.rate_per_s), case.rate_per_s, case.seed, traces)
     contestant = CONTESTANTS[case.contestant]
     setup = setup_for(contestant.policy).with_parameters(contestant.parameters)
     if contestant.policy == "ares":
         # As in bench-policies: its prefill pool is used only on its own workload.
         setup = replace(setup, prefill_share=None)
-    profile = load_profile(ground.profile)
+    profile = load_profile(scenario.profile)
     if contestant.swap is not None:
         profile = msgspec.structs.replace(profile, swap=contestant.swap)
     limits = {"prefix_caching": True, **contestant.limits()}
-    spec = setup.apply(ClusterSpec.uniform(ground.instances, profile, **limits))
-    deployment = Deployment(PolicySlo(*ground.strictest()), profile)
+    spec = setup.apply(ClusterSpec.uniform(scenario.instances, profile, **limits))
+    deployment = Deployment(PolicySlo(*scenario.strictest_slo()), profile)
     result = simulate(spec, requests, setup.policy(deployment), setup.intra(deployment.slo), seed=case.seed)
     ttft = np.array([r.ttft_s for r in result.requests if r.ttft_s is not None], dtype=np.float64)
-    good = sum(map(ground.good, result.requests))
+    meets_slos = sum(map(scenario.meets_slos, result.requests))
     prompt_tokens = sum(r.prompt_tokens for r in requests)
     return Outcome(
         case=case,
         hit_rate=sum(r.cached_tokens for r in result.requests) / prompt_tokens,
         unbounded_hit_rate=unbounded_hit_rate(requests),
-        attained=good / len(requests),
+        attained=meets_slos / len(requests),
         # Sessions do not arrive at exactly their mean rate.
-        goodput_per_s=good / requests[-1].arrival_s,
+        goodput_per_s=meets_slos / requests[-1].arrival_s,
         ttft_p50_s=float(np.quantile(ttft, 0.5)),
         ttft_p99_s=float(np.quantile(ttft, 0.99)),
         pulled=sum(pull.tokens for pull in result.pulls) / prompt_tokens,

@@ -1,6 +1,6 @@
 """The policies that are compared, each configured as by `tailrace compare` (`simulator.setups`).
 
-There is one exception, in favour of ARES: it has its prefill pool only on its own workload. On the others,
+There is one exception, in favour of ARES: it has its prefill pool only in its own scenario. On the others,
 whose prompts are long, a quarter of the instances would be far too few for all prefills.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from benchmarks.grounds import Ground
+from benchmarks.scenarios import Scenario
 from simulator.cluster import ClusterSpec
 from simulator.setups import setup_for
 from tailrace.intra.base import IntraPolicy
@@ -35,13 +35,14 @@ class Contestant:
     intra: IntraPolicy
 
 
-def prepare(name: str, ground: Ground, mean_output_tokens: float) -> Contestant:
-    """Return the policy `name` on this workload; ARES's prediction error scales with `mean_output_tokens`."""
+def prepare(name: str, scenario: Scenario, mean_output_tokens: float) -> Contestant:
+    """Return the policy `name` for this scenario; ARES's prediction error scales with
+    `mean_output_tokens`."""
     setup = setup_for(name)
-    if name == "ares" and ground.paper != "ares":
+    if name == "ares" and scenario.paper != "ares":
         setup = replace(setup, prefill_share=None)
-    profile, penalty = load_profile(ground.profile), load_length_penalty(ground.penalty)
-    spec = setup.apply(ClusterSpec.uniform(ground.instances, profile, penalty=penalty), mean_output_tokens)
-    ttft_s, tpot_s = ground.strictest()
+    profile, penalty = load_profile(scenario.profile), load_length_penalty(scenario.penalty)
+    spec = setup.apply(ClusterSpec.uniform(scenario.instances, profile, penalty=penalty), mean_output_tokens)
+    ttft_s, tpot_s = scenario.strictest_slo()
     deployment = Deployment(Slo(ttft_s, tpot_s), profile, penalty)
     return Contestant(spec, setup.policy(deployment), setup.intra(deployment.slo))

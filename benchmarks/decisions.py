@@ -1,8 +1,8 @@
-"""`make bench-decisions`: what a decision costs the scheduler, and how that grows with the cluster.
+"""`make bench-decisions`: the scheduler's cost of a decision, and how it scales with the cluster.
 
-Every installed policy places requests, and the decision points that cost more than that are timed with the
-policies that they belong to, on clusters of 16 to 1,024 instances with 100 requests each. Growth is the
-exponent p of the fit cost ~ instances^p: 0 is constant, 1 linear.
+Placement is timed for every installed policy, and the more expensive decision points for the policies that
+have them, on clusters of 16 to 1,024 instances with 100 requests each. Growth is the exponent p of the fit
+cost ~ instances^p: 0 is constant, 1 linear.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from tailrace.policy.registry import load, names
 
 SIZES = (16, 64, 256, 1_024)
 
-# The n-th call of a decision.
+# Makes the n-th call of a decision.
 Call = Callable[[int], object]
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A decision to time: `prepare` makes it ready for one number of instances."""
+    """A decision to time: `prepare` sets it up for a number of instances."""
 
     name: str
     prepare: Callable[[int], Call]
@@ -53,9 +53,9 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Microseconds of one decision on one cluster: of the thread's own time, and by the wall clock.
+    """Microseconds of a decision on a cluster: CPU time of the thread, and wall-clock time.
 
-    On a machine that others use too the wall clock also shows how long the thread waited for a core.
+    On a shared machine, wall-clock time includes waiting for a core.
     """
 
     decision: str
@@ -68,7 +68,7 @@ class Cost:
 
 
 def placement(policy: Policy) -> Callable[[int], Call]:
-    """Arrival."""
+    """Time a placement."""
 
     def prepare(instances: int) -> Call:
         view, new = cluster(instances), arrivals(1_000)
@@ -78,7 +78,7 @@ def placement(policy: Policy) -> Callable[[int], Call]:
 
 
 def placement_on_new_reports(policy: Policy) -> Callable[[int], Call]:
-    """Arrival when every instance has reported since the last one: nothing that is kept is of use."""
+    """Time a placement after new reports of every instance: nothing cached can be used."""
 
     def prepare(instances: int) -> Call:
         views, new = [cluster(instances), cluster(instances, 2)], arrivals(1_000)
@@ -87,51 +87,54 @@ def placement_on_new_reports(policy: Policy) -> Callable[[int], Call]:
     return prepare
 
 
-def placement_of_known(policy: Policy) -> Callable[[int], Call]:
-    """Arrival when every instance holds some of its prompt: what must be computed differs everywhere."""
+def placement_with_cached_prefixes(policy: Policy) -> Callable[[int], Call]:
+    """Time a placement when every instance has cached a prefix of the prompt: the remaining prefill
+    differs."""
 
     def prepare(instances: int) -> Call:
         view, new = cluster(instances), arrivals(1_000)
-        held = dict.fromkeys(view.instances, CachedTokens(64, 64))
-        known = [replace(each, cached=held) for each in new]
-        return lambda n: policy.place(view, known[n % len(known)], 0.0)
+        cached = dict.fromkeys(view.instances, CachedTokens(64, 64))
+        with_cached = [replace(each, cached=cached) for each in new]
+        return lambda n: policy.place(view, with_cached[n % len(with_cached)], 0.0)
 
     return prepare
 
 
 def lookup(instances: int) -> Call:
-    """Of 200 blocks, all instances hold the first 64, and one all of them, among a million."""
-    shared, index, own = full_index(instances)
-    names = [[*shared, *blocks[:136]] for blocks in own]
+    """Time a lookup of 200 blocks, of which all instances have the first 64 and one has all, in an index of a
+    million."""
+    shared, index, own_blocks = full_index(instances)
+    names = [[*shared, *blocks[:136]] for blocks in own_blocks]
     return lambda n: index.match(names[n % len(names)])
 
 
 def update(instances: int) -> Call:
-    """An instance gains 1,000 blocks, and loses them again in the next call, among a million."""
+    """Time the addition of 1,000 blocks of an instance, and their removal in the next call, in an index of a
+    million."""
     _, index, _ = full_index(instances)
-    draw = random.Random(2)
-    news = [[draw.getrandbits(64) for _ in range(1_000)] for _ in range(50)]
+    rng = random.Random(2)
+    new_blocks = [[rng.getrandbits(64) for _ in range(1_000)] for _ in range(50)]
     return lambda n: index.change(
-        "i0", () if n % 2 else news[n // 2 % 50], news[n // 2 % 50] if n % 2 else ()
+        "i0", () if n % 2 else new_blocks[n // 2 % 50], new_blocks[n // 2 % 50] if n % 2 else ()
     )
 
 
 def full_index(instances: int) -> tuple[list[int], CacheIndex, list[list[int]]]:
-    """(names that all hold, an index of a million, names that each holds alone)."""
-    draw, index = random.Random(1), CacheIndex()
-    shared = [draw.getrandbits(64) for _ in range(64)]
-    own = [[draw.getrandbits(64) for _ in range(1_000_000 // instances)] for _ in range(instances)]
-    for number, blocks in enumerate(own):
+    """Return (names that all instances have, an index of a million, names that each instance has alone)."""
+    rng, index = random.Random(1), CacheIndex()
+    shared = [rng.getrandbits(64) for _ in range(64)]
+    own_blocks = [[rng.getrandbits(64) for _ in range(1_000_000 // instances)] for _ in range(instances)]
+    for number, blocks in enumerate(own_blocks):
         index.change(f"i{number}", [*shared, *blocks], ())
-    return shared, index, own
+    return shared, index, own_blocks
 
 
 def index_mib() -> float:
-    """Resident memory that the index of a million over 1,024 instances takes, in MiB."""
+    """Return the resident memory of an index of a million blocks on 1,024 instances, in MiB."""
     before = _resident_mib()
-    _, index, own = full_index(1_024)
-    # The names as they were drawn are the index's own.
-    del own
+    _, index, own_blocks = full_index(1_024)
+    # The index has its own copies of the names.
+    del own_blocks
     grown = _resident_mib() - before
     assert len(index)
     return grown
@@ -143,7 +146,7 @@ def _resident_mib() -> float:
 
 
 def reasoning_ended(policy: Policy) -> Callable[[int], Call]:
-    """PASCAL's Algorithm 2: each answering request in turn."""
+    """Time PASCAL's Algorithm 2 for each answering request in turn."""
 
     def prepare(instances: int) -> Call:
         view = cluster(instances)
@@ -154,7 +157,7 @@ def reasoning_ended(policy: Policy) -> Callable[[int], Call]:
 
 
 def tick(policy: Policy) -> Callable[[int], Call]:
-    """ARES's Algorithm 1."""
+    """Time ARES's Algorithm 1."""
 
     def prepare(instances: int) -> Call:
         view = cluster(instances)
@@ -164,7 +167,8 @@ def tick(policy: Policy) -> Callable[[int], Call]:
 
 
 def planning(planner: Callable[[Costs, int], Plan]) -> Callable[[int], Call]:
-    """CascadeInfer's stages for lengths of up to 128K tokens, from the sums of requests by length."""
+    """Time the planning of CascadeInfer's stages for up to 128K tokens, from histograms of request
+    lengths."""
 
     def prepare(instances: int) -> Call:
         planning, traffic = Cascade().planning, period(cluster(instances))
@@ -177,19 +181,19 @@ def planning(planner: Callable[[Costs, int], Plan]) -> Callable[[int], Call]:
 
 
 def period(view: ClusterView) -> Traffic:
-    """As if all requests of a cluster had come in a minute, and were as long as they are now."""
-    held = [r for i in view.instances.values() for r in i.requests]
-    return Traffic.of_history([(r.prompt_tokens, r.output_tokens) for r in held], 60.0)
+    """Return traffic as if all requests had arrived in a minute, with their current lengths."""
+    requests = [r for i in view.instances.values() for r in i.requests]
+    return Traffic.of_history([(r.prompt_tokens, r.output_tokens) for r in requests], 60.0)
 
 
 def planned_tick(policy: Cascade) -> Callable[[int], Call]:
-    """CascadeInfer's tick that replans, and offers all that is beyond its stage."""
+    """Time a tick of CascadeInfer that replans, and offers all requests that are outside their stage."""
 
     def prepare(instances: int) -> Call:
         view = cluster(instances)
-        held = [r for i in view.instances.values() for r in i.requests]
+        requests = [r for i in view.instances.values() for r in i.requests]
         lengths = LengthStatistics.of(
-            60.0, [r.prompt_tokens for r in held], [(r.prompt_tokens, r.output_tokens) for r in held]
+            60.0, [r.prompt_tokens for r in requests], [(r.prompt_tokens, r.output_tokens) for r in requests]
         )
         view = replace(view, lengths=lengths)
         (planned,) = (a for a in policy.on_tick(view, policy.replan_s) if isinstance(a, SetStages))
@@ -200,10 +204,10 @@ def planned_tick(policy: Cascade) -> Callable[[int], Call]:
 
 
 def cases() -> list[Case]:
-    """All of them, cheap ones first."""
+    """Return all cases, cheap ones first."""
     return [
         *(Case(f"place: {name}", placement(load(name))) for name in names()),
-        Case("place: tailrace, prefix known", placement_of_known(load("tailrace"))),
+        Case("place: tailrace, prefix known", placement_with_cached_prefixes(load("tailrace"))),
         Case("cache: look up 200 blocks", lookup),
         Case("cache: store or remove 1,000 blocks", update),
         Case("place: tailrace, all reports new", placement_on_new_reports(load("tailrace"))),
@@ -219,31 +223,31 @@ def cases() -> list[Case]:
 
 
 def measure(case: Case, instances: int, seconds: float) -> Cost:
-    """Call it for so long, at least 20 times, after a few calls that do not count."""
+    """Call a decision for so many seconds, at least 20 times, after a few warm-up calls."""
     call = case.prepare(instances)
     for n in range(5):
         call(n)
-    used: list[float] = []
-    passed: list[float] = []
+    cpu_times: list[float] = []
+    wall_times: list[float] = []
     until_s = time.perf_counter() + seconds
-    while len(used) < 20 or time.perf_counter() < until_s:
+    while len(cpu_times) < 20 or time.perf_counter() < until_s:
         began_s, began_cpu_s = time.perf_counter(), time.thread_time()
-        call(len(used))
-        used.append((time.thread_time() - began_cpu_s) * 1e6)
-        passed.append((time.perf_counter() - began_s) * 1e6)
+        call(len(cpu_times))
+        cpu_times.append((time.thread_time() - began_cpu_s) * 1e6)
+        wall_times.append((time.perf_counter() - began_s) * 1e6)
     return Cost(
         decision=case.name,
         instances=instances,
-        calls=len(used),
-        p50_us=percentile(used, 0.5),
-        p99_us=percentile(used, 0.99),
-        wall_p50_us=percentile(passed, 0.5),
-        wall_p99_us=percentile(passed, 0.99),
+        calls=len(cpu_times),
+        p50_us=percentile(cpu_times, 0.5),
+        p99_us=percentile(cpu_times, 0.99),
+        wall_p50_us=percentile(wall_times, 0.5),
+        wall_p99_us=percentile(wall_times, 0.99),
     )
 
 
 def growth(costs: Sequence[Cost]) -> float | None:
-    """Exponent of the least-squares line through (log instances, log P50); None: one size alone."""
+    """Return the exponent of the least-squares fit of log P50 to log instances; None for a single size."""
     if len({cost.instances for cost in costs}) < 2:
         return None
     x = [math.log(cost.instances) for cost in costs]
@@ -252,10 +256,10 @@ def growth(costs: Sequence[Cost]) -> float | None:
 
 
 def table(rows: dict[str, list[Cost]]) -> Table:
-    """P50 and P99 by size, and the growth."""
+    """Return P50 and P99 by size, and the growth."""
     result = Table(
-        title="Microseconds of the scheduler's thread for a decision, P50 / P99",
-        caption=f"{REQUESTS_PER_INSTANCE} requests an instance",
+        title="CPU time of the scheduler's thread per decision in microseconds, P50 / P99",
+        caption=f"{REQUESTS_PER_INSTANCE} requests per instance",
     )
     result.add_column("decision", no_wrap=True)
     for size in SIZES:
@@ -269,12 +273,12 @@ def table(rows: dict[str, list[Cost]]) -> Table:
     return result
 
 
-def run(chosen: Sequence[Case], seconds: float, console: Console) -> dict[str, list[Cost]]:
-    """Time all of them."""
+def run(selected: Sequence[Case], seconds: float, console: Console) -> dict[str, list[Cost]]:
+    """Time all selected cases."""
     rows: dict[str, list[Cost]] = {}
     with Progress(console=console) as progress:
-        task = progress.add_task("deciding", total=sum(len(case.sizes) for case in chosen))
-        for case in chosen:
+        task = progress.add_task("deciding", total=sum(len(case.sizes) for case in selected))
+        for case in selected:
             for size in case.sizes:
                 rows.setdefault(case.name, []).append(measure(case, size, seconds))
                 progress.advance(task)
@@ -282,17 +286,17 @@ def run(chosen: Sequence[Case], seconds: float, console: Console) -> dict[str, l
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:
-    """Run the benchmark; returns where the figures are."""
+    """Run the benchmark; return the path of the figures."""
     parser = argparse.ArgumentParser(prog="make bench-decisions", description=__doc__)
     parser.add_argument("--only", default="", help="decisions whose name contains this")
-    parser.add_argument("--seconds", type=float, default=0.5, help="time for one decision on one cluster")
+    parser.add_argument("--seconds", type=float, default=0.5, help="duration per decision and cluster")
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     console = Console(stderr=True)
-    chosen = [case for case in cases() if given.only in case.name]
-    # First: what later ones have freed would hide it.
-    memory_mib = index_mib() if any(case.name.startswith("cache:") for case in chosen) else None
-    rows = run(chosen, given.seconds, console)
+    selected = [case for case in cases() if options.only in case.name]
+    # First, because memory freed by later cases would hide it.
+    memory_mib = index_mib() if any(case.name.startswith("cache:") for case in selected) else None
+    rows = run(selected, options.seconds, console)
     figures: dict[str, object] = {
         "requests_per_instance": REQUESTS_PER_INSTANCE,
         "cache_index_mib": memory_mib,
@@ -300,13 +304,13 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         "growth": {name: growth(costs) for name, costs in rows.items()},
     }
     path = save("decisions", figures)
-    if given.output == "json":
+    if options.output == "json":
         print_json("decisions", figures)
     else:
-        # A file or a pipe has no width of its own.
+        # Files and pipes have no terminal width.
         Console(width=None if sys.stdout.isatty() else 120).print(table(rows))
         if memory_mib is not None:
-            print(f"the index of a million blocks over 1,024 instances: {memory_mib:.0f} MiB")
+            print(f"index of a million blocks on 1,024 instances: {memory_mib:.0f} MiB")
     console.print(f"saved to {path}")
     return path
 

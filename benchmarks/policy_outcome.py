@@ -1,4 +1,4 @@
-"""One run of `bench-policies`, in figures."""
+"""The figures of one run of `bench-policies`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One policy, one rate, one seed. Times in seconds."""
+    """Figures of one policy at one rate with one seed. Times in seconds."""
 
+    # Name of the scenario.
     ground: str
     share: float
     rate_per_s: float
     seed: int
     policy: str
-    # Share of requests that met their SLOs; times the rate it is the goodput, in requests a second.
+    # Share of requests that met their SLOs; times the rate it is the goodput, in requests per second.
     attained: float
     goodput_per_s: float
     ttft_mean_s: float

@@ -1,4 +1,4 @@
-"""Tables of `bench-policies`: what was measured by ground, and ours against the best paper."""
+"""Tables of `bench-policies`: figures by scenario, and our policy against the best paper's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.policy_outcome import Outcome
 _T: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 Figure = Callable[[Outcome], float]
-# Title, figure, 1 if more is better else -1, decimals.
+# Title, figure, 1 if higher is better, otherwise -1; decimals.
 COLUMNS: Final[tuple[tuple[str, Figure, int, int], ...]] = (
     ("goodput req/s", lambda o: o.goodput_per_s, 1, 2),
     ("in SLO %", lambda o: 100 * o.attained, 1, 1),
@@ -27,7 +27,7 @@ COLUMNS: Final[tuple[tuple[str, Figure, int, int], ...]] = (
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and half-width of its 95% confidence interval; nan with one value."""
+    """Return the mean and the half-width of its 95% confidence interval; NaN for one value."""
     mean = statistics.fmean(values)
     if len(values) < 2:
         return mean, math.nan
@@ -36,17 +36,17 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def group_table(ground: str, outcomes: Sequence[Outcome]) -> Table:
-    """All policies at all rates of one ground; the best mean of each column is marked with *."""
+    """Return all policies at all rates of one scenario; the best mean of each column is marked with *."""
     table = Table(title=f"{ground}: mean of seeds, ± 95% confidence", title_justify="left")
     table.add_column("rate")
     table.add_column("policy", no_wrap=True)
     for title, *_ in COLUMNS:
         table.add_column(title, justify="right")
     for share in sorted({o.share for o in outcomes}):
-        at = [o for o in outcomes if o.share == share]
-        rate = f"{share:.0%}: {at[0].rate_per_s:.3g}/s"
+        rows = [o for o in outcomes if o.share == share]
+        rate = f"{share:.0%}: {rows[0].rate_per_s:.3g}/s"
         cells = {
-            policy: [interval([figure(o) for o in at if o.policy == policy]) for _, figure, _, _ in COLUMNS]
+            policy: [interval([figure(o) for o in rows if o.policy == policy]) for _, figure, _, _ in COLUMNS]
             for policy in ALL
         }
         best = [
@@ -64,57 +64,63 @@ def group_table(ground: str, outcomes: Sequence[Outcome]) -> Table:
 
 
 def verdict(difference: float, half: float, better: int) -> str:
-    """What a paired difference says: ahead or behind only where its interval leaves out zero."""
+    """Interpret a paired difference: ahead or behind only if its interval does not contain zero."""
     if difference == 0.0 or math.isnan(half) or abs(difference) <= half:
         return "even"
     return "ahead" if difference * better > 0 else "BEHIND"
 
 
-def paired(ours: str, rival: str, at: Sequence[Outcome], figure: Figure) -> tuple[float, float]:
-    """Mean of `ours` less `rival` by seed at one rate, and half-width of its 95% confidence interval."""
-    of = {policy: {o.seed: figure(o) for o in at if o.policy == policy} for policy in (ours, rival)}
-    return interval([of[ours][seed] - value for seed, value in of[rival].items()])
+def paired(ours: str, rival: str, rows: Sequence[Outcome], figure: Figure) -> tuple[float, float]:
+    """Return the mean of `ours` minus `rival`, paired by seed at one rate, and the half-width of its 95%
+    interval."""
+    values_by_seed = {
+        policy: {o.seed: figure(o) for o in rows if o.policy == policy} for policy in (ours, rival)
+    }
+    return interval([values_by_seed[ours][seed] - value for seed, value in values_by_seed[rival].items()])
 
 
 def rivals_table(ours: str, outcomes: Sequence[Outcome]) -> Table:
-    """`ours` against each paper's policy, in the SLOs that are kept and in tail TTFT at once."""
+    """Compare `ours` with each paper's policy, in SLO attainment and tail TTFT."""
     table = Table(title=f"{ours} against each: in SLO, TTFT P99", title_justify="left")
-    for heading in ("ground", "rate", *PAPERS):
+    for heading in ("scenario", "rate", *PAPERS):
         table.add_column(heading, no_wrap=True)
-    both = [column for column in COLUMNS if column[0] in ("in SLO %", "TTFT P99 s")]
-    for heads, at in _by_rate(outcomes):
+    columns_ = [column for column in COLUMNS if column[0] in ("in SLO %", "TTFT P99 s")]
+    for row_head, rows in _by_rate(outcomes):
         cells = (
-            ", ".join(verdict(*paired(ours, rival, at, figure), better) for _, figure, better, _ in both)
+            ", ".join(
+                verdict(*paired(ours, rival, rows, figure), better) for _, figure, better, _ in columns_
+            )
             for rival in PAPERS
         )
-        table.add_row(*heads, *cells)
+        table.add_row(*row_head, *cells)
     return table
 
 
 def summary_table(ours: str, outcomes: Sequence[Outcome]) -> Table:
-    """`ours` less the best of the four papers' policies by that figure's mean, paired by seed."""
-    table = Table(title=f"{ours} less the best paper's policy, paired by seed", title_justify="left")
-    table.add_column("ground")
+    """Return `ours` minus the best of the four papers' policies by each figure's mean, paired by seed."""
+    table = Table(title=f"{ours} minus the best paper's policy, paired by seed", title_justify="left")
+    table.add_column("scenario")
     table.add_column("rate")
     for title, _, _, _ in COLUMNS[1:]:
         table.add_column(title)
-    for heads, at in _by_rate(outcomes):
+    for row_head, rows in _by_rate(outcomes):
         cells: list[str] = []
         for _, figure, better, digits in COLUMNS[1:]:
-            means = {p: statistics.fmean(figure(o) for o in at if o.policy == p) for p in PAPERS}
+            means = {p: statistics.fmean(figure(o) for o in rows if o.policy == p) for p in PAPERS}
             rival = max(PAPERS, key=lambda p: better * means[p])
-            difference, half = paired(ours, rival, at, figure)
+            difference, half = paired(ours, rival, rows, figure)
             cells.append(
                 f"{difference:+.{digits}f} ±{half:.{digits}f} vs {rival}: {verdict(difference, half, better)}"
             )
-        table.add_row(*heads, *cells)
+        table.add_row(*row_head, *cells)
     return table
 
 
 def _by_rate(outcomes: Sequence[Outcome]) -> Iterator[tuple[tuple[str, str], list[Outcome]]]:
-    """Those of each ground and rate, with the first cells of their row: a ground is named once."""
+    """Yield the outcomes of each scenario and rate, with the first cells of their row: a scenario is named
+    once."""
     for ground in dict.fromkeys(o.ground for o in outcomes):
         shares = sorted({o.share for o in outcomes if o.ground == ground})
         for share in shares:
-            at = [o for o in outcomes if o.ground == ground and o.share == share]
-            yield (ground if share == shares[0] else "", f"{share:.0%}"), at
+            rows = [o for o in outcomes if o.ground == ground and o.share == share]
+            yield (ground if share == shares[0] else "", f"{share:.0%}"), rows

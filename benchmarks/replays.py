@@ -1,8 +1,8 @@
-"""`make bench-replays`: live runs under each of the five policies, recorded and replayed.
+"""`make bench-replays`: record live runs under each of the five policies, and replay them.
 
-Simulated engines behind the real services, as in `make bench-live`. Each run is recorded while it
-runs, then put to the policy that decided (every decision must come out the same) and to the other four in its
-shadow, on the same state.
+Simulated engines run behind the real services, as in `make bench-live`. Each run is recorded, then replayed
+with the policy that decided (every decision must be the same) and, as shadows on the same state, with the
+other four.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MARGIN_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One policy. `others`: decisions that another policy would have made otherwise, by its name."""
+    """Figures of one policy. `others`: number of different decisions by other policies."""
 
     policy: str
     seconds: float
@@ -51,7 +51,7 @@ class Run:
 
 
 def shape(workers: int) -> FleetShape:
-    """Little room, so that there is something to decide."""
+    """Return a fleet with little KV, so that policies must act."""
     return FleetShape(
         workers=workers,
         profile="llama-3.1-8b-h100",
@@ -74,12 +74,12 @@ def _lengths(count: int, rng: np.random.Generator) -> Lengths:
 
 async def _record(fleet: LiveFleet, seconds: float, lines: list[bytes]) -> None:
     request = admin_pb2.RecordRequest(seconds=seconds)
-    async for told in fleet.admin.Record(request, timeout=seconds + _MARGIN_S):
-        lines += told.lines
+    async for reply in fleet.admin.Record(request, timeout=seconds + _MARGIN_S):
+        lines += reply.lines
 
 
-async def recorded(fleet: LiveFleet, policy: str, rate: float, seconds: float, seed: int) -> list[bytes]:
-    """The recording begins when a third of the requests have come."""
+async def record_run(fleet: LiveFleet, policy: str, rate: float, seconds: float, seed: int) -> list[bytes]:
+    """Run a load and record it, from when a third of the requests have arrived."""
     await fleet.set_policy(policy, has_pools(policy))
     await fleet.wait_idle()
     requests = poisson_requests("r", _lengths, round(rate * seconds), rate, seed)
@@ -88,7 +88,7 @@ async def recorded(fleet: LiveFleet, policy: str, rate: float, seconds: float, s
     )
     lines: list[bytes] = []
     try:
-        # Time is what is waited for: a third of the arrivals.
+        # Waits for time, not for a condition: a third of the arrivals.
         await asyncio.sleep(seconds / 3)
         await _record(fleet, seconds, lines)
     finally:
@@ -96,8 +96,8 @@ async def recorded(fleet: LiveFleet, policy: str, rate: float, seconds: float, s
     return lines
 
 
-def replayed(policy: str, lines: Sequence[bytes]) -> Run:
-    """Put to the same policy, and to the others."""
+def replay_run(policy: str, lines: Sequence[bytes]) -> Run:
+    """Replay with the same policy, and with the others as shadows."""
     run = Replay(decode(lines), lambda _: None)
     others: Counter[str] = Counter()
 
@@ -123,13 +123,13 @@ def replayed(policy: str, lines: Sequence[bytes]) -> Run:
     )
 
 
-async def _all(given: argparse.Namespace, console: Console) -> list[Run]:
+async def _run_all(options: argparse.Namespace, console: Console) -> list[Run]:
     runs: list[Run] = []
-    async with live_fleet(shape(given.workers)) as fleet:
-        for policy in given.policies:
+    async with live_fleet(shape(options.workers)) as fleet:
+        for policy in options.policies:
             console.print(f"{policy} ...")
-            lines = await recorded(fleet, policy, given.rate, given.seconds, given.seed)
-            runs.append(replayed(policy, lines))
+            lines = await record_run(fleet, policy, options.rate, options.seconds, options.seed)
+            runs.append(replay_run(policy, lines))
     return runs
 
 
@@ -148,25 +148,27 @@ def _table(runs: Sequence[Run]) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; 1 when a decision came out otherwise."""
+    """Run the benchmark; return 1 if a decision differs in the replay."""
     parser = argparse.ArgumentParser(
         prog="make bench-replays", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--policies", nargs="+", default=list(POLICIES))
     parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--rate", type=float, default=12.0, help="requests a second")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals, and of the recording")
+    parser.add_argument("--rate", type=float, default=12.0, help="requests per second")
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, help="duration of arrivals, and of the recording"
+    )
     parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     console = Console(stderr=True)
     try:
-        runs = asyncio.run(_all(given, console))
+        runs = asyncio.run(_run_all(options, console))
     except grpc.aio.AioRpcError as error:
         console.print(f"{error.code().name}: {error.details()}")
         return 1
-    path = save("replays", {"given": vars(given), "runs": [asdict(run) for run in runs]})
+    path = save("replays", {"given": vars(options), "runs": [asdict(run) for run in runs]})
     Console(width=160).print(_table(runs))
-    console.print(f"written: {path}")
+    console.print(f"figures: {path}")
     return 1 if any(run.different for run in runs) else 0
 
 

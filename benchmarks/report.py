@@ -1,4 +1,4 @@
-"""Where benchmarks leave their figures, and what machine they were taken on."""
+"""Save the figures of benchmarks, with a description of the machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def machine() -> dict[str, str | int]:
-    """The machine, as a reader of the figures needs it."""
+    """Describe the machine for readers of the figures."""
     model = ""
     with open("/proc/cpuinfo") as cpuinfo:
         for line in cpuinfo:
@@ -24,7 +24,7 @@ def machine() -> dict[str, str | int]:
 
 
 def save(name: str, figures: dict[str, object]) -> Path:
-    """Write one benchmark's figures as benchmarks/results/<name>.json."""
+    """Write a benchmark's figures to benchmarks/results/<name>.json; return the path."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
     record = {"benchmark": name, "taken": time.strftime("%Y-%m-%dT%H:%M:%S"), "machine": machine(), **figures}
@@ -33,6 +33,6 @@ def save(name: str, figures: dict[str, object]) -> Path:
 
 
 def print_json(name: str, figures: dict[str, object]) -> None:
-    """Print one benchmark's figures, with the machine, as one object on standard output."""
+    """Print a benchmark's figures, with the machine, as one JSON object."""
     json.dump({"benchmark": name, "machine": machine(), **figures}, sys.stdout, indent=2)
     sys.stdout.write("\n")

@@ -1,4 +1,4 @@
-"""What `tailrace up --engine simulated` would start, for benchmarks that start a cluster themselves."""
+"""Options of `tailrace up --engine simulated`, for benchmarks that start a cluster themselves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 
 
 def simulated_options(workers: int) -> ClusterOptions:
-    """In the clear, behind vLLM's Rust API server; two schedulers, since a standby passes calls on."""
+    """Return options without TLS, with vLLM's Rust API server; two schedulers, since a standby forwards
+    calls."""
     return ClusterOptions(
         workers=workers,
         engine=Engine.SIMULATED,

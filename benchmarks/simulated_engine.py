@@ -1,7 +1,7 @@
-"""How much CPU a simulated engine takes a token: `python -m benchmarks.simulated_engine`.
+"""Measure the CPU time of a simulated engine per token: `python -m benchmarks.simulated_engine`.
 
-Many engines in one event loop, each with a few streams, stepping as fast as the loop lets them; the sink does
-what a worker must, and no more.
+Many engines run in one event loop, each with a few streams, stepping as fast as the loop permits; the sink
+does only what a worker must.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from worker_agent.engine.simulated import SimulatedEngine, SimulatedSettings
 
 
 class _Counter:
-    """Counts what it is given, and knows when all requests have finished."""
+    """Counts tokens and messages, and signals when all requests have finished."""
 
     def __init__(self, requests: int) -> None:
         self.tokens = 0
@@ -38,14 +38,14 @@ class _Counter:
             self.done.set()
 
     def on_utility(self, client: int, call_id: int, frames: Frames) -> None:
-        raise AssertionError("nobody calls utilities here")
+        raise AssertionError("unexpected utility call")
 
     def on_engine_dead(self, reason: str) -> None:
         raise AssertionError(reason)
 
 
 def request_frames(request_id: str, prompt: list[int], max_tokens: int) -> list[bytes]:
-    """vLLM's message of a request for exactly max_tokens tokens."""
+    """Return vLLM's message for a request that generates exactly max_tokens tokens."""
     sampling = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, "_eos_token_id": 258}
     return [msgspec.msgpack.encode([request_id, prompt, None, sampling, None, time.time(), None, None, None])]
 
@@ -76,22 +76,27 @@ async def _run(engines: int, streams: int, prompt_tokens: int, output_tokens: in
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     click.echo(
         f"{engines} engines x {streams} streams: {counter.tokens} tokens in {wall_s:.2f} s "
-        f"({counter.tokens / wall_s:,.0f} tokens/s), {counter.tokens / cpu_s:,.0f} tokens a CPU second, "
-        f"{cpu_s / counter.tokens * 1e6:.2f} us of CPU a token, "
-        f"{cpu_s / counter.messages * 1e6:.1f} us a step, "
-        f"{counter.payload_bytes / counter.tokens:.0f} bytes a token, {resident:.0f} MiB resident"
+        f"({counter.tokens / wall_s:,.0f} tokens/s), {counter.tokens / cpu_s:,.0f} tokens per CPU second, "
+        f"{cpu_s / counter.tokens * 1e6:.2f} us of CPU per token, "
+        f"{cpu_s / counter.messages * 1e6:.1f} us per step, "
+        f"{counter.payload_bytes / counter.tokens:.0f} bytes per token, {resident:.0f} MiB resident"
     )
 
 
 @click.command()
 @click.option("--engines", default=100, show_default=True)
-@click.option("--streams", default=10, show_default=True, help="Streams on each engine.")
+@click.option("--streams", default=10, show_default=True, help="Streams per engine.")
 @click.option("--prompt-tokens", default=256, show_default=True)
 @click.option("--output-tokens", default=512, show_default=True)
-@click.option("--speed", default=1000.0, show_default=True, help="Higher than the CPU can follow: no idling.")
+@click.option(
+    "--speed",
+    default=1000.0,
+    show_default=True,
+    help="Faster than the CPU can follow, so that engines never idle.",
+)
 def main(engines: int, streams: int, prompt_tokens: int, output_tokens: int, speed: float) -> None:
     """Measure the simulated engine."""
-    # Checked here, so that the numbers are of messages that can be read.
+    # Check that the messages can be read.
     wire.read_request(request_frames("check", [1], 1))
     uvloop.run(_run(engines, streams, prompt_tokens, output_tokens, speed))
 

@@ -1,8 +1,8 @@
-"""`make bench-simulation`: how long the simulator takes, policy by policy.
+"""`make bench-simulation`: measure the simulator's speed, policy by policy.
 
-On a real hour: the Azure LLM inference trace of 2023, conversations (19,366 requests), on 8 instances. And on
-a large cluster: ARES's figure 12 at its largest, 256 instances, 0.3 requests a second for every 8. One core,
-one after the other. On a machine that others use too, CPU seconds are the ones to look at.
+One case is a real hour: the Azure LLM inference trace of 2023, conversations (19,366 requests), on 8
+instances. The other is a large cluster: ARES's figure 12 at its largest, 256 instances, 0.3 requests per
+second for every 8. Runs are sequential on one core. On a shared machine, use the CPU seconds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from simulator.workloads.generators import GENERATORS
 from tailrace.policy.deployment import Deployment
 from tailrace.profiles import load_profile
 
-# Where `traces/` of the public data is.
+# Names the folder of the public data, which contains `traces/`.
 DATA_VARIABLE: Final = "TAILRACE_DATA"
 TRACE: Final = Path("traces/azure_llm_2023/AzureLLMInferenceTrace_conv.csv")
 
@@ -53,7 +53,7 @@ POLICIES: Final = (
     "cascade",
     "tailrace",
 )
-# Of figure 12.
+# Policies of figure 12.
 LARGE_POLICIES: Final = ("current_load", "ares_no_prediction", "ares_oracle")
 
 
@@ -69,7 +69,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one simulation took."""
+    """Cost of one simulation."""
 
     case: str
     policy: str
@@ -85,14 +85,15 @@ class Cost:
 
 
 def hour(trace: Path, policies: Sequence[str], instances: int, limit: int | None) -> list[Case]:
-    """The trace on that many instances, for each policy."""
+    """Return the trace on this many instances, for each policy."""
     workload = azure.load(trace, Clip(count=limit))
     cluster = ClusterSpec.uniform(instances, load_profile("llama-3.1-8b-h800"))
     return [Case("azure conversation hour", policy, cluster, workload.requests) for policy in policies]
 
 
 def figure_12(instances: int, seconds: float) -> list[Case]:
-    """ARES's figure 12: requests with its table 2's ShareGPT lengths, over so many seconds, at 25 Gbit/s."""
+    """Return ARES's figure 12: requests with its table 2's ShareGPT lengths, over so many seconds, at 25
+    Gbit/s."""
     rate = 0.3 * instances / 8
     count = max(1, round(rate * seconds))
     requests = poisson_requests("ares", GENERATORS["sharegpt_ares"].lengths, count, rate, 0)
@@ -102,7 +103,7 @@ def figure_12(instances: int, seconds: float) -> list[Case]:
 
 
 def measure(case: Case) -> Cost:
-    """Run it once."""
+    """Run a simulation once."""
     setup = setup_for(case.policy)
     profile = case.cluster.instances[0].profile
     policy, intra, cluster = (
@@ -130,8 +131,8 @@ def measure(case: Case) -> Cost:
 
 
 def table(costs: Sequence[Cost]) -> Table:
-    """One row a simulation."""
-    result = Table(title="What simulating takes on one core")
+    """Return a table with one row per simulation."""
+    result = Table(title="Cost of simulations on one core")
     for heading in ("case", "policy"):
         result.add_column(heading, no_wrap=True)
     for heading in (
@@ -159,34 +160,38 @@ def table(costs: Sequence[Cost]) -> Table:
     return result
 
 
-def _cases(given: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Case]:
+def _cases(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Case]:
     cases: list[Case] = []
-    trace: Path | None = given.trace
+    trace: Path | None = options.trace
     if trace is None and DATA_VARIABLE in os.environ:
         trace = Path(os.environ[DATA_VARIABLE]) / TRACE
-    policies = given.policies.split(",") if given.policies else [p for p in POLICIES if p in setup_names()]
+    policies = (
+        options.policies.split(",") if options.policies else [p for p in POLICIES if p in setup_names()]
+    )
     if policies != ["none"]:
         if trace is None or not trace.is_file():
-            parser.error(f"the trace is not there: give --trace, or set {DATA_VARIABLE} (then {TRACE} in it)")
-        cases += hour(trace, policies, given.instances, given.limit)
-    if given.large_instances:
-        cases += figure_12(given.large_instances, given.large_seconds)
+            parser.error(
+                f"missing trace: use --trace, or set {DATA_VARIABLE} to a folder that contains {TRACE}"
+            )
+        cases += hour(trace, policies, options.instances, options.limit)
+    if options.large_instances:
+        cases += figure_12(options.large_instances, options.large_seconds)
     return cases
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:
-    """Run the benchmark; returns where the figures are."""
+    """Run the benchmark; return the path of the figures."""
     parser = argparse.ArgumentParser(prog="make bench-simulation", description=__doc__)
     parser.add_argument("--trace", type=Path, help=f"CSV; default: {TRACE} in ${DATA_VARIABLE}")
-    parser.add_argument("--policies", default="", help="with commas between; none: only the large cluster")
+    parser.add_argument("--policies", default="", help="comma-separated; none: only the large cluster")
     parser.add_argument("--instances", type=int, default=8)
-    parser.add_argument("--limit", type=int, help="requests of the trace")
-    parser.add_argument("--large-instances", type=int, default=256, help="0: without the large cluster")
-    parser.add_argument("--large-seconds", type=float, default=2_000.0, help="of arrivals on it")
+    parser.add_argument("--limit", type=int, help="maximum requests of the trace")
+    parser.add_argument("--large-instances", type=int, default=256, help="0: no large cluster")
+    parser.add_argument("--large-seconds", type=float, default=2_000.0, help="duration of arrivals on it")
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     console = Console(stderr=True)
-    cases = _cases(given, parser)
+    cases = _cases(options, parser)
     costs: list[Cost] = []
     with Progress(console=console) as progress:
         task = progress.add_task("simulating", total=len(cases))
@@ -196,10 +201,10 @@ def main(arguments: Sequence[str] | None = None) -> Path:
             progress.advance(task)
     figures: dict[str, object] = {"costs": [asdict(cost) for cost in costs]}
     path = save("simulation", figures)
-    if given.output == "json":
+    if options.output == "json":
         print_json("simulation", figures)
     else:
-        # A file or a pipe has no width of its own.
+        # Files and pipes have no terminal width.
         Console(width=None if sys.stdout.isatty() else 140).print(table(costs))
     console.print(f"saved to {path}")
     return path

@@ -1,9 +1,10 @@
-"""A simulated engine that serves in a real worker's place while that one measures itself.
+"""A simulated engine that serves in place of a real worker while that one profiles itself.
 
-On a machine with few cores a worker is slower while API server, front end, scheduler and clients work than
-while it has the cores to itself. A profile for the loaded worker is therefore measured beside that very load,
-with a simulated engine behind it, which takes next to nothing of the machine itself. And since its step times
-are known, what a client waits beyond them is the path: HTTP, tokenizing, placement, and all that is between.
+On a machine with few cores a worker is slower while API server, front end, scheduler and clients are active.
+A profile for the loaded worker is therefore measured under exactly that load, served by a simulated engine,
+which uses almost no CPU itself. And since its step times are known, the clients' additional latency is that
+of the path:
+HTTP, tokenization, placement, and everything in between.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _POLL_S: Final = 0.1
 
 
 class StandIn:
-    """For the block every new request goes to it; before and after, to the worker that it stands for."""
+    """Serves every new request in place of the worker for the block."""
 
     def __init__(
         self, cluster: TailraceCluster, instance: str, profile: Profile, engine_arguments: dict[str, object]
@@ -57,10 +58,10 @@ class StandIn:
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ
             )
         try:
-            self._wait()
+            self._wait_ready()
             self._drain("drain", self._instance)
         except BaseException:
-            self._end()
+            self._stop()
             raise
         return self
 
@@ -70,27 +71,27 @@ class StandIn:
         try:
             self._drain("drain", "--undrain", self._instance)
         finally:
-            self._end()
+            self._stop()
 
-    def _wait(self) -> None:
+    def _wait_ready(self) -> None:
         deadline_s = time.monotonic() + _READY_S
         with connect(self._cluster.admin) as admin:
             while time.monotonic() < deadline_s:
                 if self._process.poll() is not None:
                     log = (Path(self._folder.name) / "log").read_text(errors="replace")
-                    raise RuntimeError(f"the stand-in ended while starting:\n{log[-3000:]}")
+                    raise RuntimeError(f"the stand-in exited while starting:\n{log[-3000:]}")
                 reply = admin.stub.ListInstances(admin_pb2.ListInstancesRequest(), timeout=_CALL_S)
                 active = types_pb2.INSTANCE_STATE_ACTIVE
                 if any(each.instance_id == NAME and each.state == active for each in reply.instances):
                     return
                 time.sleep(_POLL_S)
-        raise TimeoutError(f"the stand-in was not there after {_READY_S:.0f} s")
+        raise TimeoutError(f"the stand-in was not active after {_READY_S:.0f} s")
 
     def _drain(self, *arguments: str) -> None:
         command = [sys.executable, "-m", "tailrace", *arguments, "--admin", self._cluster.admin]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60)
 
-    def _end(self) -> None:
+    def _stop(self) -> None:
         self._process.send_signal(signal.SIGTERM)
         try:
             self._process.wait(_STOP_S)

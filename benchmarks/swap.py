@@ -1,9 +1,9 @@
-"""`make bench-swap`: what a swap to host memory and back costs a step of a real vLLM worker.
+"""`make bench-swap`: measure the cost of swapping to host memory and back, per step of a real vLLM worker.
 
-One engine with the tiny model on one thread of the CPU, in the order `round_robin`, with KV for a part of its
-requests. Each step is timed on the engine's own thread (CPU time: other processes on the machine do not
-count), with the blocks that it swapped. Steps that swap nothing give the time of a step by least squares;
-what the others take beyond that is what swapping costs.
+One engine has the tiny model on one CPU thread, the order `round_robin`, and KV for only some of its
+requests. Each step is timed on the engine's own thread (CPU time, so that other processes do not count), with
+the number of swapped blocks. Steps without swaps give the normal step time by least squares; the additional
+time of other steps is the cost of swapping.
 """
 
 from __future__ import annotations
@@ -31,43 +31,43 @@ from worker_agent.profiling.probes import Probes
 _KV_BLOCKS: Final = 220
 _HOST_BYTES: Final = 256 << 20
 _MAX_LEN: Final = 2_900
-_MOST_S: Final = 300.0
+_TIMEOUT_S: Final = 300.0
 # Prompt and output tokens; outputs of several quanta of 500.
 _REQUESTS: Final = [(100 + 40 * n, 700 + 130 * (n % 9)) for n in range(18)]
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step that only decoded; milliseconds of the engine thread's CPU."""
+    """A step that only decoded; milliseconds are CPU time of the engine thread."""
 
     ms: float
     copy_ms: float
     decodes: int
     kv_tokens: int
-    # Requests and blocks copied, both ways together.
+    # Requests and blocks copied, in both directions.
     swaps: int
     blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class SwapCost:
-    """Means over the steps that swapped, milliseconds."""
+    """Means over the steps with swaps, in milliseconds."""
 
     steps: int
     swapping_steps: int
     requests_per_swapping_step: float
     mib_per_swapping_step: float
-    # Of a step that swaps nothing, at the same batch; what swapping adds; what of that is copying.
+    # A step without swaps with the same batch; additional time with swaps; the copies' share of that.
     step_ms: float
     extra_ms: float
     copy_ms: float
-    # `extra_ms` as so much for each request, if the bytes cost what the larger copies make of them.
+    # `extra_ms` as a cost per request, if the cost of bytes is as fitted to the copies.
     ms_per_request: float
     ms_per_mib: float
 
 
-class _Silent:
-    """An EngineSink for an engine that serves nobody."""
+class _NullSink:
+    """An EngineSink that ignores everything."""
 
     def on_step(self, columns: StepColumns) -> None:
         """Nobody asked."""
@@ -79,8 +79,8 @@ class _Silent:
         """Probes raise it."""
 
 
-class _Watch:
-    """Times the steps of an engine. Engine thread only."""
+class _StepTimer:
+    """Times an engine's steps. Used only on the engine thread."""
 
     def __init__(self, parts: EngineParts) -> None:
         self.steps: list[Step] = []
@@ -99,43 +99,43 @@ class _Watch:
         self._save, self._load = pool.save, pool.load
         pool.save = self._timed_save  # type: ignore[method-assign]
         pool.load = self._timed_load  # type: ignore[method-assign]
-        self._connector.build_connector_meta = self._noted
-        core.step_fn = self._timed
+        self._connector.build_connector_meta = self._build_metadata
+        core.step_fn = self._timed_step
 
-    def _noted(self, output: object) -> object:
+    def _build_metadata(self, output: object) -> object:
         metadata = self._build(output)
         self._metadata = metadata
         self._tokens = list(output.num_scheduled_tokens.values())  # type: ignore[attr-defined]
         return metadata
 
     def _timed_save(self, block_ids: Sequence[int], slots: Sequence[int], names: Sequence[bytes]) -> None:
-        begun_s = time.thread_time()
+        started_s = time.thread_time()
         self._save(block_ids, slots, names)
-        self._copy_s += time.thread_time() - begun_s
+        self._copy_s += time.thread_time() - started_s
 
     def _timed_load(
         self, slots: Sequence[int], block_ids: Sequence[int], names: Sequence[bytes]
     ) -> list[int]:
-        begun_s = time.thread_time()
-        bad = self._load(slots, block_ids, names)
-        self._copy_s += time.thread_time() - begun_s
-        return bad
+        started_s = time.thread_time()
+        failed = self._load(slots, block_ids, names)
+        self._copy_s += time.thread_time() - started_s
+        return failed
 
-    def _timed(self) -> object:
+    def _timed_step(self) -> object:
         self._metadata, self._tokens, self._copy_s = SwapMetadata(), [], 0.0
-        begun_s = time.thread_time()
+        started_s = time.thread_time()
         result = self._step()
-        ms = 1e3 * (time.thread_time() - begun_s)
+        ms = 1e3 * (time.thread_time() - started_s)
         swaps = [*self._metadata.swap_outs, *self._metadata.swap_ins]
         if self._tokens and max(self._tokens) == 1:
-            held = sum(request.num_computed_tokens for request in self._scheduler.running)
+            kv_tokens = sum(request.num_computed_tokens for request in self._scheduler.running)
             blocks = sum(len(swap.slots) for swap in swaps)
-            self.steps.append(Step(ms, 1e3 * self._copy_s, len(self._tokens), held, len(swaps), blocks))
+            self.steps.append(Step(ms, 1e3 * self._copy_s, len(self._tokens), kv_tokens, len(swaps), blocks))
         return result
 
 
 async def measure() -> tuple[SwapCost, int]:
-    """Run it: what it costs, and the bytes of a block."""
+    """Run the engine; return the cost, and the bytes of a block."""
     settings = VllmSettings(
         model=str(MODEL_PATH),
         dtype="float32",
@@ -146,23 +146,23 @@ async def measure() -> tuple[SwapCost, int]:
         cpu_threads=1,
     )
     engine = VllmEngine(settings)
-    probes = Probes(_Silent(), time.monotonic)
+    probes = Probes(_NullSink(), time.monotonic)
     info = await engine.start(probes)
     try:
-        watch = await engine._run(_Watch)
+        timer = await engine._run(_StepTimer)
         engine.set_intra("round_robin")
         probes.begin()
         for prompt_tokens, output_tokens in _REQUESTS:
             probes.submit(engine, prompt_tokens, output_tokens)
-        async with asyncio.timeout(_MOST_S):
+        async with asyncio.timeout(_TIMEOUT_S):
             await probes.ended(len(_REQUESTS))
     finally:
         await engine.stop()
-    return cost_of(watch.steps, info.kv_shape.block_bytes), info.kv_shape.block_bytes
+    return cost_of(timer.steps, info.kv_shape.block_bytes), info.kv_shape.block_bytes
 
 
 def cost_of(steps: list[Step], block_bytes: int) -> SwapCost:
-    """From the steps; some of them swapped."""
+    """Compute the cost from the steps; some of them must have swapped."""
     decodes = np.array([[1.0, step.decodes, step.kv_tokens] for step in steps])
     ms = np.array([step.ms for step in steps])
     swaps = np.array([step.swaps for step in steps])
@@ -172,10 +172,10 @@ def cost_of(steps: list[Step], block_bytes: int) -> SwapCost:
     base, *_ = np.linalg.lstsq(decodes[~swapping], ms[~swapping], rcond=None)
     expected_ms = decodes[swapping] @ base
     extra_ms = ms[swapping] - expected_ms
-    copied, *_ = np.linalg.lstsq(
+    copy_fit, *_ = np.linalg.lstsq(
         np.column_stack([swaps[swapping], mib[swapping]]), copy_ms[swapping], rcond=None
     )
-    rest_ms = extra_ms.sum() - copied[1] * mib[swapping].sum()
+    remaining_ms = extra_ms.sum() - copy_fit[1] * mib[swapping].sum()
     return SwapCost(
         steps=len(steps),
         swapping_steps=int(swapping.sum()),
@@ -184,23 +184,23 @@ def cost_of(steps: list[Step], block_bytes: int) -> SwapCost:
         step_ms=float(expected_ms.mean()),
         extra_ms=float(extra_ms.mean()),
         copy_ms=float(copy_ms[swapping].mean()),
-        ms_per_request=float(rest_ms / swaps[swapping].sum()),
-        ms_per_mib=float(copied[1]),
+        ms_per_request=float(remaining_ms / swaps[swapping].sum()),
+        ms_per_mib=float(copy_fit[1]),
     )
 
 
 def main(arguments: Iterable[str] | None = None) -> None:
-    """Run the benchmark, print and save its figures."""
+    """Run the benchmark; print and save its figures."""
     parser = argparse.ArgumentParser(prog="make bench-swap", description=__doc__)
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
-    given = parser.parse_args(None if arguments is None else list(arguments))
+    options = parser.parse_args(None if arguments is None else list(arguments))
     cost, block_bytes = asyncio.run(measure())
     figures: dict[str, object] = {"block_bytes": block_bytes, **asdict(cost)}
     path = save("swap", figures)
-    if given.output == "json":
+    if options.output == "json":
         print_json("swap", figures)
         return
-    table = Table("what", "value", title="Swapping on a vLLM worker, CPU time of its engine thread")
+    table = Table("figure", "value", title="Swapping on a vLLM worker, CPU time of its engine thread")
     for name, value in figures.items():
         table.add_row(name.replace("_", " "), f"{value:.3g}" if isinstance(value, float) else str(value))
     Console().print(table)

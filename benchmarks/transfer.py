@@ -1,10 +1,11 @@
-"""`make bench-transfer`: how fast KV moves, and how long a live migration stops its request.
+"""`make bench-transfer`: measure the transfer rate of KV, and the pause of a live migration.
 
-Two simulated workers, whose KV bytes are really made, sent, checked and kept. The rate of a large migration
-stands beside `ucx_perftest` (of the same UCX), taken just before it, again and again; the pause of a live
-migration stands beside that of stop-and-copy of the same request. All of it three times: as two workers of
-one host do it, beside the transport that ucx_perftest chooses by itself; over TCP, as between hosts, beside
-ucx_perftest over TCP; and so with --encrypt-kv.
+Two simulated workers really create, send, verify and store KV bytes. The rate of a large migration is
+compared with
+`ucx_perftest` (of the same UCX), run immediately before, repeatedly; the pause of a live migration is
+compared with that of stop-and-copy of the same request. All of this runs three times: as two workers on one
+host, compared with the transport that ucx_perftest chooses by default; over TCP, as between hosts, compared
+with ucx_perftest over TCP; and the latter with --encrypt-kv.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from tailrace.local.ports import free_ports
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, types_pb2, worker_pb2
 
 KV_BYTES_PER_TOKEN = 16384
-# By name, the transports that UCX may use, all when empty, and what workers are told besides.
+# By name: the transports that UCX may use (all if empty), and further options of the workers.
 WAYS: dict[str, tuple[str, list[str]]] = {
     "on one host": ("", []),
     "over TCP": ("tcp", []),
@@ -45,7 +46,7 @@ WAYS: dict[str, tuple[str, list[str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One migration."""
+    """Figures of one migration."""
 
     mode: str
     prompt_tokens: int
@@ -55,12 +56,14 @@ class Move:
     pause_steps: float
     # Of the largest round.
     mib_per_s: float
-    # ucx_perftest's, just before.
+    # Measured by ucx_perftest immediately before.
     ceiling_mib_per_s: float
 
 
 def perftest_mib_per_s(message_bytes: int, memory: str = "host") -> float:
-    """`ucx_perftest tag_bw` between two processes on loopback, MiB/s; `memory`: host or cuda."""
+    """Run `ucx_perftest tag_bw` between two processes on loopback; return MiB/s. `memory`: host or cuda.
+    Raise
+    RuntimeError if it fails."""
     folder = Path(libucx.__file__).parent
     environment = {**os.environ, "LD_LIBRARY_PATH": str(folder / "lib"), "UCX_NET_DEVICES": "lo"}
     (port,) = free_ports(1)
@@ -72,7 +75,7 @@ def perftest_mib_per_s(message_bytes: int, memory: str = "host") -> float:
             load = ["127.0.0.1", "-t", "tag_bw", "-s", str(message_bytes), "-n", "64", "-w", "4"]
             load += ["-m", memory]
             for _ in range(50):
-                ran = subprocess.run(
+                client = subprocess.run(
                     [tool[0], *load, "-p", str(port)],
                     env=environment,
                     capture_output=True,
@@ -81,16 +84,17 @@ def perftest_mib_per_s(message_bytes: int, memory: str = "host") -> float:
                     check=False,
                 )
                 # Final: <iterations> <50%ile> <average> <overall> <bandwidth> <overall bandwidth> ...
-                if found := re.search(r"Final:\s+\d+\s+\S+\s+\S+\s+\S+\s+\S+\s+(\S+)", ran.stdout):
+                if found := re.search(r"Final:\s+\d+\s+\S+\s+\S+\s+\S+\s+\S+\s+(\S+)", client.stdout):
                     return float(found.group(1)) * 1e6 / (1 << 20)
-                time.sleep(0.1)  # the server does not listen yet
-            raise RuntimeError(f"ucx_perftest: {ran.stdout[-500:]} {ran.stderr[-500:]}")
+                time.sleep(0.1)  # the server is not listening yet
+            raise RuntimeError(f"ucx_perftest: {client.stdout[-500:]} {client.stderr[-500:]}")
         finally:
             server.terminate()
 
 
-def move_once(cluster: TailraceCluster, fleet: Fleet, tokens: int, mode: str, seed: int) -> Move:
-    """Start a request with a prompt of `tokens`, migrate it while it decodes, and let it go."""
+def migrate_once(cluster: TailraceCluster, fleet: Fleet, tokens: int, mode: str, seed: int) -> Move:
+    """Start a request with a prompt of `tokens`, migrate it while it decodes, and close it. Raise
+    RuntimeError if the migration does not commit."""
     ceiling = perftest_mib_per_s(8 << 20)
     body = {
         "model": MODEL,
@@ -103,29 +107,29 @@ def move_once(cluster: TailraceCluster, fleet: Fleet, tokens: int, mode: str, se
         f"{cluster.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=120) as stream:
-        for _ in range(40):  # decoding well under way
+        for _ in range(40):  # well into decoding
             stream.readline()
-        reader = threading.Thread(target=_read_on, args=(stream,), daemon=True)
+        reader = threading.Thread(target=_drain_stream, args=(stream,), daemon=True)
         reader.start()
-        running = _listed(fleet, tokens)
+        running = _find_request(fleet, tokens)
         target = next(i for i in fleet.instances() if i != running.instance_id)
         live = worker_pb2.COPY_MODE_PRE_COPY
-        how = live if mode == "live" else worker_pb2.COPY_MODE_STOP_AND_COPY
-        record = fleet.migrate(running.request_id, target, mode=how)
+        copy_mode = live if mode == "live" else worker_pb2.COPY_MODE_STOP_AND_COPY
+        record = fleet.migrate(running.request_id, target, mode=copy_mode)
     if record.state != types_pb2.MIGRATION_STATE_COMMITTED:
         raise RuntimeError(f"{mode} migration of {tokens} tokens: {record.error}")
-    return _as_move(record, mode, tokens, ceiling)
+    return _to_move(record, mode, tokens, ceiling)
 
 
-def _read_on(stream: HTTPResponse) -> None:
+def _drain_stream(stream: HTTPResponse) -> None:
     try:
         while stream.read(65536):
             pass
     except (OSError, ValueError, AttributeError):
-        return  # closed under our hands: the figures are taken
+        return  # the stream was closed: the figures are complete
 
 
-def _listed(fleet: Fleet, tokens: int) -> admin_pb2.RequestInfo:
+def _find_request(fleet: Fleet, tokens: int) -> admin_pb2.RequestInfo:
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         for request in fleet.requests():
@@ -135,7 +139,7 @@ def _listed(fleet: Fleet, tokens: int) -> admin_pb2.RequestInfo:
     raise TimeoutError("the request is not listed")
 
 
-def _as_move(record: migration_pb2.MigrationRecord, mode: str, tokens: int, ceiling: float) -> Move:
+def _to_move(record: migration_pb2.MigrationRecord, mode: str, tokens: int, ceiling: float) -> Move:
     largest = max(record.rounds, key=lambda r: r.bytes)
     return Move(
         mode=mode,
@@ -150,14 +154,14 @@ def _as_move(record: migration_pb2.MigrationRecord, mode: str, tokens: int, ceil
 
 
 def main() -> int:
-    """Measure and print."""
+    """Run the benchmark; print and save its figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8192, 32768])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
     options = parser.parse_args()
     console = Console(stderr=options.output == "json")
-    console.print(f"on {machine()}; KV of {KV_BYTES_PER_TOKEN} bytes a token")
+    console.print(f"on {machine()}; KV of {KV_BYTES_PER_TOKEN} bytes per token")
     longest = max(options.tokens) + 4096
     worker = [f"--max-model-len={longest}", f"--kv-blocks={3 * longest // 16}"]
     worker += [f"--engine-arg=kv_bytes_per_token={KV_BYTES_PER_TOKEN}"]
@@ -165,19 +169,19 @@ def main() -> int:
     arguments += ["--", *worker]
     front = "rust" if (Path(sys.executable).parent / "vllm-rs").exists() else "python"
     figures: dict[str, object] = {"kv_bytes_per_token": KV_BYTES_PER_TOKEN}
-    for way, (transports, told) in WAYS.items():
+    for way, (transports, worker_options) in WAYS.items():
         console.print(f"[bold]{way}[/bold]")
         if transports:
             os.environ["UCX_TLS"] = transports
         moves: list[Move] = []
-        with TailraceCluster("tailrace", [*arguments, *told], front) as cluster:
+        with TailraceCluster("tailrace", [*arguments, *worker_options], front) as cluster:
             fleet = Fleet(admin_pb2_grpc.AdminStub(grpc.insecure_channel(cluster.admin)))
             for repeat in range(options.repeats):
                 for tokens in options.tokens:
                     for mode in ("live", "stop and copy"):
                         turn = f"{repeat + 1} of {options.repeats}"
                         console.print(f"  {tokens} tokens, {mode}, {turn}", style="dim")
-                        moves.append(move_once(cluster, fleet, tokens, mode, repeat))
+                        moves.append(migrate_once(cluster, fleet, tokens, mode, repeat))
         figures[way] = [asdict(move) for move in moves]
         _print(moves, options.tokens, console)
     path = save("transfer", figures)
@@ -188,28 +192,28 @@ def main() -> int:
 
 
 def _print(moves: list[Move], lengths: list[int], console: Console) -> None:
-    meant = "from when the request stood still at its source until the target may emit"
-    table = Table(title=f"Medians. Pause: {meant}")
+    pause_definition = "from when the source stops the request until the target may emit tokens"
+    table = Table(title=f"Medians. Pause: {pause_definition}")
     for column in ("KV", "live: pause ms", "steps", "rounds", "stop and copy: pause ms", "steps", "ratio"):
         table.add_column(column, justify="right")
     for tokens in lengths:
         live = [m for m in moves if m.prompt_tokens == tokens and m.mode == "live"]
         stop = [m for m in moves if m.prompt_tokens == tokens and m.mode != "live"]
-        pause, whole = (statistics.median(m.pause_ms for m in group) for group in (live, stop))
+        pause, stop_pause = (statistics.median(m.pause_ms for m in group) for group in (live, stop))
         table.add_row(
             f"{tokens:,} tokens, {statistics.median(m.bytes for m in stop) / (1 << 20):,.0f} MiB",
             f"{pause:,.1f}",
             f"{statistics.median(m.pause_steps for m in live):.1f}",
             f"{statistics.median(m.rounds for m in live):.0f}",
-            f"{whole:,.1f}",
+            f"{stop_pause:,.1f}",
             f"{statistics.median(m.pause_steps for m in stop):.1f}",
-            f"{pause / whole:.3f}",
+            f"{pause / stop_pause:.3f}",
         )
     console.print(table)
     largest = [m for m in moves if m.prompt_tokens == max(lengths)]
     for name, values in {
-        "KV transfer, checksums and copies included, MiB/s": [m.mib_per_s for m in largest],
-        "ucx_perftest just before each, MiB/s": [m.ceiling_mib_per_s for m in largest],
+        "KV transfer including checksums and copies, MiB/s": [m.mib_per_s for m in largest],
+        "ucx_perftest immediately before each, MiB/s": [m.ceiling_mib_per_s for m in largest],
         "ratio": [m.mib_per_s / m.ceiling_mib_per_s for m in largest],
     }.items():
         digits = 2 if name == "ratio" else 0

@@ -23,7 +23,7 @@ _ROOT: Final = Path(__file__).resolve().parent.parent
 _START_S: Final = 300
 _RESTARTS_S: Final = 3_600
 _UP: Final = ("--engine", "simulated", "--workers", "3", "--schedulers", "2", "--frontends", "2")
-# Slow enough that most streams are under way when a process is restarted.
+# Slow enough that most streams are in progress when a process is restarted.
 _ENGINES: Final = ("--", "--engine-arg", "speed=0.5")
 
 
@@ -47,7 +47,7 @@ def local_cluster(code: Path, environment: Mapping[str, str]) -> Iterator[None]:
 
 
 def restart_all(code: Path, environment: Mapping[str, str], streams: int) -> bool:
-    """Restart every process with this code under so many streams; whether no client noticed."""
+    """Restart every process with this code under so many streams; return whether no client was affected."""
     arguments = ["-m", "examples.rolling_restart", "--streams", str(streams)]
     return _python(code, environment, arguments, _RESTARTS_S).returncode == 0
 
@@ -68,7 +68,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="make test-upgrade", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("revision", help="of this repository, to start from")
+    parser.add_argument("revision", help="revision of this repository to start from")
     parser.add_argument("--streams", type=int, default=20)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tailrace-upgrade-") as name:

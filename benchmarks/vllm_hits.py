@@ -1,8 +1,8 @@
-"""Plain vLLM in a process of its own: how many tokens of each prompt its prefix cache finds.
+"""Run plain vLLM in a process of its own: count how many tokens of each prompt its prefix cache has.
 
 Reads a job from standard input: arguments of the engine, and requests in order, each with the tokens that it
-adds to what its session has said so far, and the length of its answer. They are asked one after the other;
-then, the cache being emptied, the same prompts all at once. Prints one line, `RESULT` and JSON.
+adds to its session's context, and the length of its answer. Requests run one at a time; then, with an empty
+cache, the same prompts run concurrently. Prints one line: `RESULT` and JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MARK: Final = "RESULT "
 
 
 def main() -> None:
-    """Do the job."""
+    """Run the job."""
     job = json.loads(sys.stdin.read())
     engine = LLM(
         distributed_executor_backend="uni",
@@ -32,26 +32,26 @@ def main() -> None:
         enable_prefix_caching=True,
         **job["engine"],
     )
-    said: dict[str, list[int]] = {}
+    contexts: dict[str, list[int]] = {}
     prompts: list[list[int]] = []
     alone: list[int] = []
     for session, added, answer in job["requests"]:
-        prompt = said.setdefault(session, []) + added
-        (output,) = engine.generate({"prompt_token_ids": prompt}, _exactly(answer), use_tqdm=False)
+        prompt = contexts.setdefault(session, []) + added
+        (output,) = engine.generate({"prompt_token_ids": prompt}, _sampling(answer), use_tqdm=False)
         prompts.append(prompt)
         alone.append(output.num_cached_tokens or 0)
-        said[session] = prompt + list(output.outputs[0].token_ids)
+        contexts[session] = prompt + list(output.outputs[0].token_ids)
     engine.reset_prefix_cache()
     together = engine.generate(
         [{"prompt_token_ids": prompt} for prompt in prompts],
-        [_exactly(answer) for _, _, answer in job["requests"]],
+        [_sampling(answer) for _, _, answer in job["requests"]],
         use_tqdm=False,
     )
     found = [output.num_cached_tokens or 0 for output in together]
     print(MARK + json.dumps({"alone": alone, "together": found, "prompts": [len(p) for p in prompts]}))
 
 
-def _exactly(tokens: int) -> SamplingParams:
+def _sampling(tokens: int) -> SamplingParams:
     return SamplingParams(
         temperature=0.0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False
     )

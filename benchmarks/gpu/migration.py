@@ -19,7 +19,7 @@ from benchmarks.gpu.setting import Budget, Setting
 from benchmarks.gpu.tables import Rows
 from benchmarks.loadgen import completion_request, run_stream
 from benchmarks.servers import MODEL, Server
-from benchmarks.transfer import move_once
+from benchmarks.transfer import migrate_once
 from examples.fleet import Fleet
 from tailrace.v1 import admin_pb2_grpc
 
@@ -72,7 +72,7 @@ def run(setting: Setting, model: Path, budget: Budget) -> dict[str, object]:
                         if budget.left_s < _RESERVE_S:
                             left_out.append(f"{tokens} tokens, {mode}, repeat {repeat + 1}")
                             continue
-                        moves.append(asdict(move_once(cluster, fleet, tokens, mode, repeat)))
+                        moves.append(asdict(migrate_once(cluster, fleet, tokens, mode, repeat)))
     return {"others_on_each": setting.others, "moves": moves, "not_run_for_time": left_out}
 
 
