@@ -80,7 +80,7 @@ mutants: install ## Mutation testing of the pure modules (ARGS="--count 20 --see
 test-features: install ## Speculation, adapters, embedding, images: migrated streams against undisturbed ones (ARGS="--resume adapters")
 	$(PYTHON) -m benchmarks.features $(ARGS)
 
-test-models: install ## Every architecture in every way that vLLM runs it, each stream moved twice (ARGS=--resume)
+test-models: install ## Every architecture in every run configuration of vLLM, each stream migrated twice (ARGS=--resume)
 	$(PYTHON) -m benchmarks.models $(ARGS)
 
 test-vllm: ## Run the vLLM workers' tests on another vLLM version, in a separate environment (VERSION=0.31.0)

@@ -1,1 +1,1 @@
-"""Benchmarks: each prints what it measured, on what, against what, and leaves JSON in benchmarks/results/."""
+"""Benchmarks: each prints its results and the machine, and saves JSON in benchmarks/results/."""

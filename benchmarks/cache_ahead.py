@@ -118,7 +118,7 @@ def measure(workload: str, seeds: int) -> list[Outcome]:
     before: list[float] = []
     for contestant, given in CONTESTANTS.items():
         ttft: list[float] = []
-        everybody: list[float] = []
+        all_ttfts: list[float] = []
         means: list[float] = []
         found = tokens = pulls = copies = 0
         for seed in range(1, seeds + 1):
@@ -129,7 +129,7 @@ def measure(workload: str, seeds: int) -> list[Outcome]:
             result = simulate(spec, requests, setup.policy(deployment), setup.intra(_SLO), seed=seed)
             asked = [r.ttft_s or 0.0 for r in result.requests if not r.request_id.startswith("other")]
             ttft += asked
-            everybody += [r.ttft_s or 0.0 for r in result.requests]
+            all_ttfts += [r.ttft_s or 0.0 for r in result.requests]
             means.append(float(np.mean(asked)))
             found += sum(r.cached_tokens for r in result.requests)
             tokens += sum(r.prompt_tokens for r in requests)
@@ -139,11 +139,11 @@ def measure(workload: str, seeds: int) -> list[Outcome]:
             before = means
         changes = [mean / other - 1.0 for mean, other in zip(means, before, strict=True)]
         p95, p99 = (float(np.quantile(ttft, q)) for q in (0.95, 0.99))
-        every = float(np.mean(everybody))
+        all_mean_s = float(np.mean(all_ttfts))
         change = min(changes), max(changes)
         mean = float(np.mean(ttft))
         outcomes.append(
-            Outcome(workload, contestant, mean, p95, p99, every, change, found / tokens, pulls, copies)
+            Outcome(workload, contestant, mean, p95, p99, all_mean_s, change, found / tokens, pulls, copies)
         )
     return outcomes
 

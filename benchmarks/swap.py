@@ -70,13 +70,13 @@ class _NullSink:
     """An EngineSink that ignores everything."""
 
     def on_step(self, columns: StepColumns) -> None:
-        """Nobody asked."""
+        """Ignore it."""
 
     def on_utility(self, client: int, call_id: int, frames: Frames) -> None:
-        """Nobody asked."""
+        """Ignore it."""
 
     def on_engine_dead(self, reason: str) -> None:
-        """Probes raise it."""
+        """Ignore it: probes raise the error."""
 
 
 class _StepTimer:

@@ -1,4 +1,4 @@
-"""What a process has open, by kind; its TCP connections by peer: what a search for a leak begins with."""
+"""List a process's open files by kind, and its TCP connections by peer, to find leaks."""
 
 from __future__ import annotations
 

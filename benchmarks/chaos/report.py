@@ -29,7 +29,7 @@ _NO_FAULT: Final = "nothing"
 
 
 class Gaps(msgspec.Struct, frozen=True):
-    """Longest gap in each of so many complete streams, in seconds."""
+    """Longest gap of each complete stream, aggregated, in seconds."""
 
     streams: int
     p99_s: float

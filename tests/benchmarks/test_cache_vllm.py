@@ -1,4 +1,4 @@
-"""The simulated prefix cache finds what real vLLM's finds."""
+"""The simulated prefix cache has the same hits as real vLLM's."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def test_equal_units_are_equal_tokens_and_all_others_differ() -> None:
         for place, name in enumerate(each.unit_names[: each.prompt_tokens // UNIT_TOKENS]):
             unit = tuple(prompt[place * UNIT_TOKENS : (place + 1) * UNIT_TOKENS])
             assert of_name.setdefault(name, unit) == unit
-        # Whatever the model says is the session's own.
+        # Generated tokens are unique to the session.
         context_tokens[session] = prompt + [-1] * answer
     assert len(set(of_name.values())) > 0.9 * len(of_name)
 
 
-# A minute and a half on two cores; `make bench-cache-vllm` is the whole of it.
+# 90 s on two cores; `make bench-cache-vllm` runs the whole benchmark.
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(400)
-def test_hits_are_those_of_vllm_block_for_block_and_in_batches_within_two_points() -> None:
+def test_sequential_hits_equal_those_of_vllm_and_batched_ones_within_two_points() -> None:
     alone, together = compare(60, 1, UNIT_TOKENS)
     assert 0.1 < alone.vllm < alone.unbounded - 0.1
     assert alone.equal == alone.requests

@@ -39,7 +39,7 @@ DONE = b"data: [DONE]\n\n"
 WHOLE = choice("ab") + choice("cd", "length") + USAGE + DONE
 
 
-def judged(body: bytes, status: int = 200) -> Verdict:
+def verdict_on(body: bytes, status: int = 200) -> Verdict:
     right = {Version.FIRST: RIGHT, Version.CHANGED: OTHER}
     return judge(StreamResult(0.0, status=status, body=HEAD + b"\r\n" + body), right)
 
@@ -97,14 +97,14 @@ def test_http_chunk_boundaries_do_not_matter(sizes: list[int]) -> None:
     ],
 )
 def test_an_answer_is_judged(body: bytes, status: int, ending: Ending) -> None:
-    assert judged(body, status).ending is ending
+    assert verdict_on(body, status).ending is ending
 
 
 def test_an_answer_is_generated_by_one_version() -> None:
     end = choice("", "length") + USAGE + DONE
-    assert judged(choice("abcd") + end) == Verdict(Ending.WHOLE, "", Version.FIRST)
-    assert judged(choice("axyz") + end) == Verdict(Ending.WHOLE, "", Version.CHANGED)
-    mixed = judged(choice("abyz") + end)
+    assert verdict_on(choice("abcd") + end) == Verdict(Ending.WHOLE, "", Version.FIRST)
+    assert verdict_on(choice("axyz") + end) == Verdict(Ending.WHOLE, "", Version.CHANGED)
+    mixed = verdict_on(choice("abyz") + end)
     assert mixed.ending is Ending.WRONG and "first: " in mixed.reason and "changed: " in mixed.reason
 
 

@@ -1,4 +1,4 @@
-"""The GPU checks as far as a CPU goes: their loads, their tables, and that they say when there is no GPU."""
+"""The GPU checks as far as they run on a CPU: loads, tables, and the message if there is no GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_spread_has_the_same_total_kv(shape: str, count: int, shortest: in
     assert min(found) >= shortest
 
 
-def test_spreads_differ_as_their_names_say() -> None:
+def test_shapes_differ_as_named() -> None:
     found = {shape: sorted(lengths.spread(shape, 512, 512 * 640, 32)) for shape in lengths.SHAPES}
     assert found["equal"][0] == found["equal"][-1] == 640
     assert found["uniform"][-1] < 2 * 640 < found["one in sixteen long"][-1] < found["one long"][-1]
@@ -48,7 +48,7 @@ def test_too_many_requests_for_the_total_are_refused() -> None:
         lengths.spread("equal", 10, 99, 10)
 
 
-def test_attention_is_what_is_above_the_shortest_lengths() -> None:
+def test_the_step_of_the_shortest_lengths_is_subtracted() -> None:
     steps = {"shortest": 10.0, "equal": 30.0, "uniform": 30.0, "one in sixteen long": 40.0, "one long": 50.0}
     assert lengths.attention_ratio(steps) == {
         "equal": 1.0, "uniform": 1.0, "one in sixteen long": 1.5, "one long": 2.0
@@ -56,7 +56,7 @@ def test_attention_is_what_is_above_the_shortest_lengths() -> None:
     assert lengths.attention_ratio({"shortest": 10.0, "equal": 9.0}) == {}, "noise gives no ratio"
 
 
-def test_the_model_is_read_as_it_is_meant(tmp_path: Path) -> None:
+def test_the_model_and_its_tokenizer_can_be_loaded(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", SMALL)
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
     text = prompt(100, SMALL.vocab_size, 5)
@@ -65,11 +65,11 @@ def test_the_model_is_read_as_it_is_meant(tmp_path: Path) -> None:
     assert tokenizer.decode([17, 18]) == "t17 t18"
     config = json.loads((folder / "config.json").read_text())
     assert config["num_key_value_heads"] == SMALL.num_key_value_heads
-    # As design documents and profiles have it for Llama 3.1 8B in 16 bits.
+    # The published value for Llama 3.1 8B in 16 bits.
     assert LLAMA_8B.kv_bytes_per_token == 131_072
 
 
-def test_a_gpu_of_80_gb_holds_what_the_parts_ask_for() -> None:
+def test_the_parts_fit_into_80_gb() -> None:
     """Two instances, each with 16.1 GB of weights and 3 GB for graphs and activations."""
     assert 2 * (KV_BYTES + 16.1e9 + 3e9) < 80e9
     available_tokens = KV_BYTES / ON_GPU.shape.kv_bytes_per_token
@@ -119,7 +119,7 @@ def test_a_backend_that_failed_has_its_reason_in_the_table() -> None:
     assert all(len(row) == len(shown.columns) for row in shown.rows)
 
 
-def test_a_profile_is_shown_number_by_number() -> None:
+def test_a_profile_has_a_row_per_figure() -> None:
     shown = profile.table({"profile": {"a": {"b": 1.5, "d": [1.0, 2e-7]}, "c": "x"}})
     assert shown.rows == [["a.b", "1.5"], ["a.d", "1, 2e-07"], ["c", "x"]]
 
@@ -133,7 +133,7 @@ def test_gather_and_scatter_are_timed_and_checked() -> None:
     shown.render()
 
 
-def test_figures_of_a_cpu_are_kept_apart(tmp_path: Path) -> None:
+def test_figures_of_a_cpu_are_saved_separately(tmp_path: Path) -> None:
     path = save("lengths", ON_CPU, 1.0, {"requests": 8}, tmp_path)
     assert path.name == "gpu-lengths-cpu.json"
     record = json.loads(path.read_text())
@@ -154,13 +154,13 @@ def _check_gpu(*arguments: str, path: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
-    done = _check_gpu("transfer", path=str(tmp_path))
-    assert (done.returncode, "not run: no NVIDIA GPU" in done.stderr) == (NO_GPU, True)
+def test_without_a_gpu_the_exit_status_and_message_say_so(tmp_path: Path) -> None:
+    completed = _check_gpu("transfer", path=str(tmp_path))
+    assert (completed.returncode, "not run: no NVIDIA GPU" in completed.stderr) == (NO_GPU, True)
 
 
-def test_an_unknown_part_is_named() -> None:
-    assert "no part 'speed'" in _check_gpu("speed", path=os.environ["PATH"]).stderr
+def test_an_unknown_part_is_an_error() -> None:
+    assert "unknown part 'speed'" in _check_gpu("speed", path=os.environ["PATH"]).stderr
 
 
 LATE_PART = """
@@ -178,15 +178,15 @@ sys.exit(check.main())
 """
 
 
-def test_a_part_that_takes_too_long_is_ended_and_the_next_begun() -> None:
+def test_a_part_that_exceeds_its_budget_is_aborted_and_the_next_runs() -> None:
     command = [sys.executable, "-c", LATE_PART]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
-    assert done.returncode == 1, done.stderr
-    assert done.stdout.count("servers stopped") == 2
-    assert "lengths failed: TimeoutError: not done within its budget" in done.stdout
+    completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
+    assert completed.returncode == 1, completed.stderr
+    assert completed.stdout.count("servers stopped") == 2
+    assert "lengths failed: TimeoutError: exceeded its time budget" in completed.stdout
 
 
-def test_what_nvidia_smi_says_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_output_of_nvidia_smi_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, 580.159.04, 81559 MiB'\n")
     tool.chmod(0o755)
@@ -201,7 +201,7 @@ def test_what_nvidia_smi_says_is_read(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("part", PARTS)
 def test_each_part_runs_on_a_cpu(part: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", part, "--device", "cpu", "--results", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout + done.stderr
+    completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     record = json.loads((tmp_path / f"gpu-{part}-cpu.json").read_text())
     assert "failed" not in json.dumps(record)

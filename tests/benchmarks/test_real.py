@@ -1,4 +1,4 @@
-"""What benchmarks.real reads from a stream's bytes, and the figures that it makes of it. No fleet."""
+"""Parsing of streams and aggregation of figures in benchmarks.real, without a fleet."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def chunked(parts: list[bytes]) -> bytes:
     return b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
 
 
-def test_answer_and_times_are_read_from_a_chunked_body() -> None:
+def test_answer_and_times_are_parsed_from_a_chunked_body() -> None:
     answer, timing = read_chat(stream(chunked([*EVENTS, b"data: [DONE]\n\n"])), 0.1)
     assert answer == Answer("ab", "xy", "stop", 7)
     assert (timing.ttft_s, timing.first_token_s, timing.total_s) == (3.0, 1.0, 4.0)
@@ -52,7 +52,7 @@ def test_answer_and_times_are_read_from_a_chunked_body() -> None:
     assert timing.tpot_s == pytest.approx(2.25 / 6)
 
 
-def test_an_event_that_two_chunks_share_is_one_event() -> None:
+def test_an_event_split_between_chunks_is_one_event() -> None:
     whole = b"".join(EVENTS)
     answer, _ = read_chat(stream(chunked([whole[:30], whole[30:]])), 0.1)
     assert answer.text == "xy"
@@ -63,7 +63,7 @@ def test_a_body_that_was_not_timed_is_refused() -> None:
         read_chat(stream(chunked(EVENTS), count=4), 0.1)
 
 
-def test_the_load_is_the_seed_s() -> None:
+def test_the_load_depends_only_on_the_seed() -> None:
     tasks = mix(0)
     assert poisson(tasks, 3.0, 20.0, 1) == poisson(tasks, 3.0, 20.0, 1)
     assert poisson(tasks, 3.0, 20.0, 1) != poisson(tasks, 3.0, 20.0, 2)
@@ -71,7 +71,7 @@ def test_the_load_is_the_seed_s() -> None:
     assert max_completion_tokens(tasks) > max(each.completion_tokens for each in tasks)
 
 
-def test_a_later_question_brings_the_conversation_along() -> None:
+def test_a_follow_up_question_includes_the_conversation() -> None:
     question = FollowUp(ASKED.prompt, ASKED.thought, ASKED.answer, (task("wxyz", 5, 1),))
     assert messages(ASKED) == [{"role": "user", "content": ASKED.prompt}]
     assert messages(question) == [
@@ -79,7 +79,7 @@ def test_a_later_question_brings_the_conversation_along() -> None:
         {"role": "assistant", "content": "001:zyxw"},
         *messages(ASKED),
     ]
-    # Though the last words are the same, its answer is its own.
+    # The last question is the same, but the answers are separate.
     short, long = Answer("a", "x", "stop", 2), Answer("b", "y", "stop", 2)
     references = References({ASKED: short, question: long})
     assert references.is_equal(question, long) and not references.is_equal(ASKED, long)
@@ -105,7 +105,7 @@ def test_one_wrong_answer_fails_the_comparison() -> None:
     assert both.ratios() == {"a": {"preemptions": 0.5, "moved": 1.0}}
 
 
-def test_an_answer_is_compared_in_all_that_a_user_sees() -> None:
+def test_answers_are_compared_in_everything_a_user_sees() -> None:
     answer = Answer("ab", "xy", "stop", 7)
     references = References({ASKED: answer})
     assert references.is_equal(ASKED, Answer("ab", "xy", "stop", 7))

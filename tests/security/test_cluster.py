@@ -56,7 +56,7 @@ class Cluster:
         return _tailrace(self.folder, *arguments)
 
     def listening_ports(self) -> dict[int, str]:
-        """Every TCP port of the cluster's, and the part that listens there."""
+        """Return every TCP port of the cluster, and the part that listens there."""
         return listening_ports(self.state)
 
     async def streams(self, prompts: Sequence[str], tokens: int) -> list[str]:
