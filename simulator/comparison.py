@@ -136,7 +136,7 @@ def compare(
     return Comparison(plan, groups)
 
 
-def stretches_s(workload: Workload, count: int, seeds: int) -> list[float]:
+def section_starts_s(workload: Workload, count: int, seeds: int) -> list[float]:
     """Return the start of `seeds` sections of `count` requests, as far apart as the trace allows, in seconds.
 
     A trace has no randomness: runs over one section hardly differ, and a confidence interval over them would

@@ -13,7 +13,7 @@ NOTHING: Final = "-"
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class FigureFormat:
     """How a figure is displayed: its heading with the unit, and the factor by which it is multiplied."""
 
     heading: str
@@ -22,33 +22,33 @@ class Shown:
     digits: int = 3
 
 
-SHOWN: Final[Mapping[str, Shown]] = {
-    "attainment": Shown("SLO %", 100.0),
-    "goodput_per_s": Shown("GOODPUT/S"),
-    "ttft_p50_s": Shown("TTFT P50 S"),
-    "ttft_p99_s": Shown("TTFT P99 S"),
-    "tpot_p50_s": Shown("TPOT P50 MS", 1e3),
-    "tpot_p99_s": Shown("TPOT P99 MS", 1e3),
-    "latency_p50_s": Shown("E2E P50 S"),
-    "latency_p99_s": Shown("E2E P99 S"),
-    "tokens_per_s": Shown("TOKENS/S"),
+FIGURE_FORMATS: Final[Mapping[str, FigureFormat]] = {
+    "attainment": FigureFormat("SLO %", 100.0),
+    "goodput_per_s": FigureFormat("GOODPUT/S"),
+    "ttft_p50_s": FigureFormat("TTFT P50 S"),
+    "ttft_p99_s": FigureFormat("TTFT P99 S"),
+    "tpot_p50_s": FigureFormat("TPOT P50 MS", 1e3),
+    "tpot_p99_s": FigureFormat("TPOT P99 MS", 1e3),
+    "latency_p50_s": FigureFormat("E2E P50 S"),
+    "latency_p99_s": FigureFormat("E2E P99 S"),
+    "tokens_per_s": FigureFormat("TOKENS/S"),
 }
 
 
 def mean_text(figure: str, value: Estimate) -> str:
     """Format the mean of a figure."""
-    shown = SHOWN[figure]
-    mean = value.mean * shown.factor
-    return f"{mean:,.{_decimals(mean, shown.digits)}f}" if math.isfinite(mean) else NOTHING
+    form = FIGURE_FORMATS[figure]
+    mean = value.mean * form.factor
+    return f"{mean:,.{_decimals(mean, form.digits)}f}" if math.isfinite(mean) else NOTHING
 
 
 def half_text(figure: str, value: Estimate) -> str:
     """Format half of the confidence interval with the decimals of the mean; "" for a single run."""
-    shown = SHOWN[figure]
+    form = FIGURE_FORMATS[figure]
     if value.half_width is None or not math.isfinite(value.half_width):
         return ""
-    places = _decimals(value.mean * shown.factor, shown.digits)
-    return f"±{value.half_width * shown.factor:,.{places}f}"
+    places = _decimals(value.mean * form.factor, form.digits)
+    return f"±{value.half_width * form.factor:,.{places}f}"
 
 
 def _decimals(value: float, digits: int) -> int:

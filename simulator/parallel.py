@@ -97,13 +97,13 @@ def run_tasks(
                 worker: _Worker[T] = _Worker()
                 workers.append(worker)
         for worker in workers:
-            run.give(worker)
+            run.assign(worker)
         while run.unfinished:
             ready = wait([worker.link for worker in workers if worker.task is not None])
             for worker in workers:
                 if worker.link in ready:
-                    run.take(worker)
-                    run.give(worker)
+                    run.collect(worker)
+                    run.assign(worker)
     finally:
         for worker in workers:
             worker.end()
@@ -123,8 +123,8 @@ def _interrupts_held() -> Iterator[None]:
         return
     # Starting it unblocks the signal, so it must come first.
     resource_tracker.ensure_running()
-    came: list[int] = []
-    previous = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    received: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
     # Child processes inherit the mask for good. Other threads of this process still receive the signal, hence
     # the handler.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -133,7 +133,7 @@ def _interrupts_held() -> Iterator[None]:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.signal(signal.SIGINT, previous)
-        if came:
+        if received:
             signal.raise_signal(signal.SIGINT)
 
 
@@ -185,7 +185,7 @@ class _Run(Generic[T]):
     def unfinished(self) -> bool:
         return len(self.results) < self._total
 
-    def give(self, worker: _Worker[T]) -> None:
+    def assign(self, worker: _Worker[T]) -> None:
         """Assign the next task, if there is one."""
         worker.task = self._waiting.pop() if self._waiting else None
         if worker.task is not None:
@@ -193,7 +193,7 @@ class _Run(Generic[T]):
             with suppress(BrokenPipeError):
                 worker.link.send((worker.task.work, worker.task.arguments))
 
-    def take(self, worker: _Worker[T]) -> None:
+    def collect(self, worker: _Worker[T]) -> None:
         """Take the result of its task. Raise TaskError."""
         task = worker.task
         assert task is not None

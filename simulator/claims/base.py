@@ -15,12 +15,12 @@ class Effort:
     """Seeds and size of an experiment: `share` is that of its requests, or of its simulated time."""
 
     name: str
-    most_seeds: int
+    max_seeds: int
     share: float
 
     def seeds(self, whole: Sequence[T]) -> tuple[T, ...]:
         """Return the first of an experiment's seeds, or of whatever else distinguishes its samples."""
-        return tuple(whole[: self.most_seeds])
+        return tuple(whole[: self.max_seeds])
 
     def of(self, whole: int) -> int:
         """Return the share of `whole` requests or seconds, at least one."""

@@ -16,7 +16,7 @@ class UnknownClaimError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class CheckedClaim:
     """A claim and its finding."""
 
     claim: Claim
@@ -66,7 +66,7 @@ def check(
     *,
     processes: int | None = None,
     progress: Callable[[Progress], None] | None = None,
-) -> list[Checked]:
+) -> list[CheckedClaim]:
     """Run experiments on several processes and judge their claims, in order. Raise TaskError.
 
     Raise ValueError for an experiment that does not judge exactly the claims it names.
@@ -80,12 +80,12 @@ def check(
     return [checked for experiment in chosen for checked in _judged(experiment, figures)]
 
 
-def _judged(experiment: Experiment, figures: Mapping[str, Figures]) -> list[Checked]:
+def _judged(experiment: Experiment, figures: Mapping[str, Figures]) -> list[CheckedClaim]:
     own = {run.name: figures[_name(experiment, run.name)] for run in experiment.runs}
     findings = {finding.claim_id: finding for finding in experiment.judge(own)}
     if set(findings) != {claim.claim_id for claim in experiment.claims}:
         raise ValueError(f"{experiment.name} judges {sorted(findings)}, which are not its claims")
-    return [Checked(claim, findings[claim.claim_id]) for claim in experiment.claims]
+    return [CheckedClaim(claim, findings[claim.claim_id]) for claim in experiment.claims]
 
 
 def _name(experiment: Experiment, run: str) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
-from simulator.claims.base import Figures, Verdict
+from simulator.claims.base import Figures, Finding, Verdict
 from simulator.estimate import Estimate
+
+Judge = Callable[[Mapping[str, Figures]], Sequence[Finding]]
 
 
 def number(figures: Figures, name: str) -> float:
@@ -44,7 +47,7 @@ def means_of(estimates: Mapping[str, Estimate]) -> dict[str, float]:
 _ORDER = (Verdict.HOLDS, Verdict.DIRECTION, Verdict.DOES_NOT_HOLD)
 
 
-def of_effect(ours: float, paper: float) -> Verdict:
+def judge_effect(ours: float, paper: float) -> Verdict:
     """Judge an effect: holds with the same sign and within a third of the paper's effect, on either side of
     it."""
     if ours * paper <= 0.0:
@@ -52,15 +55,15 @@ def of_effect(ours: float, paper: float) -> Verdict:
     return Verdict.HOLDS if abs(ours - paper) <= abs(paper) / 3.0 else Verdict.DIRECTION
 
 
-def of_bound(ours: float, paper: float, most: float) -> Verdict:
+def judge_bound(ours: float, paper: float, limit: float) -> Verdict:
     """Judge something that should stay small: holds up to a third above the paper's number, direction up to
     `limit`."""
     if ours <= paper * 4.0 / 3.0:
         return Verdict.HOLDS
-    return Verdict.DIRECTION if ours < most else Verdict.DOES_NOT_HOLD
+    return Verdict.DIRECTION if ours < limit else Verdict.DOES_NOT_HOLD
 
 
-def of_ordering(held: Sequence[bool]) -> Verdict:
+def judge_ordering(held: Sequence[bool]) -> Verdict:
     """Judge an ordering: holds if all of it holds; direction if more than half of it does."""
     if all(held):
         return Verdict.HOLDS
@@ -70,3 +73,12 @@ def of_ordering(held: Sequence[bool]) -> Verdict:
 def weakest(verdicts: Iterable[Verdict]) -> Verdict:
     """Return the verdict on a claim with several parts."""
     return max(verdicts, key=_ORDER.index)
+
+
+def not_reproducible(reasons: Mapping[str, str]) -> Judge:
+    """Return a judge that states for each claim why it cannot be checked here."""
+    return partial(_not_reproducible, dict(reasons))
+
+
+def _not_reproducible(reasons: Mapping[str, str], _: Mapping[str, Figures]) -> Sequence[Finding]:
+    return [Finding(claim_id, "-", Verdict.NOT_REPRODUCIBLE, why) for claim_id, why in reasons.items()]

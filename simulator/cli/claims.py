@@ -12,7 +12,7 @@ import click
 from rich.table import Table
 
 from simulator.claims.base import QUICK, WHOLE, Claim, Figures, Verdict
-from simulator.claims.catalogue import Checked, UnknownClaimError, check, claims_of, experiments, select
+from simulator.claims.catalogue import CheckedClaim, UnknownClaimError, check, claims_of, experiments, select
 from simulator.cli.options import report_option, simulation_errors, task_bar, write_report
 from simulator.report.claims import claims_report
 from tailrace.cli.errors import CliError, UsageProblem
@@ -110,7 +110,7 @@ def _list(claims: Sequence[Claim], output: Output) -> None:
     print_figures(table)
 
 
-def _table(checked: Sequence[Checked]) -> Table:
+def _table(checked: Sequence[CheckedClaim]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("ID", "CLAIM", "PAPER'S", "OURS", "VERDICT", "WHY"):
         table.add_column(heading)
@@ -128,12 +128,12 @@ def _table(checked: Sequence[Checked]) -> Table:
     return table
 
 
-def _count(checked: Sequence[Checked]) -> dict[str, int]:
+def _count(checked: Sequence[CheckedClaim]) -> dict[str, int]:
     counts = Counter(one.finding.verdict for one in checked)
     return {verdict.value: counts[verdict] for verdict in Verdict if counts[verdict]}
 
 
-def _plain(one: Checked) -> dict[str, JsonValue]:
+def _plain(one: CheckedClaim) -> dict[str, JsonValue]:
     finding = one.finding
     return {
         **_plain_claim(one.claim),

@@ -26,7 +26,7 @@ from simulator.cli.options import (
     workload_options,
     write_report,
 )
-from simulator.comparison import BETTER, Cell, Comparison, Group, Plan, compare, stretches_s
+from simulator.comparison import BETTER, Cell, Comparison, Group, Plan, compare, section_starts_s
 from simulator.report.side_by_side import comparison_report
 from simulator.report.words import format_parameters
 from simulator.workloads.resolve import WorkloadOptions, resolve_workload
@@ -126,7 +126,7 @@ def compare_command(
         # Report unusable workloads before anything runs.
         for workload in workloads:
             resolve_workload(workload, replace(plan.options, rate_per_s=plan.rates[0], seed=seed))
-        plan = replace(plan, starts_s=_stretches(plan))
+        plan = replace(plan, starts_s=_section_starts(plan))
         with task_bar("comparing") as progress:
             comparison = compare(plan, processes=processes, progress=progress)
     _note_refusals(comparison)
@@ -152,14 +152,14 @@ def compare_command(
             click.echo("*: the best mean; =: not distinguishable from it, paired by seed")
 
 
-def _stretches(plan: Plan) -> dict[str, list[float]]:
+def _section_starts(plan: Plan) -> dict[str, list[float]]:
     """Return the section starts of each trace that `--count` shortens, unless the user chose a window."""
     options, seeds = plan.options, len(plan.seeds)
     if options.count is None or options.start_s or options.duration_s is not None or seeds == 1:
         return {}
     traces = [workload for workload in plan.workloads if ":" in workload and "," not in workload]
     whole = WorkloadOptions()
-    return {name: stretches_s(resolve_workload(name, whole), options.count, seeds) for name in traces}
+    return {name: section_starts_s(resolve_workload(name, whole), options.count, seeds) for name in traces}
 
 
 def _distinct(option: str, values: Iterable[object]) -> None:

@@ -9,15 +9,15 @@ from rich.table import Table
 
 from simulator.comparison import Cell, Group
 from simulator.estimate import Best
-from simulator.figure_text import SHOWN, half_text, mean_text
+from simulator.figure_text import FIGURE_FORMATS, half_text, mean_text
 
-# In the order of display; _LEAVE_OUT is the order in which columns are dropped if there is no room.
+# In the order of display; _DROP_ORDER is the order in which columns are dropped if there is no room.
 FIGURES: Final = (
     *("attainment", "goodput_per_s", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s", "latency_p99_s"),
     "tokens_per_s",
 )
 _MIGRATIONS: Final = "migrations"
-_LEAVE_OUT: Final = ("tpot_p50_s", "latency_p99_s", _MIGRATIONS, "tokens_per_s", "ttft_p50_s", "tpot_p99_s")
+_DROP_ORDER: Final = ("tpot_p50_s", "latency_p99_s", _MIGRATIONS, "tokens_per_s", "ttft_p50_s", "tpot_p99_s")
 # Spaces between columns.
 _GAP: Final = 2
 
@@ -44,10 +44,10 @@ def group_table(group: Group, width: int) -> tuple[Table, list[str]]:
         if _fits(columns, width):
             return _table(columns), []
     left_out = []
-    for name in _LEAVE_OUT:
-        gone = next(column for column in columns if column.name == name)
-        columns.remove(gone)
-        left_out.append(gone.heading.replace("\n", " "))
+    for name in _DROP_ORDER:
+        dropped = next(column for column in columns if column.name == name)
+        columns.remove(dropped)
+        left_out.append(dropped.heading.replace("\n", " "))
         if _fits(columns, width):
             break
     return _table(columns), left_out
@@ -58,7 +58,7 @@ def _columns(group: Group, between: str) -> list[_Column]:
     for name in FIGURES:
         best = group.best(name)
         cells = [_text(name, cell, best, between) for cell in group.cells]
-        columns.append(_Column(name, _heading(SHOWN[name].heading, between), cells))
+        columns.append(_Column(name, _heading(FIGURE_FORMATS[name].heading, between), cells))
     counts = [f"{cell.estimate('migrations').mean:,.0f}" for cell in group.cells]
     columns.append(_Column(_MIGRATIONS, "MIGRATIONS", counts))
     return columns

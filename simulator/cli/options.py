@@ -114,12 +114,12 @@ def workload_options(function: F) -> F:
 
 def slo_options(function: F) -> F:
     """Add --slo-ttft, --slo-tpot, --slo-qoe, --slo-pace and --slo-admit; 0 sets no objective."""
-    least = click.FloatRange(min=0.0)
+    non_negative = click.FloatRange(min=0.0)
     for option in reversed(
         (
             click.option(
                 "--slo-ttft",
-                type=least,
+                type=non_negative,
                 default=2.0,
                 show_default=True,
                 help="Seconds to the first answering token; a request that reasons gets --slo-tpot more "
@@ -127,7 +127,7 @@ def slo_options(function: F) -> F:
             ),
             click.option(
                 "--slo-tpot",
-                type=least,
+                type=non_negative,
                 default=0.15,
                 show_default=True,
                 help="Mean seconds between answering tokens. 0: no objective.",
@@ -140,13 +140,13 @@ def slo_options(function: F) -> F:
             ),
             click.option(
                 "--slo-pace",
-                type=least,
+                type=non_negative,
                 default=0.0,
                 help="Seconds per token at which users read, for QoE. [default: 0.1, or --slo-tpot if less]",
             ),
             click.option(
                 "--slo-admit",
-                type=least,
+                type=non_negative,
                 default=0.0,
                 help="Refuse a request whose predicted TTFT exceeds this multiple of --slo-ttft. "
                 "[default: never]",
@@ -231,14 +231,14 @@ def parameters_of(
 ) -> dict[str, tuple[tuple[str, Value], ...]]:
     """Return the parameters of each policy, checked. Raise UsageProblem."""
     try:
-        given = _by_policy(read_assignments(assignments), policies)
+        given = _assign(read_assignments(assignments), policies)
         setups = {policy: setup_for(policy).with_parameters(given[policy]) for policy in policies}
     except (ParameterError, UnknownSetupError) as error:
         raise UsageProblem(f"--set: {error}") from error
     return {policy: tuple(setup.given.items()) for policy, setup in setups.items()}
 
 
-def _by_policy(assigned: dict[str, str], policies: Sequence[str]) -> dict[str, dict[str, Value]]:
+def _assign(assigned: dict[str, str], policies: Sequence[str]) -> dict[str, dict[str, Value]]:
     """Assign options to policies. Raise ParameterError or UnknownSetupError."""
     given: dict[str, dict[str, Value]] = {policy: {} for policy in policies}
     known = {policy: {p.name for p in setup_for(policy).parameters()} for policy in policies}
@@ -247,9 +247,9 @@ def _by_policy(assigned: dict[str, str], policies: Sequence[str]) -> dict[str, d
         policy, colon, name = key.rpartition(":")
         if colon and policy not in given:
             raise ParameterError(f"{key}: {policy!r} is not one of {', '.join(policies)}")
-        takers = [policy] if colon else [p for p in policies if name in known[p]] or list(policies)
-        for taker in takers:
-            given[taker][name] = value
+        targets = [policy] if colon else [p for p in policies if name in known[p]] or list(policies)
+        for target in targets:
+            given[target][name] = value
     return given
 
 
@@ -267,11 +267,11 @@ def task_bar(label: str) -> Iterator[Callable[[Progress], None]]:
     with _bars() as bars:
         bar = bars.add_task(label, total=1.0)
 
-        def told(progress: Progress) -> None:
+        def advance(progress: Progress) -> None:
             words = f"{label} {progress.done}/{progress.total} {progress.name}"
             bars.update(bar, completed=progress.share, description=words)
 
-        yield told
+        yield advance
 
 
 def _bars() -> Bars:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, Literal
 
 from simulator.claims.base import Verdict
-from simulator.claims.catalogue import Checked
+from simulator.claims.catalogue import CheckedClaim
 from simulator.report.page import Cell, cards, heading, page, table
 
 # A verdict's symbol, so that it does not depend on colour, and its CSS class.
@@ -23,7 +23,7 @@ _SUBTITLE: Final = (
 )
 
 
-def claims_report(checked: Sequence[Checked]) -> str:
+def claims_report(checked: Sequence[CheckedClaim]) -> str:
     """Return the report as an HTML document."""
     counts = Counter(one.finding.verdict for one in checked)
     body = [cards([(verdict.value, f"{counts[verdict]}") for verdict in Verdict if counts[verdict]])]
@@ -32,7 +32,7 @@ def claims_report(checked: Sequence[Checked]) -> str:
     return page("The papers' claims, in the simulator", _SUBTITLE, body)
 
 
-def _table(checked: Sequence[Checked]) -> str:
+def _table(checked: Sequence[CheckedClaim]) -> str:
     rows = []
     for one in checked:
         sign, kind = _SIGNS[one.finding.verdict]
@@ -46,4 +46,4 @@ def _table(checked: Sequence[Checked]) -> str:
                 Cell(one.finding.why),
             ]
         )
-    return table(["", "claim", "paper's", "ours", "verdict", "why"], rows, worded=(1, 2, 3, 4, 5))
+    return table(["", "claim", "paper's", "ours", "verdict", "why"], rows, text_columns=(1, 2, 3, 4, 5))

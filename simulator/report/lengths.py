@@ -13,7 +13,7 @@ from simulator.report.page import figure, line_legend
 
 # (reasoning tokens, prompt tokens, TTFT in seconds)
 TtftPoint = tuple[int, int, float]
-_DISTRIBUTION: Final = 100
+_QUANTILES: Final = 100
 
 
 def by_reasoning(points: Mapping[str, Sequence[Sequence[TtftPoint]]]) -> str:
@@ -77,7 +77,7 @@ def distribution(points: Mapping[str, Sequence[Sequence[TtftPoint]]]) -> str:
         values = [ttft for run in runs for _, _, ttft in run]
         if not values:
             continue
-        shares = np.linspace(0.5, 99.5, _DISTRIBUTION)
+        shares = np.linspace(0.5, 99.5, _QUANTILES)
         places = np.percentile(values, shares)
         drawn = [Point(max(float(at), 1e-3), float(share)) for at, share in zip(places, shares, strict=True)]
         # Too many points for markers.

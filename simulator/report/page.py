@@ -153,14 +153,15 @@ def table(
     headings: Sequence[str],
     rows: Sequence[Sequence[Cell]],
     caption: str = "",
-    worded: Collection[int] = (),
+    text_columns: Collection[int] = (),
 ) -> str:
-    """Return a table. The first column is names; columns in `worded` are wrapped text, the others figures."""
+    """Return a table. The first column is names; `text_columns` are wrapped text, the others figures."""
     head = "".join(
-        f"<th{_words(place in worded)}>{escape(words)}</th>" for place, words in enumerate(headings)
+        f"<th{_text_class(place in text_columns)}>{escape(words)}</th>"
+        for place, words in enumerate(headings)
     )
     body = "".join(
-        "<tr>" + "".join(_cell(cell, place in worded) for place, cell in enumerate(row)) + "</tr>"
+        "<tr>" + "".join(_cell(cell, place in text_columns) for place, cell in enumerate(row)) + "</tr>"
         for row in rows
     )
     words = f"<caption>{escape(caption)}</caption>" if caption else ""
@@ -169,11 +170,11 @@ def table(
     )
 
 
-def _words(worded: bool) -> str:
-    return ' class="words"' if worded else ""
+def _text_class(is_text: bool) -> str:
+    return ' class="words"' if is_text else ""
 
 
-def _cell(cell: Cell, worded: bool) -> str:
-    kind = f' class="{cell.standing}"' if cell.standing else _words(worded)
+def _cell(cell: Cell, is_text: bool) -> str:
+    kind = f' class="{cell.standing}"' if cell.standing else _text_class(is_text)
     below = f"<small>{escape(cell.below)}</small>" if cell.below else ""
     return f"<td{kind}>{escape(cell.text)}{below}</td>"

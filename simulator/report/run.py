@@ -5,7 +5,7 @@ from __future__ import annotations
 from simulator.report.lengths import by_prompt, by_reasoning, distribution
 from simulator.report.over_time import kv_use, migrations, pool_membership, stages
 from simulator.report.page import Cell, cards, heading, page, table
-from simulator.report.words import fleet_words, setup_rows
+from simulator.report.words import describe_fleet, setup_rows
 from simulator.scenario import Outcome
 from simulator.summary import summary_rows
 
@@ -24,7 +24,7 @@ def run_report(outcome: Outcome) -> str:
     }
     points = {scenario.policy: [outcome.points]}
     body = [
-        cards([(shown[what], _short(value)) for what, value in rows if what in shown]),
+        cards([(shown[what], _without_unit(value)) for what, value in rows if what in shown]),
         heading("Time to first token"),
         by_reasoning(points),
         by_prompt(points),
@@ -51,10 +51,10 @@ def run_report(outcome: Outcome) -> str:
         table(["setting", "value"], [[Cell(name), Cell(value)] for name, value in setup_rows(scenario)]),
     ]
     return page(
-        f"{scenario.policy} on {scenario.workload_name}", f"{outcome.source} {fleet_words(scenario)}", body
+        f"{scenario.policy} on {scenario.workload_name}", f"{outcome.source} {describe_fleet(scenario)}", body
     )
 
 
-def _short(value: str) -> str:
+def _without_unit(value: str) -> str:
     """Remove the unit of a rate, which the card shows below."""
     return value.removesuffix(" requests/s").removesuffix(" tokens/s")

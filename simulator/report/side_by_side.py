@@ -8,7 +8,7 @@ from typing import Final, Literal
 from simulator.comparison import Cell as Entry
 from simulator.comparison import Comparison, Group
 from simulator.estimate import Best
-from simulator.figure_text import SHOWN, half_text, mean_text
+from simulator.figure_text import FIGURE_FORMATS, half_text, mean_text
 from simulator.report.charts import Axis, Line, Point, line_chart
 from simulator.report.lengths import TtftPoint, by_prompt, by_reasoning, distribution
 from simulator.report.over_time import kv_use, migrations, pool_membership, stages
@@ -22,7 +22,7 @@ from simulator.report.page import (
     subheading,
     table,
 )
-from simulator.report.words import instances_words, setup_rows
+from simulator.report.words import describe_instances, setup_rows
 
 _COLUMNS: Final = (
     *("attainment", "goodput_per_s", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s"),
@@ -41,7 +41,7 @@ def comparison_report(comparison: Comparison) -> str:
     plan = comparison.plan
     count = len(plan.seeds)
     subtitle = (
-        f"{', '.join(plan.policies)} · {instances_words(plan.fleet)} · "
+        f"{', '.join(plan.policies)} · {describe_instances(plan.fleet)} · "
         f"{count} seed{'' if count == 1 else 's'} · SLO: {plan.slo.words()}"
     )
     body = [_winners(comparison)]
@@ -123,7 +123,12 @@ def _table(group: Group) -> str:
             row.append(Cell(mean_text(name, value), half_text(name, value), standing))
         row += [Cell(f"{cell.estimate(name).mean:,.0f}") for name in ("migrations", "refused")]
         rows.append(row)
-    headings = ["policy", *(_heading(SHOWN[name].heading) for name in _COLUMNS), "migrations", "refused"]
+    headings = [
+        "policy",
+        *(_heading(FIGURE_FORMATS[name].heading) for name in _COLUMNS),
+        "migrations",
+        "refused",
+    ]
     caption = (
         f"{len(group.cells[0].outcomes)} seeds{_at(group)}: mean ± half of a 95% interval (Student's "
         "t). Bold: the best mean; coloured: those not distinguishable from it, paired by seed."

@@ -8,12 +8,12 @@ from simulator.scenario import Fleet, Scenario
 from tailrace.policy.parameters import Value, format_value
 
 
-def fleet_words(scenario: Scenario) -> str:
+def describe_fleet(scenario: Scenario) -> str:
     """Describe the fleet in a phrase."""
-    return f"· {instances_words(scenario.fleet)}"
+    return f"· {describe_instances(scenario.fleet)}"
 
 
-def instances_words(fleet: Fleet) -> str:
+def describe_instances(fleet: Fleet) -> str:
     """Describe the number and kind of the instances."""
     return f"{fleet.instances} instance{'' if fleet.instances == 1 else 's'} of {fleet.profile}"
 
@@ -29,7 +29,7 @@ def setup_rows(scenario: Scenario) -> list[tuple[str, str]]:
         ("Pools at the start", "none" if share is None else f"{share:.0%} of the instances prefill"),
         ("A migration's target is full", setup.migration.when_full.value),
         ("Predictions of output lengths", setup.predicts),
-        ("Instances", instances_words(fleet)),
+        ("Instances", describe_instances(fleet)),
         ("Cost of unequal lengths", fleet.penalty),
         ("Seed", f"{scenario.options.seed}"),
     ]

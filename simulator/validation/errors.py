@@ -11,7 +11,7 @@ from simulator.validation.recorded import RecordedRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class ComparedRequest:
     """One request, recorded and simulated, in seconds. TPOT is None for an output of one token."""
 
     request_id: str
@@ -49,11 +49,11 @@ class Errors:
     latency: MetricError
 
 
-def compare(request: RecordedRequest, first_token_s: float, finish_s: float) -> Compared:
+def compare(request: RecordedRequest, first_token_s: float, finish_s: float) -> ComparedRequest:
     """Compare a request with its simulated first and last token."""
     gaps = request.output_tokens - 1
     recorded_s = request.finish_s - request.first_token_s
-    return Compared(
+    return ComparedRequest(
         request_id=request.request_id,
         ttft_s=request.first_token_s - request.arrival_s,
         simulated_ttft_s=first_token_s - request.arrival_s,
@@ -64,7 +64,7 @@ def compare(request: RecordedRequest, first_token_s: float, finish_s: float) -> 
     )
 
 
-def errors(requests: Sequence[Compared]) -> Errors:
+def errors(requests: Sequence[ComparedRequest]) -> Errors:
     """Compute the errors over all requests, at least one of which must have several output tokens."""
     tpots = [
         (request.tpot_s, request.simulated_tpot_s)

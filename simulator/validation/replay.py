@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from simulator.cluster import ClusterSpec, InstanceSpec
 from simulator.request import SimRequest
 from simulator.simulation import simulate
-from simulator.validation.errors import Compared, Errors, compare, errors
+from simulator.validation.errors import ComparedRequest, Errors, compare, errors
 from simulator.validation.recorded import RecordedRun
 from tailrace.intra.orders import Fcfs
 from tailrace.perf.length_penalty import FittedLengthPenalty
@@ -25,7 +25,7 @@ class Validation:
 
     run: RecordedRun
     profile: str
-    requests: tuple[Compared, ...]
+    requests: tuple[ComparedRequest, ...]
     errors: Errors
     preemptions: int
 
@@ -58,7 +58,7 @@ def validate(run: RecordedRun, profile: Profile, penalty: FittedLengthPenalty | 
         for request in run.requests
     ]
     result = simulate(ClusterSpec((instance,)), requests, RoundRobin(), Fcfs(watermark=0.0))
-    compared: list[Compared] = []
+    compared: list[ComparedRequest] = []
     for request, record in zip(run.requests, result.requests, strict=True):
         if record.first_token_s is None or record.finish_s is None:
             raise ReplayError(f"request {request.request_id!r} was refused: {record.refused}")

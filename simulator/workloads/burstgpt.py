@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from simulator.workloads.base import EVERYTHING, Clip, Workload
-from simulator.workloads.rows import Format, Row, cells, seconds, whole, workload_of
+from simulator.workloads.rows import Format, Row, make_workload, parse_seconds, parse_tokens, read_cells
 
 FORMAT = Format("BurstGPT trace", "Timestamp")
 _COLUMNS = (FORMAT.time_field, "Request tokens", "Response tokens")
@@ -19,16 +19,16 @@ _COLUMNS = (FORMAT.time_field, "Request tokens", "Response tokens")
 
 def load(path: Path, clip: Clip = EVERYTHING) -> Workload:
     """Read the trace in `path`; times are those of the file. Raise WorkloadError."""
-    return workload_of(path, _rows(path), FORMAT, clip)
+    return make_workload(path, _rows(path), FORMAT, clip)
 
 
 def _rows(path: Path) -> Iterator[Row]:
-    for line, (moment, prompt, output) in cells(path, _COLUMNS):
+    for line, (moment, prompt, output) in read_cells(path, _COLUMNS):
         yield Row(
             line=line,
             request_id=f"burstgpt-{line}",
-            arrival_s=seconds(moment, path, line, FORMAT.time_field),
-            prompt_tokens=whole(prompt, path, line, "Request tokens"),
+            arrival_s=parse_seconds(moment, path, line, FORMAT.time_field),
+            prompt_tokens=parse_tokens(prompt, path, line, "Request tokens"),
             reasoning_tokens=0,
-            answer_tokens=whole(output, path, line, "Response tokens"),
+            answer_tokens=parse_tokens(output, path, line, "Response tokens"),
         )

@@ -8,7 +8,7 @@ from simulator.workloads.base import Workload, WorkloadError
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
+class FitResult:
     """A workload whose requests all fit, and how many requests were changed for that."""
 
     workload: Workload
@@ -18,7 +18,7 @@ class Fitted:
     dropped: int
 
 
-def fit(workload: Workload, max_model_len: int) -> Fitted:
+def fit(workload: Workload, max_model_len: int) -> FitResult:
     """Truncate prompts so that prompt and output together have at most `max_model_len` tokens.
 
     Outputs are not changed, since they are what the model produced. The source states how many prompts were
@@ -42,4 +42,4 @@ def fit(workload: Workload, max_model_len: int) -> Fitted:
     if clipped or dropped:
         of = len(workload.requests)
         source += f"; to fit {max_model_len} tokens {clipped} of {of} prompts cut, {dropped} left out"
-    return Fitted(Workload(workload.name, kept, source), clipped, dropped)
+    return FitResult(Workload(workload.name, kept, source), clipped, dropped)

@@ -18,7 +18,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from simulator.workloads.base import EVERYTHING, Clip, Workload, WorkloadError
-from simulator.workloads.rows import Format, Row, field, objects, seconds, whole, workload_of, wrong
+from simulator.workloads.rows import (
+    Format,
+    Row,
+    field_error,
+    make_workload,
+    parse_seconds,
+    parse_tokens,
+    read_objects,
+    required_field,
+)
 
 FORMAT = Format("requests of", "arrival_s")
 _FIELDS = frozenset({"arrival_s", "prompt_tokens", "reasoning_tokens", "answer_tokens", "request_id"})
@@ -26,20 +35,20 @@ _FIELDS = frozenset({"arrival_s", "prompt_tokens", "reasoning_tokens", "answer_t
 
 def load(path: Path, clip: Clip = EVERYTHING) -> Workload:
     """Read the requests in `path`. Raise WorkloadError."""
-    return workload_of(path, _rows(path), FORMAT, clip)
+    return make_workload(path, _rows(path), FORMAT, clip)
 
 
 def _rows(path: Path) -> Iterator[Row]:
     seen: set[str] = set()
-    for line, entry in objects(path):
+    for line, entry in read_objects(path):
         unknown = sorted(entry.keys() - _FIELDS)
         if unknown:
-            raise wrong(path, line, unknown[0], f"unknown; known are {', '.join(sorted(_FIELDS))}")
+            raise field_error(path, line, unknown[0], f"unknown; known are {', '.join(sorted(_FIELDS))}")
         request_id = entry.get("request_id", f"row-{line}")
         if not isinstance(request_id, str) or not request_id:
-            raise wrong(path, line, "request_id", f"not a text: {request_id!r}")
+            raise field_error(path, line, "request_id", f"not a text: {request_id!r}")
         if request_id in seen:
-            raise wrong(path, line, "request_id", f"{request_id!r} was there before")
+            raise field_error(path, line, "request_id", f"{request_id!r} was there before")
         seen.add(request_id)
         prompt, answer = (
             _at_least_one(entry, name, path, line) for name in ("prompt_tokens", "answer_tokens")
@@ -47,17 +56,17 @@ def _rows(path: Path) -> Iterator[Row]:
         yield Row(
             line=line,
             request_id=request_id,
-            arrival_s=seconds(field(entry, "arrival_s", path, line), path, line, "arrival_s"),
+            arrival_s=parse_seconds(required_field(entry, "arrival_s", path, line), path, line, "arrival_s"),
             prompt_tokens=prompt,
-            reasoning_tokens=whole(entry.get("reasoning_tokens", 0), path, line, "reasoning_tokens"),
+            reasoning_tokens=parse_tokens(entry.get("reasoning_tokens", 0), path, line, "reasoning_tokens"),
             answer_tokens=answer,
         )
 
 
 def _at_least_one(entry: dict[str, object], name: str, path: Path, line: int) -> int:
-    number = whole(field(entry, name, path, line), path, line, name)
+    number = parse_tokens(required_field(entry, name, path, line), path, line, name)
     if number == 0:
-        raise wrong(path, line, name, "must be at least 1")
+        raise field_error(path, line, name, "must be at least 1")
     return number
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from simulator.workloads.lengths import Lengths, blend, lognormal, lognormal_of_mean, tokens
 
-MOST_REASONING_TOKENS = 32_768
+MAX_REASONING_TOKENS = 32_768
 
 
 def alpaca_eval(count: int, rng: np.random.Generator) -> Lengths:
@@ -32,7 +32,7 @@ def alpaca_eval(count: int, rng: np.random.Generator) -> Lengths:
     prompt = lognormal(median=27, p99=240, count=count, rng=rng)
     reasoning = lognormal(median=506, p99=5_300, count=count, rng=rng)
     answer = lognormal_of_mean(455, sigma=0.6, count=count, rng=rng)
-    return Lengths(tokens(prompt), tokens(np.minimum(reasoning, MOST_REASONING_TOKENS)), tokens(answer))
+    return Lengths(tokens(prompt), tokens(np.minimum(reasoning, MAX_REASONING_TOKENS)), tokens(answer))
 
 
 def arena_hard(count: int, rng: np.random.Generator) -> Lengths:
@@ -54,7 +54,7 @@ def arena_hard(count: int, rng: np.random.Generator) -> Lengths:
     prompt = lognormal(median=50, p99=777, count=count, rng=rng)
     reasoning = lognormal(median=496, p99=9_500, count=count, rng=rng)
     answer = lognormal_of_mean(668, sigma=0.6, count=count, rng=rng)
-    return Lengths(tokens(prompt), tokens(np.minimum(reasoning, MOST_REASONING_TOKENS)), tokens(answer))
+    return Lengths(tokens(prompt), tokens(np.minimum(reasoning, MAX_REASONING_TOKENS)), tokens(answer))
 
 
 def _problems(
@@ -64,7 +64,7 @@ def _problems(
     prompt = lognormal_of_mean(prompt_mean, 0.6, count, rng)
     reasoning = lognormal_of_mean(reasoning_mean, 0.8, count, rng)
     answer = lognormal_of_mean(answer_mean, 0.6, count, rng)
-    return Lengths(tokens(prompt), tokens(np.minimum(reasoning, MOST_REASONING_TOKENS)), tokens(answer))
+    return Lengths(tokens(prompt), tokens(np.minimum(reasoning, MAX_REASONING_TOKENS)), tokens(answer))
 
 
 math_500 = partial(_problems, 75.0, 1_100.0, 350.0)

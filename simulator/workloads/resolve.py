@@ -59,9 +59,9 @@ def resolve_workload(spec: str, options: WorkloadOptions) -> Workload:
     """
     parts = [part.strip() for part in spec.split(",")]
     if len(parts) == 1:
-        workload = _one(spec.strip(), options)
+        workload = _resolve_part(spec.strip(), options)
     else:
-        shared = [_one(part, _share(options, place, len(parts))) for place, part in enumerate(parts)]
+        shared = [_resolve_part(part, _share(options, place, len(parts))) for place, part in enumerate(parts)]
         workload = merged(",".join(part.name for part in shared), shared)
     if options.max_model_len is not None:
         workload = fit(workload, options.max_model_len).workload
@@ -78,14 +78,14 @@ def _share(options: WorkloadOptions, place: int, parts: int) -> WorkloadOptions:
     return replace(options, count=count, rate_per_s=rate, seed=seed)
 
 
-def _one(spec: str, options: WorkloadOptions) -> Workload:
+def _resolve_part(spec: str, options: WorkloadOptions) -> Workload:
     if spec in GENERATORS:
-        return _generated(GENERATORS[spec], options)
+        return _generate(GENERATORS[spec], options)
     if spec in SESSIONS:
-        return _generated(SESSIONS[spec], options)
+        return _generate(SESSIONS[spec], options)
     form, colon, path = spec.partition(":")
     if form in FORMATS and path:
-        return _timed(FORMATS[form](Path(path).expanduser(), options.clip), options)
+        return _scaled(FORMATS[form](Path(path).expanduser(), options.clip), options)
     problem = f"unknown format {form!r}" if colon else f"unknown workload {spec!r}"
     raise WorkloadError(
         f"{problem}; generators: {', '.join([*GENERATORS, *SESSIONS])}; files: "
@@ -93,7 +93,7 @@ def _one(spec: str, options: WorkloadOptions) -> Workload:
     )
 
 
-def _timed(trace: Workload, options: WorkloadOptions) -> Workload:
+def _scaled(trace: Workload, options: WorkloadOptions) -> Workload:
     if options.rate_per_s is not None and options.speed is not None:
         raise WorkloadError("a trace is scaled either to a rate or by a speed, not both")
     if options.rate_per_s is not None:
@@ -101,7 +101,7 @@ def _timed(trace: Workload, options: WorkloadOptions) -> Workload:
     return trace if options.speed is None else scaled(trace, options.speed)
 
 
-def _generated(generator: Generator | SessionGenerator, options: WorkloadOptions) -> Workload:
+def _generate(generator: Generator | SessionGenerator, options: WorkloadOptions) -> Workload:
     rate = options.rate_per_s
     if rate is None:
         raise WorkloadError(f"{generator.name} is generated and needs a rate")

@@ -25,7 +25,7 @@ from simulator.request import SimRequest
 from simulator.workloads.base import Clip, Workload, WorkloadError
 
 # No request is longer, and sums over a trace stay exact.
-MOST_TOKENS = 10**9
+MAX_TOKENS = 10**9
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
 
 
@@ -53,7 +53,7 @@ class Row(NamedTuple):
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[TextIO]:
+def open_text(path: Path) -> Iterator[TextIO]:
     """Open a file as text. Raise WorkloadError if it cannot be read."""
     try:
         with path.open(encoding="utf-8", newline="") as lines:
@@ -64,12 +64,12 @@ def reading(path: Path) -> Iterator[TextIO]:
         raise WorkloadError(f"{path}: {error.strerror or error}") from error
 
 
-def wrong(path: Path, line: int, field: str, problem: str) -> WorkloadError:
+def field_error(path: Path, line: int, field: str, problem: str) -> WorkloadError:
     """Return the error for a field of a row."""
     return WorkloadError(f"{path}, line {line}, field {field!r}: {problem}")
 
 
-def whole(value: object, path: Path, line: int, field: str) -> int:
+def parse_tokens(value: object, path: Path, line: int, field: str) -> int:
     """Parse a number of tokens from text or JSON. Raise WorkloadError."""
     number: int | None = None
     if isinstance(value, str):
@@ -78,15 +78,15 @@ def whole(value: object, path: Path, line: int, field: str) -> int:
     elif isinstance(value, int) and not isinstance(value, bool):
         number = value
     if number is None:
-        raise wrong(path, line, field, f"not a whole number: {value!r}")
+        raise field_error(path, line, field, f"not a whole number: {value!r}")
     if number < 0:
-        raise wrong(path, line, field, f"negative: {number}")
-    if number > MOST_TOKENS:
-        raise wrong(path, line, field, f"more than {MOST_TOKENS} tokens: {number}")
+        raise field_error(path, line, field, f"negative: {number}")
+    if number > MAX_TOKENS:
+        raise field_error(path, line, field, f"more than {MAX_TOKENS} tokens: {number}")
     return number
 
 
-def seconds(value: object, path: Path, line: int, field: str) -> float:
+def parse_seconds(value: object, path: Path, line: int, field: str) -> float:
     """Parse a non-negative time from text or JSON, without converting its unit. Raise WorkloadError."""
     number = math.nan
     if isinstance(value, (str, int, float)) and not isinstance(value, bool):
@@ -95,13 +95,13 @@ def seconds(value: object, path: Path, line: int, field: str) -> float:
         except (ValueError, OverflowError):
             number = math.nan
     if not math.isfinite(number):
-        raise wrong(path, line, field, f"not a number: {value!r}")
+        raise field_error(path, line, field, f"not a number: {value!r}")
     if number < 0.0:
-        raise wrong(path, line, field, f"negative: {value}")
+        raise field_error(path, line, field, f"negative: {value}")
     return number
 
 
-def workload_of(path: Path, rows: Iterable[Row], form: Format, clip: Clip) -> Workload:
+def make_workload(path: Path, rows: Iterable[Row], form: Format, clip: Clip) -> Workload:
     """Return the workload of a trace's rows, cut by `clip`; no more rows are read than necessary.
 
     Rows without a prompt or an output are failed requests: they are left out, and counted in the source.
@@ -114,7 +114,7 @@ def workload_of(path: Path, rows: Iterable[Row], form: Format, clip: Clip) -> Wo
         for row in rows:
             if row.arrival_s < before:
                 problem = f"{row.arrival_s:.6f} s is before the row above it ({before:.6f} s)"
-                raise wrong(path, row.line, form.time_field, problem)
+                raise field_error(path, row.line, form.time_field, problem)
             before = row.arrival_s
             if row.prompt_tokens and row.answer_tokens:
                 yield SimRequest(
@@ -137,13 +137,13 @@ def workload_of(path: Path, rows: Iterable[Row], form: Format, clip: Clip) -> Wo
     return Workload(path.stem, kept, source)
 
 
-def cells(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
+def read_cells(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
     """Yield (line, cells of `columns` in that order) for each row that is not blank.
 
     Other columns are ignored. Raise WorkloadError for a missing column, a row with another number of cells
     than the first line, and invalid CSV.
     """
-    with reading(path) as lines:
+    with open_text(path) as lines:
         reader = csv.reader(lines)
         try:
             header = [name.strip().removeprefix("\ufeff") for name in next(reader, [])]
@@ -165,10 +165,10 @@ def cells(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[str]]]
             raise WorkloadError(f"{path}, line {reader.line_num}: {error}") from error
 
 
-def objects(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
+def read_objects(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
     """Yield (line, object) for each line that is not blank. Raise WorkloadError for anything but an
     object."""
-    with reading(path) as lines:
+    with open_text(path) as lines:
         for line, text in enumerate(lines, start=1):
             if not text.strip():
                 continue
@@ -181,8 +181,8 @@ def objects(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
             yield line, value
 
 
-def field(entry: Mapping[str, object], name: str, path: Path, line: int) -> object:
+def required_field(entry: Mapping[str, object], name: str, path: Path, line: int) -> object:
     """Return the value of a required field. Raise WorkloadError if it is missing."""
     if name not in entry:
-        raise wrong(path, line, name, "missing")
+        raise field_error(path, line, name, "missing")
     return entry[name]

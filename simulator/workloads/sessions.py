@@ -23,11 +23,11 @@ from simulator.workloads.arrivals import check_rate
 from simulator.workloads.lengths import lognormal_of_mean, tokens
 
 UNIT_TOKENS: Final = 64
-MOST_TOKENS: Final = 131_072
+MAX_TOKENS: Final = 131_072
 # Assumed seconds per token of an answer.
 PACE_S: Final = 0.02
 # Simulated time before the workload begins, in mean session lifetimes.
-_BEFORE: Final = 4.0
+_WARM_UP_LIFETIMES: Final = 4.0
 # Spread of lengths whose mean alone is known: standard deviation equal to the mean, as in `sharegpt`.
 _SIGMA: Final = 0.8326
 # Bits that number the units of one session, document or application.
@@ -89,16 +89,16 @@ def session_requests(name: str, shape: Shape, count: int, rate_per_s: float, see
     library_rng, times_rng, rng = (np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(3))
     library = _Library(shape, library_rng)
     lifetime_s = shape.turns * (shape.gap_s + PACE_S * shape.answer_tokens)
-    begin_s, number = -_BEFORE * lifetime_s, 0
+    begin_s, number = -_WARM_UP_LIFETIMES * lifetime_s, 0
     requests: list[SimRequest] = []
     # Turns of sessions that have begun, by time.
-    ahead: list[tuple[float, int, SimRequest]] = []
+    upcoming: list[tuple[float, int, SimRequest]] = []
     while len(requests) < count:
         begin_s += times_rng.standard_exponential() * shape.turns / rate_per_s
-        while ahead and ahead[0][0] <= begin_s and len(requests) < count:
-            requests.append(heapq.heappop(ahead)[2])
+        while upcoming and upcoming[0][0] <= begin_s and len(requests) < count:
+            requests.append(heapq.heappop(upcoming)[2])
         for request in _session(name, shape, library, number, begin_s, rng):
-            heapq.heappush(ahead, (request.arrival_s, number, request))
+            heapq.heappush(upcoming, (request.arrival_s, number, request))
         number += 1
     return requests
 
@@ -119,7 +119,7 @@ def _session(
     for turn in range(turns):
         prompt += int(messages[turn])
         answer = int(answers[turn])
-        if prompt + answer > MOST_TOKENS:
+        if prompt + answer > MAX_TOKENS:
             return
         if at_s >= 0.0:
             ends = ((app, instruction_end), (shape.apps + (document or 0), document_end))

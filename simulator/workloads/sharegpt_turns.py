@@ -17,20 +17,20 @@ from simulator.workloads.lengths import Lengths, tokens
 from simulator.workloads.sharegpt import messages
 
 NAME = "sharegpt_turns"
-GOES_ON = 0.73
-MOST_TOKENS = 131_072
+CONTINUE_PROBABILITY = 0.73
+MAX_TOKENS = 131_072
 
 
 def lengths(count: int, rng: np.random.Generator) -> Lengths:
     """Draw the lengths of `count` requests."""
     # The turn of a request, from 1: geometric, like the number of turns of a conversation.
-    turns = rng.geometric(1.0 - GOES_ON, size=count)
+    turns = rng.geometric(1.0 - CONTINUE_PROBABILITY, size=count)
     message, answer = messages(int(turns.sum()), rng)
     last = turns.cumsum() - 1
-    said = np.concatenate([[0.0], (message + answer).cumsum()])
-    history = said[last] - said[last - turns + 1]
+    cumulative = np.concatenate([[0.0], (message + answer).cumsum()])
+    history = cumulative[last] - cumulative[last - turns + 1]
     last_answer = tokens(answer[last])
-    prompt = np.minimum(tokens(history + message[last]), MOST_TOKENS - last_answer)
+    prompt = np.minimum(tokens(history + message[last]), MAX_TOKENS - last_answer)
     return Lengths(prompt, np.zeros(count, np.int64), last_answer)
 
 

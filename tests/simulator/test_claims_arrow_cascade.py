@@ -12,7 +12,7 @@ import pytest
 from simulator.claims import arrow, cascade
 from simulator.claims.arrow.ablation import R5, R6, gains_at, run_name
 from simulator.claims.arrow.ablation import judge as judge_ablation
-from simulator.claims.arrow.cluster import CODE, begun_at, half_capacity_per_s
+from simulator.claims.arrow.cluster import CODE, half_capacity_per_s, rotated
 from simulator.claims.arrow.rates import HIGHEST, LOWEST, bisect, crossing
 from simulator.claims.arrow.scalability import GPUS, attained
 from simulator.claims.arrow.scalability import judge as judge_scalability
@@ -130,11 +130,11 @@ def test_gains_are_over_common_rates_alone() -> None:
 
 def test_a_trace_begun_elsewhere_has_the_same_requests() -> None:
     requests = [SimRequest(str(n), n * n * 1.0, 100 + n, 0, 10) for n in range(5)]
-    turned = begun_at(Workload("w", requests, ""), 0.6)
+    turned = rotated(Workload("w", requests, ""), 0.6)
     assert [r.request_id for r in turned.requests] == ["3", "4", "0", "1", "2"]
     # 16 s in four gaps, and one more to the first again.
     assert [r.arrival_s for r in turned.requests] == [0.0, 7.0, 11.0, 12.0, 15.0]
-    assert begun_at(Workload("w", requests, ""), 0.0).requests == requests
+    assert rotated(Workload("w", requests, ""), 0.0).requests == requests
 
 
 def scaled(aware: Sequence[float], static: Sequence[float]) -> Mapping[str, Figures]:

@@ -16,7 +16,7 @@ from simulator.claims.pascal import single
 from simulator.claims.pascal.measure import serve as serve_pascal
 from simulator.claims.pascal.tails import Comparison, mean_tails
 from simulator.claims.saturation import poisson_at_load, saturation_rate
-from simulator.claims.verdicts import number, of_bound, of_effect, of_ordering, weakest
+from simulator.claims.verdicts import judge_bound, judge_effect, judge_ordering, number, weakest
 from simulator.cluster import ClusterSpec
 from simulator.goodput import percentile_for, tail_by_bin
 from simulator.request import SimRequest
@@ -62,13 +62,13 @@ def test_rows_that_cannot_be_checked_say_why_at_no_cost(experiment: Experiment) 
     [(-0.5, -0.6, HOLDS), (-0.81, -0.6, DIRECTION), (-0.1, -0.6, DIRECTION), (0.1, -0.6, NOT), (0, 1, NOT)],
 )
 def test_an_effect_holds_within_a_third(ours: float, paper: float, verdict: Verdict) -> None:
-    assert of_effect(ours, paper) is verdict
+    assert judge_effect(ours, paper) is verdict
 
 
 def test_bounds_orderings_and_claims_of_parts() -> None:
-    assert [of_bound(x, 0.06, 0.5) for x in (0.08, 0.2, 0.6)] == [HOLDS, DIRECTION, NOT]
+    assert [judge_bound(x, 0.06, 0.5) for x in (0.08, 0.2, 0.6)] == [HOLDS, DIRECTION, NOT]
     orderings = ([True] * 3, [True, True, False], [True, False])
-    assert [of_ordering(x) for x in orderings] == [HOLDS, DIRECTION, NOT]
+    assert [judge_ordering(x) for x in orderings] == [HOLDS, DIRECTION, NOT]
     assert weakest([HOLDS, NOT, DIRECTION]) is NOT
 
 

@@ -33,7 +33,7 @@ WARM_UP: Final = 1 / 3
 _MEASURED_UNTIL: Final = 7 / 8
 _SAMPLE_S: Final = 2.0
 # QoE is not evaluated: with a pace so slow that no token is late, it costs no time.
-_NO_PACE_S: Final = 1e3
+_IRRELEVANT_PACE_S: Final = 1e3
 
 
 def serve_at_load(dataset: str, arm: str, instances: int, load: float, count: int, seed: int) -> Figures:
@@ -54,26 +54,26 @@ def serve_at_rate(
 
 def _serve(requests: Sequence[SimRequest], arm: str, instances: int, seed: int) -> Figures:
     chosen = ARMS[arm]
-    spec = replace(cluster(instances, chosen), tpot_target_s=_NO_PACE_S)
+    spec = replace(cluster(instances, chosen), tpot_target_s=_IRRELEVANT_PACE_S)
     policy = chosen.policy()
     result = simulate(spec, requests, policy, Fcfs(), seed=seed, sample_interval_s=_SAMPLE_S)
     count = len(requests)
     begin_s = requests[int(WARM_UP * count)].arrival_s
     end_s = requests[int(_MEASURED_UNTIL * count)].arrival_s
     seconds = end_s - begin_s
-    came = [r for r in result.requests if begin_s <= r.arrival_s < end_s]
-    tpot = np.array([r.tpot_s for r in came], np.float64)
+    arrived = [r for r in result.requests if begin_s <= r.arrival_s < end_s]
+    tpot = np.array([r.tpot_s for r in arrived], np.float64)
     ended = [r.tpot_s for r in result.requests if r.finish_s is not None and begin_s <= r.finish_s < end_s]
     good = sum(tpot_s is not None and tpot_s <= TPOT_SLO_S for tpot_s in ended)
     capacity = spec.instances[0].kv_blocks * spec.instances[0].block_tokens
     figures = {
-        "rate_per_s": len(came) / seconds,
+        "rate_per_s": len(arrived) / seconds,
         "finished": float(sum(r.finish_s is not None for r in result.requests)),
         "tpot_p50_ms": 1e3 * float(np.median(tpot)),
         "tpot_p99_ms": 1e3 * float(np.percentile(tpot, 99)),
         "throughput_per_s": len(ended) / seconds,
         "goodput_per_s": good / seconds,
-        "recomputed": float(sum(r.preemptions_recomputed for r in came)),
+        "recomputed": float(sum(r.preemptions_recomputed for r in arrived)),
         "rescheduled_per_s": _rescheduled(result, begin_s, end_s) / seconds,
     }
     figures |= _over_time(result.series, begin_s, end_s, prefill_instances(instances), capacity)

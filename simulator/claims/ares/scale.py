@@ -14,7 +14,7 @@ from simulator.claims.ares.measure import serve_at_rate
 from simulator.claims.ares.rows import A6, A7
 from simulator.claims.ares.serving import SHAREGPT
 from simulator.claims.base import QUICK, Effort, Experiment, Figures, Finding, Run
-from simulator.claims.verdicts import number, of_bound, of_ordering
+from simulator.claims.verdicts import judge_bound, judge_ordering, number
 from simulator.estimate import Estimate, estimate
 
 _WHY: Final = (
@@ -75,7 +75,7 @@ def judge(effort: Effort, figures: Mapping[str, Figures]) -> Sequence[Finding]:
         spreads |= {f"{arm}_{size}": e.half_width for arm, e in found.items() if e.half_width is not None}
         if gap.half_width is not None:
             spreads[f"rescheduling_less_oracle_{size}"] = gap.half_width
-    first = Finding(A6.claim_id, "; ".join(parts), of_ordering(held), _WHY, out, spreads)
+    first = Finding(A6.claim_id, "; ".join(parts), judge_ordering(held), _WHY, out, spreads)
     largest = max(sizes)
     last = figures[_name(largest, "ares_oracle", 1)]
     mean_ms, max_ms = (number(last, f"tick_{name}_ms") for name in ("mean", "max"))
@@ -83,7 +83,7 @@ def judge(effort: Effort, figures: Mapping[str, Figures]) -> Sequence[Finding]:
         A7.claim_id,
         f"mean {mean_ms:.1f} ms, longest {max_ms:.0f} ms"
         + ("" if largest == max(SIZES) else f" (at {largest} instances)"),
-        of_bound(mean_ms, 300.0, 600.0),
+        judge_bound(mean_ms, 300.0, 600.0),
         "targets and sources that cannot win are not looked at; time here includes making the "
         "simulator's views",
         {"mean_ms": mean_ms, "max_ms": max_ms},

@@ -18,7 +18,14 @@ from simulator.claims.ares.measure import serve_at_load, serve_at_rate
 from simulator.claims.ares.results import Results, geometric_mean, load_level, rate_level, run_name
 from simulator.claims.ares.rows import A1, A2, A3, A4, A5, A12
 from simulator.claims.base import QUICK, Claim, Effort, Experiment, Figures, Finding, Run, Verdict
-from simulator.claims.verdicts import format_estimate, means_of, of_effect, of_ordering, spreads_of, weakest
+from simulator.claims.verdicts import (
+    format_estimate,
+    judge_effect,
+    judge_ordering,
+    means_of,
+    spreads_of,
+    weakest,
+)
 from simulator.estimate import Estimate
 
 SHAREGPT: Final = "sharegpt_ares"
@@ -113,7 +120,7 @@ def _goodput(curve: Results) -> Finding:
     return Finding(
         A1.claim_id,
         f"{format_estimate(vllm, '.2f')}x / {format_estimate(moved, '.2f')}x",
-        weakest([of_effect(vllm.mean - 1.0, 0.93), of_effect(moved.mean - 1.0, 0.16)]),
+        weakest([judge_effect(vllm.mean - 1.0, 0.93), judge_effect(moved.mean - 1.0, 0.16)]),
         f"at {load:.2f} of saturation, where vLLM's P99 TPOT is the paper's. The paper names no TPOT SLO; "
         "36.5 ms is two decode steps at half-full KV. Recomputing takes seconds of a request's minutes, so "
         f"that most meet it nevertheless; at {curve.loads[-1]:g} of saturation the first is "
@@ -137,7 +144,7 @@ def _throughput(curve: Results, at_rates: Results) -> Finding:
     return Finding(
         A2.claim_id,
         f"{format_estimate(high, '.2f')}x; {format_estimate(low, '.2f')}x",
-        weakest([of_effect(high.mean - 1.0, 0.75), equal]),
+        weakest([judge_effect(high.mean - 1.0, 0.75), equal]),
         f"even at {curve.loads[-1]:g} of saturation vLLM recomputes {recomputed.mean:.0f} times while some "
         "490 requests are measured: seconds each, beside minutes of decoding; what arrives is served by all "
         "of them",
@@ -179,7 +186,7 @@ def _tail(
         literal = "; at RPS 0.17: " + ", ".join(f"{at_rate[arm].mean:.1f}" for arm in arms[:3])
     where = f"at {load:.2f} of saturation" if matched.reached else f"at {load:g}, beyond the curve"
     total = (1.0 + paper[0]) * (1.0 + paper[1]) - 1.0
-    told = any(_beyond(found[f"prediction_at_{load_level(at)}"], 0.0) for at in curve.loads)
+    significant = any(_differs(found[f"prediction_at_{load_level(at)}"], 0.0) for at in curve.loads)
     by_load = ", ".join(
         f"{found[f'prediction_at_{load_level(at)}'].mean:+.0%} at {at:g}" for at in curve.loads
     )
@@ -188,9 +195,9 @@ def _tail(
         f"{p99['vllm']:.1f}, {p99['rescheduling']:.1f}, {p99['ares']:.1f} ms "
         f"({format_estimate(found['migration'], '+.0%')}, a further "
         f"{format_estimate(found['prediction'], '+.0%')}){literal}",
-        weakest([of_effect(found["total"].mean, total), _part(found["prediction"], paper[1])]),
+        weakest([judge_effect(found["total"].mean, total), _part(found["prediction"], paper[1])]),
         f"{where}, where vLLM's P99 is the paper's. Prediction: {by_load}"
-        + ("" if told else "; the seeds tell none of these from 0"),
+        + ("" if significant else "; the seeds tell none of these from 0"),
         figures,
         spreads_of(found),
     )
@@ -203,14 +210,14 @@ def _variance(curve: Results, at_rates: Results) -> Finding:
     load = _matched_load(curve, SHAREGPT)
     matched = {arm: geometric_mean(curve.at_load(SHAREGPT, arm, load, "variance_ms2")) for arm in arms}
     ares, oracle, vllm = at_rate["ares"].mean, at_rate["ares_oracle"].mean, at_rate["vllm"].mean
-    ordering = of_ordering([ares <= 2.0 * oracle + 0.1, vllm > 5.0 * ares])
+    ordering = judge_ordering([ares <= 2.0 * oracle + 0.1, vllm > 5.0 * ares])
     figures: dict[str, float | Sequence[float]] = {f"variance_{arm}": e.mean for arm, e in at_rate.items()}
     figures |= {f"variance_{arm}_at_matched_load": v for arm, v in matched.items()}
     return Finding(
         A5.claim_id,
         f"{format_estimate(at_rate['ares'], '.2f')} ms^2 (oracle {oracle:.2f}, rescheduling "
         f"{at_rate['rescheduling'].mean:.2f}, vLLM {vllm:.1f})",
-        weakest([ordering, of_effect(ares, 0.78)]),
+        weakest([ordering, judge_effect(ares, 0.78)]),
         f"at RPS 0.17, the highest that the paper names for ShareGPT; at {load:.2f} of saturation ARES "
         f"{matched['ares']:.1f}, oracle {matched['ares_oracle']:.1f}, rescheduling "
         f"{matched['rescheduling']:.1f}, vLLM {matched['vllm']:.0f}, nearly all of it the seconds in which "
@@ -228,21 +235,21 @@ def _divergence(at_rates: Results) -> Finding:
         A12.claim_id,
         f"spread {format_estimate(spread['round_robin'], '.0%')} / {format_estimate(spread['vllm'], '.0%')} "
         f"of the mean step (ARES {spread['ares'].mean:.0%})",
-        of_ordering([drift > 0.1, drift > spread["ares"].mean]),
+        judge_ordering([drift > 0.1, drift > spread["ares"].mean]),
         "outputs of 32,000 tokens stay where they were dispatched for ten minutes, and meet by chance",
         {f"spread_{arm}": e.mean for arm, e in spread.items()},
         {f"spread_{arm}": e.half_width for arm, e in spread.items() if e.half_width is not None},
     )
 
 
-def _beyond(change: Estimate, value: float) -> bool:
+def _differs(change: Estimate, value: float) -> bool:
     """Return whether the seeds distinguish a change from a value; a single seed always does."""
     return change.half_width is None or abs(change.mean - value) > change.half_width
 
 
 def _part(change: Estimate, paper: float) -> Verdict:
     """Judge a part of an effect, which holds if the paper's number is within the spread."""
-    return of_effect(change.mean, paper) if _beyond(change, paper) else Verdict.HOLDS
+    return judge_effect(change.mean, paper) if _differs(change, paper) else Verdict.HOLDS
 
 
 def _plus_one(change: Estimate) -> Estimate:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from simulator.claims.arrow.ablation import ablation
-from simulator.claims.arrow.elsewhere import elsewhere
+from simulator.claims.arrow.not_checked import not_checked
 from simulator.claims.arrow.scalability import scalability
 from simulator.claims.arrow.traces import trace_statistics
 from simulator.claims.base import WHOLE, Effort, Experiment
@@ -18,7 +18,7 @@ from simulator.claims.base import WHOLE, Effort, Experiment
 
 def experiments(traces: Path | None, effort: Effort = WHOLE) -> tuple[Experiment, ...]:
     """Return all rows of Arrow; `traces` is the directory of the public traces, or None."""
-    return (elsewhere(), *ablation(traces, effort), scalability(traces), trace_statistics(traces))
+    return (not_checked(), *ablation(traces, effort), scalability(traces), trace_statistics(traces))
 
 
 EXPERIMENTS: tuple[Experiment, ...] = experiments(None)

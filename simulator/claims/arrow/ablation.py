@@ -15,10 +15,10 @@ from simulator.claims.arrow.cluster import (
     SLO_AWARE,
     Trace,
 )
-from simulator.claims.arrow.elsewhere import without_traces
+from simulator.claims.arrow.not_checked import without_traces
 from simulator.claims.arrow.rates import sustainable
 from simulator.claims.base import WHOLE, Claim, Effort, Experiment, Figures, Finding, Run, Verdict
-from simulator.claims.verdicts import format_estimate, means_of, number, numbers, of_effect, spreads_of
+from simulator.claims.verdicts import format_estimate, judge_effect, means_of, number, numbers, spreads_of
 from simulator.estimate import estimate
 
 _PAPER: Final = "Arrow"
@@ -99,27 +99,27 @@ def _judge(
     balance_gain: float,
     figures: Mapping[str, Figures],
 ) -> Sequence[Finding]:
-    aware, minimal, turning = (
+    slo_aware, minimal_load, round_robin = (
         [figures[run_name(name, policy, start)] for start in starts]
         for policy in (SLO_AWARE, MINIMAL_LOAD, ROUND_ROBIN)
     )
     rates = {
         policy: estimate([number(run, "sustainable_per_s") for run in runs])
-        for policy, runs in ((SLO_AWARE, aware), (MINIMAL_LOAD, minimal), (ROUND_ROBIN, turning))
+        for policy, runs in ((SLO_AWARE, slo_aware), (MINIMAL_LOAD, minimal_load), (ROUND_ROBIN, round_robin))
     }
     ratio = estimate(
         [
             number(ours, "sustainable_per_s") / number(base, "sustainable_per_s")
-            for ours, base in zip(aware, minimal, strict=True)
+            for ours, base in zip(slo_aware, minimal_load, strict=True)
         ]
     )
-    gains = [gains_at(one, other) for one, other in zip(minimal, turning, strict=True)]
+    gains = [gains_at(one, other) for one, other in zip(minimal_load, round_robin, strict=True)]
     most = estimate([max(gain.values(), default=0.0) for gain in gains])
     least = estimate([min(gain.values(), default=0.0) for gain in gains])
     # A maximum of differences is above zero by chance alone.
-    told = most.half_width is None or most.mean > most.half_width
-    decoders = [n for run in aware for n in numbers(run, "decoders")]
-    kept = min(attained for run in aware for attained in numbers(run, "tpot_attainments"))
+    significant = most.half_width is None or most.mean > most.half_width
+    decoders = [n for run in slo_aware for n in numbers(run, "decoders")]
+    kept = min(attained for run in slo_aware for attained in numbers(run, "tpot_attainments"))
     found = {"ratio": ratio, **{f"{policy}_per_s": e for policy, e in rates.items()}}
     balanced = {"gain": most, "least_gain": least}
     return (
@@ -127,19 +127,19 @@ def _judge(
             rate.claim_id,
             f"{format_estimate(ratio, '.2f')}x ({rates[SLO_AWARE].mean:.0f} against "
             f"{rates[MINIMAL_LOAD].mean:.0f} req/s)",
-            of_effect(ratio.mean - 1.0, rate_ratio - 1.0),
+            judge_effect(ratio.mean - 1.0, rate_ratio - 1.0),
             f"{min(decoders):.0f} to {max(decoders):.0f} instances decode at the end, where 4 of 8 began; "
             f"of all requests {kept:.1%} and more keep their TPOT at every rate tried: first tokens decide",
-            means_of(found) | _curves("slo_aware", aware) | _curves("minimal_load", minimal),
+            means_of(found) | _curves("slo_aware", slo_aware) | _curves("minimal_load", minimal_load),
             spreads_of(found),
         ),
         Finding(
             balance.claim_id,
             f"{format_estimate(most, '+.1%')} at most, {least.mean:+.1%} at least",
-            of_effect(most.mean, balance_gain) if told else Verdict.DOES_NOT_HOLD,
+            judge_effect(most.mean, balance_gain) if significant else Verdict.DOES_NOT_HOLD,
             "the greatest and the least difference over the rates that both were tried at"
-            + ("" if told else "; where the trace begins makes more difference"),
-            means_of(balanced) | _curves("minimal_load", minimal) | _curves("round_robin", turning),
+            + ("" if significant else "; where the trace begins makes more difference"),
+            means_of(balanced) | _curves("minimal_load", minimal_load) | _curves("round_robin", round_robin),
             spreads_of(balanced),
         ),
     )

@@ -30,7 +30,7 @@ PROFILE: Final = "llama-3.1-8b-h800"
 INSTANCES: Final = 8
 LINK_BYTES_PER_S: Final = 200e9
 # QoE is not evaluated: with a pace so slow that no token is late, it costs no time.
-_NO_PACE_S: Final = 1e3
+_IRRELEVANT_PACE_S: Final = 1e3
 # "SLO Aware", "Minimal Load" and "Round Robin" of figure 8.
 SLO_AWARE: Final = "arrow"
 MINIMAL_LOAD: Final = "minimal_load"
@@ -57,19 +57,19 @@ CONVERSATION: Final = Trace(
 )
 
 
-def begun_at(workload: Workload, start: float) -> Workload:
+def rotated(workload: Workload, start: float) -> Workload:
     """Begin a workload at a share of its requests, and move the requests before that to the end."""
     requests = workload.requests
     count = len(requests)
     first = int(start * count) % count
     span_s = requests[-1].arrival_s - requests[0].arrival_s
     period_s = span_s * count / max(1, count - 1)
-    turned = [
+    reordered = [
         *requests[first:],
         *(replace(r, arrival_s=r.arrival_s + period_s) for r in requests[:first]),
     ]
-    began_s = turned[0].arrival_s
-    shifted = [replace(r, arrival_s=r.arrival_s - began_s) for r in turned]
+    began_s = reordered[0].arrival_s
+    shifted = [replace(r, arrival_s=r.arrival_s - began_s) for r in reordered]
     return Workload(workload.name, shifted, f"{workload.source}; begun at {start:g}")
 
 
@@ -90,7 +90,7 @@ def replay(trace: Trace, workload: Workload, policy: str, rate_per_s: float, ins
     profile = load_profile(PROFILE)
     setup = setup_for(policy)
     link = LinkSpec(bytes_per_s=LINK_BYTES_PER_S)
-    spec = replace(ClusterSpec.uniform(instances, profile), link=link, tpot_target_s=_NO_PACE_S)
+    spec = replace(ClusterSpec.uniform(instances, profile), link=link, tpot_target_s=_IRRELEVANT_PACE_S)
     requests = at_rate(workload, rate_per_s).requests
-    decides = setup.policy(Deployment(trace.slo, profile))
-    return simulate(setup.apply(spec), requests, decides, setup.intra(trace.slo))
+    decider = setup.policy(Deployment(trace.slo, profile))
+    return simulate(setup.apply(spec), requests, decider, setup.intra(trace.slo))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from simulator.claims.arrow.cluster import INSTANCES, PROFILE, Trace, begun_at, half_capacity_per_s, replay
+from simulator.claims.arrow.cluster import INSTANCES, PROFILE, Trace, half_capacity_per_s, replay, rotated
 from simulator.claims.base import Figures
 from simulator.goodput import attainment
 from simulator.records import SimResult
@@ -72,7 +72,7 @@ def sustainable(traces: str, trace: Trace, policy: str, start: float = 0.0) -> F
     """
     workload = trace.load(Path(traces))
     unit_per_s = half_capacity_per_s(load_profile(PROFILE), workload)
-    workload = begun_at(workload, start)
+    workload = rotated(workload, start)
     results: dict[int, SimResult] = {}
 
     def attained(n: int) -> float:

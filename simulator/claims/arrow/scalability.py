@@ -23,9 +23,9 @@ from simulator.claims.arrow.cluster import (
     half_capacity_per_s,
     replay,
 )
-from simulator.claims.arrow.elsewhere import without_traces
+from simulator.claims.arrow.not_checked import without_traces
 from simulator.claims.base import Claim, Experiment, Figures, Finding, Run, Verdict
-from simulator.claims.verdicts import number, of_ordering
+from simulator.claims.verdicts import judge_ordering, number
 from simulator.goodput import attainment
 from tailrace.profiles import load_profile
 
@@ -71,7 +71,7 @@ def judge(figures: Mapping[str, Figures]) -> Sequence[Finding]:
     better = [a > s for a, s in zip(aware[1:], static[1:], strict=True)]
     growing = all(b > a for a, b in pairwise(aware))
     explained = float(np.corrcoef(GPUS, aware)[0, 1] ** 2) if growing else 0.0
-    verdict = of_ordering([*better, growing, explained >= _LINEAR])
+    verdict = judge_ordering([*better, growing, explained >= _LINEAR])
     return (
         Finding(
             R9.claim_id,

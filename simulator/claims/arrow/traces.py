@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Final
 
 from simulator.claims.arrow.cluster import CODE, CONVERSATION
-from simulator.claims.arrow.elsewhere import without_traces
+from simulator.claims.arrow.not_checked import without_traces
 from simulator.claims.base import Claim, Experiment, Figures, Finding, Run
-from simulator.claims.verdicts import number, of_effect, weakest
+from simulator.claims.verdicts import judge_effect, number, weakest
 from simulator.workloads import mooncake
 from simulator.workloads.base import Clip
 from simulator.workloads.statistics import load_per_minute
@@ -50,7 +50,7 @@ def statistics(traces: str) -> Figures:
     code = load_per_minute(CODE.load(root).requests)
     conversation = load_per_minute(CONVERSATION.load(root).requests)
     # Section 7.1 serves only the first ten minutes; section 3.1 describes the whole hour.
-    mooned = load_per_minute(mooncake.load(root / _MOONCAKE, Clip()).requests)
+    mooncake_load = load_per_minute(mooncake.load(root / _MOONCAKE, Clip()).requests)
     correlations = (code.correlation(), conversation.correlation())
     return {
         "code_peak_input": float(code.prompt_tokens.max()),
@@ -58,7 +58,7 @@ def statistics(traces: str) -> Figures:
         "code_least_input": float(code.prompt_tokens.min()),
         "code_least_output": float(code.output_tokens[code.prompt_tokens.argmin()]),
         "code_variation": code.prompt_variation(),
-        "mooncake_variation": mooned.prompt_variation(),
+        "mooncake_variation": mooncake_load.prompt_variation(),
         "code_correlation": correlations[0] or 0.0,
         "conversation_correlation": correlations[1] or 0.0,
     }
@@ -75,7 +75,7 @@ def judge(figures: Mapping[str, Figures]) -> Sequence[Finding]:
             f"{ours['code_least_input'] / 1e3:.1f}K / {ours['code_least_output'] / 1e3:.2f}K; "
             f"{ours['code_variation']:.2f}, {ours['mooncake_variation']:.2f}; "
             f"{ours['code_correlation']:.2f}, {ours['conversation_correlation']:.2f}",
-            weakest(of_effect(ours[name], paper) for name, paper in _PAPER.items()),
+            weakest(judge_effect(ours[name], paper) for name, paper in _PAPER.items()),
             f"minutes without requests left out; furthest off: {off.replace('_', ' ')}, "
             f"{ours[off] / _PAPER[off] - 1.0:+.0%}. BurstGPT: its hour is not named",
             ours,

@@ -30,7 +30,7 @@ from simulator.claims.cascade.cluster import (
 )
 from simulator.claims.cascade.operating import HEAVY
 from simulator.claims.cascade.serving import MEASURED_UNTIL
-from simulator.claims.verdicts import format_estimate, means_of, number, of_effect, spreads_of, weakest
+from simulator.claims.verdicts import format_estimate, judge_effect, means_of, number, spreads_of, weakest
 from simulator.estimate import Estimate, estimate
 from simulator.records import MigrationOutcome, RequestRecord, SimResult
 from simulator.setups import setup_for
@@ -166,7 +166,7 @@ def judge(seeds: Sequence[int], figures: Mapping[str, Figures]) -> Sequence[Find
     against = [_change(each[_FULL], each[other]) for other in (_INTER, _TURNS)]
     full, inter, turns = (found[policy].mean for policy in (_FULL, _INTER, _TURNS))
     ordered = all(a <= b for a, b in pairwise((full, inter, turns)))
-    told = all(change.half_width is None or abs(change.mean) > change.half_width for change in against)
+    significant = all(change.half_width is None or abs(change.mean) > change.half_width for change in against)
     estimates = {"full": found[_FULL], "inter_stage_only": found[_INTER], "round_robin": found[_TURNS]}
     estimates |= {"against_inter_stage_only": against[0], "against_round_robin": against[1]}
     return (
@@ -174,9 +174,9 @@ def judge(seeds: Sequence[int], figures: Mapping[str, Figures]) -> Sequence[Find
             C13.claim_id,
             f"{format_estimate(against[0], '+.0%')} / {format_estimate(against[1], '+.0%')} "
             f"({full:.3f}, {inter:.3f}, {turns:.3f})",
-            weakest([of_effect(against[0].mean, -0.40), of_effect(against[1].mean, -0.47)]),
+            weakest([judge_effect(against[0].mean, -0.40), judge_effect(against[1].mean, -0.47)]),
             ("ordered as in the figure" if ordered else "not ordered as in the figure")
-            + ("" if told else "; the seeds do not tell all of them apart"),
+            + ("" if significant else "; the seeds do not tell all of them apart"),
             means_of(estimates),
             spreads_of(estimates),
         ),

@@ -43,7 +43,7 @@ MEASURED: Final = "measured-rtx-pro-6000"
 HISTORY_SEED: Final = 0
 HISTORY: Final = 4_000
 # QoE is not evaluated: with a pace so slow that no token is late, it costs no time.
-_NO_PACE_S: Final = 1e3
+_IRRELEVANT_PACE_S: Final = 1e3
 
 # CascadeInfer and its ablations.
 CASCADES: Final = (
@@ -93,7 +93,7 @@ def cluster(profile: Profile, policy: str, penalty: str) -> ClusterSpec:
         "penalty": load_length_penalty(penalty),
     }
     spec = ClusterSpec.uniform(INSTANCES, profile, **limits)
-    spec = replace(spec, link=LinkSpec(bytes_per_s=LINK_BYTES_PER_S), tpot_target_s=_NO_PACE_S)
+    spec = replace(spec, link=LinkSpec(bytes_per_s=LINK_BYTES_PER_S), tpot_target_s=_IRRELEVANT_PACE_S)
     return setup_for(policy).apply(spec)
 
 

@@ -168,7 +168,7 @@ def judge(effort: Effort, figures: Mapping[str, Figures]) -> Sequence[Finding]:
 def _finding(row: Row, results: Results) -> Finding:
     changes = [part.change(results, FIGURE_2, part.loads[FIGURE_2]) for part in row.against]
     verdicts = [part.verdict(change.mean) for part, change in zip(row.against, changes, strict=True)]
-    reasons = [_where(row, results), row.why]
+    reasons = [_judged_loads(row, results), row.why]
     if row.worst is not None:
         group = _ROW_GROUPS[row.claim.claim_id]
         found = max(group, key=lambda policy: _mean(results, policy, "normalized_s"))
@@ -176,12 +176,12 @@ def _finding(row: Row, results: Results) -> Finding:
             # The numbers may agree even if the ordering does not.
             verdicts.append(Verdict.DIRECTION)
             reasons.append(f"worst is {found}, not {row.worst}")
-    reasons += _elsewhere(row, results)
+    reasons += _other_loads(row, results)
     figures, spreads = _details(row, results)
     return Finding(
         row.claim.claim_id,
         " / ".join(
-            _shown(part, change, results, FIGURE_2, part.loads[FIGURE_2])
+            _formatted(part, change, results, FIGURE_2, part.loads[FIGURE_2])
             for part, change in zip(row.against, changes, strict=True)
         ),
         weakest(verdicts),
@@ -191,7 +191,7 @@ def _finding(row: Row, results: Results) -> Finding:
     )
 
 
-def _where(row: Row, results: Results) -> str:
+def _judged_loads(row: Row, results: Results) -> str:
     """Describe the loads that are judged, and who keeps up there."""
     parts = []
     for load in dict.fromkeys(part.loads[FIGURE_2] for part in row.against):
@@ -204,7 +204,7 @@ def _where(row: Row, results: Results) -> str:
     return " and ".join(parts)
 
 
-def _elsewhere(row: Row, results: Results) -> list[str]:
+def _other_loads(row: Row, results: Results) -> list[str]:
     """Describe the same comparison at the other loads of the curve, and with measured kernels."""
     found: list[str] = []
     for penalty, words in ((FIGURE_2, ""), (MEASURED, "with measured kernels ")):
@@ -217,7 +217,9 @@ def _elsewhere(row: Row, results: Results) -> list[str]:
             ]
             if there:
                 shown = [
-                    _shown(part, _alone(part.change(results, penalty, load)), results, penalty, load)
+                    _formatted(
+                        part, _without_spread(part.change(results, penalty, load)), results, penalty, load
+                    )
                     for part in there
                 ]
                 what = "" if len(there) == len(row.against) else f"{_WORDS.get(there[0].figure, '')} "
@@ -225,7 +227,7 @@ def _elsewhere(row: Row, results: Results) -> list[str]:
     return found
 
 
-def _alone(change: Estimate) -> Estimate:
+def _without_spread(change: Estimate) -> Estimate:
     """Remove the spread, which the figures contain."""
     return Estimate(change.mean, None)
 
@@ -255,7 +257,7 @@ def _details(row: Row, results: Results) -> tuple[dict[str, float | Sequence[flo
     return figures, spreads
 
 
-def _shown(part: Against, change: Estimate, results: Results, penalty: str, load: float) -> str:
+def _formatted(part: Against, change: Estimate, results: Results, penalty: str, load: float) -> str:
     """Format as in the paper: ratios of attainment and of large throughputs, otherwise percent."""
     if part.share:
         ours, theirs = (

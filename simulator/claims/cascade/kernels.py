@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.claims.base import Claim, Experiment, Figures, Finding, Run
-from simulator.claims.verdicts import numbers, of_effect, weakest
+from simulator.claims.verdicts import judge_effect, numbers, weakest
 from tailrace.perf.length_penalty import load_length_penalty
 from tailrace.profiles import Profile, load_profile
 
@@ -88,7 +88,7 @@ def judge(figures: Mapping[str, Figures]) -> Sequence[Finding]:
         Finding(
             C14.claim_id,
             f"{least:.2f}-{most:.2f}x",
-            of_effect(most - 1.0, 1.1),
+            judge_effect(most - 1.0, 1.1),
             "from published measurements of one newer attention kernel; figure 2 has others, and its axis "
             "is not in the text. Its range is carried as a penalty of its own, and used for C1 to C13",
             {"factors": factors},
@@ -96,7 +96,7 @@ def judge(figures: Mapping[str, Figures]) -> Sequence[Finding]:
         Finding(
             C15.claim_id,
             "; ".join(f"{share:.0%}" for share in shares),
-            weakest(of_effect(share, paper) for share, (*_, paper) in zip(shares, _SHARES, strict=True)),
+            weakest(judge_effect(share, paper) for share, (*_, paper) in zip(shares, _SHARES, strict=True)),
             "by the part of the fitted step time that grows with KV; the profile is of a newer engine with "
             "other kernels and overheads, and one request's attention is inside its base",
             {"shares": shares},

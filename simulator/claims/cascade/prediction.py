@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from simulator.claims.base import Claim, Experiment, Figures, Finding, Run
 from simulator.claims.cascade.cluster import BATCH, FIGURE_2, llama_on_h20
-from simulator.claims.verdicts import number, of_bound, of_effect, weakest
+from simulator.claims.verdicts import judge_bound, judge_effect, number, weakest
 from simulator.cluster import ClusterSpec
 from simulator.records import RequestRecord
 from simulator.request import SimRequest
@@ -69,7 +69,7 @@ def judge(figures: Mapping[str, Figures]) -> Sequence[Finding]:
     """Judge C9: the model must be about as good as the paper's, and the mean about as bad."""
     ours = figures[f"{_NAME}/all"]
     model, mean = number(ours, "model"), number(ours, "global_mean")
-    verdict = weakest([of_bound(model, 0.089, mean), of_effect(mean - model, 0.64 - 0.089)])
+    verdict = weakest([judge_bound(model, 0.089, mean), judge_effect(mean - model, 0.64 - 0.089)])
     return (
         Finding(
             C9.claim_id,

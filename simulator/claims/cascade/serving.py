@@ -33,8 +33,8 @@ def serve(policy: str, penalty: str, load: float, seconds: float, warm_up: float
     """
     profile = llama_on_h20()
     arriving = requests(profile, load, seconds, seed)
-    decides = policy_for(policy, profile, penalty, load)
-    result = simulate(cluster(profile, policy, penalty), arriving, decides, setup_for(policy).intra())
+    decider = policy_for(policy, profile, penalty, load)
+    result = simulate(cluster(profile, policy, penalty), arriving, decider, setup_for(policy).intra())
     count = len(arriving)
     first, last = (int(share * count) for share in (warm_up, MEASURED_UNTIL))
     begin_s, until_s = arriving[first].arrival_s, arriving[last].arrival_s
@@ -44,7 +44,7 @@ def serve(policy: str, penalty: str, load: float, seconds: float, warm_up: float
     tpot = np.array([r.tpot_s for r in done], dtype=np.float64)
     latency = np.array([r.latency_s for r in done], dtype=np.float64)
     made = generated(result.requests, until_s) - generated(result.requests, begin_s)
-    came = sum(request.output_tokens for request in arriving[first:last])
+    demanded = sum(request.output_tokens for request in arriving[first:last])
     half = len(ttft) // 2
     stages = [change.stages for change in result.series.stages if change.at_s <= until_s][-1]
     committed = [m for m in result.migrations if m.outcome is MigrationOutcome.COMMITTED]
@@ -59,7 +59,7 @@ def serve(policy: str, penalty: str, load: float, seconds: float, warm_up: float
         "tpot_p95_s": float(np.percentile(tpot, 95)),
         "normalized_s": float((latency / [r.output_tokens for r in done]).mean()),
         "tokens_per_s": made / (until_s - begin_s),
-        "kept_up": made / came,
+        "kept_up": made / demanded,
         "stages": float(max(1, len(stages))),
         "boundaries": [float(stage.hi) for stage in stages[:-1]],
         "stage_instances": [float(len(stage.instance_ids)) for stage in stages],

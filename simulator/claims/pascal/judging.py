@@ -9,10 +9,10 @@ from simulator.claims.base import Claim, Finding, Verdict
 from simulator.claims.pascal.results import ALPACA, ARENA, HIGH, LEVELS, LOADS, MIXED, Results
 from simulator.claims.verdicts import (
     format_estimate,
+    judge_bound,
+    judge_effect,
+    judge_ordering,
     means_of,
-    of_bound,
-    of_effect,
-    of_ordering,
     spreads_of,
     weakest,
 )
@@ -35,7 +35,7 @@ def judge_gain(claim: Claim, results: Results, paper: Mapping[str, float], basel
         best = comparison.best()
         change = results.change(dataset, baseline, best)
         ours.append(f"{format_estimate(change, '+.0%')} ({comparison.change_s(best):+.1f} s, bin {best})")
-        verdicts.append(of_effect(change.mean, expected))
+        verdicts.append(judge_effect(change.mean, expected))
         changes[f"{dataset}_best_change"] = change
         figures[f"{dataset}_best_bin"] = float(best)
     figures |= means_of(changes)
@@ -43,14 +43,16 @@ def judge_gain(claim: Claim, results: Results, paper: Mapping[str, float], basel
         "fcfs": "short requests no longer wait behind long ones that hold KV until their last token",
         "rr": "long reasoning no longer ranks below others' answers; short reasoning does as well under RR",
     }[baseline]
-    why += _untold(changes)
+    why += _insignificant(changes)
     return Finding(claim.claim_id, " / ".join(ours), weakest(verdicts), why, figures, spreads_of(changes))
 
 
-def _untold(changes: Mapping[str, Estimate]) -> str:
+def _insignificant(changes: Mapping[str, Estimate]) -> str:
     """Describe changes that are within their spread."""
-    untold = [name for name, e in changes.items() if e.half_width is not None and abs(e.mean) <= e.half_width]
-    return f"; the seeds do not tell from 0: {', '.join(untold)}" if untold else ""
+    insignificant = [
+        name for name, e in changes.items() if e.half_width is not None and abs(e.mean) <= e.half_width
+    ]
+    return f"; the seeds do not tell from 0: {', '.join(insignificant)}" if insignificant else ""
 
 
 def judge_regressions(claim: Claim, results: Results) -> Finding:
@@ -62,7 +64,7 @@ def judge_regressions(claim: Claim, results: Results) -> Finding:
         worst = comparison.worst()
         change = results.change(ALPACA, baseline, worst)
         ours.append(f"{format_estimate(change, '+.1%')} ({comparison.change_s(worst):+.1f} s, bin {worst})")
-        verdicts.append(of_bound(change.mean, paper, -comparison.change(comparison.best())))
+        verdicts.append(judge_bound(change.mean, paper, -comparison.change(comparison.best())))
         changes[f"{baseline}_worst_change"] = change
     why = (
         "no bin loses more than seconds: reasoning comes first, and what follows it at once preempts "
@@ -101,7 +103,7 @@ def judge_slo(claim: Claim, results: Results, curves: Results) -> Finding:
         "decides: see "
         "the curve"
     )
-    verdict = of_ordering([*held["fcfs"], *held["rr"]])
+    verdict = judge_ordering([*held["fcfs"], *held["rr"]])
     return Finding(claim.claim_id, ours, verdict, why, figures, spreads_of(found))
 
 
@@ -123,7 +125,7 @@ def judge_throughput(claim: Claim, results: Results) -> Finding:
         "end, is done"
     )
     ours = f"at most {format_estimate(worst, '+.1%')}"
-    verdict = of_bound(abs(worst.mean), 0.03, 0.1)
+    verdict = judge_bound(abs(worst.mean), 0.03, 0.1)
     return Finding(claim.claim_id, ours, verdict, why, means_of(found), spreads_of(found))
 
 
@@ -135,7 +137,7 @@ def judge_transfer(claim: Claim, results: Results) -> Finding:
     }
     alpaca, arena = found["alpaca_s"], found["arena_s"]
     all_move = results.mean(ALPACA, "non_adaptive", HIGH, "transfer_p99_s")
-    verdict = weakest([of_effect(alpaca.mean, 0.14), of_effect(arena.mean, 0.25)])
+    verdict = weakest([judge_effect(alpaca.mean, 0.14), judge_effect(arena.mean, 0.25)])
     why = (
         f"the longest stay, for no target has room for them (NonAdaptive, which moves all: {all_move:.2f} s "
         "on AlpacaEval2.0); the generators' P99 lengths are derived from this row, so only links are checked"
@@ -154,7 +156,7 @@ def judge_no_migration(claim: Claim, results: Results, curves: Results) -> Findi
     verdict = Verdict.DOES_NOT_HOLD
     if without.mean > with_it.mean and without.mean > 1.0:
         near_zero = Verdict.HOLDS if with_it.mean < 1.0 else Verdict.DIRECTION
-        verdict = weakest([of_effect(without.mean, 27.39), near_zero])
+        verdict = weakest([judge_effect(without.mean, 27.39), near_zero])
     violations = [results.mean(ALPACA, arm, HIGH, "violations") for arm in ("no_migration", "pascal")]
     figures: dict[str, float | Sequence[float]] = {**means_of(found)}
     lines: list[list[float]] = []
@@ -181,7 +183,7 @@ def judge_adaptive(slo: Claim, latency: Claim, results: Results, curves: Results
     """Judge what adaptive migration saves in violations and in latency."""
     found = {arm: results.estimate(ALPACA, arm, HIGH, "violations") for arm in ("non_adaptive", "pascal")}
     without, with_it = found["non_adaptive"], found["pascal"]
-    verdict = of_effect(without.mean - with_it.mean, 0.0745 - 0.0069)
+    verdict = judge_effect(without.mean - with_it.mean, 0.0745 - 0.0069)
     why = (
         "without it requests go to the instance with least reasoning also when its KV is full, and wait "
         "in its host memory; over the rate: see the curve"
@@ -196,7 +198,7 @@ def judge_adaptive(slo: Claim, latency: Claim, results: Results, curves: Results
         for name in ("p50", "p99")
     }
     median, tail = changes["p50_change"], changes["p99_change"]
-    verdict = weakest([of_effect(median.mean, 0.201), of_effect(tail.mean, 0.097)])
+    verdict = weakest([judge_effect(median.mean, 0.201), judge_effect(tail.mean, 0.097)])
     moves = [results.mean(ALPACA, arm, HIGH, "migrations") for arm in ("non_adaptive", "pascal")]
     why = (
         f"the same waits, in latency, of the {moves[0] - moves[1]:.0f} requests a run that NonAdaptive moves "
@@ -226,12 +228,12 @@ def judge_mixed(
         "worst_change": results.change(MIXED, baseline, worst),
     }
     gain, loss = changes["best_change"], changes["worst_change"]
-    verdict = weakest([of_effect(gain.mean, paper_best), of_bound(loss.mean, paper_worst, -gain.mean)])
+    verdict = weakest([judge_effect(gain.mean, paper_best), judge_bound(loss.mean, paper_worst, -gain.mean)])
     why = {
         "fcfs": "FCFS at this load queues for minutes, the short as long as the long; even demoted reasoning "
         "gains",
         "rr": "bins of long reasoning have some ten requests a run, all of them demoted by PASCAL",
-    }[baseline] + _untold(changes)
+    }[baseline] + _insignificant(changes)
     ours = f"{format_estimate(gain, '+.0%')} (bin {best}) / {format_estimate(loss, '+.1%')} (bin {worst})"
     figures = {**means_of(changes), "worst_bin": float(worst)}
     return Finding(claim.claim_id, ours, verdict, why, figures, spreads_of(changes))

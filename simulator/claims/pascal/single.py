@@ -21,7 +21,7 @@ from simulator.claims.base import Effort, Experiment, Figures, Finding, Run, Ver
 from simulator.claims.pascal.cluster import PROFILE
 from simulator.claims.pascal.rows import P13, P14
 from simulator.claims.saturation import poisson_at_load
-from simulator.claims.verdicts import format_estimate, means_of, number, of_effect, spreads_of, weakest
+from simulator.claims.verdicts import format_estimate, judge_effect, means_of, number, spreads_of, weakest
 from simulator.cluster import ClusterSpec
 from simulator.estimate import Estimate, estimate
 from simulator.records import RequestRecord
@@ -121,7 +121,7 @@ def judge(effort: Effort, figures: Mapping[str, Figures]) -> Sequence[Finding]:
     first = Finding(
         P13.claim_id,
         f"{format_estimate(fcfs, '.2f')}x / {format_estimate(rr, '.2f')}x",
-        weakest([of_effect(fcfs.mean - 1.0, 4.14), of_effect(rr.mean - 1.0, 0.75)]),
+        weakest([judge_effect(fcfs.mean - 1.0, 4.14), judge_effect(rr.mean - 1.0, 0.75)]),
         "blocking falls on the short, preemption on the long; our RR goes by quanta used (section V-B), "
         "which keeps the longest out for as long as shorter ones come; in circular order (section V-A) they "
         "would come round sooner",

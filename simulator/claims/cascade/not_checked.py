@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from simulator.claims.arrow.elsewhere import not_here
 from simulator.claims.base import Claim, Experiment
+from simulator.claims.verdicts import not_reproducible
 
 _L40 = Claim(
     "C6", "CascadeInfer", "figures 9a, 11a", "L40: latency; throughput", "-45..67%; 1.37x, 1.21x, 1.34x"
@@ -18,7 +18,7 @@ _TP = Claim(
 _ENGINE = Claim("C16", "CascadeInfer", "Fig. 8", "one instance: Llumnix's engine over vLLM's", "22-81%")
 
 
-def elsewhere() -> Experiment:
+def not_checked() -> Experiment:
     """Return the rows, which need no runs."""
     reasons = {
         "C6": "which models the L40 ran is not said, and one of three baselines is another engine (SGLang); "
@@ -26,4 +26,4 @@ def elsewhere() -> Experiment:
         "C7": "figure 2's penalty is of one GPU: how they slow tensor parallel kernels is not known",
         "C16": "compares engines, not schedulers: the simulator has one engine",
     }
-    return Experiment("cascade-elsewhere", (_L40, _TP, _ENGINE), (), not_here(reasons))
+    return Experiment("cascade-elsewhere", (_L40, _TP, _ENGINE), (), not_reproducible(reasons))

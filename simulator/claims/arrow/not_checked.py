@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Final
 
-from simulator.claims.base import Claim, Experiment, Figures, Finding, Verdict
-
-Judge = Callable[[Mapping[str, Figures]], Sequence[Finding]]
+from simulator.claims.base import Claim, Experiment
+from simulator.claims.verdicts import Judge, not_reproducible
 
 
 def without_traces(claims: Sequence[Claim]) -> Judge:
     """Return a judge for claims whose traces are missing."""
-    return not_here({claim.claim_id: "needs the public traces: pass --traces DIR" for claim in claims})
-
-
-def not_here(reasons: Mapping[str, str]) -> Judge:
-    """Return a judge that states for each claim why it cannot be checked here."""
-    return partial(_say, dict(reasons))
-
-
-def _say(reasons: Mapping[str, str], _: Mapping[str, Figures]) -> Sequence[Finding]:
-    return [Finding(claim_id, "-", Verdict.NOT_REPRODUCIBLE, why) for claim_id, why in reasons.items()]
+    return not_reproducible(
+        {claim.claim_id: "needs the public traces: pass --traces DIR" for claim in claims}
+    )
 
 
 _ROWS: Final = (
@@ -37,7 +28,7 @@ _WHY: Final = (
 )
 
 
-def elsewhere() -> Experiment:
+def not_checked() -> Experiment:
     """Return the rows, which need no runs."""
     claims = tuple(
         Claim(
@@ -45,4 +36,6 @@ def elsewhere() -> Experiment:
         )
         for claim_id, trace, number in _ROWS
     )
-    return Experiment("arrow-end-to-end", claims, (), not_here({claim.claim_id: _WHY for claim in claims}))
+    return Experiment(
+        "arrow-end-to-end", claims, (), not_reproducible({claim.claim_id: _WHY for claim in claims})
+    )
