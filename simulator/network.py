@@ -49,14 +49,14 @@ class Network:
         self._receiving.setdefault(transfer.target, {})[transfer] = None
         self._all[transfer] = None
         transfer.since_s = now
-        self._share(self._beside(transfer), now)
+        self._share(self._affected(transfer), now)
 
-    def _beside(self, transfer: _Transfer) -> list[_Transfer]:
+    def _affected(self, transfer: _Transfer) -> list[_Transfer]:
         """Return the transfers whose share depends on this one, including itself."""
         if self._link.fabric_bytes_per_s is not None:
             return list(self._all)
-        beside: Iterable[_Transfer] = self._sending[transfer.source]
-        return list(dict.fromkeys([*beside, *self._receiving[transfer.target]]))
+        affected: Iterable[_Transfer] = self._sending[transfer.source]
+        return list(dict.fromkeys([*affected, *self._receiving[transfer.target]]))
 
     def _share(self, transfers: list[_Transfer], now: float) -> None:
         link = self._link
@@ -83,10 +83,10 @@ class Network:
         return end
 
     def _end(self, transfer: _Transfer, now: float) -> None:
-        beside = self._beside(transfer)
+        affected = self._affected(transfer)
         del self._sending[transfer.source][transfer]
         del self._receiving[transfer.target][transfer]
         del self._all[transfer]
-        beside.remove(transfer)
-        self._share(beside, now)
+        affected.remove(transfer)
+        self._share(affected, now)
         transfer.done(now)

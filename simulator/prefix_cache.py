@@ -31,7 +31,7 @@ def make_prefix_cache(spec: InstanceSpec, requests: Iterable[SimRequest]) -> Pre
     (unit,) = units
     if unit < 1 or unit % spec.block_tokens:
         raise ValueError(
-            f"{spec.instance_id}: units of {unit} tokens are no whole blocks of {spec.block_tokens}"
+            f"{spec.instance_id}: units of {unit} tokens are not whole blocks of {spec.block_tokens}"
         )
     return PrefixCache(unit // spec.block_tokens)
 

@@ -116,14 +116,14 @@ class Simulation:
         self._start()
         events, total, completed = self._events, len(self.jobs), self._completed
         now = 0.0
-        told = 0
+        reported = 0
         while completed.count < total:
             if not events:
                 raise SimulationError(f"{total - completed.count} requests can never run")
             now = events.step()
-            if progress is not None and (completed.count - told) * 200 >= total:
-                told = completed.count
-                progress(told / total)
+            if progress is not None and (completed.count - reported) * 200 >= total:
+                reported = completed.count
+                progress(reported / total)
         if progress is not None:
             progress(1.0)
         records = completed.records()
@@ -259,14 +259,14 @@ class Simulation:
             interval_s = instance.token_interval_s(now)
             request = self._views.request_view(job, instance, tokens, JobState.DECODING, -1, interval_s, now)
 
-        def told(later: float) -> None:
+        def deliver(later: float) -> None:
             if job.state is JobState.DONE:
                 return
             self._views.phase_entered(job, instance, tokens)
             if request is not None:
                 self._runner.request_changed(point, request, Moment(later, later))
 
-        self._events.schedule(now + self._spec.report.delay_s, told)
+        self._events.schedule(now + self._spec.report.delay_s, deliver)
 
     def _report(self, now: float) -> None:
         reports = self._views.capture(now)
@@ -320,7 +320,7 @@ class Simulation:
                     self._set_stages(action.stages, now)
 
     def _hand_back(self, action: HandBack, now: float) -> None:
-        """Place prompts anew after three messages: the order to the instance, its reply to the front end, and
+        """Place prompts again after three messages: the order to the instance, its reply to the front end and
         the front end's placement request."""
         source = self._instance(action.instance_id)
         jobs = [self._job(request_id) for request_id in action.request_ids]

@@ -48,7 +48,7 @@ def comparison_report(comparison: Comparison) -> str:
     names = [_groups(comparison, workload)[0].name for workload in plan.workloads]
     for workload in plan.workloads:
         body += _workload(comparison, _groups(comparison, workload))
-    body.append(heading("What goes with each policy"))
+    body.append(heading("Settings of each policy"))
     settings = [plan.scenario(policy, plan.workloads[0], None, plan.seeds[0]) for policy in plan.policies]
     rows = [setup_rows(scenario)[:6] for scenario in settings]
     body.append(table([name for name, _ in rows[0]], [[Cell(value) for _, value in row] for row in rows]))
@@ -63,7 +63,7 @@ def _winners(comparison: Comparison) -> str:
         best = group.best("goodput_per_s")
         if best is None:
             continue
-        alike = f"; not told apart: {', '.join(sorted(best.tied))}" if best.tied else ""
+        alike = f"; not distinguishable: {', '.join(sorted(best.tied))}" if best.tied else ""
         rows.append((f"most goodput on {group.name}{_at(group)}{alike}", best.name))
     return cards(rows)
 

@@ -219,9 +219,9 @@ def test_heavy_load_is_judged_by_ranges(effort: Effort) -> None:
     assert found["C3"] is Verdict.DIRECTION
     assert found["C4"] is Verdict.HOLDS
     assert found["C5"] is Verdict.DOES_NOT_HOLD
-    # Nobody kept it under round robin.
+    # No request met its SLO under round robin.
     shown = {f.claim_id: f.ours for f in findings}["C8"]
-    assert shown == "beyond any ratio (90.0% against 0.0%) / 1.00x (90.0% against 90.0%)"
+    assert shown == "no meaningful ratio (90.0% against 0.0%) / 1.00x (90.0% against 90.0%)"
     assert found["C10"] is Verdict.HOLDS
     # The numbers agree, but memory-based refinement is the worst here, not quantity-based.
     assert found["C11"] is Verdict.DIRECTION

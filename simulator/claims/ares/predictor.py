@@ -24,7 +24,7 @@ def judge(_: Mapping[str, Figures]) -> Sequence[Finding]:
             A8.claim_id,
             f"step {step_ms:.1f} ms by our profile",
             none,
-            "the predictor's latency is a GPU's; 1.40 / 18.23 = 7.68% and a 20th of it are sound arithmetic",
+            "the predictor's latency is a GPU's; 1.40 / 18.23 = 7.68% and a 20th of it are consistent",
             {"step_ms": step_ms},
         ),
         Finding(
@@ -43,8 +43,7 @@ def judge(_: Mapping[str, Figures]) -> Sequence[Finding]:
             A11.claim_id,
             "-",
             none,
-            "the length of the migrated request is not given; the share is whatever its KV over 10 "
-            "Gbit/s makes it",
+            "the length of the migrated request is not given, and its KV over 10 Gbit/s determines the share",
         ),
     )
 

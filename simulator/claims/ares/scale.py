@@ -18,8 +18,8 @@ from simulator.claims.verdicts import judge_bound, judge_ordering, number
 from simulator.estimate import Estimate, estimate
 
 _WHY: Final = (
-    "rescheduling takes away all but a hundredth of vLLM's variance; a look each second keeps present loads "
-    "together, and true lengths take little more (~: less than the seeds tell apart)"
+    "rescheduling removes all but a hundredth of vLLM's variance: a check every second keeps current loads "
+    "equal, and true lengths improve this little (~: less than the seeds distinguish)"
 )
 # Seeds by size.
 SIZES: Final[Mapping[int, int]] = {8: 10, 16: 10, 32: 5, 64: 3, 128: 2, 256: 1}
@@ -84,8 +84,7 @@ def judge(effort: Effort, figures: Mapping[str, Figures]) -> Sequence[Finding]:
         f"mean {mean_ms:.1f} ms, longest {max_ms:.0f} ms"
         + ("" if largest == max(SIZES) else f" (at {largest} instances)"),
         judge_bound(mean_ms, 300.0, 600.0),
-        "targets and sources that cannot win are not looked at; time here includes making the "
-        "simulator's views",
+        "targets and sources that cannot win are skipped; the time includes building the simulator's views",
         {"mean_ms": mean_ms, "max_ms": max_ms},
     )
     return first, second

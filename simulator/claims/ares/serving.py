@@ -123,7 +123,7 @@ def _goodput(curve: Results) -> Finding:
         weakest([judge_effect(vllm.mean - 1.0, 0.93), judge_effect(moved.mean - 1.0, 0.16)]),
         f"at {load:.2f} of saturation, where vLLM's P99 TPOT is the paper's. The paper names no TPOT SLO; "
         "36.5 ms is two decode steps at half-full KV. Recomputing takes seconds of a request's minutes, so "
-        f"that most meet it nevertheless; at {curve.loads[-1]:g} of saturation the first is "
+        f"most requests still meet it; at {curve.loads[-1]:g} of saturation the first ratio is "
         f"{format_estimate(at_top, '.2f')}x",
         figures,
         spreads_of(found),
@@ -145,9 +145,9 @@ def _throughput(curve: Results, at_rates: Results) -> Finding:
         A2.claim_id,
         f"{format_estimate(high, '.2f')}x; {format_estimate(low, '.2f')}x",
         weakest([judge_effect(high.mean - 1.0, 0.75), equal]),
-        f"even at {curve.loads[-1]:g} of saturation vLLM recomputes {recomputed.mean:.0f} times while some "
-        "490 requests are measured: seconds each, beside minutes of decoding; what arrives is served by all "
-        "of them",
+        f"even at {curve.loads[-1]:g} of saturation vLLM recomputes only {recomputed.mean:.0f} times while "
+        "about 490 requests are measured: seconds each, compared to minutes of decoding; all schedulers "
+        "serve what arrives",
         means_of(found) | {"load": load},
         spreads_of(found),
     )
@@ -197,7 +197,7 @@ def _tail(
         f"{format_estimate(found['prediction'], '+.0%')}){literal}",
         weakest([judge_effect(found["total"].mean, total), _part(found["prediction"], paper[1])]),
         f"{where}, where vLLM's P99 is the paper's. Prediction: {by_load}"
-        + ("" if significant else "; the seeds tell none of these from 0"),
+        + ("" if significant else "; the seeds distinguish none of these from 0"),
         figures,
         spreads_of(found),
     )
@@ -220,8 +220,8 @@ def _variance(curve: Results, at_rates: Results) -> Finding:
         weakest([ordering, judge_effect(ares, 0.78)]),
         f"at RPS 0.17, the highest that the paper names for ShareGPT; at {load:.2f} of saturation ARES "
         f"{matched['ares']:.1f}, oracle {matched['ares_oracle']:.1f}, rescheduling "
-        f"{matched['rescheduling']:.1f}, vLLM {matched['vllm']:.0f}, nearly all of it the seconds in which "
-        "an instance recomputes",
+        f"{matched['rescheduling']:.1f}, vLLM {matched['vllm']:.0f}, nearly all of it from the seconds in "
+        "which an instance recomputes",
         figures,
         {f"variance_{arm}": e.half_width for arm, e in at_rate.items() if e.half_width is not None},
     )
@@ -236,7 +236,7 @@ def _divergence(at_rates: Results) -> Finding:
         f"spread {format_estimate(spread['round_robin'], '.0%')} / {format_estimate(spread['vllm'], '.0%')} "
         f"of the mean step (ARES {spread['ares'].mean:.0%})",
         judge_ordering([drift > 0.1, drift > spread["ares"].mean]),
-        "outputs of 32,000 tokens stay where they were dispatched for ten minutes, and meet by chance",
+        "outputs of 32,000 tokens stay for ten minutes where they were dispatched, and coincide by chance",
         {f"spread_{arm}": e.mean for arm, e in spread.items()},
         {f"spread_{arm}": e.half_width for arm, e in spread.items() if e.half_width is not None},
     )

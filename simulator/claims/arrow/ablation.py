@@ -128,8 +128,8 @@ def _judge(
             f"{format_estimate(ratio, '.2f')}x ({rates[SLO_AWARE].mean:.0f} against "
             f"{rates[MINIMAL_LOAD].mean:.0f} req/s)",
             judge_effect(ratio.mean - 1.0, rate_ratio - 1.0),
-            f"{min(decoders):.0f} to {max(decoders):.0f} instances decode at the end, where 4 of 8 began; "
-            f"of all requests {kept:.1%} and more keep their TPOT at every rate tried: first tokens decide",
+            f"{min(decoders):.0f} to {max(decoders):.0f} instances decode at the end, 4 of 8 at the start; "
+            f"at least {kept:.1%} of all requests meet their TPOT at every rate tried: TTFT decides",
             means_of(found) | _curves("slo_aware", slo_aware) | _curves("minimal_load", minimal_load),
             spreads_of(found),
         ),
@@ -137,8 +137,8 @@ def _judge(
             balance.claim_id,
             f"{format_estimate(most, '+.1%')} at most, {least.mean:+.1%} at least",
             judge_effect(most.mean, balance_gain) if significant else Verdict.DOES_NOT_HOLD,
-            "the greatest and the least difference over the rates that both were tried at"
-            + ("" if significant else "; where the trace begins makes more difference"),
+            "the largest and the smallest difference over the rates tried with both"
+            + ("" if significant else "; the starting point in the trace has a larger effect"),
             means_of(balanced) | _curves("minimal_load", minimal_load) | _curves("round_robin", round_robin),
             spreads_of(balanced),
         ),

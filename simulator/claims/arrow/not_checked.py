@@ -24,7 +24,7 @@ _ROWS: Final = (
 )
 _WHY: Final = (
     "compares with vLLM over TP8 and with vLLM 0.7.3's disaggregation over 2 x TP4, whose KV path is "
-    "crippled by a bug: there are no measurements of either to simulate from"
+    "slowed down by a bug: neither has published measurements to simulate from"
 )
 
 

@@ -79,7 +79,7 @@ def judge(figures: Mapping[str, Figures]) -> Sequence[Finding]:
                 f"{g} GPUs {a:.0%}, static {s:.0%}" for g, a, s in zip(GPUS, aware, static, strict=True)
             ),
             verdict if all(better) else Verdict.DOES_NOT_HOLD,
-            f"a line explains {explained:.0%} of the growth; two instances leave nothing to move",
+            f"a line explains {explained:.0%} of the growth; with two instances there is nothing to move",
             {"gpus": list(GPUS), "slo_aware": aware, "minimal_load": static, "explained": explained},
         ),
     )

@@ -76,8 +76,8 @@ def judge(figures: Mapping[str, Figures]) -> Sequence[Finding]:
             f"{ours['code_variation']:.2f}, {ours['mooncake_variation']:.2f}; "
             f"{ours['code_correlation']:.2f}, {ours['conversation_correlation']:.2f}",
             weakest(judge_effect(ours[name], paper) for name, paper in _PAPER.items()),
-            f"minutes without requests left out; furthest off: {off.replace('_', ' ')}, "
-            f"{ours[off] / _PAPER[off] - 1.0:+.0%}. BurstGPT: its hour is not named",
+            f"minutes without requests are left out; largest error: {off.replace('_', ' ')}, "
+            f"{ours[off] / _PAPER[off] - 1.0:+.0%}. BurstGPT's hour is not stated",
             ours,
         ),
     )

@@ -176,7 +176,7 @@ def judge(seeds: Sequence[int], figures: Mapping[str, Figures]) -> Sequence[Find
             f"({full:.3f}, {inter:.3f}, {turns:.3f})",
             weakest([judge_effect(against[0].mean, -0.40), judge_effect(against[1].mean, -0.47)]),
             ("ordered as in the figure" if ordered else "not ordered as in the figure")
-            + ("" if significant else "; the seeds do not tell all of them apart"),
+            + ("" if significant else "; the seeds do not distinguish all of them"),
             means_of(estimates),
             spreads_of(estimates),
         ),

@@ -102,12 +102,12 @@ ROWS: Final = (
     Row(
         _claim("C2", "Fig. 6", "P95 TTFT, vs vLLM / Llumnix", "-56% / -19%"),
         (_latency(VLLM, "ttft_p95_s", -0.56, -0.56), _latency(LLUMNIX, "ttft_p95_s", -0.19, -0.19)),
-        "as C1: the 95th percentile is a short prompt that meets no long one",
+        "as C1: the 95th percentile is a short prompt without long ones ahead of it",
     ),
     Row(
         _claim("C3", "Fig. 7", "mean TPOT, heavy load, vs vLLM / Llumnix", "-30..64% / -3.4..56%"),
         (_latency(VLLM, "tpot_mean_s", -0.30, -0.64), _latency(LLUMNIX, "tpot_mean_s", -0.034, -0.56)),
-        "batches of similar lengths escape figure 2's penalty; Llumnix's newer engine is not modelled",
+        "batches of similar lengths avoid figure 2's penalty; Llumnix's newer engine is not modelled",
     ),
     Row(
         _claim("C4", "Fig. 7", "P95 TPOT, vs vLLM / Llumnix", "-25% / -20%"),
@@ -118,26 +118,26 @@ ROWS: Final = (
         _claim("C5", "Fig. 10", "throughput, heavy load, vs vLLM / Llumnix", "1.99x / 1.71x"),
         (_throughput(VLLM, 0.99), _throughput(LLUMNIX, 0.71)),
         "prefill is two fifths of the work on an H20 if unequal lengths cost nothing, and no layout makes it "
-        "cheaper: if decoding is 2.1 times as fast, 1.63x is the most",
+        "cheaper: if decoding is 2.1 times as fast, the limit is 1.63x",
     ),
     Row(
         _claim("C8", "Fig. 12", "SLO attainment at 5x / 20x SLO, vs vLLM", "3.8-7.6x / 2.0-2.8x"),
         (_latency(VLLM, "attainment_5x", 2.8, 6.6), _latency(VLLM, "attainment_20x", 1.0, 1.8)),
-        "the service level is one request's alone, of mean lengths; the load decides the ratio",
+        "the service level is that of one request of mean lengths alone; the load determines the ratio",
     ),
     Row(
         _claim("C10", "Fig. 14", "latency / throughput vs chain; no pipeline worst", "-30% / +7.1%"),
         (_latency(CHAIN, "normalized_s", -0.30, -0.30), _throughput(CHAIN, 0.071)),
-        "a chain that does not keep up has the latency of a growing queue; whether for its handovers or for "
-        "having one instance a stage was not told apart",
+        "a chain that does not keep up has the latency of a growing queue; whether its handovers or having "
+        "one instance per stage is the cause was not determined",
         worst=ONE_STAGE,
     ),
     Row(
         _claim("C11", "Fig. 15", "latency / throughput vs memory-based; quantity-based worst", "-21% / +12%"),
         (_latency(MEMORY, "normalized_s", -0.21, -0.21), _throughput(MEMORY, 0.12)),
-        "all start from one plan and plan anew each minute; where refinement moves a boundary until a stage "
-        "falls behind, latency is that of a growing queue. Stages are weighed whatever their number of "
-        "instances, which is our reading of the baselines",
+        "all start from one plan and replan every minute; where refinement moves a boundary until a stage "
+        "falls behind, latency is that of a growing queue. Stages are weighted regardless of their number "
+        "of instances, which is our interpretation of the baselines",
         worst=QUANTITY,
     ),
 )
@@ -200,7 +200,7 @@ def _judged_loads(row: Row, results: Results) -> str:
             f"{policy} {results.estimate(policy, FIGURE_2, load, 'kept_up').mean:.0%}"
             for policy in dict.fromkeys(policies)
         )
-        parts.append(f"at load {load:g} (of the tokens asked for {kept})")
+        parts.append(f"at load {load:g} (tokens produced of those demanded: {kept})")
     return " and ".join(parts)
 
 
@@ -263,7 +263,7 @@ def _formatted(part: Against, change: Estimate, results: Results, penalty: str, 
         ours, theirs = (
             results.estimate(policy, penalty, load, part.figure).mean for policy in (OURS, part.baseline)
         )
-        ratio = f"{1.0 + change.mean:.2f}x" if theirs > _FEW else "beyond any ratio"
+        ratio = f"{1.0 + change.mean:.2f}x" if theirs > _FEW else "no meaningful ratio"
         return f"{ratio} ({ours:.1%} against {theirs:.1%})"
     if part.least >= 0.5:
         return f"{format_estimate(Estimate(1.0 + change.mean, change.half_width), '.2f')}x"

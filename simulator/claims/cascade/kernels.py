@@ -89,8 +89,8 @@ def judge(figures: Mapping[str, Figures]) -> Sequence[Finding]:
             C14.claim_id,
             f"{least:.2f}-{most:.2f}x",
             judge_effect(most - 1.0, 1.1),
-            "from published measurements of one newer attention kernel; figure 2 has others, and its axis "
-            "is not in the text. Its range is carried as a penalty of its own, and used for C1 to C13",
+            "from published measurements of one newer attention kernel; figure 2 uses others, and the text "
+            "does not give its axis. Its range is a separate penalty, used for C1 to C13",
             {"factors": factors},
         ),
         Finding(

@@ -21,9 +21,9 @@ _ENGINE = Claim("C16", "CascadeInfer", "Fig. 8", "one instance: Llumnix's engine
 def not_checked() -> Experiment:
     """Return the rows, which need no runs."""
     reasons = {
-        "C6": "which models the L40 ran is not said, and one of three baselines is another engine (SGLang); "
-        "the comparison with vLLM and Llumnix is C1 to C5",
-        "C7": "figure 2's penalty is of one GPU: how they slow tensor parallel kernels is not known",
+        "C6": "the paper does not state the models on the L40, and one of three baselines is another engine "
+        "(SGLang); the comparison with vLLM and Llumnix is C1 to C5",
+        "C7": "figure 2's penalty is of one GPU; that of tensor parallel kernels is not known",
         "C16": "compares engines, not schedulers: the simulator has one engine",
     }
     return Experiment("cascade-elsewhere", (_L40, _TP, _ENGINE), (), not_reproducible(reasons))

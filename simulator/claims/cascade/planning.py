@@ -62,8 +62,8 @@ def judge(figures: Mapping[str, Figures]) -> Sequence[Finding]:
             C12.claim_id,
             f"{quick * 1e3:.1f} ms heuristic, {best * 1e3:.1f} ms exact",
             Verdict.HOLDS if max(quick, best) <= _PAPER_S else Verdict.DOES_NOT_HOLD,
-            "the optimum over the paper's buckets needs no heuristic: the program has no index for the "
-            f"number of stages, and its inner loop is numpy's. The heuristic's plan is {worse:.1%} worse",
+            "the optimum over the paper's buckets needs no heuristic: the dynamic program does not index the "
+            f"number of stages, and its inner loop is in numpy. The heuristic's plan is {worse:.1%} worse",
             ours,
         ),
     )

@@ -75,8 +75,8 @@ def judge(figures: Mapping[str, Figures]) -> Sequence[Finding]:
             C9.claim_id,
             f"{model:.1%}; {mean:.0%}",
             verdict,
-            "unweighted least squares spend themselves on the slowest batches; weighted by 1/latency the "
-            f"same model errs by {number(ours, 'weighted_model'):.1%}",
+            "unweighted least squares fit the slowest batches best; weighted by 1/latency the error of the "
+            f"same model is {number(ours, 'weighted_model'):.1%}",
             ours,
         ),
     )

@@ -52,7 +52,7 @@ def _insignificant(changes: Mapping[str, Estimate]) -> str:
     insignificant = [
         name for name, e in changes.items() if e.half_width is not None and abs(e.mean) <= e.half_width
     ]
-    return f"; the seeds do not tell from 0: {', '.join(insignificant)}" if insignificant else ""
+    return f"; not distinguishable from 0: {', '.join(insignificant)}" if insignificant else ""
 
 
 def judge_regressions(claim: Claim, results: Results) -> Finding:
@@ -67,8 +67,8 @@ def judge_regressions(claim: Claim, results: Results) -> Finding:
         verdicts.append(judge_bound(change.mean, paper, -comparison.change(comparison.best())))
         changes[f"{baseline}_worst_change"] = change
     why = (
-        "no bin loses more than seconds: reasoning comes first, and what follows it at once preempts "
-        "older answers"
+        "no bin loses more than seconds: reasoning has priority, and the answers that follow preempt "
+        "older ones"
     )
     spreads = spreads_of(changes)
     return Finding(claim.claim_id, " / ".join(ours), weakest(verdicts), why, means_of(changes), spreads)
@@ -96,12 +96,9 @@ def judge_slo(claim: Claim, results: Results, curves: Results) -> Finding:
         format_estimate(found[f"{ALPACA}_{HIGH}_{arm}"], ".2%") for arm in ("pascal", *_BASELINES)
     )
     why = (
-        f"AlpacaEval2.0, high: {high} (PASCAL / FCFS / RR). Answers are gathered where reports of half a "
-        "second "
-        ""
-        f"show room that is gone: with exact reports PASCAL has {format_estimate(exact, '.2%')}. The rate "
-        "decides: see "
-        "the curve"
+        f"AlpacaEval2.0, high: {high} (PASCAL / FCFS / RR). Answers go to instances whose room, shown in "
+        "reports up to half a second old, is gone: with exact reports PASCAL has "
+        f"{format_estimate(exact, '.2%')}. The rate decides: see the curve"
     )
     verdict = judge_ordering([*held["fcfs"], *held["rr"]])
     return Finding(claim.claim_id, ours, verdict, why, figures, spreads_of(found))
@@ -121,8 +118,8 @@ def judge_throughput(claim: Claim, results: Results) -> Finding:
                 )
     worst = max(found.values(), key=lambda change: abs(change.mean))
     why = (
-        "the batch is as full under any order; what differs is when the longest request, alone at the "
-        "end, is done"
+        "the batch is equally full under any order; the difference is when the longest request, alone at "
+        "the end, finishes"
     )
     ours = f"at most {format_estimate(worst, '+.1%')}"
     verdict = judge_bound(abs(worst.mean), 0.03, 0.1)
@@ -139,7 +136,7 @@ def judge_transfer(claim: Claim, results: Results) -> Finding:
     all_move = results.mean(ALPACA, "non_adaptive", HIGH, "transfer_p99_s")
     verdict = weakest([judge_effect(alpaca.mean, 0.14), judge_effect(arena.mean, 0.25)])
     why = (
-        f"the longest stay, for no target has room for them (NonAdaptive, which moves all: {all_move:.2f} s "
+        f"the longest stay, since no target has room for them (NonAdaptive moves all: {all_move:.2f} s "
         "on AlpacaEval2.0); the generators' P99 lengths are derived from this row, so only links are checked"
     )
     ours = f"{format_estimate(alpaca, '.2f')} s / {format_estimate(arena, '.2f')} s"
@@ -172,7 +169,7 @@ def judge_no_migration(claim: Claim, results: Results, curves: Results) -> Findi
         if load > LOADS[HIGH]
     )
     why = (
-        f"up to {LOADS[HIGH]} of saturation nobody waits after reasoning, in neither; beyond it {beyond}. At "
+        f"up to {LOADS[HIGH]} of saturation no request waits after reasoning; beyond it {beyond}. At "
         f"{LOADS[HIGH]} NoMigration's cost is in violations, {violations[0]:.1%} vs {violations[1]:.1%}"
     )
     ours = f"{format_estimate(without, '.2f')} s vs {format_estimate(with_it, '.2f')} s"
@@ -185,8 +182,8 @@ def judge_adaptive(slo: Claim, latency: Claim, results: Results, curves: Results
     without, with_it = found["non_adaptive"], found["pascal"]
     verdict = judge_effect(without.mean - with_it.mean, 0.0745 - 0.0069)
     why = (
-        "without it requests go to the instance with least reasoning also when its KV is full, and wait "
-        "in its host memory; over the rate: see the curve"
+        "without it requests go to the instance with least reasoning even if its KV is full, and wait "
+        "in its host memory; for other rates see the curve"
     )
     figures: dict[str, float | Sequence[float]] = {**means_of(found)}
     for arm in ("non_adaptive", "pascal"):
@@ -201,7 +198,7 @@ def judge_adaptive(slo: Claim, latency: Claim, results: Results, curves: Results
     verdict = weakest([judge_effect(median.mean, 0.201), judge_effect(tail.mean, 0.097)])
     moves = [results.mean(ALPACA, arm, HIGH, "migrations") for arm in ("non_adaptive", "pascal")]
     why = (
-        f"the same waits, in latency, of the {moves[0] - moves[1]:.0f} requests a run that NonAdaptive moves "
+        f"the same waits, as latency, of the {moves[0] - moves[1]:.0f} requests a run that NonAdaptive moves "
         "and PASCAL does not; the paper gives no absolute latencies to compare with"
     )
     ours = f"{format_estimate(median, '+.1%')} / {format_estimate(tail, '+.1%')}"
@@ -230,9 +227,8 @@ def judge_mixed(
     gain, loss = changes["best_change"], changes["worst_change"]
     verdict = weakest([judge_effect(gain.mean, paper_best), judge_bound(loss.mean, paper_worst, -gain.mean)])
     why = {
-        "fcfs": "FCFS at this load queues for minutes, the short as long as the long; even demoted reasoning "
-        "gains",
-        "rr": "bins of long reasoning have some ten requests a run, all of them demoted by PASCAL",
+        "fcfs": "FCFS at this load queues short and long requests for minutes; even demoted reasoning gains",
+        "rr": "bins of long reasoning have about ten requests per run, all of them demoted by PASCAL",
     }[baseline] + _insignificant(changes)
     ours = f"{format_estimate(gain, '+.0%')} (bin {best}) / {format_estimate(loss, '+.1%')} (bin {worst})"
     figures = {**means_of(changes), "worst_bin": float(worst)}

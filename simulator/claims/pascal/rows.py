@@ -78,8 +78,7 @@ P15: Final = _row(
 def judge_fidelity(_: Mapping[str, Figures]) -> Sequence[Finding]:
     """Report P15 as not reproducible here."""
     why = (
-        "needs vLLM 0.6.1 on an H100 to compare with; our simulator's own error against a real vLLM "
-        "run is in "
+        "requires vLLM 0.6.1 on an H100; our simulator's error against a real vLLM run is in "
         "docs/simulator-validation.md"
     )
     return (Finding(P15.claim_id, "-", Verdict.NOT_REPRODUCIBLE, why),)

@@ -122,9 +122,9 @@ def judge(effort: Effort, figures: Mapping[str, Figures]) -> Sequence[Finding]:
         P13.claim_id,
         f"{format_estimate(fcfs, '.2f')}x / {format_estimate(rr, '.2f')}x",
         weakest([judge_effect(fcfs.mean - 1.0, 4.14), judge_effect(rr.mean - 1.0, 0.75)]),
-        "blocking falls on the short, preemption on the long; our RR goes by quanta used (section V-B), "
-        "which keeps the longest out for as long as shorter ones come; in circular order (section V-A) they "
-        "would come round sooner",
+        "blocking affects the short, preemption the long; our RR ranks by quanta used (section V-B), "
+        "which keeps the longest out while shorter ones arrive; in circular order (section V-A) they "
+        "would have their turn sooner",
         means_of(latency),
         spreads_of(latency),
     )
@@ -148,8 +148,8 @@ def judge(effort: Effort, figures: Mapping[str, Figures]) -> Sequence[Finding]:
         f"{attained['attained_long_oracle'].mean:.0%}; holds "
         + (f"at loads {', '.join(f'{load:g}' for load in holding)}" if holding else "at no load tried"),
         _over_loads(holding),
-        "the rate decides: where the halved memory overflows for moments only, RR starts every answer at "
-        "once and keeps it ahead of its reader; nearer saturation even its answers wait longer than that",
+        "the rate decides: where the halved memory overflows only briefly, RR starts every answer "
+        "immediately and keeps it ahead of its reader; nearer saturation even its answers wait longer",
         {**means_of(attained), **curves},
         spreads_of(attained),
     )
