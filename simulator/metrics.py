@@ -132,9 +132,9 @@ def _gaps(jobs: list[Job], begins: list[int], times: TokenTimes, tpot_target_s: 
     p99_s = np.where(gaps < _GAPS_FOR_P99, max_s, _weighted_p99(times, before_s, starts, gaps))
     found: dict[Job, _Gaps] = {}
     spans = pairwise([*begins, len(times)])
-    for job, p99, most, span in zip(jobs, p99_s.tolist(), max_s.tolist(), spans, strict=True):
-        quality = qoe(_runs(times, *span), tpot_target_s) if most > tpot_target_s else 1.0
-        found[job] = _Gaps(p99, most, quality)
+    for job, p99, max_gap_s, span in zip(jobs, p99_s.tolist(), max_s.tolist(), spans, strict=True):
+        quality = qoe(_runs(times, *span), tpot_target_s) if max_gap_s > tpot_target_s else 1.0
+        found[job] = _Gaps(p99, max_gap_s, quality)
     return found
 
 

@@ -23,7 +23,7 @@ def elapsed(first_s: float, increment_s: float, steps: int) -> float:
     return first_s * steps + increment_s * (steps * (steps - 1) // 2)
 
 
-def steps_within(first_s: float, increment_s: float, seconds: float, most: int) -> int:
+def steps_within(first_s: float, increment_s: float, seconds: float, limit: int) -> int:
     """Return the number of steps, at most `limit`, that end within `seconds` of the start of a run."""
     if seconds < first_s:
         return 0
@@ -31,10 +31,10 @@ def steps_within(first_s: float, increment_s: float, seconds: float, most: int) 
     linear = first_s - half
     # The numerically stable form of the positive root; increments may be zero.
     steps = int(2 * seconds / (linear + math.sqrt(linear * linear + 4 * half * seconds)))
-    if steps > most:
-        steps = most
+    if steps > limit:
+        steps = limit
     # Correct rounding. `elapsed` is inlined: this function is called most often of all.
-    while steps < most and first_s * (steps + 1) + increment_s * ((steps + 1) * steps // 2) <= seconds:
+    while steps < limit and first_s * (steps + 1) + increment_s * ((steps + 1) * steps // 2) <= seconds:
         steps += 1
     while steps > 0 and first_s * steps + increment_s * (steps * (steps - 1) // 2) > seconds:
         steps -= 1

@@ -73,9 +73,9 @@ class Axis:
     label: str
     logarithmic: bool = False
     # Its end; None: that of the values.
-    most: float | None = None
+    end: float | None = None
     # Whether it starts just below the first value instead of at 0.
-    close: bool = False
+    tight: bool = False
 
 
 def line_chart(label: str, x: Axis, y: Axis, lines: Sequence[Line]) -> str:
@@ -86,12 +86,12 @@ def line_chart(label: str, x: Axis, y: Axis, lines: Sequence[Line]) -> str:
     if x.logarithmic:
         x_scale = logarithmic(xs, INNER_START, INNER_END)
     else:
-        margin = 0.05 * (max(xs) - min(xs)) if x.close else 0.0
-        start = min(xs) - margin if x.close else 0.0
+        margin = 0.05 * (max(xs) - min(xs)) if x.tight else 0.0
+        start = min(xs) - margin if x.tight else 0.0
         x_scale = within(start, max(xs) + margin, INNER_START, INNER_END)
     bottom = _LINES_HEIGHT - BOTTOM
-    if y.most is not None:
-        y_scale = within(0.0, y.most, bottom, TOP)
+    if y.end is not None:
+        y_scale = within(0.0, y.end, bottom, TOP)
     elif y.logarithmic:
         y_scale = logarithmic([point.y for point in points], bottom, TOP)
     else:
@@ -207,7 +207,7 @@ class Row:
 
 def strip_chart(label: str, rows: Sequence[Row], end_s: float) -> str:
     """Draw a row per instance, over time from 0 to `end_s`."""
-    height = next(size for most, size in _ROW if len(rows) <= most)
+    height = next(size for limit, size in _ROW if len(rows) <= limit)
     bottom = 6.0 + height * len(rows)
     drawing = Drawing(WIDTH, bottom + _AXIS, label)
     time = within(0.0, end_s, INNER_START, INNER_END)

@@ -85,7 +85,7 @@ def distribution(points: Mapping[str, Sequence[Sequence[TtftPoint]]]) -> str:
     if not lines:
         return ""
     picture = line_chart(
-        "distribution of TTFT", Axis("TTFT (s)", logarithmic=True), Axis("requests (%)", most=100.0), lines
+        "distribution of TTFT", Axis("TTFT (s)", logarithmic=True), Axis("requests (%)", end=100.0), lines
     )
     caption = "Share of requests that had their first answering token by then: further left is better."
     return figure(picture, caption, line_legend([(line.name, line.series) for line in lines]))

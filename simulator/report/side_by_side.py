@@ -90,14 +90,14 @@ def _lengths(points: dict[str, list[Sequence[TtftPoint]]]) -> list[str]:
     return [by_reasoning(points), by_prompt(points), distribution(points)]
 
 
-def _against_rate(groups: Sequence[Group], name: str, label: str, factor: float, most: float | None) -> str:
+def _against_rate(groups: Sequence[Group], name: str, label: str, factor: float, end: float | None) -> str:
     lines = []
     for series, policy in enumerate(cell.policy for cell in groups[0].cells):
         cells = [next(cell for cell in group.cells if cell.policy == policy) for group in groups]
         drawn = [_point(cell, name, factor) for cell in sorted(cells, key=lambda cell: cell.rate or 0.0)]
         lines.append(Line(policy, series, drawn))
     picture = line_chart(
-        f"{label} against rate", Axis("rate (requests/s)", close=True), Axis(label, most=most), lines
+        f"{label} against rate", Axis("rate (requests/s)", tight=True), Axis(label, end=end), lines
     )
     caption = (
         "Means over the seeds; whiskers are 95% intervals." if len(groups[0].cells[0].outcomes) > 1 else ""

@@ -114,14 +114,14 @@ def _judge(
         ]
     )
     gains = [gains_at(one, other) for one, other in zip(minimal_load, round_robin, strict=True)]
-    most = estimate([max(gain.values(), default=0.0) for gain in gains])
-    least = estimate([min(gain.values(), default=0.0) for gain in gains])
+    largest = estimate([max(gain.values(), default=0.0) for gain in gains])
+    smallest = estimate([min(gain.values(), default=0.0) for gain in gains])
     # A maximum of differences is above zero by chance alone.
-    significant = most.half_width is None or most.mean > most.half_width
+    significant = largest.half_width is None or largest.mean > largest.half_width
     decoders = [n for run in slo_aware for n in numbers(run, "decoders")]
     kept = min(attained for run in slo_aware for attained in numbers(run, "tpot_attainments"))
     found = {"ratio": ratio, **{f"{policy}_per_s": e for policy, e in rates.items()}}
-    balanced = {"gain": most, "least_gain": least}
+    balanced = {"gain": largest, "least_gain": smallest}
     return (
         Finding(
             rate.claim_id,
@@ -135,8 +135,8 @@ def _judge(
         ),
         Finding(
             balance.claim_id,
-            f"{format_estimate(most, '+.1%')} at most, {least.mean:+.1%} at least",
-            judge_effect(most.mean, balance_gain) if significant else Verdict.DOES_NOT_HOLD,
+            f"{format_estimate(largest, '+.1%')} at most, {smallest.mean:+.1%} at least",
+            judge_effect(largest.mean, balance_gain) if significant else Verdict.DOES_NOT_HOLD,
             "the largest and the smallest difference over the rates tried with both"
             + ("" if significant else "; the starting point in the trace has a larger effect"),
             means_of(balanced) | _curves("minimal_load", minimal_load) | _curves("round_robin", round_robin),

@@ -41,12 +41,12 @@ _COST_OF_STAGES_S: Final = 0.11
 
 @dataclass(frozen=True, slots=True)
 class Against:
-    """CascadeInfer over one baseline by one figure: the paper's relative change is in [least, most]."""
+    """CascadeInfer over one baseline by one figure: the paper's relative change is in [low, high]."""
 
     baseline: str
     figure: str
-    least: float
-    most: float
+    low: float
+    high: float
     # By penalty.
     loads: Mapping[str, float]
 
@@ -64,9 +64,9 @@ class Against:
 
     def verdict(self, change: float) -> Verdict:
         """Return the verdict: holds within the range, widened by a third at either end."""
-        if change * self.least <= 0.0:
+        if change * self.low <= 0.0:
             return Verdict.DOES_NOT_HOLD
-        inside = abs(self.least) * 2 / 3 <= abs(change) <= abs(self.most) * 4 / 3
+        inside = abs(self.low) * 2 / 3 <= abs(change) <= abs(self.high) * 4 / 3
         return Verdict.HOLDS if inside else Verdict.DIRECTION
 
 
@@ -84,8 +84,8 @@ def _claim(claim_id: str, where: str, statement: str, number: str) -> Claim:
     return Claim(claim_id, "CascadeInfer", where, statement, number)
 
 
-def _latency(baseline: str, figure: str, least: float, most: float) -> Against:
-    return Against(baseline, figure, least, most, HEAVY)
+def _latency(baseline: str, figure: str, low: float, high: float) -> Against:
+    return Against(baseline, figure, low, high, HEAVY)
 
 
 def _throughput(baseline: str, gain: float) -> Against:
@@ -265,7 +265,7 @@ def _formatted(part: Against, change: Estimate, results: Results, penalty: str, 
         )
         ratio = f"{1.0 + change.mean:.2f}x" if theirs > _FEW else "no meaningful ratio"
         return f"{ratio} ({ours:.1%} against {theirs:.1%})"
-    if part.least >= 0.5:
+    if part.low >= 0.5:
         return f"{format_estimate(Estimate(1.0 + change.mean, change.half_width), '.2f')}x"
     return format_estimate(change, "+.0%")
 
