@@ -1,6 +1,6 @@
-"""ARES (sections 4 and 5): decode instances balanced by current and predicted load, where load is tokens.
+"""ARES (sections 4 and 5): balance decode instances by current and predicted load in tokens.
 
-`tailrace.perf.horizon` says at which coming steps loads are looked at and what each counts for;
-`tailrace.perf.future_load` is the workers' part, simulating an instance's load at those steps. `rescheduling`
-is Algorithm 1; `dispatch` hands requests over from prefill to decode; `policy` has the policy.
+`policy` has the decision points, `rescheduling` Algorithm 1, `dispatch` the handover from prefill to decode.
+`tailrace.perf.horizon` defines the future steps at which loads are compared, and their weights;
+`tailrace.perf.future_load` simulates an instance's load at those steps, in the workers.
 """

@@ -1,13 +1,13 @@
-"""From prefill to decode (section 3): which instances do which, and which decode instance gets a request.
+"""ARES's dispatch from prefill to decode (section 3): which instances prefill, and which decode.
 
 All systems that the paper compares dispatch by "prefill-decode real-time KV cache load balancing (serving as
-the common foundation)" (section 6.1), and so do all policies here. Section 3 has a request go "to a decode
-instance according to its input length, predicted output length, and the current load of each", but not how:
-the parameter `dispatch=variance` takes the choice that leaves the least time-weighted variance (equation 4),
-among those with the memory of line 21.
+the common foundation)" (section 6.1), and so do all policies here. Section 3 dispatches a request "to a
+decode instance according to its input length, predicted output length, and the current load of each" without
+saying how: with `dispatch=variance` the policy minimizes the time-weighted variance (equation 4) over the
+instances that satisfy line 21.
 
-Whether the view's pools are used is up to the cluster. An instance in no pool does both kinds of work; one
-that Arrow is turning into a prefill instance gets no more decodes.
+Pools are used if the cluster has them. An instance in no pool does both kinds of work; a D->P instance gets
+no more decodes.
 """
 
 from __future__ import annotations
@@ -21,30 +21,33 @@ _NO_PREFILL = (Pool.DECODE, Pool.PREFILL_TO_DECODE)
 
 
 def decoders(instances: Sequence[InstanceView]) -> list[InstanceView]:
-    """Those that decode: the paper's set I."""
+    """Return the instances that decode: the paper's set I."""
     return [i for i in instances if i.pool is None or i.pool not in _NO_DECODE]
 
 
 def prefillers(instances: Sequence[InstanceView]) -> list[InstanceView]:
-    """Those that prefill, if some of them do nothing else. Empty: a request decodes where it is prefilled."""
+    """Return the instances that prefill if some of them do nothing else; else none, and requests decode where
+    they are prefilled."""
     able = [i for i in instances if i.pool is None or i.pool not in _NO_PREFILL] or list(instances)
     pools = [i.pool for i in able if i.pool is not None]
     return able if any(pool in _NO_DECODE for pool in pools) else []
 
 
 def least_backlog(instances: Sequence[InstanceView], held: Callable[[InstanceView], int]) -> InstanceView:
-    """The prefill instance that is done first, which the paper leaves open; then fewest requests. `held`:
-    tokens that need not be computed there."""
+    """Return the prefill instance with the least backlog, then the fewest requests (the paper names no rule).
+
+    `held`: function from an instance to the arrival's cached tokens there.
+    """
     return min(instances, key=lambda i: (i.prefill_backlog_tokens - held(i), i.load))
 
 
-def hands_over(source: InstanceView, request: RequestView) -> bool:
-    """Whether the request must leave to decode."""
+def must_hand_over(source: InstanceView, request: RequestView) -> bool:
+    """Return whether the request must leave its instance to decode."""
     return source.pool in _NO_DECODE and not request.migrating
 
 
 def waiting_to_leave(view: ClusterView) -> Iterator[tuple[InstanceView, RequestView]]:
-    """Requests that decode on prefill instances, since no decode instance had room when they were ready."""
+    """Yield requests that decode on prefill instances because no decode instance had room for them."""
     for source in view.placeable():
         if source.pool is not Pool.PREFILL:
             continue

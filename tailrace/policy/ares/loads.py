@@ -1,4 +1,4 @@
-"""What the scheduler collects each interval (Algorithm 1, line 4): the loads of all decode instances."""
+"""Collect the loads of all decode instances (Algorithm 1, line 4)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tailrace.perf.horizon import Floats, Horizon, expected_remaining, floats
 
 @dataclass(frozen=True)
 class Loads:
-    """Token loads of `instances`, now and at each step of the horizon: tokens[i, k], k = 0 is now."""
+    """Token loads of `instances` now and at each step of the horizon: tokens[i, k], k = 0 is now."""
 
     instances: Sequence[InstanceView]
     horizon: Horizon
@@ -23,7 +23,7 @@ class Loads:
 
     @property
     def weighted(self) -> Floats:
-        """w_i (line 13); without a horizon the load of now."""
+        """Return w_i (line 13); without a horizon, the current load."""
         if not self.horizon.points:
             return self.tokens[:, 0]
         result: Floats = self.tokens[:, 1:] @ self.horizon.betas
@@ -31,10 +31,10 @@ class Loads:
 
 
 def collect(instances: Sequence[InstanceView], horizon: Horizon) -> Loads:
-    """Loads as reported.
+    """Collect the reported loads.
 
-    A report is older than the view: what was placed there since, or has left, is in `context_tokens` but not
-    in `future_load`, and is taken to stay for the horizon.
+    A report is older than the view: requests that were placed or left since are included in `context_tokens`
+    but not in `future_load`; they are assumed to last for the whole horizon.
     """
     width = horizon.points + 1
     rows = [instance.future_load for instance in instances]
@@ -44,12 +44,12 @@ def collect(instances: Sequence[InstanceView], horizon: Horizon) -> Loads:
     tokens: Floats = values.reshape(len(rows), width)
     held = floats([instance.context_tokens for instance in instances])
     tokens += (held - tokens[:, 0])[:, None]
-    # Where more has left than the report's future still holds.
+    # More tokens may have left than the reported future load still has.
     return Loads(instances, horizon, np.maximum(tokens, 0.0))
 
 
 def _simulated(instance: InstanceView, horizon: Horizon) -> tuple[float, ...]:
-    """What is reported; where a worker reports nothing, or for another horizon, its part is done here."""
+    """Return the reported future load; simulate it if the worker reports none, or another horizon."""
     reported = instance.future_load
     if len(reported) == horizon.points + 1:
         return reported

@@ -1,10 +1,8 @@
-"""ARES's policy: dispatch by load, and rescheduling of decodes by current and predicted load (sections 5 and
-6.1).
+"""ARES's policy: dispatch by load, and decode rescheduling by current and predicted load (sections 5, 6.1).
 
-The parameter `rescheduling` has the paper's baselines: "off" is its "vLLM" (dispatch alone), "current_load"
-its "vLLM + rescheduling" (Algorithm 1 on current loads alone, whatever is predicted). The error of
-predictions is an input: `RequestView.predicted_remaining_tokens` and `InstanceView.future_load` bring them,
-and no policy changes them.
+The parameter `rescheduling` has the paper's baselines: "off" is its "vLLM" (dispatch only), "current_load"
+its "vLLM + rescheduling" (Algorithm 1 on current loads only). Predictions, with their errors, are input from
+the view: `RequestView.predicted_remaining_tokens` and `InstanceView.future_load`.
 """
 
 from __future__ import annotations
@@ -20,8 +18,8 @@ from tailrace.perf.horizon import HORIZON, NOW, Horizon, expected_remaining, flo
 from tailrace.perf.steps import StepModel
 from tailrace.policy.ares.dispatch import (
     decoders,
-    hands_over,
     least_backlog,
+    must_hand_over,
     prefillers,
     waiting_to_leave,
 )
@@ -34,17 +32,17 @@ from tailrace.policy.parameters import Parameter
 from tailrace.policy.pulling import PULLS, pulling
 from tailrace.profiles import Profile
 
-# How a request gets its decode instance.
+# Values of the parameter `dispatch`.
 KV_LOAD: Final = "kv_load"
 VARIANCE: Final = "variance"
-# What decodes are rescheduled by.
+# Values of the parameter `rescheduling`.
 PREDICTED_LOAD: Final = "predicted_load"
 CURRENT_LOAD: Final = "current_load"
 OFF: Final = "off"
 
 
 class Ares(Policy):
-    """Rescheduling by current and predicted load."""
+    """Dispatch by KV load; reschedule decodes by Algorithm 1 on each tick."""
 
     needs = (Fact.PROFILE,)
     parameters: ClassVar[tuple[Parameter, ...]] = (
@@ -125,8 +123,8 @@ class Ares(Policy):
     ) -> None:
         """`limits`: keyword arguments of `Rescheduling`.
 
-        The default horizon is the one that workers report by; for others the loads are simulated here.
-        Raises ValueError when the horizon has more points than tokens.
+        Workers report loads for the default horizon; for others, loads are simulated here. Raise ValueError
+        if the horizon has more points than tokens.
         """
         self.rescheduling = Rescheduling(**limits)
         self.reschedules = rescheduling != OFF
@@ -140,7 +138,8 @@ class Ares(Policy):
         self.horizon = horizon if self.predictions else NOW
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
-        """To prefill; where no instance only prefills, already by decode load."""
+        """Place on the prefill instance with the least backlog; if no instance only prefills, by decode
+        load."""
         instances = candidates(view, arrival)
         if not instances:
             return NO_INSTANCE
@@ -149,23 +148,23 @@ class Ares(Policy):
         if prefilling:
             return self.pull(view, arrival, Place(least_backlog(prefilling, held).instance_id))
         tokens = arrival.prompt_tokens + arrival.output_tokens
-        left = tokens_left(arrival.prompt_tokens, arrival.output_tokens, arrival.max_tokens)
+        remaining = tokens_left(arrival.prompt_tokens, arrival.output_tokens, arrival.max_tokens)
         if self.cache_aware and arrival.cached:
             instances = [replace(i, kv_used_tokens=i.kv_used_tokens - held(i)) for i in instances]
-        return self.pull(view, arrival, Place(self.choose(instances, tokens, left).instance_id))
+        return self.pull(view, arrival, Place(self.choose(instances, tokens, remaining).instance_id))
 
     def on_prefill_done(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
-        """To decode, from an instance that only prefills. No room anywhere: a tick will try again."""
+        """Hand over to a decode instance if this one only prefills; if none has room, a tick tries again."""
         source = view.instances.get(request.instance_id)
-        if source is None or not hands_over(source, request):
+        if source is None or not must_hand_over(source, request):
             return ()
         action = self.hand_over(decoders(view.placeable()), source, request)
         return () if action is None else (action,)
 
     def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
-        """Handovers that found no room before, then Algorithm 1."""
+        """Retry handovers that found no room, then reschedule by Algorithm 1."""
         instances = decoders(view.placeable())
-        actions = self.late_handovers(view, instances)
+        actions = self.retry_handovers(view, instances)
         if not self.reschedules:
             return actions
         loads = collect(instances, self.horizon)
@@ -179,11 +178,11 @@ class Ares(Policy):
         return actions
 
     def choose(self, instances: Sequence[InstanceView], tokens: int, remaining: float) -> InstanceView:
-        """The decode instance for a request of so many tokens and so many expected to come; not empty.
+        """Return the decode instance for a request with `tokens` of context and `remaining` expected output.
 
-        The least KV load, or the least of equation 4 with the request added; the first of equals. For load x
-        added to one of n instances equation 4 differs between targets only by 2/n sum_k weights[k] x_k N_i,k.
-        Without a horizon that is the least current load.
+        It is the one with the least KV load, or the least equation 4 with the request added; the first of
+        equals. For load x added to one of n instances, equation 4 differs between targets only by 2/n sum_k
+        weights[k] x_k N_i,k. Without a horizon that is the least current load. `instances` must not be empty.
         """
         if self.dispatch == KV_LOAD:
             return min(instances, key=_kv_load)
@@ -191,34 +190,34 @@ class Ares(Policy):
         loads = collect(instances, self.horizon).tokens
         return instances[int((loads @ (self.horizon.weights * added)).argmin())]
 
-    def safe(self, target: InstanceView, request: RequestView) -> bool:
-        """Whether a target with room for the request now is expected to keep it.
+    def is_memory_safe(self, target: InstanceView, request: RequestView) -> bool:
+        """Return whether the target is expected to have memory for the request until it ends.
 
-        With dispatch by equation 4: Algorithm 1, line 21. Without a horizon nothing is foreseen.
+        With dispatch by equation 4 that is Algorithm 1, line 21; else, and without a horizon, always true.
         """
         if self.dispatch == KV_LOAD or not self.horizon.points:
             return True
-        to_come = request.predicted_remaining_tokens or 0.0
+        predicted = request.predicted_remaining_tokens or 0.0
         limit = self.rescheduling.memory_share * target.kv_capacity_tokens
-        return target.context_tokens + request.context_tokens + to_come <= limit
+        return target.context_tokens + request.context_tokens + predicted <= limit
 
     def hand_over(
         self, instances: Sequence[InstanceView], source: InstanceView, request: RequestView
     ) -> Migrate | None:
-        """To a decode instance with room; None: there is none."""
+        """Return a handover to a decode instance with room; None if no instance has room."""
         tokens, here = request.context_tokens, source.instance_id
-        roomy = [i for i in instances if fits_device(i, tokens) and i.instance_id != here]
-        if not roomy:
+        with_room = [i for i in instances if fits_device(i, tokens) and i.instance_id != here]
+        if not with_room:
             return None
-        safe = [i for i in roomy if self.safe(i, request)]
-        target = self.choose(safe or roomy, tokens, expected_remaining(request))
+        safe = [i for i in with_room if self.is_memory_safe(i, request)]
+        target = self.choose(safe or with_room, tokens, expected_remaining(request))
         return Migrate(request.request_id, here, target.instance_id, "prefill done")
 
-    def late_handovers(self, view: ClusterView, instances: list[InstanceView]) -> list[Migrate]:
-        """Updates `instances` by what goes there."""
+    def retry_handovers(self, view: ClusterView, instances: list[InstanceView]) -> list[Migrate]:
+        """Hand over requests that decode on prefill instances; update `instances` with them."""
         actions: list[Migrate] = []
         for source, request in waiting_to_leave(view):
-            if not hands_over(source, request):
+            if not must_hand_over(source, request):
                 continue
             action = self.hand_over(instances, source, request)
             if action is None:

@@ -1,26 +1,30 @@
-"""ARES, Algorithm 1: decode rescheduling in three phases.
+"""ARES's Algorithm 1: decode rescheduling in three phases.
 
-What the paper leaves open is settled here by parameters of `Rescheduling`:
+Notation: N_i is the load of instance i in tokens, w_i its time-weighted load, w_bar their mean; N(r) and
+N^(r) are the current and the predicted remaining tokens of request r.
+
+Choices that the paper leaves open are parameters of `Rescheduling`:
 
 - theta = 0.1. Figure 13's variance of 0.78 ms^2 is, at the slope of figure 8, a spread of about a tenth of
   the load of an instance; a wider band would leave more.
-- Line 15 admits to U what is below (1 + theta) w_bar, not (1 - theta): kept as it stands (`theta_under`,
-  which may be negative). With the other reading an overloaded instance among many average ones has nowhere
-  to send to, and the more targets there are, the better the best one.
-- C_mig (line 20): opening and committing, and copying the request's KV at the speed that migrations to the
-  target have reached lately (`InstanceView.migration_tokens_per_s`). Where there was none yet,
-  `copy_tokens_per_s`: 50,000 are 25 Gbit/s for the paper's 7B model (57 KB a token), and 100 Gbit/s for a 32B
-  model of 262 KB a token.
+- Line 15 admits to U instances below (1 + theta) w_bar, not (1 - theta): implemented as written
+  (`theta_under`, which may be negative). With the other reading, an overloaded instance among many average
+  ones has no target; and more targets can only make the best one better.
+- C_mig (line 20): the time to open and commit a migration, and to copy the request's KV at the rate that
+  recent migrations to the target have reached (`InstanceView.migration_tokens_per_s`). Without a measured
+  rate: `copy_tokens_per_s`; 50,000 are 25 Gbit/s for the paper's 7B model (57 KB per token), and 100 Gbit/s
+  for a 32B model of 262 KB per token.
 - T_exec: the source's own mean token interval; `token_interval_s` (section 5.3's 18.23 ms) if it has none.
-- C_mem (line 21): `memory_share` of the target's KV capacity; the rest is for what others grow by meanwhile.
-- Line 21 adds only N^(r) to the target's load. What is moved has N(r) tokens of KV too: here both are added.
-- A request without prediction is taken to use what its `max_tokens` leaves, and counts with N(r) alone in
-  line 21. Without a horizon no prediction is looked at.
+- C_mem (line 21): `memory_share` of the target's KV capacity; the rest is for the growth of other requests.
+- Line 21 adds only N^(r) to the target's load. The migrated request also has N(r) tokens of KV, so both are
+  added here.
+- A request without a prediction is assumed to use all of its remaining `max_tokens`, and counts with N(r)
+  alone in line 21. Without a horizon, predictions are ignored.
 - Line 26's "0" is `least_gain`: a minimum share of the variance that a migration must remove.
-- B_s (line 20) holds what the source decodes, and what it has preempted with its KV in host memory: that can
-  be sent from there. What was preempted without has no KV to send, and stays until it is recomputed.
-- An instance with a migration out under way is no source: its load is about to change, by how much the view
-  does not say.
+- B_s (line 20) contains the source's decoding requests and its preempted requests with KV in host memory,
+  which can be sent from there. A preempted request without KV stays until it is recomputed.
+- An instance with an open migration out is not a source: its load is about to change by an amount that the
+  view does not contain.
 """
 
 from __future__ import annotations
@@ -46,9 +50,9 @@ def time_weighted_variance(tokens: Floats, weights: Floats) -> float:
 
 
 def change(load: Floats, source: Floats, target: Floats, weights: Floats, instances: int) -> float:
-    """What equation 4 changes by when `load` (one entry a step) moves from source to target.
+    """Return the change of equation 4 when `load` (one entry per step) moves from source to target.
 
-    The mean stays, so that only two squares change: (s - x)^2 - s^2 + (t + x)^2 - t^2 = 2x (x + t - s).
+    The mean is unchanged, so only two squares change: (s - x)^2 - s^2 + (t + x)^2 - t^2 = 2x (x + t - s).
     """
     return float(2.0 / instances * ((load * (load + target - source)) @ weights))
 
@@ -56,7 +60,7 @@ def change(load: Floats, source: Floats, target: Floats, weights: Floats, instan
 Indices = NDArray[np.intp]
 Mask = NDArray[np.bool_]
 
-# Sources whose requests are looked at together.
+# Sources whose requests are evaluated together.
 _SOURCES = 4
 
 PARAMETERS: Final = (
@@ -124,48 +128,48 @@ PARAMETERS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A migration to make: the request, and positions in `Loads.instances`."""
+    """A selected migration: the request, and positions in `Loads.instances`."""
 
     request: RequestView
     source: int
     target: int
-    # What equation 4 falls by.
+    # Decrease of equation 4.
     gain: float
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Instances that requests may go to, one entry each."""
+    """The set U: one entry per underloaded instance."""
 
     positions: Indices
-    # Tokens that the load may rise by (line 21).
+    # Tokens by which the load may rise (line 21).
     headroom: Floats
-    # KV free by its own view, for a request that it can run.
+    # Free KV tokens, limited by the maximum model length.
     free: Floats
     # Seconds to copy the KV of one token there.
     copy_s: Floats
-    # The largest KV block of all.
+    # The largest block size of all, in tokens.
     block_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The set C of line 23: requests, and targets; `allowed` says which pairs."""
+    """The set C of line 23: requests and targets; `allowed` selects the pairs."""
 
     requests: Sequence[RequestView]
-    # One entry a request: position of its source, N(r), N^(r) (without a prediction what may come).
+    # One entry per request: position of its source, N(r), N^(r) (without a prediction, the most possible).
     sources: Indices
     tokens: Floats
     remaining: Floats
-    # Seconds that it may take to copy: what N^(r) leaves of line 20 when it has been opened.
+    # Longest copy time by line 20: N^(r) * T_exec less the time to open the migration.
     patience_s: Floats
-    # N(r) + N^(r), and the KV capacity that it takes at once.
+    # N(r) + N^(r), and the KV tokens needed at once.
     demand: Floats
     needed: Floats
     targets: Targets
 
     def allowed(self) -> Mask:
-        """[requests, targets]: whether the pair is in C (lines 19 to 21)."""
+        """Return a mask [requests, targets] of the pairs in C (lines 19 to 21)."""
         mask: Mask = self.demand[:, None] <= self.targets.headroom
         mask &= self.tokens[:, None] * self.targets.copy_s < self.patience_s[:, None]
         mask &= self.needed[:, None] <= self.targets.free
@@ -173,14 +177,14 @@ class Candidates:
         return mask
 
     def triples(self) -> Iterator[tuple[str, int, int]]:
-        """C written out: (request id, source, target)."""
+        """Yield the elements of C: (request id, source, target)."""
         for row, column in np.argwhere(self.allowed()):
             target = int(self.targets.positions[column])
             yield self.requests[row].request_id, int(self.sources[row]), target
 
 
 class Rescheduling:
-    """Algorithm 1 with its constants."""
+    """Algorithm 1 and its constants; the module describes them."""
 
     def __init__(
         self,
@@ -193,7 +197,6 @@ class Rescheduling:
         memory_share: float = 0.9,
         least_gain: float = 0.0,
     ) -> None:
-        """The module's docstring has the reasons."""
         self.theta = theta
         self.theta_under = theta_under
         self.open_s = open_s
@@ -203,17 +206,17 @@ class Rescheduling:
         self.least_gain = least_gain
 
     def plan(self, loads: Loads) -> Move | None:
-        """Lines 4-10: the migration to make, if any is worth it.
+        """Select the best migration (lines 4-10); return None if there is none.
 
-        The best of all candidates, though not all are looked at: not targets that another beats whatever the
-        request, nor sources none of whose requests could gain as much as one that is found already.
+        The result is exact, although not all candidates are evaluated: targets that another one dominates,
+        and sources whose bound on the gain is below the best found, are skipped.
         """
         if not len(loads.instances):
             return None
         over, under = self.classify(loads)
         if not len(over) or not len(under):
             return None
-        targets = _unbeaten(loads, self.targets(loads, under))
+        targets = _undominated(loads, self.targets(loads, under))
         bounds = _bounds(loads, over, under)
         order = np.argsort(-bounds, kind="stable")
         best: Move | None = None
@@ -230,7 +233,7 @@ class Rescheduling:
         return best if best.gain >= self.least_gain * variance else None
 
     def after(self, loads: Loads, move: Move) -> Loads:
-        """Loads as they will be, for the next choice of the same interval."""
+        """Return the loads after a move, to select the next one of the same interval."""
         request = move.request
         horizon = loads.horizon
         remaining = expected_remaining(request) if horizon.points else np.inf
@@ -247,7 +250,7 @@ class Rescheduling:
     # ---- phase 1
 
     def classify(self, loads: Loads) -> tuple[Indices, Indices]:
-        """Lines 11-16: positions of overloaded instances, by w_i, and of underloaded ones, by N_i."""
+        """Return the positions of overloaded (by w_i) and underloaded instances (by N_i; lines 11-16)."""
         weighted = loads.weighted
         mean = float(weighted.mean())
         over = np.flatnonzero(weighted > (1.0 + self.theta) * mean)
@@ -257,7 +260,7 @@ class Rescheduling:
     # ---- phase 2
 
     def targets(self, loads: Loads, under: Indices) -> Targets:
-        """U with what line 21 asks of it."""
+        """Collect for the instances of U what lines 20 and 21 need."""
         views = [loads.instances[position] for position in under.tolist()]
         capacity = floats([view.kv_capacity_tokens for view in views])
         longest = floats([view.max_model_len or np.inf for view in views])
@@ -270,7 +273,7 @@ class Rescheduling:
         )
 
     def enumerate(self, loads: Loads, over: Indices, targets: Targets) -> Candidates:
-        """Lines 17-23."""
+        """Enumerate the candidates of these overloaded instances (lines 17-23)."""
         requests: list[RequestView] = []
         running, preempted, prefill = RequestState.RUNNING, RequestState.PREEMPTED, Phase.PREFILL
         origins: list[tuple[int, float, int]] = []
@@ -318,10 +321,10 @@ class Rescheduling:
     # ---- phase 3
 
     def select(self, loads: Loads, candidates: Candidates) -> Move | None:
-        """Lines 24-31: the candidate that takes the most off equation 4; the first of equals.
+        """Return the candidate that decreases equation 4 most (lines 24-31); the first of equals.
 
-        Moving load x from s to t changes it by 2/n sum_k weights[k] x (x + t - s): without its last term the
-        same for all targets, and that term is a product of matrices.
+        Moving load x from s to t changes it by 2/n sum_k weights[k] x (x + t - s). Only the term in t depends
+        on the target, and it is a matrix product.
         """
         if not candidates.requests:
             return None
@@ -341,22 +344,22 @@ class Rescheduling:
 
 
 def _bounds(loads: Loads, over: Indices, under: Indices) -> Floats:
-    """[over]: more than any request of that instance can take off equation 4.
+    """Return an upper bound on the decrease of equation 4 for each overloaded instance.
 
-    2/n sum_k weights[k] x (s - t - x) is most with x = (s - t) / 2 at each step, and with the least t.
+    2/n sum_k weights[k] x (s - t - x) is largest for x = (s - t) / 2 at each step, and for the least t.
     """
     least = loads.tokens[under].min(axis=0)
     gap = (loads.tokens[over] - least).clip(min=0.0)
     bounds: Floats = (gap * gap) @ loads.horizon.weights * (0.5 / len(loads.instances))
-    # So that rounding hides no candidate.
+    # The factor makes up for rounding: no candidate may be missed by it.
     return bounds * (1.0 + 1e-9)
 
 
-def _unbeaten(loads: Loads, targets: Targets) -> Targets:
-    """Targets to which no other has at most the load at every step, at least the room, and as fast a copy.
+def _undominated(loads: Loads, targets: Targets) -> Targets:
+    """Drop targets dominated by another: at most the load at every step, at least the room, as fast a copy.
 
-    Exact: x and the weights are not negative, so the beaten target is never the better choice; and where the
-    one that beats it is the source itself, no target as loaded as the source lowers the variance.
+    Exact: x and the weights are not negative, so a dominated target is never the better choice; and if the
+    source itself dominates it, no target as loaded as the source lowers the variance.
     """
     tokens = loads.tokens[targets.positions]
     traits = np.column_stack((tokens, -targets.headroom, -targets.free, targets.copy_s))

@@ -1,7 +1,8 @@
-"""Which requests an instance hands over, and who may take each (CascadeInfer, section 4.4).
+"""Select the requests that instances hand over, and the candidates to receive each (CascadeInfer, section
+4.4).
 
-Who does take it is found by bid-ask (`bid_ask`) among instances that know themselves exactly; here it is
-decided by the view which requests are offered, to whom, and up to which load.
+The policy decides by its view which requests are offered, to which instances, and up to which load. The
+instances, which know their own state exactly, then choose the receiver by bid-ask (`tailrace.bid_ask`).
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ OVERLOADED = "overloaded"
 
 
 def demand_tokens(instance: InstanceView, ledger: Ledger | None = None) -> int:
-    """Request-memory demand of an instance: KV held, queued, and booked to come (section 4.4)."""
-    booked = ledger.reserved_tokens(instance) if ledger is not None else 0
-    return instance.kv_used_tokens + instance.prefill_backlog_tokens + booked
+    """Return the request-memory demand of an instance: KV used, queued and reserved (section 4.4)."""
+    reserved = ledger.reserved_tokens(instance) if ledger is not None else 0
+    return instance.kv_used_tokens + instance.prefill_backlog_tokens + reserved
 
 
-class Settle(Protocol):
-    """How a receiver of a request is found; there is at least one."""
+class ReceiverChoice(Protocol):
+    """A rule that chooses the receiver of a request from a non-empty list."""
 
     def __call__(
         self,
@@ -38,7 +39,7 @@ class Settle(Protocol):
         reason: str,
         most_tokens: int | None,
     ) -> Action:
-        """The action, booked in the ledger."""
+        """Return the action, reserved in the ledger."""
         ...
 
 
@@ -49,39 +50,42 @@ def by_bids(
     reason: str,
     most_tokens: int | None,
 ) -> Offer:
-    """All of them are asked. What comes after counts the request where there is the least demand."""
+    """Offer the request to all receivers; the ledger reserves it on the one with the least demand."""
     least = min(receivers, key=lambda i: (demand_tokens(i, ledger), i.instance_id))
-    booked = ledger.reserve(request, least, reason)
+    preferred = ledger.reserve(request, least, reason)
     others = (i.instance_id for i in receivers if i is not least)
-    return Offer(request.request_id, request.instance_id, (booked.target_id, *others), reason, most_tokens)
+    return Offer(request.request_id, request.instance_id, (preferred.target_id, *others), reason, most_tokens)
 
 
-def in_turn(
+def round_robin(
     receivers: Sequence[InstanceView],
     request: RequestView,
     ledger: Ledger,
     reason: str,
     most_tokens: int | None,
 ) -> Migrate:
-    """Whatever their load (section 6.5's round robin). A policy keeps no count to turn on: a hash of the
-    request id stands for it. Section 5: at most three transfers at a time."""
+    """Migrate the request to a receiver regardless of load (section 6.5's round robin).
+
+    A policy is stateless, so a hash of the request id takes the place of a counter.
+    """
     return ledger.reserve(request, receivers[crc32(request.request_id.encode()) % len(receivers)], reason)
 
 
 class Handovers:
-    """Handovers of one decision, so that they add up."""
+    """The handovers of one decision, which share a ledger."""
 
-    def __init__(self, view: ClusterView, settle: Settle) -> None:
+    def __init__(self, view: ClusterView, choose_receiver: ReceiverChoice) -> None:
         self._view = view
-        self._settle = settle
-        # An offer waits for its turn at its sender; what is ordered outright goes within section 5's limit.
-        most = None if settle is by_bids else TRANSFERS
-        self._ledger = Ledger(view.instances, transfers_in=most, transfers_out=most)
+        self._choose_receiver = choose_receiver
+        # Offers queue at their sender; direct migrations observe section 5's limit of three transfers.
+        limit = None if choose_receiver is by_bids else TRANSFERS
+        self._ledger = Ledger(view.instances, transfers_in=limit, transfers_out=limit)
 
     def outgrown(self, stages: Sequence[Stage], requests: Iterable[tuple[int, RequestView]]) -> list[Action]:
-        """Those of (number of the stage where it is, request) that belong to a later stage, to that one.
+        """Hand over the requests that have outgrown their stage to the stage that covers them now.
 
-        Longest first: they disturb their batch the most.
+        `requests`: pairs of (number of the current stage, request). Longest first: they disturb their batch
+        the most.
         """
         leaving: list[tuple[int, RequestView]] = []
         for at, request in requests:
@@ -97,16 +101,17 @@ class Handovers:
                 continue
             if to not in receivers:
                 receivers[to] = _Receivers(active_in(self._view, stages[to]), self._ledger)
-            found = receivers[to].of(request)
+            found = receivers[to].with_room(request)
             if found:
-                actions.append(self._settle(found, request, self._ledger, BOUNDARY, None))
+                actions.append(self._choose_receiver(found, request, self._ledger, BOUNDARY, None))
         return actions
 
     def rebalance(self, peers: Sequence[InstanceView], outlier: float) -> list[Action]:
-        """Overloaded outliers of one stage hand requests to their peers, worst first.
+        """Hand over requests from overloaded instances of one stage to their peers, most overloaded first.
 
-        The paper does not say which requests, nor when to stop: the longest that do not take the sender
-        below the stage's mean (the fewest transfers), to peers that do not become outliers by it.
+        An instance is overloaded above `outlier` times the mean demand. The paper leaves open which requests
+        move, and how many. Here: the longest ones that do not take the sender below the stage's mean, which
+        needs the fewest transfers, to peers that do not become overloaded by them.
         """
         if len(peers) < 2:
             return []
@@ -117,7 +122,7 @@ class Handovers:
         outliers.sort(key=lambda i: (-demand_tokens(i), i.instance_id))
         receivers = _Receivers(peers, self._ledger, limit)
         for sender in outliers:
-            # What is under way from it already will be gone.
+            # Requests that are already migrating away count as gone.
             leaving = sum(r.context_tokens for r in sender.requests if r.migrating)
             excess = demand_tokens(sender) - leaving - mean
             candidates = [r for r in sender.requests if movable(r) and r.context_tokens <= excess]
@@ -126,36 +131,39 @@ class Handovers:
                 length = request.context_tokens
                 if length > excess or not self._ledger.may_send(sender, request):
                     continue
-                found = receivers.of(request)
+                found = receivers.with_room(request)
                 if found:
-                    actions.append(self._settle(found, request, self._ledger, OVERLOADED, math.floor(limit)))
+                    most_tokens = math.floor(limit)
+                    actions.append(
+                        self._choose_receiver(found, request, self._ledger, OVERLOADED, most_tokens)
+                    )
                     excess -= length
         return actions
 
 
 def movable(request: RequestView) -> bool:
-    """A prefill cannot be taken away in its middle; it is soon over."""
+    """Return whether a request can be handed over: not during its prefill, which is soon over."""
     return request.phase is not Phase.PREFILL and not request.migrating
 
 
 class _Receivers:
-    """Those of some instances that by the view may still take a request, for many requests in turn.
+    """Instances that may receive requests, queried for many requests in turn.
 
-    A decision asks of hundreds of requests, and only gives away: who is full stays full.
+    Within a decision instances only fill up, so those that are full need not be checked again.
     """
 
     def __init__(self, instances: Sequence[InstanceView], ledger: Ledger, limit: float = math.inf) -> None:
-        """`limit`: demand that a receiver must not exceed with the request."""
+        """`limit`: maximum demand of a receiver including the request, in tokens."""
         self._open = list(instances)
         self._ledger = ledger
         self._limit = limit
-        # No request of more tokens than this finds anybody.
-        self._most: float = math.inf
+        # No instance has room for more tokens than this.
+        self._max_headroom: float = math.inf
 
-    def of(self, request: RequestView) -> list[InstanceView]:
-        """Who has room for the request, in the order given."""
+    def with_room(self, request: RequestView) -> list[InstanceView]:
+        """Return the instances that have room for the request, in the order given."""
         length = request.context_tokens
-        if length > self._most:
+        if length > self._max_headroom:
             return []
         ledger, limit = self._ledger, self._limit
         found = [i for i in self._open if ledger.may_receive(i, request)]
@@ -163,7 +171,7 @@ class _Receivers:
             found = [i for i in found if demand_tokens(i, ledger) + length <= limit]
         if not found:
             self._open = [i for i in self._open if ledger.accepts_transfers(i)]
-            self._most = max(map(self._headroom, self._open), default=-1.0)
+            self._max_headroom = max(map(self._headroom, self._open), default=-1.0)
         return found
 
     def _headroom(self, instance: InstanceView) -> float:

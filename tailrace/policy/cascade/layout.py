@@ -1,4 +1,4 @@
-"""Stages as a whole: which one a length belongs to, and what becomes of them when instances come and go."""
+"""The layout of stages: find the stage for a length, and repair the stages when instances join or leave."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tailrace.cluster import ClusterView, InstanceState, InstanceView, Stage
 
 
 def earliest_stage(stages: Sequence[Stage], length: int) -> int:
-    """Number of the earliest stage whose range covers a length (section 3.2); the last, for all beyond."""
+    """Return the number of the earliest stage whose range covers a length (section 3.2); else the last."""
     for at, stage in enumerate(stages):
         if length < stage.hi:
             return at
@@ -18,24 +18,25 @@ def earliest_stage(stages: Sequence[Stage], length: int) -> int:
 
 
 def stage_of(stages: Sequence[Stage], instance_id: str) -> int | None:
-    """Number of the stage that an instance serves."""
+    """Return the number of the stage that an instance serves; None: it is in no stage."""
     return next((at for at, stage in enumerate(stages) if instance_id in stage.instance_ids), None)
 
 
 def active_in(view: ClusterView, stage: Stage) -> list[InstanceView]:
-    """Instances of a stage that get new work, in its order."""
+    """Return the active instances of a stage, in its order."""
     active = InstanceState.ACTIVE
     found = (view.instances.get(name) for name in stage.instance_ids)
     return [i for i in found if i is not None and i.state is active]
 
 
 def nearest_first(count: int, at: int) -> list[int]:
-    """Stage numbers by distance from `at`, longer lengths first: what serves longer can serve shorter."""
+    """Return the stage numbers by distance from `at`; of equals, the stage of longer lengths first, which can
+    also serve shorter ones."""
     return sorted(range(count), key=lambda other: (abs(other - at), -other))
 
 
 def tiles(stages: Sequence[Stage], max_length: int) -> bool:
-    """The ranges follow each other from 0 to max_length, none empty, each with instances of its own."""
+    """Return whether the stages tile [0, max_length) without empty ranges, each with its own instances."""
     if not stages or stages[0].lo != 0 or stages[-1].hi != max_length:
         return False
     names = [name for stage in stages for name in stage.instance_ids]
@@ -49,12 +50,12 @@ def tiles(stages: Sequence[Stage], max_length: int) -> bool:
 def repaired(
     stages: Sequence[Stage], instance_ids: Collection[str], demand: Mapping[str, int]
 ) -> tuple[Stage, ...]:
-    """The stages with exactly these instances.
+    """Return the stages with exactly these instances.
 
-    Those that are gone are left out; a stage without any gives its range to the stage before it (the first,
-    to the one after). A new instance goes to a stage that has lost all of its own, else to the one with the
-    most demand an instance (`demand`: KV tokens held and queued, by instance). Without instances there are
-    no stages.
+    Missing instances are removed; a stage without instances gives its range to the stage before it (the first
+    one, to the stage after it). A new instance joins a stage that has lost all of its own, else the one with
+    the highest demand per instance (`demand`: KV tokens used and queued, by instance). Without instances
+    there are no stages.
     """
     left = [
         replace(stage, instance_ids=tuple(i for i in stage.instance_ids if i in instance_ids))

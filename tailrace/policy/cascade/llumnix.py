@@ -1,7 +1,8 @@
-"""Llumnix, as CascadeInfer compares with it: load-aware dispatch, and migration from fullest to emptiest.
+"""Llumnix (Sun et al., OSDI'24), a baseline of CascadeInfer: load-aware dispatch, and migration from the
+fullest to the emptiest instances.
 
-Sun et al., OSDI'24, without priorities and scaling; defaults are those of its published code ("remaining
-steps" as load, threshold 3.0, the shortest request first).
+Without priorities and auto-scaling; the defaults are those of its published code ("remaining steps" as load,
+threshold 3.0, the shortest request first).
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from tailrace.policy.parameters import Parameter
 
 
 class Llumnix(Policy):
-    """Freeness F = (M - sum of V) / B: blocks that are neither held nor queued for, a request.
+    """Dispatch and migrate by freeness F = (M - sum of V) / B: free blocks per request, less queued demand.
 
-    - `migrate_below`: below it an instance sends, from it on it receives, and must still do so with the
-      request that it gets. In blocks a request, which is how many blocks each can still grow by.
-    - `tick_interval_s`: how often pairs are made. The published code looks each 50 ms, at loads polled as
-      often; reports come each 100 ms here.
-    - One request a pair and tick, the shortest ("SJF"): the pair goes on at the next.
+    - `migrate_below`: an instance below this freeness sends requests; one at or above it receives them, and
+      must still be at or above it with the received request. In blocks per request, by which each request can
+      still grow.
+    - `tick_interval_s`: interval between pairings. The published code pairs every 50 ms, on loads polled as
+      often; here reports arrive every 100 ms.
+    - Each pair moves one request per tick, the shortest ("SJF").
     """
 
     parameters = (
@@ -55,7 +57,7 @@ class Llumnix(Policy):
         self.transfers = transfers
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
-        """The freest instance."""
+        """Place on the instance with the highest freeness."""
         candidates = view.placeable()
         if arrival.excluded:
             candidates = [i for i in candidates if i.instance_id not in arrival.excluded]
@@ -64,7 +66,8 @@ class Llumnix(Policy):
         return Place(min(candidates, key=lambda i: (-freeness(i), i.load, i.instance_id)).instance_id)
 
     def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
-        """The fullest paired with the emptiest, the second fullest with the second emptiest, and so on."""
+        """Pair the fullest instance with the emptiest, the second fullest with the second emptiest, and so
+        on; migrate one request per pair."""
         by_freeness = sorted(view.placeable(), key=lambda i: (freeness(i), i.instance_id))
         sources = [i for i in by_freeness if freeness(i) < self.migrate_below]
         targets = [i for i in reversed(by_freeness) if freeness(i) >= self.migrate_below]
@@ -90,7 +93,10 @@ class Llumnix(Policy):
 
 
 def freeness(instance: InstanceView, more_tokens: int = 0, more_requests: int = 0) -> float:
-    """Free blocks a request, with so many tokens and requests more. Queued prompts count as held."""
+    """Return the free blocks per request after adding `more_tokens` and `more_requests`.
+
+    Queued prompts count as used.
+    """
     free = instance.kv_free_tokens - instance.prefill_backlog_tokens - more_tokens
     requests = instance.load + more_requests
     return free / max(1, instance.block_tokens) / max(1, requests)

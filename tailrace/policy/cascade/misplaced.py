@@ -1,7 +1,7 @@
-"""Prompts that wait in a stage that is no longer theirs: they are handed back, to be placed anew.
+"""Hand back prompts that wait in a stage that no longer covers their length, to be placed again (ours).
 
-What runs outgrows its stage and is handed over; what waits has no KV to hand over and would stay in the queue
-that a plan was made to relieve. The paper does not speak of it.
+Running requests are handed over with their KV. A waiting prompt has no KV, and would otherwise stay in the
+very queue that a new plan was made to relieve. The paper does not mention these.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from tailrace.policy.cascade.layout import active_in, earliest_stage
 
 
 def misplaced(view: ClusterView) -> list[HandBack]:
-    """Of the view's stages, which are those that placements go by. Oldest first in each queue.
+    """Return hand-backs of prompts that are misplaced by the view's stages, oldest first in each queue.
 
-    A prompt goes only where fewer prompt tokens are before it than where it waits: it goes to the end of a
-    queue.
+    A prompt moves to the end of another queue, so it moves only if fewer prompt tokens are ahead of it there
+    than in its current queue.
     """
     stages = view.stages
-    # Prompt tokens that wait at the members of a stage, and what is given to them here.
+    # Prompt tokens queued at the members of each stage, including those moved there by this decision.
     queues: dict[int, list[int]] = {}
     found: list[HandBack] = []
     for at, stage in enumerate(stages):
@@ -29,7 +29,7 @@ def misplaced(view: ClusterView) -> list[HandBack]:
             if not instance.waiting:
                 continue
             prompts = _prompts(instance)
-            # Of the prompts after it in the queue, which it does not wait for.
+            # Tokens of the prompts behind the current one.
             after = sum(request.context_tokens for request in prompts)
             given = 0
             leaving: list[str] = []
@@ -52,12 +52,13 @@ def misplaced(view: ClusterView) -> list[HandBack]:
 
 
 def _prompts(instance: InstanceView) -> Sequence[RequestView]:
-    """Those that are to be prefilled, first come first; of who was placed just now it is not known when."""
+    """Return the prompts in order of arrival; those without a known arrival time were just placed, and are
+    last."""
     prompts = [request for request in instance.requests if request.phase is Phase.PREFILL]
     prompts.sort(key=lambda request: request.arrival_s or math.inf)
     return prompts
 
 
 def _waits(request: RequestView) -> bool:
-    """Nothing of it is computed here, and it has made no token elsewhere."""
+    """Return whether the prompt has not started: nothing is computed, and it has no output yet."""
     return request.state is RequestState.WAITING and not request.output_tokens and not request.migrating

@@ -1,4 +1,4 @@
-"""What users may set of CascadeInfer's policy."""
+"""The parameters of CascadeInfer's policy."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Length-aware stage partition (CascadeInfer, section 4.2): which lengths each instance serves.
+"""Length-aware stage partition (CascadeInfer, section 4.2): plan which lengths each instance serves.
 
 f(e, l), the least cost of serving all lengths below l with e instances, is
 
     f(e, l) = min over e' < e and l' < l of  f(e', l') + (e - e') * Q(requests in [l', l) / (e - e')) + c(l')
 
-The paper's third index, the number of stages, bounds nothing and its minimum over all is taken in the end,
-so it is left out. A set of requests is divided into k equal parts by dividing its sums by k; the paper picks
-every k-th of the sorted set, which needs the set and is an approximation of the same.
+The paper's third index, the number of stages, constrains nothing, and the result is a minimum over it, so it
+is omitted. A set of requests is divided into k equal parts by dividing its sums by k; the paper takes every
+k-th request of the sorted set, which needs the set and approximates the same.
 With Eq. (1), k * Q(S / k) = n * D_0 + n * (D_1 n + D_2 sum I + D_3 sum I^2 + D_4 sum L) / k.
 """
 
@@ -25,7 +25,7 @@ from tailrace.perf.qoe_model import Floats, QoeModel
 from tailrace.policy.cascade.slowdown import Slowdown
 from tailrace.policy.cascade.workload import Workload
 
-# Numbers of 8 bytes that one step of the dynamic program works on.
+# Working set of one step of the dynamic program, in numbers of 8 bytes; sized to stay in the CPU cache.
 _CACHED: Final = 1 << 16
 _NO_SLOWDOWN: Final = Slowdown()
 
@@ -42,7 +42,7 @@ class Plan:
     cost: float
 
     def stages(self, instance_ids: Sequence[str]) -> tuple[Stage, ...]:
-        """The stages, with instances given out in order. Raises ValueError if their number is another."""
+        """Return the stages with instances in this order. Raise ValueError if their number is wrong."""
         if len(instance_ids) != sum(self.counts):
             raise ValueError(f"{len(instance_ids)} instances for a plan of {sum(self.counts)}")
         stages: list[Stage] = []
@@ -54,7 +54,7 @@ class Plan:
 
 
 class Costs:
-    """What a stage and a cut cost, for one workload. In seconds per output token, over all requests."""
+    """The costs of stages and cuts for one workload, in seconds per output token summed over all requests."""
 
     def __init__(
         self,
@@ -67,78 +67,80 @@ class Costs:
     ) -> None:
         """`transfer_s_per_token`: seconds to transfer the KV of one token between two instances.
 
-        A cut at l' costs the requests that pass it in an iteration the transfer of l' tokens each. `slowdown`
-        is put to the decode part of Eq. (1): the paper has none. `work`: of each stage, in instances
-        (`stage_work`); no plan gives an instance more than `most_work` of it. None: stages have no limit.
+        A cut at l' costs each request that passes it in an iteration the transfer of l' tokens. `slowdown`:
+        factors on the decode part of Eq. (1); the paper has none. `work`: the work of each possible stage, in
+        instances (`stage_work`); plans assign at most `most_work` to an instance. None: no limit.
         """
         self.workload = workload
         self.edges = workload.edges
         self.work = work
         self.most_work = most_work
         d0, d1, d2, d3, d4 = model.d
-        # [B + 1, B + 1] over (l', l): the part that does not, and the part that does, shrink with k.
+        # [B + 1, B + 1] over (l', l): `fixed` is independent of the number of instances k, `shared` is
+        # divided by k.
         requests, inputs, squares, lengths = np.moveaxis(
             workload.prefix[None, :, :] - workload.prefix[:, None, :], 2, 0
         )
         decode = slowdown.step * (d1 * requests + d4 * slowdown.attention * lengths)
         self.fixed: Floats = requests * (slowdown.step * d0)
         self.shared: Floats = requests * (decode + d2 * inputs + d3 * squares)
-        # 0 where a pipeline begins, for the first edge is 0; where it ends there is no cut.
+        # The first entry is 0, since the first edge is 0; the last one is not used: there is no cut at the end.
         self.cut: Floats = workload.density * workload.edges * transfer_s_per_token
 
     @property
     def buckets(self) -> int:
-        """Number of buckets."""
+        """Return the number of buckets."""
         return len(self.edges) - 1
 
     def stage(self, lo: int, hi: int, count: int) -> float:
-        """`count` instances that serve the buckets [lo, hi)."""
+        """Return the cost of `count` instances that serve the buckets [lo, hi)."""
         return float(self.fixed[lo, hi] + self.shared[lo, hi] / count)
 
     def plan(self, cuts: Sequence[int], counts: Sequence[int]) -> Plan:
-        """A plan from cuts as edge numbers, the first 0 and the last the number of buckets."""
+        """Return the plan with these cuts, given as edge numbers from 0 to the number of buckets."""
         stages = zip(cuts[:-1], cuts[1:], counts, strict=True)
         cost = sum(self.stage(lo, hi, count) for lo, hi, count in stages)
         cost += sum(float(self.cut[cut]) for cut in cuts[1:-1])
         return Plan(tuple(int(self.edges[cut]) for cut in cuts), tuple(counts), cost)
 
     def layout(self, cuts: Sequence[int], counts: Sequence[int]) -> Plan:
-        """A plan from lengths, each of which is an edge. Raises ValueError if one is none."""
+        """Return the plan with these cuts, given as lengths. Raise ValueError if one is not an edge."""
         at = np.searchsorted(self.edges, cuts)
         if at[-1] >= len(self.edges) or (self.edges[at] != cuts).any():
             raise ValueError(f"cuts {list(cuts)} are not all among the edges")
         return self.plan(at.tolist(), counts)
 
     def load(self, plan: Plan) -> float:
-        """Work of an instance of the stage that has the most; 0: what there is to do is not known."""
+        """Return the largest work per instance of any stage; 0 if the work is unknown."""
         if self.work is None:
             return 0.0
         at = np.searchsorted(self.edges, plan.cuts)
         return float((self.work[at[:-1], at[1:]] / np.array(plan.counts)).max())
 
     def stages(self, instances: int) -> Floats:
-        """[B + 1, B + 1, E]: what each stage costs with E - j instances, infinite where that is too few."""
+        """Return the cost [B + 1, B + 1, E] of each stage with E - j instances; infinite if these are too
+        few."""
         counts = np.arange(instances, 0, -1)
         costs = self.fixed[:, :, None] + self.shared[:, :, None] / counts
         if self.work is not None:
-            # A stage that has exactly what it may have is not to fail by rounding.
+            # The factor keeps a stage that is exactly at the limit from failing by rounding.
             costs[self.work[:, :, None] > self.most_work * (1.0 + 1e-9) * counts] = np.inf
         return costs
 
 
 class Planner(Protocol):
-    """Makes a plan for so many instances."""
+    """A planning algorithm."""
 
     def __call__(self, costs: Costs, instances: int) -> Plan:
-        """Raises ValueError without instances."""
+        """Return a plan for that many instances. Raise ValueError without instances."""
         ...
 
 
 def exact(costs: Costs, instances: int) -> Plan:
-    """The optimum over all numbers of stages, cuts and instances a stage; O(E^2 B^2), in numpy.
+    """Return the optimal plan over all numbers of stages, cuts and instances per stage; O(E^2 B^2) in numpy.
 
-    Of plans that give no instance too much work; if there is none of those, of all. Of plans with equal cost,
-    one with a longer last stage. Raises ValueError without instances.
+    Plans that overload an instance are excluded unless all do. Of plans with equal cost, one with a longer
+    last stage is returned. Raise ValueError without instances.
     """
     if instances < 1:
         raise ValueError("a pipeline needs an instance")
@@ -147,9 +149,9 @@ def exact(costs: Costs, instances: int) -> Plan:
     # reach[l', E + e] = f(e, l') + c(l'), infinite for e < 0.
     reach = np.full((ends, 2 * instances + 1), np.inf)
     reach[0, instances] = 0.0
-    # before[l', e, j] = reach of e - k instances with k = E - j: a window that slides, not a copy.
+    # before[l', e, j] = reach of e - k instances with k = E - j, as a sliding window without a copy.
     before = np.lib.stride_tricks.sliding_window_view(reach, instances, axis=1)[:, :-1]
-    # As many starts at once as stay in the cache.
+    # Process as many starts at once as fit the CPU cache.
     batch = max(1, min(costs.buckets, _CACHED // (instances * (instances + 1))))
     sums = np.empty((batch, instances + 1, instances))
     for end in range(1, ends - 1):
@@ -168,7 +170,7 @@ def exact(costs: Costs, instances: int) -> Plan:
 
 
 def _trace(costs: Costs, before: Floats, stages: Floats) -> Plan | None:
-    """Walk back from f(E, L), finding which (l', k) was the least. None: all are infinite."""
+    """Reconstruct the plan by walking back from f(E, L); return None if no plan has a finite cost."""
     instances = stages.shape[2]
     end, left = costs.buckets, instances
     cuts: list[int] = [end]
@@ -186,32 +188,35 @@ def _trace(costs: Costs, before: Floats, stages: Floats) -> Plan | None:
 
 
 def heuristic(costs: Costs, instances: int) -> Plan:
-    """The paper's two phases: one instance a stage, then merging by gain. Never better than `exact`."""
+    """Return the plan of the paper's two-phase heuristic: one instance per stage, then merging by gain.
+
+    Never better than `exact`.
+    """
     cuts, counts = _merged(costs, *_one_each(costs, instances))
     return costs.plan(cuts, counts)
 
 
 def chain(costs: Costs, instances: int) -> Plan:
-    """One instance a stage (the baseline of section 6.5; phase one of the heuristic).
+    """Return the best plan with one instance per stage (a baseline of section 6.5; phase 1 of the heuristic).
 
-    There are no more cuts than buckets: instances beyond that share a stage with their neighbours.
+    There are at most as many stages as buckets; further instances share stages.
     """
     return costs.plan(*_one_each(costs, instances))
 
 
 def no_pipeline(costs: Costs, instances: int) -> Plan:
-    """All instances in one stage (the baseline of section 6.5)."""
+    """Return the plan with all instances in one stage (a baseline of section 6.5)."""
     if instances < 1:
         raise ValueError("a pipeline needs an instance")
     return costs.plan((0, costs.buckets), (instances,))
 
 
 def _one_each(costs: Costs, instances: int) -> tuple[list[int], list[int]]:
-    """Phase 1: the best pipeline of stages with one instance each, as cuts and counts; O(E B^2)."""
+    """Phase 1: return the best pipeline with one instance per stage, as cuts and counts; O(E B^2)."""
     if instances < 1:
         raise ValueError("a pipeline needs an instance")
     ends = costs.buckets + 1
-    # [l', l]: a stage from l' to l and the cut at l'; nothing to serve costs nothing.
+    # [l', l]: the cost of a stage from l' to l and of the cut at l'.
     step = np.full((ends, ends), np.inf)
     upper = np.triu_indices(ends, 1)
     step[upper] = (costs.fixed + costs.shared + costs.cut[:, None])[upper]
@@ -228,7 +233,7 @@ def _one_each(costs: Costs, instances: int) -> tuple[list[int], list[int]]:
         cuts.append(int(choice[stage, cuts[-1]]))
     cuts.reverse()
     counts = [1] * single
-    # More instances than buckets: each of the rest goes where one more helps most.
+    # More instances than buckets: add each of the rest to the stage that gains most by it.
     for _ in range(instances - single):
         gains = [
             costs.stage(lo, hi, count) - costs.stage(lo, hi, count + 1)
@@ -239,7 +244,7 @@ def _one_each(costs: Costs, instances: int) -> tuple[list[int], list[int]]:
 
 
 def _merged(costs: Costs, cuts: list[int], counts: list[int]) -> tuple[list[int], list[int]]:
-    """Phase 2: merge the two neighbours with the greatest gain, until none gains.
+    """Phase 2: merge the two adjacent stages with the greatest gain until no merge gains.
 
     There are at most as many stages as buckets, so the naive scan of the paper is fast enough.
     """

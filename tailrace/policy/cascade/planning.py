@@ -1,4 +1,4 @@
-"""Which stages there are to be: at the start from a history, then from each period (section 4.2)."""
+"""Plan stages: at the start for a history, then for the requests of each period (section 4.2)."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ from tailrace.policy.cascade.traffic import Traffic
 from tailrace.policy.cascade.workload import bucket_edges, with_cuts
 from tailrace.profiles import Profile
 
-# Most requests of a batch that are looked at for what their unequal lengths cost.
+# Maximum batch size for which the cost of unequal lengths is computed.
 _BATCH_MAX = 1_024
 
 
 @dataclass(frozen=True, slots=True)
 class Planning:
-    """Plans by Eq. (1), within what stages can do.
+    """Plan stages by Eq. (1), subject to the capacity of the stages.
 
     - `profile`, `model`: of instances that have not been measured.
-    - `penalty`: what unequal lengths cost there; None: not known. It counts for what a stage can do, and for
-      Eq. (1) only with `weighs_penalty`.
-    - `most_work`: of what an instance can do, how much a plan may give it; infinite: as the paper, no limit.
-    - `least_gain`: share by which a plan must be better, by Eq. (1), than what there is.
-    - `insists`: the first plan holds whatever it costs.
+    - `penalty`: the cost of unequal lengths; None: unknown. It always affects a stage's capacity, but Eq. (1)
+      only with `weighs_penalty`.
+    - `most_work`: maximum work that a plan may assign to an instance, relative to its capacity; infinite: no
+      limit, as in the paper.
+    - `least_requests`: minimum arrivals per instance in a period for planning from it.
+    - `least_gain`: minimum relative improvement of a plan over the current layout, by Eq. (1).
+    - `adopts_any_first`: adopt the first plan even without an improvement.
     """
 
     planner: Planner
@@ -43,22 +45,23 @@ class Planning:
     most_work: float
     least_requests: float
     least_gain: float
-    insists: bool
+    adopts_any_first: bool
 
     def first(self, members: Sequence[InstanceView], history: Traffic, in_flight: float) -> tuple[Stage, ...]:
-        """For a history, with `in_flight` requests on an instance at a time; instances in id order."""
+        """Plan for a history with `in_flight` concurrent requests per instance; instances in id order."""
         if not members:
             return ()
         costs = self._costs(members, history, in_flight * len(members), ())
         return self.planner(costs, len(members)).stages(sorted(i.instance_id for i in members))
 
-    def anew(
+    def replan(
         self, members: Sequence[InstanceView], stages: Sequence[Stage], statistics: LengthStatistics
     ) -> tuple[Stage, ...] | None:
-        """For what came in the period; instances are kept in the order of their stages.
+        """Plan for the requests of a period; instances keep the order of their stages.
 
-        None: what there is stays, be it no stages at all. Too few requests have come, or no plan is better by
-        `least_gain`, and what there is does not fall behind where the plan does not.
+        Return None to keep the current layout (possibly no stages): if too few requests arrived, or if the
+        plan gains less than `least_gain`. A plan that keeps up where the current layout is overloaded is
+        adopted regardless of its gain.
         """
         names = [name for stage in stages for name in stage.instance_ids]
         if not names:
@@ -67,22 +70,23 @@ class Planning:
         traffic = Traffic.of_period(statistics, edges)
         if not names or traffic is None or traffic.requests < self.least_requests * len(names):
             return None
-        # Those that an operator has set may not be what could be planned.
-        whole = tiles(stages, self.max_length)
-        cuts = [0, *(stage.hi for stage in stages)] if whole else [0, self.max_length]
-        counts = [len(stage.instance_ids) for stage in stages] if whole else [len(names)]
-        # Who waits for its prefill is in no batch yet.
+        # Stages set by an operator need not cover all lengths; then compare with a single stage.
+        complete = tiles(stages, self.max_length)
+        cuts = [0, *(stage.hi for stage in stages)] if complete else [0, self.max_length]
+        counts = [len(stage.instance_ids) for stage in stages] if complete else [len(names)]
+        # Eq. (1) is about batches, and waiting prompts are in no batch yet.
         running = max(1.0, float(sum(i.running for i in members)))
         costs = self._costs(members, traffic, running, cuts)
-        present = costs.layout(cuts, counts)
+        current = costs.layout(cuts, counts)
         plan = self.planner(costs, len(names))
-        behind = costs.load(present) > costs.most_work * (1.0 + 1e-9) >= costs.load(plan)
-        gains = plan.cost <= (1.0 - self.least_gain) * present.cost
-        insists = self.insists and not stages
-        return plan.stages(names) if behind or gains or insists else None
+        relieves = costs.load(current) > costs.most_work * (1.0 + 1e-9) >= costs.load(plan)
+        gains = plan.cost <= (1.0 - self.least_gain) * current.cost
+        is_first = self.adopts_any_first and not stages
+        return plan.stages(names) if relieves or gains or is_first else None
 
     def models(self, members: Sequence[InstanceView]) -> tuple[QoeModel, float]:
-        """QoE, and seconds to transfer a token's KV: of those that were measured, if any was."""
+        """Return the QoE model and the seconds to transfer a token's KV: the means of measured instances, if
+        any."""
         measured = [i.measured for i in members if i.measured is not None]
         if not measured:
             return self.model, self.profile.kv_bytes_per_token / self.bandwidth_bytes_per_s
@@ -103,6 +107,6 @@ class Planning:
         if not traffic.seconds:
             return Costs(workload, model, transfer_s, weighed)
         work = stage_work(traffic, edges, Engines.of(members, self.profile), slowdown)
-        # Beyond what the cluster can do as one stage, nobody gets more than in that.
+        # If the cluster is overloaded as a whole, the limit is the work per instance in a single stage.
         most = max(self.most_work, float(work[0, -1]) / len(members))
         return Costs(workload, model, transfer_s, weighed, work, most)

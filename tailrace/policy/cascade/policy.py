@@ -1,4 +1,8 @@
-"""CascadeInfer's policy: a length-aware pipeline of instances (sections 3.2 and 4)."""
+"""CascadeInfer's policy: a length-aware pipeline of instances (sections 3.2 and 4).
+
+`planner` has the stage partition of section 4.2, `refinement` the range refinement of section 4.3, and
+`handover` the handovers and rebalancing of section 4.4.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from tailrace.perf.qoe_model import QoeModel
 from tailrace.perf.steps import StepModel
 from tailrace.policy.base import Policy, Variant
 from tailrace.policy.candidates import credit
-from tailrace.policy.cascade.handover import Handovers, Settle, by_bids, demand_tokens, in_turn
+from tailrace.policy.cascade.handover import Handovers, ReceiverChoice, by_bids, demand_tokens, round_robin
 from tailrace.policy.cascade.layout import active_in, earliest_stage, nearest_first, repaired, stage_of
 from tailrace.policy.cascade.misplaced import misplaced
 from tailrace.policy.cascade.parameters import (
@@ -53,12 +57,11 @@ from tailrace.profiles import Profile, load_profile
 
 
 def periods_elapsed(period_s: float, last_tick_s: float | None, now_s: float) -> int:
-    """How many multiples of the period lie in (last_tick_s, now_s]; an infinite period never ends.
+    """Return how many multiples of the period lie in (last_tick_s, now_s]; an infinite period never ends.
 
-    For work that is done once a period, from ticks that come when they come: over all ticks each multiple is
-    counted exactly once, however late a tick is.
-
-    Without a previous tick: 1, for when the work was last done is not known. A clock that was set back: 0.
+    For work done once per period on ticks that may be late: over all ticks, each multiple is counted exactly
+    once. Without a previous tick: 1, since it is unknown when the work was last done. If the clock was set
+    back: 0.
     """
     if math.isinf(period_s):
         return 0
@@ -67,7 +70,7 @@ def periods_elapsed(period_s: float, last_tick_s: float | None, now_s: float) ->
     return max(0, math.floor(now_s / period_s) - math.floor(last_tick_s / period_s))
 
 
-# Of the profiles that come with Tailrace, the one of a model that the paper uses (section 6.1).
+# The built-in profile of a model that the paper uses (section 6.1).
 PROFILE: Final = "llama-3.1-8b-h100"
 
 # By the values of `layout`, `boundaries` and `handover`. A baseline that balances a sum compares whole
@@ -78,39 +81,41 @@ _SPLITS: Final[Mapping[str, tuple[Splitter, Sharing]]] = {
     QUANTITY: (quantity_split, whole),
     MEMORY: (memory_split, whole),
 }
-_SETTLES: Final[Mapping[str, Settle]] = {BID_ASK: by_bids, ROUND_ROBIN: in_turn}
+_RECEIVER_CHOICES: Final[Mapping[str, ReceiverChoice]] = {BID_ASK: by_bids, ROUND_ROBIN: round_robin}
 
 
 class Cascade(Policy):
     """Earliest stage at arrival, bid-ask at a boundary and between overloaded peers, stages by the planner.
 
-    What the paper leaves open is settled by the parameters:
+    Choices that the paper leaves open:
 
-    - `profile`: what the QoE model, step times and the KV size of a token come from, unless `model` is given.
-      Where instances have been measured, they are the mean of theirs: section 4.1's fit of samples, or what
-      follows from their step times.
-    - `penalty`: what unequal lengths cost. It counts for whether a stage can keep up, and in Eq. (1), which
-      has no term for it, only with `plan_penalty`.
-    - `history`: (input, output) lengths of requests to plan for at the start ("collects request
-      statistics"), that came in `history_s` seconds. Without any there is one stage until a period is over.
-    - `history_in_flight`: how many of the history's requests an instance has at a time. Eq. (1) is about
-      batches; 64 is a middling one, and the plan depends on it little.
-    - `replan_s`: the period: how often to plan, and from the requests of how long ("collects request
-      statistics over the period ... and generates pipeline settings for the next period"). A minute: several
-      lives of a request.
-    - `plan_requests`: least requests an instance in a period, on average: the five of section 4.3, for its
-      reason. Of fewer, each one shifts the distribution.
-    - `least_plan_gain`: by what share a plan must be better, by Eq. (1), than the present layout, or than one
-      stage where there is none. A twentieth, because each change makes requests move. Under light load D_0,
-      which no layout changes, outweighs the rest: nothing gains a twentieth, and the system is ordinary
-      multi-instance scheduling, as the paper's (section 6.2).
-    - `most_work`: how much of what an instance can do a plan may give it (`stage_work`); 0: no limit, the
-      paper's letter. 1.0 is no margin: what has more falls behind for certain.
+    - `profile`: source of the QoE model, step times and KV size of a token, unless `model` is given. If
+      instances have been measured, the means of theirs are used: section 4.1's fit of samples, or a model
+      derived from their step times.
+    - `penalty`: the cost of unequal lengths. It affects whether a stage can keep up, and Eq. (1), which has
+      no term for it, only with `plan_penalty`.
+    - `history`: (input, output) lengths of requests that arrived in `history_s` seconds, to plan for at the
+      start ("collects request statistics"). Without a history there is one stage until a period is over.
+    - `history_in_flight`: concurrent requests per instance in the history. Eq. (1) is about batches; 64 is a
+      medium batch, and the plan depends on it little.
+    - `replan_s`: the planning interval, and the period whose requests are planned for ("collects request
+      statistics over the period ... and generates pipeline settings for the next period"). A minute is
+      several times the life of a request.
+    - `plan_requests`: minimum mean number of arrivals per instance in a period: the five of section 4.3, for
+      the same reason. With fewer, each one shifts the distribution.
+    - `least_plan_gain`: minimum relative improvement of a plan, by Eq. (1), over the current layout, or over
+      one stage if there is none. A twentieth, because each change moves requests. Under light load D_0, which
+      no layout changes, dominates: no plan gains a twentieth, and the system is ordinary multi-instance
+      scheduling, like the paper's (section 6.2).
+    - `most_work`: maximum work that a plan may assign to an instance, relative to its capacity
+      (`stage_work`); 0: no limit, as in the paper. 1.0 leaves no margin: with more work an instance
+      certainly falls behind.
     - `refine_s`, `smoothing`: section 4.3's interval and moving average.
-    - `outlier`: an instance is overloaded at that much of its stage's mean demand ("25% above").
-    - `bandwidth_bytes_per_s`: of a transfer, for the cost of cuts: the testbed's 400 Gbit/s (section 6.1).
+    - `outlier`: an instance is overloaded above this multiple of its stage's mean demand ("25% above").
+    - `bandwidth_bytes_per_s`: bandwidth of a transfer, for the cost of cuts: the testbed's 400 Gbit/s
+      (section 6.1).
     - Prefill runs in the stage of the prompt's length ("performs prefill and decoding locally").
-    - Within the stage, an arrival goes where a request handed over would: the least demand.
+    - Within a stage, an arrival goes to the instance with the least demand, as a handover does.
     """
 
     needs = (Fact.PROFILE, Fact.PENALTY)
@@ -146,7 +151,7 @@ class Cascade(Policy):
         boundaries: str = QOE,
     ) -> None:
         self.handover = handover
-        self.settle = _SETTLES[handover]
+        self.choose_receiver = _RECEIVER_CHOICES[handover]
         self.rebalances = rebalance
         self.split, self.share = _SPLITS[boundaries]
         profile = profile if profile is not None else load_profile(PROFILE)
@@ -172,16 +177,17 @@ class Cascade(Policy):
             most_work=most_work if most_work > 0.0 else math.inf,
             least_requests=plan_requests,
             least_gain=least_plan_gain,
-            # A baseline that is a layout holds whatever it costs.
-            insists=layout != PLANNED,
+            # The baselines' layouts are used even if they are worse.
+            adopts_any_first=layout != PLANNED,
         )
 
     # ---- section 3.2
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
-        """The earliest stage that covers the length; the nearest, longer ones first, if it has nobody.
+        """Place in the earliest stage that covers the length; if it has no active instance, in the nearest
+        one, longer ones first.
 
-        Without stages, and beside all stages for instances in none, the whole cluster is one stage.
+        Without stages, or if no stage has an active instance, the whole cluster is one stage.
         """
         stages = view.stages
         if stages:
@@ -204,24 +210,25 @@ class Cascade(Policy):
     # ---- section 4.4, inter-stage
 
     def on_length_boundary(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
-        """Hand over to the stage that covers the length now, by bid-ask; () where nobody has room.
+        """Hand over by bid-ask to the stage that covers the length now.
 
-        "Migration is skipped if no idle cache is available" (section 5); it is tried again at the next
-        refinement.
+        "Migration is skipped if no idle cache is available" (section 5); the next refinement tries again.
         """
         at = stage_of(view.stages, request.instance_id)
-        return () if at is None else Handovers(view, self.settle).outgrown(view.stages, [(at, request)])
+        if at is None:
+            return ()
+        return Handovers(view, self.choose_receiver).outgrown(view.stages, [(at, request)])
 
     # ---- tick
 
     def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
-        """Stages first (members, plan, boundaries), then prompts that wait in a stage that is no longer
-        theirs, then handovers that are due, then outliers."""
+        """Update the stages (members, plan, boundaries), hand back misplaced prompts, hand over outgrown
+        requests, and rebalance within stages."""
         stages = self._stages(view, now)
         actions: list[Action] = [SetStages(stages)] if stages != view.stages else []
-        # By the stages that placements go by already.
+        # By the current stages, which placements use until the new ones are set.
         actions += misplaced(view)
-        handovers = Handovers(view, self.settle)
+        handovers = Handovers(view, self.choose_receiver)
         if periods_elapsed(self.refine_s, view.last_tick_s, now):
             actions += handovers.outgrown(stages, _requests(view, stages))
         if self.rebalances:
@@ -239,13 +246,13 @@ class Cascade(Policy):
             demand = {i.instance_id: demand_tokens(i) for i in members}
             stages = repaired(stages, demand.keys(), demand)
         if view.lengths is not None and periods_elapsed(self.replan_s, view.last_tick_s, now):
-            planned = self.planning.anew(members, stages, view.lengths)
+            planned = self.planning.replan(members, stages, view.lengths)
             if planned is not None:
                 return planned
         refinements = periods_elapsed(self.refine_s, view.last_tick_s, now)
         if refinements and len(stages) > 1:
             model, _ = self.planning.models(members)
-            # What a late tick has missed is made up for: n steps of the moving average at once.
+            # After a late tick, apply the n missed steps of the moving average at once.
             smoothing = 1.0 - (1.0 - self.smoothing) ** refinements
             refinement = Refinement(model, self.split, smoothing, share=self.share)
             return refinement.refine(stages, _rows(members))
@@ -262,18 +269,18 @@ BY_MEMORY: Final = Variant(Cascade, {"boundaries": MEMORY})
 
 
 def _dispatch_key(instance: InstanceView, held_tokens: int) -> tuple[int, int, str]:
-    """Whole thousandths of capacity, so that a few tokens do not outweigh the number of requests."""
+    # In whole thousandths of capacity, so that a few tokens do not outweigh the number of requests.
     share = (demand_tokens(instance) - held_tokens) * 1_000 // (instance.kv_capacity_tokens or 1)
     return share, instance.load, instance.instance_id
 
 
 def _members(view: ClusterView) -> list[InstanceView]:
-    """Instances that stages are made of: those that leave are not, a suspect may come back."""
+    """Return the instances that stages consist of: not draining ones, but suspect ones, which may recover."""
     return [i for i in view.instances.values() if i.state is not InstanceState.DRAINING]
 
 
 def _requests(view: ClusterView, stages: Sequence[Stage]) -> Iterator[tuple[int, RequestView]]:
-    """Those of all stages but the last, which nothing outgrows, with the numbers of their stages."""
+    """Yield (stage number, request) for all stages but the last, which no request outgrows."""
     for at, stage in enumerate(stages[:-1]):
         for name in stage.instance_ids:
             for request in view.instances[name].requests:

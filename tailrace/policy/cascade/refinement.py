@@ -1,4 +1,4 @@
-"""Adaptive range refinement (CascadeInfer, section 4.3): boundaries follow the lengths that there are."""
+"""Adaptive range refinement (CascadeInfer, section 4.3): boundaries follow the current request lengths."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from tailrace.cluster import Stage
 from tailrace.perf.qoe_model import QoeModel
 from tailrace.policy.cascade.workload import Ints
 
-# Requests as rows of (input, present length), in tokens.
+# Requests as rows of (input, current length), in tokens.
 Rows = Ints
 
 
 class Sharing(Protocol):
-    """What of a stage's requests, sorted by length, is weighed if it has `parts` instances."""
+    """Selects the requests of a stage that refinement compares; `rows` are sorted by length."""
 
     def __call__(self, rows: Rows, parts: int) -> Rows:
-        """Some of the rows."""
+        """Return some of the rows; `parts`: number of the stage's instances."""
         ...
 
 
 class Splitter(Protocol):
-    """Where to cut requests in two; `rows` are sorted by length, and there is at least one."""
+    """A rule that splits requests in two; `rows` are sorted by length, and not empty."""
 
     def __call__(self, rows: Rows, model: QoeModel) -> int:
-        """The index b of the first request of the second part; the boundary is its length."""
+        """Return the index b of the first request of the second part; the boundary is its length."""
         ...
 
 
 def optimal_split(rows: Rows, model: QoeModel) -> int:
-    """b = argmin over 0 <= i < N of Q^R[:i] + Q^R[i:], the first of equals (section 4.3)."""
+    """Return b = argmin over 0 <= i < N of Q^R[:i] + Q^R[i:], the first of equals (section 4.3)."""
     inputs = rows[:, 0].astype(np.float64)
     columns = (np.ones(len(rows)), inputs, inputs**2, rows[:, 1].astype(np.float64))
     below = np.zeros((len(rows), 5))
-    # F_0 is 1 whatever the batch; of an empty one n is 0, so it costs nothing all the same.
+    # F_0 is 1 for every batch; an empty one has n = 0, so it still costs nothing.
     below[:, 0] = 1.0
     total = np.ones(5)
     for feature, column in enumerate(columns, start=1):
@@ -51,43 +51,44 @@ def optimal_split(rows: Rows, model: QoeModel) -> int:
 
 
 def quantity_split(rows: Rows, model: QoeModel) -> int:
-    """As many requests on either side (section 6.5's quantity-based refinement; with `whole`)."""
+    """Split into equal numbers of requests (section 6.5's quantity-based refinement; with `whole`)."""
     return len(rows) // 2
 
 
 def memory_split(rows: Rows, model: QoeModel) -> int:
-    """As much KV on either side (section 6.5's memory-based refinement; with `whole`)."""
+    """Split into equal amounts of KV (section 6.5's memory-based refinement; with `whole`)."""
     lengths = rows[:, 1]
     below = np.cumsum(lengths) - lengths
     return int(np.argmin(np.abs(2 * below - lengths.sum())))
 
 
 def divided(rows: Rows, parts: int) -> Rows:
-    """One of `parts` equal parts: of rows sorted by length, every parts-th from the middle (footnote 1)."""
+    """Return one of `parts` equal parts: every parts-th row, in order of length (footnote 1)."""
     return rows[parts // 2 :: parts]
 
 
 def whole(rows: Rows, parts: int) -> Rows:
-    """All of them, however many instances share them: "the number of requests per stage" (section 6.5)."""
+    """Return all rows, independent of the number of instances: "the number of requests per stage" (section
+    6.5)."""
     return rows
 
 
 def by_length(rows: Sequence[tuple[int, int]]) -> Rows:
-    """Rows sorted by length, then input."""
+    """Return rows sorted by length, then input."""
     array = np.array(sorted(rows, key=lambda row: (row[1], row[0])), dtype=np.int64)
     return array.reshape(-1, 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Refinement:
-    """Moves each boundary towards where it would be best now.
+    """Move each boundary towards the best split of the current requests.
 
-    - `split`: what "best" is.
-    - `share`: the part of a stage that is weighed: one instance's, on average; the paper's baselines weigh
-      stages as they are, for "per stage" is what section 6.5 says of both.
-    - `smoothing`: weight of the new boundary in the exponential moving average; the paper names none. 0.2
-      means that a change of workload is followed by two thirds in five intervals.
-    - `least_requests`: fewer in the two stages together leave their boundary as it is ("e.g., when there are
+    - `split`: the rule for the best split.
+    - `share`: the requests of a stage that are compared: those of one instance, on average. The paper's
+      baselines compare whole stages ("per stage", section 6.5).
+    - `smoothing`: weight of the new boundary in the exponential moving average, which the paper leaves open.
+      With 0.2, boundaries follow a change of workload by two thirds within five intervals.
+    - `least_requests`: with fewer requests in both stages together the boundary stays ("e.g., when there are
       fewer than five requests").
     """
 
@@ -100,11 +101,11 @@ class Refinement:
     def refine(
         self, stages: Sequence[Stage], requests: Mapping[str, Sequence[tuple[int, int]]]
     ) -> tuple[Stage, ...]:
-        """Stages with refined boundaries; they tile what they tiled, and none becomes empty.
+        """Return stages with refined boundaries that cover the same lengths; no range becomes empty.
 
-        `requests`: (input, present length) of the requests of each instance. The paper refines at each
+        `requests`: (input, current length) of the requests of each instance. The paper refines on each
         instance, from its own requests and the average of its successors; here a stage has one boundary, so
-        its own side is the average of its instances too.
+        its own side is also the average of its instances.
         """
         refined = list(stages)
         for at in range(len(refined) - 1):

@@ -1,6 +1,6 @@
-"""What unequal lengths cost the stages that could be made, as an option of planning.
+"""The slowdown of each possible stage by unequal lengths in its batches, for planning.
 
-Eq. (1) is linear in sums and has no term for it; with it, a plan is one of what steps really take.
+Eq. (1) is linear in sums and has no term for it.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from tailrace.policy.cascade.workload import Workload
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slowdown:
-    """Factors of each stage from one edge to another: [buckets + 1, buckets + 1], or 1.0 for all."""
+    """Factors for each stage from one edge to another: [buckets + 1, buckets + 1], or 1.0 for all."""
 
-    # On the whole decode step, and on what each KV token adds to it.
+    # On the whole decode step, and on its part per KV token.
     step: Floats | float = 1.0
     attention: Floats | float = 1.0
 
     @staticmethod
     def of(penalty: FittedLengthPenalty, workload: Workload, batch: int) -> Slowdown:
-        """Of an even selection of `batch` of the requests that a stage has in flight.
+        """Compute the factors for batches of `batch` requests drawn evenly from a stage's requests in flight.
 
-        Buckets are taken as evenly filled.
+        Lengths are assumed to be uniform within a bucket.
         """
         ends = len(workload.edges)
         step, attention = np.ones((ends, ends)), np.ones((ends, ends))

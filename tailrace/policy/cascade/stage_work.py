@@ -1,10 +1,10 @@
-"""Whether a stage can serve what comes to it: its prefill, and its decoding in the KV that it has.
+"""The work of a stage: whether its instances can keep up with its prefill and decoding.
 
-Eq. (1) weighs latencies of batches and knows no limit. With the KV of an instance full, or its batch, a step
-takes T = d0 + d1 B + d2 K for B requests with K tokens, and makes B tokens; so a token of a request with m
-tokens of context takes d0 max(m / capacity, 1 / seats) + d1 + d2 m seconds of an instance, and no scheduler
-gets it for less. With what prompts take, that is the work of a stage: instance-seconds a second. A stage of k
-instances with more work than k falls behind, whatever its batches are.
+Eq. (1) models the latencies of batches and has no limit on throughput. A step with B requests and K tokens
+takes T = d0 + d1 B + d2 K and makes B tokens. At best an instance's KV or batch is full, so that a token of a
+request with m tokens of context takes at least d0 max(m / capacity, 1 / seats) + d1 + d2 m seconds of an
+instance. Adding prefill gives the work of a stage, in instance-seconds per second. A stage of k instances
+with more work than k falls behind, whatever its batches are.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from tailrace.profiles import Profile
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """Equal instances: the mean of those that there are."""
+    """The mean of a cluster's instances."""
 
-    # Seconds of a prompt: per token, and per token squared.
+    # Seconds of a prefill: per token, and per token squared.
     prompt_s: tuple[float, float]
     # Seconds of a decode step: base, per request, per KV token.
     step_s: tuple[float, float, float]
     kv_capacity_tokens: float
-    # Most requests in a batch; infinite: not known.
+    # Maximum requests in a batch; infinite: unknown.
     seats: float
 
     @staticmethod
     def of(members: Sequence[InstanceView], profile: Profile) -> Engines:
-        """Where any were measured, as measured; else as in `profile`. Raises ZeroDivisionError of none."""
+        """Average the measured instances; if none was measured, use `profile`."""
         profiles = [i.measured.profile for i in members if i.measured is not None] or [profile]
         capacities = [i.kv_capacity_tokens for i in members if i.kv_capacity_tokens]
         seats = [i.max_num_seqs for i in members if i.max_num_seqs]
@@ -53,19 +53,19 @@ class Engines:
 
 
 def stage_work(traffic: Traffic, edges: Ints, engines: Engines, slowdown: Slowdown) -> Floats:
-    """[buckets + 1, buckets + 1]: work of a stage from one edge to another, in instances.
+    """Return the work [buckets + 1, buckets + 1] of each stage from one edge to another, in instances.
 
-    A prompt is prefilled in the stage of its length, and a token made in the stage of the length that the
-    request then has. Raises ValueError for traffic of which no rate is known, or without output.
+    A prompt is prefilled in the stage of its length, and a token is made in the stage of the request's length
+    at that time. Raise ValueError for traffic of unknown rate, or without output.
     """
     if not traffic.seconds:
-        raise ValueError("work needs the seconds in which the requests came")
+        raise ValueError("work needs the number of seconds in which the requests arrived")
     per_s = traffic.weights / traffic.seconds
     buckets = len(edges) - 1
     per_token, per_square = engines.prompt_s
     prompts_s = per_token * traffic.inputs + per_square * traffic.inputs**2
     prefill = np.bincount(bucket_of(edges, traffic.inputs), weights=per_s * prompts_s, minlength=buckets)
-    # Tokens made a second, and the sum of their contexts, by bucket of length.
+    # Tokens made per second, and the sum of their contexts, by bucket of length.
     tokens_per_s = float(per_s @ traffic.outputs)
     made = traffic.in_flight(edges, tokens_per_s).sums
     prefill_between = _between(prefill)
@@ -77,6 +77,6 @@ def stage_work(traffic: Traffic, edges: Ints, engines: Engines, slowdown: Slowdo
 
 
 def _between(by_bucket: Floats | Ints) -> Floats:
-    """[buckets + 1, buckets + 1]: sums from one edge to another."""
+    """Return the sums [buckets + 1, buckets + 1] from one edge to another."""
     prefix = np.concatenate([[0.0], np.cumsum(by_bucket)])
     return np.asarray(prefix[None, :] - prefix[:, None], dtype=np.float64)

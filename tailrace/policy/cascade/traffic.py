@@ -1,8 +1,8 @@
-"""What a pipeline is planned for: the requests of a period, by their input and output lengths (section 4.2).
+"""The requests of a period by their input and output lengths, for which stages are planned (section 4.2).
 
-Requests that finished in the period tell of outputs, those that arrived in it of how many there are of each
-prompt length. Both are needed: where a stage cannot keep up, fewer finish than arrive, and by those that
-finished it would get fewer instances still.
+Requests that finished in the period give the output lengths; those that arrived in it give the numbers by
+prompt length. Both are needed: if a stage is overloaded, fewer requests finish than arrive, and counting only
+those would give it even fewer instances.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from tailrace.policy.cascade.workload import Ints, Workload, bucket_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Traffic:
-    """Requests, each row standing for `weights` of them."""
+    """Requests; each row stands for `weights` of them."""
 
     inputs: Floats
     outputs: Floats
     weights: Floats
-    # Over how many seconds they came; None: not known.
+    # Seconds in which they arrived; None: unknown.
     seconds: float | None
 
     @property
     def requests(self) -> float:
-        """How many there are."""
+        """Return the number of requests."""
         return float(self.weights.sum())
 
     @staticmethod
     def of_history(history: Sequence[tuple[int, int]], seconds: float | None) -> Traffic:
-        """From (input, output) lengths of earlier requests."""
+        """Create it from (input, output) lengths of earlier requests."""
         rows = np.array(history, dtype=np.float64).reshape(-1, 2)
         return Traffic(rows[:, 0], rows[:, 1], np.ones(len(rows)), seconds)
 
     @staticmethod
     def of_period(statistics: LengthStatistics, edges: Ints) -> Traffic | None:
-        """From a period. None: nothing arrived in it, or nothing is known of outputs.
+        """Create it from a period; return None if no request arrived or no output length is known.
 
-        In each bucket of prompt lengths, what finished stands for what arrived. Prompts of a bucket of which
-        none has finished count themselves, with the mean output of all.
+        In each bucket of prompt lengths, finished requests represent those that arrived. Prompts of a bucket
+        in which none has finished count with the mean output of all.
         """
         prompts, prompt_weights = statistics.arrived()
         inputs, outputs, weights = statistics.finished()
@@ -65,5 +65,5 @@ class Traffic:
         return traffic if float(traffic.weights @ traffic.outputs) > 0.0 else None
 
     def in_flight(self, edges: Ints, requests: float) -> Workload:
-        """As `requests` of them at a time. Raises ValueError without any output."""
+        """Return the workload of `requests` concurrent requests. Raise ValueError without any output."""
         return Workload.of_history(edges, self.inputs, self.outputs, requests, self.weights)

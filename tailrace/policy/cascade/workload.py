@@ -1,7 +1,7 @@
-"""What a pipeline is planned for: requests in flight by length (CascadeInfer, section 4.2).
+"""Requests in flight by length, the input of the planner (CascadeInfer, section 4.2).
 
-Lengths fall into buckets that grow exponentially; cuts may lie only between buckets ("Optimizing
-efficiency"). Of each bucket only sums are kept, for Eq. (1) needs no more.
+Lengths are grouped into exponentially growing buckets; cuts may lie only between buckets ("Optimizing
+efficiency"). Only sums are kept per bucket, since Eq. (1) needs no more.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ SUMS = 4
 
 
 def with_cuts(edges: Ints, cuts: Sequence[int]) -> Ints:
-    """The edges, and the cuts besides, so that a pipeline with these cuts has its price."""
+    """Add the cuts to the edges, so that the cost of a pipeline with these cuts can be computed."""
     inside = [cut for cut in cuts if edges[0] < cut < edges[-1]]
     return np.unique(np.concatenate([edges, np.array(inside, dtype=np.int64)]))
 
 
 def bucket_edges(max_length: int, growth: float = 2.0, first: int = 2) -> Ints:
-    """0, first, first * growth, ... and max_length; shape [buckets + 1], strictly increasing.
+    """Return 0, first, first * growth, ... and max_length; shape [buckets + 1], strictly increasing.
 
-    The paper's tiers double ([1, 2], [2, 4], [4, 8], ...). Raises ValueError for a max_length below 1 or a
-    growth that does not grow.
+    The paper's tiers double ([1, 2], [2, 4], [4, 8], ...). Raise ValueError for max_length or first below 1,
+    or growth of at most 1.
     """
     if max_length < 1 or growth <= 1.0 or first < 1:
         raise ValueError(f"no buckets from {first} to {max_length} tokens that grow by {growth}")
@@ -46,31 +46,31 @@ def bucket_edges(max_length: int, growth: float = 2.0, first: int = 2) -> Ints:
 
 
 def bucket_of(edges: Ints, lengths: Ints | Floats) -> Ints:
-    """Number of the bucket of each length; of what is longer than the last edge: the last bucket."""
+    """Return the bucket number of each length; beyond the last edge, the last bucket."""
     found = np.searchsorted(edges, lengths, side="right") - 1
     return np.clip(found, 0, len(edges) - 2).astype(np.int64)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests in flight, by bucket of present length."""
+    """Requests in flight, by bucket of current length."""
 
     # [buckets + 1], increasing from 0.
     edges: Ints
-    # [buckets, 4]: n, sum I, sum I^2, sum L of the requests in a bucket. Need not be whole numbers.
+    # [buckets, 4]: n, sum I, sum I^2, sum L of the requests in a bucket; not necessarily integers.
     sums: Floats
-    # [buckets + 1]: requests in flight per token of length around each edge. As each makes one token an
-    # iteration, that is how many pass a cut there in an iteration.
+    # [buckets + 1]: requests in flight per token of length at each edge. Since each request makes one token
+    # per iteration, this is the number of requests that pass a cut there in an iteration.
     density: Floats
 
     @cached_property
     def prefix(self) -> Floats:
-        """[buckets + 1, 4]: sums over all requests shorter than each edge."""
+        """Return the sums [buckets + 1, 4] over all requests shorter than each edge."""
         return np.concatenate([np.zeros((1, SUMS)), np.cumsum(self.sums, axis=0)])
 
     @property
     def requests(self) -> float:
-        """Requests in flight."""
+        """Return the number of requests in flight."""
         return float(self.prefix[-1, 0])
 
     @staticmethod
@@ -81,11 +81,12 @@ class Workload:
         in_flight: float,
         weights: Floats | None = None,
     ) -> Workload:
-        """From finished requests (their input and output lengths), as `in_flight` of them at a time.
+        """Create it from the input and output lengths of finished requests, scaled to `in_flight` concurrent
+        ones.
 
-        `weights`: how many requests each stands for; None: one. A request is in flight for one iteration an
-        output token, and in each bucket for as many as its length spends there: "sequence fragments". Raises
-        ValueError if no request has any output.
+        `weights`: the number of requests that each stands for; None: one. A request is in flight for one
+        iteration per output token, and counts in each bucket for the iterations that it spends there
+        ("sequence fragments"). Raise ValueError if no request has any output.
         """
         prompt = np.asarray(inputs, dtype=np.float64)
         output = np.asarray(outputs, dtype=np.float64)
@@ -95,7 +96,7 @@ class Workload:
             raise ValueError("a workload needs requests with output")
         lo = np.minimum(edges[:-1], edges[-1]).astype(np.float64)
         hi = edges[1:].astype(np.float64).copy()
-        # What outgrows the last edge stays in the last bucket.
+        # Longer lengths count in the last bucket.
         hi[-1] = max(hi[-1], float((prompt + output).max()))
         start = np.maximum(prompt[:, None], lo)
         end = np.minimum((prompt + output)[:, None], hi)
