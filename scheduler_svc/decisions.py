@@ -98,7 +98,7 @@ class Placer:
             decision,
             pull_from=placement.pull_from,
             pull_address=holder.record.address,
-            pull_tokens=arrival.told_tokens(placement.pull_from),
+            pull_tokens=arrival.reported_tokens(placement.pull_from),
         )
 
 

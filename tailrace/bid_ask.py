@@ -1,7 +1,7 @@
 """The bid-ask protocol (CascadeInfer, section 4.4): senders and receivers match without a coordinator.
 
-Two state machines without I/O or clock: each call takes one message in and returns those to send, with
-their destinations. Whoever runs them delivers messages in order for each pair.
+Two state machines without I/O or clock: each call takes one message and returns the messages to send, with
+their destinations. The caller delivers messages in order for each pair.
 
     sender                                receiver
       Ask(tokens, sender's load)    -->
@@ -13,15 +13,14 @@ their destinations. Whoever runs them delivers messages in order for each pair.
       Grant (when free)             -->     transmit
                                     <--     Done(accepted)             it owns the request | sender keeps it
 
-A request is its sender's until a transmission of it is accepted, and that receiver's from then on; the sender
-awards it to one receiver at a time. A sender has bids made for one of its requests at a time, so that bids
-for the next count what was awarded before ("The sender continues to hand over other requests"). A sender
-transmits up to three requests at a time and a receiver takes up to three (section 5: "capped at three
-parallel transfers"). By section 4.4 alone a sender would transmit one; but a live migration takes a step or
-two, and under heavy load more requests than that outgrow the first stage.
+The sender owns a request until a receiver accepts its transmission, and awards it to one receiver at a time.
+It collects bids for one request at a time, so that bids for the next one account for earlier awards ("The
+sender continues to hand over other requests"). A sender transmits up to three requests at a time and a
+receiver takes up to three (section 5: "capped at three parallel transfers"). By section 4.4 alone a sender
+would transmit one; but a live migration takes a step or two, and under heavy load requests outgrow the first
+stage faster than that.
 
-`BID_S`, `OFFER_S` and `ATTEMPT_S` are the clock's part of the protocol: the worker and the simulator run it
-by the same numbers.
+`BID_S`, `OFFER_S` and `ATTEMPT_S` are the protocol's timeouts, shared by the worker and the simulator.
 """
 
 from __future__ import annotations
@@ -33,29 +32,28 @@ from typing import Final
 
 # "keeps the three receivers with the earliest transmission start times"
 EARLIEST: Final = 3
-# Section 5: most transfers at a time.
+# Maximum number of concurrent transfers (section 5).
 TRANSFERS: Final = 3
-# Busy answers to one request before its receiver says that it starves. The paper names no number.
+# Busy replies for one request after which its receiver reports starvation. The paper names no number.
 STARVATION: Final = 3
-# Requests that a sender may have buffered; beyond it they stay where they are. The paper names no number.
+# Requests that a sender may buffer; further ones stay where they are. The paper names no number.
 OFFERS_MAX: Final = 256
-# Seconds that receivers have for their bids. The request goes on where it is meanwhile; only a receiver that
-# hangs makes it take so long.
+# Deadline for bids, in seconds. The request keeps running meanwhile; only a hung receiver takes this long.
 BID_S: Final = 1.0
-# Seconds from an offer to its end: waiting for a turn, and the transfer, which has deadlines of its own.
+# Lifetime of an offer, in seconds: waiting for its turn, and the transfer, which has its own deadlines.
 OFFER_S: Final = 60.0
-# Seconds after which a receiver asks again for requests whose senders were busy.
+# Seconds after which a receiver retries requests whose senders were busy.
 ATTEMPT_S: Final = 0.05
-# Tokens a second of transfers until one has been measured, and the weight of each measurement.
+# Transfer rate in tokens per second until one is measured, and the weight of each measurement.
 TOKENS_PER_S: Final = 1e5
 SMOOTHING: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A sender would hand over a request of so many tokens. `load`: total length of all it has buffered.
+    """A sender asks for bids on a request. `load`: total tokens of the sender's buffered requests.
 
-    `most_tokens`: whose load would exceed it with the request does not bid. None: no limit.
+    `most_tokens`: a receiver whose load with the request would exceed this does not bid. None: no limit.
     """
 
     sender: str
@@ -67,7 +65,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Bid:
-    """A receiver would take it. `earliest_s`: its buffered tokens over its measured throughput."""
+    """A receiver bids. `earliest_s`: its buffered tokens over its measured throughput, in seconds."""
 
     receiver: str
     request_id: str
@@ -77,7 +75,7 @@ class Bid:
 
 @dataclass(frozen=True, slots=True)
 class Award:
-    """The request is the receiver's to fetch. `priority`: the sender's load; `most_tokens` as in `Ask`."""
+    """The receiver won the request. `priority`: the sender's load; `most_tokens`: as in `Ask`."""
 
     sender: str
     request_id: str
@@ -88,7 +86,7 @@ class Award:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The receiver is ready for the request."""
+    """The receiver is ready for the transmission."""
 
     receiver: str
     request_id: str
@@ -96,7 +94,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """The sender is transmitting another."""
+    """The sender has too many transmissions in progress."""
 
     sender: str
     request_id: str
@@ -104,7 +102,7 @@ class Busy:
 
 @dataclass(frozen=True, slots=True)
 class Starving:
-    """The receiver has asked too often, and waits to be granted this request next."""
+    """The receiver was told busy too often, and waits until it is granted this request."""
 
     receiver: str
     request_id: str
@@ -120,7 +118,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """The request is gone: it finished before it was fetched."""
+    """The request is no longer available: it finished before its transmission."""
 
     sender: str
     request_id: str
@@ -128,7 +126,7 @@ class Withdraw:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The transmission is over. Not `accepted`: failed or declined, and the sender keeps the request."""
+    """The transmission is over. Not `accepted`: it failed or was declined; the sender keeps the request."""
 
     receiver: str
     request_id: str
@@ -140,10 +138,10 @@ ToSender = Bid | Start | Starving | Done
 
 
 def choose(bids: Sequence[Bid]) -> Bid | None:
-    """The winner among bids in the order of their arrival (section 4.4).
+    """Return the winner among bids, given in order of arrival (section 4.4); None without bids.
 
-    Leaves out the half with higher load (of an odd number, the smaller half), keeps the three that can
-    start earliest, and takes the one that replied first.
+    Discard the half with higher load (of an odd number, the smaller half), keep the three that can start
+    earliest, and take the one that replied first.
     """
     order = {bid.receiver: at for at, bid in enumerate(bids)}
     lighter = sorted(bids, key=lambda bid: (bid.load, order[bid.receiver]))[: (len(bids) + 1) // 2]
@@ -156,24 +154,24 @@ class _Offer:
     tokens: int
     receivers: list[str]
     most_tokens: int | None
-    # Asked, and has not replied yet. None: nobody has been asked yet.
+    # Receivers that have not replied yet. None: bids have not been requested yet.
     awaited: set[str] | None = None
     bids: list[Bid] = field(default_factory=list)
     winner: str | None = None
 
 
 class Sender:
-    """The side that hands requests over."""
+    """The sender of requests. Each method returns the messages to send."""
 
     def __init__(self, name: str, transfers: int = TRANSFERS) -> None:
-        """`transfers`: most at a time."""
+        """`transfers`: maximum number of concurrent transmissions."""
         self.name = name
         self._transfers = transfers
         self._offers: dict[str, _Offer] = {}
         self._load = 0
-        # Those that nobody has been asked about, in the order of their offers; some may be gone already.
+        # Requests waiting for their bidding, in order of their offers; some may have been withdrawn.
         self._unasked: deque[str] = deque()
-        # Whose bids are awaited.
+        # The request for which bids are awaited.
         self._bidding: str | None = None
         self._transmitting: set[str] = set()
         # Requests promised to starving receivers, in order.
@@ -181,29 +179,29 @@ class Sender:
 
     @property
     def load(self) -> int:
-        """Total length of all buffered requests."""
+        """Return the total tokens of all buffered requests."""
         return self._load
 
     @property
     def buffered(self) -> frozenset[str]:
-        """Requests that are still this side's, on offer or awarded."""
+        """Return the requests that this side still owns, offered or awarded."""
         return frozenset(self._offers)
 
     def has(self, request_id: str) -> bool:
-        """Whether the request is buffered."""
+        """Return whether the request is buffered."""
         return request_id in self._offers
 
     @property
     def bidding(self) -> str | None:
-        """The request for which bids are awaited: `close` it when BID_S are over."""
+        """Return the request for which bids are awaited, to be closed with `close` after BID_S."""
         return self._bidding
 
     def offer(
         self, request_id: str, tokens: int, receivers: Iterable[str], most_tokens: int | None = None
     ) -> list[tuple[str, ToReceiver]]:
-        """Buffer the request, and ask all candidates when its turn comes.
+        """Buffer a request, and ask all receivers for bids when it is its turn.
 
-        It is not buffered, and stays where it is, without candidates and with `OFFERS_MAX` buffered already.
+        The request is ignored, and stays where it is, without receivers or if `OFFERS_MAX` are buffered.
         """
         asked = sorted(set(receivers) - {self.name})
         if not asked or request_id in self._offers or len(self._offers) >= OFFERS_MAX:
@@ -214,7 +212,7 @@ class Sender:
         return self._ask_next()
 
     def on_bid(self, bid: Bid) -> list[tuple[str, ToReceiver]]:
-        """A bid; the last one that was waited for settles the matter. Late and strange ones are ignored."""
+        """Record a bid; the last awaited one closes the bidding. Late and unexpected bids are ignored."""
         offer = self._awaiting(bid.request_id, bid.receiver)
         if offer is None:
             return []
@@ -222,13 +220,13 @@ class Sender:
         return self._replied(bid.request_id, bid.receiver)
 
     def on_no_bid(self, receiver: str, request_id: str) -> list[tuple[str, ToReceiver]]:
-        """The receiver has no room, or is gone."""
+        """Record that a receiver does not bid, because it has no room or is lost."""
         if self._awaiting(request_id, receiver) is None:
             return []
         return self._replied(request_id, receiver)
 
     def close(self, request_id: str) -> list[tuple[str, ToReceiver]]:
-        """The bidding is over (all replied, or the deadline passed): award, or keep the request."""
+        """Close the bidding (all replied, or the deadline passed): award the request, or keep it."""
         if request_id != self._bidding:
             return []
         offer = self._offers[request_id]
@@ -238,12 +236,12 @@ class Sender:
             return self._ask_next()
         self._bidding = None
         offer.winner = won.receiver
-        # The priority is the load with this request and all others that wait (Figure 5).
+        # The priority is the load including this request and all others that wait (Figure 5).
         award = Award(self.name, request_id, offer.tokens, self.load, offer.most_tokens)
         return [(won.receiver, award), *self._ask_next()]
 
     def on_start(self, start: Start) -> list[tuple[str, ToReceiver]]:
-        """Grant while another transfer may begin and nobody starves; else Busy."""
+        """Grant the transmission if a transfer is free and no receiver starves; else reply Busy."""
         offer = self._offers.get(start.request_id)
         if offer is None or offer.winner != start.receiver:
             return [(start.receiver, Withdraw(self.name, start.request_id))]
@@ -254,7 +252,7 @@ class Sender:
         return self._grant(start.request_id, offer)
 
     def on_starving(self, starving: Starving) -> list[tuple[str, ToReceiver]]:
-        """Promise the next transmission; at once if another may begin."""
+        """Promise the receiver the next transmission; grant it at once if a transfer is free."""
         offer = self._offers.get(starving.request_id)
         if offer is None or offer.winner != starving.receiver:
             return [(starving.receiver, Withdraw(self.name, starving.request_id))]
@@ -263,7 +261,7 @@ class Sender:
         return self._next_promised()
 
     def on_done(self, done: Done) -> list[tuple[str, ToReceiver]]:
-        """The request is the receiver's now, or, not accepted, this side's alone again."""
+        """Drop a request after its transmission: the receiver owns it, or, if not accepted, it stays here."""
         offer = self._offers.get(done.request_id)
         if offer is None or offer.winner != done.receiver:
             return []
@@ -271,7 +269,7 @@ class Sender:
         return self._next_promised()
 
     def withdraw(self, request_id: str) -> list[tuple[str, ToReceiver]]:
-        """The request finished here. Under transmission it is left alone: its end decides."""
+        """Withdraw a request that finished here. During its transmission do nothing: `on_done` decides."""
         offer = self._offers.get(request_id)
         if offer is None or request_id in self._transmitting:
             return []
@@ -282,9 +280,9 @@ class Sender:
         return messages
 
     def give_up(self, request_id: str) -> list[tuple[str, ToReceiver]]:
-        """The request is on offer no longer, whatever it waits for.
+        """Drop an offer in any state, for instance after OFFER_S.
 
-        Under transmission the receiver is told nothing: the migration's own journal knows how that ends.
+        During a transmission the receiver is not notified: the migration's journal records how that ends.
         """
         if request_id not in self._transmitting:
             return self.withdraw(request_id)
@@ -292,9 +290,9 @@ class Sender:
         return [*self._next_promised(), *self._ask_next()]
 
     def lost(self, receiver: str) -> list[tuple[str, ToReceiver]]:
-        """The receiver is gone: what it was awarded is kept, and its bids are void.
+        """Handle the loss of a receiver: keep what it was awarded, and void its bids.
 
-        Whether a transmission to it was committed is for the migration's own journal to tell.
+        Whether a transmission to it was committed is recorded in the migration's journal.
         """
         for request_id, offer in list(self._offers.items()):
             offer.bids = [bid for bid in offer.bids if bid.receiver != receiver]
@@ -320,11 +318,11 @@ class Sender:
         return self.close(request_id) if not awaited else []
 
     def _ask_next(self) -> list[tuple[str, ToReceiver]]:
-        """Ask for the next request, unless bids are awaited for one."""
+        """Request bids for the next request, unless bids are awaited."""
         while self._unasked and self._bidding is None:
             request_id = self._unasked.popleft()
             offer = self._offers.get(request_id)
-            # It may have been offered again since it was withdrawn.
+            # None: withdrawn. Asked already: withdrawn and offered again since.
             if offer is not None and offer.awaited is None:
                 self._bidding = request_id
                 offer.awaited = set(offer.receivers)
@@ -360,15 +358,16 @@ class _Won:
     priority: int
     order: int
     failed: int = 0
-    # A Start or Starving of it awaits its answer; or it is being transmitted.
+    # A Start or Starving for it awaits the reply.
     asked: bool = False
+    # It is being transmitted.
     granted: bool = False
     starving: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """KV of an engine in tokens: what is left of it, and what is held and queued for."""
+    """KV of an engine in tokens: free, and used or queued for (`load`)."""
 
     free_tokens: int
     load: int
@@ -381,7 +380,10 @@ def _fits(asked: Ask | Award, space: Space) -> bool:
 
 
 class Receiver:
-    """The side that takes requests over. Room for what it has won is set aside from the award on."""
+    """The receiver of requests. Each method returns the messages to send.
+
+    KV for a request is reserved from its award on.
+    """
 
     def __init__(
         self,
@@ -392,8 +394,9 @@ class Receiver:
         transfers: int = TRANSFERS,
         starvation: int = STARVATION,
     ) -> None:
-        """`space`: its engine's, now. `reserved(request_id)`: whether that counts blocks that were set aside
-        for the request as used already. `throughput`: tokens a second of transfers, until some are measured.
+        """`space`: returns the engine's current space. `reserved(request_id)`: whether that already includes
+        blocks reserved for the request. `throughput`: transfer rate in tokens per second until one is
+        measured. `starvation`: Busy replies for one request after which it starves.
         """
         self.name = name
         self._space = space
@@ -406,39 +409,39 @@ class Receiver:
 
     @property
     def buffered_tokens(self) -> int:
-        """Total length of the requests in its queue."""
+        """Return the total tokens of the requests in the queue."""
         return sum(won.tokens for won in self._won.values())
 
     @property
     def queue(self) -> list[str]:
-        """Requests that it has won and does not own yet, highest priority first, then in order of award."""
+        """Return the requests that were won but not received yet, by priority, then in order of award."""
         won = self._won
         return sorted(won, key=lambda r: (-won[r].priority, won[r].order))
 
     @property
     def open_transfers(self) -> int:
-        """Transmissions under way, and those that it has asked for."""
+        """Return the number of transmissions in progress or requested."""
         return sum(won.asked or won.granted for won in self._won.values())
 
     @property
-    def tokens_to_come(self) -> int:
-        """Total length of the requests in its queue for which its engine has set no blocks aside yet."""
+    def pending_tokens(self) -> int:
+        """Return the total tokens of queued requests for which the engine has reserved no blocks yet."""
         return sum(won.tokens for request_id, won in self._won.items() if not self._reserved(request_id))
 
     def transferred(self, tokens: int, seconds: float) -> None:
-        """A transfer took so long, waiting included."""
+        """Record the duration of a transfer, including waiting."""
         rate = tokens / max(1e-6, seconds)
         self._throughput += SMOOTHING * (rate - self._throughput)
 
     def on_ask(self, ask: Ask) -> Bid | None:
-        """A bid, or None without room for the request beside those already won, or beyond the limit."""
+        """Return a bid; None if there is no room beside the won requests, or beyond the limit."""
         space = self._space_left()
         if not _fits(ask, space):
             return None
         return Bid(self.name, ask.request_id, space.load, self.buffered_tokens / self._throughput)
 
     def on_award(self, award: Award) -> list[tuple[str, ToSender]]:
-        """Into the queue; declined if what the bid said holds no longer."""
+        """Queue an awarded request; decline it if it no longer fits."""
         if award.request_id in self._won:
             return []
         if not _fits(award, self._space_left()):
@@ -448,10 +451,10 @@ class Receiver:
         return self.attempt()
 
     def attempt(self) -> list[tuple[str, ToSender]]:
-        """Start what can be started: at most three at a time, by priority.
+        """Request as many transmissions as allowed, by priority.
 
-        While a request starves, no other is attempted (section 4.4): its receiver waits for it. The runner
-        calls this now and then, for requests whose senders were busy.
+        While a request starves, no other is attempted (section 4.4). The caller repeats this every ATTEMPT_S
+        for requests whose senders were busy.
         """
         return self._attempt(skipped=None)
 
@@ -471,7 +474,7 @@ class Receiver:
         return messages
 
     def on_busy(self, busy: Busy) -> list[tuple[str, ToSender]]:
-        """Skipped for the next of another sender; beyond the threshold it starves."""
+        """Skip the request in favor of another sender's; after too many Busy replies, report starvation."""
         won = self._won.get(busy.request_id)
         if won is None or won.granted:
             return []
@@ -483,8 +486,8 @@ class Receiver:
         return self._attempt(skipped=won.sender)
 
     def on_grant(self, grant: Grant) -> bool:
-        """The transmission begins. False: of a request that was never won, which the runner answers with
-        Done(accepted=False)."""
+        """Record the start of a transmission; return False for a request that was not won, to which the
+        caller replies with Done(accepted=False)."""
         won = self._won.get(grant.request_id)
         if won is None:
             return False
@@ -492,12 +495,12 @@ class Receiver:
         return True
 
     def finished(self, request_id: str, accepted: bool) -> list[tuple[str, ToSender]]:
-        """The transmission is over; if accepted, this side owns the request from now on."""
+        """Record the end of a transmission; if accepted, this side now owns the request."""
         won = self._won.pop(request_id)
         return [(won.sender, Done(self.name, request_id, accepted)), *self.attempt()]
 
     def on_withdraw(self, withdraw: Withdraw) -> list[tuple[str, ToSender]]:
-        """The request is gone."""
+        """Drop a request that its sender withdrew."""
         won = self._won.get(withdraw.request_id)
         if won is None or won.sender != withdraw.sender:
             return []
@@ -505,12 +508,12 @@ class Receiver:
         return self.attempt()
 
     def _space_left(self) -> Space:
-        """The engine's, with what is still to come to it."""
-        space, to_come = self._space(), self.tokens_to_come
-        return Space(space.free_tokens - to_come, space.load + to_come)
+        """Return the engine's space less the KV of pending requests."""
+        space, pending = self._space(), self.pending_tokens
+        return Space(space.free_tokens - pending, space.load + pending)
 
     def lost(self, sender: str) -> list[tuple[str, ToSender]]:
-        """The sender is gone, and what it had awarded with it."""
+        """Handle the loss of a sender: drop the requests that it awarded."""
         for request_id in [r for r, won in self._won.items() if won.sender == sender]:
             del self._won[request_id]
         return self.attempt()

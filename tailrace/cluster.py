@@ -184,7 +184,7 @@ class CachedTokens(NamedTuple):
     # On its device or in its host memory.
     total: int
     # Those of the total that it has reported, excluding what was placed there a moment ago.
-    told: int = 0
+    reported: int = 0
 
 
 NOTHING_HELD: Final = CachedTokens(0, 0)
@@ -286,11 +286,11 @@ class Arrival:
         """Return the tokens that need not be computed on an instance, including those in its host memory, if
         the prefix is also pulled from another instance (empty: from none)."""
         own = self.held_on(instance_id).total
-        return max(own, self.told_tokens(pull_from)) if pull_from else own
+        return max(own, self.reported_tokens(pull_from)) if pull_from else own
 
-    def told_tokens(self, instance_id: str) -> int:
+    def reported_tokens(self, instance_id: str) -> int:
         """Return the tokens whose KV can be pulled from an instance."""
-        return self.held_on(instance_id).told
+        return self.held_on(instance_id).reported
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""One cache for the fleet: names of KV blocks, and where each block is (docs/cache.md)."""
+"""The fleet-wide prefix cache: names of KV blocks, and an index of their locations (docs/cache.md)."""

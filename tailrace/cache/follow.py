@@ -1,6 +1,6 @@
-"""Keeps the index in step with what workers tell, in numbered updates that may be lost, late or told twice.
+"""Maintain the cache index from the workers' numbered updates, which may be lost, late or duplicated.
 
-Pure: who calls it fetches what `wanted` names, and brings it with `snapshot`.
+Pure: the caller fetches snapshots of the instances in `wanted` and passes them to `snapshot`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Final, NamedTuple
 from tailrace.cache.index import CacheIndex
 from tailrace.cache.tiers import Tier
 
-# Updates that are kept while a snapshot is on its way.
+# Updates kept while a snapshot is being fetched.
 _KEPT_MAX: Final = 256
 
 
 class Change(NamedTuple):
-    """Names that one tier has gained and lost; what is in both was lost last."""
+    """Names that one tier stored and removed; a name in both was removed last."""
 
     tier: Tier
     stored: Sequence[int]
@@ -27,7 +27,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CacheState:
-    """What is known of one instance's cache, to go on from elsewhere. `seq` None: an update is missing."""
+    """The known state of one instance's cache, for recordings. `seq` None: an update is missing."""
 
     incarnation: str
     seq: int | None
@@ -37,7 +37,7 @@ class CacheState:
 
 @dataclass(slots=True)
 class _Followed:
-    """One instance. `seq` None: an update is missing, and `kept` are those that came since."""
+    """One instance. `seq` None: an update is missing; `kept` are the updates received since."""
 
     incarnation: str
     seq: int | None = 0
@@ -45,21 +45,26 @@ class _Followed:
 
 
 class CacheFollower:
-    """Until a snapshot comes, what was known of an instance stays: a little old is better than nothing."""
+    """Apply updates and snapshots to the index.
+
+    If an update is missing, the instance's known state is used until a snapshot arrives: slightly outdated
+    knowledge is better than none.
+    """
 
     def __init__(self, index: CacheIndex) -> None:
         self.index = index
         self._followed: dict[str, _Followed] = {}
-        # Snapshots taken in.
+        # Number of snapshots applied.
         self.snapshots = 0
 
     @property
     def wanted(self) -> list[str]:
-        """Instances of which an update is missing."""
+        """Return the instances that need a snapshot because an update is missing."""
         return [name for name, followed in self._followed.items() if followed.seq is None]
 
     def keep(self, incarnations: Mapping[str, str]) -> None:
-        """These are the instances that there are, by id. A new incarnation begins from nothing."""
+        """Set the current instances: incarnations by id. Others are dropped; a new incarnation starts
+        empty."""
         for name in self._followed.keys() - incarnations.keys():
             del self._followed[name]
             self.index.forget(name)
@@ -70,8 +75,10 @@ class CacheFollower:
                 self.index.forget(name)
 
     def update(self, instance_id: str, incarnation: str, seq: int, changes: Sequence[Change]) -> None:
-        """An instance has told the update of this number; no changes: the number of the last one that it has
-        told. Of strangers nothing is taken."""
+        """Apply an instance's update; without changes, `seq` is the number of its last update.
+
+        Unknown instances and incarnations are ignored.
+        """
         followed = self._of(instance_id, incarnation)
         if followed is None:
             return
@@ -91,7 +98,7 @@ class CacheFollower:
             followed.kept.append((seq, changes))
 
     def snapshot(self, instance_id: str, incarnation: str, seq: int, held: Iterable[Change]) -> None:
-        """All that an instance holds; `seq`: the last update that it had told by then."""
+        """Apply a snapshot of everything that an instance holds; `seq`: the last update that it includes."""
         followed = self._of(instance_id, incarnation)
         if followed is None or (followed.seq is not None and seq < followed.seq):
             return
@@ -106,7 +113,7 @@ class CacheFollower:
             self.update(instance_id, incarnation, number, changes)
 
     def state(self, instance_id: str) -> CacheState | None:
-        """All that is known of an instance, in a form that `restore` takes; None: nothing."""
+        """Return what is known about an instance, for `restore`; None: nothing."""
         followed = self._followed.get(instance_id)
         if followed is None:
             return None
@@ -118,7 +125,7 @@ class CacheFollower:
         return CacheState(followed.incarnation, followed.seq, kept, held)
 
     def restore(self, instance_id: str, state: CacheState) -> None:
-        """Go on from there."""
+        """Continue from a recorded state."""
         followed = self._followed[instance_id] = _Followed(state.incarnation, state.seq)
         followed.kept.extend(state.kept)
         for change in state.held:

@@ -1,7 +1,7 @@
-"""Which slots hold which names: one tier of the index.
+"""One tier of the cache index: which slots hold which names.
 
-A slot stands for an instance and is a bit; a name maps to the set of its holders, an integer with their bits.
-Most names have one holder, and their sets are one shared object; so are larger sets while they are few.
+A slot is an instance's bit position. A name maps to the set of its holders, an integer with their bits. Most
+names have one holder, and share one integer object per holder; larger sets are shared while they are few.
 """
 
 from __future__ import annotations
@@ -10,54 +10,54 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-# Distinct sets of several holders that are kept to be shared. Beyond, sharing begins anew.
+# Bound on distinct shared sets of several holders; beyond it, sharing starts over.
 _SHARED_MAX: Final = 65_536
-# A slot's list of names is written anew when it is longer than twice what the slot holds, and this.
+# A slot's list of names is compacted when it is longer than twice the number of names held, plus this.
 _SLACK: Final = 1_024
 
 
 class _Slot:
-    """What one slot holds. `told` has every name that it holds, and some that it no longer does."""
+    """One slot. `names` has every name that it holds, and some that it no longer holds."""
 
-    __slots__ = ("bit", "count", "told")
+    __slots__ = ("bit", "count", "names")
 
     def __init__(self, bit: int) -> None:
         self.bit = bit
         self.count = 0
-        self.told = array("Q")
+        self.names = array("Q")
 
 
 class Holders:
-    """At most `most_names` names; what is beyond is not recorded, and counted."""
+    """The holders of at most `names_max` names; further names are counted in `refused` but not recorded."""
 
-    def __init__(self, most_names: int) -> None:
+    def __init__(self, names_max: int) -> None:
         self.refused = 0
-        self._most_names = most_names
+        self._names_max = names_max
         self._by_name: dict[int, int] = {}
         self._shared: dict[int, int] = {}
         self._slots: dict[int, _Slot] = {}
 
     def __len__(self) -> int:
-        """Names with a holder."""
+        """Return the number of names with a holder."""
         return len(self._by_name)
 
     def count(self, slot: int) -> int:
-        """Names that a slot holds."""
+        """Return the number of names that a slot holds."""
         held = self._slots.get(slot)
         return held.count if held is not None else 0
 
     def add(self, slot: int, names: Iterable[int]) -> None:
-        """The slot holds these names. Those that it is known to hold change nothing."""
+        """Add names to a slot; names that it already holds are ignored."""
         held = self._slots.get(slot)
         if held is None:
             held = self._slots[slot] = _Slot(1 << slot)
-        by_name, shared, bit, most = self._by_name, self._shared, held.bit, self._most_names
-        get, append = by_name.get, held.told.append
+        by_name, shared, bit, names_max = self._by_name, self._shared, held.bit, self._names_max
+        get, append = by_name.get, held.names.append
         count = 0
         for name in names:
             before = get(name)
             if before is None:
-                if len(by_name) >= most:
+                if len(by_name) >= names_max:
                     self.refused += 1
                     continue
                 by_name[name] = bit
@@ -73,31 +73,31 @@ class Holders:
             shared.clear()
 
     def discard(self, slot: int, names: Iterable[int]) -> None:
-        """The slot holds these names no longer. Those that it is not known to hold change nothing."""
+        """Remove names from a slot; names that it does not hold are ignored."""
         held = self._slots.get(slot)
         if held is None:
             return
-        held.count -= self._take(held.bit, names)
-        if len(held.told) > 2 * held.count + _SLACK:
+        held.count -= self._remove(held.bit, names)
+        if len(held.names) > 2 * held.count + _SLACK:
             get, bit = self._by_name.get, held.bit
-            held.told = array("Q", {name for name in held.told if get(name, 0) & bit})
+            held.names = array("Q", {name for name in held.names if get(name, 0) & bit})
 
     def clear(self, slot: int) -> None:
-        """The slot holds nothing."""
+        """Remove all names from a slot."""
         held = self._slots.pop(slot, None)
         if held is not None:
-            self._take(held.bit, held.told)
+            self._remove(held.bit, held.names)
 
     def of(self, slot: int) -> set[int]:
-        """Names that a slot holds."""
+        """Return the names that a slot holds."""
         held = self._slots.get(slot)
         if held is None:
             return set()
         get, bit = self._by_name.get, held.bit
-        return {name for name in held.told if get(name, 0) & bit}
+        return {name for name in held.names if get(name, 0) & bit}
 
-    def sets(self, names: Sequence[int]) -> list[int]:
-        """Holders of each name, up to the first that nobody holds."""
+    def holders(self, names: Sequence[int]) -> list[int]:
+        """Return the set of holders of each name, up to the first name without a holder."""
         get = self._by_name.get
         found: list[int] = []
         for name in names:
@@ -107,8 +107,8 @@ class Holders:
             found.append(holders)
         return found
 
-    def either(self, other: Holders, names: Sequence[int]) -> list[int]:
-        """Holders of each name here or there, up to the first that nobody holds."""
+    def union(self, other: Holders, names: Sequence[int]) -> list[int]:
+        """Return the set of holders of each name in either tier, up to the first name without a holder."""
         here, there = self._by_name.get, other._by_name.get
         found: list[int] = []
         for name in names:
@@ -118,8 +118,8 @@ class Holders:
             found.append(holders)
         return found
 
-    def _take(self, bit: int, names: Iterable[int]) -> int:
-        """Take a slot's bit from names; from how many it was taken."""
+    def _remove(self, bit: int, names: Iterable[int]) -> int:
+        """Remove a slot's bit from names; return the number of names that had it."""
         by_name, shared = self._by_name, self._shared
         get = by_name.get
         count = 0

@@ -1,7 +1,7 @@
-"""Where each prefix is: the longest match of an arrival against all instances at once.
+"""The cache index: find the longest cached prefix of an arrival on all instances at once.
 
-Soft state: a wrong entry costs time, never an answer. Pure: no I/O and no clock. Names are 64-bit integers
-(`tailrace.cache.names`), each of which stands for a block and all blocks before it.
+Soft state: a wrong entry costs time, but cannot cause a wrong answer. Pure: no I/O and no clock. Names are
+64-bit integers (`tailrace.cache.names`), each of which identifies a block and all blocks before it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy as np
 from tailrace.cache.holders import Holders
 from tailrace.cache.tiers import Tier
 
-# Names of one tier. Four million take some 450 MB.
-MOST_NAMES: Final = 4_000_000
-# Holders that are told one by one; more are told together.
+# Names per tier. Four million take about 450 MB.
+NAMES_MAX: Final = 4_000_000
+# Up to this many holders are decoded bit by bit; more are decoded with numpy.
 _FEW: Final = 16
 
 
 class HeldBlocks(NamedTuple):
-    """Leading blocks that an instance holds: on the device alone, and on the device or in host memory."""
+    """Leading blocks that an instance holds: on the device only, and on the device or in host memory."""
 
     device: int
     total: int
@@ -33,41 +33,41 @@ _NOTHING: Final[Mapping[str, HeldBlocks]] = MappingProxyType({})
 
 
 class CacheIndex:
-    """Names by instance and tier."""
+    """Block names by instance and tier."""
 
-    def __init__(self, most_names: int = MOST_NAMES) -> None:
-        """`most_names`: of each tier; what is beyond is not recorded."""
-        self._tiers = {tier: Holders(most_names) for tier in Tier}
+    def __init__(self, names_max: int = NAMES_MAX) -> None:
+        """`names_max`: maximum names per tier; further ones are not recorded."""
+        self._tiers = {tier: Holders(names_max) for tier in Tier}
         self._device = self._tiers[Tier.DEVICE]
         self._host = self._tiers[Tier.HOST]
         self._slots: dict[str, int] = {}
         self._instances: list[str] = []
-        # Slots of instances that have gone, least first: bit sets stay as short as there are instances.
+        # A heap of free slots; reusing the smallest keeps the bit sets as short as possible.
         self._free: list[int] = []
 
     def __len__(self) -> int:
-        """Names on any device."""
+        """Return the number of names on any device."""
         return len(self._device)
 
     @property
     def refused(self) -> int:
-        """Names that were not recorded because there were too many."""
+        """Return how many names were not recorded because there were too many."""
         return sum(holders.refused for holders in self._tiers.values())
 
     def count(self, instance_id: str, tier: Tier = Tier.DEVICE) -> int:
-        """Blocks that an instance holds."""
+        """Return the number of blocks that an instance holds."""
         slot = self._slots.get(instance_id)
         return self._tiers[tier].count(slot) if slot is not None else 0
 
     def names(self, instance_id: str, tier: Tier = Tier.DEVICE) -> set[int]:
-        """The names themselves."""
+        """Return the names of the blocks that an instance holds."""
         slot = self._slots.get(instance_id)
         return self._tiers[tier].of(slot) if slot is not None else set()
 
     def change(
         self, instance_id: str, stored: Iterable[int], removed: Iterable[int], tier: Tier = Tier.DEVICE
     ) -> None:
-        """An instance has gained and lost these blocks. What is in both was lost last."""
+        """Record blocks that an instance stored and then removed; a name in both was removed last."""
         slot = self._slots.get(instance_id)
         if slot is None:
             slot = self._slot(instance_id)
@@ -76,13 +76,13 @@ class CacheIndex:
         holders.discard(slot, removed)
 
     def replace(self, instance_id: str, names: Iterable[int], tier: Tier = Tier.DEVICE) -> None:
-        """An instance holds these blocks and no others."""
+        """Replace everything that an instance holds in a tier."""
         slot = self._slot(instance_id)
         self._tiers[tier].clear(slot)
         self._tiers[tier].add(slot, names)
 
     def forget(self, instance_id: str) -> None:
-        """An instance has left, or begins from nothing."""
+        """Remove an instance."""
         slot = self._slots.pop(instance_id, None)
         if slot is None:
             return
@@ -91,8 +91,8 @@ class CacheIndex:
         heappush(self._free, slot)
 
     def match(self, names: Sequence[int]) -> Mapping[str, HeldBlocks]:
-        """Leading blocks of these that each instance holds; those that hold none are not in it."""
-        device = self._device.sets(names)
+        """Return how many leading blocks of `names` each instance holds, without instances that hold none."""
+        device = self._device.holders(names)
         if not len(self._host):
             if not device:
                 return _NOTHING
@@ -100,7 +100,7 @@ class CacheIndex:
             for holders, blocks in _runs(device):
                 found.update(dict.fromkeys(self._named(holders), HeldBlocks(blocks, blocks)))
             return found
-        both = self._device.either(self._host, names)
+        both = self._device.union(self._host, names)
         on_device = {name: blocks for holders, blocks in _runs(device) for name in self._named(holders)}
         return {
             name: HeldBlocks(on_device.get(name, 0), blocks)
@@ -135,17 +135,17 @@ class CacheIndex:
 
 
 def _runs(sets: Sequence[int]) -> list[tuple[int, int]]:
-    """(holders, n): those that are in exactly the first n sets; n at least 1."""
+    """Return pairs (holders, n) of the holders that are in exactly the first n sets, for n of at least 1."""
     if not sets:
         return []
-    ended: list[tuple[int, int]] = []
-    going = sets[0]
+    runs: list[tuple[int, int]] = []
+    current = sets[0]
     for n, holders in enumerate(sets):
-        on = going & holders
-        if on != going:
-            ended.append((going ^ on, n))
-            going = on
-            if not on:
-                return ended
-    ended.append((going, len(sets)))
-    return ended
+        remaining = current & holders
+        if remaining != current:
+            runs.append((current ^ remaining, n))
+            current = remaining
+            if not remaining:
+                return runs
+    runs.append((current, len(sets)))
+    return runs

@@ -1,10 +1,10 @@
-"""Names of KV blocks: vLLM's own block hashes, shortened to 64 bits.
+"""Names of KV blocks: vLLM's own block hashes, truncated to 64 bits.
 
-vLLM names a full block by a hash over the name of the block before it, its tokens, and whatever else its KV
-depends on: the LoRA adapter, the images in it, the cache salt (vllm/v1/core/kv_cache_utils.py). Whoever has
-the tokens can work the names out and need not send the tokens. The last 64 bits are what vLLM itself tells
-in KV events with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES: that two of a million blocks share them by chance has a
-probability of 3e-8, and costs a wrong guess of where a prefix is.
+vLLM hashes a full block from the hash of the block before it, its tokens, and everything else that its KV
+depends on: the LoRA adapter, the images in it, the cache salt (vllm/v1/core/kv_cache_utils.py). A service
+that has the tokens can compute the names and need not send the tokens. vLLM itself publishes the last 64 bits
+in KV events with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES. Two of a million blocks collide with a probability of
+3e-8, which costs one wrong guess about where a prefix is.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-# The only way of naming that is worked out outside vLLM: its default. Others only their workers know.
+# The only hash algorithm implemented here: vLLM's default. With others, only vLLM can compute names.
 ALGORITHM: Final = "sha256"
-# Most blocks of a request that are named: the prefix beyond counts as not held.
-MOST_BLOCKS: Final = 512
+# Maximum named blocks per request; the prefix beyond counts as not cached.
+BLOCKS_MAX: Final = 512
 
 
 class Naming(msgspec.Struct, frozen=True, kw_only=True):
-    """How an instance names its blocks. Instances with equal ones give equal names to equal blocks."""
+    """How an instance names its blocks. With equal namings, equal blocks have equal names."""
 
     # vLLM's `prefix_caching_hash_algo`.
     algorithm: str
-    # What the name before a request's first block is made from (vLLM: PYTHONHASHSEED).
+    # Seed of the hash chain (vLLM: PYTHONHASHSEED).
     seed: str
-    # Tokens of a block that has a name of its own.
+    # Tokens per named block.
     block_tokens: int
 
 
 class Image(NamedTuple):
-    """An input of another kind than text, by the tokens that stand for it."""
+    """A multimodal input, and its placeholder tokens."""
 
     identifier: str
     offset: int
@@ -42,7 +42,7 @@ class Image(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """What KV depends on besides the tokens."""
+    """Everything besides the tokens that KV depends on."""
 
     # Name and path of a LoRA adapter.
     adapter: tuple[str, str] | None = None
@@ -55,16 +55,16 @@ NO_KEYS: Final = Keys()
 
 
 def short(block_hash: bytes) -> int:
-    """The name of the block with this hash."""
+    """Return the name of the block with this hash."""
     return int.from_bytes(block_hash[-8:], "big")
 
 
 def block_names(
-    tokens: Sequence[int], naming: Naming, keys: Keys = NO_KEYS, most: int = MOST_BLOCKS
+    tokens: Sequence[int], naming: Naming, keys: Keys = NO_KEYS, most: int = BLOCKS_MAX
 ) -> list[int]:
-    """Names of the full blocks that these tokens begin with, at most so many; none if the naming is foreign.
+    """Return the names of the first `most` full blocks of these tokens; none if the algorithm is unsupported.
 
-    The block of the last token is not among them: that one is computed even if all KV is there.
+    The block of the last token is excluded: it is always computed, even if all KV is cached.
     """
     size = naming.block_tokens
     if naming.algorithm != ALGORITHM or size < 1:
@@ -74,23 +74,24 @@ def block_names(
     names: list[int] = []
     for number in range(min((len(tokens) - 1) // size, most)):
         begin = number * size
-        before = hasher.following(before, tokens[begin : begin + size], begin)
+        before = hasher.next_hash(before, tokens[begin : begin + size], begin)
         names.append(short(before))
     return names
 
 
 class BlockHasher:
-    """The hashes that names are made of, of one request's blocks."""
+    """Compute the block hashes of one request."""
 
     __slots__ = ("_extra", "first")
 
     def __init__(self, naming: Naming, keys: Keys = NO_KEYS) -> None:
-        # What stands for the block before the first one.
+        # The start of the hash chain.
         self.first = _hash(naming.seed)
         self._extra = _keys_of_blocks(keys, naming.block_tokens)
 
-    def following(self, before: bytes, tokens: Sequence[int], begin: int) -> bytes:
-        """Of the full block with these tokens, the first of which has this number, after that block."""
+    def next_hash(self, before: bytes, tokens: Sequence[int], begin: int) -> bytes:
+        """Return the hash of a full block from the hash of the block before it, its tokens, and the position
+        of its first token."""
         return _hash((before, tuple(tokens), self._extra(begin) if self._extra else None))
 
 
@@ -100,7 +101,7 @@ def _hash(value: object) -> bytes:
 
 
 def _keys_of_blocks(keys: Keys, size: int) -> Callable[[int], tuple[object, ...] | None] | None:
-    """What else goes into the name of the block that begins at a token; None: nothing, for any block."""
+    """Return a function from a block's first position to its extra hash keys; None: no block has any."""
     if keys == NO_KEYS:
         return None
 

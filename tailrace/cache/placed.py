@@ -1,7 +1,7 @@
-"""What instances are about to hold: prefixes of requests that were placed a moment ago.
+"""Prefixes that instances are about to hold, because requests with them were just placed there.
 
-No report tells of them yet. Of a burst with one new prefix all go where the first went, if that is what the
-policy goes by. Pure: the caller brings the time, in seconds of its monotonic clock.
+Reports do not include them yet. With them, a cache-aware policy sends a burst of requests with one new prefix
+to one instance. Pure: the caller passes the time, in seconds of its monotonic clock.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from typing import Final
 from tailrace.cache.index import CacheIndex, HeldBlocks
 from tailrace.cluster import CachedTokens
 
-# For so long a placement counts unless it is told of before: as long as one counts that no report shows.
+# Seconds for which a placement counts: as long as an unreported placement counts in the cluster model.
 _KEPT_S: Final = 2.0
-# Names of placements that are remembered at a time; beyond, the oldest are forgotten.
+# Bound on remembered names; beyond it, the oldest placements are dropped.
 _NAMES_MAX: Final = 200_000
 
 
-def with_placed(held: Mapping[str, HeldBlocks], placed: Mapping[str, HeldBlocks]) -> Mapping[str, HeldBlocks]:
-    """Leading blocks that each instance holds, or is about to."""
+def merge_placed(
+    held: Mapping[str, HeldBlocks], placed: Mapping[str, HeldBlocks]
+) -> Mapping[str, HeldBlocks]:
+    """Return the leading blocks that each instance holds or is about to hold."""
     if not placed:
         return held
     found = dict(held)
@@ -34,30 +36,30 @@ def with_placed(held: Mapping[str, HeldBlocks], placed: Mapping[str, HeldBlocks]
 def cached_tokens(
     held: Mapping[str, HeldBlocks], placed: Mapping[str, HeldBlocks], block_tokens: int, most: int
 ) -> Mapping[str, CachedTokens]:
-    """The same in tokens, `most` at most, each with what of it is told of."""
+    """Return the same in tokens, at most `most`, with the reported part of each."""
     found: dict[str, CachedTokens] = {}
-    for name, blocks in with_placed(held, placed).items():
-        told = held.get(name)
+    for name, blocks in merge_placed(held, placed).items():
+        reported = held.get(name)
         found[name] = CachedTokens(
             min(blocks.device * block_tokens, most),
             min(blocks.total * block_tokens, most),
-            0 if told is None else min(told.total * block_tokens, most),
+            0 if reported is None else min(reported.total * block_tokens, most),
         )
     return found
 
 
 class PlacedPrefixes:
-    """An index of its own, with what is placed in the last two seconds."""
+    """An index of the prefixes that were placed within the last two seconds."""
 
     def __init__(self) -> None:
         self.index = CacheIndex()
         self._placed: deque[tuple[float, str, Sequence[int]]] = deque()
-        # How many of the placements name a block of an instance.
+        # By instance and block: the number of placements that include it.
         self._counts: dict[str, dict[int, int]] = {}
         self._names = 0
 
     def place(self, instance_id: str, names: Sequence[int], now_s: float) -> None:
-        """A request with these blocks was placed there."""
+        """Record that a request with these blocks was placed on an instance."""
         self.forget(now_s)
         if not names:
             return
@@ -72,11 +74,11 @@ class PlacedPrefixes:
 
     @property
     def placed(self) -> list[tuple[float, str, Sequence[int]]]:
-        """(when, instance, names) of each placement that counts, oldest first, as `place` takes them."""
+        """Return (time, instance, names) of each placement that counts, oldest first."""
         return list(self._placed)
 
     def forget(self, now_s: float) -> None:
-        """Those that are too long ago."""
+        """Drop placements that no longer count."""
         while self._placed and now_s - self._placed[0][0] > _KEPT_S:
             self._drop()
 

@@ -1,7 +1,8 @@
-"""Prefixes that arrivals of the last seconds share. Pure: the caller brings the time, in seconds.
+"""Find prefixes that recent arrivals share. Pure: the caller passes the time, in seconds.
 
-A prefix is looked for at depths of 1, 2, 4, ... blocks, and is then as long as all of those go together that
-agree there: a name stands for a block and all before it, so that two prompts agree up to one place.
+Arrivals are grouped by their names at depths of 1, 2, 4, ... blocks; the shared prefix of a group is the
+longest one that all its members have in common. Since a name identifies a block and all blocks before it, two
+prompts agree up to some block and nowhere after.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-# Arrivals that are remembered at a time; beyond, the oldest are forgotten.
+# Bound on remembered arrivals; beyond it, the oldest are dropped.
 ARRIVALS_MAX: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixArrival:
-    """A request that came, and the names of the blocks that it begins with, of so many tokens each."""
+    """A request that arrived, with the names of its leading blocks of `block_tokens` tokens each."""
 
     at_s: float
     request_id: str
@@ -27,7 +28,7 @@ class PrefixArrival:
 
 @dataclass(slots=True)
 class SharedPrefix:
-    """Blocks that several arrivals begin with, the latest arrival first."""
+    """Leading blocks shared by several arrivals; the latest arrival is first."""
 
     names: Sequence[int]
     block_tokens: int
@@ -35,40 +36,40 @@ class SharedPrefix:
 
     @property
     def tokens(self) -> int:
-        """Its length."""
+        """Return the length of the prefix in tokens."""
         return len(self.names) * self.block_tokens
 
     @property
     def weight(self) -> int:
-        """Tokens that were asked for."""
+        """Return the requested tokens: length times arrivals."""
         return self.tokens * len(self.arrivals)
 
 
 class RecentPrefixes:
-    """Arrivals of the last `period_s`, `ARRIVALS_MAX` at most."""
+    """The arrivals of the last `period_s` seconds, at most `ARRIVALS_MAX`."""
 
     def __init__(self, period_s: float, arrivals: Iterable[PrefixArrival] = ()) -> None:
-        """`arrivals`: oldest first, as `arrivals` gives them."""
+        """`arrivals`: recorded arrivals to start with, oldest first."""
         self.period_s = period_s
         self._arrivals: deque[PrefixArrival] = deque(arrivals, ARRIVALS_MAX)
 
     @property
     def arrivals(self) -> list[PrefixArrival]:
-        """All that are remembered, oldest first."""
+        """Return the remembered arrivals, oldest first."""
         return list(self._arrivals)
 
     def arrived(self, arrival: PrefixArrival) -> None:
-        """A request came; one without names is none of interest."""
+        """Add an arrival; one without block names is ignored."""
         self._forget(arrival.at_s)
         if arrival.names and arrival.block_tokens > 0:
             self._arrivals.append(arrival)
 
     def find(self, request_id: str) -> PrefixArrival | None:
-        """The arrival, if it is remembered."""
+        """Return the arrival of this request if it is remembered, else None."""
         return next((a for a in self._arrivals if a.request_id == request_id), None)
 
     def shared(self, now_s: float, most: int) -> list[SharedPrefix]:
-        """Prefixes of at least two arrivals, by their weight, the heaviest first; at most so many."""
+        """Return at most `most` prefixes of at least two arrivals each, in descending order of weight."""
         self._forget(now_s)
         at_depth: dict[int, SharedPrefix] = {}
         for arrival in reversed(self._arrivals):
@@ -78,10 +79,10 @@ class RecentPrefixes:
                 if found is None:
                     at_depth[names[depth - 1]] = SharedPrefix(names, arrival.block_tokens, [arrival])
                 else:
-                    found.names = found.names[: agreeing(found.names, names, depth)]
+                    found.names = found.names[: common_blocks(found.names, names, depth)]
                     found.arrivals.append(arrival)
                 depth *= 2
-        # What is found at several depths is one prefix.
+        # A prefix found at several depths counts once.
         by_end: dict[int, SharedPrefix] = {}
         for prefix in at_depth.values():
             known = by_end.get(prefix.names[-1])
@@ -94,8 +95,11 @@ class RecentPrefixes:
             self._arrivals.popleft()
 
 
-def agreeing(one: Sequence[int], other: Sequence[int], at_least: int = 0) -> int:
-    """How many blocks two prompts have in common, by bisection; the first `at_least` are known to be."""
+def common_blocks(one: Sequence[int], other: Sequence[int], at_least: int = 0) -> int:
+    """Return the number of leading blocks that two prompts have in common, by bisection.
+
+    `at_least`: number of blocks that are known to be equal.
+    """
     low, high = at_least, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

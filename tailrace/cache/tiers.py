@@ -1,4 +1,4 @@
-"""Where an instance keeps a block of KV."""
+"""The memory tiers in which an instance keeps KV blocks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class Tier(enum.Enum):
-    """Memory that blocks are found in. A block may be in both."""
+    """A memory tier. A block may be in both."""
 
     DEVICE = "device"
     HOST = "host"

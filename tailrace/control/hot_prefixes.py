@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from tailrace.actions import CopyPrefix
-from tailrace.cache.recent import PrefixArrival, RecentPrefixes, SharedPrefix, agreeing
+from tailrace.cache.recent import PrefixArrival, RecentPrefixes, SharedPrefix, common_blocks
 from tailrace.cluster import Arrival, CachedTokens, HotPrefix, HotPrefixes
 
 # Prefixes in a policy's view: the ones with the most tokens requested.
@@ -114,10 +114,10 @@ class HotTracker:
         among = frozenset(self._source.exchanging(next(iter(requests))))
         cached = dict(self._source.held(shared.names, shared.block_tokens, now_s))
         for copy in self._copies.values():
-            coming = agreeing(copy.names, shared.names) * shared.block_tokens
+            coming = common_blocks(copy.names, shared.names) * shared.block_tokens
             here = cached.get(copy.target_id, CachedTokens(0, 0))
             if coming > here.device:
-                cached[copy.target_id] = CachedTokens(coming, max(coming, here.total), here.told)
+                cached[copy.target_id] = CachedTokens(coming, max(coming, here.total), here.reported)
         return HotPrefix(
             shared.tokens,
             len(shared.arrivals),

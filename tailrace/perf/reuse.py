@@ -16,7 +16,7 @@ def load_s(steps: StepModel, tokens: int) -> float:
     return steps.load_base_s + steps.load_per_token_s * tokens if tokens > 0 else 0.0
 
 
-def worth_tokens(steps: StepModel, tokens: int, fetch_s: float) -> int:
+def equivalent_tokens(steps: StepModel, tokens: int, fetch_s: float) -> int:
     """Tokens on the device that save as much prefill as `tokens` do, less the seconds to fetch them."""
     left_s = max(0.0, steps.compute_s(tokens) - fetch_s)
     linear, square = steps.per_token_s, steps.per_token_squared_s
@@ -32,4 +32,4 @@ def held_tokens(steps: StepModel, device: int, total: int) -> int:
     """
     if total <= device:
         return device
-    return max(device, worth_tokens(steps, total, load_s(steps, total - device)))
+    return max(device, equivalent_tokens(steps, total, load_s(steps, total - device)))

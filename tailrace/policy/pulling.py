@@ -49,7 +49,7 @@ class _Pulling:
             return placement
         instance = view.instances[placement.instance_id]
         holder = most_cached(arrival, tuple(view.instances.values()))
-        if holder is None or not self._pays(instance, arrival, arrival.told_tokens(holder)):
+        if holder is None or not self._pays(instance, arrival, arrival.reported_tokens(holder)):
             return placement
         return Place(placement.instance_id, placement.also, holder)
 
@@ -72,11 +72,11 @@ def most_cached(arrival: Arrival, instances: Sequence[InstanceView]) -> str | No
     least, found = 0, None
     for instance in instances:
         held = arrival.cached.get(instance.instance_id)
-        if held is None or held.told <= least or instance.state is InstanceState.SUSPECT:
+        if held is None or held.reported <= least or instance.state is InstanceState.SUSPECT:
             continue
         # Front ends also exclude draining instances, which they do reach.
         if instance.state is InstanceState.DRAINING or instance.instance_id not in arrival.excluded:
-            least, found = held.told, instance.instance_id
+            least, found = held.reported, instance.instance_id
     return found
 
 

@@ -85,7 +85,7 @@ TestIndexAgainstSets = IndexAgainstSets.TestCase
 
 
 def test_what_is_beyond_the_bound_is_counted_and_not_recorded() -> None:
-    index = CacheIndex(most_names=3)
+    index = CacheIndex(names_max=3)
     index.change("a", [1, 2, 3, 4], [])
     index.change("b", [1, 4], [])
     assert index.names("a") == {1, 2, 3} and index.names("b") == {1}
@@ -103,4 +103,4 @@ def test_the_list_of_told_names_stays_short(changes: list[tuple[bool, int]]) -> 
         for stored, name in changes:
             index.change("a", [name] if stored else [], [] if stored else [name])
     told = index._device._slots
-    assert all(len(slot.told) <= 2 * slot.count + 1_025 for slot in told.values())
+    assert all(len(slot.names) <= 2 * slot.count + 1_025 for slot in told.values())

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tailrace.cache import placed as module
 from tailrace.cache.index import HeldBlocks
-from tailrace.cache.placed import PlacedPrefixes, with_placed
+from tailrace.cache.placed import PlacedPrefixes, merge_placed
 
 
 def test_the_next_of_a_burst_is_told_where_the_first_went() -> None:
@@ -24,7 +24,7 @@ def test_the_next_of_a_burst_is_told_where_the_first_went() -> None:
 def test_what_is_held_and_what_is_coming_is_the_longer_of_both() -> None:
     held = {"a": HeldBlocks(2, 6), "b": HeldBlocks(5, 5)}
     placed = {"a": HeldBlocks(4, 4), "b": HeldBlocks(3, 3), "c": HeldBlocks(1, 1)}
-    assert with_placed(held, placed) == {
+    assert merge_placed(held, placed) == {
         "a": HeldBlocks(4, 6),
         "b": HeldBlocks(5, 5),
         "c": HeldBlocks(1, 1),
@@ -42,10 +42,10 @@ PLACEMENTS = st.lists(
 @given(PLACEMENTS, st.sampled_from([10, 1_000]))
 @settings(max_examples=80, deadline=None)
 def test_exactly_the_latest_placements_count(
-    placements: list[tuple[float, str, list[int]]], most_names: int
+    placements: list[tuple[float, str, list[int]]], names_max: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_NAMES_MAX", most_names)
+        patch.setattr(module, "_NAMES_MAX", names_max)
         placed = PlacedPrefixes()
         now_s = 0.0
         made: list[tuple[float, str, list[int]]] = []
@@ -54,7 +54,7 @@ def test_exactly_the_latest_placements_count(
             placed.place(instance, names, now_s)
             made.append((now_s, instance, names))
         made = [each for each in made if now_s - each[0] <= 2.0]
-        while sum(len(names) for _, _, names in made) > most_names:
+        while sum(len(names) for _, _, names in made) > names_max:
             made.pop(0)
         for instance in "abc":
             expected = {name for _, where, names in made if where == instance for name in names}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.cache.recent import ARRIVALS_MAX, PrefixArrival, RecentPrefixes, agreeing
+from tailrace.cache.recent import ARRIVALS_MAX, PrefixArrival, RecentPrefixes, common_blocks
 
 
 def names_of(path: list[int]) -> list[int]:
@@ -38,9 +38,10 @@ def test_prefixes_are_those_that_several_share(asked: list[list[int]]) -> None:
     # Whatever two share is found at half its length at least.
     for one in range(len(asked)):
         for other in range(one):
-            shared = agreeing(asked[one], asked[other])
+            shared = common_blocks(asked[one], asked[other])
             assert not shared or any(
-                2 * agreeing(p.names, asked[one]) > shared and asked[one][: len(p.names)] == list(p.names)
+                2 * common_blocks(p.names, asked[one]) > shared
+                and asked[one][: len(p.names)] == list(p.names)
                 for p in found
             )
 

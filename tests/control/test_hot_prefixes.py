@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from scheduler_svc.copies import _COPY_S
 from tailrace.actions import CopyPrefix
-from tailrace.cache.recent import agreeing
+from tailrace.cache.recent import common_blocks
 from tailrace.cluster import Arrival, CachedTokens, HotPrefix
 from tailrace.control.hot_prefixes import HotTracker
 
@@ -33,7 +33,7 @@ class Known:
         return self.where.get(request_id)
 
     def held(self, names: Sequence[int], block_tokens: int, now_s: float) -> Mapping[str, CachedTokens]:
-        found = {name: agreeing(names, its) * block_tokens for name, its in self.blocks.items()}
+        found = {name: common_blocks(names, its) * block_tokens for name, its in self.blocks.items()}
         return {name: CachedTokens(n, n + self.host.get(name, 0), n) for name, n in found.items() if n}
 
     def exchanging(self, instance_id: str) -> Collection[str]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.perf.reuse import held_tokens, load_s, worth_tokens
+from tailrace.perf.reuse import equivalent_tokens, held_tokens, load_s
 from tailrace.perf.steps import StepModel
 from tailrace.profiles import built_in_profiles, load_profile
 
@@ -38,5 +38,8 @@ def test_loading_is_a_copy_at_the_links_speed() -> None:
 @given(st.integers(0, 50_000), st.floats(0.0, 10.0), st.floats(0.0, 10.0))
 def test_what_takes_longer_is_worth_less(tokens: int, fetch_s: float, more_s: float) -> None:
     assert (
-        0 <= worth_tokens(STEPS, tokens, fetch_s + more_s) <= worth_tokens(STEPS, tokens, fetch_s) <= tokens
+        0
+        <= equivalent_tokens(STEPS, tokens, fetch_s + more_s)
+        <= equivalent_tokens(STEPS, tokens, fetch_s)
+        <= tokens
     )

@@ -165,7 +165,7 @@ class Market:
         for name, receiver in self.receivers.items():
             assert sum(target == name for target in self.transmitting.values()) <= TRANSFERS
             # Whatever has been reserved already, all that was won fits.
-            assert receiver.tokens_to_come <= self.room[name]
+            assert receiver.pending_tokens <= self.room[name]
         won = [request_id for receiver in self.receivers.values() for request_id in receiver.queue]
         # One that was withdrawn may still be in the queue of the receiver that is told of it.
         live = [r for r in won if r not in self.finished]

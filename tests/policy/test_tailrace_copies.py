@@ -219,7 +219,7 @@ def test_copies_are_few_and_to_who_has_nothing_of_it(view: ClusterView, seed: in
     assert len(set(ends)) == len(ends) and not copying.intersection(ends)
     for copy in made:
         (prefix,) = [p for p in prefixes if p.requests.get(copy.holder_id) == copy.request_id]
-        assert prefix.cached[copy.holder_id].told == copy.tokens
+        assert prefix.cached[copy.holder_id].reported == copy.tokens
         others = [held.device for name, held in prefix.cached.items() if name != copy.holder_id]
         assert all(2 * device < copy.tokens for device in others)
         assert loaded[copy.target_id].state is InstanceState.ACTIVE and copy.target_id in prefix.instances

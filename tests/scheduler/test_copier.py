@@ -57,7 +57,7 @@ async def test_the_target_is_told_and_the_copy_counts() -> None:
         assert hot is not None and hot.copying == {"b"}
         (prefix,) = hot.prefixes
         assert (prefix.tokens, prefix.hits, prefix.requests) == (48, 2, {"a": "q"})
-        assert prefix.cached["b"].device == 48 and not prefix.cached["b"].told
+        assert prefix.cached["b"].device == 48 and not prefix.cached["b"].reported
         with pytest.raises(AdminError, match="is receiving a copy already"):
             await copier.copy(COPY)
         assert await work == "pulled"

@@ -220,7 +220,7 @@ class Elsewhere(Policy):
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
         if arrival.request_id != "again":
             return Place("i000")
-        return Place("i001", pull_from="i000" if arrival.told_tokens("i000") else "")
+        return Place("i001", pull_from="i000" if arrival.reported_tokens("i000") else "")
 
 
 def test_others_pull_from_host_memory() -> None:

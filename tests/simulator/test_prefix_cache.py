@@ -88,7 +88,7 @@ class Elsewhere(Policy):
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
         if arrival.request_id == "first":
             return Place("i000")
-        return Place("i001", pull_from="i000" if arrival.told_tokens("i000") else "")
+        return Place("i001", pull_from="i000" if arrival.reported_tokens("i000") else "")
 
 
 def test_a_prefix_is_pulled_at_the_links_speed_and_the_rest_is_computed() -> None:

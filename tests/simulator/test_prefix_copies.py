@@ -91,7 +91,7 @@ class CopiesAtOnce(Policy):
         first, second = view.instances
         actions: list[Action] = []
         for prefix in view.hot.prefixes:
-            if first in prefix.requests and prefix.cached[first].told == prefix.tokens:
+            if first in prefix.requests and prefix.cached[first].reported == prefix.tokens:
                 # Asked for twice: the second counts for nothing.
                 copy = CopyPrefix(prefix.requests[first], first, second, prefix.tokens, "test")
                 actions += [copy, copy]

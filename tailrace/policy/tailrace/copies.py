@@ -75,7 +75,7 @@ class Copies:
         holder = _only_holder(view, prefix)
         if holder is None:
             return None
-        tokens = prefix.cached[holder.instance_id].told
+        tokens = prefix.cached[holder.instance_id].reported
         stage = stage_of(view.stages, holder.instance_id)
         targets = [
             i
@@ -113,8 +113,8 @@ def _only_holder(view: ClusterView, prefix: HotPrefix) -> InstanceView | None:
     holder, most = None, 0
     for instance_id in sorted(prefix.requests):
         instance, held = view.instances.get(instance_id), prefix.cached.get(instance_id, NOTHING_HELD)
-        if instance is not None and instance.state is not InstanceState.SUSPECT and held.told > most:
-            holder, most = instance, held.told
+        if instance is not None and instance.state is not InstanceState.SUSPECT and held.reported > most:
+            holder, most = instance, held.reported
     if holder is None:
         return None
     others = (held for name, held in prefix.cached.items() if name != holder.instance_id)

@@ -125,7 +125,7 @@ class Tailrace(Policy):
             chosen, pull_from = self.pulls.place(instances, among, arrival, chosen, now)
         if offers.pooled:
             own = costs.held_tokens(chosen, arrival.held_on(chosen.instance_id))
-            cached = max(own, arrival.told_tokens(pull_from))
+            cached = max(own, arrival.reported_tokens(pull_from))
             if costs.first_token_s(chosen, tokens, cached) > self.ttft_slo_s:
                 flipped = self.arrow.place(view, arrival, now)
                 if isinstance(flipped, Place) and flipped.also:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tailrace.cluster import Arrival, CachedTokens, InstanceView
-from tailrace.perf.reuse import load_s, worth_tokens
+from tailrace.perf.reuse import equivalent_tokens, load_s
 from tailrace.policy.pulling import most_cached, pull_s
 from tailrace.policy.tailrace.costs import Costs
 from tailrace.policy.tailrace.offers import OfferPlanner
@@ -43,7 +43,7 @@ class Pulls:
         holder = most_cached(arrival, instances)
         if holder is None:
             return chosen, ""
-        held, tokens, offers = arrival.told_tokens(holder), arrival.context_tokens, self._offers
+        held, tokens, offers = arrival.reported_tokens(holder), arrival.context_tokens, self._offers
         targets = [chosen]
         if (emptiest := offers.cheapest(among, tokens, now)) is not chosen:
             targets.append(emptiest)
@@ -78,4 +78,4 @@ class Pulls:
         without_s = steps.compute_s(self._costs.held_tokens(instance, own))
         if steps.compute_s(held) - loading_s - without_s < self._margin * transfer_s:
             return None
-        return worth_tokens(steps, held, transfer_s + loading_s)
+        return equivalent_tokens(steps, held, transfer_s + loading_s)

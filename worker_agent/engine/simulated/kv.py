@@ -143,7 +143,7 @@ class BlockChain:
         full = self._full
         while len(full) <= last:
             at = (len(full) - 1) * size
-            full.append(self._hasher.following(full[-1], self._tokens(at, at + size), at))
+            full.append(self._hasher.next_hash(full[-1], self._tokens(at, at + size), at))
         return full[first + 1 : last + 1]
 
     def seeds(self, first: int, last: int, tokens: int) -> Words:
