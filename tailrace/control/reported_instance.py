@@ -300,7 +300,7 @@ class ReportedInstance(Corrections[str, PendingRequest]):
         waiting = self.pending.values()
         placed_s = predictor.queue_s(pending.tokens for pending in waiting)
         cached_s = sum(
-            predictor.computed_s(pending.cached_tokens) for pending in waiting if pending.cached_tokens
+            predictor.saved_s(pending.cached_tokens) for pending in waiting if pending.cached_tokens
         )
         return load.prefill_delay_s + placed_s - cached_s
 

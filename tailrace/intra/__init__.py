@@ -1,1 +1,1 @@
-"""Scheduling inside one instance: pure decisions, used unchanged by vLLM's scheduler and the simulator."""
+"""Scheduling inside an instance: pure decisions, shared by vLLM's scheduler and the simulator."""

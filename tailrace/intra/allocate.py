@@ -1,4 +1,4 @@
-"""Who gets device memory for the next step: the one place where ranks become admissions and preemptions."""
+"""Allocate device memory for the next step: turn the ranks of requests into admissions and preemptions."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from tailrace.intra.base import IntraPolicy, Rank
 
 Name = TypeVar("Name", bound=Hashable)
 
-# Requests that one step passes over at most: a bound on the time of a decision. At about a microsecond each
-# it is a hundredth of a decode step of 6 ms, the shortest that the built-in profiles have for an 8B model.
+# Maximum number of requests that a step passes over, to bound the time of a decision. At about a microsecond
+# each, that is a hundredth of a decode step of 6 ms, the shortest of the built-in profiles of an 8B model.
 LOOKAHEAD: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What the device has left at a step boundary."""
+    """Free resources of the device at a step boundary."""
 
     total_blocks: int
-    # Negative: the running requests' next tokens need that many blocks more than there are.
+    # Negative: the running requests' next tokens need that many more blocks than there are.
     free_blocks: int
     free_seats: int
     # Prompt tokens that the step may compute.
@@ -33,20 +33,20 @@ class Claim(NamedTuple, Generic[Name]):
     rank: Rank
     name: Name
     blocks: int
-    # Of a waiting request: tokens to compute before it decodes; 0: none, its KV is swapped out.
+    # Waiting requests: tokens to compute before decoding; 0: none, the KV is swapped out.
     prompt_tokens: int = 0
-    # Of a waiting request: blocks that others were given past it since it began to wait.
+    # Waiting requests: blocks given to others that passed this one since it began to wait.
     passed_blocks: int = 0
 
 
 @dataclass(slots=True)
 class Grants(Generic[Name]):
-    """Decisions, in the order in which they are to be carried out: first all preemptions."""
+    """Decisions, in order of execution: first all preemptions."""
 
     preempt: list[Name] = field(default_factory=list)
     admit: list[Name] = field(default_factory=list)
-    # Requests that did not fit, and the blocks that others were given past each of them (above 0): the caller
-    # adds them to the request's `passed_blocks`, which go back to 0 when it is admitted.
+    # Requests that did not fit, and the blocks given to others that passed them (above 0). The caller adds
+    # these to the request's `passed_blocks`, and resets that to 0 on admission.
     passed: list[tuple[Name, int]] = field(default_factory=list)
 
 
@@ -57,21 +57,21 @@ def allocate(
     room: Room,
     prefilling: Iterable[tuple[Rank, int]] = (),
 ) -> Grants[Name]:
-    """Decide for one step boundary.
+    """Decide on admissions and preemptions at a step boundary.
 
-    `running`: those that may be preempted, in any order; called only if their list is needed. `waiting`: in
-    order of rank; read only as far as there is hope. `prefilling`: (rank, tokens left) of the prompts on the
-    device, in order of rank; they have the step's prompt tokens before the waiting prompts that rank behind
-    them, and a prompt is admitted only if some are left for it. A request that is preempted here cannot come
-    back at the same boundary, so the caller must ask again at the next.
+    `running`: requests that may be preempted, in any order; called only if the list is needed. `waiting`: in
+    order of rank; read only while admission may continue. `prefilling`: (rank, tokens left) of the prompts on
+    the device, in order of rank. They get the step's prompt tokens before waiting prompts of lower priority,
+    and a prompt is admitted only if some tokens are left for it. A request that is preempted here cannot be
+    admitted at the same boundary, so the caller must call again at the next one.
 
-    A request that does not fit is passed over by later ones of its level while `policy.pass_over` allows:
-    until that many times the device's blocks were given past it. Then nobody behind it is admitted before it,
-    so that it cannot starve. With `pass_over` 0 admission stops at the first that does not fit.
+    A request that does not fit is passed over by later ones of its level until these were given
+    `policy.pass_over` times the device's blocks. From then on no request behind it is admitted before it, so
+    that it cannot starve. With `pass_over` 0, admission stops at the first request that does not fit.
     """
     grants: Grants[Name] = Grants()
     if room.free_blocks < 0:
-        # Whoever waits is not to profit from a shortage: the victims' room is what the rest grows into.
+        # In a shortage nothing is admitted: the victims' blocks are for the growth of running requests.
         _make_room(running(), -room.free_blocks, grants)
         return grants
     admission = _Admission(policy, running, room, grants)
@@ -86,14 +86,14 @@ def allocate(
             break
         if admission.admits(claim):
             budget -= claim.prompt_tokens
-        elif not admission.goes_on:
+        elif not admission.continues:
             break
     grants.passed = admission.passed()
     return grants
 
 
 class _Admission(Generic[Name]):
-    """Those that wait, one after the other."""
+    """Admits waiting requests one by one, in order of rank."""
 
     def __init__(
         self,
@@ -102,8 +102,8 @@ class _Admission(Generic[Name]):
         room: Room,
         grants: Grants[Name],
     ) -> None:
-        # After one that was not admitted: whether others may be.
-        self.goes_on: bool
+        # After a request was not admitted: whether later ones may be.
+        self.continues: bool
         self._policy = policy
         self._running = running
         self._total = room.total_blocks
@@ -111,25 +111,25 @@ class _Admission(Generic[Name]):
         self._seats = room.free_seats
         self._grants = grants
         self._watermark = int(policy.watermark * room.total_blocks)
-        # Blocks that may be given past one request.
+        # Blocks that others may be given while passing one request.
         self._limit = int(policy.pass_over * room.total_blocks)
-        # Of lower level than the first that needed one, last in rank first; the first `_taken` are preempted.
+        # Requests that may be preempted, last in rank first; the first `_taken` are preempted.
         self._victims: list[Claim[Name]] | None = None
         self._taken = 0
-        # Passed over so far: (name, blocks given at this boundary before it was).
+        # Requests passed over so far: (name, blocks given at this boundary before it was passed over).
         self._passed: list[tuple[Name, int]] = []
         self._level: Rank = ()
-        # No claim of so many blocks fits any more.
+        # The smallest claim that did not fit; no larger one fits either.
         self._too_many = room.total_blocks + 1
-        # Blocks given since the first was passed over, and how many more may be.
+        # Blocks given since the first request was passed over, and how many more may be given.
         self._given = 0
         self._allowance = self._limit
 
     def admits(self, claim: Claim[Name]) -> bool:
-        """Whether it is admitted. It ranks behind all that were asked about."""
+        """Admit the claim if it fits; return whether it was admitted. Claims must be passed in rank order."""
         if self._passed:
-            self.goes_on = self._allowance > 0 and self._policy.level(claim.rank) == self._level
-            if not self.goes_on:
+            self.continues = self._allowance > 0 and self._policy.level(claim.rank) == self._level
+            if not self.continues:
                 return False
         # An empty device takes any request that fits at all.
         short = min(claim.blocks + self._watermark, self._total) - self._free
@@ -145,18 +145,18 @@ class _Admission(Generic[Name]):
         return True
 
     def passed(self) -> list[tuple[Name, int]]:
-        """As Grants has it."""
+        """Return `Grants.passed`."""
         return [(name, self._given - before) for name, before in self._passed if self._given > before]
 
     def _fits(self, claim: Claim[Name], short: int) -> bool:
-        """Whether there is room for it, if need be by preempting those of lower level."""
+        """Return whether there is room for the claim, preempting requests of lower level if necessary."""
         if short <= 0 and self._seats > 0:
             return True
         if not self._policy.preemptive:
             return False
         takes_from, rank = self._policy.takes_from, claim.rank
         if self._victims is None:
-            # Those that wait behind this one can take from nobody else.
+            # Later claims rank behind this one, so they can preempt only a subset of these.
             self._victims = _last_first([other for other in self._running() if takes_from(rank, other.rank)])
         end, seats = self._taken, self._seats
         while short > 0 or seats < 1:
@@ -172,13 +172,13 @@ class _Admission(Generic[Name]):
         return True
 
     def _pass_over(self, claim: Claim[Name]) -> None:
-        """It does not fit: whether others of its level may take what there is."""
-        self.goes_on = (
+        """Pass over a claim that does not fit, if later ones of its level may still be admitted."""
+        self.continues = (
             claim.passed_blocks < self._limit
             and len(self._passed) < LOOKAHEAD
             and (self._seats > 0 or self._policy.preemptive)
         )
-        if not self.goes_on:
+        if not self.continues:
             return
         self._level = self._policy.level(claim.rank)
         self._too_many = min(self._too_many, claim.blocks)
@@ -187,7 +187,7 @@ class _Admission(Generic[Name]):
 
 
 def _make_room(running: Sequence[Claim[Name]], blocks: int, grants: Grants[Name]) -> None:
-    """Preempt the last in rank until they hold so many blocks."""
+    """Preempt requests, last in rank first, until they have freed `blocks`."""
     for victim in _last_first(running):
         if blocks <= 0:
             return

@@ -1,9 +1,9 @@
-"""What an intra-instance policy decides, on plain data.
+"""The interface of an intra-instance policy (batch order), on plain data.
 
-A policy says four things: in which order requests are served (`rank`), for how long that holds
-(`rank_holds`), whether a request that waits may take the place of one that runs (`preemptive`), and how
-many prompt tokens a step may carry beside its decodes (`prefill_budget`). `tailrace.intra.allocate` turns
-them into whom to admit and whom to preempt. Nothing is remembered between calls.
+A policy decides four things: the order in which requests are served (`rank`), how long a rank is valid
+(`rank_holds`), whether a waiting request may preempt a running one (`preemptive`), and how many prompt tokens
+a step may compute beside its decodes (`prefill_budget`). `tailrace.intra.allocate` turns these into
+admissions and preemptions. A policy keeps no state between calls.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ from tailrace.cluster import Phase
 from tailrace.policy.deployment import Fact
 from tailrace.policy.parameters import Parameter
 
-# Smaller is served earlier. The last element is the arrival order, which makes ranks of one instance
-# distinct. A policy says which of those before it are the level, within which nobody is preempted for
-# anybody.
+# Smaller ranks are served earlier. The last element is the arrival order, which makes ranks distinct on an
+# instance. A prefix of the rank is the level, within which requests do not preempt each other.
 Rank = tuple[int, ...]
 
-# Name of the engine's own order: no policy of ours. A simulation takes first come, first served for it, which
-# is what vLLM's order is.
+# Name of the engine's own order. Simulations use first come, first served for it, as vLLM does.
 ENGINE_ORDER: Final = "vllm"
 
 # Token quantum of PASCAL's evaluation, section V-A.
@@ -60,7 +58,7 @@ PASS_OVER: Final = Parameter(
 
 @dataclass(frozen=True, slots=True)
 class JobView:
-    """One request as its instance's scheduler sees it. Lengths in tokens."""
+    """A request as seen by its instance's scheduler. Lengths in tokens."""
 
     # Order of arrival; distinct on one instance. A request keeps it through preemption and migration.
     arrival: int
@@ -69,26 +67,26 @@ class JobView:
     output_tokens: int
     # Output tokens made in the current phase; 0 while prefilling.
     phase_tokens: int
-    # When it came to the fleet, in seconds of a clock that all instances share.
+    # When it arrived at the fleet, in seconds of a clock that all instances share.
     arrived_s: float = 0.0
-    # Prefill that was left to do on its instance when it came there, in seconds of `tailrace.intra.due`.
+    # Prefill queued on its instance when it arrived there, in nominal seconds (`tailrace.intra.due`).
     queue_s: float = 0.0
-    # When it began to answer, on that clock; of no meaning before.
+    # When it began to answer, on the same clock; meaningless before.
     answering_s: float = 0.0
-    # It waits, and the time that `IntraPolicy.lapses_s` gave has come.
+    # Whether it was still waiting at the time given by `IntraPolicy.lapses_s`.
     lapsed: bool = False
 
     @property
     def context_tokens(self) -> int:
-        """Tokens whose KV it has or needs."""
+        """Return the number of tokens whose KV the request has or needs."""
         return self.prompt_tokens + self.output_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class ImportView:
-    """A migration that waits for room on this instance."""
+    """A migration waiting for room on this instance."""
 
-    # Order in which it was asked for.
+    # Sequence number of the migration request.
     asked: int
     context_tokens: int
     # Tokens of KV in use on its source.
@@ -96,53 +94,54 @@ class ImportView:
 
 
 class IntraPolicy(ABC):
-    """Pure; constructor parameters are its only state."""
+    """A batch order. Pure; its constructor parameters are its only state."""
 
-    # Keyword arguments of the constructor. Those that a policy of the fleet shares with the order that goes
-    # with it have the same name and mean the same.
+    # Keyword arguments of the constructor. A parameter shared with the fleet's policy has the same name and
+    # meaning there.
     parameters: ClassVar[tuple[Parameter, ...]] = ()
-    # Facts of the deployment that it goes by, keyword arguments too; of them only the SLOs and the pace are
-    # known to workers.
+    # Facts about the deployment that it uses, also keyword arguments; workers know only the SLOs and the
+    # pace.
     needs: ClassVar[tuple[Fact, ...]] = ()
     summary: str = ""
-    # A waiting request takes the place of the last-ranked running ones whose level is below its own.
+    # Whether a waiting request preempts the last-ranked running ones whose level is below its own.
     preemptive: bool = False
-    # A migrated request that finds the device full may wait in host memory; otherwise it is refused.
+    # Whether a migrated request may wait in host memory if the device is full; else it is refused.
     receives_on_host: bool = False
-    # Share of the KV blocks that an admission leaves free, so that the batch can grow; 0.01: vLLM 0.6's.
+    # Share of the KV blocks that admission leaves free, so that the batch can grow (parameter WATERMARK).
     watermark: float = 0.01
-    # PASS_OVER; see `tailrace.intra.allocate`.
+    # Parameter PASS_OVER; see `tailrace.intra.allocate`.
     pass_over: float = 0.0
 
     @abstractmethod
     def rank(self, job: JobView) -> Rank:
-        """Order of service; must end in `job.arrival` and have the same length for all jobs."""
+        """Return a request's rank, which ends in `job.arrival` and has the same length for all jobs."""
 
     def rank_holds(self, job: JobView) -> int | None:
-        """Output tokens, at least 1, after which `rank` may change in this phase; None: it does not."""
+        """Return the number of output tokens (at least 1) for which `rank` is valid in this phase; None: for
+        the whole phase."""
         return None
 
     def lapses_s(self, job: JobView) -> float | None:
-        """When the rank of a request that waits changes though nothing happens to it: once, by the clock of
-        `arrived_s`; None: it does not."""
+        """Return the time at which a waiting request's rank changes by itself, once, on the clock of
+        `arrived_s`; None: never."""
         return None
 
     def takes_from(self, rank: Rank, victim: Rank) -> bool:
-        """Whether who waits at this rank may take the place of one that runs at that rank."""
+        """Return whether a waiting request with this rank may preempt a running one with rank `victim`."""
         return self.level(victim) > self.level(rank)
 
     def level(self, rank: Rank) -> Rank:
-        """The beginning of a rank that says who may take whose place; all but the arrival, unless said."""
+        """Return the part of a rank that decides about preemption; by default all but the arrival."""
         return rank[:-1]
 
     def demoted(self, job: JobView) -> bool:
-        """Whether a reasoning request is treated as answering (PASCAL, section IV-C)."""
+        """Return whether a reasoning request is treated as answering (PASCAL, section IV-C)."""
         return False
 
     def prefill_budget(self, step_tokens: int, decoding: int) -> int:
-        """Prompt tokens that a step may compute beside `decoding` decodes, out of `step_tokens` in all."""
+        """Return the prompt tokens that a step of `step_tokens` may compute beside `decoding` decodes."""
         return max(0, step_tokens - decoding)
 
     def import_rank(self, waiting: ImportView) -> Rank:
-        """Order in which migrations get room here; first come, first served."""
+        """Return the rank of a waiting migration; by default first come, first served."""
         return (waiting.asked,)

@@ -1,4 +1,4 @@
-"""Our own order: earliest due first, whatever the phase (docs/policy-tailrace.md)."""
+"""Our own batch order: earliest due first, in all phases (docs/policy-tailrace.md)."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from tailrace.slo import DEFAULT_TTFT_S, READING_S
 
 LEAD_S: Final = 20.0
 LATE_S: Final = 60.0
-# Output tokens for which a rank holds: at the usual pace five seconds, a quarter of the lead.
+# Output tokens for which a rank is valid: five seconds at the default pace, a quarter of the lead.
 RANK_TOKENS: Final = 50
 PROMPT: Final = 0
 DECODING: Final = 1
 
 
 class EarliestDue(IntraPolicy):
-    """Everybody is served by when their next token is due.
+    """Serve requests in the order in which their next tokens are due.
 
-    An answer's next token is due when its reader comes to it: `pace_s` for each token since the answer began.
-    A reasoning's is due as if a plain answer had begun in time. A prompt is due when its first token is, and
-    later by what it yields to shorter ones (`due`). So who is behind goes before who is ahead, and what is
-    made faster than it is read waits for what is not.
+    The next token of an answer is due when its user reads it: `pace_s` per token since the answer began. That
+    of a reasoning phase is due as if a plain answer had begun in time. A prompt is due when its first token
+    is, plus the time for which it yields to shorter prompts (`due`). So requests that are behind precede
+    those that are ahead, and answers produced faster than they are read wait for the others.
 
-    Whoever waits for KV may take it from those that are due `lead_s` later than they are, the latest first.
-    An answer that has got so far ahead yields, and comes back before its reader has caught up. The lead is
-    far above what two swaps cost, so that KV does not go to and fro. What is computed of a prompt is never
-    thrown away for another request.
+    A request that waits for KV may preempt those due more than `lead_s` later than itself, the latest first.
+    An answer that far ahead yields its KV and returns before its user has caught up. The lead is far above
+    the cost of two swaps, so that KV does not thrash. A prompt's computed KV is never discarded for another
+    request.
 
-    A prompt that waits and cannot keep its SLO any more is due anew, `late_s` later. Served in its turn it
-    would make others late that can still be in time, and those the next: once a queue is as long as the SLO,
-    nobody would keep it. It comes before all that arrive `late_s` after it and so does not starve.
+    A waiting prompt that has missed its SLO is postponed by `late_s`. Served in turn it would delay others
+    that can still meet their SLOs, and those the next: once the queue is as long as the SLO, no prompt would
+    meet it. It still precedes all prompts that arrive `late_s` after it, so it does not starve.
     """
 
     parameters = (
@@ -74,7 +74,7 @@ class EarliestDue(IntraPolicy):
         ttft_slo_s: float = DEFAULT_TTFT_S,
         pace_s: float = READING_S,
     ) -> None:
-        """See `parameters`. `pace_s`: seconds a token at which users read."""
+        """See `parameters`. `pace_s`: users' reading pace, in seconds per token."""
         self.watermark = watermark
         self.pass_over = pass_over
         self._lead_us = _whole_us(lead_s)
@@ -83,7 +83,7 @@ class EarliestDue(IntraPolicy):
         self._pace_s = pace_s
 
     def rank(self, job: JobView) -> Rank:
-        """(when it is due, in microseconds; whether it decodes; arrival)."""
+        """Return (due time in microseconds, PROMPT or DECODING, arrival)."""
         if job.phase is Phase.PREFILL:
             due = due_s(job.arrived_s, job.prompt_tokens, job.queue_s)
             if job.lapsed:
@@ -94,19 +94,20 @@ class EarliestDue(IntraPolicy):
         return (_whole_us(begun_s + read_s), DECODING, job.arrival)
 
     def level(self, rank: Rank) -> Rank:
-        """All are of one."""
+        """Return the same level for all requests: `takes_from` decides about preemption."""
         return ()
 
     def takes_from(self, rank: Rank, victim: Rank) -> bool:
-        """A prompt overtakes, but what another has computed is not thrown away for it."""
+        """Return whether the victim decodes and is due more than the lead later; prompts are not
+        preempted."""
         return victim[1] == DECODING and victim[0] > rank[0] + self._lead_us
 
     def rank_holds(self, job: JobView) -> int:
-        """A few tokens."""
+        """Return the tokens to the next multiple of RANK_TOKENS."""
         return RANK_TOKENS - job.phase_tokens % RANK_TOKENS
 
     def lapses_s(self, job: JobView) -> float | None:
-        """When a prompt has missed its SLO."""
+        """Return the time at which a prompt misses the TTFT SLO."""
         return job.arrived_s + self._ttft_slo_s if job.phase is Phase.PREFILL else None
 
 

@@ -1,4 +1,4 @@
-"""Batch orders of a few lines: first come, first served; by turns; and Arrow's, decodes first."""
+"""The simple batch orders: first come, first served; round robin by quanta; and Arrow's, decodes first."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from tailrace.intra.base import PASS_OVER, QUANTUM, QUANTUM_TOKENS, WATERMARK, I
 
 
 class Fcfs(IntraPolicy):
-    """Decodes first, then prompts in order of arrival, with chunked prefill.
+    """First come, first served: decodes first, then prompts in order of arrival, with chunked prefill.
 
-    Admission stops at the first request that finds no room; when the KV of running requests outgrows the
-    device, the last to arrive is preempted, and returns before any later one is admitted (PASCAL, sections
-    II-C and V-A). With `pass_over` above 0 it is no longer vLLM's order.
+    Admission stops at the first request that does not fit. If the KV of running requests outgrows the device,
+    the last to arrive is preempted, and is admitted again before any later one (PASCAL, sections II-C and
+    V-A). This is vLLM's order unless `pass_over` is above 0.
     """
 
     parameters = (WATERMARK, PASS_OVER)
@@ -23,7 +23,7 @@ class Fcfs(IntraPolicy):
         self.pass_over = pass_over
 
     def rank(self, job: JobView) -> Rank:
-        """By arrival alone."""
+        """Return (arrival,)."""
         return (job.arrival,)
 
 
@@ -31,8 +31,8 @@ class QuantumRoundRobin(IntraPolicy):
     """PASCAL's RR baseline (sections II-C, V-A, V-B).
 
     "Progressively lower priority as the request consumes more time quanta": the level is the number of
-    quanta used up, over both phases; within a level, order of arrival. A request is thus preempted only when
-    somebody who has had less wants its place.
+    quanta used up, over both phases; within a level, order of arrival. A request is thus preempted only for
+    one that has used fewer quanta.
     """
 
     parameters = (QUANTUM, WATERMARK, PASS_OVER)
@@ -50,20 +50,20 @@ class QuantumRoundRobin(IntraPolicy):
         self.pass_over = pass_over
 
     def rank(self, job: JobView) -> Rank:
-        """(quanta used up, arrival)."""
+        """Return (quanta used up, arrival)."""
         return (job.output_tokens // self.quantum_tokens, job.arrival)
 
     def rank_holds(self, job: JobView) -> int:
-        """Until the quantum ends."""
+        """Return the tokens left in the quantum."""
         return self.quantum_tokens - job.output_tokens % self.quantum_tokens
 
 
 class DecodeFirst(IntraPolicy):
-    """Arrow's local scheduler (section 5.4): decode requests first, chunked prefill in what is left of the
-    step, KV migrations in FCFS order.
+    """Arrow's local scheduler (section 5.4): decode requests first, chunked prefill in the rest of the step,
+    KV migrations in FCFS order.
 
-    Decode-first holds for memory too: a request that is decoding or wants to go on decoding ranks before
-    every prompt, so that a prompt is what gives way when KV is short. Nobody is preempted for an admission.
+    Decode-first applies to memory too: a request that decodes, or waits to continue decoding, ranks before
+    every prompt, so that prompts are preempted first if KV is short. Admissions do not preempt.
     """
 
     parameters = (WATERMARK, PASS_OVER)
@@ -75,5 +75,5 @@ class DecodeFirst(IntraPolicy):
         self.pass_over = pass_over
 
     def rank(self, job: JobView) -> Rank:
-        """(prefill after decode, arrival)."""
+        """Return (1 for prefill or 0 for decode, arrival)."""
         return (1 if job.phase is Phase.PREFILL else 0, job.arrival)

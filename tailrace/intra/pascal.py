@@ -15,11 +15,12 @@ DEMOTION_TOKENS: Final = 5_000
 
 
 class PascalQueue(IntraPolicy):
-    """Prefill and reasoning in the high queue, answering and demoted reasoning in the low one.
+    """Prefill and reasoning in the high-priority queue, answering and demoted reasoning in the low-priority
+    one.
 
-    The paper leaves open what a quantum counts when a request changes queue. Here its quanta start anew:
-    Algorithm 2 calls an answering request fresh that "has not exhausted the first time quantum", which it
-    could never be if its reasoning counted. The same for a demoted request, which is to be "effectively
+    The paper leaves open whether quanta carry over when a request changes queue. Here they start at zero:
+    Algorithm 2 calls an answering request fresh that "has not exhausted the first time quantum", which would
+    never be the case if its reasoning counted. The same applies to a demoted request, which is "effectively
     treated as a low-priority answering request".
     """
 
@@ -50,7 +51,7 @@ class PascalQueue(IntraPolicy):
         watermark: float = 0.01,
         pass_over: float = 0.0,
     ) -> None:
-        """`demotion_tokens`: KV beyond which reasoning is demoted (section V-A); None: never."""
+        """`demotion_tokens`: context length above which reasoning is demoted (section V-A); None: never."""
         if quantum_tokens < 1:
             raise ValueError(f"a quantum has at least one token, not {quantum_tokens}")
         self.quantum_tokens = quantum_tokens
@@ -59,12 +60,12 @@ class PascalQueue(IntraPolicy):
         self.pass_over = pass_over
 
     def rank(self, job: JobView) -> Rank:
-        """(queue, quanta used up in it, arrival)."""
+        """Return (queue, quanta used up in it, arrival)."""
         queue, used = self._turn(job)
         return (queue, used // self.quantum_tokens, job.arrival)
 
     def rank_holds(self, job: JobView) -> int:
-        """Until the quantum ends or the request is demoted."""
+        """Return the tokens until the quantum ends or the request is demoted."""
         queue, used = self._turn(job)
         left = self.quantum_tokens - used % self.quantum_tokens
         if queue == HIGH and self.demotion_tokens is not None:
@@ -72,7 +73,8 @@ class PascalQueue(IntraPolicy):
         return left
 
     def demoted(self, job: JobView) -> bool:
-        """A prompt alone does not demote: a request is demoted for its reasoning."""
+        """Return whether the request is reasoning beyond `demotion_tokens`; a long prompt alone does not
+        demote."""
         return (
             job.phase is Phase.REASONING
             and self.demotion_tokens is not None
@@ -80,7 +82,7 @@ class PascalQueue(IntraPolicy):
         )
 
     def _turn(self, job: JobView) -> tuple[int, int]:
-        """The job's queue, and its output tokens since it came into it."""
+        """Return the job's queue, and its output tokens since it entered that queue."""
         if self.demoted(job):
             assert self.demotion_tokens is not None
             entered = max(0, self.demotion_tokens + 1 - job.prompt_tokens)

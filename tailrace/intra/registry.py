@@ -1,7 +1,6 @@
-"""Batch orders (intra-instance policies) by name. A user's package adds one with the entry point group
-`tailrace.batch_orders`.
+"""Find batch orders (intra-instance policies) by name.
 
-Used by the worker (`--intra`, and when the fleet's policy is switched) and by whoever sets up a simulation.
+A user's package adds one with the entry point group `tailrace.batch_orders`.
 """
 
 from __future__ import annotations
@@ -33,20 +32,20 @@ INTRA_POLICIES: Final[Mapping[str, type[IntraPolicy]]] = MappingProxyType(
 
 
 class UnknownIntraError(ValueError):
-    """No batch order of that name can be had; the message says why."""
+    """No batch order of that name is installed, or it cannot be loaded; the message says why."""
 
 
 def intra_names() -> list[str]:
-    """Every name that `make_intra` takes, sorted."""
+    """Return every name that `make_intra` accepts, sorted."""
     return sorted({ENGINE_ORDER, *INTRA_POLICIES, *plugins(GROUP)})
 
 
 def make_intra(
     name: str, parameters: Mapping[str, Value] = NO_PARAMETERS, slo: Slo | None = None
 ) -> IntraPolicy | None:
-    """The order of that name; None for the engine's own. Without `parameters` it has its defaults.
+    """Create the order of that name; return None for the engine's own.
 
-    Raises UnknownIntraError, ParameterError.
+    Parameters that are omitted have their defaults. Raise UnknownIntraError or ParameterError.
     """
     values = parse_parameters(f"order {name!r}", intra_parameters(name), parameters)
     if name == ENGINE_ORDER:
@@ -54,17 +53,17 @@ def make_intra(
     try:
         return _order_class(name)(**values, **intra_facts(name, slo or Slo()))
     except ValueError as error:
-        # Each value is allowed, but not together with the others.
+        # Each value is valid, but not in combination with the others.
         raise ParameterError(f"order {name!r}: {error}") from error
 
 
 def intra_facts(name: str, slo: Slo) -> dict[str, object]:
-    """What the order of that name goes by of the deployment. Raises UnknownIntraError."""
+    """Return the deployment's facts that the order of that name needs. Raise UnknownIntraError."""
     return {} if name == ENGINE_ORDER else Deployment(slo).facts(_order_class(name).needs)
 
 
 def intra_parameters(name: str) -> tuple[Parameter, ...]:
-    """What the order of that name declares. Raises UnknownIntraError."""
+    """Return the parameters of the order of that name. Raise UnknownIntraError."""
     return () if name == ENGINE_ORDER else _order_class(name).parameters
 
 

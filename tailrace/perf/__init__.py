@@ -1,1 +1,1 @@
-"""Performance models that are not one step's time: pure, given as data."""
+"""Performance models: pure functions of profiles and measurements."""

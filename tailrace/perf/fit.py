@@ -1,4 +1,4 @@
-"""Least squares of times over features, as profiling needs it: relative errors, no negative coefficient."""
+"""Fit times to features by least squares for profiling: relative errors, no negative coefficients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """`coefficients`: one a column. `error`: mean of |predicted - measured| / measured."""
+    """A fit. `coefficients`: one per column; `error`: mean |predicted - measured| / measured."""
 
     coefficients: tuple[float, ...]
     error: float
@@ -21,11 +21,11 @@ class Fit:
 
 
 def fit_times(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> Fit:
-    """Coefficients c with rows @ c near `seconds`. `rows`: shape [samples, columns].
+    """Find coefficients c with rows @ c close to `seconds`. `rows`: shape [samples, columns].
 
-    Errors are weighed by 1/seconds, or the few longest times would decide alone. A coefficient that comes out
-    negative is noise, for no work takes less than no time: it is set to 0 and the others are fitted again.
-    Raises ValueError without a sample of positive time for each column.
+    Errors are weighted by 1/seconds; otherwise the few longest times would dominate. A negative coefficient
+    is noise, since no work takes negative time: it is set to 0 and the others are fitted again. Raise
+    ValueError for fewer samples of positive time than columns.
     """
     matrix, times = np.array(rows, dtype=np.float64), np.array(seconds, dtype=np.float64)
     if not len(times):
@@ -36,7 +36,7 @@ def fit_times(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> Fit:
     if len(times) < matrix.shape[1]:
         raise ValueError(f"{len(times)} samples are too few for {matrix.shape[1]} coefficients")
     weighed = matrix / times[:, None]
-    # Columns differ by ten orders of magnitude; scaled to one, the normal equations stay solvable.
+    # Columns differ by ten orders of magnitude; scaling them to norm one keeps the problem well-conditioned.
     scale = np.linalg.norm(weighed, axis=0)
     kept = [column for column in range(matrix.shape[1]) if scale[column] > 0.0]
     found = np.zeros(matrix.shape[1])
@@ -52,7 +52,7 @@ def fit_times(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> Fit:
 
 
 def r_squared(predicted: Sequence[float], measured: Sequence[float]) -> float:
-    """Share of the variance of what was measured that the prediction explains; 1: all of it."""
+    """Return the coefficient of determination: the share of the variance that the prediction explains."""
     found, truth = np.array(predicted), np.array(measured)
     spread = float(((truth - truth.mean()) ** 2).sum())
     left = float(((truth - found) ** 2).sum())

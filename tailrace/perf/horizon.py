@@ -1,14 +1,14 @@
-"""The prediction horizon: coming decode steps at which loads are compared, and the weight of each.
+"""ARES's prediction horizon (section 5): future decode steps at which loads are compared, and their weights.
 
-The paper leaves H and beta_t open. Settled here:
+The paper leaves H and beta_t open. Here:
 
-- H = 2,048 steps: the paper's one length scale is "2000 tokens in our settings" (section 5.3), and beyond it
+- H = 2,048 steps: the paper's only length scale is "2000 tokens in our settings" (section 5.3), and beyond it
   predictions err by thousands of tokens (table 1).
-- The weights sum to one. Line 15 compares a load of now, N_i, with w_bar, a mean of weighted sums of loads
-  (line 13); only with weights that sum to one are the two the same quantity. In equation 4 the future then
-  counts in all as much as the present does.
-- Weights fall geometrically, to a tenth at the end: a prediction is the worse the further it reaches.
-- Loads change slowly against a step, so the sum over t is taken over `points` equidistant steps.
+- The weights sum to one. Line 15 of Algorithm 1 compares a current load, N_i, with w_bar, a mean of weighted
+  sums of loads (line 13), and only with weights that sum to one are these the same quantity. In equation 4
+  the whole future then counts as much as the present.
+- Weights decrease geometrically, to a tenth at the end, since predictions get worse with distance.
+- Loads change slowly compared to a step, so the sum over t is taken over `points` equidistant steps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Horizon:
     weights: Floats = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Raises ValueError."""
+        """Raise ValueError for an invalid combination."""
         if self.points < 0 or self.length < max(1, self.points) or not 0.0 < self.end_weight <= 1.0:
             raise ValueError(f"no horizon has {self.points} points in {self.length} steps")
         steps = np.round(np.arange(self.points + 1) * (self.length / max(1, self.points)))
@@ -49,14 +49,14 @@ class Horizon:
 
     @property
     def betas(self) -> Floats:
-        """[points]: beta_t, summing to one."""
+        """Return beta_t [points], which sum to one."""
         return self.weights[1:]
 
     def contributions(self, tokens: Floats, remaining: Floats) -> Floats:
-        """What each request adds to its instance's load now and at each step, [requests, 1 + points].
+        """Return each request's load now and at each step, [requests, 1 + points].
 
-        `tokens`: N(r). `remaining`: tokens to come, infinite where nothing bounds them. A request grows by
-        one token a step, and its load is gone when its last token is made.
+        `tokens`: N(r). `remaining`: remaining output tokens, infinite if unbounded. A request grows by one
+        token per step, and its load ends with its last token.
         """
         alive = self.steps < remaining[:, None]
         alive[:, 0] = True
@@ -65,7 +65,7 @@ class Horizon:
 
 
 def expected_remaining(request: RequestView) -> float:
-    """Tokens to come as predicted; without a prediction as many as may come, infinite where that is open."""
+    """Return the predicted remaining tokens; without a prediction the maximum, infinite if unbounded."""
     predicted = request.predicted_remaining_tokens
     if predicted is not None:
         return predicted
@@ -73,11 +73,11 @@ def expected_remaining(request: RequestView) -> float:
 
 
 def floats(values: Sequence[float]) -> Floats:
-    """An array of them."""
+    """Return the values as an array."""
     return np.array(values, dtype=np.float64)
 
 
-# What workers report by, and what the policies go by unless told otherwise.
+# The horizon of workers' reports, and the policies' default.
 HORIZON = Horizon()
-# The present alone.
+# The present only.
 NOW = Horizon(points=0)

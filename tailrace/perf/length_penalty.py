@@ -1,9 +1,9 @@
-"""What unequal lengths in a batch cost its decode step, as data (CascadeInfer, section 2.3).
+"""Length penalties: the slowdown of a decode step by unequal lengths (CascadeInfer, section 2.3).
 
 Attention kernels are slower on a batch of unequal lengths than on one of equal lengths with as many tokens.
-By how much is disputed: measurements of one recent kernel say a few percent, CascadeInfer's figure 2 says 1.1
-to 2.1 times. A penalty is a JSON file; built-in ones stand in `penalties/`, each with its source, and
-`load_length_penalty` takes their names or a path.
+Reports differ on how much: a few percent as measured on one recent kernel, a factor of 1.1 to 2.1 in
+CascadeInfer's figure 2. A penalty is a JSON file; built-in ones are in `penalties/`, each with its source,
+and `load_length_penalty` takes a built-in name or a path.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 BUILT_IN: Final[Path] = Path(__file__).resolve().parent / "penalties"
 
-# The name that stands for no penalty at all.
+# The name for no penalty.
 NONE: Final = "none"
 
 
 class TowardsLongest(msgspec.Struct, frozen=True, kw_only=True, tag="towards_longest"):
-    """As if every length were `weight` of the way from the mean to the longest.
+    """A penalty as if every length were `weight` of the way from the mean to the longest.
 
     Factor 1 + weight (longest/mean - 1), with longest/mean at most `most`. The weight depends on the batch
     size: `weights[i]` at `batch_sizes[i]` (ascending), linear in the logarithm between, constant beyond.
@@ -35,13 +35,13 @@ class TowardsLongest(msgspec.Struct, frozen=True, kw_only=True, tag="towards_lon
     most: float
 
     def __post_init__(self) -> None:
-        """Raises ValueError for columns that do not fit each other."""
+        """Raise ValueError for inconsistent columns."""
         sizes = self.batch_sizes
         if not sizes or len(sizes) != len(self.weights) or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
             raise ValueError("batch_sizes must ascend from 1 or more, with one weight each")
 
     def factor(self, requests: int, mean: float, longest: float) -> float:
-        """The factor for a batch of so many requests."""
+        """Return the factor for a batch of `requests` with these mean and longest lengths."""
         return 1.0 + self._weight(requests) * (min(longest / mean, self.most) - 1.0)
 
     def _weight(self, requests: int) -> float:
@@ -55,7 +55,7 @@ class TowardsLongest(msgspec.Struct, frozen=True, kw_only=True, tag="towards_lon
 
 
 class Saturating(msgspec.Struct, frozen=True, kw_only=True, tag="saturating"):
-    """From 1 for equal lengths up to `most` for a batch that one request dwarfs.
+    """A penalty from 1 for equal lengths up to `most` for a batch dominated by one request.
 
     Factor 1 + (most - 1) (1 - mean/longest).
     """
@@ -63,27 +63,27 @@ class Saturating(msgspec.Struct, frozen=True, kw_only=True, tag="saturating"):
     most: float
 
     def factor(self, requests: int, mean: float, longest: float) -> float:
-        """The factor, whatever the number of requests."""
+        """Return the factor, which is independent of the number of requests."""
         return 1.0 + (self.most - 1.0) * (1.0 - mean / longest)
 
 
 class FittedLengthPenalty(msgspec.Struct, frozen=True, kw_only=True):
-    """A penalty read from its file; implements `simulator.hooks.LengthPenalty`."""
+    """A penalty as read from its file; implements `simulator.hooks.LengthPenalty`."""
 
     name: str
     shape: TowardsLongest | Saturating
-    # What is slowed down: the part of a step that grows with KV tokens, or all of its decode part.
+    # What is slowed down: the part of a step that grows with KV tokens, or its whole decode part.
     applies_to: Literal["attention", "step"]
-    # Where it is from, on what terms, and what had to be assumed.
+    # Its origin, the assumptions made, and the license terms.
     source: str
     licence: str
 
     def attention_factor(self, lengths: NDArray[np.int64]) -> float:
-        """Factor on the time per KV token; `lengths`: context tokens, shape [requests]."""
+        """Return the factor on the time per KV token; `lengths`: context tokens, shape [requests]."""
         return self._factor(lengths) if self.applies_to == "attention" else 1.0
 
     def step_factor(self, lengths: NDArray[np.int64]) -> float:
-        """Factor on the decode part of the step; `lengths`: context tokens, shape [requests]."""
+        """Return the factor on the decode part of a step; `lengths`: context tokens, shape [requests]."""
         return self._factor(lengths) if self.applies_to == "step" else 1.0
 
     def _factor(self, lengths: NDArray[np.int64]) -> float:
@@ -97,18 +97,18 @@ class FittedLengthPenalty(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LengthPenaltyError(Exception):
-    """There is no such penalty, or it is malformed; the message says which and why."""
+    """The penalty does not exist or is malformed; the message says why."""
 
 
 def built_in_penalties() -> list[str]:
-    """Names that come with Tailrace, `none` among them."""
+    """Return the names of the built-in penalties, including `none`."""
     return sorted([NONE, *(path.stem for path in BUILT_IN.glob("*.json"))])
 
 
 def load_length_penalty(name: str) -> FittedLengthPenalty | None:
-    """A built-in penalty by name, or the JSON file at the path `name`; None for `none`.
+    """Load a built-in penalty by name, or the JSON file at the path `name`; return None for `none`.
 
-    Raises LengthPenaltyError.
+    Raise LengthPenaltyError.
     """
     if name == NONE:
         return None

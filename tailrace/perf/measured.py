@@ -1,4 +1,4 @@
-"""What was measured of an instance, in the forms in which policies ask for it."""
+"""The measurements of an instance (`tailrace profile`), as the models that policies use."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tailrace.records import ProfileRecord
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Of one kind of instance; stands in an `InstanceView` where its kind has been profiled."""
+    """Measurements of one kind of instance; part of an `InstanceView` if its kind has been profiled."""
 
     profile: Profile
     ttft: TtftPredictor
     steps: StepModel
-    # Fitted to samples; where there were too few, what follows from the step times.
+    # Fitted to samples; derived from the step times if there were too few samples.
     qoe: QoeModel
 
     @staticmethod
     def of(record: ProfileRecord) -> Measured:
-        """From what is in etcd."""
+        """Create it from the record in etcd."""
         curve = record.ttft
         return Measured(
             record.profile,

@@ -1,6 +1,6 @@
-"""The QoE model (CascadeInfer, section 4.1): what a batch costs its requests.
+"""The QoE model (CascadeInfer, section 4.1): the latency of requests as a function of their batch.
 
-Q is a latency: lower is better. It is fitted as normalized latency, seconds per output token.
+Q is a normalized latency in seconds per output token: lower is better.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ FEATURES: Final = 5
 
 
 def features(inputs: Sequence[int] | Floats, lengths: Sequence[int] | Floats) -> Floats:
-    """F_0 .. F_4 of a batch: 1, n, sum I, sum I^2, sum L.
+    """Return F_0 .. F_4 of a batch: 1, n, sum I, sum I^2, sum L; shape [5].
 
-    `inputs`: prompt tokens I of each request; `lengths`: its present length L, prompt included. Shape [5].
+    `inputs`: prompt tokens I of each request; `lengths`: its current length L, including the prompt.
     """
     prompt = np.asarray(inputs, dtype=np.float64)
     length = np.asarray(lengths, dtype=np.float64)
@@ -37,25 +37,25 @@ class QoeModel:
     d: tuple[float, float, float, float, float]
 
     def request(self, batch: Floats) -> float:
-        """Q of one request in a batch with these features: sum of D_k F_k. `batch`: shape [5] or [n, 5]."""
+        """Return Q of a request in a batch with these features: the sum of D_k F_k. `batch`: shape [5]."""
         return float(np.asarray(batch, dtype=np.float64) @ np.array(self.d))
 
     def requests(self, batches: Floats) -> Floats:
-        """Q of one request in each batch; `batches` has shape [n, 5], the result [n]."""
+        """Return Q of a request in each batch; `batches` has shape [n, 5], the result [n]."""
         return np.asarray(batches @ np.array(self.d), dtype=np.float64)
 
     def batch(self, batch: Floats) -> float:
-        """Q^B of Eq. (1): n requests, each at the same Q."""
+        """Return Q^B of Eq. (1): Q summed over the batch's n requests."""
         return float(batch[1]) * self.request(batch)
 
     @staticmethod
     def fit(batches: Floats, latencies: Floats) -> QoeModel:
-        """The least squares of section 4.1, to the letter: no weights, no constraint on signs.
+        """Fit the model by least squares exactly as in section 4.1: no weights, no constraint on signs.
 
-        `batches`: [n, 5] features a request saw, averaged over its life; `latencies`: [n] its normalized
-        latency in seconds per token. Columns are scaled to one norm before solving, for they differ by eight
-        orders of magnitude; that changes no exact solution. Raises ValueError if shapes do not agree or
-        nothing is given.
+        `batches`: [n, 5] features of the batches of a request, averaged over its life; `latencies`: [n] its
+        normalized latency in seconds per token. Columns differ by eight orders of magnitude, so they are
+        scaled to norm one before solving, which does not change an exact solution. Raise ValueError for
+        mismatching shapes or without samples.
         """
         if batches.ndim != 2 or batches.shape[1] != FEATURES or latencies.shape != batches.shape[:1]:
             raise ValueError(f"features of shape {batches.shape} do not go with {latencies.shape} latencies")
@@ -69,11 +69,11 @@ class QoeModel:
 
     @staticmethod
     def of_profile(profile: Profile, alpha: float = 1 / 256, beta: float = 1.0) -> QoeModel:
-        """The model that follows from a profile's step times, where no samples are at hand.
+        """Derive the model from a profile's step times, for use without samples.
 
-        `alpha` and `beta` weigh prefill and iteration time (section 4.1; the paper names neither). Q is
-        seconds per output token, so an iteration counts once, and a prefill, which is waited for once a
-        request, is spread over its output: 256 tokens, near the mean of ShareGPT's answers.
+        `alpha` and `beta` weight prefill and iteration time (section 4.1, which names no values). Q is in
+        seconds per output token, so an iteration counts once, and a prefill, which occurs once per request,
+        is spread over its output: 256 tokens, near the mean of ShareGPT's answers.
         """
         prefill, decode = profile.prefill, profile.decode
         return QoeModel(
@@ -88,7 +88,7 @@ class QoeModel:
 
     @staticmethod
     def mean(models: Sequence[QoeModel]) -> QoeModel:
-        """The model whose every Q is the mean of theirs. Raises ZeroDivisionError without any."""
+        """Return the model whose Q is the mean of the models' Q. Raise ZeroDivisionError without models."""
         d0, d1, d2, d3, d4 = (
             sum(values) / len(models) for values in zip(*(m.d for m in models), strict=True)
         )
@@ -96,10 +96,11 @@ class QoeModel:
 
 
 def relative_errors(predicted: Floats, measured: Floats) -> Floats:
-    """(predicted - measured) / measured, one a request (section 6.5, Figure 13)."""
+    """Return (predicted - measured) / measured for each request (section 6.5, Figure 13)."""
     return np.asarray((predicted - measured) / measured, dtype=np.float64)
 
 
 def mean_relative_error(predicted: Floats, measured: Floats) -> float:
-    """The paper's 8.9%; with the global mean as prediction, its 64%."""
+    """Return the mean absolute relative error: 8.9% in the paper, and 64% with the global mean as
+    prediction."""
     return float(np.abs(relative_errors(predicted, measured)).mean())

@@ -1,4 +1,4 @@
-"""How many tokens requests are still to make, on average."""
+"""Estimate the mean number of output tokens that requests have left."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Final
 from tailrace.cluster import RequestView
 
 SAMPLE: Final = 64
-"""Requests that are looked at where there may be many."""
+"""Sample size for estimates over many requests."""
 
 
 def mean_remaining_tokens(requests: Sequence[RequestView]) -> float:
-    """Mean over `requests`, of which there is at least one.
+    """Return the mean remaining output tokens of `requests`, which must not be empty.
 
-    A request whose remaining length is not predicted makes, on average, as many tokens more as it has made by
-    now, which holds for any distribution of lengths in a steady state (the age and the residual life of a
-    renewal process have one distribution).
+    A request without a prediction is expected to make as many more tokens as it has made so far. That holds
+    on average in a steady state for any distribution of lengths, since the age and the residual life of a
+    renewal process have the same distribution.
     """
     predicted = ((r.predicted_remaining_tokens, r.output_tokens) for r in requests)
     return sum(made if remaining is None else remaining for remaining, made in predicted) / len(requests)

@@ -1,7 +1,7 @@
-"""KV that is not computed but fetched: what that takes, and how much is left of what it saves.
+"""The net benefit of KV that is fetched from host memory or from another instance instead of computed.
 
-Fetched is from host memory, or from another instance. In tokens, what is left is the shorter prefix that
-would save as much if it were on the device already: the one currency of all who compare instances by it.
+It is expressed in tokens: the length of the shorter prefix that would save as much time if it were on the
+device already. Policies compare instances by that.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from tailrace.perf.steps import StepModel
 
 
 def load_s(steps: StepModel, tokens: int) -> float:
-    """Seconds to copy the KV of so many tokens of one request from host memory to the device; 0: 0."""
+    """Return the seconds to copy the KV of `tokens` of one request from host memory to the device."""
     return steps.load_base_s + steps.load_per_token_s * tokens if tokens > 0 else 0.0
 
 
 def equivalent_tokens(steps: StepModel, tokens: int, fetch_s: float) -> int:
-    """Tokens on the device that save as much prefill as `tokens` do, less the seconds to fetch them."""
+    """Return how many tokens on the device save as much time as `tokens` that take `fetch_s` to fetch."""
     left_s = max(0.0, steps.compute_s(tokens) - fetch_s)
     linear, square = steps.per_token_s, steps.per_token_squared_s
     if square > 0.0:
@@ -26,9 +26,10 @@ def equivalent_tokens(steps: StepModel, tokens: int, fetch_s: float) -> int:
 
 
 def held_tokens(steps: StepModel, device: int, total: int) -> int:
-    """Tokens that count as held by an instance: `device` on its device, `total` there or in host memory.
+    """Return an instance's cached tokens as equivalent tokens on its device.
 
-    What is in host memory is loaded if that takes less than computing it, and counts less what it takes.
+    `device`: tokens on its device; `total`: tokens there or in host memory. The latter are loaded if that
+    takes less time than computing them, and count less the loading time.
     """
     if total <= device:
         return device

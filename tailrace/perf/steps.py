@@ -1,4 +1,4 @@
-"""Step and prefill times in seconds, from a profile."""
+"""Model step and prefill times in seconds, from a profile."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from numpy.typing import NDArray
 from tailrace.profiles import Profile, load_profile
 
 Floats = NDArray[np.float64]
-# Of one instance, or one entry an instance: the formulas are the same.
+# A scalar for one instance, or an array with one entry per instance: the formulas are the same.
 Number = TypeVar("Number", float, Floats)
 
-# Where no profile is given. What decides is how coefficients stand to each other, and that differs little
-# between dense models and GPUs: of those that are built in, a decode step's base is worth the prefill of 323
-# or 365 tokens, and reading the KV of 287 or 490 tokens takes as long as one more request in the batch.
+# The default profile. Decisions depend on the ratios of its coefficients, which differ little between dense
+# models and GPUs: in the built-in profiles, a decode step's base takes as long as the prefill of 323 or 365
+# tokens, and reading the KV of 287 or 490 tokens takes as long as one more request in the batch.
 NOMINAL: Final = "llama-3.1-8b-h100"
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes(Generic[Number]):
-    """Seconds; see `tailrace.profiles` for the two formulas."""
+    """Coefficients in seconds; see `tailrace.profiles` for the two formulas."""
 
     prefill_base_s: Number
     per_token_s: Number
@@ -30,37 +30,37 @@ class StepTimes(Generic[Number]):
     decode_base_s: Number
     per_request_s: Number
     per_kv_token_s: Number
-    # Prompt tokens of one step.
+    # Maximum prompt tokens per step.
     chunk_tokens: Number
 
     def decode_s(self, requests: Number, kv_tokens: Number) -> Number:
-        """One decode step."""
+        """Return the seconds of one decode step."""
         return self.decode_base_s + self.per_request_s * requests + self.per_kv_token_s * kv_tokens
 
     def compute_s(self, tokens: Number) -> Number:
-        """Prefill of one prompt without the bases of its steps."""
+        """Return the prefill seconds of one prompt without the constant overhead of its steps."""
         return (self.per_token_s + self.per_token_squared_s * tokens) * tokens
 
     def backlog_s(self, tokens: Number, prompts: Number) -> Number:
-        """The same for a backlog known only in sum: prompts of equal length, the least it can take.
+        """Return the same for a backlog of which only the sum is known.
 
-        `prompts`: at least 1.
+        Prompts are assumed to have equal lengths, which gives the least possible time. `prompts`: at least 1.
         """
         return (self.per_token_s + self.per_token_squared_s * tokens / prompts) * tokens
 
 
 @dataclass(frozen=True, slots=True)
 class StepModel(StepTimes[float]):
-    """Of one instance."""
+    """The step times of one instance."""
 
     kv_bytes_per_token: int
-    # To copy KV from host memory to the device: of one request, and of each of its tokens besides.
+    # Seconds to copy KV from host memory to the device: per request, and per token.
     load_base_s: float
     load_per_token_s: float
 
     @staticmethod
     def of_profile(profile: Profile | None, chunk_tokens: int = 2048) -> StepModel:
-        """From a profile; None: the nominal one. `chunk_tokens`: vLLM's default."""
+        """Create the model from a profile; None: the nominal one. `chunk_tokens`: vLLM's default."""
         profile = profile if profile is not None else load_profile(NOMINAL)
         prefill, decode, swap = profile.prefill, profile.decode, profile.swap
         return StepModel(
@@ -78,22 +78,22 @@ class StepModel(StepTimes[float]):
 
 
 UNLIMITED_TOKENS: Final = 2**53
-"""More than any KV holds, and exact in JSON and in floating point."""
+"""Larger than any KV capacity, and exact in JSON and in floating point."""
 
 
 def max_running_tokens(profile: Profile, tpot_slo_s: float, context_tokens: int) -> int:
-    """Most tokens in a batch that one decode step does within the TPOT SLO (Arrow, 5.3, "Instance Load
-    Evaluation", third bullet).
+    """Return Max Running Tokens: the most tokens in a batch for which a decode step is within the TPOT SLO
+    (Arrow, section 5.3, "Instance Load Evaluation", third bullet).
 
-    As profiling would find it with requests of `context_tokens` each. KV capacity limits it too, and is the
-    instance's; UNLIMITED_TOKENS when no load makes a step too long.
+    As profiling would measure it with requests of `context_tokens` each. The instance's KV capacity is a
+    further limit. UNLIMITED_TOKENS: no load makes a step too long.
     """
     decode = profile.decode
     spare_ms = tpot_slo_s * 1e3 - decode.base_ms
     if spare_ms <= 0.0:
         return 0
     per_token_ms = decode.ms_per_kv_token + decode.ms_per_request / max(1, context_tokens)
-    # Fits of flat steps have slopes of 0, or so small that the quotient exceeds every integer type.
+    # If steps take the same time at any load, fitted slopes are 0, or so small that the quotient overflows.
     if per_token_ms * UNLIMITED_TOKENS <= spare_ms:
         return UNLIMITED_TOKENS
     return int(spare_ms / per_token_ms)

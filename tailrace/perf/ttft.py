@@ -1,4 +1,4 @@
-"""The TTFT predictor (Arrow, sections 4.2 and 5.3): a quadratic of the prompt's length."""
+"""The TTFT predictor (Arrow, sections 4.2 and 5.3): a quadratic function of the prompt's length."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SAMPLED: Final = tuple(2**power for power in range(5, 18))
 
 @dataclass(frozen=True, slots=True)
 class TtftPredictor:
-    """Seconds to prefill L tokens alone: base_s + per_token_s * L + per_token_squared_s * L^2.
+    """Predict the seconds to prefill L tokens alone: base_s + per_token_s * L + per_token_squared_s * L^2.
 
     No coefficient is negative, so that a longer prompt never takes less time.
     """
@@ -27,12 +27,11 @@ class TtftPredictor:
 
     @staticmethod
     def fit(samples: Sequence[tuple[int, float]]) -> TtftPredictor:
-        """Least squares over (prompt tokens, seconds) samples (section 5.3, "TTFT predictor").
+        """Fit (prompt tokens, seconds) samples by least squares (section 5.3, "TTFT predictor").
 
-        Errors are weighed by 1/seconds: they are relative, or the few longest prompts would decide alone
-        and short ones, which are most, be predicted badly. A coefficient that comes out negative is noise:
-        it is set to 0 and the others are fitted again. Raises ValueError without samples of positive length
-        and time.
+        Errors are weighted by 1/seconds; otherwise the few longest prompts would dominate, and predictions
+        for short ones, the majority, would be poor. A negative coefficient is noise: it is set to 0 and the
+        others are fitted again. Raise ValueError without samples of positive length and time.
         """
         rows = [(tokens, seconds) for tokens, seconds in samples if tokens > 0 and seconds > 0.0]
         if not rows:
@@ -40,7 +39,7 @@ class TtftPredictor:
         tokens = np.array([row[0] for row in rows], dtype=np.float64)
         seconds = np.array([row[1] for row in rows], dtype=np.float64)
         matrix = np.stack([np.ones_like(tokens), tokens, tokens**2], axis=1) / seconds[:, None]
-        # Columns differ by ten orders of magnitude; scaled to one, the normal equations stay solvable.
+        # Columns differ by ten orders of magnitude; scaling to norm one keeps the problem well-conditioned.
         scale = np.linalg.norm(matrix, axis=0)
         kept = [0, 1, 2]
         found = np.zeros(3)
@@ -55,7 +54,7 @@ class TtftPredictor:
 
     @staticmethod
     def of_profile(profile: Profile, chunk_tokens: int = 2048) -> TtftPredictor:
-        """The predictor that profiling an instance of that profile would give.
+        """Return the predictor that profiling an instance with this profile would give.
 
         Prompts are prefilled in chunks of `chunk_tokens` (section 5.4; vLLM's default step budget), each a
         step with its own base.
@@ -68,21 +67,21 @@ class TtftPredictor:
         return TtftPredictor.fit(samples)
 
     def prefill_s(self, tokens: int) -> float:
-        """Seconds to prefill one prompt of this length (p_1 in section 4.1)."""
+        """Return the seconds to prefill one prompt of this length (p_1 in section 4.1)."""
         return self.base_s + (self.per_token_s + self.per_token_squared_s * tokens) * tokens
 
-    def computed_s(self, cached_tokens: int) -> float:
-        """What a prompt that begins with so many cached tokens is computed sooner by."""
+    def saved_s(self, cached_tokens: int) -> float:
+        """Return the prefill seconds saved if the first `cached_tokens` of a prompt are cached."""
         return (self.per_token_s + self.per_token_squared_s * cached_tokens) * cached_tokens
 
     def queue_s(self, lengths: Iterable[int]) -> float:
-        """Queueing delay behind prompts that are prefilled one after the other (Eq. 1 and 2)."""
+        """Return the queueing delay behind prompts that are prefilled one after the other (Eq. 1 and 2)."""
         return sum(self.prefill_s(tokens) for tokens in lengths)
 
     def backlog_s(self, tokens: int, prompts: int) -> float:
-        """Queueing delay behind a backlog known only in sum.
+        """Return the queueing delay behind a backlog of which only the sum is known.
 
-        Its prompts are taken to be of equal length, which makes this the least that `queue_s` can be.
+        Prompts are assumed to have equal lengths, which gives the least possible `queue_s`.
         """
         if tokens <= 0:
             return 0.0

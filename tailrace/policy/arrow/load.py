@@ -27,7 +27,7 @@ class LoadModel:
     def saved_s(self, instance: InstanceView, cached_tokens: int) -> float:
         """Return the prefill seconds saved there if the first `cached_tokens` of a prompt are cached."""
         measured = instance.measured
-        return (self.ttft if measured is None else measured.ttft).computed_s(cached_tokens)
+        return (self.ttft if measured is None else measured.ttft).saved_s(cached_tokens)
 
     def prefill_delay_s(self, instance: InstanceView) -> float:
         """Return the seconds until a prompt that arrives now would start: as reported, else from the
