@@ -1,16 +1,16 @@
-"""KV blocks from worker to worker over UCX.
+"""Transfer of KV blocks from worker to worker over UCX.
 
-A migration's two ends tell each other their UCX addresses over gRPC, and the source gives the target a
-ticket. The target asks for an export's blocks, a chunk at a time; each answer is a header (identity and
-checksum of every block) and the blocks' bytes. Several chunks are under way, so that gathering and checking
-overlap the wire.
+The two ends of a migration exchange their UCX addresses over gRPC, and the source gives the target a ticket.
+The target requests an export's blocks, a chunk at a time; each reply consists of a header (identity and
+checksum of every block) and the blocks' bytes. Several chunks are in flight, so that gathering and
+verification overlap with the transfer.
 
-Between processes of one host, bytes of host memory are written where the other reads them (`segments.py`).
-Everything else goes over the transport that UCX chooses (TCP, RDMA, CUDA); UCX_TLS and its kin work as
-documented there. What was measured and chosen is in `transport.py`.
+Between processes of one host, bytes in host memory go through shared memory (`segments.py`). Everything else
+uses the transport that UCX chooses (TCP, RDMA, CUDA); UCX_TLS and related variables work as UCX documents.
+`transport.py` has the measurements behind the parameters.
 """
 
 import os
 
-# Read when the library is loaded: ucxx sets a variable of its own that this UCX would warn of.
+# Read when the library is loaded: ucxx sets a variable of its own, of which this UCX version would warn.
 os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")

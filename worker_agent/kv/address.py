@@ -1,4 +1,4 @@
-"""Where a worker's UCX can be reached, the shape of what it sends, and how a transfer fails."""
+"""UCX addresses of workers, the shape of their KV blocks, and the errors of transfers."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from tailrace.v1 import worker_pb2
 
 
 class KvTransferError(Exception):
-    """The transfer broke, took too long or was refused; the message says which."""
+    """The transfer broke, timed out or was refused; the message says which."""
 
 
 class KvIdentityError(KvTransferError):
-    """Other blocks came than those that were asked for."""
+    """Other blocks were received than those requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """Shape of a block's KV; two engines exchange KV only if theirs are equal."""
+    """The shape of KV blocks; two engines exchange KV only if theirs are equal."""
 
     model_fingerprint: str
     block_tokens: int
@@ -32,27 +32,27 @@ class KvShape:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers and ranks."""
+        """Return the size of one block over all layers and ranks, in bytes."""
         return self.num_layers * self.layer_block_bytes
 
 
-# A worker address grows with the devices: some tens of bytes each.
+# A UCX worker address has a few dozen bytes per device.
 _BYTES_MAX: Final = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class KvAddress:
-    """A UCX worker address: opaque, and understood by the same version of UCX only."""
+    """A UCX worker address: opaque, and valid only for the same version of UCX."""
 
     worker: bytes
     ucx_version: str
-    # Names kernel, PID namespace and user; empty: not known.
+    # Identifies kernel, PID namespace and user; empty: unknown.
     host: bytes = b""
-    # Beyond its host it sends and takes encrypted KV alone.
+    # Whether it requires encryption of KV that leaves its host.
     sealed: bool = False
 
     def message(self) -> worker_pb2.KvAddress:
-        """As it goes over gRPC."""
+        """Encode the address for gRPC."""
         digest = _digest(self.worker)
         return worker_pb2.KvAddress(
             worker=self.worker,
@@ -63,14 +63,14 @@ class KvAddress:
         )
 
     def shares_memory(self, other: KvAddress) -> bool:
-        """Whether these two processes can, as far as can be told."""
+        """Return whether the two processes are known to be able to share memory."""
         return bool(self.host) and self.host == other.host
 
 
 def addresses_of(messages: Sequence[worker_pb2.KvAddress], ours: Sequence[KvAddress]) -> list[KvAddress]:
-    """The other end's endpoints, each beside ours of the same rank; none where it has not as many.
+    """Decode the peer's addresses, one per rank; return none if it has a different number of ranks.
 
-    Raises KvTransferError as address_of does.
+    Raise KvTransferError as `address_of` does.
     """
     if len(messages) != len(ours):
         return []
@@ -78,10 +78,10 @@ def addresses_of(messages: Sequence[worker_pb2.KvAddress], ours: Sequence[KvAddr
 
 
 def address_of(message: worker_pb2.KvAddress, ours: KvAddress) -> KvAddress:
-    """The other end's address.
+    """Decode a peer's address.
 
-    Raises KvTransferError unless it is whole and of our UCX's version: UCX ends the process over bytes that
-    it does not understand.
+    Raise KvTransferError unless it is intact and of our version of UCX: UCX aborts the process on an address
+    that it cannot parse.
     """
     if not 0 < len(message.worker) <= _BYTES_MAX or message.digest != _digest(message.worker):
         raise KvTransferError("the peer sent no UCX address")

@@ -1,7 +1,7 @@
-"""Which network devices and ports UCX may use, from the address that KV transfer is to be bound to.
+"""Bind UCX to the network device that has the worker's listen address.
 
-UCX binds by device, not by address: its TCP transport listens on the first address of every device that
-UCX_NET_DEVICES names, at a port from UCX_TCP_PORT_RANGE. So the device is looked up that has the address.
+UCX binds to devices, not to addresses: its TCP transport listens on the first address of every device in
+UCX_NET_DEVICES, on a port from UCX_TCP_PORT_RANGE.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class BindingError(ValueError):
-    """KV transfer cannot be bound as asked; the message says why."""
+    """KV transfer cannot be bound as configured; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class PortRange:
-    """TCP ports [low, high]. A process takes one for each device that it uses."""
+    """TCP ports [low, high]. A process uses one per device."""
 
     low: int
     high: int
 
     @classmethod
     def parse(cls, text: str) -> PortRange:
-        """From LOW-HIGH. Raises BindingError."""
+        """Parse LOW-HIGH. Raise BindingError."""
         found = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text)
         if found is None or not 0 < int(found[1]) <= int(found[2]) < 65536:
             raise BindingError(f"{text!r}: LOW-HIGH expected, two ports, the lower one first")
@@ -69,12 +69,12 @@ def ucx_options(
     interfaces: list[Interface],
     rdma: list[str],
 ) -> dict[str, str]:
-    """UCX's options (names without UCX_) for transfers bound to `host`, an address of this machine or a name
-    of one; a wildcard means every device.
+    """Return UCX's options (names without UCX_) for transfers bound to `host`.
 
-    What the environment says of devices goes before, so that an operator can name RDMA devices. The RDMA
-    devices `rdma` are used beside the address's own device, unless that is the loopback device: no TCP port
-    belongs to them. Raises BindingError.
+    `host` is an address or a host name of this machine; a wildcard means every device. Devices set in the
+    environment take precedence, so that operators can choose RDMA devices. The devices `rdma`, which need no
+    TCP port, are used in addition to the address's own device unless that is the loopback device. Raise
+    BindingError.
     """
     options: dict[str, str] = {}
     if ports is not None:
@@ -107,12 +107,12 @@ def ucx_options(
 
 
 def interfaces() -> list[Interface]:
-    """Addresses of this machine's network devices, each device's first one first."""
+    """Return the addresses of this machine's network devices; each device's first address comes first."""
     return [*_ipv4(), *_ipv6()]
 
 
 def rdma_devices() -> list[str]:
-    """Active ports of RDMA devices, as UCX names them: mlx5_0:1."""
+    """Return the active ports of RDMA devices as UCX names them: mlx5_0:1."""
     found = []
     for state in sorted(_INFINIBAND.glob("*/ports/*/state")):
         try:
@@ -145,7 +145,7 @@ def _ipv4() -> list[Interface]:
     data = buffer.tobytes()[:size]
     found = []
     for at in range(0, size, _IFREQ_BYTES):
-        # An alias is called like its device, with a suffix: eth0:1.
+        # An alias has its device's name with a suffix: eth0:1.
         name = data[at : at + 16].partition(b"\0")[0].decode().partition(":")[0]
         found.append(Interface(name, ipaddress.IPv4Address(data[at + 20 : at + 24])))
     return found

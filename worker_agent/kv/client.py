@@ -1,4 +1,4 @@
-"""The target's end of the KV transport."""
+"""The target's side of the KV transport: pull blocks from a source."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _CONNECT_S: Final = 5.0
 _GOODBYE_S: Final = 1.0
 
 Deliver = Callable[[int, int, Staging, Sequence[int]], Awaitable[None]]
-"""Takes (first block, blocks, their bytes, their checksums); the buffer is used again afterwards."""
+"""Takes (first block, number of blocks, their bytes, their checksums); the buffer is reused afterwards."""
 
 
 class _Incoming:
-    """A chunk whose header and data are being received."""
+    """A chunk that is being received."""
 
     def __init__(
         self,
@@ -44,17 +44,17 @@ class _Incoming:
         first: int,
         num_blocks: int,
     ) -> None:
-        """Of kind SHARED, `staging` is the source's memory, and only the header is received."""
+        """For kind SHARED, `staging` is the source's memory, and only the header is received."""
         self.chunk = chunk
         self.staging = staging
         self.kind = kind
         self.first = first
         self.num_blocks = num_blocks
-        longer = TAG_BYTES if kind is RequestKind.SEALED else 0
-        self.header = np.zeros(header_bytes(num_blocks) + longer, np.uint8)
+        tag_bytes = TAG_BYTES if kind is RequestKind.SEALED else 0
+        self.header = np.zeros(header_bytes(num_blocks) + tag_bytes, np.uint8)
         self.header_message = channel.receive(self.header, ticket.header(chunk))
-        # What comes sealed is not in its place yet.
-        self.sealed = np.empty(host_bytes(staging).size + longer, np.uint8) if longer else None
+        # Sealed data is received here, and decrypted into the staging buffer.
+        self.sealed = np.empty(host_bytes(staging).size + tag_bytes, np.uint8) if tag_bytes else None
         self.data_message: asyncio.Task[object] | None = None
         if kind is not RequestKind.SHARED:
             buffer = staging.buffer if self.sealed is None else self.sealed
@@ -62,12 +62,12 @@ class _Incoming:
 
 
 class KvClient:
-    """Opens transfers from sources."""
+    """Open transfers from sources."""
 
     def __init__(
         self, shape: KvShape, pool: StagingPool, mappings: Mappings, metrics: WorkerMetrics, sealed: bool
     ) -> None:
-        """UCX must be started. `sealed`: ask for encrypted blocks even of a source that does not insist."""
+        """UCX must be started. `sealed`: request encrypted blocks even if the source does not require it."""
         self._shape = shape
         self._pool = pool
         self._metrics = metrics
@@ -76,13 +76,13 @@ class KvClient:
 
     @property
     def address(self) -> KvAddress:
-        """Where sources send the blocks."""
+        """Return the address to which sources send blocks."""
         return self._address
 
     async def connect(self, source: KvAddress, ticket: Ticket) -> KvTransfer:
-        """Greet the source, so that a pull under a pause need not. A ticket serves once.
+        """Connect to a source and greet it in advance, so that pulls during a pause are faster.
 
-        Raises KvTransferError.
+        A ticket is valid for one connection. Raise KvTransferError.
         """
         channel = await Channel.connect(source)
         mappings = self._mappings if source.shares_memory(self.address) else None
@@ -101,8 +101,10 @@ class KvClient:
 
 
 class KvTransfer:
-    """All pulls of one migration, one after the other. One that fails in any way ends the transfer, with all
-    its buffers."""
+    """All pulls of one migration, one after the other.
+
+    A pull that fails in any way ends the transfer and discards its buffers.
+    """
 
     def __init__(
         self,
@@ -114,7 +116,7 @@ class KvTransfer:
         metrics: WorkerMetrics,
         sealed: bool,
     ) -> None:
-        """`mappings`: of a source that shares memory; None: it does not, whatever it says over the link."""
+        """`mappings`: for a source that shares memory; None: it does not, regardless of what it sends."""
         self._channel = channel
         self._ticket = ticket
         self._seal = Seal(ticket)
@@ -123,7 +125,7 @@ class KvTransfer:
         self._pool = pool
         self._mappings = mappings
         self._metrics = metrics
-        # The source's memory, where it can be read; used in turn.
+        # The slots of the source's shared memory, used in turn; empty: none.
         self._slots: list[Staging] = []
         self._slots_used = 0
         self._requests = 0
@@ -131,21 +133,21 @@ class KvTransfer:
         self._goodbye = channel.receive(np.zeros(1, np.uint8), ticket.goodbye())
 
     async def greet(self) -> None:
-        """Say hello, and check that the source has the same kind of KV. Raises KvTransferError."""
+        """Greet the source and check that its KV has the same shape. Raise KvTransferError."""
         answer = np.zeros(header_bytes(0) + NAME_BYTES, np.uint8)
         message = self._channel.receive(answer, self._ticket.header(self._next_chunk()))
-        self._ask(Request(RequestKind.HELLO))
+        self._send_request(Request(RequestKind.HELLO))
         await self._wait(message)
         data = answer.tobytes()
         decode_header(data[:-NAME_BYTES], self._shape, 0, 0)
         segment = SegmentName.decode(data[-NAME_BYTES:])
         if segment is not None and self._mappings is not None:
-            self._slots = self._shared(segment, self._mappings)
+            self._slots = self._map_slots(segment, self._mappings)
 
     async def pull(self, first_block: int, hashes: Sequence[bytes], deliver: Deliver) -> int:
-        """Fetch the blocks that `hashes` names and deliver them chunk by chunk; the bytes received.
+        """Fetch the blocks with these hashes and deliver them chunk by chunk; return the bytes received.
 
-        While one chunk is delivered the next is on the wire. The caller sets the deadline. Raises
+        While one chunk is delivered, the next ones are in flight. The caller sets the deadline. Raise
         KvTransferError, KvIdentityError for other blocks than those named, and what `deliver` raises.
         """
         if not hashes:
@@ -161,7 +163,7 @@ class KvTransfer:
         return size
 
     async def close(self) -> None:
-        """Leave the source. May be called again."""
+        """Say goodbye to the source and close the connection. Idempotent."""
         if self._channel.alive and not self._goodbye.done():
             data = np.frombuffer(Request(RequestKind.GOODBYE).encode(), np.uint8)
             message = self._channel.send(data, self._ticket.request(self._requests))
@@ -170,16 +172,16 @@ class KvTransfer:
 
     async def _pull(self, first_block: int, hashes: Sequence[bytes], deliver: Deliver) -> None:
         end = first_block + len(hashes)
-        following = first_block
-        coming: deque[_Incoming] = deque()
-        while coming or following < end:
-            while following < end and len(coming) < WINDOW:
-                num_blocks = min(self._pool.chunk_blocks, end - following)
-                # Received before it is asked for: the bytes go straight to their place.
-                coming.append(self._expect(following, num_blocks))
-                self._ask(Request(self._kind, following, num_blocks))
-                following += num_blocks
-            chunk = coming.popleft()
+        next_block = first_block
+        in_flight: deque[_Incoming] = deque()
+        while in_flight or next_block < end:
+            while next_block < end and len(in_flight) < WINDOW:
+                num_blocks = min(self._pool.chunk_blocks, end - next_block)
+                # The receive is posted before the request, so that data arrives directly in its buffer.
+                in_flight.append(self._expect(next_block, num_blocks))
+                self._send_request(Request(self._kind, next_block, num_blocks))
+                next_block += num_blocks
+            chunk = in_flight.popleft()
             await self._wait(chunk.header_message)
             head = chunk.header.tobytes()
             if chunk.sealed is not None:
@@ -210,13 +212,13 @@ class KvTransfer:
 
     @property
     def _kind(self) -> RequestKind:
-        """How blocks are asked for: memory that is shared is on no wire."""
+        """Return the kind of request for blocks. Shared memory stays on the host, unencrypted."""
         if self._slots:
             return RequestKind.SHARED
         return RequestKind.SEALED if self._sealed else RequestKind.BLOCKS
 
-    def _shared(self, segment: SegmentName, mappings: Mappings) -> list[Staging]:
-        """The slots of the source's memory; none where it cannot be read, and is sent over the wire."""
+    def _map_slots(self, segment: SegmentName, mappings: Mappings) -> list[Staging]:
+        """Map the slots of the source's segment; return none if it cannot be used."""
         if segment.size != WINDOW * self._pool.chunk_blocks * self._shape.block_bytes:
             return []
         try:
@@ -231,14 +233,14 @@ class KvTransfer:
         self._chunks += 1
         return self._chunks - 1
 
-    def _ask(self, request: Request) -> None:
-        """Begin to send it: that it could not be sent shows in the answer's not coming."""
+    def _send_request(self, request: Request) -> None:
+        """Begin to send a request; a failure shows when its reply is awaited."""
         tag = self._ticket.request(self._requests)
         self._requests += 1
         self._channel.send(np.frombuffer(request.encode(), np.uint8), tag)
 
     async def _wait(self, message: asyncio.Task[object]) -> None:
-        """Until it is through, or the source says goodbye. Raises KvTransferError."""
+        """Wait until a message is complete. Raise KvTransferError, also if the source says goodbye."""
         await asyncio.wait({message, self._goodbye}, return_when=asyncio.FIRST_COMPLETED)
         if not message.done() and not self._goodbye.cancelled() and self._goodbye.exception() is None:
             raise KvTransferError("the export has ended")

@@ -1,4 +1,4 @@
-"""The source's side of one transfer."""
+"""The source's side of one transfer: answer the target's requests."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ from worker_agent.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 
-# The target chooses the size of chunks, within reason.
+# Limit on the size of chunks, which the target chooses.
 _CHUNK_BYTES_MAX: Final = 64 << 20
-# One chunk to a client that does not take it.
+# Timeout for sending one chunk, in seconds.
 _SEND_S: Final = 10.0
 _GOODBYE_S: Final = 1.0
 
 
-class _Leaving(Exception):
-    """The target wants nothing any more."""
+class _Goodbye(Exception):
+    """The target has said goodbye."""
 
 
 class _Chunk:
-    """A chunk on its way out: its buffer, and the messages that still use it."""
+    """A chunk being sent: its buffer, and the messages that still use it."""
 
     def __init__(
         self, staging: Staging | None, num_blocks: int, messages: list[asyncio.Task[object]]
     ) -> None:
-        """`staging`: of the pool; None when it is in shared memory."""
+        """`staging`: a buffer of the pool; None if the chunk is in shared memory."""
         self.staging = staging
         self.num_blocks = num_blocks
         self.messages = messages
@@ -66,7 +66,7 @@ class _Chunk:
 
 
 class _Expected:
-    """A request that the target may send."""
+    """A posted receive for the target's next request."""
 
     def __init__(self, channel: Channel, tag: int) -> None:
         self.buffer: npt.NDArray[np.uint8] = np.zeros(REQUEST_BYTES, np.uint8)
@@ -74,8 +74,10 @@ class _Expected:
 
 
 class Slots:
-    """A segment's parts, each for a chunk, used in turn: with a request the target says that it has read what
-    came WINDOW requests before."""
+    """The parts of a segment, each for one chunk, used in turn.
+
+    By a request the target confirms that it has read the chunk of WINDOW requests before.
+    """
 
     def __init__(self, segment: Segment, stagings: Sequence[Staging]) -> None:
         self.segment = segment
@@ -84,7 +86,7 @@ class Slots:
 
     @classmethod
     def of(cls, segments: Segments, size: int, memory: KvMemory) -> Slots | None:
-        """None where the KV is not in host memory. Raises OSError."""
+        """Create the slots; return None if the KV is not in host memory. Raise OSError."""
         segment = segments.take(size)
         stagings = [memory.staging_over(part) for part in np.split(segment.memory, WINDOW)]
         found = [each for each in stagings if each is not None]
@@ -94,13 +96,13 @@ class Slots:
         return cls(segment, found)
 
     def next(self) -> Staging:
-        """The slot for the next chunk."""
+        """Return the slot for the next chunk."""
         self._used += 1
         return self._stagings[(self._used - 1) % WINDOW]
 
 
 class Conversation:
-    """One session's requests, one after the other."""
+    """Answer the requests of one session, one after the other."""
 
     def __init__(
         self,
@@ -114,7 +116,8 @@ class Conversation:
         metrics: WorkerMetrics,
         sealed: bool,
     ) -> None:
-        """`segments`: for a target that can share memory. `sealed`: nothing is sent unencrypted."""
+        """`segments`: for a target that can share memory, else None. `sealed`: refuse to send blocks
+        unencrypted."""
         self._channel = channel
         self._session = session
         self._ticket = session.ticket
@@ -130,25 +133,28 @@ class Conversation:
         self._requests = 0
         self._answers = 0
         self._expected: deque[_Expected] = deque()
-        self._flying: deque[_Chunk] = deque()
+        self._in_flight: deque[_Chunk] = deque()
         self._claimed = self._refused = False
         for _ in range(WINDOW):
             self._expect()
 
     async def run(self, claim_s: float) -> None:
-        """Until the target leaves, or the session is ended from outside."""
-        leaving = False
+        """Run until the target says goodbye or the task is cancelled.
+
+        `claim_s`: seconds within which the target must send its first request.
+        """
+        said_goodbye = False
         try:
             await self._run(claim_s)
-        except _Leaving:
-            leaving = True
+        except _Goodbye:
+            said_goodbye = True
         except TimeoutError:
             log.info("%s: its target does not claim or fetch its KV", self._session.request_id)
         except KvTransferError as error:
             log.debug("a KV session ended: %s", error)
         finally:
             self._session.closed = True
-            await run_to_completion(self._end(leaving))
+            await run_to_completion(self._end(said_goodbye))
 
     async def _run(self, claim_s: float) -> None:
         async with asyncio.timeout(claim_s):
@@ -157,7 +163,7 @@ class Conversation:
         while True:
             expected = self._expected.popleft()
             await self._channel.wait(expected.message)
-            # Before this one is answered, one more is expected.
+            # Post the next receive before the answer allows the target to send one more request.
             self._expect()
             await self._answer(decode_request(expected.buffer.tobytes()))
 
@@ -165,37 +171,38 @@ class Conversation:
         self._expected.append(_Expected(self._channel, self._ticket.request(self._requests)))
         self._requests += 1
 
-    async def _end(self, leaving: bool) -> None:
-        if self._claimed and not leaving and self._channel.alive:
-            # A target that waits for more would otherwise find out by its deadline only.
+    async def _end(self, said_goodbye: bool) -> None:
+        if self._claimed and not said_goodbye and self._channel.alive:
+            # Without a goodbye, a waiting target would notice the end only by its deadline.
             message = self._channel.send(np.ones(1, np.uint8), self._ticket.goodbye())
             await asyncio.wait({message}, timeout=_GOODBYE_S)
         try:
-            # What is under way now does not go back to the pool.
-            self._flying = deque(chunk for chunk in self._flying if chunk.done)
+            # Buffers of chunks that are still in flight do not go back to the pool.
+            self._in_flight = deque(chunk for chunk in self._in_flight if chunk.done)
             with contextlib.suppress(KvTransferError):
-                await self._land(0)
+                await self._await_sent(0)
         finally:
             await self._channel.close()
             if self._segments is not None and self._slots is not None:
-                # What the target may still be reading must not change under it: it would take it for damaged.
-                has_read = leaving or self._session.taken
+                # A segment that the target may still be reading must not be reused: the blocks would change
+                # under it and fail verification.
+                has_read = said_goodbye or self._session.taken
                 (self._segments.give_back if has_read else Segment.close)(self._slots.segment)
                 self._slots = None
 
     async def _answer(self, request: Request) -> None:
         match request.kind:
             case RequestKind.GOODBYE:
-                raise _Leaving
+                raise _Goodbye
             case RequestKind.HELLO:
-                await self._say(encode_header(self._shape, 0, [], []) + self._share())
+                await self._send_header(encode_header(self._shape, 0, [], []) + self._share())
             case _ if not self._refused:
-                # Here at most as many as the target may have asked for.
-                await self._land(WINDOW - 1)
+                # Limits the buffers to as many chunks as the target may request at a time.
+                await self._await_sent(WINDOW - 1)
                 await self._send_blocks(request)
 
     def _share(self) -> bytes:
-        """Name of a segment for this target; of none where it is of no use."""
+        """Return the encoded name of a segment for this target, or NO_SEGMENT."""
         if self._segments is None or self._slots is not None:
             return NO_SEGMENT
         try:
@@ -206,7 +213,7 @@ class Conversation:
         return NO_SEGMENT if self._slots is None else self._slots.segment.name.encode()
 
     def _staging(self, request: Request) -> Staging:
-        """Where the blocks go."""
+        """Return the buffer for the blocks of a request."""
         if request.kind is not RequestKind.SHARED:
             return self._pool.take(request.num_blocks)
         if self._slots is None or request.num_blocks > self._pool.chunk_blocks:
@@ -214,7 +221,7 @@ class Conversation:
         return self._slots.next()
 
     async def _send_blocks(self, request: Request) -> None:
-        """Read blocks into a buffer and begin to send it."""
+        """Read blocks into a buffer and begin to send them."""
         session, first, num_blocks = self._session, request.first_block, request.num_blocks
         if num_blocks * self._shape.block_bytes > max(_CHUNK_BYTES_MAX, self._shape.block_bytes):
             raise KvTransferError(f"chunks of {num_blocks} blocks are too large")
@@ -246,12 +253,12 @@ class Conversation:
         if data is not None:
             messages.append(self._channel.send(data, self._ticket.data(chunk)))
         of_pool = None if request.kind is RequestKind.SHARED else staging
-        self._flying.append(_Chunk(of_pool, num_blocks, messages))
+        self._in_flight.append(_Chunk(of_pool, num_blocks, messages))
 
-    async def _land(self, left: int) -> None:
-        """Until at most `left` chunks are under way; the buffers of those that are through are free again."""
-        while self._flying and (len(self._flying) > left or self._flying[0].done):
-            chunk = self._flying.popleft()
+    async def _await_sent(self, left: int) -> None:
+        """Wait until at most `left` chunks are in flight; return the buffers of the others to the pool."""
+        while self._in_flight and (len(self._in_flight) > left or self._in_flight[0].done):
+            chunk = self._in_flight.popleft()
             async with asyncio.timeout(_SEND_S):
                 for message in chunk.messages:
                     await self._channel.wait(message)
@@ -261,19 +268,19 @@ class Conversation:
             self._metrics.kv_sent_bytes += chunk.num_blocks * self._shape.block_bytes
 
     async def _refuse(self, status: int, request: Request) -> None:
-        """The target ends the transfer; what it has asked for meanwhile is not answered."""
+        """Refuse a request. The target then ends the transfer; its other requests are not answered."""
         self._refused = True
         header = encode_refusal(self._shape, status, request.first_block, request.num_blocks)
         if request.kind is RequestKind.SEALED:
             header = self._seal.seal_header(self._answers, header)
-        await self._say(header)
+        await self._send_header(header)
 
-    async def _say(self, header: bytes) -> None:
+    async def _send_header(self, header: bytes) -> None:
         async with asyncio.timeout(_SEND_S):
             await self._channel.send_bytes(header, self._header_tag())
 
     def _header_tag(self) -> int:
-        """Of the next answer."""
+        """Return the tag of the next answer."""
         tag = self._ticket.header(self._answers)
         self._answers += 1
         return tag

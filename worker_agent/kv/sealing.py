@@ -1,9 +1,9 @@
-"""KV that is encrypted on its way (`--encrypt-kv`): AES-256-GCM, with a key that the ticket stands for.
+"""Encryption of KV in transit (`--encrypt-kv`): AES-256-GCM with a key derived from the ticket.
 
-Who holds the ticket can read, as without encryption; it travels inside TLS. What is sealed are headers, which
-name blocks, and the blocks themselves; requests say no more than block numbers. In memory that two processes
-of a host share nothing is sealed. A ticket serves once and numbers its messages, so that no nonce is used
-twice with a key.
+The holder of the ticket can read the KV, as without encryption; the ticket itself is sent over TLS. Headers,
+which name blocks, and the blocks are sealed; requests, which contain only block numbers, and memory shared
+between processes of a host are not. A ticket is used once and its messages are numbered, so that no nonce is
+used twice with a key.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from worker_agent.kv.address import KvTransferError
 from worker_agent.kv.ticket import Ticket
 
 TAG_BYTES: Final = 16
-"""By which a sealed message is longer."""
+"""Length of the authentication tag: a sealed message is this much longer."""
 
 _NONCE: Final = struct.Struct("<IQ")
 _HEADER, _DATA = range(2)
@@ -31,31 +31,35 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Seal:
-    """Seals what the source of one transfer sends, and opens it at the target."""
+    """Encrypt the messages of one transfer at the source, and decrypt them at the target."""
 
     def __init__(self, ticket: Ticket) -> None:
         key = blake2b(key=ticket.secret, digest_size=32, person=b"tailrace KV seal")
         self._cipher = AESGCM(key.digest())
 
     def seal_header(self, chunk: int, header: bytes) -> bytes:
-        """The header of the chunk of this number, TAG_BYTES longer. At most once for a number."""
+        """Encrypt a chunk's header; the result is TAG_BYTES longer. Call it at most once per chunk."""
         return self._cipher.encrypt(_NONCE.pack(_HEADER, chunk), header, None)
 
     def open_header(self, chunk: int, sealed: bytes) -> bytes:
-        """The header again. Raises KvTransferError if it is not what was sealed."""
+        """Decrypt a chunk's header. Raise KvTransferError if it was modified."""
         try:
             return self._cipher.decrypt(_NONCE.pack(_HEADER, chunk), sealed, None)
         except InvalidTag as error:
             raise _damaged(chunk) from error
 
     def seal_data(self, chunk: int, data: Bytes) -> Bytes:
-        """A chunk's blocks, TAG_BYTES longer. At most once for a number. Takes milliseconds."""
+        """Encrypt a chunk's blocks; the result is TAG_BYTES longer. Call it at most once per chunk.
+
+        This takes milliseconds.
+        """
         sealed = np.empty(data.size + TAG_BYTES, np.uint8)
         self._cipher.encrypt_into(_NONCE.pack(_DATA, chunk), data.data, None, sealed.data)
         return sealed
 
     def open_data(self, chunk: int, sealed: Bytes, out: Bytes) -> None:
-        """Write the blocks to `out`, which is TAG_BYTES shorter. Raises KvTransferError as `open_header`."""
+        """Decrypt a chunk's blocks into `out`, which is TAG_BYTES shorter. Raise KvTransferError if they were
+        modified."""
         try:
             self._cipher.decrypt_into(_NONCE.pack(_DATA, chunk), sealed.data, None, out.data)
         except InvalidTag as error:
@@ -63,7 +67,7 @@ class Seal:
 
 
 def host_bytes(staging: Staging) -> Bytes:
-    """A buffer of host memory as bytes, in place."""
+    """Return a view of a host buffer as bytes."""
     return np.frombuffer(staging.buffer, np.uint8)  # type: ignore[call-overload, no-any-return]
 
 

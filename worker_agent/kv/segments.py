@@ -1,13 +1,13 @@
-"""Memory that two processes of one host share, for chunks on their way between them.
+"""Shared memory for chunks between two processes of one host.
 
-UCX's shared-memory transports have no handler for a peer's failure: with error handling UCX does not use
-them, and without it a peer that is killed under a transfer ends our process too. So between processes of one
-host UCX carries the requests and headers, whose endpoint notices at once when the other end dies; the blocks'
-bytes are written by the source where the target reads them. Memory outlives whoever dies, and what is read is
-checked.
+UCX's shared-memory transports cannot handle the failure of a peer: with error handling UCX does not use them,
+and without it a peer that is killed during a transfer ends our process too. So between processes of one host
+UCX carries requests and headers, over an endpoint that detects the death of the other end at once, and the
+source writes the blocks to memory that the target reads. A mapping survives the death of either process, and
+everything read is verified.
 
-A segment is an anonymous file, sealed so that it never shrinks under who has it mapped. The target opens it
-as /proc/PID/fd/FD, which the kernel lets only the same user do, in the same PID namespace.
+A segment is an anonymous file, sealed so that it never shrinks while it is mapped. The target opens it as
+/proc/PID/fd/FD, which the kernel permits only to the same user in the same PID namespace.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ import numpy.typing as npt
 # process, file descriptor, size, inode
 _NAME: Final = struct.Struct("<IIQQ")
 NAME_BYTES: Final = _NAME.size
-# Mappings of peers' segments, and segments of ours, that are kept for the next transfer: memory that was
-# touched before costs no page faults.
+# Number of own segments, and of mappings of peers' segments, kept for the next transfers: memory that was
+# touched before causes no page faults.
 _KEPT_MAX: Final = 4
 _SHARED: Final = frozenset({"all", "sm", "shm", "mm", "posix", "sysv", "cma", "knem", "xpmem"})
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -40,7 +40,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class SegmentName:
-    """How another process of this host finds a segment."""
+    """The name by which another process of this host opens a segment."""
 
     process: int
     descriptor: int
@@ -48,12 +48,12 @@ class SegmentName:
     inode: int
 
     def encode(self) -> bytes:
-        """As it goes over the wire."""
+        """Encode the name for the wire."""
         return _NAME.pack(self.process, self.descriptor, self.size, self.inode)
 
     @classmethod
     def decode(cls, data: bytes) -> SegmentName | None:
-        """None: there is no segment."""
+        """Decode a name; return None for NO_SEGMENT."""
         name = cls(*_NAME.unpack(data))
         return name if name.size else None
 
@@ -62,7 +62,7 @@ NO_SEGMENT: Final = bytes(NAME_BYTES)
 
 
 class Segment:
-    """Memory of ours."""
+    """A segment of this process."""
 
     def __init__(self, size: int) -> None:
         self._descriptor = os.memfd_create("tailrace-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -77,43 +77,43 @@ class Segment:
         self.name = SegmentName(os.getpid(), self._descriptor, size, inode)
 
     def close(self) -> None:
-        """Nobody can open it any more; the memory goes when the last of those that have it mapped does."""
+        """Close the file. Processes that have the segment mapped keep the memory."""
         os.close(self._descriptor)
 
 
 class Segments:
-    """A process's segments, used again."""
+    """A pool of this process's segments."""
 
     def __init__(self) -> None:
         self._free: list[Segment] = []
 
     def take(self, size: int) -> Segment:
-        """A segment that nobody reads. Raises OSError."""
+        """Return an unused segment of this size in bytes. Raise OSError."""
         for number, segment in enumerate(self._free):
             if segment.name.size == size:
                 return self._free.pop(number)
         return Segment(size)
 
     def give_back(self, segment: Segment) -> None:
-        """Nobody reads it any more."""
+        """Return a segment that no process reads any more."""
         self._free.append(segment)
         if len(self._free) > _KEPT_MAX:
             self._free.pop(0).close()
 
     def close(self) -> None:
-        """Drop those that are kept."""
+        """Close the unused segments."""
         while self._free:
             self._free.pop().close()
 
 
 class Mappings:
-    """Peers' segments, mapped in this process to be read."""
+    """Peers' segments, mapped into this process for reading."""
 
     def __init__(self) -> None:
         self._mapped: OrderedDict[SegmentName, Bytes] = OrderedDict()
 
     def map(self, name: SegmentName) -> Bytes:
-        """Its memory. Raises OSError when it cannot be had, or is not what its name says."""
+        """Map a segment. Raise OSError if it cannot be opened or does not match its name."""
         if name in self._mapped:
             self._mapped.move_to_end(name)
             return self._mapped[name]
@@ -124,7 +124,7 @@ class Mappings:
                 raise OSError("another file has taken the segment's place")
             if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                 raise OSError("the segment could shrink")
-            # Copy on write: nobody here writes, and the source's memory could not be written to.
+            # Copy on write, so that this process could not modify the source's memory even by mistake.
             memory = np.frombuffer(mmap.mmap(descriptor, name.size, access=mmap.ACCESS_COPY), np.uint8)
         finally:
             os.close(descriptor)
@@ -135,7 +135,7 @@ class Mappings:
 
 
 class SharedMemory:
-    """What the workers of one process have of it."""
+    """The shared memory of the workers of one process."""
 
     def __init__(self) -> None:
         self.segments = Segments()
@@ -143,9 +143,10 @@ class SharedMemory:
 
 
 def this_host(environment: Mapping[str, str]) -> bytes:
-    """The same for processes that can open each other's segments: same kernel, PID namespace and user.
+    """Return an identifier that is equal for processes that can open each other's segments: same kernel, PID
+    namespace and user.
 
-    Empty where that cannot be told, and where UCX_TLS names transports and none of them is shared memory.
+    Empty if it cannot be determined, or if UCX_TLS excludes shared memory.
     """
     transports = environment.get("UCX_TLS", "all")
     if transports.startswith("^") or not _SHARED.intersection(transports.split(",")):

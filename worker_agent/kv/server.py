@@ -1,4 +1,4 @@
-"""The source's end of the KV transport."""
+"""The source's side of the KV transport: one session per export."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from worker_agent.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 
-# For a target to make use of its ticket: it may have to wait for room first.
+# Seconds for a target to use its ticket: it may have to wait for room first.
 CLAIM_S: Final = 30.0
-# Exports of one worker at a time; the migration service admits far fewer.
+# Maximum concurrent exports of a worker; the migration service admits far fewer.
 SESSIONS_MAX: Final = 64
 
 
 class KvServer:
-    """Answers targets' requests for announced blocks: one session an export, each with an endpoint of its own
-    to the address that its target gave over gRPC."""
+    """Serve announced blocks to targets: one session per export, each with its own endpoint to the address
+    that its target sent over gRPC."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class KvServer:
         sealed: bool,
         claim_s: float = CLAIM_S,
     ) -> None:
-        """UCX must be started. `sealed`: blocks leave this host encrypted only. `claim_s`: seconds in which a
-        session's target must say hello."""
+        """UCX must be started. `sealed`: blocks leave this host only encrypted. `claim_s`: seconds within
+        which a session's target must send its first request."""
         self._memory = memory
         self._shape = shape
         self._pool = pool
@@ -54,16 +54,16 @@ class KvServer:
         self._sessions: dict[Session, asyncio.Task[None]] = {}
 
     def __len__(self) -> int:
-        """Sessions whose endpoints are not closed yet."""
+        """Return the number of sessions whose endpoints are not closed yet."""
         return len(self._sessions)
 
     @property
     def address(self) -> KvAddress:
-        """Where targets find it."""
+        """Return the address to which targets connect."""
         return self._address
 
     async def open(self, request_id: str, target: KvAddress) -> Session:
-        """Await the requests of an export's target. Raises KvTransferError."""
+        """Open a session for an export's target. Raise KvTransferError."""
         if len(self._sessions) >= SESSIONS_MAX:
             raise KvTransferError(f"{SESSIONS_MAX} exports are open")
         session = Session(request_id)
@@ -78,14 +78,14 @@ class KvServer:
             segments,
             self._faults,
             self._metrics,
-            # Who says so says it over the authenticated channel; what comes over the link proves nothing.
+            # `target.sealed` comes over the authenticated gRPC channel; the UCX link is not authenticated.
             self._address.sealed or target.sealed,
         )
         task = asyncio.create_task(conversation.run(self._claim_s), name=f"KV of {request_id}")
         self._sessions[session] = task
         task.add_done_callback(partial(self._done, session))
         try:
-            # The first receives are posted when the event loop turns: before the ticket is given away.
+            # Let the event loop post the first receives before the ticket is handed out.
             await asyncio.sleep(0)
         except asyncio.CancelledError:
             task.cancel()
@@ -93,7 +93,7 @@ class KvServer:
         return session
 
     async def end(self, session: Session) -> None:
-        """Nothing of it can be read any more, nor is being read when this returns."""
+        """End a session; wait until none of its blocks is being read."""
         session.closed = True
         if session in self._sessions:
             self._sessions[session].cancel()
@@ -107,9 +107,8 @@ class KvServer:
         await asyncio.gather(*sessions, return_exceptions=True)
 
     def _done(self, session: Session, task: asyncio.Task[None]) -> None:
-        # Its ticket is worth nothing any more.
         session.closed = True
         del self._sessions[session]
         if (error := task_error(task)) is not None:
-            # The target hears that it has ended; why, only we know.
+            # The target only learns that the session has ended, so the reason is logged here.
             log.error("a KV session failed", exc_info=error)

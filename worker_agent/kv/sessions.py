@@ -1,4 +1,4 @@
-"""Exports as the transport knows them."""
+"""The transport's record of an export: which of its blocks may be read."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from worker_agent.kv.ticket import Ticket
 
 
 class Session:
-    """The blocks of one export that may be read: those that its target has been told of."""
+    """The blocks of one export that its target may read: those that were announced to it."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
-        # Made for this export, and given to its target alone.
+        # Created for this export, and given only to its target.
         self.ticket = Ticket.fresh()
         self._hashes: list[bytes] = []
         self._readers = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self.closed = False
-        # The target has committed: it has all that it wanted, and reads no more.
+        # Whether the target has committed, so that it reads no more blocks.
         self.taken = False
 
     def announce(self, first_block: int, hashes: Sequence[bytes]) -> None:
-        """These blocks may be read from now on. They follow those announced before, or come in their place.
+        """Allow these blocks to be read. They follow or replace the blocks announced before.
 
-        Raises KvTransferError when there would be blocks between that nobody named.
+        Raise KvTransferError if there would be a gap.
         """
         if first_block > len(self._hashes):
             raise KvTransferError(f"block {first_block} announced after {len(self._hashes)} blocks")
         self._hashes[first_block:] = hashes
 
     def hashes(self, first_block: int, num_blocks: int) -> list[bytes]:
-        """Names of blocks; fewer than asked for when not all were announced."""
+        """Return the hashes of blocks; fewer than `num_blocks` if not all were announced."""
         return self._hashes[first_block : first_block + num_blocks]
 
     def may_read(self, first_block: int, num_blocks: int) -> bool:
-        """Whether all of these may be read now."""
+        """Return whether all of these blocks may be read now."""
         return not self.closed and len(self.hashes(first_block, num_blocks)) == num_blocks
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """The engine is reading this request's blocks."""
+        """Mark the session as being read by the engine."""
         self._readers += 1
         self._idle.clear()
         try:
@@ -55,5 +55,5 @@ class Session:
                 self._idle.set()
 
     async def drained(self) -> None:
-        """Until the engine reads no block of it; reads are short."""
+        """Wait until the engine reads no block of this export; reads are short."""
         await self._idle.wait()

@@ -1,4 +1,4 @@
-"""The KV transport of an engine with one device: this process's own endpoint."""
+"""The KV transport of a single-device engine: this process's own endpoint."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SingleSession:
 
 
 class SingleTransfer:
-    """All pulls of one migration, written by the engine."""
+    """All pulls of one migration; the engine writes the blocks."""
 
     def __init__(self, transfer: KvTransfer, deliver: Deliver) -> None:
         self._transfer = transfer

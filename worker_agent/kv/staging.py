@@ -1,4 +1,4 @@
-"""Who holds the KV that is sent and received, and the buffers that it passes through."""
+"""The interface to the memory that holds KV, and a pool of staging buffers for transfers."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from worker_agent.kv.transport import CHUNK_BYTES
 
 
 class KvMemory(Protocol):
-    """Buffers, and blocks of exports read into them. All calls come from one event loop."""
+    """Allocates staging buffers and reads blocks of exports into them. Called from one event loop only."""
 
     def staging(self, num_blocks: int) -> Staging:
-        """A contiguous buffer for so many blocks in the memory that holds the KV."""
+        """Return a contiguous buffer for `num_blocks` blocks in the memory that holds the KV."""
 
     def staging_over(self, memory: npt.NDArray[np.uint8]) -> Staging | None:
-        """The same over host memory that is given, a whole number of blocks; None: the KV is elsewhere."""
+        """Return a buffer over this host memory, of a whole number of blocks; None if the KV is not in host
+        memory."""
 
     async def read_blocks(
         self, request_id: str, first_block: int, num_blocks: int, out: Staging
     ) -> list[int]:
-        """Copy an export's blocks into `out`; one 64-bit checksum a block. Raises EngineRefusal."""
+        """Copy an export's blocks into `out`; return a 64-bit checksum per block. Raise EngineRefusal."""
 
 
 _KEPT_MAX: Final = 8
@@ -40,7 +41,7 @@ def require_sealable(memory: KvMemory, block_bytes: int) -> None:
 
 
 class StagingPool:
-    """Buffers of one engine, or rank: whole chunks are kept, smaller ones are made as they are needed."""
+    """The staging buffers of one engine or rank. Buffers of a full chunk are kept; smaller ones are not."""
 
     def __init__(self, memory: KvMemory, block_bytes: int) -> None:
         self._memory = memory
@@ -48,16 +49,16 @@ class StagingPool:
         self._free: list[Staging] = []
 
     def take(self, num_blocks: int) -> Staging:
-        """A buffer of exactly this many blocks, at most `chunk_blocks`."""
+        """Return a buffer of exactly this many blocks, at most `chunk_blocks`."""
         if num_blocks == self.chunk_blocks and self._free:
             return self._free.pop()
         return self._memory.staging(num_blocks)
 
     def over(self, memory: npt.NDArray[np.uint8]) -> Staging | None:
-        """A buffer over host memory that is given; None where the KV is elsewhere."""
+        """Return a buffer over this host memory; None if the KV is not in host memory."""
         return self._memory.staging_over(memory)
 
     def give_back(self, staging: Staging, num_blocks: int) -> None:
-        """No transfer uses it any more."""
+        """Return a buffer that no transfer uses any more."""
         if num_blocks == self.chunk_blocks and len(self._free) < _KEPT_MAX:
             self._free.append(staging)

@@ -1,8 +1,8 @@
-"""Messages that nobody waits for.
+"""Discard unexpected UCX messages.
 
-Every receive of ours is posted before its message is asked for, and no tag is used twice: a message that
-nobody expects came too late, or from somebody who has no ticket. UCX keeps such messages until they are
-received, so they are taken out and dropped.
+Every receive is posted before its message is requested, and no tag is used twice, so an unexpected message
+is late or comes from a sender without a ticket. UCX stores such messages until they are received; they are
+received here and dropped.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from ucxx.types import Tag, TagMask
 log = logging.getLogger(__name__)
 
 _SWEEP_S: Final = 0.5
-# In one go, so that a flood does not hold up the event loop.
-_AT_A_TIME: Final = 256
+# Maximum messages per call, so that a flood does not block the event loop.
+_BATCH_MAX: Final = 256
 _RECEIVE_S: Final = 5.0
-# For all of them and for ever: nobody reads it.
-_NO_ROOM: Final = Array(np.zeros(1, np.uint8))
+# One receive buffer for all of them: its content is never read.
+_SINK: Final = Array(np.zeros(1, np.uint8))
 
 
 @asynccontextmanager
 async def discarding_strays(count: Callable[[int], None]) -> AsyncIterator[None]:
-    """Drop messages that nobody waits for while the block runs, and `count` them. UCX must be started."""
+    """Discard unexpected messages while the block runs, and `count` them. UCX must be started."""
     task = asyncio.create_task(_sweep(count), name="stray KV messages")
     try:
         yield
@@ -52,17 +52,17 @@ async def _sweep(count: Callable[[int], None]) -> None:
 
 
 async def discard_strays() -> int:
-    """Drop some of those that are here now; how many."""
+    """Discard at most _BATCH_MAX of the messages received so far; return their number."""
     worker = ucxx.core._get_ctx().worker
-    for dropped in range(_AT_A_TIME):
+    for dropped in range(_BATCH_MAX):
         # Any tag.
         found = worker.tag_probe(Tag(0), TagMask(0), remove=True)
         if not found.matched:
             return dropped
-        # Received into next to no room: UCX takes it for truncated, and has done with it and its sender. Or
-        # the sender has gone, and it is cancelled.
-        request = worker.tag_recv_with_handle(_NO_ROOM, found)
+        # Receiving into a buffer that is too small completes the message as truncated, also for its sender.
+        # If the sender is gone, the receive is cancelled.
+        request = worker.tag_recv_with_handle(_SINK, found)
         with contextlib.suppress(ucxx.exceptions.UCXError):
             async with asyncio.timeout(_RECEIVE_S):
                 await request.wait()
-    return _AT_A_TIME
+    return _BATCH_MAX

@@ -1,9 +1,9 @@
-"""The right to read one export's blocks.
+"""Tickets: the right to read one export's blocks.
 
-The source makes a ticket for each migration and gives it to the target over the migration's own gRPC stream.
-UCX delivers a message to whoever waits for its 64-bit tag, whichever connection it came by; so every message
-of a transfer has a tag of its own, made from the ticket, and each is used once. Who does not hold the ticket
-cannot address a message to a transfer, and what comes late is expected by nobody.
+The source creates a ticket for each migration and gives it to the target over the migration's gRPC stream.
+UCX delivers a message to the receive with its 64-bit tag, regardless of the connection; so every message of a
+transfer has its own tag, derived from the ticket and used once. A sender without the ticket cannot address a
+message to a transfer, and a late message matches no receive.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _REQUEST, _HEADER, _DATA, _GOODBYE = range(4)
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Ticket:
-    """A secret of two ends."""
+    """A secret shared by source and target."""
 
     secret: bytes
 
@@ -30,23 +30,23 @@ class Ticket:
 
     @classmethod
     def fresh(cls) -> Ticket:
-        """From the system's randomness: nobody can guess it, and none is made twice."""
+        """Create a ticket from the system's randomness."""
         return cls(secrets.token_bytes(_BYTES))
 
     def request(self, number: int) -> int:
-        """Tag of the target's request of this number."""
+        """Return the tag of the target's request of this number."""
         return self._tag(_REQUEST, number)
 
     def header(self, chunk: int) -> int:
-        """Tag of a chunk's header."""
+        """Return the tag of a chunk's header."""
         return self._tag(_HEADER, chunk)
 
     def data(self, chunk: int) -> int:
-        """Tag of a chunk's blocks."""
+        """Return the tag of a chunk's blocks."""
         return self._tag(_DATA, chunk)
 
     def goodbye(self) -> int:
-        """Tag of the source's word that the export has ended."""
+        """Return the tag of the source's message that the export has ended."""
         return self._tag(_GOODBYE, 0)
 
     def _tag(self, kind: int, number: int) -> int:

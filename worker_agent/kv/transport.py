@@ -1,28 +1,28 @@
-"""This process's one UCX context, and messages over one endpoint.
+"""The process's UCX context, and messages over one endpoint.
 
-Nothing listens by our doing: two processes tell each other their UCX worker addresses, and each makes an
-endpoint of the other's. What UCX itself listens on for that is bounded by `binding.py`. A process that is
-killed ends its peers' endpoints within milliseconds; one that only closes its endpoint is not noticed at the
-other end, so that protocols must say goodbye.
+There is no listener of our own: two processes exchange their UCX worker addresses, and each creates an
+endpoint to the other. `binding.py` limits what UCX itself listens on for that. If a process is killed, its
+peers' endpoints fail within milliseconds; if it only closes its endpoint, the other end does not notice, so
+protocols must say goodbye.
 
-Endpoints have error handling, without which a peer that is killed ends our process with it (UCX's cma calls
-that fatal). UCX's shared-memory transports cannot handle a peer's failure and are not used then: what UCX
-carries between two processes of one host goes over TCP on loopback. So blocks go another way there
-(`segments.py`), and UCX carries requests and headers.
+Endpoints use error handling, since otherwise a killed peer ends our process too (UCX's cma treats that as
+fatal). UCX's shared-memory transports cannot handle a peer's failure and are disabled by that, so that UCX
+uses TCP on loopback between processes of one host. Blocks therefore go through our own shared memory there
+(`segments.py`), and UCX carries only requests and headers.
 
-Chosen by measurement on a two-core machine that others used too, so that only comparisons count
-(`benchmarks/transfer.py` sets the rate beside ucx_perftest's in one run).
+The following was chosen by measurement on a shared two-core machine, so only comparisons are meaningful
+(`benchmarks/transfer.py` measures the rate together with ucx_perftest's in one run).
 
 - Progress mode "thread" with Python futures. In every other mode `ucxx` awaits by polling: an idle endpoint
-  that waits for its next request would keep the event loop, which the engine's outputs pass through, busy for
-  ever. A process with an idle endpoint uses about 1% of a core this way, against 25-50% ("blocking").
-- Tag messages into a buffer of ours, at twice the rate of active messages, which arrive in memory that UCX
-  allocates anew each time; page faults are the difference.
-- Chunks of 8 MiB, four under way. Through shared memory 4 and 8 MiB were the fastest (1.8 to 2.6 GiB/s while
-  others used both cores), 2 MiB gave 1.3, 1 MiB 0.3: each message costs up to half a millisecond of
-  hand-overs between threads.
-- Receives are posted before the request is sent, and the connection is made before the pause. So no message
-  of ours ever arrives that nobody waits for, and whatever does can be thrown away (`strays.py`).
+  waiting for its next request would keep the event loop, which also carries the engine's outputs, busy
+  forever. A process with an idle endpoint uses about 1% of a core, compared to 25-50% with "blocking".
+- Tag messages into our own buffers, at twice the rate of active messages, which arrive in memory that UCX
+  allocates each time; the difference is due to page faults.
+- Chunks of 8 MiB, four in flight. Through shared memory 4 and 8 MiB were the fastest (1.8 to 2.6 GiB/s while
+  other processes used both cores); 2 MiB reached 1.3 GiB/s, 1 MiB 0.3 GiB/s: each message costs up to half a
+  millisecond of handovers between threads.
+- Receives are posted before the request is sent, and the connection is made before the pause. So every
+  expected message has a receive when it arrives, and all others can be discarded (`strays.py`).
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from worker_agent.kv.segments import this_host
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES: Final = 8 << 20
-# Longest sleep of UCX's own thread; whatever concerns it wakes it up. ucxx's millisecond costs each idle
-# worker 3% of a core.
+# Longest sleep of UCX's progress thread; events wake it up earlier. ucxx's default of a millisecond costs
+# each idle worker 3% of a core.
 _PROGRESS_MS: Final = 50
-# Closing waits for UCX's own thread; nanoseconds.
+# Timeout for closing an endpoint, which waits for UCX's progress thread; nanoseconds.
 _CLOSE_NS: Final = 200_000_000
-# Messages that were under way end as soon as their endpoint is closed.
+# Timeout for messages in flight when their endpoint is closed, which ends them.
 _DRAIN_S: Final = 2.0
 
 _started = False
@@ -59,9 +59,9 @@ _options: Mapping[str, str] = {}
 
 
 def start_ucx(options: Mapping[str, str]) -> None:
-    """Set UCX up for this process, with these options (names without UCX_). May be called again.
+    """Initialize UCX for this process with these options (names without UCX_). Idempotent.
 
-    Raises BindingError when UCX cannot use the devices or ports that they name.
+    Raise BindingError if UCX cannot use the given devices or ports.
     """
     global _started, _options
     if not _started:
@@ -70,7 +70,7 @@ def start_ucx(options: Mapping[str, str]) -> None:
             ucxx.init(options=dict(options), progress_mode="thread", enable_python_future=True)
         except ucxx.exceptions.UCXError as error:
             raise BindingError(f"UCX did not start with {dict(options)}: {format_error(error)}") from error
-        # Started anew before there is anything to wait for.
+        # Restart the progress thread with our polling interval while there are no endpoints yet.
         worker = ucxx.core._get_ctx().worker
         worker.stop_progress_thread()
         worker.start_progress_thread(polling_mode=False, epoll_timeout=_PROGRESS_MS)
@@ -78,19 +78,21 @@ def start_ucx(options: Mapping[str, str]) -> None:
 
 
 def ucx_started_with() -> Mapping[str, str]:
-    """The options that start_ucx was given: for processes that belong to this one."""
+    """Return the options given to `start_ucx`, for child processes."""
     return _options
 
 
 def own_address(sealed: bool) -> KvAddress:
-    """Where peers reach this process's UCX, which must be started, and whether with encrypted KV alone."""
+    """Return the UCX address of this process; UCX must be started. `sealed`: only encrypted KV is allowed."""
     version = ".".join(map(str, ucxx.get_ucx_version()))
     return KvAddress(ucxx.get_worker_address().tobytes(), version, this_host(os.environ), sealed)
 
 
 def stop_ucx() -> None:
-    """End UCX's threads, without which the process would not end. Takes a second. All channels should be
-    closed."""
+    """Stop UCX's threads, which would keep the process from exiting. All channels should be closed.
+
+    This takes about a second.
+    """
     global _started
     if _started:
         _started = False
@@ -101,9 +103,9 @@ def stop_ucx() -> None:
 
 
 class Channel:
-    """One UCX endpoint. Messages are never abandoned under way: UCX would go on writing into their buffers.
+    """One UCX endpoint. Messages in flight are never abandoned: UCX would continue to write to their buffers.
 
-    A failure of any kind ends the channel.
+    Any failure ends the channel.
     """
 
     def __init__(self, endpoint: ucxx.Endpoint) -> None:
@@ -113,9 +115,9 @@ class Channel:
 
     @classmethod
     async def connect(cls, peer: KvAddress) -> Channel:
-        """Make an endpoint; whether the peer is there shows with the first message.
+        """Create an endpoint; a peer that is unreachable shows only with the first message.
 
-        Raises KvTransferError.
+        Raise KvTransferError.
         """
         try:
             address = ucxx.get_ucx_address_from_buffer(peer.worker)
@@ -125,20 +127,25 @@ class Channel:
 
     @property
     def alive(self) -> bool:
-        """Whether it can be used (again)."""
+        """Return whether the channel can still be used."""
         return not self._closed and not self._endpoint.closed
 
     def send(self, buffer: object, tag: int) -> asyncio.Task[object]:
-        """Send a buffer, whole; `wait` for it before the buffer is used for anything else."""
+        """Begin to send a buffer; `wait` for the message before reusing the buffer."""
         return self._begin(self._endpoint.send(buffer, Tag(tag), force_tag=True))
 
     def receive(self, buffer: object, tag: int) -> asyncio.Task[object]:
-        """Receive the message with this tag, of exactly this size. It is expected from the event loop's next
-        turn on."""
+        """Post a receive for the message with this tag, of exactly the buffer's size.
+
+        It takes effect on the next iteration of the event loop.
+        """
         return self._begin(self._endpoint.recv(buffer, Tag(tag), force_tag=True))
 
     async def wait(self, message: asyncio.Task[object]) -> None:
-        """Until it is through. A caller that gives up must close the channel. Raises KvTransferError."""
+        """Wait until a message is complete. A caller that gives up must close the channel.
+
+        Raise KvTransferError.
+        """
         await asyncio.wait({message})
         if message.cancelled():
             raise KvTransferError("the connection was closed")
@@ -149,11 +156,11 @@ class Channel:
             raise KvTransferError("the connection was closed")
 
     async def send_bytes(self, data: bytes, tag: int) -> None:
-        """Send a small message. Raises KvTransferError."""
+        """Send a small message. Raise KvTransferError."""
         await self.wait(self.send(np.frombuffer(data, np.uint8), tag))
 
     async def close(self) -> None:
-        """Close the endpoint and see every message under way end. May be called again."""
+        """Close the endpoint and wait until all messages in flight have ended. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -177,5 +184,5 @@ class Channel:
         self._under_way.discard(task)
         if not task.cancelled():
             with contextlib.suppress(asyncio.InvalidStateError):
-                # Looked at: nobody may be waiting for it any more.
+                # Retrieve the exception, since there may be no waiter left to do so.
                 task.exception()

@@ -1,14 +1,14 @@
-"""The messages of a transfer: fixed-size structs, little-endian, each with a tag of its own (`ticket.py`).
+"""The messages of a transfer: fixed-size structs, little-endian, each with its own tag (`ticket.py`).
 
-request   target -> source   hello; or blocks, one chunk of them; or goodbye
-header    source -> target   to all but a goodbye: model, layers, and hash and checksum of every block
-data      source -> target   behind a header of blocks: the blocks, each layer by layer; none for those that
-                             are asked for in shared memory (`segments.py`), whose slots are used in turn;
-                             header and data are encrypted for those that are asked for sealed (`sealing.py`)
+request   target -> source   hello, one chunk of blocks, or goodbye
+header    source -> target   reply to hello and blocks: model, layers, and hash and checksum of every block
+data      source -> target   after a header of blocks: the blocks, each layer by layer. None for kind SHARED:
+                             the blocks are in the next slot of the shared memory (`segments.py`). For kind
+                             SEALED, header and data are encrypted (`sealing.py`)
 goodbye   source -> target   the export has ended; one byte
 
-Requests are answered in their order. At most WINDOW of them are unanswered; each end posts its receives
-before the other can send what they are for.
+Requests are answered in order. At most WINDOW of them are unanswered; each end posts its receives before the
+other end can send the corresponding messages.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _BLOCK: Final = struct.Struct("<QB55s")
 _HASH_MAX: Final = 55
 
 REQUEST_BYTES: Final = _REQUEST.size
-# Chunks that are under way at a time: gathered, on the wire, or checked.
+# Maximum chunks in flight: being gathered, sent, or verified.
 WINDOW: Final = 4
 
 OK: Final = 0
-# The export has ended, or its target was not told of these blocks.
+# The export has ended, or these blocks were not announced to the target.
 ENDED: Final = 1
 # The blocks could not be read.
 UNREADABLE: Final = 2
@@ -47,17 +47,16 @@ _REFUSALS: Final = {ENDED: "the export has ended", UNREADABLE: "the source canno
 
 
 class RequestKind(enum.IntEnum):
-    """What a target wants."""
+    """The kind of a target's request."""
 
-    # Whether the source is there and has the same kind of KV: answered by a header of no blocks, and the name
-    # of a segment.
+    # Answered by a header without blocks, which identifies the model, and the name of a segment.
     HELLO = 0
     BLOCKS = 1
-    # Nothing any more. Not answered.
+    # The target needs nothing more. Not answered.
     GOODBYE = 2
-    # Blocks, into the next of the segment's WINDOW slots.
+    # Blocks, to be written to the next of the segment's WINDOW slots.
     SHARED = 3
-    # Blocks, encrypted on their way.
+    # Blocks, to be sent encrypted.
     SEALED = 4
 
 
@@ -66,20 +65,20 @@ _KINDS: Final = frozenset(int(kind) for kind in RequestKind)
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Of kind BLOCKS, SHARED or SEALED: blocks [first_block, first_block + num_blocks)."""
+    """A request; for kinds BLOCKS, SHARED and SEALED of blocks [first_block, first_block + num_blocks)."""
 
     kind: RequestKind
     first_block: int = 0
     num_blocks: int = 0
 
     def encode(self) -> bytes:
-        """As it goes over the wire."""
+        """Encode the request for the wire."""
         return _REQUEST.pack(_MAGIC, _VERSION, self.kind, self.first_block, self.num_blocks)
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkHeader:
-    """Identity and checksum of each block of a chunk."""
+    """The identity and checksum of each block of a chunk."""
 
     first_block: int
     hashes: Sequence[bytes]
@@ -87,7 +86,7 @@ class ChunkHeader:
 
 
 def decode_request(data: bytes) -> Request:
-    """Raises KvTransferError when it is none."""
+    """Decode a request. Raise KvTransferError if it is malformed."""
     magic, version, kind, first, count = _REQUEST.unpack(data)
     if magic != _MAGIC or version != _VERSION or kind not in _KINDS:
         raise KvTransferError("a peer that speaks another protocol")
@@ -97,7 +96,7 @@ def decode_request(data: bytes) -> Request:
 
 
 def header_bytes(num_blocks: int) -> int:
-    """Size of a chunk's header."""
+    """Return the size of a chunk's header in bytes."""
     return _HEADER.size + num_blocks * _BLOCK.size
 
 
@@ -107,7 +106,7 @@ def encode_header(
     hashes: Sequence[bytes],
     checksums: Sequence[int],
 ) -> bytes:
-    """The header of a chunk whose data follows. Raises KvTransferError for a hash that is too long."""
+    """Encode the header of a chunk whose data follows. Raise KvTransferError for a hash that is too long."""
     if any(len(each) > _HASH_MAX for each in hashes):
         raise KvTransferError(f"a block hash of more than {_HASH_MAX} bytes")
     head = _head(shape, OK, first_block, len(hashes))
@@ -117,14 +116,14 @@ def encode_header(
 
 
 def encode_refusal(shape: KvShape, status: int, first_block: int, num_blocks: int) -> bytes:
-    """A header, of the size expected, after which no data follows."""
+    """Encode a header of the expected size after which no data follows."""
     return _head(shape, status, first_block, num_blocks) + bytes(num_blocks * _BLOCK.size)
 
 
 def decode_header(data: bytes, shape: KvShape, first_block: int, num_blocks: int) -> ChunkHeader:
-    """Read a header and check that it names what was asked for.
+    """Decode a header and check that it has the requested blocks.
 
-    Raises KvTransferError for a refusal, KvIdentityError for anything else than these blocks of this shape.
+    Raise KvTransferError for a refusal, KvIdentityError for other blocks or another shape.
     """
     magic, version, status, first, count, first_layer, layers, layer_bytes, digest = _HEADER.unpack_from(data)
     if magic != _MAGIC or version != _VERSION:
