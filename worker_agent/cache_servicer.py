@@ -95,4 +95,4 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
     ) -> cache_pb2.CopyReply:
         """A caller who goes away ends it."""
         outcome = await self._copies.copy(request)
-        return cache_pb2.CopyReply(outcome=outcome.word, blocks=outcome.blocks)
+        return cache_pb2.CopyReply(outcome=outcome.result, blocks=outcome.blocks)

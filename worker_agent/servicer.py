@@ -17,7 +17,7 @@ from worker_agent.migration.exports import Exports
 from worker_agent.migration.imports import ImportRefused, Imports
 from worker_agent.migration.lease import Lease
 from worker_agent.profiling.calls import profile_events
-from worker_agent.profiling.profiler import MeasuringFailed, Profiler, Refused
+from worker_agent.profiling.profiler import Profiler, ProfilingFailed, Refused
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
@@ -99,7 +99,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                     await context.write(event)
         except Refused as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        except MeasuringFailed as error:
+        except ProfilingFailed as error:
             await context.abort(grpc.StatusCode.ABORTED, str(error))
         except StoreUnavailable as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))

@@ -44,11 +44,11 @@ async def test_what_was_copied_is_found_and_nothing_was_run() -> None:
     target = Target()
     target.transfer.gate.set()
     outcome = await target.copies.copy(REQUEST)
-    assert (outcome.word, outcome.blocks) == ("pulled", 2)
+    assert (outcome.result, outcome.blocks) == ("pulled", 2)
     assert not target.engine.found and target.metrics.copies == {"pulled": 1} and not target.metrics.pulls
     target.submit("first", HOLDER)
     assert await target.drained() == {"first": 2}
-    assert (await target.copies.copy(REQUEST)).word == "held"
+    assert (await target.copies.copy(REQUEST)).result == "held"
 
 
 async def test_requests_that_lack_it_wait_for_the_copy() -> None:
@@ -57,23 +57,23 @@ async def test_requests_that_lack_it_wait_for_the_copy() -> None:
     target.submit("first", HOLDER)
     target.transfer.gate.set()
     assert await target.drained() == {"first": 2}
-    assert (await copy).word == "pulled" and target.transfer.begun == 1
+    assert (await copy).result == "pulled" and target.transfer.begun == 1
     assert target.metrics.pulls == {"shared": 1}
 
 
 async def test_one_at_a_time_and_none_while_users_wait() -> None:
     target = Target()
     copy = await target.begun()
-    assert (await target.copies.copy(REQUEST)).word == "busy"
+    assert (await target.copies.copy(REQUEST)).result == "busy"
     target.transfer.gate.set()
-    assert (await copy).word == "pulled"
+    assert (await copy).result == "pulled"
     target.importing = 1
-    assert (await target.copies.copy(REQUEST)).word == "busy"
+    assert (await target.copies.copy(REQUEST)).result == "busy"
     target.importing = 0
     target.transfer.gate.clear()
     target.engine.kept.clear()
     target.submit("first", HOLDER)
-    assert (await target.copies.copy(REQUEST)).word == "busy"
+    assert (await target.copies.copy(REQUEST)).result == "busy"
     target.transfer.gate.set()
     await target.drained()
 
@@ -85,11 +85,11 @@ async def test_a_copy_that_is_given_up_leaves_nothing_behind() -> None:
     await asyncio.gather(copy, return_exceptions=True)
     assert copy.cancelled() and not target.engine.kept
     target.transfer.gate.set()
-    assert (await target.copies.copy(REQUEST)).word == "pulled"
+    assert (await target.copies.copy(REQUEST)).result == "pulled"
 
 
 async def test_a_request_that_has_left_the_holder() -> None:
     target = Target()
     gone = cache_pb2.CopyRequest(request_id="gone", holder_address=HOLDER.address, tokens=8)
-    assert (await target.copies.copy(gone)).word == "gone"
+    assert (await target.copies.copy(gone)).result == "gone"
     assert target.metrics.copies == {"gone": 1} and not target.transfer.begun

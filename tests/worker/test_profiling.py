@@ -18,7 +18,7 @@ from worker_agent.engine.simulated.engine import SimulatedEngine as Engine
 from worker_agent.profiling.fitting import TooFewSamples, _qoe, kind_of, profile_of
 from worker_agent.profiling.measure import Samples, measure
 from worker_agent.profiling.plan import batches, prompt_lengths
-from worker_agent.profiling.probes import Lived, ProbeFailed, Probes, own_stats
+from worker_agent.profiling.probes import ProbeFailed, ProbeResult, Probes, own_stats
 
 SETTINGS = SimulatedSettings(kv_blocks=4096, max_model_len=2048, max_num_seqs=64, block_tokens=16)
 
@@ -210,6 +210,6 @@ def test_noise_ends_in_coefficients_none_of_which_is_negative() -> None:
         columns = (np.ones(count), batch, batch * length, batch * length**2, batch**2)
         tpot_s = 0.005 + 0.0001 * batch + draw.normal(0, 0.002, count)
         seen = np.stack(columns, axis=1)
-        lived = [Lived(100, 32, 0.0, float(t), row) for t, row in zip(tpot_s, seen, strict=True)]
-        found = _qoe(lived)
+        results = [ProbeResult(100, 32, 0.0, float(t), row) for t, row in zip(tpot_s, seen, strict=True)]
+        found = _qoe(results)
         assert found is None or min(found.d) >= 0.0

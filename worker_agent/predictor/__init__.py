@@ -1,1 +1,1 @@
-"""`tailrace predictor`: samples from a model that vLLM serves, training, and how good the result is."""
+"""`tailrace predictor`: collect samples from a model in vLLM, train a length predictor, and evaluate it."""

@@ -1,4 +1,4 @@
-"""Samples: run prompts through vLLM and keep hidden states every so many tokens (ARES, section 4.4)."""
+"""Collect samples: run prompts through vLLM and store hidden states at intervals (ARES, section 4.4)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tailrace.predictor.samples import FORMAT, Origin, Samples
 from worker_agent.predictor.prompts import Prompt
 
-# How vLLM says that a request ended by itself, and that it was cut off.
+# vLLM's finish reasons of a request that ended by itself, and of one that was truncated.
 _FINISHED: Final = ("stop", "length")
 
 Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
@@ -22,10 +22,10 @@ Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
 
 @dataclass(frozen=True, slots=True)
 class CollectOptions:
-    """How to run the model. Sampling is the model's own unless a temperature is given."""
+    """How to run the model. Sampling uses the model's defaults unless a temperature is given."""
 
     model: str
-    # What the samples' file calls the model.
+    # Name of the model in the samples file.
     name: str
     interval: int = 20
     max_tokens: int = 32_768
@@ -38,14 +38,14 @@ class CollectOptions:
 class _Request:
     generated: list[int] = field(default_factory=list)
     hidden: list[NDArray[np.float32]] = field(default_factory=list)
-    # Output tokens in the end; None: not at the end yet.
+    # Total output tokens; None: not finished.
     length: int | None = None
-    # It ended by itself, and was not cut off.
+    # Whether it ended by itself instead of being truncated.
     ended: bool = False
 
 
 class _Steps:
-    """Duration and size of the steps that did nothing but decode."""
+    """Duration and batch size of the pure decode steps."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -59,11 +59,11 @@ class _Steps:
 
 
 def collect(prompts: Sequence[Prompt], options: CollectOptions, report: Callable[[int], None]) -> Samples:
-    """Samples of all prompts; `report` hears how many requests are done.
+    """Collect samples of all prompts; `report` gets the number of finished requests.
 
-    Of a request that max_tokens or the context cut off it is known that it would have been longer, and its
-    samples say so (`Samples.ended`): without them, long requests would be missing. Raises RuntimeError when
-    vLLM does not start, ValueError when no request ended by itself.
+    Requests that were truncated by max_tokens or the context length are included as censored samples
+    (`Samples.ended`); otherwise long requests would be missing. Raise RuntimeError if vLLM does not start,
+    ValueError if no request ended by itself.
     """
     os.environ.update({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"})
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
@@ -93,7 +93,7 @@ def collect(prompts: Sequence[Prompt], options: CollectOptions, report: Callable
         if due:
             kept = states.hidden[due].float().cpu().numpy()
             for row, state in zip(due, kept, strict=True):
-                # vLLM adds a suffix of its own to the ids that it is given.
+                # vLLM appends a suffix to request ids.
                 request = requests[states.request_ids[row].partition("-")[0]]
                 if states.generated[row] not in request.generated[-1:]:  # again after a preemption
                     request.generated.append(states.generated[row])
@@ -126,7 +126,7 @@ def collect(prompts: Sequence[Prompt], options: CollectOptions, report: Callable
 
 
 def _runner(llm: object) -> Any:
-    """The model runner of an engine that lives in this process."""
+    """Return the model runner of an in-process engine."""
     core = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
     return core.model_executor.driver_worker.worker.model_runner
 
@@ -138,7 +138,7 @@ def _inputs(
     longest = llm.llm_engine.model_config.max_model_len  # type: ignore[attr-defined]
     for prompt in prompts:
         sampling = llm.get_default_sampling_params()  # type: ignore[attr-defined]
-        # No seed a request: on a CPU vLLM 0.32 cannot run one whose prompt takes more than one step.
+        # No per-request seed: on a CPU vLLM 0.32 fails with it if a prompt takes more than one step.
         sampling.max_tokens = options.max_tokens
         if options.temperature is not None:
             sampling.temperature = options.temperature

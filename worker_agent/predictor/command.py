@@ -26,7 +26,7 @@ _TINY = "tailrace-tiny"
 
 
 def _writable(_context: click.Context, _parameter: click.Parameter, value: Path) -> Path:
-    """Minutes of work go into the file: that its folder is not there is said before."""
+    """Check that the file's folder exists before minutes of work."""
     if not value.parent.is_dir():
         raise click.BadParameter(f"there is no folder {value.parent}")
     return value
@@ -223,11 +223,11 @@ def _table(title: str, rows: list[ErrorRow]) -> Table:
         "generated",
         "samples",
         "requests",
-        "cut off",
-        "to come, mean",
+        "truncated",
+        "mean remaining",
         "predictor",
         "prompt only",
-        "lengths alone",
+        "lengths only",
     ):
         table.add_column(heading, justify="right")
     for row in rows:
@@ -242,7 +242,7 @@ def _table(title: str, rows: list[ErrorRow]) -> Table:
 
 
 def _coverage(evaluation: Evaluation) -> Table:
-    table = Table(title="share of samples with no more to come than a quantile says")
+    table = Table(title="share of samples whose remaining tokens are within the predicted quantile")
     table.add_column("quantile", justify="right")
     table.add_column("share", justify="right")
     for row in evaluation.coverage:

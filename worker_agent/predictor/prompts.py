@@ -1,4 +1,4 @@
-"""The prompts that samples are made of."""
+"""The prompts from which samples are collected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tailrace.tiny.task import make_task
 
 
 class PromptsError(ValueError):
-    """A file of prompts that cannot be; the message names file, line and field."""
+    """A file of prompts is invalid; the message names file, line and field."""
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -29,15 +29,15 @@ class _Line(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A text that the model continues as it stands, or a conversation for its chat template."""
+    """A text that the model continues, or a conversation for its chat template."""
 
     content: str | tuple[Message, ...]
 
 
 def read_prompts(path: Path, limit: int, seed: int) -> list[Prompt]:
-    """JSON lines, each with `prompt` or `messages` as in the OpenAI API; `limit` of them, drawn by the seed.
+    """Read JSON lines, each with `prompt` or `messages` as in the OpenAI API; draw `limit` of them.
 
-    Raises PromptsError.
+    Raise PromptsError.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -48,7 +48,7 @@ def read_prompts(path: Path, limit: int, seed: int) -> list[Prompt]:
 
 
 def tiny_prompts(limit: int, seed: int) -> list[Prompt]:
-    """Tasks of the tiny model."""
+    """Return tasks of the tiny model."""
     draw = random.Random(seed)
     return [Prompt((Message("user", make_task(draw.getrandbits(48)).prompt),)) for _ in range(limit)]
 

@@ -1,1 +1,1 @@
-"""Prefixes of prompts that go from one worker's cache to another's."""
+"""Transfer of cached prefixes between workers."""

@@ -1,8 +1,8 @@
-"""Prefixes that the scheduler wants here before anybody asks for them: pulls that no request waits for.
+"""Copies of prefixes that the scheduler orders in advance: pulls for which no request waits.
 
-The prompt of a request that the holder has says what is to come: this engine names its blocks for itself, as
-for a pull. A copy gives way: one at a time, and none while users' pulls or migrations to here are under way,
-or where the room is not free.
+The holder sends the prompt of a request that begins with the prefix, and this engine computes the block names
+itself, as for a pull. A copy has the lowest priority: one at a time, and none while users' pulls or incoming
+migrations are in progress, or if there is no free room.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from worker_agent.prefixes.pulls import Outcome, Pulls
 
 log = logging.getLogger(__name__)
 
-# To be told a prompt.
+# Deadline for fetching a prompt, in seconds.
 _PROMPT_S: Final = 2.0
-# Of no front end: nothing of it ever reaches the engine's requests.
-_NOBODY: Final = RequestKey(0, 0)
+# The key of a copy's submission, which belongs to no front end and is never submitted to the engine.
+_NO_CLIENT: Final = RequestKey(0, 0)
 
 
 class PromptUnknown(Exception):
@@ -32,17 +32,17 @@ class PromptUnknown(Exception):
 
 
 class PromptLink(Protocol):
-    """How another worker is asked for a prompt."""
+    """Fetches prompts from other workers."""
 
     async def prompt(self, address: str, request_id: str) -> Frames:
-        """The request as it was submitted there. Raises PromptUnknown."""
+        """Return a request as it was submitted to that worker. Raise PromptUnknown."""
 
 
 class GrpcPromptLink:
     """PromptLink over gRPC."""
 
     def __init__(self, channel: Callable[[str], grpc.aio.Channel]) -> None:
-        """`channel(address)`: to a worker."""
+        """`channel(address)`: returns a channel to a worker."""
         self._channel = channel
 
     async def prompt(self, address: str, request_id: str) -> Frames:
@@ -56,12 +56,12 @@ class GrpcPromptLink:
 
 
 class Copies:
-    """All of a worker: at most one at a time."""
+    """The copies to this worker, at most one at a time."""
 
     def __init__(
         self, pulls: Pulls, prompts: PromptLink, importing: Callable[[], int], metrics: WorkerMetrics
     ) -> None:
-        """`importing()`: migrations to here that are open."""
+        """`importing()`: returns the number of open migrations to this worker."""
         self._pulls = pulls
         self._prompts = prompts
         self._importing = importing
@@ -69,7 +69,7 @@ class Copies:
         self._copying = False
 
     async def copy(self, request: cache_pb2.CopyRequest) -> Outcome:
-        """Bring the prefix into the cache; how it ended. Whoever cancels it ends it."""
+        """Copy the prefix into the cache and return the outcome. Cancelling ends the copy."""
         if self._copying or len(self._pulls) or self._importing():
             outcome = Outcome("busy", reason="another copy, or KV that users wait for, is in transit")
         else:
@@ -78,7 +78,7 @@ class Copies:
                 outcome = await self._bring(request)
             finally:
                 self._copying = False
-        self._metrics.copies[outcome.word] += 1
+        self._metrics.copies[outcome.result] += 1
         if outcome.reason:
             log.info("no copy of a prefix from %s: %s", request.holder_instance_id, outcome.reason)
         return outcome
@@ -89,4 +89,4 @@ class Copies:
         except PromptUnknown as error:
             return Outcome("gone", reason=str(error))
         holder = Pull(request.holder_instance_id, request.holder_address, request.tokens)
-        return await self._pulls.bring(Submission(_NOBODY, request.request_id, 0, frames, pull=holder))
+        return await self._pulls.bring(Submission(_NO_CLIENT, request.request_id, 0, frames, pull=holder))

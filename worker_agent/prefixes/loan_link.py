@@ -1,4 +1,4 @@
-"""The borrower's hold on the holder of a prefix: one Lend call."""
+"""The borrower's side of a loan: one Lend call to the holder of a prefix."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from tailrace.v1 import cache_pb2, cache_pb2_grpc
 
 
 class LoanLost(Exception):
-    """The holder lends nothing, or is gone; the message says why."""
+    """The holder refused or ended the loan, or is lost; the message says why."""
 
 
 class LoanLink(Protocol):
-    """One loan."""
+    """One loan, from the borrower's side."""
 
     async def open(self) -> cache_pb2.Lent:
-        """What is lent, for as long as the link is open. Raises LoanLost."""
+        """Return what is lent; it is valid until the link is closed. Raise LoanLost."""
 
     def close(self) -> None:
-        """Nothing more is read. May be called again."""
+        """End the loan; the blocks must not be read any more. Idempotent."""
 
 
 class GrpcLoanLink:
     """LoanLink over gRPC."""
 
     def __init__(self, channel: grpc.aio.Channel, request: cache_pb2.LendRequest, timeout_s: float) -> None:
-        """`timeout_s`: of the whole loan."""
+        """`timeout_s`: deadline of the whole loan, in seconds."""
         self._call = cache_pb2_grpc.CacheStub(channel).Lend(request, timeout=timeout_s)
 
     async def open(self) -> cache_pb2.Lent:

@@ -1,4 +1,4 @@
-"""The holder of a prefix: lets another worker copy blocks of its cache, for as long as the call lasts."""
+"""The holder's side of loans: let another worker copy cached blocks while its Lend call lasts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from worker_agent.kv.address import KvTransferError, addresses_of
 from worker_agent.migration.blocks import BlockSession, BlockSource
 from worker_agent.migration.messages import kv_layout
 
-# At a time; each keeps blocks from being evicted.
+# Maximum concurrent loans, each of which keeps blocks from being evicted.
 _LOANS_MAX: Final = 16
-# Longest, however much time the borrower has.
+# Maximum duration of a loan in seconds, even if the borrower's deadline is later.
 LOAN_MAX_S: Final = 300.0
 
 
 class LoanRefused(Exception):
-    """Nothing is lent; the message says why."""
+    """The loan was refused; the message says why."""
 
 
 class Loans:
@@ -39,8 +39,8 @@ class Loans:
 
     @asynccontextmanager
     async def lend(self, request: cache_pb2.LendRequest) -> AsyncIterator[cache_pb2.Lent]:
-        """Pin the leading blocks with these names, to be read by that target alone, until the end of the
-        statement. Raises LoanRefused."""
+        """Pin the leading blocks with these names, for reading by the requesting target only, until the
+        context exits. Raise LoanRefused."""
         if self._open >= _LOANS_MAX:
             raise LoanRefused(f"{_LOANS_MAX} loans are open")
         loan_id = f"loan {next(self._numbers)}"

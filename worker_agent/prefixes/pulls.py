@@ -1,8 +1,8 @@
-"""Requests whose prefix another worker holds: its blocks are fetched into the prefix cache first.
+"""Pulls: fetch a prefix that another worker holds into the prefix cache before the engine gets the request.
 
-Then the engine gets the request, and finds them. Its other work goes on meanwhile. Whatever goes wrong, the
-request is computed: a pull can be late, never wrong, since the engine looks by name for itself, and what came
-was checked as in a migration. Requests that lack the same block wait for one pull.
+The engine's other work continues meanwhile. If anything goes wrong, the prefix is computed: a pull can cost
+time but cannot cause a wrong answer, since the engine looks blocks up by name itself, and received blocks are
+verified as in a migration. Requests that lack the same block wait for one pull.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from worker_agent.prefixes.loan_link import LoanLink, LoanLost
 log = logging.getLogger(__name__)
 
 Connect = Callable[[str, cache_pb2.LendRequest, float], LoanLink]
-"""Opens a loan at an address, for so many seconds at most."""
+"""Opens a loan from a worker's address, with a timeout in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class PullParts:
-    """Parts of the worker that pulls work with."""
+    """The parts of the worker that pulls use."""
 
     engine: Engine
     shape: KvShape
@@ -46,41 +46,41 @@ class PullParts:
     faults: Faults
     spans: TransferSpans
     incoming: TransferRate
-    # Seconds after which a request is computed whatever has come.
+    # Deadline of a pull in seconds; then the request is computed.
     timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one ended. `word`: pulled, shared, held, gone, late, refused, lost, corrupt, none or busy."""
+    """How a pull ended: pulled, shared, held, gone, late, refused, lost, corrupt, none or busy."""
 
-    word: str
+    result: str
     blocks: int = 0
     bytes: int = 0
     reason: str = ""
 
 
 class Pulls:
-    """All pulls of a worker, one task a request."""
+    """The pulls of a worker, one task per request."""
 
     def __init__(self, parts: PullParts) -> None:
         self._parts = parts
         self._running: dict[RequestKey, asyncio.Task[None]] = {}
-        # The end of the pull that brings a block, by the name of the first one that it brings.
-        self._coming: dict[bytes, asyncio.Event] = {}
-        # Pulls that have not been told yet what they are to bring.
+        # Set at the end of a pull, by the name of the first block that it fetches.
+        self._pending: dict[bytes, asyncio.Event] = {}
+        # Pulls that do not know yet which blocks they have to fetch.
         self._opening: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
-        """Requests that wait for their prefix."""
+        """Return the number of requests that wait for their prefix."""
         return len(self._running)
 
     def submit(self, submission: Submission) -> None:
-        """Engine.submit, once the engine has what another worker holds."""
-        # An older epoch of it may still wait.
+        """Submit a request to the engine once its prefix was pulled."""
+        # An older epoch of the request may still wait.
         self.drop([submission.key])
-        if submission.pull is None and not (self._coming or self._opening):
+        if submission.pull is None and not (self._pending or self._opening):
             self._parts.engine.submit(submission)
             return
         task = asyncio.create_task(self._run(submission), name=f"pull for {submission.request_id}")
@@ -90,22 +90,22 @@ class Pulls:
         task.add_done_callback(lambda done: self._done(submission, done))
 
     def concerns(self, key: RequestKey) -> bool:
-        """Whether this request waits for its prefix, and will be the engine's."""
+        """Return whether this request waits for its prefix."""
         return key in self._running
 
     def drop(self, keys: Sequence[RequestKey]) -> None:
-        """These are not to be run any more: aborted, or submitted anew."""
+        """Drop requests that were aborted or submitted again."""
         for key in keys:
             task = self._running.pop(key, None)
             if task is not None:
                 task.cancel()
 
     def drop_client(self, client: int) -> None:
-        """Nor is any of this front end's."""
+        """Drop all requests of a front end."""
         self.drop([key for key in self._running if key.client == client])
 
     async def close(self) -> None:
-        """End all; what waits is not run."""
+        """Cancel all pulls; requests that wait are dropped."""
         tasks = list(self._running.values())
         for task in tasks:
             task.cancel()
@@ -114,18 +114,18 @@ class Pulls:
     # ---- one pull
 
     async def bring(self, submission: Submission) -> Outcome:
-        """Have a prompt's prefix come into the cache, and no more: the engine does not get the request.
+        """Pull a prompt's prefix into the cache without submitting the request.
 
-        Requests that lack the same blocks meanwhile wait for it.
+        Requests that lack the same blocks wait for this pull.
         """
         return await self._attempt(submission)
 
     async def _run(self, submission: Submission) -> None:
         began_s = time.monotonic()
         outcome = await self._attempt(submission)
-        if submission.pull is not None or outcome.word == "shared":
-            self._note(submission, outcome, began_s)
-        # From here on it is the engine's: an abort that comes now finds it there.
+        if submission.pull is not None or outcome.result == "shared":
+            self._record(submission, outcome, began_s)
+        # From here on the engine has the request, and an abort finds it there.
         self._running.pop(submission.key, None)
         self._parts.engine.submit(submission)
 
@@ -147,33 +147,33 @@ class Pulls:
             self._parts.metrics.kv_checksum_failures += 1
             return Outcome("corrupt", reason=str(error))
 
-    def _note(self, submission: Submission, outcome: Outcome, began_s: float) -> None:
+    def _record(self, submission: Submission, outcome: Outcome, began_s: float) -> None:
         holder = "" if submission.pull is None else submission.pull.instance_id
-        self._parts.metrics.pulls[outcome.word] += 1
+        self._parts.metrics.pulls[outcome.result] += 1
         self._parts.metrics.pulled_tokens += outcome.blocks * self._parts.shape.block_tokens
         if outcome.reason:
             log.info("%s is computed: no prefix from %s: %s", submission.request_id, holder, outcome.reason)
-        ended_s, came = time.monotonic(), (outcome.blocks, outcome.bytes)
-        self._parts.spans.pulled(submission.traceparent, began_s, ended_s, holder, outcome.word, *came)
+        ended_s, size = time.monotonic(), (outcome.blocks, outcome.bytes)
+        self._parts.spans.pulled(submission.traceparent, began_s, ended_s, holder, outcome.result, *size)
 
     async def _pull(self, submission: Submission) -> Outcome:
         pull = submission.pull
-        return await (self._wait_for_others(submission) if pull is None else self._own(submission, pull))
+        return await (self._wait_for_others(submission) if pull is None else self._pull_own(submission, pull))
 
     async def _wait_for_others(self, submission: Submission) -> Outcome:
-        """One that has nobody to pull from waits for what comes for others."""
+        """Wait for other requests' pulls that fetch this one's blocks."""
         waited = False
         while True:
-            # The engine answers in the order in which it is asked: whoever came after a pull finds it.
+            # The engine answers in order, so a request that follows a pull sees it here.
             names = await run_to_completion(self._parts.engine.fetch_missing(submission))
             self._opening -= {asyncio.current_task()}
-            coming = self._coming.get(names[0]) if names else None
-            if coming is None:
+            pending = self._pending.get(names[0]) if names else None
+            if pending is None:
                 return Outcome("shared" if waited else "none")
             waited = True
-            await coming.wait()
+            await pending.wait()
 
-    async def _own(self, submission: Submission, pull: Pull) -> Outcome:
+    async def _pull_own(self, submission: Submission, pull: Pull) -> Outcome:
         engine, waited = self._parts.engine, False
         while True:
             fetch_id = f"fetch {next(self._numbers)}"
@@ -182,22 +182,22 @@ class Pulls:
                 self._opening -= {asyncio.current_task()}
                 if not names:
                     return Outcome("shared" if waited else "held")
-                coming = self._coming.get(names[0])
-                if coming is None:
-                    return await self._first(fetch_id, names, pull)
+                pending = self._pending.get(names[0])
+                if pending is None:
+                    return await self._pull_first(fetch_id, names, pull)
             finally:
                 await run_to_completion(engine.fetch_drop(fetch_id))
-            # What it brings is looked for; what it does not, is pulled.
+            # Another pull fetches the first block: wait for it, then check again what is still missing.
             waited = True
-            await coming.wait()
+            await pending.wait()
 
-    async def _first(self, fetch_id: str, names: list[bytes], pull: Pull) -> Outcome:
-        """The only one under way that brings this block."""
-        ended = self._coming[names[0]] = asyncio.Event()
+    async def _pull_first(self, fetch_id: str, names: list[bytes], pull: Pull) -> Outcome:
+        """Run the pull that fetches this first block; others that need it wait."""
+        ended = self._pending[names[0]] = asyncio.Event()
         try:
             return await self._fetch(fetch_id, names, pull)
         finally:
-            del self._coming[names[0]]
+            del self._pending[names[0]]
             ended.set()
 
     async def _fetch(self, fetch_id: str, names: list[bytes], pull: Pull) -> Outcome:
@@ -222,7 +222,10 @@ class Pulls:
             loan.close()
 
     async def _transfer(self, fetch_id: str, names: list[bytes], lent: cache_pb2.Lent) -> int:
-        """Bytes that came. Raises KvTransferError, KvIdentityError, KvCorrupt, EngineRefusal."""
+        """Transfer the blocks; return the bytes received.
+
+        Raise KvTransferError, KvIdentityError, KvCorrupt or EngineRefusal.
+        """
         puller = self._parts.puller
         sources = addresses_of(lent.kv_addresses, puller.addresses)
         try:
@@ -244,7 +247,7 @@ class Pulls:
         if known:
             del self._running[submission.key]
         if (error := task_error(task)) is not None:
-            # A mistake of ours; the request has no part in it.
+            # A bug in the pull must not affect the request.
             log.error("a pull failed", exc_info=error)
             if known:
                 self._parts.engine.submit(submission)

@@ -1,1 +1,1 @@
-"""Measuring an engine with requests of the worker's own."""
+"""Profiling of an engine with probe requests."""

@@ -1,4 +1,4 @@
-"""Worker.Profile: the measuring as a stream of events; who hangs up ends it."""
+"""Worker.Profile: run the profiling and stream its progress; a client that disconnects cancels it."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from tailrace.records import ProfileRecord
 from tailrace.v1 import profile_pb2
 from worker_agent.profiling.profiler import BUDGET_S, Profiler
 
-# More than a plan has steps; what nobody reads is not kept.
+# More than the number of steps in a plan; further progress messages are dropped.
 _NEWS_MAX: Final = 256
 
 
 async def profile_events(
     profiler: Profiler, request: profile_pb2.ProfileRequest
 ) -> AsyncGenerator[profile_pb2.ProfileEvent]:
-    """Raises Refused, MeasuringFailed, StoreUnavailable."""
+    """Yield progress messages, then the profile. Raise Refused, ProfilingFailed or StoreUnavailable."""
     news: asyncio.Queue[str | None] = asyncio.Queue(_NEWS_MAX)
 
-    def tell(text: str) -> None:
+    def report(text: str) -> None:
         if not news.full():
             news.put_nowait(text)
 
     async def run() -> ProfileRecord:
         try:
-            return await profiler.profile(tell, force=request.force, budget_s=request.budget_s or BUDGET_S)
+            return await profiler.profile(report, force=request.force, budget_s=request.budget_s or BUDGET_S)
         finally:
             if news.full():
                 news.get_nowait()

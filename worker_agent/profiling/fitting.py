@@ -1,4 +1,4 @@
-"""From samples to a profile: Arrow's curve and Max Running Tokens, the step model, CascadeInfer's QoE."""
+"""Fit a profile: step model, Arrow's TTFT curve and Max Running Tokens, CascadeInfer's QoE model."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from tailrace.profiles import DecodeModel, PrefillModel, Profile
 from tailrace.records import ProfileRecord, QoeRecord, TtftRecord, profile_kind
 from worker_agent.engine.base import EngineInfo
 from worker_agent.profiling.measure import Samples
-from worker_agent.profiling.probes import Lived
+from worker_agent.profiling.probes import ProbeResult
 from worker_agent.speeds import CONTEXT_TOKENS
 
-# Section 4.1 weighs a prefill by alpha, an iteration by beta: as QoeModel.of_profile.
+# Weight of a prefill in CascadeInfer's section 4.1, as in QoeModel.of_profile; that of an iteration is 1.
 _ALPHA: Final = 1 / 256
-# Samples for each of the five coefficients.
+# Minimum number of samples for the five coefficients.
 _QOE_SAMPLES: Final = 25
 
 
 class TooFewSamples(Exception):
-    """The time did not suffice; the message says for what."""
+    """The budget was too small for the samples needed; the message says for which."""
 
 
 def profile_of(
     info: EngineInfo, instance_id: str, samples: Samples, tpot_s: float, took_s: float
 ) -> ProfileRecord:
-    """The record for etcd. `tpot_s`: what Max Running Tokens must keep. Raises TooFewSamples."""
+    """Return the record for etcd. `tpot_s`: TPOT SLO for Max Running Tokens. Raise TooFewSamples."""
     try:
         prefill = fit_times(
             [(-(-tokens // info.step_tokens), tokens, tokens**2) for tokens, _ in samples.ttft],
@@ -48,8 +48,8 @@ def profile_of(
     kind = kind_of(info)
     capacity = info.kv_blocks_total * info.kv_shape.block_tokens
     source = f"measured on {instance_id} by tailrace profile"
-    # Medians say how a time grows with the batch, which no stall tells. But steps add up, to a TPOT or to a
-    # queue, and what adds up is their mean.
+    # Medians show how times grow with the batch, without stalls. But TPOT and queueing delays are sums of
+    # steps, for which the mean matters, so the coefficients are scaled by the ratio of mean to median.
     stalled = 1e3 * fmean(samples.ttft_stalls)
     p_base, p_token, p_squared = (stalled * value for value in prefill.coefficients)
     stalled = 1e3 * fmean(samples.decode_stalls)
@@ -83,12 +83,12 @@ def profile_of(
         ttft=_curve(samples.ttft),
         tpot_s=tpot_s,
         max_running_tokens=min(capacity, max_running_tokens(profile, tpot_s, CONTEXT_TOKENS)),
-        qoe=_qoe(samples.lived),
+        qoe=_qoe(samples.results),
     )
 
 
 def kind_of(info: EngineInfo) -> str:
-    """The name that equal instances have in common."""
+    """Return the profile kind, which equal instances have in common."""
     fingerprint = info.kv_shape.model_fingerprint
     return profile_kind(info.engine, info.model, fingerprint, info.hardware, info.step_tokens)
 
@@ -105,22 +105,25 @@ def _curve(samples: list[tuple[int, float]]) -> TtftRecord:
     )
 
 
-def _qoe(lived: list[Lived]) -> QoeRecord | None:
-    """Section 4.1's least squares. A coefficient that comes out negative is noise, and would have the planner
-    believe that load is good for a batch: it is left out, and the others are fitted again."""
-    if len(lived) < _QOE_SAMPLES:
+def _qoe(results: list[ProbeResult]) -> QoeRecord | None:
+    """Fit the QoE model by section 4.1's least squares; return None with too few samples.
+
+    A negative coefficient is noise, and would make the planner assume that load improves latency: it is set
+    to 0, and the others are fitted again.
+    """
+    if len(results) < _QOE_SAMPLES:
         return None
-    batches = np.array([each.features for each in lived])
-    latencies = np.array([_ALPHA * each.ttft_s + each.tpot_s for each in lived])
+    batches = np.array([each.features for each in results])
+    latencies = np.array([_ALPHA * each.ttft_s + each.tpot_s for each in results])
     kept = np.ones(batches.shape[1])
     while kept.any():
         found = QoeModel.fit(batches * kept, latencies)
-        # One that is left out comes out as nothing but for rounding, which may be negative.
+        # An excluded coefficient is 0 except for rounding errors, which may be negative.
         d0, d1, d2, d3, d4 = (float(value) for value in np.where(kept > 0.0, found.d, 0.0))
         model = QoeModel((d0, d1, d2, d3, d4))
         worst = int(np.argmin(model.d))
         if model.d[worst] >= 0.0:
             error = mean_relative_error(model.requests(batches), latencies)
-            return QoeRecord(d=model.d, error=error, samples=len(lived))
+            return QoeRecord(d=model.d, error=error, samples=len(results))
         kept[worst] = 0.0
     return None

@@ -1,4 +1,4 @@
-"""What to measure on an engine, the cheap before the dear: a budget decides how much of it is done."""
+"""The measurement plan: cheap measurements first, since the budget may end it early."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Final
 
 from worker_agent.engine.base import EngineInfo
 
-# Of the KV cache: what else it holds, and blocks that are not full.
+# Share of the KV cache that probes use; the rest is for other contents and partly filled blocks.
 _KV_SHARE: Final = 0.8
 _SHORTEST: Final = 16
-# Steps of a batch that do nothing but decode; a median of fewer says little.
+# Pure decode steps per batch, enough for a meaningful median.
 _DECODE_STEPS: Final = 24
-# CascadeInfer profiles batch sizes 1, 2, 4, ... and lengths that double (section 4.1); every second one here.
+# CascadeInfer profiles batch sizes 1, 2, 4, ... and doubling lengths (section 4.1); here every second one.
 _FACTOR: Final = 4
 _LONGEST_BATCH: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """So many requests in flight, each of these lengths, each followed by `rounds` - 1 more."""
+    """`requests` concurrent requests of these lengths, in `rounds` rounds."""
 
     requests: int
     prompt_tokens: int
@@ -29,12 +29,12 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """What they hold when they end."""
+        """Return the tokens that the concurrent requests hold at their end."""
         return self.requests * (self.prompt_tokens + self.output_tokens)
 
 
 def prompt_lengths(info: EngineInfo) -> list[int]:
-    """Of the TTFT curve: 16, 32, ... and the longest that there is room for."""
+    """Return the prompt lengths for the TTFT curve: 16, 32, ... and the longest that fits."""
     most = min(info.max_model_len - 2, _room(info))
     lengths = list(_spread(_SHORTEST, most, 2))
     if not lengths or lengths[-1] < most:
@@ -43,11 +43,11 @@ def prompt_lengths(info: EngineInfo) -> list[int]:
 
 
 def batches(info: EngineInfo) -> list[Batch]:
-    """Batch sizes by lengths, by how many tokens they take."""
+    """Return the batches of all sizes and lengths that fit, by their total tokens."""
     found: list[Batch] = []
     for requests in _spread(1, min(info.max_num_seqs, _LONGEST_BATCH), _FACTOR):
         for prompt in _spread(2 * _SHORTEST, info.max_model_len, _FACTOR):
-            # Prompts of a batch take several steps, in which the first of them decode already.
+            # The prompts of a batch take several steps, during which the first ones already decode.
             mixed = -(-requests * prompt // info.step_tokens)
             batch = Batch(requests, prompt, _DECODE_STEPS + 2 * mixed)
             if prompt + batch.output_tokens <= info.max_model_len and batch.tokens <= _room(info):

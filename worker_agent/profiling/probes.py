@@ -1,7 +1,7 @@
-"""Requests of the worker's own, and when their tokens come.
+"""Probes: the worker's own requests, and the timing of their tokens.
 
-They belong to a front end that does not exist: its slot is no front end's, so that nothing of theirs is sent
-to anybody or counted as a user's.
+They have a reserved client slot that belongs to no front end, so that their output is not sent to any front
+end and they are not counted as users' requests.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ from worker_agent.engine.base import (
 
 
 def own_stats(stats: EngineStats, probes: Probes) -> EngineStats:
-    """As if nothing were being measured. Prefix caching and preemptions that probes cause stay."""
+    """Return the engine's statistics without the probes.
+
+    Effects of probes on prefix caching and preemptions remain.
+    """
     if not probes.generated_tokens and not len(probes):
         return stats
     users = [request for request in stats.requests if request.frontend_id != NAME]
@@ -49,25 +52,25 @@ def own_stats(stats: EngineStats, probes: Probes) -> EngineStats:
 
 
 PROBES: Final = -1
-"""The slot of probes among front ends' (which count from 0)."""
+"""The client slot of probes; those of front ends count from 0."""
 
 NAME: Final = "tailrace-profile"
-"""The front end's name that the engine has for them."""
+"""The front-end id of probes."""
 
 _ENDED: Final = int(OutputFlag.FINISHED | OutputFlag.FAILED)
-# Printable ASCII: no special token of a byte-level tokenizer, and below any model's vocabulary.
+# Printable ASCII: no special tokens of a byte-level tokenizer, and within any model's vocabulary.
 _TOKENS: Final = range(32, 127)
 
 Floats = NDArray[np.float64]
 
 
 class ProbeFailed(Exception):
-    """The engine does not run a probe; the message says which."""
+    """A probe failed; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
-class Lived:
-    """One probe from its submission to its end; times in seconds."""
+class ProbeResult:
+    """The measurements of a finished probe; times in seconds."""
 
     prompt_tokens: int
     output_tokens: int
@@ -80,54 +83,54 @@ class Lived:
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """A step that did nothing but decode: every request made a token, none its first one."""
+    """A pure decode step: every request made a token, none its first one."""
 
     seconds: float
     requests: int
-    # In the batch when the step began.
+    # KV tokens of the batch at the start of the step.
     kv_tokens: int
 
 
 @dataclass(slots=True)
-class _Live:
+class _LiveProbe:
     key: RequestKey
     prompt_tokens: int
     wanted: int
     submitted_s: float
-    # The integral of the features when it was submitted.
+    # The integral of the batch features at its submission.
     before: Floats
     first_s: float = 0.0
     made: int = 0
 
 
 @dataclass(slots=True)
-class Seen:
-    """What has ended and what was stepped since this was begun."""
+class Observations:
+    """Finished probes and decode steps since `Probes.begin`."""
 
-    lived: list[Lived] = field(default_factory=list)
+    results: list[ProbeResult] = field(default_factory=list)
     steps: list[DecodeStep] = field(default_factory=list)
 
 
 class Probes:
-    """EngineSink in front of the worker's own: takes the probes' outputs, passes all else on."""
+    """An EngineSink that takes the outputs of probes, and passes everything else on to `inner`."""
 
-    # Whether to give up when a user's request makes a token meanwhile.
-    alone = True
+    # Whether to fail if a user's request makes a token meanwhile.
+    exclusive = True
 
     def __init__(self, inner: EngineSink, clock: Callable[[], float], seed: int = 0) -> None:
-        """`clock`: seconds. `seed`: of the prompts' text, which is never the same twice, for an engine that
-        knows a prompt does not compute it again."""
+        """`clock`: returns seconds. `seed`: seed of the prompts' random tokens; prompts differ, so that the
+        prefix cache does not affect the measurement."""
         self.generated_tokens = 0
         self._inner = inner
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._random = random.Random(seed)
         self._handles = 0
-        self._live: dict[int, _Live] = {}
+        self._live: dict[int, _LiveProbe] = {}
         self._changed = asyncio.Event()
-        self._seen = Seen()
+        self._observed = Observations()
         self._failed = ""
-        # Running sums over the live ones (n, I, I^2, L), their integral, and up to when.
+        # Sums over the live probes (n, I, I^2, L), their integral over time, and its end.
         self._sums = np.zeros(5)
         self._integral = np.zeros(5)
         self._until_s = 0.0
@@ -143,7 +146,7 @@ class Probes:
         if columns.client == PROBES:
             self._loop.call_soon_threadsafe(self._step, columns)
             return
-        if self._live and self.alone:
+        if self._live and self.exclusive:
             self._loop.call_soon_threadsafe(self._fail, "a user's request came; it goes first")
         self._inner.on_step(columns)
 
@@ -156,47 +159,49 @@ class Probes:
         self._fail(f"the engine failed: {reason}")
         self._inner.on_engine_dead(reason)
 
-    # ---- for who measures
+    # ---- for the measurement
 
-    def begin(self) -> Seen:
-        """Start over; what is seen from now on goes into what is returned."""
-        self._seen = Seen()
+    def begin(self) -> Observations:
+        """Start new observations, and return them."""
+        self._observed = Observations()
         self._stepped_s = None
-        return self._seen
+        return self._observed
 
     def submit(self, engine: Engine, prompt_tokens: int, output_tokens: int) -> None:
-        """A request of exactly these lengths."""
+        """Submit a probe of exactly these lengths."""
         now_s = self._clock()
         self._accumulate(now_s)
         self._handles += 1
         key, name = RequestKey(PROBES, self._handles), f"{NAME}-{self._handles}"
         prompt = self._random.choices(_TOKENS, k=prompt_tokens)
-        self._live[self._handles] = _Live(key, prompt_tokens, output_tokens, now_s, self._integral.copy())
+        self._live[self._handles] = _LiveProbe(
+            key, prompt_tokens, output_tokens, now_s, self._integral.copy()
+        )
         self._sums += (0.0, 1.0, prompt_tokens, prompt_tokens**2, prompt_tokens)
         frames = _frames(name, prompt, output_tokens)
         engine.submit(Submission(key, name, epoch=0, frames=frames, frontend_id=NAME))
 
     @property
-    def seen(self) -> Seen:
-        """Since `begin`."""
-        return self._seen
+    def observed(self) -> Observations:
+        """Return the observations since `begin`."""
+        return self._observed
 
     async def ended(self, count: int) -> None:
-        """Until so many probes have ended since `begin`. Raises ProbeFailed."""
-        while len(self._seen.lived) < count:
+        """Wait until `count` probes have ended since `begin`. Raise ProbeFailed."""
+        while len(self._observed.results) < count:
             if self._failed:
                 raise ProbeFailed(self._failed)
             self._changed.clear()
             await self._changed.wait()
 
     def drop(self, engine: Engine) -> None:
-        """End all of them."""
+        """Abort all probes."""
         engine.abort_client(PROBES)
         self._live.clear()
         self._sums[:] = 0.0
         self._failed = ""
 
-    # ---- inside
+    # ---- internal
 
     def _fail(self, reason: str) -> None:
         self._failed = reason
@@ -224,10 +229,10 @@ class Probes:
         whole = len(decoding) == len(self._live) and set(columns.handles) >= self._live.keys()
         if whole and decoding and self._stepped_s is not None:
             kv_tokens = sum(live.prompt_tokens + live.made for live in decoding)
-            self._seen.steps.append(DecodeStep(now_s - self._stepped_s, len(decoding), kv_tokens))
+            self._observed.steps.append(DecodeStep(now_s - self._stepped_s, len(decoding), kv_tokens))
         self._stepped_s = now_s
 
-    def _end(self, handle: int, live: _Live, flags: int, now_s: float) -> None:
+    def _end(self, handle: int, live: _LiveProbe, flags: int, now_s: float) -> None:
         del self._live[handle]
         prompt = live.prompt_tokens
         self._sums -= (0.0, 1.0, prompt, prompt**2, prompt + live.made)
@@ -239,7 +244,7 @@ class Probes:
         features[0] = 1.0
         between_s = (now_s - live.first_s) / (live.made - 1) if live.made > 1 else 0.0
         ttft_s = live.first_s - live.submitted_s
-        self._seen.lived.append(Lived(prompt, live.made, ttft_s, between_s, features))
+        self._observed.results.append(ProbeResult(prompt, live.made, ttft_s, between_s, features))
 
     def _accumulate(self, now_s: float) -> None:
         self._integral += self._sums * (now_s - self._until_s)
@@ -247,7 +252,7 @@ class Probes:
 
 
 def _frames(request_id: str, prompt: list[int], output_tokens: int) -> list[bytes]:
-    """vLLM's EngineCoreRequest: greedy, so many tokens whatever they are."""
+    """Encode vLLM's EngineCoreRequest: greedy sampling of exactly `output_tokens` tokens."""
     sampling = {"temperature": 0.0, "max_tokens": output_tokens, "ignore_eos": True}
     request = [request_id, prompt, None, sampling, None, time.time(), None, None, None]
     return [msgspec.msgpack.encode(request)]

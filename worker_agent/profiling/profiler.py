@@ -1,4 +1,4 @@
-"""Measures this worker's engine, and keeps what was found in etcd for all of its kind."""
+"""Measure this worker's engine, and store the profile in etcd for all instances of its kind."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ log = logging.getLogger(__name__)
 
 BUDGET_S: Final = 60.0
 BUDGET_MAX_S: Final = 600.0
-# Beside the budget: for a step in progress, the fits and etcd.
+# Time beyond the budget for a step in progress, the fits and etcd.
 _MARGIN_S: Final = 30.0
 
 
 class Refused(Exception):
-    """It is not measured now; the message says why."""
+    """Profiling was refused; the message says why."""
 
 
-class MeasuringFailed(Exception):
-    """It was begun and gave nothing; the message says why."""
+class ProfilingFailed(Exception):
+    """Profiling was started but gave no profile; the message says why."""
 
 
 class Profiler:
-    """One a worker; one measuring at a time."""
+    """The profiler of a worker; it runs one profiling at a time."""
 
     def __init__(
         self,
@@ -45,7 +45,8 @@ class Profiler:
         store: Store,
         tpot_s: Callable[[], float],
     ) -> None:
-        """`users`: the requests that the worker carries. `tpot_s`: what Max Running Tokens must keep, now."""
+        """`users`: the requests that the worker carries. `tpot_s`: returns the current TPOT SLO for Max
+        Running Tokens."""
         self.kind = kind_of(info)
         self._instance_id = instance_id
         self._engine = engine
@@ -57,11 +58,12 @@ class Profiler:
         self._busy = False
 
     async def profile(
-        self, tell: Callable[[str], None], *, force: bool = False, budget_s: float = BUDGET_S
+        self, report: Callable[[str], None], *, force: bool = False, budget_s: float = BUDGET_S
     ) -> ProfileRecord:
-        """Measure and store. `force`: although it carries requests. Cancelling it ends the probes.
+        """Measure the engine and store the profile. Cancelling aborts the probes.
 
-        Raises Refused, MeasuringFailed, StoreUnavailable.
+        `report` gets progress messages; `force`: measure even if the worker carries requests. Raise Refused,
+        ProfilingFailed or StoreUnavailable.
         """
         if self._busy:
             raise Refused(f"{self._instance_id} is already being profiled")
@@ -72,15 +74,18 @@ class Profiler:
             )
         self._busy = True
         try:
-            record = await self._measured(tell, force, min(budget_s, BUDGET_MAX_S))
+            record = await self._measured(report, force, min(budget_s, BUDGET_MAX_S))
         finally:
             self._busy = False
         await self._store.put(f"{PROFILES}{self.kind}", msgspec.json.encode(record))
         return record
 
     async def at_start(self, budget_s: float = BUDGET_S) -> None:
-        """Unless there is one for its kind, measure; of equal workers that start together, one does, and the
-        others wait for it. Without success a worker serves all the same. Raises StoreUnavailable."""
+        """Measure unless there is a profile of this kind.
+
+        Of equal workers that start together, one measures and the others wait for it. After a failure the
+        worker serves without a profile. Raise StoreUnavailable.
+        """
         if await self._store.get(f"{PROFILES}{self.kind}") is not None:
             log.info("%s is already profiled as %s", self._instance_id, self.kind)
             return
@@ -88,7 +93,7 @@ class Profiler:
         if await self._store.create_leased(self._lock, self._instance_id.encode(), lease):
             try:
                 await self.profile(self._log, budget_s=budget_s)
-            except (Refused, MeasuringFailed) as error:
+            except (Refused, ProfilingFailed) as error:
                 log.warning("%s starts without a profile: %s", self._instance_id, error)
             finally:
                 await self._store.revoke_lease(lease)
@@ -113,17 +118,17 @@ class Profiler:
     def _log(self, text: str) -> None:
         log.info("%s profiles: %s", self._instance_id, text)
 
-    async def _measured(self, tell: Callable[[str], None], force: bool, budget_s: float) -> ProfileRecord:
+    async def _measured(self, report: Callable[[str], None], force: bool, budget_s: float) -> ProfileRecord:
         loop = asyncio.get_running_loop()
-        self._probes.alone = not force
+        self._probes.exclusive = not force
         began_s = loop.time()
         try:
-            samples = await measure(self._engine, self._info, self._probes, budget_s, tell)
+            samples = await measure(self._engine, self._info, self._probes, budget_s, report)
             took_s = loop.time() - began_s
             return profile_of(self._info, self._instance_id, samples, self._tpot_s(), took_s)
         except ProbeFailed as error:
-            raise MeasuringFailed(f"{self._instance_id}: {error}") from error
+            raise ProfilingFailed(f"{self._instance_id}: {error}") from error
         except TooFewSamples as error:
-            raise MeasuringFailed(
+            raise ProfilingFailed(
                 f"{self._instance_id}: {error}; give it more than {budget_s:g} s"
             ) from error
