@@ -1,1 +1,1 @@
-"""A whole cluster on one machine: what `tailrace up` starts and `tailrace down` stops."""
+"""A complete cluster on one machine: `tailrace up`, `tailrace restart` and `tailrace down`."""

@@ -1,4 +1,4 @@
-"""By which certificates a local cluster is reached."""
+"""The client certificates of a local cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ETCD_ROOT: Final = Identity(Role.ETCD_ROOT, "local")
 
 
 def transport_of(certificates: str, identity: Identity) -> Transport:
-    """How `identity` reaches the cluster's parts; in the clear where `certificates` is empty."""
+    """Return the transport of `identity` to the cluster's parts; unencrypted if `certificates` is empty."""
     if not certificates:
         return PLAIN
     folder = certificate_folder(certificates, identity.role.value, identity.name)

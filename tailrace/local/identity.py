@@ -1,4 +1,4 @@
-"""Which process a pid names, so that a stranger who got the number later is never signalled. Linux."""
+"""Identify processes beyond their pids, so that a reused pid is never signalled. Linux only."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import msgspec
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """A process for all time: its pid, when it started (clock ticks since boot), and which boot that was."""
+    """A unique process: its pid, its start time in clock ticks since boot, and the id of that boot."""
 
     pid: int
     start_ticks: int
     boot_id: str
 
     def alive(self) -> bool:
-        """The very process runs (a zombie does not)."""
+        """Return whether this very process is running; a zombie is not."""
         stat = _stat(self.pid)
         return (
             stat is not None
@@ -27,10 +27,10 @@ class Identity(msgspec.Struct, frozen=True):
         )
 
     def session_members(self) -> list[int]:
-        """Pids of the living processes of the session that this process leads or led.
+        """Return the pids of running processes in the session that this process leads or led.
 
-        The kernel gives a pid to nobody else while a session bears it. So if another process has the pid now,
-        the session is over and what bears the number is a stranger's.
+        The kernel does not reuse a pid while a session has it as its id. So if another process has the pid
+        now, the session is over, and any session with that id is another one.
         """
         if self.boot_id != _boot_id():
             return []
@@ -48,7 +48,7 @@ class _Stat(msgspec.Struct, frozen=True):
 
 
 def identify(pid: int) -> Identity:
-    """The identity of a running process. Raises ProcessLookupError when there is none."""
+    """Return the identity of a running process. Raise ProcessLookupError if there is none."""
     stat = _stat(pid)
     if stat is None:
         raise ProcessLookupError(pid)
@@ -60,12 +60,12 @@ def _boot_id() -> str:
 
 
 def _stat(pid: int) -> _Stat | None:
-    """Fields 3, 6 and 22 of /proc/<pid>/stat (proc_pid_stat(5)), or None when there is no such process."""
+    """Read fields 3, 6 and 22 of /proc/<pid>/stat (proc_pid_stat(5)); return None if there is no process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The command name, in parentheses, may hold anything; what follows the last one is regular.
+    # The command name, in parentheses, may contain anything, so parse after the last parenthesis.
     fields = text.rpartition(")")[2].split()
     return _Stat(pid=pid, state=fields[0], session=int(fields[3]), start_ticks=int(fields[19]))
 

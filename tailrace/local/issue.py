@@ -1,4 +1,4 @@
-"""Make the certificates of a local cluster. Apart from their use, which needs no library to sign."""
+"""Issue the certificates of a local cluster. A separate file, since using them needs no signing library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tailrace.security.roles import Identity, Role
 
 
 def issue_certificates(plan: Plan) -> None:
-    """Make an authority, and a certificate for each part and for whoever started the cluster."""
+    """Create an authority, and issue certificates for each part, the operator and etcd's root user."""
     if not plan.certificates:
         return
     authority = Authority.create(Path(plan.certificates))

@@ -1,4 +1,4 @@
-"""What `tailrace up` was asked for."""
+"""The options of `tailrace up`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tailrace.tiny import MODEL_PATH
 
 
 class Engine(enum.StrEnum):
-    """What a worker runs."""
+    """The engine of the workers."""
 
     VLLM = "vllm"
     SIMULATED = "simulated"
 
 
 class Front(enum.StrEnum):
-    """Which of vLLM's API servers serves HTTP."""
+    """The API server of the front ends: vLLM's Python or Rust one."""
 
     PYTHON = "python"
     RUST = "rust"
@@ -26,7 +26,8 @@ class Front(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterOptions:
-    """A local cluster. `model` is a folder or a name that vLLM knows, `served_name` what clients say."""
+    """The options of a local cluster. `model`: a folder or a name that vLLM knows; `served_name`: the model
+    name that clients use."""
 
     workers: int
     engine: Engine
@@ -40,37 +41,36 @@ class ClusterOptions:
     reasoning_parser: str | None
     # None: the scheduler's own default.
     policy: str | None
-    # Those of the policy that are not at their defaults.
+    # The policy's parameters that differ from their defaults.
     policy_parameters: Mapping[str, str]
-    # Cores and GPUs (ids) that the workers share.
+    # Number of cores, and ids of GPUs, that the workers share.
     cores: int
     gpus: tuple[str, ...]
     # The workers' length predictor; None: each worker's default. Empty: none.
     predictor: str | None = None
-    # Devices of each worker's engine: those that share a layer, times stages.
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
-    # Measure the engines before they join, one of each kind.
+    # Whether to profile one engine of each kind before it joins.
     profile: bool = False
     # Further options of `tailrace serve worker`.
     worker_arguments: tuple[str, ...]
     # Flags of `vllm serve` for the API server of each front end.
     frontend_arguments: tuple[str, ...] = ()
-    # Seconds for which the front ends keep answers; 0: they keep none.
+    # Seconds for which the front ends keep answers; 0: disabled.
     keep_answers_s: float = 0.0
-    # Where spans go; None: nowhere. MONITOR_TRACES: to the cluster's own monitor.
+    # OTLP endpoint for spans; None: disabled. MONITOR_TRACES: the cluster's own monitor.
     traces: str | None
-    # With certificates, made for this cluster.
+    # Whether to use TLS with certificates issued for this cluster.
     tls: bool = False
 
     @property
     def ranks(self) -> int:
-        """Devices of each worker."""
+        """Return the number of devices of each worker."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def serves_tiny_model(self) -> bool:
-        """Whether the model is the one that Tailrace ships."""
+        """Return whether the model is the one shipped with Tailrace."""
         return Path(self.model).resolve() == MODEL_PATH
 
 

@@ -1,4 +1,4 @@
-"""What to start, in which order, with which arguments. Pure: it starts and asks nothing."""
+"""Plan the processes of a local cluster: their order, arguments and environment. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tailrace.security.roles import Role
 
 
 class Tier(enum.StrEnum):
-    """Parts of a tier start together, after those of the tiers above; they stop in reverse."""
+    """A group of parts that start together; tiers start in this order and stop in reverse."""
 
     ETCD = "etcd"
     CONTROL = "control"
@@ -24,56 +24,56 @@ class Tier(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PartSpec:
-    """One process: its command, what its environment has besides ours, and where it says that it is ready."""
+    """One process: its command, its additional environment, and its health address."""
 
     name: str
     tier: Tier
     command: Sequence[str]
-    # gRPC health (or, for etcd, HTTP health) at HOST:PORT.
+    # HOST:PORT of gRPC health (of etcd: HTTP health).
     address: str
-    # For it alone.
+    # Environment of this part only.
     environment: Mapping[str, str] = field(default_factory=dict)
-    # What the cluster will know it by; for workers: every instance in it.
+    # Instances in it, for workers only.
     members: Sequence[str] = ()
-    # HTTP address, for front ends alone.
+    # HTTP address, for front ends only.
     http: str = ""
-    # Its certificate's; empty: it has none.
+    # Role of its certificate; empty: it has none.
     role: str = ""
-    # Takes seconds of CPU to start: not all of them at once.
+    # Whether it needs seconds of CPU to start, so that not all of them start at once.
     heavy: bool = False
     timeout_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A whole cluster. `environment` is for every part."""
+    """A complete cluster. `environment` applies to every part."""
 
     parts: Sequence[PartSpec]
     environment: Mapping[str, str]
     admin: str
     http: str
     etcd: str
-    # Folder of the certificates; empty: everything is in the clear.
+    # Folder of the certificates; empty: no TLS.
     certificates: str = ""
 
     def tier(self, tier: Tier) -> list[PartSpec]:
-        """The parts of one tier, in order."""
+        """Return the parts of one tier, in order."""
         return [part for part in self.parts if part.tier is tier]
 
 
 _GPU_MEMORY = 0.9
-"""Share of a GPU's memory that its workers may take together."""
+"""Share of a GPU's memory that its workers may use together."""
 
 _PROCESSES_MAX = 8
-"""Simulated workers that get a process each; more of them share processes."""
+"""Up to this many simulated workers get their own process; more share processes."""
 
-_WORKERS_A_PROCESS = 25
+_WORKERS_PER_PROCESS = 25
 
 _VLLM_TIMEOUT_S = 600.0
-"""For a worker or API server to load vLLM and a model; that it died is noticed at once."""
+"""Timeout for a worker or API server to load vLLM and a model; its exit is detected at once."""
 
 _PROFILE_TIMEOUT_S = 150.0
-"""For a simulated worker to be profiled, or to wait for another that is."""
+"""Additional timeout for a simulated worker to be profiled, or to wait for another one's profiling."""
 
 
 def make_plan(
@@ -83,11 +83,11 @@ def make_plan(
     tailrace: Sequence[str],
     data: str,
 ) -> Plan:
-    """Lay a cluster out.
+    """Plan a cluster.
 
-    `free_ports` gives so many ports; `etcd_command` the command of an etcd for clients on one port, which
-    with certificates tells its health on another; `tailrace` is the command that runs `tailrace`; `data` is
-    the folder for what parts keep.
+    `free_ports(n)`: returns n free ports; `etcd_command(port, health_port)`: returns the command of an etcd,
+    which serves its health on a separate port if it has certificates; `tailrace`: the command that runs
+    `tailrace`; `data`: folder for the parts' data.
     """
     groups = _groups(options)
     services = 2 + options.schedulers + len(groups) + options.frontends
@@ -134,9 +134,9 @@ def make_plan(
 
 
 def _groups(options: ClusterOptions) -> list[range]:
-    """The numbers of the workers that share a process; an engine of vLLM's wants one for itself."""
-    apart = options.engine is Engine.VLLM or options.workers <= _PROCESSES_MAX
-    size = 1 if apart else _WORKERS_A_PROCESS
+    """Return the numbers of the workers that share each process; a vLLM engine needs its own process."""
+    separate = options.engine is Engine.VLLM or options.workers <= _PROCESSES_MAX
+    size = 1 if separate else _WORKERS_PER_PROCESS
     return [range(first, min(first + size, options.workers)) for first in range(0, options.workers, size)]
 
 
@@ -155,14 +155,14 @@ def _worker(options: ClusterOptions, service: Callable[..., PartSpec], group: ra
         part = service("worker", members[0], Tier.WORKER, *arguments, *options.worker_arguments)
         timeout_s = part.timeout_s + (_PROFILE_TIMEOUT_S if options.profile else 0.0)
         return replace(part, members=members, timeout_s=timeout_s)
-    # Engines that each start a thread a core slow one another down; the API server wants a core, too.
+    # Engines with one thread per core each would slow each other down; leave a core for the API server.
     threads = max(1, (options.cores - 1) // (options.workers * options.ranks))
     environment = {"OMP_NUM_THREADS": str(threads)}
     if options.ranks > 1:
         arguments += ["--tensor-parallel-size", str(options.tensor_parallel_size)]
         arguments += ["--pipeline-parallel-size", str(options.pipeline_parallel_size)]
     if options.gpus:
-        # So many GPUs side by side for each worker; one that needs more than there are says so.
+        # Adjacent GPUs for each worker. A worker that needs more than there are fails with a message.
         places = max(1, len(options.gpus) // options.ranks)
         first = number % places * options.ranks
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(options.gpus[first : first + options.ranks])
@@ -193,12 +193,12 @@ def _numbered(name: str, number: int, count: int) -> str:
 
 
 def certificate_folder(certificates: str, role: str, name: str) -> str:
-    """Where a part's certificate is (tailrace/security/authority.py)."""
+    """Return the folder of a part's certificate (tailrace/security/authority.py)."""
     return f"{certificates}/issued/{role}/{name}"
 
 
 def span_certificates(folder: str) -> dict[str, str]:
-    """For OpenTelemetry's exporter, which reads no options of ours."""
+    """Return the environment that gives the certificates to OpenTelemetry's exporter."""
     return {
         "OTEL_EXPORTER_OTLP_CERTIFICATE": f"{folder}/{AUTHORITIES}",
         "OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE": f"{folder}/{CERTIFICATE}",
@@ -207,7 +207,7 @@ def span_certificates(folder: str) -> dict[str, str]:
 
 
 def _environment(options: ClusterOptions, monitor: str) -> dict[str, str]:
-    # vLLM reports its use to its makers unless told not to; a local cluster talks to nobody.
+    # Disable vLLM's usage reporting: a local cluster makes no outgoing connections.
     environment = {"VLLM_NO_USAGE_STATS": "1"}
     if options.traces is not None:
         scheme = "https" if options.tls else "http"

@@ -12,15 +12,15 @@ LOOPBACK: Final = "127.0.0.1"
 
 _FIRST_PORT: Final = 20_000
 _BEYOND_PORTS: Final = 32_768
-"""Where Linux's ports for outgoing connections begin: any of those may be taken at any moment."""
+"""First of Linux's ports for outgoing connections, which may be taken at any moment."""
 
 
 class PortUnavailable(RuntimeError):
-    """The port that users were to reach cannot be had."""
+    """A port is in use or cannot be bound; the message says what to do."""
 
 
 def require_free(host: str, port: int) -> None:
-    """Raise PortUnavailable, saying what to do, when nothing could listen on the port."""
+    """Raise PortUnavailable if it is not possible to listen on the port."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -38,11 +38,11 @@ def require_free(host: str, port: int) -> None:
 
 
 def free_ports(count: int) -> Sequence[int]:
-    """So many different ports of the loopback interface that nothing listens on.
+    """Return `count` different free ports of the loopback interface.
 
-    They lie below those that the system gives to outgoing connections, so only another that looks for a
-    port to listen on could take one before its part binds it; they are drawn at random, so that two who look
-    at once hardly meet. Raises PortUnavailable when there are not so many.
+    They are below the system's ports for outgoing connections, so only a process that looks for a port to
+    listen on could take one before its part binds it; they are drawn at random, so that two such processes
+    rarely collide. Raise PortUnavailable if there are too few.
     """
     ports: list[int] = []
     candidates = random.SystemRandom().sample(range(_FIRST_PORT, _BEYOND_PORTS), _BEYOND_PORTS - _FIRST_PORT)
@@ -58,7 +58,7 @@ def free_ports(count: int) -> Sequence[int]:
 
 def _is_free(port: int) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # As the parts will: a port whose last connections are still timing out can be listened on.
+        # As the parts do: allows ports with connections in TIME_WAIT.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((LOOPBACK, port))

@@ -1,4 +1,4 @@
-"""One part of the cluster as a process of its own session, with its log in a file."""
+"""A part of the cluster as a process with its own session and a log file."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _LAST_LINES: Final = 20
 
 
 class PartFailed(RuntimeError):
-    """A part ended, or did not become ready in time. The message is for the user, log lines included."""
+    """A part exited or was not ready in time. The message is for users, and includes log lines."""
 
 
 class PartProcess:
-    """A part that was started here. It outlives this process: it has a session of its own."""
+    """A part started by this process. It has its own session, so it outlives this process."""
 
     def __init__(self, spec: PartSpec, log: Path, environment: Mapping[str, str]) -> None:
-        """Start it. Raises PartFailed when its program cannot be run."""
+        """Start the part. Raise PartFailed if its program cannot be run."""
         self.spec = spec
         self.log = log
         try:
@@ -48,22 +48,22 @@ class PartProcess:
         )
 
     def check(self) -> None:
-        """Raise PartFailed, with the last lines of the log, if it has ended."""
+        """Raise PartFailed with the last lines of the log if the part has exited."""
         code = self._process.poll()
         if code is not None:
-            raise PartFailed(f"{self.spec.name} exited while starting ({_how(code)}){self._last_words()}")
+            raise PartFailed(f"{self.spec.name} exited while starting ({_cause(code)}){self._log_tail()}")
 
-    def late(self) -> PartFailed:
-        """The error for not being ready in time."""
+    def timed_out(self) -> PartFailed:
+        """Return the error of a part that was not ready in time."""
         return PartFailed(
-            f"{self.spec.name} was not ready after {self.spec.timeout_s:.0f} s{self._last_words()}"
+            f"{self.spec.name} was not ready after {self.spec.timeout_s:.0f} s{self._log_tail()}"
         )
 
     def reap(self) -> None:
-        """Take note of its end, so that no zombie stays while this process lives."""
+        """Reap the process if it has exited, so that it does not remain a zombie."""
         self._process.poll()
 
-    def _last_words(self) -> str:
+    def _log_tail(self) -> str:
         with self.log.open(errors="replace") as lines:
             last = [f"  {line.rstrip()}" for line in deque(lines, maxlen=_LAST_LINES)]
         if not last:
@@ -71,7 +71,7 @@ class PartProcess:
         return "\n".join([f"; the last lines of {self.log}:", *last])
 
 
-def _how(code: int) -> str:
+def _cause(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
     name = signal.Signals(-code).name

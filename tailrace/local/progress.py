@@ -1,4 +1,4 @@
-"""What `tailrace up` shows while it waits, on stderr: a live list on a terminal, else lines."""
+"""Progress display of `tailrace up` on stderr: a live list on a terminal, else lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.table import Table
 
 
 class Step(enum.StrEnum):
-    """How far a part is."""
+    """The state of a part."""
 
     QUEUED = "waiting for its turn"
     STOPPING = "stopping"
@@ -26,7 +26,7 @@ class Step(enum.StrEnum):
 
 
 class Progress(Protocol):
-    """Told of every step of every part."""
+    """Displays the steps of all parts."""
 
     def __enter__(self) -> Self: ...
 
@@ -38,16 +38,16 @@ class Progress(Protocol):
     ) -> None: ...
 
     def show(self, name: str, step: Step) -> None:
-        """The part of that name has come so far."""
+        """Show that the part has reached a step."""
 
 
 def make_progress(names: Sequence[str], command: str = "tailrace up") -> Progress:
-    """The one that suits stderr."""
+    """Return a live display if stderr is a terminal, else a plain one."""
     return LiveProgress(names) if sys.stderr.isatty() else PlainProgress(command)
 
 
 class PlainProgress:
-    """A line for each part that stops, starts or is ready."""
+    """Print a line for each part that stops, starts or is ready."""
 
     def __init__(self, command: str = "tailrace up") -> None:
         self._command = command
@@ -62,10 +62,10 @@ class PlainProgress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Nothing to put away."""
+        """Do nothing."""
 
     def show(self, name: str, step: Step) -> None:
-        """Print it, unless the part only waits for its turn."""
+        """Print the step, except QUEUED."""
         if step is Step.QUEUED:
             return
         if step is Step.STARTING:
@@ -75,7 +75,7 @@ class PlainProgress:
 
 
 class LiveProgress:
-    """All parts in a list, each with its step and how long that has taken."""
+    """Show all parts in a live list, with steps and durations."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._steps = dict.fromkeys(names, Step.QUEUED)
@@ -99,7 +99,7 @@ class LiveProgress:
         self._live.stop()
 
     def show(self, name: str, step: Step) -> None:
-        """Note it; the display follows."""
+        """Record the step; the display refreshes by itself."""
         now = time.monotonic()
         if step is Step.STARTING:
             self._started_s[name] = now

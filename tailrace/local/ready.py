@@ -1,4 +1,4 @@
-"""Wait until a part is ready."""
+"""Check whether a part is ready, and wait for it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ _CALL_TIMEOUT_S: Final = 2.0
 
 
 async def active_instances(admin: str, transport: Transport = PLAIN) -> dict[str, str]:
-    """Incarnations by instance id, of instances that take new work, as the first scheduler of `admin`
-    (HOST:PORT[,..]) that answers sees them; none when no scheduler does."""
+    """Return the incarnations of the active instances by id, from the first scheduler that answers.
+
+    `admin`: HOST:PORT[,..] of the schedulers. Empty if none answers.
+    """
     for address in admin.split(","):
         async with transport.channel(address, Role.SCHEDULER, ()) as channel:
             try:
@@ -41,7 +43,7 @@ _POLL_S: Final = 0.1
 
 
 async def wait_ready(process: PartProcess, progress: Progress, transport: Transport = PLAIN) -> None:
-    """Until the part answers. Raises PartFailed when it ends, or is late."""
+    """Wait until the part is ready. Raise PartFailed if it exits or is not ready in time."""
     spec = process.spec
     try:
         async with asyncio.timeout(spec.timeout_s):
@@ -50,7 +52,7 @@ async def wait_ready(process: PartProcess, progress: Progress, transport: Transp
                 await asyncio.sleep(_POLL_S)
     except TimeoutError:
         progress.show(spec.name, Step.FAILED)
-        raise process.late() from None
+        raise process.timed_out() from None
     except PartFailed:
         progress.show(spec.name, Step.FAILED)
         raise
@@ -58,7 +60,7 @@ async def wait_ready(process: PartProcess, progress: Progress, transport: Transp
 
 
 async def is_ready(spec: PartSpec, transport: Transport = PLAIN) -> bool:
-    """One attempt, at most a few seconds long."""
+    """Return whether the part is ready; takes a few seconds at most."""
     try:
         await asyncio.to_thread(_check, spec, transport)
     except Unhealthy:
@@ -73,5 +75,5 @@ def _check(spec: PartSpec, transport: Transport) -> None:
     role = Role(spec.role) if spec.role else Role.WORKER
     check_grpc(spec.address, "", _TIMEOUT_S, transport, role)
     if spec.http:
-        # Asked for without a key.
+        # This path needs no API key.
         check_http(f"{spec.http}/health", _TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""What a local cluster needs of this machine, found out before anything starts: packages, GPUs, precision."""
+"""Check what a local cluster needs before anything starts: packages, GPUs, precision."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tailrace.tiny import MODEL_PATH
 
 
 class Missing(RuntimeError):
-    """Something is not installed; the message says what and how to get it."""
+    """A package is not installed; the message says which, and how to install it."""
 
 
 def require_installed(options: ClusterOptions) -> None:
-    """Raise Missing for the first thing that is not there."""
+    """Raise Missing for the first package that is not installed."""
     needs_vllm = options.engine is Engine.VLLM or options.front is Front.PYTHON
     if needs_vllm and find_spec("vllm") is None:
         raise Missing("vLLM is not installed; scripts/install.sh installs it (the CPU build where no GPU is)")
@@ -32,7 +32,8 @@ def require_installed(options: ClusterOptions) -> None:
 
 
 def _rust_front_end() -> str | None:
-    """Where vllm-rs is: named by VLLM_RUST_FRONTEND_PATH, beside this Python, or on PATH."""
+    """Return the path of vllm-rs: from VLLM_RUST_FRONTEND_PATH, next to this Python, or on PATH; None: not
+    found."""
     named = os.environ.get("VLLM_RUST_FRONTEND_PATH")
     if named:
         return named if Path(named).exists() else None
@@ -44,7 +45,7 @@ _TIMEOUT_S: Final = 10.0
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """Ids of the GPUs that may be used: those in CUDA_VISIBLE_DEVICES, else all that nvidia-smi lists."""
+    """Return the ids of the usable GPUs: those in CUDA_VISIBLE_DEVICES, else all that nvidia-smi lists."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return tuple(part.strip() for part in named.split(",") if part.strip())
@@ -61,8 +62,9 @@ def visible_gpus() -> tuple[str, ...]:
 def loses_precision(model: str, worker_arguments: Sequence[str]) -> bool:
     """Return whether the model folder holds float32 weights and no dtype is given to the workers.
 
-    vLLM's `dtype=auto` serves float32 weights in 16 bits, which changes answers. The shipped model is served
-    as it was trained. A model named on a hub is not looked at: its configuration is not here yet.
+    vLLM's `dtype=auto` serves float32 weights in 16 bits, which changes answers. The shipped model is
+    served in the precision of its training. A model on a hub is not checked, since its configuration is not
+    available yet.
     """
     folder = Path(model).expanduser()
     if folder.resolve() == MODEL_PATH or any("dtype" in argument for argument in worker_arguments):

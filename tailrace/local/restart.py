@@ -19,35 +19,35 @@ from tailrace.local.state import Part, RunFolder, RunState
 from tailrace.local.stop import stop_part
 
 DRAIN_S: Final = 330.0
-"""How long a part may drain: more than any of them takes by its own default."""
+"""Time for a part to drain, in seconds: longer than the default drain timeout of any part."""
 _POLL_S: Final = 0.1
 _SETTLE_TIMEOUT_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """What a restart took, in seconds: from SIGTERM to its end, and from its start until the cluster uses
-    it."""
+    """Durations of a restart in seconds: from SIGTERM to the exit, and from the start until the cluster uses
+    the part."""
 
     stopping_s: float
     starting_s: float
 
 
 class Restarter:
-    """Of one cluster; the caller holds its run folder."""
+    """Restart parts of a cluster; the caller holds the lock of its run folder."""
 
     def __init__(self, folder: RunFolder, state: RunState, progress: Progress) -> None:
         self._folder = folder
         self._state = state
         self._progress = progress
-        # Children of ours until this process ends.
+        # Children of this process, which it must reap.
         self._processes: list[PartProcess] = []
         self._transport = transport_of(state.certificates, OPERATOR)
 
     async def restart(self, name: str, drain_s: float = DRAIN_S) -> Restarted:
-        """Stop a part, if it runs, and start it again; return once the cluster uses it.
+        """Stop a part if it is running, and start it again; return once the cluster uses it.
 
-        Raises KeyError: there is no such part. PartFailed: it does not come up; it is down then.
+        Raise KeyError for an unknown part, PartFailed if it does not start; it is down then.
         """
         number, part = {part.name: (number, part) for number, part in enumerate(self._state.parts)}[name]
         if part.spec is None:
@@ -75,15 +75,15 @@ class Restarter:
     def _start(self, spec: PartSpec) -> PartProcess:
         self._progress.show(spec.name, Step.STARTING)
         log = self._folder.logs / f"{spec.name}.log"
-        _keep(log)
+        _rotate(log)
         environment = {**os.environ, **self._state.environment, **spec.environment}
         process = PartProcess(spec, log, environment)
         self._processes.append(process)
         return process
 
     async def _settle(self, spec: PartSpec, before: Mapping[str, str]) -> None:
-        """Until a scheduler has every instance that it had, and those of a worker that was restarted as new
-        ones."""
+        """Wait until a scheduler lists every instance that it had, those of a restarted worker with new
+        incarnations."""
         if spec.tier is Tier.ETCD:
             return
         expected = set(before) | set(spec.members)
@@ -104,12 +104,12 @@ class Restarter:
 
 
 def find_parts(state: RunState) -> dict[str, Part]:
-    """Parts by name, in the order of a rolling restart: what others build on first."""
+    """Return the parts by name, in the order of a rolling restart: dependencies first."""
     order = {tier.value: number for number, tier in enumerate(Tier)}
     return {part.name: part for part in sorted(state.parts, key=lambda part: order.get(part.tier, 0))}
 
 
-def _keep(log: Path) -> None:
-    """The log of the run before is kept beside the new one."""
+def _rotate(log: Path) -> None:
+    """Keep the log of the previous run."""
     if log.exists():
         log.replace(log.with_suffix(".previous.log"))

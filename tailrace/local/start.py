@@ -1,4 +1,4 @@
-"""Start a planned cluster and wait until it serves; or stop all of it again."""
+"""Start a planned cluster and wait until it is ready; stop it again after an error."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _POLL_S: Final = 0.1
 _CALL_TIMEOUT_S: Final = 2.0
 _SETTLE_TIMEOUT_S: Final = 30.0
 _LIGHT_AT_ONCE: Final = 8
-# What services take for their cluster unless told otherwise.
+# The services' default cluster name.
 _CLUSTER: Final = "default"
 
 
 class Starter:
-    """Brings one cluster up. What it has started is in the state file from the first process on."""
+    """Start one cluster. The state file lists every process as soon as it is started."""
 
     def __init__(self, plan: Plan, folder: RunFolder, progress: Progress, cores: int) -> None:
         self._plan = plan
@@ -52,12 +52,10 @@ class Starter:
         )
 
     async def run(self, policy: SetPolicyRequest | None, model: str, *, tiny: bool = False) -> RunState:
-        """Start everything and return the state, ready.
+        """Start all parts, wait until they are ready, and return the state.
 
-        `model` is what clients call it; `tiny` tells that it is the shipped one.
-
-        Raises PartFailed when a part ends or is late. After any error, and when cancelled, nothing that was
-        started is left.
+        `model`: the model name that clients use; `tiny`: whether it is the shipped model. Raise PartFailed if
+        a part exits or is not ready in time. After an error or cancellation, all started parts are stopped.
         """
         try:
             await self._watched(policy)
@@ -71,7 +69,7 @@ class Starter:
         return self._state
 
     def stop(self) -> None:
-        """End everything that was started, in this process's lifetime; takes seconds."""
+        """Stop all parts that this process has started; takes seconds."""
         stop_parts(self._state.parts, self._reap)
         self._folder.forget()
 
@@ -80,7 +78,7 @@ class Starter:
             process.reap()
 
     async def _watched(self, policy: SetPolicyRequest | None) -> None:
-        """Bring everything up, and fail at once when any part ends meanwhile."""
+        """Start all parts; fail at once if any part exits meanwhile."""
         try:
             async with asyncio.TaskGroup() as group:
                 watch = group.create_task(self._watch())
@@ -104,8 +102,8 @@ class Starter:
         self._folder.write(self._state)
         if policy is not None:
             await self._set_policy(policy)
-        # The first front end waits for the workers by itself: together they are up sooner. Others share its
-        # port, which they may once it is known to the cluster.
+        # The first front end waits for the workers itself, so they can start together. The others share its
+        # port, which is possible only once it is registered in the cluster.
         first, *others = self._plan.tier(Tier.FRONTEND)
         await self._start_all([*self._plan.tier(Tier.WORKER), first])
         await self._start_all(others)
@@ -135,7 +133,7 @@ class Starter:
         return process
 
     async def _set_rights(self) -> None:
-        """Have etcd let each service do what it must, and nobody else anything."""
+        """Grant each service its rights in etcd, and deny all other access."""
         root = transport_of(self._plan.certificates, ETCD_ROOT)
         client = EtcdClient(parse_endpoints([self._plan.etcd]), root)
         try:
@@ -146,7 +144,7 @@ class Starter:
             await client.close()
 
     async def _set_policy(self, policy: SetPolicyRequest) -> None:
-        """Tell the scheduler that leads; before there is one, ask again."""
+        """Set the policy; retry until a scheduler leads. Raise PartFailed if none accepts it in time."""
         problem = ""
         try:
             async with asyncio.timeout(_SETTLE_TIMEOUT_S):
@@ -163,7 +161,7 @@ class Starter:
             raise PartFailed(f"no scheduler accepted the policy {policy.name!r}: {problem}") from None
 
     async def _see_workers(self) -> None:
-        """Until the scheduler knows every worker: from then on a request can go to any of them."""
+        """Wait until the scheduler lists every worker, so that requests can be placed on any of them."""
         expected = {member for spec in self._plan.tier(Tier.WORKER) for member in spec.members}
         seen: set[str] = set()
         try:

@@ -1,4 +1,4 @@
-"""The run folder of a local cluster, and the state file in it that says what runs."""
+"""The run folder of a local cluster, and its state file, which lists the running parts."""
 
 from __future__ import annotations
 
@@ -26,38 +26,38 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     tier: str
     identity: Identity
     log: str
-    # What it was started with; None: by a version that did not keep it.
+    # The spec with which it was started; None: started by a version that did not record it.
     spec: PartSpec | None = None
 
 
 class RunState(msgspec.Struct, kw_only=True):
-    """What `tailrace up` started."""
+    """The cluster that `tailrace up` started."""
 
     parts: list[Part] = []
-    # Where the admin API is, HOST:PORT[,..]; empty until the scheduler is ready.
+    # Addresses of the admin API, HOST:PORT[,..]; empty until the scheduler is ready.
     admin: str = ""
-    # Where users reach the front ends; empty until everything is ready.
+    # URL of the front ends; empty until all parts are ready.
     http: str = ""
-    # Name that clients give as `model`.
+    # The model name that clients use.
     model: str = ""
-    # Whether it is the model that Tailrace ships, whose answers the examples know.
+    # Whether it is the shipped model, whose answers the examples check.
     tiny: bool = False
-    # Instances; a process may hold several simulated ones.
+    # Number of instances; a process may hold several simulated ones.
     workers: int = 0
     etcd: str = ""
-    # Folder of the certificates; empty: the cluster asks for none.
+    # Folder of the certificates; empty: no TLS.
     certificates: str = ""
-    # What every part's environment has besides that of `tailrace up`.
+    # Environment of all parts, in addition to that of `tailrace up`.
     environment: dict[str, str] = {}
 
     @property
     def ready(self) -> bool:
-        """`tailrace up` came to its end."""
+        """Return whether `tailrace up` has finished."""
         return bool(self.http)
 
 
 class RunFolderBusy(RuntimeError):
-    """Another `tailrace up` or `tailrace down` works in the run folder."""
+    """Another `tailrace up` or `tailrace down` is using the run folder."""
 
 
 class RunFolderUnusable(RuntimeError):
@@ -72,24 +72,21 @@ class RunFolder:
 
     @staticmethod
     def default() -> RunFolder:
-        """The run folder of the working directory."""
+        """Return the run folder of the working directory, or the one in TAILRACE_RUN_DIR."""
         return RunFolder(Path(os.environ.get(RUN_DIR_ENV) or _DEFAULT).absolute())
 
     @property
     def logs(self) -> Path:
-        """Where each part's log is."""
+        """Return the folder of the parts' logs."""
         return self.path / "logs"
 
     @property
     def data(self) -> Path:
-        """What the parts keep on disk."""
+        """Return the folder of the parts' data."""
         return self.path / "data"
 
     def read(self) -> RunState | None:
-        """The state, or None when nothing was started (or everything was stopped).
-
-        Raises RunFolderUnusable.
-        """
+        """Return the state, or None if no cluster was started. Raise RunFolderUnusable."""
         file = self.path / _FILE
         try:
             return msgspec.json.decode(file.read_bytes(), type=RunState)
@@ -103,7 +100,7 @@ class RunFolder:
             ) from error
 
     def write(self, state: RunState) -> None:
-        """Replace the state file in one step."""
+        """Replace the state file atomically."""
         partial = self.path / (_FILE + ".partial")
         partial.write_bytes(msgspec.json.format(msgspec.json.encode(state)) + b"\n")
         partial.replace(self.path / _FILE)
@@ -114,9 +111,10 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the folder (made if needed) for the block.
+        """Hold the folder's lock, creating the folder if necessary.
 
-        Raises RunFolderBusy when another process does, RunFolderUnusable when it cannot be made or written.
+        Raise RunFolderBusy if another process holds it, RunFolderUnusable if the folder cannot be created or
+        written.
         """
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
@@ -132,9 +130,9 @@ class RunFolder:
 
 
 def find_state() -> RunState | None:
-    """The state of the local cluster that the working directory or one above it holds, or None.
+    """Return the state of the local cluster of the working directory or one of its parents, or None.
 
-    Raises RunFolderUnusable.
+    Raise RunFolderUnusable.
     """
     if os.environ.get(RUN_DIR_ENV):
         return RunFolder.default().read()

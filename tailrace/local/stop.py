@@ -1,4 +1,4 @@
-"""Stop the parts of a local cluster, and nothing else."""
+"""Stop the parts of a local cluster."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from tailrace.local.plan import Tier
 from tailrace.local.state import Part
 
 GRACE_S: Final = 8.0
-"""How long the parts of a tier may take to finish or hand over what is under way, and end."""
+"""Time for the parts of a tier to finish or hand over their work and exit, in seconds."""
 CLOSE_S: Final = 5.0
-"""How long they may then take to end without."""
+"""Time to exit without that, after a second SIGTERM."""
 _KILL_S: Final = 5.0
 _POLL_S: Final = 0.05
 _TIERS: Final = {tier.value: order for order, tier in enumerate(Tier)}
 
 
 def stop_parts(parts: Sequence[Part], reap: Callable[[], None] = lambda: None) -> list[str]:
-    """End every process of every part, front ends first and etcd last. Returns the names of those that ran.
+    """Stop all processes of all parts, front ends first and etcd last; return the names of those that ran.
 
-    SIGTERM to the part itself, and again when its time to drain is up; then SIGKILL to what is left of its
-    session. `reap` is called while waiting, for a caller whose children the parts are.
+    Send SIGTERM to the part itself, and again after its time to drain; then SIGKILL to the rest of its
+    session. `reap` is called while waiting, for callers whose children the parts are.
     """
     stopped: list[str] = []
     order = sorted(parts, key=lambda part: -_TIERS.get(part.tier, 0))
@@ -35,7 +35,7 @@ def stop_parts(parts: Sequence[Part], reap: Callable[[], None] = lambda: None) -
 
 
 def stop_part(part: Part, drain_s: float, reap: Callable[[], None] = lambda: None) -> None:
-    """End one part, which may drain for so long. See stop_parts."""
+    """Stop one part, which may drain for `drain_s` seconds, as `stop_parts` does."""
     _stop_tier([part], reap, drain_s)
 
 
@@ -46,7 +46,7 @@ def _stop_tier(tier: list[Part], reap: Callable[[], None], drain_s: float) -> li
             if part.identity.alive():
                 _signal(part.identity.pid, signal.SIGTERM)
         _wait(lambda: any(part.identity.alive() for part in tier), patience_s, reap)
-    # What is left: a part that did not end, or children that it left behind.
+    # The rest: parts that did not exit, and children that they left behind.
     for part in tier:
         for pid in part.identity.session_members():
             _signal(pid, signal.SIGKILL)
@@ -54,10 +54,10 @@ def _stop_tier(tier: list[Part], reap: Callable[[], None], drain_s: float) -> li
     return running
 
 
-def _wait(going: Callable[[], bool], timeout_s: float, reap: Callable[[], None]) -> None:
+def _wait(running: Callable[[], bool], timeout_s: float, reap: Callable[[], None]) -> None:
     deadline = time.monotonic() + timeout_s
     reap()
-    while going() and time.monotonic() < deadline:
+    while running() and time.monotonic() < deadline:
         time.sleep(_POLL_S)
         reap()
 
@@ -66,4 +66,4 @@ def _signal(pid: int, number: signal.Signals) -> None:
     try:
         os.kill(pid, number)
     except ProcessLookupError:
-        return  # it ended meanwhile, which is what was wanted
+        return  # it has exited in the meantime

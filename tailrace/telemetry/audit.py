@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from opentelemetry.sdk._logs import LoggerProvider
 
 LOGS_ENDPOINT: Final = "OTEL_EXPORTER_OTLP_LOGS_ENDPOINT"
-"""Apart from the endpoint for spans, which may be a monitor: that takes spans alone."""
+"""Separate from the endpoint for spans, which may be a monitor and then accepts only spans."""
 
 _NAME: Final = "tailrace.audit"
 
 
 class AuditExport:
-    """Sends entries in the background; what nobody takes is dropped after a while."""
+    """Send entries in the background; entries that cannot be delivered are dropped after a while."""
 
     def __init__(self, provider: LoggerProvider) -> None:
         self._provider = provider
@@ -51,15 +51,15 @@ class AuditExport:
         )
 
     async def close(self) -> None:
-        """Send what is waiting; takes seconds at most."""
+        """Send the queued entries; takes seconds at most."""
         await asyncio.to_thread(self._provider.shutdown)
 
 
 def audit_export(service: str, instance: str) -> AuditExport | None:
-    """None: no endpoint for logs is set."""
+    """Create an exporter; return None if no endpoint for logs is set."""
     if not os.environ.get(LOGS_ENDPOINT):
         return None
-    # Imported here: a process that exports none does not pay for the SDK.
+    # Imported here, so that processes without an exporter do not load the SDK.
     from opentelemetry.exporter.otlp.proto.grpc._log_exporter import OTLPLogExporter
     from opentelemetry.sdk._logs import LoggerProvider
     from opentelemetry.sdk._logs.export import BatchLogRecordProcessor

@@ -1,4 +1,4 @@
-"""Who is in the cluster, as metrics. Every control service exports what it knows, so that any one will do."""
+"""Metrics of the cluster's membership. Every control service exports them, so scraping any one is enough."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ _NO_POOL: Final = "none"
 
 
 class Members(Protocol):
-    """What is asked of `tailrace.store.membership.Membership`."""
+    """The part of `tailrace.store.membership.Membership` that is used here."""
 
     @property
     def instances(self) -> Mapping[str, InstanceRecord]:
-        """Instances by id, those held on suspicion included."""
+        """Return the instances by id, including suspects."""
 
     @property
     def services(self) -> Mapping[tuple[str, str], ServiceRecord]:
-        """Services by kind and id."""
+        """Return the services by kind and id."""
 
     @property
     def pools(self) -> Mapping[str, Pool]:
-        """Pool by instance id."""
+        """Return the pools by instance id."""
 
     @property
     def draining(self) -> frozenset[str]:
-        """Instances that get nothing new."""
+        """Return the instances that get no new requests."""
 
     @property
     def suspects(self) -> frozenset[str]:
-        """Instances whose lease expired without a withdrawal."""
+        """Return the instances whose lease expired without a withdrawal."""
 
     @property
     def rollouts(self) -> Mapping[str, RolloutRecord]:
-        """The last rollout of each model, by the name that users call it."""
+        """Return the last rollout of each model, by the model name that users know."""
 
 
 class MembershipMetrics(Collector):
@@ -51,7 +51,7 @@ class MembershipMetrics(Collector):
         self._members = members
 
     def collect(self) -> Iterable[Metric]:
-        """All families."""
+        """Yield all metric families."""
         members = self._members
         pools = GaugeMetricFamily(
             "tailrace_cluster_pool_instances", "Instances by pool; none: in no pool.", labels=["pool"]

@@ -1,12 +1,11 @@
-"""Prometheus metrics over HTTP, or over HTTPS for those who have a certificate.
+"""Prometheus metrics over HTTP, or over HTTPS for clients with a certificate.
 
 Names: `tailrace_<service>_<thing>_<unit>`, in base units (seconds, bytes, tokens), counters ending in
 `_total` (which prometheus_client appends itself). Labels have few values: phases, pools, causes, outcomes;
-never request ids. The scrape target tells instances of one service apart, so no metric carries its own
-instance's id.
+never request ids. The scrape target identifies the instance of a service, so metrics do not carry its id.
 
-Metrics are collected in the event loop of whoever calls `serve_metrics`: a collector may read the service's
-plain counters and tables without locks.
+Metrics are collected in the event loop of the caller of `serve_metrics`, so that a collector may read the
+service's plain counters and tables without locks.
 """
 
 from __future__ import annotations
@@ -40,20 +39,20 @@ _FORBIDDEN: Final = (
 
 
 def new_registry(service: str, instance: str) -> CollectorRegistry:
-    """A registry with the process's own metrics (CPU, memory, files) and `tailrace_build_info`."""
+    """Create a registry with the process's own metrics (CPU, memory, files) and `tailrace_build_info`."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     GCCollector(registry=registry)
     build = Info("tailrace_build", "What runs here.", registry=registry)
     build.info({"service": service, "id": instance, "version": package_version()})
     tasks = Gauge("tailrace_process_tasks", "Tasks of the event loop that have not ended.", registry=registry)
-    # Read in the loop: see above.
+    # Called in the event loop; see the module.
     tasks.set_function(lambda: float(len(asyncio.all_tasks())))
     return registry
 
 
 class MetricsServer:
-    """Serves one registry over HTTP, at any path, in the running event loop."""
+    """Serve a registry over HTTP, at any path, in the running event loop."""
 
     def __init__(self, listener: socket.socket, registry: CollectorRegistry, transport: Transport) -> None:
         host, port = listener.getsockname()[:2]
@@ -63,7 +62,7 @@ class MetricsServer:
         self._serving = asyncio.get_running_loop().create_task(self._serve(listener), name="metrics")
 
     async def close(self) -> None:
-        """Stop listening. Scrapes under way are cut off."""
+        """Stop listening. Scrapes in progress are aborted."""
         self._serving.cancel()
         with suppress(asyncio.CancelledError):
             await self._serving
@@ -80,7 +79,7 @@ class MetricsServer:
                 self._answer,
                 sock=listener,
                 limit=8192,
-                ssl=_following(self._transport),
+                ssl=_renewing_context(self._transport),
                 ssl_handshake_timeout=_REQUEST_TIMEOUT_S if self._transport.encrypted else None,
             )
         except BaseException:
@@ -110,8 +109,8 @@ class MetricsServer:
         return reply[: len(reply) - len(body)] if method == "HEAD" else reply
 
 
-def _following(transport: Transport) -> ssl.SSLContext | None:
-    """A context that shows the transport's current certificate to whoever connects."""
+def _renewing_context(transport: Transport) -> ssl.SSLContext | None:
+    """Return a context that always uses the transport's current certificate; None without TLS."""
     context = transport.https()
     if context is None:
         return None
@@ -121,7 +120,7 @@ def _following(transport: Transport) -> ssl.SSLContext | None:
         if current is not None:
             tls.context = current
 
-    # A context of its own: the callback must not be on one that is in use elsewhere.
+    # A separate context, since the callback must not be set on one that is in use elsewhere.
     own = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     own.minimum_version = ssl.TLSVersion.TLSv1_3
     own.verify_mode = ssl.CERT_REQUIRED
@@ -140,7 +139,7 @@ def _register_expiry(registry: CollectorRegistry, transport: TlsTransport) -> No
 
 
 def _may_read(writer: asyncio.StreamWriter) -> bool:
-    """In the clear anybody may."""
+    """Return whether the client may read metrics; without TLS, any client may."""
     certificate = writer.get_extra_info("peercert")
     if writer.get_extra_info("sslcontext") is None:
         return True
@@ -153,7 +152,7 @@ def _may_read(writer: asyncio.StreamWriter) -> bool:
 def serve_metrics(address: str, registry: CollectorRegistry, transport: Transport = PLAIN) -> MetricsServer:
     """Listen on HOST:PORT (port 0: any free one; see `.address`). Call it in a running event loop.
 
-    Raises OSError when the address cannot be bound, ValueError when it is not one.
+    Raise OSError if the address cannot be bound, ValueError if it is malformed.
     """
     if isinstance(transport, TlsTransport):
         _register_expiry(registry, transport)
@@ -168,7 +167,7 @@ def serve_metrics(address: str, registry: CollectorRegistry, transport: Transpor
 
 
 async def _read_head(reader: asyncio.StreamReader) -> tuple[str, str]:
-    """Method and Accept header of one HTTP request. Raises ValueError when it is none."""
+    """Return the method and the Accept header of an HTTP request. Raise ValueError if it is malformed."""
     request = (await reader.readline()).decode("latin-1").split()
     if len(request) != 3:
         raise ValueError("not an HTTP request")

@@ -1,4 +1,4 @@
-"""OTLP spans as a forest: parents from ids, siblings in clock order."""
+"""Read OTLP spans into trees; siblings are in order of time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Value = str | bool | int | float | list[str]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened at one moment of a span."""
+    """An event of a span."""
 
     name: str
     at_ns: int
@@ -26,20 +26,20 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A span and what is known below it. Times in nanoseconds since the Unix epoch."""
+    """A span with its children. Times in nanoseconds since the Unix epoch."""
 
     trace_id: str
     span_id: str
     parent_id: str
     name: str
-    # Kind of service, "tailrace-" left out, and the id of the process.
+    # The kind of service, without "tailrace-", and the id of the process.
     service: str
     instance: str
     start_ns: int
     end_ns: int
     attributes: Mapping[str, Value]
     events: Sequence[Event]
-    # None: it did not fail; "" is a failure without a message.
+    # None: no error; "": an error without a message.
     error: str | None
     children: Sequence[Node]
 
@@ -49,23 +49,23 @@ class Trace:
     """All spans of one trace id."""
 
     trace_id: str
-    # Spans with no parent, and a request's span when its parent is the client's own.
+    # Spans without a parent, and a request's span whose parent is the client's.
     roots: Sequence[Node]
-    # Spans whose parent was not received: it has not ended yet, or was lost.
+    # Spans whose parent was not received, because it has not ended yet or was lost.
     orphans: Sequence[Node]
 
     @property
     def start_ns(self) -> int:
-        """When the first span began."""
+        """Return the start of the first span."""
         return min(node.start_ns for node in self.walk())
 
     @property
     def end_ns(self) -> int:
-        """When the last span ended."""
+        """Return the end of the last span."""
         return max(node.end_ns for node in self.walk())
 
     def walk(self) -> Iterable[Node]:
-        """Every span, parents first."""
+        """Yield every span, parents first."""
         waiting = [*reversed(self.orphans), *reversed(self.roots)]
         while waiting:
             node = waiting.pop()
@@ -74,9 +74,9 @@ class Trace:
 
 
 def read_traces(traces_data: bytes) -> list[Trace]:
-    """Traces from a serialized `opentelemetry.proto.trace.v1.TracesData`, in clock order.
+    """Read traces from a serialized `opentelemetry.proto.trace.v1.TracesData`, in order of time.
 
-    A span that came twice counts once. Raises google.protobuf.message.DecodeError on other bytes.
+    Duplicate spans count once. Raise google.protobuf.message.DecodeError for other bytes.
     """
     by_trace: dict[bytes, dict[bytes, tuple[Resource, Span]]] = defaultdict(dict)
     for resource_spans in TracesData.FromString(traces_data).resource_spans:
@@ -96,7 +96,7 @@ def _trace(trace_id: bytes, spans: Mapping[bytes, tuple[Resource, Span]]) -> Tra
     def node(span_id: bytes) -> Node:
         seen.add(span_id)
         resource, span = spans[span_id]
-        # A span id seen above is its own ancestor: bytes from a broken sender must not hang the reader.
+        # Skip a span that is its own ancestor: data from a faulty sender must not hang the reader.
         children = [node(child) for child in below[span_id] if child not in seen]
         return _node(resource, span, children)
 

@@ -1,8 +1,8 @@
 """OpenTelemetry spans, exported over OTLP gRPC when an endpoint is set.
 
-Without OTEL_EXPORTER_OTLP_ENDPOINT nothing of the SDK is imported and the tracers are the API's no-op ones;
-ask `Tracing.enabled` once and a request costs nothing at all. The SDK's own environment variables (sampler,
-attribute limits, OTEL_SDK_DISABLED, headers, certificates) keep their meaning.
+Without OTEL_EXPORTER_OTLP_ENDPOINT the SDK is not imported, and the tracers are the API's no-op ones; callers
+that check `Tracing.enabled` have no cost per request. The SDK's own environment variables (sampler, attribute
+limits, OTEL_SDK_DISABLED, headers, certificates) keep their meaning.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ENDPOINT_VARIABLE: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
 AttributeValue = str | bool | int | float
 Attributes = Mapping[str, AttributeValue]
 
-# Spans wait in memory at most this long and in this number; what comes above it is dropped, never waited for.
+# Spans are queued in memory at most this long, and at most this many; further spans are dropped.
 _SCHEDULE_MS: Final = 500
 _QUEUE_SPANS: Final = 8192
 _BATCH_SPANS: Final = 512
@@ -35,26 +35,27 @@ _PROPAGATOR: Final = TraceContextTextMapPropagator()
 
 
 class Tracing:
-    """One process's tracing. Made by `configure`; ended by `shutdown`, which sends what is still waiting."""
+    """The tracing of a process, created by `configure`."""
 
     def __init__(self, provider: TracerProvider | None) -> None:
         self._provider = provider
 
     @property
     def enabled(self) -> bool:
-        """Whether spans go anywhere; if not, callers need not even make them."""
+        """Return whether spans are exported; if not, callers need not create them."""
         return self._provider is not None
 
     def tracer(self, name: str) -> Tracer:
-        """A tracer; `name` says which part of the service makes the spans."""
+        """Return a tracer; `name`: the part of the service that creates the spans."""
         return NoOpTracer() if self._provider is None else self._provider.get_tracer(name)
 
     def continues(self, traceparent: str) -> bool:
-        """Whether to make spans under a parent handed over in a message ("": its request is not traced)."""
+        """Return whether to create spans under a parent received in a message ("": the request is not
+        traced)."""
         return self._provider is not None and traceparent != ""
 
     async def shutdown(self) -> None:
-        """Send what is waiting and stop. Takes seconds at most, also when nobody receives."""
+        """Send the queued spans and stop. This takes a few seconds at most, also without a receiver."""
         if self._provider is not None:
             await asyncio.to_thread(self._provider.shutdown)
 
@@ -68,13 +69,14 @@ class Tracing:
 def configure(service: str, instance: str) -> Tracing:
     """Set up tracing for this process from its environment.
 
-    `service` is the kind of service (of "frontend" service.name is `tailrace-frontend`), `instance` its id.
+    `service`: the kind of service ("frontend" becomes the service.name `tailrace-frontend`); `instance`: its
+    id.
     """
     endpoint = os.environ.get(ENDPOINT_VARIABLE, "")
     disabled = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
     if not endpoint or disabled:
         return Tracing(None)
-    # Imported here: a process that does not trace does not pay for the SDK.
+    # Imported here, so that processes without tracing do not load the SDK.
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
@@ -90,7 +92,7 @@ def configure(service: str, instance: str) -> Tracing:
             "service.version": package_version(),
         }
     )
-    # Shut down by its owner, in order; not by the interpreter's exit hooks.
+    # The owner of the tracing shuts it down, not the interpreter's exit hooks.
     provider = TracerProvider(resource=resource, shutdown_on_exit=False, id_generator=SystemIds())
     exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_TIMEOUT_S)
     provider.add_span_processor(
@@ -105,12 +107,12 @@ def configure(service: str, instance: str) -> Tracing:
 
 
 def context_from_traceparent(traceparent: str) -> Context:
-    """The parent context that a W3C traceparent names; an empty one (a new trace) for "" or nonsense."""
+    """Return the parent context of a W3C traceparent; an empty one (a new trace) if it is "" or invalid."""
     return _PROPAGATOR.extract({"traceparent": traceparent}, context=Context())
 
 
 def traceparent_of(span: Span) -> str:
-    """The span as a W3C traceparent for a message; "" if it is not recorded."""
+    """Return the span's W3C traceparent for a message; "" if it is not recorded."""
     if not span.is_recording():
         return ""
     context = span.get_span_context()
@@ -126,9 +128,9 @@ def start_span(
     attributes: Attributes | None = None,
     kind: SpanKind = SpanKind.INTERNAL,
 ) -> Span:
-    """Start a span under a parent given as a traceparent. Its maker calls `end()`, at any later time.
+    """Start a span under a parent given as a traceparent. The caller ends it with `end()`.
 
-    `start_ns`: nanoseconds since the Unix epoch, now if None.
+    `start_ns`: nanoseconds since the Unix epoch; None: now.
     """
     return tracer.start_span(
         name,
@@ -149,9 +151,9 @@ def record_span(
     attributes: Attributes | None = None,
     error: str = "",
 ) -> str:
-    """Record a span after the fact: something that began and ended at known times (ns since the Unix epoch).
+    """Record a span after the fact, with known start and end in nanoseconds since the Unix epoch.
 
-    A non-empty `error` marks it as failed. Returns its traceparent, for children recorded in the same way.
+    A non-empty `error` marks it as failed. Return its traceparent, for children recorded in the same way.
     """
     span = start_span(tracer, name, traceparent, start_ns=start_ns, attributes=attributes)
     own = traceparent_of(span)
@@ -167,12 +169,13 @@ def fail(span: Span, message: str) -> None:
 
 
 def wall_ns(monotonic_s: float) -> int:
-    """A reading of `time.monotonic()` (or the event loop's `time()`) as nanoseconds since the Unix epoch."""
+    """Convert a reading of `time.monotonic()` (or the event loop's `time()`) to nanoseconds since the Unix
+    epoch."""
     return time.time_ns() - int((time.monotonic() - monotonic_s) * 1e9)
 
 
 def package_version() -> str:
-    """The installed version of Tailrace; "unknown" when it runs from a tree that is not installed."""
+    """Return the installed version of Tailrace; "unknown" if it runs from a tree that is not installed."""
     try:
         return version("tailrace")
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""One request's life across services, as a tree for people. Programs take OTLP's own JSON."""
+"""Render traces as trees for humans; programs use OTLP's JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tailrace.telemetry import attributes
 from tailrace.telemetry.spans import Event, Node, Trace, Value, read_traces
 
 _PREFIX: Final = "tailrace."
-# First what explains the span, then its figures; other attributes follow as they came.
+# Explanations first, then figures; other attributes follow in their original order.
 _ORDER: Final = (
     attributes.REQUEST_ID,
     attributes.REASON,
@@ -35,11 +35,11 @@ _KIB: Final = 1024.0
 
 
 def render_tree(traces_data: bytes) -> RenderableType:
-    """Something that a rich console prints: a line a span, children indented, siblings in clock order.
+    """Render a serialized `opentelemetry.proto.trace.v1.TracesData` for a rich console.
 
-    Takes a serialized `opentelemetry.proto.trace.v1.TracesData`. Columns: span, service@instance, start in
-    milliseconds since the trace's first span, duration in milliseconds, what is known about it. Raises
-    google.protobuf.message.DecodeError on other bytes.
+    One line per span, children indented, siblings in order of time. Columns: span, service@instance, start in
+    milliseconds since the trace's first span, duration in milliseconds, attributes. Raise
+    google.protobuf.message.DecodeError for other bytes.
     """
     traces = read_traces(traces_data)
     if not traces:
@@ -48,7 +48,7 @@ def render_tree(traces_data: bytes) -> RenderableType:
 
 
 class _Trimmed:
-    """A renderable without the blanks that fill its last column: lines can be copied, and fit a pipe."""
+    """Render without trailing blanks, for copying lines and for pipes."""
 
     def __init__(self, inner: RenderableType) -> None:
         self._inner = inner
@@ -107,7 +107,7 @@ def _add(table: Table, node: Node, zero_ns: int, lead: str, indent: str, *, clie
 
 
 def _add_all(table: Table, nodes: Sequence[Node], events: Sequence[Event], zero_ns: int, indent: str) -> None:
-    """Spans and events of one level, in clock order."""
+    """Add the spans and events of one level, in order of time."""
     level: list[Node | Event] = sorted([*nodes, *events], key=_when)
     for number, item in enumerate(level):
         last = number == len(level) - 1
@@ -140,7 +140,7 @@ def _about(node: Node) -> Text:
 
 def _ordered(node: Node) -> Iterator[tuple[str, Value]]:
     for key in _ORDER:
-        # Where it happened is said by the column before.
+        # Skip the instance if the column before shows it.
         if key in node.attributes and not (
             key == attributes.INSTANCE and node.attributes[key] == node.instance
         ):
