@@ -102,7 +102,7 @@ class Busy:
 
 @dataclass(frozen=True, slots=True)
 class Starving:
-    """The receiver was told busy too often, and waits until it is granted this request."""
+    """The receiver got too many Busy replies, and waits until it is granted this request."""
 
     receiver: str
     request_id: str

@@ -42,7 +42,7 @@ class Image(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Everything besides the tokens that KV depends on."""
+    """Everything that KV depends on except the tokens."""
 
     # Name and path of a LoRA adapter.
     adapter: tuple[str, str] | None = None

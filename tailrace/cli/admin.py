@@ -1,7 +1,6 @@
-"""Reach the admin API: `--admin`, TAILRACE_ADMIN, or the local cluster's run folder.
+"""Connect to the admin API at `--admin`, TAILRACE_ADMIN, or the local cluster's address.
 
-Where the cluster asks for certificates, with the operator's: `--tls`, TAILRACE_TLS_DIR, or the local
-cluster's.
+If the cluster uses TLS, the operator's certificate is from `--tls`, TAILRACE_TLS_DIR, or the local cluster.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _TLS: Final = "tailrace.cli.admin.tls"
 
 CALL_TIMEOUT_S: Final = 5.0
-"""Deadline of every call that is not a stream."""
+"""Deadline of all non-streaming calls, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +43,12 @@ class Admin:
 
     @contextmanager
     def errors(self, hint: str = "") -> Iterator[None]:
-        """Turn gRPC errors of the block into one line for the user."""
+        """Convert gRPC errors to one-line messages for the user."""
         with rpc_errors(self.address, hint, self._problem):
             yield
 
     def _problem(self) -> str:
-        """What is wrong with certificates, as far as can be seen from here; empty: nothing."""
+        """Describe a problem with certificates as far as the client can detect it; empty: none."""
         if not isinstance(self.transport, TlsTransport):
             return ""
         credentials = self.transport.folder.current()
@@ -58,7 +57,7 @@ class Admin:
 
 
 def admin_option(function: F) -> F:
-    """Add `--admin` and `--tls`; the command gets the value of `--admin` as `admin`, `connect` the other."""
+    """Add `--admin` and `--tls`. The command gets `--admin` as `admin`; `connect` reads `--tls` itself."""
     function = click.option(
         "--tls",
         type=click.Path(file_okay=False, path_type=Path),
@@ -78,7 +77,7 @@ def admin_option(function: F) -> F:
 
 @contextmanager
 def connect(admin: str | None) -> Iterator[Admin]:
-    """Open the admin API at `admin`, or at the local cluster's address when that is None."""
+    """Connect to the admin API at `admin`; None: at the local cluster's address."""
     folder: Path | None = _given_tls()
     if admin:
         address = admin
@@ -88,7 +87,7 @@ def connect(admin: str | None) -> Iterator[Admin]:
         if folder is None and state.certificates:
             folder = Path(certificate_folder(state.certificates, OPERATOR.role.value, OPERATOR.name))
     transport = open_transport(folder, OPERATORS)
-    # gRPC's own limit of 4 MiB is some 20,000 requests.
+    # gRPC's default limit of 4 MiB corresponds to about 20,000 requests.
     options = [("grpc.max_receive_message_length", MESSAGE_BYTES_MAX)]
     with transport.blocking_channel(_target(address), Role.SCHEDULER, options) as channel:
         yield Admin(address, AdminStub(channel), transport)
@@ -117,7 +116,7 @@ def _local_cluster() -> RunState:
 
 
 def _target(address: str) -> str:
-    """What gRPC dials: of several schedulers, the first that answers."""
+    """Return gRPC's target for the address; of several schedulers, gRPC uses the first that answers."""
     parts = [part.strip() for part in address.split(",")]
     for part in parts:
         host, colon, port = part.rpartition(":")
@@ -127,7 +126,7 @@ def _target(address: str) -> str:
 
 
 def _addresses(parts: list[str]) -> list[str]:
-    """gRPC takes several only as IPv4 addresses. Those whose names nobody knows now are left out."""
+    """Resolve several addresses to IPv4, as gRPC requires; names that cannot be resolved are skipped."""
     found: list[str] = []
     unknown: list[str] = []
     for part in parts:

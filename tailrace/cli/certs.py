@@ -1,4 +1,4 @@
-"""`tailrace certs`: the cluster's own authority, and the certificates that it signs."""
+"""`tailrace certs`: manage the cluster's own authority and the certificates that it signs."""
 
 from __future__ import annotations
 

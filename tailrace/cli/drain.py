@@ -1,4 +1,4 @@
-"""`tailrace drain`: empty an instance, or take it back."""
+"""`tailrace drain`: empty an instance, or return it to service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors as one line on stderr and an exit code: 1 it failed, 2 wrong usage, 3 unreachable."""
+"""Errors of commands: one line on stderr and an exit code (1 failure, 2 wrong usage, 3 unreachable)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tailrace.service.channels import is_from_server
 
 
 class CliError(click.ClickException):
-    """It failed. One line for the user: what is wrong and what to do."""
+    """The command failed. The message is one line for the user: the problem and what to do."""
 
     exit_code = 1
 
@@ -23,7 +23,7 @@ class CliError(click.ClickException):
 
 
 class UsageProblem(CliError):
-    """The command was given something that cannot be."""
+    """An argument or option is invalid."""
 
     exit_code = 2
 
@@ -36,7 +36,7 @@ class Unreachable(CliError):
 
 @contextmanager
 def file_errors(*problems: type[Exception]) -> Iterator[None]:
-    """Turn `problems`, whose text says what is wrong, and a file that cannot be used into a CliError."""
+    """Convert `problems`, whose messages are for users, and OSErrors of files to CliErrors."""
     try:
         yield
     except problems as error:
@@ -47,10 +47,10 @@ def file_errors(*problems: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def rpc_errors(address: str, hint: str = "", diagnose: Callable[[], str] = str) -> Iterator[None]:
-    """Turn a gRPC error of the block into a CliError.
+    """Convert gRPC errors to CliErrors.
 
-    `address` is where the admin API was expected; `hint` says what to do when the server refuses; `diagnose`
-    is asked what is wrong with the connection when there is none, and gives "" where it does not know.
+    `address`: address of the admin API; `hint`: what to do if the server refuses; `diagnose`: returns the
+    reason if the connection failed, "" if unknown.
     """
     try:
         yield

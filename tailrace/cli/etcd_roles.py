@@ -1,4 +1,4 @@
-"""`tailrace etcd-roles`: who may read and write what in etcd."""
+"""`tailrace etcd-roles`: show or set up the services' rights in etcd."""
 
 from __future__ import annotations
 

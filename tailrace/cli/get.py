@@ -1,4 +1,4 @@
-"""`tailrace get`: what runs, as a table or as JSON."""
+"""`tailrace get`: show the state of the cluster as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def _plain_policies(rows: Sequence[PolicyInfo]) -> list[JsonValue]:
 
 
 def _plain_parameter(parameter: PolicyParameter) -> dict[str, JsonValue]:
-    """Default and value in the parameter's type; the value is null where the policy is not active."""
+    """Convert default and value to the parameter's type; the value is null unless the policy is active."""
     value = _typed(parameter.type, parameter.value) if parameter.value else None
     return {**to_plain(parameter), "default": _typed(parameter.type, parameter.default), "value": value}
 
@@ -258,7 +258,7 @@ def _watch(
     output: Output,
     plain: Callable[[Sequence[RowT]], list[JsonValue]],
 ) -> None:
-    """Show it every second until Ctrl-C."""
+    """Show the view every second until Ctrl-C."""
     try:
         if output is Output.JSON:
             while True:

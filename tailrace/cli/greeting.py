@@ -1,4 +1,4 @@
-"""What `tailrace up` prints at its end: where everything is, and commands to try."""
+"""The final output of `tailrace up`: addresses, and commands to try."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Final
 from tailrace.local.state import RunState
 from tailrace.tiny.task import MAX_SCORED_COUNT, task
 
-# The shipped model answers these alone; any other one gets something that it may talk about at length.
+# The shipped model can answer only these prompts; other models get one that invites a long answer.
 _TINY_PROMPTS: Final = (
     task("wxyz", 12, 9).prompt,
     task("wxyz", MAX_SCORED_COUNT, MAX_SCORED_COUNT - 40).prompt,

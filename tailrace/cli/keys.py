@@ -1,4 +1,4 @@
-"""`tailrace keys`: API keys of the front ends' users."""
+"""`tailrace keys`: manage the API keys of tenants."""
 
 from __future__ import annotations
 

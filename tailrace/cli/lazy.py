@@ -1,4 +1,4 @@
-"""A click group that imports a command only when it is run, so that `tailrace --help` is quick."""
+"""A click group that imports a command only when it is run, so that `tailrace --help` is fast."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import click
 
 
 class LazyGroup(click.Group):
-    """Commands by name: where they live (`module:attribute`) and their one line of help.
+    """A group of commands given by name: location (`module:attribute`) and one line of help.
 
-    More commands come from the entry-point group `plugins` of whatever is installed; those that stand in
-    `plugin_help` are listed with that line and in that order, others after them with their place.
+    Installed packages add commands with the entry-point group `plugins`. Those in `plugin_help` are listed
+    with that line and in that order, others after them with their location.
     """
 
     def __init__(
@@ -31,13 +31,13 @@ class LazyGroup(click.Group):
         self._plugin_help = plugin_help
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names in the order in which they were given: the order of a first session."""
+        """Return the names in the given order, that of a first session."""
         return [*self._lazy, *self._plugin_lines()]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return the command, or None when there is no such name.
+        """Import and return the command, or None if there is no such name.
 
-        Raises CliError when a plugin's command needs a package that is not installed.
+        Raise CliError if a plugin's command needs a package that is not installed.
         """
         if cmd_name in self._lazy:
             place = self._lazy[cmd_name][0]
@@ -49,14 +49,14 @@ class LazyGroup(click.Group):
         try:
             command: object = point.load()
         except ModuleNotFoundError as error:
-            # It imports gRPC, and `tailrace --help` is to be quick.
+            # Imported here, since it imports gRPC and `tailrace --help` must be fast.
             from tailrace.cli.errors import CliError
 
             raise CliError(f"{cmd_name}: {error}; scripts/install.sh installs what is missing") from error
         return _checked(command, point.value)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands from the mappings and the entry points alone."""
+        """List the commands without importing them."""
         lines = [(name, summary) for name, (_, summary) in self._lazy.items()]
         with formatter.section("Commands"):
             formatter.write_dl([*lines, *self._plugin_lines().items()])
@@ -67,7 +67,7 @@ class LazyGroup(click.Group):
         return known | {name: points[name].value for name in sorted(points) if name not in known}
 
     def _points(self) -> dict[str, EntryPoint]:
-        """A command of the same name that is built in goes first."""
+        """Return the plugins' entry points; built-in commands take precedence."""
         found = entry_points(group=self._plugins)
         return {point.name: point for point in found if point.name not in self._lazy}
 

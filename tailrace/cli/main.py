@@ -1,4 +1,4 @@
-"""The `tailrace` command: wiring only. One file beside this one holds one group of commands."""
+"""The `tailrace` command: wiring only. Each group of commands has its own file next to this one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _COMMANDS = {
     "version": ("tailrace.cli.version:version", "Print versions."),
 }
 
-# Commands of packages beside the library, the simulator's among them; nothing here imports one.
+# Commands of other packages, such as the simulator; they are not imported here.
 _PLUGINS = "tailrace.commands"
 _PLUGIN_HELP = {
     "simulate": "Run one policy on a workload in the simulator.",

@@ -59,14 +59,14 @@ def migrate(request_id: str, target: str, mode: str, output: Output, admin: str 
 
 
 class _Progress:
-    """Says what is new in each record: its state, and the rounds that have ended."""
+    """Print the progress of a migration: new states, and finished rounds."""
 
     def __init__(self) -> None:
         self.last: MigrationRecord | None = None
         self._rounds = 0
 
     def show(self, record: MigrationRecord) -> None:
-        """Note one record of the stream."""
+        """Print what is new in a record."""
         if self.last is None or record.state != self.last.state:
             note(
                 f"{migration_word(record.state)}: {record.source_instance_id} -> {record.target_instance_id}"

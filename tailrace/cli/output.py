@@ -1,4 +1,4 @@
-"""What commands print: figures on stdout (a table, or one JSON object), progress and errors on stderr."""
+"""The output of commands: results on stdout (a table or a JSON object), progress and errors on stderr."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tailrace.cli.plain import JsonValue
 F = TypeVar("F", bound=Callable[..., Any])
 
 _WIDE = 240
-"""Columns of a table that goes to a pipe: nothing is cut."""
+"""Width of a table written to a pipe, so that nothing is truncated."""
 
 
 class Output(enum.StrEnum):
-    """What `-o` takes."""
+    """The values of `-o`."""
 
     TABLE = "table"
     JSON = "json"
@@ -29,7 +29,7 @@ class Output(enum.StrEnum):
 
 
 def output_option(first: Output = Output.TABLE, *more: Output) -> Callable[[F], F]:
-    """Add `-o first|json` and whatever else; the command gets an `Output` as `output`."""
+    """Add `-o first|json` and `more`; the command gets an `Output` as `output`."""
 
     def convert(_context: click.Context, _parameter: click.Parameter, value: str) -> Output:
         return Output(value)
@@ -46,12 +46,12 @@ def output_option(first: Output = Output.TABLE, *more: Output) -> Callable[[F], 
 
 
 def print_json(value: dict[str, JsonValue]) -> None:
-    """One object; on one line when stdout is no terminal, so that `--watch` gives JSON lines."""
+    """Print a JSON object; on one line unless stdout is a terminal, so that `--watch` prints JSON lines."""
     click.echo(json.dumps(value, indent=2 if sys.stdout.isatty() else None))
 
 
 def print_figures(renderable: RenderableType) -> None:
-    """A table or text, to stdout; in a pipe without the spaces that fill lines up."""
+    """Print a table or text to stdout; without trailing spaces unless stdout is a terminal."""
     target = console()
     if target.is_terminal:
         target.print(renderable)
@@ -63,10 +63,10 @@ def print_figures(renderable: RenderableType) -> None:
 
 
 def console() -> Console:
-    """A console on stdout that cuts nothing when stdout is a pipe."""
+    """Return a console on stdout that does not truncate if stdout is a pipe."""
     return Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False)
 
 
 def note(text: str) -> None:
-    """A line of progress, to stderr."""
+    """Print a line of progress to stderr."""
     click.echo(text, err=True)

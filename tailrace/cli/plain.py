@@ -1,4 +1,4 @@
-"""Protobuf messages as plain JSON: names as in the .proto, enums as lower-case words, null for unset ones."""
+"""Convert protobuf messages to plain JSON: names as in the .proto, enums as lower-case words or null."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ JsonValue = dict[str, "JsonValue"] | list["JsonValue"] | str | int | float | boo
 
 
 def to_plain(message: Message) -> dict[str, JsonValue]:
-    """Every field of the message, set or not. 64-bit integers stay numbers, bytes become hexadecimal."""
+    """Convert a message with all its fields, set or not. 64-bit integers stay numbers, bytes become
+    hexadecimal."""
     fields = message.DESCRIPTOR.fields
     return {field.name: _plain(getattr(message, field.name), field.enum_type) for field in fields}
 
 
 def to_plain_list(messages: Iterable[Message]) -> list[JsonValue]:
-    """The messages in order."""
+    """Convert messages, in order."""
     return [to_plain(message) for message in messages]
 
 
 def enum_word(enum: EnumDescriptor, number: int) -> str | None:
-    """`POOL_PREFILL` as `prefill`; None for `..._UNSPECIFIED`; the number of a value that we do not know."""
+    """Return `prefill` for `POOL_PREFILL`, None for `..._UNSPECIFIED`, the number for an unknown value."""
     value = enum.values_by_number.get(number)
     if value is None:
         return str(number)
@@ -39,7 +40,7 @@ def enum_word(enum: EnumDescriptor, number: int) -> str | None:
 
 
 def enum_words(enum: EnumDescriptor) -> dict[str, int]:
-    """All words of an enum and their numbers, without the unspecified one."""
+    """Return the words of an enum with their numbers, without the unspecified one."""
     pairs = ((enum_word(enum, value.number), value.number) for value in enum.values)
     return {word: number for word, number in pairs if word is not None}
 

@@ -1,4 +1,4 @@
-"""`tailrace profile`: measure instances, for the policies that go by how fast they are."""
+"""`tailrace profile`: measure the speed of instances for the policies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tailrace.v1.admin_pb2 import AdminProfileRequest, ListInstancesRequest
 from tailrace.v1.profile_pb2 import MeasuredProfile
 from tailrace.v1.types_pb2 import INSTANCE_STATE_SUSPECT
 
-# Beside the measuring: a step in progress, the fits, etcd.
+# Time beyond the budget for a step in progress, the fits and etcd.
 _MARGIN_S: Final = 60.0
 _HINT: Final = "tailrace get instances lists them"
 
@@ -60,7 +60,7 @@ def profile(
 
 
 def _one_of_each_kind(connection: Admin) -> Sequence[str]:
-    """The least loaded of each kind. Raises CliError when there is none."""
+    """Return the least loaded instance of each kind. Raise CliError if there is none."""
     reply = connection.stub.ListInstances(ListInstancesRequest(), timeout=CALL_TIMEOUT_S)
     first: dict[str, str] = {}
     for info in sorted(reply.instances, key=lambda i: (i.running + i.waiting, i.instance_id)):

@@ -1,4 +1,4 @@
-"""`tailrace record`: what the leading scheduler's model is fed, and what is decided on it."""
+"""`tailrace record`: record the inputs and decisions of the leading scheduler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tailrace.cli.errors import CliError, file_errors
 from tailrace.cli.output import note
 from tailrace.v1.admin_pb2 import RecordRequest
 
-# Beside the recording itself: the first lines are as many as there are instances.
+# Time beyond the recording itself for its first lines, one per instance.
 _MARGIN_S: Final = 10.0
 
 
@@ -37,10 +37,10 @@ def record(file: Path, seconds: float, admin: str | None) -> None:
     with connect(admin) as connection, connection.errors(), file_errors(), file.open("wb") as target:
         call = connection.stub.Record(RecordRequest(seconds=seconds), timeout=seconds + _MARGIN_S)
         try:
-            for told in call:
-                for line in told.lines:
+            for reply in call:
+                for line in reply.lines:
                     target.write(line + b"\n")
-                lines += len(told.lines)
+                lines += len(reply.lines)
         except KeyboardInterrupt:
             call.cancel()
     if not lines:

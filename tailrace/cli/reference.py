@@ -1,4 +1,4 @@
-"""docs/cli.md, from the commands themselves.
+"""Generate docs/cli.md from the commands.
 
 python -m tailrace.cli.reference > docs/cli.md
 """
@@ -21,7 +21,7 @@ current. Options of a service can also be set in the environment variable `TAILR
 
 
 def reference() -> str:
-    """The page."""
+    """Return the page in Markdown."""
     context = click.Context(main, info_name="tailrace", terminal_width=_COLUMNS, max_content_width=_COLUMNS)
     parts = [_INTRODUCTION]
     for path, text in _helps(main, context):
@@ -30,7 +30,7 @@ def reference() -> str:
 
 
 def _helps(command: click.Command, context: click.Context) -> Iterator[tuple[str, str]]:
-    """The command's path and help, then those of its subcommands."""
+    """Yield the command's path and help, then those of its subcommands."""
     lines = (line.rstrip() for line in command.get_help(context).splitlines())
     yield context.command_path, "\n".join(lines)
     if not isinstance(command, click.Group):

@@ -1,4 +1,4 @@
-"""`tailrace replay`: a recording, put to the same policy again, or to another."""
+"""`tailrace replay`: replay a recording with the recorded policy or with another one."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, al
 from tailrace.records import PolicyRecord
 
 
-class _Differences:
-    """The first so many, told as they come."""
+class _DifferencePrinter:
+    """Print the first `limit` differences."""
 
-    def __init__(self, most: int) -> None:
-        self._left = most
+    def __init__(self, limit: int) -> None:
+        self._left = limit
 
     def show(self, point: str, request_id: str, then: str, now: str) -> None:
         if self._left > 0:
@@ -71,10 +71,11 @@ def replay(file: Path, policy: str | None, assignments: tuple[str, ...], show: i
     if policy is None and assignments:
         raise UsageProblem("--set requires --policy")
     record = None if policy is None else _policy(policy, assignments)
-    told = _Differences(show)
+    printer = _DifferencePrinter(show)
     with file_errors(InvalidRecordingError), file.open("rb") as lines:
+        events = decode(lines)
         run, different = (
-            _again(decode(lines), told) if record is None else _other(decode(lines), record, told)
+            _replay_recorded(events, printer) if record is None else _replay_other(events, record, printer)
         )
     total = sum(different.values())
     if output is Output.JSON:
@@ -96,31 +97,33 @@ def _policy(name: str, assignments: Sequence[str]) -> PolicyRecord:
     return PolicyRecord(name=name, parameters={key: values[key] for key in given})
 
 
-def _again(events: Iterator[Event], told: _Differences) -> tuple[Replay, Counter[str]]:
-    """The policy that decided then."""
+def _replay_recorded(events: Iterator[Event], printer: _DifferencePrinter) -> tuple[Replay, Counter[str]]:
+    """Replay with the recorded policy; return the replay and the differences by decision point."""
 
-    def heard(replayed: Replayed) -> None:
+    def on_replayed(replayed: Replayed) -> None:
         if not replayed.same:
             then, now = _text(replayed.recorded), _text(replayed.replayed)
-            told.show(replayed.point, replayed.request_id, then, now)
+            printer.show(replayed.point, replayed.request_id, then, now)
 
-    run = Replay(events, heard)
+    run = Replay(events, on_replayed)
     run.run()
     return run, run.different
 
 
-def _other(events: Iterator[Event], record: PolicyRecord, told: _Differences) -> tuple[Replay, Counter[str]]:
-    """Another one, in the shadow of the one that decided then."""
+def _replay_other(
+    events: Iterator[Event], record: PolicyRecord, printer: _DifferencePrinter
+) -> tuple[Replay, Counter[str]]:
+    """Replay with another policy as the shadow of the recorded one; return as `_replay_recorded` does."""
     different: Counter[str] = Counter()
 
-    def heard(compared: Comparison) -> None:
+    def on_compared(compared: Comparison) -> None:
         if compared.verdict is not Verdict.SAME:
             point = compared.point.value
             different[point] += 1
-            told.show(point, compared.request_id, _words(compared.decided), _words(compared.shadow))
+            printer.show(point, compared.request_id, _words(compared.decided), _words(compared.shadow))
 
     run = Replay(events, lambda replayed: None)
-    run.watch(Shadow(record, run.control.active.slo, heard))
+    run.watch(Shadow(record, run.control.active.slo, on_compared))
     run.run()
     return run, different
 
@@ -133,7 +136,7 @@ def _words(answer: Answer) -> str:
 
 def _text(answer: msgspec.Raw | None) -> str:
     if answer is None:
-        return "not asked"
+        return "not called"
     return "failed" if answer == FAILED else bytes(answer).decode()
 
 
@@ -154,8 +157,8 @@ def _plain(run: Replay, record: PolicyRecord | None, different: Counter[str]) ->
 
 
 def _table(run: Replay, record: PolicyRecord | None, different: Counter[str]) -> Table:
-    asked = "the same again" if record is None else record.name
-    title = f"{run.policies}, {run.seconds:.1f} s; asked: {asked}"
+    called = "the recorded policy" if record is None else record.name
+    title = f"{run.policies}, {run.seconds:.1f} s; replayed with: {called}"
     table = Table(title=title, title_justify="left", box=None)
     table.add_column("decision point")
     for heading in ("decisions", "with actions", "different"):

@@ -169,7 +169,7 @@ def _warn(model: str, begun: RolloutInfo) -> None:
 
 
 def _wait(connection: Admin, model: str, begun: RolloutInfo, timeout_s: float, output: Output) -> None:
-    """Tell how far it is until it is over. Raises CliError when it fails, or takes longer."""
+    """Print the rollout's progress until it is over. Raise CliError if it fails or exceeds the timeout."""
     last = begun
     for event in _events(connection, model, begun, timeout_s):
         last = event.rollout
@@ -182,13 +182,13 @@ def _wait(connection: Admin, model: str, begun: RolloutInfo, timeout_s: float, o
         if event.done:
             return
     raise CliError(
-        f"{model}: not over after {timeout_s:g} s, it goes on ({last.message}); "
+        f"{model}: not finished after {timeout_s:g} s, it continues ({last.message}); "
         f"tailrace rollout status {model}"
     )
 
 
 def _events(connection: Admin, model: str, begun: RolloutInfo, timeout_s: float) -> Iterator[RolloutEvent]:
-    """Until it is over or the time is up; asks again where a scheduler was lost meanwhile."""
+    """Yield the rollout's events until it is over or the time is up; reconnect if a scheduler is lost."""
     request = WatchRolloutRequest(model=model, begun_s=begun.begun_s)
     until_s = time.monotonic() + timeout_s
     while (left_s := until_s - time.monotonic()) > 0:

@@ -1,4 +1,4 @@
-"""`tailrace serve SERVICE`: the services' own commands, found by entry point; nothing here imports one."""
+"""`tailrace serve SERVICE`: run a service. Services are found by entry point and not imported here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ EXTRA_ARGUMENTS: Final = "TAILRACE_SERVE_ARGS"
 """Environment variable with further arguments of a service, quoted as in a shell. Units and containers have a
 fixed command line; this is where an operator adds a policy, a tool parser or a limit."""
 
-# The services' own first lines of help: reading them there would import vLLM. A test compares the two.
+# Copies of the first lines of the services' help, since importing those would import vLLM. A test compares
+# the two.
 _SUMMARIES: Final = {
     "frontend": "Serve the fleet to users through vLLM's own API server.",
     "migration": "Execute migrations; run a second service as a standby.",
@@ -54,7 +55,7 @@ class _Services(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the services from the entry points alone; one without a summary with its place."""
+        """List the services without importing them; a service without a summary with its location."""
         points = sorted(_points().items())
         with formatter.section("Services"):
             formatter.write_dl([(name, _SUMMARIES.get(name, point.value)) for name, point in points])

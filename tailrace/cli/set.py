@@ -1,4 +1,4 @@
-"""`tailrace set`: what an operator changes."""
+"""`tailrace set`: change the cluster's settings."""
 
 from __future__ import annotations
 

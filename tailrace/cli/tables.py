@@ -1,4 +1,4 @@
-"""What `tailrace get` shows of each kind: one `View` each."""
+"""The tables of `tailrace get`: one `View` per kind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOTHING = "-"
 
 @dataclass(frozen=True)
 class Column(Generic[RowT]):
-    """A heading and how to say a row's value; figures stand to the right."""
+    """A heading and a function from a row to its text; figures are right-aligned."""
 
     heading: str
     text: Callable[[RowT], str]
@@ -32,14 +32,14 @@ class Column(Generic[RowT]):
 
 @dataclass(frozen=True)
 class View(Generic[RowT]):
-    """One kind of thing as a table. `name` is also its key in the JSON object."""
+    """A table of one kind. `name` is also its key in the JSON object; `empty`: caption without rows."""
 
     name: str
     columns: Sequence[Column[RowT]]
     empty: str
 
     def table(self, rows: Iterable[RowT]) -> Table:
-        """The rows in their order; a caption says so when there are none."""
+        """Return a table of the rows in the given order."""
         table = Table(box=None, pad_edge=False, header_style="bold")
         for column in self.columns:
             table.add_column(column.heading, justify="right" if column.figure else "left", no_wrap=True)
@@ -52,37 +52,37 @@ class View(Generic[RowT]):
 
 
 def pool_word(pool: int) -> str:
-    """The pool's name, or a dash."""
+    """Return the pool's name, or a dash."""
     return enum_word(Pool.DESCRIPTOR, pool) or NOTHING
 
 
 def phase_word(phase: int) -> str:
-    """The phase's name, or a dash."""
+    """Return the phase's name, or a dash."""
     return enum_word(Phase.DESCRIPTOR, phase) or NOTHING
 
 
 def migration_word(state: int) -> str:
-    """The migration state's name, or a dash."""
+    """Return the migration state's name, or a dash."""
     return enum_word(MigrationState.DESCRIPTOR, state) or NOTHING
 
 
 def way_word(way: int) -> str:
-    """How requests move, or a dash."""
+    """Return the migration method's name, or a dash."""
     return enum_word(Way.DESCRIPTOR, way) or NOTHING
 
 
 def instance_word(state: int) -> str:
-    """The instance state's name, or a dash."""
+    """Return the instance state's name, or a dash."""
     return enum_word(InstanceState.DESCRIPTOR, state) or NOTHING
 
 
 def request_word(state: int) -> str:
-    """The request state's name, or a dash."""
+    """Return the request state's name, or a dash."""
     return enum_word(RequestState.DESCRIPTOR, state) or NOTHING
 
 
 def bytes_text(count: int) -> str:
-    """A number of bytes with a binary unit."""
+    """Format a number of bytes with a binary unit."""
     size, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 1024:
@@ -92,12 +92,12 @@ def bytes_text(count: int) -> str:
 
 
 def share_text(part: int, whole: int) -> str:
-    """In percent; a dash of nothing."""
+    """Format a share in percent; a dash if `whole` is 0."""
     return f"{100 * part / whole:.0f}%" if whole else NOTHING
 
 
 def cached_text(instance: InstanceInfo) -> str:
-    """Blocks of prefixes on the device, and after a plus in host memory."""
+    """Format the cached blocks: on the device, and after a plus in host memory."""
     host = instance.cached_host_blocks
     return f"{instance.cached_blocks}+{host}" if host else str(instance.cached_blocks)
 
@@ -177,7 +177,7 @@ MIGRATIONS = View[MigrationRecord](
 
 
 def _what_it_does(policy: PolicyInfo) -> str:
-    """A name for a policy with parameters set says which."""
+    """Return the policy's summary; for a variant, followed by the parameters that it sets."""
     words = [f"{name}={value}" for name, value in sorted(policy.stands_for.items())]
     return f"{policy.summary}; {' '.join(words)}" if words else policy.summary
 
@@ -187,7 +187,7 @@ POLICIES = View[PolicyInfo](
     columns=(
         Column("POLICY", lambda p: p.name),
         Column("ACTIVE", lambda p: "active" if p.active else ""),
-        # A line each: side by side they would leave no room for the others.
+        # One per line, to leave room for the other columns.
         Column("PARAMETERS", lambda p: "\n".join(f"{x.name}={x.value}" for x in p.parameters if x.value)),
         Column("WHAT IT DOES", _what_it_does),
     ),

@@ -1,4 +1,4 @@
-"""`tailrace top`: the fleet at a glance."""
+"""`tailrace top`: a live overview of the fleet."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tailrace.v1.migration_pb2 import ListMigrationsRequest, MigrationRecord
 
 _INTERVAL_S: Final = 1.0
 _RATE_WINDOW: Final = 5
-"""Samples over which the token rate is taken."""
+"""Number of samples over which the token rate is computed."""
 _REQUESTS: Final = 20
 _MIGRATIONS: Final = 5
 _BAR_WIDTH: Final = 20
@@ -40,7 +40,7 @@ _ID_WIDTH: Final = 28
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What the admin API said at one moment (`taken_s`: monotonic seconds)."""
+    """The replies of the admin API at one time (`taken_s`: monotonic seconds)."""
 
     taken_s: float
     policy: str
@@ -106,7 +106,7 @@ def _sample(admin: Admin) -> Sample:
 
 
 def _recent(stub: AdminStub) -> tuple[MigrationRecord, ...]:
-    """The last migrations; none while no migration service responds: the rest is wanted all the more then."""
+    """Return the last migrations; none if no migration service responds, so that the rest is still shown."""
     request = ListMigrationsRequest(limit=_MIGRATIONS)
     try:
         return tuple(stub.ListMigrations(request, timeout=CALL_TIMEOUT_S).migrations)
@@ -117,7 +117,7 @@ def _recent(stub: AdminStub) -> tuple[MigrationRecord, ...]:
 
 
 def figures(history: deque[Sample]) -> dict[str, JsonValue]:
-    """The last sample, with the rates that `frame` shows."""
+    """Return the last sample as JSON, with the rates that `frame` shows."""
     now, rates = history[-1], token_rates(history[0], history[-1])
     instances: list[JsonValue] = []
     for instance in now.instances:
@@ -134,7 +134,7 @@ def figures(history: deque[Sample]) -> dict[str, JsonValue]:
 
 
 def frame(history: deque[Sample]) -> RenderableType:
-    """One picture of the last sample; rates are over the whole history (at least one sample)."""
+    """Render the last sample; rates are over the whole history (at least one sample)."""
     now = history[-1]
     rates = token_rates(history[0], now)
     heading = Text.assemble(
@@ -148,10 +148,10 @@ def frame(history: deque[Sample]) -> RenderableType:
 
 
 def token_rates(first: Sample, last: Sample) -> dict[str, float]:
-    """Tokens a second by instance id, from the counters of two samples.
+    """Return tokens per second by instance id, from the counters of two samples.
 
-    A counter that went back is a worker that started anew: its rate is taken from zero. With a single sample
-    the rate is what the reported interval between tokens and the decoding requests amount to.
+    A counter that decreased belongs to a restarted worker, and is counted from zero. With a single sample the
+    rate is derived from the reported token interval and the number of decoding requests.
     """
     elapsed = last.taken_s - first.taken_s
     before = {instance.instance_id: instance for instance in first.instances}
@@ -170,7 +170,7 @@ def token_rates(first: Sample, last: Sample) -> dict[str, float]:
 
 
 def _grid(*headings: tuple[str, bool]) -> Table:
-    """An open table; each heading with whether its figures stand to the right."""
+    """Create a table without borders; `headings`: pairs of (heading, whether it is right-aligned)."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading, figures in headings:
         table.add_column(heading, justify="right" if figures else "left", no_wrap=True)

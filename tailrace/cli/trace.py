@@ -1,4 +1,4 @@
-"""`tailrace trace`: one request's way through all services, without any tracing backend."""
+"""`tailrace trace`: show a request's trace through all services, without a tracing backend."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def trace(identity: str, output: Output, admin: str | None) -> None:
 
 
 def _otlp_json(data: bytes) -> dict[str, JsonValue]:
-    """OTLP's JSON encoding: protobuf's own, but for trace and span ids in hexadecimal."""
+    """Convert to OTLP's JSON encoding: that of protobuf, but with trace and span ids in hexadecimal."""
     traces = TracesData.FromString(data)
     plain: dict[str, JsonValue] = MessageToDict(traces)
     spans = [

@@ -1,4 +1,4 @@
-"""`tailrace up`: a whole cluster on this machine."""
+"""`tailrace up`: start a complete cluster on this machine."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ from tailrace.v1.admin_pb2 import SetPolicyRequest
 _INTERRUPTED: Final = 130
 _TINY_NAME: Final = "tiny"
 _TINY_ARGUMENTS: Final = ("--kv-blocks", "4096")
-"""A small cache that yet holds a dozen of its longest answers; and the precision that it was trained in, with
-which it is sure of every token, and which vLLM would lower."""
+"""A small KV cache for the shipped model, which still holds a dozen of its longest answers."""
 
 
 @click.command(epilog="Example: tailrace up --workers 2 --policy pascal --set quantum_tokens=250")
@@ -189,7 +188,7 @@ def up(
 
 
 def _policy_parameters(policy: str | None, assignments: Sequence[str]) -> dict[str, str]:
-    """The given ones, which the policy takes. Raises UsageProblem."""
+    """Return the given parameters. Raise UsageProblem if the policy does not accept them."""
     if policy is None:
         if assignments:
             raise UsageProblem("--set requires --policy")
@@ -205,14 +204,16 @@ def _policy_parameters(policy: str | None, assignments: Sequence[str]) -> dict[s
 
 
 def _already_up(folder: RunFolder) -> RunState | None:
-    """The state of a cluster that runs whole, None if nothing runs. Raises CliError for anything between,
-    RunFolderUnusable."""
+    """Return the state of a cluster that is running completely, None if nothing is running.
+
+    Raise CliError for an incomplete cluster, or RunFolderUnusable.
+    """
     state = folder.read()
     if state is None:
         return None
     ended = [part.name for part in state.parts if not part.identity.alive()]
     if len(ended) == len(state.parts):
-        stop_parts(state.parts)  # children of theirs may be left
+        stop_parts(state.parts)  # their children may still be running
         folder.forget()
         return None
     if ended or not state.ready:
@@ -233,7 +234,7 @@ def _start(options: ClusterOptions, folder: RunFolder) -> RunState:
 
 
 def _plan(options: ClusterOptions, folder: RunFolder) -> Plan:
-    """Check everything that can be known beforehand, and lay the cluster out."""
+    """Check the requirements that are known in advance, and plan the cluster."""
     if options.model.startswith((".", "/", "~")) and not Path(options.model).expanduser().is_dir():
         raise UsageProblem(f"--model: no folder {options.model}")
     if options.keep_answers_s and options.front is not Front.PYTHON:
@@ -270,7 +271,7 @@ async def _run(plan: Plan, folder: RunFolder, options: ClusterOptions) -> RunSta
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     if task is None:
         raise RuntimeError("not in a task")
-    # The loop's handlers, not Python's: a second Ctrl-C must not cut the stopping short.
+    # The loop's handlers instead of Python's, so that a second Ctrl-C does not interrupt the cleanup.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, task.cancel)
     with make_progress([part.name for part in plan.parts]) as progress:

@@ -54,12 +54,12 @@ class BookToFollower(RuleBasedStateMachine):
 
     @rule()
     def overflow(self) -> None:
-        before = books._UNTOLD_MAX
-        books._UNTOLD_MAX = 0  # type: ignore[misc]
+        before = books._PENDING_MAX
+        books._PENDING_MAX = 0  # type: ignore[misc]
         try:
             self.book.change([1], [])
         finally:
-            books._UNTOLD_MAX = before  # type: ignore[misc]
+            books._PENDING_MAX = before  # type: ignore[misc]
 
     @rule()
     def report(self) -> None:

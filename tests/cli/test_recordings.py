@@ -63,7 +63,7 @@ def test_record_says_where_it_cannot_write(run: Run, tmp_path: Path) -> None:
 def test_replay_finds_no_difference(file: Path) -> None:
     result = replay(str(file))
     assert result.exit_code == 0 and result.stderr == ""
-    assert "asked: the same again" in result.stdout
+    assert "replayed with: the recorded policy" in result.stdout
     document = json.loads(replay(str(file), "-o", "json").stdout)
     assert document["recorded"] == document["policy"] == "arrow"
     assert set(document["points"]) >= {"place", "tick", "prefill_done"}
@@ -72,7 +72,7 @@ def test_replay_finds_no_difference(file: Path) -> None:
 
 def test_replay_shows_what_another_policy_would_do(file: Path) -> None:
     result = replay(str(file), "--policy", "round_robin", "--show", "1")
-    assert result.exit_code == 0 and "asked: round_robin" in result.stdout
+    assert result.exit_code == 0 and "replayed with: round_robin" in result.stdout
     first, second = result.stderr.splitlines()
     assert first.startswith(("place ", "tick", "prefill_done ")) and second.startswith("    now: ")
     same = json.loads(replay(str(file), "--policy", "arrow", "--show", "0", "-o", "json").stdout)

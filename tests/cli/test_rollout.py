@@ -96,7 +96,9 @@ def test_one_that_takes_longer_goes_on(run: Run, script: Script) -> None:
     script.errors["WatchRollout"] = (grpc.StatusCode.DEADLINE_EXCEEDED, "")
     result = run("rollout", "start", "chat", "--to", NEW, "--timeout", "5")
     assert result.exit_code == 1
-    assert "not over after 5 s, it goes on (preparing: f0); tailrace rollout status chat" in result.stderr
+    assert (
+        "not finished after 5 s, it continues (preparing: f0); tailrace rollout status chat" in result.stderr
+    )
 
 
 def test_a_scheduler_that_is_lost_is_asked_again(run: Run, script: Script) -> None:

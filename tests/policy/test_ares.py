@@ -420,9 +420,9 @@ def test_prompts_that_wait_for_their_prefill_count_as_kv() -> None:
 def test_without_a_prediction_a_target_may_be_filled_to_its_share() -> None:
     target = dataclasses.replace(instance("d0", []), kv_capacity_tokens=1_000, context_tokens=400)
     policy = Ares(dispatch=VARIANCE, memory_share=0.5)
-    assert policy.safe(target, request("r", "p0", 100, None))
-    assert policy.safe(target, request("r", "p0", 99, 1.0))
-    assert not policy.safe(target, request("r", "p0", 100, 1.0))
+    assert policy.is_memory_safe(target, request("r", "p0", 100, None))
+    assert policy.is_memory_safe(target, request("r", "p0", 99, 1.0))
+    assert not policy.is_memory_safe(target, request("r", "p0", 100, 1.0))
 
 
 def test_a_late_handover_without_room_does_not_hold_up_the_others() -> None:
