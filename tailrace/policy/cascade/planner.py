@@ -84,7 +84,7 @@ class Costs:
         decode = slowdown.step * (d1 * requests + d4 * slowdown.attention * lengths)
         self.fixed: Floats = requests * (slowdown.step * d0)
         self.shared: Floats = requests * (decode + d2 * inputs + d3 * squares)
-        # The first entry is 0, since the first edge is 0; the last one is not used: there is no cut at the end.
+        # The first entry is 0, as is the first edge; the last is unused, since there is no cut at the end.
         self.cut: Floats = workload.density * workload.edges * transfer_s_per_token
 
     @property
