@@ -157,12 +157,8 @@ class Replication:
 
     def heard_instance(self) -> None:
         """Note that an instance was heard, so this front end is not the one that receives nothing."""
-        if self._deaf_since_s is None:
-            return
-        self._deaf_since_s = None
-        for answer in self._store:
-            if answer.served_here and not self._is_protected(answer.head.answer_id):
-                self._release_unprotected(answer)
+        if self._deaf_since_s is not None:
+            self._release_held()
 
     def stop(self, answer: Answer) -> None:
         """Stop copying an answer that is not served here any more; the copy stays where it is."""
@@ -188,7 +184,7 @@ class Replication:
                 self._drop_peer(queue)
         now_s = self._clock()
         if self._deaf_since_s is not None and now_s - self._deaf_since_s > _ALONE_S:
-            self.heard_instance()
+            self._release_held()
         for copy in list(self._copies.values()):
             if copy.answer.removed:
                 # Removed here to make room; the copy may stay.
@@ -260,7 +256,9 @@ class Replication:
         try:
             reply = await self._peers.keep(queue.peer, request)
         except PeerSilent:
-            self._deaf_since_s = self._clock()
+            # From the first one on: a peer that is silent again and again must not hold entries for longer.
+            if self._deaf_since_s is None:
+                self._deaf_since_s = self._clock()
             self._drop_peer(queue)
             return False
         except PeerUnreachable:
@@ -337,6 +335,13 @@ class Replication:
         """Deliver entries that no second front end has, unless this one may be the one that is cut off."""
         if self._deaf_since_s is None:
             self._on_released(answer, len(answer.entries))
+
+    def _release_held(self) -> None:
+        """Deliver all entries that were held because this front end might be the one that is cut off."""
+        self._deaf_since_s = None
+        for answer in self._store:
+            if answer.served_here and not self._is_protected(answer.head.answer_id):
+                self._release_unprotected(answer)
 
     def _queue_ended(self, queue: _PeerQueue, task: asyncio.Task[None]) -> None:
         if (error := task_error(task)) is not None:

@@ -169,6 +169,21 @@ async def test_who_hears_instances_goes_on_without_a_silent_front_end() -> None:
     assert client.events == [1, 2]
 
 
+async def test_a_peer_that_is_silent_again_and_again_holds_tokens_for_a_bounded_time() -> None:
+    """Probes reach it, so it gets a new copy each time; the copies, which are larger, do not."""
+    world, client = World(["f0", "f1"]), Client(0, "")
+    await world.open("f0", client)
+    await world.tokens("f0", 2)
+    for _ in range(5):
+        assert client.events == []
+        end_call(world.network, world.network.pending.pop(0), "silent")
+        await quiet()
+        world.network.now_s += 1.2
+        world["f0"].coordinator.tick()
+        await quiet()
+    assert client.events == [1, 2]
+
+
 async def test_tokens_do_not_wait_for_the_first_copy_of_what_had_none() -> None:
     world, client = World(["f0"]), Client(0, "")
     await world.open("f0", client)
