@@ -17,6 +17,7 @@ import grpc
 
 from benchmarks.chaos.answers import Ending, Question, judge
 from benchmarks.chaos.cluster import KEY, MODEL, POISON, Cluster, Member
+from benchmarks.chaos.gaps import Exposure
 from benchmarks.chaos.load import Load
 from benchmarks.chaos.mover import Mover
 from benchmarks.chaos.rollouts import Rollouts
@@ -96,17 +97,20 @@ class Faults:
     def _on_target(self, fault: Fault) -> Iterator[Member]:
         """Mark the target, and the streams on it now, as affected; the fault is in progress for the block."""
         target = self._target(fault)
-        self._mark_streams(fault, target)
-        with target.under_fault():
-            yield target
+        exposures = self._expose_streams(fault, target)
+        try:
+            with target.under_fault():
+                yield target
+        finally:
+            for exposure in exposures:
+                exposure.end()
 
-    def _mark_streams(self, fault: Fault, target: Member) -> None:
+    def _expose_streams(self, fault: Fault, target: Member) -> list[Exposure]:
         streams = self._load.streams_of(target) if target.tier is Tier.FRONTEND else []
         if target.tier is Tier.WORKER:
             found = map(self._load.find_stream, self._mover.requests_on(target.spec.members))
             streams = [stream for stream in found if stream is not None]
-        for stream in streams:
-            stream.affected_by.add(f"{fault.kind} of its {target.tier}")
+        return [stream.expose(f"{fault.kind} of its {target.tier}") for stream in streams]
 
     # ---- processes
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from benchmarks.chaos.__main__ import UNSUPPORTED
 from benchmarks.chaos.answers import Answer, Ending, Verdict, judge, parse_answer
+from benchmarks.chaos.gaps import NO_FAULT, Exposure, longest_gaps
 from benchmarks.chaos.open_files import open_files
 from benchmarks.chaos.reconnecting import ReceivedAnswer, ResumeHeader
 from benchmarks.chaos.schedule import RULES, Kind, Targets, Tier, Version, draw
@@ -160,6 +161,25 @@ def test_lost_repeated_or_changed_events_are_violations(header: ResumeHeader, th
     received.add_connection(connection(numbered(1, 1, *EVENTS[:1])))
     received.add_connection(then)
     assert received.violation and received.ended
+
+
+def test_a_gap_counts_for_a_fault_from_its_beginning_on() -> None:
+    """A front end that is cut off just as it continues after a stop has not been silent for long."""
+    stopped, cut = Exposure("stop", 10.0, 42.8), Exposure("cut", 42.9, 49.3)
+    gaps = longest_gaps([9.98, 9.99, 42.95, 50.0, 50.02], [stopped, cut])
+    assert gaps == pytest.approx({"stop": 32.95, "cut": 7.05, NO_FAULT: 0.01})
+
+
+def test_a_gap_after_a_fault_is_not_of_this_fault() -> None:
+    gaps = longest_gaps([1.0, 2.0, 10.0, 10.5], [Exposure("cut", 1.9, 2.1), Exposure("stop", 9.0, 9.5)])
+    # The stream stalled right after the cut, which may be why.
+    assert gaps == pytest.approx({"cut": 8.0, "stop": 1.0, NO_FAULT: 0.0})
+    assert longest_gaps([1.0, 8.0, 15.0], [Exposure("cut", 2.0, 3.0)]) == {"cut": 6.0, NO_FAULT: 7.0}
+
+
+def test_gaps_of_a_stream_without_a_fault() -> None:
+    assert longest_gaps([1.0, 1.5, 3.5], []) == {NO_FAULT: 2.0}
+    assert longest_gaps([1.0], []) == {NO_FAULT: 0.0}
 
 
 @pytest.mark.slow
