@@ -132,7 +132,7 @@ def _retry_until_moved(
 
 
 def speculative(scale: Scale, folder: Path) -> Iterator[Row]:
-    """Speculative decoding with n-grams: migrated live."""
+    """Run speculative decoding with n-grams, which is migrated live."""
     with serve_fleet("n-gram", engine=[f"speculative_config={json.dumps(_NGRAM)}"]) as served:
         yield run_streams(served, Row("speculative, n-gram", "greedy"), scale, greedy)
         note = "after a move drafts differ, and with them the draws: equal in distribution only"
@@ -141,13 +141,13 @@ def speculative(scale: Scale, folder: Path) -> Iterator[Row]:
 
 
 def draft(scale: Scale, folder: Path) -> Iterator[Row]:
-    """Speculative decoding with a draft model: migrated by replay."""
+    """Run speculative decoding with a draft model, which is migrated by replay."""
     with serve_fleet("draft", engine=[f"speculative_config={json.dumps(_DRAFT)}"]) as served:
         yield run_streams(served, Row("speculative, draft model", "greedy"), scale, greedy)
 
 
 def adapters(scale: Scale, folder: Path) -> Iterator[Row]:
-    """LoRA: two adapters and the model itself, mixed in each batch."""
+    """Run two LoRA adapters and the model itself, mixed in each batch."""
     paths = {name: make_adapter(folder / name, seed) for seed, name in enumerate(("a", "b"))}
     names = [*paths, MODEL]
     # Loaded at run time, as an operator would; the workers load each at its first request.
@@ -166,7 +166,7 @@ def adapters(scale: Scale, folder: Path) -> Iterator[Row]:
 
 
 def embedding(scale: Scale, folder: Path) -> Iterator[Row]:
-    """Embeddings: never migrated; the same vector on every worker."""
+    """Run embeddings, which are never migrated: every worker must return the same vector."""
     engine = ["runner=pooling"]
     with serve_fleet("embedding", engine=engine, front=["--runner=pooling"]) as served:
         note = "; ".join(sorted({": ".join(way) for way in served.move_methods().values()}))
@@ -187,7 +187,7 @@ def embedding(scale: Scale, folder: Path) -> Iterator[Row]:
 
 
 def image(scale: Scale, folder: Path) -> Iterator[Row]:
-    """An image in each prompt: migrated live after prefill."""
+    """Run prompts with an image, which are migrated live after prefill."""
 
     def image_prompt(number: int) -> Prompt:
         return [

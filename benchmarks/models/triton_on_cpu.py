@@ -88,8 +88,8 @@ def _patch_each_module_once(
 
 
 def _cached(numpy_type: Callable[[Any], object]) -> Callable[[Any], object]:
-    """`numpy_type`: returns NumPy's type for one of Triton's, which is the same for a block and its
-    elements."""
+    """Cache `numpy_type`, which returns NumPy's type for one of Triton's: that of a block is its
+    elements'."""
     cached = functools.cache(numpy_type)
 
     def cached_numpy_type(triton_type: Any) -> object:
