@@ -5,8 +5,8 @@ thread (a device, a lock), because the event loop beside it still sends heartbea
 report the failure and exit.
 
 The limit follows from the steps so far: ten times the longest that a step with as many tokens took, but never
-below a floor (a kernel may be compiled at any time) and never above a limit, which also applies while too
-little was measured: the first steps compile, and the first long prompts take an unknown time.
+below a floor and never above a limit, which also applies while too little was measured (the first long
+prompts take an unknown time) and while the engine compiles code, which a request may need at any time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Progress:
 
     def __init__(self, bounds: StepBounds, now_s: float) -> None:
         self._bounds = bounds
-        self._steps = -1
+        self._finished = (-1, -1)
         self._last_step_s = now_s
 
     def extend_deadlines(self, seconds: float) -> None:
@@ -54,11 +54,13 @@ class Progress:
         """Return for how many seconds no step has finished although requests run, if that is too long; else
         None."""
         idle = not any(request.state == "running" for request in stats.requests)
-        if idle or stats.steps != self._steps:
-            self._steps, self._last_step_s = stats.steps, now_s
+        finished = (stats.steps, stats.compilations)
+        if idle or finished != self._finished:
+            self._finished, self._last_step_s = finished, now_s
             return None
         stuck_s = now_s - self._last_step_s
-        return stuck_s if stuck_s > self._bounds.max_s(stats.expected_step_s) else None
+        max_s = self._bounds.max_s(None if stats.compiling else stats.expected_step_s)
+        return stuck_s if stuck_s > max_s else None
 
 
 async def watch_progress(

@@ -117,6 +117,20 @@ def test_an_engine_that_hangs_is_noticed_much_sooner_than_the_limit() -> None:
     assert progress.stuck_for_s(stats, 31.5) == 30.5
 
 
+def test_a_step_that_compiles_has_until_the_limit() -> None:
+    progress = Progress(BOUNDS, 0.0)
+    before = replace(busy(1), expected_step_s=0.001)
+    assert progress.stuck_for_s(before, 1.0) is None
+    compiling = replace(before, compiling=True)
+    assert progress.stuck_for_s(compiling, 10.0) is None
+    assert progress.stuck_for_s(compiling, 11.5) == 10.5
+    # The rest of the step has its own time.
+    after = replace(before, compilations=1)
+    assert progress.stuck_for_s(after, 10.9) is None
+    assert progress.stuck_for_s(after, 12.5) is None
+    assert progress.stuck_for_s(after, 13.0) is not None
+
+
 def test_every_step_is_progress() -> None:
     progress = Progress(BOUNDS, 0.0)
     assert not any(progress.stuck_for_s(busy(step), 9.0 * step) for step in range(20))

@@ -233,6 +233,9 @@ class EngineStats:
     # Expected maximum duration of the current or next step, from recent steps (StepTimes). None: too few
     # steps of its kind so far.
     expected_step_s: float | None = None
+    # How often the engine compiled code at runtime, and whether it does now: that makes a step long.
+    compilations: int = 0
+    compiling: bool = False
     # Prompt tokens of requests that have generated their first token here, and how many of them were found in
     # the prefix cache.
     prompt_tokens: int = 0

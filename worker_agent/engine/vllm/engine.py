@@ -31,6 +31,7 @@ from worker_agent.engine.base import (
 )
 from worker_agent.engine.errors import EngineRefusal, KvCorrupt
 from worker_agent.engine.vllm.cache_watch import naming_of
+from worker_agent.engine.vllm.compilations import Compilations
 from worker_agent.engine.vllm.core import EngineParts, EngineThread
 from worker_agent.engine.vllm.engine_ranks import EngineRanks
 from worker_agent.engine.vllm.exports import PauseDone
@@ -64,6 +65,7 @@ class VllmEngine:
         self._settings = settings
         self._thread = EngineThread(settings, self._deliver, self._report_death)
         self._dead = ""
+        self._compilations = Compilations()
         # None if there is one rank.
         self._ranks: EngineRanks | None = None
         # Bounded by the worker's limits on concurrent exports and imports.
@@ -152,7 +154,8 @@ class VllmEngine:
 
     def stats(self) -> EngineStats:
         """Engine.stats."""
-        return engine_stats(self._parts.core, self._parts.table, self._parts.writer, self._parts.cache)
+        parts = self._parts
+        return engine_stats(parts.core, parts.table, parts.writer, parts.cache, self._compilations)
 
     async def find_held(self, keys: Sequence[RequestKey]) -> dict[RequestKey, Held]:
         """Engine.find_held."""

@@ -8,6 +8,7 @@ from vllm.v1.request import RequestStatus
 
 from worker_agent.engine.base import EngineStats, RequestStats
 from worker_agent.engine.vllm.cache_watch import CacheWatch, expected_hit_tokens
+from worker_agent.engine.vllm.compilations import Compilations
 from worker_agent.engine.vllm.load import LoadedCore
 from worker_agent.engine.vllm.orders import job_view
 from worker_agent.engine.vllm.outputs import OutputWriter
@@ -15,7 +16,11 @@ from worker_agent.engine.vllm.requests import Entry, RequestTable
 
 
 def engine_stats(
-    core: LoadedCore, table: RequestTable, writer: OutputWriter, cache: CacheWatch | None
+    core: LoadedCore,
+    table: RequestTable,
+    writer: OutputWriter,
+    cache: CacheWatch | None,
+    compilations: Compilations,
 ) -> EngineStats:
     """Return the engine's statistics. `cache` is None if the engine has no prefix cache."""
     entries = list(table)
@@ -36,6 +41,8 @@ def engine_stats(
         host_kv_corrupt_blocks=0 if core.host_pool is None else core.host_pool.corrupt_blocks,
         prefill_backlog_tokens=backlog,
         expected_step_s=writer.times.expected_s(max(core.scheduler.scheduled_tokens, ahead)),
+        compilations=compilations.finished,
+        compiling=compilations.running,
         steps=writer.steps,
         generated_tokens=writer.generated_tokens,
         prompt_tokens=writer.prompt_tokens,

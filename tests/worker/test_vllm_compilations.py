@@ -1,0 +1,27 @@
+"""Torch compiles in the engine thread when a request first needs a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from worker_agent.engine.vllm.compilations import Compilations
+
+pytestmark = pytest.mark.vllm
+
+
+def test_a_compilation_shows_while_it_runs_and_counts_when_it_ends() -> None:
+    compilations, seen = Compilations(), []
+
+    def compiler(module: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., object]:
+        seen.append((compilations.running, compilations.finished))
+        return module.forward
+
+    double = torch.compile(lambda tensor: tensor + tensor, backend=compiler)
+    assert not compilations.running
+    assert double(torch.ones(2)).sum() == 4
+    assert seen == [(True, 0)]
+    double(torch.ones(2))
+    assert (compilations.running, compilations.finished) == (False, 1)
