@@ -5,6 +5,7 @@ If the cluster uses TLS, the operator's certificate is from `--tls`, TAILRACE_TL
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -86,7 +87,10 @@ def connect(admin: str | None) -> Iterator[Admin]:
         address = state.admin
         if folder is None and state.certificates:
             folder = Path(certificate_folder(state.certificates, OPERATOR.role.value, OPERATOR.name))
-    transport = open_transport(folder, OPERATORS)
+    try:
+        transport = open_transport(folder, OPERATORS)
+    except click.ClickException as error:
+        raise CliError(f"--tls: {error.message}") from error
     # gRPC's default limit of 4 MiB corresponds to about 20,000 requests.
     options = [("grpc.max_receive_message_length", MESSAGE_BYTES_MAX)]
     with transport.blocking_channel(_target(address), Role.SCHEDULER, options) as channel:
@@ -118,24 +122,44 @@ def _local_cluster() -> RunState:
 def _target(address: str) -> str:
     """Return gRPC's target for the address; of several schedulers, gRPC uses the first that answers."""
     parts = [part.strip() for part in address.split(",")]
-    for part in parts:
-        host, colon, port = part.rpartition(":")
-        if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
-            raise UsageProblem(f"--admin: {part!r} is not HOST:PORT")
-    return parts[0] if len(parts) == 1 else "ipv4:" + ",".join(_addresses(parts))
+    endpoints = [_host_and_port(part) for part in parts]
+    if len(parts) == 1:
+        return parts[0]
+    return _numeric_target(parts, endpoints)
 
 
-def _addresses(parts: list[str]) -> list[str]:
-    """Resolve several addresses to IPv4, as gRPC requires; names that cannot be resolved are skipped."""
-    found: list[str] = []
+def _host_and_port(part: str) -> tuple[str, int]:
+    host, colon, port = part.rpartition(":")
+    if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
+        raise UsageProblem(f"--admin: {part!r} is not HOST:PORT")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise UsageProblem(f"--admin: {part!r}: put an IPv6 address in brackets, as in [::1]:7101")
+    return host, int(port)
+
+
+def _numeric_target(parts: list[str], endpoints: list[tuple[str, int]]) -> str:
+    """Resolve the names, because gRPC takes several targets only as addresses of one family.
+
+    Names that cannot be resolved are skipped. If there is an IPv6 address, IPv4 ones are mapped into IPv6.
+    """
+    found: list[tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]] = []
     unknown: list[str] = []
-    for part in parts:
-        host, _, port = part.rpartition(":")
+    for part, (host, port) in zip(parts, endpoints, strict=True):
         try:
-            infos = socket.getaddrinfo(host, int(port), socket.AF_INET, socket.SOCK_STREAM)
-            found.append(f"{infos[0][4][0]}:{port}")
+            infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except OSError as error:
             unknown.append(f"{part}: {error.strerror}")
+        else:
+            # IPv4 first: a name such as localhost has both, and a service often listens only there.
+            hosts = sorted((str(info[4][0]) for info in infos), key=lambda text: ":" in text)
+            found.append((ipaddress.ip_address(hosts[0]), port))
     if not found:
         raise Unreachable(f"no admin API: {'; '.join(unknown)}")
-    return found
+    if all(address.version == 4 for address, _ in found):
+        return "ipv4:" + ",".join(f"{address}:{port}" for address, port in found)
+    return "ipv6:" + ",".join(
+        f"[::ffff:{address}]:{port}" if address.version == 4 else f"[{address}]:{port}"
+        for address, port in found
+    )

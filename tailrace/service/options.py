@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import ipaddress
+import re
 import socket
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import click
 
@@ -15,6 +18,8 @@ from tailrace.security.options import exposed, insecure_option, open_transport, 
 from tailrace.security.roles import Role
 from tailrace.security.transport import PLAIN, Transport
 from tailrace.store.endpoints import parse_endpoints
+
+_BRACKETED: Final = re.compile(r"\[[^\[\]]+\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +110,23 @@ def _address(context: click.Context, parameter: click.Parameter, value: str) -> 
     host, colon, port = value.rpartition(":")
     if not (colon and host and port.isdigit() and int(port) < 65536):
         raise click.BadParameter(f"{value!r}: HOST:PORT expected")
+    if ":" in host and not _BRACKETED.fullmatch(host):
+        raise click.BadParameter(f"{value!r}: put an IPv6 address in brackets, as in [::1]:7101")
     return value
+
+
+def _host(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    """Validate HOST, without a port; return an IPv6 address in brackets."""
+    bare = value[1:-1] if _BRACKETED.fullmatch(value) else value
+    try:
+        address = ipaddress.ip_address(bare)
+    except ValueError as error:
+        if re.search(r"[\s:/\[\]]", value):
+            raise click.BadParameter(
+                f"{value!r}: a host name or an address without a port expected"
+            ) from error
+        return value
+    return f"[{bare}]" if address.version == 6 else bare
 
 
 def _endpoints(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
@@ -173,6 +194,7 @@ def _with_options(function: Callable[..., None]) -> Callable[..., None]:
                 envvar="TAILRACE_ADVERTISE",
                 default="",
                 metavar="HOST",
+                callback=_host,
                 help="Host by which others reach this process, if not the one it listens on.",
             ),
         ]

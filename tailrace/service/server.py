@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -89,7 +91,7 @@ async def serve_grpc(
     try:
         port = transport.listen(server, listen)
     except RuntimeError as error:
-        raise ListenError(f"cannot listen on {listen}: is the port in use?") from error
+        raise ListenError(f"cannot listen on {listen}: {_listen_problem(listen)}") from error
     handle = GrpcServer(f"{listen.rpartition(':')[0]}:{port}", health_servicer, names)
     await server.start()
     try:
@@ -98,3 +100,23 @@ async def serve_grpc(
     finally:
         await handle.set_serving(False)
         await server.stop(_GRACE_S)
+
+
+def _listen_problem(listen: str) -> str:
+    """Return why `listen` cannot be bound, which gRPC only logs."""
+    host, _, port = listen.rpartition(":")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return "the port is taken"
+        if error.errno == errno.EADDRNOTAVAIL:
+            return "this machine does not have that address"
+        return error.strerror or str(error)
+    return "gRPC refused the address"

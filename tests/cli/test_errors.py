@@ -126,6 +126,27 @@ def test_several_schedulers_by_name(script: Script) -> None:
     assert "nobody.invalid:1" in _one_line(unknown.stderr)
 
 
+def test_several_schedulers_of_both_address_families(script: Script) -> None:
+    with serving(script) as address:
+        port = address.rpartition(":")[2]
+        several = f"[::1]:1,127.0.0.1:{port}"
+        result = CliRunner().invoke(main, ["get", "instances", "-o", "json", "--admin", several])
+        assert result.exit_code == 0, result.stderr
+
+
+def test_a_bare_ipv6_address() -> None:
+    result = CliRunner().invoke(main, ["get", "instances", "--admin", "::1:7101"])
+    assert result.exit_code == 2
+    assert "in brackets" in _one_line(result.stderr)
+
+
+def test_a_certificate_folder_that_does_not_exist() -> None:
+    arguments = ["get", "instances", "--admin", "127.0.0.1:1", "--tls", "/nonexistent"]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 1
+    assert "--tls: /nonexistent/ca.crt" in _one_line(result.stderr)
+
+
 @pytest.mark.parametrize("address", ["nonsense", "host:", ":1", "host:99999", "a:1,b"])
 def test_malformed_address(address: str) -> None:
     result = CliRunner().invoke(main, ["get", "instances", "--admin", address])
