@@ -17,7 +17,8 @@ def test_a_compilation_shows_while_it_runs_and_counts_when_it_ends() -> None:
 
     def compiler(module: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., object]:
         seen.append((compilations.running, compilations.finished))
-        return module.forward
+        forward: Callable[..., object] = module.forward
+        return forward
 
     double = torch.compile(lambda tensor: tensor + tensor, backend=compiler)
     assert not compilations.running
