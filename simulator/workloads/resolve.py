@@ -87,6 +87,10 @@ def _resolve_part(spec: str, options: WorkloadOptions) -> Workload:
     if form in FORMATS and path:
         return _scaled(FORMATS[form](Path(path).expanduser(), options.clip), options)
     problem = f"unknown format {form!r}" if colon else f"unknown workload {spec!r}"
+    if not colon and Path(spec).expanduser().is_file():
+        raise WorkloadError(
+            f"{spec!r} is a file: put its format before it, as in jsonl:{spec}; formats: {', '.join(FORMATS)}"
+        )
     raise WorkloadError(
         f"{problem}; generators: {', '.join([*GENERATORS, *SESSIONS])}; files: "
         + ", ".join(f"{name}:PATH" for name in FORMATS)

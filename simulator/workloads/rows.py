@@ -19,13 +19,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import Final, NamedTuple, TextIO
 
 from simulator.request import SimRequest
 from simulator.workloads.base import Clip, Workload, WorkloadError
 
 # No request is longer, and sums over a trace stay exact.
 MAX_TOKENS = 10**9
+# Three years. The simulator passes through idle time too, and would not come to an end.
+SPAN_MAX_S: Final = 1e8
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
 
 
@@ -132,6 +134,11 @@ def make_workload(path: Path, rows: Iterable[Row], form: Format, clip: Clip) -> 
     kept = clip.cut(requests())
     if not kept:
         raise WorkloadError(f"{path}: no requests{clip.words()}")
+    if kept[-1].arrival_s > SPAN_MAX_S:
+        raise WorkloadError(
+            f"{path}, field {form.time_field!r}: the last request arrives {kept[-1].arrival_s:.6g} s after "
+            f"the start, more than {SPAN_MAX_S:.0e} s; if the times are dates, select a window with --start"
+        )
     left_out = f", {failed} failed ones left out" if failed else ""
     source = f"{form.name} {path.name}: {len(kept)} requests{clip.words()}{left_out}"
     return Workload(path.stem, kept, source)

@@ -221,6 +221,22 @@ def test_what_cannot_be_resolved(spec: str, options: WorkloadOptions, message: s
         resolve_workload(spec, options)
 
 
+def test_a_file_without_its_format(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    jsonl.write_jsonl(plain(0.0), path)
+    with pytest.raises(WorkloadError, match=f"put its format before it, as in jsonl:{path}"):
+        resolve_workload(str(path), WorkloadOptions())
+
+
+def test_dates_instead_of_seconds_from_the_start(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    jsonl.write_jsonl(plain(1_700_000_000.0, 1_700_000_001.0), path)
+    with pytest.raises(WorkloadError, match=r"field 'arrival_s': .* 1\.7e\+09 s after"):
+        resolve_workload(f"jsonl:{path}", WorkloadOptions())
+    window = resolve_workload(f"jsonl:{path}", WorkloadOptions(start_s=1_700_000_000.0))
+    assert arrivals(window) == [0.0, 1.0]
+
+
 def test_a_trace_has_one_scale(tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
     jsonl.write_jsonl(plain(0.0, 1.0), path)
