@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from benchmarks.loadgen import StreamResult, decode_body
 
 _DONE = b"[DONE]"
-# Front ends send this to an older request: a later one has the answer (frontend_svc/answers/coordinator.py).
+# Front ends send this to an older request: a later one has the answer (frontend_svc/answers/opening.py).
 _OVERTAKEN = b"being resumed by a later request"
 _RETRY_STATUSES = frozenset({0, 429, 503})
 

@@ -1,14 +1,14 @@
 """Coordinate the kept answers of one front end.
 
 Three sides meet here: utility calls of the API server (open, note and close an answer), the engine outputs of
-the streams that produce answers, and requests of other front ends (copies, look-ups, hand-overs). The logs
-themselves are in store.py, copies to the second front end in replication.py.
+the streams that produce answers, and requests of other front ends (copies, look-ups, hand-overs). opening.py
+decides what a request gets; the logs themselves are in store.py, copies to the second front end in
+replication.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import secrets
 import time
@@ -23,30 +23,24 @@ from frontend_svc.answers.calls import (
     CLOSE,
     NOTE,
     OPEN,
-    UNLIMITED,
     CloseCall,
-    Denial,
     NoteCall,
     OpenCall,
-    Opened,
     OpenReply,
-    parse_event_id,
     parse_run_name,
 )
 from frontend_svc.answers.delivery import Delivery, Progress, progress_of
-from frontend_svc.answers.locate import AnswerHolders, AnswerQuery, Fetched, fetch, locate
+from frontend_svc.answers.locate import AnswerHolders, AnswerQuery
 from frontend_svc.answers.messages import REFUSAL_REASONS, decode_part, encode_part
 from frontend_svc.answers.metrics import AnswerMetrics
+from frontend_svc.answers.opening import SUPERSEDED, AnswerOpener
 from frontend_svc.answers.replication import ReplicaPeers, Replication
 from frontend_svc.answers.store import (
     Answer,
     AnswerStore,
-    AnswerTooLarge,
     Entry,
-    Head,
     PartRefusal,
     RemovalReason,
-    StoreFull,
 )
 from frontend_svc.streams import FINISHED, Stream
 from tailrace.service.tasks import task_error
@@ -58,33 +52,6 @@ log = logging.getLogger(__name__)
 # Deadline of an API server's call, and how many calls may be pending.
 _CALL_S: Final = 15.0
 _CALLS_MAX: Final = 4_096
-# Attempts to resolve a key that two front ends were given at the same time.
-_ATTEMPTS: Final = 4
-
-SUPERSEDED: Final = Refusal(409, "This answer is being resumed by a later request.")
-_NO_ROOM: Final = Denial(
-    status=503,
-    kind="ServiceUnavailableError",
-    message="There is no room to keep this answer; try again later.",
-)
-
-
-def _denial(status: int, message: str) -> Denial:
-    kinds = {404: "NotFoundError", 409: "ConflictError", 410: "GoneError", 422: "UnprocessableEntityError"}
-    return Denial(status=status, kind=kinds.get(status, "BadRequestError"), message=message)
-
-
-_TOO_LARGE: Final = _denial(
-    413, "This request is too large to be kept, whatever else is: send it without Idempotency-Key."
-)
-_UNKNOWN: Final = _denial(404, "No answer with this Last-Event-ID is known here.")
-_EXPIRED: Final = _denial(410, "The answer with this Last-Event-ID is not kept any more.")
-_OTHER_BODY: Final = _denial(422, "This Idempotency-Key was used for another request.")
-_SUPERSEDED_DENIAL: Final = _denial(409, SUPERSEDED.message)
-_LOST: Final = _denial(
-    409,
-    "The front end that had the rest of this answer is gone: what is kept ends before this Last-Event-ID.",
-)
 
 
 def _new_id() -> str:
@@ -135,7 +102,6 @@ class AnswerCoordinator:
     ) -> None:
         """`keep_s`: seconds after which an unused answer is removed. `clock`: seconds. `new_id`: returns an
         unguessable id."""
-        self._new_id = new_id
         self._keep_s = keep_s
         self.store = store
         self._peers = peers
@@ -160,7 +126,7 @@ class AnswerCoordinator:
         # it.
         self._pending_notes: dict[str, list[tuple[int, asyncio.Future[None]]]] = {}
         self._calls: set[asyncio.Task[None]] = set()
-        self._arrivals = itertools.count(1)
+        self._opener = AnswerOpener(store, peers, self, metrics, clock, new_id)
 
     def bind(self, sink: ApiServerSink) -> None:
         """Set the sink. Must be called before anything else."""
@@ -288,135 +254,7 @@ class AnswerCoordinator:
 
     async def open_answer(self, call: OpenCall) -> OpenReply:
         """Begin to keep a new request's answer, or resume a kept one."""
-        arrival = next(self._arrivals)
-        outcome = await (
-            self._resume(call, arrival) if call.last_event_id else self._open_by_key(call, arrival)
-        )
-        if isinstance(outcome, Denial):
-            self._metrics.denied[str(outcome.status)] += 1
-            return OpenReply(denied=outcome)
-        return OpenReply(opened=outcome)
-
-    async def _resume(self, call: OpenCall, arrival: int) -> Opened | Denial:
-        event = parse_event_id(call.last_event_id)
-        if event is None:
-            return _denial(400, "This Last-Event-ID is not one of an answer that is kept.")
-        answer_id, run, number = event
-        query = AnswerQuery(call.tenant, answer_id)
-        located = await locate(query, self.store, self._peers)
-        locations = [
-            location for location in located.locations if location.tenant == call.tenant and location.streams
-        ]
-        if not locations:
-            return _EXPIRED if located.expired else _UNKNOWN
-        if locations[0].path != call.path or (call.body and locations[0].digest != call.digest):
-            return _denial(422, "The answer with this Last-Event-ID is one to another request.")
-        if call.key and call.key != locations[0].key:
-            return _OTHER_BODY
-        for location in locations:
-            # Every check must come before the fetch, because fetching ends the run in progress.
-            if run not in location.runs:
-                return _LOST
-            if self._is_superseded(location.answer_id, arrival):
-                return _SUPERSEDED_DENIAL
-            fetched = await fetch(location, self.store, self._peers, self._clock())
-            if fetched is not None:
-                return self._begin_fetched(fetched, arrival, number, fetched.answer.ended.get(run, 0))
-        return _EXPIRED
-
-    async def _open_by_key(self, call: OpenCall, arrival: int) -> Opened | Denial | None:
-        for _ in range(_ATTEMPTS):
-            if call.key:
-                located = await locate(AnswerQuery(call.tenant, key=call.key), self.store, self._peers)
-                for location in located.locations:
-                    if (location.path, location.digest) != (call.path, call.digest):
-                        return _OTHER_BODY
-                    if self._is_superseded(location.answer_id, arrival):
-                        return _SUPERSEDED_DENIAL
-                    fetched = await fetch(location, self.store, self._peers, self._clock())
-                    if fetched is not None:
-                        opened = self._begin_fetched(fetched, arrival, 0, UNLIMITED)
-                        if fetched.answer.key_confirmed:
-                            return opened
-                        if (settled := await self._confirm_key(fetched.answer)) is not None:
-                            return settled
-                if self.store.find_by_key(call.tenant, call.key) is not None:
-                    continue
-            answer_id = self._new_id()
-            head = Head(
-                answer_id,
-                call.tenant,
-                call.key,
-                call.path,
-                call.body,
-                call.digest,
-                call.request_name or answer_id,
-                int(time.time()),
-                call.streams,
-            )
-            try:
-                answer = self.store.open(head, self._clock())
-            except AnswerTooLarge:
-                return _TOO_LARGE if call.key else None
-            except StoreFull:
-                # The client did not ask for it to be kept, so it is served without.
-                return _NO_ROOM if call.key else None
-            self._metrics.begun["new"] += 1
-            self._begin(answer, arrival, "", None)
-            if answer.key_confirmed:
-                return self._opened(answer, 0, UNLIMITED)
-            settled = await self._confirm_key(answer)
-            if settled is not None:
-                return settled
-        return _denial(409, "Another request with this Idempotency-Key has just come; try again.")
-
-    async def _confirm_key(self, answer: Answer) -> Opened | Denial | None:
-        """Open the answer's run once no other front end has its key. Return None if another one has it."""
-        run = answer.run
-        try:
-            confirmed = await self._replication.confirm_key(answer)
-            if answer.run != run or not answer.served_here:
-                return _SUPERSEDED_DENIAL
-            if confirmed and not answer.removed:
-                answer.key_confirmed = True
-                return self._opened(answer, 0, UNLIMITED)
-            return None
-        finally:
-            if not answer.key_confirmed and answer.served_here and answer.run == run:
-                self._end_current_run(answer.head.answer_id)
-                self._remove(answer, None)
-
-    def _is_superseded(self, answer_id: str, arrival: int) -> bool:
-        """Return whether a later request has begun a run already, while this one was still looking for the
-        answer."""
-        delivery = self._deliveries.get(answer_id)
-        return delivery is not None and delivery.current and delivery.arrival > arrival
-
-    def _begin_fetched(self, fetched: Fetched, arrival: int, skip: int, skip_tokens: int) -> Opened:
-        answer = fetched.answer
-        self._metrics.begun["claimed" if fetched.replica else "here"] += 1
-        # The front end that handed it over has all of it.
-        self._begin(answer, arrival, fetched.replica, len(answer.entries) if fetched.replica else None)
-        return self._opened(answer, skip, skip_tokens)
-
-    def _begin(self, answer: Answer, arrival: int, replica: str, has: int | None) -> None:
-        self._end_current_run(answer.head.answer_id)
-        self._deliveries[answer.head.answer_id] = Delivery(answer, arrival)
-        self._replication.begin(answer, replica, has)
-
-    def _opened(self, answer: Answer, skip: int, skip_tokens: int) -> Opened:
-        head = answer.head
-        return Opened(
-            answer_id=head.answer_id,
-            run=answer.run,
-            skip=skip,
-            skip_tokens=skip_tokens,
-            tokens=answer.tokens,
-            notes=[entry.frames[0] for entry in answer.entries if not entry.part],
-            body=head.body,
-            request_name=head.request_name,
-            created_s=head.created_s,
-        )
+        return await self._opener.open(call)
 
     async def add_note(self, call: NoteCall) -> None:
         """Append a note and wait until the second front end has it."""
@@ -444,6 +282,29 @@ class AnswerCoordinator:
             return
         self.store.end_run(answer, call.run, call.complete, self._clock())
         self._replication.appended(answer)
+
+    # ---- runs, for requests that open answers
+
+    def begin_run(self, answer: Answer, arrival: int, replica: str, has: int | None) -> None:
+        """Begin a run for the request with this arrival number, and end the one in progress."""
+        self._end_current_run(answer.head.answer_id)
+        self._deliveries[answer.head.answer_id] = Delivery(answer, arrival)
+        self._replication.begin(answer, replica, has)
+
+    def is_superseded(self, answer_id: str, arrival: int) -> bool:
+        """Return whether a later request has begun a run already, while this one was still looking for the
+        answer."""
+        delivery = self._deliveries.get(answer_id)
+        return delivery is not None and delivery.current and delivery.arrival > arrival
+
+    async def confirm_key(self, answer: Answer) -> bool:
+        """Return whether no other front end has the answer's key."""
+        return await self._replication.confirm_key(answer)
+
+    def withdraw(self, answer: Answer) -> None:
+        """End the run in progress and remove its answer."""
+        self._end_current_run(answer.head.answer_id)
+        self._remove(answer, None)
 
     # ---- other front ends
 
