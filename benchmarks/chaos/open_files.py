@@ -7,19 +7,21 @@ import ipaddress
 import os
 import re
 import struct
+from collections.abc import Set
 from pathlib import Path
 from typing import Final
 
 _SOCKET: Final = re.compile(r"socket:\[(\d+)\]")
 # Linux, include/net/tcp_states.h.
-_STATES: Final = {1: "established", 2: "connecting", 8: "closed by peer", 10: "listening"}
+_LISTENING: Final = 10
+_STATES: Final = {1: "established", 2: "connecting", 8: "closed by peer"}
 
 
 def open_files(pid: int, proc: Path = Path("/proc")) -> dict[str, int]:
     """Return how many files of each kind a process has open, the most frequent first.
 
-    Digits in names are replaced by N. A TCP connection counts by its state, its peer and the lower of its
-    two ports, which is the one that was connected to.
+    Digits in names are replaced by N. A TCP connection counts by its state, its peer and the port that was
+    connected to.
     """
     peers = _connections(proc / str(pid) / "net")
     kinds: collections.Counter[str] = collections.Counter()
@@ -39,19 +41,19 @@ def _connections(net: Path) -> dict[str, str]:
     """Return descriptions of all TCP connections of a network namespace by their inodes."""
     found = {}
     for table in ("tcp", "tcp6"):
-        for line in (net / table).read_text().splitlines()[1:]:
-            _, local, remote, state, *_, inode = line.split()[:10]
-            found[inode] = _describe(local, remote, int(state, 16))
+        rows = [line.split() for line in (net / table).read_text().splitlines()[1:]]
+        listening = {_address(row[1])[1] for row in rows if int(row[3], 16) == _LISTENING}
+        found.update({row[9]: _describe(row[1], row[2], int(row[3], 16), listening) for row in rows})
     return found
 
 
-def _describe(local: str, remote: str, state: int) -> str:
-    label = _STATES.get(state, f"state {state}")
+def _describe(local: str, remote: str, state: int, listening: Set[int]) -> str:
     _, local_port = _address(local)
-    if label == "listening":
+    if state == _LISTENING:
         return f"listening on {local_port}"
     host, port = _address(remote)
-    return f"{label} {host} port {min(port, local_port)}"
+    label = _STATES.get(state, f"state {state}")
+    return f"{label} {host} port {local_port if local_port in listening else port}"
 
 
 def _address(text: str) -> tuple[str, int]:

@@ -105,6 +105,9 @@ async def test_a_worker_that_is_full_is_passed_by(rig: Rig) -> None:
 
 async def test_when_all_are_full_the_request_is_refused_in_time(rig: Rig) -> None:
     workers = [await rig.worker("a"), await rig.worker("b")]
+    for worker in workers:
+        # A worker rejects what its engine has not had.
+        worker.takes = False
     await rig.front.ready()
 
     async def turn_away(worker: ScriptedWorker) -> None:

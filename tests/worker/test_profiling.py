@@ -134,7 +134,7 @@ def test_it_ends_when_its_time_is_over() -> None:
         return asyncio.get_running_loop().time() - began_s, bench
 
     took_s, bench = run_virtually(run())
-    assert took_s <= 3.01 and "over" in bench.said[-1]
+    assert took_s <= 3.01 and "is used up" in bench.said[-1]
     assert bench.engine.stats().requests == [], "a probe is left"
 
 
