@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-STREAMS = 8
+STREAMS = 4
 
 
 @pytest.mark.parametrize("cell", [Cell("tiny", v2=True, async_scheduling=True)], ids=str)
