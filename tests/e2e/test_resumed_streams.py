@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 
 import httpx
 import pytest
@@ -18,6 +19,10 @@ STREAMS = 50
 FEW = 5
 CHAT = "/v1/chat/completions"
 KEEP = ["--keep-answers", "60"]
+
+
+class Enough(Exception):
+    """A client has read all that it wants."""
 
 
 @pytest.fixture(scope="module")
@@ -240,24 +245,34 @@ async def test_one_that_hangs_does_not_go_on_with_what_was_taken_over(
 
 async def test_killed_under_fifty_streams(fleet: Fleet, client: httpx.AsyncClient) -> None:
     first, second = fleet.urls["f0"], fleet.urls["f1"]
-    undisturbed = await asyncio.gather(
-        *(stream(client, [second], body(number, 300), Received()) for number in range(STREAMS))
-    )
     received = [Received() for _ in range(STREAMS)]
+    not_flowing = set(range(STREAMS))
+    at_kill: list[int] = []
 
-    def kill_when_all_flow(_: Received) -> None:
-        if all(len(each.events) > 10 for each in received):
-            fleet.processes["f0"].kill()
+    async def read_past_kill(number: int) -> None:
+        def kill_when_all_flow(mine: Received) -> None:
+            if not at_kill and len(mine.events) > 10:
+                not_flowing.discard(number)
+                if not not_flowing:
+                    fleet.processes["f0"].kill()
+                    at_kill.extend(len(each.events) for each in received)
+            elif at_kill and mine.connections > 1 and len(mine.events) >= at_kill[number] + 30:
+                raise Enough
 
-    resumed = await asyncio.gather(
+        # Too long to end before the last stream has begun, however slow the machine is.
+        asked = body(number, 6000)
+        with suppress(Enough):
+            await stream(client, [first, second], asked, received[number], kill_when_all_flow)
+
+    await asyncio.gather(*map(read_past_kill, range(STREAMS)))
+    assert not fleet.processes["f0"].alive
+    assert [each.connections for each in received] == [2] * STREAMS
+    assert all(len(set(each.ids)) == len(each.events) for each in received)
+    undisturbed = await asyncio.gather(
         *(
-            stream(client, [first, second], body(number, 300), received[number], kill_when_all_flow)
-            for number in range(STREAMS)
+            leave_after(client, second, body(number, 6000), len(mine.events), {})
+            for number, mine in enumerate(received)
         )
     )
-    assert not fleet.processes["f0"].alive
-    # On a busy machine one may have ended before all had begun.
-    assert sum(each.connections > 1 for each in resumed) > STREAMS * 0.9
-    equal = [mine.same(other) for mine, other in zip(resumed, undisturbed, strict=True)]
+    equal = [mine.same(other) for mine, other in zip(received, undisturbed, strict=True)]
     assert equal.count(True) == STREAMS
-    assert all(len(set(each.ids)) == len(each.events) for each in resumed)
