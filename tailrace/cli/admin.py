@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 
 import click
 
+from tailrace.address import MalformedAddress, parse_address
 from tailrace.cli.errors import CliError, Unreachable, UsageProblem, rpc_errors
 from tailrace.local.certificates import OPERATOR
 from tailrace.local.plan import certificate_folder
@@ -122,21 +123,18 @@ def _local_cluster() -> RunState:
 def _target(address: str) -> str:
     """Return gRPC's target for the address; of several schedulers, gRPC uses the first that answers."""
     parts = [part.strip() for part in address.split(",")]
-    endpoints = [_host_and_port(part) for part in parts]
+    endpoints = [_parse(part) for part in parts]
     if len(parts) == 1:
         return parts[0]
     return _numeric_target(parts, endpoints)
 
 
-def _host_and_port(part: str) -> tuple[str, int]:
-    host, colon, port = part.rpartition(":")
-    if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
-        raise UsageProblem(f"--admin: {part!r} is not HOST:PORT")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif ":" in host:
-        raise UsageProblem(f"--admin: {part!r}: put an IPv6 address in brackets, as in [::1]:7101")
-    return host, int(port)
+def _parse(part: str) -> tuple[str, int]:
+    try:
+        return parse_address(part)
+    except MalformedAddress as error:
+        hint = f": {error}" if str(error) else " is not HOST:PORT"
+        raise UsageProblem(f"--admin: {part!r}{hint}") from error
 
 
 def _numeric_target(parts: list[str], endpoints: list[tuple[str, int]]) -> str:

@@ -14,6 +14,7 @@ from typing import Final
 
 import click
 
+from tailrace.address import MalformedAddress, parse_address
 from tailrace.security.options import exposed, insecure_option, open_transport, tls_option
 from tailrace.security.roles import Role
 from tailrace.security.transport import PLAIN, Transport
@@ -107,11 +108,10 @@ def common_options(kind: str) -> Callable[[Callable[..., None]], Callable[..., N
 
 def _address(context: click.Context, parameter: click.Parameter, value: str) -> str:
     """Validate HOST:PORT."""
-    host, colon, port = value.rpartition(":")
-    if not (colon and host and port.isdigit() and int(port) < 65536):
-        raise click.BadParameter(f"{value!r}: HOST:PORT expected")
-    if ":" in host and not _BRACKETED.fullmatch(host):
-        raise click.BadParameter(f"{value!r}: put an IPv6 address in brackets, as in [::1]:7101")
+    try:
+        parse_address(value, min_port=0)
+    except MalformedAddress as error:
+        raise click.BadParameter(f"{value!r}: {str(error) or 'HOST:PORT expected'}") from error
     return value
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
 
-_PORT_MAX: Final = 65_535
+from tailrace.address import MalformedAddress, parse_address
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +33,10 @@ def parse_endpoint(text: str) -> Endpoint:
     """Parse HOST:PORT or [IPV6]:PORT. Raise ValueError that says what is expected."""
     if "://" in text:
         raise ValueError(f"etcd endpoint {text!r}: HOST:PORT expected, without {text.partition('://')[0]}://")
-    host, colon, port = text.rpartition(":")
-    bracketed = host.startswith("[") and host.endswith("]")
-    if bracketed:
-        host = host[1:-1]
-    if not colon or not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) <= _PORT_MAX:
-        raise ValueError(f"etcd endpoint {text!r}: HOST:PORT expected")
-    if bracketed:
-        try:
-            ipaddress.IPv6Address(host)
-        except ValueError as error:
-            raise ValueError(f"etcd endpoint {text!r}: not an IPv6 address in the brackets") from error
-    elif ":" in host:
-        raise ValueError(f"etcd endpoint {text!r}: put an IPv6 address in brackets, as in [::1]:2379")
-    return Endpoint(host, int(port))
+    try:
+        return Endpoint(*parse_address(text))
+    except MalformedAddress as error:
+        raise ValueError(f"etcd endpoint {text!r}: {str(error) or 'HOST:PORT expected'}") from error
 
 
 def parse_endpoints(texts: Iterable[str]) -> list[Endpoint]:
