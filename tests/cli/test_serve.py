@@ -27,7 +27,7 @@ from tailrace.cli.main import main
         ("scheduler --policy none_such", "least_loaded"),
         ("monitor --etcd nowhere", "HOST:PORT"),
         ("migration --cluster a/b", "--cluster"),
-        ("monitor --listen ::1:7102", "[::1]:7101"),
+        ("monitor --listen ::1:7102", "[::1]:7102"),
         ("monitor --advertise host:7102", "without a port"),
         ("monitor --advertise http://host", "without a port"),
     ],
