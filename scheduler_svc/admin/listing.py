@@ -31,6 +31,7 @@ def _instance_info(state: ReportedCluster, name: str, now_s: float) -> admin_pb2
         instance_id=name,
         incarnation=record.incarnation,
         address=record.address,
+        metrics_address=record.metrics_address,
         engine=record.engine,
         model=record.model,
         state=INSTANCE_STATE_NUMBERS[view.state],

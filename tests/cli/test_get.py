@@ -75,6 +75,12 @@ def test_cached_blocks_are_those_on_the_device_and_those_in_host_memory(run: Run
     assert " 40+700 " in first and " 30 " in second and "30+" not in second
 
 
+def test_json_shows_where_to_scrape_an_instance(run: Run, script: Script) -> None:
+    script.instances[0].metrics_address = "node-7:9105"
+    first, second = json.loads(run("get", "instances", "-o", "json").stdout)["instances"]
+    assert (first["metrics_address"], second["metrics_address"]) == ("node-7:9105", "")
+
+
 def test_json_shows_the_ranks_of_an_instance(run: Run, script: Script) -> None:
     script.instances[0].tensor_parallel_size = 2
     script.instances[0].ranks.extend(RankInfo(process=n, hardware="NVIDIA L40S") for n in (71, 72))
