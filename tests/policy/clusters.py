@@ -1,7 +1,7 @@
 """Random clusters with requests, for properties of policies.
 
-Hypothesis draws how many instances and requests there are and a seed for the rest: hundreds of draws a
-cluster would take longer than all the tests.
+Hypothesis draws the numbers of instances and requests, and a seed for everything else: hundreds of draws
+per cluster would take longer than the tests themselves.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _request(random: Random, request_id: str, instance_id: str) -> RequestView:
 
 
 def _instance(random: Random, name: str, state: InstanceState, count: int) -> InstanceView:
-    """What workers may or may not report is there or not."""
+    """Return an instance with `count` requests; each optional field of a report is set at random."""
     held = [_request(random, f"{name}-{n}", name) for n in range(count)]
     context = sum(r.context_tokens for r in held)
     capacity = context + _length(random) * random.choice([1, 3])
@@ -98,7 +98,10 @@ def _cluster(counts: Sequence[int], seed: int, states: Sequence[InstanceState]) 
 
 
 def clusters(*, active: bool = False, least: int = 0) -> st.SearchStrategy[ClusterView]:
-    """`least` to six instances with up to six requests each, in id order; `active`: all of them are."""
+    """Return clusters of `least` to six instances in ID order, with up to six requests each.
+
+    With `active`, all instances are active.
+    """
     return st.builds(
         _cluster,
         st.lists(st.integers(0, 6), min_size=least, max_size=len(IDS)),

@@ -1,4 +1,4 @@
-"""Random clusters with requests in them, whose counts agree with their requests."""
+"""Random clusters whose counts agree with their requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tailrace.cluster import (
 )
 
 MAX_LENGTH = 131_072
-# Machines that run other things too are slow now and then.
+# A machine with other load is slow now and then.
 quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -36,7 +36,7 @@ def instance(
     token_interval_s: float = 0.02,
     migrations: tuple[int, int] = (0, 0),
 ) -> InstanceView:
-    """An instance with these requests: those in prefill wait, the others run."""
+    """Return an instance with these requests: those in prefill wait, the others run."""
     waiting = [r for r in requests if r.phase is Phase.PREFILL]
     return InstanceView(
         instance_id=name,
@@ -64,7 +64,7 @@ def request(
     phase: Phase = Phase.ANSWERING,
     migrating: bool = False,
 ) -> RequestView:
-    """A request; one in prefill holds no KV yet."""
+    """Return a request; one in prefill holds no KV yet."""
     prefilling = phase is Phase.PREFILL
     context = prompt + (0 if prefilling else output)
     return RequestView(
@@ -81,7 +81,7 @@ def request(
 
 
 def cluster(*members: InstanceView, stages: tuple[Stage, ...] = ()) -> ClusterView:
-    """A view of these."""
+    """Return a view of these instances."""
     ordered = sorted(members, key=lambda i: i.instance_id)
     return ClusterView(MappingProxyType({i.instance_id: i for i in ordered}), stages)
 
@@ -92,19 +92,19 @@ def fleets(
     all_active: bool = False,
     staged: bool = False,
 ) -> st.SearchStrategy[ClusterView]:
-    """Up to seven instances, each with up to eight requests.
+    """Return clusters of up to seven instances, each with up to eight requests.
 
-    Drawn from a seed: hundreds of draws an example would take longer than what is tested.
+    Hypothesis draws a seed: hundreds of draws per example would take longer than the code under test.
     """
     states = (InstanceState.ACTIVE,) if all_active else (InstanceState.ACTIVE, *InstanceState)
 
-    def made(count: int, most_requests: int, seed: int) -> ClusterView:
+    def build(count: int, most_requests: int, seed: int) -> ClusterView:
         rng = random.Random(seed)
         members = [_random_instance(rng, f"w{n}", most_requests, pools, states) for n in range(count)]
         stages = random_layout(rng, [m.instance_id for m in members]) if staged else ()
         return cluster(*members, stages=stages)
 
-    return st.builds(made, st.integers(least, 7), st.integers(0, 8), st.integers(0, 2**32))
+    return st.builds(build, st.integers(least, 7), st.integers(0, 8), st.integers(0, 2**32))
 
 
 def _random_instance(
@@ -138,7 +138,7 @@ def _random_instance(
 
 
 def random_layout(rng: random.Random, names: Sequence[str]) -> tuple[Stage, ...]:
-    """Stages that tile the lengths, over all of these instances."""
+    """Return stages that cover all lengths and all of these instances."""
     count = rng.randint(1, len(names))
     cuts = [0, *sorted(rng.sample(range(1, 60_000), count - 1)), MAX_LENGTH]
     parts = [0, *sorted(rng.sample(range(1, len(names)), count - 1)), len(names)]

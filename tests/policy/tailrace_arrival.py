@@ -1,4 +1,4 @@
-"""What an arrival costs on one instance, term by term as docs/policy-tailrace.md has it: the reference."""
+"""The cost of an arrival on one instance, term by term as in docs/policy-tailrace.md: the reference."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ from tailrace.policy.tailrace.costs import Costs, Longest
 def arrival_s(
     costs: Costs, instance: InstanceView, prompt: int, now: float, patience_s: float, cached: int = 0
 ) -> float:
-    """Seconds, summed over all concerned. `cached`: tokens of the prompt that need not be computed there."""
+    """Return the cost in seconds, summed over all affected requests.
+
+    `cached` is the number of prompt tokens that need not be computed there.
+    """
     steps = costs.steps_of(instance)
     backlog = instance.prefill_backlog_tokens
     requests = instance.running + instance.waiting
     held = instance.kv_used_tokens + backlog
     step_s = steps.decode_s(instance.running, instance.kv_used_tokens)
     waiting = [r for r in instance.requests if r.phase is Phase.PREFILL] if backlog else []
-    came = sorted((r.arrival_s, r.prompt_tokens) for r in waiting)
+    queued = sorted((r.arrival_s, r.prompt_tokens) for r in waiting)
     prompts = sorted(
-        (due_s(at_s, length, _queue_s(came[:n])), length) for n, (at_s, length) in enumerate(came)
+        (due_s(at_s, length, _queue_s(queued[:n])), length) for n, (at_s, length) in enumerate(queued)
     )
 
-    # What is served before it: what nobody names, then those that are due first, less what is computed.
+    # Served before it: the unlisted part of the backlog, then prompts due earlier, less what is computed.
     known = sum(length for _, length in prompts)
     unknown = max(0, backlog - known)
     done = max(0, known - backlog)
@@ -45,7 +48,7 @@ def arrival_s(
     wait_s = own_s + ((prompt - cached) / steps.chunk_tokens + 1.0) * step_s
     wait_s += before_s + (left + unknown) / steps.chunk_tokens * step_s
 
-    # Whom its prefill delays.
+    # The requests that its prefill delays.
     after = len(prompts) - len(first)
     others = max(0, requests - after)
     reasoning = (instance.phase_load or phase_load(instance.requests)).reasoning
@@ -71,7 +74,7 @@ def _queue_s(prompts: Sequence[tuple[float, int]]) -> float:
 
 
 def cheapest(costs: Costs, instances: Sequence[InstanceView], prompt: int, now: float) -> InstanceView:
-    """The first of those where it costs least."""
+    """Return the first of the instances with the lowest cost."""
     own_s = costs.steps_of(instances[0]).compute_s(prompt)
     patience_s = costs.patience_s + PREFILLS * own_s
     return min(instances, key=lambda i: arrival_s(costs, i, prompt, now, patience_s))

@@ -1,4 +1,4 @@
-"""ARES's loads, variance and Algorithm 1, against the paper written out."""
+"""ARES's loads, variance and Algorithm 1, compared with direct implementations of the paper."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ EAGER = Rescheduling(theta=0.0, theta_under=1.0)
 
 
 def load_at(requests: list[tuple[int, float]], step: int) -> int:
-    """Token load after `step` steps, by stepping."""
+    """Return the token load after `step` steps, computed step by step."""
     total = 0
     for tokens, left in requests:
         for _ in range(step):
@@ -50,7 +50,7 @@ def load_at(requests: list[tuple[int, float]], step: int) -> int:
 
 
 @given(st.lists(st.tuples(st.integers(1, 300), st.just(math.inf) | st.integers(0, 60)), max_size=8))
-def test_future_load_is_that_of_stepping(requests: list[tuple[int, float]]) -> None:
+def test_future_load_equals_simulation_step_by_step(requests: list[tuple[int, float]]) -> None:
     horizon = Horizon(length=50, points=10)
     assert FutureLoad(horizon)(requests) == tuple(load_at(requests, int(t)) for t in horizon.steps)
 
@@ -68,7 +68,7 @@ def test_weights_of_the_future_sum_to_one(horizon: Horizon) -> None:
 @pytest.mark.parametrize(
     ("length", "points", "end"), [(10, 11, 0.1), (0, 0, 0.1), (10, 5, 0.0), (10, -1, 0.5)]
 )
-def test_no_such_horizon(length: int, points: int, end: float) -> None:
+def test_an_invalid_horizon_is_rejected(length: int, points: int, end: float) -> None:
     with pytest.raises(ValueError, match="no horizon"):
         Horizon(length=length, points=points, end_weight=end)
 
@@ -82,7 +82,7 @@ def test_no_such_horizon(length: int, points: int, end: float) -> None:
     ),
     st.lists(st.floats(0, 1e4), min_size=4, max_size=4),
 )
-def test_fast_variance_is_the_naive_formula(
+def test_fast_variance_change_equals_the_naive_formula(
     loads_and_order: tuple[list[list[float]], list[int]], load: list[float]
 ) -> None:
     rows, order = loads_and_order
@@ -98,7 +98,7 @@ def test_fast_variance_is_the_naive_formula(
 
 
 def brute_candidates(loads: Loads, over: set[int], under: set[int]) -> set[tuple[str, int, int]]:
-    """Lines 18-23 as they stand."""
+    """Return the candidates by lines 18-23 as published."""
     found = set()
     predicts = loads.horizon.points > 0
     for s in over:
@@ -113,8 +113,8 @@ def brute_candidates(loads: Loads, over: set[int], under: set[int]) -> set[tuple
                 remaining = r.predicted_remaining_tokens if predicts else None
                 interval_s = source.token_interval_s or 0.01823
                 migration_s = 0.01 + r.context_tokens / (target.migration_tokens_per_s or 50_000)
-                to_come = expected_remaining(r) if predicts else math.inf
-                if not to_come > migration_s / interval_s:
+                expected = expected_remaining(r) if predicts else math.inf
+                if not expected > migration_s / interval_s:
                     continue
                 limit = 0.9 * target.kv_capacity_tokens
                 if loads.tokens[t, 0] + r.context_tokens + (remaining or 0.0) > limit:
@@ -128,7 +128,7 @@ def brute_candidates(loads: Loads, over: set[int], under: set[int]) -> set[tuple
 
 
 def loads_after(loads: Loads, request: RequestView, source: int, target: int) -> Floats:
-    """All loads with the request moved, step by step."""
+    """Return all loads after moving the request, computed step by step."""
     tokens = loads.tokens.copy()
     predicts = loads.horizon.points > 0
     remaining = expected_remaining(request) if predicts else math.inf
@@ -182,7 +182,7 @@ def test_algorithm_1_equals_brute_force(
 
 @pytest.mark.parametrize("horizon", HORIZONS)
 @given(view=clusters(active=True, least=2))
-def test_loads_after_a_move_are_those_of_the_variance(horizon: Horizon, view: ClusterView) -> None:
+def test_loads_after_a_move_match_the_variance(horizon: Horizon, view: ClusterView) -> None:
     loads = collect(list(view.instances.values()), horizon)
     move = EAGER.plan(loads)
     if move is None:
@@ -215,12 +215,14 @@ def test_dispatch_leaves_the_least_variance(view: ClusterView, tokens: int, rema
 
 
 @given(view=clusters())
-def test_without_prediction_none_is_looked_at(view: ClusterView) -> None:
-    def blind(instance: InstanceView) -> InstanceView:
+def test_current_load_rescheduling_ignores_predictions(view: ClusterView) -> None:
+    def without_predictions(instance: InstanceView) -> InstanceView:
         requests = tuple(dataclasses.replace(r, predicted_remaining_tokens=None) for r in instance.requests)
         return dataclasses.replace(instance, requests=requests, future_load=())
 
-    other = ClusterView(MappingProxyType({name: blind(i) for name, i in view.instances.items()}))
+    other = ClusterView(
+        MappingProxyType({name: without_predictions(i) for name, i in view.instances.items()})
+    )
     policy = Ares(rescheduling=CURRENT_LOAD)
     assert policy.on_tick(view, 0.0) == policy.on_tick(other, 0.0)
 
@@ -257,8 +259,8 @@ def cluster(*instances: InstanceView) -> ClusterView:
     return ClusterView(MappingProxyType({i.instance_id: i for i in instances}))
 
 
-def test_what_is_about_to_finish_is_left_alone() -> None:
-    """Section 5.1: the load of w0 relieves itself, which only predictions tell."""
+def test_requests_about_to_finish_are_not_migrated() -> None:
+    """Section 5.1: the load of w0 is about to drop, which only predictions show."""
     ending = [request(f"a{n}", "w0", 5_000, 5.0) for n in range(4)]
     staying = [request(f"b{n}", "w1", 2_500, 9_000.0) for n in range(4)]
     view = cluster(instance("w0", ending), instance("w1", staying))
@@ -266,7 +268,7 @@ def test_what_is_about_to_finish_is_left_alone() -> None:
     assert not Ares().on_tick(view, 0.0)
 
 
-def test_the_long_one_goes_before_the_load_is_there() -> None:
+def test_a_long_request_is_migrated_before_the_imbalance_occurs() -> None:
     """Equal loads now, but one instance will be empty soon."""
     growing = [request(f"a{n}", "w0", 1_000, 20_000.0) for n in range(8)]
     ending = [request(f"b{n}", "w1", 2_000, 300.0) for n in range(4)]
@@ -277,20 +279,20 @@ def test_the_long_one_goes_before_the_load_is_there() -> None:
     assert (action.source_id, action.target_id) == ("w0", "w1")
 
 
-def test_prefill_hands_over_to_the_least_load_to_come() -> None:
+def test_variance_dispatch_chooses_the_least_future_load() -> None:
     ready = request("r", "p0", 500, 4_000.0)
     growing = [request(f"a{n}", "d0", 1_000, 20_000.0) for n in range(8)]
     ending = [request(f"b{n}", "d1", 1_050, 200.0) for n in range(8)]
     view = cluster(instance("d0", growing), instance("d1", ending), instance("p0", [ready], Pool.PREFILL))
-    foreseeing = Ares(dispatch=VARIANCE)
-    assert foreseeing.on_prefill_done(view, ready, 0.0) == (Migrate("r", "p0", "d1", "prefill done"),)
-    # All that the paper compares dispatch by KV load (section 6.1).
+    by_variance = Ares(dispatch=VARIANCE)
+    assert by_variance.on_prefill_done(view, ready, 0.0) == (Migrate("r", "p0", "d1", "prefill done"),)
+    # Every variant that the paper compares dispatches by KV load (section 6.1).
     for policy in (Ares(rescheduling=OFF), Ares(rescheduling=CURRENT_LOAD), Ares()):
         assert policy.on_prefill_done(view, ready, 0.0) == (Migrate("r", "p0", "d0", "prefill done"),)
 
 
-def test_a_copy_takes_as_long_as_copies_have_taken() -> None:
-    """Line 20: 300 tokens to come are 6 s; 20,000 tokens are copied there in 0.4 s, in 5 s or in 20 s."""
+def test_migration_time_is_estimated_from_the_measured_rate() -> None:
+    """Line 20: 300 remaining tokens take 6 s; 20,000 tokens are copied in 0.4 s, in 5 s or in 20 s."""
     moving = [request("r", "w0", 20_000, 300.0), request("s", "w0", 20_000, 5.0)]
     idle = instance("w1", [])
     for measured, worth_it in ((None, True), (4_000.0, True), (1_000.0, False)):
@@ -299,7 +301,7 @@ def test_a_copy_takes_as_long_as_copies_have_taken() -> None:
         assert [a.request_id for a in actions if isinstance(a, Migrate)] == (["r"] if worth_it else [])
 
 
-def test_the_slower_of_equal_targets_is_not_the_only_one_looked_at() -> None:
+def test_a_slow_target_does_not_hide_an_equally_loaded_fast_one() -> None:
     moving = [request("r", "w0", 20_000, 300.0), request("s", "w0", 20_000, 5.0)]
     slow = dataclasses.replace(instance("w1", []), migration_tokens_per_s=10.0)
     quick = dataclasses.replace(instance("w2", []), migration_tokens_per_s=50_000.0)
@@ -307,7 +309,7 @@ def test_the_slower_of_equal_targets_is_not_the_only_one_looked_at() -> None:
     assert isinstance(action, Migrate) and action.target_id == "w2"
 
 
-def test_what_was_preempted_can_be_sent_while_its_kv_is_in_host_memory() -> None:
+def test_a_preempted_request_can_be_migrated_while_its_kv_is_in_host_memory() -> None:
     out = dataclasses.replace(request("r", "w0", 20_000, 9_000.0), state=RequestState.PREEMPTED, kv_tokens=0)
     for host_kv_tokens, moved in ((20_000, ["r"]), (0, [])):
         held = dataclasses.replace(out, host_kv_tokens=host_kv_tokens)
@@ -318,7 +320,7 @@ def test_what_was_preempted_can_be_sent_while_its_kv_is_in_host_memory() -> None
             assert [a.request_id for a in actions if isinstance(a, Migrate)] == moved
 
 
-def test_a_handover_without_room_is_made_later() -> None:
+def test_a_handover_without_room_is_retried_at_a_tick() -> None:
     ready = request("r", "p0", 500, 4_000.0)
     full = dataclasses.replace(instance("d0", []), kv_used_tokens=200_000)
     prefill = instance("p0", [ready], Pool.PREFILL)
@@ -329,15 +331,15 @@ def test_a_handover_without_room_is_made_later() -> None:
         assert policy.on_tick(later, 0.0) == [Migrate("r", "p0", "d0", "prefill done")]
 
 
-def test_late_handovers_share_the_room_there_is() -> None:
+def test_retried_handovers_share_the_free_kv() -> None:
     ready = [request(f"r{n}", "p0", 500, None) for n in range(5)]
     tight = dataclasses.replace(instance("d0", []), kv_used_tokens=200_000 - 1_100)
     view = cluster(tight, instance("p0", ready, Pool.PREFILL))
     assert len(Ares(rescheduling=OFF).on_tick(view, 0.0)) == 2
 
 
-def test_targets_as_loaded_as_the_source_do_not_hide_others() -> None:
-    """Many equal instances: the one with less load now and later is found among those pruned."""
+def test_targets_as_loaded_as_the_source_do_not_hide_better_ones() -> None:
+    """With many instances, pruning keeps the target with the largest gain."""
     rng = np.random.default_rng(7)
     held = [
         [
@@ -361,7 +363,7 @@ def test_targets_as_loaded_as_the_source_do_not_hide_others() -> None:
     assert move.gain == pytest.approx(max(gains), rel=1e-9)
 
 
-def test_nothing_to_balance() -> None:
+def test_without_two_active_instances_nothing_is_migrated() -> None:
     assert not Ares().on_tick(cluster(), 0.0)
     assert not Ares().on_tick(cluster(instance("w0", [])), 0.0)
     suspect = dataclasses.replace(instance("w0", []), state=InstanceState.SUSPECT)
@@ -370,9 +372,7 @@ def test_nothing_to_balance() -> None:
 
 @pytest.mark.parametrize("horizon", HORIZONS)
 @given(view=clusters(active=True, least=3))
-def test_it_makes_no_difference_how_many_sources_are_looked_at_together(
-    horizon: Horizon, view: ClusterView
-) -> None:
+def test_the_batch_size_of_sources_does_not_affect_the_gain(horizon: Horizon, view: ClusterView) -> None:
     loads = collect(list(view.instances.values()), horizon)
     at_once = EAGER.plan(loads)
     with pytest.MonkeyPatch.context() as patch:
@@ -383,15 +383,15 @@ def test_it_makes_no_difference_how_many_sources_are_looked_at_together(
         assert one_by_one.gain == pytest.approx(at_once.gain)
 
 
-def test_a_gain_that_is_just_worth_it_is_taken() -> None:
-    """Two requests of 4,096 tokens on one of two instances: one of them moved takes all the variance away."""
+def test_a_move_with_exactly_the_least_gain_is_made() -> None:
+    """Two requests of 4,096 tokens on one of two instances: moving one of them removes all variance."""
     held = [request(name, "w0", 4_096, None) for name in "ab"]
     loads = collect([instance("w0", held), instance("w1", [])], NOW)
     assert Rescheduling(least_gain=1.0).plan(loads) is not None
     assert Rescheduling(least_gain=1.0 + 2**-52).plan(loads) is None
 
 
-def test_a_target_may_be_filled_to_its_share_and_no_further() -> None:
+def test_a_target_is_filled_up_to_its_memory_share() -> None:
     """Line 21 at its limit."""
     held = [request(name, "w0", 4_096, None) for name in "ab"]
     target = dataclasses.replace(instance("w1", []), kv_capacity_tokens=8_192)
@@ -400,24 +400,26 @@ def test_a_target_may_be_filled_to_its_share_and_no_further() -> None:
     assert Rescheduling(memory_share=0.5 - 2**-20).plan(loads) is None
 
 
-def test_what_is_cached_counts_as_room_where_it_is_asked_for() -> None:
+def test_cached_tokens_reduce_the_load_if_cache_aware() -> None:
     held = [request("a", "w0", 4_000, None)], [request("b", "w1", 4_100, None)]
     view = cluster(instance("w0", held[0]), instance("w1", held[1]))
     arrival = Arrival("new", 1_000, 100, 0, cached={"w1": CachedTokens(500, 500)})
-    # Nobody only prefills: arrivals go to the least KV.
+    # Without prefill instances, arrivals go to the instance with the least KV.
     merged = cluster(*(dataclasses.replace(i, pool=None) for i in view.instances.values()))
     assert Ares(rescheduling=OFF, cache_aware=True).place(merged, arrival, 0.0) == Place("w1")
     assert Ares(rescheduling=OFF).place(merged, arrival, 0.0) == Place("w0")
 
 
-def test_prompts_that_wait_for_their_prefill_count_as_kv() -> None:
-    waits = dataclasses.replace(instance("w0", [], None), kv_used_tokens=1_000, prefill_backlog_tokens=500)
-    holds = dataclasses.replace(instance("w1", [], None), kv_used_tokens=1_200)
+def test_the_prefill_backlog_counts_as_kv() -> None:
+    with_backlog = dataclasses.replace(
+        instance("w0", [], None), kv_used_tokens=1_000, prefill_backlog_tokens=500
+    )
+    without_backlog = dataclasses.replace(instance("w1", [], None), kv_used_tokens=1_200)
     arrival = Arrival("new", 1_000, 100, 0)
-    assert Ares(rescheduling=OFF).place(cluster(waits, holds), arrival, 0.0) == Place("w1")
+    assert Ares(rescheduling=OFF).place(cluster(with_backlog, without_backlog), arrival, 0.0) == Place("w1")
 
 
-def test_without_a_prediction_a_target_may_be_filled_to_its_share() -> None:
+def test_without_a_prediction_only_current_tokens_count_toward_the_share() -> None:
     target = dataclasses.replace(instance("d0", []), kv_capacity_tokens=1_000, context_tokens=400)
     policy = Ares(dispatch=VARIANCE, memory_share=0.5)
     assert policy.is_memory_safe(target, request("r", "p0", 100, None))
@@ -425,7 +427,7 @@ def test_without_a_prediction_a_target_may_be_filled_to_its_share() -> None:
     assert not policy.is_memory_safe(target, request("r", "p0", 100, 1.0))
 
 
-def test_a_late_handover_without_room_does_not_hold_up_the_others() -> None:
+def test_a_retried_handover_without_room_does_not_block_others() -> None:
     ready = [request("long", "p0", 5_000, None), request("short", "p0", 500, None)]
     tight = dataclasses.replace(instance("d0", []), kv_used_tokens=200_000 - 1_100)
     actions = Ares(rescheduling=OFF).on_tick(cluster(tight, instance("p0", ready, Pool.PREFILL)), 0.0)

@@ -1,4 +1,4 @@
-"""Elastic pools: they partition the instances, keep one of each kind able, and flips wait for nothing."""
+"""Elastic pools partition the instances, keep at least one of each kind, and flip without waiting."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ P2D, D2P = Pool.PREFILL_TO_DECODE, Pool.DECODE_TO_PREFILL
 ANY = (None, *Pool)
 
 
-def moved(view: ClusterView, actions: tuple[Action, ...] | list[Action]) -> ClusterView:
-    """The view with the pool moves made."""
+def apply_moves(view: ClusterView, actions: tuple[Action, ...] | list[Action]) -> ClusterView:
+    """Return the view after the pool changes."""
     members = dict(view.instances)
     for action in actions:
         if isinstance(action, SetPool):
@@ -58,7 +58,7 @@ def test_pools_partition_the_active_instances(view: ClusterView) -> None:
     assert len(set(names)) == len(names)
     for member in pools.members():
         for pool in ANY:
-            after = Pools.of(moved(view, [SetPool(member.instance_id, pool)]))
+            after = Pools.of(apply_moves(view, [SetPool(member.instance_id, pool)]))
             assert pools.after(SetPool(member.instance_id, pool)) == after
 
 
@@ -92,7 +92,7 @@ def test_flips_take_the_least_loaded_and_never_the_last(view: ClusterView) -> No
 
 @quick
 @given(fleets(pools=ANY))
-def test_upkeep_keeps_both_kinds(view: ClusterView) -> None:
+def test_upkeep_preserves_both_kinds(view: ClusterView) -> None:
     pools = Pools.of(view)
     before = both_able(pools)
     for move in (*assign(pools, 0.5), *settle(pools)):
@@ -106,7 +106,7 @@ def test_upkeep_keeps_both_kinds(view: ClusterView) -> None:
 
 @quick
 @given(fleets(pools=ANY))
-def test_nothing_is_repaired_where_nothing_is_broken(view: ClusterView) -> None:
+def test_intact_pools_are_not_repaired(view: ClusterView) -> None:
     pools = Pools.of(view)
     if both_able(pools):
         assert repair(pools, ARROW.loads) is None
@@ -117,9 +117,9 @@ def test_nothing_is_repaired_where_nothing_is_broken(view: ClusterView) -> None:
     view=fleets(least=2, pools=(None,), all_active=True),
     share=st.floats(0.01, 0.99),
 )
-def test_assigned_pools_have_their_share(view: ClusterView, share: float) -> None:
+def test_assignment_follows_the_prefill_share(view: ClusterView, share: float) -> None:
     total = len(view.instances)
-    after = Pools.of(moved(view, [*assign(Pools.of(view), share)]))
+    after = Pools.of(apply_moves(view, [*assign(Pools.of(view), share)]))
     assert not after.unpooled
     assert after.able_to_prefill == min(total - 1, max(1, round(total * share)))
 
@@ -130,11 +130,11 @@ def test_assigned_pools_have_their_share(view: ClusterView, share: float) -> Non
     arrivals=st.lists(arrivals, max_size=5),
     turns=st.lists(st.booleans(), max_size=8),
 )
-def test_however_it_goes_on_both_kinds_stay(
+def test_both_kinds_survive_arrivals_and_ticks(
     view: ClusterView, arrivals: list[Arrival], turns: list[bool]
 ) -> None:
-    """Arrivals and ticks in any order, on a cluster that once is in order."""
-    view = moved(view, [*ARROW.on_tick(view, 0.0)])
+    """Arrivals and ticks come in any order, on a cluster with intact pools."""
+    view = apply_moves(view, [*ARROW.on_tick(view, 0.0)])
     pending = list(arrivals)
     for tick in turns:
         actions: list[Action] = []
@@ -144,24 +144,24 @@ def test_however_it_goes_on_both_kinds_stay(
             placement = ARROW.place(view, replace(pending.pop(), excluded=frozenset()), 0.0)
             if isinstance(placement, Place):
                 actions = [*placement.also]
-        view = moved(view, actions)
+        view = apply_moves(view, actions)
         assert both_able(Pools.of(view))
 
 
-def test_only_an_idle_prefill_instance_is_added_to_the_decode_instances() -> None:
-    """Not where an answer waits for room elsewhere, nor where a prompt was placed a moment ago."""
-    waits = busy("a", P, Phase.ANSWERING)
+def test_only_an_idle_prefill_instance_is_added_to_decode() -> None:
+    """An instance is not idle if a request waits for room elsewhere or a prompt was just placed there."""
+    waiting = with_phases("a", P, Phase.ANSWERING)
     placed = replace(instance("b", pool=P), prefill_backlog_tokens=100)
     others = (instance("c", pool=D),)
-    assert try_move_idle_to_decode(Pools.of(cluster(waits, placed, *others))) is None
+    assert try_move_idle_to_decode(Pools.of(cluster(waiting, placed, *others))) is None
     idle = instance("e", pool=P)
-    assert try_move_idle_to_decode(Pools.of(cluster(waits, placed, idle, *others))) == SetPool("e", D)
+    assert try_move_idle_to_decode(Pools.of(cluster(waiting, placed, idle, *others))) == SetPool("e", D)
 
 
 # ---- the transition diagram (Figure 5), edge by edge
 
 
-def busy(name: str, pool: Pool, *phases: Phase) -> InstanceView:
+def with_phases(name: str, pool: Pool, *phases: Phase) -> InstanceView:
     held = tuple(request(f"{name}{n}", name, phase=phase) for n, phase in enumerate(phases))
     return instance(name, held, pool=pool)
 
@@ -176,7 +176,7 @@ def busy(name: str, pool: Pool, *phases: Phase) -> InstanceView:
     ],
 )
 def test_flip_to_prefill(start: Pool, phases: tuple[Phase, ...], end: Pool) -> None:
-    view = cluster(busy("a", start, *phases), instance("b", (request("x", "b", 9_000),), pool=start))
+    view = cluster(with_phases("a", start, *phases), instance("b", (request("x", "b", 9_000),), pool=start))
     assert try_move_decode_to_prefill(Pools.of(view)) == SetPool("a", end)
 
 
@@ -191,16 +191,16 @@ def test_flip_to_prefill(start: Pool, phases: tuple[Phase, ...], end: Pool) -> N
 )
 def test_flip_to_decode(start: Pool, phases: tuple[Phase, ...], end: Pool) -> None:
     queue = (request("x", "b", 9_000, phase=Phase.PREFILL), request("y", "b", phase=Phase.PREFILL))
-    view = cluster(busy("a", start, *phases), instance("b", queue, pool=start))
+    view = cluster(with_phases("a", start, *phases), instance("b", queue, pool=start))
     assert try_move_prefill_to_decode(Pools.of(view), ARROW.loads) == SetPool("a", end)
 
 
-def test_work_done_leaves_the_pool_in_between() -> None:
+def test_an_instance_leaves_the_transitional_pool_when_its_old_work_is_done() -> None:
     view = cluster(
-        busy("a", P2D, Phase.PREFILL),
-        busy("b", P2D, Phase.ANSWERING),
-        busy("c", D2P, Phase.ANSWERING),
-        busy("d", D2P, Phase.PREFILL),
+        with_phases("a", P2D, Phase.PREFILL),
+        with_phases("b", P2D, Phase.ANSWERING),
+        with_phases("c", D2P, Phase.ANSWERING),
+        with_phases("d", D2P, Phase.PREFILL),
     )
     assert settle(Pools.of(view)) == [SetPool("b", D), SetPool("d", P)]
 
@@ -215,14 +215,14 @@ def queue(name: str, prompts: int, tokens: int = 30_000) -> tuple[RequestView, .
     return tuple(request(f"{name}q{n}", name, tokens, phase=Phase.PREFILL) for n in range(prompts))
 
 
-def test_the_prefill_instance_with_the_least_delay() -> None:
+def test_a_prompt_goes_to_the_prefill_instance_with_the_least_delay() -> None:
     view = cluster(
         instance("a", queue("a", 2), pool=P), instance("b", queue("b", 1), pool=P), instance("c", pool=D)
     )
     assert ARROW.place(view, SHORT, 0.0) == Place("b")
 
 
-def test_then_one_that_still_decodes_then_a_flip() -> None:
+def test_late_prompts_go_to_a_transitional_instance_or_flip_one() -> None:
     late, idle = queue("a", 9), request("x", "c", 5_000)
     view = cluster(
         instance("a", late, pool=P),
@@ -232,22 +232,20 @@ def test_then_one_that_still_decodes_then_a_flip() -> None:
     )
     assert ARROW.place(view, SHORT, 0.0) == Place("b")
     view = cluster(instance("a", late, pool=P), instance("c", (idle,), pool=D), instance("d", pool=D))
-    # The flip waits for nothing: the request goes there at once.
+    # The flip is immediate: the request is placed there at once.
     assert ARROW.place(view, SHORT, 0.0) == Place("d", (SetPool("d", P),))
 
 
-def test_the_overload_guard() -> None:
-    """Decode instances that are busy are not flipped: the request waits at the prefill instance."""
-    busy_ones = tuple(
-        instance(name, (request(name, name, 300_000),), pool=D, capacity=400_000) for name in "cd"
-    )
-    view = cluster(instance("a", queue("a", 9), pool=P), *busy_ones)
+def test_busy_decode_instances_are_not_flipped_for_a_prompt() -> None:
+    """The overload guard: the request waits at the prefill instance."""
+    loaded = tuple(instance(name, (request(name, name, 300_000),), pool=D, capacity=400_000) for name in "cd")
+    view = cluster(instance("a", queue("a", 9), pool=P), *loaded)
     assert ARROW.place(view, SHORT, 0.0) == Place("a")
     slow = tuple(instance(name, (request(name, name),), pool=D, token_interval_s=0.2) for name in "cd")
     assert ARROW.place(cluster(instance("a", queue("a", 9), pool=P), *slow), SHORT, 0.0) == Place("a")
 
 
-def test_a_lost_prefill_pool_is_mended_at_once() -> None:
+def test_a_lost_prefill_pool_is_repaired_at_placement() -> None:
     view = cluster(instance("c", pool=D), instance("d", (request("x", "d"),), pool=D))
     assert ARROW.place(view, LONG, 0.0) == Place("c", (SetPool("c", P),))
     alone = cluster(instance("c", pool=D), instance("a", pool=P, state=InstanceState.SUSPECT))
@@ -261,22 +259,23 @@ def decode(*members: InstanceView) -> list[Action]:
     return [*ARROW.on_prefill_done(cluster(*members), request("r", "a"), 0.0)]
 
 
-def test_decodes_where_it_was_prefilled_if_that_now_decodes() -> None:
+def test_a_request_stays_if_its_instance_now_decodes() -> None:
     for pool in (D, P2D, None):
         assert decode(instance("a", (request("r", "a"),), pool=pool), instance("b", pool=D)) == []
 
 
-def test_the_decode_instance_with_the_least_tokens() -> None:
+def test_a_handover_goes_to_the_decode_instance_with_the_fewest_tokens() -> None:
     source = instance("a", (request("r", "a"),), pool=P)
     light, heavy = (
         instance("c", (request("x", "c"),), pool=D),
         instance("b", (request("y", "b", 9_000),), pool=D),
     )
     assert decode(source, heavy, light) == [Migrate("r", "a", "c", "prefill done")]
-    # One beyond its TPOT is passed over for one in between, and that for a flip.
+    # Instead of an instance beyond its TPOT SLO, a transitional one is chosen; without one, another is
+    # flipped.
     slow = replace(light, token_interval_s=0.2)
-    between = instance("d", (request("z", "d", 90_000),), pool=P2D)
-    assert decode(source, slow, between) == [Migrate("r", "a", "d", "prefill done")]
+    transitional = instance("d", (request("z", "d", 90_000),), pool=P2D)
+    assert decode(source, slow, transitional) == [Migrate("r", "a", "d", "prefill done")]
     spare = instance("e", pool=P)
     flip = SetPool("e", D)
     assert decode(source, slow, spare) == [flip, Migrate("r", "a", "e", "prefill done")]
@@ -288,7 +287,7 @@ def test_a_flip_of_the_source_keeps_the_request() -> None:
     assert decode(source, slow, instance("e", queue("e", 1), pool=P)) == [SetPool("a", D)]
 
 
-def test_all_over_their_limits_the_lesser_takes_it() -> None:
+def test_with_all_over_their_limits_the_least_loaded_is_chosen() -> None:
     source = instance("a", (request("r", "a"),), pool=P)
     slow = [
         instance("c", (request("x", "c", 9_000),), pool=D, token_interval_s=0.2),
@@ -297,22 +296,22 @@ def test_all_over_their_limits_the_lesser_takes_it() -> None:
     assert decode(source, *slow) == [Migrate("r", "a", "d", "prefill done")]
 
 
-def test_without_room_it_waits_in_the_queue_of_the_least_loaded() -> None:
-    """Section 5.4; those in line count as its load (section 5.3)."""
+def test_without_room_a_handover_queues_at_the_least_loaded() -> None:
+    """Section 5.4; queued requests count as load of their target (section 5.3)."""
     source = instance("a", (request("r", "a"),), pool=P)
     full = [
         instance(name, (held := request(f"x{name}", name, 5_000),), pool=D, capacity=held.kv_tokens)
         for name in "cd"
     ]
     assert decode(source, *full) == [Migrate("r", "a", "c", "prefill done")]
-    in_line = replace(full[0], coming_tokens=100)
-    assert decode(source, in_line, full[1]) == [Migrate("r", "a", "d", "prefill done")]
-    # It could never hold the request.
+    with_queue = replace(full[0], coming_tokens=100)
+    assert decode(source, with_queue, full[1]) == [Migrate("r", "a", "d", "prefill done")]
+    # An instance that could never hold the request.
     small = replace(full[0], kv_capacity_tokens=160)
     assert decode(source, small) == []
 
 
-def test_with_the_filter_it_stays_without_room_and_is_asked_about_again() -> None:
+def test_with_the_filter_a_handover_without_room_is_retried_at_a_tick() -> None:
     arrow = Arrow(room=FILTER)
     held = request("x", "c", 5_000)
     source = instance("a", (request("r", "a"),), pool=P)
@@ -333,36 +332,38 @@ def test_slow_tokens_flip_a_prefill_instance() -> None:
     assert list(ARROW.on_tick(cluster(instance("b", pool=P), slow), 0.0)) == []
 
 
-def test_prompts_left_on_a_flipped_instance_flip_no_more() -> None:
+def test_slow_tokens_behind_remaining_prompts_cause_no_further_flip() -> None:
     flipped = instance("d", (request("y", "d"), *queue("d", 2)), pool=P2D, token_interval_s=0.4)
     prefill = (instance("a", queue("a", 3), pool=P), instance("b", queue("b", 1), pool=P))
-    well = instance("c", (request("x", "c"),), pool=D, token_interval_s=0.05)
-    assert list(ARROW.on_tick(cluster(*prefill, well, flipped), 0.0)) == []
-    # Where nobody else decodes, theirs is the only interval that there is.
+    fast = instance("c", (request("x", "c"),), pool=D, token_interval_s=0.05)
+    assert list(ARROW.on_tick(cluster(*prefill, fast, flipped), 0.0)) == []
+    # If nothing else decodes, this is the only measured interval.
     idle = instance("c", pool=D)
     assert list(ARROW.on_tick(cluster(*prefill, idle, flipped), 0.0)) == [SetPool("b", P2D)]
 
 
 def test_idle_prefill_instances_help_busy_decode_instances() -> None:
-    busy_one = instance("c", (request("x", "c", 300_000),), pool=D, capacity=400_000)
-    view = cluster(instance("a", pool=P), instance("b", pool=P), busy_one)
+    loaded_decoder = instance("c", (request("x", "c", 300_000),), pool=D, capacity=400_000)
+    view = cluster(instance("a", pool=P), instance("b", pool=P), loaded_decoder)
     assert list(ARROW.on_tick(view, 0.0)) == [SetPool("a", D)]
-    calm = replace(busy_one, context_tokens=1_000)
-    assert list(ARROW.on_tick(cluster(instance("a", pool=P), instance("b", pool=P), calm), 0.0)) == []
+    lightly_loaded = replace(loaded_decoder, context_tokens=1_000)
+    assert (
+        list(ARROW.on_tick(cluster(instance("a", pool=P), instance("b", pool=P), lightly_loaded), 0.0)) == []
+    )
 
 
 def test_the_idle_rule_moves_an_idle_instance_not_one_with_prompts() -> None:
     """Section 5.5, case 3: "idle prefill instances are added", though Alg. 4 prefers D->P instances."""
-    busy_one = instance("c", (request("x", "c", 300_000),), pool=D, capacity=400_000)
-    turning = instance("b", (request("y", "b"), *queue("b", 2)), pool=D2P)
-    view = cluster(instance("a", pool=P), turning, busy_one)
+    loaded_decoder = instance("c", (request("x", "c", 300_000),), pool=D, capacity=400_000)
+    to_prefill_instance = instance("b", (request("y", "b"), *queue("b", 2)), pool=D2P)
+    view = cluster(instance("a", pool=P), to_prefill_instance, loaded_decoder)
     assert list(ARROW.on_tick(view, 0.0)) == [SetPool("a", D)]
-    # Without an idle one nobody moves.
+    # Without an idle instance there is no move.
     prefilling = instance("a", queue("a", 1), pool=P)
-    assert list(ARROW.on_tick(cluster(prefilling, turning, busy_one), 0.0)) == []
-    # A D->P instance whose prompts are done is idle as to prefill, and decodes already.
+    assert list(ARROW.on_tick(cluster(prefilling, to_prefill_instance, loaded_decoder), 0.0)) == []
+    # A D->P instance whose prompts are done has no prefill work, and decodes already.
     done = instance("b", (request("y", "b"),), pool=D2P)
-    assert list(ARROW.on_tick(cluster(instance("a", pool=P), done, busy_one), 0.0)) == [SetPool("b", D)]
+    assert list(ARROW.on_tick(cluster(instance("a", pool=P), done, loaded_decoder), 0.0)) == [SetPool("b", D)]
 
 
 @quick
@@ -378,10 +379,10 @@ def test_the_idle_rule_leaves_prompts_and_the_last_prefill_instance_alone(view: 
 
 @quick
 @given(view=fleets(pools=tuple(Pool), all_active=True), arrival=arrivals)
-def test_a_flip_and_its_undoing_do_not_alternate(view: ClusterView, arrival: Arrival) -> None:
-    """What the idle-prefill rule gives to decode, Alg. 1 does not take back on the same loads."""
+def test_a_flip_is_not_reverted_on_the_same_loads(view: ClusterView, arrival: Arrival) -> None:
+    """Alg. 1 does not take back an instance that the idle-prefill rule gave to decode."""
     moves = [a for a in ARROW.on_tick(view, 0.0) if isinstance(a, SetPool)]
-    after = moved(view, [*moves])
+    after = apply_moves(view, [*moves])
     given_to_decode = {m.instance_id for m in moves if view.instances[m.instance_id].pool in (P, D2P)}
     given_to_decode &= {m.instance_id for m in moves if m.pool in (D, P2D)}
     before = Pools.of(view)
@@ -389,7 +390,7 @@ def test_a_flip_and_its_undoing_do_not_alternate(view: ClusterView, arrival: Arr
         return
     interval_s = mean_token_interval_s(before.decode) or mean_token_interval_s(before.prefill_to_decode)
     if interval_s > ARROW.tpot_slo_s:
-        # Flipped for the sake of tokens that come too late: with one instance more the mean is another one.
+        # Flipped because tokens are late: with one more instance, the mean interval differs.
         return
     placement = ARROW.place(after, replace(arrival, excluded=frozenset()), 0.0)
     pools = Pools.of(after)
@@ -401,7 +402,7 @@ def test_a_flip_and_its_undoing_do_not_alternate(view: ClusterView, arrival: Arr
 @quick
 @given(view=fleets(least=2, pools=(None,), all_active=True))
 def test_static_pools_are_assigned_once(policy: MinimalLoad, view: ClusterView) -> None:
-    """Half and half, in no pool in between, and never changed again."""
-    after = moved(view, [*policy.on_tick(view, 0.0)])
+    """Half of the instances prefill, half decode, none is transitional, and nothing changes afterwards."""
+    after = apply_moves(view, [*policy.on_tick(view, 0.0)])
     assert {i.pool for i in after.instances.values()} == {P, D}
     assert not any(isinstance(action, SetPool) for action in policy.on_tick(after, 0.5))

@@ -1,4 +1,4 @@
-"""The TTFT predictor finds what it was sampled from, and never what cannot be."""
+"""The TTFT predictor recovers the function it was fitted to, and its predictions are always plausible."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_fit_recovers_a_quadratic(base: float, linear: float, squared: float) ->
 
 @quick
 @given(st.lists(st.tuples(st.integers(1, 100_000), st.floats(1e-4, 1e2)), min_size=1, max_size=20))
-def test_whatever_the_samples_longer_is_not_faster(samples: list[tuple[int, float]]) -> None:
+def test_predictions_never_decrease_with_length(samples: list[tuple[int, float]]) -> None:
     found = TtftPredictor.fit(samples)
     predicted = [found.prefill_s(tokens) for tokens in range(0, 100_000, 5_000)]
     assert predicted == sorted(predicted)
@@ -34,28 +34,28 @@ def test_whatever_the_samples_longer_is_not_faster(samples: list[tuple[int, floa
 
 
 @pytest.mark.parametrize("samples", [[], [(0, 1.0)], [(10, 0.0)]])
-def test_no_samples(samples: list[tuple[int, float]]) -> None:
+def test_unusable_samples_are_rejected(samples: list[tuple[int, float]]) -> None:
     with pytest.raises(ValueError, match="samples"):
         TtftPredictor.fit(samples)
 
 
 @quick
 @given(st.lists(st.integers(1, 10_000), min_size=1, max_size=50))
-def test_a_backlog_known_in_sum_is_the_least_it_can_be(lengths: list[int]) -> None:
+def test_a_backlog_known_only_as_a_sum_is_a_lower_bound(lengths: list[int]) -> None:
     ttft = TtftPredictor(0.01, 1e-5, 1e-9)
-    known = ttft.backlog_s(sum(lengths), len(lengths))
-    assert known <= ttft.queue_s(lengths) * (1 + 1e-9)
+    lower_bound_s = ttft.backlog_s(sum(lengths), len(lengths))
+    assert lower_bound_s <= ttft.queue_s(lengths) * (1 + 1e-9)
     equal = [lengths[0]] * len(lengths)
     assert ttft.backlog_s(sum(equal), len(equal)) == pytest.approx(ttft.queue_s(equal))
 
 
-def test_an_empty_queue_does_not_delay() -> None:
+def test_an_empty_backlog_takes_no_time() -> None:
     assert TtftPredictor(0.01, 1e-5, 1e-9).backlog_s(0, 0) == 0.0
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b-h100", "r1-distill-qwen-32b-h100"])
-def test_profiles(name: str) -> None:
-    """The quadratic is within a seventh of the chunked prefill that it stands for, at any length."""
+def test_the_predictor_of_a_profile_approximates_chunked_prefill(name: str) -> None:
+    """The quadratic is within 15% of the time of the chunked prefill, at any length."""
     profile = load_profile(name)
     ttft = TtftPredictor.of_profile(profile)
     for tokens in (50, 700, 5_000, 40_000, 120_000):
@@ -64,7 +64,7 @@ def test_profiles(name: str) -> None:
         assert ttft.prefill_s(tokens) == pytest.approx(exact_s, rel=0.15)
 
 
-def test_max_running_tokens_is_the_most_that_keeps_the_slo() -> None:
+def test_max_running_tokens_is_the_largest_count_within_the_slo() -> None:
     profile = load_profile("llama-3.1-8b-h100")
     most = max_running_tokens(profile, 0.05, 1_000)
 

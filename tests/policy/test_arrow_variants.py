@@ -24,8 +24,8 @@ ARROW = Arrow(kv_wait=True, flips=ATTAINMENT, flip_gain=GAIN)
 SHORT = Arrival("new", prompt_tokens=100, max_tokens=100, seq=0)
 
 
-def moved(view: ClusterView, actions: list[Action]) -> ClusterView:
-    """The view with the pool moves made."""
+def apply_moves(view: ClusterView, actions: list[Action]) -> ClusterView:
+    """Return the view after the pool changes."""
     members = dict(view.instances)
     for action in actions:
         if isinstance(action, SetPool):
@@ -37,7 +37,7 @@ def moved(view: ClusterView, actions: list[Action]) -> ClusterView:
 
 
 def full(name: str, pool: Pool, requests: int, interval_s: float = 0.01) -> InstanceView:
-    """An instance whose KV is held by requests of 1,000 tokens, 500 of them made here."""
+    """Return an instance whose KV is full of requests of 1,000 tokens, 500 of them generated here."""
     held = tuple(replace(request(f"{name}{n}", name, 500, 500), kv_tokens=1_000) for n in range(requests))
     return replace(
         instance(name, held, pool=pool, capacity=1_000 * requests),
@@ -46,7 +46,7 @@ def full(name: str, pool: Pool, requests: int, interval_s: float = 0.01) -> Inst
     )
 
 
-def test_with_room_nobody_waits() -> None:
+def test_there_is_no_wait_for_kv_with_free_room() -> None:
     roomy = instance("a", (request("r", "a"),), pool=P)
     assert KvWait(Pools.of(cluster(roomy, instance("b", pool=D))), 0.1).wait_s(roomy, 10_000) == 0.0
 
@@ -55,17 +55,17 @@ def test_handovers_to_a_decode_instance_with_room_free_kv_at_once() -> None:
     source = full("a", P, 4)
     pools = Pools.of(cluster(source, instance("b", pool=D)))
     assert KvWait(pools, 0.1).wait_s(source, 3_000) == 0.0
-    # More than the handovers leave: what does not end there has to be waited for.
+    # More than the handovers free: the rest has to wait for requests to finish.
     assert KvWait(pools, 0.1).wait_s(source, 5_000) > 0.0
 
 
-def test_without_room_anywhere_it_waits_for_what_ends() -> None:
-    """500 tokens still to come, on average: as many as were made."""
+def test_without_room_the_wait_is_until_enough_requests_finish() -> None:
+    """Requests are expected to generate 500 more tokens: as many as they have so far."""
     source, decoder = full("a", P, 4), full("b", D, 8)
     pools = Pools.of(cluster(source, decoder))
-    # 12,000 tokens of KV in 500 steps of 10 ms, here and there.
+    # 12,000 tokens of KV are freed in 500 steps of 10 ms, on both instances together.
     assert KvWait(pools, 0.1).wait_s(source, 2_400) == pytest.approx(1.0)
-    # Of two sources in need each has its share of what the decode instances free.
+    # Two sources share what the decode instances free.
     other = full("c", P, 4)
     pools = Pools.of(cluster(source, decoder, other))
     assert KvWait(pools, 0.1).wait_s(source, 1_600) == pytest.approx(1.0)
@@ -75,53 +75,53 @@ def test_without_room_anywhere_it_waits_for_what_ends() -> None:
     assert KvWait(Pools.of(cluster(source, predicted)), 0.1).wait_s(source, 2_400) == pytest.approx(0.1)
 
 
-def test_what_is_never_freed_is_waited_for_for_ever() -> None:
+def test_the_wait_for_kv_that_is_never_freed_is_infinite() -> None:
     held = instance("a", pool=P, capacity=100)
     assert KvWait(Pools.of(cluster(held)), 0.1).wait_s(held, 200) == math.inf
 
 
-def test_what_fits_to_the_token_waits_for_nothing() -> None:
+def test_a_prompt_that_fits_exactly_does_not_wait() -> None:
     empty = instance("a", pool=P, capacity=1_000)
     wait = KvWait(Pools.of(cluster(empty)), 0.1)
     assert (wait.wait_s(empty, 1_000), wait.wait_s(empty, 1_001)) == (0.0, math.inf)
-    # Prompts that wait there already come first.
-    behind = replace(empty, prefill_backlog_tokens=300)
-    assert (wait.wait_s(behind, 700), wait.wait_s(behind, 701)) == (0.0, math.inf)
-    # By what leaves for decode instances, where nobody knows how fast tokens come.
+    # The prefill backlog is served first.
+    with_backlog = replace(empty, prefill_backlog_tokens=300)
+    assert (wait.wait_s(with_backlog, 700), wait.wait_s(with_backlog, 701)) == (0.0, math.inf)
+    # Without a token interval, only handovers to decode instances free KV.
     source = full("a", P, 4, interval_s=0.0)
     wait = KvWait(Pools.of(cluster(source, instance("b", pool=D))), 0.0)
     assert (wait.wait_s(source, 4_000), wait.wait_s(source, 4_001)) == (0.0, math.inf)
 
 
-def test_an_instance_that_tells_no_interval_is_taken_to_keep_the_default_one() -> None:
+def test_an_instance_without_a_token_interval_gets_the_default() -> None:
     source = full("a", P, 4, interval_s=0.0)
     pools = Pools.of(cluster(source, full("b", D, 8, interval_s=0.0)))
     assert KvWait(pools, 0.01).wait_s(source, 2_400) == pytest.approx(1.0)
 
 
-def test_where_nobody_decodes_yet_what_is_held_ends_with_its_next_token() -> None:
+def test_without_decode_capacity_requests_are_assumed_to_end_with_their_next_token() -> None:
     source = full("a", P, 4)
     wait = KvWait(Pools.of(cluster(source, instance("b", pool=D, capacity=0))), 0.1)
     assert wait.wait_s(source, 2_000) == pytest.approx(0.005)
 
 
-def test_on_a_decode_instance_counts_what_ends_there() -> None:
+def test_on_a_decode_instance_only_its_own_requests_free_kv() -> None:
     decoder = full("b", D, 8)
     pools = Pools.of(cluster(decoder, full("c", D, 2)))
-    # 8,000 tokens of KV in 500 steps of 10 ms.
+    # 8,000 tokens of KV are freed in 500 steps of 10 ms.
     assert KvWait(pools, 0.1).wait_s(decoder, 800) == pytest.approx(0.5)
 
 
 @quick
 @given(fleets(pools=tuple(Pool)), st.integers(1, 50_000), st.integers(0, 50_000))
-def test_longer_prompts_wait_no_less(view: ClusterView, tokens: int, more: int) -> None:
+def test_the_wait_for_kv_never_decreases_with_length(view: ClusterView, tokens: int, more: int) -> None:
     pools = Pools.of(view)
     wait = KvWait(pools, 0.1)
     for member in pools.members():
         assert 0.0 <= wait.wait_s(member, tokens) <= wait.wait_s(member, tokens + more)
 
 
-def test_a_prompt_avoids_the_instance_where_kv_is_short() -> None:
+def test_a_prompt_avoids_an_instance_short_of_kv() -> None:
     view = cluster(
         full("a", P, 4, interval_s=1.0),
         instance("b", (request("q", "b", 20_000, phase=Phase.PREFILL),), pool=P),
@@ -135,18 +135,18 @@ def test_a_prompt_avoids_the_instance_where_kv_is_short() -> None:
 
 
 def flips_of(view: ClusterView, now: float) -> list[SetPool]:
-    """What the tick changes, without upkeep: every instance is in a settled pool."""
+    """Return the pool changes of a tick; there is no upkeep, since all pools are settled."""
     return [action for action in ARROW.on_tick(view, now) if isinstance(action, SetPool)]
 
 
 @quick
 @given(view=fleets(least=2, pools=tuple(Pool), all_active=True))
-def test_on_unchanged_loads_flips_end_and_none_is_undone(view: ClusterView) -> None:
-    """The hysteresis bound: each flip brings GAIN of the requests within their SLOs, or one at least."""
+def test_on_unchanged_loads_flips_terminate_and_none_is_reverted(view: ClusterView) -> None:
+    """The hysteresis bound: each flip gains the share GAIN of the requests, and at least one."""
     model: AttainmentModel = ARROW.attainment
-    # Upkeep first: it has rules of its own.
+    # Upkeep follows other rules and comes first.
     for _ in range(2 * len(view.instances)):
-        view = moved(view, [*ARROW.on_tick(view, 0.0)])
+        view = apply_moves(view, [*ARROW.on_tick(view, 0.0)])
     demand = model.demand(Pools.of(view), 0.0)
     most = 1 + min(1.0 / GAIN, demand.requests)
     seen = [{i.instance_id: i.pool for i in view.instances.values()}]
@@ -155,7 +155,7 @@ def test_on_unchanged_loads_flips_end_and_none_is_undone(view: ClusterView) -> N
         actions = flips_of(view, 0.0)
         if not actions:
             break
-        view = moved(view, [*actions])
+        view = apply_moves(view, [*actions])
         layout = {i.instance_id: i.pool for i in view.instances.values()}
         assert layout not in seen
         seen.append(layout)
@@ -170,8 +170,10 @@ def test_on_unchanged_loads_flips_end_and_none_is_undone(view: ClusterView) -> N
     arrivals=st.lists(arrivals, max_size=5),
     turns=st.lists(st.booleans(), max_size=8),
 )
-def test_both_kinds_stay(view: ClusterView, arrivals: list[Arrival], turns: list[bool]) -> None:
-    view = moved(view, [*ARROW.on_tick(view, 0.0)])
+def test_both_kinds_survive_arrivals_and_ticks_with_attainment(
+    view: ClusterView, arrivals: list[Arrival], turns: list[bool]
+) -> None:
+    view = apply_moves(view, [*ARROW.on_tick(view, 0.0)])
     pending = list(arrivals)
     for tick in turns:
         actions: list[Action] = []
@@ -181,19 +183,19 @@ def test_both_kinds_stay(view: ClusterView, arrivals: list[Arrival], turns: list
             placement = ARROW.place(view, replace(pending.pop(), excluded=frozenset()), 0.0)
             if isinstance(placement, Place):
                 actions = [*placement.also]
-        view = moved(view, actions)
+        view = apply_moves(view, actions)
         pools = Pools.of(view)
         assert pools.able_to_prefill > 0 and pools.able_to_decode > 0
 
 
 @quick
 @given(view=fleets(least=2, pools=(P, D), all_active=True), arrival=arrivals)
-def test_a_flip_for_an_arrival_is_not_undone_at_the_tick(view: ClusterView, arrival: Arrival) -> None:
-    """The arrival is a prompt of the instance that was flipped for it by then."""
+def test_a_flip_for_an_arrival_is_not_reverted_at_the_next_tick(view: ClusterView, arrival: Arrival) -> None:
+    """By then, the arrival is a prompt of the flipped instance."""
     placement = ARROW.place(view, replace(arrival, excluded=frozenset()), 0.0)
     if not isinstance(placement, Place) or not placement.also:
         return
-    after = moved(view, [*placement.also])
+    after = apply_moves(view, [*placement.also])
     chosen = after.instances[placement.instance_id]
     prompt = replace(
         request("new", chosen.instance_id, arrival.prompt_tokens, phase=Phase.PREFILL),
@@ -218,7 +220,7 @@ def test_a_shortage_of_kv_among_decoders_flips_a_prefill_instance() -> None:
     assert flips_of(view, 0.0) == [SetPool("a", D)]
 
 
-def test_prompts_that_cannot_be_in_time_flip_a_decode_instance_that_is_not_needed() -> None:
+def test_late_prompts_flip_a_spare_decode_instance() -> None:
     prompts = tuple(
         replace(request(f"p{n}", "a", 30_000, phase=Phase.PREFILL), arrival_s=9.5) for n in range(12)
     )
@@ -226,23 +228,23 @@ def test_prompts_that_cannot_be_in_time_flip_a_decode_instance_that_is_not_neede
         instance("a", prompts, pool=P), instance("c", (request("x", "c"),), pool=D), instance("d", pool=D)
     )
     assert flips_of(view, 10.0) == [SetPool("d", P)]
-    # Where the decode instances need all that they have, more would be late than in time.
+    # If the decode instances are all needed, a flip would make more requests late than it saves.
     needed = [replace(full(name, D, 400), token_interval_s=0.2) for name in "cd"]
     assert flips_of(cluster(view.instances["a"], *needed), 10.0) == []
 
 
-def test_a_flip_for_one_request_more_is_enough() -> None:
+def test_a_gain_of_one_request_suffices_for_a_flip() -> None:
     prompt = replace(request("p", "a", 30_000, phase=Phase.PREFILL), arrival_s=9.5)
     view = cluster(instance("a", (prompt,), pool=P), instance("c", pool=D), instance("d", pool=D))
-    # Where it is it comes after itself, as far as is known; on a free instance it is in time.
+    # On its present instance the request counts as backlog before itself; on a free one it is in time.
     alone_s = ARROW.loads.prefill_s(view.instances["c"], 30_000)
     for share, flips in ((0.9, []), (1.5, [SetPool("c", P)]), (2.1, [])):
         policy = Arrow(flips=ATTAINMENT, flip_gain=GAIN, ttft_slo_s=share * alone_s)
         assert list(policy.on_tick(view, 9.5)) == flips
 
 
-def test_a_burst_of_answers_recovers() -> None:
-    """Prefill instances were given away for answers; once these are done, prompts have them back."""
+def test_prefill_instances_return_after_a_burst_of_decoding() -> None:
+    """Instances that were flipped for decoding are flipped back for prompts once the burst is over."""
     prompts = tuple(
         replace(request(f"p{n}", "a", 30_000, phase=Phase.PREFILL), arrival_s=9.5) for n in range(12)
     )

@@ -1,4 +1,4 @@
-"""What must hold of every baseline policy, whatever the cluster looks like."""
+"""Properties of every baseline policy on any cluster."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ POLICIES = [RoundRobin, LeastLoaded, StaticPools]
 IDS = [f"w{n}" for n in range(6)]
 
 
-# Machines that run tests are slow and shared; what is searched is small.
+# A machine with other load is slow now and then; the search space is small.
 quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 _drawn = st.tuples(
@@ -43,7 +43,7 @@ _drawn = st.tuples(
 
 
 def _cluster(drawn: list[tuple[InstanceState, Pool | None, int, int, int, int]]) -> ClusterView:
-    """Instances in any state, in id order. Figures: capacity, percent of it used, load, backlog."""
+    """Return instances in any state, in ID order. The integers are capacity, percent used, load, backlog."""
     views = [
         InstanceView(
             instance_id=name,
@@ -75,8 +75,10 @@ arrivals = st.builds(
 @pytest.mark.parametrize("kind", POLICIES)
 @quick
 @given(view=clusters, arrival=arrivals, now=st.floats(0, 1e9))
-def test_placement(kind: type[Policy], view: ClusterView, arrival: Arrival, now: float) -> None:
-    """Always a live instance that was not excluded; a refusal exactly when there is none; no memory."""
+def test_placement_is_on_a_usable_instance_and_stateless(
+    kind: type[Policy], view: ClusterView, arrival: Arrival, now: float
+) -> None:
+    """A policy chooses a live instance that is not excluded, else refuses, and keeps no state."""
     placement = kind().place(view, arrival, now)
     usable = {i.instance_id for i in view.placeable()} - arrival.excluded
     if usable:
@@ -91,8 +93,8 @@ def test_placement(kind: type[Policy], view: ClusterView, arrival: Arrival, now:
 
 @quick
 @given(view=clusters, arrival=arrivals)
-def test_round_robin_turns(view: ClusterView, arrival: Arrival) -> None:
-    """As many arrivals as there are usable instances go to all of them."""
+def test_round_robin_uses_every_usable_instance(view: ClusterView, arrival: Arrival) -> None:
+    """Consecutive arrivals, as many as there are usable instances, go to all of them."""
     usable = {i.instance_id for i in view.placeable()} - arrival.excluded
     placed = [
         RoundRobin().place(view, Arrival("r", 1, 1, arrival.seq + turn, excluded=arrival.excluded), 0.0)
@@ -103,27 +105,27 @@ def test_round_robin_turns(view: ClusterView, arrival: Arrival) -> None:
 
 @quick
 @given(view=clusters, arrival=arrivals)
-def test_least_loaded_takes_the_least(view: ClusterView, arrival: Arrival) -> None:
+def test_least_loaded_chooses_the_smallest_share_of_kv(view: ClusterView, arrival: Arrival) -> None:
     placement = LeastLoaded().place(view, arrival, 0.0)
     if not isinstance(placement, Place):
         return
 
-    def spoken_for(instance: InstanceView) -> float:
+    def kv_share(instance: InstanceView) -> float:
         used = instance.kv_used_tokens + instance.prefill_backlog_tokens
         return used / max(1, instance.kv_capacity_tokens)
 
-    chosen = spoken_for(view.instances[placement.instance_id])
+    chosen = kv_share(view.instances[placement.instance_id])
     usable = [i for i in view.placeable() if i.instance_id not in arrival.excluded]
-    # Shares are compared to a thousandth.
-    assert all(chosen <= spoken_for(i) + 0.0011 for i in usable)
+    # The policy compares shares to the nearest thousandth.
+    assert all(chosen <= kv_share(i) + 0.0011 for i in usable)
 
 
 @quick
 @given(view=clusters, where=st.sampled_from(IDS), prompt=st.integers(1, 10_000), migrating=st.booleans())
-def test_static_pools_hand_over_to_where_there_is_room(
+def test_static_pools_hand_over_to_a_decode_instance_with_room(
     view: ClusterView, where: str, prompt: int, migrating: bool
 ) -> None:
-    """To a live decode instance, never the same one, never beyond its capacity by its own report."""
+    """The target is a live decode instance other than the source, with enough free KV by its own report."""
     request = RequestView(
         request_id="r",
         instance_id=where,
@@ -147,7 +149,7 @@ def test_static_pools_hand_over_to_where_there_is_room(
         assert target.kv_free_tokens >= request.context_tokens
 
 
-def test_found_by_name() -> None:
+def test_policies_are_loaded_by_name() -> None:
     assert {"least_loaded", "round_robin", "static_pools"} <= set(names())
     for name in names():
         policy = load(name)

@@ -1,4 +1,4 @@
-"""The bid-ask protocol under any order of messages: nobody owns what another owns, and it ends."""
+"""The bid-ask protocol under any order of messages: each request has one owner, and bidding terminates."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MOST_STEPS = 20_000
 
 
 class Market:
-    """Runs senders and receivers; delivers in order for each pair, in any order between pairs."""
+    """Run senders and receivers; deliver messages in order within each pair, in any order between pairs."""
 
     def __init__(self, senders: int, rooms: list[int], requests: list[tuple[int, int]], seed: int) -> None:
         self.rng = random.Random(seed)
@@ -47,10 +47,10 @@ class Market:
         self.home = {f"q{n}": f"s{sender % senders}" for n, (sender, _) in enumerate(requests)}
         self.tokens = {f"q{n}": tokens for n, (_, tokens) in enumerate(requests)}
         self.owner = dict(self.home)
-        self.unasked = list(self.tokens)
+        self.not_offered = list(self.tokens)
         self.wires: dict[tuple[str, str], deque[ToReceiver | ToSender]] = {}
         self.transmitting: dict[str, str] = {}
-        # Whose blocks the engine of its receiver has set aside: some time after the grant.
+        # Requests whose blocks the receiver's engine has reserved, some time after the grant.
         self.reserved: set[str] = set()
         self.finished: set[str] = set()
         self.starved: list[str] = []
@@ -69,15 +69,15 @@ class Market:
             self.wires.setdefault((source, target), deque()).append(message)
 
     def run(self) -> None:
-        """Until nothing can happen any more."""
+        """Run until no event is left."""
         for _ in range(MOST_STEPS):
             self.check()
             choices = [partial(self.deliver_next, key) for key, wire in self.wires.items() if wire]
             choices += [partial(self.reserve, r) for r in self.transmitting if r not in self.reserved]
             choices += [partial(self.end_transfer, r) for r in self.transmitting if r in self.reserved]
-            choices += [partial(self.offer, r) for r in self.unasked]
+            choices += [partial(self.offer, r) for r in self.not_offered]
             if not choices:
-                # Receivers whose senders were busy try again now and then.
+                # Receivers whose senders were busy retry.
                 for name, receiver in self.receivers.items():
                     self.send(name, receiver.attempt())
                 if not any(self.wires.values()):
@@ -89,13 +89,13 @@ class Market:
         raise AssertionError("does not end")
 
     def offer(self, request_id: str) -> None:
-        self.unasked.remove(request_id)
+        self.not_offered.remove(request_id)
         sender = self.senders[self.home[request_id]]
         if request_id not in self.finished:
             self.send(sender.name, sender.offer(request_id, self.tokens[request_id], self.receivers))
 
     def finish_some(self) -> None:
-        """A request ends by itself on its sender."""
+        """Finish a request on its sender."""
         mine = [r for r, owner in self.owner.items() if owner == self.home[r] and r not in self.transmitting]
         if mine:
             request_id = self.rng.choice(sorted(mine))
@@ -164,10 +164,10 @@ class Market:
         assert all(count <= TRANSFERS for count in by_sender.values())
         for name, receiver in self.receivers.items():
             assert sum(target == name for target in self.transmitting.values()) <= TRANSFERS
-            # Whatever has been reserved already, all that was won fits.
+            # All awarded requests fit, whatever is reserved already.
             assert receiver.pending_tokens <= self.room[name]
         won = [request_id for receiver in self.receivers.values() for request_id in receiver.queue]
-        # One that was withdrawn may still be in the queue of the receiver that is told of it.
+        # A withdrawn request can remain in a receiver's queue until the message arrives.
         live = [r for r in won if r not in self.finished]
         assert len(set(live)) == len(live)
 
@@ -179,7 +179,7 @@ class Market:
     requests=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 500)), max_size=25),
     seed=st.integers(0, 2**32),
 )
-def test_ends_with_one_owner_each(
+def test_bidding_terminates_with_one_owner_per_request(
     senders: int, rooms: list[int], requests: list[tuple[int, int]], seed: int
 ) -> None:
     market = Market(senders, rooms, requests, seed)
@@ -192,12 +192,12 @@ def test_ends_with_one_owner_each(
 
 @quick
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=12))
-def test_the_choice_among_bids(drawn: list[tuple[int, int]]) -> None:
+def test_the_choice_among_random_bids_follows_the_paper(drawn: list[tuple[int, int]]) -> None:
     bids = [Bid(f"r{n}", "q", load, start) for n, (load, start) in enumerate(drawn)]
     won = choose(bids)
     assert won is not None
     half = (len(bids) + 1) // 2
-    # At most half of the others are lighter; of the kept at most two are earlier; first of those to reply.
+    # Fewer than half of the bids have less load; of the kept ones, at most two start earlier.
     assert sum(bid.load < won.load for bid in bids) < half
     kept = sorted(bids, key=lambda bid: bid.load)[:half]
     assert sum(bid.earliest_s < won.earliest_s for bid in kept if bid.load < won.load) < 3
@@ -205,7 +205,7 @@ def test_the_choice_among_bids(drawn: list[tuple[int, int]]) -> None:
         assert won.load == min(bid.load for bid in bids)
 
 
-def test_the_choice_step_by_step() -> None:
+def test_the_choice_among_bids_example() -> None:
     bids = [
         Bid("slow reply, but first of all", "q", 9, 0.0),
         Bid("late", "q", 1, 9.0),
@@ -227,8 +227,8 @@ def receiver(
     return Receiver("r", lambda: Space(room, 0), reserved, 100.0, starvation=starvation)
 
 
-def test_room_that_a_transfer_has_taken_is_counted_once() -> None:
-    """Its blocks are used from when the import is open: it is then no longer to come."""
+def test_room_reserved_by_a_transfer_is_counted_once() -> None:
+    """Blocks count as used once the import is open, and no longer as pending."""
     room, reserved = [1_000], set[str]()
     taker = Receiver("r", lambda: Space(room[0], 1_000 - room[0]), reserved.__contains__)
     taker.on_award(Award("a", "qa", 400, 400))
@@ -236,7 +236,7 @@ def test_room_that_a_transfer_has_taken_is_counted_once() -> None:
     assert taker.on_ask(Ask("b", "qb", 601, 601)) is None
     bid = taker.on_ask(Ask("b", "qb", 600, 600))
     assert bid is not None and bid.load == 400
-    # The engine has set the blocks aside.
+    # The engine has reserved the blocks.
     reserved.add("qa")
     room[0] -= 400
     bid = taker.on_ask(Ask("b", "qb", 600, 600))
@@ -244,18 +244,18 @@ def test_room_that_a_transfer_has_taken_is_counted_once() -> None:
     assert taker.on_award(Award("b", "qb", 600, 600)) == [("b", Start("r", "qb"))]
 
 
-def test_whose_load_would_exceed_the_limit_does_not_bid() -> None:
+def test_a_receiver_whose_load_would_exceed_the_limit_does_not_bid() -> None:
     taker = Receiver("r", lambda: Space(10_000, 500), lambda request_id: False)
     assert taker.on_ask(Ask("a", "q", 100, 100, most_tokens=599)) is None
     assert taker.on_ask(Ask("a", "q", 100, 100, most_tokens=600)) is not None
-    # What was won since the bid counts.
+    # Requests awarded since the bid count.
     taker.on_award(Award("b", "other", 1, 1))
     declined = taker.on_award(Award("a", "q", 100, 100, most_tokens=600))
     assert declined == [("a", Done("r", "q", False))]
 
 
-def test_bids_for_the_next_request_count_what_was_awarded_before() -> None:
-    """Two on offer at once; each is asked for when the one before it is awarded."""
+def test_bids_for_a_request_count_earlier_awards() -> None:
+    """Of two requests offered at once, the second is asked for when the first is awarded."""
     giver = Sender("a")
     takers = {name: Receiver(name, lambda: Space(1_000, 0), lambda request_id: False) for name in "xy"}
     asks = giver.offer("q", 400, "xy", 450)
@@ -278,25 +278,25 @@ def test_bids_for_the_next_request_count_what_was_awarded_before() -> None:
     assert giver.bidding is None
 
 
-def test_what_waits_to_be_asked_for_can_go_and_come_back() -> None:
+def test_a_request_waiting_for_its_bidding_can_be_withdrawn_and_offered_again() -> None:
     giver = Sender("a")
     giver.offer("q", 10, ["r"])
     giver.offer("p", 10, ["r"])
     assert giver.withdraw("p") == [] and not giver.has("p")
     assert giver.offer("p", 20, ["r"]) == []
-    # The bidding ends without a bid; the next is asked for, once.
+    # The bidding ends without a bid; the next request is asked for once.
     assert giver.close("q") == [("r", Ask("a", "p", 20, 20))]
     assert giver.close("p") == [] and giver.load == 0 and not giver.buffered
 
 
-def test_a_sender_has_only_so_many_on_offer() -> None:
+def test_the_offers_of_a_sender_are_limited() -> None:
     giver = Sender("a")
     for n in range(OFFERS_MAX + 1):
         giver.offer(str(n), 1, ["r"])
     assert len(giver.buffered) == OFFERS_MAX and not giver.has(str(OFFERS_MAX))
 
 
-def test_the_fullest_sender_first_and_three_at_a_time() -> None:
+def test_a_receiver_pulls_from_the_fullest_sender_three_at_a_time() -> None:
     taker = receiver()
     starts = [
         *taker.on_award(Award("a", "qa", 10, 10)),
@@ -326,11 +326,11 @@ def test_a_sender_transmits_three_at_a_time() -> None:
     assert giver.on_start(Start("r", "3")) == [("r", Busy("a", "3"))]
     giver.on_done(Done("r", "1", True))
     assert giver.on_start(Start("r", "3")) == [("r", Grant("a", "3"))]
-    # Asked for again while it is under way: nothing more to say.
+    # A second start during the transfer gets no reply.
     assert giver.on_start(Start("r", "3")) == []
 
 
-def test_a_bid_says_when_it_can_start() -> None:
+def test_a_bid_states_the_earliest_start() -> None:
     taker = receiver()
     taker.on_award(Award("a", "qa", 500, 10))
     bid = taker.on_ask(Ask("b", "qb", 10, 10))
@@ -339,7 +339,7 @@ def test_a_bid_says_when_it_can_start() -> None:
     assert taker.on_award(Award("b", "qc", 9_600, 10)) == [("b", Done("r", "qc", False))]
 
 
-def test_a_bid_goes_by_what_transfers_have_taken() -> None:
+def test_the_earliest_start_follows_the_measured_transfer_rate() -> None:
     taker = receiver()
     taker.on_award(Award("a", "q", 1_000, 10))
 
@@ -349,19 +349,19 @@ def test_a_bid_goes_by_what_transfers_have_taken() -> None:
         return bid.earliest_s
 
     assert earliest_s() == 10.0
-    # 200 tokens a second: one transfer is not yet the rule.
+    # 200 tokens per second: one transfer moves the average only in part.
     taker.transferred(4_000, 20.0)
     assert 5.0 < earliest_s() < 10.0
     for _ in range(100):
         taker.transferred(4_000, 20.0)
     assert earliest_s() == pytest.approx(5.0)
-    # Sooner than the clock can tell.
+    # A transfer shorter than the clock's resolution.
     taker.transferred(16, 0.0)
     assert 0.0 < earliest_s() < 5.0
 
 
-def test_a_request_that_starves_goes_next() -> None:
-    """Skipped for another sender's, until it has failed too often; then its sender sends it next."""
+def test_a_starving_request_is_sent_next() -> None:
+    """A request is skipped for another sender's until it has failed too often; then it is sent next."""
     giver, taker = Sender("a", transfers=1), receiver(starvation=1)
     for request_id in ("mine", "other"):
         giver.offer(request_id, 10, ["r", "x"])
@@ -386,7 +386,7 @@ def test_a_request_that_starves_goes_next() -> None:
     assert taker.attempt() == [("b", Start("r", "later"))]
 
 
-def test_lost_peers_leave_nothing_behind() -> None:
+def test_lost_peers_leave_no_state() -> None:
     giver, taker = Sender("a"), receiver()
     giver.offer("q", 10, ["r", "x"])
     giver.on_bid(Bid("r", "q", 0.0, 0.0))
@@ -395,24 +395,24 @@ def test_lost_peers_leave_nothing_behind() -> None:
     assert not giver.buffered
     taker.on_award(Award("a", "q", 10, 10))
     assert taker.lost("a") == [] and taker.queue == []
-    # The winner is gone, though others had been asked: the request stays here.
+    # The winner is lost after other receivers were asked: the request stays here.
     giver.offer("p", 10, ["r", "x"])
     giver.on_bid(Bid("r", "p", 0.0, 0.0))
     giver.on_no_bid("x", "p")
     assert giver.lost("r") == [] and not giver.has("p") and giver.load == 0
 
 
-def test_what_comes_late_or_from_strangers_changes_nothing() -> None:
+def test_late_and_unknown_messages_change_nothing() -> None:
     giver, taker = Sender("a"), receiver()
     asks = giver.offer("q", 10, ["r", "x"])
     assert giver.offer("q", 10, ["r"]) == [] and giver.load == 10
     assert giver.on_bid(Bid("stranger", "q", 0.0, 0.0)) == [] == giver.on_no_bid("r", "unknown")
     giver.on_bid(Bid("r", "q", 0.0, 0.0))
-    # The bidding ends without the other's reply, which comes too late to matter.
+    # The bidding ends before the other receiver's reply, which is then ignored.
     (award,) = giver.close("q")
     assert len(asks) == 2 and award == ("r", Award("a", "q", 10, 10))
     assert giver.on_bid(Bid("x", "q", 0.0, 0.0)) == [] == giver.close("q")
-    # Who has not won it, or what is not on offer, is told so.
+    # A receiver that has not won the request, or asks for an unknown one, gets a withdrawal.
     for receiver_name, request_id in (("x", "q"), ("r", "unknown")):
         withdrawn = [(receiver_name, Withdraw("a", request_id))]
         assert giver.on_start(Start(receiver_name, request_id)) == withdrawn
@@ -424,13 +424,13 @@ def test_what_comes_late_or_from_strangers_changes_nothing() -> None:
     taker.on_award(Award("a", "q", 10, 10))
     assert taker.on_award(Award("a", "q", 10, 10)) == []
     taker.on_grant(Grant("a", "q"))
-    # It is being transmitted: that its sender was busy before, or another one's word, does not end that.
+    # An earlier busy reply, or a message from another sender, does not end the transfer.
     assert taker.on_busy(Busy("a", "q")) == [] == taker.on_withdraw(Withdraw("b", "q"))
     assert taker.queue == ["q"] and taker.open_transfers == 1
     assert taker.attempt() == []
 
 
-def test_nobody_to_ask() -> None:
+def test_an_offer_without_receivers_is_dropped() -> None:
     giver = Sender("a")
     assert giver.offer("q", 10, ["a"]) == []
     assert giver.load == 0

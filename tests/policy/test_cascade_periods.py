@@ -1,4 +1,4 @@
-"""Periods are exact in number, whatever the ticks that tell of them."""
+"""The number of elapsed periods is exact, however late the ticks are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tailrace.policy.cascade.policy import periods_elapsed
 from tests.policy.fleets import quick
 
-# In milliseconds. Those since the epoch are as good as those since the start.
+# In milliseconds, since the start or since the epoch.
 STARTS = st.sampled_from([0, 12_750, 1_790_000_000_250])
 
 
@@ -31,8 +31,8 @@ def test_each_period_is_counted_once(start_ms: int, gaps_ms: list[int], period_m
 
 
 @pytest.mark.parametrize("late_s", [0.02, 0.1, 0.3])
-def test_late_ticks_miss_nothing(late_s: float) -> None:
-    """By "is a multiple inside the last interval", 2, 9 and 23% were missed at this lateness."""
+def test_late_ticks_miss_no_period(late_s: float) -> None:
+    """A check for multiples within the last interval missed 2, 9 and 23% of the periods here."""
     ticks = [0.0]
     while ticks[-1] < 10_000.0:
         ticks.append(ticks[-1] + 1.0 + late_s)
@@ -40,9 +40,9 @@ def test_late_ticks_miss_nothing(late_s: float) -> None:
     assert worked == int(ticks[-1] // 5.0)
 
 
-def test_ends_of_what_can_be_known() -> None:
+def test_periods_at_the_limits() -> None:
     assert periods_elapsed(5.0, None, 3.0) == 1
     assert periods_elapsed(math.inf, None, 3.0) == periods_elapsed(math.inf, 0.0, 1e9) == 0
-    # A clock that was set back goes on from there.
+    # After the clock is set back, counting continues from there.
     assert periods_elapsed(5.0, 100.0, 3.0) == 0
     assert periods_elapsed(5.0, 3.0, 5.0) == 1

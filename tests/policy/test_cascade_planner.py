@@ -1,4 +1,4 @@
-"""The planner: exact means exact, and the heuristic is never better."""
+"""The planner: the exact plan is optimal, and the heuristic is never better."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ models = st.tuples(*(st.floats(0, 1) for _ in range(5))).map(
 
 
 def layouts(buckets: int, instances: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """All cuts and all ways to give each stage at least one instance."""
+    """Yield all cuts with all ways to give each stage at least one instance."""
     for stages in range(1, min(buckets, instances) + 1):
         for cuts in itertools.combinations(range(1, buckets), stages - 1):
             for splits in itertools.combinations(range(1, instances), stages - 1):
@@ -50,7 +50,7 @@ def layouts(buckets: int, instances: int) -> Iterator[tuple[tuple[int, ...], tup
     busy=st.sampled_from([None, 0.5, 1.0, 3.0]),
     penalty=st.sampled_from([None, "cascadeinfer-figure-2-step", "measured-rtx-pro-6000"]),
 )
-def test_exact_is_the_best_that_stages_can_do(
+def test_the_exact_plan_is_the_best_of_all_feasible_plans(
     rows: list[tuple[int, int]],
     model: QoeModel,
     instances: int,
@@ -58,7 +58,7 @@ def test_exact_is_the_best_that_stages_can_do(
     busy: float | None,
     penalty: str | None,
 ) -> None:
-    """`busy`: work of the whole cluster for each of its instances, of which one may have 1."""
+    """`busy` is the work of the whole cluster per instance, in units of what one instance can do."""
     edges = bucket_edges(6_001, growth=4.0)
     traffic = Traffic.of_history(rows, 60.0)
     workload = traffic.in_flight(edges, 50.0)
@@ -78,18 +78,18 @@ def test_exact_is_the_best_that_stages_can_do(
     for other in (heuristic, chain, no_pipeline):
         plan = other(costs, instances)
         assert plan.cost >= min(p.cost for p in plans) * (1 - 1e-9) - 1e-12
-        assert_whole(plan, instances)
+        assert_complete(plan, instances)
         assert costs.layout(plan.cuts, plan.counts) == plan
     assert heuristic(costs, instances).cost <= chain(costs, instances).cost + 1e-12
-    assert_whole(found, instances)
-    # A chain gives every stage one instance, and is the best of those.
+    assert_complete(found, instances)
+    # A chain gives every stage one instance and is the best of all such plans.
     if instances <= costs.buckets:
         one_each = [plan.cost for plan in plans if set(plan.counts) == {1}]
         assert chain(costs, instances).cost == pytest.approx(min(one_each), rel=1e-9, abs=1e-12)
 
 
-def assert_whole(plan: Plan, instances: int) -> None:
-    """The plan tiles the lengths and uses every instance once."""
+def assert_complete(plan: Plan, instances: int) -> None:
+    """Assert that the plan covers all lengths and uses every instance once."""
     names = [f"w{n}" for n in range(instances)]
     stages = plan.stages(names)
     assert tiles(stages, 6_001)
@@ -98,15 +98,15 @@ def assert_whole(plan: Plan, instances: int) -> None:
 
 @quick
 @given(instances=st.integers(1, 40))
-def test_layouts_of_the_baselines(instances: int) -> None:
-    costs = some_costs(instances)
+def test_stage_counts_of_the_baseline_plans(instances: int) -> None:
+    costs = long_tail_costs(instances)
     assert no_pipeline(costs, instances).counts == (instances,)
     assert len(chain(costs, instances).counts) == min(instances, costs.buckets)
 
 
 @settings(quick, max_examples=20)
 @given(rows=lengths, model=models, instances=st.integers(4, 8))
-def test_a_chain_gives_instances_beyond_its_buckets_where_they_help_most(
+def test_a_chain_adds_instances_beyond_its_buckets_where_they_help_most(
     rows: list[tuple[int, int]], model: QoeModel, instances: int
 ) -> None:
     edges = bucket_edges(6_001, growth=30.0)
@@ -116,13 +116,13 @@ def test_a_chain_gives_instances_beyond_its_buckets_where_they_help_most(
     found = chain(costs, instances)
     best = min(costs.plan(range(5), counts).cost for counts in finest)
     assert found.cost == pytest.approx(best, rel=1e-9, abs=1e-12)
-    assert_whole(found, instances)
+    assert_complete(found, instances)
 
 
 @quick
 @given(rows=lengths)
-def test_a_stage_of_one_costs_what_the_model_says(rows: list[tuple[int, int]]) -> None:
-    """Prefix sums against Eq. (1)."""
+def test_the_cost_of_a_single_instance_stage_follows_the_model(rows: list[tuple[int, int]]) -> None:
+    """Prefix sums are compared with Eq. (1)."""
     inputs, now = [r[0] for r in rows], [i + o for i, o in rows]
     edges = bucket_edges(6_001)
     bucket = bucket_of(edges, np.array(now))
@@ -138,7 +138,7 @@ def test_a_stage_of_one_costs_what_the_model_says(rows: list[tuple[int, int]]) -
 
 @quick
 @given(rows=lengths, in_flight=st.floats(1, 1_000))
-def test_history_is_in_flight_where_its_tokens_are_made(
+def test_a_history_is_in_flight_at_the_lengths_where_it_generates_tokens(
     rows: list[tuple[int, int]], in_flight: float
 ) -> None:
     edges = bucket_edges(6_001)
@@ -152,8 +152,8 @@ def test_history_is_in_flight_where_its_tokens_are_made(
 
 @quick
 @given(rows=lengths, cuts=st.lists(st.integers(1, 6_000), max_size=4))
-def test_any_cut_has_its_price(rows: list[tuple[int, int]], cuts: list[int]) -> None:
-    """Present stages end anywhere: finer edges change no sum."""
+def test_finer_edges_allow_any_cut_and_change_no_cost(rows: list[tuple[int, int]], cuts: list[int]) -> None:
+    """The current stages can end at any length; finer edges change no sum."""
     edges = bucket_edges(6_001)
     finer = with_cuts(edges, [*cuts, 0, 10**9])
     assert set(finer) == set(edges) | set(cuts)
@@ -168,8 +168,8 @@ def test_any_cut_has_its_price(rows: list[tuple[int, int]], cuts: list[int]) -> 
         coarse.layout([0, 777, 6_001], [1, 1])
 
 
-def test_no_scheduler_gets_more_out_of_a_stage_than_its_work_says() -> None:
-    """One stage of equal requests against the fluid limit with its KV full, and with its seats full."""
+def test_stage_work_equals_the_fluid_limit() -> None:
+    """One stage with equal requests, once with all KV in use and once with all seats in use."""
     traffic = Traffic.of_history([(1_000, 200)] * 60, 60.0)
     edges = bucket_edges(131_072)
     profile, mean = PROFILE, 1_100.0
@@ -184,14 +184,14 @@ def test_no_scheduler_gets_more_out_of_a_stage_than_its_work_says() -> None:
         work = stage_work(
             traffic, edges, replace(ENGINES, kv_capacity_tokens=capacity, seats=seats), Slowdown()
         )
-        # One request a second: its prompt, and its share of 200 steps.
+        # One request per second: its prompt and its share of 200 steps.
         assert work[0, -1] == pytest.approx(prefill_s + 200 * step_s / batch, rel=0.01)
     with pytest.raises(ValueError, match="seconds"):
         stage_work(Traffic.of_history([(1, 1)], None), edges, ENGINES, Slowdown())
 
 
 @pytest.mark.parametrize("counts", [[1, 2], [2, 1], [1, 9], [9, 1]])
-def test_the_load_of_a_plan_is_that_of_its_busiest_instance(counts: list[int]) -> None:
+def test_the_load_of_a_plan_is_the_load_of_its_busiest_instance(counts: list[int]) -> None:
     traffic = Traffic.of_history([(1_000, 200)] * 60 + [(9_000, 900)] * 20, 60.0)
     edges = bucket_edges(131_072)
     work = stage_work(traffic, edges, ENGINES, Slowdown())
@@ -200,26 +200,26 @@ def test_the_load_of_a_plan_is_that_of_its_busiest_instance(counts: list[int]) -
     plan = costs.layout([0, int(edges[cut]), int(edges[-1])], counts)
     expected = max(work[0, cut] / counts[0], work[cut, -1] / counts[1])
     assert costs.load(plan) == pytest.approx(expected) and expected > 0.0
-    # Without the work of stages nothing is known of it.
+    # Without stage work, the load is unknown.
     assert Costs(traffic.in_flight(edges, 50.0), MODEL, 1e-6).load(plan) == 0.0
 
 
-def test_prompts_are_work_where_they_are_prefilled_and_tokens_where_they_are_made() -> None:
+def test_prompts_and_generated_tokens_are_work_in_their_own_stages() -> None:
     edges = bucket_edges(131_072)
     work = stage_work(Traffic.of_history([(1_000, 100), (5_000, 100)], 1.0), edges, ENGINES, Slowdown())
     at = {int(edge): number for number, edge in enumerate(edges)}
-    # Nobody is shorter than 512 tokens or longer than 8,192; the short one ends in [1,024, 2,048).
+    # No request is shorter than 512 tokens or longer than 8,192; the short one ends in [1,024, 2,048).
     assert work[0, at[512]] == work[at[8_192], -1] == 0.0
     first = work[at[512], at[1_024]]
     assert first > PROFILE.prefill.ms(0, 1_000) / 1e3
     decoded = work[at[1_024], at[2_048]]
     assert 0.0 < decoded < first
     parts = first + decoded + work[at[4_096], at[8_192]]
-    # Together their batches are larger, so that a step's base is shared by more.
+    # Together, their batches are larger, so more requests share the base time of a step.
     assert 0.98 * parts < work[0, -1] <= parts
 
 
-def test_what_unequal_lengths_cost_counts_in_stages_that_have_them() -> None:
+def test_the_penalty_for_unequal_lengths_applies_to_stages_that_mix_them() -> None:
     penalty = load_length_penalty("cascadeinfer-figure-2-step")
     assert penalty is not None
     edges = bucket_edges(131_072)
@@ -233,9 +233,11 @@ def test_what_unequal_lengths_cost_counts_in_stages_that_have_them() -> None:
     assert (slowed >= plain - 1e-12).all() and slowed[0, -1] > plain[0, -1]
 
 
-def test_what_finished_stands_for_what_arrived_of_its_prompt_length() -> None:
+def test_finished_requests_represent_arrivals_of_similar_prompt_length() -> None:
     edges = bucket_edges(131_072)
-    # Ten short and eight long ones came; one long one finished, and one from before; of the longest none.
+    # Ten short and eight long requests arrived; two long ones finished, one of them from earlier. No very
+    # long
+    # one finished.
     arrived = [100] * 10 + [5_000] * 8 + [40_000, 60_000]
     finished = [(100, 50)] * 10 + [(5_000, 300), (6_000, 500)]
     traffic = Traffic.of_period(LengthStatistics.of(30.0, arrived, finished), edges)
@@ -253,7 +255,9 @@ def test_what_finished_stands_for_what_arrived_of_its_prompt_length() -> None:
     st.lists(st.integers(1, 200_000), max_size=40),
     st.lists(st.tuples(st.integers(1, 200_000), st.integers(0, 900)), max_size=40),
 )
-def test_as_many_are_planned_for_as_arrived(arrived: list[int], finished: list[tuple[int, int]]) -> None:
+def test_the_planned_traffic_has_as_many_requests_as_arrived(
+    arrived: list[int], finished: list[tuple[int, int]]
+) -> None:
     traffic = Traffic.of_period(LengthStatistics.of(60.0, arrived, finished), bucket_edges(131_072))
     if traffic is None:
         return
@@ -262,8 +266,8 @@ def test_as_many_are_planned_for_as_arrived(arrived: list[int], finished: list[t
     assert (traffic.weights >= 0.0).all() and (traffic.outputs >= 0.0).all()
 
 
-def some_costs(instances: int) -> Costs:
-    """ShareGPT-like lengths with a long tail, 60 requests an instance."""
+def long_tail_costs(instances: int) -> Costs:
+    """Return costs for ShareGPT-like lengths with a long tail, 60 requests per instance."""
     rng = np.random.default_rng(1)
     inputs = (np.minimum(rng.lognormal(5, 1.5, 5_000), 100_000) + 1).astype(int).tolist()
     outputs = (np.minimum(rng.lognormal(5, 1, 5_000), 30_000) + 1).astype(int).tolist()
@@ -271,8 +275,8 @@ def some_costs(instances: int) -> Costs:
     return Costs(workload, MODEL, PROFILE.kv_bytes_per_token / 50e9)
 
 
-def test_a_pipeline_pays_for_a_long_tail() -> None:
-    costs = some_costs(16)
+def test_a_pipeline_is_cheaper_for_a_long_tail() -> None:
+    costs = long_tail_costs(16)
     found = exact(costs, 16)
     assert len(found.counts) > 1
     assert found.cost < 0.95 * no_pipeline(costs, 16).cost
@@ -280,22 +284,22 @@ def test_a_pipeline_pays_for_a_long_tail() -> None:
 
 
 @pytest.mark.parametrize("plan", [exact, heuristic, chain, no_pipeline])
-def test_no_instances(plan: Callable[[Costs, int], Plan]) -> None:
+def test_a_plan_without_instances_is_an_error(plan: Callable[[Costs, int], Plan]) -> None:
     with pytest.raises(ValueError, match="instance"):
-        plan(some_costs(1), 0)
+        plan(long_tail_costs(1), 0)
 
 
-def test_no_buckets() -> None:
+def test_invalid_buckets_and_too_few_names_are_errors() -> None:
     for wrong in ((0, 2.0), (10, 1.0)):
         with pytest.raises(ValueError, match="buckets"):
             bucket_edges(*wrong)
     with pytest.raises(ValueError, match="2 instances"):
-        exact(some_costs(3), 3).stages(["a", "b"])
+        exact(long_tail_costs(3), 3).stages(["a", "b"])
 
 
 def merged_by_cost(costs: Costs, instances: int) -> Plan:
-    """Phase 2 of the heuristic as the paper has it: the merge after which the whole costs least, while one
-    makes it cheaper."""
+    """Return the plan of phase 2 of the heuristic as published: make the cheapest merge while one reduces the
+    total cost."""
     plan = chain(costs, instances)
     while len(plan.counts) > 1:
         cuts, counts = plan.cuts, plan.counts
@@ -319,7 +323,7 @@ def merged_by_cost(costs: Costs, instances: int) -> Plan:
     instances=st.integers(1, 6),
     transfer=st.sampled_from([0.0, 1e-5, 1e-2, 1.0]),
 )
-def test_the_heuristic_merges_while_that_pays(
+def test_the_heuristic_merges_like_the_paper(
     rows: list[tuple[int, int]], model: QoeModel, instances: int, transfer: float
 ) -> None:
     edges = bucket_edges(6_001, growth=4.0)

@@ -1,4 +1,4 @@
-"""CascadeInfer's decisions, one by one, and Llumnix's."""
+"""The individual decisions of CascadeInfer and Llumnix."""
 
 from __future__ import annotations
 
@@ -60,37 +60,37 @@ def staged(*changed: InstanceView) -> ClusterView:
 
 
 @pytest.mark.parametrize(("prompt", "where"), [(999, "a"), (1_000, "c"), (7_999, "c"), (8_000, "e")])
-def test_the_earliest_stage_that_covers(prompt: int, where: str) -> None:
+def test_an_arrival_goes_to_the_earliest_stage_that_covers_it(prompt: int, where: str) -> None:
     assert POLICY.place(staged(), arrival(prompt), 0.0) == Place(where)
     assert POLICY.place(staged(), arrival(10**6), 0.0) == Place("e")
 
 
-def test_a_request_that_goes_on_elsewhere_has_the_length_of_what_it_has_made_too() -> None:
+def test_the_length_of_a_resumed_request_includes_its_output() -> None:
     lost = replace(arrival(900), output_tokens=100)
     assert POLICY.place(staged(), lost, 0.0) == Place("c")
     assert POLICY.place(staged(), replace(lost, output_tokens=99), 0.0) == Place("a")
 
 
-def test_the_least_demand_within_it() -> None:
+def test_within_a_stage_the_least_demand_is_chosen() -> None:
     assert POLICY.place(staged(instance("a", held("a", 5_000))), arrival(10), 0.0) == Place("b")
 
 
-def test_demand_is_a_share_of_capacity_and_fewer_requests_decide_between_nearly_equal_ones() -> None:
+def test_demand_is_relative_to_capacity_and_near_ties_go_to_fewer_requests() -> None:
     def loaded(name: str, tokens: int, capacity: int, requests: int) -> InstanceView:
         held = tuple(request(f"{name}{n}", name, tokens // requests, 1) for n in range(requests))
         return replace(instance(name, held, capacity=capacity), kv_used_tokens=tokens)
 
-    # A fifth of little against a tenth of much.
+    # A fifth of a small capacity compared with a tenth of a large one.
     small, large = loaded("a", 20_000, 100_000, 1), loaded("b", 40_000, 400_000, 2)
     assert Cascade().place(cluster(small, large), arrival(100), 0.0) == Place("b")
-    # Less than a thousandth more weighs less than a request more.
+    # A difference of less than a thousandth counts less than one more request.
     fewer, more = loaded("a", 40_100, 400_000, 2), loaded("b", 40_000, 400_000, 3)
     assert Cascade().place(cluster(fewer, more), arrival(100), 0.0) == Place("a")
     fuller = loaded("a", 40_400, 400_000, 2)
     assert Cascade().place(cluster(fuller, more), arrival(100), 0.0) == Place("b")
 
 
-def test_a_stage_without_anybody_is_stood_in_for_by_a_longer_one() -> None:
+def test_a_stage_without_instances_is_replaced_by_a_longer_one() -> None:
     gone = [instance(name, state=InstanceState.SUSPECT) for name in "cd"]
     assert POLICY.place(staged(*gone), arrival(2_000), 0.0) == Place("e")
     assert POLICY.place(staged(*gone), arrival(2_000, excluded=frozenset("e")), 0.0) == Place("a")
@@ -104,103 +104,103 @@ def test_round_robin_within_the_stage() -> None:
 # ---- boundary
 
 
-def outgrown(length: int = 1_500) -> tuple[InstanceView, RequestView]:
+def source_with_outgrown(length: int = 1_500) -> tuple[InstanceView, RequestView]:
     requests = held("a", length)
     return instance("a", requests), requests[0]
 
 
-def test_hands_over_to_the_next_stage_by_bid() -> None:
-    source, grown = outgrown()
+def test_an_outgrown_request_is_offered_to_the_next_stage() -> None:
+    source, outgrown = source_with_outgrown()
     view = staged(source, instance("c", held("c", 5_000)))
-    # All of the stage are asked, the one with the least demand first.
-    assert list(POLICY.on_length_boundary(view, grown, 0.0)) == [
+    # All instances of the stage are asked, the one with the least demand first.
+    assert list(POLICY.on_length_boundary(view, outgrown, 0.0)) == [
         Offer("a0", "a", ("d", "c"), "length boundary")
     ]
-    (turned,) = IN_TURN.make().on_length_boundary(view, grown, 0.0)
+    (turned,) = IN_TURN.make().on_length_boundary(view, outgrown, 0.0)
     assert isinstance(turned, Migrate) and turned.target_id in "cd"
 
 
-def test_hands_over_to_the_stage_that_covers_it_now() -> None:
-    source, grown = outgrown(20_000)
-    assert list(POLICY.on_length_boundary(staged(source), grown, 0.0)) == [
+def test_an_outgrown_request_is_offered_to_the_stage_of_its_present_length() -> None:
+    source, outgrown = source_with_outgrown(20_000)
+    assert list(POLICY.on_length_boundary(staged(source), outgrown, 0.0)) == [
         Offer("a0", "a", ("e",), "length boundary")
     ]
 
 
 @pytest.mark.parametrize("why", ["no room", "migrating", "draining"])
-def test_else_it_goes_on_where_it_is(why: str) -> None:
-    source, grown = outgrown()
+def test_an_outgrown_request_stays_if_no_handover_is_possible(why: str) -> None:
+    source, outgrown = source_with_outgrown()
     targets = [instance(name) for name in "cd"]
     match why:
         case "no room":
             targets = [instance(name, capacity=1_000) for name in "cd"]
         case "migrating":
-            grown = replace(grown, migrating=True)
+            outgrown = replace(outgrown, migrating=True)
         case "draining":
             targets = [replace(i, state=InstanceState.DRAINING) for i in targets]
-    assert list(POLICY.on_length_boundary(staged(source, *targets), grown, 0.0)) == []
+    assert list(POLICY.on_length_boundary(staged(source, *targets), outgrown, 0.0)) == []
 
 
 @pytest.mark.parametrize("busy", ["source", "target"])
-def test_transfers_under_way_keep_nothing_from_being_offered(busy: str) -> None:
-    """Who waits for its turn is the protocol's matter; what is ordered outright goes within the limit."""
-    source, grown = outgrown()
+def test_ongoing_transfers_prevent_migrations_but_no_offers(busy: str) -> None:
+    """The protocol queues offers itself; direct migrations are subject to the limit."""
+    source, outgrown = source_with_outgrown()
     targets = [instance(name) for name in "cd"]
     if busy == "source":
         source = replace(source, migrations_out=3)
     else:
         targets = [replace(i, migrations_in=3) for i in targets]
     view = staged(source, *targets)
-    assert offers(POLICY.on_length_boundary(view, grown, 0.0))
-    assert not IN_TURN.make().on_length_boundary(view, grown, 0.0)
+    assert offers(POLICY.on_length_boundary(view, outgrown, 0.0))
+    assert not IN_TURN.make().on_length_boundary(view, outgrown, 0.0)
 
 
-def test_all_that_outgrew_their_stage_are_offered_at_once() -> None:
-    """Not three a source, with the others waiting for the next refinement."""
+def test_all_outgrown_requests_are_offered_at_once() -> None:
+    """There is no limit per source that makes the others wait for the next refinement."""
     source = instance("a", held("a", *range(1_500, 1_520)))
-    found = offers(POLICY.on_tick(ticked(staged(source), 4.0), 5.0))
+    found = offers(POLICY.on_tick(with_last_tick(staged(source), 4.0), 5.0))
     assert [offer.request_id for offer in found] == [f"a{n}" for n in reversed(range(20))]
 
 
-def test_what_found_no_room_is_handed_over_at_the_next_refinement() -> None:
-    source, _ = outgrown()
-    assert not offers(POLICY.on_tick(ticked(staged(source), 2.0), 3.0))
-    assert offers(POLICY.on_tick(ticked(staged(source), 4.0), 5.0))[0].request_id == "a0"
+def test_missed_handovers_are_retried_at_the_next_refinement() -> None:
+    source, _ = source_with_outgrown()
+    assert not offers(POLICY.on_tick(with_last_tick(staged(source), 2.0), 3.0))
+    assert offers(POLICY.on_tick(with_last_tick(staged(source), 4.0), 5.0))[0].request_id == "a0"
 
 
-def ticked(view: ClusterView, last_tick_s: float | None) -> ClusterView:
-    """As on_tick gets it: the previous one was then."""
+def with_last_tick(view: ClusterView, last_tick_s: float | None) -> ClusterView:
+    """Return the view as `on_tick` gets it after a previous tick at that time."""
     return replace(view, last_tick_s=last_tick_s)
 
 
 @quick
 @given(st.lists(st.floats(0.0, 0.9), min_size=1, max_size=120))
 def test_a_late_tick_misses_no_period(lateness: list[float]) -> None:
-    """Handovers that are due, once every five seconds, from ticks of a second of which each may be late."""
-    source, _ = outgrown()
+    """Handovers are due every five seconds; ticks come every second, each possibly late."""
+    source, _ = source_with_outgrown()
     last_s, worked = 0.0, 0
     for number, late_s in enumerate(lateness, start=1):
         now = number + late_s
-        worked += bool(offers(POLICY.on_tick(ticked(staged(source), last_s), now)))
+        worked += bool(offers(POLICY.on_tick(with_last_tick(staged(source), last_s), now)))
         last_s = now
     assert worked == int(last_s // 5.0)
 
 
-def test_a_tick_that_missed_refinements_makes_up_for_them() -> None:
-    """Two steps of the moving average in one are the two one after the other."""
+def test_a_tick_catches_up_on_missed_refinements() -> None:
+    """Two steps of the moving average at once equal two consecutive ones."""
     view = staged(instance("a", held("a", 100, 200, 300)), instance("c", held("c", 2_000, 2_500, 3_000)))
-    (first,) = set_stages(POLICY.on_tick(ticked(view, 4.0), 5.0))
-    (second,) = set_stages(POLICY.on_tick(ticked(replace(view, stages=first.stages), 9.0), 10.0))
-    (both,) = set_stages(POLICY.on_tick(ticked(view, 4.0), 10.0))
+    (first,) = set_stages(POLICY.on_tick(with_last_tick(view, 4.0), 5.0))
+    (second,) = set_stages(POLICY.on_tick(with_last_tick(replace(view, stages=first.stages), 9.0), 10.0))
+    (both,) = set_stages(POLICY.on_tick(with_last_tick(view, 4.0), 10.0))
     ends = [[stage.hi for stage in action.stages] for action in (second, both)]
     assert ends[0] == pytest.approx(ends[1], abs=1)
 
 
 @pytest.mark.parametrize(("now_s", "share"), [(5.0, 0.2), (10.0, 0.36)])
-def test_a_refinement_moves_a_boundary_part_of_the_way(now_s: float, share: float) -> None:
-    """A fifth, and of what is left another fifth for the refinement that was missed."""
+def test_a_refinement_moves_a_boundary_by_the_smoothing_factor(now_s: float, share: float) -> None:
+    """It moves by a fifth, and by a fifth of the rest for the missed refinement."""
     view = staged(instance("a", held("a", 100, 200, 300)), instance("c", held("c", 2_000, 2_500, 3_000)))
-    view = ticked(view, 4.0)
+    view = with_last_tick(view, 4.0)
     (moved,), (ideal,) = (
         set_stages(Cascade(smoothing=smoothing).on_tick(view, now_s)) for smoothing in (0.2, 1.0)
     )
@@ -220,23 +220,23 @@ def set_stages(actions: Iterable[Action]) -> list[SetStages]:
     return [a for a in actions if isinstance(a, SetStages)]
 
 
-# A minute's requests: many short ones, few long.
+# The requests of one minute: many short ones and few long ones.
 MINUTE = [(150, 50)] * 900 + [(300, 100)] * 90 + [(9_000, 500)] * 20 + [(20_000, 300)] * 5
 
 
 def period(rows: Sequence[tuple[int, int]] = MINUTE, seconds: float = 60.0) -> LengthStatistics:
-    """All that came has finished."""
+    """Return the statistics of a period in which every request finished."""
     return LengthStatistics.of(seconds, [prompt for prompt, _ in rows], rows)
 
 
 def crowded(count: int = 8, stages: tuple[Stage, ...] = ()) -> ClusterView:
-    """At the end of that minute."""
+    """Return a cluster at the end of that minute."""
     members = (instance(f"w{n}", held(f"w{n}", *[200] * 30, 300, 9_000 + n, 20_000)) for n in range(count))
     return replace(cluster(*members, stages=stages), lengths=period(), last_tick_s=59.5)
 
 
-def test_plans_once_a_period_has_come() -> None:
-    """From in flight alone it would be planned from whom a stage is too slow to let go."""
+def test_stages_are_planned_once_a_period_of_statistics_exists() -> None:
+    """Planning only from requests in flight would follow the backlog of slow stages."""
     view = crowded()
     assert not set_stages(POLICY.on_tick(replace(view, lengths=None), 60.0))
     assert not set_stages(POLICY.on_tick(replace(view, lengths=period(MINUTE[:39])), 60.0))
@@ -245,36 +245,36 @@ def test_plans_once_a_period_has_come() -> None:
     assert tiles(planned.stages, MAX_LENGTH)
     assert len(planned.stages) > 1
     staged_view = replace(view, stages=planned.stages)
-    assert not set_stages(POLICY.on_tick(ticked(staged_view, 60.0), 61.0))
-    # The plan for the same minute is the same.
+    assert not set_stages(POLICY.on_tick(with_last_tick(staged_view, 60.0), 61.0))
+    # Planning again for the same minute changes nothing.
     assert [
-        a.stages for a in set_stages(Cascade(refine_s=1e6).on_tick(ticked(staged_view, 119.5), 120.0))
+        a.stages for a in set_stages(Cascade(refine_s=1e6).on_tick(with_last_tick(staged_view, 119.5), 120.0))
     ] == []
 
 
-def test_plans_at_once_for_a_history() -> None:
+def test_with_a_history_stages_are_planned_at_once() -> None:
     policy = Cascade(history=[(100, 100)] * 90 + [(20_000, 2_000)] * 10)
     (planned,) = set_stages(policy.on_tick(cluster(*(instance(f"w{n}") for n in range(8))), 1.0))
     assert len(planned.stages) > 1
-    assert not set_stages(policy.on_tick(ticked(cluster(), 1.0), 2.0))
+    assert not set_stages(policy.on_tick(with_last_tick(cluster(), 1.0), 2.0))
 
 
 def one_stage(view: ClusterView) -> ClusterView:
     return replace(view, stages=(Stage(0, MAX_LENGTH, tuple(view.instances)),))
 
 
-def test_replans_when_it_pays() -> None:
+def test_stages_are_replanned_for_enough_gain() -> None:
     view = one_stage(crowded())
     (planned,) = set_stages(POLICY.on_tick(view, 60.0))
     assert len(planned.stages) > 1
-    # Not off its time, and not for a plan that is hardly better.
-    assert not set_stages(POLICY.on_tick(ticked(view, 60.0), 61.0))
+    # Not between planning times, and not for a marginally better plan.
+    assert not set_stages(POLICY.on_tick(with_last_tick(view, 60.0), 61.0))
     assert not set_stages(Cascade(least_plan_gain=0.99).on_tick(view, 60.0))
 
 
-def test_who_is_in_flight_does_not_change_the_plan() -> None:
-    """The backlog of an overloaded stage, running and waiting, is what its instances cannot do, not what
-    there is to do: by it the short stage was starved."""
+def test_requests_in_flight_do_not_affect_the_plan() -> None:
+    """The backlog of an overloaded stage shows what its instances cannot do, not the demand: planning by it
+    starved the short stage."""
     view = one_stage(crowded())
     (planned,) = set_stages(POLICY.on_tick(view, 60.0))
     full = instance(
@@ -284,13 +284,13 @@ def test_who_is_in_flight_does_not_change_the_plan() -> None:
             *(request(f"long{n}", "w7", 15_000, phase=Phase.PREFILL) for n in range(40)),
         ),
     )
-    # As many run elsewhere as before, and in all.
+    # The number of running requests, here and in total, is as before.
     backlogged = replace(view, instances={**view.instances, "w7": replace(full, running=33)})
     assert set_stages(POLICY.on_tick(backlogged, 60.0)) == [planned]
 
 
-def test_a_stage_that_cannot_keep_up_is_planned_for_by_what_arrives() -> None:
-    """Of the long prompts a quarter has finished: they are as many as came."""
+def test_an_overloaded_stage_is_planned_by_arrivals() -> None:
+    """Only a quarter of the long prompts finished, but the plan is for all that arrived."""
     slow = [row for row in MINUTE if row[0] < 1_000] + [(9_000, 500)] * 5 + [(20_000, 300)]
     view = one_stage(crowded())
     (planned,) = set_stages(POLICY.on_tick(view, 60.0))
@@ -302,7 +302,7 @@ def test_a_stage_that_cannot_keep_up_is_planned_for_by_what_arrives() -> None:
     assert [len(stage.instance_ids) for stage in missed.stages] != counts[0]
 
 
-def test_layouts_of_the_baselines() -> None:
+def test_stages_of_the_baseline_policies() -> None:
     (chained,) = set_stages(IN_A_CHAIN.make().on_tick(crowded(), 60.0))
     assert all(len(stage.instance_ids) == 1 for stage in chained.stages)
     (one,) = set_stages(NO_PIPELINE.make().on_tick(crowded(), 60.0))
@@ -315,7 +315,7 @@ def test_layouts_of_the_baselines() -> None:
     ticks=st.lists(st.sampled_from([1.0, 5.0, 60.0]), max_size=5),
     rows=st.lists(st.tuples(st.integers(1, 200_000), st.integers(1, 5_000)), max_size=60),
 )
-def test_stages_always_tile_the_lengths(
+def test_stages_always_cover_all_lengths(
     view: ClusterView, ticks: list[float], rows: list[tuple[int, int]]
 ) -> None:
     view = replace(view, lengths=period(rows, 30.0))
@@ -330,27 +330,27 @@ def test_stages_always_tile_the_lengths(
 # ---- what stages can do
 
 
-def test_no_stage_is_planned_that_cannot_keep_up() -> None:
-    """Long prompts take 1.3 s each and come at 1.5/s; Eq. (1) alone gives them one instance."""
+def test_planned_stages_can_keep_up() -> None:
+    """Long prompts take 1.3 s each and arrive at 1.5/s; Eq. (1) alone gives them one instance."""
     rows = [(100, 100)] * 6_000 + [(20_000, 100)] * 90
     view = replace(one_stage(crowded()), lengths=period(rows))
-    letter, careful = Cascade(most_work=0.0), Cascade()
-    (by_equation,) = set_stages(letter.on_tick(view, 60.0))
-    (planned,) = set_stages(careful.on_tick(view, 60.0))
-    assert served(by_equation.stages) < served(planned.stages)
-    # With stages that fall behind, a plan that does not is made whatever it gains.
+    by_paper, bounded = Cascade(most_work=0.0), Cascade()
+    (by_equation,) = set_stages(by_paper.on_tick(view, 60.0))
+    (planned,) = set_stages(bounded.on_tick(view, 60.0))
+    assert instances_for_long_prompts(by_equation.stages) < instances_for_long_prompts(planned.stages)
+    # If the current stages fall behind, a plan that keeps up is made regardless of its gain.
     falling = replace(view, stages=by_equation.stages)
     assert set_stages(Cascade(least_plan_gain=1.0).on_tick(falling, 60.0))
     assert not set_stages(Cascade(least_plan_gain=1.0, most_work=0.0, refine_s=1e6).on_tick(falling, 60.0))
 
 
-def served(stages: tuple[Stage, ...]) -> int:
-    """Instances that a prompt of 20,000 tokens can come to."""
+def instances_for_long_prompts(stages: tuple[Stage, ...]) -> int:
+    """Return the number of instances in the stage of a prompt of 20,000 tokens."""
     return len(next(s for s in stages if s.hi > 20_000).instance_ids)
 
 
-def test_a_cluster_that_cannot_keep_up_is_not_divided() -> None:
-    """Any division gives some instance more than it has in one stage; the paper's letter divides."""
+def test_an_overloaded_cluster_is_not_divided() -> None:
+    """Any division gives some instance more work than a single stage does; the paper's rule divides."""
     rows = [(100, 1_000)] * 60_000 + [(20_000, 500)] * 2_000
     view = replace(one_stage(crowded()), lengths=period(rows))
     (by_equation,) = set_stages(Cascade(most_work=0.0).on_tick(view, 60.0))
@@ -360,8 +360,8 @@ def test_a_cluster_that_cannot_keep_up_is_not_divided() -> None:
     assert [(stage.lo, stage.hi) for stage in united.stages] == [(0, MAX_LENGTH)]
 
 
-def test_what_unequal_lengths_cost_is_weighed_where_it_is_asked_for() -> None:
-    """Eq. (1) with figure 2's penalty asks for more stages than without."""
+def test_the_penalty_for_unequal_lengths_affects_plans_if_enabled() -> None:
+    """Eq. (1) with the penalty of figure 2 leads to more stages than without."""
     penalty = load_length_penalty("cascadeinfer-figure-2-step")
     view = replace(crowded(16), lengths=period([(n % 700 + 30, 300) for n in range(3_000)]))
     plain, known, weighed = (
@@ -380,7 +380,7 @@ def test_what_unequal_lengths_cost_is_weighed_where_it_is_asked_for() -> None:
 
 
 def waiting(where: str, *prompts: int) -> InstanceView:
-    """They came in this order."""
+    """Return an instance with waiting prompts, in order of arrival."""
     held_here = tuple(
         replace(request(f"{where}-p{n}", where, tokens, phase=Phase.PREFILL), arrival_s=float(n + 1))
         for n, tokens in enumerate(prompts)
@@ -389,26 +389,26 @@ def waiting(where: str, *prompts: int) -> InstanceView:
 
 
 def hand_backs(view: ClusterView) -> list[HandBack]:
-    actions = Cascade(outlier=1e9).on_tick(ticked(view, 0.5), 1.0)
+    actions = Cascade(outlier=1e9).on_tick(with_last_tick(view, 0.5), 1.0)
     return [a for a in actions if isinstance(a, HandBack)]
 
 
-def test_prompts_that_wait_in_a_stage_that_is_no_longer_theirs_are_handed_back() -> None:
-    """The first has nobody before it, and those of 500 tokens are where they belong."""
+def test_prompts_waiting_in_the_wrong_stage_are_handed_back() -> None:
+    """The first prompt has no queue before it, and those of 500 tokens are in the right stage."""
     view = staged(waiting("a", 2_000, 500, 3_000, 500, 9_000))
     assert hand_backs(view) == [HandBack("a", ("a-p2", "a-p4"))]
 
 
-def test_they_go_only_where_they_wait_for_less() -> None:
+def test_prompts_are_handed_back_only_for_a_shorter_queue() -> None:
     busy = [waiting(name, *[4_000] * 3) for name in "cd"]
     assert hand_backs(staged(waiting("a", 500, 2_000, 500, 3_000), *busy)) == []
-    # Each goes to the end of a queue, which is longer for the next one.
+    # Each prompt joins a queue, which is then longer for the next one.
     view = staged(waiting("a", 4_000, 3_000, 3_000, 3_000), *[waiting(name, 1_000) for name in "cd"])
     assert hand_backs(view) == [HandBack("a", ("a-p1", "a-p2"))]
 
 
 @pytest.mark.parametrize("why", ["it runs", "made tokens elsewhere", "nobody serves its stage", "draining"])
-def test_others_stay(why: str) -> None:
+def test_other_prompts_stay(why: str) -> None:
     source = waiting("a", 4_000, 2_000)
     first, second = source.requests
     view = staged(source)
@@ -428,7 +428,7 @@ def test_others_stay(why: str) -> None:
 
 @quick
 @given(fleets(staged=True))
-def test_what_is_handed_back_would_be_placed_elsewhere_and_sooner(view: ClusterView) -> None:
+def test_handed_back_prompts_would_be_placed_in_another_stage(view: ClusterView) -> None:
     for action in hand_backs(view):
         source = view.instances[action.instance_id]
         at = stage_of(view.stages, action.instance_id)
@@ -445,21 +445,21 @@ def test_what_is_handed_back_would_be_placed_elsewhere_and_sooner(view: ClusterV
 # ---- rebalance
 
 
-def test_an_overloaded_outlier_hands_to_its_peers() -> None:
-    """Down to the mean, the longest first; no peer becomes an outlier by it."""
+def test_an_overloaded_outlier_offers_requests_to_its_peers() -> None:
+    """It offers the longest first, down to the mean; no peer becomes an outlier."""
     view = cluster(
         instance("a", held("a", 4_000, 2_000, 500, 300)),
         instance("b", held("b", 800)),
         stages=(Stage(0, MAX_LENGTH, ("a", "b")),),
     )
-    # The mean demand is 3,808 tokens, in blocks; nobody is to hold more than 1.25 of it.
-    assert list(POLICY.on_tick(ticked(view, 0.5), 1.0)) == [
+    # The mean demand is 3,808 tokens in whole blocks; no peer may hold more than 1.25 of it.
+    assert list(POLICY.on_tick(with_last_tick(view, 0.5), 1.0)) == [
         Offer(f"a{n}", "a", ("b",), "overloaded", 4_760) for n in (1, 2, 3)
     ]
-    assert not INTER_STAGE_ONLY.make().on_tick(ticked(view, 0.5), 1.0)
+    assert not INTER_STAGE_ONLY.make().on_tick(with_last_tick(view, 0.5), 1.0)
 
 
-def test_what_is_under_way_from_an_outlier_counts_as_gone() -> None:
+def test_migrating_requests_do_not_count_for_an_outlier() -> None:
     view = cluster(
         instance("a", (*held("a", 4_000), request("gone", "a", 2_780, 10, migrating=True), *held("x", 16))),
         instance("b", held("b", 800)),
@@ -467,15 +467,17 @@ def test_what_is_under_way_from_an_outlier_counts_as_gone() -> None:
     )
     assert demand(view.instances["a"]) == 6_816
     # Of the 3,008 tokens above the mean, 2,790 are leaving.
-    assert [o.request_id for o in offers(POLICY.on_tick(ticked(view, 0.5), 1.0))] == ["x0"]
+    assert [o.request_id for o in offers(POLICY.on_tick(with_last_tick(view, 0.5), 1.0))] == ["x0"]
 
 
 @quick
 @given(fleets(staged=True), st.floats(1.0, 2.0))
-def test_rebalance_stays_in_the_stage_and_makes_no_outliers(view: ClusterView, outlier: float) -> None:
+def test_rebalancing_stays_within_the_stage_and_creates_no_outliers(
+    view: ClusterView, outlier: float
+) -> None:
     policy = Cascade(outlier=outlier)
     brought: dict[str, int] = {}
-    for offer in offers(policy.on_tick(ticked(view, 0.5), 1.0)):
+    for offer in offers(policy.on_tick(with_last_tick(view, 0.5), 1.0)):
         assert offer.reason == "overloaded"
         stage = next(s for s in view.stages if offer.source_id in s.instance_ids)
         source = view.instances[offer.source_id]
@@ -484,7 +486,7 @@ def test_rebalance_stays_in_the_stage_and_makes_no_outliers(view: ClusterView, o
         peers = [i for i in peers if i.state is InstanceState.ACTIVE]
         mean = sum(map(demand, peers)) / len(peers)
         assert demand(source) > outlier * mean
-        # Nobody who is asked may become an outlier by it; by the view the first of them does not.
+        # No receiver may become an outlier; by the view, the first one does not.
         assert offer.most_tokens == math.floor(outlier * mean)
         assert set(offer.receiver_ids) < set(stage.instance_ids)
         first = offer.receiver_ids[0]
@@ -499,14 +501,14 @@ def demand(instance: InstanceView) -> int:
 # ---- Llumnix
 
 
-def test_llumnix_dispatches_to_the_freest() -> None:
+def test_llumnix_dispatches_to_the_freest_instance() -> None:
     view = cluster(
         instance("a", held("a", 5_000)), instance("b", held("b", 5_000, 100)), instance("c", capacity=100)
     )
     assert Llumnix().place(view, arrival(10), 0.0) == Place("a")
 
 
-def test_llumnix_pairs_the_fullest_with_the_emptiest() -> None:
+def test_llumnix_pairs_the_fullest_with_the_emptiest_instance() -> None:
     full = instance("a", held("a", 5_008, 1_008, 3_008), capacity=9_088)
     fuller = instance("b", held("b", 5_008, 2_000), capacity=7_008)
     view = cluster(full, fuller, instance("c"), instance("d", held("d", 100)))
@@ -518,7 +520,7 @@ def test_llumnix_pairs_the_fullest_with_the_emptiest() -> None:
 
 @quick
 @given(fleets())
-def test_llumnix_only_relieves_the_full_and_never_fills_the_free(view: ClusterView) -> None:
+def test_llumnix_relieves_only_full_instances_and_overloads_no_target(view: ClusterView) -> None:
     policy = Llumnix()
     moves: list[Action] = [*policy.on_tick(view, 0.0)]
     for move in moves:

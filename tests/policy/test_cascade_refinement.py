@@ -43,7 +43,7 @@ staged = fleets(staged=True)
     d=st.tuples(*(st.floats(0.1, 1.0) for _ in range(5))),
     seed=st.integers(0, 1_000),
 )
-def test_the_fit_finds_what_was_there(d: tuple[float, float, float, float, float], seed: int) -> None:
+def test_the_fit_recovers_the_model(d: tuple[float, float, float, float, float], seed: int) -> None:
     truth = QoeModel((d[0] * 1e-2, d[1] * 1e-4, d[2] * 1e-7, d[3] * 1e-11, d[4] * 1e-7))
     batches = samples(seed)
     found = QoeModel.fit(batches, truth.requests(batches))
@@ -52,7 +52,7 @@ def test_the_fit_finds_what_was_there(d: tuple[float, float, float, float, float
 
 
 def test_the_fit_beats_the_mean_on_noisy_samples() -> None:
-    """Figure 13's comparison on samples of our own: 10% noise is what is left of the error."""
+    """The comparison of figure 13 on synthetic samples: the remaining error is the 10% noise."""
     rng = np.random.default_rng(3)
     fitted, held_out = samples(1, 400), samples(2, 400)
     measured = MODEL.requests(fitted) * rng.normal(1.0, 0.1, 400)
@@ -73,14 +73,14 @@ def samples(seed: int, count: int = 60) -> np.ndarray:
     return np.array(made)
 
 
-def test_a_batch_costs_each_of_its_requests_the_same() -> None:
+def test_the_cost_of_a_batch_is_the_sum_over_its_requests() -> None:
     batch = features([10, 20], [15, 40])
     assert batch.tolist() == [1.0, 2.0, 30.0, 500.0, 55.0]
     assert MODEL.batch(batch) == 2 * MODEL.request(batch)
     assert MODEL.batch(features([], [])) == 0.0
 
 
-def test_fit_says_what_is_wrong() -> None:
+def test_the_fit_rejects_wrong_shapes_and_no_samples() -> None:
     for batches, latencies in ((np.zeros((2, 4)), np.zeros(2)), (np.zeros((2, 5)), np.zeros(3))):
         with pytest.raises(ValueError, match="shape"):
             QoeModel.fit(batches, latencies)
@@ -93,8 +93,8 @@ def test_fit_says_what_is_wrong() -> None:
 
 @quick
 @given(rows)
-def test_the_optimal_split_is_the_best_of_all(held: list[tuple[int, int]]) -> None:
-    """Prefix sums against Eq. (1) for every split."""
+def test_the_optimal_split_has_the_lowest_cost(held: list[tuple[int, int]]) -> None:
+    """Prefix sums are compared with Eq. (1) for every split."""
     ordered = by_length(held)
     exact = ordered.astype(np.float64)
 
@@ -108,21 +108,21 @@ def test_the_optimal_split_is_the_best_of_all(held: list[tuple[int, int]]) -> No
 
 @quick
 @given(rows)
-def test_the_simple_splits_balance(held: list[tuple[int, int]]) -> None:
+def test_the_simple_splits_balance_count_and_memory(held: list[tuple[int, int]]) -> None:
     ordered = by_length(held)
     assert quantity_split(ordered, MODEL) == len(held) // 2
     found = memory_split(ordered, MODEL)
     lengths = ordered[:, 1]
 
-    def uneven(at: int) -> int:
+    def difference(at: int) -> int:
         return abs(int(lengths[:at].sum()) - int(lengths[at:].sum()))
 
-    assert uneven(found) == min(uneven(at) for at in range(len(lengths)))
+    assert difference(found) == min(difference(at) for at in range(len(lengths)))
 
 
 @quick
 @given(rows, st.integers(1, 8))
-def test_a_part_is_one_of_equal_parts(held: list[tuple[int, int]], parts: int) -> None:
+def test_a_share_has_an_equal_part_of_the_requests(held: list[tuple[int, int]], parts: int) -> None:
     part = divided(by_length(held), parts)
     assert abs(len(part) - len(held) / parts) < 1
     assert [tuple(row) for row in part.tolist()] == sorted(
@@ -143,7 +143,7 @@ def held_by(view: ClusterView) -> Mapping[str, list[tuple[int, int]]]:
 @pytest.mark.parametrize("split", [optimal_split, quantity_split, memory_split])
 @quick
 @given(view=staged, smoothing=st.floats(0.0, 1.0))
-def test_refined_stages_tile_what_they_tiled(
+def test_refined_stages_cover_all_lengths_with_the_same_instances(
     split: Splitter, share: Sharing, view: ClusterView, smoothing: float
 ) -> None:
     refined = Refinement(MODEL, split, smoothing, share=share).refine(view.stages, held_by(view))
@@ -151,7 +151,7 @@ def test_refined_stages_tile_what_they_tiled(
     assert [s.instance_ids for s in refined] == [s.instance_ids for s in view.stages]
 
 
-def test_moves_towards_the_split_by_the_moving_average() -> None:
+def test_a_boundary_moves_toward_the_split_by_the_moving_average() -> None:
     stages = (Stage(0, 1_000, ("a",)), Stage(1_000, MAX_LENGTH, ("b",)))
     requests = {"a": [(10, 100)] * 20, "b": [(10, 3_000)] * 20}
     at_once = Refinement(MODEL, smoothing=1.0).refine(stages, requests)
@@ -161,7 +161,7 @@ def test_moves_towards_the_split_by_the_moving_average() -> None:
     assert Refinement(MODEL, smoothing=0.0).refine(stages, requests) == stages
 
 
-def test_converges_without_overshoot() -> None:
+def test_a_boundary_converges_without_overshoot() -> None:
     stages: tuple[Stage, ...] = (Stage(0, 100, ("a",)), Stage(100, MAX_LENGTH, ("b",)))
     requests = {"a": [(10, 90)] * 20, "b": [(10, 5_000)] * 10 + [(10, 9_000)] * 10}
     seen = []
@@ -173,8 +173,8 @@ def test_converges_without_overshoot() -> None:
     assert seen[-1] in range(4_900, 5_001)
 
 
-def test_stages_are_weighed_by_instance_or_as_they_are() -> None:
-    """Four instances below and one above: one of the four is as heavy as the one above."""
+def test_stages_are_weighed_per_instance_or_as_a_whole() -> None:
+    """Four instances below and one above: each of the four has as many requests as the one above."""
     stages = (Stage(0, 1_000, ("a", "b", "c", "d")), Stage(1_000, MAX_LENGTH, ("e",)))
     requests = {name: [(10, 100 + n) for n in range(20)] for name in "abcd"}
     requests["e"] = [(10, 3_000 + n) for n in range(20)]
@@ -187,7 +187,7 @@ def test_stages_are_weighed_by_instance_or_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(("count", "frozen"), [(4, True), (5, False)])
-def test_freezes_under_low_traffic(count: int, frozen: bool) -> None:
+def test_boundaries_are_frozen_under_low_traffic(count: int, frozen: bool) -> None:
     stages = (Stage(0, 1_000, ("a",)), Stage(1_000, MAX_LENGTH, ("b",)))
     requests = {"a": [(10, 100)] * (count - 2), "b": [(10, 3_000)] * 2}
     assert (Refinement(MODEL).refine(stages, requests) == stages) is frozen
@@ -211,7 +211,7 @@ def test_repaired_stages_have_exactly_the_instances(view: ClusterView, other: se
 
 @quick
 @given(view=staged, length=st.integers(0, 2 * MAX_LENGTH))
-def test_one_stage_covers_a_length(view: ClusterView, length: int) -> None:
+def test_each_length_is_covered_by_one_stage(view: ClusterView, length: int) -> None:
     stage = view.stages[earliest_stage(view.stages, length)]
     assert stage.lo <= length
     assert length < stage.hi or stage is view.stages[-1]

@@ -1,4 +1,4 @@
-"""What may still come of a request bounds what is predicted of it."""
+"""The remaining length limit of a request bounds its prediction."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from worker_agent.load import MigrationLoad, load_of
     ("max_tokens", "max_model_len", "left"),
     [(0, 0, math.inf), (100, 0, 60.0), (0, 200, 110.0), (100, 200, 60.0), (100, 130, 40.0), (30, 200, 0.0)],
 )
-def test_the_smaller_limit_counts(max_tokens: int, max_model_len: int, left: float) -> None:
+def test_the_smaller_limit_applies(max_tokens: int, max_model_len: int, left: float) -> None:
     assert tokens_left(50, 40, max_tokens, max_model_len) == left
 
 
 @given(predicted=st.floats(0, 1e6), left=st.floats(0, 1e6) | st.just(math.inf))
-def test_a_prediction_is_never_longer_than_what_may_come(predicted: float, left: float) -> None:
+def test_a_prediction_never_exceeds_the_limit(predicted: float, left: float) -> None:
     assert limited(predicted, left) == min(predicted, left)
     assert limited(None, left) is None
 
 
-def test_a_request_without_prediction_weighs_no_longer_than_it_may_run() -> None:
-    """100 tokens are left to each of two: from the step after, only what is open counts."""
+def test_a_request_without_prediction_counts_until_its_limit() -> None:
+    """One of two requests has 100 tokens left: after those, only the other one counts."""
     requests = [
         RequestStats("a", "f", 0, EnginePhase.ANSWERING, "running", 1_000, 100, 0, 200, 8, 1.0, 10.0),
         RequestStats(

@@ -1,4 +1,4 @@
-"""The window forgets what is older than its period, counts everything else once, and stays small."""
+"""The window drops entries older than its period, counts all others once, and is bounded in size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PART_S = PERIOD_S / PARTS
 
 @quick
 @given(st.floats(0.0, 1e6), st.lists(st.tuples(st.floats(0.0, 5.0), st.booleans()), max_size=80))
-def test_what_happened_in_the_period_and_nothing_else(
+def test_the_statistics_contain_exactly_the_events_of_the_period(
     start_s: float, events: list[tuple[float, bool]]
 ) -> None:
     window, now_s = LengthWindow(PERIOD_S, start_s), start_s
@@ -36,14 +36,14 @@ def test_what_happened_in_the_period_and_nothing_else(
         assert set(weights) | set(more_weights) <= {1.0}
         assert (outputs == 10 * prompts).all()
         kept = sorted([*arrived.tolist(), *prompts.tolist()])
-        # Exactly those since when it says; that moment itself is at a boundary between parts.
+        # Exactly the events of the stated period; events at its start are on a boundary between parts.
         since_s = now_s - statistics.seconds
         assert {n for at_s, n, _ in seen if at_s > since_s + 1e-6} <= set(kept)
         assert {n for at_s, n, _ in seen if at_s >= since_s - 1e-6} >= set(kept)
         assert len(set(kept)) == len(kept)
 
 
-def test_what_was_given_does_not_change() -> None:
+def test_returned_statistics_are_immutable() -> None:
     window = LengthWindow(PERIOD_S, 0.0)
     window.finished(5, 7, 0.5)
     before = window.statistics(1.5)
@@ -55,7 +55,7 @@ def test_what_was_given_does_not_change() -> None:
     assert after.arrived()[0].tolist() == [9]
 
 
-def test_a_busy_part_is_sampled_evenly_and_says_how_many_it_stands_for() -> None:
+def test_a_large_part_is_sampled_evenly_with_weights() -> None:
     window = LengthWindow(PERIOD_S, 0.0)
     count = 3 * ROWS_MAX
     for number in range(count):
@@ -67,7 +67,7 @@ def test_a_busy_part_is_sampled_evenly_and_says_how_many_it_stands_for() -> None
     assert np.diff(outputs).tolist() == [4] * (len(outputs) - 1)
 
 
-def test_statistics_by_hand_and_periods_that_are_none() -> None:
+def test_statistics_from_lists_and_invalid_periods() -> None:
     statistics = LengthStatistics.of(60.0, [3, 4], [(1, 2)])
     assert statistics.arrived()[0].tolist() == [3, 4]
     assert [column.tolist() for column in statistics.finished()] == [[1], [2], [1.0]]

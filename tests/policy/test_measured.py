@@ -1,4 +1,4 @@
-"""What was measured of an instance goes before what a policy assumes."""
+"""Measurements of an instance take precedence over a policy's assumptions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROFILE = load_profile("llama-3.1-8b-h100")
 
 
 def record(slower: float = 1.0, qoe: QoeRecord | None = None) -> ProfileRecord:
-    """The profile above, so many times slower."""
+    """Return a record of the profile above, `slower` times as slow."""
     prefill, decode = PROFILE.prefill, PROFILE.decode
     return ProfileRecord(
         kind="k",
@@ -64,12 +64,12 @@ def view(*instances: InstanceView) -> ClusterView:
     return ClusterView({each.instance_id: each for each in instances})
 
 
-def test_the_record_survives_etcd() -> None:
+def test_a_record_is_decoded_unchanged() -> None:
     written = record(2.0, QoeRecord(d=(1.0, 2.0, 3.0, 4.0, 5.0), error=0.1, samples=30))
     assert msgspec.json.decode(msgspec.json.encode(written), type=ProfileRecord) == written
 
 
-def test_equal_instances_have_one_kind_and_others_another() -> None:
+def test_the_kind_identifies_engine_model_and_hardware() -> None:
     kind = profile_kind("vllm", "/models/Qwen3 8B/", "f", "NVIDIA H200", 2048)
     assert kind == profile_kind("vllm", "/models/Qwen3 8B/", "f", "NVIDIA H200", 2048)
     assert kind.startswith("vllm-qwen3-8b-nvidia-h200-") and "/" not in kind
@@ -77,8 +77,8 @@ def test_equal_instances_have_one_kind_and_others_another() -> None:
     assert kind != profile_kind("vllm", "/models/Qwen3 8B/", "g", "NVIDIA H200", 2048)
 
 
-def test_arrow_predicts_ttft_by_what_was_measured() -> None:
-    # Two to prefill, three to decode, all idle: a prompt that meets its SLO flips nobody.
+def test_arrow_predicts_ttft_from_measurements() -> None:
+    # Two prefill and three decode instances, all idle: a prompt within its SLO causes no flip.
     slow = Measured.of(record(1_000.0))
 
     def fleet(measured: Measured | None) -> ClusterView:
@@ -86,17 +86,17 @@ def test_arrow_predicts_ttft_by_what_was_measured() -> None:
         return view(*(instance(f"w{n}", pool, measured) for n, pool in enumerate(pools)))
 
     arrow, arrival = Arrow(ttft_slo_s=2.0), Arrival("r", 500, 100, 0)
-    for calm in (fleet(None), fleet(Measured.of(record()))):
-        placed = arrow.place(calm, arrival, 0.0)
+    for fast_fleet in (fleet(None), fleet(Measured.of(record()))):
+        placed = arrow.place(fast_fleet, arrival, 0.0)
         assert isinstance(placed, Place) and placed.also == ()
-    # 20 s by the measured curve: Alg. 1 takes a decode instance in addition.
+    # The measured curve predicts 20 s: Alg. 1 flips a decode instance.
     placed = arrow.place(fleet(slow), arrival, 0.0)
     assert isinstance(placed, Place)
     (move,) = placed.also
     assert isinstance(move, SetPool) and move.pool is Pool.PREFILL
 
 
-def test_arrows_backlog_is_by_the_measured_curve_unless_reported() -> None:
+def test_arrow_uses_the_reported_delay_else_the_measured_curve() -> None:
     loads = LoadModel(TtftPredictor(1.0, 0.0, 0.0), 10)
     busy = replace(instance("w", measured=Measured.of(record())), prefill_backlog_tokens=1000, waiting=1)
     assert loads.prefill_delay_s(busy) == pytest.approx(0.01 + 0.02)
@@ -104,11 +104,11 @@ def test_arrows_backlog_is_by_the_measured_curve_unless_reported() -> None:
     assert loads.prefill_delay_s(replace(busy, prefill_delay_s=7.0)) == 7.0
 
 
-def test_tailrace_sends_a_prompt_to_the_instance_that_is_measured_faster() -> None:
+def test_tailrace_prefers_the_instance_measured_as_faster() -> None:
     fast, slow = Measured.of(record()), Measured.of(record(50.0))
     placed = Tailrace().place(view(instance("a", measured=slow), instance("b", measured=fast)), ARRIVAL, 0.0)
     assert isinstance(placed, Place) and placed.instance_id == "b"
-    # Of one speed they are alike, whatever speed it is.
+    # Instances of equal speed are equivalent, whatever the speed.
     for each in (fast, slow, None):
         placed = Tailrace().place(
             view(instance("a", measured=each), instance("b", measured=each)), ARRIVAL, 0.0
@@ -116,7 +116,7 @@ def test_tailrace_sends_a_prompt_to_the_instance_that_is_measured_faster() -> No
         assert isinstance(placed, Place) and placed.instance_id == "a"
 
 
-def test_cascades_qoe_is_the_mean_of_those_measured() -> None:
+def test_cascade_averages_the_measured_qoe_models() -> None:
     fitted = QoeRecord(d=(2.0, 4.0, 6.0, 8.0, 10.0), error=0.1, samples=30)
     policy = Cascade()
     unknown, known = instance("a"), instance("b", measured=Measured.of(record(qoe=fitted)))
@@ -129,7 +129,7 @@ def test_cascades_qoe_is_the_mean_of_those_measured() -> None:
     assert models([known, twice])[0] == QoeModel((3.0, 6.0, 9.0, 12.0, 15.0))
 
 
-def test_without_a_fit_the_qoe_follows_from_the_measured_step_times() -> None:
+def test_without_a_fit_the_qoe_model_follows_from_measured_step_times() -> None:
     assert Measured.of(record(3.0)).qoe == QoeModel.of_profile(record(3.0).profile)
 
 

@@ -1,4 +1,4 @@
-"""docs/policy-*.md: their tables of parameters say what the code says."""
+"""The parameter tables in docs/policy-*.md match the code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tailrace.policy.reference import reference
 
 PAGES = ("pascal", "ares", "arrow", "cascadeinfer")
 DOCS = Path(__file__).parents[2] / "docs"
-# What a default may be written as, besides a number.
+# Names that a default may use, besides numbers.
 NAMES = {"Horizon": Horizon}
 
 TABLE = re.compile(r"^### `([\w.]+)(?::(\w+))?`\n\n\|.*\n\|[-|]+\n((?:\|.*\n)+)", flags=re.MULTILINE)
@@ -30,12 +30,14 @@ def text_of(page: str) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_table_of_parameters_is_read(page: str) -> None:
+def test_every_parameter_table_is_parsed(page: str) -> None:
     assert len(TABLE.findall(text_of(page))) == text_of(page).count("\n### ") > 0
 
 
 @pytest.mark.parametrize(("page", "module", "name", "rows"), tables())
-def test_parameters_and_defaults_are_those_of_the_code(page: str, module: str, name: str, rows: str) -> None:
+def test_documented_parameters_and_defaults_match_the_code(
+    page: str, module: str, name: str, rows: str
+) -> None:
     written = {parameter: eval(default, NAMES) for parameter, default in ROW.findall(rows)}
     assert len(written) == rows.count("\n")
     code = import_module(module)
@@ -47,6 +49,6 @@ def test_parameters_and_defaults_are_those_of_the_code(page: str, module: str, n
         assert written == {key: getattr(code, key) for key in written}
 
 
-def test_the_reference_page_is_what_is_declared() -> None:
+def test_the_reference_page_is_up_to_date() -> None:
     page = (DOCS / "policy-parameters.md").read_text()
     assert page == reference(), "python -m tailrace.policy.reference > docs/policy-parameters.md"

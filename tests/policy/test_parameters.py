@@ -1,4 +1,4 @@
-"""Declared parameters: what is accepted, what is refused and how, and that declarations hold."""
+"""Declared parameters: accepted and refused values, error messages, and consistency with constructors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DECLARED = (
 )
 
 
-def test_defaults_where_nothing_is_given() -> None:
+def test_missing_values_get_their_defaults() -> None:
     expected: dict[str, Value] = {"count": 3, "share": 0.5, "eager": False, "rule": "paper"}
     assert parse_parameters("policy 'p'", DECLARED, {}) == expected
 
@@ -47,7 +47,7 @@ def test_defaults_where_nothing_is_given() -> None:
         ("rule", "ours", "ours"),
     ],
 )
-def test_values_in_their_type(name: str, given_value: Value, value: Value) -> None:
+def test_values_are_converted_to_the_declared_type(name: str, given_value: Value, value: Value) -> None:
     found = parse_parameters("policy 'p'", DECLARED, {name: given_value})[name]
     assert found == value and type(found) is type(value)
 
@@ -76,7 +76,7 @@ def test_values_in_their_type(name: str, given_value: Value, value: Value) -> No
         ("pace", "1", "policy 'p' has no parameter 'pace'; its parameters: count, eager, rule, share"),
     ],
 )
-def test_refused_with_what_is_allowed(name: str, given_value: Value, says: str) -> None:
+def test_errors_state_what_is_allowed(name: str, given_value: Value, says: str) -> None:
     with pytest.raises(ParameterError) as error:
         parse_parameters("policy 'p'", DECLARED, {name: given_value})
     assert says in str(error.value)
@@ -96,14 +96,14 @@ def test_formatted_values_are_read_back(value: float | int | bool) -> None:
 
 
 @pytest.mark.parametrize("bad", [{"default": 0.5}, {"default": 11}, {"name": "a-b"}, {"choices": ("a",)}])
-def test_declarations_that_contradict_themselves_are_errors(bad: dict[str, Value]) -> None:
+def test_contradictory_declarations_are_errors(bad: dict[str, Value]) -> None:
     words: dict[str, object] = {"name": "count", "type": int, "default": 3, "maximum": 10, **bad}
     with pytest.raises((TypeError, ValueError)):
         Parameter(description="", **words)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", registry.names())
-def test_constructors_take_what_their_class_declares(name: str) -> None:
+def test_policy_constructors_match_the_declarations(name: str) -> None:
     kind = registry.policy_class(name)
     check_constructor(kind, kind.parameters)
     for fact in kind.needs:
@@ -113,13 +113,13 @@ def test_constructors_take_what_their_class_declares(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(INTRA_POLICIES))
-def test_so_do_batch_orders(name: str) -> None:
+def test_batch_order_constructors_match_the_declarations(name: str) -> None:
     check_constructor(INTRA_POLICIES[name], INTRA_POLICIES[name].parameters)
 
 
 def check_constructor(kind: type, declared: tuple[Parameter, ...]) -> None:
-    """Every keyword with a default is declared and has the declared default, but for deployment facts and
-    what no word can say; every declared parameter is taken."""
+    """Assert that keywords with a simple default are declared with that default, and that all declared
+    parameters are accepted. Deployment facts are exempt."""
     signature = inspect.signature(kind).parameters
     passes_on = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.values())
     assert len({p.name for p in declared}) == len(declared)
@@ -136,7 +136,7 @@ def check_constructor(kind: type, declared: tuple[Parameter, ...]) -> None:
 
 
 @pytest.mark.parametrize("name", registry.names())
-def test_a_policy_and_its_order_mean_the_same_by_one_name(name: str) -> None:
+def test_a_policy_and_its_batch_order_share_parameter_definitions(name: str) -> None:
     kind = registry.policy_class(name)
     order = INTRA_POLICIES.get(kind.batch_order)
     of_order = {p.name: p for p in order.parameters} if order is not None else {}
@@ -153,7 +153,7 @@ def test_parameters_reach_the_policy() -> None:
     assert ares.rescheduling.theta == 0.3 and ares.horizon.points == 4
 
 
-def test_those_of_the_order_are_checked_with_the_policy() -> None:
+def test_batch_order_parameters_are_checked_with_the_policy() -> None:
     assert isinstance(registry.load("pascal", parameters={"demotion_tokens": 100}), Pascal)
     with pytest.raises(ParameterError, match="demotion_tokens"):
         registry.load("pascal", parameters={"demotion_tokens": "never"})
@@ -161,12 +161,12 @@ def test_those_of_the_order_are_checked_with_the_policy() -> None:
         registry.load("arrow", parameters={"demotion_tokens": 100})
 
 
-def test_values_that_contradict_each_other_are_refused() -> None:
+def test_contradictory_values_are_refused() -> None:
     with pytest.raises(ParameterError, match=r"policy 'ares'.*20 points in 10 steps"):
         registry.load("ares", parameters={"horizon_tokens": 10, "horizon_points": 20})
 
 
-def test_policies_plan_for_the_slos_that_they_are_given() -> None:
+def test_policies_get_the_slos() -> None:
     arrow = registry.load("arrow", slo=Slo(0.5, 0.03))
     assert isinstance(arrow, Arrow)
     assert (arrow.ttft_slo_s, arrow.tpot_slo_s) == (0.5, 0.03)
@@ -186,7 +186,7 @@ def test_every_policy_that_needs_the_slos_plans_for_them(name: str) -> None:
         assert made.arrow.ttft_slo_s == 0.5
 
 
-def test_an_slo_that_is_not_asked_for_leaves_the_default_of_the_policy() -> None:
+def test_an_unset_slo_leaves_the_default_of_the_policy() -> None:
     arrow = registry.load("arrow", slo=Slo(None, 0.03))
     assert isinstance(arrow, Arrow)
     assert (arrow.ttft_slo_s, arrow.tpot_slo_s) == (2.0, 0.03)

@@ -1,4 +1,4 @@
-"""PASCAL's Algorithms 1 and 2 and adaptive migration, against the paper written out."""
+"""PASCAL's Algorithms 1 and 2 and adaptive migration, compared with direct implementations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.policy.clusters import arrivals, clusters
 
 
 def meets_slo(instance: InstanceView) -> bool:
-    """t_i."""
+    """Return t_i of the paper."""
     answering = [r for r in instance.requests if r.phase is Phase.ANSWERING]
     return all(
         not unfed(r) if r.pacer_slack_tokens is None else r.pacer_slack_tokens > -1.0 for r in answering
@@ -33,33 +33,33 @@ def meets_slo(instance: InstanceView) -> bool:
 
 
 def unfed(request: RequestView) -> bool:
-    """It waits for its first answering token without a place on the device."""
+    """Return whether the request waits off the device for its first answering token."""
     return not request.phase_tokens and request.state in (RequestState.WAITING, RequestState.PREEMPTED)
 
 
 def footprint(instance: InstanceView) -> int:
-    """m_i."""
+    """Return m_i of the paper."""
     return instance.kv_used_tokens + instance.host_kv_tokens + instance.prefill_backlog_tokens
 
 
 def reasoning(instance: InstanceView) -> int:
-    """r_i."""
+    """Return r_i of the paper."""
     return sum(r.phase is not Phase.ANSWERING and not r.demoted for r in instance.requests)
 
 
 def fresh(instance: InstanceView) -> int:
-    """a_i."""
+    """Return a_i of the paper."""
     return sum(r.phase is Phase.ANSWERING and r.phase_tokens < 500 for r in instance.requests)
 
 
 def without(instance: InstanceView, request: RequestView) -> InstanceView:
-    """The instance as if the request were not there."""
+    """Return the instance without the request."""
     rest = tuple(r for r in instance.requests if r.request_id != request.request_id)
     return dataclasses.replace(instance, requests=rest, phase_load=None)
 
 
 @given(view=clusters(), arrival=arrivals)
-def test_algorithm_1_is_the_argmin(view: ClusterView, arrival: Arrival) -> None:
+def test_algorithm_1_chooses_the_minimum(view: ClusterView, arrival: Arrival) -> None:
     instances = [i for i in view.placeable() if i.instance_id not in arrival.excluded]
     if not instances:
         return
@@ -73,7 +73,7 @@ def test_algorithm_1_is_the_argmin(view: ClusterView, arrival: Arrival) -> None:
 
 
 @given(view=clusters(), arrival=arrivals)
-def test_baselines_take_the_smallest_footprint(view: ClusterView, arrival: Arrival) -> None:
+def test_baselines_choose_the_smallest_footprint(view: ClusterView, arrival: Arrival) -> None:
     instances = [i for i in view.placeable() if i.instance_id not in arrival.excluded]
     placement = MinKv().place(view, arrival, 0.0)
     if isinstance(placement, Place):
@@ -81,7 +81,7 @@ def test_baselines_take_the_smallest_footprint(view: ClusterView, arrival: Arriv
 
 
 @given(view=clusters(active=True, least=1))
-def test_algorithm_2_is_the_argmin(view: ClusterView) -> None:
+def test_algorithm_2_chooses_the_minimum(view: ClusterView) -> None:
     for source in view.instances.values():
         for request in source.requests:
             instances = [without(i, request) for i in view.instances.values()]
@@ -113,7 +113,7 @@ def answering(request_id: str, instance_id: str, context: int, slack: float = 5.
 
 
 def two_instances(free_here: int, free_there: int, host: int = 0) -> tuple[ClusterView, RequestView]:
-    """A request of 1,000 tokens on w0, beside one that reasons; w1 has none. Figure 7 in small."""
+    """Return w0 with a request of 1,000 tokens and a reasoning one, and an empty w1, as in figure 7."""
     request = answering("r", "w0", 1_000)
     other = dataclasses.replace(answering("s", "w0", 100), phase=Phase.REASONING)
     here = InstanceView(
@@ -132,13 +132,13 @@ def two_instances(free_here: int, free_there: int, host: int = 0) -> tuple[Clust
     ("free_here", "free_there", "host", "non_adaptive", "adaptive"),
     [
         (5_000, 5_000, 0, True, True),
-        # Room for the request, not for its answer.
+        # Room for the request but not for its answer.
         (5_000, 1_100, 0, True, False),
         # Figure 7: the target's device is full.
         (5_000, 0, 50_000, True, False),
-        # Nobody has memory: Algorithm 2's choice stands, and the request waits in host memory.
+        # No instance has free memory: Algorithm 2 decides, and the request waits in host memory.
         (0, 0, 50_000, True, True),
-        # Nobody has memory and the target has none at all.
+        # No instance has free memory, and the target has no host memory either.
         (0, 0, 0, False, False),
         (0, 1_100, 0, True, True),
     ],
@@ -154,8 +154,8 @@ def test_adaptive_migration(
 
 
 @pytest.mark.parametrize(("kv_tokens", "lacking"), [(1_008, 0), (400, 600)])
-def test_it_stays_where_what_is_still_to_come_fits(kv_tokens: int, lacking: int) -> None:
-    """Its growth, and what of it is not on the device; not less for a block that is not full yet."""
+def test_a_request_stays_where_its_growth_fits(kv_tokens: int, lacking: int) -> None:
+    """The need is its growth plus its KV off the device; a partly filled block does not reduce it."""
     pascal = Pascal()
     request = dataclasses.replace(answering("r", "w0", 1_000), kv_tokens=kv_tokens)
     free = lacking + pascal.growth_tokens
@@ -168,7 +168,7 @@ def test_it_stays_where_what_is_still_to_come_fits(kv_tokens: int, lacking: int)
     assert not pascal.stays(less, there, request)
 
 
-def test_an_idle_cluster_moves_nothing() -> None:
+def test_nothing_is_migrated_in_an_idle_cluster() -> None:
     request = answering("r", "w1", 1_000)
     here = InstanceView("w1", kv_capacity_tokens=10_000, kv_used_tokens=1_008, requests=(request,))
     view = ClusterView(MappingProxyType({"w0": InstanceView("w0", kv_capacity_tokens=10_000), "w1": here}))
@@ -183,8 +183,8 @@ def test_the_request_itself_is_not_counted_against_its_instance() -> None:
     assert not Pascal().on_reasoning_ended(view, answering("r", "w1", 1_000), 0.0)
 
 
-def test_a_burst_between_two_reports_is_spread() -> None:
-    """Placements count at once, by the prompts still to be prefilled."""
+def test_a_burst_between_two_reports_is_distributed() -> None:
+    """Placements count immediately, as prefill backlog."""
     views = {n: InstanceView(n, kv_capacity_tokens=10_000) for n in ("w0", "w1", "w2")}
     placed = []
     for seq in range(6):
@@ -198,7 +198,7 @@ def test_a_burst_between_two_reports_is_spread() -> None:
     assert placed == ["w0", "w1", "w2"] * 2
 
 
-def test_what_is_cached_counts_for_an_instance_where_it_is_asked_for() -> None:
+def test_cached_tokens_count_for_an_instance_if_cache_aware() -> None:
     view = ClusterView(
         MappingProxyType(
             {
@@ -212,10 +212,10 @@ def test_what_is_cached_counts_for_an_instance_where_it_is_asked_for() -> None:
     assert Pascal().place(view, arrival, 0.0) == Place("a")
 
 
-def test_counts_by_another_quantum_are_counted_anew() -> None:
+def test_counts_for_another_quantum_are_recomputed() -> None:
     requests = (dataclasses.replace(answering("r", "a", 100), phase_tokens=300),)
-    told = PhaseLoad(7, 7, 7.0, quantum_tokens=500)
-    view = InstanceView("a", requests=requests, phase_load=told)
-    assert Pascal(quantum_tokens=500).load_of(view) is told
+    reported_load = PhaseLoad(7, 7, 7.0, quantum_tokens=500)
+    view = InstanceView("a", requests=requests, phase_load=reported_load)
+    assert Pascal(quantum_tokens=500).load_of(view) is reported_load
     assert Pascal(quantum_tokens=300).load_of(view) == PhaseLoad(0, 0, 5.0, quantum_tokens=300)
     assert Pascal(quantum_tokens=301).load_of(view) == PhaseLoad(0, 1, 5.0, quantum_tokens=301)

@@ -1,4 +1,4 @@
-"""What must hold of every PASCAL and ARES policy and their baselines, whatever the cluster looks like."""
+"""Properties of every PASCAL and ARES policy and their baselines on any cluster."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ POLICIES: list[Callable[[], Policy]] = [*NAMES.values(), lambda: Ares(migrations
 
 
 def decisions(policy: Policy, view: ClusterView) -> Iterator[Sequence[Action]]:
-    """What the policy says at every decision point but arrival."""
+    """Yield the policy's actions at every decision point except arrival."""
     yield policy.on_tick(view, 0.0)
     for instance in view.instances.values():
         for request in instance.requests:
@@ -42,12 +42,12 @@ def decisions(policy: Policy, view: ClusterView) -> Iterator[Sequence[Action]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_installed_under_its_name(name: str) -> None:
-    policy, meant = load(name), NAMES[name]()
-    assert type(policy) is type(meant)
-    # An ablation is one by its parameters.
+def test_policies_are_registered_by_name(name: str) -> None:
+    policy, expected = load(name), NAMES[name]()
+    assert type(policy) is type(expected)
+    # Ablations differ only in their parameters.
     plain = {
-        name: value for name, value in vars(meant).items() if isinstance(value, bool | int | float | str)
+        name: value for name, value in vars(expected).items() if isinstance(value, bool | int | float | str)
     }
     assert plain.items() <= vars(policy).items()
     assert policy.summary
@@ -56,7 +56,9 @@ def test_installed_under_its_name(name: str) -> None:
 @pytest.mark.parametrize("make", POLICIES)
 @settings(max_examples=40)
 @given(view=clusters(), arrival=arrivals)
-def test_places_on_a_live_instance(make: Callable[[], Policy], view: ClusterView, arrival: Arrival) -> None:
+def test_arrivals_are_placed_on_a_live_instance(
+    make: Callable[[], Policy], view: ClusterView, arrival: Arrival
+) -> None:
     allowed = {i.instance_id for i in view.placeable()} - arrival.excluded
     placement = make().place(view, arrival, 0.0)
     if allowed:
@@ -68,7 +70,7 @@ def test_places_on_a_live_instance(make: Callable[[], Policy], view: ClusterView
 @pytest.mark.parametrize("make", POLICIES)
 @settings(max_examples=40)
 @given(view=clusters())
-def test_migrations_are_possible_by_the_view(make: Callable[[], Policy], view: ClusterView) -> None:
+def test_migrations_are_possible_in_the_view(make: Callable[[], Policy], view: ClusterView) -> None:
     for actions in decisions(make(), view):
         sent: dict[str, int] = defaultdict(int)
         moved: set[str] = set()
@@ -91,7 +93,7 @@ def test_migrations_are_possible_by_the_view(make: Callable[[], Policy], view: C
 @pytest.mark.parametrize("make", [DISPATCH_ALONE.make, Ares, NO_PREDICTION.make])
 @settings(max_examples=40)
 @given(view=clusters())
-def test_ares_needs_room_on_the_device_and_a_decode_instance(
+def test_ares_migrates_only_to_decode_instances_with_device_memory(
     make: Callable[[], Policy], view: ClusterView
 ) -> None:
     for actions in decisions(make(), view):
@@ -108,7 +110,7 @@ def test_ares_needs_room_on_the_device_and_a_decode_instance(
 @pytest.mark.parametrize("make", POLICIES)
 @settings(max_examples=40)
 @given(view=clusters(), arrival=arrivals)
-def test_decides_the_same_twice(make: Callable[[], Policy], view: ClusterView, arrival: Arrival) -> None:
+def test_decisions_are_deterministic(make: Callable[[], Policy], view: ClusterView, arrival: Arrival) -> None:
     again = ClusterView(
         MappingProxyType({name: dataclasses.replace(i) for name, i in view.instances.items()})
     )

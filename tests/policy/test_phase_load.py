@@ -1,4 +1,4 @@
-"""Counts kept incrementally are those that counting anew would give."""
+"""Incremental counts equal a full recount."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ requests = st.builds(
     st.lists(requests, max_size=6),
     st.lists(st.tuples(st.booleans(), requests), max_size=20),
 )
-def test_as_counted_anew(
+def test_incremental_counts_equal_a_recount(
     quantum: int, first: list[RequestView], changes: list[tuple[bool, RequestView]]
 ) -> None:
     counts, held = PhaseCounts(quantum), list(first)
     counts.reset(held)
-    for goes, request in changes:
-        if goes and held:
+    for removes, request in changes:
+        if removes and held:
             counts.remove(held.pop(0))
         else:
             counts.add(request)
             held.append(request)
         assert counts.load(held) == phase_load(held, quantum_tokens=quantum)
-        told = [(r.arrival_s, r.prompt_tokens) for r in held if r.phase is Phase.PREFILL]
-        assert sorted(counts.prompts()) == sorted(told)
+        expected_prompts = [(r.arrival_s, r.prompt_tokens) for r in held if r.phase is Phase.PREFILL]
+        assert sorted(counts.prompts()) == sorted(expected_prompts)

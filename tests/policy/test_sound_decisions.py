@@ -1,4 +1,4 @@
-"""What must hold of every decision of Arrow, CascadeInfer and their baselines, whatever the cluster."""
+"""Properties of every decision of Arrow, CascadeInfer and their baselines on any cluster."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ STAGED: list[Callable[[], Policy]] = [
     BY_QUANTITY.make,
     BY_MEMORY.make,
 ]
-# Built once: a policy keeps no state, which is what the tests show.
+# Built once: the tests show that a policy keeps no state.
 POLICIES: list[Policy] = [
     *(kind() for kind in (*POOLED, *STAGED, Llumnix)),
     Arrow(room="filter", kv_wait=True),
     Arrow(kv_wait=True, flips="attainment"),
 ]
 views = fleets(pools=(None, *Pool)) | fleets(staged=True)
-# Also the moments at which refining and replanning are due.
+# These include times at which refinement and replanning are due.
 moments = st.sampled_from([0.0, 1.0, 5.0, 60.0, 61.5])
 
 
 def check(policy: Policy, view: ClusterView, actions: Sequence[Action]) -> None:
-    """Migrations are possible, each and together; pools and stages name what exists."""
-    # These leave the target to queue what it has no room for (Arrow, section 5.4).
+    """Assert that migrations are possible, singly and together, and that pools and stages name instances."""
+    # With these policies, the target queues requests without room (Arrow, section 5.4).
     queues = isinstance(policy, MinimalLoad) or (isinstance(policy, Arrow) and policy.room == QUEUE)
     taken: dict[str, int] = {}
     moved: set[str] = set()
@@ -73,7 +73,7 @@ def check(policy: Policy, view: ClusterView, actions: Sequence[Action]) -> None:
                 assert action.receiver_ids and action.source_id not in action.receiver_ids
                 asked = [view.instances[name] for name in action.receiver_ids]
                 assert all(i.state is InstanceState.ACTIVE for i in asked)
-                # By the view the first of them has room for all that is offered to it first.
+                # By the view, the first receiver has room for everything that is offered to it first.
                 first = action.receiver_ids[0]
                 taken[first] = taken.get(first, 0) + request.context_tokens
                 assert taken[first] <= asked[0].kv_free_tokens
@@ -87,8 +87,8 @@ def check(policy: Policy, view: ClusterView, actions: Sequence[Action]) -> None:
 
 @settings(quick, max_examples=150)
 @given(view=views, arrival=arrivals, now=moments)
-def test_placement(view: ClusterView, arrival: Arrival, now: float) -> None:
-    """On a live instance that was not excluded; refused exactly when there is none."""
+def test_placements_are_sound(view: ClusterView, arrival: Arrival, now: float) -> None:
+    """An arrival is placed on a live instance that is not excluded, or refused if there is none."""
     usable = {i.instance_id for i in view.placeable()} - arrival.excluded
     for policy in POLICIES:
         placement = policy.place(view, arrival, now)
@@ -103,7 +103,7 @@ def test_placement(view: ClusterView, arrival: Arrival, now: float) -> None:
 
 @settings(quick, max_examples=150)
 @given(view=views, now=moments)
-def test_tick(view: ClusterView, now: float) -> None:
+def test_ticks_are_sound(view: ClusterView, now: float) -> None:
     for policy in POLICIES:
         actions = policy.on_tick(view, now)
         check(policy, view, actions)
@@ -112,8 +112,8 @@ def test_tick(view: ClusterView, now: float) -> None:
 
 @settings(quick, max_examples=150)
 @given(view=views, pick=st.integers(0, 1_000))
-def test_one_request(view: ClusterView, pick: int) -> None:
-    """Prefill done, and a boundary crossed."""
+def test_decisions_on_one_request_are_sound(view: ClusterView, pick: int) -> None:
+    """Decisions at the end of prefill and reasoning and at a length boundary."""
     held = [r for i in view.instances.values() for r in i.requests if r.phase is not Phase.PREFILL]
     if not held:
         return

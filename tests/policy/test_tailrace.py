@@ -1,4 +1,4 @@
-"""Our own policy: what must hold of every decision, and what each part of its cost is for."""
+"""The tailrace policy: properties of every decision, and the purpose of each part of its cost."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ PENALTY = load_length_penalty("cascadeinfer-figure-2-step")
 POLICIES = [
     Tailrace(),
     Tailrace(load_profile("r1-distill-qwen-32b-h100"), PENALTY),
-    # Nothing costs anything: whatever saves anything at all goes.
+    # Migrations are free: any saving suffices.
     Tailrace(margin=0.0),
 ]
 views = fleets(pools=(None, *Pool)) | fleets(staged=True) | fleets() | clusters()
 
 
 def check(view: ClusterView, actions: Sequence[Action]) -> None:
-    """Each migration is possible by the view, and all of them together."""
+    """Assert that each migration is possible in the view, and all of them together."""
     taken: dict[str, int] = {}
     pairs: set[tuple[str, str]] = set()
     moved: set[str] = set()
@@ -62,12 +62,12 @@ def check(view: ClusterView, actions: Sequence[Action]) -> None:
         # One migration of a request at a time.
         assert not held.migrating and held.request_id not in moved
         moved.add(held.request_id)
-        # No A->B with B->A, whether decided now or still open.
+        # No opposite migrations between two instances, whether new or still open.
         assert source is not target
         assert (action.target_id, action.source_id) not in pairs
         assert not (source.migrations_in and target.migrations_out)
         pairs.add((action.source_id, action.target_id))
-        # No more than there is room for.
+        # Not more than fits.
         assert target.state is InstanceState.ACTIVE
         taken[action.target_id] = taken.get(action.target_id, 0) + needed_tokens(held, target)
         assert taken[action.target_id] <= target.kv_free_tokens
@@ -76,7 +76,7 @@ def check(view: ClusterView, actions: Sequence[Action]) -> None:
 
 @quick
 @given(view=views, arrival=arrivals | more_arrivals)
-def test_places_on_a_live_instance(view: ClusterView, arrival: Arrival) -> None:
+def test_arrivals_are_placed_on_a_live_instance(view: ClusterView, arrival: Arrival) -> None:
     usable = {i.instance_id for i in view.placeable()} - arrival.excluded
     for policy in POLICIES:
         placement = policy.place(view, arrival, 0.0)
@@ -114,8 +114,8 @@ def test_decisions_on_one_request_are_sound(view: ClusterView, pick: int) -> Non
             check(view, actions)
 
 
-def test_a_flip_is_a_place_to_go_and_no_exception_to_the_rules() -> None:
-    """When no decode instance takes more, Arrow flips one. What is leaving it may forbid to go there."""
+def test_a_flipped_instance_is_a_target_under_the_same_rules() -> None:
+    """If no decode instance has room, Arrow flips one. Outgoing migrations can rule it out as a target."""
     policy, done = Tailrace(), request("r", "a")
     source = instance("a", (done,), pool=Pool.PREFILL, migrations=(1, 0))
     late = instance("b", (request("x", "b"),), pool=Pool.DECODE, token_interval_s=0.5)
@@ -130,8 +130,8 @@ def test_a_flip_is_a_place_to_go_and_no_exception_to_the_rules() -> None:
 
 @quick
 @given(view=fleets(pools=(Pool.PREFILL, Pool.DECODE), all_active=True), arrival=arrivals)
-def test_pools_hold(view: ClusterView, arrival: Arrival) -> None:
-    """Prompts go to the prefill side if there is one, or to an instance that flips to it."""
+def test_prompts_go_to_the_prefill_pool(view: ClusterView, arrival: Arrival) -> None:
+    """Prompts go to a prefill instance if there is one."""
     policy = Tailrace(ttft_slo_s=1e9)
     placement = policy.place(view, arrival, 0.0)
     able = [i for i in view.placeable() if i.instance_id not in arrival.excluded]
@@ -142,8 +142,8 @@ def test_pools_hold(view: ClusterView, arrival: Arrival) -> None:
 
 @quick
 @given(view=fleets(), tokens=st.integers(1, 5_000))
-def test_what_staying_costs_is_what_coming_back_would(view: ClusterView, tokens: int) -> None:
-    """Else a request would have a reason to go back and forth."""
+def test_the_cost_of_staying_equals_the_cost_of_returning(view: ClusterView, tokens: int) -> None:
+    """Otherwise a request would move back and forth."""
     for costs in (Costs(StepModel.of_profile(None)), Costs(StepModel.of_profile(None), PENALTY)):
         for here in view.instances.values():
             new = request("x", here.instance_id, tokens, 16)
@@ -163,38 +163,40 @@ def test_what_staying_costs_is_what_coming_back_would(view: ClusterView, tokens:
 
 @quick
 @given(view=fleets(), tokens=st.integers(1, 50_000), remaining=st.floats(0.0, 2_048.0))
-def test_what_joining_costs_at_least(view: ClusterView, tokens: int, remaining: float) -> None:
+def test_the_lower_bound_of_the_cost_of_joining_holds(
+    view: ClusterView, tokens: int, remaining: float
+) -> None:
     instances = list(view.instances.values())
     for costs in (Costs(StepModel.of_profile(None)), Costs(StepModel.of_profile(None), PENALTY)):
         least_s = costs.lower_bound(instances).joining_s(tokens, remaining)
         assert all(least_s <= costs.joining_s(here, tokens, remaining) for here in instances)
 
 
-def test_installed_under_its_name() -> None:
+def test_the_policy_is_registered_by_name() -> None:
     policy = load("tailrace")
     assert type(policy) is Tailrace and policy.summary
     assert isinstance(make_intra(Tailrace.batch_order), EarliestDue)
 
 
-def test_nothing_is_known() -> None:
-    """Instances that report nothing get requests all the same, and nothing moves."""
+def test_instances_without_reports_get_requests() -> None:
+    """They get requests, and nothing is migrated."""
     view = ClusterView(MappingProxyType({name: InstanceView(name) for name in ("w0", "w1")}))
     policy = Tailrace()
     placement = policy.place(view, Arrival("new", 100, 100, 0), 0.0)
     assert placement == Place("w0")
     assert list(policy.on_tick(view, 0.0)) == []
-    nobody = ClusterView(MappingProxyType({}))
-    assert isinstance(policy.place(nobody, Arrival("new", 100, 100, 0), 0.0), Refuse)
-    assert list(policy.on_tick(nobody, 0.0)) == []
+    empty = ClusterView(MappingProxyType({}))
+    assert isinstance(policy.place(empty, Arrival("new", 100, 100, 0), 0.0), Refuse)
+    assert list(policy.on_tick(empty, 0.0)) == []
 
 
 def crowded(count: int = 40, output: int = 2_000, capacity: int = 400_000) -> ClusterView:
-    """One instance with all the requests, one idle."""
+    """Return one instance with all the requests and an idle one."""
     held = tuple(request(f"r{n}", "w0", 1_000, output, Phase.REASONING) for n in range(count))
     return cluster(instance("w0", held, capacity=capacity), instance("w1"))
 
 
-def test_an_arrival_waits_for_the_shorter_queue() -> None:
+def test_an_arrival_goes_to_the_shorter_queue() -> None:
     queued = tuple(request(f"q{n}", "w0", 4_000, 0, Phase.PREFILL) for n in range(5))
     placement = Tailrace().place(
         cluster(instance("w0", queued), instance("w1", queued[:1])), Arrival("new", 500, 100, 0), 0.0
@@ -202,34 +204,34 @@ def test_an_arrival_waits_for_the_shorter_queue() -> None:
     assert placement == Place("w1")
 
 
-def test_a_short_prompt_does_not_mind_a_long_one_that_waits() -> None:
-    """It is served before: what counts is what is served before itself."""
+def test_a_waiting_long_prompt_does_not_deter_a_short_one() -> None:
+    """The short prompt is served first: only work served before it counts."""
     long = (request("q0", "w0", 60_000, 0, Phase.PREFILL),)
     short = tuple(request(f"q{n}", "w1", 400, 0, Phase.PREFILL) for n in range(12))
     view = cluster(instance("w0", long), instance("w1", short))
     assert Tailrace().place(view, Arrival("new", 500, 100, 0), 0.0) == Place("w0")
-    # One as long as the first has to wait for it.
+    # A prompt as long as the first has to wait for it.
     assert Tailrace().place(view, Arrival("new", 60_000, 100, 0), 0.0) == Place("w1")
 
 
 @quick
 @given(view=fleets(), prompts=st.lists(st.integers(1, 50_000), min_size=1, max_size=6))
-def test_what_is_kept_between_placements_decides_nothing(view: ClusterView, prompts: list[int]) -> None:
+def test_cached_state_does_not_affect_placements(view: ClusterView, prompts: list[int]) -> None:
     for penalty in (None, PENALTY):
         used = Tailrace(penalty=penalty)
         for seq, prompt in enumerate(prompts):
             new = Arrival("new", prompt, 100, seq)
             assert used.place(view, new, 1.0) == Tailrace(penalty=penalty).place(view, new, 1.0)
-            # One of them reports anew, and empties.
+            # One instance sends a new report and is empty.
             name = sorted(view.instances)[seq % len(view.instances)]
             view = cluster(*({**view.instances, name: instance(name)}.values()))
 
 
 @st.composite
 def reporting(draw: st.DrawFn) -> ClusterView:
-    """Instances of two kinds, of which one was measured, with prompts that came at different times.
+    """Draw instances of two kinds, one of them measured, with prompts that arrived at different times.
 
-    Some tell their prompts; of some, what is backlogged is not all known, or partly computed.
+    Some list their prompts; for some, the backlog is partly unknown or partly computed.
     """
     rng = random.Random(draw(st.integers(0, 2**32)))
     slow = load_profile("llama-3.2-3b-l40")
@@ -255,15 +257,15 @@ def reporting(draw: st.DrawFn) -> ClusterView:
     views=st.lists(reporting(), min_size=1, max_size=3),
     lengths=st.lists(st.integers(1, 50_000), min_size=4, max_size=8),
 )
-def test_an_arrival_goes_where_the_plain_formula_says(views: list[ClusterView], lengths: list[int]) -> None:
-    """One by one or in columns, kept from one view to the next, of which some instances report anew."""
+def test_placements_follow_the_reference_formula(views: list[ClusterView], lengths: list[int]) -> None:
+    """Instances are evaluated one by one or as columns; between views, only some send new reports."""
     for penalty, few in itertools.product((None, PENALTY), (0, FEW)):
         policy = Tailrace(penalty=penalty)
         policy.offers = OfferPlanner(policy.costs, few)
         for n, prompt in enumerate(lengths):
             view = views[n % len(views)]
             known = views[(n - 1) % len(views)].instances
-            # Those that reported nothing new are the same objects as before.
+            # Instances without a new report are the same objects as before.
             kept = {name: known.get(name, new) if n % 2 else new for name, new in view.instances.items()}
             usable = [i for i in cluster(*kept.values()).placeable() if i.pool is None]
             if not usable:
@@ -274,7 +276,7 @@ def test_an_arrival_goes_where_the_plain_formula_says(views: list[ClusterView], 
 
 @quick
 @given(view=fleets() | clusters())
-def test_prices_are_what_one_more_request_of_mean_length_costs(view: ClusterView) -> None:
+def test_prices_are_the_cost_of_one_more_request_of_mean_length(view: ClusterView) -> None:
     instances = list(view.instances.values())
     for penalty, few in itertools.product((None, PENALTY), (0, FEW)):
         costs = Costs(StepModel.of_profile(None), penalty)
@@ -288,7 +290,7 @@ def test_prices_are_what_one_more_request_of_mean_length_costs(view: ClusterView
 
 @quick
 @given(view=fleets(staged=True), prompt=st.integers(1, 50_000))
-def test_the_cheapest_of_a_stage(view: ClusterView, prompt: int) -> None:
+def test_within_a_stage_the_cheapest_instance_is_chosen(view: ClusterView, prompt: int) -> None:
     for few in (0, FEW):
         policy = Tailrace()
         policy.offers = OfferPlanner(policy.costs, few)
@@ -300,12 +302,12 @@ def test_the_cheapest_of_a_stage(view: ClusterView, prompt: int) -> None:
 
 @quick
 @given(lengths=st.lists(st.integers(1, 50_000), max_size=8), new=st.integers(1, 50_000))
-def test_a_queue_says_what_comes_first(lengths: list[int], new: int) -> None:
+def test_a_queue_computes_the_work_before_a_due_time(lengths: list[int], new: int) -> None:
     steps = StepModel.of_profile(None)
     queue = Queue.of([(0.0, length) for length in lengths], sum(lengths), steps)
     assert queue.queued_s == pytest.approx(sum(nominal_s(length, length * length) for length in lengths))
     tokens, seconds, after = queue.before(due_s(0.0, new, queue.queued_s))
-    # All came at one time, the shorter ones first.
+    # All prompts arrived at the same time and are due in order of length.
     found_s, dues = 0.0, []
     for length in sorted(lengths):
         dues.append((due_s(0.0, length, found_s), length))
@@ -315,33 +317,33 @@ def test_a_queue_says_what_comes_first(lengths: list[int], new: int) -> None:
     assert seconds == pytest.approx(sum(map(steps.compute_s, first)))
 
 
-def test_what_is_computed_of_a_prompt_is_not_waited_for() -> None:
+def test_the_computed_part_of_a_prompt_is_not_waited_for() -> None:
     queue = Queue.of([(0.0, 4_000)], 1_000, StepModel.of_profile(None))
     assert queue.before(1e9)[0] == 1_000
 
 
-def test_prompts_that_nobody_names_come_before_everybody() -> None:
-    told = dataclasses.replace(instance("w0"), prefill_backlog_tokens=9_000, waiting=2)
-    # A long prompt waits for the other one too, but a short one does not.
+def test_unlisted_prompts_count_as_served_first() -> None:
+    unlisted = dataclasses.replace(instance("w0"), prefill_backlog_tokens=9_000, waiting=2)
+    # A short prompt does not wait for a listed long one.
     long = instance("w1", (request("q0", "w1", 60_000, 0, Phase.PREFILL),))
-    assert Tailrace().place(cluster(told, long), Arrival("new", 500, 100, 0), 0.0) == Place("w1")
+    assert Tailrace().place(cluster(unlisted, long), Arrival("new", 500, 100, 0), 0.0) == Place("w1")
 
 
-def test_a_short_prompt_goes_where_it_overtakes() -> None:
-    # On w0 one long prompt waits, on w1 two middling ones.
-    waits = instance("w0", (request("q0", "w0", 30_000, 0, Phase.PREFILL),))
+def test_a_short_prompt_goes_to_a_queue_it_can_overtake() -> None:
+    # One long prompt waits on w0, two medium ones on w1.
+    waiting = instance("w0", (request("q0", "w0", 30_000, 0, Phase.PREFILL),))
     others = tuple(request(f"q{n}", "w1", 6_000, 0, Phase.PREFILL) for n in (1, 2))
-    view, new = cluster(waits, instance("w1", others)), Arrival("new", 500, 100, 0)
+    view, new = cluster(waiting, instance("w1", others)), Arrival("new", 500, 100, 0)
     assert Tailrace().place(view, new, 0.0) == Place("w0")
 
 
-def test_reading_is_in_less_of_a_hurry_than_reasoning() -> None:
-    reasons = instance("w0", tuple(request(f"r{n}", "w0", phase=Phase.REASONING) for n in range(4)))
-    reads = instance("w1", tuple(request(f"r{n}", "w1") for n in range(4)))
-    assert Tailrace().place(cluster(reasons, reads), Arrival("new", 500, 100, 0), 0.0) == Place("w1")
+def test_delaying_answering_costs_less_than_delaying_reasoning() -> None:
+    reasoning = instance("w0", tuple(request(f"r{n}", "w0", phase=Phase.REASONING) for n in range(4)))
+    answering = instance("w1", tuple(request(f"r{n}", "w1") for n in range(4)))
+    assert Tailrace().place(cluster(reasoning, answering), Arrival("new", 500, 100, 0), 0.0) == Place("w1")
 
 
-def test_a_move_must_pay_for_its_transfer() -> None:
+def test_a_migration_must_save_more_than_its_transfer_costs() -> None:
     moves = Tailrace().on_tick(crowded(), 0.0)
     assert [(m.source_id, m.target_id) for m in moves if isinstance(m, Migrate)] == [("w0", "w1")]
     slow = Tailrace()
@@ -349,16 +351,16 @@ def test_a_move_must_pay_for_its_transfer() -> None:
     assert list(slow.on_tick(crowded(), 0.0)) == []
 
 
-def test_a_request_that_has_moved_must_gain_more_to_move_again() -> None:
+def test_a_migrated_request_must_gain_more_to_migrate_again() -> None:
     view = crowded(3, 100)
     policy = Tailrace(margin=0.5)
     assert policy.on_reasoning_ended(view, view.instances["w0"].requests[0], 0.0)
-    restless = dataclasses.replace(view.instances["w0"].requests[0], epoch=1_000)
-    assert not policy.on_reasoning_ended(view, restless, 0.0)
+    often_migrated = dataclasses.replace(view.instances["w0"].requests[0], epoch=1_000)
+    assert not policy.on_reasoning_ended(view, often_migrated, 0.0)
 
 
-def test_an_answer_leaves_where_memory_is_short() -> None:
-    """PASCAL's reason to migrate, in seconds: the answer would wait for KV."""
+def test_a_request_leaves_an_instance_short_of_memory_for_its_answer() -> None:
+    """PASCAL's reason to migrate, expressed in seconds: the answer would wait for KV."""
     tight = crowded(8, 2_000, capacity=8 * 3_000 + 64)
     ended = dataclasses.replace(
         tight.instances["w0"].requests[0], phase=Phase.ANSWERING, predicted_remaining_tokens=200.0
@@ -366,15 +368,15 @@ def test_an_answer_leaves_where_memory_is_short() -> None:
     assert Tailrace().on_reasoning_ended(tight, ended, 0.0) == (Migrate("r0", "w0", "w1", "reasoning ended"),)
 
 
-def test_a_request_that_is_about_to_end_stays() -> None:
+def test_a_request_about_to_finish_stays() -> None:
     view = crowded()
     ending = dataclasses.replace(view.instances["w0"].requests[0], predicted_remaining_tokens=1.0)
     assert not Tailrace().on_reasoning_ended(view, ending, 0.0)
     assert remaining_tokens(ending, 256.0) == 1.0
 
 
-def test_like_lengths_come_together_where_unlike_ones_cost() -> None:
-    """CascadeInfer's reason for stages: a long request among short ones makes every step of theirs longer."""
+def test_with_a_length_penalty_similar_lengths_are_grouped() -> None:
+    """CascadeInfer's reason for stages: a long request slows every step of the short ones next to it."""
     short = tuple(request(f"s{n}", "w0", 500, 100) for n in range(20))
     long = (request("l0", "w1", 11_000, 1_000),)
     view = cluster(instance("w0", short), instance("w1", long))
@@ -382,7 +384,7 @@ def test_like_lengths_come_together_where_unlike_ones_cost() -> None:
     assert Tailrace(penalty=PENALTY).place(view, new, 0.0) == Place("w1")
 
 
-def test_a_request_leaves_a_prefill_instance() -> None:
+def test_a_prefilled_request_leaves_a_prefill_instance() -> None:
     done = request("r0", "w0", 1_000, 1)
     members = instance("w0", (done,), pool=Pool.PREFILL), instance("w1", pool=Pool.DECODE)
     actions = Tailrace().on_prefill_done(cluster(*members), done, 0.0)
@@ -391,11 +393,11 @@ def test_a_request_leaves_a_prefill_instance() -> None:
     assert Tailrace().on_prefill_done(unpooled, done, 0.0) == ()
 
 
-def test_a_stage_is_left_at_its_end() -> None:
+def test_an_outgrown_request_leaves_its_stage() -> None:
     grown = request("r0", "w0", 1_000, 100)
     stages = (Stage(0, 1_000, ("w0",)), Stage(1_000, 131_072, ("w1",)))
     view = cluster(instance("w0", (grown,)), instance("w1"), stages=stages)
     actions = Tailrace().on_length_boundary(view, grown, 0.0)
     assert actions == (Migrate("r0", "w0", "w1", "length boundary"),)
-    # Alone on its instance it disturbs nobody: where that is known, it stays.
+    # Alone on its instance it slows no other request: if the penalty is known, it stays.
     assert Tailrace(penalty=PENALTY).on_length_boundary(view, grown, 0.0) == ()

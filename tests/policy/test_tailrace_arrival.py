@@ -1,4 +1,4 @@
-"""What an arrival costs, in seconds, is what the plain formula says; not only where it costs least."""
+"""The cost of an arrival in seconds equals the reference formula on every instance, not only the cheapest."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NOW = 4.0
 
 
 def reported(instance: InstanceView) -> Reported[float]:
-    """As a view tells it."""
+    """Return what a view contains of the instance."""
     backlog = instance.prefill_backlog_tokens
     waiting = prompts(instance) if backlog else ()
     counted = instance.phase_load or phase_load(instance.requests)
@@ -62,7 +62,7 @@ def reported(instance: InstanceView) -> Reported[float]:
 def before(
     instance: InstanceView, offered: Offer[float], steps: StepModel, prompt: int
 ) -> tuple[float, float, float]:
-    """What is served before a prompt of that length: tokens, seconds; and how many prompts after it."""
+    """Return the tokens and seconds served before such a prompt, and the number of prompts after it."""
     waiting = prompts(instance) if instance.prefill_backlog_tokens else ()
     if not waiting:
         return offered.unlisted, offered.unlisted_s, 0.0
@@ -74,7 +74,9 @@ def before(
 @pytest.mark.parametrize("penalty", [None, PENALTY])
 @quick
 @given(view=reporting(), prompt=st.integers(1, 50_000), share=st.sampled_from((0.0, 0.3, 0.9)))
-def test_seconds_of_an_arrival(penalty: object, view: ClusterView, prompt: int, share: float) -> None:
+def test_the_cost_of_an_arrival_equals_the_reference(
+    penalty: object, view: ClusterView, prompt: int, share: float
+) -> None:
     costs: Costs = Tailrace(penalty=PENALTY if penalty is not None else None).costs
     cached, patience_s = int(share * prompt), 3.0
     for instance in view.instances.values():
@@ -91,7 +93,7 @@ def test_seconds_of_an_arrival(penalty: object, view: ClusterView, prompt: int, 
 
 @quick
 @given(view=reporting(), prompt=st.integers(1, 50_000))
-def test_columns_are_the_numbers_side_by_side(view: ClusterView, prompt: int) -> None:
+def test_columns_equal_single_evaluations(view: ClusterView, prompt: int) -> None:
     members = list(view.instances.values())
     for penalty, cached in itertools.product((None, PENALTY), (0.0, prompt * 0.3)):
         costs = Tailrace(penalty=penalty).costs
@@ -116,7 +118,7 @@ def test_columns_are_the_numbers_side_by_side(view: ClusterView, prompt: int) ->
 
 @given(prompt=st.integers(1, 50_000), cached=st.integers(0, 50_000))
 @quick
-def test_what_is_held_costs_no_prefill(prompt: int, cached: int) -> None:
+def test_cached_tokens_cost_no_prefill(prompt: int, cached: int) -> None:
     costs, steps = Tailrace().costs, StepModel.of_profile(None)
     idle = offer(costs, reported(InstanceView("a")), steps, OF_ONE)
     assert prefill_s(idle, prompt) == pytest.approx(steps.compute_s(prompt))
@@ -127,10 +129,10 @@ def test_what_is_held_costs_no_prefill(prompt: int, cached: int) -> None:
 
 @quick
 @given(view=reporting(), slo_s=st.sampled_from((1e-4, 0.01, 0.15)))
-def test_a_second_of_those_who_decode_counts_at_most_once(view: ClusterView, slo_s: float) -> None:
+def test_the_weight_of_decoding_requests_is_at_most_one(view: ClusterView, slo_s: float) -> None:
     costs = replace(Tailrace().costs, tpot_slo_s=slo_s)
     for instance in view.instances.values():
         offered = offer(costs, reported(instance), costs.steps_of(instance), OF_ONE)
         assert 0.0 <= offered.decode_weight <= 1.0
-        # A reader whose tokens come too late is as late as one that waits for the first.
+        # A delay beyond the TPOT SLO counts as much as a delay of the first token.
         assert offered.step_s < slo_s or offered.decode_weight == pytest.approx(1.0)

@@ -1,4 +1,4 @@
-"""Our own policy: when a hot prefix is copied ahead of need."""
+"""The tailrace policy: when a hot prefix is copied in advance."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ TOKENS = 12_000
 
 
 def there(tokens: int = TOKENS) -> CachedTokens:
-    """Told of."""
+    """Return tokens that the instance has reported."""
     return CachedTokens(tokens, tokens, tokens)
 
 
 def busy(name: str, **changes: object) -> InstanceView:
-    """A queue of seconds."""
+    """Return an instance with a queue of seconds."""
     changed: dict[str, object] = {"waiting": 4, "prefill_backlog_tokens": 60_000, **changes}
     return replace(instance(name), **changed)  # type: ignore[arg-type]
 
 
 def hot(hits: int = 8, instances: str = "abc", **cached: CachedTokens) -> HotPrefix:
-    """Requests with it are on all that hold it."""
+    """Return a hot prefix; every holder has a request that begins with it."""
     requests = {name: f"r-{name}" for name in cached}
     return HotPrefix(TOKENS, hits, cached, requests, frozenset(instances))
 
@@ -60,25 +60,25 @@ COPY = CopyPrefix("r-a", "a", "b", TOKENS, "hot prefix")
 COSTS = Costs(StepModel.of_profile(PROFILE))
 
 
-def test_it_goes_where_there_is_least_to_do() -> None:
+def test_a_hot_prefix_is_copied_to_an_idle_instance() -> None:
     view = cluster(busy("a"), instance("b"), busy("c"))
     assert copies(view, hot(a=there())) == [COPY]
 
 
-def test_where_it_costs_least_and_else_to_the_first() -> None:
+def test_a_copy_goes_to_the_cheapest_then_the_first_instance() -> None:
     view = replace(cluster(*map(instance, "abc")), hot=HotPrefixes(10.0, (hot(a=there()),), frozenset()))
     assert Copies(COSTS).plan(view, {"a": 9.0, "b": 0.1, "c": 0.1}) == [COPY]
     assert Copies(COSTS).plan(view, {"a": 9.0, "b": 0.2, "c": 0.1}) == [replace(COPY, target_id="c")]
 
 
-# Of one token more or less the transfer is a ten-thousandth.
+# One token is a ten-thousandth of the transfer.
 NEARLY = 1e-7
 
 
 @pytest.mark.parametrize("own", [0, 5_000])
 @pytest.mark.parametrize("rate", [None, 40_000.0])
-def test_a_copy_saves_at_least_what_it_takes(own: int, rate: float | None) -> None:
-    """To whoever comes, by the queue; and to half of as many as have come, by what is not computed."""
+def test_a_copy_saves_at_least_its_transfer_time(own: int, rate: float | None) -> None:
+    """The saving is the shorter queue, or the computation that half as many future requests avoid."""
     target = replace(instance("b"), migration_tokens_per_s=rate)
     lacking = TOKENS - own
     transfer_s = COSTS.transfer_s(target, lacking) if rate is None else COSTS.open_s + lacking / rate
@@ -88,11 +88,11 @@ def test_a_copy_saves_at_least_what_it_takes(own: int, rate: float | None) -> No
     def planned(copies: Copies, queue_s: float) -> list[CopyPrefix]:
         return copies.plan(view, {"a": 1.0 + queue_s, "b": 1.0})
 
-    for times, made in ((1.0 - NEARLY, []), (1.0 + NEARLY, [COPY])):
-        assert planned(Copies(COSTS), times * transfer_s) == made
+    for times, found in ((1.0 - NEARLY, []), (1.0 + NEARLY, [COPY])):
+        assert planned(Copies(COSTS), times * transfer_s) == found
     saved_s = 3 * (COSTS.steps.compute_s(TOKENS) - COSTS.steps.compute_s(own))
-    for times, made in ((1.0 + NEARLY, []), (1.0 - NEARLY, [COPY])):
-        assert planned(Copies(COSTS, times * saved_s / transfer_s), 9.0) == made
+    for times, found in ((1.0 + NEARLY, []), (1.0 - NEARLY, [COPY])):
+        assert planned(Copies(COSTS, times * saved_s / transfer_s), 9.0) == found
 
 
 @pytest.mark.parametrize(
@@ -104,29 +104,29 @@ def test_a_copy_saves_at_least_what_it_takes(own: int, rate: float | None) -> No
     ],
     ids=["empty", "a prompt waits", "a request comes"],
 )
-def test_there_is_room_for_twice_as_much(target: InstanceView) -> None:
+def test_a_copy_needs_room_for_twice_its_size(target: InstanceView) -> None:
     assert copies(cluster(busy("a"), target), hot(a=there())) == [COPY]
-    less = replace(target, kv_capacity_tokens=target.kv_capacity_tokens - 1)
-    assert copies(cluster(busy("a"), less), hot(a=there())) == []
+    smaller = replace(target, kv_capacity_tokens=target.kv_capacity_tokens - 1)
+    assert copies(cluster(busy("a"), smaller), hot(a=there())) == []
 
 
-def test_less_than_half_of_it_elsewhere_does_not_count() -> None:
+def test_another_holder_counts_from_half_of_the_prefix() -> None:
     view = cluster(busy("a"), instance("b"), busy("c"))
     assert copies(view, hot(a=there(), c=there(TOKENS // 2 - 1))) == [COPY]
 
 
-def test_each_of_several_goes_elsewhere_and_few_begin_at_once() -> None:
+def test_several_copies_have_different_targets_and_are_limited() -> None:
     view = cluster(*map(busy, "abcd"), *map(instance, "efgh"))
     every = hot(instances="abcdefgh")
     prefixes = [replace(every, cached={name: there()}, requests={name: f"r-{name}"}) for name in "abcd"]
-    made = copies(view, *prefixes)
-    assert [(copy.holder_id, copy.target_id) for copy in made] == [*zip("abcd", "efgh", strict=True)][
+    found = copies(view, *prefixes)
+    assert [(copy.holder_id, copy.target_id) for copy in found] == [*zip("abcd", "efgh", strict=True)][
         :COPIES_MAX
     ]
     assert 1 < COPIES_MAX < 4
 
 
-def test_it_is_off_by_default() -> None:
+def test_copying_is_off_by_default() -> None:
     policy = Tailrace(PROFILE)
     assert policy.prefixes_period_s is None
     view = replace(cluster(busy("a"), instance("b")), hot=HotPrefixes(10.0, (hot(a=there()),), frozenset()))
@@ -138,18 +138,18 @@ def test_it_is_off_by_default() -> None:
     [
         hot(a=there(), b=there()),
         hot(a=there(), c=there(TOKENS // 2)),
-        # On its way there.
+        # Being transferred.
         hot(a=there(), c=CachedTokens(TOKENS, TOKENS)),
-        # Placed there a moment ago: nothing can be copied yet.
+        # Placed there but not reported yet.
         hot(a=CachedTokens(TOKENS, TOKENS)),
         hot(hits=0, a=there()),
-        # Of another model's.
+        # The only other instance runs another model.
         hot(instances="a", a=there()),
-        # Nobody has a request that begins with it.
+        # No request begins with it.
         replace(hot(a=there()), requests={}),
     ],
 )
-def test_what_is_not_copied(prefix: HotPrefix) -> None:
+def test_prefixes_that_are_not_copied(prefix: HotPrefix) -> None:
     assert copies(cluster(busy("a"), instance("b"), busy("c")), prefix) == []
 
 
@@ -167,15 +167,15 @@ def test_what_is_not_copied(prefix: HotPrefix) -> None:
         cluster(busy("a"), instance("b"), stages=(Stage(0, 9, ("a",)), Stage(9, 1 << 20, ("b",)))),
     ],
 )
-def test_where_nothing_is_copied(view: ClusterView) -> None:
+def test_clusters_without_a_suitable_target(view: ClusterView) -> None:
     assert copies(view, hot(a=there())) == []
 
 
-def test_one_that_drains_lends() -> None:
+def test_a_draining_instance_can_be_the_source() -> None:
     assert copies(cluster(busy("a", state=InstanceState.DRAINING), instance("b")), hot(a=there())) == [COPY]
 
 
-def test_not_to_where_a_copy_is_on_its_way() -> None:
+def test_a_target_gets_one_copy_at_a_time() -> None:
     view = cluster(busy("a"), instance("b"), replace(instance("c"), prefill_backlog_tokens=100))
     assert copies(view, hot(a=there()), copying="b") == [replace(COPY, target_id="c")]
     assert copies(view, hot(a=there()), copying="bc") == []
@@ -187,10 +187,12 @@ def test_not_to_where_a_copy_is_on_its_way() -> None:
     seed=st.integers(0, 1 << 20),
     margin=st.sampled_from((0.0, 1.0)),
 )
-def test_copies_are_few_and_to_who_has_nothing_of_it(view: ClusterView, seed: int, margin: float) -> None:
+def test_copies_are_limited_and_go_to_instances_without_the_prefix(
+    view: ClusterView, seed: int, margin: float
+) -> None:
     rng = random.Random(seed)
     names = sorted(view.instances)
-    # Long queues, so that there is something to copy.
+    # Long queues make copies worthwhile.
     loaded = {
         name: replace(each, prefill_backlog_tokens=rng.choice((0, 40_000)), waiting=rng.randint(0, 3))
         for name, each in view.instances.items()
@@ -210,14 +212,14 @@ def test_copies_are_few_and_to_who_has_nothing_of_it(view: ClusterView, seed: in
     seen = replace(view, instances=loaded, hot=HotPrefixes(10.0, tuple(prefixes), copying))
     policy = Tailrace(PROFILE, copy_ahead=True, pull_margin=margin)
     actions = policy.on_tick(seen, 0.0)
-    made = [action for action in actions if isinstance(action, CopyPrefix)]
+    found = [action for action in actions if isinstance(action, CopyPrefix)]
     moved_to = {action.target_id for action in actions if isinstance(action, Migrate)}
-    assert moved_to.isdisjoint(copy.target_id for copy in made)
-    assert made == [action for action in policy.on_tick(seen, 0.0) if isinstance(action, CopyPrefix)]
-    assert len(made) <= COPIES_MAX
-    ends = [name for copy in made for name in (copy.holder_id, copy.target_id)]
+    assert moved_to.isdisjoint(copy.target_id for copy in found)
+    assert found == [action for action in policy.on_tick(seen, 0.0) if isinstance(action, CopyPrefix)]
+    assert len(found) <= COPIES_MAX
+    ends = [name for copy in found for name in (copy.holder_id, copy.target_id)]
     assert len(set(ends)) == len(ends) and not copying.intersection(ends)
-    for copy in made:
+    for copy in found:
         (prefix,) = [p for p in prefixes if p.requests.get(copy.holder_id) == copy.request_id]
         assert prefix.cached[copy.holder_id].reported == copy.tokens
         others = [held.device for name, held in prefix.cached.items() if name != copy.holder_id]

@@ -1,4 +1,4 @@
-"""Which of several instances an arrival is offered to, one by one and in columns."""
+"""The choice among instances for an arrival, evaluated one by one and as columns."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def planned(few: int, instances: Sequence[InstanceView], costs: Costs = COSTS) -
 
 @pytest.mark.parametrize("few", [0, FEW])
 @pytest.mark.parametrize("penalty", [None, "cascadeinfer-figure-2-step"])
-def test_of_equals_the_first_that_is_named_gets_it(few: int, penalty: str | None) -> None:
+def test_a_tie_goes_to_the_first_instance(few: int, penalty: str | None) -> None:
     costs = replace(COSTS, penalty=None if penalty is None else load_length_penalty(penalty))
     instances = [instance(name) for name in "abc"]
     planner = planned(few, instances, costs)
@@ -52,8 +52,8 @@ def test_of_equals_the_first_that_is_named_gets_it(few: int, penalty: str | None
 
 
 @pytest.mark.parametrize("few", [0, FEW])
-def test_a_prompt_of_one_token_is_computed_where_that_is_quicker(few: int) -> None:
-    """Although a step takes longer there: without cached KV nothing of a prompt is free."""
+def test_a_prompt_of_one_token_goes_to_the_faster_instance(few: int) -> None:
+    """A step takes longer there, but without cached KV the whole prompt has to be computed."""
     slow = replace(NOMINAL, per_token_s=2e-3, decode_base_s=NOMINAL.decode_base_s - 1e-4)
     quick = replace(NOMINAL, per_token_s=1e-3)
     planner = planned(few, [measured("slow", slow), measured("quick", quick)])
@@ -61,8 +61,8 @@ def test_a_prompt_of_one_token_is_computed_where_that_is_quicker(few: int) -> No
 
 
 @pytest.mark.parametrize("few", [0, FEW])
-def test_how_long_users_wait_is_judged_by_the_first_instance(few: int) -> None:
-    """Near the backlog at which a wait costs as much as company, the order of the instances decides."""
+def test_patience_is_derived_from_the_first_instance(few: int) -> None:
+    """Near the backlog at which waiting costs as much as sharing, the order of the instances decides."""
     slow = StepModel.of_profile(load_profile("llama-3.2-3b-l40"), 512)
     reasons = instance("slow", (request("r", "slow", phase=Phase.REASONING),))
     taken = replace(reasons, measured=measured("slow", slow).measured)

@@ -1,4 +1,4 @@
-"""Our own policy: when a prefix is fetched from whoever holds it."""
+"""The tailrace policy: when a prefix is pulled from another instance."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ def arrival(excluded: frozenset[str] = frozenset(), **cached: CachedTokens) -> A
 
 
 def there(tokens: int = HELD) -> CachedTokens:
-    """Told of."""
+    """Return tokens that the instance has reported."""
     return CachedTokens(tokens, tokens, tokens)
 
 
 def busy(name: str) -> InstanceView:
-    """A queue of seconds."""
+    """Return an instance with a queue of seconds."""
     return replace(instance(name), waiting=4, prefill_backlog_tokens=60_000)
 
 
-def placed(view: ClusterView, asked: Arrival, **parameters: float | bool) -> Place:
-    placement = Tailrace(PROFILE, **parameters).place(view, asked, 0.0)  # type: ignore[arg-type]
+def placed(view: ClusterView, arriving: Arrival, **parameters: float | bool) -> Place:
+    placement = Tailrace(PROFILE, **parameters).place(view, arriving, 0.0)  # type: ignore[arg-type]
     assert isinstance(placement, Place)
     return placement
 
 
-def test_where_the_prefix_is_it_is_not_fetched() -> None:
+def test_a_request_on_the_holder_needs_no_pull() -> None:
     assert placed(cluster(instance("a"), instance("b")), arrival(a=there())) == Place("a")
 
 
-def test_a_queue_is_left_and_the_prefix_comes_along() -> None:
+def test_a_busy_holder_is_avoided_and_the_prefix_pulled() -> None:
     view = cluster(busy("a"), instance("b"))
     assert placed(view, arrival(a=there())) == Place("b", pull_from="a")
     assert placed(view, arrival(a=there()), pulls=False) == Place("b")
 
 
 @pytest.mark.parametrize(("rate", "pull_from"), [(1e3, ""), (1e6, "a")])
-def test_a_link_that_was_slow_of_late_is_not_used(rate: float, pull_from: str) -> None:
-    """12,000 tokens take 0.3 s to compute."""
+def test_a_link_measured_as_slow_is_not_used(rate: float, pull_from: str) -> None:
+    """Computing 12,000 tokens takes 0.3 s."""
     view = cluster(busy("a"), replace(instance("b"), migration_tokens_per_s=rate))
     assert placed(view, arrival(a=there())) == Place("b", pull_from=pull_from)
 
 
-def test_the_margin_says_how_much_it_must_save() -> None:
+def test_a_pull_must_save_its_margin() -> None:
     view = cluster(busy("a"), replace(instance("b"), migration_tokens_per_s=100_000.0))
     assert placed(view, arrival(a=there())).pull_from == "a"
     assert placed(view, arrival(a=there()), pull_margin=10.0).pull_from == ""
@@ -61,30 +61,30 @@ def test_the_margin_says_how_much_it_must_save() -> None:
     assert placed(slow, arrival(a=there()), pull_margin=0.0).pull_from == "a"
 
 
-def test_what_was_placed_a_moment_ago_cannot_be_fetched() -> None:
+def test_an_unreported_prefix_cannot_be_pulled() -> None:
     assert placed(cluster(busy("a"), instance("b")), arrival(a=CachedTokens(HELD, HELD))).pull_from == ""
 
 
-def test_one_that_drains_lends_and_one_that_is_out_of_reach_does_not() -> None:
+def test_a_draining_instance_can_be_pulled_from_but_a_suspect_one_cannot() -> None:
     draining = replace(busy("a"), state=InstanceState.DRAINING)
     suspect = replace(busy("a"), state=InstanceState.SUSPECT)
-    asked = arrival(frozenset({"a"}), a=there())
-    assert placed(cluster(draining, instance("b")), asked) == Place("b", pull_from="a")
+    arriving = arrival(frozenset({"a"}), a=there())
+    assert placed(cluster(draining, instance("b")), arriving) == Place("b", pull_from="a")
     for view in (cluster(suspect, instance("b")), cluster(busy("a"), instance("b"))):
-        assert placed(view, asked) == Place("b")
+        assert placed(view, arriving) == Place("b")
 
 
-def test_host_memory_lends_and_needs_no_pull_for_itself() -> None:
+def test_host_memory_can_be_pulled_from_and_needs_no_pull_itself() -> None:
     view = cluster(busy("a"), instance("b"))
     in_host = CachedTokens(0, HELD, HELD)
     assert placed(view, arrival(a=in_host)) == Place("b", pull_from="a")
     assert placed(view, arrival(a=there(), b=in_host)) == Place("b")
-    # A tenth of it is loaded, and the rest fetched.
+    # A tenth is loaded from host memory and the rest is pulled.
     assert placed(view, arrival(a=there(), b=CachedTokens(0, HELD // 10, 0))) == Place("b", pull_from="a")
 
 
-def test_who_holds_most_is_asked() -> None:
+def test_the_instance_with_the_longest_prefix_is_pulled_from() -> None:
     view = cluster(busy("a"), busy("b"), instance("c"))
-    asked = arrival(a=there(4_000), b=there(), c=there(2_000))
-    assert placed(view, asked) == Place("c", pull_from="b")
+    arriving = arrival(a=there(4_000), b=there(), c=there(2_000))
+    assert placed(view, arriving) == Place("c", pull_from="b")
     assert placed(view, arrival(a=there(4_000), c=there(4_000))) == Place("c")
