@@ -33,7 +33,7 @@ from tailrace.policy.phase_load import phase_load, prompts
 from tailrace.records import InstanceRecord
 from tailrace.v1 import monitor_pb2, types_pb2
 from tests.scheduler.facts import Members, instance
-from tests.simulator.moving import Stirring
+from tests.simulator.moving import MoveEverything
 from tests.simulator.worlds import INTRA, PROFILE, workloads
 
 BLOCK = 8
@@ -219,4 +219,4 @@ def test_both_models_show_a_policy_the_same(requests: list[SimRequest], intra: s
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(simulator.simulation, "Views", Mirrored)
-        simulate(spec, requests, Stirring(), INTRA[intra])
+        simulate(spec, requests, MoveEverything(), INTRA[intra])

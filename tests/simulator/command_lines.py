@@ -12,20 +12,20 @@ from tailrace.cli.main import main
 from tests.simulator.worlds import PROFILE
 
 
-def run(*arguments: object) -> Result:
-    """The `tailrace` command with these arguments."""
+def run_cli(*arguments: object) -> Result:
+    """Run the `tailrace` command with these arguments."""
     return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
-def done(*arguments: object) -> Result:
-    """The same, which must succeed."""
-    result = run(*arguments)
+def run_cli_ok(*arguments: object) -> Result:
+    """Run the command and assert that it succeeds."""
+    result = run_cli(*arguments)
     assert result.exit_code == 0, result.output
     return result
 
 
 def workload(folder: Path, *, count: int = 30, reasoning: int = 20, name: str = "w") -> str:
-    """A JSONL workload that a small instance serves; returns how the commands are told of it."""
+    """Write a JSONL workload that a small instance serves; return it as the commands take it."""
     rows = [
         {
             "arrival_s": round(n * 0.05, 3),
@@ -41,7 +41,7 @@ def workload(folder: Path, *, count: int = 30, reasoning: int = 20, name: str = 
 
 
 def profile(folder: Path) -> Path:
-    """The profile of the simulator's tests: 2,000 tokens of KV."""
+    """Write the profile of the simulator's tests, with 2,000 tokens of KV; return its path."""
     path = folder / "profile.json"
     path.write_bytes(msgspec.json.encode(PROFILE))
     return path

@@ -1,4 +1,4 @@
-"""A policy that moves requests about by nothing but their names and lengths, to stir things up."""
+"""A policy that migrates requests by their IDs alone, to exercise migration."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tailrace.cluster import Arrival, ClusterView, RequestView
 from tailrace.policy.base import Policy
 
 
-class Stirring(Policy):
+class MoveEverything(Policy):
     summary = "moves every request at every decision point"
     tick_interval_s = 0.0731
 

@@ -1,4 +1,4 @@
-"""A reference that steps one instance through every iteration and keeps each token's time."""
+"""A reference that simulates one instance step by step and records the time of each token."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class Naive:
         self.spec = spec
         self.intra = intra
         ordered = sorted(requests, key=lambda request: request.arrival_s)
-        self.coming = [NaiveJob(request, order) for order, request in enumerate(ordered)]
-        self.jobs = list(self.coming)
+        self.arrivals = [NaiveJob(request, order) for order, request in enumerate(ordered)]
+        self.jobs = list(self.arrivals)
         self.waiting: list[NaiveJob] = []
         self.prefilling: list[NaiveJob] = []
         self.decoding: list[NaiveJob] = []
@@ -80,12 +80,12 @@ class Naive:
     def step(self) -> None:
         busy = self.decoding or self.prefilling or self.waiting
         if not busy:
-            self.now = max(self.now, self.coming[0].request.arrival_s)
-        self.come(self.now)
+            self.now = max(self.now, self.arrivals[0].request.arrival_s)
+        self.add_arrivals(self.now)
         stall_s, preempted = self.share_memory()
         if preempted and not self.decoding and not self.prefilling:
             again, _ = self.share_memory()
-            # The copy out of the first round is not waited for: no step began.
+            # No step began, so the copies of the first round are not waited for.
             stall_s = again
         chunks: list[tuple[NaiveJob, int]] = []
         budget = self.intra.prefill_budget(self.spec.chunk_budget_tokens, len(self.decoding))
@@ -98,8 +98,8 @@ class Naive:
         prefill_ms = sum(profile.prefill.ms(job.prefilled, job.prefilled + n) for job, n in chunks)
         kv_tokens = sum(job.context for job in self.decoding)
         end = self.now + stall_s + profile.step_ms(prefill_ms, len(self.decoding), kv_tokens) / 1e3
-        # Who comes during the step finds what was there when it began.
-        self.come(math.nextafter(end, 0.0))
+        # Arrivals during the step see the state at its start.
+        self.add_arrivals(math.nextafter(end, 0.0))
         self.now = end
         for job in list(self.decoding):
             self.emit(job)
@@ -110,9 +110,9 @@ class Naive:
                 self.decoding.append(job)
                 self.emit(job)
 
-    def come(self, until: float) -> None:
-        while self.coming and self.coming[0].request.arrival_s <= until:
-            job = self.coming.pop(0)
+    def add_arrivals(self, until: float) -> None:
+        while self.arrivals and self.arrivals[0].request.arrival_s <= until:
+            job = self.arrivals.pop(0)
             job.to_prefill = job.request.prompt_tokens
             queued = [j for j in self.waiting if j.where == "queued"]
             left = [(j.to_prefill, j.prefilled) for j in (*queued, *self.prefilling)]

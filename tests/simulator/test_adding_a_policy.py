@@ -1,4 +1,4 @@
-"""The package of docs/adding-a-policy.md: installed, tested and tried as the page says."""
+"""The package of docs/adding-a-policy.md is installed, tested and run as the page describes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAGE = (ROOT / "docs" / "adding-a-policy.md").read_text()
 
 
 def run(*command: str, folder: Path, installed: Path | None = None) -> str:
-    # Beside the tailrace that is tested, which need not be the one that is installed.
+    # With this checkout of tailrace, which need not be the installed one.
     path = {"PYTHONPATH": f"{installed}{os.pathsep}{ROOT}"} if installed else {}
     done = subprocess.run(
         [sys.executable, *command],
@@ -35,7 +35,7 @@ def run(*command: str, folder: Path, installed: Path | None = None) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the package, with the package installed in `site` beside it."""
+    """Return a copy of the package, installed in its folder `site`."""
     folder = tmp_path_factory.mktemp("my_policy") / "copy"
     shutil.copytree(PACKAGE, folder, ignore=shutil.ignore_patterns("*.egg-info", "build", "__pycache__"))
     pip = ("-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index")
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_page_shows_the_files_as_they_are() -> None:
+def test_the_page_shows_the_current_files() -> None:
     shown = dict(re.findall(r"^`examples/my_policy/(\S+)`:\n\n```\w+\n(.*?)```$", PAGE, flags=re.S | re.M))
     assert shown.keys() == {
         "my_policy/headroom.py",
@@ -56,12 +56,12 @@ def test_the_page_shows_the_files_as_they_are() -> None:
         assert text == (PACKAGE / name).read_text(), name
 
 
-def test_its_own_tests_pass(folder: Path) -> None:
+def test_the_tests_of_the_package_pass(folder: Path) -> None:
     out = run("-m", "pytest", "-q", "test_headroom.py", folder=folder, installed=folder / "site")
     assert "4 passed" in out
 
 
-def test_it_is_known_by_name_and_can_be_tried(folder: Path) -> None:
+def test_the_policy_is_found_by_name(folder: Path) -> None:
     header, *lines = run("try_it.py", folder=folder, installed=folder / "site").splitlines()
     assert header in PAGE
     assert [line.split()[0] for line in lines] == ["round_robin", "least_loaded", "headroom"]
@@ -71,7 +71,7 @@ CLI = ("-c", "from tailrace.cli.main import main; main()")
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_page_compare_it(folder: Path) -> None:
+def test_the_commands_on_the_page_run(folder: Path) -> None:
     commands = re.findall(r"^    tailrace (compare .*)$", PAGE.replace("\\\n", " "), flags=re.M)
     fewer = ("--count", "40", "--seeds", "1", "--processes", "1", "-o", "csv")
     outs = [run(*CLI, *c.split(), *fewer, folder=folder, installed=folder / "site") for c in commands]
@@ -88,7 +88,7 @@ def test_the_class_can_be_named_without_an_entry_point(folder: Path) -> None:
     assert "my_policy.headroom:Headroom" in out
 
 
-def test_a_package_declares_a_whole_system(folder: Path) -> None:
+def test_a_package_can_declare_a_complete_setup(folder: Path) -> None:
     code = (
         "from simulator.cluster import ClusterSpec\n"
         "from simulator.setups import setup_for\n"
@@ -114,7 +114,7 @@ def test_a_package_declares_a_whole_system(folder: Path) -> None:
     assert "divided" in lines[3] and "halved" not in lines[3]
 
 
-def test_it_serves_and_takes_its_parameters_on_the_command_line(folder: Path) -> None:
+def test_parameters_are_accepted_on_the_command_line(folder: Path) -> None:
     options = ("--rate", "4", "--count", "40", "--set", "prefill_share=0.3", "-o", "csv")
     out = run(*CLI, "simulate", "divided", "r1", *options, folder=folder, installed=folder / "site")
     assert "divided" in out

@@ -1,4 +1,4 @@
-"""Jumping over runs of steps yields the token times that stepping through each iteration does."""
+"""Computing runs of steps in closed form gives the same token times as simulating each step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.simulator.worlds import INTRA, PROFILE, Watched, assert_empty, worklo
     seats=st.sampled_from([2, 5, 64]),
     budget=st.sampled_from([7, 64, 512]),
 )
-def test_same_token_times(
+def test_token_times_equal_those_of_the_naive_simulation(
     intra: str, requests: list[SimRequest], kv_tokens: int, host_tokens: int, seats: int, budget: int
 ) -> None:
     spec = ClusterSpec.uniform(

@@ -1,4 +1,4 @@
-"""Bid-ask in the simulator: one owner each, every offer ends, equal seeds give equal runs."""
+"""Bid-ask in the simulator: requests have one owner, every offer ends, and runs are reproducible."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tailrace.cluster import Arrival, ClusterView, InstanceView, RequestView, St
 from tailrace.intra.orders import Fcfs
 from tailrace.policy.base import Policy
 from tailrace.policy.least_loaded import LeastLoaded
-from tests.simulator.moving import Stirring
+from tests.simulator.moving import MoveEverything
 from tests.simulator.worlds import INTRA, PROFILE, Watched, assert_empty, recount, workloads
 
 
-class Offering(Stirring):
-    """Offers every request at every decision point, to all other instances."""
+class OfferEverything(MoveEverything):
+    """Offer every request to all other instances at every decision point."""
 
     summary = "offers every request at every decision point"
 
@@ -67,12 +67,12 @@ def spec_of(kv_tokens: int, interval_s: float = 0.0517, count: int = 4) -> Clust
 
 
 def run(spec: ClusterSpec, requests: list[SimRequest], intra: str, most: int) -> tuple[Watched, SimResult]:
-    simulation = Watched(spec, requests, Offering(), INTRA[intra], most)
+    simulation = Watched(spec, requests, OfferEverything(), INTRA[intra], most)
     return simulation, simulation.run(None)
 
 
-def one_receiver_each(bidding: Bidding) -> None:
-    """No request is in two receivers' queues; no receiver and no sender has more transfers than it may."""
+def check_bidding(bidding: Bidding) -> None:
+    """Assert that each request is in at most one receiver's queue and that transfers are within limits."""
     parties = bidding._parties.values()
     won = Counter(request_id for party in parties for request_id in party.receiver.queue)
     live = {request_id: count for request_id, count in won.items() if request_id in bidding._offers}
@@ -93,7 +93,7 @@ def one_receiver_each(bidding: Bidding) -> None:
     kv_tokens=st.sampled_from([330, 900]),
     interval_s=st.sampled_from([0.0, 0.0517]),
 )
-def test_one_receiver_each_and_all_offers_end(
+def test_each_request_has_one_receiver_and_all_offers_end(
     requests: list[SimRequest], intra: str, kv_tokens: int, interval_s: float
 ) -> None:
     spec = spec_of(kv_tokens, interval_s)
@@ -106,7 +106,7 @@ def test_one_receiver_each_and_all_offers_end(
 
         def watched(bidding: Bidding, *message: object) -> None:
             take(bidding, *message)  # type: ignore[arg-type]
-            one_receiver_each(bidding)
+            check_bidding(bidding)
 
         patch.setattr(Instance, "_plan_run", checked)
         patch.setattr(Bidding, "_deliver", watched)
@@ -119,7 +119,7 @@ def test_one_receiver_each_and_all_offers_end(
         assert [p.instance_id for p in record.placements] == [p.instance_id for p in other.placements]
     assert jumping.bidding.outcomes == stepping.bidding.outcomes
     bidding = jumping.bidding
-    # Messages that are under way when the last request is done.
+    # Deliver messages that are in flight when the last request finishes.
     while jumping._events.foreground:
         jumping._events.step()
     assert not bidding._offers and not any(party.receiver.queue for party in bidding._parties.values())
@@ -127,27 +127,27 @@ def test_one_receiver_each_and_all_offers_end(
     assert all(not party.sender.buffered for party in bidding._parties.values())
     committed = sum(m.outcome is MigrationOutcome.COMMITTED for m in result.migrations)
     assert committed == sum(record.migrations for record in result.requests)
-    # The news of the very last one may not have reached its sender when the last request is done.
+    # The sender of the very last one may not be informed yet.
     assert bidding.outcomes["taken"] <= committed
     for instance in jumping.instances:
         assert_empty(instance)
 
 
-def test_equal_seeds_give_equal_runs_and_others_differ() -> None:
+def test_runs_depend_only_on_the_seed() -> None:
     requests = [SimRequest(f"r{n}", n * 0.02, 20 + n * 37 % 80, 0, 40 + n * 53 % 90) for n in range(60)]
     spec = replace(spec_of(900), report=ReportSpec(0.0))
 
     def taken(seed: int) -> list[tuple[str, str, float]]:
-        found = simulate(spec, requests, Offering(), Fcfs(), seed=seed).migrations
+        found = simulate(spec, requests, OfferEverything(), Fcfs(), seed=seed).migrations
         return [(m.request_id, m.target_id, m.end_s) for m in found]
 
     assert taken(1) == taken(1)
-    # Views are exact: only the messages differ.
+    # Views are exact, so only message times differ.
     assert taken(1) != taken(2)
 
 
 class OfferOnce(Policy):
-    """All to i000; offered to the others when prefill is done."""
+    """Place everything on i000 and offer it to the others after prefill."""
 
     def __init__(self, most_tokens: int | None = None) -> None:
         self.most_tokens = most_tokens
@@ -163,8 +163,8 @@ class OfferOnce(Policy):
         return [Offer(request.request_id, request.instance_id, others, "test", self.most_tokens)]
 
 
-def test_a_request_goes_to_one_of_those_with_the_lighter_load() -> None:
-    """Half are left out by their load; i003 holds what was handed over before."""
+def test_a_request_goes_to_a_lightly_loaded_receiver() -> None:
+    """The more loaded half of the bidders is excluded."""
     requests = [SimRequest(f"r{n}", n * 1.0, 100, 0, 400) for n in range(3)]
     result = simulate(spec_of(4_000), requests, OfferOnce(), Fcfs())
     taken = [m.target_id for m in result.migrations]
@@ -173,13 +173,13 @@ def test_a_request_goes_to_one_of_those_with_the_lighter_load() -> None:
     assert all(m.source_id == "i000" and m.reason == "test" for m in result.migrations)
 
 
-def test_whose_load_would_exceed_the_limit_takes_nothing() -> None:
+def test_a_receiver_beyond_the_load_limit_gets_nothing() -> None:
     requests = [SimRequest("r", 0.0, 100, 0, 50)]
     assert not simulate(spec_of(4_000), requests, OfferOnce(100), Fcfs()).migrations
     assert len(simulate(spec_of(4_000), requests, OfferOnce(200), Fcfs()).migrations) == 1
 
 
-def test_without_room_anywhere_it_stays_and_nothing_is_transferred() -> None:
+def test_without_room_an_offered_request_stays() -> None:
     requests = [SimRequest("r", 0.0, 300, 0, 20)]
     spec = spec_of(400)
     small = tuple(
@@ -191,8 +191,8 @@ def test_without_room_anywhere_it_stays_and_nothing_is_transferred() -> None:
     assert simulation.bidding.outcomes == {"kept": 1}
 
 
-def test_a_request_on_offer_counts_as_being_migrated() -> None:
-    """A message takes so long that the second request arrives while the first is on offer."""
+def test_an_offered_request_counts_as_migrating() -> None:
+    """With slow messages, the second request arrives while the first is on offer."""
     spec = spec_of(4_000, interval_s=0.0)
     spec = replace(spec, migration=replace(spec.migration, message_s=1.0))
     policy = OfferOnce()
@@ -201,7 +201,7 @@ def test_a_request_on_offer_counts_as_being_migrated() -> None:
     assert [r.migrating for r in policy.seen[1].requests] == [True]
 
 
-def test_naming_a_receiver_that_is_not_there_ends_the_run() -> None:
+def test_an_unknown_receiver_is_an_error() -> None:
     class Lost(LeastLoaded):
         def on_prefill_done(self, view: ClusterView, request: RequestView, now: float) -> list[Action]:
             return [Offer(request.request_id, request.instance_id, ("nobody",), "test")]

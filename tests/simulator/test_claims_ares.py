@@ -1,4 +1,4 @@
-"""ARES's claims: experiments well formed, judges on figures written by hand, small runs."""
+"""ARES's claims: well-formed experiments, verdicts on synthetic figures, and small runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HOLDS, DIRECTION, NOT = Verdict.HOLDS, Verdict.DIRECTION, Verdict.DOES_NOT_HOLD
 ARM_NAMES = ("vllm", "rescheduling", "ares", "ares_oracle", "round_robin")
 
 
-def test_predictors_err_as_the_paper_says() -> None:
+def test_predictor_errors_match_the_paper() -> None:
     rng = np.random.default_rng(5)
     outputs = sharegpt_ares.lengths(4_000, rng).answer
     noisy = NoisyPredictor()
@@ -37,26 +37,26 @@ def test_predictors_err_as_the_paper_says() -> None:
     long = [(int(o), n) for n, o in enumerate(outputs) if o >= 30_000]
     assert np.mean([error(o, 0, n) for o, n in long]) == pytest.approx(18_256, rel=0.05)
     assert np.mean([error(o, 8_000, n) for o, n in long]) == pytest.approx(2_929, rel=0.1)
-    # One prediction every so many tokens: requests count by their length.
+    # Predictions are made at regular intervals, so requests are weighted by length.
     drawn = rng.choice(len(outputs), 8_000, p=outputs / outputs.sum())
     errors = [error(int(outputs[n]), int(rng.random() * outputs[n]), int(n)) for n in drawn]
     assert np.mean(errors) == pytest.approx(3_873, rel=0.05)
 
 
-def test_a_prediction_counts_down_and_is_made_anew_every_20_tokens() -> None:
+def test_a_prediction_counts_down_and_is_renewed_every_20_tokens() -> None:
     request = SimRequest("r", 0.0, 10, 0, 9_000)
     noisy = NoisyPredictor()
-    said = [noisy.remaining(request, 100 + n) for n in range(20)]
-    assert said == [pytest.approx(said[0] - n) for n in range(20)]
-    assert noisy.remaining(request, 120) != pytest.approx(said[0] - 20)
+    predictions = [noisy.remaining(request, 100 + n) for n in range(20)]
+    assert predictions == [pytest.approx(predictions[0] - n) for n in range(20)]
+    assert noisy.remaining(request, 120) != pytest.approx(predictions[0] - 20)
     assert noisy.remaining(SimRequest("r", 0.0, 10, 0, 30), 29) >= 0.0
 
 
 def _figures(
     p99: Mapping[str, float], variance: Mapping[str, float], good: Mapping[str, float]
 ) -> dict[str, Figures]:
-    """Each seed 10% above the one before; P99 rises tenfold from load 0.8 to 1.0, and is as given in the
-    middle."""
+    """Return figures that rise by 10% per seed; P99 rises tenfold from load 0.8 to 1.0, and is as given
+    halfway."""
     figures: dict[str, Figures] = {}
     for run in serving.serving_rows(WHOLE).runs:
         _, arm, level, seed = run.name.split("/")
@@ -79,34 +79,35 @@ def _by_id(findings: object) -> dict[str, Finding]:
     return {finding.claim_id: finding for finding in findings}
 
 
-def test_it_holds_where_it_does_as_the_paper_says() -> None:
+def test_claims_hold_with_the_figures_of_the_paper() -> None:
     p99 = dict(zip(ARM_NAMES, (96.3, 28.3, 24.3, 24.0, 99.0), strict=True))
     variance = dict(zip(ARM_NAMES, (20.0, 2.0, 0.8, 0.7, 20.0), strict=True))
     good = dict(zip(ARM_NAMES, (0.10, 0.166, 0.18, 0.19, 0.1), strict=True))
     found = _by_id(serving.judge(WHOLE, _figures(p99, variance, good)))
     assert list(found) == ["A1", "A2", "A3", "A4", "A5", "A12"]
-    # 0.18 / 0.166 is less than two thirds of 16%; Alpaca's tails are not ShareGPT's: of them prediction is to
-    # take 45%, not 14.
+    # 0.18 / 0.166 is less than two thirds of 16%; on Alpaca, prediction is expected to reduce the tail by
+    # 45%,
+    # not 14%.
     assert {f.claim_id for f in found.values() if f.verdict is not HOLDS} == {"A1", "A4"}
     tail = found["A3"]
     assert tail.figures["load"] == pytest.approx(0.9, abs=1e-6)
     assert tail.figures["p99_ares_ms"] == pytest.approx(24.3)
-    # On the same requests: that seeds differ does not matter.
+    # Seeds are paired, so differences between them cancel.
     assert tail.figures["prediction"] == pytest.approx(24.3 / 28.3 - 1.0)
     assert tail.spreads["prediction"] == pytest.approx(0.0, abs=1e-9)
     assert tail.figures["loads"] == list(serving.LOADS)
 
 
-def test_it_does_not_hold_where_it_loses() -> None:
+def test_claims_do_not_hold_without_a_gain() -> None:
     same = dict.fromkeys(ARM_NAMES, 1.0)
     found = _by_id(serving.judge(WHOLE, _figures(same, same, same)))
     assert [found[row].verdict for row in ("A1", "A2", "A3", "A4", "A5")] == [NOT] * 5
-    # Nowhere on the curve is the baseline as bad as the paper's.
+    # The baseline never reaches the paper's value.
     assert found["A3"].figures["load"] == 1.0
     assert "beyond the curve" in found["A3"].why
 
 
-def test_the_operating_point_is_where_the_baseline_has_the_paper_s_figure() -> None:
+def test_the_operating_point_is_where_the_baseline_matches_the_paper() -> None:
     loads = (0.8, 0.9, 1.0)
     figures = {
         run_name("d", arm, load_level(load), seed): {
@@ -127,8 +128,8 @@ def test_the_operating_point_is_where_the_baseline_has_the_paper_s_figure() -> N
     assert results.match("d", "a", "x", 1.0).load == 0.8
 
 
-def test_one_seed_does_not_decide() -> None:
-    """Of ten seeds, one has a tail a hundred times as long under both: the change is that of the others."""
+def test_one_outlier_seed_does_not_decide() -> None:
+    """One of ten seeds has a tail a hundred times as long in both arms: the change is that of the others."""
     figures = {
         run_name("d", arm, load_level(0.9), seed): {
             "x": (2.0 if arm == "a" else 1.0) * (100.0 if seed == 1 else 1.0)
@@ -141,7 +142,7 @@ def test_one_seed_does_not_decide() -> None:
     assert results.curve("d", "b", "x")["b_x"] == pytest.approx([math.exp(0.1 * math.log(100.0))])
 
 
-def test_scale_is_judged_by_its_orderings() -> None:
+def test_scale_claims_are_judged_by_orderings() -> None:
     variance = {"vllm": 5.0, "rescheduling": 1.0, "ares_oracle": 0.5}
 
     def figures(tick_ms: float) -> dict[str, Figures]:
@@ -176,8 +177,8 @@ def test_a_small_run(arm: str) -> None:
     assert number(figures, "kv_share") <= number(figures, "kv_fullest_share") <= 1.0
 
 
-def test_rates_and_ticks() -> None:
+def test_a_run_at_a_rate_measures_rate_and_tick_times() -> None:
     figures = serve_at_rate("sharegpt_ares", "ares_oracle", 8, 0.5, 48, 1)
-    # Of 24 requests between the second third and the last eighth.
+    # The rate is measured over 24 requests between the second third and the last eighth.
     assert number(figures, "rate_per_s") == pytest.approx(0.5, rel=0.5)
     assert 0.0 < number(figures, "tick_mean_ms") <= number(figures, "tick_max_ms")

@@ -1,4 +1,4 @@
-"""Claims of Arrow and CascadeInfer: judges on figures written by hand, rules, and one tiny run each."""
+"""Claims of Arrow and CascadeInfer: verdicts on synthetic figures, rules, and one tiny run each."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def test_every_row_of_both_papers_has_one_claim() -> None:
     assert sorted(claims) == sorted([f"R{n}" for n in range(1, 11)] + [f"C{n}" for n in range(1, 17)])
 
 
-def test_runs_can_be_sent_to_other_processes() -> None:
+def test_runs_have_distinct_names_and_can_be_pickled() -> None:
     runs = [run for experiment in ALL for run in experiment.runs]
     assert len({run.name for run in runs}) == len(runs)
     assert pickle.loads(pickle.dumps(runs)) == runs
 
 
-def test_without_traces_their_rows_say_so_at_no_cost() -> None:
+def test_without_traces_their_claims_are_not_reproducible() -> None:
     assert not any(experiment.runs for experiment in arrow.EXPERIMENTS)
     findings = [finding for experiment in arrow.EXPERIMENTS for finding in experiment.judge({})]
     assert set(verdicts(findings).values()) == {Verdict.NOT_REPRODUCIBLE}
@@ -69,15 +69,15 @@ def test_without_traces_their_rows_say_so_at_no_cost() -> None:
 
 
 @pytest.mark.parametrize("edge", [LOWEST, -3, 0, HIGHEST - 1])
-def test_bisection_ends_on_both_sides_of_the_target(edge: int) -> None:
+def test_bisection_brackets_the_target(edge: int) -> None:
     seen = bisect(lambda n: 1.0 if n <= edge else 0.5)
     assert seen[edge] >= 0.9 > seen[edge + 1]
     assert len(seen) <= 7
 
 
-def test_crossing_is_linear_between_its_neighbours() -> None:
+def test_the_crossing_is_interpolated_linearly() -> None:
     assert crossing({10.0: 1.0, 20.0: 0.8, 40.0: 0.1}) == pytest.approx(15.0)
-    # Never or always sustained: the end of what was tried.
+    # Never or always sustained: the end of the range.
     assert crossing({10.0: 0.5, 20.0: 0.4}) == 10.0
     assert crossing({10.0: 1.0, 20.0: 0.95}) == 20.0
 
@@ -94,7 +94,7 @@ def rates(sustainable: float, attainments: Sequence[float]) -> Figures:
 
 
 @pytest.mark.parametrize(
-    ("aware", "turning", "rate", "balance"),
+    ("aware", "round_robin_attainment", "rate", "balance"),
     [
         (16.0, 0.66, Verdict.HOLDS, Verdict.HOLDS),
         (22.0, 0.60, Verdict.DIRECTION, Verdict.DIRECTION),
@@ -102,37 +102,39 @@ def rates(sustainable: float, attainments: Sequence[float]) -> Figures:
     ],
 )
 def test_the_ablation_is_judged_by_effect(
-    aware: float, turning: float, rate: Verdict, balance: Verdict
+    aware: float, round_robin_attainment: float, rate: Verdict, balance: Verdict
 ) -> None:
-    # Where Round Robin is ahead at each rate there is no gain at all.
-    steady = 1.0 if turning < 0.7 else 1.01
+    # If Round Robin is ahead at each rate, there is no gain.
+    steady = 1.0 if round_robin_attainment < 0.7 else 1.01
     runs = {
         "arrow": rates(aware, [1.0, 0.9, 0.8]),
         "minimal_load": rates(10.0, [1.0, 0.9, 0.7]),
-        "round_robin_pools": rates(10.0, [steady, 0.9 * steady, turning]),
+        "round_robin_pools": rates(10.0, [steady, 0.9 * steady, round_robin_attainment]),
     }
     starts = (0.0, 0.5)
     figures = {run_name("x", policy, start): run for policy, run in runs.items() for start in starts}
     found = judge_ablation("x", starts, R5, 1.67, R6, 0.043)(figures)
     assert verdicts(found) == {"R5": rate, "R6": balance}
-    # Where the trace begins makes more difference than who serves it.
-    figures[run_name("x", "minimal_load", 0.5)] = rates(10.0, [steady, 0.9 * steady, turning + 0.001])
+    # The start of the trace makes more difference than the policy.
+    figures[run_name("x", "minimal_load", 0.5)] = rates(
+        10.0, [steady, 0.9 * steady, round_robin_attainment + 0.001]
+    )
     found = judge_ablation("x", starts, R5, 1.67, R6, 0.043)(figures)
     assert verdicts(found)["R6"] is Verdict.DOES_NOT_HOLD
 
 
-def test_gains_are_over_common_rates_alone() -> None:
+def test_gains_are_computed_at_common_rates_only() -> None:
     one: Figures = {"rates_per_s": [1.0, 2.0], "attainments": [1.0, 0.9]}
     other: Figures = {"rates_per_s": [2.0, 3.0], "attainments": [0.8, 0.1]}
     assert gains_at(one, other) == {2.0: pytest.approx(0.1)}
     assert gains_at(one, {"rates_per_s": [5.0], "attainments": [0.0]}) == {}
 
 
-def test_a_trace_begun_elsewhere_has_the_same_requests() -> None:
+def test_a_rotated_trace_has_the_same_requests() -> None:
     requests = [SimRequest(str(n), n * n * 1.0, 100 + n, 0, 10) for n in range(5)]
     turned = rotated(Workload("w", requests, ""), 0.6)
     assert [r.request_id for r in turned.requests] == ["3", "4", "0", "1", "2"]
-    # 16 s in four gaps, and one more to the first again.
+    # Four gaps add up to 16 s; a mean gap leads back to the first request.
     assert [r.arrival_s for r in turned.requests] == [0.0, 7.0, 11.0, 12.0, 15.0]
     assert rotated(Workload("w", requests, ""), 0.0).requests == requests
 
@@ -145,7 +147,7 @@ def scaled(aware: Sequence[float], static: Sequence[float]) -> Mapping[str, Figu
     }
 
 
-def test_scalability_is_an_ordering() -> None:
+def test_scalability_is_judged_by_orderings() -> None:
     static = (0.2, 0.3, 0.4, 0.5)
     assert verdicts(judge_scalability(scaled((0.2, 0.4, 0.6, 0.8), static))) == {"R9": Verdict.HOLDS}
     bent = judge_scalability(scaled((0.2, 0.31, 0.41, 0.99), static))
@@ -154,14 +156,14 @@ def test_scalability_is_an_ordering() -> None:
     assert verdicts(below) == {"R9": Verdict.DOES_NOT_HOLD}
 
 
-def test_the_unit_of_rates_is_half_of_the_cluster_prefilling() -> None:
+def test_the_rate_unit_is_prefill_on_half_of_the_cluster() -> None:
     profile = load_profile("llama-3.1-8b-h800")
     requests = [SimRequest(str(n), float(n), 1_000, 0, 10) for n in range(3)]
     alone_s = (profile.prefill.base_ms + profile.prefill.ms(0, 1_000)) / 1e3
     assert half_capacity_per_s(profile, Workload("w", requests, "")) == pytest.approx(4 / alone_s)
 
 
-def test_a_tiny_trace_from_end_to_end(tmp_path: Path) -> None:
+def test_attainment_on_a_tiny_trace(tmp_path: Path) -> None:
     file = tmp_path / CODE.file
     file.parent.mkdir()
     rows = [f"2023-11-16 18:17:{n:02d}.5000000,{1_000 + 100 * n},{5 + n}" for n in range(20)]
@@ -192,12 +194,12 @@ GOOD: Figures = {
 
 
 def served(effort: Effort, **worse: Mapping[str, float]) -> dict[str, Figures]:
-    """Everybody as good as CascadeInfer, but for what is given."""
+    """Return figures equal to CascadeInfer's for every policy, except for the given ones."""
     return {cell.name: {**GOOD, **worse.get(cell.policy, {})} for cell in cells(effort)}
 
 
 @pytest.mark.parametrize("effort", [QUICK, WHOLE])
-def test_heavy_load_is_judged_by_ranges(effort: Effort) -> None:
+def test_heavy_load_claims_are_judged_by_ranges(effort: Effort) -> None:
     figures = served(
         effort,
         round_robin={
@@ -238,7 +240,7 @@ def test_spreads_are_over_the_seeds_of_the_judged_loads() -> None:
     assert "±" in row.ours
 
 
-def test_a_test_point_leaves_its_warm_up_out() -> None:
+def test_a_test_point_excludes_its_warm_up() -> None:
     figures = serve("cascade", FIGURE_2, 0.05, 40.0, 1 / 3, 1)
     assert figures["measured"] == pytest.approx(40.0 * 0.05 * 393.0 * (7 / 8 - 1 / 3), rel=0.05)
     assert figures["kept_up"] == pytest.approx(1.0, abs=0.15)
@@ -275,7 +277,7 @@ def test_balance_prediction_and_planning_are_judged() -> None:
     assert planned(0.1) is Verdict.DOES_NOT_HOLD
 
 
-def test_batches_of_one_figure_hold_the_same_tokens() -> None:
+def test_batches_of_a_figure_have_equal_tokens() -> None:
     totals = [int(lengths.sum()) for lengths in batches().values()]
     assert max(totals) - min(totals) <= len(batches()["alike"])
     figures = steps()
@@ -284,18 +286,18 @@ def test_batches_of_one_figure_hold_the_same_tokens() -> None:
     assert 1.0 <= max(alike) < min(dwarfed)
 
 
-def test_the_testbed_saturates_less_early_for_shorter_requests() -> None:
+def test_the_saturation_rate_is_higher_for_shorter_requests() -> None:
     assert saturation_per_s(llama_on_h20(), [(100, 100)]) > saturation_per_s(llama_on_h20(), [(100, 200)]) > 0
 
 
-def test_four_stages_of_four() -> None:
+def test_four_stages_have_four_instances_each() -> None:
     stages = four_stages(llama_on_h20(), 0.5)
     assert [len(stage.instance_ids) for stage in stages] == [4, 4, 4, 4]
     assert tiles(stages, 131_072)
 
 
-def test_what_a_run_is_measured_by() -> None:
-    """A batch of two that never changes: features by hand; every token counted once."""
+def test_measurements_of_a_run() -> None:
+    """A constant batch of two has known features; every token is counted once."""
     spec = ClusterSpec.uniform(1, llama_on_h20(), max_num_seqs=2)
     result = simulate(spec, [SimRequest(str(n), 0.0, 100, 0, 400) for n in range(2)], LeastLoaded(), Fcfs())
     seen, latency = observed(result.requests)

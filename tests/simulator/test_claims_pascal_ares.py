@@ -1,4 +1,4 @@
-"""PASCAL's and ARES's claims: experiments well formed, judges on figures written by hand, small runs."""
+"""PASCAL's and ARES's claims: well-formed experiments, verdicts on synthetic figures, and small runs."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def test_every_row_is_claimed_once() -> None:
 
 
 @pytest.mark.parametrize("experiment", ALL, ids=lambda e: e.name)
-def test_runs_have_distinct_names_and_can_be_sent_to_a_process(experiment: Experiment) -> None:
+def test_runs_have_distinct_names_and_can_be_pickled(experiment: Experiment) -> None:
     assert len({run.name for run in experiment.runs}) == len(experiment.runs)
     assert pickle.loads(pickle.dumps(experiment.runs)) == experiment.runs
 
 
 @pytest.mark.parametrize("experiment", [e for e in ALL if not e.runs], ids=lambda e: e.name)
-def test_rows_that_cannot_be_checked_say_why_at_no_cost(experiment: Experiment) -> None:
+def test_claims_that_cannot_be_checked_state_the_reason(experiment: Experiment) -> None:
     findings = experiment.judge({})
     assert [f.claim_id for f in findings] == [c.claim_id for c in experiment.claims]
     assert all(f.verdict is Verdict.NOT_REPRODUCIBLE and f.why for f in findings)
@@ -65,7 +65,7 @@ def test_an_effect_holds_within_a_third(ours: float, paper: float, verdict: Verd
     assert judge_effect(ours, paper) is verdict
 
 
-def test_bounds_orderings_and_claims_of_parts() -> None:
+def test_verdicts_of_bounds_orderings_and_parts() -> None:
     assert [judge_bound(x, 0.06, 0.5) for x in (0.08, 0.2, 0.6)] == [HOLDS, DIRECTION, NOT]
     orderings = ([True] * 3, [True, True, False], [True, False])
     assert [judge_ordering(x) for x in orderings] == [HOLDS, DIRECTION, NOT]
@@ -75,7 +75,7 @@ def test_bounds_orderings_and_claims_of_parts() -> None:
 # ---- load
 
 
-def test_saturation_is_where_the_kv_is_full_on_average() -> None:
+def test_at_saturation_the_kv_is_full_on_average() -> None:
     profile = load_profile("r1-distill-qwen-32b-h100")
     requests = [SimRequest("a", 0.0, 100, 0, 1_000)]
     rate = saturation_rate(profile, requests, 1)
@@ -96,7 +96,7 @@ def test_loads_send_the_same_requests() -> None:
 # ---- PASCAL
 
 
-def test_tails_follow_figure_10() -> None:
+def test_tail_latency_by_reasoning_length() -> None:
     assert [percentile_for(n) for n in (4, 5, 9, 10, 19, 20, 99, 100)] == [None, 100, 100, 90, 90, 95, 95, 99]
     reasoning = np.array([0] * 5 + [255] + [256] * 4)
     tails = tail_by_bin(zip(reasoning.tolist(), range(10), strict=True))
@@ -110,7 +110,7 @@ def test_tails_follow_figure_10() -> None:
 
 
 def _pascal_figures(**changes: Figures) -> dict[str, Figures]:
-    """What the paper reports, as figures; `changes` replace those of a scheduler."""
+    """Return the figures that the paper reports; `changes` replace those of a scheduler."""
     tails = {
         "fcfs": [70.0, 60.0, 100.0],
         "rr": [25.0, 60.0, 150.0],
@@ -145,16 +145,16 @@ def _by_id(findings: object) -> dict[str, Finding]:
     return {finding.claim_id: finding for finding in findings}
 
 
-def test_pascal_holds_where_it_does_as_the_paper_says() -> None:
+def test_pascal_claims_hold_with_the_figures_of_the_paper() -> None:
     found = _by_id(pascal_serving.judge(WHOLE, _pascal_figures()))
     assert list(found) == [f"P{n}" for n in range(1, 13)]
-    # With these tails RR's best bin is -29% and its effect on the mixture twice the paper's.
+    # With these tails, RR's best bin is -29%, and its effect on the mixture is twice that of the paper.
     expected = dict.fromkeys(found, HOLDS) | {"P12": DIRECTION}
     assert {name: finding.verdict for name, finding in found.items()} == expected
     assert "-64%" in found["P1"].ours
 
 
-def test_findings_tell_their_spread_over_seeds() -> None:
+def test_findings_include_their_spread_over_seeds() -> None:
     figures = _pascal_figures()
     for name, run in list(figures.items()):
         _, arm, _, seed = name.split("/")
@@ -172,7 +172,7 @@ def test_a_quick_check_has_the_same_rows_and_fewer_runs() -> None:
     assert 3 * sum(r.cost_s for e in quick for r in e.runs) < sum(r.cost_s for e in whole for r in e.runs)
 
 
-def test_pascal_does_not_hold_where_it_loses() -> None:
+def test_pascal_claims_do_not_hold_with_worse_figures() -> None:
     worse: Figures = {
         "violations": 0.5,
         "tokens_per_s": 50.0,
@@ -187,7 +187,7 @@ def test_pascal_does_not_hold_where_it_loses() -> None:
     assert part["P5"].verdict is NOT and part["P9"].verdict is DIRECTION
 
 
-def test_one_gpu_is_judged() -> None:
+def test_single_gpu_claims_are_judged() -> None:
     def figures(short: float, long: float, attained: float, attained_long: float) -> Figures:
         return {
             "latency_short_s": short,
@@ -208,13 +208,13 @@ def test_one_gpu_is_judged() -> None:
     assert [f.verdict for f in _by_id(single.judge(WHOLE, runs)).values()] == [NOT, NOT]
 
 
-def test_an_answer_that_comes_late_is_charged_for_it() -> None:
+def test_a_late_answer_reduces_qoe() -> None:
     spec = ClusterSpec.uniform(1, load_profile("r1-distill-qwen-32b-h100"), max_num_seqs=1)
     requests = [SimRequest(f"r{n}", 0.0, 128, 0, 256) for n in range(2)]
     first, second = simulate(spec, requests, MinKv(), Fcfs()).requests
     assert single.qoe_with_ttfat(first) == pytest.approx(1.0)
     assert second.qoe == 1.0 and second.ttft_s is not None
-    # All tokens late by d of the 25.6 s that reading takes: (D n - t) / ((D + d) n - t), t = p n (n - 1) / 2.
+    # All tokens are d late, and reading takes D = 25.6 s: (D n - t) / ((D + d) n - t), t = p n (n - 1) / 2.
     late, area = second.ttft_s - 0.25, 25.5 * 256 - 0.1 * 256 * 255 / 2
     assert single.qoe_with_ttfat(second) == pytest.approx(area / (area + late * 256))
 
@@ -227,7 +227,7 @@ def test_a_small_run_of_pascal(arm: str) -> None:
 
 
 class _Checked(Pascal):
-    """Counts each instance's requests both ways."""
+    """Compare the incremental counts of each instance with a recount."""
 
     checks = 0
 
@@ -243,7 +243,7 @@ class _Checked(Pascal):
         return super().on_reasoning_ended(view, request, now)
 
 
-def test_phases_are_counted_alike_with_and_without_views() -> None:
+def test_incremental_phase_counts_equal_a_recount() -> None:
     profile = load_profile("r1-distill-qwen-32b-h100")
     spec = ClusterSpec.uniform(3, profile, kv_capacity_tokens=12_000)
     requests = [

@@ -1,4 +1,4 @@
-"""`tailrace claims`: what is run, judged, chosen and said. The experiments here are made up."""
+"""`tailrace claims`: runs, verdicts, selection and output, with synthetic experiments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from simulator.claims.base import Claim, Experiment, Figures, Finding, Run, Verdict
 from simulator.claims.catalogue import UnknownClaimError, check, experiments, select
 from simulator.cli import claims as command
-from tests.simulator.command_lines import done, run
+from tests.simulator.command_lines import run_cli, run_cli_ok
 
 pytestmark = pytest.mark.fleet
 
@@ -62,18 +62,18 @@ FAILING = Experiment(
 
 
 @pytest.fixture
-def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command knows these experiments alone."""
+def synthetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the experiments of the command by synthetic ones."""
     monkeypatch.setattr(command, "experiments", lambda _traces, _effort: [FIRST, SECOND])
 
 
-def test_runs_of_two_experiments_may_have_the_same_name() -> None:
+def test_two_experiments_can_have_runs_of_the_same_name() -> None:
     found = {one.claim.claim_id: one.finding for one in check([FIRST, SECOND], processes=1)}
     assert found["T1"].ours == "2x"
     assert found["U1"].verdict is Verdict.DOES_NOT_HOLD
 
 
-def test_an_experiment_judges_its_own_claims() -> None:
+def test_an_experiment_must_judge_its_own_claims() -> None:
     other = Experiment("other", FIRST.claims, SECOND.runs, _judge_second)
     with pytest.raises(ValueError, match="other judges"):
         check([other], processes=1)
@@ -88,23 +88,25 @@ def test_an_experiment_judges_its_own_claims() -> None:
         (("U1", "TEST"), ["first", "second"], {"T1", "T2", "U1"}),
     ],
 )
-def test_selection(wanted: tuple[str, ...], experiments_: list[str], ids: set[str]) -> None:
+def test_claims_are_selected_by_id_or_paper(
+    wanted: tuple[str, ...], experiments_: list[str], ids: set[str]
+) -> None:
     needed, chosen = select([FIRST, SECOND], wanted)
     assert [experiment.name for experiment in needed] == experiments_
     assert chosen == ids
 
 
-def test_unknown_claims() -> None:
+def test_an_unknown_claim_is_an_error() -> None:
     with pytest.raises(UnknownClaimError, match="unknown claim or paper 'x'; papers: Test, Other"):
         select([FIRST, SECOND], ["x"])
 
 
-@pytest.mark.usefixtures("made_up")
-def test_json_and_save(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("synthetic")
+def test_json_output_and_saved_file(tmp_path: Path) -> None:
     path = tmp_path / "claims.json"
-    said = json.loads(done("claims", "-o", "json", "--save", path, "--processes", 1).stdout)
-    assert [claim["id"] for claim in said["claims"]] == ["T1", "T2", "U1"]
-    assert said["claims"][0] | {} == {
+    reply = json.loads(run_cli_ok("claims", "-o", "json", "--save", path, "--processes", 1).stdout)
+    assert [claim["id"] for claim in reply["claims"]] == ["T1", "T2", "U1"]
+    assert reply["claims"][0] | {} == {
         "id": "T1",
         "paper": "Test",
         "where": "figure 1",
@@ -116,13 +118,13 @@ def test_json_and_save(tmp_path: Path) -> None:
         "figures": {"gain": 2.0, "series": [1.0, 2.0]},
         "spreads": {"gain": 0.5},
     }
-    assert said["verdicts"] == {"holds": 1, "does not hold": 1, "not reproducible here": 1}
-    assert json.loads(path.read_text()) == said
+    assert reply["verdicts"] == {"holds": 1, "does not hold": 1, "not reproducible here": 1}
+    assert json.loads(path.read_text()) == reply
 
 
-@pytest.mark.usefixtures("made_up")
-def test_table_of_what_is_asked_for() -> None:
-    lines = done("claims", "T2", "--processes", 1).stdout.splitlines()
+@pytest.mark.usefixtures("synthetic")
+def test_table_of_selected_claims() -> None:
+    lines = run_cli_ok("claims", "T2", "--processes", 1).stdout.splitlines()
     assert len(lines) == 3
     assert lines[1].split() == [
         "T2",
@@ -140,52 +142,52 @@ def test_table_of_what_is_asked_for() -> None:
     assert lines[2] == "1 not reproducible here"
 
 
-@pytest.mark.usefixtures("made_up")
-def test_list_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("synthetic")
+def test_listing_runs_no_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "check", None)
-    assert [line.split()[0] for line in done("claims", "--list").stdout.splitlines()] == [
+    assert [line.split()[0] for line in run_cli_ok("claims", "--list").stdout.splitlines()] == [
         "ID",
         "T1",
         "T2",
         "U1",
     ]
-    said = json.loads(done("claims", "other", "--list", "-o", "json").stdout)
-    assert said["claims"] == [
+    reply = json.loads(run_cli_ok("claims", "other", "--list", "-o", "json").stdout)
+    assert reply["claims"] == [
         {"id": "U1", "paper": "Other", "where": "section 3", "claim": "more", "number": "1"}
     ]
 
 
-@pytest.mark.usefixtures("made_up")
-def test_wrong_usage(tmp_path: Path) -> None:
-    result = run("claims", "Z9")
+@pytest.mark.usefixtures("synthetic")
+def test_usage_errors(tmp_path: Path) -> None:
+    result = run_cli("claims", "Z9")
     assert result.exit_code == 2
     assert (
         result.stderr
         == "tailrace: unknown claim or paper 'Z9'; papers: Test, Other; --list shows the claims\n"
     )
-    result = run("claims", "--save", tmp_path / "no" / "x.json")
+    result = run_cli("claims", "--save", tmp_path / "no" / "x.json")
     assert result.exit_code == 2
     assert "--save: there is no folder" in result.stderr
 
 
-def test_a_run_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_run_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "experiments", lambda _traces, _effort: [FAILING])
-    result = run("claims", "--processes", 1)
+    result = run_cli("claims", "--processes", 1)
     assert result.exit_code == 1
     assert result.stderr == "tailrace: failing: it: ValueError: nothing to measure\n"
 
 
-def test_the_real_ones_are_distinct() -> None:
+def test_claim_ids_and_experiment_names_are_distinct() -> None:
     everything = experiments()
     ids = [claim.claim_id for experiment in everything for claim in experiment.claims]
     assert len(set(ids)) == len(ids)
     assert len({experiment.name for experiment in everything}) == len(everything)
 
 
-@pytest.mark.usefixtures("made_up")
-def test_report(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("synthetic")
+def test_html_report(tmp_path: Path) -> None:
     path = tmp_path / "claims.html"
-    done("claims", "test", "--processes", 1, "--report", path)
+    run_cli_ok("claims", "test", "--processes", 1, "--report", path)
     html = path.read_text()
     assert '<td class="yes">✓ holds</td>' in html
     assert '<td class="unknown">– not reproducible here</td>' in html

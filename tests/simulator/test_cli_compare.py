@@ -1,4 +1,4 @@
-"""`tailrace compare`: policies side by side."""
+"""`tailrace compare`: comparison of policies."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ import pytest
 from simulator.scenario import Fleet, Scenario, run_scenario
 from simulator.workloads.resolve import WorkloadOptions
 from tailrace.slo import Slo
-from tests.simulator.command_lines import done, profile, run, workload
+from tests.simulator.command_lines import profile, run_cli, run_cli_ok, workload
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the workload is."""
+    """Return the folder of the workload."""
     return tmp_path_factory.mktemp("compare")
 
 
 @pytest.fixture(scope="module")
 def arguments(folder: Path) -> tuple[str, ...]:
-    """Two policies, two rates, two seeds, one process."""
+    """Return arguments for two policies, two rates, two seeds and one process."""
     return (
         *("compare", "pascal", "fcfs", "--workload", workload(folder, count=40), "--rate", "10", "--rate"),
         *("20", "--seeds", "2", "--count", "20", "--profile", str(profile(folder)), "--instances", "2"),
@@ -38,54 +38,54 @@ def arguments(folder: Path) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def said(arguments: tuple[str, ...]) -> dict[str, Any]:
-    """What it says as JSON."""
-    answer: dict[str, Any] = json.loads(done(*arguments, "-o", "json").stdout)
+def reply(arguments: tuple[str, ...]) -> dict[str, Any]:
+    """Return the JSON output."""
+    answer: dict[str, Any] = json.loads(run_cli_ok(*arguments, "-o", "json").stdout)
     return answer
 
 
-def test_a_group_for_each_rate_with_all_policies(said: dict[str, Any]) -> None:
-    assert [group["rate_per_s"] for group in said["groups"]] == [10.0, 20.0]
-    for group in said["groups"]:
+def test_each_rate_has_a_group_with_all_policies(reply: dict[str, Any]) -> None:
+    assert [group["rate_per_s"] for group in reply["groups"]] == [10.0, 20.0]
+    for group in reply["groups"]:
         assert [cell["policy"] for cell in group["policies"]] == ["pascal", "fcfs"]
         assert all(len(cell["runs"]) == 2 for cell in group["policies"])
 
 
-def test_figures_are_those_of_single_runs(
-    said: dict[str, Any], arguments: tuple[str, ...], folder: Path
+def test_figures_equal_those_of_single_runs(
+    reply: dict[str, Any], arguments: tuple[str, ...], folder: Path
 ) -> None:
-    # The second seed takes the second half of the trace, which begins with its 21st request.
+    # The second seed gets the second half of the trace, which begins with the 21st request.
     options = WorkloadOptions(seed=1, rate_per_s=20.0, count=20, start_s=1.0)
     scenario = Scenario("fcfs", arguments[4], options, Fleet(str(profile(folder)), 2), Slo())
     alone = run_scenario(scenario).figures.as_dict()
-    assert said["groups"][1]["policies"][1]["runs"][1] == alone
+    assert reply["groups"][1]["policies"][1]["runs"][1] == alone
 
 
-def test_means_and_intervals(said: dict[str, Any]) -> None:
-    cell = said["groups"][0]["policies"][0]
+def test_means_and_intervals(reply: dict[str, Any]) -> None:
+    cell = reply["groups"][0]["policies"][0]
     one, two = (single["ttft_p50_s"] for single in cell["runs"])
     assert cell["mean"]["ttft_p50_s"] == pytest.approx((one + two) / 2)
     # Two values: half of their distance times 12.706.
     assert cell["half_width"]["ttft_p50_s"] == pytest.approx(abs(one - two) / 2 * 12.706)
 
 
-def test_the_best_is_the_best(said: dict[str, Any]) -> None:
-    for group in said["groups"]:
+def test_the_best_policy_of_each_metric(reply: dict[str, Any]) -> None:
+    for group in reply["groups"]:
         means = {cell["policy"]: cell["mean"]["ttft_p99_s"] for cell in group["policies"]}
         assert group["best"]["ttft_p99_s"] == min(means, key=means.__getitem__)
 
 
-def test_csv_is_a_line_a_run_and_the_table_marks_the_best(arguments: tuple[str, ...]) -> None:
-    rows = list(csv.DictReader(io.StringIO(done(*arguments, "-o", "csv").stdout)))
+def test_csv_has_a_row_per_run(arguments: tuple[str, ...]) -> None:
+    rows = list(csv.DictReader(io.StringIO(run_cli_ok(*arguments, "-o", "csv").stdout)))
     assert len(rows) == 8
     assert {(row["policy"], row["seed"], row["asked_rate_per_s"]) for row in rows} == {
         (policy, seed, rate) for policy in ("pascal", "fcfs") for seed in "01" for rate in ("10.0", "20.0")
     }
 
 
-def test_table_and_report(arguments: tuple[str, ...], folder: Path) -> None:
+def test_table_and_html_report(arguments: tuple[str, ...], folder: Path) -> None:
     page = folder / "compare.html"
-    result = done(*arguments, "--report", page)
+    result = run_cli_ok(*arguments, "--report", page)
     lines = result.stdout.splitlines()
     assert sum(line.startswith("pascal ") for line in lines) == 2
     assert any("*" in line for line in lines if line.startswith(("pascal ", "fcfs ")))
@@ -95,7 +95,7 @@ def test_table_and_report(arguments: tuple[str, ...], folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (("pascal", "magic", "--workload", "r1", "--rate", "1"), "POLICY: unknown policy 'magic'"),
         (("pascal", "pascal", "--workload", "r1", "--rate", "1"), "POLICY: pascal is given twice"),
@@ -105,13 +105,13 @@ def test_table_and_report(arguments: tuple[str, ...], folder: Path) -> None:
         (("--workload", "r1"), "POLICY"),
     ],
 )
-def test_wrong_usage_is_said_before_anything_runs(arguments: tuple[str, ...], says: str) -> None:
-    result = run("compare", *arguments)
+def test_usage_errors_are_reported_before_any_run(arguments: tuple[str, ...], message: str) -> None:
+    result = run_cli("compare", *arguments)
     assert result.exit_code == 2
-    assert says in " ".join(result.stderr.split())
+    assert message in " ".join(result.stderr.split())
 
 
-def test_a_run_that_fails_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_run_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "broken_policy.py").write_text(
         "from tailrace.actions import Place\n"
         "from tailrace.policy.min_kv import MinKv\n\n\n"
@@ -122,7 +122,7 @@ def test_a_run_that_fails_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [*sys.path])
     policy = "broken_policy:Broken"
-    result = run(
+    result = run_cli(
         "compare", policy, "--workload", workload(folder, name="v"), "--seeds", "1", "--processes", "1"
     )
     assert result.exit_code == 1
@@ -131,8 +131,8 @@ def test_a_run_that_fails_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("ctrl_c")
-def test_ctrl_c_leaves_no_process_behind(folder: Path) -> None:
-    # Far more than is done before the signal comes.
+def test_ctrl_c_leaves_no_process_running(folder: Path) -> None:
+    # Far more than can finish before the signal.
     command = [
         *(sys.executable, "-c", "from tailrace.cli.main import main; main()", "compare", "pascal", "fcfs"),
         *("--workload", "r1", "--rate", "20", "--count", "20000", "--processes", "2"),
@@ -143,43 +143,43 @@ def test_ctrl_c_leaves_no_process_behind(folder: Path) -> None:
     try:
         while not workers and process.poll() is None:
             workers = [child for child in parent.children() if "spawn_main" in " ".join(child.cmdline())]
-        # As a terminal does it: to the whole group.
+        # Like a terminal, signal the whole group.
         os.killpg(process.pid, signal.SIGINT)
-        _, said = process.communicate(timeout=120)
+        _, reply = process.communicate(timeout=120)
     finally:
         process.kill()
     assert process.returncode == 1
-    assert said.strip() == "Aborted!", said
+    assert reply.strip() == "Aborted!", reply
     assert workers
     assert psutil.wait_procs(workers, timeout=30)[1] == []
 
 
-def test_parameters_of_all_and_of_one(arguments: tuple[str, ...], tmp_path: Path) -> None:
+def test_parameters_for_all_policies_and_for_one(arguments: tuple[str, ...], tmp_path: Path) -> None:
     page = tmp_path / "compare.html"
     given = ("--set", "queued_weight=0.5", "--set", "pascal:quantum_tokens=3", "--report", page)
-    said = json.loads(done(*arguments, *given, "-o", "json").stdout)
-    pascal, fcfs = said["groups"][0]["policies"]
+    reply = json.loads(run_cli_ok(*arguments, *given, "-o", "json").stdout)
+    pascal, fcfs = reply["groups"][0]["policies"]
     assert pascal["parameters"] == {"queued_weight": 0.5, "quantum_tokens": 3}
     assert fcfs["parameters"] == {"queued_weight": 0.5}
     assert "queued_weight=0.5, quantum_tokens=3" in page.read_text()
-    lines = done(*arguments, *given).stdout.splitlines()
+    lines = run_cli_ok(*arguments, *given).stdout.splitlines()
     assert "pascal: queued_weight=0.5, quantum_tokens=3" in lines
 
 
-def test_what_is_said_of_one_goes_before_what_is_said_of_all(arguments: tuple[str, ...]) -> None:
+def test_parameters_for_one_policy_override_those_for_all(arguments: tuple[str, ...]) -> None:
     given = ("--set", "pascal:queued_weight=0.25", "--set", "queued_weight=0.5", "-o", "json")
-    pascal, fcfs = json.loads(done(*arguments, *given).stdout)["groups"][0]["policies"]
+    pascal, fcfs = json.loads(run_cli_ok(*arguments, *given).stdout)["groups"][0]["policies"]
     assert (pascal["parameters"], fcfs["parameters"]) == ({"queued_weight": 0.25}, {"queued_weight": 0.5})
 
 
 @pytest.mark.parametrize(
-    ("word", "says"),
+    ("word", "message"),
     [
         ("fcfs:quantum_tokens=3", "policy 'fcfs' has no parameter 'quantum_tokens'; its parameters: "),
         ("pace=3", "has no parameter 'pace'"),
         ("arrow:prefill_share=1", "'arrow' is not one of pascal, fcfs"),
     ],
 )
-def test_parameters_that_nobody_takes(arguments: tuple[str, ...], word: str, says: str) -> None:
-    result = run(*arguments, "--set", word)
-    assert result.exit_code == 2 and says in result.stderr
+def test_unknown_parameters_are_errors(arguments: tuple[str, ...], word: str, message: str) -> None:
+    result = run_cli(*arguments, "--set", word)
+    assert result.exit_code == 2 and message in result.stderr

@@ -1,4 +1,4 @@
-"""`tailrace simulate`: figures, formats, and what is said when something is wrong."""
+"""`tailrace simulate`: figures, output formats and error messages."""
 
 from __future__ import annotations
 
@@ -13,49 +13,49 @@ import pytest
 from simulator.scenario import Fleet, Scenario, run_scenario
 from simulator.workloads.resolve import WorkloadOptions
 from tailrace.slo import Slo
-from tests.simulator.command_lines import done, profile, run, workload
+from tests.simulator.command_lines import profile, run_cli, run_cli_ok, workload
 
 
 @pytest.fixture
 def small(tmp_path: Path) -> tuple[str, ...]:
-    """A workload and a fleet."""
+    """Return arguments for a small workload and fleet."""
     return (workload(tmp_path), "--profile", str(profile(tmp_path)), "--instances", "3")
 
 
 def test_json_has_the_figures_of_the_run(small: tuple[str, ...], tmp_path: Path) -> None:
-    result = done("simulate", "pascal", *small, "-o", "json", "--slo-ttft", 1, "--slo-tpot", 0.05)
-    said = json.loads(result.stdout)
+    result = run_cli_ok("simulate", "pascal", *small, "-o", "json", "--slo-ttft", 1, "--slo-tpot", 0.05)
+    reply = json.loads(result.stdout)
     outcome = run_scenario(
         Scenario(
             "pascal", small[0], WorkloadOptions(), Fleet(str(profile(tmp_path)), 3), Slo(1.0, 0.05, None)
         )
     )
-    assert said["figures"] == outcome.figures.as_dict()
-    assert said["slo"] == {"ttft_s": 1.0, "tpot_s": 0.05, "qoe": None, "pace_s": None, "admit": None}
-    assert said["figures"]["requests"] == said["figures"]["finished"] == 30
-    assert said["tail_ttft_s_by_reasoning_tokens"] == {str(at): tail for at, tail in outcome.tails.items()}
+    assert reply["figures"] == outcome.figures.as_dict()
+    assert reply["slo"] == {"ttft_s": 1.0, "tpot_s": 0.05, "qoe": None, "pace_s": None, "admit": None}
+    assert reply["figures"]["requests"] == reply["figures"]["finished"] == 30
+    assert reply["tail_ttft_s_by_reasoning_tokens"] == {str(at): tail for at, tail in outcome.tails.items()}
 
 
-def test_table(small: tuple[str, ...]) -> None:
-    lines = done("simulate", "fcfs", *small).stdout.splitlines()
+def test_table_output(small: tuple[str, ...]) -> None:
+    lines = run_cli_ok("simulate", "fcfs", *small).stdout.splitlines()
     assert lines[0].startswith("fcfs on requests of w.jsonl")
     assert any(line.startswith("SLO attainment") and line.endswith("%") for line in lines)
     assert lines[-1].startswith("SLO: TTFT within 2 s")
 
 
-def test_csv_is_one_row(small: tuple[str, ...]) -> None:
-    rows = list(csv.DictReader(io.StringIO(done("simulate", "rr", *small, "-o", "csv").stdout)))
+def test_csv_has_one_row(small: tuple[str, ...]) -> None:
+    rows = list(csv.DictReader(io.StringIO(run_cli_ok("simulate", "rr", *small, "-o", "csv").stdout)))
     assert len(rows) == 1
     assert rows[0]["policy"] == "rr"
     assert rows[0]["requests"] == "30"
 
 
-def test_own_class(small: tuple[str, ...]) -> None:
-    said = json.loads(done("simulate", "tailrace.policy.min_kv:MinKv", *small, "-o", "json").stdout)
-    assert said["figures"]["finished"] == 30
+def test_a_custom_policy_class(small: tuple[str, ...]) -> None:
+    reply = json.loads(run_cli_ok("simulate", "tailrace.policy.min_kv:MinKv", *small, "-o", "json").stdout)
+    assert reply["figures"]["finished"] == 30
 
 
-def test_own_class_in_the_working_directory(
+def test_a_custom_policy_class_in_the_working_directory(
     small: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine_here.py").write_text(
@@ -63,38 +63,38 @@ def test_own_class_in_the_working_directory(
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    said = json.loads(done("simulate", "mine_here:Mine", *small, "-o", "json").stdout)
-    assert said["policy"] == "mine_here:Mine"
+    reply = json.loads(run_cli_ok("simulate", "mine_here:Mine", *small, "-o", "json").stdout)
+    assert reply["policy"] == "mine_here:Mine"
 
 
-def test_slos_of_zero_ask_for_nothing(small: tuple[str, ...]) -> None:
-    result = done("simulate", "pascal", *small, "--slo-ttft", 0, "--slo-tpot", 0, "-o", "json")
+def test_slos_of_zero_are_always_met(small: tuple[str, ...]) -> None:
+    result = run_cli_ok("simulate", "pascal", *small, "--slo-ttft", 0, "--slo-tpot", 0, "-o", "json")
     assert json.loads(result.stdout)["figures"]["attainment"] == 1.0
 
 
-def test_what_was_refused_is_said(tmp_path: Path) -> None:
+def test_refused_requests_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "long.jsonl"
     path.write_text(
         '{"arrival_s": 0, "prompt_tokens": 5000, "answer_tokens": 3}\n'
         '{"arrival_s": 1, "prompt_tokens": 50, "answer_tokens": 3}\n'
     )
-    result = done("simulate", "pascal", f"jsonl:{path}", "--profile", profile(tmp_path), "-o", "json")
+    result = run_cli_ok("simulate", "pascal", f"jsonl:{path}", "--profile", profile(tmp_path), "-o", "json")
     assert json.loads(result.stdout)["figures"]["refused"] == 1
     assert "1 requests were refused, the first: 5003 tokens" in result.stderr
 
 
-def test_nothing_finished_is_no_number(tmp_path: Path) -> None:
+def test_without_finished_requests_latency_is_null(tmp_path: Path) -> None:
     path = tmp_path / "long.jsonl"
     path.write_text('{"arrival_s": 0, "prompt_tokens": 5000, "answer_tokens": 3}\n')
     arguments = ("simulate", "pascal", f"jsonl:{path}", "--profile", profile(tmp_path))
-    figures = json.loads(done(*arguments, "-o", "json").stdout)["figures"]
+    figures = json.loads(run_cli_ok(*arguments, "-o", "json").stdout)["figures"]
     assert figures["ttft_p99_s"] is None
     assert figures["attainment"] == 0.0
-    assert "TTFT P99" in done(*arguments, "--report", tmp_path / "r.html").stdout
+    assert "TTFT P99" in run_cli_ok(*arguments, "--report", tmp_path / "r.html").stdout
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (("magic", "r1"), "tailrace: POLICY: unknown policy 'magic'; known: ares, "),
         (("pascal", "nothing"), "tailrace: workload: unknown workload 'nothing'; generators: "),
@@ -109,10 +109,10 @@ def test_nothing_finished_is_no_number(tmp_path: Path) -> None:
         (("pascal", "r1", "--rate", "5", "--report", "/no/such/folder/x.html"), "no folder /no/such/folder"),
     ],
 )
-def test_wrong_usage_names_the_field(arguments: tuple[str, ...], says: str) -> None:
-    result = run("simulate", *arguments)
+def test_usage_errors_name_the_field(arguments: tuple[str, ...], message: str) -> None:
+    result = run_cli("simulate", *arguments)
     assert result.exit_code == 2
-    assert says in " ".join(result.stderr.split())
+    assert message in " ".join(result.stderr.split())
     assert result.stdout == ""
 
 
@@ -122,29 +122,29 @@ def test_a_malformed_row_names_its_line(tmp_path: Path) -> None:
         '{"arrival_s": 0, "prompt_tokens": 1, "answer_tokens": 1}\n'
         '{"arrival_s": 1, "prompt_tokens": 0, "answer_tokens": 1}\n'
     )
-    result = run("simulate", "pascal", f"jsonl:{path}")
+    result = run_cli("simulate", "pascal", f"jsonl:{path}")
     assert result.exit_code == 2
     assert "broken.jsonl" in result.stderr
     assert "2" in result.stderr
     assert "prompt_tokens" in result.stderr
 
 
-def test_parameters_of_the_policy_and_of_its_order(small: tuple[str, ...], tmp_path: Path) -> None:
+def test_parameters_of_the_policy_and_its_batch_order(small: tuple[str, ...], tmp_path: Path) -> None:
     arguments = ("simulate", "pascal", *small, "--set", "quantum_tokens=3", "--set", "demotion_tokens=40")
-    said = json.loads(done(*arguments, "-o", "json").stdout)
-    assert said["parameters"] == {"quantum_tokens": 3, "demotion_tokens": 40}
-    plain = json.loads(done("simulate", "pascal", *small, "-o", "json").stdout)
+    reply = json.loads(run_cli_ok(*arguments, "-o", "json").stdout)
+    assert reply["parameters"] == {"quantum_tokens": 3, "demotion_tokens": 40}
+    plain = json.loads(run_cli_ok("simulate", "pascal", *small, "-o", "json").stdout)
     assert plain["parameters"] == {}
-    # Turns of three tokens on a small cache are another schedule.
-    assert said["figures"] != plain["figures"]
+    # A quantum of three tokens on a small cache gives a different schedule.
+    assert reply["figures"] != plain["figures"]
     page = tmp_path / "run.html"
-    first = done(*arguments, "--report", page).stdout.splitlines()[0]
+    first = run_cli_ok(*arguments, "--report", page).stdout.splitlines()[0]
     assert first.startswith("pascal (quantum_tokens=3, demotion_tokens=40) on ")
     assert "quantum_tokens=3, demotion_tokens=40" in page.read_text()
 
 
 @pytest.mark.parametrize(
-    ("word", "says"),
+    ("word", "message"),
     [
         ("quantum=3", "--set: policy 'pascal' has no parameter 'quantum'; its parameters: behind_tokens, "),
         (
@@ -155,14 +155,14 @@ def test_parameters_of_the_policy_and_of_its_order(small: tuple[str, ...], tmp_p
         ("arrow:prefill_share=0.5", "'arrow' is not one of pascal"),
     ],
 )
-def test_parameters_that_it_does_not_take(small: tuple[str, ...], word: str, says: str) -> None:
-    result = run("simulate", "pascal", *small, "--set", word)
-    assert result.exit_code == 2 and says in result.stderr
+def test_invalid_parameters_are_errors(small: tuple[str, ...], word: str, message: str) -> None:
+    result = run_cli("simulate", "pascal", *small, "--set", word)
+    assert result.exit_code == 2 and message in result.stderr
 
 
-def test_answers_are_judged_by_the_pace(small: tuple[str, ...]) -> None:
+def test_qoe_depends_on_the_pace(small: tuple[str, ...]) -> None:
     def qoe(*pace: object) -> float:
-        figures = json.loads(done("simulate", "pascal", *small, *pace, "-o", "json").stdout)["figures"]
+        figures = json.loads(run_cli_ok("simulate", "pascal", *small, *pace, "-o", "json").stdout)["figures"]
         return float(figures["qoe_mean"])
 
     assert qoe("--slo-pace", 1e-4) < qoe() == qoe("--slo-pace", 0.1)

@@ -1,4 +1,4 @@
-"""Each closed form on its own, against the sum or the walk that it stands for."""
+"""Each closed form, compared with the sum or step-by-step computation that it replaces."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.simulator.worlds import PROFILE
     steps=st.integers(0, 90),
     free=st.integers(0, 60),
 )
-def test_blocks_taken_by_a_batch(contexts: list[int], boundary: int, steps: int, free: int) -> None:
+def test_blocks_of_a_batch_equal_a_recount(contexts: list[int], boundary: int, steps: int, free: int) -> None:
     blocks = DecodeBlocks(16)
     residues = [blocks.add(context, boundary) for context in contexts]
 
@@ -38,8 +38,8 @@ def test_blocks_taken_by_a_batch(contexts: list[int], boundary: int, steps: int,
     assert blocks.used == used(0)
     assert blocks.allocated(boundary, steps) == used(steps) - used(0)
     until = blocks.steps_until(boundary, free, 200)
-    walked = next((n for n in range(1, 200) if used(n) - used(0) > free), 200)
-    assert until == walked
+    expected = next((n for n in range(1, 200) if used(n) - used(0) > free), 200)
+    assert until == expected
     blocks.advance(boundary, steps)
     for context, residue in zip(contexts, residues, strict=True):
         blocks.remove(context + steps, residue)
@@ -68,7 +68,7 @@ def test_steps_within_is_the_inverse_of_elapsed(
     ),
     data=st.data(),
 )
-def test_tokens_between_boundaries(runs: list[tuple[int, float, float]], data: st.DataObject) -> None:
+def test_token_times_between_boundaries(runs: list[tuple[int, float, float]], data: st.DataObject) -> None:
     log = StepLog()
     ends: list[float] = []
     now = 0.0
@@ -106,12 +106,12 @@ def _arrivals(link: LinkSpec, sends: list[tuple[float, str, str, int]]) -> list[
     return done
 
 
-def test_transfers_share_ports_equally_and_give_way_back() -> None:
+def test_transfers_share_ports_equally() -> None:
     link = LinkSpec(bytes_per_s=100.0, latency_s=0.5)
     assert _arrivals(link, [(0.0, "a", "b", 200)]) == [pytest.approx(2.5)]
-    # Two from one port: half each until the shorter is done.
+    # Two transfers from one port get half each until the shorter one is done.
     assert _arrivals(link, [(0.0, "a", "b", 100), (0.0, "a", "c", 200)]) == pytest.approx([2.5, 3.5])
-    # Both directions of one port do not disturb each other.
+    # The two directions of a port are independent.
     assert _arrivals(link, [(0.0, "a", "b", 100), (0.0, "b", "a", 100)]) == pytest.approx([1.5, 1.5])
     # A transfer that joins half-way.
     assert _arrivals(link, [(0.0, "a", "b", 100), (0.5, "c", "b", 100)]) == pytest.approx([2.0, 2.5])
@@ -124,7 +124,7 @@ def test_a_limited_fabric_is_shared_by_all() -> None:
 
 
 class Skewed:
-    """Attention twice as slow, the whole step three times, as soon as two lengths differ."""
+    """Attention is twice and the whole step three times as slow if lengths differ."""
 
     def attention_factor(self, lengths: NDArray[np.int64]) -> float:
         return 2.0 if lengths.max() > lengths.min() else 1.0
@@ -162,10 +162,10 @@ def test_a_penalty_slows_batches_of_unequal_lengths() -> None:
     share=st.floats(0.0, 1.0),
     later_s=st.sampled_from([0.0, 0.4, 1.0, 3.0]),
 )
-def test_recent_intervals_are_those_of_each_step(
+def test_recent_intervals_equal_those_of_single_steps(
     runs: list[tuple[float, float, float, int, int]], share: float, later_s: float
 ) -> None:
-    """Runs after pauses, the last under way or over for a while; asking changes nothing."""
+    """Runs follow pauses; the last one is in progress or already over. Queries have no side effect."""
     recent = RecentIntervals()
     ended_s = 0.0
     tokens: list[tuple[float, float, int]] = []
@@ -184,7 +184,7 @@ def test_recent_intervals_are_those_of_each_step(
             recent.add(run, steps, requests)
     now_s = ended_s + later_s
     since_s = int(now_s) - 1.0
-    # A step that ends on a second may be told on either side.
+    # A step that ends exactly on a second may count on either side.
     assume(all(abs(end_s - round(end_s)) > 1e-6 for end_s, _, _ in tokens))
     seen = [(length_s * n, n) for end_s, length_s, n in tokens if end_s > since_s]
     count = sum(n for _, n in seen)

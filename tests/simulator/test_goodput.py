@@ -18,7 +18,7 @@ def record(
     reasoning: int = 0,
     arrival_s: float | None = None,
 ) -> RequestRecord:
-    """A record with what matters here."""
+    """Return a record with the fields that matter here."""
     arrival = float(n) if arrival_s is None else arrival_s
     return RequestRecord(
         request_id=f"r{n}",
@@ -56,13 +56,13 @@ def record(
         (Slo(1.0, None), {"tpot_s": 99.0}, True),
         (Slo(None, None, 0.95), {"ttft_s": 99.0, "tpot_s": 99.0, "qoe": 0.95}, True),
         (Slo(None, None, 0.95), {"qoe": 0.94}, False),
-        # 1 s and 100 tokens of 0.1 s each.
+        # 1 s plus 100 tokens of 0.1 s each.
         (Slo(1.0, 0.1), {"ttft_s": 10.9, "reasoning": 100}, True),
         (Slo(1.0, 0.1), {"ttft_s": 11.1, "reasoning": 100}, False),
         (Slo(1.0, None), {"ttft_s": 1.1, "reasoning": 100}, False),
     ],
 )
-def test_met(slo: Slo, fields: dict[str, float], met: bool) -> None:
+def test_an_slo_is_met_within_its_limits(slo: Slo, fields: dict[str, float], met: bool) -> None:
     assert slo.met_by(record(0, **fields)) is met  # type: ignore[arg-type]
 
 
@@ -78,7 +78,7 @@ def test_no_requests_have_no_attainment() -> None:
         attainment([], Slo())
 
 
-def test_words() -> None:
+def test_slos_are_described_in_words() -> None:
     assert Slo(2.0, 0.15).words() == "TTFT within 2 s + 0.15 s a reasoning token, TPOT within 0.15 s"
     assert Slo(None, None, 0.95).words() == "QoE of at least 0.95"
 
@@ -87,13 +87,13 @@ def test_words() -> None:
     ("count", "percentile"),
     [(4, None), (5, 100.0), (9, 100.0), (10, 90.0), (19, 90.0), (20, 95.0), (99, 95.0), (100, 99.0)],
 )
-def test_tail_rule(count: int, percentile: float | None) -> None:
+def test_the_tail_percentile_depends_on_the_count(count: int, percentile: float | None) -> None:
     assert percentile_for(count) == percentile
 
 
-def test_tails_by_bin() -> None:
+def test_tail_ttft_by_reasoning_length() -> None:
     records = [record(n, reasoning=300, ttft_s=float(n)) for n in range(6)]
-    # Too few, and one that never answered.
+    # Too few for a bin, and one that never answered.
     records += [record(10 + n, reasoning=10) for n in range(4)]
     records += [record(20, reasoning=300, ttft_s=None)]
     assert tail_ttft_by_bin(records) == {256: 5.0}

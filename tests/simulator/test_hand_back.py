@@ -1,4 +1,4 @@
-"""Prompts that wait are handed back and placed anew; views for ticks carry the lengths of the period."""
+"""Waiting prompts are handed back and placed again; views at ticks contain the lengths of the period."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tailrace.intra.orders import Fcfs
 from tailrace.lengths import LengthStatistics
 from tailrace.policy.cascade.policy import Cascade
 from tailrace.policy.least_loaded import LeastLoaded
-from tests.simulator.moving import Stirring
+from tests.simulator.moving import MoveEverything
 from tests.simulator.worlds import INTRA, PROFILE, Watched, assert_empty, recount, workloads
 
 
-class Recalling(Stirring):
-    """Hands every waiting prompt back at each tick, and moves what runs about besides."""
+class HandBackEverything(MoveEverything):
+    """Hand back every waiting prompt and migrate running requests at each tick."""
 
     def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
         waiting = [
@@ -60,11 +60,11 @@ def spec_of(interval_s: float = 0.0517) -> ClusterSpec:
     intra=st.sampled_from(sorted(INTRA)),
     interval_s=st.sampled_from([0.0, 0.0517]),
 )
-def test_every_token_is_made_once_wherever_a_prompt_waits(
+def test_every_token_is_generated_once_despite_hand_backs(
     requests: list[SimRequest], intra: str, interval_s: float
 ) -> None:
     def run(most: int) -> tuple[Watched, SimResult]:
-        simulation = Watched(spec_of(interval_s), requests, Recalling(), INTRA[intra], most)
+        simulation = Watched(spec_of(interval_s), requests, HandBackEverything(), INTRA[intra], most)
         return simulation, simulation.run(None)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -87,8 +87,8 @@ def test_every_token_is_made_once_wherever_a_prompt_waits(
         assert_empty(instance)
 
 
-class FirstThenAny(LeastLoaded):
-    """All to the first instance; what is handed back goes to the second."""
+class FirstThenSecond(LeastLoaded):
+    """Place everything on the first instance, and handed-back prompts on the second."""
 
     tick_interval_s = 0.2
 
@@ -106,23 +106,23 @@ class FirstThenAny(LeastLoaded):
         return [HandBack("i000", ("nobody", *waiting)[1:])] if waiting else []
 
 
-def test_a_prompt_that_waits_goes_to_another_instance_and_one_that_runs_stays() -> None:
+def test_a_waiting_prompt_is_placed_elsewhere_and_a_running_one_stays() -> None:
     requests = [SimRequest("a", 0.0, 300, 0, 90), SimRequest("b", 0.01, 300, 0, 50)]
-    policy = FirstThenAny()
+    policy = FirstThenSecond()
     first, second = simulate(spec_of(0.05), requests, policy, Fcfs()).requests
     assert [p.instance_id for p in first.placements] == ["i000"]
     assert [p.instance_id for p in second.placements] == ["i000", "i001"]
     assert second.migrations == 0 and second.queue_s is not None
     assert policy.arrivals[-1].excluded == {"i000"}
     assert [arrival.seq for arrival in policy.arrivals] == [0, 1, 2]
-    # Two order, placing and submitting take a few milliseconds.
+    # The tick is at 0.2 s; ordering, placing and submitting take a few milliseconds.
     assert 0.2 < second.placements[1].at_s < 0.21
-    # The scheduler counts it out at once.
+    # The scheduler stops counting it immediately.
     assert [view.waiting for view in policy.views[:2]] == [1, 0]
 
 
-def test_a_prompt_that_finds_no_other_place_stays() -> None:
-    class Refusing(FirstThenAny):
+def test_a_prompt_without_another_place_stays() -> None:
+    class Refusing(FirstThenSecond):
         def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
             return Refuse("full") if arrival.excluded else Place("i000")
 
@@ -132,20 +132,20 @@ def test_a_prompt_that_finds_no_other_place_stays() -> None:
 
 
 def test_ticks_see_the_lengths_of_the_period() -> None:
-    told: list[tuple[float, LengthStatistics | None]] = []
+    seen: list[tuple[float, LengthStatistics | None]] = []
 
-    class Looks(LeastLoaded):
+    class RecordLengths(LeastLoaded):
         tick_interval_s = 1.0
         lengths_period_s: float | None = 4.0
 
         def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
-            told.append((now, view.lengths))
+            seen.append((now, view.lengths))
             return ()
 
     requests = [SimRequest(f"r{n}", 0.013 + n * 0.5, 20 + n, 0, 5) for n in range(20)]
-    result = simulate(ClusterSpec.uniform(1, PROFILE), requests, Looks(), Fcfs())
-    assert len(told) > 8
-    for now, lengths in told:
+    result = simulate(ClusterSpec.uniform(1, PROFILE), requests, RecordLengths(), Fcfs())
+    assert len(seen) > 8
+    for now, lengths in seen:
         assert lengths is not None
         since_s = now - lengths.seconds
         assert now - 4.0 - 4.0 / 12 < since_s <= max(0.0, now - 4.0) + 1e-9
@@ -159,8 +159,8 @@ def test_ticks_see_the_lengths_of_the_period() -> None:
         assert set(prompts.tolist()) <= done and set(outputs.tolist()) <= {5}
 
 
-def test_prompts_follow_a_replan() -> None:
-    """The short stage is drowned in long prompts; when the stages change, those that wait go along."""
+def test_waiting_prompts_follow_a_new_plan() -> None:
+    """Long prompts overload the short stage; when the stages change, waiting prompts move."""
     spec = replace(
         ClusterSpec.uniform(4, PROFILE, kv_capacity_tokens=4_000, max_model_len=4_096),
         stages=(Stage(0, 2_000, ("i000",)), Stage(2_000, 131_072, ("i001", "i002", "i003"))),

@@ -1,4 +1,4 @@
-"""Host memory as a second tier: one pool for swapped requests and what devices evict, at the link's speed."""
+"""Host memory as a second tier: one pool for swapped requests and evicted KV, at the link's speed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ UNIT_BYTES = UNIT * PROFILE.kv_bytes_per_token
 
 
 def request(name: str, at_s: float, units: Sequence[int], rest: int = 8, answer: int = 20) -> SimRequest:
-    """A prompt of these units and some tokens more."""
+    """Return a request whose prompt consists of these units and `rest` more tokens."""
     return SimRequest(name, at_s, len(units) * UNIT + rest, 0, answer, tuple(units), UNIT)
 
 
@@ -64,19 +64,19 @@ def run(
 # ---- the pool
 
 
-class OnePool(RuleBasedStateMachine):
-    """Against a list of names, the one used longest ago first."""
+class HostMemoryMachine(RuleBasedStateMachine):
+    """Compare the pool with a list of names in least recently used order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.host = HostMemory(20, 3)
         self.swapped = 0
         self.kept: list[int] = []
-        self.told: set[int] = set()
+        self.reported: set[int] = set()
 
     @rule(blocks=st.integers(0, 22))
     def reserve(self, blocks: int) -> None:
-        """Requests come first, and have all of it if they need it."""
+        """Swapped requests take precedence and can use the whole pool."""
         fits = self.swapped + blocks <= 20
         assert self.host.reserve(blocks) == fits
         if fits:
@@ -107,11 +107,11 @@ class OnePool(RuleBasedStateMachine):
             self.kept = [*(kept for kept in self.kept if kept != name), name]
 
     @rule()
-    def tell(self) -> None:
-        """Whoever follows the changes knows what is there."""
+    def report(self) -> None:
+        """The reported changes add up to the present content."""
         stored, removed = self.host.changes.take()
-        self.told = (self.told | set(stored)) - set(removed)
-        assert self.told == set(self.kept)
+        self.reported = (self.reported | set(stored)) - set(removed)
+        assert self.reported == set(self.kept)
 
     @invariant()
     def adds_up(self) -> None:
@@ -125,10 +125,10 @@ class OnePool(RuleBasedStateMachine):
             self.kept.pop(0)
 
 
-TestOnePool = OnePool.TestCase
+TestHostMemory = HostMemoryMachine.TestCase
 
 
-def test_what_fits_nowhere_is_not_kept() -> None:
+def test_entries_that_do_not_fit_are_not_kept() -> None:
     assert HostMemory(100).store([1, 2]) == 0
     assert HostMemory(2, 3).store([1, 2]) == 0
     full = HostMemory(10, 3)
@@ -139,23 +139,23 @@ def test_what_fits_nowhere_is_not_kept() -> None:
 # ---- an instance
 
 
-def three(first: int = 60, between: int = 65) -> list[SimRequest]:
-    """The same prompt twice, and between the two another one that needs its room."""
+def evicting_sequence(first: int = 60, between: int = 65) -> list[SimRequest]:
+    """Return the same prompt twice, and between the two another one that evicts it."""
     units, others = list(range(first)), list(range(1_000, 1_000 + between))
     return [request("first", 0.0, units), request("other", 10.0, others), request("again", 20.0, units)]
 
 
-def test_what_the_device_evicted_is_loaded_at_the_host_links_speed() -> None:
-    simulation, records = run(three(), LeastLoaded(), cluster())
+def test_evicted_kv_is_loaded_at_the_speed_of_the_host_link() -> None:
+    simulation, records = run(evicting_sequence(), LeastLoaded(), cluster())
     again = records["again"]
     assert again.cached_tokens == 60 * UNIT and 50 * UNIT < again.loaded_tokens <= 60 * UNIT
-    _, computed = run(three(), LeastLoaded(), cluster(host_caching=False))
+    _, computed = run(evicting_sequence(), LeastLoaded(), cluster(host_caching=False))
     assert computed["again"].cached_tokens < 10 * UNIT and computed["again"].loaded_tokens == 0
-    # It waits for its own copy, and for that of what has to go for it.
+    # It waits for its own copy and for that of the evicted blocks.
     free = msgspec.structs.replace(PROFILE, swap=SwapModel(base_ms=0.0, bytes_per_s=1e30))
     spec = cluster()
     free_spec = replace(spec, instances=tuple(replace(i, profile=free) for i in spec.instances))
-    _, at_once = run(three(), LeastLoaded(), free_spec)
+    _, at_once = run(evicting_sequence(), LeastLoaded(), free_spec)
     waited_s = (again.ttft_s or 0.0) - (at_once["again"].ttft_s or 0.0)
     loaded_s = PROFILE.swap.ms(again.loaded_tokens * PROFILE.kv_bytes_per_token) / 1e3
     assert loaded_s < waited_s < 2.5 * loaded_s
@@ -164,13 +164,13 @@ def test_what_the_device_evicted_is_loaded_at_the_host_links_speed() -> None:
     assert instance.swap_s >= waited_s
 
 
-def test_what_is_in_host_memory_is_copied_there_once() -> None:
-    """Blocks that were loaded stay, and are not copied out again."""
+def test_kv_in_host_memory_is_not_copied_out_again() -> None:
+    """Loaded blocks remain in host memory."""
     units, others = list(range(60)), list(range(1_000, 1_065))
     requests = [request(f"r{n}", 10.0 * n, others if n % 2 else units, rest=1, answer=1) for n in range(8)]
     simulation, records = run(requests, LeastLoaded(), cluster())
     (instance,) = simulation.instances
-    # At the very most both were copied out once, and in as often as they were loaded.
+    # At most, both prompts are copied out once, and in as often as they are loaded.
     base_s = PROFILE.swap.base_ms / 1e3
     moved = sum(record.loaded_tokens for record in records.values()) + 125 * UNIT
     most_s = moved * PROFILE.kv_bytes_per_token / PROFILE.swap.bytes_per_s + 40 * base_s
@@ -178,34 +178,34 @@ def test_what_is_in_host_memory_is_copied_there_once() -> None:
     assert [records[f"r{n}"].cached_tokens for n in (2, 3, 4)] == [60 * UNIT, 65 * UNIT, 60 * UNIT]
 
 
-def test_what_is_computed_sooner_than_loaded_is_computed() -> None:
+def test_kv_that_is_faster_to_compute_is_not_loaded() -> None:
     slow = msgspec.structs.replace(PROFILE, swap=SwapModel(base_ms=1.0, bytes_per_s=1e9))
     spec = cluster()
     spec = replace(spec, instances=tuple(replace(i, profile=slow) for i in spec.instances))
-    _, records = run(three(), LeastLoaded(), spec)
+    _, records = run(evicting_sequence(), LeastLoaded(), spec)
     assert records["again"].loaded_tokens == 0 and records["again"].cached_tokens < 10 * UNIT
 
 
-def test_what_host_memory_forgets_is_computed() -> None:
-    """Of 60 units the last have gone first, and host memory has room for the 20 that went last."""
-    _, records = run(three(), LeastLoaded(), cluster(host_units=20))
+def test_kv_evicted_from_host_memory_is_recomputed() -> None:
+    """The last of 60 units are evicted first; host memory has room for the 20 evicted last."""
+    _, records = run(evicting_sequence(), LeastLoaded(), cluster(host_units=20))
     again = records["again"]
     assert 0 < again.loaded_tokens <= 20 * UNIT
     assert again.loaded_tokens <= again.cached_tokens < 30 * UNIT
 
 
-def test_the_index_knows_both_memories() -> None:
+def test_the_index_covers_both_tiers() -> None:
     seen: list[CachedTokens] = []
 
-    class Looks(LeastLoaded):
+    class RecordCached(LeastLoaded):
         def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
             seen.append(arrival.held_on("i000"))
             return super().place(view, arrival, now)
 
-    simulation, _ = run(three(), Looks(), cluster())
+    simulation, _ = run(evicting_sequence(), RecordCached(), cluster())
     assert seen[0] == CachedTokens(0, 0)
-    device, total, told = seen[2]
-    assert device < 10 * UNIT and total == told == 60 * UNIT
+    device, total, reported = seen[2]
+    assert device < 10 * UNIT and total == reported == 60 * UNIT
     index = simulation._prefixes._index
     simulation._prefixes.held([0], UNIT, 99.0)
     (instance,) = simulation.instances
@@ -215,7 +215,7 @@ def test_the_index_knows_both_memories() -> None:
 
 
 class Elsewhere(Policy):
-    """What comes again goes to the second instance, which pulls from the first."""
+    """Place the repeated prompt on the second instance, which pulls from the first."""
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
         if arrival.request_id != "again":
@@ -223,16 +223,16 @@ class Elsewhere(Policy):
         return Place("i001", pull_from="i000" if arrival.reported_tokens("i000") else "")
 
 
-def test_others_pull_from_host_memory() -> None:
+def test_another_instance_can_pull_from_host_memory() -> None:
     link = LinkSpec(bytes_per_s=1e9)
-    simulation, records = run(three(), Elsewhere(), replace(cluster(2), link=link))
+    simulation, records = run(evicting_sequence(), Elsewhere(), replace(cluster(2), link=link))
     (pull,) = simulation.pulls.records
     assert pull.tokens == 60 * UNIT and pull.end_s - pull.requested_s >= pull.bytes_sent / link.bytes_per_s
     assert records["again"].cached_tokens == 60 * UNIT and records["again"].loaded_tokens == 0
 
 
-def test_swapped_requests_come_first() -> None:
-    """Host memory is full of what was evicted when requests have to be swapped out: they find room."""
+def test_swapped_requests_displace_cached_kv() -> None:
+    """Requests can be swapped out although host memory is full of evicted KV."""
     old = [request(f"old{n}", 0.2 * n, range(1_000 * n, 1_000 * n + 40), answer=4) for n in range(1, 9)]
     many = [request(f"r{n}", 20.0, range(9_000 + 100 * n, 9_012 + 100 * n), answer=1_500) for n in range(4)]
     spec = cluster(host_units=120)
@@ -248,7 +248,7 @@ def test_swapped_requests_come_first() -> None:
 
 @st.composite
 def workloads(draw: st.DrawFn) -> list[SimRequest]:
-    """Sessions that branch and come back, some of them too many at once for the memory there is."""
+    """Draw sessions that branch and return, some of them exceeding the memory."""
     made: list[SimRequest] = []
     for n in range(draw(st.integers(1, 16))):
         stem = draw(st.integers(0, 3))
@@ -261,7 +261,7 @@ def workloads(draw: st.DrawFn) -> list[SimRequest]:
 
 
 class Recounted(Watched):
-    """Counts both memories again whenever an instance begins a run."""
+    """Recount both tiers whenever an instance begins a run."""
 
     def check(self) -> None:
         for instance in self.instances:
@@ -278,10 +278,10 @@ class Recounted(Watched):
     workloads(), st.sampled_from([8, 12, 40]), st.sampled_from([0, 3, 10, 200]), st.sampled_from([1, 9_999])
 )
 @settings(max_examples=60, deadline=None)
-def test_both_memories_add_up(
+def test_both_tiers_are_accounted_for_exactly(
     requests: list[SimRequest], units: int, host_units: int, max_steps: int
 ) -> None:
-    """At each run, in the end, and with every step gone through."""
+    """This holds at each run and at the end, also when simulating every step."""
     spec = cluster(2, host_units, kv_capacity_tokens=units * UNIT)
     simulation = Recounted(spec, requests, LeastLoaded(), Fcfs(), max_steps)
     result = simulation.run(None)
@@ -301,10 +301,10 @@ def test_both_memories_add_up(
 @pytest.mark.parametrize("intra", ["fcfs", "decode_first", "pascal", "earliest_due"])
 @given(workloads(), st.sampled_from([8, 12, 40]), st.sampled_from([3, 10, 200]))
 @settings(max_examples=15, deadline=None)
-def test_jumping_over_steps_changes_nothing(
+def test_runs_of_steps_equal_single_steps(
     intra: str, requests: list[SimRequest], units: int, host_units: int
 ) -> None:
-    """A run of steps ends where one evicts what has to be copied."""
+    """A run of steps ends at an eviction that needs a copy."""
     spec = cluster(1, host_units, kv_capacity_tokens=units * UNIT)
     jumping = Watched(spec, requests, LeastLoaded(), INTRA[intra])
     stepping = Watched(spec, requests, LeastLoaded(), INTRA[intra], 1)
@@ -335,7 +335,7 @@ def simulated(policy: str, workload: str, **limits: object) -> SimResult:
 
 @pytest.mark.parametrize("workload", ["agent_sessions", "document_sessions"])
 @pytest.mark.parametrize("policy", ["tailrace", "prefix_affinity", "pascal", "least_loaded"])
-def test_without_host_memory_every_figure_is_what_it_is_without_the_tier(policy: str, workload: str) -> None:
+def test_without_host_memory_the_tier_changes_nothing(policy: str, workload: str) -> None:
     without = simulated(policy, workload, host_kv_bytes=0)
     with_tier = simulated(policy, workload, host_kv_bytes=0, host_caching=True)
     assert with_tier.requests == without.requests
@@ -344,7 +344,7 @@ def test_without_host_memory_every_figure_is_what_it_is_without_the_tier(policy:
 
 
 @pytest.mark.parametrize("policy", ["tailrace", "prefix_affinity"])
-def test_conversations_find_more_with_it(policy: str) -> None:
+def test_host_memory_increases_cache_hits_of_conversations(policy: str) -> None:
     without, with_tier = (
         simulated(policy, "document_sessions", host_caching=caching).requests for caching in (False, True)
     )

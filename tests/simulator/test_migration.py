@@ -1,4 +1,4 @@
-"""Migration loses and doubles no token, whatever else goes on, and leaves nothing behind."""
+"""Migration neither loses nor duplicates tokens and leaves no state behind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tailrace.actions import Action, Migrate, Place, Placement, WhenFull
 from tailrace.cluster import Arrival, ClusterView, RequestView, Stage
 from tailrace.intra.pascal import PascalQueue
 from tailrace.policy.base import Policy
-from tests.simulator.moving import Stirring
+from tests.simulator.moving import MoveEverything
 from tests.simulator.worlds import INTRA, PROFILE, Watched, assert_empty, recount, workloads
 
 
@@ -36,8 +36,9 @@ def _spec(kv_tokens: int, when_full: WhenFull, bytes_per_s: float, interval_s: f
     return replace(
         spec,
         link=LinkSpec(bytes_per_s=bytes_per_s, latency_s=0.00037),
-        # Irrational: two instances that hand each other requests do not come to step in time, where rounding
-        # would decide what is first.
+        # Irrational, so that two instances that exchange requests do not step at the same time, where
+        # rounding
+        # would decide the order.
         migration=MigrationSpec(
             when_full=when_full, limit=2, patience_s=0.5, open_s=math.pi / 1e3, commit_s=math.sqrt(2) / 1e3
         ),
@@ -47,7 +48,7 @@ def _spec(kv_tokens: int, when_full: WhenFull, bytes_per_s: float, interval_s: f
 
 
 def _run(spec: ClusterSpec, requests: list[SimRequest], intra: str, most: int) -> tuple[Watched, SimResult]:
-    simulation = Watched(spec, requests, Stirring(), INTRA[intra], most)
+    simulation = Watched(spec, requests, MoveEverything(), INTRA[intra], most)
     return simulation, simulation.run(None)
 
 
@@ -61,7 +62,7 @@ def _run(spec: ClusterSpec, requests: list[SimRequest], intra: str, most: int) -
     bytes_per_s=st.sampled_from([1e8, 1e10]),
     interval_s=st.sampled_from([0.0, 0.0517]),
 )
-def test_jumping_equals_stepping_and_every_token_is_made_once(
+def test_runs_of_steps_equal_single_steps_and_every_token_is_generated_once(
     intra: str,
     requests: list[SimRequest],
     kv_tokens: int,
@@ -98,8 +99,8 @@ def test_jumping_equals_stepping_and_every_token_is_made_once(
         assert_empty(instance)
 
 
-class Once(Policy):
-    """Places on the first instance, moves to the second when prefill is done."""
+class MoveAfterPrefill(Policy):
+    """Place on the first instance and migrate to the second after prefill."""
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
         return Place("i000")
@@ -108,14 +109,14 @@ class Once(Policy):
         return [Migrate(request.request_id, request.instance_id, "i001", "test")]
 
 
-def test_source_decodes_on_while_full_blocks_are_copied_and_pauses_for_the_rest() -> None:
+def test_the_source_decodes_during_the_copy_and_pauses_only_for_the_rest() -> None:
     spec = _spec(2_000, WhenFull.WAIT, 1e8, 0.5)
     requests = [SimRequest("r", 0.0, 400, 0, 200)]
-    simulation = Watched(spec, requests, Once(), INTRA["fcfs"])
+    simulation = Watched(spec, requests, MoveAfterPrefill(), INTRA["fcfs"])
     result = simulation.run(None)
     [migration] = result.migrations
     assert migration.outcome is MigrationOutcome.COMMITTED
-    # 50 blocks of 8 tokens of 100 kB at 100 MB/s: 0.4 s, in which the source makes tens of tokens.
+    # 50 blocks of 8 tokens of 100 kB at 100 MB/s take 0.4 s, in which the source generates tens of tokens.
     assert migration.transfer_s > 0.4
     assert migration.rounds >= 3
     assert migration.pause_s < 0.1
@@ -128,8 +129,8 @@ def test_source_decodes_on_while_full_blocks_are_copied_and_pauses_for_the_rest(
     )
 
 
-def test_prompts_that_wait_keep_no_import_out() -> None:
-    """A seat that nobody runs in is free, however many wait for KV; as in the engines."""
+def test_waiting_prompts_do_not_block_imports() -> None:
+    """As in the engines, a seat without a running request is free, however many prompts wait for KV."""
     spec = _spec(1_000, WhenFull.REFUSE, 1e9, 0.5)
     long = [SimRequest(f"long{n}", 0.0, 800, 0, 100) for n in range(6)]
     simulation = Watched(spec, [*long, SimRequest("r", 0.01, 40, 0, 60)], ByName(), INTRA["fcfs"])
@@ -143,7 +144,7 @@ def test_prompts_that_wait_keep_no_import_out() -> None:
 
 
 class ByName(Policy):
-    """Long requests to the second instance; the others move there when prefill is done."""
+    """Place long requests on the second instance; migrate the others there after prefill."""
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
         return Place("i001" if arrival.request_id.startswith("long") else "i000")
@@ -154,23 +155,24 @@ class ByName(Policy):
         return [Migrate(request.request_id, request.instance_id, "i001", "test")]
 
 
-def test_transfers_share_the_port_and_only_so_many_go_at_a_time() -> None:
+def test_transfers_share_the_port_and_are_limited_in_number() -> None:
     spec = _spec(4_000, WhenFull.WAIT, 1e8, 0.5)
     spec = replace(spec, migration=replace(spec.migration, limit=3, patience_s=10.0))
     requests = [SimRequest(f"r{n}", 0.0, 160, 0, 600) for n in range(5)]
-    result = Watched(spec, requests, Once(), INTRA["fcfs"]).run(None)
+    result = Watched(spec, requests, MoveAfterPrefill(), INTRA["fcfs"]).run(None)
     assert [m.outcome for m in result.migrations] == [MigrationOutcome.COMMITTED] * 5
     first, *_, last = sorted(result.migrations, key=lambda m: m.end_s)
-    # 160 tokens of 100 kB alone would take 0.16 s at 100 MB/s.
+    # A single transfer of 160 tokens of 100 kB would take 0.16 s at 100 MB/s.
     assert first.transfer_s > 0.4
     assert last.queued_s > 0.3
 
 
-def test_a_migration_the_target_has_no_room_for_is_refused_or_waits_as_told() -> None:
+def test_a_migration_without_room_is_refused_or_waits_as_configured() -> None:
     long = [SimRequest("a", 0.0, 300, 0, 400), SimRequest("b", 0.01, 300, 0, 400)]
     refusing = _spec(720, WhenFull.REFUSE, 1e9, 0.5)
     outcomes = {
-        m.request_id: m.outcome for m in Watched(refusing, long, Once(), INTRA["fcfs"]).run(None).migrations
+        m.request_id: m.outcome
+        for m in Watched(refusing, long, MoveAfterPrefill(), INTRA["fcfs"]).run(None).migrations
     }
     assert outcomes["a"] is MigrationOutcome.COMMITTED
     crowded = [
@@ -178,20 +180,20 @@ def test_a_migration_the_target_has_no_room_for_is_refused_or_waits_as_told() ->
         SimRequest("b", 0.01, 300, 0, 300),
         SimRequest("c", 0.02, 90, 0, 300),
     ]
-    result = Watched(refusing, crowded, Once(), INTRA["fcfs"]).run(None)
+    result = Watched(refusing, crowded, MoveAfterPrefill(), INTRA["fcfs"]).run(None)
     assert MigrationOutcome.NO_ROOM in {m.outcome for m in result.migrations}
     assert all(record.finish_s is not None for record in result.requests)
 
 
-def test_a_request_that_finishes_first_overtakes_its_migration() -> None:
+def test_a_request_that_finishes_early_overtakes_its_migration() -> None:
     spec = _spec(2_000, WhenFull.WAIT, 1e7, 0.5)
-    result = Watched(spec, [SimRequest("r", 0.0, 100, 0, 5)], Once(), INTRA["fcfs"]).run(None)
+    result = Watched(spec, [SimRequest("r", 0.0, 100, 0, 5)], MoveAfterPrefill(), INTRA["fcfs"]).run(None)
     assert [m.outcome for m in result.migrations] == [MigrationOutcome.OVERTAKEN]
     assert result.requests[0].migrations == 0
 
 
 class AtPhaseEnd(Policy):
-    """All to i000; where reasoning ends, on to i001."""
+    """Place everything on i000 and migrate it to i001 when reasoning ends."""
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
         return Place("i000")
@@ -200,9 +202,9 @@ class AtPhaseEnd(Policy):
         return [Migrate(request.request_id, request.instance_id, "i001", "test")]
 
 
-def test_a_request_that_was_swapped_out_migrates_from_host_memory() -> None:
+def test_a_swapped_request_migrates_from_host_memory() -> None:
     spec = _spec(2_000, WhenFull.HOST, 1e9, 0.5)
-    # When r0 ends its reasoning it gives way to r2 at the same boundary, before anybody can move it.
+    # When r0 ends its reasoning, it is preempted for r2 at the same boundary, before it can migrate.
     requests = [
         SimRequest("r0", 0.0, 100, 50, 100),
         SimRequest("r1", 0.001, 1_400, 400, 10),
@@ -214,7 +216,7 @@ def test_a_request_that_was_swapped_out_migrates_from_host_memory() -> None:
     assert (moved.request_id, moved.outcome, moved.rounds) == ("r0", MigrationOutcome.COMMITTED, 1)
     record = result.requests[0]
     assert record.preemptions_swapped == 1 and record.migrations == 1
-    # It answers on i001 while r2 has its place: after the transfer, not when r2 is done.
+    # It answers on i001 after the transfer, while r2 still occupies its place.
     assert record.finish_s is not None and record.finish_s < (result.requests[2].finish_s or 0.0)
     assert all(len(times) == 150 for name, times in simulation.token_times.items() if name == "r0")
     for instance in simulation.instances:

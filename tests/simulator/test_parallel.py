@@ -1,4 +1,4 @@
-"""Tasks on several processes: results, order, failures and interrupts."""
+"""Tasks in several processes: results, order, failures and interrupts."""
 
 from __future__ import annotations
 
@@ -40,29 +40,29 @@ def test_results_in_the_order_of_the_tasks() -> None:
     ]
 
 
-def test_longest_first_and_progress_by_cost() -> None:
-    told: list[Progress] = []
-    run_tasks(_squares([1.0, 5.0, 2.0, 2.0]), processes=1, progress=told.append)
-    assert [progress.name for progress in told] == ["t1", "t2", "t3", "t0"]
-    assert [progress.share for progress in told] == pytest.approx([0.5, 0.7, 0.9, 1.0])
-    assert [(progress.done, progress.total) for progress in told] == [(1, 4), (2, 4), (3, 4), (4, 4)]
+def test_the_longest_task_runs_first_and_progress_is_by_cost() -> None:
+    reported: list[Progress] = []
+    run_tasks(_squares([1.0, 5.0, 2.0, 2.0]), processes=1, progress=reported.append)
+    assert [progress.name for progress in reported] == ["t1", "t2", "t3", "t0"]
+    assert [progress.share for progress in reported] == pytest.approx([0.5, 0.7, 0.9, 1.0])
+    assert [(progress.done, progress.total) for progress in reported] == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
-def test_nothing_to_do() -> None:
+def test_no_tasks_give_no_results() -> None:
     assert run_tasks([]) == {}
 
 
-def test_names_are_distinct() -> None:
+def test_task_names_must_be_distinct() -> None:
     with pytest.raises(ValueError, match="distinct"):
         run_tasks([Task("a", _square, (1,)), Task("a", _square, (2,))])
 
 
 def children() -> set[int | None]:
-    """Other tests' processes among them."""
+    """Return the PIDs of child processes, including those of other tests."""
     return {child.pid for child in multiprocessing.active_children()}
 
 
-def test_a_failure_names_its_task_and_ends_the_workers() -> None:
+def test_a_failure_names_its_task_and_stops_the_workers() -> None:
     before = children()
     tasks = [Task("good", _square, (1,), 2.0), Task("bad", _refuse, (7,), 1.0)]
     with pytest.raises(TaskError, match=r"^bad: ValueError: 7 is not for me$") as raised:
@@ -77,12 +77,12 @@ def test_a_process_that_dies_names_its_task() -> None:
         run_tasks([Task("fatal", _die, (3,))])
 
 
-def test_what_cannot_be_sent_names_its_task() -> None:
+def test_a_result_that_cannot_be_pickled_names_its_task() -> None:
     with pytest.raises(TaskError, match=r"^odd: what it returned cannot be sent"):
         run_tasks([Task("odd", _unsendable, (3,))])
 
 
-def test_an_interrupt_ends_the_workers() -> None:
+def test_an_interrupt_stops_the_workers() -> None:
     before = children()
 
     def interrupt(_: Progress) -> None:
@@ -94,7 +94,7 @@ def test_an_interrupt_ends_the_workers() -> None:
 
 
 @pytest.mark.usefixtures("ctrl_c")
-def test_an_interrupt_while_workers_start_waits_until_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_is_deferred_until_workers_have_started(monkeypatch: pytest.MonkeyPatch) -> None:
     before = children()
     started = multiprocessing.get_context("spawn").Process.start
     calls: list[int] = []

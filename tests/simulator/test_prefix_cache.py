@@ -1,4 +1,4 @@
-"""The simulated prefix cache: never more than the memory there is, and what is found is what was computed."""
+"""The simulated prefix cache stays within memory, and hits are what was computed before."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ UNIT = 64
 
 
 def request(name: str, at_s: float, units: Sequence[int], rest: int = 8, answer: int = 20) -> SimRequest:
-    """A prompt of these units and some tokens more."""
+    """Return a request whose prompt consists of these units and `rest` more tokens."""
     return SimRequest(name, at_s, len(units) * UNIT + rest, 0, answer, tuple(units), UNIT)
 
 
@@ -52,7 +52,7 @@ def run(
     return simulation, {record.request_id: record for record in simulation.run(None).requests}
 
 
-def test_what_was_computed_is_found_and_takes_less_time() -> None:
+def test_a_cached_prefix_is_found_and_shortens_prefill() -> None:
     units = list(range(60))
     first, again = request("first", 0.0, units), request("again", 10.0, units)
     other = request("other", 20.0, [n + 1_000 for n in units])
@@ -63,19 +63,19 @@ def test_what_was_computed_is_found_and_takes_less_time() -> None:
     assert ttft["other"] == pytest.approx(ttft["first"])
 
 
-def test_the_last_token_is_computed_in_any_case() -> None:
+def test_the_last_token_is_always_computed() -> None:
     whole = [request("a", 0.0, range(4), rest=0), request("b", 10.0, range(4), rest=0)]
     _, records = run(whole, LeastLoaded())
     assert records["b"].cached_tokens == 3 * UNIT
 
 
-def test_what_follows_a_difference_is_not_found() -> None:
+def test_units_after_a_difference_are_not_found() -> None:
     _, records = run([request("a", 0.0, [1, 2, 3, 4]), request("b", 9.0, [1, 2, 9, 4])], LeastLoaded())
     assert records["b"].cached_tokens == 2 * UNIT
 
 
-def test_those_let_go_first_are_evicted_first_and_of_one_its_end() -> None:
-    """Room for ten units: of `old`, whose end goes first, the first two are left when `new` has come."""
+def test_eviction_starts_with_the_end_of_the_oldest_released_prompt() -> None:
+    """There is room for ten units: `new` evicts the end of `old` and leaves its first two units."""
     old, new = request("old", 0.0, range(5), answer=8), request("new", 5.0, range(100, 107), answer=8)
     back = request("back", 10.0, range(5), answer=8)
     _, records = run([old, new, back], LeastLoaded(), kv_capacity_tokens=10 * UNIT)
@@ -83,7 +83,7 @@ def test_those_let_go_first_are_evicted_first_and_of_one_its_end() -> None:
 
 
 class Elsewhere(Policy):
-    """The first request goes to the first instance, all others to the second, which pulls from the first."""
+    """Place the first request on the first instance, all others on the second, which pulls from the first."""
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
         if arrival.request_id == "first":
@@ -91,7 +91,7 @@ class Elsewhere(Policy):
         return Place("i001", pull_from="i000" if arrival.reported_tokens("i000") else "")
 
 
-def test_a_prefix_is_pulled_at_the_links_speed_and_the_rest_is_computed() -> None:
+def test_a_prefix_is_pulled_at_the_speed_of_the_link() -> None:
     units = list(range(60))
     first, again = request("first", 0.0, units), request("again", 10.0, [*units, 1_000])
     link = LinkSpec(bytes_per_s=1e9)
@@ -105,7 +105,7 @@ def test_a_prefix_is_pulled_at_the_links_speed_and_the_rest_is_computed() -> Non
     assert records["again"].queue_s == pytest.approx(took_s, abs=1e-6)
 
 
-def test_those_that_lack_the_same_wait_for_one_pull() -> None:
+def test_requests_with_the_same_missing_prefix_share_one_pull() -> None:
     units = list(range(60))
     many = [request(f"r{n}", 10.0, [*units, 1_000 + n]) for n in range(5)]
     simulation, records = run([request("first", 0.0, units), *many], Elsewhere(), 2)
@@ -114,12 +114,12 @@ def test_those_that_lack_the_same_wait_for_one_pull() -> None:
     assert pull.requests == 5
 
 
-def test_what_was_evicted_meanwhile_is_computed() -> None:
-    """The holder's cache is full of something else when it is asked."""
+def test_a_prefix_evicted_before_the_pull_is_computed() -> None:
+    """The holder has evicted the prefix when the pull starts."""
     units = list(range(10))
     first, again = request("first", 0.0, units, answer=8), request("again", 10.0, units)
 
-    class Forgets(Elsewhere):
+    class EvictBeforePull(Elsewhere):
         def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
             holder = simulation.instances[0].cache
             if arrival.request_id == "again" and holder is not None:
@@ -127,15 +127,15 @@ def test_what_was_evicted_meanwhile_is_computed() -> None:
             return super().place(view, arrival, now)
 
     spec = ClusterSpec.uniform(2, PROFILE, prefix_caching=True)
-    simulation = Simulation(spec, [first, again], Forgets(), Fcfs(), seed=0, sample_interval_s=None)
+    simulation = Simulation(spec, [first, again], EvictBeforePull(), Fcfs(), seed=0, sample_interval_s=None)
     records = {record.request_id: record for record in simulation.run(None).requests}
     assert [pull.tokens for pull in simulation.pulls.records] == [0]
     assert records["again"].cached_tokens == 0 and records["again"].finish_s is not None
 
 
 @pytest.mark.parametrize("policy", ["pascal", "tailrace"])
-def test_preempting_those_that_share_blocks_makes_the_room_that_there_is(policy: str) -> None:
-    """Of a victim's blocks only those are free that nobody else holds: the steps go on with what fits."""
+def test_preemption_frees_only_unshared_blocks(policy: str) -> None:
+    """Blocks that other requests share are not freed; the batch is limited to what fits."""
     requests = SESSIONS["agent_sessions"].requests(100, 8.0, 1)
     setup = setup_for(policy)
     limits = {"prefix_caching": True, "kv_capacity_tokens": 40_000, "host_kv_bytes": 0}
@@ -157,7 +157,7 @@ def test_preempting_those_that_share_blocks_makes_the_room_that_there_is(policy:
     assert sum(r.preemptions_swapped + r.preemptions_recomputed for r in records) > 0
 
 
-def test_without_names_or_unasked_nothing_is_kept() -> None:
+def test_without_unit_names_or_prefix_caching_nothing_is_cached() -> None:
     plain = [SimRequest(f"r{n}", 0.1 * n, 500, 0, 30) for n in range(20)]
     named = [request(f"r{n}", 0.1 * n, range(7)) for n in range(20)]
     for requests, caching in ((plain, True), (named, False)):
@@ -167,7 +167,7 @@ def test_without_names_or_unasked_nothing_is_kept() -> None:
 
 
 @pytest.mark.parametrize("policy", [PrefixAffinity(), Session(), Tailrace()], ids=lambda p: type(p).__name__)
-def test_conversations_go_where_their_prefix_is(policy: Policy) -> None:
+def test_conversations_are_placed_on_the_holder_of_their_prefix(policy: Policy) -> None:
     turns = [
         request(f"{talk}-{turn}", 2.0 * turn + 0.05 * talk, range(1_000 * talk, 1_000 * talk + 20 + 5 * turn))
         for turn in range(4)
@@ -182,7 +182,7 @@ def test_conversations_go_where_their_prefix_is(policy: Policy) -> None:
 
 @st.composite
 def workloads(draw: st.DrawFn) -> list[SimRequest]:
-    """Sessions that branch, some of them too many at once for the memory there is."""
+    """Draw sessions that branch, some of them exceeding the memory."""
     count = draw(st.integers(1, 14))
     made: list[SimRequest] = []
     for n in range(count):
@@ -199,8 +199,8 @@ def workloads(draw: st.DrawFn) -> list[SimRequest]:
 
 @given(workloads(), st.sampled_from([8, 12, 40]), st.booleans())
 @settings(max_examples=80, deadline=None)
-def test_memory_adds_up(requests: list[SimRequest], units: int, host: bool) -> None:
-    """In the end nothing is held, and all that is kept fits."""
+def test_cached_blocks_are_accounted_for_exactly(requests: list[SimRequest], units: int, host: bool) -> None:
+    """At the end no block is referenced, and all cached blocks fit."""
     simulation, records = run(
         requests,
         LeastLoaded(),
@@ -219,8 +219,8 @@ def test_memory_adds_up(requests: list[SimRequest], units: int, host: bool) -> N
             assert sum(cache._free.values()) == cache._free_blocks <= instance.total_blocks
 
 
-def test_an_eviction_order_that_is_vllm_s() -> None:
-    """Let go in reverse: of two requests the first one's end, then its beginning, then the second's end."""
+def test_the_eviction_order_is_that_of_vllm() -> None:
+    """Blocks are released in reverse: the end of the first request, its beginning, then the second's end."""
     cache = PrefixCache(1)
     for name in (1, 2, 3, 11, 12):
         assert cache.add(name)

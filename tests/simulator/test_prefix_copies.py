@@ -1,4 +1,4 @@
-"""Copies ahead of need in the simulator: a document that a crowd asks for."""
+"""Copies in advance in the simulator: a burst of requests about one document."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ UNIT = 64
 DOCUMENT = tuple(range(300))
 
 
-def asked(number: int, at_s: float, answer: int = 60) -> SimRequest:
-    """A question about the document."""
+def question(number: int, at_s: float, answer: int = 60) -> SimRequest:
+    """Return a request about the document."""
     names = (*DOCUMENT, 10_000 + number)
     return SimRequest(f"r{number}", at_s, len(names) * UNIT + 8, 0, answer, names, UNIT)
 
 
 def crowd(seed: int) -> list[SimRequest]:
-    """A question now and then, then many, and other prompts all the while."""
+    """Return few questions, then many, with other prompts throughout."""
     rng = random.Random(seed)
-    requests, at_s = [asked(0, 0.0)], 0.0
+    requests, at_s = [question(0, 0.0)], 0.0
     while at_s < 14.0:
         at_s += rng.expovariate(0.5 if at_s < 6.0 else 10.0)
-        requests.append(asked(len(requests), at_s, rng.randint(20, 100)))
+        requests.append(question(len(requests), at_s, rng.randint(20, 100)))
     at_s = 0.0
     while at_s < 14.0:
         at_s += rng.expovariate(8.0)
@@ -49,12 +49,14 @@ def run(policy: Policy, requests: Sequence[SimRequest], instances: int = 4) -> S
 
 
 def mean_ttft(results: Sequence[SimResult]) -> float:
-    """Of those who asked about the document."""
-    asked = [r.ttft_s or 0.0 for result in results for r in result.requests if r.request_id.startswith("r")]
-    return sum(asked) / len(asked)
+    """Return the mean TTFT of the questions, in seconds."""
+    question = [
+        r.ttft_s or 0.0 for result in results for r in result.requests if r.request_id.startswith("r")
+    ]
+    return sum(question) / len(question)
 
 
-def test_a_crowd_is_served_sooner_and_computes_no_more() -> None:
+def test_copies_shorten_ttft_and_add_no_computation() -> None:
     workloads = [crowd(seed) for seed in range(3)]
     without, ahead = (
         [run(Tailrace(PROFILE, copy_ahead=on), requests) for requests in workloads] for on in (False, True)
@@ -69,19 +71,19 @@ def test_a_crowd_is_served_sooner_and_computes_no_more() -> None:
     assert found >= before
 
 
-def test_equal_runs_copy_the_same() -> None:
+def test_copies_are_reproducible() -> None:
     first, again = (run(Tailrace(PROFILE, copy_ahead=True), crowd(0)) for _ in range(2))
     assert first.pulls == again.pulls
 
 
-class CopiesAtOnce(Policy):
-    """All on the first instance; copies to the second one whenever it may, and further arrivals go there."""
+class CopyAtOnce(Policy):
+    """Place on the first instance and copy to the second when possible; later arrivals go to the second."""
 
     tick_interval_s = 0.25
     prefixes_period_s = 30.0
 
     def __init__(self) -> None:
-        self.asked: list[CopyPrefix] = []
+        self.question: list[CopyPrefix] = []
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
         return Place(list(view.instances)[now >= 5.0])
@@ -92,22 +94,22 @@ class CopiesAtOnce(Policy):
         actions: list[Action] = []
         for prefix in view.hot.prefixes:
             if first in prefix.requests and prefix.cached[first].reported == prefix.tokens:
-                # Asked for twice: the second counts for nothing.
+                # The duplicate has no effect.
                 copy = CopyPrefix(prefix.requests[first], first, second, prefix.tokens, "test")
                 actions += [copy, copy]
         return actions
 
 
-def test_what_is_copied_is_found_and_is_copied_once() -> None:
-    requests = [asked(0, 0.0, 900), asked(1, 1.0, 900), asked(2, 5.0)]
-    result = run(CopiesAtOnce(), requests, 2)
+def test_a_copied_prefix_is_found_and_copied_once() -> None:
+    requests = [question(0, 0.0, 900), question(1, 1.0, 900), question(2, 5.0)]
+    result = run(CopyAtOnce(), requests, 2)
     (copy,) = result.pulls
     assert copy.ahead and copy.tokens == len(DOCUMENT) * UNIT and not copy.requests
     assert result.requests[2].cached_tokens == copy.tokens
-    # As long as the link takes, and no other begins meanwhile.
+    # Copies do not overlap.
     assert all(one.end_s <= other.requested_s for one, other in pairwise(result.pulls))
 
 
-def test_what_has_no_names_is_not_copied() -> None:
+def test_requests_without_unit_names_are_not_copied() -> None:
     requests = [SimRequest(f"r{n}", n / 2, 2_000, 0, 400) for n in range(8)]
-    assert run(CopiesAtOnce(), requests, 2).pulls == []
+    assert run(CopyAtOnce(), requests, 2).pulls == []

@@ -1,4 +1,4 @@
-"""Reports: one file, well-formed pictures, and the right numbers in them."""
+"""Reports: a single file, well-formed pictures and correct numbers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.simulator.command_lines import profile
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
-    """Three small instances."""
+    """Return a fleet of three small instances."""
     return Fleet(str(profile(tmp_path_factory.mktemp("report"))), 3)
 
 
@@ -47,7 +47,7 @@ def _detail(outcome_of: tuple[str, Fleet]) -> tuple[Outcome, Detail]:
 
 
 def _pictures(html: str) -> dict[str, ElementTree.Element]:
-    """Every picture by its label; they are XML of their own."""
+    """Return the SVG pictures by label."""
     found = {}
     for text in re.findall(r"<svg .*?</svg>", html, re.DOTALL):
         picture = ElementTree.fromstring(text)
@@ -69,7 +69,7 @@ def test_a_run_is_one_file_without_scripts(policy: str, fleet: Fleet) -> None:
     assert _pictures(html)
 
 
-def test_the_page_says_the_figures(fleet: Fleet) -> None:
+def test_the_page_contains_the_figures(fleet: Fleet) -> None:
     outcome, _ = _detail(("pascal", fleet))
     html = run_report(outcome)
     figures = outcome.figures
@@ -83,14 +83,14 @@ def test_kv_use_over_time(fleet: Fleet) -> None:
     picture = _pictures(run_report(outcome))["KV use over time"]
     titles = _titles(picture)
     assert {title.split(":")[0] for title in titles} == set(detail.series.instance_ids)
-    # A strip covers the whole time: the widths of an instance's spans add up to the axis.
+    # The spans of an instance cover the whole time axis.
     widths = [float(rect.get("width", 0)) for rect in picture.iter("rect")]
     assert sum(widths) == pytest.approx(3 * (842 - 74), abs=0.1 * len(widths))
     share = float(detail.series.kv_used_tokens.max()) / detail.kv_capacity_tokens
     assert f"the fullest reached {share:.0%}" in run_report(outcome)
 
 
-def test_pools_where_there_are_pools(fleet: Fleet) -> None:
+def test_pools_are_drawn_only_if_there_are_pools(fleet: Fleet) -> None:
     outcome, detail = _detail(("arrow", fleet))
     titles = _titles(_pictures(run_report(outcome))["pools over time"])
     assert len(titles) == len(detail.series.pools)
@@ -98,7 +98,7 @@ def test_pools_where_there_are_pools(fleet: Fleet) -> None:
     assert "pools over time" not in _pictures(run_report(_outcome("pascal", fleet)))
 
 
-def test_stages_where_there_are_stages(fleet: Fleet) -> None:
+def test_stages_are_drawn_only_if_there_are_stages(fleet: Fleet) -> None:
     _, detail = _detail(("pascal", fleet))
     assert stages(detail) == ""
     first = (Stage(0, 500, ("i000",)), Stage(500, 2_000, ("i001", "i002")))
@@ -113,7 +113,7 @@ def test_stages_where_there_are_stages(fleet: Fleet) -> None:
     ]
 
 
-def test_migrations_add_up(fleet: Fleet) -> None:
+def test_migrations_over_time_add_up(fleet: Fleet) -> None:
     outcome, detail = _detail(("arrow", fleet))
     html = run_report(outcome)
     titles = _titles(_pictures(html)["migrations over time"])
@@ -127,7 +127,7 @@ def test_tail_by_reasoning_length(fleet: Fleet) -> None:
     outcome, _ = _detail(("pascal", fleet))
     titles = _titles(_pictures(run_report(outcome))["tail TTFT by reasoning length"])
     reasoning = [(length, ttft) for length, _, ttft in outcome.points if 256 <= length < 512]
-    # Fewer than ten: the longest.
+    # With fewer than ten values, the tail is the maximum.
     assert 5 <= len(reasoning) < 10
     longest = max(ttft for _, ttft in reasoning)
     assert f"pascal: 384 → {longest:.4g}" in titles
@@ -135,7 +135,7 @@ def test_tail_by_reasoning_length(fleet: Fleet) -> None:
 
 @pytest.fixture(scope="module")
 def comparison(fleet: Fleet) -> Comparison:
-    """Two policies at two rates."""
+    """Return a comparison of two policies at two rates."""
     options = WorkloadOptions(count=20, max_model_len=1_500)
     plan = Plan(["pascal", "arrow"], ["sharegpt"], [4.0, 8.0], [0, 1], options, fleet, Slo(0.3, 0.02))
     return compare(plan, processes=1)
@@ -155,7 +155,7 @@ def test_a_comparison_shows_each_policy_over_time(comparison: Comparison) -> Non
     html = comparison_report(comparison)
     for policy in ("pascal", "arrow"):
         assert f"<h3>{policy} over time at 8/s, seed 0</h3>" in html
-    # Only what is drawn comes with its detail.
+    # Only outcomes that are drawn keep their details.
     for group in comparison.groups:
         for cell in group.cells:
             for seed, outcome in enumerate(cell.outcomes):
@@ -172,7 +172,7 @@ def test_a_table_fits_the_terminal(comparison: Comparison, width: int) -> None:
     text = captured.get()
     assert "…" not in text
     assert max(len(line.rstrip()) for line in text.splitlines()) <= width
-    # All of it on wide ones; the service level and the tail always.
+    # Wide terminals show all columns; SLO attainment, goodput and tail are always shown.
     assert bool(left_out) == (width < 100)
     for name in ("attainment", "goodput_per_s", "ttft_p99_s"):
         for cell in group.cells:
@@ -180,19 +180,19 @@ def test_a_table_fits_the_terminal(comparison: Comparison, width: int) -> None:
             assert half_text(name, cell.estimate(name)) in text
 
 
-def test_files_go_by_their_names() -> None:
+def test_workload_files_are_named_without_their_folder() -> None:
     scenario = Scenario("pascal", "azure:/a/b/c.csv, r1", WorkloadOptions(), Fleet("p", 1), Slo())
     assert scenario.workload_name == "azure:c.csv, r1"
 
 
-def test_words_are_escaped() -> None:
+def test_text_is_escaped() -> None:
     assert "&lt;b&gt;" in cards([("what", "<b>")])
     assert "&lt;i&gt;" in table(["<i>"], [[Cell("a & b")]])
     assert "a &amp; b" in table(["<i>"], [[Cell("a & b")]])
 
 
 @given(st.lists(st.floats(1e-6, 1e9), min_size=1, max_size=5))
-def test_axes_hold_their_values(values: list[float]) -> None:
+def test_axes_cover_their_values(values: list[float]) -> None:
     for scale in (linear(values, 0.0, 100.0), logarithmic(values, 0.0, 100.0)):
         assert scale.low <= min(values) * (1 + 1e-9)
         assert scale.high >= max(values) * (1 - 1e-9)

@@ -1,4 +1,4 @@
-"""Setups: what goes with a policy's name."""
+"""Setups: the configuration that belongs to a policy's name."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ SPEC = ClusterSpec.uniform(4, PROFILE)
 REQUESTS = [SimRequest(f"r{n}", n * 0.02, 30 + n, (n % 2) * 40, 20 + n) for n in range(24)]
 
 
-def test_every_policy_has_one() -> None:
+def test_every_policy_has_a_setup() -> None:
     assert set(registry.names()) < set(setup_names())
 
 
 @pytest.mark.parametrize("name", setup_names())
-def test_every_one_serves_every_request(name: str) -> None:
+def test_every_setup_serves_every_request(name: str) -> None:
     setup = setup_for(name)
     result = simulate(setup.apply(SPEC, 60.0), REQUESTS, setup.policy(KNOWN), setup.intra())
     assert all(record.finish_s is not None for record in result.requests)
@@ -50,7 +50,7 @@ def test_every_one_serves_every_request(name: str) -> None:
         ("llumnix", Fcfs, WhenFull.WAIT, None),
     ],
 )
-def test_as_the_papers_have_it(name: str, intra: type, when_full: WhenFull, prefill: int | None) -> None:
+def test_setups_match_the_papers(name: str, intra: type, when_full: WhenFull, prefill: int | None) -> None:
     setup = setup_for(name)
     spec = setup.apply(SPEC)
     assert type(setup.intra()) is intra
@@ -63,8 +63,8 @@ def test_as_the_papers_have_it(name: str, intra: type, when_full: WhenFull, pref
 
 
 @pytest.mark.parametrize("name", registry.names())
-def test_a_full_target_does_as_the_policy_declares(name: str) -> None:
-    """The live scheduler goes by the class."""
+def test_full_targets_behave_as_the_policy_declares(name: str) -> None:
+    """The live scheduler uses the declaration of the class."""
     assert setup_for(name).migration.when_full is registry.policy_class(name).when_full
 
 
@@ -73,7 +73,7 @@ def test_baselines_of_pascal_are_placed_by_least_kv() -> None:
         assert isinstance(setup_for(name).policy(KNOWN), MinKv)
 
 
-def test_policies_are_told_what_they_take() -> None:
+def test_policies_get_the_slos() -> None:
     arrow = setup_for("arrow").policy(Deployment(Slo(0.5, 0.03), PROFILE))
     assert isinstance(arrow, Arrow)
     assert (arrow.ttft_slo_s, arrow.tpot_slo_s) == (0.5, 0.03)
@@ -83,13 +83,13 @@ def test_one_instance_has_no_pools() -> None:
     assert setup_for("arrow").apply(ClusterSpec.uniform(1, PROFILE)).instances[0].pool is None
 
 
-def test_pools_of_another_size_only_where_there_are_pools() -> None:
+def test_pool_sizes_apply_only_to_setups_with_pools() -> None:
     pools = [i.pool for i in setup_for("arrow").with_pools(3, 4).apply(SPEC).instances]
     assert pools.count(Pool.PREFILL) == 3
     assert setup_for("pascal").with_pools(3, 4) == setup_for("pascal")
 
 
-def test_predictions_are_what_the_variant_says() -> None:
+def test_the_predictor_depends_on_the_variant() -> None:
     assert setup_for("ares_no_prediction").apply(SPEC).predictor is None
     assert isinstance(setup_for("ares_oracle").apply(SPEC).predictor, OraclePredictor)
     ares = setup_for("ares").apply(SPEC)
@@ -105,16 +105,16 @@ def test_the_error_of_the_predictor_scales_with_the_workload() -> None:
         assert getattr(small, name) == pytest.approx(getattr(paper, name) / 10)
 
 
-def test_own_class() -> None:
+def test_a_custom_policy_class() -> None:
     setup = setup_for("tailrace.policy.arrow.policy:Arrow")
     assert isinstance(setup.policy(KNOWN), Arrow)
-    # What it declares holds under any name.
+    # Its declarations apply under any name.
     assert isinstance(setup.intra(), DecodeFirst)
     assert setup.prefill_share == 0.5
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("magic", "unknown policy 'magic'; known: ares, "),
         ("no_such_module:Mine", "no_such_module"),
@@ -122,12 +122,12 @@ def test_own_class() -> None:
         ("tailrace.policy.min_kv:NO_INSTANCE", "not a class derived from"),
     ],
 )
-def test_unknown_names(name: str, says: str) -> None:
-    with pytest.raises(UnknownSetupError, match=says):
+def test_unknown_names(name: str, message: str) -> None:
+    with pytest.raises(UnknownSetupError, match=message):
         setup_for(name)
 
 
-def test_unknown_predictions() -> None:
+def test_unknown_predictors() -> None:
     with pytest.raises(UnknownSetupError, match="none, noisy, oracle"):
         predictor_for("psychic")
 
@@ -146,13 +146,13 @@ def test_parameters_reach_policy_order_and_pools() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "says"),
+    ("name", "given", "message"),
     [
         ("fcfs", {"quantum_tokens": 7}, "policy 'fcfs' has no parameter 'quantum_tokens'"),
         ("cascade", {"watermark": 0.1}, "policy 'cascade' has no parameter 'watermark'"),
         ("ares", {"horizon_tokens": 10, "horizon_points": 20}, "20 points in 10 steps"),
     ],
 )
-def test_parameters_that_are_not_taken(name: str, given: dict[str, int], says: str) -> None:
-    with pytest.raises(ParameterError, match=says):
+def test_invalid_parameters_are_errors(name: str, given: dict[str, int], message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
         setup_for(name).with_parameters(given)

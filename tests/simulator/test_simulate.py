@@ -1,4 +1,4 @@
-"""The public entry point: results, repeatability, staleness, limits and errors."""
+"""The public entry point: results, reproducibility, stale views, limits and errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tailrace.policy.least_loaded import LeastLoaded
 from tailrace.policy.round_robin import RoundRobin
 from tailrace.policy.static_pools import StaticPools
 from tailrace.slo import Slo
-from tests.simulator.moving import Stirring
+from tests.simulator.moving import MoveEverything
 from tests.simulator.worlds import PROFILE
 
 SPEC = ClusterSpec.uniform(3, PROFILE)
@@ -34,7 +34,7 @@ def _requests(count: int, every_s: float = 0.05) -> list[SimRequest]:
     ]
 
 
-@pytest.mark.parametrize("policy", [Stirring(), LeastLoaded()])
+@pytest.mark.parametrize("policy", [MoveEverything(), LeastLoaded()])
 def test_equal_arguments_give_equal_results(policy: Policy) -> None:
     def run() -> object:
         result = simulate(SPEC, _requests(60), policy, PascalQueue(), seed=3, sample_interval_s=0.3)
@@ -48,8 +48,8 @@ def test_equal_arguments_give_equal_results(policy: Policy) -> None:
     assert run() == run()
 
 
-def test_overload_is_refused_on_arrival_and_the_rest_keeps_its_slo() -> None:
-    # Three instances have KV for about a third of it.
+def test_overload_is_refused_on_arrival_and_the_rest_meets_its_slo() -> None:
+    # The KV of three instances suffices for about a third of the load.
     requests = [replace(each, reasoning_tokens=0) for each in _requests(600, every_s=0.01)]
     slo = Slo(ttft_s=1.0, tpot_s=None, admit=0.25)
 
@@ -58,14 +58,14 @@ def test_overload_is_refused_on_arrival_and_the_rest_keeps_its_slo() -> None:
         waits = [r.ttft_s for r in done if r.ttft_s is not None and not r.refused]
         return sum(bool(r.refused) for r in done), sum(slo.met_by(r) for r in done), max(waits)
 
-    everybody = run(None)
+    unlimited = run(None)
     refused, kept, longest_s = run(TtftAdmission.of(slo))
-    assert everybody[0] == 0 and refused > 100
-    assert kept > 2 * everybody[1]
-    assert longest_s < 0.25 * everybody[2]
+    assert unlimited[0] == 0 and refused > 100
+    assert kept > 2 * unlimited[1]
+    assert longest_s < 0.25 * unlimited[2]
 
 
-def test_static_pools_prefill_here_and_decode_there() -> None:
+def test_static_pools_separate_prefill_and_decode() -> None:
     spec = SPEC.with_pools([Pool.PREFILL, Pool.DECODE, Pool.DECODE])
     result = simulate(spec, _requests(40, every_s=0.3), StaticPools(), Fcfs())
     for record in result.requests:
@@ -75,27 +75,27 @@ def test_static_pools_prefill_here_and_decode_there() -> None:
             assert record.migrations == 1
 
 
-def test_a_tick_is_told_of_the_one_before_it() -> None:
-    told: list[tuple[float | None, float]] = []
+def test_a_tick_sees_the_time_of_the_previous_one() -> None:
+    seen: list[tuple[float | None, float]] = []
 
-    class Ticks(LeastLoaded):
+    class RecordTicks(LeastLoaded):
         tick_interval_s = 0.5
 
         def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
-            told.append((view.last_tick_s, now))
+            seen.append((view.last_tick_s, now))
             return ()
 
-    simulate(SPEC, _requests(20), Ticks(), Fcfs())
-    assert [last_s for last_s, _ in told] == [None, *(now for _, now in told[:-1])]
+    simulate(SPEC, _requests(20), RecordTicks(), Fcfs())
+    assert [last_s for last_s, _ in seen] == [None, *(now for _, now in seen[:-1])]
 
 
-def test_records_in_the_order_given_whatever_the_order_of_arrival() -> None:
+def test_records_are_in_the_order_of_the_requests() -> None:
     requests = _requests(20)[::-1]
     result = simulate(SPEC, requests, RoundRobin(), Fcfs())
     assert [record.request_id for record in result.requests] == [request.request_id for request in requests]
 
 
-def test_an_idle_instance_takes_the_time_of_the_profile() -> None:
+def test_an_idle_instance_takes_the_time_given_by_the_profile() -> None:
     [record] = simulate(SPEC, [SimRequest("r", 1.0, 100, 0, 3)], RoundRobin(), Fcfs()).requests
     prefill_s = PROFILE.step_ms(PROFILE.prefill.ms(0, 100), 0, 0) / 1e3
     assert record.ttft_s == pytest.approx(prefill_s)
@@ -134,7 +134,7 @@ def test_progress_ends_at_one() -> None:
     assert seen[-1] == 1.0
 
 
-def test_a_request_that_cannot_fit_is_refused_in_words() -> None:
+def test_a_request_that_cannot_fit_is_refused_with_a_reason() -> None:
     requests = [SimRequest("long", 0.0, 1_900, 0, 200), SimRequest("short", 0.0, 10, 0, 2)]
     result = simulate(SPEC, requests, RoundRobin(), Fcfs())
     assert "longer than" in result.requests[0].refused
@@ -142,8 +142,8 @@ def test_a_request_that_cannot_fit_is_refused_in_words() -> None:
     assert result.requests[1].finish_s is not None
 
 
-class Watching(Policy):
-    """Keeps what it is shown."""
+class Recorder(Policy):
+    """Record everything the policy sees."""
 
     tick_interval_s = 0.1
 
@@ -176,24 +176,24 @@ class Watching(Policy):
         self.seen.append((now, counts, list(instance.requests)))
 
 
-def test_placements_count_at_once_and_the_rest_when_reported() -> None:
-    policy = Watching()
+def test_placements_count_immediately_and_progress_when_reported() -> None:
+    policy = Recorder()
     spec = replace(SPEC, report=ReportSpec(interval_s=1.0, delay_s=0.05))
     simulate(spec, [SimRequest("a", 0.0, 50, 0, 400), SimRequest("b", 0.01, 60, 0, 400)], policy, Fcfs())
     _, counts, requests = policy.seen[1]
     assert counts == (0, 1, 50)
     assert [r.state for r in requests] == [RequestState.WAITING]
-    # The first report is due within a second; until then nothing is known to run.
+    # Until the first report, within a second, no request counts as running.
     first_running = next(now for now, counts, _ in policy.seen if counts[0])
     known = [requests for now, _, requests in policy.seen if now >= first_running]
     assert {r.output_tokens for r in known[0]} != {0}
-    # Between reports the picture stands still.
+    # Between reports the view does not change.
     tokens = {tuple(r.output_tokens for r in requests) for requests in known}
     assert len(tokens) < len(known) / 3
 
 
-def test_exact_views_move_with_every_step() -> None:
-    policy = Watching()
+def test_exact_views_change_with_every_step() -> None:
+    policy = Recorder()
     spec = replace(SPEC, report=ReportSpec(interval_s=0.0, delay_s=0.0))
     simulate(spec, [SimRequest("a", 0.0, 50, 0, 400)], policy, Fcfs())
     made = [requests[0].output_tokens for _, _, requests in policy.seen[1:] if requests]
@@ -201,8 +201,8 @@ def test_exact_views_move_with_every_step() -> None:
     assert len(made) > 20
 
 
-def test_phase_events_arrive_after_the_delay_with_the_request_as_it_was() -> None:
-    policy = Watching()
+def test_phase_events_arrive_after_the_delay_with_the_earlier_state() -> None:
+    policy = Recorder()
     spec = replace(SPEC, report=ReportSpec(interval_s=0.5, delay_s=0.03))
     [record] = simulate(spec, [SimRequest("a", 0.0, 50, 10, 40)], policy, Fcfs()).requests
     [(now, request)] = policy.ended
@@ -213,16 +213,16 @@ def test_phase_events_arrive_after_the_delay_with_the_request_as_it_was() -> Non
     assert record.answer_blocking_s == pytest.approx(0.0, abs=1e-9)
 
 
-def test_a_request_that_outgrows_its_stage_is_announced_once() -> None:
+def test_an_outgrown_stage_is_reported_once() -> None:
     stages = (Stage(0, 100, ("i000",)), Stage(100, 1 << 20, ("i001", "i002")))
-    policy = Watching()
+    policy = Recorder()
     simulate(replace(SPEC, stages=stages), [SimRequest("a", 0.0, 50, 0, 200)], policy, Fcfs())
     assert [request.context_tokens for request in policy.grown] == [100]
 
 
-def test_stages_set_later_announce_those_beyond() -> None:
+def test_new_stages_report_requests_beyond_them() -> None:
     stages = (Stage(0, 60, ("i000",)), Stage(60, 1 << 20, ("i001", "i002")))
-    policy = Watching((SetStages(stages), SetPool("i001", Pool.DECODE)))
+    policy = Recorder((SetStages(stages), SetPool("i001", Pool.DECODE)))
     result = simulate(SPEC, [SimRequest("a", 0.0, 50, 0, 200)], policy, Fcfs())
     assert len(policy.grown) == 1
     assert policy.grown[0].context_tokens >= 60
@@ -230,8 +230,8 @@ def test_stages_set_later_announce_those_beyond() -> None:
     assert result.series.pools[-1].pool is Pool.DECODE
 
 
-def test_what_a_policy_refuses_is_recorded() -> None:
-    result = simulate(SPEC, [SimRequest("a", 0.0, 1, 0, 5)], Watching(), Fcfs())
+def test_refusals_are_recorded() -> None:
+    result = simulate(SPEC, [SimRequest("a", 0.0, 1, 0, 5)], Recorder(), Fcfs())
     assert result.requests[0].refused == "no"
 
 
@@ -239,12 +239,12 @@ def test_what_a_policy_refuses_is_recorded() -> None:
     "action",
     [Migrate("nobody", "i000", "i001", ""), Migrate("a", "i000", "nowhere", ""), SetPool("nowhere", None)],
 )
-def test_a_policy_that_names_what_does_not_exist_is_told(action: Action) -> None:
+def test_actions_with_unknown_names_are_errors(action: Action) -> None:
     with pytest.raises(SimulationError, match="does not exist"):
-        simulate(SPEC, [SimRequest("a", 0.0, 50, 0, 400)], Watching([action]), Fcfs())
+        simulate(SPEC, [SimRequest("a", 0.0, 50, 0, 400)], Recorder([action]), Fcfs())
 
 
-def test_equal_ids_are_rejected() -> None:
+def test_duplicate_ids_are_rejected() -> None:
     with pytest.raises(ValueError, match="distinct"):
         simulate(SPEC, [SimRequest("a", 0.0, 5, 0, 1), SimRequest("a", 1.0, 5, 0, 1)], RoundRobin(), Fcfs())
 

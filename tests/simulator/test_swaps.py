@@ -1,4 +1,4 @@
-"""What a swap costs a step: the simulator and the simulated engine wait for what the profile says."""
+"""The cost of swaps: the simulator waits as long as the profile says."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK = 8
 
 
 def token_times(swap: SwapModel) -> tuple[dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]], int]:
-    """Two requests for room for one: the second takes the first one's place when that has had its turn."""
+    """Return the token times of two requests that compete for room for one, and the number of swaps."""
     profile = msgspec.structs.replace(PROFILE, swap=swap)
     spec = ClusterSpec.uniform(1, profile, kv_capacity_tokens=15 * BLOCK, block_tokens=BLOCK)
     requests = [SimRequest("first", 0.0, 30, 0, 60), SimRequest("second", 0.001, 96, 0, 5)]
@@ -26,12 +26,12 @@ def token_times(swap: SwapModel) -> tuple[dict[str, np.ndarray[tuple[int], np.dt
     return simulation.token_times, sum(record.preemptions_swapped for record in result.requests)
 
 
-def test_a_step_waits_for_the_base_of_each_request_and_for_its_bytes() -> None:
+def test_a_step_waits_for_the_base_time_and_the_bytes_of_each_swap() -> None:
     free, swaps = token_times(SwapModel(base_ms=0.0, bytes_per_s=1e30))
     assert swaps == 1
     slow, swaps = token_times(SwapModel(base_ms=7.0, bytes_per_s=1e9))
     assert swaps == 1
-    # Taken out with 30 tokens of the prompt and 30 of output, and let in again with as many.
+    # Swapped out and in with 30 prompt tokens and 30 output tokens.
     kv_bytes = -(-60 // BLOCK) * BLOCK * PROFILE.kv_bytes_per_token
     once_s = 7e-3 + kv_bytes / 1e9
     assert slow["second"][0] - free["second"][0] == pytest.approx(once_s)

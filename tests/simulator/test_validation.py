@@ -20,7 +20,7 @@ from tailrace.policy.round_robin import RoundRobin
 from tailrace.profiles import load_profile
 
 PROFILE = "llama-3.1-8b-rtx4090"
-# Clocks of a recorded run have nothing to do with each other.
+# The clocks of a recorded run are unrelated.
 WALL_S, MONOTONIC_S = 1_787_267_980.0, 27_536.5
 
 META = {
@@ -36,7 +36,7 @@ REQUESTS = [
 
 
 def record(folder: Path, slower: float = 1.0) -> Path:
-    """What an engine would leave that is exactly as the simulator, or `slower` times as slow."""
+    """Write the record of an engine that is as fast as the simulator, or `slower` times as slow."""
     instance = InstanceSpec(
         "i000",
         load_profile(PROFILE),
@@ -50,36 +50,40 @@ def record(folder: Path, slower: float = 1.0) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "meta.json").write_text(json.dumps(META))
     lines = []
-    for done in result.requests:
-        assert done.first_token_s is not None and done.finish_s is not None
+    for finished in result.requests:
+        assert finished.first_token_s is not None and finished.finish_s is not None
         line = {
-            "request_id": done.request_id,
-            "input_toks": done.prompt_tokens,
-            "output_toks": done.answer_tokens,
-            "arrival_time": WALL_S + done.arrival_s,
-            "queued_ts": MONOTONIC_S + done.arrival_s,
-            "scheduled_ts": MONOTONIC_S + done.arrival_s,
-            "first_token_ts": MONOTONIC_S + done.arrival_s + (done.first_token_s - done.arrival_s) * slower,
-            "last_token_ts": MONOTONIC_S + done.arrival_s + (done.finish_s - done.arrival_s) * slower,
+            "request_id": finished.request_id,
+            "input_toks": finished.prompt_tokens,
+            "output_toks": finished.answer_tokens,
+            "arrival_time": WALL_S + finished.arrival_s,
+            "queued_ts": MONOTONIC_S + finished.arrival_s,
+            "scheduled_ts": MONOTONIC_S + finished.arrival_s,
+            "first_token_ts": MONOTONIC_S
+            + finished.arrival_s
+            + (finished.first_token_s - finished.arrival_s) * slower,
+            "last_token_ts": MONOTONIC_S
+            + finished.arrival_s
+            + (finished.finish_s - finished.arrival_s) * slower,
         }
         lines.append(json.dumps(line))
-    # Not in the order of arrival.
+    # Records are not in order of arrival.
     (folder / "requests.jsonl").write_text("\n".join(reversed(lines)) + "\n")
     return folder
 
 
-def run(*arguments: str | Path) -> Result:
+def run_validate(*arguments: str | Path) -> Result:
     return CliRunner().invoke(validate_command, [str(argument) for argument in arguments])
 
 
-def test_a_run_that_the_simulator_made_has_no_error(tmp_path: Path) -> None:
-    result = run(record(tmp_path / "same"), "-o", "json")
+def test_a_simulated_run_has_no_error(tmp_path: Path) -> None:
+    result = run_validate(record(tmp_path / "same"), "-o", "json")
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert report["model"] == "meta-llama/Llama-3.1-8B" and report["profile"] == PROFILE
     for metric in ("ttft", "tpot", "latency"):
         error = report["errors"][metric]
-        # Time stamps of 10^9 s hold a tenth of a microsecond.
+        # Timestamps of 10^9 s have a resolution of a tenth of a microsecond.
         assert error["mape"] < 1e-5 and abs(error["mean_error"]) < 1e-5
     assert report["errors"]["ttft"]["requests"] == 8
     # An output of one token has no TPOT.
@@ -88,8 +92,8 @@ def test_a_run_that_the_simulator_made_has_no_error(tmp_path: Path) -> None:
     assert report["preemptions"] > 0
 
 
-def test_a_slower_engine_shows_as_an_error_of_that_size(tmp_path: Path) -> None:
-    result = run(record(tmp_path / "slower", slower=1.25), "-o", "json")
+def test_a_slower_engine_gives_an_error_of_that_size(tmp_path: Path) -> None:
+    result = run_validate(record(tmp_path / "slower", slower=1.25), "-o", "json")
     errors = json.loads(result.stdout)["errors"]
     for metric in ("ttft", "tpot", "latency"):
         assert errors[metric]["mean_error"] == pytest.approx(1 / 1.25 - 1, abs=1e-4)
@@ -97,16 +101,16 @@ def test_a_slower_engine_shows_as_an_error_of_that_size(tmp_path: Path) -> None:
         assert errors[metric]["p90_error"] == pytest.approx(0.2, abs=1e-4)
 
 
-def test_table(tmp_path: Path) -> None:
-    result = run(record(tmp_path / "run"))
+def test_table_output(tmp_path: Path) -> None:
+    result = run_validate(record(tmp_path / "run"))
     assert result.exit_code == 0
     for word in ("TTFT", "TPOT", "latency", "MAPE", "P90", "RTX 4090", PROFILE):
         assert word in result.output
 
 
-def test_unequal_lengths_cost_time_only_when_asked_for(tmp_path: Path) -> None:
+def test_a_length_penalty_is_applied_on_request(tmp_path: Path) -> None:
     folder = record(tmp_path / "run")
-    result = run(folder, "-o", "json", "--length-penalty", "measured-rtx4090")
+    result = run_validate(folder, "-o", "json", "--length-penalty", "measured-rtx4090")
     assert json.loads(result.stdout)["errors"]["tpot"]["mean_error"] > 0.0
 
 
@@ -132,27 +136,27 @@ def test_unequal_lengths_cost_time_only_when_asked_for(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_malformed_run_names_file_and_line(tmp_path: Path, lines: Sequence[str], message: str) -> None:
+def test_errors_in_a_run_name_file_and_line(tmp_path: Path, lines: Sequence[str], message: str) -> None:
     folder = record(tmp_path / "run")
     (folder / "requests.jsonl").write_text("\n".join(lines))
     with pytest.raises(RecordedRunError, match=rf"requests\.jsonl.*{message}"):
         read_run(folder)
 
 
-def test_what_is_not_there_is_said(tmp_path: Path) -> None:
-    assert "meta.json" in run(tmp_path).output
+def test_missing_files_and_names_are_reported(tmp_path: Path) -> None:
+    assert "meta.json" in run_validate(tmp_path).output
     folder = record(tmp_path / "run")
-    assert "no-such" in run(folder, "--profile", "no-such").output
-    assert "no-such" in run(folder, "--length-penalty", "no-such").output
+    assert "no-such" in run_validate(folder, "--profile", "no-such").output
+    assert "no-such" in run_validate(folder, "--length-penalty", "no-such").output
     (folder / "meta.json").write_text("{}")
-    assert "model" in run(folder).output
+    assert "model" in run_validate(folder).output
 
 
 def test_a_request_that_cannot_run_is_named(tmp_path: Path) -> None:
     folder = record(tmp_path / "run")
     meta = {**META, "kv_cache": {"block_size": 16, "num_gpu_blocks": 20}}
     (folder / "meta.json").write_text(json.dumps(meta))
-    assert "bench-" in run(folder).output
+    assert "bench-" in run_validate(folder).output
 
 
 def test_errors_of_a_metric() -> None:

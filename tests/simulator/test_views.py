@@ -1,4 +1,4 @@
-"""What policies see: counted as if from the requests, stale as the reports are, lazily or not."""
+"""The views of policies: consistent with the requests, as stale as the reports, evaluated lazily."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tailrace.intra.orders import Fcfs
 from tailrace.perf.future_load import FutureLoad
 from tailrace.policy.base import Policy
 from tailrace.policy.phase_load import phase_load
-from tests.simulator.moving import Stirring
+from tests.simulator.moving import MoveEverything
 from tests.simulator.worlds import INTRA, PROFILE, workloads
 
 
@@ -30,15 +30,15 @@ class Oracle:
         return float(request.output_tokens - output_tokens)
 
 
-class Looking(Stirring):
-    """Notes all that it sees; `every`: only each so many-th view is looked at."""
+class Recorder(MoveEverything):
+    """Record every `every`-th view."""
 
     def __init__(self, every: int = 1) -> None:
         self.every = every
         self.calls = 0
         self.seen: list[object] = []
 
-    def look(self, view: ClusterView, now: float) -> None:
+    def record(self, view: ClusterView, now: float) -> None:
         self.calls += 1
         if self.calls % self.every:
             return
@@ -47,15 +47,15 @@ class Looking(Stirring):
             self.seen.append((self.calls, now, *columns[:-1], tuple(instance.requests)))
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
-        self.look(view, now)
+        self.record(view, now)
         return super().place(view, arrival, now)
 
     def on_reasoning_ended(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
-        self.look(view, now)
+        self.record(view, now)
         return super().on_reasoning_ended(view, request, now)
 
     def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
-        self.look(view, now)
+        self.record(view, now)
         return super().on_tick(view, now)
 
 
@@ -79,19 +79,19 @@ def cluster(interval_s: float = 0.0517, when_full: WhenFull = WhenFull.HOST) -> 
     )
 
 
-class Longwinded:
+class LongPredictor:
     def remaining(self, request: SimRequest, output_tokens: int) -> float:
         return 10_000.0
 
 
-class Predictions(Looking):
-    """Compares what is predicted with what may come; `loads`: what the reports say is to come of them."""
+class CheckPredictions(Recorder):
+    """Compare predictions with the length limits, and check the future load."""
 
     def __init__(self) -> None:
         super().__init__()
         self.checked = 0
 
-    def look(self, view: ClusterView, now: float) -> None:
+    def record(self, view: ClusterView, now: float) -> None:
         for instance in view.instances.values():
             for request in instance.requests:
                 left = min(
@@ -103,37 +103,37 @@ class Predictions(Looking):
             assert not any(instance.future_load[1:])
 
 
-def test_nobody_is_predicted_to_make_more_than_may_come() -> None:
-    """At the first step of the horizon, 256 on, nobody can be there who ends at 200 tokens."""
-    spec = replace(cluster(), max_tokens=200, predictor=Longwinded(), stages=())
+def test_predictions_never_exceed_the_length_limit() -> None:
+    """At the first step of the horizon, 256, no request that ends at 200 tokens can remain."""
+    spec = replace(cluster(), max_tokens=200, predictor=LongPredictor(), stages=())
     spec = replace(spec, instances=tuple(replace(i, max_model_len=230) for i in spec.instances))
     requests = [SimRequest(f"r{n}", 0.05 * n, 20 + n, 10, 60 + n) for n in range(12)]
-    policy = Predictions()
+    policy = CheckPredictions()
     simulate(spec, requests, policy, Fcfs())
     assert policy.checked > 50
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(requests=workloads(most=10, span_s=1.0), intra=st.sampled_from(sorted(INTRA)))
-def test_a_report_looked_at_late_says_what_it_said_at_once(intra: str, requests: list[SimRequest]) -> None:
-    late = Looking(every=3)
+def test_a_report_evaluated_late_is_unchanged(intra: str, requests: list[SimRequest]) -> None:
+    late = Recorder(every=3)
     simulate(cluster(), requests, late, INTRA[intra])
-    at_once = Looking(every=3)
+    at_once = Recorder(every=3)
     with pytest.MonkeyPatch.context() as patch:
         begin = Report.__init__
 
-        def looking(report: Report, instance: Instance, now: float, placed_before: int) -> None:
+        def evaluate_at_once(report: Report, instance: Instance, now: float, placed_before: int) -> None:
             begin(report, instance, now, placed_before)
             report.read_all()
 
-        patch.setattr(Report, "__init__", looking)
+        patch.setattr(Report, "__init__", evaluate_at_once)
         simulate(cluster(), requests, at_once, INTRA[intra])
     assert late.seen == at_once.seen
     assert late.seen or late.calls < 3
 
 
-class Counting(Stirring):
-    """Compares the counts that the view offers with those of its requests one by one."""
+class CheckCounts(MoveEverything):
+    """Compare the counts of the view with a recount of its requests."""
 
     def __init__(self) -> None:
         self.compared = 0
@@ -141,7 +141,7 @@ class Counting(Stirring):
     def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
         for instance in view.instances.values():
             requests = tuple(instance.requests)
-            # Twice: the second answer is kept from the first.
+            # The second time, the result comes from the cache.
             for _ in range(2):
                 offered = phase_load(instance.requests, quantum_tokens=13)
                 counted = phase_load(requests, quantum_tokens=13)
@@ -164,12 +164,12 @@ class Counting(Stirring):
     intra=st.sampled_from(sorted(INTRA)),
     interval_s=st.sampled_from([0.0, 0.0517]),
 )
-def test_phases_are_counted_as_one_by_one(intra: str, requests: list[SimRequest], interval_s: float) -> None:
-    simulate(cluster(interval_s), requests, Counting(), INTRA[intra])
+def test_phase_counts_equal_a_recount(intra: str, requests: list[SimRequest], interval_s: float) -> None:
+    simulate(cluster(interval_s), requests, CheckCounts(), INTRA[intra])
 
 
-class OnePlace(Policy):
-    """Everything to the first instance; keeps each view of it."""
+class RecordFirstInstance(Policy):
+    """Place everything on the first instance and record each view of it."""
 
     def __init__(self) -> None:
         self.views: list[InstanceView] = []
@@ -184,24 +184,24 @@ def prompts(*tokens: int, gap_s: float = 1e-4) -> list[SimRequest]:
 
 
 @pytest.mark.parametrize("interval_s", [0.0, 0.5])
-def test_prefill_delay_is_the_profiles_time_for_the_backlog(interval_s: float) -> None:
+def test_prefill_delay_is_the_time_of_the_backlog_by_the_profile(interval_s: float) -> None:
     spec = ClusterSpec.uniform(1, PROFILE, chunk_budget_tokens=100, kv_capacity_tokens=4_000)
     spec = replace(spec, report=ReportSpec(interval_s=interval_s))
-    policy = OnePlace()
+    policy = RecordFirstInstance()
     simulate(spec, prompts(250, 70, 30), policy, Fcfs())
     base, prefill = PROFILE.prefill.base_ms, PROFILE.prefill
     delays_ms = [(view.prefill_delay_s or 0.0) * 1e3 for view in policy.views]
     assert delays_ms[0] == 0.0
-    # The step in flight has made nothing yet: 250 tokens in three steps, then 320 in four.
+    # The step in flight does not count yet: 250 tokens take three steps, then 320 take four.
     assert delays_ms[1] == pytest.approx(3 * base + prefill.ms(0, 250))
     assert delays_ms[2] == pytest.approx(4 * base + prefill.ms(0, 250) + prefill.ms(0, 70))
 
 
-def test_prefill_delay_counts_only_what_is_left() -> None:
+def test_prefill_delay_counts_only_the_remaining_tokens() -> None:
     spec = ClusterSpec.uniform(1, PROFILE, chunk_budget_tokens=100, kv_capacity_tokens=4_000)
     spec = replace(spec, report=ReportSpec(interval_s=0.0))
-    policy = OnePlace()
-    # The second comes while the second of three chunks is computed.
+    policy = RecordFirstInstance()
+    # The second request arrives during the second of three chunks.
     first_s = PROFILE.step_ms(PROFILE.prefill.ms(0, 100), 0, 0) / 1e3
     simulate(spec, prompts(250, 70, gap_s=first_s * 1.3), policy, Fcfs())
     left_ms = 2 * PROFILE.prefill.base_ms + PROFILE.prefill.ms(100, 250)
@@ -209,33 +209,33 @@ def test_prefill_delay_counts_only_what_is_left() -> None:
 
 
 @pytest.mark.parametrize(("when_full", "tokens"), [(WhenFull.HOST, 400), (WhenFull.WAIT, 0)])
-def test_host_memory_counts_where_migrated_requests_are_let_in(when_full: WhenFull, tokens: int) -> None:
-    policy = OnePlace()
+def test_host_memory_counts_only_if_it_accepts_migrated_requests(when_full: WhenFull, tokens: int) -> None:
+    policy = RecordFirstInstance()
     simulate(cluster(when_full=when_full), prompts(30), policy, Fcfs())
     assert policy.views[0].host_kv_capacity_tokens == tokens
 
 
 def test_future_load_is_as_old_as_the_report() -> None:
     spec = replace(cluster(interval_s=10.0), stages=())
-    policy = OnePlace()
+    policy = RecordFirstInstance()
     simulate(spec, prompts(30, 30, 30), policy, Fcfs())
-    # No report since the start: the placements are known, what they will do is not.
+    # Without a report since the start, placements are known but their future load is not.
     assert [view.waiting for view in policy.views] == [0, 1, 2]
     assert all(load == 0.0 for view in policy.views for load in view.future_load)
     assert math.isclose(policy.views[2].context_tokens, 60)
 
 
-class SendsOne(Policy):
-    """Sends the request `r0` from i000 to i001 once it decodes; notes what i001 seems to hold."""
+class MigrateOne(Policy):
+    """Migrate the request `r0` from i000 to i001 once it decodes, and record the view of i001."""
 
     summary = "one migration"
     tick_interval_s = 0.02
 
     def __init__(self) -> None:
         self.asked_tokens = 0
-        # KV in use, and open migrations to there.
+        # (KV in use, open migrations to i001).
         self.held: list[tuple[int, int]] = []
-        # (open migrations to there, context that they bring).
+        # (open migrations to i001, their context in tokens).
         self.coming: set[tuple[int, int]] = set()
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
@@ -251,28 +251,30 @@ class SendsOne(Policy):
 
 
 @pytest.mark.parametrize(("resident_tokens", "outcome"), [(40, "COMMITTED"), (230, "NO_ROOM")])
-def test_what_a_migration_takes_counts_from_its_order_to_its_end(resident_tokens: int, outcome: str) -> None:
-    """Also where reports come before the target was asked for room, and whether it has any or refuses."""
+def test_a_migration_counts_at_its_target_from_its_order_to_its_end(
+    resident_tokens: int, outcome: str
+) -> None:
+    """This includes reports before the target is asked for room, and targets that refuse."""
     spec = cluster(interval_s=0.005, when_full=WhenFull.REFUSE)
-    # Time for several reports before the target is asked.
+    # Allow several reports before the target is asked.
     spec = replace(
         spec, stages=(), migration=replace(spec.migration, room_last=True, open_s=0.1, commit_s=0.1)
     )
-    policy = SendsOne()
+    policy = MigrateOne()
     moving, resident = prompts(90, resident_tokens)
     requests = [replace(moving, answer_tokens=60), replace(resident, answer_tokens=60)]
     (migration,) = simulate(spec, requests, policy, Fcfs()).migrations
     assert migration.outcome.name == outcome
     coming = [held for held, open_ in policy.held if open_]
     assert len(coming) > 3 and min(coming) >= min(330, resident_tokens + policy.asked_tokens)
-    # And no longer: of one that was refused nothing is taken off what is there.
+    # It does not count afterwards.
     ended = next(n for n, (_, open_) in enumerate(policy.held) if open_) + len(coming)
     assert policy.held[ended][0] >= resident_tokens
     assert policy.coming == {(0, 0), (1, migration.context_tokens)}
 
 
-class Rates(Stirring):
-    """Notes how fast migrations are said to reach each instance."""
+class RecordRates(MoveEverything):
+    """Record the migration rates in the views."""
 
     def __init__(self) -> None:
         self.rates: dict[str, set[float | None]] = {}
@@ -283,13 +285,15 @@ class Rates(Stirring):
         return super().on_tick(view, now)
 
 
-def test_how_fast_migrations_come_in_is_measured_from_them() -> None:
+def test_the_migration_rate_is_measured_from_migrations() -> None:
     spec = replace(cluster(), link=LinkSpec(bytes_per_s=1e8, latency_s=0.0))
     requests = [SimRequest(f"r{n}", 0.05 * n, 20 + n, 10, 60 + n) for n in range(12)]
-    policy = Rates()
+    policy = RecordRates()
     simulate(spec, requests, policy, Fcfs())
-    line = 1e8 / PROFILE.kv_bytes_per_token
+    link_rate = 1e8 / PROFILE.kv_bytes_per_token
     seen = {rate for rates in policy.rates.values() for rate in rates}
     assert None in seen
-    told = seen - {None}
-    assert told and all(0.1 * line < rate < 1.001 * line for rate in told if rate is not None)
+    measured = seen - {None}
+    assert measured and all(
+        0.1 * link_rate < rate < 1.001 * link_rate for rate in measured if rate is not None
+    )

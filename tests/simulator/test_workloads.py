@@ -1,4 +1,4 @@
-"""Workloads cut, scaled, merged, written, read and resolved."""
+"""Workloads: clipping, scaling, merging, writing, reading and resolving."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from simulator.workloads.fit import fit
 from simulator.workloads.resolve import DEFAULT_COUNT, WorkloadOptions, resolve_workload
 from simulator.workloads.statistics import load_per_minute
 
-some = settings(max_examples=30, deadline=None, derandomize=True)
+moderate = settings(max_examples=30, deadline=None, derandomize=True)
 
 
 @st.composite
@@ -40,22 +40,24 @@ def arrivals(workload: Workload) -> list[float]:
     return [request.arrival_s for request in workload.requests]
 
 
-@some
+@moderate
 @given(workload=some_workload())
-def test_what_is_written_is_read_again(workload: Workload, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_written_workload_is_read_unchanged(
+    workload: Workload, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     path = tmp_path_factory.mktemp("workload") / "requests.jsonl"
     jsonl.write_jsonl(workload, path)
     assert list(jsonl.load(path).requests) == list(workload.requests)
 
 
-def test_where_nothing_can_be_written(tmp_path: Path) -> None:
+def test_an_unwritable_path_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match="no-such-folder"):
         jsonl.write_jsonl(plain(0.0), tmp_path / "no-such-folder" / "requests.jsonl")
 
 
-@some
+@moderate
 @given(workload=some_workload(), speed=st.floats(0.01, 100.0))
-def test_scaling_keeps_requests_and_their_order_and_divides_time(workload: Workload, speed: float) -> None:
+def test_scaling_divides_times_and_keeps_requests_in_order(workload: Workload, speed: float) -> None:
     faster = scaled(workload, speed)
     assert [r.request_id for r in faster.requests] == [r.request_id for r in workload.requests]
     assert arrivals(faster) == sorted(arrivals(faster))
@@ -69,20 +71,20 @@ def test_scaling_to_a_rate() -> None:
 
 
 @pytest.mark.parametrize("workload", [plain(1.0), plain(1.0, 1.0)])
-def test_what_has_no_rate_cannot_be_scaled_to_one(workload: Workload) -> None:
+def test_a_workload_without_a_rate_cannot_be_scaled_to_one(workload: Workload) -> None:
     with pytest.raises(WorkloadError, match="have no rate"):
         at_rate(workload, 4.0)
 
 
 @pytest.mark.parametrize("speed", [0.0, -2.0, float("nan"), float("inf")])
-def test_no_speed(speed: float) -> None:
+def test_invalid_speeds_are_errors(speed: float) -> None:
     with pytest.raises(WorkloadError, match="speed must be"):
         scaled(plain(0.0, 1.0), speed)
 
 
-@some
+@moderate
 @given(workloads=st.lists(some_workload(), min_size=1, max_size=4))
-def test_merging_keeps_every_request_once_in_order(workloads: list[Workload]) -> None:
+def test_merging_keeps_every_request_in_order(workloads: list[Workload]) -> None:
     together = merged("all", workloads)
     assert arrivals(together) == sorted(arrivals(together))
     assert len({r.request_id for r in together.requests}) == sum(len(w.requests) for w in workloads)
@@ -93,19 +95,19 @@ def test_merging_keeps_every_request_once_in_order(workloads: list[Workload]) ->
         ]
 
 
-def test_merging_nothing() -> None:
+def test_merging_no_workloads_is_an_error() -> None:
     with pytest.raises(WorkloadError, match="nothing to merge"):
         merged("all", [])
 
 
-@some
+@moderate
 @given(
     workload=some_workload(),
     start_s=st.floats(0.0, 5e3),
     duration_s=st.none() | st.floats(1.0, 1e4),
     count=st.none() | st.integers(1, 12),
 )
-def test_a_clip_is_a_window_and_a_count(
+def test_a_clip_limits_time_and_count(
     workload: Workload, start_s: float, duration_s: float | None, count: int | None
 ) -> None:
     clip = Clip(start_s, duration_s, count)
@@ -115,11 +117,11 @@ def test_a_clip_is_a_window_and_a_count(
     assert [r.arrival_s for r in kept] == pytest.approx([r.arrival_s - start_s for r in inside])
 
 
-def test_a_window_without_its_end() -> None:
+def test_the_end_of_a_window_is_exclusive() -> None:
     assert arrivals(clipped(plain(0.0, 1.0, 2.0, 3.0), Clip(1.0, 2.0))) == [0.0, 1.0]
 
 
-def test_an_empty_window_says_which() -> None:
+def test_an_empty_window_is_an_error() -> None:
     with pytest.raises(WorkloadError, match="plain: no requests from 5 s to 6 s"):
         clipped(plain(0.0, 1.0), Clip(5.0, 1.0))
 
@@ -134,12 +136,12 @@ def test_an_empty_window_says_which() -> None:
         (0.0, None, 0),
     ],
 )
-def test_no_clip(start_s: float, duration_s: float | None, count: int | None) -> None:
+def test_invalid_clips_are_errors(start_s: float, duration_s: float | None, count: int | None) -> None:
     with pytest.raises(WorkloadError, match=r"window|at least one"):
         Clip(start_s, duration_s, count)
 
 
-def test_fitting_cuts_prompts_leaves_out_what_cannot_fit_and_says_so() -> None:
+def test_fitting_cuts_prompts_and_drops_requests_that_cannot_fit() -> None:
     requests = [
         SimRequest("fits", 0.0, 60, 20, 20),
         SimRequest("cut", 1.0, 500, 0, 30),
@@ -153,7 +155,7 @@ def test_fitting_cuts_prompts_leaves_out_what_cannot_fit_and_says_so() -> None:
         fit(Workload("one", requests[2:], "made up"), 100)
 
 
-def test_a_generator_by_name() -> None:
+def test_a_generator_is_found_by_name() -> None:
     options = WorkloadOptions(seed=5, rate_per_s=2.0)
     workload = resolve_workload("r1", options)
     assert len(workload.requests) == DEFAULT_COUNT
@@ -161,7 +163,7 @@ def test_a_generator_by_name() -> None:
     assert "seed 5" in workload.source
 
 
-def test_a_generator_for_a_time() -> None:
+def test_a_generator_with_a_duration() -> None:
     workload = resolve_workload("mix", WorkloadOptions(rate_per_s=5.0, duration_s=100.0))
     assert 400 < len(workload.requests) < 600
     assert arrivals(workload)[-1] < 100.0
@@ -169,7 +171,7 @@ def test_a_generator_for_a_time() -> None:
     assert len(short.requests) == 7
 
 
-def test_a_file_by_its_format(tmp_path: Path) -> None:
+def test_a_file_with_its_format(tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
     jsonl.write_jsonl(plain(0.0, 10.0, 20.0, prompt=100), path)
     spec = f"jsonl:{path}"
@@ -177,14 +179,14 @@ def test_a_file_by_its_format(tmp_path: Path) -> None:
     assert arrivals(resolve_workload(spec, WorkloadOptions(speed=2.0))) == [0.0, 5.0, 10.0]
     assert arrivals(resolve_workload(spec, WorkloadOptions(rate_per_s=1.0))) == [0.0, 1.0, 2.0]
     assert arrivals(resolve_workload(spec, WorkloadOptions(start_s=10.0, count=1))) == [0.0]
-    # The window is of the trace's own time, whatever the speed.
+    # The window is in the time of the trace, whatever the speed.
     cut = resolve_workload(spec, WorkloadOptions(speed=10.0, duration_s=15.0))
     assert arrivals(cut) == [0.0, 1.0]
     short = resolve_workload(spec, WorkloadOptions(max_model_len=50))
     assert {r.prompt_tokens for r in short.requests} == {45}
 
 
-def test_several_side_by_side_share_rate_and_count(tmp_path: Path) -> None:
+def test_several_workloads_share_rate_and_count(tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
     jsonl.write_jsonl(plain(*(float(n) for n in range(100))), path)
     spec = f"jsonl:{path}, r1, r1"
@@ -216,19 +218,19 @@ def test_several_side_by_side_share_rate_and_count(tmp_path: Path) -> None:
         ("r1,r1,r1", WorkloadOptions(rate_per_s=1.0, count=2), "at least one request"),
     ],
 )
-def test_what_cannot_be_resolved(spec: str, options: WorkloadOptions, message: str) -> None:
+def test_invalid_specifications_are_errors(spec: str, options: WorkloadOptions, message: str) -> None:
     with pytest.raises(WorkloadError, match=message):
         resolve_workload(spec, options)
 
 
-def test_a_file_without_its_format(tmp_path: Path) -> None:
+def test_a_file_without_a_format_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
     jsonl.write_jsonl(plain(0.0), path)
     with pytest.raises(WorkloadError, match=f"put its format before it, as in jsonl:{path}"):
         resolve_workload(str(path), WorkloadOptions())
 
 
-def test_dates_instead_of_seconds_from_the_start(tmp_path: Path) -> None:
+def test_dates_instead_of_seconds_are_an_error(tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
     jsonl.write_jsonl(plain(1_700_000_000.0, 1_700_000_001.0), path)
     with pytest.raises(WorkloadError, match=r"field 'arrival_s': .* 1\.7e\+09 s after"):
@@ -237,14 +239,14 @@ def test_dates_instead_of_seconds_from_the_start(tmp_path: Path) -> None:
     assert arrivals(window) == [0.0, 1.0]
 
 
-def test_a_trace_has_one_scale(tmp_path: Path) -> None:
+def test_a_trace_takes_a_speed_or_a_rate(tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
     jsonl.write_jsonl(plain(0.0, 1.0), path)
     with pytest.raises(WorkloadError, match="not both"):
         resolve_workload(f"jsonl:{path}", WorkloadOptions(speed=2.0, rate_per_s=2.0))
 
 
-def test_load_per_minute_leaves_out_minutes_without_requests() -> None:
+def test_load_per_minute_excludes_minutes_without_requests() -> None:
     # Two in the first minute from 30 s on, none in the second, one in the third.
     load = load_per_minute(plain(30.0, 89.0, 151.0, prompt=100, answer=7).requests)
     assert load.prompt_tokens.tolist() == [200, 100]
@@ -253,7 +255,7 @@ def test_load_per_minute_leaves_out_minutes_without_requests() -> None:
     assert load.correlation() == pytest.approx(1.0)
 
 
-def test_load_that_does_not_vary_has_no_correlation() -> None:
+def test_constant_load_has_no_correlation() -> None:
     load = load_per_minute(plain(0.0, 60.0, 120.0).requests)
     assert load.prompt_variation() == 0.0
     assert load.correlation() is None

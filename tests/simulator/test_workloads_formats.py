@@ -1,4 +1,4 @@
-"""Trace formats: what is read from them, and what is said about a file that is broken."""
+"""Trace formats: parsing and error messages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OURS = """{"arrival_s": 0.5, "prompt_tokens": 12, "answer_tokens": 3}
 Load = Callable[[Path], Workload]
 
 
-def written(folder: Path, text: str) -> Path:
+def write_trace(folder: Path, text: str) -> Path:
     path = folder / "trace"
     path.write_text(text)
     return path
@@ -46,49 +46,49 @@ def rows(workload: Workload) -> list[tuple[float, int, int, int]]:
     ]
 
 
-def test_azure_counts_time_from_the_first_request(tmp_path: Path) -> None:
-    workload = azure.load(written(tmp_path, AZURE))
+def test_azure_times_are_relative_to_the_first_request(tmp_path: Path) -> None:
+    workload = azure.load(write_trace(tmp_path, AZURE))
     assert rows(workload) == [(0.0, 4808, 0, 10), (0.052, 3180, 0, 8), (60.0, 110, 0, 27)]
     assert [r.request_id for r in workload.requests] == ["azure-2", "azure-3", "azure-4"]
 
 
-def test_azure_with_a_time_zone_as_in_2024(tmp_path: Path) -> None:
+def test_azure_traces_of_2024_have_a_time_zone(tmp_path: Path) -> None:
     text = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
     text += "2024-05-10 00:00:00.009930+00:00,2162,5\n2024-05-10 00:00:01.009930+00:00,2399,6\n"
-    assert [r.arrival_s for r in azure.load(written(tmp_path, text)).requests] == [0.0, 1.0]
+    assert [r.arrival_s for r in azure.load(write_trace(tmp_path, text)).requests] == [0.0, 1.0]
 
 
-def test_mooncake_is_in_milliseconds(tmp_path: Path) -> None:
-    assert rows(mooncake.load(written(tmp_path, MOONCAKE))) == [(0.0, 6758, 0, 500), (3.0, 7322, 0, 490)]
+def test_mooncake_times_are_in_milliseconds(tmp_path: Path) -> None:
+    assert rows(mooncake.load(write_trace(tmp_path, MOONCAKE))) == [(0.0, 6758, 0, 500), (3.0, 7322, 0, 490)]
 
 
-def test_burstgpt_leaves_out_requests_that_failed_and_says_so(tmp_path: Path) -> None:
-    workload = burstgpt.load(written(tmp_path, BURSTGPT))
+def test_burstgpt_excludes_failed_requests(tmp_path: Path) -> None:
+    workload = burstgpt.load(write_trace(tmp_path, BURSTGPT))
     assert rows(workload) == [(5.0, 472, 0, 18), (45.0, 1087, 0, 230), (130.0, 20, 0, 3)]
     assert "1 failed ones left out" in workload.source
 
 
-def test_our_own_format(tmp_path: Path) -> None:
-    workload = jsonl.load(written(tmp_path, OURS))
+def test_the_jsonl_format(tmp_path: Path) -> None:
+    workload = jsonl.load(write_trace(tmp_path, OURS))
     assert rows(workload) == [(0.5, 12, 0, 3), (2.0, 4, 900, 5)]
     assert [r.request_id for r in workload.requests] == ["row-1", "mine"]
 
 
-def test_a_window_of_a_trace_reads_no_further_than_it_must(tmp_path: Path) -> None:
-    path = written(tmp_path, BURSTGPT + "200,GPT-4,what,is,this,API log\n")
+def test_reading_stops_at_the_end_of_a_window(tmp_path: Path) -> None:
+    path = write_trace(tmp_path, BURSTGPT + "200,GPT-4,what,is,this,API log\n")
     workload = burstgpt.load(path, Clip(start_s=40.0, duration_s=100.0, count=2))
     assert rows(workload) == [(5.0, 1087, 0, 230), (90.0, 20, 0, 3)]
     assert "from 40 s to 140 s" in workload.source
 
 
-def test_windows_line_ends_and_a_byte_order_mark(tmp_path: Path) -> None:
+def test_windows_line_endings_and_a_byte_order_mark(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     path.write_bytes(b"\xef\xbb\xbf" + AZURE.replace("\n", "\r\n").encode())
     assert len(azure.load(path).requests) == 3
 
 
 def with_field(name: str, value: str) -> str:
-    """A line of our own format in which the field has that value, as JSON; "": not there."""
+    """Return a JSONL line in which the field has this JSON value, or is missing if it is empty."""
     entry: dict[str, str] = {"arrival_s": "1.0", "prompt_tokens": "2", "answer_tokens": "3"}
     entry[name] = value
     return "{" + ", ".join(f"{json.dumps(key)}: {text}" for key, text in entry.items() if text) + "}"
@@ -151,15 +151,15 @@ def with_field(name: str, value: str) -> str:
         ),
     ],
 )
-def test_a_broken_file_names_the_place(load: Load, text: str, message: str, tmp_path: Path) -> None:
-    path = written(tmp_path, text)
+def test_errors_name_file_line_and_field(load: Load, text: str, message: str, tmp_path: Path) -> None:
+    path = write_trace(tmp_path, text)
     with pytest.raises(WorkloadError, match=message) as caught:
         load(path)
     assert str(path) in str(caught.value)
 
 
 @pytest.mark.parametrize("load", [azure.load, burstgpt.load, mooncake.load, jsonl.load])
-def test_what_is_no_text_file(load: Load, tmp_path: Path) -> None:
+def test_binary_files_and_folders_are_errors(load: Load, tmp_path: Path) -> None:
     path = tmp_path / "trace"
     path.write_bytes(b"\xff\xfe\x00 no text")
     with pytest.raises(WorkloadError, match="not a text file"):

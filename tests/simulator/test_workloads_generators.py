@@ -1,4 +1,4 @@
-"""Generators hit the published statistics, and equal seeds give equal requests."""
+"""Generators reproduce the published statistics, and equal seeds give equal requests."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from simulator.workloads.lengths import DrawLengths, Lengths, Tokens
 from simulator.workloads.quantiles import QuantileTable
 
 DRAWS = 100_000
-some = settings(max_examples=30, deadline=None, derandomize=True)
+moderate = settings(max_examples=30, deadline=None, derandomize=True)
 
 
-def drawn(draw: DrawLengths) -> Lengths:
+def sample_lengths(draw: DrawLengths) -> Lengths:
     return draw(DRAWS, np.random.default_rng(7))
 
 
@@ -33,7 +33,7 @@ def percentiles(values: Tokens, *shares: float) -> list[float]:
 
 
 @pytest.mark.parametrize("name", GENERATORS)
-def test_every_generator_gives_requests_in_order_and_is_a_function_of_its_seed(name: str) -> None:
+def test_generated_requests_are_in_order_and_depend_only_on_the_seed(name: str) -> None:
     requests = GENERATORS[name].requests(500, 2.0, seed=3)
     assert requests == GENERATORS[name].requests(500, 2.0, seed=3)
     assert requests != GENERATORS[name].requests(500, 2.0, seed=4)
@@ -42,7 +42,7 @@ def test_every_generator_gives_requests_in_order_and_is_a_function_of_its_seed(n
     assert max(r.prompt_tokens + r.output_tokens for r in requests) <= 131_072
 
 
-def test_another_rate_brings_the_same_requests_closer_together() -> None:
+def test_a_higher_rate_gives_the_same_requests_at_shorter_intervals() -> None:
     slow = poisson_requests("r1", r1.lengths, 200, 1.0, seed=1)
     fast = poisson_requests("r1", r1.lengths, 200, 4.0, seed=1)
     assert [r.output_tokens for r in slow] == [r.output_tokens for r in fast]
@@ -58,13 +58,13 @@ def test_arrivals_are_poisson() -> None:
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["r1", "plain_mix"])
-def test_no_rate_no_requests(name: str, rate: float) -> None:
+def test_invalid_rates_are_errors(name: str, rate: float) -> None:
     with pytest.raises(WorkloadError, match="rate must be"):
         GENERATORS[name].requests(5, rate, seed=0)
 
 
-def test_the_plain_mix_has_the_statistics_that_it_was_made_for() -> None:
-    lengths = drawn(plain_mix.lengths)
+def test_the_plain_mix_has_its_documented_statistics() -> None:
+    lengths = sample_lengths(plain_mix.lengths)
     assert lengths.prompt.mean() == pytest.approx(2_000, rel=0.02)
     assert percentiles(lengths.prompt, 95) == pytest.approx([5_000], rel=0.02)
     assert lengths.answer.mean() == pytest.approx(780, rel=0.02)
@@ -86,25 +86,25 @@ def test_the_plain_mix_has_the_statistics_that_it_was_made_for() -> None:
     ],
     ids=["sharegpt prompt", "sharegpt output", "alpaca prompt", "alpaca output"],
 )
-def test_ares_table_2(table: QuantileTable, published: tuple[float, ...]) -> None:
+def test_quantile_tables_match_table_2_of_ares(table: QuantileTable, published: tuple[float, ...]) -> None:
     mean, deviation, *quantiles = published
-    # Half a token, since the table is in whole ones.
+    # The published values are rounded to whole tokens.
     assert table.mean() == pytest.approx(mean, rel=0.005, abs=0.51)
     assert table.deviation() == pytest.approx(deviation, rel=0.005, abs=0.51)
     assert table.at(np.array([0.5, 0.9, 0.95])) == pytest.approx(quantiles)
 
 
-def test_ares_shares_of_short_and_long_outputs() -> None:
-    output = drawn(sharegpt_ares.lengths).answer
+def test_shares_of_short_and_long_outputs_match_ares() -> None:
+    output = sample_lengths(sharegpt_ares.lengths).answer
     assert (output < 1_000).mean() == pytest.approx(0.292, abs=0.005)
     assert (output > 30_000).mean() == pytest.approx(0.173, abs=0.005)
     assert (output > 25_000).mean() > 0.15
     assert percentiles(output, 50, 90, 95) == pytest.approx([1536, 32670, 32679], rel=0.02)
 
 
-def test_r1_has_the_distribution_that_servegen_gives() -> None:
-    # Sampled from all of ServeGen's histograms, client by client: what the carried quantiles stand for.
-    lengths = drawn(r1.lengths)
+def test_r1_has_the_distribution_of_servegen() -> None:
+    # The expected values were sampled from all of ServeGen's per-client histograms.
+    lengths = sample_lengths(r1.lengths)
     assert percentiles(lengths.reasoning, 50, 95, 99) == pytest.approx([477, 4_726, 11_307], rel=0.1)
     assert lengths.reasoning.mean() == pytest.approx(1_139, rel=0.05)
     assert (lengths.reasoning < 1_000).mean() == pytest.approx(0.758, abs=0.01)
@@ -114,28 +114,28 @@ def test_r1_has_the_distribution_that_servegen_gives() -> None:
 
 
 @pytest.mark.parametrize("draw", [pascal.alpaca_eval, pascal.arena_hard])
-def test_pascal_says_more_than_70_percent_reason_for_less_than_1000_tokens(draw: DrawLengths) -> None:
-    reasoning = drawn(draw).reasoning
+def test_most_reasoning_is_shorter_than_1000_tokens_as_in_pascal(draw: DrawLengths) -> None:
+    reasoning = sample_lengths(draw).reasoning
     assert 0.70 < (reasoning < 1_000).mean() < 0.80
 
 
-def test_pascal_says_reasoning_is_up_to_8_48_times_the_answer() -> None:
-    lengths = drawn(pascal.live_code_bench)
+def test_reasoning_is_8_48_times_the_answer_as_in_pascal() -> None:
+    lengths = sample_lengths(pascal.live_code_bench)
     assert lengths.reasoning.mean() / lengths.answer.mean() == pytest.approx(8.48, rel=0.02)
 
 
-@some
+@moderate
 @given(
     values=st.lists(st.floats(0.5, 1e6), min_size=2, max_size=8).map(sorted),
     at=st.floats(0.0, 1.0),
 )
-def test_quantiles_rise_and_stay_between_the_known_ones(values: list[float], at: float) -> None:
+def test_interpolated_quantiles_are_monotonic(values: list[float], at: float) -> None:
     shares = tuple(float(share) for share in np.linspace(0.0, 1.0, len(values)))
     table = QuantileTable(shares, tuple(values))
     assert table.at(np.array(shares)) == pytest.approx(values)
     below, here = table.at(np.array([at * 0.9, at]))
     assert below <= here * (1 + 1e-9)
-    # The mean in closed form against a sum over many slices.
+    # The closed-form mean is compared with a sum over many slices.
     middles = (np.arange(5_000) + 0.5) / 5_000
     assert table.mean() == pytest.approx(float(table.at(middles).mean()), rel=1e-3)
 
@@ -144,6 +144,6 @@ def test_quantiles_rise_and_stay_between_the_known_ones(values: list[float], at:
     ("shares", "values"),
     [((0.0, 1.0), (1.0,)), ((0.1, 1.0), (1.0, 2.0)), ((0.0, 1.0), (2.0, 1.0)), ((0.0, 1.0), (0.0, 1.0))],
 )
-def test_what_is_no_quantile_table(shares: tuple[float, ...], values: tuple[float, ...]) -> None:
+def test_invalid_quantile_tables_are_errors(shares: tuple[float, ...], values: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match=r"must|needs"):
         QuantileTable(shares, values)

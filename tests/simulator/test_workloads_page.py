@@ -1,4 +1,4 @@
-"""docs/workloads.md says what is there."""
+"""docs/workloads.md is complete, and its examples work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_every_generator_and_format_is_on_the_page() -> None:
     assert GENERATORS.keys() | SESSIONS.keys() | FORMATS.keys() <= named
 
 
-def test_the_example_of_our_own_format_is_read(tmp_path: Path) -> None:
+def test_the_jsonl_example_is_readable(tmp_path: Path) -> None:
     (example,) = re.findall(r"```json\n(.*?)```", PAGE, flags=re.DOTALL)
     path = tmp_path / "example.jsonl"
     path.write_text(example)

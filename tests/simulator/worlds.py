@@ -1,4 +1,4 @@
-"""Small worlds for the simulator's tests."""
+"""Small workloads and clusters for the simulator's tests."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ INTRA: dict[str, IntraPolicy] = {
 
 @st.composite
 def workloads(draw: st.DrawFn, most: int = 14, span_s: float = 2.0) -> list[SimRequest]:
-    """Requests that fit 320 tokens of KV."""
+    """Draw requests that fit into 320 tokens of KV."""
     count = draw(st.integers(1, most))
     return [
         SimRequest(
             request_id=f"r{n}",
-            # Irrational: never at the very moment at which a step ends.
+            # Irrational, so that no request arrives exactly at the end of a step.
             arrival_s=draw(st.integers(0, 1_000)) / 1_000 * span_s + math.pi * (n + 1) / 1e5,
             prompt_tokens=draw(st.integers(1, 100)),
             reasoning_tokens=draw(st.sampled_from([0, 0, 1, 2, 20, 90])),
@@ -63,7 +63,7 @@ def workloads(draw: st.DrawFn, most: int = 14, span_s: float = 2.0) -> list[SimR
 
 
 class Watched(Simulation):
-    """A simulation that keeps the time of every token, and recounts memory whenever it begins a run."""
+    """A simulation that records the time of every token."""
 
     def __init__(
         self,
@@ -85,14 +85,14 @@ class Watched(Simulation):
 
 
 def recount(instance: Instance) -> None:
-    """Everything that an instance keeps count of equals what its requests say."""
+    """Assert that all counts of an instance equal a recount of its requests."""
     boundary, size = instance.boundary, instance.block_tokens
     contexts = [job.prompt + job.tokens_at(boundary) for job in instance.decoding]
     others = [*instance.paused, *(job for _, job in instance.prefilling)]
     idle = [*others, *(job for _, job in instance.waiting)]
     held = sum(-(-c // size) for c in contexts) + sum(job.blocks for job in others)
     used = instance.used_blocks_at(boundary)
-    # What is reserved for imports is in use too.
+    # Blocks reserved for imports are in use too.
     assert held <= used <= instance.total_blocks
     if not instance.migrations_in:
         assert held == used
@@ -106,7 +106,7 @@ def recount(instance: Instance) -> None:
 
 
 def assert_empty(instance: Instance) -> None:
-    """Nothing is left on an instance."""
+    """Assert that no request and no KV is left on an instance."""
     boundary = instance.boundary
     assert not instance.decoding and not instance.prefilling and not instance.waiting and not instance.paused
     assert instance.used_blocks_at(boundary) == 0
