@@ -127,7 +127,7 @@ class Fleet:
         for name in self.names:
             await self.set_pool(name, types_pb2.POOL_UNSPECIFIED)
 
-    async def members_show(self, wanted: Callable[[Membership], bool]) -> None:
+    async def wait_for_members(self, wanted: Callable[[Membership], bool]) -> None:
         """Until etcd says so."""
         async with asyncio.timeout(WAIT_S):
             while not wanted(self.members):
@@ -237,7 +237,7 @@ async def open_fleet(
         settings = msgspec.convert(dict(engine), SimulatedSettings)
         fleet = Fleet(store, members, channels, front, core, process, settings, names)
         members.add_listener(fleet._changed.set)
-        await fleet.members_show(
+        await fleet.wait_for_members(
             lambda m: (
                 {"scheduler", "monitor", "migration"} <= m.leaders.keys() and set(names) <= m.instances.keys()
             )

@@ -23,7 +23,7 @@ async def drain(fleet: Fleet, name: str, undrain: bool = False) -> None:
     """Until nothing new goes there, or it takes work again."""
     request = admin_pb2.DrainRequest(instance_id=name, undrain=undrain)
     call = fleet.admin.Drain(request, timeout=WAIT_S)
-    await fleet.members_show(lambda members: (name in members.draining) is not undrain)
+    await fleet.wait_for_members(lambda members: (name in members.draining) is not undrain)
     call.cancel()
 
 

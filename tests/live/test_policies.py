@@ -50,13 +50,13 @@ async def test_ares_rebalances_at_its_tick(fleet: Fleet) -> None:
 
 async def test_arrow_flips_pools_in_etcd_without_a_drain(fleet: Fleet) -> None:
     await fleet.set_policy("arrow")
-    await fleet.members_show(lambda m: len(m.pools) == 4)
+    await fleet.wait_for_members(lambda m: len(m.pools) == 4)
     first = dict(fleet.members.pools)
     assert sorted(first.values(), key=lambda p: p.value) == [Pool.DECODE] * 2 + [Pool.PREFILL] * 2
     # Decoding work for more than half of what two instances hold, and none to prefill: an idle prefill
     # instance flips.
     requests = [await fleet.send(300, 0, 500) for _ in range(10)]
-    await fleet.members_show(lambda m: sum(p is Pool.PREFILL for p in m.pools.values()) < 2)
+    await fleet.wait_for_members(lambda m: sum(p is Pool.PREFILL for p in m.pools.values()) < 2)
     assert (await fleet.migrations("prefill done"))[0].policy == "arrow"
     states = {info.state for info in (await fleet.instances()).values()}
     assert states == {types_pb2.INSTANCE_STATE_ACTIVE}
@@ -68,7 +68,7 @@ async def test_cascade_hands_over_a_request_that_outgrows_its_stage(fleet: Fleet
         types_pb2.Stage(lo=0, hi=256, instance_ids=["w-0", "w-1"]),
         types_pb2.Stage(lo=256, hi=131_072, instance_ids=["w-2", "w-3"]),
     )
-    await fleet.members_show(lambda m: len(m.stages) == 2)
+    await fleet.wait_for_members(lambda m: len(m.stages) == 2)
     await fleet.set_policy("cascade_inter_stage_only")
     requests = [await fleet.send(100, 0, 400) for _ in range(4)]
     await asyncio.gather(*(fleet.running(r, 2) for r in requests))
@@ -86,7 +86,7 @@ async def test_prompts_that_wait_are_handed_back_and_placed_elsewhere(fleet: Fle
         types_pb2.Stage(lo=0, hi=2_048, instance_ids=["w-0"]),
         types_pb2.Stage(lo=2_048, hi=131_072, instance_ids=["w-1", "w-2", "w-3"]),
     )
-    await fleet.members_show(lambda m: len(m.stages) == 2)
+    await fleet.wait_for_members(lambda m: len(m.stages) == 2)
     await fleet.set_policy("cascade_inter_stage_only")
     before = len(await fleet.migrations())
     requests = [await fleet.send(900, 0, 600) for _ in range(8)]

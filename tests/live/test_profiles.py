@@ -56,7 +56,7 @@ async def measured_to_be(fleet: Fleet, base_s: float) -> None:
     kind = await kind_of(fleet)
     if kind not in fleet.members.profiles:
         await profiled(fleet, "w-0", 30.0)
-        await fleet.members_show(lambda m: kind in m.profiles)
+        await fleet.wait_for_members(lambda m: kind in m.profiles)
     record = fleet.members.profiles[kind]
     curve = msgspec.structs.replace(record.ttft, base_s=base_s)
     changed = msgspec.structs.replace(record, ttft=curve)
@@ -77,7 +77,7 @@ async def test_an_idle_instance_is_measured_for_all_of_its_kind(fleet: Fleet) ->
     assert value is not None
     record = msgspec.json.decode(value, type=ProfileRecord)
     assert record.profile.decode.base_ms == found.decode.base_ms
-    await fleet.members_show(lambda m: found.kind in m.profiles)
+    await fleet.wait_for_members(lambda m: found.kind in m.profiles)
     # The probes were nobody's: no request is seen, and none was submitted.
     assert (await fleet.instances())["w-1"].running == 0
     assert await fleet.owners() == {}
@@ -100,7 +100,7 @@ async def test_an_instance_that_carries_requests_is_refused_and_goes_on(fleet: F
 
 async def test_a_measured_profile_reaches_arrows_decision(fleet: Fleet) -> None:
     await fleet.set_policy("arrow")
-    await fleet.members_show(lambda m: len(m.pools) == 4)
+    await fleet.wait_for_members(lambda m: len(m.pools) == 4)
 
     def prefilling() -> int:
         return sum(pool in PREFILLING for pool in fleet.members.pools.values())
@@ -113,7 +113,7 @@ async def test_a_measured_profile_reaches_arrows_decision(fleet: Fleet) -> None:
     # Ten seconds each: Alg. 1 wants another instance to prefill, and takes one that decodes (Alg. 3).
     await measured_to_be(fleet, 10.0)
     tense = await fleet.send(60, 0, 200)
-    await fleet.members_show(lambda m: sum(pool in PREFILLING for pool in m.pools.values()) == 3)
+    await fleet.wait_for_members(lambda m: sum(pool in PREFILLING for pool in m.pools.values()) == 3)
     # Flipped in etcd, and nothing was drained for it.
     assert fleet.members.draining == frozenset()
     states = {info.state for info in (await fleet.instances()).values()}
@@ -143,7 +143,7 @@ async def test_who_would_wait_too_long_is_refused_and_nobody_who_runs(fleet: Fle
     await measured_to_be(fleet, 10.0)
     await fleet.admin.SetSlo(admin_pb2.SetSloRequest(slo=admin_pb2.Slo(admit=0.5)), timeout=WAIT_S)
     try:
-        await fleet.members_show(lambda m: m.slo.admit == 0.5)
+        await fleet.wait_for_members(lambda m: m.slo.admit == 0.5)
         async with asyncio.timeout(WAIT_S):
             # Until the workers report how slow they are.
             while (end := await fleet.front.end_of(await fleet.send(60, 0, 5))).stop_reason is None:
@@ -153,5 +153,5 @@ async def test_who_would_wait_too_long_is_refused_and_nobody_who_runs(fleet: Fle
         await fleet.finish(runs)
     finally:
         await fleet.admin.SetSlo(admin_pb2.SetSloRequest(slo=admin_pb2.Slo(admit=0.0)), timeout=WAIT_S)
-    await fleet.members_show(lambda m: m.slo.admit is None)
+    await fleet.wait_for_members(lambda m: m.slo.admit is None)
     await fleet.finish(await fleet.send(60, 0, 5))

@@ -39,7 +39,7 @@ async def test_one_policy_after_another_under_load(fleet: Fleet, caplog: pytest.
     # And after all that, who is set decides.
     for name, pool in zip(fleet.names, [PREFILL, PREFILL, DECODE, DECODE], strict=True):
         await fleet.set_pool(name, pool)
-    await fleet.members_show(lambda m: len(m.pools) == len(fleet.names))
+    await fleet.wait_for_members(lambda m: len(m.pools) == len(fleet.names))
     for name in ("static_pools", "arrow"):
         await fleet.set_policy(name)
         request = await fleet.send(40, 0, 600)

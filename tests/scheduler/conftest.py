@@ -1,4 +1,4 @@
-"""Real control services in this process on a real etcd, and workers that do as a test says."""
+"""Real control services in this process with a real etcd, and scripted workers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WAIT_S = 20.0
 
 
 class Worker(ScriptedWorker):
-    """Registered in etcd; reports to the monitor when told to."""
+    """A scripted worker that is registered in etcd; tests send its reports."""
 
     def __init__(self, name: str, registration: Registration) -> None:
         super().__init__()
@@ -65,31 +65,31 @@ class Control:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def options(self, kind: str, name: str) -> CommonOptions:
-        """As from the command line."""
+        """Return options as from the command line."""
         return CommonOptions((self.etcd,), self.cluster, "127.0.0.1:0", "127.0.0.1:0", name, "")
 
-    async def members_show(self, wanted: Callable[[Membership], bool]) -> None:
-        """Wait until etcd says so."""
+    async def wait_for_members(self, wanted: Callable[[Membership], bool]) -> None:
+        """Wait until the membership in etcd satisfies `wanted`."""
         async with asyncio.timeout(WAIT_S):
             while not wanted(self.members):
                 self._changed.clear()
                 await self._changed.wait()
 
     async def start_monitor(self, name: str = "monitor") -> None:
-        """A monitor."""
+        """Start a monitor."""
         shutdown = self.shutdowns[name] = Shutdown()
         serving = monitor_main.serve(self.options("monitor", name), 2.0, 1_000, shutdown)
         await self._start("monitor", name, serving)
 
     async def start_migration(self) -> None:
-        """A migration service without a journal."""
+        """Start a migration service without a journal."""
         shutdown = self.shutdowns["migration"] = Shutdown()
         options = self.options("migration", "migration")
         serving = migration_main.serve(options, None, Admission(), CopyRules(), shutdown)
         await self._start("migration", "migration", serving)
 
     async def start_scheduler(self, name: str) -> None:
-        """A scheduler."""
+        """Start a scheduler."""
         shutdown = self.shutdowns[name] = Shutdown()
         serving = scheduler_main.serve(
             self.options("scheduler", name), PolicyRecord(name="least_loaded"), shutdown
@@ -99,7 +99,7 @@ class Control:
     async def _start(self, kind: str, name: str, serving: object) -> None:
         assert asyncio.iscoroutine(serving)
         self.tasks[name] = asyncio.create_task(serving)
-        await self.members_show(lambda m: (kind, name) in m.services)
+        await self.wait_for_members(lambda m: (kind, name) in m.services)
 
     async def stop(self, name: str) -> None:
         """Stop a service as SIGTERM does: drain it, then cancel it."""
@@ -113,30 +113,32 @@ class Control:
         await asyncio.wait([task])
 
     async def start_worker(self, name: str) -> Worker:
-        """A worker that has registered."""
+        """Start a worker and wait until it is registered."""
         record = instance(name)
         registration = await register(self.store, f"instances/{name}", msgspec.json.encode(record))
         worker = self.workers[name] = Worker(name, registration)
         servicer = Servicer(worker_pb2_grpc.add_WorkerServicer_to_server, worker, "tailrace.v1.Worker")
         server = await self.stack.enter_async_context(serve_grpc("127.0.0.1:0", [servicer]))
         await registration.update(msgspec.json.encode(instance(name, server.address)))
-        await self.members_show(lambda m: name in m.instances and m.instances[name].address == server.address)
+        await self.wait_for_members(
+            lambda m: name in m.instances and m.instances[name].address == server.address
+        )
         return worker
 
     async def channel(self, kind: str, name: str) -> grpc.aio.Channel:
-        """To a service."""
+        """Return a channel to a service."""
         return self.channels.get(self.members.services[(kind, name)].address, Role(kind))
 
     async def admin(self, name: str = "s1") -> AdminAsyncStub:
-        """A scheduler's admin API."""
+        """Return a stub of a scheduler's admin API."""
         return AdminStub(await self.channel("scheduler", name))
 
     async def scheduler(self, name: str = "s1") -> SchedulerAsyncStub:
-        """A scheduler."""
+        """Return a stub of a scheduler."""
         return SchedulerStub(await self.channel("scheduler", name))
 
     async def report(self, *reports: monitor_pb2.WorkerReport) -> None:
-        """Send reports to the monitor, and see them acknowledged."""
+        """Send reports to the monitor and wait for their acknowledgement."""
         stub = MonitorStub(await self.channel("monitor", "monitor"))
         async for _ in stub.Report(iter(reports), timeout=WAIT_S):
             pass
@@ -144,7 +146,7 @@ class Control:
 
 @pytest.fixture
 async def control(etcd: str, cluster: str) -> AsyncIterator[Control]:
-    """A cluster on the shared etcd."""
+    """Start a cluster on the shared etcd."""
     async with open_control(etcd, cluster) as opened:
         yield opened
 
@@ -152,7 +154,7 @@ async def control(etcd: str, cluster: str) -> AsyncIterator[Control]:
 async def connect(
     stack: contextlib.AsyncExitStack, etcd: str, cluster: str
 ) -> tuple[Store, Membership, Channels]:
-    """What every service stands on; `stack` closes it."""
+    """Return what every service needs; `stack` closes it."""
     store = await Store.connect([etcd], cluster)
     stack.push_async_callback(store.close)
     members = await Membership.start(store)
@@ -164,19 +166,19 @@ async def connect(
 
 @contextlib.asynccontextmanager
 async def open_control(etcd: str, cluster: str) -> AsyncIterator[Control]:
-    """A monitor, a migration service, a scheduler s1 that leads, and workers a and b."""
+    """Start a monitor, a migration service, a leading scheduler s1, and workers a and b."""
     async with contextlib.AsyncExitStack() as stack:
         store, members, channels = await connect(stack, etcd, cluster)
         control = Control(etcd, cluster, store, members, stack, channels)
         members.add_listener(control._changed.set)
         try:
-            # First, so that each service knows them from its start: each watches etcd by itself.
+            # Workers first, so that each service knows them from its start: each watches etcd itself.
             await control.start_worker("a")
             await control.start_worker("b")
             await control.start_monitor()
             await control.start_migration()
             await control.start_scheduler("s1")
-            await control.members_show(lambda m: {"scheduler", "monitor"} <= m.leaders.keys())
+            await control.wait_for_members(lambda m: {"scheduler", "monitor"} <= m.leaders.keys())
             yield control
         finally:
             for name in list(control.tasks):

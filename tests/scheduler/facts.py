@@ -1,4 +1,4 @@
-"""Members and reports, as tests say them."""
+"""Builders of members and reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GONE = types_pb2.PHASE_UNSPECIFIED
 
 @dataclass
 class Members:
-    """A membership that tests change."""
+    """A membership that tests modify."""
 
     instances: Mapping[str, InstanceRecord] = field(default_factory=dict)
     pools: Mapping[str, Pool] = field(default_factory=dict)
@@ -29,7 +29,7 @@ class Members:
 
 
 def instance(name: str, address: str = "127.0.0.1:1", incarnation: str = "1") -> InstanceRecord:
-    """An instance of 1,000 blocks of 16 tokens."""
+    """Return an instance with 1,000 blocks of 16 tokens."""
     return InstanceRecord(
         instance_id=name,
         incarnation=incarnation,
@@ -47,12 +47,12 @@ def instance(name: str, address: str = "127.0.0.1:1", incarnation: str = "1") ->
     )
 
 
-# Of all workers together; each one's grow.
+# Shared by all workers; those of each worker increase.
 _seq = itertools.count(1)
 
 
 def members(*names: str) -> Members:
-    """A membership of these."""
+    """Return a membership of these instances."""
     return Members(instances={name: instance(name) for name in names})
 
 
@@ -65,7 +65,7 @@ def request(
     max_tokens: int = 1_000,
     predicted: float | None = None,
 ) -> monitor_pb2.RequestReport:
-    """One running request."""
+    """Return the report of one running request."""
     return monitor_pb2.RequestReport(
         request_id=request_id,
         frontend_id="f",
@@ -84,7 +84,7 @@ def request(
 def steady(
     name: str, requests: Sequence[monitor_pb2.RequestReport] = (), incarnation: str = "1"
 ) -> monitor_pb2.WorkerReport:
-    """A steady report."""
+    """Return a periodic report."""
     return monitor_pb2.WorkerReport(
         instance_id=name,
         incarnation=incarnation,
@@ -109,7 +109,7 @@ def event(
     incarnation: str = "1",
     predicted: float | None = None,
 ) -> monitor_pb2.WorkerReport:
-    """A report of one phase event alone."""
+    """Return a report with one phase event only."""
     return monitor_pb2.WorkerReport(
         instance_id=name,
         incarnation=incarnation,

@@ -1,4 +1,4 @@
-"""A policy that somebody's package brings along and that cannot be had."""
+"""The active policy, including policies of other packages that cannot be loaded."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tailrace.slo import Slo
 
 
 class Broken(RoundRobin):
-    """Its package fails in a way that nobody foresaw."""
+    """A policy whose package fails unexpectedly."""
 
     def __init__(self) -> None:
         raise ZeroDivisionError("its own mistake")
 
 
-class Stranger:
-    """No policy at all."""
+class NotAPolicy:
+    """A class that is not a policy."""
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     places = {
         "good": "tailrace.policy.least_loaded:LeastLoaded",
         "broken": f"{__name__}:Broken",
-        "stranger": f"{__name__}:Stranger",
+        "stranger": f"{__name__}:NotAPolicy",
         "absent": "no_such_module:Policy",
     }
     points = [EntryPoint(name, place, registry.GROUP) for name, place in places.items()]
@@ -45,7 +45,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("broken", "ZeroDivisionError: its own mistake"),
         ("stranger", r"not a tailrace\.policy\.base\.Policy"),
@@ -53,12 +53,12 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ],
 )
 @pytest.mark.usefixtures("installed")
-def test_it_is_not_followed_and_listed_with_the_reason(name: str, says: str) -> None:
-    with pytest.raises(registry.UnusablePolicyError, match=says):
+def test_an_unusable_policy_is_not_activated_and_listed_with_the_reason(name: str, message: str) -> None:
+    with pytest.raises(registry.UnusablePolicyError, match=message):
         registry.load(name)
     active = ActivePolicy(PolicyRecord(name="good"))
     before = active.policy
-    # As a scheduler's listener of membership calls it: what it raised would end the watch of etcd.
+    # A scheduler's membership listener calls this: an exception would end the watch of etcd.
     active.follow(PolicyRecord(name=name), Slo())
     assert active.name == "good" and active.policy is before
     summaries = {info.name: info.summary for info in policy_infos("good", {})}
@@ -66,7 +66,7 @@ def test_it_is_not_followed_and_listed_with_the_reason(name: str, says: str) -> 
 
 
 @pytest.mark.usefixtures("installed")
-async def test_warming_up_outlives_it(caplog: pytest.LogCaptureFixture) -> None:
+async def test_warm_up_tolerates_an_unusable_policy(caplog: pytest.LogCaptureFixture) -> None:
     await warm_up()
     assert "its own mistake" in caplog.text
 
@@ -90,14 +90,14 @@ def test_parameters_and_slos_are_followed() -> None:
     assert active.quantum_tokens == QUANTUM_TOKENS
 
 
-def test_refused_parameters_leave_the_policy_and_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_refused_parameters_keep_the_policy_and_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     active = ActivePolicy(PolicyRecord(name="arrow"))
     bad = PolicyRecord(name="pascal", parameters={"quantum_tokens": 0})
     active.follow(bad, Slo())
     active.follow(bad, Slo())
     assert active.name == "arrow"
     assert caplog.text.count("cannot switch to policy pascal, keeping arrow") == 1
-    # SLOs are followed meanwhile.
+    # SLO changes apply meanwhile.
     active.follow(bad, Slo(0.7, 0.1))
     assert isinstance(active.policy, Arrow) and active.policy.ttft_slo_s == 0.7
     active.follow(bad, Slo(0.7, 0.1))
@@ -105,7 +105,7 @@ def test_refused_parameters_leave_the_policy_and_are_logged_once(caplog: pytest.
     assert caplog.text.count("cannot switch to policy pascal, keeping arrow") == 1
 
 
-def test_a_refused_policy_is_tried_again_once_another_was_in_force(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refused_policy_is_retried_after_another_was_active(caplog: pytest.LogCaptureFixture) -> None:
     active = ActivePolicy(PolicyRecord(name="arrow"))
     bad = PolicyRecord(name="pascal", parameters={"quantum_tokens": 0})
     active.follow(bad, Slo())

@@ -1,4 +1,4 @@
-"""What is decided counts at once: the next decision, of the same report even, goes by it."""
+"""Decisions take effect immediately: the next decision, even on the same report, sees them."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from tests.scheduler.facts import PREFILL, REASONING, Members, event, instance, 
 WAIT_S = 20.0
 
 
-class Decides(LeastLoaded):
-    """Flips the first prefill instance, and sends requests to where the fewest are on their way."""
+class FlipAndSpread(LeastLoaded):
+    """Flip the first prefill instance, and migrate to the instance with the fewest incoming migrations."""
 
     def on_length_boundary(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
         target = min(("b", "c"), key=lambda name: view.instances[name].migrations_in)
@@ -49,7 +49,7 @@ class Decides(LeastLoaded):
 
 @dataclass
 class Scheduler:
-    """The half of a scheduler that decides and acts, on a real etcd; no migration service is there."""
+    """The deciding and acting half of a scheduler, with a real etcd but no migration service."""
 
     store: Store
     membership: Membership
@@ -59,21 +59,21 @@ class Scheduler:
 
     @property
     def pools(self) -> list[Pool | None]:
-        """As policies see them."""
+        """Return the pools as policies see them."""
         return [instance.pool for instance in self.state.view().instances.values()]
 
     @property
-    def coming(self) -> list[int]:
-        """Open migrations to each instance."""
+    def incoming(self) -> list[int]:
+        """Return the number of open migrations to each instance."""
         return [instance.migrations_in for instance in self.state.view().instances.values()]
 
-    async def ended(self) -> None:
-        """Until all that was submitted is over."""
+    async def finish_actions(self) -> None:
+        """Wait until all submitted actions are complete."""
         async with asyncio.timeout(WAIT_S):
             await asyncio.gather(*self.actuator._tasks)
 
-    async def pool_in_etcd(self, name: str, pool: Pool) -> None:
-        """Until the watch tells of it."""
+    async def wait_for_pool(self, name: str, pool: Pool) -> None:
+        """Wait until the watch reports the pool."""
         changed = asyncio.Event()
         self.membership.add_listener(changed.set)
         async with asyncio.timeout(WAIT_S):
@@ -82,14 +82,14 @@ class Scheduler:
                 changed.clear()
 
 
-def told(pools: dict[str, Pool]) -> Members:
-    """Instances a, b and c in these pools, as etcd has them."""
+def in_pools(pools: dict[str, Pool]) -> Members:
+    """Return instances a, b and c in these pools, as in etcd."""
     return Members(instances={name: instance(name) for name in "abc"}, pools=pools)
 
 
 @pytest.fixture
 async def scheduler(etcd: str, cluster: str) -> AsyncIterator[Scheduler]:
-    """Three prefill instances, two requests that a prefills."""
+    """Return a scheduler with three prefill instances; a prefills two requests."""
     async with contextlib.AsyncExitStack() as stack:
         store, membership, channels = await connect(stack, etcd, cluster)
         for name in "abc":
@@ -99,7 +99,7 @@ async def scheduler(etcd: str, cluster: str) -> AsyncIterator[Scheduler]:
             ActivePolicy(PolicyRecord(name="least_loaded")),
             asyncio.Event(),
         )
-        active.policy = Decides()
+        active.policy = FlipAndSpread()
         leading.set()
         metrics, traceparents = SchedulerMetrics(CollectorRegistry()), Traceparents()
         mover = MigrationStarter(state, Migrations(membership, channels), traceparents)
@@ -109,88 +109,92 @@ async def scheduler(etcd: str, cluster: str) -> AsyncIterator[Scheduler]:
             state, mover, negotiator, recaller, Copier(state, channels), Settings(store), metrics
         )
         stack.push_async_callback(actuator.close)
-        state.set_members(told(dict.fromkeys("abc", Pool.PREFILL)), 0.0)
+        state.set_members(in_pools(dict.fromkeys("abc", Pool.PREFILL)), 0.0)
         state.apply(steady("a", [request("r", PREFILL), request("q", PREFILL)]), 1.0)
         control = LiveControl(state, active, actuator, GuardedCalls(metrics))
         decider = Decider(control, leading)
         yield Scheduler(store, membership, state, actuator, decider)
 
 
-async def test_two_prefills_that_end_at_once_flip_one_instance_and_go_two_ways(scheduler: Scheduler) -> None:
+async def test_two_prefills_that_end_together_flip_one_instance(
+    scheduler: Scheduler,
+) -> None:
     both = event("a", "r", REASONING)
     both.phase_events.extend(event("a", "q", REASONING).phase_events)
     scheduler.decider.handle_report(both, 2.0)
-    # Neither etcd nor anybody else has been heard of.
+    # Nothing has been heard from etcd or other services yet.
     assert scheduler.pools == [Pool.DECODE, Pool.PREFILL, Pool.PREFILL]
-    assert scheduler.coming == [0, 1, 1]
-    await scheduler.ended()
+    assert scheduler.incoming == [0, 1, 1]
+    await scheduler.finish_actions()
     assert await scheduler.store.get("pools/a") == b"decode"
     assert await scheduler.store.get("pools/b") == b"prefill"
-    # Nobody carried the migrations out: the room is free again.
-    assert scheduler.coming == [0, 0, 0]
+    # No migration was carried out: the room is free again.
+    assert scheduler.incoming == [0, 0, 0]
 
 
-async def test_two_that_outgrow_a_stage_in_one_report_go_two_ways(scheduler: Scheduler) -> None:
-    members = told(dict.fromkeys("abc", Pool.PREFILL))
+async def test_two_requests_that_outgrow_a_stage_have_different_targets(
+    scheduler: Scheduler,
+) -> None:
+    members = in_pools(dict.fromkeys("abc", Pool.PREFILL))
     members.stages = (Stage(0, 50, ("a",)), Stage(50, 1_000, ("b", "c")))
     scheduler.state.set_members(members, 1.5)
     scheduler.decider.handle_report(steady("a", [request("r"), request("q")]), 2.0)
-    assert scheduler.coming == [0, 1, 1]
-    await scheduler.ended()
+    assert scheduler.incoming == [0, 1, 1]
+    await scheduler.finish_actions()
 
 
-async def test_an_order_counts_until_etcd_tells_of_the_pool(scheduler: Scheduler) -> None:
+async def test_an_ordered_pool_counts_until_etcd_reports_it(scheduler: Scheduler) -> None:
     scheduler.actuator.submit([SetPool("b", Pool.DECODE)], "test")
-    await scheduler.ended()
-    # What etcd tells of something else meanwhile may be older than the order.
-    scheduler.state.set_members(told(dict.fromkeys("abc", Pool.PREFILL)), 2.0)
+    await scheduler.finish_actions()
+    # Other changes in etcd meanwhile can show a state older than the order.
+    scheduler.state.set_members(in_pools(dict.fromkeys("abc", Pool.PREFILL)), 2.0)
     assert scheduler.pools == [Pool.PREFILL, Pool.DECODE, Pool.PREFILL]
-    await scheduler.pool_in_etcd("b", Pool.DECODE)
-    scheduler.state.set_members(told({"a": Pool.PREFILL, "b": Pool.DECODE, "c": Pool.PREFILL}), 3.0)
-    # From then on an operator's word is the last.
-    scheduler.state.set_members(told(dict.fromkeys("abc", Pool.PREFILL)), 4.0)
+    await scheduler.wait_for_pool("b", Pool.DECODE)
+    scheduler.state.set_members(in_pools({"a": Pool.PREFILL, "b": Pool.DECODE, "c": Pool.PREFILL}), 3.0)
+    # From then on, an operator's change takes precedence.
+    scheduler.state.set_members(in_pools(dict.fromkeys("abc", Pool.PREFILL)), 4.0)
     assert scheduler.pools == [Pool.PREFILL, Pool.PREFILL, Pool.PREFILL]
 
 
-async def test_a_mistake_in_one_action_does_not_keep_the_next_from_being_done(
+async def test_an_error_in_one_action_does_not_stop_the_next(
     scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def mistaken(request_id: str) -> RequestView | None:
-        raise RuntimeError(f"a mistake about {request_id}")
+    def failing(request_id: str) -> RequestView | None:
+        raise RuntimeError(f"an error with {request_id}")
 
-    monkeypatch.setattr(scheduler.state, "request", mistaken)
+    monkeypatch.setattr(scheduler.state, "request", failing)
     scheduler.actuator.submit([Migrate("r", "a", "b", "test"), SetPool("b", Pool.DECODE)], "test")
     assert scheduler.pools == [Pool.PREFILL, Pool.DECODE, Pool.PREFILL]
-    await scheduler.ended()
+    await scheduler.finish_actions()
 
 
-async def test_one_order_an_instance_at_a_time(scheduler: Scheduler) -> None:
+async def test_one_order_per_instance_at_a_time(scheduler: Scheduler) -> None:
     scheduler.actuator.submit([SetPool("b", Pool.PREFILL_TO_DECODE), SetPool("b", Pool.DECODE)], "test")
-    await scheduler.ended()
-    # The second was dropped: the policy sees the instance again a moment later.
+    await scheduler.finish_actions()
+    # The second was dropped: the policy decides about the instance again soon.
     assert await scheduler.store.get("pools/b") == b"prefill_to_decode"
     assert scheduler.pools == [Pool.PREFILL, Pool.PREFILL_TO_DECODE, Pool.PREFILL]
 
 
-async def test_an_order_that_somebody_was_before_counts_no_longer(scheduler: Scheduler) -> None:
+async def test_an_order_that_lost_the_race_no_longer_counts(scheduler: Scheduler) -> None:
     await scheduler.store.put("pools/c", b"decode_to_prefill")
     scheduler.actuator.submit([SetPool("c", Pool.DECODE)], "test")
     assert scheduler.pools == [Pool.PREFILL, Pool.PREFILL, Pool.DECODE]
-    await scheduler.ended()
+    await scheduler.finish_actions()
     assert await scheduler.store.get("pools/c") == b"decode_to_prefill"
     assert scheduler.pools == [Pool.PREFILL, Pool.PREFILL, Pool.PREFILL]
 
 
-async def test_prompts_are_handed_back_by_their_instance(
+async def test_instances_are_asked_to_hand_prompts_back(
     scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[str, tuple[str, ...]]] = []
+    recalled: list[tuple[str, tuple[str, ...]]] = []
 
     async def recall(recaller: Recaller, instance_id: str, request_ids: tuple[str, ...]) -> int:
-        asked.append((instance_id, request_ids))
+        recalled.append((instance_id, request_ids))
         return len(request_ids)
 
     monkeypatch.setattr(Recaller, "recall", recall)
     scheduler.actuator.submit([HandBack("a", ("r", "q")), HandBack("b", ())], "test")
-    await scheduler.ended()
-    assert asked == [("a", ("r", "q")), ("b", ())]
+    await scheduler.finish_actions()
+    assert recalled == [("a", ("r", "q")), ("b", ())]

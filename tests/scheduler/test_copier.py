@@ -1,4 +1,4 @@
-"""The scheduler has an instance copy a prefix, and counts the copy until it is known of."""
+"""The scheduler orders an instance to copy a prefix, and counts the copy until it is reported."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ COPY = CopyPrefix("q", "a", "b", 48, "test")
 
 
 class Target(cache_pb2_grpc.CacheServicer):
-    """Copies whatever it is told to."""
+    """A target that accepts every copy request."""
 
     def __init__(self) -> None:
-        self.told: list[cache_pb2.CopyRequest] = []
+        self.requests: list[cache_pb2.CopyRequest] = []
 
     async def Copy(
         self,
         request: cache_pb2.CopyRequest,
         context: grpc.aio.ServicerContext[cache_pb2.CopyRequest, cache_pb2.CopyReply],
     ) -> cache_pb2.CopyReply:
-        self.told.append(request)
+        self.requests.append(request)
         return cache_pb2.CopyReply(outcome="pulled", blocks=3)
 
 
-def known(address: str) -> ReportedCluster:
-    """Two requests on `a` with the same three blocks."""
+def two_requests(address: str) -> ReportedCluster:
+    """Return a state with two requests on `a` that share three blocks."""
     state = ReportedCluster()
     members = {"a": instance("a", "127.0.0.1:7"), "b": instance("b", address), "c": instance("c", address)}
     state.set_members(Members(instances=members), 0.0)
@@ -46,11 +46,11 @@ def known(address: str) -> ReportedCluster:
     return state
 
 
-async def test_the_target_is_told_and_the_copy_counts() -> None:
+async def test_the_target_gets_the_order_and_the_copy_counts() -> None:
     target, channels = Target(), Channels()  # type: ignore[abstract]
     servicer = Servicer(cache_pb2_grpc.add_CacheServicer_to_server, target, "tailrace.v1.Cache")
     async with serve_grpc("127.0.0.1:0", [servicer]) as server:
-        state = known(server.address)
+        state = two_requests(server.address)
         copier = Copier(state, channels)
         work = copier.copy(COPY)
         hot = state.hot_prefixes(0.0)
@@ -61,9 +61,9 @@ async def test_the_target_is_told_and_the_copy_counts() -> None:
         with pytest.raises(AdminError, match="is receiving a copy already"):
             await copier.copy(COPY)
         assert await work == "pulled"
-        (told,) = target.told
-        assert (told.request_id, told.holder_instance_id, told.tokens) == ("q", "a", 48)
-        assert told.holder_address == "127.0.0.1:7"
+        (sent,) = target.requests
+        assert (sent.request_id, sent.holder_instance_id, sent.tokens) == ("q", "a", 48)
+        assert sent.holder_address == "127.0.0.1:7"
     await channels.close()
 
 
@@ -75,17 +75,17 @@ async def test_the_target_is_told_and_the_copy_counts() -> None:
         CopyPrefix("q", "a", "gone", 48, "test"),
     ],
 )
-async def test_what_is_out_of_date_is_refused(copy: CopyPrefix) -> None:
+async def test_an_outdated_order_is_refused(copy: CopyPrefix) -> None:
     channels = Channels()
     with pytest.raises(AdminError):
-        await Copier(known("127.0.0.1:9"), channels).copy(copy)
+        await Copier(two_requests("127.0.0.1:9"), channels).copy(copy)
     await channels.close()
 
 
-async def test_a_target_that_is_gone_counts_no_longer() -> None:
+async def test_a_copy_to_a_lost_target_no_longer_counts() -> None:
     channels = Channels()
     async with serve_grpc("127.0.0.1:0", []) as server:
-        state = known(server.address)
+        state = two_requests(server.address)
         with pytest.raises(AdminError):
             await Copier(state, channels).copy(COPY)
     (copy,) = state.hot.copies

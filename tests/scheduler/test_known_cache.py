@@ -1,4 +1,4 @@
-"""What reports tell of prefix caches, as placements see it."""
+"""Prefix caches known from reports, as placements see them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BLOCK = 16
 NAMES = [11, 12, 13, 14]
 
 
-def told(state: ReportedCluster, name: str, seq: int, stored: list[int]) -> None:
+def report_stored(state: ReportedCluster, name: str, seq: int, stored: list[int]) -> None:
     report = steady(name)
     report.cache.seq = seq
     if stored:
@@ -19,20 +19,20 @@ def told(state: ReportedCluster, name: str, seq: int, stored: list[int]) -> None
     state.apply(report, 0.0)
 
 
-def known(state: ReportedCluster, prompt_tokens: int = 100, now_s: float = 0.0) -> dict[str, CachedTokens]:
+def lookup(state: ReportedCluster, prompt_tokens: int = 100, now_s: float = 0.0) -> dict[str, CachedTokens]:
     return dict(state.cache.of_arrival(NAMES, BLOCK, prompt_tokens, now_s))
 
 
-def test_reports_tell_and_a_listing_mends() -> None:
+def test_reports_update_the_cache_and_a_listing_repairs_gaps() -> None:
     state = ReportedCluster()
     state.set_members(members("a", "b"), 0.0)
-    assert known(state) == {}
-    told(state, "a", 1, NAMES[:2])
-    told(state, "b", 1, NAMES)
-    assert known(state) == {"a": CachedTokens(32, 32, 32), "b": CachedTokens(64, 64, 64)}
-    # The last token is computed in any case.
-    assert known(state, prompt_tokens=64)["b"] == CachedTokens(63, 63, 63)
-    told(state, "a", 3, NAMES[3:])
+    assert lookup(state) == {}
+    report_stored(state, "a", 1, NAMES[:2])
+    report_stored(state, "b", 1, NAMES)
+    assert lookup(state) == {"a": CachedTokens(32, 32, 32), "b": CachedTokens(64, 64, 64)}
+    # The last token is always computed.
+    assert lookup(state, prompt_tokens=64)["b"] == CachedTokens(63, 63, 63)
+    report_stored(state, "a", 3, NAMES[3:])
     assert state.cache.follower.wanted == ["a"]
     incarnation = state.cache.follower._followed["a"].incarnation
     listing = cache_pb2.ListCacheReply(incarnation=incarnation, seq=2)
@@ -40,22 +40,22 @@ def test_reports_tell_and_a_listing_mends() -> None:
     listing.held.add(tier=cache_pb2.CACHE_TIER_DEVICE, stored=NAMES[:2])
     state.cache.listed("a", listing)
     assert state.cache.follower.wanted == []
-    # It can be fetched from host memory, too.
-    assert known(state)["a"] == CachedTokens(32, 64, 64)
+    # Host memory can be pulled from, too.
+    assert lookup(state)["a"] == CachedTokens(32, 64, 64)
     state.set_members(members("b"), 0.0)
-    assert set(known(state)) == {"b"}
+    assert set(lookup(state)) == {"b"}
 
 
-def test_a_placement_counts_what_is_left_to_compute_and_is_known_at_once() -> None:
+def test_a_placement_counts_its_remaining_prefill_and_updates_the_cache() -> None:
     state = ReportedCluster()
     state.set_members(members("a", "b"), 0.0)
-    told(state, "a", 1, NAMES)
+    report_stored(state, "a", 1, NAMES)
     cached = state.cache.of_arrival(NAMES, BLOCK, 100, 0.0)
     state.place(Arrival("r", 100, 10, 0, cached=cached, block_names=NAMES), "a", "f", 0.0)
     state.place(Arrival("s", 100, 10, 0, cached=cached, block_names=NAMES), "b", "f", 0.0)
     view = state.view()
     assert view.instances["a"].prefill_backlog_tokens == 36
     assert view.instances["b"].prefill_backlog_tokens == 100
-    # Nothing can be fetched from there before it has told of it.
-    assert known(state)["b"] == CachedTokens(64, 64, 0)
-    assert set(known(state, now_s=3.0)) == {"a"}
+    # Nothing can be pulled from b before it reports the blocks.
+    assert lookup(state)["b"] == CachedTokens(64, 64, 0)
+    assert set(lookup(state, now_s=3.0)) == {"a"}

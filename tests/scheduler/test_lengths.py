@@ -1,4 +1,4 @@
-"""The scheduler keeps the lengths of a period: each request counts once, where it arrived and finished."""
+"""The scheduler keeps the lengths of a period; each request counts once on arrival and once on finish."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from tailrace.control.reported_cluster import ReportedCluster
 from tests.scheduler.facts import ANSWERING, GONE, event, members, request, steady
 
 
-def placed(state: ReportedCluster, request_id: str, name: str, now_s: float, output_tokens: int = 0) -> None:
+def place(state: ReportedCluster, request_id: str, name: str, now_s: float, output_tokens: int = 0) -> None:
     arrival = Arrival(request_id, 100, 1_000, 0, output_tokens)
     state.place(arrival, name, "f", now_s)
 
 
-def keeping(period_s: float | None = 60.0) -> ReportedCluster:
+def state_with_lengths(period_s: float | None = 60.0) -> ReportedCluster:
     state = ReportedCluster()
     state.set_members(members("a", "b"), 0.0)
     state.keep_lengths(period_s, 0.0)
@@ -20,42 +20,42 @@ def keeping(period_s: float | None = 60.0) -> ReportedCluster:
 
 
 def rows(state: ReportedCluster, now_s: float = 9.0) -> tuple[int, list[tuple[int, int]]]:
-    """How many arrived; (prompt, output) of those that finished."""
+    """Return the number of arrivals and the (prompt, output) tokens of finished requests."""
     lengths = state.lengths(now_s)
     assert lengths is not None
     prompts, outputs, _ = lengths.finished()
     return len(lengths.arrived()[0]), list(zip(prompts.tolist(), outputs.tolist(), strict=True))
 
 
-def test_nobody_asks_nothing_is_kept() -> None:
-    state = keeping(None)
-    placed(state, "r", "a", 1.0)
+def test_without_a_period_no_lengths_are_kept() -> None:
+    state = state_with_lengths(None)
+    place(state, "r", "a", 1.0)
     assert state.lengths(2.0) is None
 
 
-def test_a_request_from_its_placement_to_its_last_token() -> None:
-    state = keeping()
-    placed(state, "r", "a", 1.0)
+def test_a_request_counts_from_placement_to_last_token() -> None:
+    state = state_with_lengths()
+    place(state, "r", "a", 1.0)
     state.apply(event("a", "r", ANSWERING), 2.0)
     state.apply(steady("a", [request("r", ANSWERING, output_tokens=30)]), 3.0)
-    # The event says exactly how many there were, where the last report is half a second old.
+    # The event has the exact number; the last report is half a second old.
     state.apply(event("a", "r", GONE, output_tokens=41), 3.4)
     assert rows(state) == (1, [(100, 41)])
     state.apply(steady("a"), 3.5)
     assert rows(state) == (1, [(100, 41)])
 
 
-def test_one_that_no_report_has_shown() -> None:
-    state = keeping()
-    placed(state, "r", "a", 1.0)
+def test_a_request_that_no_report_contained_counts() -> None:
+    state = state_with_lengths()
+    place(state, "r", "a", 1.0)
     state.apply(event("a", "r", GONE, output_tokens=2), 1.2)
     assert rows(state) == (1, [(100, 2)])
 
 
-def test_who_leaves_without_a_last_token_has_not_finished() -> None:
-    """Aborted, or handed over: where it goes its epoch tells that it is none that arrives."""
-    state = keeping()
-    placed(state, "r", "a", 1.0)
+def test_a_request_without_a_last_token_has_not_finished() -> None:
+    """It was aborted or migrated: at its target, the epoch shows that it is not an arrival."""
+    state = state_with_lengths()
+    place(state, "r", "a", 1.0)
     state.apply(steady("a", [request("r")]), 2.0)
     state.apply(event("a", "r", GONE, output_tokens=0), 3.0)
     state.apply(event("b", "r", ANSWERING, epoch=1, output_tokens=30), 3.1)
@@ -64,20 +64,20 @@ def test_who_leaves_without_a_last_token_has_not_finished() -> None:
     assert rows(state) == (1, [(100, 50)])
 
 
-def test_placed_anew_or_by_another_scheduler_counts_once() -> None:
-    state = keeping()
-    # A prompt that was handed back, and one that goes on after its instance was lost.
-    placed(state, "r", "a", 1.0)
-    placed(state, "r", "b", 2.0)
-    placed(state, "lost", "b", 2.5, output_tokens=20)
+def test_repeated_placements_and_unknown_requests_count_once() -> None:
+    state = state_with_lengths()
+    # A prompt that was handed back, and a request resumed after the loss of its instance.
+    place(state, "r", "a", 1.0)
+    place(state, "r", "b", 2.0)
+    place(state, "lost", "b", 2.5, output_tokens=20)
     state.apply(steady("a", [request("other"), request("moved", epoch=2)]), 3.0)
     state.apply(steady("a", [request("other"), request("moved", epoch=2)]), 4.0)
     assert rows(state) == (2, [])
 
 
-def test_another_period_begins_anew() -> None:
-    state = keeping()
-    placed(state, "r", "a", 1.0)
+def test_a_new_period_starts_empty() -> None:
+    state = state_with_lengths()
+    place(state, "r", "a", 1.0)
     state.keep_lengths(60.0, 2.0)
     assert rows(state)[0] == 1
     state.keep_lengths(30.0, 3.0)

@@ -1,4 +1,4 @@
-"""What PASCAL's algorithms decide by, as the live scheduler counts it from reports and phase events."""
+"""The inputs of PASCAL's algorithms, as the live scheduler counts them from reports and phase events."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ ARRIVAL = Arrival("new", 100, 1_000, 0)
 
 
 def blocked(request_id: str, state: types_pb2.RequestState.ValueType) -> monitor_pb2.RequestReport:
-    """An answer that is off the device and has no token yet."""
-    told = request(request_id, ANSWERING, output_tokens=50)
-    told.state, told.kv_blocks = state, 0
-    return told
+    """Return a request that waits off the device for its first answer token."""
+    reported = request(request_id, ANSWERING, output_tokens=50)
+    reported.state, reported.kv_blocks = state, 0
+    return reported
 
 
 def cluster(*reports: monitor_pb2.WorkerReport) -> ReportedCluster:
-    """A state that has heard these."""
+    """Return a state with these reports applied."""
     state = ReportedCluster()
     state.set_members(members(*[report.instance_id for report in reports]), 0.0)
     for report in reports:
@@ -32,42 +32,42 @@ def cluster(*reports: monitor_pb2.WorkerReport) -> ReportedCluster:
 
 
 @pytest.mark.parametrize("off", [types_pb2.REQUEST_STATE_WAITING, types_pb2.REQUEST_STATE_PREEMPTED])
-def test_algorithm_1_sends_nothing_where_an_answer_is_blocked(off: types_pb2.RequestState.ValueType) -> None:
-    # Instance a has the smaller footprint: by that alone it would be chosen.
+def test_algorithm_1_avoids_instances_with_a_blocked_answer(off: types_pb2.RequestState.ValueType) -> None:
+    # Instance a has the smaller footprint and would otherwise be chosen.
     state = cluster(steady("a", [blocked("r", off)]), steady("b", [request("q"), request("p")]))
     assert Pascal().place(state.view(), ARRIVAL, 1.0) == Place("b")
 
 
-def test_algorithm_2_sends_nothing_where_an_answer_is_blocked() -> None:
-    waits = blocked("r", types_pb2.REQUEST_STATE_WAITING)
-    # Nobody reasons on a, which would be Algorithm 2's choice by r_i.
+def test_algorithm_2_avoids_instances_with_a_blocked_answer() -> None:
+    waiting = blocked("r", types_pb2.REQUEST_STATE_WAITING)
+    # No request reasons on a, so Algorithm 2 would choose it by r_i.
     state = cluster(
-        steady("a", [waits]), steady("b", [request("q")]), steady("c", [request("p"), request("ends")])
+        steady("a", [waiting]), steady("b", [request("q")]), steady("c", [request("p"), request("ends")])
     )
-    ends = state.request("ends")
-    assert ends is not None
-    # c itself has one other reasoning request, as b has: the tie is for staying.
-    assert Pascal().on_reasoning_ended(state.view(), ends, 1.0) == ()
+    ending = state.request("ends")
+    assert ending is not None
+    # c itself has one other reasoning request, like b: the request stays.
+    assert Pascal().on_reasoning_ended(state.view(), ending, 1.0) == ()
     state.apply(steady("c", [request("p"), request("o"), request("ends")]), 1.1)
-    moves = Pascal(growth_tokens=10**6).on_reasoning_ended(state.view(), ends, 1.1)
+    moves = Pascal(growth_tokens=10**6).on_reasoning_ended(state.view(), ending, 1.1)
     assert [move.target_id for move in moves if isinstance(move, Migrate)] == ["b"]
 
 
-def test_an_event_tells_that_an_answer_is_blocked() -> None:
+def test_an_event_can_report_a_blocked_answer() -> None:
     state = cluster(steady("a", [request("r", REASONING)]))
-    told = event("a", "r", ANSWERING, output_tokens=50)
-    told.phase_events[0].state = types_pb2.REQUEST_STATE_PREEMPTED
-    state.apply(told, 1.1)
+    reported = event("a", "r", ANSWERING, output_tokens=50)
+    reported.phase_events[0].state = types_pb2.REQUEST_STATE_PREEMPTED
+    state.apply(reported, 1.1)
     seen = state.view().instances["a"]
     assert seen.phase_load == phase_load(seen.requests)
     assert seen.phase_load is not None and seen.phase_load.least_pacer_slack_tokens == float("-inf")
     assert (seen.running, seen.waiting) == (0, 1)
 
 
-def test_a_request_that_enters_a_phase_runs_if_nothing_else_is_told() -> None:
-    waits = request("r", types_pb2.PHASE_PREFILL)
-    waits.state = types_pb2.REQUEST_STATE_WAITING
-    report = steady("a", [waits])
+def test_a_request_that_enters_a_phase_is_running_by_default() -> None:
+    waiting = request("r", types_pb2.PHASE_PREFILL)
+    waiting.state = types_pb2.REQUEST_STATE_WAITING
+    report = steady("a", [waiting])
     report.load.running, report.load.waiting = 0, 1
     state = cluster(report)
     state.apply(event("a", "r", ANSWERING, output_tokens=0), 1.1)
@@ -77,16 +77,16 @@ def test_a_request_that_enters_a_phase_runs_if_nothing_else_is_told() -> None:
     assert seen.phase_load == PhaseLoad(0, 1, float("inf"), quantum_tokens=500)
 
 
-def test_fresh_answers_are_counted_by_the_quantum_of_the_policy() -> None:
-    told = request("r", ANSWERING, output_tokens=400)
-    told.phase_tokens, told.pacer_slack_tokens = 300, -2.0
-    state = cluster(steady("a", [told]))
+def test_fresh_answers_are_counted_with_the_quantum_of_the_policy() -> None:
+    reported = request("r", ANSWERING, output_tokens=400)
+    reported.phase_tokens, reported.pacer_slack_tokens = 300, -2.0
+    state = cluster(steady("a", [reported]))
     state.set_quantum(200)
     seen = state.view().instances["a"]
     assert seen.phase_load == PhaseLoad(0, 0, -2.0, quantum_tokens=200)
-    # Also for what comes from now on, and for other instances.
-    told.phase_tokens = 150
-    state.apply(steady("a", [told]), 2.0)
+    # This applies to later reports and other instances, too.
+    reported.phase_tokens = 150
+    state.apply(steady("a", [reported]), 2.0)
     assert state.view().instances["a"].phase_load == PhaseLoad(0, 1, -2.0, quantum_tokens=200)
     state.set_members(members("a", "b"), 2.0)
     state.apply(steady("b", [request("q", ANSWERING)]), 2.0)
@@ -94,9 +94,9 @@ def test_fresh_answers_are_counted_by_the_quantum_of_the_policy() -> None:
     assert counted is not None and counted.quantum_tokens == 200
 
 
-def test_counts_by_another_quantum_are_not_believed() -> None:
-    told = request("r", ANSWERING, output_tokens=400)
-    told.phase_tokens, told.pacer_slack_tokens = 300, 2.0
-    seen = cluster(steady("a", [told])).view().instances["a"]
+def test_counts_with_another_quantum_are_recomputed() -> None:
+    reported = request("r", ANSWERING, output_tokens=400)
+    reported.phase_tokens, reported.pacer_slack_tokens = 300, 2.0
+    seen = cluster(steady("a", [reported])).view().instances["a"]
     assert Pascal(quantum_tokens=200).load_of(seen).fresh_answering == 0
     assert Pascal(quantum_tokens=500).load_of(seen).fresh_answering == 1

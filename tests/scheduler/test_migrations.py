@@ -1,4 +1,4 @@
-"""Which moves are asked of the migration service, and which are refused, with the setting in the way."""
+"""Which migrations are requested from the migration service, and which are refused for what reason."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MODEL = ModelIdentity("text", "weights", "bf16")
 def record(
     name: str, layout: str = "blocks of 16", model: ModelIdentity = MODEL, handover: Handover | None = None
 ) -> InstanceRecord:
-    """An instance whose KV has this layout."""
+    """Return an instance whose KV has this layout."""
     return msgspec.structs.replace(
         instance(name),
         model_fingerprint=layout,
@@ -50,7 +50,7 @@ FLEET = [
 
 @pytest_asyncio.fixture
 async def mover() -> AsyncIterator[tuple[MigrationStarter, RequestView]]:
-    """One, and a request on `a`."""
+    """Yield a migration starter and a request on `a`."""
     state, channels = ReportedCluster(), Channels()
     state.set_members(Members(instances={each.instance_id: each for each in FLEET}), 0.0)
     state.apply(steady("a", [request("r")]), 1.0)
@@ -61,7 +61,7 @@ async def mover() -> AsyncIterator[tuple[MigrationStarter, RequestView]]:
 
 
 @pytest.mark.parametrize("target", ["alike", "older", "drafts"])
-async def test_a_request_may_go_to_whoever_can_go_on_with_it(
+async def test_a_request_may_migrate_to_compatible_instances(
     mover: tuple[MigrationStarter, RequestView], target: str
 ) -> None:
     mover[0].check(mover[1], target)
@@ -70,15 +70,15 @@ async def test_a_request_may_go_to_whoever_can_go_on_with_it(
 @pytest.mark.parametrize(
     ("target", "reason"), [("lower", "dtype, quantization, kv_cache_dtype"), ("embeds", "a pooling model")]
 )
-async def test_what_is_in_the_way_is_named_before_anything_is_asked(
+async def test_incompatible_targets_are_refused_with_the_reason(
     mover: tuple[MigrationStarter, RequestView], target: str, reason: str
 ) -> None:
     with pytest.raises(AdminError, match=reason):
         mover[0].check(mover[1], target)
 
 
-def drained(*others: InstanceRecord) -> str:
-    """Where the only request of `a` goes when that is drained."""
+def drain_target(*others: InstanceRecord) -> str:
+    """Return the target of the only request of `a` when `a` is drained."""
     scheduler = Scheduler()
     fleet = [record("a"), *others]
     scheduler.state.set_members(
@@ -91,8 +91,8 @@ def drained(*others: InstanceRecord) -> str:
     return next((each.target_id for each in scheduler.executor.actions if isinstance(each, Migrate)), "")
 
 
-def test_a_drain_replays_where_nobody_takes_the_kv() -> None:
+def test_a_drain_replays_if_no_instance_accepts_the_kv() -> None:
     older, lower = record("older", "blocks of 32"), record("lower", "other", ModelIdentity("text", "weights"))
-    assert drained(older, record("z")) == "z"
-    assert drained(older, lower) == "older"
-    assert drained(lower) == ""
+    assert drain_target(older, record("z")) == "z"
+    assert drain_target(older, lower) == "older"
+    assert drain_target(lower) == ""

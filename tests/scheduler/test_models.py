@@ -1,4 +1,4 @@
-"""A request is placed, moved and offered among instances of its model alone."""
+"""A request is placed, migrated and offered only among instances of its model."""
 
 from __future__ import annotations
 
@@ -24,15 +24,20 @@ from tests.scheduler.test_decisions import Scheduler
 FIRST, SECOND = ModelIdentity("t", "first", "bf16"), ModelIdentity("t", "second", "bf16")
 
 
-def running(name: str, identity: ModelIdentity | None) -> InstanceRecord:
-    """An instance of this model; KV can be exchanged among those of one identity."""
+def with_model(name: str, identity: ModelIdentity | None) -> InstanceRecord:
+    """Return an instance of this model; instances of one identity can exchange KV."""
     kv = "unknown" if identity is None else identity.key
     return msgspec.structs.replace(instance(name), model_identity=identity, model_fingerprint=kv)
 
 
 def two_models() -> Members:
-    """Two instances of each model, in two stages."""
-    records = [running("a", FIRST), running("b", SECOND), running("c", FIRST), running("d", SECOND)]
+    """Return two instances of each model, in two stages."""
+    records = [
+        with_model("a", FIRST),
+        with_model("b", SECOND),
+        with_model("c", FIRST),
+        with_model("d", SECOND),
+    ]
     return Members(
         instances={record.instance_id: record for record in records},
         stages=(Stage(0, 120, ("a", "b")), Stage(120, 4096, ("c", "d"))),
@@ -40,19 +45,19 @@ def two_models() -> Members:
 
 
 def incoming(request_id: str, model: str, excluded: frozenset[str] = frozenset()) -> Incoming:
-    """A request for this model."""
+    """Return a request for this model."""
     return Incoming(request_id, "f", 10, 0, 10, excluded, model)
 
 
 @pytest.fixture
 def state() -> ReportedCluster:
-    """Of both models."""
+    """Return a state with both models."""
     state = ReportedCluster()
     state.set_members(two_models(), 0.0)
     return state
 
 
-def test_a_view_of_a_model_has_its_instances_alone(state: ReportedCluster) -> None:
+def test_a_view_of_a_model_has_only_its_instances(state: ReportedCluster) -> None:
     assert list(state.view_of_model("t:first").instances) == ["a", "c"]
     assert [stage.instance_ids for stage in state.view_of_model("t:second:bf16").stages] == [("b",), ("d",)]
     assert list(state.view_of_model("t:third").instances) == []
@@ -62,7 +67,7 @@ def test_a_view_of_a_model_has_its_instances_alone(state: ReportedCluster) -> No
     assert not state.can_exchange_kv("a", "b")
 
 
-def test_a_view_of_a_model_follows_what_happens(state: ReportedCluster) -> None:
+def test_a_view_of_a_model_is_updated_by_reports(state: ReportedCluster) -> None:
     before = state.view_of_model("t:first")
     assert state.view_of_model("t:first") is before
     state.apply(steady("a", [request("r")]), 1.0)
@@ -70,8 +75,8 @@ def test_a_view_of_a_model_follows_what_happens(state: ReportedCluster) -> None:
     assert before.instances["a"].running == 0
 
 
-def test_an_instance_that_does_not_tell_may_run_any_model() -> None:
-    groups = ModelGroups({"old": running("old", None), "new": running("new", FIRST)})
+def test_an_instance_without_a_model_identity_matches_any_model() -> None:
+    groups = ModelGroups({"old": with_model("old", None), "new": with_model("new", FIRST)})
     assert groups.running("t:first") == {"old", "new"}
     assert groups.running("t:second") == {"old"}
     assert groups.exchanging_kv("gone") == frozenset()
@@ -88,7 +93,7 @@ def test_requests_of_a_model_are_placed_on_its_instances(model: str, names: set[
     assert (nowhere.instance_id, nowhere.refusal) == ("", "no active instance")
 
 
-def test_a_policy_that_names_another_model_is_stood_in_for() -> None:
+def test_a_placement_on_another_model_is_replaced() -> None:
     scheduler = Scheduler()
     scheduler.state.set_members(two_models(), 0.0)
     assert scheduler.policy.choice == "a"
@@ -96,16 +101,16 @@ def test_a_policy_that_names_another_model_is_stood_in_for() -> None:
 
 
 @pytest.mark.parametrize(("holder", "pulled"), [("c", "c"), ("b", "")])
-def test_a_prefix_is_pulled_from_the_same_model_alone(holder: str, pulled: str) -> None:
-    """Blocks are named by their tokens: both models' have the same names."""
+def test_a_prefix_is_pulled_only_from_the_same_model(holder: str, pulled: str) -> None:
+    """Blocks are named by their tokens, so both models use the same names."""
     scheduler = Scheduler()
     scheduler.state.set_members(two_models(), 0.0)
     scheduler.policy.pull_from = holder
-    # Whatever model may answer; as between two precisions of one.
+    # Any model may answer, as with two precisions of one model.
     assert scheduler.placer.place(incoming("r", "")).pull_from == pulled
 
 
-def test_a_prefix_that_another_model_holds_is_not_known(state: ReportedCluster) -> None:
+def test_prefixes_of_other_models_are_ignored(state: ReportedCluster) -> None:
     for name in "abcd":
         report = steady(name)
         report.cache.seq = 1
@@ -118,7 +123,7 @@ def test_a_prefix_that_another_model_holds_is_not_known(state: ReportedCluster) 
     assert most_cached(arrival, tuple(view.instances.values())) == "b"
 
 
-def test_a_policy_sees_where_a_request_can_move() -> None:
+def test_a_policy_sees_only_instances_a_request_can_migrate_to() -> None:
     scheduler = Scheduler()
     scheduler.state.set_members(two_models(), 0.0)
     scheduler.place()
@@ -126,7 +131,7 @@ def test_a_policy_sees_where_a_request_can_move() -> None:
     assert [list(view.instances) for view in scheduler.policy.seen] == [["a", "c"]]
 
 
-async def test_only_those_of_its_model_are_asked_to_take_a_request_over(state: ReportedCluster) -> None:
+async def test_a_request_is_offered_only_to_instances_of_its_model(state: ReportedCluster) -> None:
     channels = Channels()
     negotiator = Negotiator(state, channels, Traceparents())
     state.apply(steady("a", [request("r")]), 1.0)
@@ -137,12 +142,12 @@ async def test_only_those_of_its_model_are_asked_to_take_a_request_over(state: R
     await channels.close()
 
 
-def test_groups_are_remembered_but_not_of_however_many_keys() -> None:
-    groups = ModelGroups({name: running(name, FIRST) for name in "ab"})
+def test_groups_are_cached_in_a_bounded_number() -> None:
+    groups = ModelGroups({name: with_model(name, FIRST) for name in "ab"})
     first = groups.running("t:first")
     assert first == {"a", "b"}
     assert groups.running("t:first") is first
-    # Front ends that ask for ever new models must not fill the memory.
+    # Requests for unknown models must not fill the memory.
     for number in range(1_000):
         assert groups.running(f"no such model {number}") == frozenset()
     assert groups.running("t:first") is first

@@ -1,4 +1,4 @@
-"""One picture from several monitors."""
+"""Reports of several monitors are merged."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from tailrace.v1 import monitor_pb2
 
 
 def report(name: str, seq: int, incarnation: str = "1") -> monitor_pb2.WorkerReport:
-    """A report of which only its place matters."""
+    """Return a report with only its position in the sequence."""
     return monitor_pb2.WorkerReport(instance_id=name, incarnation=incarnation, seq=seq)
 
 
 def delta(
     reports: Sequence[monitor_pb2.WorkerReport] = (), silent: Sequence[str] = (), snapshot: bool = False
 ) -> monitor_pb2.StateDelta:
-    """What a monitor sends."""
+    """Return a message of a monitor."""
     return monitor_pb2.StateDelta(reports=reports, silent_instance_ids=silent, snapshot=snapshot)
 
 
-def test_a_worker_that_turned_to_another_monitor_is_not_silent() -> None:
+def test_a_worker_that_switched_monitors_is_not_silent() -> None:
     merged = MergedReports()
     assert not merged.connected
     assert len(list(merged.new_reports("m1", delta([report("w", 1)], snapshot=True)))) == 1
@@ -32,12 +32,12 @@ def test_a_worker_that_turned_to_another_monitor_is_not_silent() -> None:
     list(merged.new_reports("m1", delta(silent=["w"])))
     assert merged.silent == frozenset()
     list(merged.new_reports("m2", delta(silent=["w"])))
-    assert merged.silent == {"w"}, "now nobody hears it"
+    assert merged.silent == {"w"}, "now no monitor hears it"
     list(merged.new_reports("m1", delta([report("w", 3)])))
     assert merged.silent == frozenset()
 
 
-def test_a_monitor_that_never_heard_of_it_vouches_for_nobody() -> None:
+def test_a_monitor_that_never_heard_from_a_worker_does_not_vouch_for_it() -> None:
     merged = MergedReports()
     list(merged.new_reports("m1", delta([report("w", 1)], snapshot=True)))
     list(merged.new_reports("m2", delta(snapshot=True)))
@@ -45,7 +45,7 @@ def test_a_monitor_that_never_heard_of_it_vouches_for_nobody() -> None:
     assert merged.silent == {"w"}
 
 
-def test_a_monitor_that_is_gone_is_not_asked() -> None:
+def test_a_disconnected_monitor_does_not_count() -> None:
     merged = MergedReports()
     list(merged.new_reports("m1", delta([report("w", 1)], ["w"], snapshot=True)))
     list(merged.new_reports("m2", delta([report("w", 2)], snapshot=True)))
@@ -56,22 +56,22 @@ def test_a_monitor_that_is_gone_is_not_asked() -> None:
     assert not merged.connected
 
 
-def test_an_old_snapshot_does_not_take_a_worker_back() -> None:
+def test_an_old_snapshot_does_not_move_a_worker_back() -> None:
     merged = MergedReports()
     list(merged.new_reports("m1", delta([report("w", 5)], snapshot=True)))
     list(merged.new_reports("m2", delta([report("w", 6)], snapshot=True)))
     assert list(merged.new_reports("m1", delta([report("w", 5)], snapshot=True))) == []
     again = merged.new_reports("m2", delta([report("w", 6)], snapshot=True))
-    assert len(list(again)) == 1, "its own monitor's snapshot may carry events that were missed"
+    assert len(list(again)) == 1, "the snapshot of its own monitor may contain missed events"
     restarted = merged.new_reports("m1", delta([report("w", 1, "2")]))
-    assert len(list(restarted)) == 1, "another run of the worker counts anew"
+    assert len(list(restarted)) == 1, "a restarted worker has a new sequence"
 
 
 @given(st.lists(st.tuples(st.sampled_from(["m1", "m2", "m3"]), st.integers(1, 30)), max_size=60))
-def test_between_monitors_reports_never_go_back(told: list[tuple[str, int]]) -> None:
+def test_reports_never_go_back_between_monitors(received: list[tuple[str, int]]) -> None:
     merged = MergedReports()
     taken: list[tuple[str, int]] = []
-    for monitor, seq in told:
+    for monitor, seq in received:
         taken += [(monitor, r.seq) for r in merged.new_reports(monitor, delta([report("w", seq)]))]
     for number, (monitor, seq) in enumerate(taken[1:], 1):
         before = taken[:number]

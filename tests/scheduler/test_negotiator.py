@@ -1,4 +1,4 @@
-"""What the scheduler leaves to the workers, and takes back from those that cannot."""
+"""Offers that the scheduler passes to workers, and workers without bid-ask."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.scheduler.facts import Members, instance, request, steady
 
 
 class Worker(bidask_pb2_grpc.BidAskServicer):
-    """Answers offers with the first receiver, or with nobody when there is none of that name."""
+    """A worker that answers offers with `taker`, which may be empty."""
 
     def __init__(self, taker: str) -> None:
         self.taker = taker
@@ -38,23 +38,23 @@ class Worker(bidask_pb2_grpc.BidAskServicer):
         request: bidask_pb2.BidAskMessage,
         context: grpc.aio.ServicerContext[bidask_pb2.BidAskMessage, bidask_pb2.BidAskReply],
     ) -> bidask_pb2.BidAskReply:
-        raise NotImplementedError("the scheduler tells nothing")
+        raise NotImplementedError("the scheduler sends no bid-ask messages")
 
 
 def cluster(address: str) -> ReportedCluster:
-    """Request r on a, which listens there; b and c beside it."""
+    """Return a state with request r on a, which listens at `address`, and instances b and c."""
     state = ReportedCluster()
     state.set_members(
         Members(instances={"a": instance("a", address), "b": instance("b"), "c": instance("c")}), 0.0
     )
-    told = request("r", epoch=3, output_tokens=20)
-    told.traceparent = "00-1-2-01"
-    state.apply(steady("a", [told]), 1.0)
+    reported = request("r", epoch=3, output_tokens=20)
+    reported.traceparent = "00-1-2-01"
+    state.apply(steady("a", [reported]), 1.0)
     return state
 
 
 @pytest.mark.parametrize("taker", ["b", ""])
-async def test_the_source_is_told_all_that_it_needs(taker: str) -> None:
+async def test_the_source_gets_the_complete_offer(taker: str) -> None:
     worker, channels = Worker(taker), Channels()
     servicer = Servicer(bidask_pb2_grpc.add_BidAskServicer_to_server, worker, "tailrace.v1.BidAsk")
     async with serve_grpc("127.0.0.1:0", [servicer]) as server:
@@ -62,22 +62,22 @@ async def test_the_source_is_told_all_that_it_needs(taker: str) -> None:
         negotiator = Negotiator(state, channels, Traceparents())
         moving = state.request("r")
         assert moving is not None
-        asked = Offer("r", "a", ("b", "c", "stranger"), "length boundary", 5_000)
-        moved = await negotiator.offer(moving, asked, "cascade")
+        order = Offer("r", "a", ("b", "c", "stranger"), "length boundary", 5_000)
+        moved = await negotiator.offer(moving, order, "cascade")
         assert moved is bool(taker)
         (offer,) = worker.offered
         assert (offer.request_id, offer.from_epoch, offer.tokens) == ("r", 3, 120)
         assert [r.instance_id for r in offer.receivers] == ["b", "c"]
         assert offer.most_tokens == 5_000
         assert (offer.reason, offer.policy, offer.traceparent) == ("length boundary", "cascade", "00-1-2-01")
-        # It may be moved again.
+        # It may be migrated again.
         assert state.migration_opened(moving, None)
         with pytest.raises(AdminError, match="is open"):
             await negotiator.offer(dataclasses.replace(moving), Offer("r", "a", ("b",), "load"), "cascade")
     await channels.close()
 
 
-async def test_a_worker_that_knows_no_bid_ask() -> None:
+async def test_a_worker_without_bid_ask() -> None:
     channels = Channels()
     async with serve_grpc("127.0.0.1:0", []) as server:
         state = cluster(server.address)

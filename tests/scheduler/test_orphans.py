@@ -1,4 +1,4 @@
-"""Drains and pools of instances that are gone."""
+"""Drains and pools of instances that no longer exist."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.streamed import next_of
 
 @dataclass
 class Fleet:
-    """Members as a test says."""
+    """A membership given by a test."""
 
     instances: Mapping[str, InstanceRecord] = field(default_factory=dict)
     drained: frozenset[str] = frozenset()
@@ -37,25 +37,25 @@ class Fleet:
     rollouts: Mapping[str, RolloutRecord] = field(default_factory=dict)
 
 
-def test_a_restart_keeps_its_drain_and_its_pool() -> None:
+def test_a_restarted_instance_keeps_its_drain_and_pool() -> None:
     orphans = OrphanedRecords(keep_s=600)
     gone = Fleet(drained=frozenset({"a"}), pools={"a": Pool.DECODE})
     there = Fleet({"a": instance("a")}, gone.drained, gone.pools)
     assert orphans.due(gone, 0) == []
     assert orphans.due(gone, 599) == []
     assert orphans.due(there, 599.5) == []
-    assert orphans.due(gone, 1_000) == [], "the time counts anew after it was back"
+    assert orphans.due(gone, 1_000) == [], "the time starts again after its return"
     assert orphans.due(gone, 1_599) == []
     assert orphans.due(gone, 1_600) == ["a"]
 
 
-def test_only_who_is_gone_is_forgotten() -> None:
+def test_only_records_of_missing_instances_are_due() -> None:
     orphans = OrphanedRecords(keep_s=0)
     fleet = Fleet({"a": instance("a")}, frozenset({"a", "b"}), {"a": Pool.DECODE, "c": Pool.PREFILL})
     assert orphans.due(fleet, 1) == ["b", "c"]
 
 
-def test_a_rollout_that_is_over_and_nobody_serves_is_warned_of_once() -> None:
+def test_a_finished_rollout_without_front_ends_is_reported_once() -> None:
     def rollout(state: RolloutState) -> RolloutRecord:
         return RolloutRecord(model="chat", before="t:a", new="t:b", state=state, begun_s=1.0)
 
@@ -73,8 +73,8 @@ def test_a_rollout_that_is_over_and_nobody_serves_is_warned_of_once() -> None:
     assert unserved.due(over, 1_600) == []
 
 
-async def test_etcd_decides_who_is_gone(store: Store) -> None:
-    """A scheduler that has not heard of a new instance removes nothing of it."""
+async def test_etcd_decides_whether_an_instance_exists(store: Store) -> None:
+    """A scheduler that has not heard of a new instance does not remove its records."""
     await store.put("drains/a", b"1")
     await store.put("pools/a", b"decode")
     await store.put("instances/a", msgspec.json.encode(instance("a")))
@@ -85,7 +85,7 @@ async def test_etcd_decides_who_is_gone(store: Store) -> None:
     assert await store.get_prefix("") == {}
 
 
-async def test_the_leader_alone_removes_them(store: Store) -> None:
+async def test_only_the_leader_removes_orphaned_records(store: Store) -> None:
     await store.put("drains/gone", b"1")
     await store.put("pools/gone", b"decode")
     registration = await register(store, "instances/here", msgspec.json.encode(instance("here")))
@@ -113,19 +113,19 @@ async def test_the_leader_alone_removes_them(store: Store) -> None:
         await registration.withdraw()
 
 
-async def test_undrain_works_for_an_instance_that_is_gone(control: Control) -> None:
+async def test_undrain_works_for_a_missing_instance(control: Control) -> None:
     admin = await control.admin()
     await control.store.put("drains/gone", b"1")
     await control.store.put("pools/gone", b"decode")
-    await control.members_show(lambda members: "gone" in members.drained)
+    await control.wait_for_members(lambda members: "gone" in members.drained)
 
     async def undrain(name: str) -> bool:
-        """As `tailrace drain NAME --undrain`."""
+        """Do the same as `tailrace drain NAME --undrain`."""
         request = admin_pb2.DrainRequest(instance_id=name, undrain=True)
         return bool((await next_of(admin.Drain(request, timeout=5), admin_pb2.DrainEvent)).done)
 
     async with asyncio.timeout(20):
-        # The scheduler's own watch may be a moment behind ours.
+        # The scheduler's watch can be behind this one.
         while True:
             with contextlib.suppress(grpc.aio.AioRpcError):
                 assert await undrain("gone")

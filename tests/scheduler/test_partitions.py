@@ -1,4 +1,4 @@
-"""A worker that is cut off from one monitor alone."""
+"""A worker that is cut off from a single monitor."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ IDLE = EngineStats(
 )
 
 
-class Detours(Channels):
-    """Channels of which some go through a proxy."""
+class ProxiedChannels(Channels):
+    """Channels, some of which go through a proxy."""
 
     def __init__(self, by_address: Mapping[str, str]) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Detours(Channels):
 
 
 def reports(control: Control, name: str, channels: Channels) -> Reports:
-    """A worker's own."""
+    """Return the reporting task of a worker."""
     return Reports(
         name,
         "1",
@@ -71,8 +71,8 @@ def reports(control: Control, name: str, channels: Channels) -> Reports:
     )
 
 
-async def told_by(address: str, wanted: Callable[[monitor_pb2.StateDelta], bool]) -> None:
-    """Until this monitor tells it."""
+async def wait_for_delta(address: str, wanted: Callable[[monitor_pb2.StateDelta], bool]) -> None:
+    """Wait until the monitor sends a delta that satisfies `wanted`."""
     async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(WAIT_S):
         async for delta in MonitorStub(channel).Watch(monitor_pb2.WatchRequest(subscriber="test")):
             if wanted(delta):
@@ -84,23 +84,23 @@ async def all_active(admin: AdminAsyncStub) -> bool:
     return all(info.state == ACTIVE and info.report_age_s < 1.9 for info in reply.instances)
 
 
-async def test_a_worker_cut_off_from_the_leading_monitor_alone_goes_on_getting_requests(
+async def test_a_worker_cut_off_from_only_the_leading_monitor_still_gets_requests(
     control: Control,
 ) -> None:
     await control.start_monitor("second")
     admin, scheduler = await control.admin(), await control.scheduler()
     leading = control.members.leaders["monitor"].address
     async with silent_proxy(leading) as proxy, contextlib.AsyncExitStack() as stack:
-        cut = Detours({leading: proxy.address})
+        cut = ProxiedChannels({leading: proxy.address})
         stack.push_async_callback(cut.close)
         for name, channels in (("a", cut), ("b", control.channels)):
             task = asyncio.create_task(reports(control, name, channels).run())
             stack.push_async_callback(asyncio.wait, [task])
             stack.callback(task.cancel)
-        await told_by(leading, lambda delta: "a" in {report.instance_id for report in delta.reports})
+        await wait_for_delta(leading, lambda delta: "a" in {report.instance_id for report in delta.reports})
         proxy.open.clear()
-        await told_by(leading, lambda delta: "a" in delta.silent_instance_ids)
-        # The monitor that leads misses it; the scheduler has heard of it by the other one.
+        await wait_for_delta(leading, lambda delta: "a" in delta.silent_instance_ids)
+        # The leading monitor misses it, but the scheduler hears from it through the other one.
         assert await all_active(admin)
         placed = [
             await scheduler.Place(

@@ -1,4 +1,4 @@
-"""The scheduler has an instance hand prompts back, and takes it as it comes when that cannot be done."""
+"""The scheduler asks an instance to hand prompts back, and handles instances that cannot."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from tests.scheduler.facts import Members, instance
 
 
 class Worker(ScriptedWorker):
-    """Hands back all but one of what it is asked for."""
+    """A worker that hands back all but one of the requested prompts."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: list[list[str]] = []
+        self.recalled: list[list[str]] = []
 
     async def HandBackPrompts(
         self,
         request: worker_pb2.HandBackPromptsRequest,
         context: grpc.aio.ServicerContext[worker_pb2.HandBackPromptsRequest, worker_pb2.HandBackPromptsReply],
     ) -> worker_pb2.HandBackPromptsReply:
-        self.asked.append(list(request.request_ids))
+        self.recalled.append(list(request.request_ids))
         return worker_pb2.HandBackPromptsReply(handed_back=len(request.request_ids) - 1)
 
 
-async def test_the_instance_is_told_which() -> None:
+async def test_the_instance_gets_the_request_ids() -> None:
     worker, channels = Worker(), Channels()
     servicer = Servicer(worker_pb2_grpc.add_WorkerServicer_to_server, worker, "tailrace.v1.Worker")
     async with serve_grpc("127.0.0.1:0", [servicer]) as server:
@@ -39,13 +39,13 @@ async def test_the_instance_is_told_which() -> None:
         state.set_members(Members(instances={"a": instance("a", server.address)}), 0.0)
         recaller = Recaller(state, channels)
         assert await recaller.recall("a", ("r", "q", "p")) == 2
-        assert worker.asked == [["r", "q", "p"]]
+        assert worker.recalled == [["r", "q", "p"]]
         with pytest.raises(AdminError, match="gone"):
             await recaller.recall("b", ("r",))
     await channels.close()
 
 
-async def test_a_worker_that_cannot_do_so() -> None:
+async def test_a_worker_that_cannot_hand_prompts_back() -> None:
     channels = Channels()
     async with serve_grpc("127.0.0.1:0", []) as server:
         state = ReportedCluster()

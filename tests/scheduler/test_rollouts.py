@@ -1,4 +1,4 @@
-"""Rollouts by the admin API, on a real etcd, with front ends and workers that do as a test says."""
+"""Rollouts through the admin API, with a real etcd and scripted front ends and workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tailrace.v1 import admin_pb2, scheduler_pb2, types_pb2
 from tests.migration.scripted_worker import commit
 from tests.scheduler.conftest import WAIT_S, Control
 from tests.scheduler.facts import request, steady
-from tests.scheduler.test_service import refused, states, until
+from tests.scheduler.test_service import call_error, states, until
 
 if TYPE_CHECKING:
     from tailrace.v1.admin_pb2_grpc import AdminAsyncStub
@@ -31,20 +31,20 @@ ROLLOUT = admin_pb2.RolloutRequest(model="chat", to=fingerprint(NEW.key))
 
 
 class FrontEnd:
-    """A front end's record."""
+    """The registration of a front end."""
 
     def __init__(self, registration: Registration, record: ServiceRecord) -> None:
         self.registration = registration
         self.record = record
 
-    async def connects(self, *models: ModelIdentity) -> None:
-        """It tells that it is connected to instances of these models."""
-        told = msgspec.structs.replace(self.record, connected_models=[model.key for model in models])
-        await self.registration.update(msgspec.json.encode(told))
+    async def set_connected_models(self, *models: ModelIdentity) -> None:
+        """Register as connected to instances of these models."""
+        updated = msgspec.structs.replace(self.record, connected_models=[model.key for model in models])
+        await self.registration.update(msgspec.json.encode(updated))
 
 
 async def front_end(control: Control, name: str = "f0") -> FrontEnd:
-    """One that was started with the old model, and is connected to it."""
+    """Register a front end that was started with the old model and is connected to it."""
     record = ServiceRecord(
         kind="frontend",
         service_id=name,
@@ -60,21 +60,21 @@ async def front_end(control: Control, name: str = "f0") -> FrontEnd:
     return FrontEnd(registration, record)
 
 
-async def runs(control: Control, name: str, identity: ModelIdentity) -> None:
-    """The worker runs this model."""
+async def set_worker_model(control: Control, name: str, identity: ModelIdentity) -> None:
+    """Register the worker with this model."""
     record = msgspec.structs.replace(
         control.members.instances[name], model_identity=identity, model_fingerprint=identity.key
     )
     await control.workers[name].registration.update(msgspec.json.encode(record))
-    await control.members_show(lambda m: m.instances[name].model_identity == identity)
+    await control.wait_for_members(lambda m: m.instances[name].model_identity == identity)
 
 
 @pytest.fixture
 async def admin(control: Control) -> AdminAsyncStub:
-    """Of a cluster where a and b run the old model, and c the new one."""
+    """Return the admin API of a cluster where a and b run the old model and c the new one."""
     await control.start_worker("c")
     for name, identity in (("a", OLD), ("b", OLD), ("c", NEW)):
-        await runs(control, name, identity)
+        await set_worker_model(control, name, identity)
     admin = await control.admin()
     await until(lambda: _all_report(control, admin))
     return admin
@@ -88,13 +88,13 @@ async def _all_report(control: Control, admin: AdminAsyncStub) -> bool:
 
 
 async def model(admin: AdminAsyncStub) -> admin_pb2.ModelInfo:
-    """What is told of the only model."""
+    """Return the listing of the only model."""
     (found,) = (await admin.ListModels(admin_pb2.ListModelsRequest(), timeout=5)).models
     return found
 
 
 class Reports:
-    """Has the workers report again and again, with what a test says that they hold."""
+    """Let the workers report continuously, with the requests in `held`."""
 
     def __init__(self, control: Control) -> None:
         self._control = control
@@ -116,37 +116,35 @@ async def reports(control: Control) -> AsyncIterator[Reports]:
 
 
 async def ready_with_a_request(control: Control, admin: AdminAsyncStub, reports: Reports) -> None:
-    """A front end is connected to both models, and the old instance a has one request."""
+    """Connect a front end to both models, and let the old instance a have one request."""
     front = await front_end(control)
-    await front.connects(OLD, NEW)
-    await control.members_show(lambda m: ("frontend", "f0") in m.services)
+    await front.set_connected_models(OLD, NEW)
+    await control.wait_for_members(lambda m: ("frontend", "f0") in m.services)
     reports.held["a"] = ["r1"]
     await until(lambda: _holds(admin, "a", 1))
 
 
-async def reaches(admin: AdminAsyncStub, wanted: Callable[[admin_pb2.RolloutInfo], bool]) -> None:
-    async def so() -> bool:
+async def wait_for_rollout(admin: AdminAsyncStub, wanted: Callable[[admin_pb2.RolloutInfo], bool]) -> None:
+    async def satisfied() -> bool:
         return wanted((await model(admin)).rollout)
 
-    await until(so)
+    await until(satisfied)
 
 
-async def test_a_rollout_from_its_beginning_to_its_end(
-    control: Control, admin: AdminAsyncStub, reports: Reports
-) -> None:
+async def test_a_complete_rollout(control: Control, admin: AdminAsyncStub, reports: Reports) -> None:
     front = await front_end(control)
-    await control.members_show(lambda m: ("frontend", "f0") in m.services)
+    await control.wait_for_members(lambda m: ("frontend", "f0") in m.services)
     reports.held["a"] = ["r1", "r2"]
     await until(lambda: _holds(admin, "a", 2))
     begun = await admin.Rollout(ROLLOUT, timeout=5)
     assert (begun.state, begun.before, begun.new) == (PREPARING, fingerprint(OLD.key), fingerprint(NEW.key))
     assert "f0: connected to no instance" in begun.message
-    # The same again changes nothing.
+    # Repeating the call changes nothing.
     assert (await admin.Rollout(ROLLOUT, timeout=5)).begun_s == begun.begun_s
     assert (await model(admin)).takes == fingerprint(OLD.key)
-    await front.connects(OLD, NEW)
-    # b has nothing, and is emptied first; then a, whose requests have nowhere to go and end there.
-    await reaches(admin, lambda rollout: list(rollout.draining_instance_ids) == ["b", "a"])
+    await front.set_connected_models(OLD, NEW)
+    # b is empty and drains first; then a, whose requests cannot migrate and finish there.
+    await wait_for_rollout(admin, lambda rollout: list(rollout.draining_instance_ids) == ["b", "a"])
     found = await model(admin)
     assert (found.takes, list(found.frontend_ids)) == (fingerprint(NEW.key), ["f0"])
     assert [(list(v.instance_ids), v.takes_new, v.requests) for v in found.versions] == [
@@ -162,8 +160,8 @@ async def test_a_rollout_from_its_beginning_to_its_end(
     assert [event.done for event in events] == [False] * (len(events) - 1) + [True]
     assert events[-1].rollout.state == DONE
     assert "no request of" in events[-1].rollout.message
-    # A worker that comes back with the new model takes requests.
-    await runs(control, "a", NEW)
+    # A worker that returns with the new model takes requests.
+    await set_worker_model(control, "a", NEW)
     await until(lambda: _is_active(admin, "a"))
 
 
@@ -176,19 +174,19 @@ async def _holds(admin: AdminAsyncStub, name: str, count: int) -> bool:
     return len(reply.requests) == count
 
 
-async def test_requests_of_an_old_instance_go_to_another_old_one(
+async def test_requests_of_an_old_instance_migrate_to_another_old_one(
     control: Control, admin: AdminAsyncStub, reports: Reports
 ) -> None:
     front = await front_end(control)
-    await front.connects(OLD, NEW)
-    await control.members_show(lambda m: ("frontend", "f0") in m.services)
+    await front.set_connected_models(OLD, NEW)
+    await control.wait_for_members(lambda m: ("frontend", "f0") in m.services)
     reports.held |= {"a": ["r1"], "b": ["r2", "r3"]}
     await until(lambda: _holds(admin, "b", 2))
     for name in "abc":
         control.workers[name].script = commit()
     await admin.Rollout(ROLLOUT, timeout=5)
-    asked = await asyncio.wait_for(control.workers["b"].imports.get(), WAIT_S)
-    assert (asked.request_id, asked.source_instance_id) == ("r1", "a")
+    expected = await asyncio.wait_for(control.workers["b"].imports.get(), WAIT_S)
+    assert (expected.request_id, expected.source_instance_id) == ("r1", "a")
     assert control.workers["c"].imports.empty()
 
 
@@ -196,32 +194,32 @@ async def test_a_rollout_that_cannot_be_prepared_changes_nothing(
     control: Control, admin: AdminAsyncStub, reports: Reports
 ) -> None:
     await front_end(control)
-    await control.members_show(lambda m: ("frontend", "f0") in m.services)
+    await control.wait_for_members(lambda m: ("frontend", "f0") in m.services)
     request = admin_pb2.RolloutRequest(model="chat", to=NEW.key, prepare_s=0.1)
     await admin.Rollout(request, timeout=5)
-    await reaches(admin, lambda rollout: rollout.state == FAILED)
+    await wait_for_rollout(admin, lambda rollout: rollout.state == FAILED)
     found = await model(admin)
     assert found.takes == fingerprint(OLD.key)
     assert found.rollout.reason == f"f0: connected to no instance of {fingerprint(NEW.key)}"
     assert not found.rollout.draining_instance_ids
-    code, details = await refused(admin.UndoRollout(admin_pb2.UndoRolloutRequest(model="chat"), timeout=5))
+    code, details = await call_error(admin.UndoRollout(admin_pb2.UndoRolloutRequest(model="chat"), timeout=5))
     assert code is grpc.StatusCode.FAILED_PRECONDITION and "has changed nothing" in details
-    # It may be tried again; and once it is over, be forgotten.
+    # It can be retried, and forgotten once it is over.
     await admin.Rollout(request, timeout=5)
-    await reaches(admin, lambda rollout: rollout.state == FAILED)
+    await wait_for_rollout(admin, lambda rollout: rollout.state == FAILED)
     await admin.ForgetRollout(admin_pb2.ForgetRolloutRequest(model="chat"), timeout=5)
-    await control.members_show(lambda m: not m.rollouts)
+    await control.wait_for_members(lambda m: not m.rollouts)
 
 
-async def test_a_rollout_is_taken_back_and_goes_on_with_the_next_leader(
+async def test_an_undone_rollout_continues_with_the_next_leader(
     control: Control, admin: AdminAsyncStub, reports: Reports
 ) -> None:
     await ready_with_a_request(control, admin, reports)
     await control.start_scheduler("s2")
     await admin.Rollout(ROLLOUT, timeout=5)
-    await reaches(admin, lambda rollout: list(rollout.draining_instance_ids) == ["b", "a"])
+    await wait_for_rollout(admin, lambda rollout: list(rollout.draining_instance_ids) == ["b", "a"])
     second = await control.admin("s2")
-    # Asked of the standby, carried out by the leader.
+    # The standby forwards the call to the leader.
     back = await second.UndoRollout(admin_pb2.UndoRolloutRequest(model="chat"), timeout=5)
     assert back.undoes and back.new == fingerprint(OLD.key)
     watching = second.WatchRollout(admin_pb2.WatchRolloutRequest(model="chat"), timeout=WAIT_S)
@@ -233,18 +231,18 @@ async def test_a_rollout_is_taken_back_and_goes_on_with_the_next_leader(
     assert (record.state, record.in_force) == (RolloutState.DONE, OLD.key)
     assert (await states(second))["a"] == types_pb2.INSTANCE_STATE_ACTIVE
     assert (await states(second))["c"] == types_pb2.INSTANCE_STATE_DRAINING
-    # Somebody who still waits for the first one hears that it is no more.
+    # A watch of the first rollout is aborted.
     old = second.WatchRollout(admin_pb2.WatchRolloutRequest(model="chat", begun_s=1.0), timeout=5)
-    code, details = await refused(_drained(old))
+    code, details = await call_error(_drained(old))
     assert code is grpc.StatusCode.ABORTED and "another rollout of chat has begun" in details
 
 
-async def test_undo_meets_a_rollout_that_advances(
+async def test_undo_races_with_an_advancing_rollout(
     control: Control, admin: AdminAsyncStub, reports: Reports, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await ready_with_a_request(control, admin, reports)
     await admin.Rollout(ROLLOUT, timeout=5)
-    await reaches(admin, lambda rollout: rollout.state == DRAINING)
+    await wait_for_rollout(admin, lambda rollout: rollout.state == DRAINING)
     swap = Settings._swap
     advanced: list[RolloutRecord] = []
 
@@ -262,26 +260,26 @@ async def test_undo_meets_a_rollout_that_advances(
     assert advanced and back.undoes and back.new == fingerprint(OLD.key)
 
 
-async def test_a_leader_with_another_clock_gives_it_the_whole_time(
+async def test_a_leader_with_another_clock_grants_the_full_time(
     control: Control, admin: AdminAsyncStub, reports: Reports
 ) -> None:
-    """By this leader's clock it began long ago."""
+    """By this leader's clock, the rollout began long ago."""
     front = await front_end(control)
-    await control.members_show(lambda m: ("frontend", "f0") in m.services)
+    await control.wait_for_members(lambda m: ("frontend", "f0") in m.services)
     record = RolloutRecord(
         model="chat", before=OLD.key, new=NEW.key, state=RolloutState.PREPARING, begun_s=1.0, min_warm=1
     )
     await control.store.put("rollouts/chat", msgspec.json.encode(record))
-    await reaches(admin, lambda rollout: "f0: connected to no instance" in rollout.message)
-    await front.connects(OLD, NEW)
-    await reaches(admin, lambda rollout: rollout.state == DONE)
+    await wait_for_rollout(admin, lambda rollout: "f0: connected to no instance" in rollout.message)
+    await front.set_connected_models(OLD, NEW)
+    await wait_for_rollout(admin, lambda rollout: rollout.state == DONE)
 
 
-async def test_a_record_of_a_later_version_is_not_written_over(
+async def test_a_record_of_a_later_version_is_not_overwritten(
     control: Control, admin: AdminAsyncStub
 ) -> None:
     await front_end(control)
-    await control.members_show(lambda m: ("frontend", "f0") in m.services)
+    await control.wait_for_members(lambda m: ("frontend", "f0") in m.services)
     later = b'{"state": "canary"}'
     await control.store.put("rollouts/chat", later)
     calls: list[Awaitable[object]] = [
@@ -290,44 +288,44 @@ async def test_a_record_of_a_later_version_is_not_written_over(
         admin.ForgetRollout(admin_pb2.ForgetRolloutRequest(model="chat"), timeout=5),
     ]
     for call in calls:
-        code, details = await refused(call)
+        code, details = await call_error(call)
         assert code is grpc.StatusCode.FAILED_PRECONDITION
         assert "the rollout of chat (rollouts/chat in etcd) cannot be read by this version" in details
     assert await control.store.get("rollouts/chat") == later
 
 
-async def test_who_begins_hears_that_there_are_few(
+async def test_starting_a_rollout_warns_of_few_instances(
     control: Control, admin: AdminAsyncStub, reports: Reports
 ) -> None:
     await front_end(control)
-    await control.members_show(lambda m: ("frontend", "f0") in m.services)
+    await control.wait_for_members(lambda m: ("frontend", "f0") in m.services)
     begun = await admin.Rollout(
         admin_pb2.RolloutRequest(model="chat", to=NEW.key, min_warm=2, prepare_s=0.1), timeout=5
     )
     assert begun.warning.startswith(f"1 warm of {fingerprint(NEW.key)} will replace 2 of")
-    await reaches(admin, lambda rollout: rollout.state == FAILED)
+    await wait_for_rollout(admin, lambda rollout: rollout.state == FAILED)
     reason = (await model(admin)).rollout.reason
     assert reason == f"1 of 2 instances of {fingerprint(NEW.key)} are warm (--min-warm)"
 
 
-async def test_a_watched_rollout_that_is_removed_is_not_waited_for(
+async def test_watching_a_removed_rollout_is_aborted(
     control: Control, admin: AdminAsyncStub, reports: Reports
 ) -> None:
-    """As when etcd is wiped."""
+    """For example, when etcd is wiped."""
     await front_end(control)
-    await control.members_show(lambda m: ("frontend", "f0") in m.services)
+    await control.wait_for_members(lambda m: ("frontend", "f0") in m.services)
     begun = await admin.Rollout(ROLLOUT, timeout=5)
     watch = admin.WatchRollout(
         admin_pb2.WatchRolloutRequest(model="chat", begun_s=begun.begun_s), timeout=WAIT_S
     )
     assert (await anext(aiter(watch))).rollout.state == PREPARING
     await control.store.delete("rollouts/chat")
-    code, details = await refused(_drained(watch))
+    code, details = await call_error(_drained(watch))
     assert code is grpc.StatusCode.ABORTED and "has been removed" in details
 
 
-async def test_a_placement_tells_which_model_is_in_force(control: Control, admin: AdminAsyncStub) -> None:
-    """A front end that is cut off from etcd has no record there, and hears of the rollout so."""
+async def test_a_placement_contains_the_rollout(control: Control, admin: AdminAsyncStub) -> None:
+    """A front end that is cut off from etcd learns of the rollout this way."""
     record = RolloutRecord(
         model="chat",
         before=OLD.key,
@@ -338,25 +336,25 @@ async def test_a_placement_tells_which_model_is_in_force(control: Control, admin
     value = msgspec.json.encode(record)
     await control.store.put("rollouts/chat", value)
     scheduler = await control.scheduler()
-    # Of a request that has tokens no name is told: it keeps to its model.
-    asked = {
+    # A request that has tokens already sends no name: it keeps its model.
+    expected = {
         (OLD.key, "chat"): value,
         ("text:old", "chat"): value,
         (NEW.key, "chat"): b"",
         (OLD.key, ""): b"",
     }
 
-    async def told(model: str, name: str) -> bytes:
+    async def rollout_in_reply(model: str, name: str) -> bytes:
         request = scheduler_pb2.PlaceRequest(
             request_id="r", prompt_tokens=1, max_tokens=1, model=model, served_name=name
         )
         return (await scheduler.Place(request, timeout=5)).rollout
 
     async def heard() -> bool:
-        return bool(await told(OLD.key, "chat"))
+        return bool(await rollout_in_reply(OLD.key, "chat"))
 
     await until(heard)
-    assert {key: await told(*key) for key in asked} == asked
+    assert {key: await rollout_in_reply(*key) for key in expected} == expected
 
 
 async def _drained(
@@ -366,9 +364,9 @@ async def _drained(
         pass
 
 
-async def test_what_cannot_be_is_refused_with_the_reason(control: Control, admin: AdminAsyncStub) -> None:
+async def test_invalid_calls_are_refused_with_the_reason(control: Control, admin: AdminAsyncStub) -> None:
     await front_end(control)
-    await control.members_show(lambda m: ("frontend", "f0") in m.services)
+    await control.wait_for_members(lambda m: ("frontend", "f0") in m.services)
     Request = admin_pb2.RolloutRequest
     invalid, unknown = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
     refusals: list[tuple[Awaitable[object], grpc.StatusCode, str]] = [
@@ -393,13 +391,13 @@ async def test_what_cannot_be_is_refused_with_the_reason(control: Control, admin
             "there is no rollout of chat",
         ),
     ]
-    for call, code, says in refusals:
-        got, details = await refused(call)
+    for call, code, message in refusals:
+        got, details = await call_error(call)
         assert got is code
-        assert says in details
+        assert message in details
     await control.store.put("drains/c", b"1")
     await until(lambda: _is_draining(admin, "c"))
-    code, details = await refused(admin.Rollout(ROLLOUT, timeout=5))
+    code, details = await call_error(admin.Rollout(ROLLOUT, timeout=5))
     assert code is grpc.StatusCode.FAILED_PRECONDITION
     assert details == f"no instance of {fingerprint(NEW.key)} is warm: c is drained by an operator"
 

@@ -1,4 +1,4 @@
-"""Scheduler, monitor and migration service together, on a real etcd, through their gRPC APIs."""
+"""Scheduler, monitor and migration service together, with a real etcd, through their gRPC APIs."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ DRAINING = types_pb2.INSTANCE_STATE_DRAINING
 SUSPECT = types_pb2.INSTANCE_STATE_SUSPECT
 
 
-async def until(ask: Callable[[], Awaitable[bool]]) -> None:
-    """Ask again until it holds; each asking is a call of its own, so no time is slept away."""
+async def until(query: Callable[[], Awaitable[bool]]) -> None:
+    """Repeat the query until it returns true; each query is a call, so there is no need to sleep."""
     async with asyncio.timeout(WAIT_S):
-        while not await ask():
+        while not await query():
             pass
 
 
 async def requests(admin: AdminAsyncStub) -> dict[str, admin_pb2.RequestInfo]:
-    """Running requests by id."""
+    """Return the running requests by ID."""
     reply = await admin.ListRequests(admin_pb2.ListRequestsRequest(), timeout=5)
     return {r.request_id: r for r in reply.requests}
 
 
 async def states(admin: AdminAsyncStub) -> dict[str, int]:
-    """Instances' states by id."""
+    """Return the states of instances by ID."""
     reply = await admin.ListInstances(admin_pb2.ListInstancesRequest(), timeout=5)
     return {i.instance_id: i.state for i in reply.instances}
 
 
-async def running(control: Control, admin: AdminAsyncStub, *names: str) -> None:
-    """Have worker a report these requests, and see the scheduler know them."""
+async def report_running(control: Control, admin: AdminAsyncStub, *names: str) -> None:
+    """Let worker a report these requests, and wait until the scheduler knows them."""
 
     async def known() -> bool:
         await control.report(steady("a", [request(name) for name in names]), steady("b"))
@@ -60,8 +60,8 @@ async def running(control: Control, admin: AdminAsyncStub, *names: str) -> None:
     await until(known)
 
 
-async def refused(call: Awaitable[object]) -> tuple[grpc.StatusCode, str]:
-    """Status and details of a call that must fail."""
+async def call_error(call: Awaitable[object]) -> tuple[grpc.StatusCode, str]:
+    """Return the status and details of a call that must fail."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     return caught.value.code(), caught.value.details() or ""
@@ -70,9 +70,9 @@ async def refused(call: Awaitable[object]) -> tuple[grpc.StatusCode, str]:
 async def last_record(
     admin: AdminAsyncStub, request_id: str, target: str, reason: str = ""
 ) -> migration_pb2.MigrationRecord:
-    """Migrate to the end."""
-    asked = admin_pb2.AdminMigrateRequest(request_id=request_id, target_instance_id=target, reason=reason)
-    return [record async for record in admin.Migrate(asked, timeout=WAIT_S)][-1]
+    """Migrate the request and return the last record."""
+    migrate = admin_pb2.AdminMigrateRequest(request_id=request_id, target_instance_id=target, reason=reason)
+    return [record async for record in admin.Migrate(migrate, timeout=WAIT_S)][-1]
 
 
 async def test_place_and_list(control: Control) -> None:
@@ -88,18 +88,18 @@ async def test_place_and_list(control: Control) -> None:
     assert all(p.policy == "least_loaded" and p.decided_us > 0 for p in placed)
     excluded = scheduler_pb2.PlaceRequest(request_id="r9", excluded_instance_ids=["a", "b"])
     assert (await scheduler.Place(excluded, timeout=5)).refusal == "no active instance"
-    code, details = await refused(scheduler.Place(scheduler_pb2.PlaceRequest(), timeout=5))
+    code, details = await call_error(scheduler.Place(scheduler_pb2.PlaceRequest(), timeout=5))
     assert (code, details) == (grpc.StatusCode.INVALID_ARGUMENT, "request_id: must not be empty")
     several = [scheduler_pb2.PlaceRequest(request_id=f"m{n}", prompt_tokens=100) for n in range(4)]
     together = await scheduler.PlaceMany(scheduler_pb2.PlaceManyRequest(requests=several), timeout=5)
-    # Each knows of those before it.
+    # Each placement counts the ones before it.
     assert sorted(reply.instance_id for reply in together.replies) == ["a", "a", "b", "b"]
     several.append(scheduler_pb2.PlaceRequest())
-    code, details = await refused(
+    code, details = await call_error(
         scheduler.PlaceMany(scheduler_pb2.PlaceManyRequest(requests=several), timeout=5)
     )
     assert (code, details) == (grpc.StatusCode.INVALID_ARGUMENT, "requests[4].request_id: must not be empty")
-    await running(control, admin, "x")
+    await report_running(control, admin, "x")
     info = (await requests(admin))["x"]
     assert (info.instance_id, info.phase, info.prompt_tokens) == ("a", REASONING, 100)
     services = await admin.ListServices(admin_pb2.ListServicesRequest(), timeout=5)
@@ -109,21 +109,21 @@ async def test_place_and_list(control: Control) -> None:
     }
 
 
-async def test_a_phase_event_brings_the_prediction(control: Control) -> None:
-    """Through worker's report, monitor and scheduler: known with the event, before any steady report."""
+async def test_a_phase_event_contains_the_prediction(control: Control) -> None:
+    """Through monitor and scheduler, the prediction is known with the event, before any periodic report."""
     admin = await control.admin()
     await until(lambda: _both_active(admin))
 
-    async def told() -> bool:
+    async def listed() -> bool:
         await control.report(event("a", "e", REASONING, predicted=123.0))
         return "e" in await requests(admin)
 
-    await until(told)
+    await until(listed)
     assert (await requests(admin))["e"].predicted_remaining_tokens == 123.0
 
 
-async def test_ares_dispatches_by_the_prediction_of_the_phase_event(control: Control) -> None:
-    """b has less load now, c will have less: what ends at once goes to b, what stays goes to c."""
+async def test_ares_dispatches_by_the_prediction_in_the_phase_event(control: Control) -> None:
+    """b has less load now, c will have less: short requests go to b, long ones to c."""
     admin = await control.admin()
     await control.start_worker("c")
     await until(lambda: _is(admin, "c", ACTIVE))
@@ -155,7 +155,7 @@ async def test_ares_dispatches_by_the_prediction_of_the_phase_event(control: Con
 
 
 async def _first_target(control: Control, request_id: str) -> str:
-    """Where the request is sent first; Algorithm 1 moves others meanwhile."""
+    """Return the first target of the request; Algorithm 1 migrates others meanwhile."""
     found: asyncio.Queue[str] = asyncio.Queue()
 
     async def watch(name: str) -> None:
@@ -176,9 +176,9 @@ async def _both_active(admin: AdminAsyncStub) -> bool:
     return await states(admin) == {"a": ACTIVE, "b": ACTIVE}
 
 
-async def test_migrate(control: Control) -> None:
+async def test_migrate_a_request(control: Control) -> None:
     admin = await control.admin()
-    await running(control, admin, "chatcmpl-one", "chatcmpl-two")
+    await report_running(control, admin, "chatcmpl-one", "chatcmpl-two")
     control.workers["b"].script = commit()
     record = await last_record(admin, "one", "b", "why not")
     assert record.state == COMMITTED
@@ -190,7 +190,7 @@ async def test_migrate(control: Control) -> None:
     )
     asked = await control.workers["b"].imports.get()
     assert (asked.from_epoch, asked.epoch, asked.source_instance_id) == (0, 1, "a")
-    # The operator is told at once.
+    # An operator's migration does not wait for room.
     assert asked.room_wait_s == 0.0
     listed = await admin.ListMigrations(
         migration_pb2.ListMigrationsRequest(request_id="chatcmpl-one"), timeout=5
@@ -200,7 +200,7 @@ async def test_migrate(control: Control) -> None:
 
 async def test_migrate_errors(control: Control) -> None:
     admin = await control.admin()
-    await running(control, admin, "chatcmpl-one", "chatcmpl-two")
+    await report_running(control, admin, "chatcmpl-one", "chatcmpl-two")
     await control.report(event("a", "filling", PREFILL))
     await until(lambda: _has(admin, "filling"))
     await control.start_worker("c")
@@ -217,9 +217,9 @@ async def test_migrate_errors(control: Control) -> None:
         ("filling", "b", grpc.StatusCode.FAILED_PRECONDITION, "is in prefill"),
     ]
     for request_id, target, code, details in expected:
-        said = await refused(last_record(admin, request_id, target))
-        assert said[0] is code
-        assert details in said[1]
+        error = await call_error(last_record(admin, request_id, target))
+        assert error[0] is code
+        assert details in error[1]
 
 
 async def _has(admin: AdminAsyncStub, request_id: str) -> bool:
@@ -230,9 +230,9 @@ async def _is(admin: AdminAsyncStub, instance_id: str, state: int) -> bool:
     return (await states(admin)).get(instance_id) == state
 
 
-async def test_one_migration_a_request_at_a_time(control: Control) -> None:
+async def test_one_migration_per_request_at_a_time(control: Control) -> None:
     admin = await control.admin()
-    await running(control, admin, "one")
+    await report_running(control, admin, "one")
     target = control.workers["b"]
     target.script = ["hang"]
     first = admin.Migrate(
@@ -240,7 +240,7 @@ async def test_one_migration_a_request_at_a_time(control: Control) -> None:
     )
     reading = asyncio.create_task(_drop(first))
     await asyncio.wait_for(target.imports.get(), WAIT_S)
-    code, details = await refused(last_record(admin, "one", "b"))
+    code, details = await call_error(last_record(admin, "one", "b"))
     assert code is grpc.StatusCode.FAILED_PRECONDITION
     assert "open" in details
     first.cancel()
@@ -254,7 +254,7 @@ async def _drop(
         pass
 
 
-async def test_settings(control: Control) -> None:
+async def test_policy_pools_and_stages_can_be_set(control: Control) -> None:
     admin = await control.admin()
     reply = await admin.SetPolicy(admin_pb2.SetPolicyRequest(name="round_robin"), timeout=5)
     assert reply.previous == "least_loaded"
@@ -266,7 +266,7 @@ async def test_settings(control: Control) -> None:
     assert (await admin.SetPool(pool, timeout=5)).previous == types_pb2.POOL_PREFILL
     out = admin_pb2.SetPoolRequest(instance_id="a")
     assert (await admin.SetPool(out, timeout=5)).previous == types_pb2.POOL_PREFILL
-    await control.members_show(lambda m: not m.pools)
+    await control.wait_for_members(lambda m: not m.pools)
     stages = [
         types_pb2.Stage(lo=0, hi=10, instance_ids=["a"]),
         types_pb2.Stage(lo=10, hi=20, instance_ids=["b"]),
@@ -286,35 +286,35 @@ async def test_a_policy_with_parameters(control: Control) -> None:
     given = {"quantum_tokens": "200", "demotion_tokens": "900"}
     await admin.SetPolicy(admin_pb2.SetPolicyRequest(name="pascal", parameters=given), timeout=5)
     record = PolicyRecord(name="pascal", parameters={"quantum_tokens": 200, "demotion_tokens": 900})
-    await control.members_show(lambda m: m.policy == record)
+    await control.wait_for_members(lambda m: m.policy == record)
     address = control.members.services["scheduler", "scheduler-1"].address
     for scheduler in (admin, AdminStub(control.channels.get(address, Role.SCHEDULER))):
 
-        async def told(scheduler: AdminAsyncStub = scheduler) -> bool:
+        async def applied(scheduler: AdminAsyncStub = scheduler) -> bool:
             reply = await scheduler.ListPolicies(admin_pb2.ListPoliciesRequest(), timeout=5)
             infos = {info.name: info for info in reply.policies}
             values = {p.name: p.value for p in infos["pascal"].parameters}
             assert not any(p.value for p in infos["ares"].parameters)
             return infos["pascal"].active and given.items() <= values.items()
 
-        await until(told)
+        await until(applied)
     reply = await admin.ListPolicies(admin_pb2.ListPoliciesRequest(), timeout=5)
     pascal = {p.name: p for p in next(i for i in reply.policies if i.active).parameters}
     quantum = pascal["quantum_tokens"]
     assert (quantum.type, quantum.unit, quantum.default) == ("int", "tokens", "500")
     assert (quantum.source, quantum.allowed) == ("PASCAL, section V-A", "an integer of at least 1")
     assert pascal["behind_tokens"].value == "1.0"
-    # All at once: what is not given is at its default again.
+    # Parameters are set together: omitted ones return to their defaults.
     reply_to_set = await admin.SetPolicy(
         admin_pb2.SetPolicyRequest(name="pascal", parameters={"behind_tokens": "2"}), timeout=5
     )
     assert reply_to_set.previous == "pascal"
     assert dict(reply_to_set.previous_parameters) == given
     record = PolicyRecord(name="pascal", parameters={"behind_tokens": 2.0})
-    await control.members_show(lambda m: m.policy == record)
+    await control.wait_for_members(lambda m: m.policy == record)
 
 
-async def test_slos_are_the_deployments(control: Control) -> None:
+async def test_slos_can_be_read_and_set(control: Control) -> None:
     admin = await control.admin()
     found = (await admin.GetSlo(admin_pb2.GetSloRequest(), timeout=5)).slo
     assert found == admin_pb2.Slo(ttft_s=2.0, tpot_s=0.15)
@@ -322,14 +322,14 @@ async def test_slos_are_the_deployments(control: Control) -> None:
     reply = await admin.SetSlo(change, timeout=5)
     assert (reply.previous, reply.slo) == (found, admin_pb2.Slo(ttft_s=3.0, tpot_s=0.15, qoe=0.95))
     assert (await admin.GetSlo(admin_pb2.GetSloRequest(), timeout=5)).slo == reply.slo
-    await control.members_show(lambda m: m.slo == Slo(3.0, 0.15, 0.95))
+    await control.wait_for_members(lambda m: m.slo == Slo(3.0, 0.15, 0.95))
     await admin.SetSlo(admin_pb2.SetSloRequest(slo=admin_pb2.Slo(tpot_s=0.0)), timeout=5)
-    await control.members_show(lambda m: m.slo == Slo(3.0, None, 0.95))
+    await control.wait_for_members(lambda m: m.slo == Slo(3.0, None, 0.95))
     await admin.SetSlo(admin_pb2.SetSloRequest(slo=admin_pb2.Slo(admit=0.5)), timeout=5)
-    await control.members_show(lambda m: m.slo == Slo(3.0, None, 0.95, admit=0.5))
+    await control.wait_for_members(lambda m: m.slo == Slo(3.0, None, 0.95, admit=0.5))
 
 
-async def test_settings_errors(control: Control) -> None:
+async def test_invalid_settings_are_refused(control: Control) -> None:
     admin = await control.admin()
     await until(lambda: _both_active(admin))
     stage = types_pb2.Stage
@@ -402,9 +402,9 @@ async def test_settings_errors(control: Control) -> None:
         ),
     ]
     for call, code, details in bad:
-        said = await refused(call)
-        assert said[0] is code
-        assert details in said[1]
+        error = await call_error(call)
+        assert error[0] is code
+        assert details in error[1]
 
 
 async def test_prefill_done_hands_over_by_policy(control: Control) -> None:
@@ -428,13 +428,13 @@ async def test_prefill_done_hands_over_by_policy(control: Control) -> None:
         await control.report(event("a", request_id, REASONING))
         imported = await asyncio.wait_for(control.workers["b"].imports.get(), WAIT_S)
         assert (imported.request_id, imported.source_instance_id) == (request_id, "a")
-        # `StaticPools.when_full`: it waits for room at a full target.
+        # As declared by `StaticPools.when_full`, it waits for room at a full target.
         assert imported.room_wait_s > 0.0
 
 
 async def test_drain_and_undrain(control: Control) -> None:
     admin, scheduler = await control.admin(), await control.scheduler()
-    await running(control, admin, "one", "two")
+    await report_running(control, admin, "one", "two")
     control.workers["b"].script = commit(1)
     draining = admin.Drain(admin_pb2.DrainRequest(instance_id="a"), timeout=WAIT_S)
     first = await next_of(draining, admin_pb2.DrainEvent)
@@ -447,7 +447,7 @@ async def test_drain_and_undrain(control: Control) -> None:
     assert (await scheduler.Place(asked, timeout=5)).instance_id == "b"
 
     async def reporting() -> None:
-        """The worker goes on reporting, as it does; the drain is over when it says that it is empty."""
+        """Keep reporting; the drain ends when the worker reports that it is empty."""
         while True:
             await control.report(steady("a"), steady("b", [request("one", epoch=1), request("two", epoch=1)]))
 
@@ -483,7 +483,7 @@ async def test_a_silent_instance_is_suspect(control: Control) -> None:
     await until(lambda: _both_active(admin))
 
 
-async def test_a_withdrawn_instance_is_gone_at_once(control: Control) -> None:
+async def test_a_withdrawn_instance_disappears_at_once(control: Control) -> None:
     admin = await control.admin()
     await until(lambda: _both_active(admin))
     await control.workers["a"].registration.withdraw()
@@ -494,16 +494,16 @@ async def _only_b(admin: AdminAsyncStub) -> bool:
     return await states(admin) == {"b": ACTIVE}
 
 
-async def test_a_standby_places_lists_and_passes_writes_on(control: Control) -> None:
+async def test_a_standby_places_lists_and_forwards_writes(control: Control) -> None:
     await control.start_scheduler("s2")
     admin, scheduler = await control.admin("s2"), await control.scheduler("s2")
     await until(lambda: _both_active(admin))
     asked = scheduler_pb2.PlaceRequest(request_id="r", prompt_tokens=1, max_tokens=1)
     assert (await scheduler.Place(asked, timeout=5)).instance_id
     await until(lambda: _policy_set(admin, "round_robin"))
-    code, details = await refused(admin.SetPolicy(admin_pb2.SetPolicyRequest(name="best"), timeout=5))
+    code, details = await call_error(admin.SetPolicy(admin_pb2.SetPolicyRequest(name="best"), timeout=5))
     assert (code, details[:14]) == (grpc.StatusCode.INVALID_ARGUMENT, "name: unknown ")
-    await running(control, admin, "one")
+    await report_running(control, admin, "one")
     control.workers["b"].script = commit(1)
     leading = await control.admin("s1")
     await until(lambda: _has(leading, "one"))
@@ -511,7 +511,7 @@ async def test_a_standby_places_lists_and_passes_writes_on(control: Control) -> 
 
 
 async def _policy_set(admin: AdminAsyncStub, name: str) -> bool:
-    """Whether some scheduler leads by now, and takes it."""
+    """Return whether a leading scheduler accepted the policy."""
     try:
         await admin.SetPolicy(admin_pb2.SetPolicyRequest(name=name), timeout=5)
     except grpc.aio.AioRpcError as error:
@@ -524,60 +524,60 @@ async def test_the_standby_takes_over(control: Control) -> None:
     await control.start_scheduler("s2")
     admin = await control.admin("s2")
     await control.stop("s1")
-    await control.members_show(
+    await control.wait_for_members(
         lambda m: "scheduler" in m.leaders and m.leaders["scheduler"].service_id == "s2"
     )
     await until(lambda: _policy_set(admin, "round_robin"))
-    await running(control, admin, "one")
+    await report_running(control, admin, "one")
     control.workers["b"].script = commit(1)
     assert (await last_record(admin, "one", "b")).state == COMMITTED
 
 
-async def test_no_migration_service(control: Control) -> None:
+async def test_without_a_migration_service_migrations_fail(control: Control) -> None:
     admin = await control.admin()
-    await running(control, admin, "one")
+    await report_running(control, admin, "one")
     await control.stop("migration")
-    await control.members_show(lambda m: ("migration", "migration") not in m.services)
+    await control.wait_for_members(lambda m: ("migration", "migration") not in m.services)
     with pytest.raises(grpc.aio.AioRpcError, match="no migration service responds") as failure:
         await last_record(admin, "one", "b")
     assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
-    # The command line tells by this that the admin API itself is well.
+    # The command line uses this to see that the admin API itself works.
     assert FROM_SERVER in tuple(failure.value.trailing_metadata())
-    # It is not taken for one that is open.
+    # The request does not count as migrating.
     assert not (await requests(admin))["one"].migrating
 
 
-async def test_an_aborted_migration_says_why(control: Control) -> None:
+async def test_an_aborted_migration_has_an_error(control: Control) -> None:
     admin = await control.admin()
-    await running(control, admin, "one")
+    await report_running(control, admin, "one")
     control.workers["b"].script = []
     record = await last_record(admin, "one", "b")
     assert record.state == ABORTED
     assert record.error
 
 
-async def test_without_a_monitor_the_last_known_state_serves(control: Control) -> None:
+async def test_without_a_monitor_the_last_known_state_is_used(control: Control) -> None:
     admin, scheduler = await control.admin(), await control.scheduler()
-    await running(control, admin, "one")
+    await report_running(control, admin, "one")
     await control.stop("monitor")
-    await control.members_show(lambda m: ("monitor", "monitor") not in m.services)
+    await control.wait_for_members(lambda m: ("monitor", "monitor") not in m.services)
     asked = scheduler_pb2.PlaceRequest(request_id="r", prompt_tokens=1, max_tokens=1)
     assert (await scheduler.Place(asked, timeout=5)).instance_id == "b"
     assert "one" in await requests(admin)
     await control.start_monitor()
-    await running(control, admin, "two")
+    await report_running(control, admin, "two")
 
 
-async def test_etcd_away(tmp_path: Path) -> None:
-    """Placing and listing go on; writes are refused; once it is back, all is as before."""
+async def test_an_etcd_outage(tmp_path: Path) -> None:
+    """Placing and listing continue, writes are refused; after its return, everything works."""
     async with local_etcd(tmp_path / "etcd") as etcd, open_control(etcd.endpoint, "c") as control:
         admin, scheduler = await control.admin(), await control.scheduler()
-        await running(control, admin, "one")
+        await report_running(control, admin, "one")
         etcd.kill()
 
         async def steps_down() -> bool:
             pool = admin_pb2.SetPoolRequest(instance_id="a", pool=types_pb2.POOL_DECODE)
-            code, details = await refused(admin.SetPool(pool, timeout=10))
+            code, details = await call_error(admin.SetPool(pool, timeout=10))
             assert code is grpc.StatusCode.UNAVAILABLE
             return "does not lead" in details
 
@@ -586,7 +586,7 @@ async def test_etcd_away(tmp_path: Path) -> None:
             asked = scheduler_pb2.PlaceRequest(request_id=f"r{number}", prompt_tokens=1, max_tokens=1)
             assert (await scheduler.Place(asked, timeout=5)).instance_id
         # Reports need no etcd either.
-        await running(control, admin, "two")
+        await report_running(control, admin, "two")
         assert await states(admin) == {"a": ACTIVE, "b": ACTIVE}
         await etcd.start()
         await until(lambda: _policy_set(admin, "round_robin"))

@@ -1,4 +1,4 @@
-"""The cluster's state from membership, reports and placements."""
+"""The state of the cluster from membership, reports and placements."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.scheduler.facts import (
 
 
 def cluster(*names: str) -> ReportedCluster:
-    """A state of these instances, all of which have reported."""
+    """Return a state of these instances, all of which have reported."""
     state = ReportedCluster()
     state.set_members(members(*names), 0.0)
     for name in names:
@@ -35,11 +35,11 @@ def cluster(*names: str) -> ReportedCluster:
 
 
 def arrival(request_id: str, prompt_tokens: int = 100) -> Arrival:
-    """A new request."""
+    """Return a new request."""
     return Arrival(request_id, prompt_tokens, 1_000, 0)
 
 
-def test_report_becomes_view() -> None:
+def test_a_report_updates_the_view() -> None:
     state = cluster("a", "b")
     state.apply(steady("a", [request("r", output_tokens=28)]), 1.0)
     view = state.view().instances["a"]
@@ -49,7 +49,7 @@ def test_report_becomes_view() -> None:
     assert list(state.view().instances) == ["a", "b"]
 
 
-def test_a_view_once_given_never_changes() -> None:
+def test_views_are_immutable() -> None:
     state = cluster("a")
     before = state.view()
     state.apply(steady("a", [request("r")]), 1.0)
@@ -65,7 +65,7 @@ def test_reports_of_unknown_and_earlier_incarnations_are_ignored() -> None:
     assert list(state.requests()) == []
 
 
-def test_a_restarted_instance_starts_from_nothing() -> None:
+def test_a_restarted_instance_starts_empty() -> None:
     state = cluster("a")
     state.apply(steady("a", [request("r")]), 1.0)
     restarted = members("a")
@@ -75,8 +75,8 @@ def test_a_restarted_instance_starts_from_nothing() -> None:
     assert state.view().instances["a"].running == 0
 
 
-def test_a_burst_spreads() -> None:
-    """Nothing is reported between placements; each one is counted in nevertheless."""
+def test_a_burst_is_distributed() -> None:
+    """Placements count although there is no report between them."""
     names = [f"w{n}" for n in range(10)]
     state, policy, placed = cluster(*names), LeastLoaded(), Counter[str]()
     for number in range(100):
@@ -88,7 +88,7 @@ def test_a_burst_spreads() -> None:
     assert set(placed.values()) == {10}
 
 
-def test_a_placement_is_counted_once_it_is_reported_by_the_report_alone() -> None:
+def test_a_reported_placement_is_not_counted_twice() -> None:
     state = cluster("a")
     state.place(arrival("r"), "a", "f", 1.0)
     assert state.view().instances["a"].prefill_backlog_tokens == 100
@@ -99,7 +99,7 @@ def test_a_placement_is_counted_once_it_is_reported_by_the_report_alone() -> Non
     assert len(view.requests) == 1
 
 
-def test_a_placement_that_never_comes_is_forgotten() -> None:
+def test_a_placement_that_is_never_reported_is_dropped() -> None:
     state = cluster("a")
     state.place(arrival("r"), "a", "f", 1.0)
     state.apply(steady("a"), 1.5)
@@ -109,7 +109,7 @@ def test_a_placement_that_never_comes_is_forgotten() -> None:
     assert state.request("r") is None
 
 
-def test_placed_again_elsewhere() -> None:
+def test_a_request_placed_again_moves() -> None:
     state = cluster("a", "b")
     state.place(arrival("r"), "a", "f", 1.0)
     state.place(arrival("r"), "b", "f", 1.1)
@@ -118,7 +118,7 @@ def test_placed_again_elsewhere() -> None:
     assert found is not None and found.instance_id == "b"
 
 
-def test_events_move_counts_between_reports() -> None:
+def test_events_update_counts_between_reports() -> None:
     state = cluster("a")
     state.place(arrival("r"), "a", "f", 1.0)
     (change,) = state.apply(event("a", "r", REASONING), 1.1)
@@ -133,7 +133,7 @@ def test_events_move_counts_between_reports() -> None:
     assert (view.running, view.kv_used_tokens, view.context_tokens, view.requests) == (0, 0, 0, ())
 
 
-def test_a_lost_event_is_made_up_for_by_the_next_report() -> None:
+def test_the_next_report_compensates_a_lost_event() -> None:
     state = cluster("a")
     state.place(arrival("r"), "a", "f", 1.0)
     (change,) = state.apply(steady("a", [request("r", REASONING)]), 1.5)
@@ -141,12 +141,12 @@ def test_a_lost_event_is_made_up_for_by_the_next_report() -> None:
     assert state.apply(steady("a", [request("r", REASONING)]), 2.0) == []
 
 
-def test_what_was_running_before_this_scheduler_is_no_change() -> None:
+def test_requests_from_before_this_scheduler_are_no_phase_change() -> None:
     state = cluster("a")
     assert state.apply(steady("a", [request("r", ANSWERING)]), 1.0) == []
 
 
-def test_placed_by_another_scheduler() -> None:
+def test_phase_changes_of_requests_placed_by_another_scheduler() -> None:
     state = cluster("a")
     (change,) = state.apply(event("a", "r1", REASONING), 1.0)
     assert change.left is Phase.PREFILL
@@ -156,13 +156,13 @@ def test_placed_by_another_scheduler() -> None:
     assert change.left is Phase.REASONING
 
 
-def test_handed_over_counts_where_its_epoch_is_newest() -> None:
+def test_a_migrated_request_counts_where_its_epoch_is_newest() -> None:
     state = cluster("a", "b")
     state.apply(steady("a", [request("r")]), 1.0)
     assert state.apply(event("b", "r", REASONING, epoch=1, output_tokens=12), 1.1) == []
     found = state.request("r")
     assert found is not None and (found.instance_id, found.epoch) == ("b", 1)
-    # The source reports it for a moment longer.
+    # The source still reports it.
     assert state.apply(steady("a", [request("r")]), 1.2) == []
     found = state.request("r")
     assert found is not None and found.instance_id == "b"
@@ -172,11 +172,11 @@ def test_handed_over_counts_where_its_epoch_is_newest() -> None:
     assert len(list(state.requests())) == 1
 
 
-def test_recovered_elsewhere() -> None:
+def test_a_recovered_request_counts_on_its_new_instance() -> None:
     state = cluster("a", "b")
     state.apply(steady("a", [request("r", REASONING)]), 1.0)
     state.place(replace(arrival("r"), output_tokens=10), "b", "f", 1.1)
-    # The lost instance's last words.
+    # A late event of the lost instance.
     assert state.apply(event("a", "r", ANSWERING, output_tokens=11), 1.2) == []
     found = state.request("r")
     assert found is not None and found.instance_id == "b"
@@ -184,7 +184,7 @@ def test_recovered_elsewhere() -> None:
     assert change.left is Phase.PREFILL
 
 
-def test_states_of_instances() -> None:
+def test_instance_states() -> None:
     state = cluster("a", "b", "c", "d")
     facts = members("a", "b", "c", "d")
     facts.draining, facts.suspects = frozenset("b"), frozenset("c")
@@ -201,13 +201,13 @@ def test_states_of_instances() -> None:
     assert state.view().instances["a"].pool is Pool.PREFILL
 
 
-def test_when_all_are_silent_it_is_the_monitor() -> None:
+def test_if_all_instances_are_silent_none_is_suspect() -> None:
     state = cluster("a", "b")
     state.set_silent(["a", "b"])
     assert len(state.view().placeable()) == 2
 
 
-def test_one_open_migration_a_request() -> None:
+def test_one_open_migration_per_request() -> None:
     state = cluster("a")
     state.apply(steady("a", [request("r")]), 1.0)
     moving = state.request("r")
@@ -221,7 +221,7 @@ def test_one_open_migration_a_request() -> None:
     assert not state.view().instances["a"].requests[0].migrating
 
 
-def test_requests_of_an_instance_that_left_are_forgotten() -> None:
+def test_requests_of_a_removed_instance_are_dropped() -> None:
     state = cluster("a", "b")
     state.apply(steady("a", [request("r", PREFILL)]), 1.0)
     state.set_members(members("b"), 2.0)
@@ -229,14 +229,14 @@ def test_requests_of_an_instance_that_left_are_forgotten() -> None:
     assert list(state.view().instances) == ["b"]
 
 
-def test_a_coming_migration_takes_room_until_a_report_shows_it() -> None:
+def test_an_incoming_migration_reserves_room_until_reported() -> None:
     state = cluster("a", "b")
     state.apply(steady("a", [request("r", output_tokens=20)]), 1.0)
     moving = state.request("r")
     assert moving is not None
     assert state.migration_opened(moving, "b")
     source, target = (state.view().instances[name] for name in "ab")
-    # 120 tokens and a block to grow into.
+    # 120 tokens, in blocks, plus a block for growth.
     assert (target.kv_used_tokens, target.migrations_in, source.migrations_out) == (144, 1, 1)
     report = steady("b")
     report.load.migrations_in, report.load.kv_blocks_used = 1, 9
@@ -250,14 +250,14 @@ def test_a_coming_migration_takes_room_until_a_report_shows_it() -> None:
     assert (target.kv_used_tokens, target.migrations_in) == (144, 0)
 
 
-def test_context_on_its_way_counts_until_the_request_is_there() -> None:
+def test_incoming_context_counts_until_the_request_arrives() -> None:
     state = cluster("a", "b")
     state.apply(steady("a", [request("r", output_tokens=20)]), 1.0)
     moving = state.request("r")
     assert moving is not None and state.migration_opened(moving, "b")
     target = state.view().instances["b"]
     assert (target.context_tokens, target.coming_tokens) == (0, moving.context_tokens)
-    # A report does not end it; that the request has come does, though its migration is still open.
+    # It ends with the request's arrival, even while the migration is open, not with a report.
     state.apply(steady("b"), 1.5)
     assert state.view().instances["b"].coming_tokens == moving.context_tokens
     state.apply(event("b", "r", ANSWERING, epoch=1, output_tokens=30), 1.6)
@@ -267,7 +267,7 @@ def test_context_on_its_way_counts_until_the_request_is_there() -> None:
     assert state.view().instances["b"].coming_tokens == 0
 
 
-def test_a_migration_given_up_gives_the_room_back() -> None:
+def test_an_abandoned_migration_frees_the_room() -> None:
     state = cluster("a", "b")
     state.apply(steady("a", [request("r")]), 1.0)
     moving = state.request("r")
@@ -277,13 +277,13 @@ def test_a_migration_given_up_gives_the_room_back() -> None:
     assert (target.kv_used_tokens, target.migrations_in, source.migrations_out) == (0, 0, 0)
 
 
-def test_what_policies_want_comes_from_reports() -> None:
+def test_views_contain_all_reported_values() -> None:
     state = cluster("a")
-    told = request("r", ANSWERING, output_tokens=50)
-    told.phase_tokens, told.pacer_slack_tokens, told.predicted_remaining_tokens = 40, -3.5, 200.0
-    told.traceparent = "00-1-2-01"
-    told.host_kv_blocks = 3
-    report = steady("a", [told, request("q", REASONING)])
+    reported = request("r", ANSWERING, output_tokens=50)
+    reported.phase_tokens, reported.pacer_slack_tokens, reported.predicted_remaining_tokens = 40, -3.5, 200.0
+    reported.traceparent = "00-1-2-01"
+    reported.host_kv_blocks = 3
+    report = steady("a", [reported, request("q", REASONING)])
     load = report.load
     load.host_kv_bytes_used, load.host_kv_bytes_total = 800, 8_000
     load.prefill_delay_s, load.max_running_tokens = 0.5, 9_000
@@ -306,15 +306,15 @@ def test_what_policies_want_comes_from_reports() -> None:
     assert (answering.phase_tokens, answering.host_kv_tokens) == (40, 48)
 
 
-def test_predictions_come_with_phase_events() -> None:
-    """The dispatch to decode is decided on the event: no report has shown the request by then."""
+def test_phase_events_contain_predictions() -> None:
+    """The dispatch to decode is decided on the event, before any report contains the request."""
     state = cluster("a")
     state.place(arrival("r"), "a", "f", 1.0)
     (change,) = state.apply(event("a", "r", REASONING, predicted=600.0), 1.1)
     assert change.request.predicted_remaining_tokens == 600.0
     (seen,) = state.view().instances["a"].requests
     assert seen.predicted_remaining_tokens == 600.0
-    # Nothing new is predicted: what was counts down. Then it is.
+    # Without a new prediction, the previous one counts down.
     (change,) = state.apply(event("a", "r", ANSWERING, output_tokens=51), 1.2)
     assert change.request.predicted_remaining_tokens == 550.0
     state.apply(event("a", "r", ANSWERING, output_tokens=61, predicted=20.0), 1.3)
@@ -322,14 +322,14 @@ def test_predictions_come_with_phase_events() -> None:
     assert seen.predicted_remaining_tokens == 20.0
 
 
-def test_nobody_is_predicted_to_make_more_than_may_come() -> None:
-    """Of max_tokens 1,000 and of the instance's longest context, 4,096 tokens."""
+def test_predictions_never_exceed_the_length_limits() -> None:
+    """The limits are max_tokens, 1,000, and the instance's maximum context, 4,096 tokens."""
     state = cluster("a")
-    told = request("r", output_tokens=900)
-    told.predicted_remaining_tokens = 8_000.0
+    reported = request("r", output_tokens=900)
+    reported.predicted_remaining_tokens = 8_000.0
     long = request("q", prompt_tokens=3_500, output_tokens=10)
     long.predicted_remaining_tokens = 8_000.0
-    state.apply(steady("a", [told, long]), 1.0)
+    state.apply(steady("a", [reported, long]), 1.0)
     predicted = {r.request_id: r.predicted_remaining_tokens for r in state.view().instances["a"].requests}
     assert predicted == {"r": 100.0, "q": 4_096.0 - 3_510.0}
     state.apply(event("a", "new", REASONING, predicted=8_000.0), 1.1)
@@ -337,13 +337,13 @@ def test_nobody_is_predicted_to_make_more_than_may_come() -> None:
     assert found is not None and found.predicted_remaining_tokens == 4_096.0 - 101.0
 
 
-def test_placements_that_no_report_ever_shows_do_not_pile_up() -> None:
+def test_unreported_placements_are_bounded() -> None:
     state = cluster("a")
-    # The monitor is away: nothing says what became of them.
+    # The monitor is down, so nothing is known of them.
     for number in range(5_000):
         state.place(arrival(f"r{number}"), "a", "f", 0.0)
     assert len(state.requests_on("a")) == 1_024 == len(state._locations)
-    # It is back, and one of those that were forgotten is running.
+    # It returns, and one of the dropped requests is running.
     state.apply(steady("a", [request("r0")]), 10.0)
     assert [r.request_id for r in state.requests()] == ["r0"]
     assert list(state._locations) == ["r0"]
