@@ -1,4 +1,4 @@
-"""A live control without a network, driven at random and recorded from some moment on."""
+"""A live control without a network, driven by random events and recorded from some point on."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ POOLS = {"a": Pool.PREFILL, "b": Pool.DECODE, "c": Pool.DECODE, "d": Pool.PREFIL
 
 
 class NoMetrics:
-    """Counts nothing."""
+    """Metrics that are discarded."""
 
     def observe_duration(self, point: Point, seconds: float) -> None:
-        """Of no interest."""
+        """Discard the duration."""
 
     def failed(self, policy: str, point: Point) -> None:
         raise AssertionError(f"{policy} failed at {point}")
 
 
 class RandomRun:
-    """One scheduler; `step` has something happen."""
+    """One scheduler; each `step` is a random event."""
 
     def __init__(self, policy: str, seed: int) -> None:
-        """`policy`: its name, and parameters after it: "tailrace copy_ahead=true"."""
+        """Create a scheduler; `policy` is a name with optional parameters: "tailrace copy_ahead=true"."""
         self.draw = random.Random(seed)
         self.lines: list[bytes] = []
         self.now_s = 100.0
         self.cache_seq = dict.fromkeys(INSTANCES, 0)
         self.open: list[str] = []
         self.orders: list[str] = []
-        # Where each request is, its phase, and the tokens that it has made.
+        # The instance of each request, its phase, and its generated tokens.
         self.requests: dict[str, tuple[str, types_pb2.Phase.ValueType, int]] = {}
         self.count = 0
-        # Targets of copies under way.
+        # Targets of copies in progress.
         self.copies: list[str] = []
         self.copied = 0
         name, *given = policy.split()
@@ -66,7 +66,7 @@ class RandomRun:
     # ---- Executor
 
     def submit(self, actions: Sequence[Action], policy: str, when_full: WhenFull = WhenFull.REFUSE) -> None:
-        """Book them, as the actuator does."""
+        """Register the actions in the model, as the actuator does."""
         model = self.control.model
         for action in actions:
             if isinstance(action, (Migrate, Offer)):
@@ -83,7 +83,7 @@ class RandomRun:
     # ---- recording
 
     def record(self) -> None:
-        """From now on."""
+        """Start recording."""
         self.lines += [encode(event) for event in self.control.state(self.now_s)]
         self.control.model.tap = self.tap
         self.control.runner.watchers.append(self)
@@ -103,22 +103,22 @@ class RandomRun:
 
     def step(self) -> None:
         self.now_s += self.draw.random() * 0.3
-        happens = self.draw.choices(
+        event_method = self.draw.choices(
             [self.arrive, self.report, self.change_phase, self.tick, self.end_order, self.set_members],
             [6, 4, 6, 2, 2, 1],
         )[0]
-        happens()
+        event_method()
 
     @property
     def at(self) -> Moment:
         return Moment(self.now_s, self.now_s + 1e9)
 
     def set_members(self) -> None:
-        told = members(*INSTANCES)
-        told.pools = {name: pool for name, pool in POOLS.items() if self.draw.random() < 0.8}
-        told.stages = STAGES if self.draw.random() < 0.7 else ()
-        told.draining = frozenset(name for name in INSTANCES[:1] if self.draw.random() < 0.2)
-        self.control.model.set_members(told, self.now_s)
+        changed = members(*INSTANCES)
+        changed.pools = {name: pool for name, pool in POOLS.items() if self.draw.random() < 0.8}
+        changed.stages = STAGES if self.draw.random() < 0.7 else ()
+        changed.draining = frozenset(name for name in INSTANCES[:1] if self.draw.random() < 0.2)
+        self.control.model.set_members(changed, self.now_s)
         self.control.model.set_silent([name for name in INSTANCES if self.draw.random() < 0.1])
 
     def arrive(self) -> None:

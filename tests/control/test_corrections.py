@@ -1,4 +1,4 @@
-"""Corrections, however they are told, count what is there."""
+"""Corrections between reports give the true counts, in any order of events."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from tailrace.control.cluster_model import Corrections, CountedRequest, Pending
 
 @dataclass
 class Cluster:
-    """What a report says: requests, and room set aside by name."""
+    """The content of a report: requests, and reserved room by key."""
 
     held: dict[int, CountedRequest] = field(default_factory=dict)
     reserved: dict[int, int] = field(default_factory=dict)
 
     @property
     def seated(self) -> int:
-        """Requests with a seat."""
+        """Return the number of requests with a seat."""
         return sum(request.seated for request in self.held.values())
 
 
 class Machine(RuleBasedStateMachine):
-    """An instance, its last report, and the corrections since. Room for a migration is set aside when it is
-    opened, and a report counts it from then on."""
+    """An instance, its last report, and the corrections since.
+
+    Room for a migration is reserved when it is opened, and included in reports from then on.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +36,7 @@ class Machine(RuleBasedStateMachine):
         self.now, self.reported = Cluster(), Cluster()
         self.pending: dict[int, int] = {}
         self.cached: dict[int, int] = {}
-        # Open migrations to here: the room that they take.
+        # Open incoming migrations: the room that they reserve.
         self.coming: dict[int, int] = {}
         self.next = 0
 
@@ -88,7 +90,7 @@ class Machine(RuleBasedStateMachine):
             self.now.held[key] = CountedRequest(tokens, tokens, seated=True)
             self.corrections.add_request(key, self.now.held[key])
         elif key in self.reported.reserved:
-            # The report has counted room that is free again; the next one tells.
+            # The report includes room that is free again; the next report corrects this.
             self.corrections.kv_change -= tokens
         self.corrections.close_migration(key)
 
@@ -100,13 +102,13 @@ class Machine(RuleBasedStateMachine):
             self.corrections.coming[key] = 0
 
     @invariant()
-    def counts_are_those_of_what_is_there(self) -> None:
-        told = self.reported
+    def counts_equal_the_true_state(self) -> None:
+        reported = self.reported
         counts = self.corrections.counts(
-            told.seated,
-            len(told.held) - told.seated,
-            sum(request.context_tokens for request in told.held.values()),
-            sum(request.kv_tokens for request in told.held.values()) + sum(told.reserved.values()),
+            reported.seated,
+            len(reported.held) - reported.seated,
+            sum(request.context_tokens for request in reported.held.values()),
+            sum(request.kv_tokens for request in reported.held.values()) + sum(reported.reserved.values()),
         )
         pending = sum(self.pending.values())
         assert counts == (
@@ -124,26 +126,26 @@ TestCorrections = Machine.TestCase
 TestCorrections.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_no_count_is_less_than_nothing() -> None:
-    """An end may be told of that the report has counted already."""
+def test_counts_are_never_negative() -> None:
+    """A finished request can be reported again after a report that already excludes it."""
     corrections: Corrections[str, Pending] = Corrections()
     corrections.remove_request(CountedRequest(10, 16, seated=True))
     corrections.remove_request(CountedRequest(10, 16, seated=False))
     assert corrections.counts(0, 0, 0, 0) == (0, 0, 0, 0)
 
 
-def test_each_count_is_bounded_by_itself() -> None:
+def test_each_count_is_bounded_separately() -> None:
     corrections: Corrections[str, Pending] = Corrections()
     corrections.remove_request(CountedRequest(10, 16, seated=True))
     assert corrections.counts(1, 1, 10, 16) == (0, 1, 0, 0)
     assert corrections.counts(2, 1, 11, 17) == (1, 1, 1, 1)
     corrections.add_pending("p", Pending(5, 2, 0.0))
     corrections.open_arrival("m", 32, 20)
-    # What is placed waits, with its context; what comes takes KV.
+    # A placed request waits, with its context; an incoming migration reserves KV.
     assert corrections.counts(1, 1, 10, 16) == (0, 2, 5, 32)
 
 
-def test_a_report_leaves_placements_and_migrations_to_those_who_know() -> None:
+def test_a_report_keeps_pending_placements_and_migrations() -> None:
     corrections: Corrections[str, Pending] = Corrections()
     corrections.add_pending("p", Pending(5, 2, 0.0))
     corrections.open_arrival("in", 32, 20)

@@ -1,4 +1,4 @@
-"""Which prefixes are hot, where they are, and what copies of them are on their way."""
+"""Hot prefixes, their holders, and copies in progress."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ FOUR = (1, 2, 3, 4)
 
 
 @dataclass
-class Known:
-    """Instances `a`, `b` and `c` of one model, `x` of another."""
+class KnownCluster:
+    """A cluster with instances `a`, `b` and `c` of one model, and `x` of another."""
 
     where: dict[str, str] = field(default_factory=dict)
-    # What each holds: names of blocks.
+    # Names of the blocks that each instance holds.
     blocks: dict[str, Sequence[int]] = field(default_factory=dict)
-    # Tokens that it has in host memory beside.
+    # Additional tokens in host memory.
     host: dict[str, int] = field(default_factory=dict)
 
     def located(self, request_id: str) -> str | None:
@@ -41,15 +41,15 @@ class Known:
 
 
 class Rig:
-    """A tracker whose policy wants to know."""
+    """A tracker that is enabled by its policy."""
 
     def __init__(self, period_s: float | None = PERIOD_S) -> None:
-        self.known = Known()
+        self.known = KnownCluster()
         self.tracker = HotTracker(self.known)
         self.tracker.track(period_s)
 
     def arrive(self, name: str, where: str, names: Sequence[int], at_s: float = 0.0) -> None:
-        """A request comes, and its instance has it and its blocks."""
+        """Add a request and its blocks to an instance."""
         self.tracker.arrived(Arrival(name, 100, 100, 0, block_names=names), BLOCK, at_s)
         self.known.where[name] = where
         self.known.blocks[where] = names
@@ -68,15 +68,15 @@ class Rig:
         return hot.prefixes[0]
 
 
-def shared(names: Sequence[int] = FOUR) -> Rig:
-    """Two requests on `a` begin alike."""
+def two_requests(names: Sequence[int] = FOUR) -> Rig:
+    """Return a tracker with two requests on `a` that share a prefix."""
     rig = Rig()
     rig.arrive("r", "a", names)
     rig.arrive("q", "a", names)
     return rig
 
 
-def test_nothing_is_counted_until_a_policy_wants_to_know() -> None:
+def test_nothing_is_counted_until_a_policy_requires_it() -> None:
     rig = Rig(None)
     rig.arrive("r", "a", FOUR)
     rig.arrive("q", "a", FOUR)
@@ -87,8 +87,8 @@ def test_nothing_is_counted_until_a_policy_wants_to_know() -> None:
     assert hot is not None and (hot.period_s, hot.prefixes) == (PERIOD_S, ())
 
 
-def test_it_is_forgotten_once_nobody_wants_to_know_or_for_another_period() -> None:
-    rig = shared()
+def test_counts_are_dropped_when_disabled_or_for_another_period() -> None:
+    rig = two_requests()
     rig.tracker.track(PERIOD_S)
     assert rig.hottest().hits == 2
     rig.tracker.track(PERIOD_S + 1)
@@ -98,20 +98,20 @@ def test_it_is_forgotten_once_nobody_wants_to_know_or_for_another_period() -> No
     assert rig.tracker.view(0.0) is None
 
 
-def test_a_request_that_was_placed_before_has_not_come_again() -> None:
-    """It was counted when it came; that its instance was lost makes its prefix no hotter."""
-    rig = shared()
+def test_a_request_placed_again_counts_once() -> None:
+    """It was counted on arrival; the loss of its instance does not make its prefix hotter."""
+    rig = two_requests()
     again = Arrival("r", 100, 100, 1, block_names=FOUR, admitted=True)
     rig.tracker.arrived(again, BLOCK, 1.0)
     assert rig.hottest(1.0).hits == 2
 
 
-def test_of_each_instance_the_latest_request_is_named() -> None:
+def test_the_latest_request_on_each_instance_is_listed() -> None:
     rig = Rig()
     for number, where in enumerate("aab"):
         rig.arrive(f"r{number}", where, FOUR, float(number))
     assert rig.hottest(2.0).requests == {"a": "r1", "b": "r2"}
-    # It has ended, or moved.
+    # The request has finished or migrated.
     del rig.known.where["r1"]
     assert rig.hottest(2.0).requests == {"a": "r0", "b": "r2"}
     rig.known.where.clear()
@@ -119,20 +119,20 @@ def test_of_each_instance_the_latest_request_is_named() -> None:
     assert hot is not None and hot.prefixes == ()
 
 
-def test_of_another_models_instances_nothing_is_shown() -> None:
-    """The same tokens may have the same names there, and are other KV."""
-    rig = shared()
+def test_instances_of_other_models_are_excluded() -> None:
+    """Equal tokens have equal names there, but different KV."""
+    rig = two_requests()
     rig.arrive("p", "x", FOUR)
     del rig.known.where["p"]
     prefix = rig.hottest()
     assert (prefix.tokens, set(prefix.cached), prefix.instances) == (64, {"a"}, frozenset("abc"))
-    # Where the latest request is decides of which model it is shown.
+    # The instance of the latest request determines the model.
     rig.known.where["p"] = "x"
     prefix = rig.hottest()
     assert (prefix.requests, set(prefix.cached), prefix.instances) == ({"x": "p"}, {"x"}, frozenset("x"))
 
 
-def test_the_heaviest_are_shown_first_and_few_of_many() -> None:
+def test_prefixes_are_sorted_by_weight_and_limited() -> None:
     rig = Rig()
     for number in range(100):
         for twice in range(2):
@@ -146,8 +146,8 @@ def test_the_heaviest_are_shown_first_and_few_of_many() -> None:
 # ---- copies
 
 
-def test_what_is_on_its_way_counts_as_there_and_not_as_told_of() -> None:
-    rig = shared()
+def test_a_copy_in_progress_counts_as_cached_but_not_as_reported() -> None:
+    rig = two_requests()
     rig.known.blocks["c"] = FOUR[:1]
     for target in "bc":
         assert rig.order(target)
@@ -158,15 +158,15 @@ def test_what_is_on_its_way_counts_as_there_and_not_as_told_of() -> None:
     }
 
 
-def test_a_copy_of_another_prefix_is_none_of_this_one() -> None:
-    rig = shared()
+def test_a_copy_of_another_prefix_does_not_count() -> None:
+    rig = two_requests()
     rig.arrive("p", "c", (9, 10))
     assert rig.order("b", name="p", tokens=32)
     assert set(rig.hottest().cached) == {"a"}
 
 
-def test_a_copy_of_less_than_is_there_hides_nothing() -> None:
-    rig = shared()
+def test_a_shorter_copy_does_not_hide_reported_tokens() -> None:
+    rig = two_requests()
     rig.known.blocks["b"] = FOUR
     assert rig.order("b", tokens=32)
     assert rig.hottest().cached["b"] == CachedTokens(64, 64, 64)
@@ -174,7 +174,7 @@ def test_a_copy_of_less_than_is_there_hides_nothing() -> None:
 
 @given(st.integers(0, 80))
 def test_whole_blocks_are_copied(tokens: int) -> None:
-    rig = shared()
+    rig = two_requests()
     assert rig.order("b", tokens=tokens)
     (copy,) = rig.tracker.copies
     assert copy.names == FOUR[: tokens // BLOCK]
@@ -182,23 +182,23 @@ def test_whole_blocks_are_copied(tokens: int) -> None:
     assert cached.get("b", CachedTokens(0, 0)).device == min(64, tokens // BLOCK * BLOCK)
 
 
-def test_what_is_in_host_memory_stays_there_while_it_is_copied() -> None:
-    rig = shared()
+def test_tokens_in_host_memory_still_count_during_a_copy() -> None:
+    rig = two_requests()
     rig.known.blocks["b"], rig.known.host["b"] = FOUR[:1], 80
     assert rig.order("b")
     assert rig.hottest().cached["b"] == CachedTokens(64, 96, 16)
 
 
-def test_one_to_an_instance_at_a_time_and_of_what_is_known_alone() -> None:
-    rig = shared()
+def test_one_copy_per_target_and_only_of_known_requests() -> None:
+    rig = two_requests()
     assert rig.order("b") and not rig.order("b")
     assert rig.order("c")
     assert not rig.order("a", name="unknown")
     assert rig.copying(0.0) == {"b", "c"}
 
 
-def test_a_copy_counts_as_long_as_its_call_may_take_and_not_for_ever() -> None:
-    rig = shared()
+def test_a_copy_counts_until_its_deadline() -> None:
+    rig = two_requests()
     assert rig.order("b", at_s=1.0)
     (copy,) = rig.tracker.copies
     assert copy.until_s > 1.0 + _COPY_S
@@ -207,22 +207,22 @@ def test_a_copy_counts_as_long_as_its_call_may_take_and_not_for_ever() -> None:
     assert rig.copying(copy.until_s) == frozenset() and rig.tracker.copies == []
 
 
-def test_what_has_ended_counts_until_it_is_told_of() -> None:
-    rig = shared()
+def test_a_finished_copy_counts_until_it_is_reported() -> None:
+    rig = two_requests()
     assert rig.order("b")
     rig.tracker.end_copy("b", 5.0)
     rig.tracker.end_copy("c", 5.0)
     (copy,) = rig.tracker.copies
     assert (copy.target_id, copy.names) == ("b", FOUR)
-    # A few reports of workers, which come every second at least.
+    # Long enough for a few reports, which workers send at least every second.
     assert 1.0 < copy.until_s - 5.0 < PERIOD_S
     assert rig.copying(copy.until_s - 0.001) == {"b"}
-    # Another one is taken then, without anybody having looked meanwhile.
+    # Afterwards another copy is accepted, even without a view in between.
     assert rig.order("b", at_s=copy.until_s)
 
 
-def test_it_goes_on_from_a_recording() -> None:
-    rig = shared()
+def test_the_tracker_is_restored_from_a_recording() -> None:
+    rig = two_requests()
     assert rig.order("b")
     following = HotTracker(rig.known)
     following.restore(rig.tracker.recent, rig.tracker.copies)

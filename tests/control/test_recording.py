@@ -1,4 +1,4 @@
-"""What is recorded gives the same decisions again, whenever the recording began and whatever happens."""
+"""Replaying a recording gives the same decisions, whenever the recording began."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ POLICIES = (
 
 
 def run_of(policy: str, seed: int, before: int = 40, after: int = 80) -> RandomRun:
-    """Some steps before the recording begins, and some of which it tells."""
+    """Return a run with `before` unrecorded and `after` recorded steps."""
     run = RandomRun(policy, seed)
     for _ in range(before):
         run.step()
@@ -56,25 +56,25 @@ def run_of(policy: str, seed: int, before: int = 40, after: int = 80) -> RandomR
     before=st.integers(0, 80),
     after=st.integers(0, 120),
 )
-def test_a_replay_decides_the_same(policy: str, seed: int, before: int, after: int) -> None:
+def test_a_replay_makes_the_same_decisions(policy: str, seed: int, before: int, after: int) -> None:
     run = run_of(policy, seed, before, after)
     replayed: list[Replayed] = []
     replay = Replay(decode(run.lines), replayed.append)
     replay.run()
     assert [each for each in replayed if not each.same] == []
     assert len(replayed) == sum(isinstance(event, Decided) for event in decode(run.lines))
-    # And the model is the one that was recorded.
+    # The final model equals the recorded one.
     now, then = replay.control.model.view(), run.control.model.view()
     assert dict(now.instances) == dict(then.instances) and now.stages == then.stages
     assert _encoded(replay.control.state(0.0)) == _encoded(run.control.state(0.0))
 
 
 def _encoded(state: object) -> bytes:
-    """As it is recorded, but for the order of sets, which differs from one process to the next."""
+    """Encode the state as in a recording, but with a deterministic order of sets."""
     return msgspec.json.encode(state, order="deterministic")
 
 
-def test_a_decision_that_comes_out_otherwise_is_told() -> None:
+def test_a_different_decision_is_reported() -> None:
     run = run_of("least_loaded", 1)
     at = next(n for n, line in enumerate(run.lines) if b'"place"' in line)
     decided = msgspec.json.decode(run.lines[at], type=Decided)
@@ -88,7 +88,7 @@ def test_a_decision_that_comes_out_otherwise_is_told() -> None:
     assert +replay.different == {"place": 1}
 
 
-def test_a_question_that_was_not_asked_is_told() -> None:
+def test_a_missing_question_is_reported() -> None:
     run = run_of("least_loaded", 2)
     lines = [line for line in run.lines if b'"event":"tick"' not in line]
     ticks = sum(b'"tick"' in line for line in lines)
@@ -99,7 +99,7 @@ def test_a_question_that_was_not_asked_is_told() -> None:
     assert len(unasked) == ticks and not any(each.same for each in unasked)
 
 
-def test_a_shadow_sees_what_the_policy_in_force_sees() -> None:
+def test_a_shadow_gets_every_question_of_the_active_policy() -> None:
     run = run_of("round_robin", 3)
     compared: list[Comparison] = []
     replay = Replay(decode(run.lines), lambda replayed: None)
@@ -110,29 +110,29 @@ def test_a_shadow_sees_what_the_policy_in_force_sees() -> None:
     assert {each.policy for each in compared} == {"round_robin"}
 
 
-def test_a_shadow_that_fails_is_counted_and_does_no_harm(caplog: pytest.LogCaptureFixture) -> None:
-    class Fails(LeastLoaded):
+def test_errors_of_a_shadow_are_counted_and_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(LeastLoaded):
         def place(self, view: ClusterView, arrival: Arrival, now: float) -> Place | Refuse:
-            raise RuntimeError("a policy's own mistake")
+            raise RuntimeError("an error in the policy")
 
         def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
             raise RuntimeError("again")
 
     run = RandomRun("least_loaded", 4)
     shadow = Shadow(PolicyRecord(name="least_loaded"), Slo(), lambda compared: None)
-    shadow.active.policy = Fails()
+    shadow.active.policy = Failing()
     run.control.follow_shadow(shadow)
     for _ in range(60):
         run.step()
     assert all(verdict is not Verdict.DIFFERENT for _, verdict in shadow.counts)
     assert any(verdict is Verdict.FAILED for _, verdict in shadow.counts)
-    # Once for each decision point, and not for each call.
+    # Logged once for each decision point, not for each call.
     assert len([r for r in caplog.records if r.name == "tailrace.control.shadow"]) == 2
     run.control.follow_shadow(None)
     assert run.control.runner.watchers == []
 
 
-def test_why_something_is_done_is_not_compared() -> None:
+def test_reasons_are_not_compared() -> None:
     one, other = Migrate("r", "a", "b", "x"), Migrate("r", "a", "b", "y")
     assert outcome([one]) == outcome((other,))
     assert outcome([one]) != outcome([Migrate("r", "a", "c", "x")])
@@ -142,7 +142,7 @@ def test_why_something_is_done_is_not_compared() -> None:
     assert recorded_actions([one]) != recorded_actions([other])
 
 
-def test_what_is_no_recording_is_said_with_its_line() -> None:
+def test_an_invalid_recording_is_reported_with_its_line() -> None:
     run = run_of("least_loaded", 5, 0, 3)
     with pytest.raises(InvalidRecordingError, match="line 2: "):
         list(decode([run.lines[0], b"{}"]))

@@ -1,4 +1,4 @@
-"""What begins a rollout, what comes next, and what must never happen on the way."""
+"""Starting, advancing and undoing a rollout, and its invariants."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FRONT = FrontEndFacts("f0", "chat", "text:old", "/old", frozenset({OLD, NEW}))
 
 
 def instance(name: str, key: str = OLD, **facts: object) -> InstanceFacts:
-    """One that can take requests unless it says otherwise."""
+    """Return an instance that can take requests unless `facts` say otherwise."""
     known = InstanceFacts(name, key, f"/{key.split(':')[1]}" if key else "/untold")
     return replace(known, **facts)  # type: ignore[arg-type]
 
@@ -33,7 +33,9 @@ def fleet(*instances: InstanceFacts, fronts: tuple[FrontEndFacts, ...] = (FRONT,
 TWO = fleet(instance("a"), instance("b"), instance("c", NEW))
 
 
-def started(facts: FleetFacts = TWO, to: str = "/new", present: RolloutRecord | None = None) -> RolloutRecord:
+def begin_rollout(
+    facts: FleetFacts = TWO, to: str = "/new", present: RolloutRecord | None = None
+) -> RolloutRecord:
     return begin("chat", to, facts, present, 100.0, 60.0)
 
 
@@ -49,51 +51,51 @@ def refusal(facts: FleetFacts, to: str = "/new", present: RolloutRecord | None =
 @pytest.mark.parametrize(
     "to", ["/new", NEW, fingerprint(NEW), fingerprint(NEW)[:4], fingerprint(NEW).upper()]
 )
-def test_a_model_is_named_by_its_fingerprint_its_key_or_its_path(to: str) -> None:
-    record = started(to=to)
+def test_a_model_is_named_by_fingerprint_key_or_path(to: str) -> None:
+    record = begin_rollout(to=to)
     assert (record.before, record.new, record.in_force) == (OLD, NEW, OLD)
     assert (record.state, record.begun_s, record.prepare_s) == (RolloutState.PREPARING, 100.0, 60.0)
 
 
-def test_what_is_served_is_as_exact_as_the_instances_allow() -> None:
+def test_the_old_model_is_identified_as_exactly_as_possible() -> None:
     two_formats = fleet(instance("a"), instance("b", "text:old:fp8"), instance("c", NEW))
-    assert started(two_formats).before == "text:old"
-    # From one format to the other: those of the other are the old ones.
-    record = started(two_formats, to=fingerprint("text:old:fp8"))
+    assert begin_rollout(two_formats).before == "text:old"
+    # From one precision to the other: instances of the other precision are the old ones.
+    record = begin_rollout(two_formats, to=fingerprint("text:old:fp8"))
     assert (record.before, record.new) == (OLD, "text:old:fp8")
     assert (record.retires("text:old:bf16"), record.retires("text:old:fp8")) == (True, False)
     back = undo("chat", two_formats, replace_record(record, RolloutState.DRAINING), 110.0, 60.0)
     assert (back.new, back.retires("text:old:fp8"), back.retires("text:old:bf16")) == (OLD, True, False)
-    # Three formats: what was before cannot be had again by one fingerprint.
+    # With three precisions, the previous state cannot be restored by a single fingerprint.
     three = fleet(*two_formats.instances.values(), instance("e", "text:old:int8"))
-    record = replace_record(started(three, to="text:old:fp8"), RolloutState.DONE)
+    record = replace_record(begin_rollout(three, to="text:old:fp8"), RolloutState.DONE)
     assert record.before == "text:old"
     with pytest.raises(RolloutRefused, match="went to several precisions before"):
         undo("chat", three, record, 110.0, 60.0)
-    # All of the old ones are gone already.
-    assert started(fleet(instance("c", NEW))).before == "text:old"
+    # All old instances are gone already.
+    assert begin_rollout(fleet(instance("c", NEW))).before == "text:old"
 
 
-def test_a_front_end_without_weights_goes_by_the_name_of_its_model() -> None:
+def test_a_front_end_without_weights_is_matched_by_model_name() -> None:
     front = replace(FRONT, key="text", model="/old")
-    assert started(fleet(*TWO.instances.values(), fronts=(front,))).before == OLD
-    refused = refusal(fleet(instance("c", NEW), fronts=(front,)))
-    assert "no weights to tell it by" in str(refused)
+    assert begin_rollout(fleet(*TWO.instances.values(), fronts=(front,))).before == OLD
+    error = refusal(fleet(instance("c", NEW), fronts=(front,)))
+    assert "no weights to tell it by" in str(error)
 
 
-def test_front_ends_of_the_new_model_beside_those_of_the_old_one() -> None:
+def test_front_ends_of_both_models_can_coexist() -> None:
     second = replace(FRONT, frontend_id="f1", key="text:new", model="/new")
-    record = started(fleet(*TWO.instances.values(), fronts=(FRONT, second)))
+    record = begin_rollout(fleet(*TWO.instances.values(), fronts=(FRONT, second)))
     assert record.before == OLD
     third = replace(FRONT, frontend_id="f2", key="text:third", model="/third")
-    refused = refusal(
+    error = refusal(
         fleet(*TWO.instances.values(), instance("d", THIRD), fronts=(FRONT, second, third)),
     )
-    assert "front ends serve several models as chat" in str(refused)
+    assert "front ends serve several models as chat" in str(error)
 
 
 @pytest.mark.parametrize(
-    ("facts", "to", "problem", "says"),
+    ("facts", "to", "problem", "message"),
     [
         (fleet(*TWO.instances.values(), fronts=()), "/new", Problem.UNKNOWN, "they serve: none"),
         (TWO, "/nowhere", Problem.UNKNOWN, f"no instance runs '/nowhere'; there are: {fingerprint(NEW)} (c)"),
@@ -132,31 +134,31 @@ def test_front_ends_of_the_new_model_beside_those_of_the_old_one() -> None:
     ],
 )
 def test_a_rollout_is_refused_with_the_reason(
-    facts: FleetFacts, to: str, problem: Problem, says: str
+    facts: FleetFacts, to: str, problem: Problem, message: str
 ) -> None:
-    refused = refusal(facts, to)
-    assert refused.problem is problem
-    assert says in str(refused)
+    error = refusal(facts, to)
+    assert error.problem is problem
+    assert message in str(error)
 
 
-def test_requests_that_name_an_adapter_are_not_left_alone() -> None:
+def test_a_rollout_needs_instances_that_accept_adapters() -> None:
     old, new = instance("a", takes_adapters=True), instance("c", NEW)
     assert "no warm one of" in str(refusal(fleet(old, new)))
-    assert started(fleet(old, replace(new, takes_adapters=True))).new == NEW
-    assert started(fleet(instance("a"), replace(new, takes_adapters=True))).new == NEW
+    assert begin_rollout(fleet(old, replace(new, takes_adapters=True))).new == NEW
+    assert begin_rollout(fleet(instance("a"), replace(new, takes_adapters=True))).new == NEW
 
 
-def test_one_at_a_time_and_the_same_again_goes_on() -> None:
-    record = started()
-    assert started(present=record) is record
+def test_one_rollout_at_a_time_and_repeating_it_continues() -> None:
+    record = begin_rollout()
+    assert begin_rollout(present=record) is record
     more = fleet(*TWO.instances.values(), instance("d", THIRD))
     assert "is under way (preparing)" in str(refusal(more, "/third", record))
     done = replace_record(record, RolloutState.DONE)
-    assert started(present=done) is done
+    assert begin_rollout(present=done) is done
     failed = replace_record(record, RolloutState.FAILED)
-    again = started(present=failed)
+    again = begin_rollout(present=failed)
     assert again.newer_than(failed) and again == msgspec.structs.replace(record, begun_s=again.begun_s)
-    following = started(more, "/third", done)
+    following = begin_rollout(more, "/third", done)
     assert (following.before, following.new) == (NEW, THIRD)
 
 
@@ -164,21 +166,24 @@ def replace_record(record: RolloutRecord, state: RolloutState) -> RolloutRecord:
     return msgspec.structs.replace(record, state=state)
 
 
-def test_a_record_of_front_ends_that_are_gone_does_not_count() -> None:
-    """They were replaced by some with another tokenizer, which go by their own model."""
-    done = replace_record(started(), RolloutState.DONE)
+def test_a_record_of_replaced_front_ends_does_not_count() -> None:
+    """The front ends were replaced by ones with another tokenizer, which use their own model."""
+    done = replace_record(begin_rollout(), RolloutState.DONE)
     front = replace(FRONT, key="other:first", model="/first")
     instances = (instance("a", "other:first"), instance("b", "other:second"))
-    record = started(fleet(*instances, fronts=(front,)), "/second", done)
+    record = begin_rollout(fleet(*instances, fronts=(front,)), "/second", done)
     assert (record.before, record.new) == ("other:first", "other:second")
     with pytest.raises(RolloutRefused, match="have another configuration or tokenizer by now"):
         undo("chat", fleet(*instances, fronts=(front,)), done, 110.0, 60.0)
-    # While none is there, what the record says is all that is known.
-    assert started(fleet(instance("c", NEW), instance("d", THIRD), fronts=()), "/third", done).before == NEW
+    # Without front ends, only the record is known.
+    assert (
+        begin_rollout(fleet(instance("c", NEW), instance("d", THIRD), fronts=()), "/third", done).before
+        == NEW
+    )
 
 
-def test_it_is_taken_back() -> None:
-    record = started()
+def test_a_rollout_is_undone() -> None:
+    record = begin_rollout()
     failed_because = undo("chat", TWO, record, 110.0, 60.0)
     assert (failed_because.state, failed_because.reason, failed_because.in_force) == (
         RolloutState.FAILED,
@@ -195,25 +200,25 @@ def test_it_is_taken_back() -> None:
         undo("chat", fleet(instance("c", NEW)), replace_record(record, RolloutState.DONE), 110.0, 60.0)
 
 
-def test_taking_it_back_twice_does_not_bring_the_new_model_back() -> None:
-    """A second operator, or the same one whose first reply was lost."""
-    back = undo("chat", TWO, replace_record(started(), RolloutState.DRAINING), 110.0, 60.0)
+def test_undoing_twice_does_not_restore_the_new_model() -> None:
+    """A second operator does this, or the same one after losing the first reply."""
+    back = undo("chat", TWO, replace_record(begin_rollout(), RolloutState.DRAINING), 110.0, 60.0)
     for state in (RolloutState.PREPARING, RolloutState.DRAINING, RolloutState.DONE):
         record = replace_record(back, state)
         assert undo("chat", TWO, record, 120.0, 60.0) is record
-    # One that failed is tried again.
+    # A failed one is retried.
     again = undo("chat", TWO, replace_record(back, RolloutState.FAILED), 120.0, 60.0)
     assert (again.before, again.new, again.undoes) == (NEW, OLD, True)
-    # Forward again by name alone, and not before it is known where requests go.
-    refused = refusal(TWO, "/new", back)
-    assert "is under way (preparing); wait for its end" in str(refused) and "undo" not in str(refused)
+    # Forward again only by an explicit target, and not before the requests' destination is settled.
+    error = refusal(TWO, "/new", back)
+    assert "is under way (preparing); wait for its end" in str(error) and "undo" not in str(error)
     for state in (RolloutState.DRAINING, RolloutState.DONE):
-        forward = started(present=replace_record(back, state))
+        forward = begin_rollout(present=replace_record(back, state))
         assert (forward.before, forward.new, forward.undoes) == (OLD, NEW, False)
 
 
-def test_it_is_forgotten_once_front_ends_know_by_themselves() -> None:
-    record = started()
+def test_a_record_can_be_forgotten_once_front_ends_are_restarted() -> None:
+    record = begin_rollout()
     with pytest.raises(RolloutRefused, match="is under way"):
         check_forgettable("chat", TWO, record)
     done = replace_record(record, RolloutState.DONE)
@@ -223,15 +228,15 @@ def test_it_is_forgotten_once_front_ends_know_by_themselves() -> None:
     check_forgettable("chat", fleet(*TWO.instances.values(), fronts=(restarted,)), done)
     with pytest.raises(RolloutRefused, match="there is no rollout"):
         check_forgettable("chat", TWO, None)
-    # One without weights goes by the name of its model.
+    # A front end without weights is matched by model name.
     by_name = replace(FRONT, key="text")
     with pytest.raises(RolloutRefused, match="f0: started with another model"):
         check_forgettable("chat", fleet(*TWO.instances.values(), fronts=(by_name,)), done)
     by_name = replace(by_name, model="/new")
     check_forgettable("chat", fleet(*TWO.instances.values(), fronts=(by_name,)), done)
-    # Front ends cannot tell one precision from another.
+    # Front ends cannot distinguish precisions.
     formats = fleet(instance("a"), instance("b", "text:old:fp8"))
-    done = replace_record(started(formats, "text:old:fp8"), RolloutState.DONE)
+    done = replace_record(begin_rollout(formats, "text:old:fp8"), RolloutState.DONE)
     with pytest.raises(RolloutRefused, match="a: without the record new requests would go there, too"):
         check_forgettable("chat", formats, done)
     check_forgettable("chat", fleet(instance("b", "text:old:fp8")), done)
@@ -240,8 +245,8 @@ def test_it_is_forgotten_once_front_ends_know_by_themselves() -> None:
 # ---- what comes next
 
 
-def test_new_requests_wait_for_every_front_end() -> None:
-    record = started()
+def test_new_requests_switch_once_every_front_end_is_connected() -> None:
+    record = begin_rollout()
     far = replace(FRONT, frontend_id="f1", connected=frozenset({OLD}))
     facts = fleet(*TWO.instances.values(), fronts=(FRONT, far))
     assert advance(record, facts, 110.0, 10.0) is record
@@ -249,43 +254,43 @@ def test_new_requests_wait_for_every_front_end() -> None:
     failed = advance(record, facts, 160.0, 60.0)
     assert (failed.state, failed.in_force, failed.ended_s) == (RolloutState.FAILED, OLD, 160.0)
     assert "f1: connected to no instance" in describe(failed, facts)
-    # One of another name, or with another tokenizer, has no say.
+    # Front ends of another name or with another tokenizer do not count.
     others = (replace(far, name="other"), replace(far, frontend_id="f2", key="other:old"))
     switched = advance(record, fleet(*TWO.instances.values(), fronts=(FRONT, *others)), 110.0, 10.0)
     assert (switched.state, switched.in_force, switched.switched_s) == (RolloutState.DRAINING, NEW, 110.0)
 
 
 def draining(facts: FleetFacts, now_s: float = 200.0, *names: str, step_s: float = 190.0) -> RolloutRecord:
-    record = replace_record(started(), RolloutState.DRAINING)
+    record = replace_record(begin_rollout(), RolloutState.DRAINING)
     return advance(
         msgspec.structs.replace(record, draining=[*names], step_s=step_s), facts, now_s, now_s - step_s
     )
 
 
-def test_old_instances_are_emptied_one_after_the_other() -> None:
+def test_old_instances_are_drained_one_after_another() -> None:
     loaded = [instance("a", requests=5), instance("b", requests=2), instance("c", NEW)]
     first = draining(fleet(*loaded))
     assert (first.draining, first.step_s) == (["b"], 200.0)
     assert draining(fleet(*loaded), 200.0, "b").draining == ["b"]
-    said = describe(draining(fleet(*loaded), 200.0, "b"), fleet(*loaded))
+    description = describe(draining(fleet(*loaded), 200.0, "b"), fleet(*loaded))
     left = f"7 requests left on {fingerprint(OLD)}, 0 moving; draining b; 1 to drain"
-    assert said == f"new requests go to {fingerprint(NEW)}; {left}"
-    # One long answer does not hold up the others for ever. The last one stays: if b is lost, what it has
-    # begun must go on somewhere.
+    assert description == f"new requests go to {fingerprint(NEW)}; {left}"
+    # One long answer does not delay the others forever. The last one stays: if b is lost, its requests must
+    # continue somewhere.
     assert draining(fleet(*loaded), 190.0 + STEP_S, "b").draining == ["b"]
     three = fleet(*loaded, instance("d", requests=9))
     assert draining(three, 190.0 + STEP_S, "b").draining == ["b", "a"]
     assert draining(three, 250.0 + STEP_S, "b", "a", step_s=220.0).draining == ["b", "a"]
     emptied = fleet(instance("a", requests=5), instance("b", empty=True), instance("c", NEW))
     assert draining(emptied, 200.0, "b").draining == ["b", "a"]
-    # Without an instance of the new model nobody drains any further: it may have to be taken back.
+    # Without an instance of the new model, draining stops: the rollout may have to be undone.
     cold = fleet(
         instance("a", requests=5), instance("b", empty=True), instance("c", NEW, unavailable="stops")
     )
     waiting = draining(cold, 200.0, "b")
     assert waiting.draining == ["b"]
     assert "they are refused" in describe(waiting, cold) and "c stops" in describe(waiting, cold)
-    # Gone, or started again with the new model: the others follow.
+    # Once it is gone or restarted with the new model, the others follow.
     restarted = fleet(instance("a", requests=5), instance("b", NEW), instance("c", NEW))
     assert draining(restarted, 200.0, "b").draining == ["a"]
     done = draining(fleet(instance("a", empty=True), instance("c", NEW)), 200.0, "a", "b")
@@ -293,23 +298,23 @@ def test_old_instances_are_emptied_one_after_the_other() -> None:
     assert describe(done, TWO).startswith(f"done: new requests go to {fingerprint(NEW)}")
 
 
-def test_two_more_wait_for_the_first_as_long_as_a_step_takes() -> None:
+def test_the_next_instance_drains_after_at_most_one_step() -> None:
     three = fleet(instance("a"), instance("b"), instance("d"), instance("c", NEW))
     assert draining(three, 190.0 + STEP_S - 0.1, "a").draining == ["a"]
     assert draining(three, 190.0 + STEP_S, "a").draining == ["a", "b"]
 
 
-def test_how_far_it_is_in_words() -> None:
-    record = replace_record(started(), RolloutState.DRAINING)
+def test_progress_is_described_in_words() -> None:
+    record = replace_record(begin_rollout(), RolloutState.DRAINING)
     goes = f"new requests go to {fingerprint(NEW)}"
     for requests, moving, left in ((0, 0, "0 requests"), (1, 1, "1 request"), (2, 0, "2 requests")):
         facts = fleet(instance("a", requests=requests, moving=moving), instance("c", NEW, requests=9))
         words = f"{goes}; {left} left on {fingerprint(OLD)}, {moving} moving; 1 to drain"
         assert describe(record, facts) == words
-    # Nobody has told how many.
+    # The number of requests is unknown.
     known = FleetFacts({"a": InstanceFacts("a", OLD, "/old"), "c": InstanceFacts("c", NEW, "/new")}, {})
     assert "; 0 requests left" in describe(record, known) and ", 0 moving" in describe(record, known)
-    # Refused, it says what to do: what an undo has brought back is begun anew.
+    # If requests are refused, the message says what to do: after an undo, start a new rollout.
     cold = fleet(instance("a"), instance("c", NEW, unavailable="stops"))
     assert describe(record, cold).endswith("tailrace rollout undo chat")
     back = msgspec.structs.replace(record, undoes=True)
@@ -318,12 +323,12 @@ def test_how_far_it_is_in_words() -> None:
     assert describe(done, TWO) == f"done: {goes}, and no request of {fingerprint(OLD)} is left"
     undone = replace_record(back, RolloutState.DONE)
     assert describe(undone, TWO).startswith(f"done: {goes} again, and")
-    assert describe(started(), TWO).startswith("prepared: new requests are about to go to")
+    assert describe(begin_rollout(), TWO).startswith("prepared: new requests are about to go to")
 
 
-def test_who_uses_the_new_model_keeps_nothing_of_the_old_one() -> None:
+def test_another_name_on_the_new_model_keeps_no_old_instances() -> None:
     other = replace(FRONT, frontend_id="f1", name="code", key="text:new", model="/new")
-    done = replace_record(started(), RolloutState.DONE)
+    done = replace_record(begin_rollout(), RolloutState.DONE)
     facts = replace(
         fleet(instance("c", NEW), instance("x", ""), fronts=(FRONT, other)), rollouts={"chat": done}
     )
@@ -340,44 +345,43 @@ def test_who_uses_the_new_model_keeps_nothing_of_the_old_one() -> None:
         ("abcdef", "a, b, c and 3 more"),
     ],
 )
-def test_of_many_names_three_are_said(names: str, words: str) -> None:
+def test_at_most_three_names_are_listed(names: str, words: str) -> None:
     assert list_some([*names]) == words
 
 
-def test_instances_that_another_name_uses_do_not_drain() -> None:
+def test_instances_used_by_another_name_do_not_drain() -> None:
     other = replace(FRONT, frontend_id="f1", name="code")
     by_name = replace(other, key="text")
-    record = replace_record(started(), RolloutState.DRAINING)
+    record = replace_record(begin_rollout(), RolloutState.DRAINING)
     shared = (instance("a", requests=2), instance("b", "text:old:fp8"), instance("c", NEW))
     for front in (other, by_name):
         facts = fleet(*shared, fronts=(FRONT, front))
         done = advance(record, replace(facts, rollouts={"chat": record}), 200.0, 0.0)
         assert (done.state, done.draining) == (RolloutState.DONE, [])
-        said = describe(done, replace(facts, rollouts={"chat": done}))
-        assert said.endswith(f"and code keeps a of {fingerprint(OLD)}")
-    # Once the other name's new requests go to the new model as well, they do.
+        description = describe(done, replace(facts, rollouts={"chat": done}))
+        assert description.endswith(f"and code keeps a of {fingerprint(OLD)}")
+    # They drain once the other name uses the new model as well.
     both = {"chat": record, "code": msgspec.structs.replace(record, model="code")}
     assert advance(
         record, replace(fleet(*shared, fronts=(FRONT, other)), rollouts=both), 200.0, 0.0
     ).draining == ["a"]
-    # Front ends of another model, or that do not tell, use none of them.
+    # Front ends of another model, or without a report, use none of them.
     third = replace(other, key="text:third")
-    untold = FrontEndFacts("f2", "", "", "")
-    assert advance(record, fleet(*shared, fronts=(FRONT, third, untold)), 200.0, 0.0).draining == ["a"]
+    unreported = FrontEndFacts("f2", "", "", "")
+    assert advance(record, fleet(*shared, fronts=(FRONT, third, unreported)), 200.0, 0.0).draining == ["a"]
 
 
 @given(
     st.lists(st.sampled_from(["text", "text:a", "text:a:x", "text:ab", "other:a"]), min_size=2, max_size=2)
 )
-def test_a_short_key_stands_for_longer_ones_alone(keys: list[str]) -> None:
+def test_a_short_key_covers_only_its_extensions(keys: list[str]) -> None:
     short, key = keys
     parts, longer = short.split(":"), key.split(":")
     assert covers(short, key) is (longer[: len(parts)] == parts)
 
 
 class Operation(RuleBasedStateMachine):
-    """Workers come, go and crash, requests come and end, front ends lose their connections, operators change
-    their minds. Each request remembers the model that it was given to."""
+    """Random starts and losses of workers, requests, disconnections of front ends, and operator commands."""
 
     @initialize()
     def open(self) -> None:
@@ -387,12 +391,12 @@ class Operation(RuleBasedStateMachine):
         self.requests = {"a": 3, "b": 1, "c": 0}
         self.connected = True
         self.record: RolloutRecord | None = None
-        # What the present leader waits for, and for how long it has.
+        # The step that the present leader waits for, and for how long it has waited.
         self.step: object = None
         self.waited_s = 0.0
 
     def draining(self) -> set[str]:
-        """As membership has it: those that are named, as long as they run what goes."""
+        """Return the draining instances as membership does: listed ones that still run the old model."""
         record = self.record
         if record is None:
             return set()
@@ -414,24 +418,24 @@ class Operation(RuleBasedStateMachine):
         return fleet(*found, fronts=(front,))
 
     @rule(name=st.sampled_from("abcd"), key=st.sampled_from([OLD, NEW]))
-    def starts(self, name: str, key: str) -> None:
+    def start_instance(self, name: str, key: str) -> None:
         self.instances[name], self.requests[name] = key, 0
 
     @rule(name=st.sampled_from("abcd"))
-    def dies(self, name: str) -> None:
+    def remove_instance(self, name: str) -> None:
         self.instances.pop(name, None)
         self.requests.pop(name, None)
 
     @rule(name=st.sampled_from("abcd"))
-    def wavers(self, name: str) -> None:
+    def toggle_suspect(self, name: str) -> None:
         self.bad ^= {name}
 
     @rule()
-    def loses_connections(self) -> None:
+    def toggle_connection(self) -> None:
         self.connected = not self.connected
 
     @rule()
-    def a_request_comes(self) -> None:
+    def add_request(self) -> None:
         takes = OLD if self.record is None else self.record.in_force
         able = [n for n, key in self.instances.items() if covers(takes, key) and n not in self.bad]
         # The model that takes new requests never drains.
@@ -440,43 +444,43 @@ class Operation(RuleBasedStateMachine):
             self.requests[able[0]] += 1
 
     @rule(name=st.sampled_from("abcd"))
-    def requests_end(self, name: str) -> None:
+    def finish_requests(self, name: str) -> None:
         if name in self.requests:
             self.requests[name] = 0
 
     @rule(to=st.sampled_from(["/old", "/new"]))
-    def an_operator_begins(self, to: str) -> None:
+    def begin_by_operator(self, to: str) -> None:
         try:
             self.record = begin("chat", to, self.facts(), self.record, self.now_s, 60.0)
-        except RolloutRefused as refused:
-            assert str(refused)
+        except RolloutRefused as error:
+            assert str(error)
 
     @precondition(lambda self: self.record is not None)
     @rule()
-    def an_operator_takes_it_back(self) -> None:
+    def undo_by_operator(self) -> None:
         try:
             self.record = undo("chat", self.facts(), self.record, self.now_s, 60.0)
-        except RolloutRefused as refused:
-            assert str(refused)
+        except RolloutRefused as error:
+            assert str(error)
 
-    def waits(self, record: RolloutRecord, seconds: float) -> float:
-        """As a leader counts: from when it first saw what is waited for."""
+    def wait(self, record: RolloutRecord, seconds: float) -> float:
+        """Return the seconds waited, counted like a leader from when it first saw the step."""
         self.waited_s = self.waited_s + seconds if self.step == record.step else 0.0
         self.step = record.step
         return self.waited_s
 
     @rule(skew_s=st.sampled_from([-1000.0, 1000.0]))
-    def another_leads_by_another_clock(self, skew_s: float) -> None:
+    def change_leader(self, skew_s: float) -> None:
         self.now_s += skew_s
         self.step = None
 
     @precondition(lambda self: self.record is not None)
     @rule(seconds=st.sampled_from([0.0, 1.0, 40.0]))
-    def time_passes(self, seconds: float) -> None:
+    def pass_time(self, seconds: float) -> None:
         assert self.record is not None
         self.now_s += seconds
         facts, before = self.facts(), self.record
-        self.record = after = advance(before, facts, self.now_s, self.waits(before, seconds))
+        self.record = after = advance(before, facts, self.now_s, self.wait(before, seconds))
         if after.state is RolloutState.FAILED and before.state is RolloutState.PREPARING:
             assert self.waited_s >= before.prepare_s
         if after.in_force != before.in_force:
@@ -489,13 +493,13 @@ class Operation(RuleBasedStateMachine):
         assert describe(after, facts)
 
     @invariant()
-    def nothing_drains_while_it_is_prepared(self) -> None:
+    def nothing_drains_during_preparation(self) -> None:
         record = getattr(self, "record", None)
         if record is not None and record.state is RolloutState.PREPARING:
             assert not record.draining
 
     def teardown(self) -> None:
-        """Left to itself in a fleet that is well, it ends."""
+        """Assert that the rollout completes in a healthy fleet."""
         record = getattr(self, "record", None)
         if record is None:
             return
@@ -505,7 +509,7 @@ class Operation(RuleBasedStateMachine):
             self.requests[name] = 0
         for _ in range(20):
             self.now_s += STEP_S
-            waited_s = self.waits(record, STEP_S)
+            waited_s = self.wait(record, STEP_S)
             self.record = record = advance(record, self.facts(), self.now_s, waited_s)
         assert not record.under_way
 
@@ -513,9 +517,9 @@ class Operation(RuleBasedStateMachine):
 TestOperation = Operation.TestCase
 
 
-def test_a_rollout_begins_after_the_one_before_whatever_the_clocks_say() -> None:
-    """Front ends that hear of both from several sides go by that."""
-    first = started()
+def test_a_later_rollout_is_newer_whatever_the_clocks_say() -> None:
+    """Front ends that learn of both from several sources depend on this."""
+    first = begin_rollout()
     over = replace_record(first, RolloutState.DONE)
     assert over.newer_than(first) and not first.newer_than(over) and not first.newer_than(first)
     back = undo("chat", TWO, over, 10.0, 60.0)
@@ -523,34 +527,36 @@ def test_a_rollout_begins_after_the_one_before_whatever_the_clocks_say() -> None
     assert again.newer_than(back) and back.newer_than(over)
 
 
-def test_traffic_waits_until_enough_instances_are_warm() -> None:
-    olds = [instance(f"o{number}") for number in range(5)]
+def test_traffic_switches_once_enough_instances_are_warm() -> None:
+    old_instances = [instance(f"o{number}") for number in range(5)]
     cold = [instance("d", NEW, unavailable="has not reported yet"), instance("e", NEW)]
-    facts = fleet(*olds, instance("c", NEW), *cold)
-    record = started(facts)
+    facts = fleet(*old_instances, instance("c", NEW), *cold)
+    record = begin_rollout(facts)
     assert record.min_warm == 3, "half of the old ones, rounded up"
     assert unmet_condition(record, facts) == f"2 of 3 instances of {fingerprint(NEW)} are warm (--min-warm)"
     assert advance(record, facts, 110.0, 10.0) is record
-    said = f"2 warm of {fingerprint(NEW)} will replace 5 of {fingerprint(OLD)}; "
-    assert capacity_warning(record, facts) == f"{said}new requests go there once 3 are warm (--min-warm)"
-    # An operator may want less, at once or while it waits; later it changes nothing.
+    description = f"2 warm of {fingerprint(NEW)} will replace 5 of {fingerprint(OLD)}; "
+    assert (
+        capacity_warning(record, facts) == f"{description}new requests go there once 3 are warm (--min-warm)"
+    )
+    # An operator can lower the number at the start or while preparing; later it has no effect.
     less = begin("chat", "/new", facts, record, 110.0, 60.0, 2)
     assert less == msgspec.structs.replace(record, min_warm=2)
     assert begin("chat", "/new", facts, None, 100.0, 60.0, 2) == less
     switched = advance(less, facts, 110.0, 10.0)
     assert switched.state is RolloutState.DRAINING
     assert begin("chat", "/new", facts, switched, 120.0, 60.0, 9) is switched
-    # One of them has to be warm at least.
-    assert started(fleet(instance("c", NEW))).min_warm == 1
-    # Taking it back waits for one: the operator is in a hurry.
+    # At least one instance has to be warm.
+    assert begin_rollout(fleet(instance("c", NEW))).min_warm == 1
+    # An undo waits for one only, since it is urgent.
     assert undo("chat", facts, switched, 120.0, 60.0).min_warm == 1
-    assert capacity_warning(record, fleet(olds[0], instance("c", NEW))) == ""
-    assert capacity_warning(record, fleet(*olds[:2], instance("c", NEW))) != ""
+    assert capacity_warning(record, fleet(old_instances[0], instance("c", NEW))) == ""
+    assert capacity_warning(record, fleet(*old_instances[:2], instance("c", NEW))) != ""
     assert capacity_warning(switched, facts) == "", "it is too late to warn"
 
 
-def test_what_has_not_happened_yet_has_no_time() -> None:
-    record = started()
+def test_times_of_future_steps_are_zero() -> None:
+    record = begin_rollout()
     assert [record.has_model(key) for key in (OLD, NEW, THIRD)] == [True, True, False]
     assert (record.switched_s, record.step_s, record.ended_s, record.reason) == (0.0, 0.0, 0.0, "")
     assert not record.undoes

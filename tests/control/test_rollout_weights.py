@@ -1,4 +1,4 @@
-"""One key for several precisions of the same weights."""
+"""A key can stand for several precisions of the same weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KEYS = st.sampled_from(["text:a", "text:a:x", "text:a:y", "text:b", "text:b:x", 
 
 
 @given(st.frozensets(KEYS))
-def test_each_key_is_in_the_group_of_its_weights_alone(keys: frozenset[str]) -> None:
+def test_each_key_is_only_in_the_group_of_its_weights(keys: frozenset[str]) -> None:
     groups = group_by_weights(keys)
     assert sorted(key for group in groups for key in group.keys) == sorted(keys)
     for key in keys:
@@ -21,7 +21,7 @@ def test_each_key_is_in_the_group_of_its_weights_alone(keys: frozenset[str]) -> 
         assert covers(of_it.key, key)
 
 
-def test_one_precision_is_named_exactly_and_several_by_their_weights() -> None:
+def test_one_precision_has_its_own_key_and_several_share_one() -> None:
     both = SameWeights("text:a", frozenset({"text:a:x", "text:a:y"}))
     assert both.key == "text:a"
     assert both.without("text:a:x").key == "text:a:y"

@@ -1,4 +1,4 @@
-"""How a policy is asked: at which points, with which view, and what becomes of its answer."""
+"""Calls of a policy: decision points, views, and handling of its decisions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REQUEST = request("r", "a")
 
 
 class Placing(Policy):
-    """Places, and leaves the other decision points empty."""
+    """A policy without handlers for the other decision points."""
 
     when_full = WhenFull.HOST
 
@@ -40,7 +40,7 @@ class Placing(Policy):
 
 
 class Everywhere(Placing):
-    """Answers at each point with a migration that names it."""
+    """A policy that returns a migration naming the decision point."""
 
     def on_prefill_done(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
         return (replace(MOVE, reason="prefill done"),)
@@ -56,32 +56,32 @@ class Everywhere(Placing):
 
 
 class Broken(Policy):
-    """Raises wherever it is asked."""
+    """A policy that always raises."""
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
-        raise RuntimeError("a mistake")
+        raise RuntimeError("an error")
 
     def on_prefill_done(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
-        raise RuntimeError("a mistake")
+        raise RuntimeError("an error")
 
 
 class Model:
-    """Tells which views were asked for."""
+    """A cluster model that records which views are requested."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str, float]] = []
+        self.requested: list[tuple[str, float]] = []
         self.view = cluster(instance("a"), instance("b"))
 
     def view_at(self, now_s: float) -> ClusterView:
-        self.asked.append(("all", now_s))
+        self.requested.append(("all", now_s))
         return self.view
 
     def view_for_arrival(self, model: str, now_s: float) -> ClusterView:
-        self.asked.append((f"model {model}", now_s))
+        self.requested.append((f"model {model}", now_s))
         return self.view
 
     def view_for_request(self, instance_id: str, now_s: float) -> ClusterView:
-        self.asked.append((f"request on {instance_id}", now_s))
+        self.requested.append((f"request on {instance_id}", now_s))
         return self.view
 
     def lengths(self, now_s: float) -> LengthStatistics | None:
@@ -91,15 +91,15 @@ class Model:
         return None
 
 
-class InForce:
-    """A policy under a name."""
+class Active:
+    """The active policy with its name."""
 
     def __init__(self, policy: Policy, admission: TtftAdmission | None = None) -> None:
         self.policy, self.name, self.admission = policy, type(policy).__name__, admission
 
 
 class Log:
-    """Notes what is submitted and watched, in one list."""
+    """Record submitted actions and observed decisions in one list."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[object, ...]] = []
@@ -117,7 +117,7 @@ class Log:
 
 
 class CallLog:
-    """Counts calls by point."""
+    """Record calls and failures by decision point."""
 
     def __init__(self) -> None:
         self.calls: list[Point] = []
@@ -131,28 +131,28 @@ class CallLog:
         self.failures.append((policy, point))
 
 
-def runner_of(policy: Policy) -> tuple[PolicyRunner, Model, InForce, Log]:
-    model, deciding, log = Model(), InForce(policy), Log()
+def runner_of(policy: Policy) -> tuple[PolicyRunner, Model, Active, Log]:
+    model, deciding, log = Model(), Active(policy), Log()
     return PolicyRunner(model, deciding, log, PlainCalls()), model, deciding, log
 
 
-def test_a_point_that_the_policy_leaves_empty_needs_no_view() -> None:
+def test_a_decision_point_without_handler_needs_no_view() -> None:
     runner, model, _, log = runner_of(Placing())
     for point in (Point.PREFILL_DONE, Point.REASONING_ENDED, Point.LENGTH_BOUNDARY):
         assert not runner.has_handler(point)
         runner.request_changed(point, REQUEST, Moment(1.0, 2.0))
     assert not runner.has_handler(Point.TICK)
-    assert (model.asked, log.lines) == ([], [])
-    # Somebody watches: each question is put.
+    assert (model.requested, log.lines) == ([], [])
+    # With a watcher, every question is evaluated.
     runner.watchers.append(log)
     assert runner.has_handler(Point.TICK)
     runner.request_changed(Point.PREFILL_DONE, REQUEST, Moment(1.0, 2.0))
-    assert model.asked == [("request on a", 1.0)]
-    # Nothing was decided, and nothing is submitted.
+    assert model.requested == [("request on a", 1.0)]
+    # Nothing is decided and nothing is submitted.
     assert log.lines == [("decided", "Placing", Point.PREFILL_DONE, 0)]
 
 
-def test_each_point_has_its_method_and_its_answer_is_submitted_after_it_was_watched() -> None:
+def test_actions_of_each_decision_point_are_observed_then_submitted() -> None:
     runner, _, _, log = runner_of(Everywhere())
     runner.watchers.append(log)
     for point, reason in (
@@ -169,15 +169,15 @@ def test_each_point_has_its_method_and_its_answer_is_submitted_after_it_was_watc
         ]
 
 
-def test_a_placement_is_asked_of_the_view_for_its_model_and_left_to_the_caller() -> None:
+def test_a_placement_uses_the_view_of_its_model_and_is_returned() -> None:
     runner, model, _, log = runner_of(Placing())
     runner.watchers.append(log)
     assert runner.place(ARRIVAL, "m", Moment(1.0, 2.0)) == Place("a")
-    assert model.asked == [("model m", 1.0)]
+    assert model.requested == [("model m", 1.0)]
     assert log.lines == [("placed", "Placing", 2.0, Place("a"))]
 
 
-def test_what_goes_with_a_placement_that_is_too_late_is_carried_out_all_the_same() -> None:
+def test_actions_of_a_late_placement_are_submitted() -> None:
     class Moving(Placing):
         def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
             return Place("a", (MOVE,))
@@ -186,11 +186,11 @@ def test_what_goes_with_a_placement_that_is_too_late_is_carried_out_all_the_same
     late = TtftAdmission(0.5)
     model = Model()
     model.view = cluster(replace(instance("a"), ttft=TtftPredictor(1.0, 0.0, 0.0)))
-    runner = PolicyRunner(model, InForce(Moving(), late), log, PlainCalls())
+    runner = PolicyRunner(model, Active(Moving(), late), log, PlainCalls())
     runner.watchers.append(log)
     refused = runner.place(ARRIVAL, "m", Moment(1.0, 2.0))
     assert isinstance(refused, Refuse) and refused.final
-    # Who watches compares policies: it sees what the policy decided.
+    # Watchers compare policies, so they see the policy's decision.
     assert log.lines == [
         ("placed", "Moving", 2.0, Place("a", (MOVE,))),
         ("submit", ["test"], "Moving", WhenFull.REFUSE),
@@ -199,7 +199,7 @@ def test_what_goes_with_a_placement_that_is_too_late_is_carried_out_all_the_same
     assert runner.place(admitted, "m", Moment(1.0, 2.0)) == Place("a", (MOVE,))
 
 
-def test_a_tick_is_told_of_the_last_one_of_the_same_policy() -> None:
+def test_a_tick_sees_the_time_of_the_last_one_of_the_same_policy() -> None:
     runner, model, deciding, log = runner_of(Everywhere())
 
     def reason() -> object:
@@ -210,7 +210,7 @@ def test_a_tick_is_told_of_the_last_one_of_the_same_policy() -> None:
     assert runner.last_tick_s == 10.0
     runner.tick(Moment(2.0, 11.0))
     assert reason() == ["tick at 11 after 10.0"]
-    assert model.asked == [("all", 1.0), ("all", 2.0)]
+    assert model.requested == [("all", 1.0), ("all", 2.0)]
     deciding.policy = Everywhere()
     assert runner.last_tick_s is None
     runner.tick(Moment(3.0, 12.0))
@@ -223,51 +223,51 @@ def test_a_tick_is_told_of_the_last_one_of_the_same_policy() -> None:
     assert reason() == ["tick at 14 after None"]
 
 
-def test_a_policy_that_fails_is_stood_in_for_and_counted() -> None:
+def test_a_failed_policy_is_replaced_by_the_fallback_and_counted() -> None:
     metrics, view = CallLog(), cluster(instance("a", (REQUEST,)), instance("b"))
     calls = GuardedCalls(metrics)
-    assert calls.place(InForce(Broken()), PlaceQuestion(view, ARRIVAL, 0.0)) == Place("b")
-    assert calls.decide(InForce(Broken()), Question(Point.PREFILL_DONE, view, REQUEST, 0.0)) is None
+    assert calls.place(Active(Broken()), PlaceQuestion(view, ARRIVAL, 0.0)) == Place("b")
+    assert calls.decide(Active(Broken()), Question(Point.PREFILL_DONE, view, REQUEST, 0.0)) is None
     assert metrics.failures == [("Broken", Point.PLACE), ("Broken", Point.PREFILL_DONE)]
     assert metrics.calls == [Point.PLACE, Point.PREFILL_DONE]
     log = Log()
-    runner = PolicyRunner(Model(), InForce(Broken()), log, calls)
+    runner = PolicyRunner(Model(), Active(Broken()), log, calls)
     runner.watchers.append(log)
     runner.request_changed(Point.PREFILL_DONE, REQUEST, Moment(0.0, 0.0))
     assert log.lines == [("decided", "Broken", Point.PREFILL_DONE, None)]
 
 
-def test_what_a_policy_decides_passes() -> None:
+def test_valid_decisions_pass_unchanged() -> None:
     metrics, view = CallLog(), cluster(instance("a", (REQUEST,)), instance("b"))
     calls = GuardedCalls(metrics)
-    assert calls.place(InForce(Everywhere()), PlaceQuestion(view, ARRIVAL, 0.0)) == Place("a")
+    assert calls.place(Active(Everywhere()), PlaceQuestion(view, ARRIVAL, 0.0)) == Place("a")
     question = Question(Point.PREFILL_DONE, view, REQUEST, 0.0)
-    assert calls.decide(InForce(Everywhere()), question) == (replace(MOVE, reason="prefill done"),)
+    assert calls.decide(Active(Everywhere()), question) == (replace(MOVE, reason="prefill done"),)
     assert metrics.failures == []
     assert metrics.calls == [Point.PLACE, Point.PREFILL_DONE]
 
 
 class Refusing(Policy):
-    """Takes nobody."""
+    """A policy that refuses every request."""
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
         return Refuse("full")
 
 
-def test_a_refusal_is_the_policys_and_a_place_that_must_not_be_is_not() -> None:
+def test_refusals_pass_and_invalid_placements_are_replaced() -> None:
     metrics = CallLog()
     calls = GuardedCalls(metrics)
     view = cluster(instance("a", state=InstanceState.DRAINING), instance("b"))
-    assert calls.place(InForce(Refusing()), PlaceQuestion(view, ARRIVAL, 0.0)) == Refuse("full")
+    assert calls.place(Active(Refusing()), PlaceQuestion(view, ARRIVAL, 0.0)) == Refuse("full")
     assert metrics.failures == []
-    assert calls.place(InForce(Placing()), PlaceQuestion(view, ARRIVAL, 0.0)) == Place("b")
+    assert calls.place(Active(Placing()), PlaceQuestion(view, ARRIVAL, 0.0)) == Place("b")
     assert metrics.failures == [("Placing", Point.PLACE)]
 
 
 @pytest.mark.parametrize(
     ("name", "allowed"), [("a", True), ("b", False), ("c", False), ("d", False), ("unknown", False)]
 )
-def test_who_may_get_an_arrival(name: str, allowed: bool) -> None:
+def test_instances_that_may_get_an_arrival(name: str, allowed: bool) -> None:
     view = cluster(
         instance("a"),
         instance("b", state=InstanceState.DRAINING),

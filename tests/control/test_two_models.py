@@ -1,7 +1,7 @@
-"""The simulator's model, which counts lazily, and the live one say the same of the same cluster.
+"""The simulator's cluster model, which counts lazily, and the live one agree.
 
-Every simulation here feeds both: the simulator's as always, the live one with the messages that workers would
-send. Whatever a policy is shown is then compared. What differs by design is in docs/record-replay.md.
+Every simulation here updates both: the simulator's as usual, the live one with the messages that workers
+would send. The views of policies are then compared. docs/record-replay.md lists intended differences.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.simulator.moving import MoveEverything
 from tests.simulator.worlds import INTRA, PROFILE, workloads
 
 BLOCK = 8
-# Steps take 7 ms and more, so that a request makes no more tokens between two reports.
+# Steps take at least 7 ms, so that a request generates at most this many tokens between two reports.
 INTERVAL_S, MOST_TOKENS = 0.05, 8
 
 _STATES = {
@@ -50,7 +50,7 @@ _STATES = {
 
 
 class Mirrored(Views):
-    """Tells a live model all that it is told itself, at the same moments."""
+    """Forward every update to a live model at the same time."""
 
     def __init__(
         self,
@@ -79,11 +79,11 @@ class Mirrored(Views):
     def phase_entered(self, job: Job, instance: Instance, tokens: int) -> None:
         super().phase_entered(job, instance, tokens)
         if job.instance_id == instance.instance_id:
-            self._tell(job, instance.instance_id, tokens, PHASE_NUMBERS[job.phase_of(tokens)])
+            self._send_event(job, instance.instance_id, tokens, PHASE_NUMBERS[job.phase_of(tokens)])
 
     def request_left(self, job: Job, instance: Instance) -> None:
         super().request_left(job, instance)
-        self._tell(job, instance.instance_id, job.tokens, types_pb2.PHASE_UNSPECIFIED)
+        self._send_event(job, instance.instance_id, job.tokens, types_pb2.PHASE_UNSPECIFIED)
 
     def migration_opened(self, migration: Migration) -> None:
         super().migration_opened(migration)
@@ -99,7 +99,9 @@ class Mirrored(Views):
     def migration_committed(self, migration: Migration) -> None:
         super().migration_committed(migration)
         job = migration.job
-        self._tell(job, migration.target.instance_id, job.tokens, PHASE_NUMBERS[job.phase_of(job.tokens)])
+        self._send_event(
+            job, migration.target.instance_id, job.tokens, PHASE_NUMBERS[job.phase_of(job.tokens)]
+        )
         self.live.migration_closed(job.request.request_id)
 
     def _message(self, name: str, report: Report) -> monitor_pb2.WorkerReport:
@@ -134,7 +136,7 @@ class Mirrored(Views):
             ],
         )
 
-    def _tell(self, job: Job, name: str, tokens: int, phase: types_pb2.Phase.ValueType) -> None:
+    def _send_event(self, job: Job, name: str, tokens: int, phase: types_pb2.Phase.ValueType) -> None:
         event = monitor_pb2.PhaseEvent(
             request_id=job.request.request_id,
             epoch=job.migrations,
@@ -165,21 +167,21 @@ def _compare_requests(simulated: InstanceView, live: InstanceView) -> None:
     assert live.prefill_backlog_tokens == simulated.prefill_backlog_tokens
     assert live.coming_tokens == simulated.coming_tokens
     assert live.kv_capacity_tokens == simulated.kv_capacity_tokens
-    # A report counts one that is over by now; orders alone are counted at once.
+    # A report can include a finished migration; new orders count immediately.
     assert live.migrations_in >= simulated.migrations_in
 
 
 def _compare_counts(simulated: InstanceView, live: InstanceView, coming: bool) -> None:
-    """`coming`: migrations to here are open."""
+    """Compare counts; `coming` says whether incoming migrations are open."""
     assert (simulated.running, simulated.waiting) == (live.running, live.waiting)
     assert simulated.context_tokens == live.context_tokens
-    # The live model cannot tell whose room a report counts already.
+    # The live model does not know which reservations a report includes.
     if not coming:
         assert simulated.kv_used_tokens == min(live.kv_used_tokens, live.kv_capacity_tokens)
 
 
 def _compare_phases(simulated: InstanceView, live: InstanceView, demotes: bool) -> None:
-    """`demotes`: the batch order may demote a request, which no message here tells of."""
+    """Compare phase counts; `demotes` says whether the batch order demotes requests, which messages omit."""
     counted = phase_load(simulated.requests)
     reasoning, fresh, least_slack, _ = astuple(phase_load(tuple(simulated.requests)))
     assert (counted.reasoning, counted.fresh_answering) == (reasoning, fresh)
@@ -207,14 +209,14 @@ def _record(simulated: Instance) -> InstanceRecord:
 
 @settings(max_examples=40, deadline=None)
 @given(requests=workloads(most=12, span_s=1.0), intra=st.sampled_from(sorted(INTRA)))
-def test_both_models_show_a_policy_the_same(requests: list[SimRequest], intra: str) -> None:
+def test_both_models_give_policies_the_same_views(requests: list[SimRequest], intra: str) -> None:
     spec = ClusterSpec.uniform(
         3, PROFILE, kv_capacity_tokens=330, block_tokens=BLOCK, max_num_seqs=6, chunk_budget_tokens=64
     )
     spec = replace(
         spec,
         migration=MigrationSpec(when_full=WhenFull.REFUSE, limit=2, patience_s=0.5),
-        # Nothing is on its way: what is compared is what is known, not how late.
+        # Without delay: the comparison is of the known state, not of its age.
         report=ReportSpec(interval_s=INTERVAL_S, delay_s=0.0),
     )
     with pytest.MonkeyPatch.context() as patch:
