@@ -75,6 +75,23 @@ def test_without_room_the_wait_is_until_enough_requests_finish() -> None:
     assert KvWait(Pools.of(cluster(source, predicted)), 0.1).wait_s(source, 2_400) == pytest.approx(0.1)
 
 
+@quick
+@given(st.floats(0.0, 5.0))
+def test_a_request_has_at_least_one_token_left(predicted_tokens: float) -> None:
+    source, decoder = full("a", P, 4), full("b", D, 8)
+    ending = tuple(replace(r, predicted_remaining_tokens=predicted_tokens) for r in decoder.requests)
+    pools = Pools.of(cluster(source, replace(decoder, requests=ending)))
+    # A fifth of 12,000 tokens of KV, all of which is freed in that many steps of 10 ms.
+    assert KvWait(pools, 0.1).wait_s(source, 2_400) == pytest.approx(0.002 * max(1.0, predicted_tokens))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3_999, 4_000])
+def test_handovers_make_up_for_any_shortage_up_to_what_they_free(tokens: int) -> None:
+    source = full("a", P, 4)
+    pools = Pools.of(cluster(source, instance("b", pool=D)))
+    assert KvWait(pools, 0.1).wait_s(source, tokens) == 0.0
+
+
 def test_the_wait_for_kv_that_is_never_freed_is_infinite() -> None:
     held = instance("a", pool=P, capacity=100)
     assert KvWait(Pools.of(cluster(held)), 0.1).wait_s(held, 200) == math.inf
