@@ -80,8 +80,7 @@ def test_baselines_choose_the_smallest_footprint(view: ClusterView, arrival: Arr
         assert footprint(view.instances[placement.instance_id]) == min(map(footprint, instances))
 
 
-@given(view=clusters(active=True, least=1))
-def test_algorithm_2_chooses_the_minimum(view: ClusterView) -> None:
+def check_algorithm_2(view: ClusterView) -> None:
     for source in view.instances.values():
         for request in source.requests:
             instances = [without(i, request) for i in view.instances.values()]
@@ -97,6 +96,22 @@ def test_algorithm_2_chooses_the_minimum(view: ClusterView) -> None:
                 assert chosen is source
 
 
+@given(view=clusters(active=True, least=1))
+def test_algorithm_2_chooses_the_minimum(view: ClusterView) -> None:
+    check_algorithm_2(view)
+
+
+@given(view=clusters(active=True, least=2))
+def test_algorithm_2_chooses_the_minimum_if_every_instance_misses_its_slo(view: ClusterView) -> None:
+    late = {
+        name: dataclasses.replace(
+            i, requests=(*i.requests, answering(f"late-{name}", name, 100, slack=-5.0)), phase_load=None
+        )
+        for name, i in view.instances.items()
+    }
+    check_algorithm_2(dataclasses.replace(view, instances=MappingProxyType(late)))
+
+
 def answering(request_id: str, instance_id: str, context: int, slack: float = 5.0) -> RequestView:
     return RequestView(
         request_id=request_id,
@@ -110,6 +125,22 @@ def answering(request_id: str, instance_id: str, context: int, slack: float = 5.
         pacer_slack_tokens=slack,
         phase_tokens=600,
     )
+
+
+@pytest.mark.parametrize(("slack", "target"), [(5.0, "w2"), (-5.0, "w1")])
+def test_fresh_answering_requests_count_if_every_instance_misses_its_slo(slack: float, target: str) -> None:
+    def loaded(name: str, reasoning: int, fresh: int) -> InstanceView:
+        """Return an instance that also has an answering request that is not fresh."""
+        last = answering(f"{name}-last", name, 100, slack)
+        held = [
+            *(dataclasses.replace(last, request_id=f"r{n}", phase=Phase.REASONING) for n in range(reasoning)),
+            *(dataclasses.replace(last, request_id=f"f{n}", phase_tokens=100) for n in range(fresh)),
+        ]
+        return InstanceView(name, kv_capacity_tokens=10_000, requests=(last, *held))
+
+    source, *others = loaded("w0", 4, 0), loaded("w1", 2, 0), loaded("w2", 1, 2)
+    chosen = Pascal().select([source, *others], source, answering("r", "w0", 1_000))
+    assert chosen is not None and chosen.instance_id == target
 
 
 def two_instances(free_here: int, free_there: int, host: int = 0) -> tuple[ClusterView, RequestView]:
@@ -219,3 +250,11 @@ def test_counts_for_another_quantum_are_recomputed() -> None:
     assert Pascal(quantum_tokens=500).load_of(view) is reported_load
     assert Pascal(quantum_tokens=300).load_of(view) == PhaseLoad(0, 0, 5.0, quantum_tokens=300)
     assert Pascal(quantum_tokens=301).load_of(view) == PhaseLoad(0, 1, 5.0, quantum_tokens=301)
+
+
+def test_a_quantum_has_at_least_one_token() -> None:
+    request = dataclasses.replace(answering("r", "a", 100), phase_tokens=1)
+    view = InstanceView("a", requests=(request, dataclasses.replace(request, phase_tokens=0)))
+    assert Pascal(quantum_tokens=1).load_of(view).fresh_answering == 1
+    with pytest.raises(ValueError, match="at least one token, not 0"):
+        Pascal(quantum_tokens=0)

@@ -126,6 +126,20 @@ def test_several_copies_have_different_targets_and_are_limited() -> None:
     assert 1 < COPIES_MAX < 4
 
 
+def test_prefixes_that_cannot_be_copied_do_not_keep_others_from_it() -> None:
+    view = cluster(busy("a"), instance("b"), busy("c"), instance("d"))
+    every = hot(instances="abcd", a=there())
+    rare, elsewhere = replace(every, hits=0), replace(every, cached={"c": there()}, requests={"c": "r-c"})
+    second = CopyPrefix("r-c", "c", "d", TOKENS, "hot prefix")
+    assert copies(view, rare, every) == [COPY]
+    # Instance a sends a copy already.
+    assert copies(view, every, every, elsewhere) == [COPY, second]
+
+
+def test_prefixes_are_hot_by_the_arrivals_of_ten_seconds() -> None:
+    assert Tailrace(PROFILE, copy_ahead=True).prefixes_period_s == 10.0
+
+
 def test_copying_is_off_by_default() -> None:
     policy = Tailrace(PROFILE)
     assert policy.prefixes_period_s is None
