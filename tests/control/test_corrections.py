@@ -80,16 +80,22 @@ class Machine(RuleBasedStateMachine):
         self.coming[key] = self.now.reserved[key] = tokens
         self.corrections.open_arrival(key, tokens, tokens)
 
+    @precondition(lambda self: self.now.reserved)
+    @rule(data=st.data())
+    def commit_migration(self, data: st.DataObject) -> None:
+        """The request begins here; its migration is closed later."""
+        key = data.draw(st.sampled_from(sorted(self.now.reserved)))
+        tokens = self.now.reserved.pop(key)
+        self.now.held[key] = CountedRequest(tokens, tokens, seated=True)
+        self.corrections.add_request(key, self.now.held[key])
+
     @precondition(lambda self: self.coming)
-    @rule(data=st.data(), committed=st.booleans())
-    def close_migration(self, data: st.DataObject, committed: bool) -> None:
+    @rule(data=st.data())
+    def close_migration(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.coming)))
         tokens = self.coming.pop(key)
-        del self.now.reserved[key]
-        if committed:
-            self.now.held[key] = CountedRequest(tokens, tokens, seated=True)
-            self.corrections.add_request(key, self.now.held[key])
-        elif key in self.reported.reserved:
+        aborted = self.now.reserved.pop(key, None) is not None
+        if aborted and key in self.reported.reserved:
             # The report includes room that is free again; the next report corrects this.
             self.corrections.kv_change -= tokens
         self.corrections.close_migration(key)

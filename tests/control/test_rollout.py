@@ -560,3 +560,10 @@ def test_times_of_future_steps_are_zero() -> None:
     assert [record.has_model(key) for key in (OLD, NEW, THIRD)] == [True, True, False]
     assert (record.switched_s, record.step_s, record.ended_s, record.reason) == (0.0, 0.0, 0.0, "")
     assert not record.undoes
+
+
+def test_a_record_is_immutable() -> None:
+    record = begin_rollout()
+    with pytest.raises(AttributeError):
+        record.state = RolloutState.DONE  # type: ignore[misc]
+    assert record.state is RolloutState.PREPARING

@@ -25,7 +25,16 @@ from frontend_svc.answers.calls import (
 )
 from frontend_svc.answers.messages import decode_part, encode_part
 from frontend_svc.answers.peers import Peer, rendezvous_rank
-from frontend_svc.answers.store import Answer, AnswerStore, Entry, Head, PartRefusal, RemovalReason, StoreFull
+from frontend_svc.answers.store import (
+    Answer,
+    AnswerStore,
+    AnswerTooLarge,
+    Entry,
+    Head,
+    PartRefusal,
+    RemovalReason,
+    StoreFull,
+)
 from tailrace.v1 import answers_pb2
 from tailrace.wire import UtilityCall
 from tests.frontend.answers_world import (
@@ -559,6 +568,21 @@ def test_all_that_grows_is_counted() -> None:
     assert store.open(head("long", body=b"x" * 1_000), 0.0).size > plain_size + 900
     store.append(answer, Entry("n" * 5_000, (1,), 0, (b"x",)), 0.0)
     assert answer.size > 10_255
+
+
+@given(st.text(max_size=20), st.lists(st.integers(0, 200_000)), st.lists(st.binary(max_size=20), max_size=4))
+def test_an_entry_counts_at_least_its_contents(part: str, token_ids: list[int], frames: list[bytes]) -> None:
+    """With four bytes per token ID."""
+    more = Entry(part, token_ids, 0, tuple(frames)).size - Entry("", (), 0, ()).size
+    assert more >= len(part) + 4 * len(token_ids) + sum(map(len, frames))
+
+
+def test_one_answer_takes_64_mib_at_most() -> None:
+    store = AnswerStore("f0", 1 << 40, rendezvous_rank)
+    body = bytes((64 << 20) - store.open(head("empty", body=b""), 0.0).size)
+    assert store.open(head("largest", body=body), 0.0).size == 64 << 20
+    with pytest.raises(AnswerTooLarge):
+        store.open(head("larger", body=body + b"x"), 0.0)
 
 
 def test_one_answer_goes_in_one_message_however_much_memory_there_is() -> None:

@@ -173,6 +173,22 @@ async def test_the_front_end_grants_no_migration_to_the_other_model(rig: Rig) ->
     assert rig.front.tokens["r"] == [1, 2]
 
 
+async def test_the_front_end_grants_a_migration_within_a_model(rig: Rig) -> None:
+    a, b = await rig.member("a", OLD), await rig.member("b", OLD)
+    follow(rig, rollout(RolloutState.PREPARING))
+    await attached(rig, "a", "b")
+    await rig.front.ready()
+    await rig.front.add("r")
+    submit = await a.submitted()
+    a.say(outputs(submit, [1], 0))
+    await rig.front.tokens_of("r", 1)
+    b.say(adopt(submit, 1))
+    assert (await b.expect("adopt_reply")).adopt_reply.accepted
+    b.say(outputs(submit, [2], 1, FINISHED, epoch=1))
+    await rig.front.end_of("r")
+    assert rig.front.tokens["r"] == [1, 2]
+
+
 async def test_without_an_instance_of_the_new_model_users_get_503(rig: Rig) -> None:
     await rig.member("a", OLD)
     await attached(rig, "a")
