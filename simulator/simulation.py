@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from simulator.bidding import Bidding
@@ -44,6 +44,10 @@ from tailrace.policy.base import Policy
 
 # Consecutive policy ticks without any other pending event after which the simulation counts as stuck.
 _IDLE_TICKS = 1_000
+# Seconds without a request and without an action of the policy after which ticks and reports are skipped.
+_QUIET_S = 600.0
+# The same, in periods of the statistics that the policy gets: after two, they are those of an idle cluster.
+_QUIET_PERIODS = 2.0
 
 
 class SimulationError(Exception):
@@ -74,9 +78,10 @@ class Simulation:
         sample_interval_s: float | None,
         max_steps: int = NEVER,
         admission: TtftAdmission | None = None,
+        quiet_s: float = _QUIET_S,
     ) -> None:
         """Set up the cluster. `max_steps` limits the steps that are simulated as one event; 1 simulates every
-        step."""
+        step. `quiet_s`: after how many quiet seconds an idle cluster's ticks and reports are skipped."""
         self._spec = spec
         self._policy = policy
         self._events = events = EventQueue()
@@ -105,6 +110,10 @@ class Simulation:
         self._next = 0
         self._placements = 0
         self._idle_ticks = 0
+        periods_s = (policy.lengths_period_s or 0.0, policy.prefixes_period_s or 0.0)
+        self._quiet_s = max(quiet_s, *(_QUIET_PERIODS * period_s for period_s in periods_s))
+        # When a request last arrived or ended, or the policy last acted.
+        self._active_s = 0.0
         self._views.keep_lengths(policy.lengths_period_s, 0.0)
         self._views.hot.track(policy.prefixes_period_s)
         # The monitor's clock is independent of the workload's.
@@ -197,6 +206,7 @@ class Simulation:
     def _arrive(self, now: float) -> None:
         job = self.jobs[self._next]
         self._next += 1
+        self._active_s = now
         if self._next < len(self.jobs):
             self._events.schedule(self.jobs[self._next].request.arrival_s, self._arrive)
         arrival = self._arrival(job, now)
@@ -251,6 +261,7 @@ class Simulation:
 
     def _complete(self, job: Job) -> None:
         self._completed.add(job)
+        self._active_s = self._events.now
 
     def _publish_phase(self, instance: Instance, job: Job, point: Point, now: float) -> None:
         tokens = job.tokens_at(instance.boundary)
@@ -271,7 +282,31 @@ class Simulation:
     def _report(self, now: float) -> None:
         reports = self._views.capture(now)
         self._events.schedule_background(now + self._spec.report.delay_s, self._publisher(reports))
-        self._events.schedule_background(now + self._spec.report.interval_s, self._report)
+        next_s = now + self._spec.report.interval_s
+        # A report that arrives after the next request did counts as one from before it.
+        for later_s in self._skipped(now, next_s, self._spec.report.interval_s, self._spec.report.delay_s):
+            next_s = later_s
+        self._events.schedule_background(next_s, self._report)
+
+    def _skipped(self, now: float, next_s: float, interval_s: float, delay_s: float) -> Iterator[float]:
+        """Yield the times to which a periodic event may be put off, one period after the other.
+
+        Nothing if the cluster is not quiet. The view of an idle cluster stays the same, its reports change
+        nothing, and a policy is pure: what it has not done in `_quiet_s`, it will do only because of the time
+        itself. The last event that takes effect before the next arrival is not skipped: only one whose
+        successor takes effect before it, too. Adding the period each time yields the same times, to the last
+        digit, as without skipping.
+        """
+        if not self._idle() or now - self._active_s < self._quiet_s:
+            return
+        arrival_s = self.jobs[self._next].request.arrival_s
+        while (later_s := next_s + interval_s) + delay_s < arrival_s:
+            yield later_s
+            next_s = later_s
+
+    def _idle(self) -> bool:
+        """Return whether there are no requests, and nothing happens before the next one arrives."""
+        return self._events.foreground == 1 and self._completed.count == self._next < len(self.jobs)
 
     def _publisher(self, reports: Sequence[Report]) -> Callable[[float], None]:
         return lambda _: self._views.publish(reports)
@@ -283,7 +318,13 @@ class Simulation:
         if self._idle_ticks > _IDLE_TICKS:
             raise SimulationError(f"{len(self.jobs) - self._completed.count} requests can never run")
         self._runner.tick(Moment(now, now))
-        self._events.schedule_background(now + interval_s, self._tick)
+        next_s = now + interval_s
+        for later_s in self._skipped(now, next_s, interval_s, 0.0):
+            self._runner.last_tick_s = next_s
+            # Part of a tick, and it remembers when it was last called.
+            self._views.lengths(next_s)
+            next_s = later_s
+        self._events.schedule_background(next_s, self._tick)
 
     def _sample(self, now: float) -> None:
         assert self._sample_interval_s is not None
@@ -295,6 +336,7 @@ class Simulation:
     def submit(self, actions: Sequence[Action], policy: str, when_full: WhenFull = WhenFull.REFUSE) -> None:
         """Carry out the policy's decisions now. The cluster spec, not `when_full`, says what a full target
         does."""
+        self._active_s = self._events.now
         self._carry_out(actions, self._events.now)
 
     def _carry_out(self, actions: Sequence[Action], now: float) -> None:
