@@ -14,6 +14,7 @@ from tailrace.intra.base import ENGINE_ORDER
 from tailrace.intra.registry import intra_names
 from tailrace.profiles import Profile, ProfileError, load_profile
 from tailrace.service.channels import Channels
+from tailrace.service.listening import ListenError, require_listenable
 from tailrace.service.message_stream import MAX_MESSAGE_BYTES, MIN_MESSAGE_BYTES
 from tailrace.service.options import CommonOptions, common_options
 from tailrace.service.runtime import Shutdown, run_service
@@ -315,7 +316,7 @@ async def _serve_or_log_error(
         await serve(common, options, count, settings, shutdown)
     except asyncio.CancelledError:
         log.info("stopped")
-    except (BindingError, EngineOptionError, EngineStartError, EngineDied, IdInUse) as error:
+    except (BindingError, EngineOptionError, EngineStartError, EngineDied, IdInUse, ListenError) as error:
         log.error("%s", error)
         status = 1
     logging.shutdown()
@@ -325,7 +326,13 @@ async def _serve_or_log_error(
 async def serve(
     common: CommonOptions, options: EngineOptions, count: int, settings: WorkerSettings, shutdown: Shutdown
 ) -> None:
-    """Run `count` workers until cancelled. Raise BindingError, or EngineDied if an engine failed for good."""
+    """Run `count` workers until cancelled.
+
+    Raise BindingError or ListenError, or EngineDied if an engine failed for good.
+    """
+    # Both are bound once the engine is loaded, which can take minutes.
+    require_listenable("--listen", common.listen)
+    require_listenable("--stream-port", f"{common.listen.rpartition(':')[0]}:{settings.stream_port}")
     names = numbered(common.member_id, count)
     registry = new_registry("worker", common.member_id)
     collector, histograms = WorkerCollector(registry), WorkerHistograms(registry)

@@ -11,9 +11,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+from tailrace.service.listening import ListenError, listen_reason
 from tailrace.service.retransmission import bound_retransmission
-from tailrace.service.server import ListenError
 
+_OPTION: Final = "--http"
 # Connections of one engine core; more than one only while it reconnects.
 _BACKLOG: Final = 16
 # Bound of the retransmission interval towards clients: above any usual round-trip time, and short enough that
@@ -91,10 +92,8 @@ def bind_http(address: str, is_ours: Callable[[], bool]) -> socket.socket:
             try:
                 probe.bind((host, port))
             except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise PortTaken(f"cannot listen on {address}: {error.strerror}") from error
-                if not is_ours():
-                    raise PortTaken(f"cannot listen on {address}: the port is taken") from error
+                if error.errno != errno.EADDRINUSE or not is_ours():
+                    raise PortTaken.of(_OPTION, address, listen_reason(error)) from error
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -103,7 +102,7 @@ def bind_http(address: str, is_ours: Callable[[], bool]) -> socket.socket:
         sock.bind((host, port))
     except OSError as error:
         sock.close()
-        raise PortTaken(f"cannot listen on {address}: {error.strerror}") from error
+        raise PortTaken.of(_OPTION, address, listen_reason(error)) from error
     return sock
 
 

@@ -26,8 +26,8 @@ from tailrace.security.roles import NoIdentity, Role
 from tailrace.security.session import TlsSession
 from tailrace.security.transport import PLAIN, Transport
 from tailrace.service.channels import format_error
+from tailrace.service.listening import ListenError, listen_reason
 from tailrace.service.retransmission import bound_retransmission
-from tailrace.service.server import ListenError
 from tailrace.service.socket_writer import SocketWriter
 from tailrace.service.tasks import task_error
 
@@ -380,7 +380,7 @@ async def serve_streams(
             int(port),
         )
     except OSError as error:
-        raise ListenError(f"cannot listen on {listen}: {error.strerror or error}") from error
+        raise ListenError.of("--stream-port", listen, listen_reason(error)) from error
     try:
         yield f"{host}:{server.sockets[0].getsockname()[1]}"
     finally:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from grpc_reflection.v1alpha import reflection
 from tailrace.security.transport import PLAIN, Transport
 from tailrace.service.channels import MESSAGE_BYTES_MAX
 from tailrace.service.decoding import Decoding
+from tailrace.service.listening import ListenError, listen_problem
 
 _OPTIONS: Final = (
     # Otherwise a second process on the same port would silently share it.
@@ -32,10 +31,6 @@ _OPTIONS: Final = (
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
 )
 _GRACE_S: Final = 0.5
-
-
-class ListenError(OSError):
-    """The address cannot be listened on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +69,7 @@ async def serve_grpc(
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     inner: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> AsyncIterator[GrpcServer]:
-    """Serve on HOST:PORT (port 0: any free one) until the block ends; SERVING from the start.
+    """Serve on HOST:PORT (--listen; port 0: any free one) until the block ends; SERVING from the start.
 
     `interceptors` see calls before authorization, `inner` only authorized ones. At the end the health check
     reports NOT_SERVING, calls get half a second, and are then cancelled. Raise ListenError if the address is
@@ -91,7 +86,8 @@ async def serve_grpc(
     try:
         port = transport.listen(server, listen)
     except RuntimeError as error:
-        raise ListenError(f"cannot listen on {listen}: {_listen_problem(listen)}") from error
+        reason = listen_problem(listen) or "gRPC refused the address"
+        raise ListenError.of("--listen", listen, reason) from error
     handle = GrpcServer(f"{listen.rpartition(':')[0]}:{port}", health_servicer, names)
     await server.start()
     try:
@@ -100,23 +96,3 @@ async def serve_grpc(
     finally:
         await handle.set_serving(False)
         await server.stop(_GRACE_S)
-
-
-def _listen_problem(listen: str) -> str:
-    """Return why `listen` cannot be bound, which gRPC only logs."""
-    host, _, port = listen.rpartition(":")
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            probe.listen()
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            return "the port is taken"
-        if error.errno == errno.EADDRNOTAVAIL:
-            return "this machine does not have that address"
-        return error.strerror or str(error)
-    return "gRPC refused the address"

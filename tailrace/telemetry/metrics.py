@@ -25,6 +25,7 @@ from tailrace.security.access import METRICS
 from tailrace.security.credentials import uris_of
 from tailrace.security.roles import NoIdentity, identity_of
 from tailrace.security.transport import PLAIN, TlsTransport, Transport
+from tailrace.service.listening import ListenError, listen_reason
 from tailrace.telemetry.tracing import package_version
 
 _LOG: Final = logging.getLogger(__name__)
@@ -150,9 +151,9 @@ def _may_read(writer: asyncio.StreamWriter) -> bool:
 
 
 def serve_metrics(address: str, registry: CollectorRegistry, transport: Transport = PLAIN) -> MetricsServer:
-    """Listen on HOST:PORT (port 0: any free one; see `.address`). Call it in a running event loop.
+    """Listen on HOST:PORT (--metrics; port 0: any free one, see `.address`). Call it in a running event loop.
 
-    Raise OSError if the address cannot be bound, ValueError if it is malformed.
+    Raise ListenError if the address cannot be bound, ValueError if it is malformed.
     """
     if isinstance(transport, TlsTransport):
         _register_expiry(registry, transport)
@@ -161,9 +162,11 @@ def serve_metrics(address: str, registry: CollectorRegistry, transport: Transpor
         raise ValueError(f"not HOST:PORT: {address!r}")
     host = host.removeprefix("[").removesuffix("]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return MetricsServer(
-        socket.create_server((host, int(port)), family=family, backlog=_BACKLOG), registry, transport
-    )
+    try:
+        listener = socket.create_server((host, int(port)), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise ListenError.of("--metrics", address, listen_reason(error)) from error
+    return MetricsServer(listener, registry, transport)
 
 
 async def _read_head(reader: asyncio.StreamReader) -> tuple[str, str]:

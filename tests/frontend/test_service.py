@@ -120,7 +120,7 @@ async def test_a_port_that_somebody_else_has_is_one_clear_line(tmp_path: Path) -
                 assert process.stderr is not None
                 log = (await asyncio.wait_for(process.stderr.read(), 20)).decode()
                 assert await process.wait() == 1
-        assert log.splitlines()[-1].endswith(f"cannot listen on {address}: the port is taken")
+        assert log.splitlines()[-1].endswith(f"--http: cannot listen on {address}: the port is taken")
         assert "Traceback" not in log
 
 

@@ -11,8 +11,8 @@ import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tailrace.service.listening import ListenError
 from tailrace.service.message_stream import MessageStream, StreamBroken, connect_stream, serve_streams
-from tailrace.service.server import ListenError
 from tailrace.v1 import worker_pb2
 
 Down = MessageStream[worker_pb2.AttachDown]
@@ -143,6 +143,8 @@ async def test_a_taken_port_is_told() -> None:
         raise AssertionError("nobody connects")
 
     async with serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve) as address:
-        with pytest.raises(ListenError, match=f"cannot listen on {address}"):
+        with pytest.raises(
+            ListenError, match=f"--stream-port: cannot listen on {address}: the port is taken"
+        ):
             async with serve_streams(address, worker_pb2.AttachUp, serve):
                 pass

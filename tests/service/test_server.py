@@ -6,7 +6,8 @@ import socket
 
 import pytest
 
-from tailrace.service.server import ListenError, serve_grpc
+from tailrace.service.listening import ListenError
+from tailrace.service.server import serve_grpc
 
 
 async def _refusal(listen: str) -> str:
@@ -19,7 +20,7 @@ async def _refusal(listen: str) -> str:
 async def test_the_port_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         listen = f"127.0.0.1:{other.getsockname()[1]}"
-        assert await _refusal(listen) == f"cannot listen on {listen}: the port is taken"
+        assert await _refusal(listen) == f"--listen: cannot listen on {listen}: the port is taken"
 
 
 async def test_an_address_of_another_machine() -> None:
@@ -28,4 +29,4 @@ async def test_an_address_of_another_machine() -> None:
 
 
 async def test_a_name_that_does_not_resolve() -> None:
-    assert (await _refusal("nobody.invalid:0")).startswith("cannot listen on nobody.invalid:0: ")
+    assert (await _refusal("nobody.invalid:0")).startswith("--listen: cannot listen on nobody.invalid:0: ")

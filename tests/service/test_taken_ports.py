@@ -1,0 +1,51 @@
+"""Services whose port another process has: one line that names the option and the address."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from pathlib import Path
+
+from tailrace.service.etcd import local_etcd
+
+# A worker of the default engine: the port is tried before a model is loaded.
+COMMANDS = [
+    ("scheduler", "--listen"),
+    ("monitor", "--metrics"),
+    ("frontend --front none --http 127.0.0.1:0", "--metrics"),
+    ("worker", "--listen"),
+    ("worker", "--stream-port"),
+]
+
+
+async def _log_of(*arguments: str) -> tuple[int | None, str]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tailrace", "serve", *arguments, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        _, log = await asyncio.wait_for(process.communicate(), 60)
+    finally:
+        if process.returncode is None:
+            process.kill()
+    return process.returncode, log.decode()
+
+
+async def test_the_option_and_the_address_are_named(tmp_path: Path) -> None:
+    async with local_etcd(tmp_path / "etcd") as etcd:
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            port = other.getsockname()[1]
+            address = f"127.0.0.1:{port}"
+            runs = [
+                _log_of(
+                    *service.split(),
+                    f"--etcd={etcd.endpoint}",
+                    f"{option}={port if option == '--stream-port' else address}",
+                )
+                for service, option in COMMANDS
+            ]
+            ended = await asyncio.gather(*runs)
+    for (_, option), (status, log) in zip(COMMANDS, ended, strict=True):
+        assert status == 1, log
+        assert log.splitlines()[-1].endswith(f"{option}: cannot listen on {address}: the port is taken"), log
+        assert "Traceback" not in log
