@@ -144,7 +144,7 @@ class Carrier:
     def on_add(self, frames: Sequence[bytes]) -> None:
         """Admit or refuse a new request. Raise msgspec.DecodeError if the frames are not a request."""
         head = read_request(frames)
-        refusal = self._refusal(frames)
+        refusal = Refusal(400, head.wrong_extra) if head.wrong_extra else self._refusal(frames)
         if refusal is not None:
             log.warning("%s refused: %s", head.request_id, refusal.message)
             self._observer.refused(refusal.status)

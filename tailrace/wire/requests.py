@@ -21,8 +21,13 @@ def head_frame(frames: Frames) -> bytes:
 
 
 _NIL: Final = b"\xc0"
+# Extra arguments whose names begin so are Tailrace's; all others are those of vLLM and its plugins.
+_OURS: Final = "tailrace_"
+_PACE: Final = "tailrace_pace_tpot_ms"
 # Slower than anybody reads.
 _PACE_MAX_MS: Final = 60_000.0
+# Characters of a wrong value that its refusal repeats.
+_SHOWN_MAX: Final = 40
 
 
 class RequestType(bytes, enum.Enum):
@@ -88,10 +93,6 @@ class _Lengths(msgspec.Struct, gc=False):
     extra_args: msgspec.Raw = msgspec.Raw(b"\xc0")
 
 
-class _Extra(msgspec.Struct, gc=False):
-    tailrace_pace_tpot_ms: float | None = None
-
-
 class _Head(msgspec.Struct, array_like=True, gc=False):
     request_id: str
     prompt_token_ids: msgspec.Raw
@@ -138,9 +139,11 @@ class RequestHead(msgspec.Struct, frozen=True, gc=False):
     # Milliseconds a token at which the user wants to be shown the answer (`tailrace_pace_tpot_ms` among the
     # sampling parameters' extra_args, which are `vllm_xargs` over HTTP); 0: at once; None: not said.
     pace_tpot_ms: float | None
+    # What is wrong with Tailrace's extra arguments, for the user; empty: nothing.
+    wrong_extra: str = ""
 
 
-_extras = msgspec.msgpack.Decoder(_Extra | None)
+_extras = msgspec.msgpack.Decoder(dict[str, msgspec.Raw] | None)
 _heads = msgspec.msgpack.Decoder(_Head)
 _requests = msgspec.msgpack.Decoder(EngineCoreRequest)
 _aborts = msgspec.msgpack.Decoder(list[str])
@@ -153,6 +156,7 @@ def read_request(frames: Frames) -> RequestHead:
     """
     head = _heads.decode(head_frame(frames))
     sampling = head.sampling_params
+    pace_tpot_ms, wrong_extra = (None, "") if sampling is None else _read_extras(sampling.extra_args)
     return RequestHead(
         request_id=head.request_id,
         prompt_tokens=_array_length(bytes(memoryview(head.prompt_token_ids)[:5])),
@@ -166,7 +170,8 @@ def read_request(frames: Frames) -> RequestHead:
         trace_headers=head.trace_headers,
         external_req_id=head.external_req_id,
         reasoning_ended=head.reasoning_ended,
-        pace_tpot_ms=_pace(sampling.extra_args) if sampling is not None else None,
+        pace_tpot_ms=pace_tpot_ms,
+        wrong_extra=wrong_extra,
     )
 
 
@@ -180,16 +185,32 @@ def read_abort(frames: Frames) -> list[str]:
     return _aborts.decode(head_frame(frames))
 
 
-def _pace(extra_args: msgspec.Raw) -> float | None:
-    """Other extra arguments are other people's; one of ours that cannot be followed is as if not given."""
+def _read_extras(extra_args: msgspec.Raw) -> tuple[float | None, str]:
+    """Return the pace in milliseconds a token, None if not given, and what is wrong with Tailrace's
+    arguments."""
     if len(memoryview(extra_args)) < 2:
-        return None
+        return None, ""
     try:
-        extra = _extras.decode(extra_args)
+        extras = _extras.decode(extra_args) or {}
     except msgspec.ValidationError:
-        return None
-    pace = extra.tailrace_pace_tpot_ms if extra is not None else None
-    return pace if pace is not None and 0.0 <= pace <= _PACE_MAX_MS else None
+        # Names that are no strings: not from a user, over HTTP.
+        return None, ""
+    pace_ms: float | None = None
+    for name, raw in extras.items():
+        if not name.startswith(_OURS):
+            continue
+        if name != _PACE:
+            return None, f"vllm_xargs.{name}: Tailrace has no such argument, only {_PACE}."
+        value: object = msgspec.msgpack.decode(raw)
+        if value is None:
+            continue
+        # A bool is an int; NaN is in no range.
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= _PACE_MAX_MS:
+            given = repr(value)
+            shown = given if len(given) <= _SHOWN_MAX else f"{given[:_SHOWN_MAX]}..."
+            return None, f"vllm_xargs.{name}: {shown} is not a number from 0 to {_PACE_MAX_MS:.0f}."
+        pace_ms = float(value)
+    return pace_ms, ""
 
 
 def _array_length(head: bytes) -> int:

@@ -137,6 +137,27 @@ def test_bad_input_has_openais_error_shape_and_reaches_no_worker(
     assert len(front_end.worker.requests) == seen
 
 
+@pytest.mark.parametrize(
+    ("extension", "value"),
+    [("tailrace_pace_tpot_ms", "abc"), ("tailrace_pace_tpot_ms", -1), ("tailrace_pace", 50)],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_wrong_extension_of_tailrace_is_refused_by_name(
+    front_end: FrontEndThread, extension: str, value: object, stream: bool
+) -> None:
+    seen = len(front_end.worker.requests)
+    body = {"model": "tiny", "prompt": "x", "stream": stream, "vllm_xargs": {extension: value}}
+    reply = post(front_end, "/v1/completions", body)
+    if front_end.front is Front.PYTHON:
+        assert reply.status_code == 400
+        assert reply.json()["error"]["code"] == 400
+        assert f"vllm_xargs.{extension}: " in reply.json()["error"]["message"]
+    else:
+        # vllm-rs has errors without reasons only.
+        assert reply.status_code == 500 or "error" in reply.text
+    assert len(front_end.worker.requests) == seen
+
+
 @pytest.mark.parametrize("path", ["/sleep", "/wake_up", "/pause", "/resume"])
 def test_routes_that_control_one_engine_are_refused(front_end: FrontEndThread, path: str) -> None:
     reply = post(front_end, path, {})

@@ -108,15 +108,44 @@ def test_request_head(vllm_engine: Any, serial: Any, length: int) -> None:
         ({"tailrace_pace_tpot_ms": 50}, 50.0),
         ({"other": [1, {"deep": 2}], "tailrace_pace_tpot_ms": 0.0}, 0.0),
         ({"other": 1}, None),
-        ({"tailrace_pace_tpot_ms": "fast"}, None),
-        ({"tailrace_pace_tpot_ms": -1.0}, None),
+        ({"tailrace_pace_tpot_ms": None}, None),
     ],
 )
 def test_pace_among_the_extra_arguments(
     vllm_engine: Any, serial: Any, extra: dict[str, Any], wanted: float | None
 ) -> None:
     head = wire.read_request(_encode(serial, _request(vllm_engine, [1], extra_args=extra)))
-    assert head.pace_tpot_ms == wanted
+    assert (head.pace_tpot_ms, head.wrong_extra) == (wanted, "")
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("fast", "'fast'"),
+        ("50", "'50'"),
+        (-1.0, "-1.0"),
+        (True, "True"),
+        (float("nan"), "nan"),
+        (float("inf"), "inf"),
+        (60_001, "60001"),
+        (2**63, str(2**63)),
+        ([50], "[50]"),
+        ("x" * 1_000, "'" + "x" * 39 + "..."),
+    ],
+)
+def test_a_pace_that_is_none_is_refused_by_name(
+    vllm_engine: Any, serial: Any, value: object, shown: str
+) -> None:
+    extra = {"tailrace_pace_tpot_ms": value}
+    head = wire.read_request(_encode(serial, _request(vllm_engine, [1], extra_args=extra)))
+    assert head.pace_tpot_ms is None
+    assert head.wrong_extra == f"vllm_xargs.tailrace_pace_tpot_ms: {shown} is not a number from 0 to 60000."
+
+
+def test_an_unknown_argument_of_tailrace_is_refused_by_name(vllm_engine: Any, serial: Any) -> None:
+    extra = {"tailrace_pace_tpot": 50, "other": 1}
+    head = wire.read_request(_encode(serial, _request(vllm_engine, [1], extra_args=extra)))
+    assert "vllm_xargs.tailrace_pace_tpot: " in head.wrong_extra
 
 
 def test_request_with_defaults_and_without_prompt_ids(vllm_engine: Any, serial: Any) -> None:
