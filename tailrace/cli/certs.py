@@ -139,27 +139,51 @@ def retire_authority(folder: Path) -> None:
 @_folder_option
 @output_option()
 def list_(folder: Path, output: Output) -> None:
-    """Show the certificates and their expiry dates."""
+    """Show the certificates and the authority, their expiry dates, and how many days are left."""
     with file_errors(AuthorityProblem):
-        found = Authority.load(folder).issued()
+        authority = Authority.load(folder)
+        found = authority.issued()
+    now = datetime.datetime.now(datetime.UTC)
     if output is Output.JSON:
-        print_json({"certificates": [_plain(issued) for issued in found]})
+        print_json(
+            {
+                "authority": _validity(authority.not_after, now),
+                "certificates": [_plain(issued, now) for issued in found],
+            }
+        )
         return
-    table = Table("ROLE", "NAME", "VALID UNTIL", "HOSTS", "FOLDER", box=None)
+    table = Table("ROLE", "NAME", "VALID UNTIL", "DAYS LEFT", "HOSTS", "FOLDER", box=None)
     for issued in found:
-        identity, hosts = issued.identity, " ".join(issued.hosts)
-        table.add_row(identity.role.value, identity.name, _day(issued.not_after), hosts, str(issued.folder))
+        identity, end = issued.identity, issued.not_after
+        hosts, days = " ".join(issued.hosts), _days_left(end, now)
+        table.add_row(identity.role.value, identity.name, _day(end), days, hosts, str(issued.folder))
+    end = authority.not_after
+    table.add_row("authority", "", _day(end), _days_left(end, now), "", str(folder))
     print_figures(table)
 
 
-def _plain(issued: Issued) -> dict[str, JsonValue]:
+def _plain(issued: Issued, now: datetime.datetime) -> dict[str, JsonValue]:
     return {
         "role": issued.identity.role.value,
         "name": issued.identity.name,
-        "not_after": issued.not_after.isoformat(),
+        **_validity(issued.not_after, now),
         "hosts": list(issued.hosts),
         "folder": str(issued.folder),
     }
+
+
+def _validity(not_after: datetime.datetime, now: datetime.datetime) -> dict[str, JsonValue]:
+    """Return when a certificate ends, and the days until then: negative if it has."""
+    return {"not_after": not_after.isoformat(), "days_left": round(_days(not_after, now), 2)}
+
+
+def _days(not_after: datetime.datetime, now: datetime.datetime) -> float:
+    return (not_after - now) / datetime.timedelta(days=1)
+
+
+def _days_left(not_after: datetime.datetime, now: datetime.datetime) -> str:
+    days = _days(not_after, now)
+    return f"{days:.1f}" if days > 0 else "expired"
 
 
 def _day(when: datetime.datetime) -> str:

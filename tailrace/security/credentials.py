@@ -32,6 +32,7 @@ class Credentials:
 
     identity: Identity
     # Seconds since the Unix epoch.
+    not_before_s: float
     not_after_s: float
     authorities: bytes = field(repr=False)
     certificate: bytes = field(repr=False)
@@ -69,8 +70,8 @@ def read_credentials(folder: Path) -> Credentials:
         raise UnusableCredentials(f"{folder}: {_loading_problem(error)}") from error
     except (NoIdentity, ValueError) as error:
         raise UnusableCredentials(f"{folder / CERTIFICATE}: {error}") from error
-    not_after_s = ssl.cert_time_to_seconds(str(verified["notAfter"]))
-    return Credentials(identity, not_after_s, authorities, certificate, key, server, client)
+    from_s, until_s = (ssl.cert_time_to_seconds(str(verified[name])) for name in ("notBefore", "notAfter"))
+    return Credentials(identity, from_s, until_s, authorities, certificate, key, server, client)
 
 
 def uris_of(certificate: Mapping[str, object]) -> list[str]:

@@ -24,6 +24,12 @@ log = logging.getLogger(__name__)
 # Upper bound on how late a change is noticed; files are checked only when credentials are requested.
 _POLL_S: Final = 1.0
 
+_DAY_S: Final = 86_400.0
+# A certificate is reported daily in its last week, one that is valid for less than four weeks in its last
+# quarter.
+_WARN_S: Final = 7 * _DAY_S
+_WARN_SHARE: Final = 0.25
+
 _Stamp = tuple[tuple[int, int, int], ...]
 
 
@@ -35,15 +41,21 @@ class CredentialFolder:
     """
 
     def __init__(
-        self, path: Path, roles: frozenset[Role], clock: Callable[[], float] = time.monotonic
+        self,
+        path: Path,
+        roles: frozenset[Role],
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """Load the credentials. Raises UnusableCredentials.
 
-        `roles`: the roles that the certificate may have. `clock`: monotonic time in seconds.
+        `roles`: the roles that the certificate may have. `clock`: monotonic time in seconds; `wall_clock`:
+        seconds since the Unix epoch.
         """
         self._path = path
         self._roles = roles
         self._clock = clock
+        self._wall_clock = wall_clock
         # gRPC fetches credentials on its own threads.
         self._lock = threading.Lock()
         self._stamp = self._read_stamp()
@@ -53,6 +65,9 @@ class CredentialFolder:
         # Stamp of the files that failed to load, and whether that failure was logged.
         self._failed: _Stamp = ()
         self._logged = False
+        # When to warn of the certificate's end again, by `clock`.
+        self._warn_s = clock()
+        self._warn_of_end()
 
     @property
     def path(self) -> Path:
@@ -71,6 +86,7 @@ class CredentialFolder:
             if now_s >= self._next_check_s:
                 self._next_check_s = now_s + _POLL_S
                 self._refresh()
+                self._warn_of_end()
             return self._version, self._credentials
 
     def _refresh(self) -> None:
@@ -89,7 +105,26 @@ class CredentialFolder:
             return
         self._stamp = stamp
         self._version += 1
+        self._warn_s = self._clock()
         log.info("%s: new certificate, valid until %s", self._path, _day(self._credentials.not_after_s))
+
+    def _warn_of_end(self) -> None:
+        """Log that the certificate ends soon or has ended, once a day."""
+        now_s = self._clock()
+        if now_s < self._warn_s:
+            return
+        in_use = self._credentials
+        lifetime_s, left_s = in_use.not_after_s - in_use.not_before_s, in_use.not_after_s - self._wall_clock()
+        if left_s > min(_WARN_S, _WARN_SHARE * lifetime_s):
+            return
+        certificate, end = self._path / CERTIFICATE, _day(in_use.not_after_s)
+        if left_s > 0.0:
+            log.warning("%s expires in %.1f days, at %s", certificate, left_s / _DAY_S, end)
+            # The next one at the latest when it has expired.
+            self._warn_s = now_s + min(_DAY_S, left_s)
+        else:
+            log.error("%s expired at %s: new connections fail until it is replaced", certificate, end)
+            self._warn_s = now_s + _DAY_S
 
     def _read_stamp(self) -> _Stamp:
         found: list[tuple[int, int, int]] = []

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from tailrace.cli.main import main
 from tailrace.security.authority import Authority, AuthorityProblem
 from tailrace.security.credentials import UnusableCredentials, read_credentials
 from tailrace.security.folder import CredentialFolder
@@ -147,3 +150,60 @@ def test_a_second_authority_does_not_overwrite_the_first(authority: Authority) -
         Authority.create(authority.folder)
     with pytest.raises(AuthorityProblem, match="no authority"):
         Authority.load(authority.folder / "issued")
+
+
+def test_a_certificate_that_ends_soon_is_logged_daily_and_when_it_has_ended(
+    authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    issued = authority.issue(WORKER, days=90)
+    end_s, day_s = issued.not_after.timestamp(), 86_400.0
+    now_s = [end_s - 30 * day_s]
+    with caplog.at_level(logging.WARNING):
+        # Both clocks are the same one here.
+        folder = CredentialFolder(issued.folder, frozenset({Role.WORKER}), lambda: now_s[0], lambda: now_s[0])
+        for left_days, logged in [
+            (8.0, ""),
+            (6.5, "tls.crt expires in 6.5 days"),
+            (6.0, ""),
+            (5.4, "tls.crt expires in 5.4 days"),
+            (0.5, "tls.crt expires in 0.5 days"),
+            (0.3, ""),
+            (-0.01, "tls.crt expired at "),
+            (-0.5, ""),
+            (-1.1, "tls.crt expired at "),
+        ]:
+            caplog.clear()
+            now_s[0] = end_s - left_days * day_s
+            folder.current()
+            messages = [record.getMessage() for record in caplog.records]
+            assert len(messages) == bool(logged), (left_days, messages)
+            assert all(logged in message for message in messages)
+        # A new certificate ends the warnings.
+        authority.issue(WORKER, days=90)
+        caplog.clear()
+        now_s[0] = end_s - 2 * day_s
+        folder.current()
+        now_s[0] += 1.5 * day_s
+        folder.current()
+        assert not caplog.records
+
+
+def test_a_certificate_for_a_day_is_no_reason_to_warn(
+    authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    CredentialFolder(authority.issue(WORKER, days=1).folder, frozenset({Role.WORKER}))
+    assert not caplog.records
+
+
+def test_the_list_shows_the_days_left(authority: Authority) -> None:
+    authority.issue(WORKER, days=90)
+    authority.issue(Identity(Role.WORKER, "worker-1"), days=EXPIRED_DAYS)
+    table = CliRunner().invoke(main, ["certs", "list", "--dir", str(authority.folder)]).stdout.splitlines()
+    first, second, third = (
+        next(row for row in table if name in row) for name in ("r-0 ", "r-1 ", "authority")
+    )
+    assert " 90.0 " in first and " expired " in second and " 36" in third
+    listed = CliRunner().invoke(main, ["certs", "list", "--dir", str(authority.folder), "-o", "json"]).stdout
+    days = {each["name"]: each["days_left"] for each in json.loads(listed)["certificates"]}
+    assert days["worker-0"] == pytest.approx(90, abs=0.1) and days["worker-1"] <= 0
+    assert json.loads(listed)["authority"]["days_left"] > 3_600
