@@ -35,6 +35,7 @@ from frontend_svc.settings import (
     Settings,
     WaitLimits,
 )
+from tailrace.model_folder import TOKENIZER_FLAGS, ModelFolderError, require_model, require_tokenizer
 from tailrace.model_identity import identify_model
 from tailrace.records import ServiceRecord
 from tailrace.service.channels import Channels
@@ -234,6 +235,12 @@ def command(
             raise click.BadParameter(str(error), param_hint="VLLM_ARGUMENTS") from error
     if model is None:
         model, reasoning_parser = str(MODEL_PATH), reasoning_parser or REASONING_PARSER
+    try:
+        require_model(model)
+        if not any(argument.startswith(TOKENIZER_FLAGS) for argument in vllm_arguments):
+            require_tokenizer(model)
+    except ModelFolderError as error:
+        raise click.BadParameter(str(error), param_hint="--model") from error
     settings = Settings(
         frontend_id=common.member_id,
         http=http,

@@ -7,6 +7,7 @@ Follows vLLM's own launcher for API servers whose engines are managed elsewhere
 from __future__ import annotations
 
 import socket
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from frontend_svc.api_server.python import PythonBoot
 from frontend_svc.api_server.stream_start import StreamStart
 from frontend_svc.api_server.tenants import BodyLimit, TenantAdmission, TenantRequests, Tenants
 from tailrace.tenancy.file import KeyFile
+from tailrace.wire.setting_errors import one_line
 
 
 def parse_args(arguments: list[str]) -> Namespace:
@@ -76,7 +78,10 @@ async def serve(boot: PythonBoot, args: Namespace) -> None:
     """Serve until SIGTERM, then finish the responses in progress."""
     import_plugins(args)
     engine_args = AsyncEngineArgs.from_cli_args(args)
-    vllm_config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    try:
+        vllm_config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    except (TypeError, ValueError, OSError) as error:
+        sys.exit(f"vLLM's API server rejects these settings: {one_line(error)}")
     # With a count above one, API servers send every image in full. A single one omits what its engine has
     # seen, but here another engine may get the request.
     vllm_config.parallel_config._api_process_count = 2

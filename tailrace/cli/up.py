@@ -27,11 +27,12 @@ from tailrace.local.requirements import Missing, loses_precision, require_instal
 from tailrace.local.start import Starter
 from tailrace.local.state import RunFolder, RunFolderBusy, RunFolderUnusable, RunState
 from tailrace.local.stop import stop_parts
+from tailrace.model_folder import TOKENIZER_FLAGS, ModelFolderError, require_model, require_tokenizer
 from tailrace.policy.parameters import ParameterError, read_assignments
 from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, load
 from tailrace.security.roles import Role
 from tailrace.service.durations import KEPT_ANSWERS
-from tailrace.service.etcd import EtcdTls, etcd_command
+from tailrace.service.etcd import EtcdNotFoundError, EtcdTls, etcd_command
 from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 from tailrace.v1.admin_pb2 import SetPolicyRequest
 
@@ -235,8 +236,12 @@ def _start(options: ClusterOptions, folder: RunFolder) -> RunState:
 
 def _plan(options: ClusterOptions, folder: RunFolder) -> Plan:
     """Check the requirements that are known in advance, and plan the cluster."""
-    if options.model.startswith((".", "/", "~")) and not Path(options.model).expanduser().is_dir():
-        raise UsageProblem(f"--model: no folder {options.model}")
+    try:
+        require_model(options.model)
+        if not any(flag.startswith(TOKENIZER_FLAGS) for flag in options.frontend_arguments):
+            require_tokenizer(options.model)
+    except ModelFolderError as error:
+        raise UsageProblem(f"--model: {error}") from error
     if options.keep_answers_s and options.front is not Front.PYTHON:
         raise UsageProblem("--keep-answers: not supported by vllm-rs; use --front python")
     for flag in options.frontend_arguments:
@@ -249,6 +254,7 @@ def _plan(options: ClusterOptions, folder: RunFolder) -> Plan:
         require_free(options.host, options.port)
         shutil.rmtree(folder.data, ignore_errors=True)
         folder.data.mkdir(parents=True)
+        folder.require_room()
         plan = make_plan(
             options,
             free_ports,
@@ -258,8 +264,10 @@ def _plan(options: ClusterOptions, folder: RunFolder) -> Plan:
         )
         issue_certificates(plan)
         return plan
-    except (Missing, PortUnavailable, FileNotFoundError) as error:
+    except (Missing, PortUnavailable, EtcdNotFoundError) as error:
         raise CliError(str(error)) from error
+    except OSError as error:
+        raise RunFolderUnusable.of(folder.path, error) from error
 
 
 def _etcd_command(folder: RunFolder, tls: bool, port: int, health_port: int) -> Sequence[str]:

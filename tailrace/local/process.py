@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 from collections import deque
@@ -14,6 +15,10 @@ from tailrace.local.plan import PartSpec
 from tailrace.local.state import Part
 
 _LAST_LINES: Final = 20
+# An error that a service logs (tailrace.service.runtime), or one of its command line; and its message.
+_ERROR: Final = re.compile(r"(?:\S+ \S+ ERROR [\w.]+|Error): (.+)")
+# A front end's last line does not say why its API server has ended.
+_SEE_ABOVE: Final = "the API server "
 
 
 class PartFailed(RuntimeError):
@@ -24,11 +29,15 @@ class PartProcess:
     """A part started by this process. It has its own session, so it outlives this process."""
 
     def __init__(self, spec: PartSpec, log: Path, environment: Mapping[str, str]) -> None:
-        """Start the part. Raise PartFailed if its program cannot be run."""
+        """Start the part. Raise PartFailed if its program cannot be run, or its log cannot be written."""
         self.spec = spec
         self.log = log
         try:
-            with log.open("wb") as output:
+            output = log.open("wb")
+        except OSError as error:
+            raise PartFailed(f"{spec.name}: cannot write {log}: {error.strerror}") from error
+        try:
+            with output:
                 self._process = subprocess.Popen(
                     list(spec.command),
                     stdin=subprocess.DEVNULL,
@@ -51,7 +60,7 @@ class PartProcess:
         """Raise PartFailed with the last lines of the log if the part has exited."""
         code = self._process.poll()
         if code is not None:
-            raise PartFailed(f"{self.spec.name} exited while starting ({_cause(code)}){self._log_tail()}")
+            raise PartFailed(f"{self.spec.name} exited while starting ({_cause(code)}){self._reason()}")
 
     def timed_out(self) -> PartFailed:
         """Return the error of a part that was not ready in time."""
@@ -63,12 +72,24 @@ class PartProcess:
         """Reap the process if it has exited, so that it does not remain a zombie."""
         self._process.poll()
 
+    def _reason(self) -> str:
+        """Return the error with which the part ended, if that is the last line of its log, else the last
+        lines."""
+        last = self._last_lines()
+        found = _ERROR.match(last[-1]) if last else None
+        if found is None or found[1].startswith(_SEE_ABOVE) or any("Traceback" in line for line in last):
+            return self._log_tail()
+        return f": {found[1]} ({self.log})"
+
     def _log_tail(self) -> str:
-        with self.log.open(errors="replace") as lines:
-            last = [f"  {line.rstrip()}" for line in deque(lines, maxlen=_LAST_LINES)]
+        last = self._last_lines()
         if not last:
             return f"; nothing was written to {self.log}"
-        return "\n".join([f"; the last lines of {self.log}:", *last])
+        return "\n".join([f"; the last lines of {self.log}:", *(f"  {line}" for line in last)])
+
+    def _last_lines(self) -> list[str]:
+        with self.log.open(errors="replace") as lines:
+            return [line.rstrip() for line in deque(lines, maxlen=_LAST_LINES)]
 
 
 def _cause(code: int) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 import msgspec
 
@@ -17,6 +18,8 @@ from tailrace.local.plan import PartSpec
 RUN_DIR_ENV: Final = "TAILRACE_RUN_DIR"
 _DEFAULT: Final = ".run"
 _FILE: Final = "state.json"
+# etcd allocates 64 MB at once.
+_ROOM_BYTES: Final = 100_000_000
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +66,11 @@ class RunFolderBusy(RuntimeError):
 class RunFolderUnusable(RuntimeError):
     """The run folder cannot be used, or its state file is damaged; the message says which."""
 
+    @classmethod
+    def of(cls, path: Path, error: OSError) -> Self:
+        """Return the error of a folder that cannot be written."""
+        return cls(f"{path}: {error.strerror} ({RUN_DIR_ENV} names another folder)")
+
 
 class RunFolder:
     """`.run/` in the working directory, or TAILRACE_RUN_DIR: state file, logs, etcd's data."""
@@ -100,14 +108,28 @@ class RunFolder:
             ) from error
 
     def write(self, state: RunState) -> None:
-        """Replace the state file atomically."""
+        """Replace the state file atomically. Raise RunFolderUnusable if it cannot be written, as on a full
+        disk; the previous one stays."""
         partial = self.path / (_FILE + ".partial")
-        partial.write_bytes(msgspec.json.format(msgspec.json.encode(state)) + b"\n")
-        partial.replace(self.path / _FILE)
+        try:
+            partial.write_bytes(msgspec.json.format(msgspec.json.encode(state)) + b"\n")
+            partial.replace(self.path / _FILE)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise RunFolderUnusable.of(self.path, error) from error
 
     def forget(self) -> None:
         """Remove the state file."""
         (self.path / _FILE).unlink(missing_ok=True)
+
+    def require_room(self) -> None:
+        """Raise RunFolderUnusable if its disk has no room for a cluster."""
+        free = shutil.disk_usage(self.path).free
+        if free < _ROOM_BYTES:
+            raise RunFolderUnusable(
+                f"{self.path}: {free / 1e6:.0f} MB free; a local cluster needs {_ROOM_BYTES / 1e6:.0f} MB "
+                f"({RUN_DIR_ENV} names another folder)"
+            )
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -120,7 +142,7 @@ class RunFolder:
             self.logs.mkdir(parents=True, exist_ok=True)
             lock = (self.path / "lock").open("w")
         except OSError as error:
-            raise RunFolderUnusable(f"{self.path}: {error.strerror} ({RUN_DIR_ENV} names another)") from error
+            raise RunFolderUnusable.of(self.path, error) from error
         with lock as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -20,6 +20,7 @@ from tailrace.cli.main import main
         ("worker --profile no-such-profile", "no-such-profile"),
         ("frontend --front rust -- no-flag", "no-flag"),
         ("frontend --http nowhere", "--http"),
+        ("frontend --model /nowhere/at-all", "no folder /nowhere/at-all"),
         # Shorter than a client takes to come back.
         ("frontend --keep-answers 0.1", "--keep-answers"),
         ("frontend --keep-answers nan", "--keep-answers"),

@@ -143,6 +143,36 @@ def test_port_taken(here: Here) -> None:
     assert here.folder.read() is None
 
 
+def test_a_full_disk_is_one_line_and_nothing_is_left(here: Here) -> None:
+    # What is begun cannot be written down: it is stopped.
+    done = here.run("prlimit", "--fsize=100:100", *here.command("up", "--engine", "simulated"))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        f"tailrace: {here.folder.path}: File too large (TAILRACE_RUN_DIR names another folder)"
+    )
+    assert "Traceback" not in done.stderr
+    assert here.folder.read() is None
+    commands = [file.read_text() for file in Path("/proc").glob("[0-9]*/cmdline") if file.exists()]
+    assert not [command for command in commands if str(here.folder.path) in command]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small disk")
+def test_a_small_disk_is_one_line_before_anything_starts(here: Here) -> None:
+    # Otherwise etcd ends with a stack of its own.
+    here.folder.path.mkdir()
+    if here.run("mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(here.folder.path)).returncode:
+        pytest.skip("cannot mount a small disk")
+    try:
+        done = here.up()
+        assert done.returncode == 1
+        assert re.fullmatch(
+            rf"tailrace: {here.folder.path}: 4 MB free; a local cluster needs 100 MB \(TAILRACE_RUN_DIR .*\n",
+            done.stderr,
+        )
+    finally:
+        here.run("umount", "--lazy", str(here.folder.path))
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -168,9 +198,11 @@ def test_wrong_usage(
 
 
 def test_a_part_that_dies_while_starting(here: Here) -> None:
-    """The workers of an empty model folder end with an error; everything else is stopped."""
+    """The front end of a model of unknown kind ends with an error; everything else is stopped."""
     empty = here.path / "empty"
     empty.mkdir()
+    (empty / "config.json").write_text("{}")
+    (empty / "tokenizer.json").write_text("{}")
     done = here.up("--workers", "1", "--model", str(empty))
     assert done.returncode == 1
     assert re.search(r"(worker-0|frontend) exited while starting \(exit code \d+\)", done.stderr)

@@ -15,6 +15,7 @@ from tailrace.local.identity import Identity, identify
 from tailrace.local.plan import Tier
 from tailrace.local.state import Part, RunFolder, RunFolderBusy, RunFolderUnusable, RunState, find_state
 from tailrace.local.stop import stop_parts
+from tests.full_disk import files_end_at
 
 _STUBBORN = (
     "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); input()"
@@ -182,3 +183,16 @@ def test_a_folder_that_is_none_is_said_to_be(tmp_path: Path) -> None:
             folder.read()
         with pytest.raises(RunFolderUnusable, match=r"TAILRACE_RUN_DIR"), folder.locked():
             pass
+
+
+def test_a_state_that_cannot_be_written_leaves_the_previous_one(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write(RunState(etcd="127.0.0.1:2379"))
+    with (
+        files_end_at(100),
+        pytest.raises(RunFolderUnusable, match=f"{tmp_path}: File too large .TAILRACE_RUN_DIR"),
+    ):
+        folder.write(RunState(etcd="127.0.0.1:2380"))
+    state = folder.read()
+    assert state is not None and state.etcd == "127.0.0.1:2379"
+    assert [file.name for file in tmp_path.iterdir()] == ["state.json"]

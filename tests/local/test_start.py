@@ -56,6 +56,27 @@ async def _fail(plan: Plan, folder: RunFolder) -> tuple[str, RunState]:
     return str(failure.value), written[0]
 
 
+@pytest.mark.parametrize(
+    ("log", "shown"),
+    [
+        (
+            "Loading\n2026-01-02 03:04:05,678 ERROR worker.main: --model: no folder /x",
+            "--model: no folder /x",
+        ),
+        ("Usage: tailrace\nError: Invalid value for '--count': 0", "Invalid value for '--count': 0"),
+    ],
+)
+async def test_an_error_that_is_said_last_is_the_only_line(folder: RunFolder, log: str, shown: str) -> None:
+    message, _ = await _fail(_plan(_part("worker-1", _dies(log, 1))), folder)
+    assert message == f"worker-1 exited while starting (exit code 1): {shown} ({folder.logs}/worker-1.log)"
+
+
+async def test_what_the_last_line_does_not_explain_is_shown_with_the_lines_before(folder: RunFolder) -> None:
+    error = "2026-01-02 03:04:05,678 ERROR frontend_svc.main: the API server exited with status 1"
+    message, _ = await _fail(_plan(_part("frontend", _dies(f"no such parser\n{error}", 1))), folder)
+    assert "  no such parser\n" in message
+
+
 async def test_a_part_that_dies_is_told_with_its_last_lines(folder: RunFolder) -> None:
     plan = _plan(_part("patient", _HANGS), _part("worker-1", _dies("no such model", 3)))
     message, state = await _fail(plan, folder)

@@ -36,10 +36,24 @@ class Sink:
         self.died.set()
 
 
-async def test_a_model_that_is_not_there_is_a_clear_error() -> None:
-    engine = VllmEngine(VllmSettings(model="/nowhere/at-all", cpu_threads=1))
-    with pytest.raises(RuntimeError, match="did not start"):
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (VllmSettings(model="/nowhere/at-all", cpu_threads=1), "--model: no folder /nowhere/at-all"),
+        # Found only once the model is loaded.
+        (VllmSettings(model=str(MODEL_PATH), kv_blocks=4, cpu_threads=1), "max_model_len"),
+    ],
+    ids=["no model", "no room"],
+)
+async def test_a_wrong_setting_is_one_line_that_names_it(
+    settings: VllmSettings, named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = VllmEngine(settings)
+    with pytest.raises(RuntimeError, match="did not start") as raised:
         await engine.start(Sink())
+    assert named in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert not [record for record in caplog.records if record.exc_info and record.levelname != "DEBUG"]
 
 
 async def test_a_failure_of_the_engine_thread_is_told_to_all() -> None:

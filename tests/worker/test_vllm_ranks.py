@@ -45,6 +45,9 @@ async def test_streams_that_move_from_rank_to_rank_are_the_undisturbed_ones(
         ({"engine_args": {"data_parallel_size": 2}}, "data_parallel_size 2: start one worker for each"),
         ({"engine_args": {"nnodes": 2}}, "nnodes 2: a worker's ranks are on one machine"),
         ({"engine_args": {"tensor_parallel_size": "two"}}, "tensor_parallel_size 'two': a number of devices"),
+        ({"engine_args": {"dtype": "foo"}}, "dtype 'foo': Input should be 'auto', 'half', "),
+        ({"max_model_len": 1_000_000}, r"max_model_len \(1000000\) is greater than "),
+        ({"engine_args": {"max_model_length": 512}}, "no engine argument max_model_length"),
     ],
 )
 def test_what_cannot_be_is_said_in_one_line(

@@ -13,3 +13,7 @@ class NoRoom(EngineRefusal):
 
 class KvCorrupt(Exception):
     """A block's content does not match its checksum or name; the message names the block."""
+
+
+class EngineSettingError(RuntimeError):
+    """The engine cannot run with these settings; the message is one line that names the setting."""

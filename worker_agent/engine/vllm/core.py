@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from worker_agent.engine.base import StepColumns
+from worker_agent.engine.errors import EngineSettingError
 from worker_agent.engine.vllm.admission import Admission
 from worker_agent.engine.vllm.cache_watch import CacheWatch
 from worker_agent.engine.vllm.exports import Exports
@@ -106,6 +107,11 @@ class EngineThread:
     def _run(self) -> None:
         try:
             parts = self._load()
+        except EngineSettingError as error:
+            # For an operator, who needs the line and not the stack.
+            _log.debug("the vLLM engine did not start", exc_info=error)
+            self._started.set_exception(error)
+            return
         except Exception as error:  # noqa: BLE001 - thread boundary: passed to the caller of `start`
             _log.exception("the vLLM engine did not start")
             self._started.set_exception(error)

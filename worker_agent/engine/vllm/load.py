@@ -21,8 +21,9 @@ from vllm.v1.serial_utils import MsgpackDecoder
 
 from tailrace.handover import Way, by_replay
 from tailrace.intra.base import IntraPolicy
+from tailrace.wire.setting_errors import one_line
 from worker_agent.engine.base import Frames
-from worker_agent.engine.errors import EngineRefusal, NoRoom
+from worker_agent.engine.errors import EngineRefusal, EngineSettingError, NoRoom
 from worker_agent.engine.host_ledger import HostLedger
 from worker_agent.engine.vllm.adapters import Adapters
 from worker_agent.engine.vllm.connector import TailraceConnector
@@ -74,7 +75,11 @@ class LoadedCore:
         self.handover = handover_of(config)
         # Requests to a pooling model have a single output.
         self.pooling: bool = config.model_config.runner_type != "generate"
-        self.core = InProcessCore(config, Executor.get_class(config), log_stats=False)
+        try:
+            self.core = InProcessCore(config, Executor.get_class(config), log_stats=False)
+        except (ValueError, OSError) as error:
+            # Found only with the model at hand: no room for the KV of one request, missing files, ...
+            raise EngineSettingError(one_line(error)) from error
         self.adapters = Adapters(config, self.core)
         self.scheduler = self.core.scheduler
         self.kv_manager = self.scheduler.kv_cache_manager

@@ -10,6 +10,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
+from worker_agent.engine.errors import EngineSettingError
 from worker_agent.ranks.orphan import WORKER_PID
 
 # Settings of vLLM that workers do not support, and what to do instead.
@@ -24,11 +25,11 @@ _THREADS: Final = "OMP_NUM_THREADS"
 def prepare_ranks(arguments: Mapping[str, object]) -> int:
     """Return the number of ranks that vLLM's engine arguments imply, and prepare the environment for them.
 
-    Raises RuntimeError, naming the setting, for unsupported values.
+    Raises EngineSettingError, naming the setting, for unsupported values.
     """
     for name, instead in _ALONE.items():
         if arguments.get(name, 1) != 1:
-            raise RuntimeError(f"{name} {arguments[name]}: {instead}")
+            raise EngineSettingError(f"{name} {arguments[name]}: {instead}")
     tensor, stages = _size(arguments, "tensor_parallel_size"), _size(arguments, "pipeline_parallel_size")
     ranks = tensor * stages
     if ranks == 1:
@@ -42,7 +43,7 @@ def prepare_ranks(arguments: Mapping[str, object]) -> int:
         os.environ.setdefault(_THREADS, str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     elif (devices := torch.accelerator.device_count()) < ranks:
         wanted = f"tensor_parallel_size {tensor} x pipeline_parallel_size {stages}"
-        raise RuntimeError(f"{wanted} needs {ranks} devices; this process sees {devices}")
+        raise EngineSettingError(f"{wanted} needs {ranks} devices; this process sees {devices}")
     return ranks
 
 
@@ -59,5 +60,5 @@ def ranks_reason(config: VllmConfig) -> str:
 def _size(arguments: Mapping[str, object], name: str) -> int:
     size = arguments.get(name, 1)
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise RuntimeError(f"{name} {size!r}: a number of devices expected")
+        raise EngineSettingError(f"{name} {size!r}: a number of devices expected")
     return size

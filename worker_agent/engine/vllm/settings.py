@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
-from pydantic import ValidationError
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
+from tailrace.model_folder import ModelFolderError, require_model
+from tailrace.wire.setting_errors import one_line
+from worker_agent.engine.errors import EngineSettingError
 from worker_agent.engine.vllm.connectors import transfer_config
 from worker_agent.engine.vllm.internals import require_multi, require_runner_v2
 from worker_agent.engine.vllm.parallel import prepare_ranks
@@ -59,11 +61,17 @@ class VllmSettings:
 
 
 def vllm_config(settings: VllmSettings) -> VllmConfig:
-    """Return vLLM's configuration. Raises RuntimeError, saying what to change, for unsupported settings.
+    """Return vLLM's configuration. Raises EngineSettingError for settings that it does not accept, or
+    RuntimeError, saying what to change, for unsupported ones.
 
     Call it on the thread that will load and run the model, because it sets that thread's number of CPU
     threads.
     """
+    try:
+        require_model(settings.model)
+    except ModelFolderError as error:
+        raise EngineSettingError(f"--model: {error}") from error
+    _require_known(settings.engine_args)
     os.environ.update(_ENVIRONMENT)
     arguments: dict[str, object] = {
         "model": settings.model,
@@ -99,8 +107,8 @@ def vllm_config(settings: VllmSettings) -> VllmConfig:
             worker_extension_cls="worker_agent.engine.vllm.runner_extension.RunnerExtension",
             kv_transfer_config=transfer,
         ).create_engine_config()
-    except (TypeError, ValueError) as error:
-        raise RuntimeError(f"vLLM rejects these engine arguments: {_one_line(error)}") from error
+    except (TypeError, ValueError, OSError) as error:
+        raise EngineSettingError(f"vLLM rejects these engine arguments: {one_line(error)}") from error
     if config.use_v2_model_runner:
         require_runner_v2()
     if config.kv_transfer_config.kv_connector == "MultiConnector":
@@ -118,8 +126,8 @@ def _choose_scheduler(config: VllmConfig, forced: bool) -> None:
     config.scheduler_config.scheduler_cls = f"worker_agent.engine.vllm.scheduler.{name}"
 
 
-def _one_line(error: Exception) -> str:
-    """Return the error's message in one line; for pydantic's errors, only the messages of the checks."""
-    if not isinstance(error, ValidationError):
-        return " ".join(str(error).split())
-    return "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())
+def _require_known(engine_args: Mapping[str, Json]) -> None:
+    """Raise EngineSettingError for arguments that vLLM does not have."""
+    unknown = sorted(engine_args.keys() - {each.name for each in fields(EngineArgs)})
+    if unknown:
+        raise EngineSettingError(f"--engine-arg: vLLM has no engine argument {', '.join(unknown)}")

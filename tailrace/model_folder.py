@@ -1,0 +1,52 @@
+"""Check a model's folder before anything is started with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+# As Hugging Face and Mistral name a model's configuration.
+_CONFIGURATIONS: Final = ("config.json", "params.json")
+# Any of these may be, or contain, a tokenizer.
+_TOKENIZERS: Final = (
+    "tokenizer.json",
+    "tokenizer.model*",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "*.tiktoken",
+    "tokenization_*.py",
+    "*.gguf",
+)
+# Flags of `vllm serve` with which the model's folder needs no tokenizer.
+TOKENIZER_FLAGS: Final = ("--tokenizer", "--skip-tokenizer-init")
+
+
+class ModelFolderError(ValueError):
+    """A path holds no usable model; the message is one line that names the path."""
+
+
+def require_model(model: str) -> None:
+    """Raise ModelFolderError for a path without a model. Other names, those of a hub, are not checked."""
+    folder = Path(model).expanduser()
+    if folder.is_file():
+        return
+    if not folder.is_dir():
+        if model.startswith(("/", ".", "~")):
+            raise ModelFolderError(f"no folder {model}")
+        return
+    if not _has_any(folder, _CONFIGURATIONS):
+        raise ModelFolderError(f"{model} has no {_CONFIGURATIONS[0]}")
+
+
+def require_tokenizer(model: str) -> None:
+    """Raise ModelFolderError for a folder without a tokenizer."""
+    folder = Path(model).expanduser()
+    if folder.is_dir() and not _has_any(folder, _TOKENIZERS):
+        raise ModelFolderError(f"{model} has no tokenizer ({_TOKENIZERS[0]})")
+
+
+def _has_any(folder: Path, patterns: Iterable[str]) -> bool:
+    return any(True for pattern in patterns for _ in folder.glob(pattern))
