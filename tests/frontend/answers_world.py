@@ -1,4 +1,4 @@
-"""Front ends that keep answers, without API servers and workers, on a network that a test rules."""
+"""Front ends that keep answers, without API servers and workers, on a network controlled by the test."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KEEP_S = 60.0
 
 @dataclass(eq=False)
 class Pending:
-    """A call of one front end that has not reached the other one."""
+    """A call between two front ends that is in flight."""
 
     deliver: Callable[[], answers_pb2.KeepReply]
     source: str
@@ -36,16 +36,16 @@ class Pending:
 
 
 class Network:
-    """Front ends of a test, and the calls that are between them."""
+    """The front ends of a test and the calls in flight between them."""
 
     def __init__(self) -> None:
         self.fronts: dict[str, FrontEnd] = {}
         self.pending: list[Pending] = []
-        # Pairs that do not reach each other.
-        self.apart: set[frozenset[str]] = set()
+        # Pairs of front ends that cannot reach each other.
+        self.partitioned: set[frozenset[str]] = set()
         self.now_s = 0.0
         self.answers = itertools.count()
-        # No token is made twice: one that is lost and made again is another one.
+        # Every generated token is unique, so that a lost token differs from the one generated in its place.
         self.tokens = itertools.count(1)
         self._random = Random(0)
 
@@ -53,7 +53,7 @@ class Network:
         return run + 1 + self._random.randrange(1 << 32)
 
     def reaches(self, source: str, target: str) -> bool:
-        return target in self.fronts and frozenset((source, target)) not in self.apart
+        return target in self.fronts and frozenset((source, target)) not in self.partitioned
 
 
 class NetworkPeers:
@@ -94,7 +94,7 @@ class NetworkPeers:
             (peer, self._network.fronts[peer.frontend_id].coordinator.handle_find(request))
             for peer in self.reachable()
         ]
-        # What is found may have changed when it is told.
+        # The state may change before the reply arrives.
         await asyncio.sleep(0)
         return [(peer, reply) for peer, reply in found if reply.answer_id or reply.expired]
 
@@ -104,15 +104,15 @@ class NetworkPeers:
         return reply.part if reply.HasField("part") else None
 
     def tick(self) -> None:
-        """Who is reached is known at once."""
+        """Do nothing: reachability is always up to date."""
 
     async def close(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: there are no tasks to cancel."""
 
 
 @dataclass(eq=False)
 class Connection:
-    """One response to one client: what the API server's middleware makes of a run."""
+    """One HTTP response to one client, as the API server's middleware produces it from a run."""
 
     opened: Opened
     client: Client
@@ -120,8 +120,8 @@ class Connection:
     tokens: int = 0
     closed: bool = False
 
-    def told(self, token_ids: Sequence[int], last: bool) -> None:
-        """An output: each token makes one event."""
+    def deliver(self, token_ids: Sequence[int], last: bool) -> None:
+        """Convert an output to events, one per token."""
         for token_id in token_ids:
             self.tokens += 1
             if self.tokens <= self.opened.skip:
@@ -136,29 +136,29 @@ class Connection:
 
 @dataclass(eq=False)
 class Client:
-    """Who has asked, and comes back."""
+    """A client that sends a request and reconnects for the rest of its answer."""
 
     number: int
     key: str
     answer_id: str = ""
     events: list[int] = field(default_factory=list)
-    # Run and number of the last event.
+    # Run and number of the last event received.
     seen: tuple[int, int] = (0, 0)
     complete: bool = False
-    # It was told that nobody has the rest.
+    # Whether it was told that the rest is not available.
     denied: bool = False
     connection: Connection | None = None
-    # How often it has connected.
+    # Number of connections it has made.
     attempts: int = 0
 
     def start_again(self) -> None:
-        """Throw away what it has: it comes with its key alone."""
+        """Discard all received events, as a client that reconnects with its key alone."""
         self.events.clear()
         self.seen = (0, 0)
 
 
 class FrontEnd:
-    """One front end: its desk, its streams, and its API server's connections."""
+    """One front end: its coordinator, its streams, and its API server's connections."""
 
     _numbers = itertools.count()
 
@@ -183,7 +183,7 @@ class FrontEnd:
 
     @property
     def uncopied(self) -> float | None:
-        """As its metrics say."""
+        """The number of answers without a copy, from the metrics."""
         return self._registry.get_sample_value("tailrace_frontend_answers_uncopied")
 
     def send_output(self, handle: int, frames: Sequence[bytes], tokens: int, last: bool) -> None:
@@ -191,7 +191,7 @@ class FrontEnd:
             connection = self.connections.get(output.request_id)
             if connection is not None and not connection.closed:
                 assert len(output.new_token_ids) == tokens
-                connection.told(output.new_token_ids, output.finish_reason is not None)
+                connection.deliver(output.new_token_ids, output.finish_reason is not None)
 
     def end_request(self, request_id: str, refusal: Refusal) -> None:
         stream = self.table.find(request_id)
@@ -203,10 +203,10 @@ class FrontEnd:
             connection.closed = True
 
     def reply(self, frames: Sequence[bytes]) -> None:
-        raise AssertionError("nobody calls by messages here")
+        raise AssertionError("no calls by messages in these tests")
 
     def begin(self, client: Client, opened: Opened, attempt: int) -> None:
-        """The API server runs the request, though its client may have gone meanwhile."""
+        """Run the request in the API server, although its client may have disconnected meanwhile."""
         connection = Connection(opened, client, closed=attempt != client.attempts)
         if not connection.closed:
             client.connection = connection
@@ -226,14 +226,14 @@ class FrontEnd:
         self.coordinator.attach_stream(stream, request)
 
 
-async def quiet() -> None:
-    """Until everybody has had their turn."""
+async def run_ready_tasks() -> None:
+    """Yield to the event loop until all tasks that can run have run."""
     for _ in range(20):
         await asyncio.sleep(0)
 
 
-async def open_at(front: FrontEnd, client: Client, network: Network) -> None:
-    """The client connects; its old connection may not have been seen to break."""
+async def connect(front: FrontEnd, client: Client, network: Network) -> None:
+    """Connect the client; the end of its previous connection may not have been noticed yet."""
     client.attempts += 1
     attempt = client.attempts
     if client.connection is not None:
@@ -260,23 +260,28 @@ async def open_at(front: FrontEnd, client: Client, network: Network) -> None:
 
 
 def generate(front: FrontEnd, stream: Stream, count: int, network: Network) -> None:
-    """An instance makes tokens for a stream."""
-    made = [next(network.tokens) for _ in range(min(count, LENGTH - stream.accepted))]
+    """Generate tokens for a stream, as an instance does."""
+    token_ids = [next(network.tokens) for _ in range(min(count, LENGTH - stream.accepted))]
     flags = 0 if stream.accepted else PREFILL_DONE
     front.coordinator.heard_instance()
-    stream.token_ids.extend(made)
+    stream.token_ids.extend(token_ids)
     finished = stream.accepted >= LENGTH
-    output = EngineCoreOutput(stream.request_id, made, finish_reason=FinishReason.STOP if finished else None)
+    output = EngineCoreOutput(
+        stream.request_id, token_ids, finish_reason=FinishReason.STOP if finished else None
+    )
     if finished:
         flags |= FINISHED
         front.table.close(stream)
     if front.coordinator.keeps(stream.handle):
-        front.coordinator.append_output(stream.handle, encode_outputs([output]), made, flags)
+        front.coordinator.append_output(stream.handle, encode_outputs([output]), token_ids, flags)
 
 
 def end_call(network: Network, pending: Pending, fate: str = "deliver") -> None:
-    """A call arrives; or is `lost`, or its reply is `unheard` (`silent`: and the time for it is up), or the
-    front end that is called `fails` it."""
+    """Complete a call as `fate` says.
+
+    "deliver": it succeeds; "lost": it never arrives; "reply_lost": only its reply is lost; "silent": the
+    same, and the caller's deadline expires; "fails": the called front end returns an error.
+    """
     if fate == "fails":
         pending.result.set_exception(PeerCallFailed())
         return

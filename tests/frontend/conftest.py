@@ -1,4 +1,4 @@
-"""A front end without HTTP: a fake API server, the real engine core, scripted workers over real gRPC."""
+"""A front end without HTTP: a fake API server, the real engine core, scripted workers over real sockets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLACE_WAIT_S = 0.5
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
-    """Look until it is true; for states that announce themselves to nobody."""
+    """Poll until the condition is true, for states without notification. Raise TimeoutError after 10 s."""
     async with asyncio.timeout(10):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
@@ -34,7 +34,7 @@ async def eventually(condition: Callable[[], bool]) -> None:
 
 @dataclass
 class Rig:
-    """One front end and its fleet. Placement is the fallback's: fewest streams, then the lowest name."""
+    """One front end and its fleet. Fallback placement: fewest streams first, then the lowest name."""
 
     front: FakeApiServer
     engine: FleetEngine
@@ -45,7 +45,7 @@ class Rig:
     crashes: dict[str, Callable[[], None]] = field(default_factory=dict)
 
     async def worker(self, instance_id: str, max_message_bytes: int = 0) -> ScriptedWorker:
-        """A new member, attached."""
+        """Add a member and wait until the front end has attached to it."""
         worker = await self.member(instance_id, None, max_message_bytes)
         await eventually(lambda: instance_id in self.engine.workers.attached())
         return worker
@@ -53,7 +53,7 @@ class Rig:
     async def member(
         self, instance_id: str, identity: ModelIdentity | None, max_message_bytes: int = 0
     ) -> ScriptedWorker:
-        """A new member that runs this model; whether the front end attaches is its own affair."""
+        """Add a member that runs this model, without waiting for the front end to attach."""
         worker = ScriptedWorker(instance_id)
         worker.max_message_bytes = max_message_bytes
         worker.model = "" if identity is None else identity.key
@@ -64,17 +64,17 @@ class Rig:
         return worker
 
     async def crash(self, worker: ScriptedWorker) -> None:
-        """Its connections break at once."""
+        """Break the worker's connections at once and accept no new ones."""
         self.crashes[worker.instance_id]()
 
     def count(self, name: str, **labels: str) -> float:
-        """A metric's value; 0 when it has never been counted."""
+        """Return a metric's value, 0 if it has no sample yet."""
         return self.registry.get_sample_value(f"tailrace_frontend_{name}", labels) or 0.0
 
 
 @pytest.fixture
 def limits() -> Limits:
-    """What the front end holds at most; a test may say otherwise by indirect parameters."""
+    """Limits of the front end; a test can override them by indirect parametrization."""
     return Limits()
 
 
@@ -86,7 +86,7 @@ async def open_rig(
     served: ServedModel | None = None,
     on_models: Callable[[frozenset[str]], None] = lambda models: None,
 ) -> AsyncIterator[Rig]:
-    """A front end with no workers yet."""
+    """Run a front end without workers."""
     flag = AdmissionFlag(folder / "admission")
     members, channels, registry = StaticMembers(), Channels(), CollectorRegistry()
     async with AsyncExitStack() as stack, FakeApiServer(folder) as front:
@@ -115,6 +115,6 @@ async def open_rig(
 
 @pytest.fixture
 async def rig(tmp_path: Path, limits: Limits) -> AsyncIterator[Rig]:
-    """The one of a test."""
-    async with open_rig(tmp_path, limits) as opened:
-        yield opened
+    """A running front end without workers."""
+    async with open_rig(tmp_path, limits) as running_rig:
+        yield running_rig

@@ -1,4 +1,4 @@
-"""A scripted worker that answers by itself, in the tiny model's tokens (bytes)."""
+"""A scripted worker that answers every request, in the tiny model's tokens (bytes)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ ANSWER = "the answer"
 
 
 def script(request: EngineCoreRequest) -> list[int]:
-    """What is answered to any prompt."""
+    """Return the tokens of the answer, the same for every prompt."""
     return [THINK, *THOUGHT.encode(), END_THINK, *ANSWER.encode(), IM_END]
 
 
 class EchoWorker(ScriptedWorker):
-    """Answers every request at once, one token a step, within max_tokens.
+    """Worker that answers every request at once, one token per step, up to max_tokens.
 
     A request with min_tokens gets half of the thought and then nothing: it stays open until it is aborted.
     """
@@ -30,7 +30,7 @@ class EchoWorker(ScriptedWorker):
         self.submits: list[worker_pb2.Submit] = []
 
     async def on_submit(self, submit: worker_pb2.Submit) -> None:
-        """One step a token."""
+        """Send the answer, one step per token."""
         request = read_full_request(list(submit.frames))
         self.requests.append(request)
         self.submits.append(submit)

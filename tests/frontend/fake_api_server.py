@@ -1,4 +1,4 @@
-"""vLLM's API server as its engine core sees it: a ROUTER and a PULL."""
+"""vLLM's API server as its engine core sees it: a ROUTER and a PULL socket."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WAIT_S = 10.0
 
 
 class FakeApiServer:
-    """Collects the outputs of each request in the order in which they arrive."""
+    """Collects the outputs of each request in order of arrival."""
 
     def __init__(self, folder: Path) -> None:
         self._context = zmq.asyncio.Context()
@@ -39,7 +39,7 @@ class FakeApiServer:
         self._output.bind(f"ipc://{folder / 'out'}")
         self._encoder = msgspec.msgpack.Encoder()
         self._calls = 0
-        # Seconds that anything may take.
+        # Deadline of every wait, in seconds.
         self.wait_s = WAIT_S
         self._reader: asyncio.Task[None] | None = None
         self._arrived = asyncio.Condition()
@@ -62,7 +62,7 @@ class FakeApiServer:
         self._context.term()
 
     async def ready(self) -> ReadyResponse:
-        """The engine core's first message."""
+        """Wait for the engine core's first message and return it."""
         async with asyncio.timeout(WAIT_S):
             identity, payload = await self._input.recv_multipart()
         assert identity == engine_identity(0)
@@ -78,7 +78,7 @@ class FakeApiServer:
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
     ) -> None:
-        """A new request. `adapter`: name, number, path."""
+        """Add a request. `adapter`: name, number, path."""
         sampling = self.sampling(max_tokens, extra_args)
         lora = msgspec.Raw(msgspec.msgpack.encode(adapter))
         request = EngineCoreRequest(
@@ -99,16 +99,16 @@ class FakeApiServer:
 
     @staticmethod
     def sampling(max_tokens: int, extra_args: Mapping[str, object] | None) -> SamplingParams:
-        """A request's parameters."""
+        """Return sampling parameters with this output limit, in tokens."""
         raw = msgspec.Raw(msgspec.msgpack.encode(extra_args))
         return SamplingParams(max_tokens=max_tokens, extra_args=raw)
 
     async def abort(self, *request_ids: str) -> None:
-        """The clients are gone."""
+        """Abort requests, as when their clients disconnect."""
         await self._send(RequestType.ABORT, list(request_ids))
 
     async def call(self, method: str) -> bytes:
-        """A utility call's raw answer."""
+        """Make a utility call and return its raw reply."""
         self._calls += 1
         call_id = self._calls
         await self._send(RequestType.UTILITY, (0, call_id, method, ()))
@@ -116,17 +116,17 @@ class FakeApiServer:
         return self.utilities[call_id]
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for outputs to make the condition true."""
+        """Wait for outputs to make the condition true. Raise TimeoutError after `wait_s` seconds."""
         async with asyncio.timeout(self.wait_s), self._arrived:
             await self._arrived.wait_for(condition)
 
     async def tokens_of(self, request_id: str, count: int) -> list[int]:
-        """The request's tokens once there are so many."""
+        """Wait until the request has `count` tokens and return all that it has."""
         await self.until(lambda: len(self.tokens[request_id]) >= count)
         return self.tokens[request_id]
 
     async def end_of(self, request_id: str) -> EngineCoreOutput:
-        """The request's last output."""
+        """Wait for the request's last output and return it."""
         await self.until(lambda: request_id in self.ends)
         return self.ends[request_id]
 

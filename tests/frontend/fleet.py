@@ -1,4 +1,4 @@
-"""A fleet's membership without etcd."""
+"""Membership of a fleet without etcd."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tailrace.rollout.record import RolloutRecord
 
 
 def record(instance_id: str, address: str) -> InstanceRecord:
-    """A member whose engine does not matter, as of a fresh start."""
+    """Return the record of a freshly started instance with an arbitrary engine."""
     return InstanceRecord(
         instance_id=instance_id,
         incarnation=uuid.uuid4().hex,
@@ -30,7 +30,7 @@ def record(instance_id: str, address: str) -> InstanceRecord:
 
 
 class StaticMembers:
-    """Membership that a test changes by hand."""
+    """Membership that a test edits directly."""
 
     def __init__(self) -> None:
         self.instances: dict[str, InstanceRecord] = {}
@@ -48,6 +48,6 @@ class StaticMembers:
         self._listeners.append(callback)
 
     def changed(self) -> None:
-        """Tell the listeners."""
+        """Notify the listeners of a change."""
         for callback in self._listeners:
             callback()

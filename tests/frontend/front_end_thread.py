@@ -1,4 +1,4 @@
-"""A whole front end, API server included, over an echoing worker; runs beside the tests in a thread."""
+"""A complete front end, including the API server, over an echo worker, in a thread of the test process."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ DRAIN_S = 30.0
 
 
 class FrontEndThread:
-    """`url` is where users connect. `members` may be changed through `call`."""
+    """Front end in a thread. Users connect to `url`; change `members` only through `call`."""
 
     def __init__(self, front: Front, vllm_rs: Path, worker: EchoWorker | None = None) -> None:
         self.front = front
         self.url = ""
         self.worker = worker or EchoWorker("w0")
-        # A prompt of usual size fits; a request can be made that does not.
+        # Large enough for a usual prompt, small enough that a test can exceed it.
         self.worker.max_message_bytes = MIN_MESSAGE_BYTES
         self.members = StaticMembers()
         self.registry = CollectorRegistry()
         self.shutdown = Shutdown()
-        # What the health check would say.
+        # The state that the health check would report.
         self.serving = False
         self._vllm_rs = vllm_rs
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -50,20 +50,20 @@ class FrontEndThread:
         self._thread = threading.Thread(target=self._run, name=f"front end {front.value}")
 
     def start(self) -> None:
-        """Start and wait until users can connect."""
+        """Start and wait until users can connect. Raise RuntimeError if the front end does not start."""
         self._thread.start()
         if not self._ready.wait(START_S) or self._error is not None:
             self.stop()
             raise RuntimeError("the front end did not start") from self._error
 
     def stop(self) -> None:
-        """Stop and wait."""
+        """Stop and wait for the end of the thread."""
         if self._loop is not None and self._main is not None:
             self._loop.call_soon_threadsafe(self._main.cancel)
         self._thread.join()
 
     def call(self, work: Coroutine[None, None, T]) -> T:
-        """Run in the front end's loop."""
+        """Run a coroutine in the front end's event loop and return its result."""
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
 

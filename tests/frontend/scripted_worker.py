@@ -1,4 +1,4 @@
-"""A worker over a real connection that says what a test tells it to say."""
+"""A worker over a real connection that sends what the test scripts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ READY = write_ready(
     )
 )
 FINISHED, PREFILL_DONE, REASONING_ENDED, FAILED = 1, 2, 4, 8
-# What engine cores answer to the calls that API servers make at their start.
+# Replies of engine cores to the calls that API servers make at startup.
 UTILITY_RESULTS: dict[str, object] = {"get_supported_tasks": ["generate"], "is_sleeping": False}
 WAIT_S = 10.0
 
@@ -52,7 +52,7 @@ def outputs(
     flags: int = 0,
     epoch: int | None = None,
 ) -> worker_pb2.AttachDown:
-    """One request's outputs in one step."""
+    """Return the message of a step with outputs of one request."""
     reason = FinishReason.ERROR if flags & FAILED else FinishReason.STOP
     output = EngineCoreOutput(
         submit.request_id, list(token_ids), finish_reason=reason if flags & (FINISHED | FAILED) else None
@@ -71,12 +71,12 @@ def outputs(
 
 
 def taken(submit: worker_pb2.Submit) -> worker_pb2.AttachDown:
-    """The engine has it."""
+    """Return the message that the engine has accepted the request."""
     return worker_pb2.AttachDown(taken=worker_pb2.Taken(handle=submit.handle, epoch=submit.epoch))
 
 
 def merge(*messages: worker_pb2.AttachDown, frames: list[bytes]) -> worker_pb2.AttachDown:
-    """Several requests' outputs as one step."""
+    """Combine messages of single requests to one step with these frames."""
     step = worker_pb2.StepOutputs()
     for message in messages:
         step.MergeFrom(message.outputs)
@@ -86,25 +86,26 @@ def merge(*messages: worker_pb2.AttachDown, frames: list[bytes]) -> worker_pb2.A
 
 
 class ScriptedWorker:
-    """Hands what it receives to the test, answers utilities, beats until told to be silent."""
+    """Worker that queues received messages for the test, answers utility calls and sends heartbeats."""
 
     def __init__(self, instance_id: str) -> None:
         self.instance_id = instance_id
         self.address = ""
         self.received: asyncio.Queue[worker_pb2.AttachUp] = asyncio.Queue()
+        # Whether to stop sending heartbeats.
         self.silent = False
-        # Says of what is submitted that its engine has it.
+        # Whether to confirm that the engine has accepted a submission.
         self.takes = True
-        # What it announces to take; 0: nothing is said.
+        # The message limit announced in the hello, in bytes; 0: none.
         self.max_message_bytes = 0
-        # Key of the model that it runs.
+        # Key of the model announced in the hello.
         self.model = ""
         self._down: asyncio.Queue[worker_pb2.AttachDown] | None = None
         self._streams: list[MessageStream[worker_pb2.AttachUp]] = []
         self._crashed = False
 
     async def serve(self, stream: MessageStream[worker_pb2.AttachUp]) -> None:
-        """The data path."""
+        """Serve one connection of the data path."""
         if self._crashed:
             return
         down: asyncio.Queue[worker_pb2.AttachDown] = asyncio.Queue()
@@ -135,23 +136,23 @@ class ScriptedWorker:
             reader.cancel()
 
     def hang_up(self) -> None:
-        """Its connections break; it lives on, and takes new ones."""
+        """Break the connections; the worker stays alive and accepts new ones."""
         for stream in self._streams:
             stream.close()
 
     def crash(self) -> None:
-        """Its connections break, and it takes no new ones."""
+        """Break the connections and accept no new ones."""
         self._crashed = True
         for stream in self._streams:
             stream.close()
 
     def say(self, message: worker_pb2.AttachDown) -> None:
-        """Send on the open stream."""
+        """Send a message on the latest connection."""
         assert self._down is not None
         self._down.put_nowait(message)
 
     async def expect(self, kind: str) -> worker_pb2.AttachUp:
-        """The next message of this kind; others before it are passed over."""
+        """Return the next message of this kind and drop others before it. Raise TimeoutError after 10 s."""
         async with asyncio.timeout(WAIT_S):
             while True:
                 message = await self.received.get()
@@ -159,11 +160,11 @@ class ScriptedWorker:
                     return message
 
     async def submitted(self) -> worker_pb2.Submit:
-        """The next request."""
+        """Return the next submission."""
         return (await self.expect("submit")).submit
 
     async def on_submit(self, submit: worker_pb2.Submit) -> None:
-        """For subclasses that answer by themselves."""
+        """Handle a submission; for subclasses that answer requests."""
 
     async def _read(
         self, stream: MessageStream[worker_pb2.AttachUp], down: asyncio.Queue[worker_pb2.AttachDown]
@@ -187,7 +188,7 @@ class ScriptedWorker:
 
 @asynccontextmanager
 async def serving(worker: ScriptedWorker) -> AsyncIterator[Callable[[], None]]:
-    """The worker on a free port; what is yielded is its crash."""
+    """Serve the worker on a free port and yield a function that crashes it."""
     async with AsyncExitStack() as stack:
         worker.address = await stack.enter_async_context(
             serve_streams("127.0.0.1:0", worker_pb2.AttachUp, worker.serve)

@@ -1,4 +1,4 @@
-"""A worker with the simulated engine over a real connection, as far as front ends see one; it can die."""
+"""A worker with the simulated engine over a real connection, reduced to what front ends see; it can crash."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from worker_agent.sink import FrontEndSink
 
 
 class _Submissions(Dispatcher):
-    """Requests come and are aborted; nothing migrates."""
+    """Dispatcher of submissions and aborts, without migrations."""
 
     def __init__(self, engine: SimulatedEngine, admission: Admission, carried: CarriedRequests) -> None:
         self._engine, self._admission, self._carried = engine, admission, carried
@@ -46,41 +46,43 @@ class _Submissions(Dispatcher):
 
 
 class SimulatedWorker:
-    """`says_so`: a dying engine is told to front ends; else its process is simply gone, and its port
-    closed."""
+    """Worker whose engine can die. `says_goodbye`: it reports this to front ends; otherwise the process
+    disappears and its port is closed."""
 
-    def __init__(self, instance_id: str, settings: SimulatedSettings, faults: Faults, says_so: bool) -> None:
+    def __init__(
+        self, instance_id: str, settings: SimulatedSettings, faults: Faults, says_goodbye: bool
+    ) -> None:
         self.instance_id = instance_id
         self.address = ""
         self.died = False
-        # Requests that were submitted here, each time.
+        # IDs of the submitted requests, once per submission.
         self.submitted: list[str] = []
         self._settings = settings
         self._faults = faults
-        self._says_so = says_so
+        self._says_goodbye = says_goodbye
         self._front_ends = FrontEnds()
-        self._over = asyncio.Event()
+        self._stopped = asyncio.Event()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """From its start to its end, which may come earlier."""
-        up = asyncio.Event()
-        task = asyncio.create_task(self._run(up))
-        await up.wait()
+        """Run the worker; it may end earlier by itself."""
+        started = asyncio.Event()
+        task = asyncio.create_task(self._run(started))
+        await started.wait()
         try:
             yield
         finally:
-            self._over.set()
+            self._stopped.set()
             await task
 
     def die(self, reason: str) -> None:
-        """As its engine does."""
+        """End the worker as when its engine dies."""
         self.died = True
-        if self._says_so:
+        if self._says_goodbye:
             self._front_ends.send_goodbye(worker_pb2.Goodbye(engine_failed=True, reason=reason))
-        self._over.set()
+        self._stopped.set()
 
-    async def _run(self, up: asyncio.Event) -> None:
+    async def _run(self, started: asyncio.Event) -> None:
         engine = SimulatedEngine(self._settings, faults=self._faults)
         carried, metrics = CarriedRequests(), WorkerMetrics(WorkerHistograms(CollectorRegistry()))
         sink = FrontEndSink(self._front_ends, carried, PhaseEvents(), metrics, self.die, lambda key: None)
@@ -91,12 +93,12 @@ class SimulatedWorker:
             instance_id=self.instance_id, incarnation="1", ready_response=info.ready_response
         )
         streams = AttachStreams(self._front_ends, _Submissions(engine, admission, carried), hello)
-        beating = asyncio.create_task(send_heartbeats(self._front_ends, 30.0))
+        heartbeats = asyncio.create_task(send_heartbeats(self._front_ends, 30.0))
         async with serve_streams("127.0.0.1:0", worker_pb2.AttachUp, streams.serve_stream) as self.address:
-            up.set()
-            await self._over.wait()
-        beating.cancel()
-        await asyncio.gather(beating, return_exceptions=True)
+            started.set()
+            await self._stopped.wait()
+        heartbeats.cancel()
+        await asyncio.gather(heartbeats, return_exceptions=True)
         await engine.stop()
 
 

@@ -1,4 +1,4 @@
-"""The commit of a migration at the front end."""
+"""Adoption of a request by a migration's target: the commit at the front end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.frontend.scripted_worker import FINISHED, ScriptedWorker, outputs
 
 
 def adopt(submit: worker_pb2.Submit, next_index: int, from_epoch: int = 0) -> worker_pb2.AttachDown:
-    """What a target sends once it has everything."""
+    """Return the message that a target sends once it has all KV blocks."""
     return worker_pb2.AttachDown(
         adopt=worker_pb2.Adopt(
             migration_id="m",
@@ -26,14 +26,14 @@ def adopt(submit: worker_pb2.Submit, next_index: int, from_epoch: int = 0) -> wo
 
 
 async def two_workers(rig: Rig) -> tuple[ScriptedWorker, ScriptedWorker, worker_pb2.Submit]:
-    """A source that carries request r, and a target."""
+    """Start a source that carries request r, and a target."""
     source, target = await rig.worker("a"), await rig.worker("b")
     await rig.front.ready()
     await rig.front.add("r")
     return source, target, await source.submitted()
 
 
-async def test_commit_changes_owner_and_epoch_in_one_step(rig: Rig) -> None:
+async def test_commit_changes_owner_and_epoch_atomically(rig: Rig) -> None:
     source, target, submit = await two_workers(rig)
     source.say(outputs(submit, [1, 2], 0))
     await rig.front.tokens_of("r", 2)
@@ -52,7 +52,7 @@ async def test_commit_changes_owner_and_epoch_in_one_step(rig: Rig) -> None:
 async def test_commit_waits_for_tokens_in_flight(rig: Rig) -> None:
     source, target, submit = await two_workers(rig)
     target.say(adopt(submit, 1))
-    # The target's stream is in order: this answer says that Adopt has been read.
+    # The target's messages are read in order: this reply proves that Adopt has been read.
     query = worker_pb2.OwnershipQuery(handle=submit.handle, epoch=5)
     target.say(worker_pb2.AttachDown(ownership_query=query))
     assert not (await target.expect("ownership")).ownership.current
@@ -63,7 +63,7 @@ async def test_commit_waits_for_tokens_in_flight(rig: Rig) -> None:
     assert rig.front.tokens["r"] == [1, 2]
 
 
-async def test_tokens_that_never_come_mean_no_commit(rig: Rig) -> None:
+async def test_adoption_is_refused_if_tokens_never_arrive(rig: Rig) -> None:
     source, target, submit = await two_workers(rig)
     target.say(adopt(submit, 1))
     reply = (await target.expect("adopt_reply")).adopt_reply
@@ -73,25 +73,25 @@ async def test_tokens_that_never_come_mean_no_commit(rig: Rig) -> None:
     assert rig.front.tokens["r"] == [1]
 
 
-async def test_refusals_say_why(rig: Rig) -> None:
+async def test_adoption_refusals_state_the_reason(rig: Rig) -> None:
     source, target, submit = await two_workers(rig)
     source.say(outputs(submit, [1, 2], 0))
     await rig.front.tokens_of("r", 2)
-    for asker, message, why in (
+    for sender, message, reason in (
         (target, adopt(submit, 1), "continued"),
         (target, adopt(submit, 2, from_epoch=3), "is over"),
         (source, adopt(submit, 2), "already there"),
     ):
-        asker.say(message)
-        reply = (await asker.expect("adopt_reply")).adopt_reply
-        assert not reply.accepted and why in reply.reason
+        sender.say(message)
+        reply = (await sender.expect("adopt_reply")).adopt_reply
+        assert not reply.accepted and reason in reply.reason
     await rig.front.abort("r")
     await source.expect("abort")
     target.say(adopt(submit, 2))
     assert "ended" in (await target.expect("adopt_reply")).adopt_reply.reason
 
 
-async def test_a_source_that_asks_may_go_on_and_the_waiting_target_may_not(rig: Rig) -> None:
+async def test_source_that_queries_ownership_keeps_the_stream_and_the_target_is_refused(rig: Rig) -> None:
     source, target, submit = await two_workers(rig)
     target.say(adopt(submit, 1))
     query = worker_pb2.OwnershipQuery(handle=submit.handle, epoch=0)
@@ -105,7 +105,7 @@ async def test_a_source_that_asks_may_go_on_and_the_waiting_target_may_not(rig: 
     assert rig.front.tokens["r"] == [1]
 
 
-async def test_a_target_that_dies_after_commit_is_recovered_from(rig: Rig) -> None:
+async def test_stream_is_recovered_when_the_target_dies_after_commit(rig: Rig) -> None:
     source, target, submit = await two_workers(rig)
     source.say(outputs(submit, [1], 0))
     await rig.front.tokens_of("r", 1)
@@ -133,22 +133,22 @@ async def test_a_target_that_dies_after_commit_is_recovered_from(rig: Rig) -> No
         ({"epoch": 9}, Commit("a")),
     ],
 )
-def test_who_may_have_a_request(changes: dict[str, int | str], verdict: Commit | Wait | Refused) -> None:
-    """Epochs may leave some out, and never come again."""
+def test_evaluate_adoption(changes: dict[str, int | str], verdict: Commit | Wait | Refused) -> None:
+    """Epochs may have gaps but never repeat."""
     table = StreamTable()
     stream = table.open("r")
     for _ in range(2):
         table.orphan(stream)
     stream.token_ids.extend([1, 2, 3])
-    asked = {"handle": stream.handle, "request_id": "r", "from_epoch": 2, "epoch": 3, "next_index": 3}
-    adopting = worker_pb2.Adopt(**{**asked, **changes})  # type: ignore[arg-type]
+    fields = {"handle": stream.handle, "request_id": "r", "from_epoch": 2, "epoch": 3, "next_index": 3}
+    adopt_message = worker_pb2.Adopt(**{**fields, **changes})  # type: ignore[arg-type]
     if isinstance(verdict, Commit):
-        between = Refused("the request is between instances")
-        assert evaluate(table, stream, "b", adopting) == between
+        unassigned = Refused("the request is between instances")
+        assert evaluate(table, stream, "b", adopt_message) == unassigned
     table.assign(stream, "a")
-    assert evaluate(table, stream, "b", adopting) == verdict
+    assert evaluate(table, stream, "b", adopt_message) == verdict
     if isinstance(verdict, Commit):
-        assert evaluate(table, stream, "a", adopting) == Refused("the request is already there")
+        assert evaluate(table, stream, "a", adopt_message) == Refused("the request is already there")
     table.close(stream)
-    for gone in (stream, None):
-        assert evaluate(table, gone, "b", adopting) == Refused("the request has ended")
+    for ended_stream in (stream, None):
+        assert evaluate(table, ended_stream, "b", adopt_message) == Refused("the request has ended")

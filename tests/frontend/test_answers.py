@@ -1,4 +1,4 @@
-"""Kept answers, case by case: who may go on with what."""
+"""Kept answers, case by case: which front end may continue which answer."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ from tests.frontend.answers_world import (
     Client,
     FrontEnd,
     Network,
+    connect,
     end_call,
     generate,
-    open_at,
-    quiet,
+    run_ready_tasks,
 )
 
 
 class World:
-    """Three front ends, whose calls arrive when the test says so."""
+    """Three front ends whose calls arrive when the test delivers them."""
 
     def __init__(self, names: Sequence[str] = NAMES) -> None:
         self.network = Network()
@@ -59,49 +59,49 @@ class World:
             self.network.fronts[name] = FrontEnd(self.network, name)
 
     def shrink(self, name: str, max_bytes: int) -> None:
-        """A front end has no room for more, from the beginning."""
+        """Replace a front end by one with this much memory for answers."""
         self.network.fronts[name] = FrontEnd(self.network, name, max_bytes)
 
     def __getitem__(self, name: str) -> FrontEnd:
         return self.network.fronts[name]
 
     async def open(self, name: str, client: Client) -> None:
-        opening = asyncio.create_task(open_at(self[name], client, self.network))
-        await self.arrive()
+        opening = asyncio.create_task(connect(self[name], client, self.network))
+        await self.deliver_all()
         await opening
 
     async def tokens(self, name: str, count: int) -> None:
-        """For the one stream of a front end."""
+        """Generate tokens for the only stream of a front end."""
         front = self[name]
         (stream,) = front.table
         generate(front, stream, count, self.network)
-        await quiet()
+        await run_ready_tasks()
 
-    async def arrive(self) -> None:
-        """All calls."""
-        await quiet()
+    async def deliver_all(self) -> None:
+        """Deliver all calls."""
+        await run_ready_tasks()
         while self.network.pending:
             end_call(self.network, self.network.pending.pop(0))
-            await quiet()
+            await run_ready_tasks()
 
     async def isolate(self, name: str) -> None:
-        self.network.apart |= {frozenset((name, other)) for other in NAMES if other != name}
+        self.network.partitioned |= {frozenset((name, other)) for other in NAMES if other != name}
         await self.tick()
 
     async def heal(self) -> None:
-        self.network.apart.clear()
+        self.network.partitioned.clear()
         await self.tick()
 
     async def tick(self) -> None:
         for front in self.network.fronts.values():
             front.coordinator.tick()
-        await self.arrive()
+        await self.deliver_all()
 
     async def crash(self, name: str) -> None:
         await self.network.fronts.pop(name).coordinator.close()
 
-    def second(self, answer_id: str, first: str) -> str:
-        """Who has the copy."""
+    def copy_holder(self, answer_id: str, first: str) -> str:
+        """Return the name of the front end that has the copy."""
         return next(
             name
             for name, front in self.network.fronts.items()
@@ -109,91 +109,91 @@ class World:
         )
 
 
-async def test_a_token_is_told_once_the_second_front_end_has_it() -> None:
+async def test_token_is_delivered_once_the_second_front_end_has_it() -> None:
     world, client = World(), Client(0, "")
     await world.open("f0", client)
     await world.tokens("f0", 2)
     assert client.events == []
-    await world.arrive()
+    await world.deliver_all()
     assert client.events == [1, 2]
 
 
-async def test_tokens_do_not_wait_for_a_copy_that_replaces_a_lost_one() -> None:
+async def test_tokens_do_not_wait_for_the_replacement_of_a_lost_copy() -> None:
     world, client = World(), Client(0, "")
     await world.open("f0", client)
     await world.tokens("f0", 1)
-    await world.arrive()
-    lost = world.second(client.answer_id, "f0")
+    await world.deliver_all()
+    lost = world.copy_holder(client.answer_id, "f0")
     await world.crash(lost)
     await world.tokens("f0", 1)
-    # The call to the lost one fails; the whole log is on its way to the third one.
+    # The call to the lost front end fails; the whole log is on its way to the third one.
     end_call(world.network, world.network.pending.pop(0))
-    await quiet()
+    await run_ready_tasks()
     assert client.events == [1, 2] and len(world.network.pending) == 1
     await world.tokens("f0", 1)
     assert client.events == [1, 2, 3]
-    # That has it: from here on what comes waits for it, and all that was told gets there first.
+    # It has arrived: from now on new tokens wait for that copy, which has all tokens delivered before.
     end_call(world.network, world.network.pending.pop(0))
-    await quiet()
+    await run_ready_tasks()
     await world.tokens("f0", 1)
     assert client.events == [1, 2, 3]
-    await world.arrive()
+    await world.deliver_all()
     assert client.events == [1, 2, 3, 4]
-    third = world.second(client.answer_id, "f0")
+    third = world.copy_holder(client.answer_id, "f0")
     await world.tokens("f0", 1)
     await world.crash("f0")
     await world.open(third, client)
     await world.tokens(third, 2)
-    await world.arrive()
+    await world.deliver_all()
     assert not client.denied and client.events == [1, 2, 3, 4, 6, 7] and client.complete
 
 
-async def test_who_hears_nobody_tells_its_clients_nothing_that_others_do_not_have() -> None:
-    """They hear it, and come back to the other one, which does not reach it."""
+async def test_isolated_front_end_withholds_unreplicated_tokens() -> None:
+    """A client could receive them and then reconnect to the other one, which cannot reach this one."""
     world, client = World(["f0", "f1"]), Client(0, "")
     await world.open("f0", client)
     await world.tokens("f0", 1)
     await world.tokens("f0", 1)
-    # The first token gets there, and nothing comes back in time; the second one has not left.
+    # The first token arrives, but its reply is late; the second one has not been sent.
     end_call(world.network, world.network.pending.pop(0), "silent")
-    world.network.apart.add(frozenset(("f0", "f1")))
-    await quiet()
+    world.network.partitioned.add(frozenset(("f0", "f1")))
+    await run_ready_tasks()
     world["f0"].coordinator.tick()
     assert client.events == [] and world["f0"].uncopied == 1
-    # To be alone for long means to go on: an instance may have nothing more to tell.
+    # After a long isolation it continues alone: an instance may have no more output that would prove it live.
     world.network.now_s += 6.0
     world["f0"].coordinator.tick()
     assert client.events == [1, 2]
 
 
-async def test_who_hears_instances_goes_on_without_a_silent_front_end() -> None:
+async def test_front_end_that_reaches_instances_continues_without_a_silent_peer() -> None:
     world, client = World(["f0", "f1"]), Client(0, "")
     await world.open("f0", client)
     await world.tokens("f0", 1)
     end_call(world.network, world.network.pending.pop(0), "silent")
-    world.network.apart.add(frozenset(("f0", "f1")))
-    await quiet()
+    world.network.partitioned.add(frozenset(("f0", "f1")))
+    await run_ready_tasks()
     assert client.events == []
     await world.tokens("f0", 1)
     assert client.events == [1, 2]
 
 
-async def test_a_peer_that_is_silent_again_and_again_holds_tokens_for_a_bounded_time() -> None:
-    """Probes reach it, so it gets a new copy each time; the copies, which are larger, do not."""
+async def test_repeatedly_silent_peer_delays_tokens_for_a_bounded_time() -> None:
+    """Probes reach the peer, so it is sent a new copy each time; the larger copies do not arrive."""
     world, client = World(["f0", "f1"]), Client(0, "")
     await world.open("f0", client)
     await world.tokens("f0", 2)
     for _ in range(5):
         assert client.events == []
         end_call(world.network, world.network.pending.pop(0), "silent")
-        await quiet()
+        await run_ready_tasks()
         world.network.now_s += 1.2
         world["f0"].coordinator.tick()
-        await quiet()
+        await run_ready_tasks()
     assert client.events == [1, 2]
 
 
-async def test_tokens_do_not_wait_for_the_first_copy_of_what_had_none() -> None:
+async def test_tokens_do_not_wait_for_the_first_copy_of_an_uncopied_answer() -> None:
     world, client = World(["f0"]), Client(0, "")
     await world.open("f0", client)
     await world.tokens("f0", 2)
@@ -203,62 +203,62 @@ async def test_tokens_do_not_wait_for_the_first_copy_of_what_had_none() -> None:
     await world.tokens("f0", 1)
     assert client.events == [1, 2, 3] and world.network.pending
     assert world["f0"].uncopied == 1
-    await world.arrive()
+    await world.deliver_all()
     assert world["f0"].uncopied == 0
     await world.tokens("f0", 1)
     assert client.events == [1, 2, 3]
-    await world.arrive()
+    await world.deliver_all()
     assert client.events == [1, 2, 3, 4]
 
 
-async def test_an_answer_goes_on_uncopied_where_a_call_fails() -> None:
+async def test_answer_continues_uncopied_after_a_failed_call() -> None:
     world, client, other = World(["f0", "f1"]), Client(0, ""), Client(1, "k")
     await world.open("f0", client)
     await world.tokens("f0", 1)
     end_call(world.network, world.network.pending.pop(0), "fails")
-    await quiet()
+    await run_ready_tasks()
     assert client.events == [1]
     await world.tokens("f0", 1)
     await world.tick()
     assert client.events == [1, 2] and not world.network.pending
-    # The front end is not taken for lost: others have their copies there.
-    opening = asyncio.create_task(open_at(world["f0"], other, world.network))
-    await quiet()
+    # The front end does not count as lost: other answers still get copies there.
+    opening = asyncio.create_task(connect(world["f0"], other, world.network))
+    await run_ready_tasks()
     assert len(world.network.pending) == 1
-    await world.arrive()
+    await world.deliver_all()
     await opening
-    assert world.second(other.answer_id, "f0") == "f1"
+    assert world.copy_holder(other.answer_id, "f0") == "f1"
 
 
-async def test_what_only_the_lost_one_had_is_not_made_up() -> None:
+async def test_tokens_only_the_lost_front_end_had_are_not_regenerated() -> None:
     world, client = World(), Client(0, "")
     await world.open("f0", client)
     await world.tokens("f0", 1)
-    await world.arrive()
-    second = world.second(client.answer_id, "f0")
+    await world.deliver_all()
+    second = world.copy_holder(client.answer_id, "f0")
     await world.isolate("f0")
     await world.tokens("f0", 1)
-    # It goes on alone, for a client that it reaches.
+    # It continues alone, for a client that it can reach.
     assert client.events == [1, 2]
     await world.crash("f0")
     await world.heal()
     await world.open(second, client)
     await world.tokens(second, 2)
-    await world.arrive()
+    await world.deliver_all()
     assert client.denied and client.events == [1, 2]
 
 
-async def test_runs_that_began_out_of_sight_of_each_other_are_told_apart() -> None:
+async def test_runs_begun_during_a_partition_are_distinguished() -> None:
     world, client, other = World(), Client(0, "k"), Client(0, "k")
     await world.open("f0", client)
     await world.tokens("f0", 1)
-    await world.arrive()
-    second = world.second(client.answer_id, "f0")
+    await world.deliver_all()
+    second = world.copy_holder(client.answer_id, "f0")
     await world.isolate("f0")
     for name, who in (("f0", client), (second, other)):
         await world.open(name, who)
         await world.tokens(name, 2)
-        await world.arrive()
+        await world.deliver_all()
     assert (client.events, other.events) == ([1, 2, 3], [1, 4, 5])
     await world.heal()
     (serving,) = [front.name for front in world.network.fronts.values() if len(front.table)]
@@ -267,48 +267,48 @@ async def test_runs_that_began_out_of_sight_of_each_other_are_told_apart() -> No
     for name in world.network.fronts:
         if len(world[name].table):
             await world.tokens(name, 1)
-    await world.arrive()
+    await world.deliver_all()
     assert loser.denied and loser.events in ([1, 2, 3], [1, 4, 5])
 
 
-async def test_one_that_was_out_of_sight_does_not_go_on_with_what_others_took() -> None:
+async def test_partitioned_front_end_gives_up_an_answer_taken_over_elsewhere() -> None:
     world, first, later = World(), Client(0, "k"), Client(0, "k")
     await world.open("f0", first)
     await world.tokens("f0", 1)
-    await world.arrive()
-    second = world.second(first.answer_id, "f0")
-    # Frozen: what it sends comes late, and it is not reached meanwhile.
+    await world.deliver_all()
+    second = world.copy_holder(first.answer_id, "f0")
+    # Frozen: its calls arrive late, and it is unreachable meanwhile.
     await world.tokens("f0", 1)
     late, world.network.pending = world.network.pending, []
-    world.network.apart |= {frozenset(("f0", other)) for other in NAMES if other != "f0"}
+    world.network.partitioned |= {frozenset(("f0", other)) for other in NAMES if other != "f0"}
     third = next(name for name in NAMES if name not in ("f0", second))
     await world.open(third, later)
     await world.tokens(third, 1)
-    await world.arrive()
+    await world.deliver_all()
     assert later.events == [1, 3]
-    world.network.apart.clear()
+    world.network.partitioned.clear()
     for call in late:
         end_call(world.network, call)
-    await quiet()
-    # Its client has not got what nobody else has, and its run has ended.
+    await run_ready_tasks()
+    # Its client has not received the unreplicated token, and its run has ended.
     assert first.events == [1] and first.connection is not None and first.connection.closed
     assert world["f0"].coordinator.store.get(first.answer_id) is None
     await world.tokens(third, 1)
-    await world.arrive()
+    await world.deliver_all()
     assert later.events == [1, 3, 4]
 
 
-async def test_the_latest_connection_has_the_answer() -> None:
+async def test_latest_connection_gets_the_answer() -> None:
     world, client = World(), Client(0, "k")
     await world.open("f0", client)
     await world.tokens("f0", 1)
-    await world.arrive()
+    await world.deliver_all()
     old = client.connection
     assert old is not None
     for name in ("f0", "f1", "f2", "f0"):
         await world.open(name, client)
         await world.tokens(name, 1)
-        await world.arrive()
+        await world.deliver_all()
         serving = [front.name for front in world.network.fronts.values() if len(front.table)]
         assert serving == [name]
     assert client.events == [1, 2, 3, 4, 5] and old.closed
@@ -316,7 +316,7 @@ async def test_the_latest_connection_has_the_answer() -> None:
 
 @pytest.mark.parametrize("fronts", range(2, 7))
 @pytest.mark.parametrize("key", ["k", "l", "m", "n"])
-async def test_the_same_key_at_two_at_the_same_time_is_one_answer(fronts: int, key: str) -> None:
+async def test_same_key_at_two_front_ends_concurrently_is_one_answer(fronts: int, key: str) -> None:
     world, one, other = World([f"f{number}" for number in range(fronts)]), Client(0, key), Client(0, key)
     await asyncio.gather(world.open("f0", one), world.open("f1", other))
     await world.tick()
@@ -329,14 +329,14 @@ async def test_the_same_key_at_two_at_the_same_time_is_one_answer(fronts: int, k
     assert len(ids) == 1
 
 
-async def test_what_had_to_make_room_is_let_go() -> None:
+async def test_evicted_answers_are_freed() -> None:
     world = World()
     world.shrink("f0", 20_000)
     for number in range(40):
         client = Client(number, "")
         await world.open("f0", client)
         await world.tokens("f0", 1)
-        await world.arrive()
+        await world.deliver_all()
         closing = CloseCall(answer_id=client.answer_id, run=1, complete=True, begun=True)
         await world["f0"].coordinator.close_run(closing)
         (stream,) = world["f0"].table
@@ -348,29 +348,29 @@ async def test_what_had_to_make_room_is_let_go() -> None:
     assert not [each for each in gc.get_objects() if isinstance(each, Answer) and each.removed]
 
 
-async def test_a_copy_for_which_there_was_no_room_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_copy_rejected_for_lack_of_room_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(["f0", "f1"])
     world.shrink("f1", 12_000)
     keep, whole = world["f1"].coordinator.handle_keep, 0
 
-    def counting(request: answers_pb2.KeepRequest) -> answers_pb2.KeepReply:
+    def count_whole_copies(request: answers_pb2.KeepRequest) -> answers_pb2.KeepReply:
         nonlocal whole
         whole += sum(part.HasField("head") for part in request.parts)
         return keep(request)
 
-    monkeypatch.setattr(world["f1"].coordinator, "handle_keep", counting)
+    monkeypatch.setattr(world["f1"].coordinator, "handle_keep", count_whole_copies)
     clients = [Client(number, "") for number in range(20)]
     for client in clients:
         await world.open("f0", client)
     for _ in range(5):
         for stream in world["f0"].table:
             generate(world["f0"], stream, 1, world.network)
-            await world.arrive()
+            await world.deliver_all()
     assert all(len(client.events) == 5 for client in clients)
     assert whole == len(clients)
 
 
-def resuming(client: Client, last_event_id: str, key: str = "", tenant: str = "t") -> OpenCall:
+def resume_call(client: Client, last_event_id: str, key: str = "", tenant: str = "t") -> OpenCall:
     return OpenCall(
         tenant=tenant,
         key=key,
@@ -383,63 +383,63 @@ def resuming(client: Client, last_event_id: str, key: str = "", tenant: str = "t
     )
 
 
-async def test_only_its_tenant_hears_that_an_answer_has_expired() -> None:
+async def test_only_the_owning_tenant_learns_that_an_answer_has_expired() -> None:
     world, client = World(), Client(0, "")
     await world.open("f0", client)
     await world.tokens("f0", 1)
-    await world.arrive()
+    await world.deliver_all()
     closing = CloseCall(answer_id=client.answer_id, run=1, complete=True, begun=True)
     await world["f0"].coordinator.close_run(closing)
-    await world.arrive()
+    await world.deliver_all()
     world.network.now_s += KEEP_S + 1
     await world.tick()
     for name in NAMES:
         for tenant, status in (("t", 410), ("other", 404), ("", 404)):
-            call = resuming(client, f"{client.answer_id}.1.1", tenant=tenant)
+            call = resume_call(client, f"{client.answer_id}.1.1", tenant=tenant)
             denied = (await world[name].coordinator.open_answer(call)).denied
             assert denied is not None and denied.status == status
 
 
-async def test_a_request_that_never_fits_is_too_large_and_one_that_does_not_now_is_put_off() -> None:
+async def test_request_that_never_fits_gets_413_and_one_without_room_now_gets_503() -> None:
     world = World(["f0"])
     world.shrink("f0", 20_000)
-    large = asking(body=b"x" * 3_000)
+    large = keyed_call(body=b"x" * 3_000)
     denied = (await world["f0"].coordinator.open_answer(large)).denied
     assert denied is not None and denied.status == 413
-    # Without a key it is served, and not kept.
+    # Without a key it is served but not kept.
     assert await world["f0"].coordinator.open_answer(msgspec.structs.replace(large, key="")) == OpenReply()
     statuses = []
     for number in range(20):
-        reply = await world["f0"].coordinator.open_answer(asking(body=b"x" * 1_000, key=f"k{number}"))
+        reply = await world["f0"].coordinator.open_answer(keyed_call(body=b"x" * 1_000, key=f"k{number}"))
         statuses.append(200 if reply.denied is None else reply.denied.status)
     assert set(statuses) == {200, 503}
 
 
-def asking(body: bytes, key: str = "k") -> OpenCall:
-    return msgspec.structs.replace(resuming(Client(0, ""), "", key), body=body)
+def keyed_call(body: bytes, key: str = "k") -> OpenCall:
+    return msgspec.structs.replace(resume_call(Client(0, ""), "", key), body=body)
 
 
 @pytest.mark.parametrize(("run", "key"), [(1, "another"), (7, "k")])
-async def test_who_is_denied_an_answer_leaves_it_as_it_is(run: int, key: str) -> None:
+async def test_denied_request_leaves_the_answer_unchanged(run: int, key: str) -> None:
     world, client = World(), Client(0, "k")
     await world.open("f0", client)
     await world.tokens("f0", 1)
-    await world.arrive()
+    await world.deliver_all()
     for name in NAMES:
         reply = await world[name].coordinator.open_answer(
-            resuming(client, f"{client.answer_id}.{run}.1", key)
+            resume_call(client, f"{client.answer_id}.{run}.1", key)
         )
         assert reply.denied is not None
     await world.tokens("f0", 1)
-    await world.arrive()
+    await world.deliver_all()
     assert client.events == [1, 2]
 
 
-async def test_a_run_is_closed_however_many_calls_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_run_is_closed_even_at_the_limit_of_pending_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     world, client = World(), Client(0, "")
     await world.open("f0", client)
     await world.tokens("f0", 1)
-    await world.arrive()
+    await world.deliver_all()
     monkeypatch.setattr(coordinator, "_CALLS_MAX", 0)
     monkeypatch.setattr(world["f0"], "reply", lambda frames: None)
     answer = world["f0"].coordinator.store.get(client.answer_id)
@@ -448,11 +448,11 @@ async def test_a_run_is_closed_however_many_calls_are_under_way(monkeypatch: pyt
     world["f0"].coordinator.handle_call(
         UtilityCall(0, 1, CLOSE, msgspec.Raw(msgspec.msgpack.encode([closing])))
     )
-    await quiet()
+    await run_ready_tasks()
     assert not answer.client_connected
 
 
-async def test_what_was_forgotten_and_begun_again_is_kept() -> None:
+async def test_answer_forgotten_and_restarted_in_one_call_is_kept() -> None:
     world = World()
     store = AnswerStore("f0", 1 << 20, rendezvous_rank)
     part = encode_part(store.part_from(store.open(head(), 0.0), 0))
@@ -462,14 +462,14 @@ async def test_what_was_forgotten_and_begun_again_is_kept() -> None:
         assert world["f1"].coordinator.store.get("a") is not None
 
 
-async def test_who_looks_longer_does_not_take_it_from_who_came_later() -> None:
+async def test_slow_lookup_does_not_take_the_answer_from_a_later_client() -> None:
     world, client = World(), Client(0, "")
     await world.open("f0", client)
     await world.tokens("f0", 1)
-    await world.arrive()
-    second = world.second(client.answer_id, "f0")
+    await world.deliver_all()
+    second = world.copy_holder(client.answer_id, "f0")
     its_coordinator, peers = world[second].coordinator, world[second].peers
-    # Two look for it at once, and the later one finds it first.
+    # Two clients look for it concurrently, and the later one finds it first.
     gates = [asyncio.Event(), asyncio.Event()]
     find, turn = peers.find, iter(gates)
 
@@ -491,7 +491,7 @@ async def test_who_looks_longer_does_not_take_it_from_who_came_later() -> None:
         streams=False,
     )
     early, late = (asyncio.create_task(its_coordinator.open_answer(call)) for _ in range(2))
-    await quiet()
+    await run_ready_tasks()
     gates[1].set()
     opened = (await late).opened
     gates[0].set()
@@ -502,23 +502,23 @@ async def test_who_looks_longer_does_not_take_it_from_who_came_later() -> None:
 
 
 @given(st.lists(st.one_of(st.sampled_from(NAMES), st.integers(0, 5)), max_size=24))
-def test_in_whatever_order_a_key_comes_it_is_one_answer(steps: list[str | int]) -> None:
-    asyncio.run(one_answer(steps))
+def test_one_key_is_one_answer_for_any_order_of_calls(steps: list[str | int]) -> None:
+    asyncio.run(check_one_answer(steps))
 
 
-async def one_answer(steps: list[str | int]) -> None:
-    """A request comes to a front end, or one of the calls that are under way arrives."""
+async def check_one_answer(steps: list[str | int]) -> None:
+    """Run the steps: a name sends the request to that front end, a number delivers a pending call."""
     world, clients = World(), list[Client]()
     opening = []
     for step in steps:
         if isinstance(step, str):
             clients.append(Client(0, "k"))
-            opening.append(asyncio.create_task(open_at(world[step], clients[-1], world.network)))
+            opening.append(asyncio.create_task(connect(world[step], clients[-1], world.network)))
         elif world.network.pending:
             pending = world.network.pending.pop(step % len(world.network.pending))
             end_call(world.network, pending)
-        await quiet()
-    await world.arrive()
+        await run_ready_tasks()
+    await world.deliver_all()
     await asyncio.gather(*opening)
     begun = [client for client in clients if client.answer_id]
     reading = [client for client in begun if client.connection is not None and not client.connection.closed]
@@ -532,12 +532,12 @@ def head(answer_id: str = "a", key: str = "", body: bytes = b"{}") -> Head:
     return Head(answer_id, "t", key, "/p", body, b"d", "name", 1, True)
 
 
-def grown(store: AnswerStore, answer: Answer, *token_ids: int) -> None:
+def append_tokens(store: AnswerStore, answer: Answer, *token_ids: int) -> None:
     for token_id in token_ids:
         store.append(answer, Entry("p", (token_id,), 0, (b"x" * 10,)), 0.0)
 
 
-def test_the_oldest_that_nobody_reads_makes_room() -> None:
+def test_oldest_unread_answer_is_evicted() -> None:
     store = AnswerStore("f0", 20_000, rendezvous_rank)
     old, read = store.open(head("old"), 0.0), store.open(head("read"), 0.0)
     store.end_run(old, 1, True, 1.0)
@@ -550,16 +550,16 @@ def test_the_oldest_that_nobody_reads_makes_room() -> None:
         store.open(head("large", body=b"x" * 3_000), 3.0)
 
 
-def test_one_that_becomes_too_long_is_not_kept() -> None:
+def test_answer_that_grows_too_long_is_not_kept() -> None:
     store = AnswerStore("f0", 20_000, rendezvous_rank)
     answer = store.open(head(key="k"), 0.0)
-    grown(store, answer, *range(20))
+    append_tokens(store, answer, *range(20))
     assert answer.removed and store.find_by_key("t", "k") is None and store.size == 0
     assert store.removal_reason("t", "a") is RemovalReason.NO_ROOM
 
 
-def test_all_that_grows_is_counted() -> None:
-    """A client may give its request a long name, and every entry has it on its way to another front end."""
+def test_size_includes_everything_of_variable_length() -> None:
+    """A client may give its request a long name, which every entry carries to another front end."""
     store = AnswerStore("f0", 1 << 20, rendezvous_rank)
     plain_size = store.open(head("plain"), 0.0).size
     answer = store.open(replace(head(key="k" * 255), request_name="n" * 5_000), 0.0)
@@ -572,12 +572,12 @@ def test_all_that_grows_is_counted() -> None:
 
 @given(st.text(max_size=20), st.lists(st.integers(0, 200_000)), st.lists(st.binary(max_size=20), max_size=4))
 def test_an_entry_counts_at_least_its_contents(part: str, token_ids: list[int], frames: list[bytes]) -> None:
-    """With four bytes per token ID."""
+    """Each token ID counts as four bytes."""
     more = Entry(part, token_ids, 0, tuple(frames)).size - Entry("", (), 0, ()).size
     assert more >= len(part) + 4 * len(token_ids) + sum(map(len, frames))
 
 
-def test_one_answer_takes_64_mib_at_most() -> None:
+def test_answer_size_is_limited_to_64_mib() -> None:
     store = AnswerStore("f0", 1 << 40, rendezvous_rank)
     body = bytes((64 << 20) - store.open(head("empty", body=b""), 0.0).size)
     assert store.open(head("largest", body=body), 0.0).size == 64 << 20
@@ -585,7 +585,7 @@ def test_one_answer_takes_64_mib_at_most() -> None:
         store.open(head("larger", body=body + b"x"), 0.0)
 
 
-def test_one_answer_goes_in_one_message_however_much_memory_there_is() -> None:
+def test_answer_must_fit_into_one_message_however_much_memory_there_is() -> None:
     store = AnswerStore("f0", 1 << 40, rendezvous_rank)
     with pytest.raises(StoreFull):
         store.open(head(body=bytes(64 << 20)), 0.0)
@@ -595,24 +595,24 @@ def test_one_answer_goes_in_one_message_however_much_memory_there_is() -> None:
 
 
 @pytest.mark.parametrize("size", ["of its log", "of its request"])
-def test_an_answer_may_have_an_eighth_of_the_memory(size: str) -> None:
-    """To the byte: a front end that sends a copy goes by the same rule."""
+def test_answer_may_use_an_eighth_of_the_memory(size: str) -> None:
+    """The limit is exact to the byte: a front end that sends a copy applies the same rule."""
 
     def keeps(max_bytes: int) -> bool:
         store = AnswerStore("f0", max_bytes, rendezvous_rank)
         try:
-            grown(store, store.open(head(), 0.0), *range(3 if size == "of its log" else 0))
+            append_tokens(store, store.open(head(), 0.0), *range(3 if size == "of its log" else 0))
         except StoreFull:
             return False
         return store.get("a") is not None
 
     store = AnswerStore("f0", 1 << 20, rendezvous_rank)
     answer = store.open(head(), 0.0)
-    grown(store, answer, *range(3 if size == "of its log" else 0))
+    append_tokens(store, answer, *range(3 if size == "of its log" else 0))
     assert keeps(8 * answer.size) and not keeps(8 * answer.size - 8)
 
 
-def test_so_many_answers_are_kept_however_small(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_kept_answers_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "MAX_ANSWERS", 3)
     store = AnswerStore("f0", 1 << 20, rendezvous_rank)
     for number in range(5):
@@ -621,7 +621,7 @@ def test_so_many_answers_are_kept_however_small(monkeypatch: pytest.MonkeyPatch)
     assert [answer.head.answer_id for answer in store] == ["a2", "a3", "a4"]
 
 
-def test_of_many_that_were_forgotten_the_last_ones_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removal_reasons_of_the_latest_answers_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "_REMOVED_MAX", 2)
     store = AnswerStore("f0", 1 << 20, rendezvous_rank)
     for number in range(4):
@@ -630,7 +630,7 @@ def test_of_many_that_were_forgotten_the_last_ones_are_known(monkeypatch: pytest
     assert known == [None, None, RemovalReason.FAILED, RemovalReason.FAILED]
 
 
-def test_the_next_run_is_a_greater_one_whatever_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_numbers_increase_whatever_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("frontend_svc.answers.store.secrets.randbelow", lambda below: 0)
     store = AnswerStore("f0", 1 << 20, rendezvous_rank)
     answer = store.open(head(), 0.0)
@@ -641,7 +641,7 @@ def test_the_next_run_is_a_greater_one_whatever_is_drawn(monkeypatch: pytest.Mon
     assert runs == sorted(set(runs))
 
 
-def test_of_many_runs_the_last_ones_are_known() -> None:
+def test_latest_runs_are_remembered() -> None:
     store = AnswerStore("f0", 1 << 20, rendezvous_rank)
     answer = store.open(head(), 0.0)
     for _ in range(1_000):
@@ -650,7 +650,7 @@ def test_of_many_runs_the_last_ones_are_known() -> None:
     assert len(answer.ended) == 256 and last == max(answer.ended) < answer.run < 1 << 63
 
 
-def test_it_is_kept_until_nobody_has_touched_it_for_long() -> None:
+def test_answer_expires_after_it_is_unused_for_long() -> None:
     store = AnswerStore("f0", 1 << 20, rendezvous_rank)
     answer, copy = store.open(head("a", "k"), 0.0), head("b")
     part = AnswerStore("f1", 1 << 20, rendezvous_rank)
@@ -659,28 +659,28 @@ def test_it_is_kept_until_nobody_has_touched_it_for_long() -> None:
     store.end_run(answer, 1, False, 70.0)
     assert store.expire(130.0, 60.0) == [] and store.expire(130.1, 60.0) == [answer]
     assert store.removal_reason("t", "a") is RemovalReason.EXPIRED
-    # The key is free again.
+    # The key can be used again.
     assert store.open(head("c", "k"), 131.0).head.answer_id == "c"
 
 
-def test_what_was_handed_over_is_claimed_once() -> None:
+def test_handed_over_answer_is_claimed_once() -> None:
     here, there = AnswerStore("f0", 1 << 20, rendezvous_rank), AnswerStore("f1", 1 << 20, rendezvous_rank)
     answer = here.open(head(key="k"), 0.0)
-    grown(here, answer, 1, 2)
+    append_tokens(here, answer, 1, 2)
     part = here.hand_over(answer, "f1", 1.0)
     claimed = there.claim(part, 1.0)
     assert claimed is not None and (claimed.run, claimed.tokens) == (part.run, 2)
     assert claimed.served_here and claimed.client_connected
-    # The reply came twice, or late: a later run may have begun from it.
+    # A duplicate or late reply: a later run may have begun from the first one.
     assert there.claim(part, 2.0) is None and there.get("a") is claimed
-    # Without the request there is nothing to run again; its key may be in use by another answer.
+    # Without the request nothing can be run again; its key may be in use by another answer.
     assert AnswerStore("f2", 1 << 20, rendezvous_rank).claim(replace(part, head=None), 2.0) is None
     other = AnswerStore("f2", 1 << 20, rendezvous_rank)
     other.open(head("b", key="k"), 0.0)
     assert other.claim(part, 2.0) is None
 
 
-def test_the_end_of_an_earlier_run_does_not_end_the_present_one() -> None:
+def test_end_of_an_earlier_run_does_not_end_the_current_one() -> None:
     store = AnswerStore("f0", 1 << 20, rendezvous_rank)
     answer = store.open(head(), 0.0)
     store.begin_run(answer, 1.0)
@@ -688,7 +688,7 @@ def test_the_end_of_an_earlier_run_does_not_end_the_present_one() -> None:
     assert answer.client_connected and not answer.complete
     store.end_run(answer, answer.run, True, 3.0)
     assert not answer.client_connected and answer.complete
-    # Somebody looks at it once more, and goes: it has been told to its end all the same.
+    # A client reads it once more and disconnects: it has been delivered completely all the same.
     store.begin_run(answer, 4.0)
     store.end_run(answer, answer.run, False, 5.0)
     assert answer.complete
@@ -697,10 +697,10 @@ def test_the_end_of_an_earlier_run_does_not_end_the_present_one() -> None:
     assert answer.touched_s == 5.0
 
 
-def test_parts_are_taken_once_and_in_order() -> None:
+def test_parts_are_applied_once_and_in_order() -> None:
     here, there = AnswerStore("f0", 1 << 20, rendezvous_rank), AnswerStore("f1", 1 << 20, rendezvous_rank)
     answer = here.open(head(), 0.0)
-    grown(here, answer, 1, 2, 3)
+    append_tokens(here, answer, 1, 2, 3)
     assert there.apply_part(here.part_from(answer, 1), 0.0) is PartRefusal.GAP
     first = decode_part(encode_part(here.part_from(answer, 0)))
     for _ in range(2):
@@ -709,27 +709,27 @@ def test_parts_are_taken_once_and_in_order() -> None:
         assert (copy.entries, copy.tokens, copy.served_here) == (answer.entries, 3, False)
     kept = there.get("a")
     assert kept is not None
-    grown(here, answer, 4)
+    append_tokens(here, answer, 4)
     assert isinstance(there.apply_part(here.part_from(answer, 2, with_head=False), 0.0), Answer)
     assert [entry.token_ids for entry in kept.entries] == [(1,), (2,), (3,), (4,)]
     assert there.apply_part(here.part_from(answer, 5, with_head=False), 0.0) is PartRefusal.GAP
     assert there.size == kept.size
 
 
-def test_a_later_run_from_a_shorter_copy_drops_what_is_beyond() -> None:
+def test_later_run_from_a_shorter_copy_truncates_the_log() -> None:
     here, there = AnswerStore("f0", 1 << 20, rendezvous_rank), AnswerStore("f1", 1 << 20, rendezvous_rank)
     answer = here.open(head(), 0.0)
-    grown(here, answer, 1)
+    append_tokens(here, answer, 1)
     assert isinstance(there.apply_part(here.part_from(answer, 0), 0.0), Answer)
-    grown(here, answer, 2, 3)
+    append_tokens(here, answer, 2, 3)
     taken = there.get("a")
     assert taken is not None
     there.begin_run(taken, 0.0)
-    grown(there, taken, 7)
+    append_tokens(there, taken, 7)
     assert isinstance(here.apply_part(there.part_from(taken, 0), 0.0), Answer)
     assert [entry.token_ids for entry in answer.entries] == [(1,), (7,)]
     assert (answer.run, answer.ended, answer.served_here, answer.tokens) == (taken.run, {1: 1}, False, 2)
-    # What was there before says nothing any more.
+    # Parts of the earlier run are superseded.
     assert there.apply_part(here.part_from(answer, 0), 0.0) is PartRefusal.SUPERSEDED
 
 
@@ -737,7 +737,7 @@ def test_a_later_run_from_a_shorter_copy_drops_what_is_beyond() -> None:
     "name",
     ["", ".", "a", "a.", ".1", "a.x", "a.-1", "a.1.", "a.1.x", "a.²", "x" * 200 + ".1.1", f"a.1.{2**64}"],
 )
-def test_ids_that_are_none(name: str) -> None:
+def test_invalid_event_ids_are_rejected(name: str) -> None:
     assert parse_event_id(name) is None
 
 

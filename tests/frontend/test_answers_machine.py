@@ -1,4 +1,4 @@
-"""Whatever front ends do to each other, a client that comes back gets the rest of one and the same answer."""
+"""A client that reconnects gets the rest of the same answer, whatever happens between front ends."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from tests.frontend.answers_world import (
     Client,
     FrontEnd,
     Network,
+    connect,
     end_call,
     generate,
-    open_at,
-    quiet,
+    run_ready_tasks,
 )
 
 
 class Answers(RuleBasedStateMachine):
-    """Tokens are drawn anew each time, so that a token which is lost and made again is another one."""
+    """Generated tokens are unique, so that a token generated in place of a lost one is a different one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.network = Network()
-        self.were_apart = False
+        self.was_partitioned = False
         self.clients: list[Client] = []
         self.opening: list[asyncio.Task[None]] = []
 
@@ -39,7 +39,7 @@ class Answers(RuleBasedStateMachine):
         async def settle() -> None:
             if work is not None:
                 await work
-            await quiet()
+            await run_ready_tasks()
 
         self.loop.run_until_complete(settle())
 
@@ -48,11 +48,11 @@ class Answers(RuleBasedStateMachine):
         for name in NAMES:
             self.network.fronts[name] = FrontEnd(self.network, name)
 
-    # ---- what happens
+    # ---- events
 
     @rule(name=st.sampled_from(NAMES), keyed=st.booleans())
     def ask(self, name: str, keyed: bool) -> None:
-        """A new client."""
+        """Send the request of a new client."""
         if name in self.network.fronts and len(self.clients) < 4:
             number = len(self.clients)
             client = Client(number, f"key {number}" if keyed else "")
@@ -61,8 +61,8 @@ class Answers(RuleBasedStateMachine):
 
     @precondition(lambda self: self.clients)
     @rule(data=st.data(), name=st.sampled_from(NAMES), by_key=st.booleans())
-    def come_back(self, data: st.DataObject, name: str, by_key: bool) -> None:
-        """A client connects again; its old connection may not have been seen to break."""
+    def reconnect(self, data: st.DataObject, name: str, by_key: bool) -> None:
+        """Reconnect a client; the end of its previous connection may not have been noticed yet."""
         client = data.draw(st.sampled_from(self.clients))
         if name not in self.network.fronts or client.complete or client.denied:
             return
@@ -75,14 +75,14 @@ class Answers(RuleBasedStateMachine):
         self.open(name, client)
 
     def open(self, name: str, client: Client) -> None:
-        opening = open_at(self.network.fronts[name], client, self.network)
+        opening = connect(self.network.fronts[name], client, self.network)
         self.opening.append(self.loop.create_task(opening))
         self.run_until_quiet()
 
     @precondition(lambda self: self.clients)
     @rule(data=st.data(), count=st.integers(1, 3))
-    def some_tokens(self, data: st.DataObject, count: int) -> None:
-        """An instance makes tokens for a stream."""
+    def generate_tokens(self, data: st.DataObject, count: int) -> None:
+        """Generate tokens for one stream."""
         live = [
             (front, stream, connection)
             for front in self.network.fronts.values()
@@ -92,16 +92,16 @@ class Answers(RuleBasedStateMachine):
         if not live:
             return
         front, stream, _ = data.draw(st.sampled_from(live))
-        self.make(front, stream, count)
+        self.generate_for(front, stream, count)
 
-    def make(self, front: FrontEnd, stream: Stream, count: int) -> None:
+    def generate_for(self, front: FrontEnd, stream: Stream, count: int) -> None:
         generate(front, stream, count, self.network)
         self.run_until_quiet()
 
     @precondition(lambda self: self.network.pending)
-    @rule(data=st.data(), fate=st.sampled_from(["deliver", "deliver", "deliver", "lost", "unheard"]))
-    def call_ends(self, data: st.DataObject, fate: str) -> None:
-        """A call arrives, is lost, or its reply is."""
+    @rule(data=st.data(), fate=st.sampled_from(["deliver", "deliver", "deliver", "lost", "reply_lost"]))
+    def end_pending_call(self, data: st.DataObject, fate: str) -> None:
+        """Deliver a call, lose it, or lose its reply."""
         pending = data.draw(st.sampled_from(self.network.pending))
         self.network.pending.remove(pending)
         end_call(self.network, pending, fate)
@@ -109,7 +109,7 @@ class Answers(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES))
     def crash(self, name: str) -> None:
-        """A front end dies and is started again, without its memory."""
+        """Kill a front end and start it again with empty memory."""
         front = self.network.fronts.pop(name, None)
         if front is None:
             return
@@ -123,15 +123,15 @@ class Answers(RuleBasedStateMachine):
         self.run_until_quiet()
 
     @rule(pair=st.sampled_from(list(itertools.combinations(NAMES, 2))))
-    def part_or_join(self, pair: tuple[str, str]) -> None:
-        """Two front ends lose sight of each other, or find each other again."""
-        self.network.apart ^= {frozenset(pair)}
-        self.were_apart = True
+    def toggle_link(self, pair: tuple[str, str]) -> None:
+        """Cut or restore the network between two front ends."""
+        self.network.partitioned ^= {frozenset(pair)}
+        self.was_partitioned = True
         self.run_until_quiet()
 
     @rule()
     def tick(self) -> None:
-        """Time passes."""
+        """Let time pass."""
         self.network.now_s += 0.5
 
         async def tick() -> None:
@@ -140,10 +140,10 @@ class Answers(RuleBasedStateMachine):
 
         self.run_until_quiet(tick())
 
-    # ---- what always holds
+    # ---- invariants
 
     @invariant()
-    def a_client_has_what_its_server_has(self) -> None:
+    def clients_match_the_log(self) -> None:
         for front in self.network.fronts.values():
             for connection in front.connections.values():
                 client = connection.client
@@ -156,7 +156,7 @@ class Answers(RuleBasedStateMachine):
                 assert client.events == log[: len(client.events)]
 
     @invariant()
-    def a_complete_answer_is_whole(self) -> None:
+    def complete_answers_are_whole(self) -> None:
         for client in self.clients:
             if client.complete and not client.denied:
                 event("complete")
@@ -167,7 +167,7 @@ class Answers(RuleBasedStateMachine):
                 event("denied")
 
     @invariant()
-    def the_books_add_up(self) -> None:
+    def sizes_and_runs_are_consistent(self) -> None:
         for front in self.network.fronts.values():
             store = front.coordinator.store
             assert store.size == sum(answer.size for answer in store)
@@ -175,13 +175,13 @@ class Answers(RuleBasedStateMachine):
                 assert answer.tokens == sum(len(entry.token_ids) for entry in answer.entries)
                 assert all(run < answer.run for run in answer.ended)
 
-    @precondition(lambda self: self.clients and not self.network.apart)
+    @precondition(lambda self: self.clients and not self.network.partitioned)
     @rule(lost=st.sampled_from(NAMES), to=st.sampled_from(NAMES), midway=st.booleans())
-    def one_is_lost(self, lost: str, to: str, midway: bool) -> None:
-        """Where front ends had reached each other, its clients get the rest from another one."""
-        self.settle_all()
+    def lose_front_end(self, lost: str, to: str, midway: bool) -> None:
+        """Lose a front end whose peers were reachable: its clients get the rest from another one."""
+        self.deliver_all()
         self.tick()
-        self.settle_all()
+        self.deliver_all()
         front = self.network.fronts[lost]
         clients = [
             connection.client
@@ -189,52 +189,52 @@ class Answers(RuleBasedStateMachine):
             if not connection.closed and connection.client.connection is connection
         ]
         if midway:
-            # Nobody else has these, and so no client has.
-            self.each_gets_a_token()
+            # No other front end has these tokens, so no client has received them.
+            self.generate_one_each()
         self.crash(lost)
         for client in clients:
             if client.events and not client.complete:
                 self.open(to, client)
-                self.settle_all()
-                # While front ends were apart, another one may have answered the same key: no copy was taken.
-                assert not client.denied or (client.key and self.were_apart)
+                self.deliver_all()
+                # During a partition another front end may have answered the same key, so there is no copy.
+                assert not client.denied or (client.key and self.was_partitioned)
                 event("resumed after a loss")
 
     @rule()
-    def flow(self) -> None:
-        """Every stream gets a token, and every call arrives."""
-        self.each_gets_a_token()
-        self.settle_all()
+    def run_step(self) -> None:
+        """Generate a token for every stream and deliver every call."""
+        self.generate_one_each()
+        self.deliver_all()
 
     @rule(name=st.sampled_from(NAMES), crashes=st.booleans())
-    def one_goes_on_alone(self, name: str, crashes: bool) -> None:
-        """A front end is out of sight of the others for a while."""
-        apart = {frozenset((name, other)) for other in NAMES if other != name}
-        self.network.apart |= apart
-        self.were_apart = True
+    def partition_front_end(self, name: str, crashes: bool) -> None:
+        """Partition one front end from the others for a while."""
+        cut = {frozenset((name, other)) for other in NAMES if other != name}
+        self.network.partitioned |= cut
+        self.was_partitioned = True
         self.tick()
-        self.each_gets_a_token()
+        self.generate_one_each()
         for client in self.clients if crashes else []:
             if client.key and not client.complete:
                 other = next(each for each in NAMES if each != name)
                 client.start_again()
                 self.open(other, client)
                 break
-        self.flow()
+        self.run_step()
         if crashes:
             self.crash(name)
-        self.network.apart -= apart
+        self.network.partitioned -= cut
         self.tick()
 
-    def each_gets_a_token(self) -> None:
+    def generate_one_each(self) -> None:
         for front in self.network.fronts.values():
             for connection in list(front.connections.values()):
                 if (stream := connection.stream) is not None and front.table.is_live(stream):
-                    self.make(front, stream, 1)
+                    self.generate_for(front, stream, 1)
 
     @rule()
-    def settle_all(self) -> None:
-        """All calls arrive."""
+    def deliver_all(self) -> None:
+        """Deliver all calls."""
         while self.network.pending:
             end_call(self.network, self.network.pending.pop(0))
             self.run_until_quiet()

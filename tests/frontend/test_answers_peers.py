@@ -1,4 +1,4 @@
-"""Which failed calls mean that another front end is lost, over real gRPC."""
+"""Classification of failed calls between front ends, over real gRPC: unreachable or merely failing."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from tests.frontend.fleet import StaticMembers
 
 
 class Failing(answers_pb2_grpc.AnswersServicer):
-    """Ends each call with the status that a test sets; answers if there is none."""
+    """Answers servicer that fails each call with the status set by the test, or replies if there is none."""
 
     status: grpc.StatusCode | None = None
 
     async def Keep(self, request: answers_pb2.KeepRequest, context: Context) -> answers_pb2.KeepReply:
         if self.status is not None:
-            await context.abort(self.status, "as the test says")
+            await context.abort(self.status, "set by the test")
         return answers_pb2.KeepReply()
 
     async def Find(
         self, request: answers_pb2.FindAnswerRequest, context: FindContext
     ) -> answers_pb2.FindAnswerReply:
         if self.status is not None:
-            await context.abort(self.status, "as the test says")
+            await context.abort(self.status, "set by the test")
         return answers_pb2.FindAnswerReply(answer_id=request.answer_id)
 
     async def Claim(
         self, request: answers_pb2.ClaimAnswerRequest, context: ClaimContext
     ) -> answers_pb2.ClaimAnswerReply:
         if self.status is not None:
-            await context.abort(self.status, "as the test says")
+            await context.abort(self.status, "set by the test")
         return answers_pb2.ClaimAnswerReply()
 
 
@@ -57,7 +57,7 @@ async def other() -> AsyncIterator[tuple[Peers, Failing]]:
 
 
 @pytest.mark.parametrize("status", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED])
-async def test_who_is_not_reached_is_lost_until_it_answers(
+async def test_unreachable_peer_is_lost_until_it_answers(
     other: tuple[Peers, Failing], status: grpc.StatusCode
 ) -> None:
     peers, failing = other
@@ -81,7 +81,7 @@ async def test_who_is_not_reached_is_lost_until_it_answers(
         grpc.StatusCode.UNIMPLEMENTED,
     ],
 )
-async def test_who_fails_a_call_is_not_lost(
+async def test_peer_that_fails_a_call_is_not_lost(
     other: tuple[Peers, Failing], status: grpc.StatusCode, caplog: pytest.LogCaptureFixture
 ) -> None:
     peers, failing = other

@@ -1,5 +1,4 @@
-"""An engine that does not bear one prompt: the request is ended, and nobody else notices more than a
-pause."""
+"""A prompt that crashes engines: its request is ended, and all others are only delayed."""
 
 from __future__ import annotations
 
@@ -20,24 +19,24 @@ from worker_agent.engine.simulated.vocabulary import read_vocabulary
 
 # A step takes some 7 ms: fifty requests live for half a second.
 SETTINGS = SimulatedSettings(max_num_seqs=64, kv_blocks=2048, reasoning_mean_tokens=0)
-CULPRIT = tuple(b"the prompt that no engine bears")
+CULPRIT = tuple(b"the prompt that kills any engine")
 TOKENS = 60
 
 
-def undisturbed(rig: Rig, prompt: list[int]) -> list[int]:
-    """What the simulated model says to it."""
+def expected_tokens(rig: Rig, prompt: list[int]) -> list[int]:
+    """Return the simulated model's answer to the prompt."""
     vocabulary = read_vocabulary(SETTINGS.tokenizer, SETTINGS.think, SETTINGS.end_think)
     script = Script(prompt, rig.front.sampling(TOKENS, None), SETTINGS, vocabulary)
     return [script.token(index) for index in range(TOKENS)]
 
 
-@pytest.mark.parametrize("says_so", [True, False], ids=["says goodbye", "vanishes"])
+@pytest.mark.parametrize("says_goodbye", [True, False], ids=["says goodbye", "vanishes"])
 @pytest.mark.parametrize("index", [0, 20])
-async def test_at_most_two_engines_fall_and_fifty_neighbours_end_right(
-    rig: Rig, says_so: bool, index: int
+async def test_crashing_request_kills_at_most_two_engines_and_its_neighbours_finish(
+    rig: Rig, says_goodbye: bool, index: int
 ) -> None:
     faults = Faults(die_on_prompt=CULPRIT, die_at_index=index)
-    workers = [SimulatedWorker(f"w{n}", SETTINGS, faults, says_so) for n in range(3)]
+    workers = [SimulatedWorker(f"w{n}", SETTINGS, faults, says_goodbye) for n in range(3)]
     for worker in workers:
         await rig.stack.enter_async_context(worker.running())
         rig.members.instances[worker.instance_id] = record(worker.instance_id, worker.address)
@@ -61,22 +60,24 @@ async def test_at_most_two_engines_fall_and_fifty_neighbours_end_right(
     assert "on two engines when they died" in refusal.message
     for name in names:
         assert (await rig.front.end_of(name)).finish_reason == FinishReason.LENGTH, name
-        assert rig.front.tokens[name] == undisturbed(rig, prompts[name]), name
+        assert rig.front.tokens[name] == expected_tokens(rig, prompts[name]), name
 
     assert sum(worker.died for worker in workers) == 2
     submitted = [name for worker in workers for name in worker.submitted]
     assert submitted.count("culprit") == 2
     assert rig.count("engine_deaths_total") == 2
     assert rig.count("requests_total", outcome="error") == 1
-    # The next request is served by what is left.
+    # The remaining engine serves the next request.
     await rig.front.add("next", list(b"next"), TOKENS)
     await rig.front.end_of("next")
-    assert rig.front.tokens["next"] == undisturbed(rig, list(b"next"))
+    assert rig.front.tokens["next"] == expected_tokens(rig, list(b"next"))
     await asyncio.sleep(0)
 
 
-async def test_a_prompt_that_comes_by_another_front_end_ends_nobody_here(rig: Rig, tmp_path: Path) -> None:
-    """Both lose streams on the first engine, and neither knows of the other's suspects."""
+async def test_crashing_prompt_of_another_front_end_ends_no_request_of_this_one(
+    rig: Rig, tmp_path: Path
+) -> None:
+    """Both front ends lose streams on the first engine, and neither knows of the other's suspects."""
     faults = Faults(die_on_prompt=CULPRIT)
     workers = [SimulatedWorker(f"w{n}", SETTINGS, faults, True) for n in range(3)]
     (tmp_path / "other").mkdir()
@@ -90,7 +91,7 @@ async def test_a_prompt_that_comes_by_another_front_end_ends_nobody_here(rig: Ri
             await eventually(lambda each=each: len(each.engine.workers.attached()) == 3)  # type: ignore[misc]
             await each.front.ready()
             each.front.wait_s = 60.0
-        # One on each engine: alone under suspicion here when it has lost its own, as the culprit is there.
+        # One request per engine: after a crash it is the only suspect here, as the culprit is elsewhere.
         prompts = {f"n{number}": list(b"neighbour %02d" % number) for number in range(3)}
         for name, prompt in prompts.items():
             await rig.front.add(name, prompt, TOKENS)
@@ -100,5 +101,5 @@ async def test_a_prompt_that_comes_by_another_front_end_ends_nobody_here(rig: Ri
         assert refusal is not None and "when they died" in refusal.message
         for name, prompt in prompts.items():
             assert (await rig.front.end_of(name)).finish_reason == FinishReason.LENGTH, name
-            assert rig.front.tokens[name] == undisturbed(rig, prompt), name
+            assert rig.front.tokens[name] == expected_tokens(rig, prompt), name
         assert sum(worker.died for worker in workers) == 2

@@ -11,7 +11,7 @@ from tailrace.tiny import MODEL_PATH
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-# Only the platforms' detection is taken away, in a process of its own; everything else is vLLM's.
+# Disable only the detection of platforms, in a separate process; everything else is unmodified vLLM.
 _SCRIPT = """
 import sys
 # Without its platform, vLLM for CPUs takes the build of its kernels for AVX-512, which not every CPU has.
@@ -29,10 +29,10 @@ for quantization in (None, "fp8"):
 """
 
 
-def test_the_api_server_is_configured_without_a_device() -> None:
-    done = subprocess.run(
+def test_api_server_is_configured_without_a_device() -> None:
+    result = subprocess.run(
         [sys.executable, "-c", _SCRIPT, str(MODEL_PATH)], capture_output=True, text=True, timeout=150
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "configured cpu None" in done.stdout
-    assert "configured cpu fp8" in done.stdout
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "configured cpu None" in result.stdout
+    assert "configured cpu fp8" in result.stdout

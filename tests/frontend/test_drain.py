@@ -1,4 +1,4 @@
-"""A front end that is told to stop, with vLLM's real API servers: streams end, nothing new is accepted."""
+"""Drain of a front end with vLLM's real API servers: streams finish, and no new requests are accepted."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ BODY = {"model": "tiny", "prompt": "x", "stream": True, "max_tokens": 100}
 
 
 class HeldWorker(EchoWorker):
-    """Begins to answer at once, and ends when it is told to."""
+    """Worker that begins each answer at once and ends it on `finish`."""
 
     async def on_submit(self, submit: worker_pb2.Submit) -> None:
         self.submits.append(submit)
         self.say(outputs(submit, [THINK, *THOUGHT.encode()], 0, PREFILL_DONE))
 
     async def finish(self) -> None:
-        """End every answer."""
+        """Complete every answer."""
         for submit in self.submits:
             rest = [END_THINK, *ANSWER.encode(), IM_END]
             self.say(outputs(submit, rest, len(THOUGHT) + 1, REASONING_ENDED | FINISHED))
@@ -41,7 +41,7 @@ class HeldWorker(EchoWorker):
     params=[pytest.param(Front.PYTHON, marks=pytest.mark.slow), Front.RUST], ids=lambda front: front.value
 )
 def front_end(request: pytest.FixtureRequest) -> Iterator[FrontEndThread]:
-    """A front end of its own: the test ends it."""
+    """A front end for one test, which stops it."""
     vllm_rs = find_vllm_rs()
     if request.param is Front.RUST and vllm_rs is None:
         pytest.skip("no vllm-rs")
@@ -51,7 +51,7 @@ def front_end(request: pytest.FixtureRequest) -> Iterator[FrontEndThread]:
     thread.stop()
 
 
-def test_it_finishes_its_streams_and_accepts_nothing_new(front_end: FrontEndThread) -> None:
+def test_drain_finishes_streams_and_accepts_no_new_requests(front_end: FrontEndThread) -> None:
     worker = front_end.worker
     assert isinstance(worker, HeldWorker)
     with httpx.stream("POST", f"{front_end.url}/v1/completions", json=BODY, timeout=60) as reply:
@@ -79,7 +79,7 @@ def test_it_finishes_its_streams_and_accepts_nothing_new(front_end: FrontEndThre
 
 
 def _accepts(url: str) -> bool:
-    """Whether anybody listens."""
+    """Return whether the port accepts connections."""
     try:
         httpx.get(f"{url}/health", timeout=5)
     except httpx.ConnectError:

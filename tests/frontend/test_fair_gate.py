@@ -1,4 +1,4 @@
-"""New requests wait for their tenant's turn while enough prompts are under way."""
+"""The fair gate: new requests wait for their tenant's turn while enough prompts are in progress."""
 
 from __future__ import annotations
 
@@ -22,29 +22,31 @@ from tests.frontend.conftest import Rig, eventually
 from tests.frontend.scripted_worker import FINISHED, PREFILL_DONE, ScriptedWorker, outputs
 
 PROMPT = [1] * 6
-# Two prompts are under way, then others wait.
+# Two prompts fit into the backlog, further ones wait.
 TWO = Limits(fair_backlog_tokens=10)
 SHORT = Limits(fair_backlog_tokens=10, max_waiting=2)
 
-two = pytest.mark.parametrize("limits", [TWO])
+two_prompt_limit = pytest.mark.parametrize("limits", [TWO])
 
 
-async def ask(rig: Rig, request_id: str, tenant: str, weight: float = 1.0, priority: int = 0) -> None:
+async def send_request(
+    rig: Rig, request_id: str, tenant: str, weight: float = 1.0, priority: int = 0
+) -> None:
     share = {SHARE_HEADER: Share(tenant, weight).encode()}
     await rig.front.add(request_id, PROMPT, priority=priority, trace_headers=share)
 
 
 async def burst(rig: Rig, worker: ScriptedWorker, waiting: int) -> list[worker_pb2.Submit]:
-    """Requests of tenant a, two of which go on at once."""
+    """Send requests of tenant a; the first two are placed at once."""
     for number in range(2 + waiting):
-        await ask(rig, f"a{number}", "a")
+        await send_request(rig, f"a{number}", "a")
     submits = [await worker.submitted() for _ in range(2)]
-    await eventually(lambda: waits(rig, "a") == waiting)
+    await eventually(lambda: waiting_requests(rig, "a") == waiting)
     assert worker.received.empty()
     return submits
 
 
-def waits(rig: Rig, tenant: str) -> float:
+def waiting_requests(rig: Rig, tenant: str) -> float:
     return rig.count("fair_waiting", tenant=tenant)
 
 
@@ -58,36 +60,36 @@ async def refusal_of(rig: Rig, request_id: str) -> Refusal | None:
     return Refusal.decode(end.stop_reason)
 
 
-@two
-async def test_who_comes_after_a_burst_is_next(rig: Rig) -> None:
+@two_prompt_limit
+async def test_other_tenant_is_next_after_a_burst(rig: Rig) -> None:
     worker = await rig.worker("w")
     await rig.front.ready()
     running = await burst(rig, worker, waiting=4)
     assert rig.count("fair_backlog_tokens") == 12 and rig.count("fair_backlog_limit_tokens") == 10
-    await ask(rig, "b0", "b")
-    await eventually(lambda: waits(rig, "b") == 1)
-    # The first token makes room, or the end without one.
+    await send_request(rig, "b0", "b")
+    await eventually(lambda: waiting_requests(rig, "b") == 1)
+    # A request leaves the backlog with its first token or its end.
     first_token(worker, running[0])
     assert (await worker.submitted()).request_id == "b0"
     worker.say(outputs(running[1], [7], 0, FINISHED))
     assert (await worker.submitted()).request_id == "a2"
-    assert waits(rig, "a") == 3 and waits(rig, "b") == 0
+    assert waiting_requests(rig, "a") == 3 and waiting_requests(rig, "b") == 0
     assert rig.count("fair_wait_seconds_count") == 4
 
 
-@two
-async def test_of_one_tenant_the_smaller_priority_goes_first(rig: Rig) -> None:
+@two_prompt_limit
+async def test_lower_priority_value_goes_first_within_a_tenant(rig: Rig) -> None:
     worker = await rig.worker("w")
     await rig.front.ready()
     running = await burst(rig, worker, waiting=2)
-    await ask(rig, "urgent", "a", priority=-1)
-    await eventually(lambda: waits(rig, "a") == 3)
+    await send_request(rig, "urgent", "a", priority=-1)
+    await eventually(lambda: waiting_requests(rig, "a") == 3)
     first_token(worker, running[0])
     assert (await worker.submitted()).request_id == "urgent"
 
 
-@two
-async def test_who_waits_in_vain_is_told_so_in_time(rig: Rig) -> None:
+@two_prompt_limit
+async def test_request_that_gets_no_turn_is_refused_at_its_deadline(rig: Rig) -> None:
     worker = await rig.worker("w")
     await rig.front.ready()
     await burst(rig, worker, waiting=1)
@@ -97,42 +99,42 @@ async def test_who_waits_in_vain_is_told_so_in_time(rig: Rig) -> None:
     assert len(rig.engine.table) == 2 and worker.received.empty()
 
 
-@two
-async def test_without_an_instance_nobody_has_a_turn(rig: Rig) -> None:
+@two_prompt_limit
+async def test_no_request_gets_a_turn_without_an_instance(rig: Rig) -> None:
     worker = await rig.worker("w")
     await rig.front.ready()
     rig.members.draining = frozenset({"w"})
     rig.members.changed()
-    await ask(rig, "r", "a")
+    await send_request(rig, "r", "a")
     assert await refusal_of(rig, "r") == NO_INSTANCE
-    await ask(rig, "s", "a")
+    await send_request(rig, "s", "a")
     rig.members.draining = frozenset()
     rig.members.changed()
     assert (await worker.submitted()).request_id == "s"
 
 
 @pytest.mark.parametrize("limits", [SHORT])
-async def test_a_full_line_is_its_tenants_affair(rig: Rig) -> None:
+async def test_full_queue_affects_only_its_tenant(rig: Rig) -> None:
     worker = await rig.worker("w")
     await rig.front.ready()
     running = await burst(rig, worker, waiting=2)
-    await ask(rig, "a4", "a")
+    await send_request(rig, "a4", "a")
     assert await refusal_of(rig, "a4") == TENANT_FULL
     assert rig.count("fair_refused_total", reason="full") == 1
-    await ask(rig, "b0", "b")
-    await eventually(lambda: waits(rig, "b") == 1)
+    await send_request(rig, "b0", "b")
+    await eventually(lambda: waiting_requests(rig, "b") == 1)
     first_token(worker, running[0])
     assert (await worker.submitted()).request_id == "b0"
 
 
-@two
-async def test_who_goes_away_leaves_its_turn_to_others(rig: Rig) -> None:
+@two_prompt_limit
+async def test_aborted_request_releases_its_turn(rig: Rig) -> None:
     worker = await rig.worker("w")
     await rig.front.ready()
     await burst(rig, worker, waiting=2)
-    # One that waits, and one that is under way and makes room.
+    # One that waits, and one that frees its part of the backlog.
     await rig.front.abort("a2")
-    await eventually(lambda: waits(rig, "a") == 1)
+    await eventually(lambda: waiting_requests(rig, "a") == 1)
     await rig.front.abort("a0")
     assert (await worker.submitted()).request_id == "a3"
     await rig.front.abort("a1", "a3")
@@ -140,34 +142,34 @@ async def test_who_goes_away_leaves_its_turn_to_others(rig: Rig) -> None:
     assert len(rig.engine.table) == 0
 
 
-@two
-async def test_who_lost_its_instance_does_not_wait(rig: Rig) -> None:
+@two_prompt_limit
+async def test_request_that_lost_its_instance_bypasses_the_gate(rig: Rig) -> None:
     worker = await rig.worker("v")
     await rig.front.ready()
     await burst(rig, worker, waiting=2)
     other = await rig.worker("w")
-    # With the second instance there is room for those that waited.
+    # The second instance raises the limit, so the waiting requests are placed.
     assert {(await other.submitted()).request_id for _ in range(2)} == {"a2", "a3"}
-    await ask(rig, "b0", "b")
-    await eventually(lambda: waits(rig, "b") == 1)
+    await send_request(rig, "b0", "b")
+    await eventually(lambda: waiting_requests(rig, "b") == 1)
     await rig.crash(worker)
-    # Half of the room is gone, and the gate is closed: what was on the instance goes on at once.
+    # The limit is halved and the gate closed, but requests of the lost instance are placed at once.
     moved = [await other.submitted() for _ in range(2)]
     assert {submit.request_id for submit in moved} == {"a0", "a1"}
     assert other.received.empty() and rig.count("fair_backlog_tokens") == 24
 
 
-@two
-async def test_more_than_may_wait_for_an_instance_are_refused(rig: Rig) -> None:
+@two_prompt_limit
+async def test_requests_beyond_the_unplaced_limit_are_refused(rig: Rig) -> None:
     worker = await rig.worker("w")
     await rig.front.ready()
     await burst(rig, worker, waiting=1)
     rig.engine.carrier._limits = Limits(fair_backlog_tokens=10, max_unplaced=1)
-    await ask(rig, "b0", "b")
+    await send_request(rig, "b0", "b")
     assert await refusal_of(rig, "b0") == NO_INSTANCE
 
 
-_TURNS = st.lists(
+_ACTIONS = st.lists(
     st.one_of(
         st.tuples(st.just("enqueue"), st.integers(0, 3), st.integers(0, 30)),
         st.tuples(st.just("release"), st.integers(0, 50), st.just(0)),
@@ -177,53 +179,53 @@ _TURNS = st.lists(
 )
 
 
-@given(_TURNS)
-def test_the_backlog_is_bounded_and_used(turns: list[tuple[str, int, int]]) -> None:
-    asyncio.run(_take(turns))
+@given(_ACTIONS)
+def test_backlog_is_bounded_and_work_conserving(actions: list[tuple[str, int, int]]) -> None:
+    asyncio.run(_run_actions(actions))
 
 
-async def _take(turns: list[tuple[str, int, int]]) -> None:
-    table, under_way, begun = StreamTable(), dict[int, int](), list[int]()
+async def _run_actions(actions: list[tuple[str, int, int]]) -> None:
+    table, in_progress, started = StreamTable(), dict[int, int](), list[int]()
 
     def start(stream: Stream) -> None:
-        # Only while there was room.
-        assert sum(under_way.values()) < gate.limit_tokens
-        under_way[stream.handle] = max(1, stream.prompt_tokens)
-        begun.append(stream.handle)
+        # Only while the backlog is below its limit.
+        assert sum(in_progress.values()) < gate.limit_tokens
+        in_progress[stream.handle] = max(1, stream.prompt_tokens)
+        started.append(stream.handle)
 
-    def never(stream: Stream, refusal: Refusal) -> None:
+    def unexpected_refusal(stream: Stream, refusal: Refusal) -> None:
         raise AssertionError(refusal)
 
-    gate = FairGate(10, 5, 60.0, start, never, lambda seconds: None)
+    gate = FairGate(10, 5, 60.0, start, unexpected_refusal, lambda seconds: None)
     live: list[int] = []
     try:
-        for what, number, tokens in (*turns, ("instances", 1, 0)):
-            if what == "enqueue":
+        for action, number, tokens in (*actions, ("instances", 1, 0)):
+            if action == "enqueue":
                 stream = table.open(f"r{len(table)}", prompt_tokens=tokens)
                 try:
                     gate.enqueue(stream, Share(f"t{number}", number + 0.5), 0)
                     live.append(stream.handle)
                 except TenantQueueFull:
                     assert gate.waiting()[f"t{number}"] == 5
-            elif what == "release" and live:
+            elif action == "release" and live:
                 handle = live.pop(number % len(live))
-                under_way.pop(handle, None)
+                in_progress.pop(handle, None)
                 gate.release(handle)
-            elif what == "instances":
+            elif action == "instances":
                 gate.set_instances(number)
-            assert gate.backlog_tokens == sum(under_way.values())
+            assert gate.backlog_tokens == sum(in_progress.values())
             assert not len(gate) or gate.backlog_tokens >= gate.limit_tokens
-        # Everybody has a turn in the end.
+        # Every request gets its turn in the end.
         while len(gate):
-            handle = next(iter(under_way))
-            del under_way[handle]
+            handle = next(iter(in_progress))
+            del in_progress[handle]
             gate.release(handle)
-        assert set(live) <= set(begun)
+        assert set(live) <= set(started)
     finally:
         gate.close()
 
 
-async def test_only_so_many_tenants_have_a_series_of_their_own() -> None:
+async def test_tenants_beyond_the_limit_share_one_metric_series() -> None:
     registry, table = CollectorRegistry(), StreamTable()
     gate = FairGate(1, 10, 60.0, lambda stream: None, lambda stream, refusal: None, lambda seconds: None)
     FairMetrics(registry, gate)

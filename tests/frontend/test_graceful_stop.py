@@ -1,4 +1,4 @@
-"""vLLM's launcher of its Python app with our middleware: SIGTERM lets responses end."""
+"""vLLM's launcher of its Python app with our middleware: SIGTERM lets responses finish."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from frontend_svc.api_server.middleware import GracefulStop
 pytestmark = pytest.mark.vllm
 
 
-async def test_sigterm_lets_a_response_end_and_then_ends_the_server() -> None:
+async def test_sigterm_lets_responses_finish_before_the_server_exits() -> None:
     from vllm.entrypoints.launchers.launcher import serve_http
 
-    app, told = fastapi.FastAPI(), asyncio.Event()
+    app, resume = fastapi.FastAPI(), asyncio.Event()
     app.add_middleware(GracefulStop)
     app.state.engine_client = None
 
     async def words() -> AsyncIterator[str]:
         yield "before "
-        await told.wait()
+        await resume.wait()
         yield "after"
 
     @app.get("/stream")
@@ -54,7 +54,7 @@ async def test_sigterm_lets_a_response_end_and_then_ends_the_server() -> None:
                         await other.get("/nothing")
                         await asyncio.sleep(0.02)
             assert not serving.done()
-            told.set()
+            resume.set()
             assert await anext(text) == "after"
             await response.aclose()
             await (await serving)

@@ -1,4 +1,4 @@
-"""vLLM's real API servers, Python and Rust, over a scripted worker: the same tests for both."""
+"""The same tests for vLLM's real API servers, Python and Rust, over a scripted worker."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
 
 
 def find_vllm_rs() -> Path | None:
-    """Where the install script puts it, on PATH, or where the environment says."""
+    """Return the path of vllm-rs from the environment, PATH or the scripts folder; None if missing."""
     candidates = (os.environ.get("VLLM_RUST_FRONTEND_PATH"), shutil.which("vllm-rs"))
     beside = Path(sysconfig.get_path("scripts")) / "vllm-rs"
     return next((Path(c) for c in (*candidates, str(beside)) if c and Path(c).is_file()), None)
@@ -38,12 +38,12 @@ def find_vllm_rs() -> Path | None:
 
 @pytest.fixture(scope="module", params=[Front.PYTHON, Front.RUST], ids=lambda front: front.value)
 def front_end(request: pytest.FixtureRequest) -> Iterator[FrontEndThread]:
-    """Started once for all tests of one API server."""
+    """A front end shared by all tests of one API server."""
     vllm_rs = find_vllm_rs()
     if request.param is Front.RUST and vllm_rs is None:
         pytest.skip("no vllm-rs")
     with pytest.MonkeyPatch.context() as patch:
-        # Its routes must not be a way around the scheduler.
+        # The development routes must not bypass the scheduler.
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")
         thread = FrontEndThread(request.param, vllm_rs or Path())
         thread.start()
@@ -57,7 +57,7 @@ def client(front_end: FrontEndThread) -> openai.OpenAI:
 
 
 def post(front_end: FrontEndThread, path: str, body: object, **headers: str) -> httpx.Response:
-    """A request that the openai package would not let through."""
+    """Send a request that the openai package would reject."""
     content = body if isinstance(body, str) else json.dumps(body)
     return httpx.post(
         front_end.url + path, content=content, headers={"content-type": "application/json", **headers}
@@ -97,7 +97,7 @@ def test_chat_streams(client: openai.OpenAI) -> None:
 
 def test_completions_with_n(front_end: FrontEndThread, client: openai.OpenAI) -> None:
     if front_end.front is Front.RUST:
-        # vllm-rs 0.32 lacks it, and says so.
+        # vllm-rs 0.32 does not support it and reports this.
         with pytest.raises(openai.BadRequestError, match="n=1"):
             client.completions.create(model="tiny", prompt="x", max_tokens=6, n=2)
         return
@@ -106,7 +106,7 @@ def test_completions_with_n(front_end: FrontEndThread, client: openai.OpenAI) ->
     assert {choice.finish_reason for choice in reply.choices} == {"length"}
 
 
-def test_stop_string_is_the_api_servers_and_frees_the_request(client: openai.OpenAI) -> None:
+def test_stop_string_is_applied_by_the_api_server_and_frees_the_request(client: openai.OpenAI) -> None:
     reply = client.completions.create(model="tiny", prompt="x", max_tokens=100, stop=["me"])
     assert reply.choices[0].text == "<think>let "
     assert reply.choices[0].finish_reason == "stop"
@@ -127,14 +127,14 @@ def test_tokenize(front_end: FrontEndThread) -> None:
     ],
     ids=["unknown model", "too long", "negative max_tokens", "wrong type", "broken JSON"],
 )
-def test_bad_input_has_openais_error_shape_and_reaches_no_worker(
+def test_invalid_input_gets_an_openai_error_and_reaches_no_worker(
     front_end: FrontEndThread, body: object, status: int
 ) -> None:
-    seen = len(front_end.worker.requests)
+    requests_before = len(front_end.worker.requests)
     reply = post(front_end, "/v1/completions", body)
     assert reply.status_code == status
     assert reply.json()["error"]["message"]
-    assert len(front_end.worker.requests) == seen
+    assert len(front_end.worker.requests) == requests_before
 
 
 @pytest.mark.parametrize(
@@ -166,13 +166,13 @@ def test_routes_that_control_one_engine_are_refused(front_end: FrontEndThread, p
         assert reply.json()["error"]["code"] == 501
         assert path in reply.json()["error"]["message"]
     else:
-        # vllm-rs takes no middleware: the refusal of the engine-core call is what its client sees.
+        # vllm-rs has no middleware: its client sees the refusal of the engine-core call.
         assert reply.status_code >= 400
     assert post(front_end, "/v1/completions", {"model": "tiny", "prompt": "x", "max_tokens": 1}).is_success
 
 
-def test_a_request_that_is_too_large_for_any_worker_is_refused_with_413(front_end: FrontEndThread) -> None:
-    seen = len(front_end.worker.requests)
+def test_request_too_large_for_any_worker_is_refused_with_413(front_end: FrontEndThread) -> None:
+    requests_before = len(front_end.worker.requests)
     body = {"model": "tiny", "prompt": "x", "max_tokens": 1}
     reply = post(front_end, "/v1/completions", {**body, "vllm_xargs": {"pad": "x" * (2 * MIN_MESSAGE_BYTES)}})
     if front_end.front is Front.PYTHON:
@@ -180,15 +180,15 @@ def test_a_request_that_is_too_large_for_any_worker_is_refused_with_413(front_en
         assert reply.json()["error"]["code"] == 413
         assert f"instances accept at most {MIN_MESSAGE_BYTES}." in reply.json()["error"]["message"]
     else:
-        # It knows errors without reasons alone.
+        # vllm-rs does not pass on the reason of an error.
         assert reply.status_code == 500
-    assert len(front_end.worker.requests) == seen
+    assert len(front_end.worker.requests) == requests_before
     assert post(front_end, "/v1/completions", body).status_code == 200
 
 
-def test_more_requests_than_a_front_end_may_carry_are_refused_with_429(front_end: FrontEndThread) -> None:
+def test_requests_beyond_the_stream_limit_are_refused_with_429(front_end: FrontEndThread) -> None:
     if front_end.front is Front.RUST:
-        pytest.skip("vllm-rs 0.32 lacks n > 1, and answers 500 where frontend_svc says why")
+        pytest.skip("vllm-rs 0.32 lacks n > 1, and answers 500 where frontend_svc gives a reason")
     body = {"model": "tiny", "prompt": "x", "max_tokens": 2}
     reply = post(front_end, "/v1/completions", {**body, "n": MAX_STREAMS + 20})
     assert reply.status_code == 429
@@ -197,15 +197,15 @@ def test_more_requests_than_a_front_end_may_carry_are_refused_with_429(front_end
     def status() -> int:
         return post(front_end, "/v1/completions", body).status_code
 
-    wait_until(lambda: status() == 200, "the others to be gone", 20)
+    wait_until(lambda: status() == 200, "the other requests to end", 20)
 
 
-def test_an_abandoned_stream_is_aborted_at_its_owner(front_end: FrontEndThread) -> None:
-    async def forget_the_past() -> None:
+def test_abandoned_stream_is_aborted_at_its_owner(front_end: FrontEndThread) -> None:
+    async def discard_received() -> None:
         while not front_end.worker.received.empty():
             front_end.worker.received.get_nowait()
 
-    front_end.call(forget_the_past())
+    front_end.call(discard_received())
     body = {"model": "tiny", "prompt": "x", "stream": True, "min_tokens": 1, "max_tokens": 100}
     with httpx.stream("POST", f"{front_end.url}/v1/completions", json=body) as reply:
         next(reply.iter_lines())
@@ -225,23 +225,23 @@ def test_trace_context_reaches_the_worker(front_end: FrontEndThread) -> None:
     assert submit.traceparent == (TRACEPARENT if front_end.front is Front.PYTHON else "")
 
 
-def test_who_would_wait_too_long_is_refused_with_429_stream_or_not(front_end: FrontEndThread) -> None:
-    late = scheduler_pb2.PlaceReply(refusal="its first token would arrive in 9.0 s", final=True)
+def test_request_that_would_wait_too_long_is_refused_with_429(front_end: FrontEndThread) -> None:
+    refusal_reply = scheduler_pb2.PlaceReply(refusal="its first token would arrive in 9.0 s", final=True)
 
-    async def refusing() -> AsyncExitStack:
+    async def add_refusing_scheduler() -> AsyncExitStack:
         stack = AsyncExitStack()
-        await stack.enter_async_context(scheduler(front_end.members, "s", Scheduler(lambda _: late)))
+        await stack.enter_async_context(scheduler(front_end.members, "s", Scheduler(lambda _: refusal_reply)))
         return stack
 
-    async def no_more(stack: AsyncExitStack) -> None:
+    async def remove_scheduler(stack: AsyncExitStack) -> None:
         await stack.aclose()
         front_end.members.services.clear()
         front_end.members.leaders.clear()
 
-    seen = len(front_end.worker.requests)
+    requests_before = len(front_end.worker.requests)
     body = {"model": "tiny", "prompt": "x", "max_tokens": 1}
     chat = {"model": "tiny", "messages": HELLO, "max_tokens": 1}
-    stack = front_end.call(refusing())
+    stack = front_end.call(add_refusing_scheduler())
     try:
         replies = [
             post(front_end, "/v1/completions", body),
@@ -250,20 +250,20 @@ def test_who_would_wait_too_long_is_refused_with_429_stream_or_not(front_end: Fr
             post(front_end, "/v1/chat/completions", {**chat, "stream": True}),
         ]
     finally:
-        front_end.call(no_more(stack))
-    assert len(front_end.worker.requests) == seen
+        front_end.call(remove_scheduler(stack))
+    assert len(front_end.worker.requests) == requests_before
     if front_end.front is Front.PYTHON:
         assert [reply.status_code for reply in replies] == [429] * 4
         assert {reply.json()["error"]["code"] for reply in replies} == {429}
         assert {reply.headers["retry-after"] for reply in replies} == {"2"}
     else:
-        # It knows errors without reasons alone.
+        # vllm-rs does not pass on the reason of an error.
         assert [replies[0].status_code, replies[2].status_code] == [500, 500]
     assert post(front_end, "/v1/completions", body).status_code == 200
 
 
 def test_refused_when_no_instance_can_take_it(front_end: FrontEndThread) -> None:
-    """Runs last: the fleet drains. The Python API server says 503 before it streams; the Rust one cannot."""
+    """Runs last, as the fleet drains. The Python server returns 503 before a stream; the Rust one cannot."""
 
     async def drain(draining: frozenset[str]) -> None:
         front_end.members.draining = draining
@@ -271,15 +271,15 @@ def test_refused_when_no_instance_can_take_it(front_end: FrontEndThread) -> None
 
     body = {"model": "tiny", "prompt": "x", "max_tokens": 1}
     front_end.call(drain(frozenset({"w0"})))
-    # The first one waits for an instance, in vain; from then on admission is closed.
+    # The first request waits for an instance until its deadline; from then on admission is closed.
     first = post(front_end, "/v1/completions", body)
-    then = post(front_end, "/v1/completions", {**body, "stream": True})
+    second = post(front_end, "/v1/completions", {**body, "stream": True})
     front_end.call(drain(frozenset()))
     assert first.json()["error"]["message"]
     if front_end.front is Front.PYTHON:
-        assert [first.status_code, then.status_code] == [503, 503]
-        assert first.headers["retry-after"] == then.headers["retry-after"] == "2"
-        assert then.json()["error"]["code"] == 503
+        assert [first.status_code, second.status_code] == [503, 503]
+        assert first.headers["retry-after"] == second.headers["retry-after"] == "2"
+        assert second.json()["error"]["code"] == 503
     else:
         assert first.status_code == 500
     assert post(front_end, "/v1/completions", body).status_code == 200

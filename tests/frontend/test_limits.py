@@ -1,4 +1,4 @@
-"""What a front end and its workers hold at most, and what is said of the rest."""
+"""Limits of front ends and workers, and the refusals of requests beyond them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 async def refusal_of(rig: Rig, request_id: str) -> Refusal | None:
-    """Why the request ended without an answer."""
+    """Return why the request ended without an answer."""
     end = await rig.front.end_of(request_id)
     assert end.finish_reason == FinishReason.ERROR
     return Refusal.decode(end.stop_reason)
@@ -33,19 +33,19 @@ def rejected(
     )
 
 
-def test_a_refusal_travels_as_a_stop_reason() -> None:
+def test_refusal_is_encoded_as_a_stop_reason() -> None:
     assert Refusal.decode(Refusal(413, "too: large").encode()) == Refusal(413, "too: large")
     for other in (None, 5, "stop", "tailrace:", "tailrace:x:y"):
         assert Refusal.decode(other) is None
 
 
 async def finish(rig: Rig, worker: ScriptedWorker, submit: worker_pb2.Submit) -> None:
-    """The request ends well."""
+    """Complete the request and check its finish reason."""
     worker.say(outputs(submit, [7], len(submit.output_token_ids), FINISHED))
     assert (await rig.front.end_of(submit.request_id)).finish_reason == FinishReason.STOP
 
 
-async def test_a_request_that_no_worker_takes_is_refused_before_it_is_placed(rig: Rig) -> None:
+async def test_request_too_large_for_every_worker_is_refused_before_placement(rig: Rig) -> None:
     worker = await rig.worker("a", max_message_bytes=2 * MIB)
     await rig.front.ready()
     await rig.front.add("running")
@@ -54,7 +54,7 @@ async def test_a_request_that_no_worker_takes_is_refused_before_it_is_placed(rig
     refusal = await refusal_of(rig, "large")
     assert refusal is not None and refusal.status == 413 and str(2 * MIB) in refusal.message
     await rig.front.add("next")
-    # The worker never saw it, the stream is the same, and what ran goes on.
+    # The worker never received it, the connection is the same, and the running request continues.
     submit = await worker.submitted()
     assert submit.request_id == "next"
     await finish(rig, worker, submit)
@@ -62,8 +62,8 @@ async def test_a_request_that_no_worker_takes_is_refused_before_it_is_placed(rig
     assert running.epoch == 0 and rig.count("refused_requests_total", status="413") == 1
 
 
-async def test_a_request_goes_to_a_worker_that_takes_messages_of_its_size(rig: Rig) -> None:
-    # The fallback would take the first by name.
+async def test_request_goes_to_a_worker_that_accepts_its_size(rig: Rig) -> None:
+    # By load and name alone the fallback would choose the first one.
     await rig.worker("a", max_message_bytes=MIB)
     large = await rig.worker("b", max_message_bytes=8 * MIB)
     await rig.front.ready()
@@ -71,14 +71,14 @@ async def test_a_request_goes_to_a_worker_that_takes_messages_of_its_size(rig: R
     await finish(rig, large, await large.submitted())
 
 
-async def test_a_reply_that_is_too_large_ends_its_request_alone(rig: Rig) -> None:
+async def test_too_large_reply_ends_only_its_request(rig: Rig) -> None:
     worker, other = await rig.worker("a"), await rig.worker("b")
     await rig.front.ready()
     await rig.front.add("large")
     large = await worker.submitted()
     await rig.front.add("other")
     neighbour = await other.submitted()
-    # A rejection of an epoch that is over says nothing.
+    # A rejection of a past epoch is ignored.
     stale = worker_pb2.Submit(handle=large.handle, epoch=large.epoch + 1)
     worker.say(rejected(stale, worker_pb2.REJECT_CODE_REPLY_TOO_LARGE))
     worker.say(rejected(large, worker_pb2.REJECT_CODE_REPLY_TOO_LARGE, "30 MB of log-probabilities"))
@@ -90,42 +90,42 @@ async def test_a_reply_that_is_too_large_ends_its_request_alone(rig: Rig) -> Non
     assert rig.count("recoveries_total", cause="lost") == 0
 
 
-async def test_a_worker_that_is_full_is_passed_by(rig: Rig) -> None:
+async def test_busy_worker_is_skipped(rig: Rig) -> None:
     full, other = await rig.worker("a"), await rig.worker("b")
     await rig.front.ready()
     await rig.front.add("r")
     full.say(rejected(await full.submitted(), worker_pb2.REJECT_CODE_BUSY))
     submit = await other.submitted()
     assert (submit.request_id, submit.epoch) == ("r", 1)
-    # For a moment it gets nobody else either, though it carries fewest.
+    # For a moment it gets no other requests either, although it has the fewest.
     await rig.front.add("s")
     assert (await other.submitted()).request_id == "s"
     assert full.received.empty() and rig.count("recoveries_total", cause="busy") == 1
 
 
-async def test_when_all_are_full_the_request_is_refused_in_time(rig: Rig) -> None:
+async def test_request_is_refused_at_its_deadline_when_all_workers_are_busy(rig: Rig) -> None:
     workers = [await rig.worker("a"), await rig.worker("b")]
     for worker in workers:
-        # A worker rejects what its engine has not had.
+        # A worker rejects only requests that its engine has not accepted.
         worker.takes = False
     await rig.front.ready()
 
-    async def turn_away(worker: ScriptedWorker) -> None:
+    async def reject_all(worker: ScriptedWorker) -> None:
         while True:
             worker.say(rejected(await worker.submitted(), worker_pb2.REJECT_CODE_BUSY))
 
-    tasks = [asyncio.create_task(turn_away(worker)) for worker in workers]
+    tasks = [asyncio.create_task(reject_all(worker)) for worker in workers]
     await rig.front.add("r")
     assert await refusal_of(rig, "r") == NO_INSTANCE
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    # It was tried a few times, not as fast as messages travel.
+    # The request is retried at intervals, not as fast as messages travel.
     assert 2 <= rig.count("recoveries_total", cause="busy") <= 6
 
 
 @pytest.mark.parametrize("limits", [Limits(max_streams=2)])
-async def test_more_streams_than_allowed_are_refused_with_429(rig: Rig, limits: Limits) -> None:
+async def test_streams_beyond_the_limit_are_refused_with_429(rig: Rig, limits: Limits) -> None:
     worker = await rig.worker("a")
     await rig.front.ready()
     submits = []
@@ -142,16 +142,14 @@ async def test_more_streams_than_allowed_are_refused_with_429(rig: Rig, limits: 
 
 
 @pytest.mark.parametrize("limits", [Limits(max_unplaced=2)])
-async def test_more_waiting_for_an_instance_than_allowed_are_refused_with_503(
-    rig: Rig, limits: Limits
-) -> None:
+async def test_unplaced_requests_beyond_the_limit_are_refused_with_503(rig: Rig, limits: Limits) -> None:
     worker = await rig.worker("a")
     await rig.front.ready()
     rig.members.draining = frozenset({"a"})
     rig.members.changed()
     for name in ("r", "s", "t"):
         await rig.front.add(name)
-    # At once: the others still wait.
+    # Immediately, while the others still wait.
     assert await refusal_of(rig, "t") == NO_INSTANCE
     assert len(rig.engine.table) == 2
     rig.members.draining = frozenset()

@@ -1,4 +1,4 @@
-"""A link to a worker: it is opened again whatever breaks it, and says what became of the worker."""
+"""A link to a worker: it is reopened whatever breaks it, and reports what happened to the worker."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WAIT_S = 20.0
 
 
 class Sink:
-    """Keeps what a link reports, each kind with its moment."""
+    """Queues the events that a link reports, with their times."""
 
     def __init__(self) -> None:
         self.events: asyncio.Queue[tuple[str, Any, float]] = asyncio.Queue()
@@ -39,16 +39,16 @@ class Sink:
     def on_message(self, instance_id: str, message: worker_pb2.AttachDown) -> None:
         self.events.put_nowait(("message", message, time.monotonic()))
 
-    async def next(self, kind: str) -> tuple[Any, float]:
+    async def next_event(self, kind: str) -> tuple[Any, float]:
         async with asyncio.timeout(WAIT_S):
-            found, what, when_s = await self.events.get()
-        assert found == kind, (found, what)
-        return what, when_s
+            event_kind, event, time_s = await self.events.get()
+        assert event_kind == kind, (event_kind, event)
+        return event, time_s
 
 
 @asynccontextmanager
 async def running(address: str) -> AsyncIterator[tuple[Link, Sink]]:
-    """A link to the worker w at the address, ticking."""
+    """Run a link to the worker w at the address, with regular ticks."""
     sink = Sink()
     link = Link(record("w", address), HELLO, sink)
 
@@ -68,7 +68,7 @@ async def running(address: str) -> AsyncIterator[tuple[Link, Sink]]:
 
 
 async def greet(stream: Up, name: str = "w") -> worker_pb2.FrontendHello:
-    """The worker's side of the hello."""
+    """Exchange hellos as the worker and return the front end's."""
     first = await stream.read()
     assert first is not None and first.HasField("hello")
     hello = worker_pb2.WorkerHello(instance_id=name, incarnation="1")
@@ -98,34 +98,34 @@ def raw(stream: Up, data: bytes) -> None:
     stream._writer.write(data)
 
 
-@pytest.mark.parametrize("breaks", [end_at_once, corrupt_length, corrupt_body, half_a_message])
-async def test_whatever_breaks_a_link_to_a_living_worker_it_is_opened_again_within_a_second(
-    breaks: Callable[[Up], None],
+@pytest.mark.parametrize("break_link", [end_at_once, corrupt_length, corrupt_body, half_a_message])
+async def test_broken_link_to_a_live_worker_is_reopened_within_a_second(
+    break_link: Callable[[Up], None],
 ) -> None:
     attempts: list[int] = []
 
     async def serve(stream: Up) -> None:
         attempts.append((await greet(stream)).attempt)
         await stream.read()
-        breaks(stream)
+        break_link(stream)
         while await stream.read() is not None:
             pass
 
     async with serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve) as address, running(address) as ends:
         link, sink = ends
-        await sink.next("attached")
+        await sink.next_event("attached")
         for _ in range(4):
             assert link.send(worker_pb2.AttachUp(abort=worker_pb2.Abort(handles=[1])))
-            loss, lost_s = await sink.next("lost")
+            loss, lost_s = await sink.next_event("lost")
             assert loss.cause is LossCause.BROKEN and loss.reason
-            _, attached_s = await sink.next("attached")
+            _, attached_s = await sink.next_event("attached")
             assert attached_s - lost_s < 1.0
-    # Each connection says which one it is.
+    # Each connection carries its number.
     assert attempts == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("failed", [False, True])
-async def test_a_worker_that_says_goodbye_says_why(failed: bool) -> None:
+async def test_goodbye_states_the_reason(failed: bool) -> None:
     async def serve(stream: Up) -> None:
         await greet(stream)
         goodbye = worker_pb2.Goodbye(engine_failed=failed, reason="enough")
@@ -133,12 +133,12 @@ async def test_a_worker_that_says_goodbye_says_why(failed: bool) -> None:
         assert await stream.read() is None
 
     async with serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve) as address, running(address) as ends:
-        await ends[1].next("attached")
-        loss, _ = await ends[1].next("lost")
+        await ends[1].next_event("attached")
+        loss, _ = await ends[1].next_event("lost")
         assert loss == Loss(LossCause.ENGINE_FAILED if failed else LossCause.STOPPED, "enough")
 
 
-async def test_a_process_that_has_ended_is_told_from_a_broken_link() -> None:
+async def test_ended_process_is_distinguished_from_a_broken_link() -> None:
     over = asyncio.Event()
 
     async def serve(stream: Up) -> None:
@@ -148,17 +148,17 @@ async def test_a_process_that_has_ended_is_told_from_a_broken_link() -> None:
     async with serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve) as address:
         running_link = running(address)
         _, sink = await running_link.__aenter__()
-        await sink.next("attached")
-    # Nobody listens there any more.
-    loss, _ = await sink.next("lost")
+        await sink.next_event("attached")
+    # The port does not accept connections any more.
+    loss, _ = await sink.next_event("lost")
     assert loss.cause is LossCause.BROKEN
-    assert (await sink.next("gone"))[0] == "w"
+    assert (await sink.next_event("gone"))[0] == "w"
     async with serve_streams(address, worker_pb2.AttachUp, serve):
-        await sink.next("attached")
+        await sink.next_event("attached")
         await running_link.__aexit__(None, None, None)
 
 
-async def test_a_worker_that_accepts_and_never_answers_is_tried_again(
+async def test_worker_that_accepts_and_never_answers_is_retried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(link_module, "HELLO_S", 0.1)
@@ -179,11 +179,11 @@ async def test_a_worker_that_accepts_and_never_answers_is_tried_again(
     async with serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve) as address, running(address) as ends:
         link, sink = ends
         assert not link.send(worker_pb2.AttachUp())
-        await sink.next("attached")
+        await sink.next_event("attached")
         assert silent == 0
 
 
-async def test_a_worker_that_refuses_this_front_end_is_asked_again_later(
+async def test_worker_that_refuses_the_front_end_is_retried_later(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(link_module, "_REFUSED_S", 0.05)
@@ -201,16 +201,16 @@ async def test_a_worker_that_refuses_this_front_end_is_asked_again_later(
         await stream.read()
 
     async with serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve) as address, running(address) as ends:
-        await ends[1].next("attached")
+        await ends[1].next_event("attached")
     refused = [entry for entry in caplog.records if "another one of this id" in entry.getMessage()]
-    # Once, not at each attempt.
+    # Logged once, not at each attempt.
     assert len(refused) == 1 and refused[0].levelname == "ERROR"
 
 
 @asynccontextmanager
 async def proxy(address: str) -> AsyncIterator[tuple[str, Callable[[], None]]]:
-    """A connection through here can be made half open: both ends stay, and nothing passes any more."""
-    passing: list[asyncio.Event] = []
+    """Yield a proxy's address and a function that makes its connection half open: no more data passes."""
+    gates: list[asyncio.Event] = []
     tasks: set[asyncio.Task[None]] = set()
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, gate: asyncio.Event) -> None:
@@ -223,13 +223,13 @@ async def proxy(address: str) -> AsyncIterator[tuple[str, Callable[[], None]]]:
         back_reader, back_writer = await asyncio.open_connection(host, int(port))
         gate = asyncio.Event()
         gate.set()
-        passing.append(gate)
+        gates.append(gate)
         for work in (pump(reader, back_writer, gate), pump(back_reader, writer, gate)):
             tasks.add(asyncio.create_task(work))
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     try:
-        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", lambda: passing[-1].clear()
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", lambda: gates[-1].clear()
     finally:
         server.close()
         for task in tasks:
@@ -237,7 +237,7 @@ async def proxy(address: str) -> AsyncIterator[tuple[str, Callable[[], None]]]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_a_half_open_connection_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_half_open_connection_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "SILENCE_S", 0.3)
     monkeypatch.setattr(link_module, "GRACE_S", 0.2)
 
@@ -252,15 +252,15 @@ async def test_a_half_open_connection_is_replaced(monkeypatch: pytest.MonkeyPatc
         proxy(address) as (front, freeze),
         running(front) as (link, sink),
     ):
-        await sink.next("attached")
+        await sink.next_event("attached")
         freeze()
-        loss, _ = await sink.next("lost")
+        loss, _ = await sink.next_event("lost")
         assert loss.cause is LossCause.SILENT
-        await sink.next("attached")
+        await sink.next_event("attached")
         assert link.attached
 
 
-async def test_a_large_message_that_takes_long_to_come_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_large_message_is_not_taken_for_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "SILENCE_S", 0.3)
     data = worker_pb2.AttachDown(utility=worker_pb2.UtilityResult(frames=[b"x" * 1000])).SerializeToString()
 
@@ -273,27 +273,27 @@ async def test_a_large_message_that_takes_long_to_come_is_no_silence(monkeypatch
         await stream.read()
 
     async with serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve) as address, running(address) as ends:
-        await ends[1].next("attached")
-        message, _ = await ends[1].next("message")
+        await ends[1].next_event("attached")
+        message, _ = await ends[1].next_event("message")
         assert message.utility.frames[0] == b"x" * 1000
 
 
-async def test_a_worker_that_takes_nothing_for_long_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_worker_that_reads_nothing_for_long_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "STALL_S", 0.3)
 
     async def serve(stream: Up) -> None:
         await greet(stream)
         while not stream.closed:
-            # It beats, and reads nothing: its end is full soon.
+            # It sends heartbeats and reads nothing, so its receive buffer is soon full.
             stream.send(worker_pb2.AttachDown(heartbeat=worker_pb2.Heartbeat()))
             await asyncio.sleep(0.02)
 
     async with serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve) as address, running(address) as ends:
         link, sink = ends
-        await sink.next("attached")
+        await sink.next_event("attached")
         for _ in range(60):
             link.send(submission(1 << 20))
-        loss, _ = await sink.next("lost")
+        loss, _ = await sink.next_event("lost")
         assert loss.reason.startswith("took nothing of")
 
 
@@ -308,25 +308,25 @@ async def serve_hello(stream: Up, limit: int, resume: asyncio.Event) -> None:
     await resume.wait()
 
 
-async def test_submissions_that_a_worker_cannot_take_are_turned_away_and_break_nothing() -> None:
+async def test_submissions_a_worker_cannot_accept_are_refused_and_the_link_stays_up() -> None:
     resume = asyncio.Event()
     serve: Callable[[Up], Awaitable[None]] = lambda stream: serve_hello(stream, 100_000, resume)  # noqa: E731
     async with serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve) as address, running(address) as ends:
         link, sink = ends
-        await sink.next("attached")
+        await sink.next_event("attached")
         assert link.max_message_bytes == 100_000
         assert not link.send(submission(100_001))
-        taken = 0
+        accepted = 0
         while link.send(submission(90_000)):
-            taken += 1
-        assert taken == 4
-        # What is not a submission still goes.
+            accepted += 1
+        assert accepted == 4
+        # Other messages are still accepted.
         assert link.send(worker_pb2.AttachUp(abort=worker_pb2.Abort(handles=[1])))
         assert sink.events.empty() and link.attached
         resume.set()
 
 
-async def test_the_queue_to_a_worker_has_a_bound_for_submissions_before_that_for_aborts(
+async def test_queue_limit_for_submissions_is_below_the_one_for_aborts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Small: filling the real one takes a busy machine longer than a worker may be silent.
@@ -336,14 +336,14 @@ async def test_the_queue_to_a_worker_has_a_bound_for_submissions_before_that_for
     serve: Callable[[Up], Awaitable[None]] = lambda stream: serve_hello(stream, 0, resume)  # noqa: E731
     async with serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve) as address, running(address) as ends:
         link, sink = ends
-        await sink.next("attached")
-        taken = 0
+        await sink.next_event("attached")
+        accepted = 0
         while link.send(submission(10)):
-            taken += 1
-        assert taken == limit // 2
+            accepted += 1
+        assert accepted == limit // 2
         for _ in range(limit // 2):
             assert link.send(worker_pb2.AttachUp(abort=worker_pb2.Abort(handles=[1])))
         assert not link.send(worker_pb2.AttachUp(abort=worker_pb2.Abort(handles=[1])))
-        loss, _ = await sink.next("lost")
+        loss, _ = await sink.next_event("lost")
         assert "messages unread" in loss.reason
         resume.set()

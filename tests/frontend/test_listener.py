@@ -1,4 +1,4 @@
-"""Giving up a listening socket that others share the port with: no client may notice."""
+"""Closing a listening socket whose port is shared with others, without any client noticing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROUNDS = 150
 
 @contextmanager
 def shared(port: int) -> Iterator[socket.socket]:
-    """A listener on a loopback port that another one may share; port 0: any."""
+    """Listen on a loopback port that another socket can share; port 0: any."""
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind(("127.0.0.1", port))
@@ -25,7 +25,7 @@ def shared(port: int) -> Iterator[socket.socket]:
 
 
 async def answer(listener: socket.socket, word: bytes) -> None:
-    """Accept, one at a time and not at once, and answer each connection with `word`."""
+    """Accept connections one at a time and answer each with `word`."""
     loop = asyncio.get_running_loop()
     while True:
         connection, _ = await loop.sock_accept(listener)
@@ -35,8 +35,8 @@ async def answer(listener: socket.socket, word: bytes) -> None:
             await loop.sock_sendall(connection, word)
 
 
-async def ask(port: int) -> bytes:
-    """One connection, from its first packet to the answer."""
+async def request_word(port: int) -> bytes:
+    """Open a connection and return what it receives until its end."""
     async with asyncio.timeout(10):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"?")
@@ -52,29 +52,29 @@ async def test_no_connection_is_reset_while_a_shared_listener_goes_away() -> Non
         with shared(port) as staying:
             first = asyncio.create_task(answer(leaving, b"leaving"))
             second = asyncio.create_task(answer(staying, b"staying"))
-            asked = [asyncio.create_task(ask(port)) for _ in range(ROUNDS)]
+            requests = [asyncio.create_task(request_word(port)) for _ in range(ROUNDS)]
             stopping = asyncio.create_task(stop_accepting(leaving))
-            asked += [asyncio.create_task(ask(port)) for _ in range(ROUNDS)]
+            requests += [asyncio.create_task(request_word(port)) for _ in range(ROUNDS)]
             await stopping
             first.cancel()
             await asyncio.gather(first, return_exceptions=True)
             leaving.close()
-            asked += [asyncio.create_task(ask(port)) for _ in range(ROUNDS)]
-            answers = await asyncio.gather(*asked)
+            requests += [asyncio.create_task(request_word(port)) for _ in range(ROUNDS)]
+            answers = await asyncio.gather(*requests)
             second.cancel()
             await asyncio.gather(second, return_exceptions=True)
     assert set(answers) <= {b"leaving", b"staying"}
     assert set(answers[-ROUNDS:]) == {b"staying"}
 
 
-async def test_connections_that_wait_to_be_accepted_are_waited_for() -> None:
+async def test_stop_waits_for_connections_that_are_not_accepted_yet() -> None:
     with shared(0) as leaving:
         port = leaving.getsockname()[1]
-        waiting = asyncio.create_task(ask(port))
+        waiting = asyncio.create_task(request_word(port))
         with socket.socket() as other:
             other.connect(("127.0.0.1", port))
             stopping = asyncio.create_task(stop_accepting(leaving))
-            # Both are made and unaccepted by now, for connecting to loopback makes them.
+            # Both are established but not accepted: on loopback, connecting completes them.
             await asyncio.sleep(0)
             assert not stopping.done()
             first = asyncio.create_task(answer(leaving, b"late"))

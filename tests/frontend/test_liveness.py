@@ -1,4 +1,4 @@
-"""Streams that stand still: their owner is asked, and they are recovered when it does not have them."""
+"""Stalled streams: their owner is queried, and they are recovered if it does not have them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.frontend.conftest import Rig
 from tests.frontend.scripted_worker import FINISHED, PREFILL_DONE, outputs
 
 
-class Asked:
-    """An outbox that remembers whom it asked about what."""
+class QueryOutbox:
+    """Outbox that records the queries to each instance."""
 
     def __init__(self) -> None:
         self.queries: list[tuple[str, list[int], list[int]]] = []
@@ -36,65 +36,65 @@ def owned(table: StreamTable, name: str, instance_id: str) -> Stream:
     return stream
 
 
-def test_only_what_stands_still_for_long_is_asked_for_and_each_owner_at_once() -> None:
-    table, asked = StreamTable(), Asked()
-    liveness = Liveness(table, asked)
-    still, other, moving = owned(table, "r", "a"), owned(table, "s", "a"), owned(table, "t", "b")
+def test_only_stalled_streams_are_queried_with_one_query_per_owner() -> None:
+    table, outbox = StreamTable(), QueryOutbox()
+    liveness = Liveness(table, outbox)
+    stalled, other, moving = owned(table, "r", "a"), owned(table, "s", "a"), owned(table, "t", "b")
     table.open("between instances")
     for second in range(int(QUERY_AFTER_S) + 1):
         moving.token_ids.append(1)
         liveness.tick(float(second))
-    assert asked.queries == []
+    assert outbox.queries == []
     liveness.tick(QUERY_AFTER_S + 0.5)
-    assert asked.queries == [("a", [still.handle, other.handle], [0, 0])]
-    # Not again at once, but again after the same time; what has got on meanwhile is not in doubt any more.
-    asked.queries.clear()
+    assert outbox.queries == [("a", [stalled.handle, other.handle], [0, 0])]
+    # Repeated after the same time, without streams that have made progress meanwhile.
+    outbox.queries.clear()
     liveness.tick(QUERY_AFTER_S + 1.0)
-    assert asked.queries == []
+    assert outbox.queries == []
     other.token_ids.append(1)
     moving.token_ids.append(1)
     liveness.tick(2 * QUERY_AFTER_S + 1.0)
-    assert asked.queries == [("a", [still.handle], [0])]
+    assert outbox.queries == [("a", [stalled.handle], [0])]
 
 
-def test_a_stream_that_changed_its_owner_has_the_whole_time_again() -> None:
-    table, asked = StreamTable(), Asked()
-    liveness = Liveness(table, asked)
+def test_timer_restarts_when_a_stream_changes_its_owner() -> None:
+    table, outbox = StreamTable(), QueryOutbox()
+    liveness = Liveness(table, outbox)
     stream = owned(table, "r", "a")
     liveness.tick(0.0)
     table.orphan(stream)
     table.assign(stream, "b")
     liveness.tick(QUERY_AFTER_S + 1.0)
-    assert asked.queries == []
+    assert outbox.queries == []
     liveness.tick(2 * QUERY_AFTER_S + 1.5)
-    assert asked.queries == [("b", [stream.handle], [1])]
+    assert outbox.queries == [("b", [stream.handle], [1])]
 
 
-def test_an_instance_of_long_steps_has_more_patience() -> None:
-    table, asked = StreamTable(), Asked()
-    liveness = Liveness(table, asked)
+def test_timeout_is_longer_for_an_instance_with_long_steps() -> None:
+    table, outbox = StreamTable(), QueryOutbox()
+    liveness = Liveness(table, outbox)
     stream = owned(table, "r", "slow")
-    # A second a step; not all steps had outputs for this front end.
+    # One second per step; not every step had outputs for this front end.
     for step in range(0, 40, 2):
         liveness.step_received("slow", step, float(step))
     liveness.tick(0.0)
     liveness.tick(QUERY_AFTER_STEPS - 1.0)
-    assert asked.queries == []
+    assert outbox.queries == []
     liveness.tick(QUERY_AFTER_STEPS + 1.0)
-    assert asked.queries == [("slow", [stream.handle], [0])]
-    # Another process by that name counts from the beginning.
+    assert outbox.queries == [("slow", [stream.handle], [0])]
+    # A new process with the same name counts steps from 0.
     liveness.step_received("slow", 0, 100.0)
     liveness.tick(100.0 + QUERY_AFTER_S)
-    assert len(asked.queries) == 2
+    assert len(outbox.queries) == 2
 
 
 @pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness_module, "QUERY_AFTER_S", 0.1)
 
 
-@pytest.mark.usefixtures("soon")
-async def test_a_stream_that_its_owner_does_not_have_goes_on_elsewhere(rig: Rig) -> None:
+@pytest.mark.usefixtures("short_timeout")
+async def test_stream_missing_at_its_owner_is_recovered_elsewhere(rig: Rig) -> None:
     worker, other = await rig.worker("a"), await rig.worker("b")
     await rig.front.ready()
     await rig.front.add("r")
@@ -103,10 +103,10 @@ async def test_a_stream_that_its_owner_does_not_have_goes_on_elsewhere(rig: Rig)
     await rig.front.tokens_of("r", 1)
     query = (await worker.expect("held_query")).held_query
     assert (list(query.handles), list(query.epochs)) == ([submit.handle], [0])
-    # It has it: nothing happens, but it is asked again.
+    # The owner has it: nothing changes, and it is queried again.
     worker.say(worker_pb2.AttachDown(held_reply=worker_pb2.HeldReply()))
     await worker.expect("held_query")
-    # What it says of another epoch, or of somebody else's stream, is not its to say.
+    # Replies about another epoch or about another instance's stream are ignored.
     missing = worker_pb2.HeldReply(missing_handles=[submit.handle], missing_epochs=[5])
     worker.say(worker_pb2.AttachDown(held_reply=missing))
     other.say(
@@ -128,8 +128,8 @@ async def test_a_stream_that_its_owner_does_not_have_goes_on_elsewhere(rig: Rig)
     assert rig.count("recoveries_total", cause="missing") == 1
 
 
-@pytest.mark.usefixtures("soon")
-async def test_a_token_that_came_before_the_answer_counts(rig: Rig) -> None:
+@pytest.mark.usefixtures("short_timeout")
+async def test_token_received_before_the_reply_counts_as_progress(rig: Rig) -> None:
     worker = await rig.worker("a")
     await rig.front.ready()
     await rig.front.add("r")

@@ -1,4 +1,4 @@
-"""Answers are shown at the user's pace: in order, each token once, and none later than the pace asks."""
+"""Answers are shown at the user's pace: in order, each token once, and none later than the pace requires."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PACE_S = 0.1
 
 
 class Screen:
-    """What the user sees, and when."""
+    """Records what the user sees, and when."""
 
     def __init__(self) -> None:
         self.clock = VirtualClock()
@@ -33,7 +33,7 @@ class Screen:
         self.shown.append((self.clock.time() - 100.0, frames[0]))
 
     def at(self, when_s: float) -> None:
-        """Let time pass."""
+        """Advance the clock to this time, in seconds."""
         reached: list[bool] = []
         self.clock.call_at(100.0 + when_s, lambda: reached.append(True))
         while not reached:
@@ -41,14 +41,14 @@ class Screen:
 
 
 def together(*messages: worker_pb2.AttachDown) -> worker_pb2.AttachDown:
-    """Several requests' outputs in one step."""
+    """Combine outputs of several requests to one step."""
     rows = [row for m in messages for row in read_outputs(list(m.outputs.frames)).outputs]
     ended = [row.request_id for row in rows if row.finish_reason is not None]
     return merge(*messages, frames=encode_outputs(rows, ended))
 
 
 class LoopTimer(asyncio.TimerHandle):
-    """As an event loop's, of which only `cancel` is used."""
+    """Timer of which only `cancel` is used."""
 
     def __init__(self, cancel: Callable[[], None]) -> None:
         self._cancel = cancel
@@ -58,7 +58,7 @@ class LoopTimer(asyncio.TimerHandle):
 
 
 class LoopClock:
-    """A virtual clock that calls back with an argument, as an event loop does."""
+    """Virtual clock whose callbacks take an argument, as those of an event loop."""
 
     def __init__(self, clock: VirtualClock) -> None:
         self.clock = clock
@@ -71,23 +71,23 @@ class LoopClock:
 
 
 @given(st.lists(st.floats(0.0, 0.4), min_size=1, max_size=30))
-def test_shown_as_the_pacers_formula_says(gaps_s: list[float]) -> None:
+def test_outputs_are_shown_at_the_times_of_the_formula(gaps_s: list[float]) -> None:
     screen = Screen()
     screen.pacer.begin(Stream(1, "r", pace_s=PACE_S), 0)
-    ready_s, wanted, last_s = 0.0, [], -1.0
+    ready_s, expected, last_s = 0.0, [], -1.0
     for number, gap_s in enumerate(gaps_s):
         ready_s += gap_s
         screen.at(ready_s)
         screen.pacer.put(1, [b"%d" % number], 1, number == len(gaps_s) - 1)
         last_s = max(ready_s, last_s + PACE_S) if number else ready_s
-        wanted.append(last_s)
+        expected.append(last_s)
     screen.clock.drain()
     assert [message for _, message in screen.shown] == [b"%d" % n for n in range(len(gaps_s))]
-    assert [when for when, _ in screen.shown] == pytest.approx(wanted, abs=1e-6)
+    assert [when for when, _ in screen.shown] == pytest.approx(expected, abs=1e-6)
     assert not screen.pacer and screen.pacer.buffered == 0
 
 
-def test_an_error_comes_right_after_what_was_before_it() -> None:
+def test_error_follows_the_last_output_immediately() -> None:
     screen = Screen()
     screen.pacer.begin(Stream(1, "r", pace_s=PACE_S), 1)
     screen.pacer.put(1, [b"a"], 1, False)
@@ -97,7 +97,7 @@ def test_an_error_comes_right_after_what_was_before_it() -> None:
     assert [(round(when, 6), what) for when, what in screen.shown] == [(0.1, b"a"), (0.1, b"error")]
 
 
-def test_nothing_is_shown_to_who_has_gone() -> None:
+def test_outputs_of_an_aborted_request_are_dropped() -> None:
     screen = Screen()
     screen.pacer.begin(Stream(1, "r", pace_s=PACE_S), 1)
     screen.pacer.put(1, [b"a"], 1, True)
@@ -106,7 +106,7 @@ def test_nothing_is_shown_to_who_has_gone() -> None:
     assert screen.shown == [] and not screen.pacer and screen.pacer.buffered == 0
 
 
-def test_a_full_store_shows_its_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_buffer_shows_its_oldest_output(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("frontend_svc.pacing._STREAM_MAX", 3)
     screen = Screen()
     screen.pacer.begin(Stream(1, "r", pace_s=PACE_S), 1)
@@ -117,18 +117,18 @@ def test_a_full_store_shows_its_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [what for _, what in screen.shown] == [b"0", b"1", b"2", b"3", b"4"]
 
 
-def test_split_outputs_are_those_that_were_there() -> None:
+def test_split_outputs_preserves_every_output() -> None:
     rows = [EngineCoreOutput(f"r{n}", [n, n + 1], stop_reason=n) for n in range(3)]
-    rest, apart = split_outputs([*encode_outputs(rows, ["r0", "r2"]), b"aux"], [2, 1])
-    read = [read_outputs(frames) for frames in (rest, *apart)]
+    rest, separate = split_outputs([*encode_outputs(rows, ["r0", "r2"]), b"aux"], [2, 1])
+    read = [read_outputs(frames) for frames in (rest, *separate)]
     assert [[o.request_id for o in m.outputs] for m in read] == [["r0"], ["r2"], ["r1"]]
     assert [m.finished_requests for m in read] == [["r0"], ["r2"], None]
     assert [o for m in (read[0], read[2], read[1]) for o in m.outputs] == rows
-    assert all(frames[1:] == [b"aux"] for frames in (rest, *apart))
+    assert all(frames[1:] == [b"aux"] for frames in (rest, *separate))
     assert all(isinstance(m, EngineCoreOutputs) for m in read)
 
 
-async def test_only_the_answer_of_who_asked_is_paced(rig: Rig) -> None:
+async def test_only_requests_that_ask_for_it_are_paced(rig: Rig) -> None:
     worker = await rig.worker("a")
     await rig.front.ready()
     await rig.front.add("slow", extra_args={"tailrace_pace_tpot_ms": 60_000.0})
@@ -144,7 +144,7 @@ async def test_only_the_answer_of_who_asked_is_paced(rig: Rig) -> None:
     await rig.front.end_of("fast")
     assert rig.front.tokens["fast"] == [1, 2, 3, 4, 5, 6, 7]
     assert rig.front.tokens["slow"] == [1, 2, 3]
-    # It has ended as far as instances are concerned; what is in store is dropped with its user.
+    # It has ended for the instances; its buffered outputs are dropped when its user disconnects.
     assert len(rig.engine.table) == 0 and rig.engine.pacer.buffered == 4
     await rig.front.abort("slow")
     await rig.front.add("next")
@@ -152,7 +152,7 @@ async def test_only_the_answer_of_who_asked_is_paced(rig: Rig) -> None:
     assert rig.engine.pacer.buffered == 0
 
 
-async def test_a_paced_answer_goes_on_through_a_crash(rig: Rig) -> None:
+async def test_paced_answer_survives_a_crash(rig: Rig) -> None:
     first, second = await rig.worker("a"), await rig.worker("b")
     await rig.front.ready()
     await rig.front.add("r", extra_args={"tailrace_pace_tpot_ms": 1.0})

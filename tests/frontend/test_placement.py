@@ -1,4 +1,4 @@
-"""Where requests go, with schedulers that answer, refuse, hang or are gone."""
+"""Placement of requests with schedulers that reply, refuse, hang or are absent."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tailrace.v1 import scheduler_pb2, scheduler_pb2_grpc, worker_pb2
 from tests.frontend.fleet import StaticMembers, record
 
 
-class Attached:
-    """An outbox with so many instances at its other end."""
+class AttachedOutbox:
+    """Outbox to these instances, which accept every message."""
 
     def __init__(self, *instance_ids: str) -> None:
         self.instance_ids = list(instance_ids)
@@ -39,14 +39,14 @@ class Attached:
 
 
 class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
-    """Answers as the test says; None: never."""
+    """Scheduler that replies by the function `answer`, or never if it is None."""
 
     def __init__(
         self, answer: Callable[[scheduler_pb2.PlaceRequest], scheduler_pb2.PlaceReply] | None
     ) -> None:
         self.answer = answer
         self.asked: list[scheduler_pb2.PlaceRequest] = []
-        # How many each call asked about.
+        # Number of requests in each call.
         self.calls: list[int] = []
         self.called, self.open = asyncio.Event(), asyncio.Event()
         self.open.set()
@@ -56,7 +56,7 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
         request: scheduler_pb2.PlaceRequest,
         context: grpc.aio.ServicerContext[scheduler_pb2.PlaceRequest, scheduler_pb2.PlaceReply],
     ) -> scheduler_pb2.PlaceReply:
-        raise NotImplementedError("front ends ask about several at once")
+        raise NotImplementedError("front ends place requests in batches")
 
     async def PlaceMany(
         self,
@@ -75,7 +75,7 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
 
 @asynccontextmanager
 async def scheduler(members: StaticMembers, name: str, servicer: Scheduler) -> AsyncIterator[grpc.aio.Server]:
-    """A member of the fleet; the first one leads."""
+    """Serve a scheduler that is registered in the fleet; the first one leads."""
     server = grpc.aio.server()
     scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -101,7 +101,7 @@ def placed_on(instance_id: str) -> Callable[[scheduler_pb2.PlaceRequest], schedu
 
 
 @pytest.mark.parametrize(
-    ("requirements", "able"),
+    ("requirements", "capable"),
     [
         (TEXT_GENERATION, {"plain", "adapters"}),
         (Requirements(adapter=True), {"adapters"}),
@@ -109,8 +109,8 @@ def placed_on(instance_id: str) -> Callable[[scheduler_pb2.PlaceRequest], schedu
         (Requirements(generates=False, adapter=True), set()),
     ],
 )
-async def test_a_request_goes_to_whoever_can_do_what_it_needs(
-    channels: Channels, requirements: Requirements, able: set[str]
+async def test_request_goes_to_an_instance_that_meets_its_requirements(
+    channels: Channels, requirements: Requirements, capable: set[str]
 ) -> None:
     members, table = StaticMembers(), StreamTable()
     members.instances = {
@@ -120,59 +120,59 @@ async def test_a_request_goes_to_whoever_can_do_what_it_needs(
     }
     stream = table.open("r", prompt_tokens=7, max_tokens=9)
     stream.requirements = requirements
-    outbox = Attached(*members.instances)
-    # Nobody decides: as well as the front end can.
+    outbox = AttachedOutbox(*members.instances)
+    # Without a scheduler the front end itself chooses.
     chosen = await Placement("f0", Fleet(members), outbox, table, channels).choose(stream, frozenset())
-    assert chosen.instance_id in able if isinstance(chosen, Placed) else not able
-    willing = Scheduler(lambda request: scheduler_pb2.PlaceReply(refusal="none"))
-    async with scheduler(members, "s0", willing):
+    assert chosen.instance_id in capable if isinstance(chosen, Placed) else not capable
+    refusing = Scheduler(lambda request: scheduler_pb2.PlaceReply(refusal="none"))
+    async with scheduler(members, "s0", refusing):
         await Placement("f0", Fleet(members), outbox, table, channels).choose(stream, frozenset())
-    assert set(willing.asked[0].excluded_instance_ids) == members.instances.keys() - able
+    assert set(refusing.asked[0].excluded_instance_ids) == members.instances.keys() - capable
 
 
-async def test_the_scheduler_decides_on_exact_lengths(channels: Channels) -> None:
+async def test_placement_request_has_exact_lengths(channels: Channels) -> None:
     members, table = StaticMembers(), StreamTable()
     stream = table.open("r", prompt_tokens=7, max_tokens=9)
     stream.token_ids.extend([1, 2])
     leader = Scheduler(placed_on("b"))
     async with scheduler(members, "s0", leader):
-        placement = Placement("f0", Fleet(members), Attached("a", "b"), table, channels)
+        placement = Placement("f0", Fleet(members), AttachedOutbox("a", "b"), table, channels)
         assert await placement.choose(stream, frozenset({"z"})) == Placed("b", "test")
     (asked,) = leader.asked
     assert (asked.request_id, asked.frontend_id) == ("r", "f0")
     assert (asked.prompt_tokens, asked.output_tokens, asked.max_tokens) == (7, 2, 9)
     assert list(asked.excluded_instance_ids) == ["z"]
-    # It has tokens: it is not refused for coming late.
+    # It has tokens, so it cannot be refused as late.
     assert asked.admitted
 
 
-async def test_only_a_request_that_was_nowhere_yet_may_be_refused_as_late(channels: Channels) -> None:
+async def test_only_a_request_never_placed_may_be_refused_as_late(channels: Channels) -> None:
     members, table = StaticMembers(), StreamTable()
     new, moved = table.open("new"), table.open("moved")
     table.assign(moved, "a")
     table.orphan(moved)
     late = Scheduler(lambda request: scheduler_pb2.PlaceReply(refusal="too late", final=True))
     async with scheduler(members, "s0", late):
-        placement = Placement("f0", Fleet(members), Attached("a"), table, channels)
+        placement = Placement("f0", Fleet(members), AttachedOutbox("a"), table, channels)
         assert await placement.choose(new, frozenset()) == NoPlacement("too late", final=True)
         await placement.choose(moved, frozenset())
     assert [asked.admitted for asked in late.asked] == [False, True]
 
 
-async def test_what_comes_while_one_is_asked_about_is_asked_together(channels: Channels) -> None:
+async def test_requests_that_arrive_during_a_call_are_placed_in_one_batch(channels: Channels) -> None:
     members, table = StaticMembers(), StreamTable()
     leader = Scheduler(lambda request: scheduler_pb2.PlaceReply(instance_id=f"on-{request.request_id}"))
     leader.open.clear()
     names = [f"r{number}" for number in range(600)]
     async with scheduler(members, "s0", leader):
         placement = Placement(
-            "f0", Fleet(members), Attached(*(f"on-{name}" for name in names)), table, channels
+            "f0", Fleet(members), AttachedOutbox(*(f"on-{name}" for name in names)), table, channels
         )
         first = asyncio.create_task(placement.choose(table.open(names[0]), frozenset()))
         await leader.called.wait()
         others = [asyncio.create_task(placement.choose(table.open(n), frozenset())) for n in names[1:]]
         await asyncio.sleep(0)
-        # Its client has gone: nobody waits for that answer.
+        # Its client has disconnected.
         others[3].cancel()
         leader.open.set()
         async with asyncio.timeout(10):
@@ -186,10 +186,10 @@ async def test_what_comes_while_one_is_asked_about_is_asked_together(channels: C
     assert leader.calls == [1, 512, 87]
 
 
-async def test_closing_answers_who_waits(channels: Channels) -> None:
+async def test_close_completes_pending_placements(channels: Channels) -> None:
     members, table = StaticMembers(), StreamTable()
     async with scheduler(members, "s0", Scheduler(None)) as _:
-        placement = Placement("f0", Fleet(members), Attached("a"), table, channels)
+        placement = Placement("f0", Fleet(members), AttachedOutbox("a"), table, channels)
         waiting = asyncio.create_task(placement.choose(table.open("r"), frozenset()))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -198,15 +198,15 @@ async def test_closing_answers_who_waits(channels: Channels) -> None:
             assert await waiting == Placed("a", "fallback")
 
 
-async def test_a_refusal_is_a_refusal(channels: Channels) -> None:
+async def test_scheduler_refusal_is_returned(channels: Channels) -> None:
     members, table = StaticMembers(), StreamTable()
     refusing = Scheduler(lambda request: scheduler_pb2.PlaceReply(refusal="full"))
     async with scheduler(members, "s0", refusing):
-        placement = Placement("f0", Fleet(members), Attached("a"), table, channels)
+        placement = Placement("f0", Fleet(members), AttachedOutbox("a"), table, channels)
         assert await placement.choose(table.open("r"), frozenset()) == NoPlacement("full")
 
 
-async def test_an_instance_that_is_not_attached_is_asked_about_again(channels: Channels) -> None:
+async def test_placement_on_an_unattached_instance_is_requested_again(channels: Channels) -> None:
     members, table = StaticMembers(), StreamTable()
     stale = Scheduler(
         lambda request: scheduler_pb2.PlaceReply(
@@ -214,23 +214,23 @@ async def test_an_instance_that_is_not_attached_is_asked_about_again(channels: C
         )
     )
     async with scheduler(members, "s0", stale):
-        placement = Placement("f0", Fleet(members), Attached("a"), table, channels)
+        placement = Placement("f0", Fleet(members), AttachedOutbox("a"), table, channels)
         assert await placement.choose(table.open("r"), frozenset()) == Placed("a", "")
 
 
-async def test_the_other_scheduler_is_asked_when_the_leader_hangs(channels: Channels) -> None:
+async def test_standby_scheduler_is_asked_when_the_leader_hangs(channels: Channels) -> None:
     members, table = StaticMembers(), StreamTable()
     hung, standby = Scheduler(None), Scheduler(placed_on("b"))
     async with scheduler(members, "s0", hung), scheduler(members, "s1", standby):
-        placement = Placement("f0", Fleet(members), Attached("a", "b"), table, channels)
+        placement = Placement("f0", Fleet(members), AttachedOutbox("a", "b"), table, channels)
         assert await placement.choose(table.open("r"), frozenset()) == Placed("b", "test")
-        # The hung one is not waited for by the next request.
+        # The next request does not wait for the hung one.
         assert await placement.choose(table.open("s"), frozenset()) == Placed("b", "test")
     assert len(hung.asked) == 1
 
 
-async def test_a_leader_that_cannot_be_reached_is_asked_once_until_it_serves(channels: Channels) -> None:
-    """Its deadline is one request's to pay; from then on it is probed in the background."""
+async def test_unreachable_leader_is_asked_once_until_it_serves_again(channels: Channels) -> None:
+    """Only one request pays its deadline; from then on it is probed in the background."""
     members = StaticMembers()
     probed, serving = asyncio.Event(), False
 
@@ -257,14 +257,14 @@ async def test_a_leader_that_cannot_be_reached_is_asked_once_until_it_serves(cha
         await calls.close()
 
 
-async def test_without_schedulers_the_least_loaded_instance_that_prefills(channels: Channels) -> None:
+async def test_fallback_chooses_the_least_loaded_prefill_instance(channels: Channels) -> None:
     members, table = StaticMembers(), StreamTable()
     members.services["scheduler", "dead"] = ServiceRecord(
         kind="scheduler", service_id="dead", incarnation="1", address="127.0.0.1:1"
     )
     members.pools["d"] = Pool.DECODE
     members.draining, members.suspects = frozenset({"x"}), frozenset({"y"})
-    outbox = Attached("a", "b", "d", "x", "y")
+    outbox = AttachedOutbox("a", "b", "d", "x", "y")
     placement = Placement("f0", Fleet(members), outbox, table, channels)
     for name, expected in (("r0", "a"), ("r1", "b"), ("r2", "a")):
         stream = table.open(name)
@@ -277,20 +277,20 @@ async def test_without_schedulers_the_least_loaded_instance_that_prefills(channe
     assert isinstance(await placement.choose(table.open("r4"), frozenset()), NoPlacement)
 
 
-class UnwalkableTable(StreamTable):
-    """Streams that nobody may walk through."""
+class NonIterableTable(StreamTable):
+    """Stream table that must not be iterated over."""
 
     def __iter__(self) -> Iterator[Stream]:
-        raise AssertionError("a placement costs time by the number of streams")
+        raise AssertionError("the placement iterates over all streams")
 
 
-async def test_a_fallback_placement_does_not_look_at_the_streams(channels: Channels) -> None:
-    members, table = StaticMembers(), UnwalkableTable()
+async def test_fallback_placement_does_not_iterate_over_streams(channels: Channels) -> None:
+    members, table = StaticMembers(), NonIterableTable()
     names = [f"w{number}" for number in range(64)]
     for number in range(10_000):
         table.assign(table.open(f"r{number}"), names[number % 63])
-    placement = Placement("f0", Fleet(members), Attached(*names), table, channels)
+    placement = Placement("f0", Fleet(members), AttachedOutbox(*names), table, channels)
     assert await placement.choose(table.open("new"), frozenset()) == Placed("w63", "fallback")
-    # Nor does a loss look at those of others.
+    # The loss of an instance does not iterate over the streams of others either.
     assert len(table.orphan_all("w0")) == 159
     assert [table.count_owned(name) for name in ("w0", "w1", "w62", "w63")] == [0, 159, 158, 0]

@@ -1,4 +1,4 @@
-"""Our PUSH against libzmq's PULL."""
+"""Our PUSH socket against libzmq's PULL socket."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from frontend_svc.engine_core import HandshakeFailed, PushSocket
 
 
 async def test_messages_of_all_sizes_arrive_in_order_past_a_full_buffer(tmp_path: Path) -> None:
-    stuck = asyncio.Event()
+    disconnected = asyncio.Event()
     with zmq.asyncio.Context() as context, context.socket(zmq.PULL) as pull:
         pull.bind(f"ipc://{tmp_path / 'out'}")
-        push = PushSocket(str(tmp_path / "out"), stuck.set)
+        push = PushSocket(str(tmp_path / "out"), disconnected.set)
         await push.connect()
         messages = [
             [bytes([number]) * size, b"second", b""]
@@ -30,24 +30,24 @@ async def test_messages_of_all_sizes_arrive_in_order_past_a_full_buffer(tmp_path
         async with asyncio.timeout(10):
             assert await pull.recv_multipart() == [b"alone"]
         push.close()
-    assert not stuck.is_set()
+    assert not disconnected.is_set()
 
 
-async def test_a_peer_that_goes_away_is_told(tmp_path: Path) -> None:
-    stuck = asyncio.Event()
+async def test_disconnected_peer_is_reported(tmp_path: Path) -> None:
+    disconnected = asyncio.Event()
     with zmq.asyncio.Context() as context:
         pull = context.socket(zmq.PULL)
         pull.bind(f"ipc://{tmp_path / 'out'}")
-        push = PushSocket(str(tmp_path / "out"), stuck.set)
+        push = PushSocket(str(tmp_path / "out"), disconnected.set)
         await push.connect()
         pull.close(linger=0)
-    # The context has ended: so have its connections.
+    # The end of the context has closed its connections.
     push.send([b"x"])
-    assert stuck.is_set()
+    assert disconnected.is_set()
     push.close()
 
 
-async def test_something_else_at_the_other_end_is_refused(tmp_path: Path) -> None:
+async def test_peer_that_does_not_speak_zmtp_is_refused(tmp_path: Path) -> None:
     async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\n".ljust(64, b" "))
         writer.close()

@@ -1,8 +1,7 @@
-"""A request that crashes engines is found by its second one, and what shared an engine with it is not blamed.
+"""A request that crashes engines is identified at its second crash, and requests beside it are not blamed.
 
-The engines here are a model: each gives every stream that it has a token a step, and dies in the step in
-which a culprit would get the token at which it crashes. Links and their news, which come late, are the
-test's.
+The engines are modelled: each generates one token per step for each of its streams, and dies in the step in
+which a culprit would get the token at which it crashes. The test controls links and their delayed reports.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ STEP_S = 0.02
 LENGTH = 12
 
 
-def nobody() -> frozenset[str]:
+def no_instances() -> frozenset[str]:
     return frozenset()
 
 
 @dataclass
 class Engine:
-    """One instance."""
+    """The state of one instance."""
 
     name: str
     incarnation: int = 0
@@ -44,25 +43,25 @@ class Engine:
 
 @dataclass
 class Model:
-    """Instances, a clock, and what stands for Dispatch and Workers."""
+    """Instances and a clock, which also stands in for Dispatcher and WorkerLinks."""
 
     count: int
-    # By request id: the length at which the request crashes its engine.
+    # By request ID: the length in tokens at which the request crashes its engine.
     crashes: dict[str, int]
     seed: int = 0
-    # Seconds until the front end learns that the process of an engine that died is gone; None: it says so
-    # itself.
-    news_s: float | None = None
+    # Seconds until the front end learns that the process of a dead engine has ended; None: the worker itself
+    # reports the death.
+    report_s: float | None = None
     now_s: float = 100.0
     table: StreamTable = field(default_factory=StreamTable)
     deaths: list[str] = field(default_factory=list)
     ended: dict[str, str] = field(default_factory=dict)
     finished: set[str] = field(default_factory=set)
-    # Streams that look for an instance.
-    looking: dict[int, tuple[Stream, frozenset[str], Callable[[], frozenset[str]]]] = field(
+    # Streams that wait for an instance.
+    waiting: dict[int, tuple[Stream, frozenset[str], Callable[[], frozenset[str]]]] = field(
         default_factory=dict
     )
-    # How many times each request was placed.
+    # Number of placements of each request.
     placements: Counter[str] = field(default_factory=Counter)
     later: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
 
@@ -89,7 +88,7 @@ class Model:
         return self.engines[instance_id].attached
 
     def send_on_wakeup(self, instance_id: str, message: worker_pb2.AttachUp) -> None:
-        """Nobody wakes up."""
+        """Drop the message: no instance of this model wakes up."""
 
     # ---- Dispatch
 
@@ -97,12 +96,12 @@ class Model:
         self,
         stream: Stream,
         avoid: frozenset[str] = frozenset(),
-        forbidden: Callable[[], frozenset[str]] = nobody,
+        forbidden: Callable[[], frozenset[str]] = no_instances,
     ) -> None:
-        self.looking[stream.handle] = (stream, avoid, forbidden)
+        self.waiting[stream.handle] = (stream, avoid, forbidden)
 
     def cancel(self, stream: Stream) -> None:
-        self.looking.pop(stream.handle, None)
+        self.waiting.pop(stream.handle, None)
 
     def give_up(self, stream: Stream, reason: str) -> None:
         self.table.close(stream)
@@ -116,8 +115,8 @@ class Model:
         return stream
 
     def place(self) -> None:
-        """Whoever looks for an instance finds the one with fewest streams."""
-        for stream, avoid, forbidden in list(self.looking.values()):
+        """Place each waiting stream on the instance with the fewest streams."""
+        for stream, avoid, forbidden in list(self.waiting.values()):
             free = [name for name in self.attached() if name not in forbidden()]
             chosen = min(
                 [name for name in free if name not in avoid] or free,
@@ -125,13 +124,13 @@ class Model:
                 default=None,
             )
             if chosen is not None:
-                del self.looking[stream.handle]
+                del self.waiting[stream.handle]
                 self.table.assign(stream, chosen)
                 self.table.confirm_on_engine(chosen, stream.handle, stream.epoch)
                 self.placements[stream.request_id] += 1
 
     def step(self) -> None:
-        """Everybody who is somewhere gets a token; engines with a culprit at its length die."""
+        """Generate a token for every placed stream; engines with a culprit at its length die."""
         self.now_s += STEP_S
         for item in sorted((item for item in self.later if item[0] <= self.now_s), key=lambda item: item[0]):
             self.later.remove(item)
@@ -153,16 +152,16 @@ class Model:
         self.recovery.tick()
 
     def die(self, engine: Engine) -> None:
-        """Its process ends; another one takes its place much later, or never."""
+        """End the engine's process; it is replaced much later or never."""
         engine.attached, engine.dead = False, True
-        if self.news_s is None:
+        if self.report_s is None:
             self.recovery.instance_lost(engine.name, Loss(LossCause.ENGINE_FAILED, "the engine failed"))
             return
         self.recovery.instance_lost(engine.name, Loss(LossCause.BROKEN, "closed"))
-        self.later.append((self.now_s + self.news_s, lambda: self.recovery.process_gone(engine.name)))
+        self.later.append((self.now_s + self.report_s, lambda: self.recovery.process_gone(engine.name)))
 
     def cut(self, engine: Engine, back_s: float) -> None:
-        """The network fails its link for so long."""
+        """Cut the engine's link for `back_s` seconds."""
         if engine.dead or not engine.attached:
             return
         engine.attached = False
@@ -175,24 +174,24 @@ class Model:
         self.later.append((self.now_s + back_s, back))
 
     def run(self, seconds: float) -> None:
-        """Until nothing is under way, or so long."""
+        """Run until nothing is in progress, for at most this time."""
         until_s = self.now_s + seconds
         while self.now_s < until_s and (len(self.table) or self.later):
             self.step()
 
 
-def neighbours(model: Model, count: int) -> list[str]:
+def add_neighbours(model: Model, count: int) -> list[str]:
     names = [f"n{number}" for number in range(count)]
     for name in names:
         model.add(name)
     return names
 
 
-@pytest.mark.parametrize("news_s", [None, 0.05, 0.5])
+@pytest.mark.parametrize("report_s", [None, 0.05, 0.5])
 @pytest.mark.parametrize("at", [0, 1, 5])
-def test_at_most_two_engines_fall_and_all_neighbours_end_right(news_s: float | None, at: int) -> None:
-    model = Model(3, {"culprit": at}, news_s=news_s)
-    names = neighbours(model, 25)
+def test_culprit_kills_at_most_two_engines_and_its_neighbours_finish(report_s: float | None, at: int) -> None:
+    model = Model(3, {"culprit": at}, report_s=report_s)
+    names = add_neighbours(model, 25)
     model.step()
     model.add("culprit")
     names += [f"m{number}" for number in range(25)]
@@ -211,42 +210,42 @@ def test_at_most_two_engines_fall_and_all_neighbours_end_right(news_s: float | N
     count=st.integers(3, 6),
     streams=st.integers(0, 40),
     at=st.integers(0, LENGTH - 1),
-    news_s=st.sampled_from([None, 0.02, 0.1, 1.0]),
+    report_s=st.sampled_from([None, 0.02, 0.1, 1.0]),
     cuts=st.lists(st.tuples(st.floats(0.0, 2.0), st.integers(0, 5), st.floats(0.0, 1.5)), max_size=4),
 )
-def test_whatever_the_network_does_meanwhile_only_the_culprit_is_ended(
+def test_only_the_culprit_is_ended_whatever_the_network_does(
     seed: int,
     count: int,
     streams: int,
     at: int,
-    news_s: float | None,
+    report_s: float | None,
     cuts: Sequence[tuple[float, int, float]],
 ) -> None:
-    model = Model(count, {"culprit": at}, seed, news_s)
+    model = Model(count, {"culprit": at}, seed, report_s)
     for after_s, number, back_s in cuts:
         engine = model.engines[f"w{number % count}"]
         model.later.append((model.now_s + after_s, lambda e=engine, b=back_s: model.cut(e, b)))  # type: ignore[misc]
-    names = neighbours(model, streams)
+    names = add_neighbours(model, streams)
     model.add("culprit")
     model.run(60)
     assert set(model.ended) == {"culprit"}
     assert model.finished == set(names)
-    # A network that fails at the wrong moment hides who was where: it may take one engine more.
+    # A network failure at the wrong moment hides where requests were, which can cost one more engine.
     assert len(model.deaths) == 2 or (cuts and len(model.deaths) <= 3)
 
 
-def test_a_machine_that_fails_with_all_its_engines_ends_nobody() -> None:
-    """They are lost one after the other; what went from the first to another was never there."""
+def test_failure_of_a_machine_with_several_engines_ends_no_request() -> None:
+    """They are lost one after the other; streams moved from the first to another never reached it."""
     model = Model(4, {})
-    names = neighbours(model, 4)
+    names = add_neighbours(model, 4)
     model.place()
     for engine in list(model.engines.values())[:3]:
         model.die(engine)
-        for stream, _, _ in list(model.looking.values()):
-            # Where nobody is any more, though the front end has not heard of it.
-            into = next((each for each in ("w1", "w2") if model.engines[each].attached), "w3")
-            del model.looking[stream.handle]
-            model.table.assign(stream, into)
+        for stream, _, _ in list(model.waiting.values()):
+            # Placed on a dead engine whose loss the front end has not noticed yet.
+            destination = next((each for each in ("w1", "w2") if model.engines[each].attached), "w3")
+            del model.waiting[stream.handle]
+            model.table.assign(stream, destination)
     assert model.ended == {}
     for stream in model.table:
         model.table.confirm_on_engine(stream.owner or "", stream.handle, stream.epoch)
@@ -254,16 +253,16 @@ def test_a_machine_that_fails_with_all_its_engines_ends_nobody() -> None:
     assert model.ended == {} and model.finished == set(names)
 
 
-def test_engines_that_die_for_other_reasons_end_nobody() -> None:
-    """kill -9, one after the other, as in a rolling restart; streams get on in between."""
+def test_unrelated_engine_deaths_end_no_request() -> None:
+    """Engines are killed one after the other, as in a rolling restart; streams make progress in between."""
     model = Model(3, {})
-    names = neighbours(model, 30)
+    names = add_neighbours(model, 30)
     for number in range(12):
         for _ in range(PROGRESS_TOKENS * 12):
             model.step()
             if all(stream.accepted > LENGTH - 3 for stream in model.table):
                 break
-            # They would end too soon.
+            # Keep the streams from finishing too early.
             for stream in model.table:
                 while stream.accepted > 6:
                     stream.token_ids.pop()
@@ -278,7 +277,7 @@ def test_engines_that_die_for_other_reasons_end_nobody() -> None:
 
 
 @pytest.mark.parametrize("cause", [LossCause.STOPPED, LossCause.SILENT, LossCause.BROKEN])
-def test_a_worker_that_stops_or_is_out_of_reach_says_nothing_of_its_requests(cause: LossCause) -> None:
+def test_stopped_or_unreachable_worker_does_not_incriminate_its_requests(cause: LossCause) -> None:
     model = Model(2, {})
     stream = model.add("r")
     model.place()
@@ -297,7 +296,7 @@ def test_a_worker_that_stops_or_is_out_of_reach_says_nothing_of_its_requests(cau
     assert model.finished == {"r"}
 
 
-def test_one_that_never_gets_on_is_not_tried_for_ever() -> None:
+def test_request_without_progress_is_given_up_after_the_maximum_of_losses() -> None:
     model = Model(2, {})
     stream = model.add("r")
     model.place()
@@ -310,7 +309,7 @@ def test_one_that_never_gets_on_is_not_tried_for_ever() -> None:
     assert model.ended == {"r": f"its instance was lost {MAX_LOSSES + 1} times in a row"}
 
 
-def test_without_news_of_the_instance_nothing_is_held_against_its_streams() -> None:
+def test_unexplained_loss_does_not_incriminate_streams() -> None:
     model = Model(2, {})
     stream = model.add("r")
     model.place()
@@ -321,29 +320,29 @@ def test_without_news_of_the_instance_nothing_is_held_against_its_streams() -> N
         model.recovery.instance_lost(stream.owner, Loss(LossCause.BROKEN, "reset"))
         engine.attached = True
         model.place()
-    # The second time it is held until more is known.
-    assert stream.owner is None and stream.handle not in model.looking
+    # After the second loss it is held until the cause is known.
+    assert stream.owner is None and stream.handle not in model.waiting
     model.now_s += EXPLAIN_S + 0.1
     model.recovery.tick()
     model.place()
     assert stream.owner is not None and stream.deaths == 0
 
 
-def test_very_many_suspects_are_not_kept_waiting_one_by_one() -> None:
+def test_many_suspects_are_not_tried_one_at_a_time() -> None:
     model = Model(3, {})
-    names = neighbours(model, 600)
+    names = add_neighbours(model, 600)
     model.step()
     model.die(model.engines["w0"])
     began_s = model.now_s
     model.run(60)
     assert model.finished == set(names) and model.ended == {}
-    # 200 one after the other on each of two would take 100 * PROGRESS_TOKENS steps.
+    # 200 streams tried one at a time on two engines would take 100 * PROGRESS_TOKENS steps.
     assert model.now_s - began_s < 100 * PROGRESS_TOKENS * STEP_S + WIDEN_S
 
 
-def test_a_single_instance_that_comes_back_gets_its_streams_back() -> None:
+def test_only_instance_gets_its_streams_back_when_it_returns() -> None:
     model = Model(1, {"culprit": 0})
-    names = neighbours(model, 10)
+    names = add_neighbours(model, 10)
     model.step()
     model.add("culprit")
     for incarnation in range(1, 4):

@@ -1,4 +1,4 @@
-"""Streams that a draining instance hands back go on elsewhere, with every token once."""
+"""Streams that a draining instance hands back continue elsewhere, with every token once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.frontend.conftest import Rig, eventually
 from tests.frontend.scripted_worker import FINISHED, PREFILL_DONE, ScriptedWorker, outputs
 
 
-def drains(worker: ScriptedWorker) -> None:
+def announce_drain(worker: ScriptedWorker) -> None:
     worker.say(worker_pb2.AttachDown(draining=worker_pb2.Draining()))
 
 
@@ -19,8 +19,8 @@ def hand_back(worker: ScriptedWorker, submit: worker_pb2.Submit, epoch: int | No
     worker.say(worker_pb2.AttachDown(hand_back=message))
 
 
-async def begun(rig: Rig, request_id: str, worker: ScriptedWorker) -> worker_pb2.Submit:
-    """A stream that has two tokens of this worker."""
+async def begin_stream(rig: Rig, request_id: str, worker: ScriptedWorker) -> worker_pb2.Submit:
+    """Begin a stream and return its submission once it has two tokens of this worker."""
     await rig.front.add(request_id)
     submit = await worker.submitted()
     worker.say(outputs(submit, [10, 11], 0, PREFILL_DONE))
@@ -28,17 +28,17 @@ async def begun(rig: Rig, request_id: str, worker: ScriptedWorker) -> worker_pb2
     return submit
 
 
-async def test_what_is_handed_back_goes_on_elsewhere(rig: Rig) -> None:
+async def test_handed_back_stream_continues_elsewhere(rig: Rig) -> None:
     leaving = await rig.worker("a")
     await rig.front.ready()
-    submit = await begun(rig, "r", leaving)
+    submit = await begin_stream(rig, "r", leaving)
     taking = await rig.worker("b")
-    drains(leaving)
+    announce_drain(leaving)
     hand_back(leaving, submit)
     again = await taking.submitted()
     assert (again.handle, again.epoch, list(again.output_token_ids)) == (submit.handle, 1, [10, 11])
     assert list((await leaving.expect("abort")).abort.handles) == [submit.handle]
-    # What it had made before it read the abort is late.
+    # Tokens that it generated before it read the abort are stale.
     leaving.say(outputs(submit, [99], 2))
     taking.say(outputs(again, [12], 2, FINISHED))
     await rig.front.end_of("r")
@@ -47,15 +47,15 @@ async def test_what_is_handed_back_goes_on_elsewhere(rig: Rig) -> None:
     assert rig.count("recoveries_total", cause="lost") == 0
 
 
-async def test_without_another_instance_it_stays_where_it_is(rig: Rig) -> None:
+async def test_handed_back_stream_stays_if_there_is_no_other_instance(rig: Rig) -> None:
     leaving = await rig.worker("a")
     await rig.front.ready()
-    submit = await begun(rig, "r", leaving)
-    drains(leaving)
+    submit = await begin_stream(rig, "r", leaving)
+    announce_drain(leaving)
     hand_back(leaving, submit)
     leaving.say(outputs(submit, [12], 2))
     await rig.front.tokens_of("r", 3)
-    # One has come: asked again, the stream goes there.
+    # When another instance has joined, a repeated hand-back moves the stream there.
     taking = await rig.worker("b")
     hand_back(leaving, submit)
     again = await taking.submitted()
@@ -65,10 +65,10 @@ async def test_without_another_instance_it_stays_where_it_is(rig: Rig) -> None:
     assert rig.front.tokens["r"] == [10, 11, 12, 13]
 
 
-async def test_what_an_instance_does_not_own_it_cannot_hand_back(rig: Rig) -> None:
+async def test_instance_cannot_hand_back_streams_it_does_not_own(rig: Rig) -> None:
     first = await rig.worker("a")
     await rig.front.ready()
-    submit = await begun(rig, "r", first)
+    submit = await begin_stream(rig, "r", first)
     second = await rig.worker("b")
     hand_back(second, submit)
     hand_back(first, submit, epoch=7)
@@ -79,19 +79,19 @@ async def test_what_an_instance_does_not_own_it_cannot_hand_back(rig: Rig) -> No
     assert second.received.empty()
 
 
-async def test_an_adoption_that_waits_is_refused_when_its_stream_is_taken_away(rig: Rig) -> None:
+async def test_pending_adoption_is_refused_when_its_stream_is_relocated(rig: Rig) -> None:
     leaving = await rig.worker("a")
     await rig.front.ready()
-    submit = await begun(rig, "r", leaving)
+    submit = await begin_stream(rig, "r", leaving)
     target = await rig.worker("b")
     adopt = worker_pb2.Adopt(
         migration_id="m", handle=submit.handle, request_id="r", from_epoch=0, epoch=1, next_index=5
     )
     target.say(worker_pb2.AttachDown(adopt=adopt))
-    drains(leaving)
+    announce_drain(leaving)
     hand_back(leaving, submit)
     again = await target.submitted()
-    # Looked at again with the next progress, or when the time for its missing tokens is up.
+    # It is evaluated again at the stream's next progress, or when the wait for its missing tokens expires.
     target.say(outputs(again, [12], 2))
     assert not (await target.expect("adopt_reply")).adopt_reply.accepted
     target.say(outputs(again, [13], 3, FINISHED))
@@ -99,10 +99,10 @@ async def test_an_adoption_that_waits_is_refused_when_its_stream_is_taken_away(r
     assert rig.front.tokens["r"] == [10, 11, 12, 13]
 
 
-async def test_a_draining_instance_gets_nothing_new(rig: Rig) -> None:
+async def test_draining_instance_gets_no_new_requests(rig: Rig) -> None:
     leaving, other = await rig.worker("a"), await rig.worker("b")
     await rig.front.ready()
-    drains(leaving)
+    announce_drain(leaving)
     await eventually(lambda: "a" in rig.engine.fleet.draining)
     for number in range(4):
         await rig.front.add(f"r{number}")
@@ -112,10 +112,10 @@ async def test_a_draining_instance_gets_nothing_new(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["left", "started again"])
-async def test_a_drain_ends_with_the_process_that_said_so(rig: Rig, again: bool) -> None:
+async def test_drain_ends_with_the_process_that_announced_it(rig: Rig, again: bool) -> None:
     leaving = await rig.worker("a")
     await rig.front.ready()
-    drains(leaving)
+    announce_drain(leaving)
     await eventually(lambda: "a" in rig.engine.fleet.draining)
     await rig.crash(leaving)
     del rig.members.instances["a"]

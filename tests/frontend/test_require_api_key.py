@@ -23,12 +23,12 @@ async def _status(path: str, key: str | None) -> int:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/invocations", "/tokenize", "/pooling", "/new_route"])
-async def test_routes_want_the_key(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_routes_require_the_key(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RequireApiKey, "keys", ["right", "other"])
     assert [await _status(path, key) for key in (None, "wrong", "right", "other")] == [401, 401, 200, 200]
 
 
-async def test_probes_need_none(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_probes_require_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RequireApiKey, "keys", ["right"])
     assert [await _status(path, None) for path in ("/health", "/metrics")] == [200, 200]
 
@@ -41,7 +41,7 @@ async def test_without_a_key_everything_is_open() -> None:
     ("argument", "environment", "keys"),
     [(None, "", []), (None, "e", ["e"]), (["a", "b"], "e", ["a", "b"]), ([""], "", [])],
 )
-def test_keys_are_found_where_vllm_finds_them(
+def test_keys_are_read_from_the_same_sources_as_in_vllm(
     argument: list[str] | None, environment: str, keys: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", environment)

@@ -1,4 +1,4 @@
-"""Two models of one name: the rollout says which takes new requests, and each answer keeps to its own."""
+"""Two models of one name: the rollout decides which gets new requests, and each answer keeps its model."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ SERVED_ROUTES = ServedModel("/models/old", ModelIdentity("text", "old"), "chat")
 def rollout(
     state: RolloutState, before: ModelIdentity = OLD, new: ModelIdentity = NEW, model: str = "chat"
 ) -> RolloutRecord:
-    """As far as this."""
+    """Return the record of a rollout in this state."""
     return RolloutRecord(model=model, before=before.key, new=new.key, state=state, begun_s=1.0)
 
 
 @pytest.fixture
-def told() -> list[frozenset[str]]:
-    """To which models the front end says that it is connected."""
+def reported_models() -> list[frozenset[str]]:
+    """The sets of models that the front end has reported to be connected to."""
     return []
 
 
 @pytest.fixture
-async def rig(tmp_path: Path, told: list[frozenset[str]]) -> AsyncIterator[Rig]:
-    async with open_rig(tmp_path, Limits(), served=SERVED_ROUTES, on_models=told.append) as opened:
+async def rig(tmp_path: Path, reported_models: list[frozenset[str]]) -> AsyncIterator[Rig]:
+    async with open_rig(tmp_path, Limits(), served=SERVED_ROUTES, on_models=reported_models.append) as opened:
         yield opened
 
 
 def follow(rig: Rig, record: RolloutRecord | None) -> None:
-    """The front end hears of it from etcd."""
+    """Publish the rollout to the front end, as through etcd."""
     rig.members.rollouts = {} if record is None else {record.model: record}
     rig.members.changed()
 
@@ -64,7 +64,9 @@ async def attached(rig: Rig, *names: str) -> None:
     await eventually(lambda: sorted(rig.engine.workers.attached()) == sorted(names))
 
 
-async def test_new_requests_change_the_model_and_answers_do_not(rig: Rig, told: list[frozenset[str]]) -> None:
+async def test_new_requests_change_the_model_and_begun_answers_do_not(
+    rig: Rig, reported_models: list[frozenset[str]]
+) -> None:
     a, b = await rig.member("a", OLD), await rig.member("b", OLD)
     c = await rig.member("c", NEW)
     await attached(rig, "a", "b")
@@ -74,22 +76,22 @@ async def test_new_requests_change_the_model_and_answers_do_not(rig: Rig, told: 
     a.say(outputs(begun, [1, 2], 0))
     await rig.front.tokens_of("begun", 2)
 
-    # While it is prepared, the front end connects to both; new requests go where they went.
+    # While it is prepared, the front end connects to both models; new requests still go to the old one.
     follow(rig, rollout(RolloutState.PREPARING))
     await attached(rig, "a", "b", "c")
-    assert told[-1] == {OLD.key, NEW.key}
+    assert reported_models[-1] == {OLD.key, NEW.key}
     await rig.front.add("still old")
     still_old = await b.submitted()
     b.say(outputs(still_old, [9], 0, FINISHED))
     await rig.front.end_of("still old")
 
-    # From then on they go to the new model, though its instance has more to do than the idle old one.
+    # From then on they go to the new model, although its instance is busier than the idle old one.
     follow(rig, rollout(RolloutState.DRAINING))
     for name in ("new", "newer"):
         await rig.front.add(name)
         assert (await c.submitted()).request_id == name
 
-    # What an old instance has begun another old one goes on with, from the next token.
+    # An answer begun by an old instance is continued by another old one, from the next token.
     await rig.crash(a)
     again = await b.submitted()
     assert (again.request_id, list(again.output_token_ids)) == ("begun", [1, 2])
@@ -97,13 +99,13 @@ async def test_new_requests_change_the_model_and_answers_do_not(rig: Rig, told: 
     await rig.front.end_of("begun")
     assert rig.front.tokens["begun"] == [1, 2, 3]
 
-    # Taken back: the old one takes new requests again.
+    # After a rollback the old model gets new requests again.
     follow(rig, rollout(RolloutState.DRAINING, before=NEW, new=OLD))
     await rig.front.add("old again")
     assert (await b.submitted()).request_id == "old again"
 
 
-async def test_an_answer_whose_model_is_gone_ends_with_an_error(rig: Rig) -> None:
+async def test_answer_ends_with_an_error_when_its_model_is_gone(rig: Rig) -> None:
     a, c = await rig.member("a", OLD), await rig.member("c", NEW)
     follow(rig, rollout(RolloutState.PREPARING))
     await attached(rig, "a", "c")
@@ -118,7 +120,7 @@ async def test_an_answer_whose_model_is_gone_ends_with_an_error(rig: Rig) -> Non
     await rig.front.tokens_of("begun", 1)
     follow(rig, rollout(RolloutState.DRAINING))
     await rig.crash(a)
-    # Nothing of it has been made: the new model may answer all of it.
+    # It has no tokens yet, so the new model may answer it.
     taken_over = await c.submitted()
     assert taken_over.request_id == "waits"
     c.say(outputs(taken_over, [5], 0, FINISHED, epoch=1))
@@ -128,8 +130,8 @@ async def test_an_answer_whose_model_is_gone_ends_with_an_error(rig: Rig) -> Non
     assert rig.front.tokens["begun"] == [1]
 
 
-async def test_an_answer_goes_on_where_only_the_rollout_keeps_new_requests_away(rig: Rig) -> None:
-    """All old instances drain. The one that had it is gone; one that an operator drains takes nothing."""
+async def test_answer_continues_on_an_instance_that_only_the_rollout_drains(rig: Rig) -> None:
+    """All old instances drain. The answer's owner is lost; one that an operator drains gets nothing."""
     a, b, _ = await rig.member("a", OLD), await rig.member("b", OLD), await rig.member("c", NEW)
     await rig.member("drained", OLD)
     follow(rig, rollout(RolloutState.PREPARING))
@@ -143,7 +145,7 @@ async def test_an_answer_goes_on_where_only_the_rollout_keeps_new_requests_away(
     await rig.front.tokens_of("begun", 1)
     rig.members.draining, rig.members.leaving = frozenset({"a", "b", "drained"}), frozenset({"a", "b"})
     follow(rig, rollout(RolloutState.DONE))
-    # It is not handed from one that drains to another.
+    # It is not moved from one draining instance to another.
     hand_back(a, begun)
     await rig.crash(a)
     taken_over = await b.submitted()
@@ -153,7 +155,7 @@ async def test_an_answer_goes_on_where_only_the_rollout_keeps_new_requests_away(
     assert rig.front.tokens["begun"] == [1, 2]
 
 
-async def test_the_front_end_grants_no_migration_to_the_other_model(rig: Rig) -> None:
+async def test_migration_to_the_other_model_is_refused(rig: Rig) -> None:
     a, c = await rig.member("a", OLD), await rig.member("c", NEW)
     follow(rig, rollout(RolloutState.PREPARING))
     await attached(rig, "a", "c")
@@ -173,7 +175,7 @@ async def test_the_front_end_grants_no_migration_to_the_other_model(rig: Rig) ->
     assert rig.front.tokens["r"] == [1, 2]
 
 
-async def test_the_front_end_grants_a_migration_within_a_model(rig: Rig) -> None:
+async def test_migration_within_a_model_is_accepted(rig: Rig) -> None:
     a, b = await rig.member("a", OLD), await rig.member("b", OLD)
     follow(rig, rollout(RolloutState.PREPARING))
     await attached(rig, "a", "b")
@@ -189,7 +191,7 @@ async def test_the_front_end_grants_a_migration_within_a_model(rig: Rig) -> None
     assert rig.front.tokens["r"] == [1, 2]
 
 
-async def test_without_an_instance_of_the_new_model_users_get_503(rig: Rig) -> None:
+async def test_admission_is_closed_without_an_instance_of_the_new_model(rig: Rig) -> None:
     await rig.member("a", OLD)
     await attached(rig, "a")
     await rig.front.ready()
@@ -200,8 +202,8 @@ async def test_without_an_instance_of_the_new_model_users_get_503(rig: Rig) -> N
     await eventually(lambda: rig.admission.read() is AdmissionState.OPEN)
 
 
-async def test_while_the_rollout_cannot_be_read_new_requests_are_refused(rig: Rig) -> None:
-    """A front end of an earlier version that has just been started: either model may be the wrong one."""
+async def test_new_requests_are_refused_while_the_rollout_is_unreadable(rig: Rig) -> None:
+    """As in a front end of an earlier version that has just started: either model may be the wrong one."""
     a = await rig.member("a", OLD)
     await attached(rig, "a")
     await rig.front.ready()
@@ -215,7 +217,7 @@ async def test_while_the_rollout_cannot_be_read_new_requests_are_refused(rig: Ri
     await rig.front.add("new")
     end = await rig.front.end_of("new")
     assert end.finish_reason == FinishReason.ERROR
-    # What has begun goes on.
+    # A begun answer continues.
     a.say(outputs(begun, [2], 1, FINISHED))
     await rig.front.end_of("begun")
     assert rig.front.tokens["begun"] == [1, 2]
@@ -224,8 +226,8 @@ async def test_while_the_rollout_cannot_be_read_new_requests_are_refused(rig: Ri
     await eventually(lambda: rig.admission.read() is AdmissionState.OPEN)
 
 
-async def test_suspects_of_the_new_model_answer_whatever_the_old_ones_are(rig: Rig) -> None:
-    """The leases of the new model's instances have run out, and they answer here."""
+async def test_suspect_instances_of_the_new_model_get_requests_before_the_old_model(rig: Rig) -> None:
+    """The leases of the new model's instances have expired, but they answer this front end."""
     await rig.member("a", OLD)
     c = await rig.member("c", NEW)
     follow(rig, rollout(RolloutState.DRAINING))
@@ -238,8 +240,8 @@ async def test_suspects_of_the_new_model_answer_whatever_the_old_ones_are(rig: R
     assert (await c.submitted()).request_id == "r"
 
 
-async def test_an_instance_that_has_left_the_fleet_is_still_of_its_model(rig: Rig) -> None:
-    """It is attached as long as it carries streams, and gets nothing of the other model."""
+async def test_instance_that_left_the_fleet_keeps_its_model(rig: Rig) -> None:
+    """It stays attached as long as it carries streams, and gets no requests for the other model."""
     await rig.member("a", OLD)
     c = await rig.member("c", NEW)
     follow(rig, rollout(RolloutState.DRAINING))
@@ -253,8 +255,8 @@ async def test_an_instance_that_has_left_the_fleet_is_still_of_its_model(rig: Ri
         assert (await c.submitted()).request_id == name
 
 
-async def test_a_front_end_cut_off_from_etcd_follows_what_a_scheduler_tells(rig: Rig) -> None:
-    """It has never heard of the rollout; the old instances take no request any more."""
+async def test_front_end_cut_off_from_etcd_follows_the_schedulers_rollout(rig: Rig) -> None:
+    """It has not learned of the rollout from etcd; the old instances take no more requests."""
     a, c = await rig.member("a", OLD), await rig.member("c", NEW)
     await attached(rig, "a")
     await rig.front.ready()
@@ -279,8 +281,8 @@ async def test_a_front_end_cut_off_from_etcd_follows_what_a_scheduler_tells(rig:
         rollouts["chat"] = rollout(RolloutState.DONE)
         await rig.front.add("after")
         assert (await c.submitted()).request_id == "after"
-        # What was begun ends where it is. Then etcd's watch catches up, and a scheduler is behind: the front
-        # end does not go back.
+        # A begun answer ends where it is. Then etcd's watch catches up with an older state, and so does a
+        # scheduler: the front end does not go back.
         a.say(outputs(begun, [2], 1, FINISHED))
         await rig.front.end_of("before")
         follow(rig, rollout(RolloutState.PREPARING))
@@ -290,42 +292,44 @@ async def test_a_front_end_cut_off_from_etcd_follows_what_a_scheduler_tells(rig:
 
 
 @pytest.mark.parametrize(
-    ("told", "follows"),
+    ("received", "follows"),
     [
         (rollout(RolloutState.DRAINING), True),
-        # No later than what it has heard; of another name; with another tokenizer.
+        # Not newer than the known one; of another name; with another tokenizer.
         (rollout(RolloutState.PREPARING), False),
         (rollout(RolloutState.DRAINING, model="other"), False),
         (rollout(RolloutState.DRAINING, new=ModelIdentity("other text", "new")), False),
-        # Its instances came after the front end was cut off: the old ones may still answer.
+        # Its instances joined after the front end was cut off: the old ones may still answer.
         (rollout(RolloutState.DRAINING, new=ModelIdentity("text", "newest")), False),
     ],
 )
-def test_which_rollouts_that_a_scheduler_tells_are_followed(told: RolloutRecord, follows: bool) -> None:
+def test_front_end_follows_only_newer_rollouts_it_can_serve(received: RolloutRecord, follows: bool) -> None:
     members = StaticMembers()
     members.instances["old"] = running(OLD, instance_id="old")
     members.instances["new"] = running(NEW, instance_id="new")
     members.rollouts["chat"] = rollout(RolloutState.PREPARING)
     fleet = Fleet(members, SERVED_ROUTES)
-    assert fleet.learn_rollout(told) is follows
+    assert fleet.learn_rollout(received) is follows
     assert fleet.model == (NEW if follows else OLD).key
-    # It is no news.
-    assert not fleet.learn_rollout(told)
+    # The same record again is not newer.
+    assert not fleet.learn_rollout(received)
 
 
 @pytest.mark.parametrize(
     ("record", "model", "names"),
     [
-        # Of another name, and of a model with another tokenizer, which this front end cannot serve.
+        # Of another name; of a model with another tokenizer, which this front end cannot serve.
         (rollout(RolloutState.DONE, model="other"), OLD.key, ["old"]),
         (rollout(RolloutState.DONE, new=ModelIdentity("other text", "new")), OLD.key, ["old"]),
         (rollout(RolloutState.DONE), NEW.key, ["new", "old"]),
         (rollout(RolloutState.PREPARING), OLD.key, ["new", "old"]),
-        # The next one, while the front end still has the folder of the first.
+        # The next rollout, while the front end still has the folder of the first model.
         (rollout(RolloutState.DONE, NEW, ModelIdentity("text", "newest")), "text:newest", ["new"]),
     ],
 )
-def test_what_a_front_end_uses(record: RolloutRecord, model: str, names: list[str]) -> None:
+def test_model_and_instances_of_a_front_end_during_a_rollout(
+    record: RolloutRecord, model: str, names: list[str]
+) -> None:
     members = StaticMembers()
     members.instances["old"] = running(OLD, instance_id="old")
     members.instances["new"] = running(NEW, instance_id="new")
@@ -334,19 +338,19 @@ def test_what_a_front_end_uses(record: RolloutRecord, model: str, names: list[st
     assert (fleet.model, sorted(fleet.instances)) == (model, names)
 
 
-def test_an_instance_that_does_not_tell_is_not_used_while_there_are_two_models() -> None:
+def test_instance_without_a_model_identity_is_unused_during_a_rollout() -> None:
     members = StaticMembers()
-    members.instances["untold"] = running(None, instance_id="untold")
+    members.instances["unknown"] = running(None, instance_id="unknown")
     fleet = Fleet(members, SERVED_ROUTES)
-    fleet.attached("untold", worker_pb2.WorkerHello(instance_id="untold"))
-    assert list(fleet.instances) == ["untold"] and fleet.is_model("untold", OLD.key)
+    fleet.attached("unknown", worker_pb2.WorkerHello(instance_id="unknown"))
+    assert list(fleet.instances) == ["unknown"] and fleet.is_model("unknown", OLD.key)
     members.rollouts["chat"] = rollout(RolloutState.PREPARING)
     fleet.refresh()
-    assert not fleet.instances and not fleet.is_model("untold", OLD.key)
+    assert not fleet.instances and not fleet.is_model("unknown", OLD.key)
 
 
-async def test_a_stream_keeps_to_the_version_of_its_adapter(rig: Rig, tmp_path: Path) -> None:
-    """As its files were when the request came, wherever it goes on."""
+async def test_stream_keeps_the_version_of_its_adapter(rig: Rig, tmp_path: Path) -> None:
+    """The version at the request's arrival is used, wherever the stream continues."""
     folder = tmp_path / "adapter"
     folder.mkdir()
     (folder / "adapter_model.safetensors").write_bytes(b"first")
@@ -366,7 +370,7 @@ async def test_a_stream_keeps_to_the_version_of_its_adapter(rig: Rig, tmp_path: 
     await rig.crash(workers[0])
     again = await workers[1].submitted()
     assert (again.adapter_version, list(again.output_token_ids)) == (first, [1])
-    # New requests take what is there now.
+    # New requests use the current files.
     await rig.front.add("s", adapter=("sql", 1, str(folder)))
     later = await workers[1].submitted()
     assert later.adapter_version == AdapterVersions().of(str(folder)) != first
@@ -374,7 +378,7 @@ async def test_a_stream_keeps_to_the_version_of_its_adapter(rig: Rig, tmp_path: 
     assert (await workers[1].submitted()).adapter_version == ""
 
 
-def test_the_blocks_of_a_prompt_are_named_by_its_adapters_version() -> None:
+def test_block_names_depend_on_the_adapter_version() -> None:
     naming = Naming(algorithm=ALGORITHM, seed="0", block_tokens=16)
     request = EngineCoreRequest(
         "r",
@@ -391,7 +395,7 @@ def test_the_blocks_of_a_prompt_are_named_by_its_adapters_version() -> None:
     named = {}
     for version in ("", "1", "2"):
         stream.adapter_version = version
-        # As an engine calls it (worker_agent/engine/vllm/adapters.py).
+        # As the engine names the adapter (worker_agent/engine/vllm/adapters.py).
         keys = Keys(adapter=(f"sql /a {version}".strip(), "/a"))
         named[version] = prefix_of(stream, naming).names
         assert named[version] == block_names([*range(40)], naming, keys)

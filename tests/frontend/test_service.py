@@ -31,7 +31,7 @@ COMMAND = [sys.executable, "-m", "frontend_svc.main"]
 
 @asynccontextmanager
 async def front_end(etcd: LocalEtcd, *arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """The service as a process; killed at the end if it still runs."""
+    """Run the service as a process; kill it at the end if it still runs."""
     process = await asyncio.create_subprocess_exec(
         *COMMAND, "--etcd", etcd.endpoint, *arguments, stderr=asyncio.subprocess.PIPE
     )
@@ -43,8 +43,8 @@ async def front_end(etcd: LocalEtcd, *arguments: str) -> AsyncIterator[asyncio.s
             await process.wait()
 
 
-async def registered(store: Store, frontend_id: str) -> ServiceRecord:
-    """The front end's record, once it is there."""
+async def wait_registered(store: Store, frontend_id: str) -> ServiceRecord:
+    """Wait until the front end is registered and return its record."""
     async with asyncio.timeout(30):
         async for services in store.watch_prefix("services/frontend/"):
             for key, value in services.items():
@@ -60,7 +60,7 @@ async def test_carries_a_stream_registers_and_withdraws(tmp_path: Path) -> None:
         await register(store, "instances/w0", msgspec.json.encode(record("w0", worker.address)))
         arguments = ("--front", "none", "--ipc", str(tmp_path), "--http", "127.0.0.1:0", "--id", "f0")
         async with front_end(etcd, *arguments) as process:
-            service = await registered(store, "f0")
+            service = await wait_registered(store, "f0")
             await front.ready()
             await front.add("r")
             worker.say(outputs(await worker.submitted(), [1, 2], 0, FINISHED))
@@ -81,7 +81,7 @@ async def test_carries_a_stream_registers_and_withdraws(tmp_path: Path) -> None:
         await store.close()
 
 
-async def test_a_api_server_that_dies_ends_the_service_with_a_line(tmp_path: Path) -> None:
+async def test_service_exits_with_one_line_when_the_api_server_dies(tmp_path: Path) -> None:
     async with local_etcd(tmp_path / "etcd") as etcd:
         false = tmp_path / "vllm-rs"
         false.write_text("#!/bin/sh\nexit 3\n")
@@ -94,7 +94,7 @@ async def test_a_api_server_that_dies_ends_the_service_with_a_line(tmp_path: Pat
             assert log.splitlines()[-1].endswith("the API server exited with status 3")
 
 
-async def test_the_api_server_dies_with_a_killed_service(tmp_path: Path) -> None:
+async def test_api_server_dies_with_a_killed_service(tmp_path: Path) -> None:
     async with local_etcd(tmp_path / "etcd") as etcd:
         sleeper = tmp_path / "vllm-rs"
         sleeper.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 600\n")
@@ -105,13 +105,13 @@ async def test_the_api_server_dies_with_a_killed_service(tmp_path: Path) -> None
             pid = int((tmp_path / "pid").read_text())
             process.kill()
             await process.wait()
-            await eventually(lambda: not _runs(pid))
+            await eventually(lambda: not _is_running(pid))
 
 
-async def test_a_port_that_somebody_else_has_is_one_clear_line(tmp_path: Path) -> None:
+async def test_taken_port_is_reported_in_one_line(tmp_path: Path) -> None:
     async with local_etcd(tmp_path / "etcd") as etcd:
         with socket.socket() as other:
-            # Even one that would share it.
+            # The port is taken even by a socket that would share it.
             other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             other.bind(("127.0.0.1", 0))
             other.listen()
@@ -127,7 +127,7 @@ async def test_a_port_that_somebody_else_has_is_one_clear_line(tmp_path: Path) -
 def test_front_ends_of_one_cluster_share_the_port() -> None:
     with bind_http("127.0.0.1:0", lambda: False) as first:
         address = f"127.0.0.1:{first.getsockname()[1]}"
-        # Not listening yet: nobody is in the way.
+        # The first socket does not listen yet, so the port is free.
         with bind_http(address, lambda: False):
             pass
         first.listen()
@@ -145,10 +145,10 @@ def test_engine_sockets_are_private_to_their_folder(tmp_path: Path) -> None:
         assert is_listening(sockets.output)
 
 
-def _runs(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    # A zombie waits for its new parent only.
+    # A zombie has ended; it only waits for its new parent.
     return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()

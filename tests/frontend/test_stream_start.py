@@ -1,4 +1,4 @@
-"""A stream that fails before its first event gets a status for it."""
+"""A stream that fails before its first event is answered with an error status."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def part(body: bytes, more: bool = True) -> Message:
     return {"type": "http.response.body", "body": body, "more_body": more}
 
 
-async def answered(parts: Callable[[list[Message]], AsyncIterator[Message]]) -> list[Message]:
-    """What the client gets of an app that sends these; the app sees what has arrived so far."""
+async def run_app(parts: Callable[[list[Message]], AsyncIterator[Message]]) -> list[Message]:
+    """Return what the client receives from an app that sends these parts, given what was sent so far."""
     sent: list[Message] = []
 
     async def send(message: Message) -> None:
         sent.append(message)
 
     async def receive() -> Message:
-        raise AssertionError("nothing is read")
+        raise AssertionError("the request is not read")
 
     async def app(scope: Message, receive: Receive, send: Send) -> None:
         async for message in parts(sent):
@@ -41,7 +41,7 @@ async def answered(parts: Callable[[list[Message]], AsyncIterator[Message]]) -> 
     return sent
 
 
-async def test_an_error_as_the_first_event_is_the_response() -> None:
+async def test_error_as_the_first_event_becomes_the_response() -> None:
     async def parts(sent: list[Message]) -> AsyncIterator[Message]:
         yield STREAM
         yield part(b"data: " + ERROR + b"\n\n")
@@ -49,7 +49,7 @@ async def test_an_error_as_the_first_event_is_the_response() -> None:
         yield part(b"data: [DONE]\n\n")
         yield part(b"", more=False)
 
-    start, body = await answered(parts)
+    start, body = await run_app(parts)
     assert dict(start["headers"]) == {
         b"x-request-id": b"7",
         b"content-type": b"application/json",
@@ -77,10 +77,10 @@ async def test_any_other_first_event_starts_the_stream(first: bytes) -> None:
         for message in messages:
             yield message
 
-    assert await answered(parts) == [STREAM, *messages]
+    assert await run_app(parts) == [STREAM, *messages]
 
 
-async def test_a_stream_that_takes_its_time_starts_without_its_first_event(
+async def test_slow_stream_starts_before_its_first_event(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stream_start, "HOLD_S", 0.0)
@@ -92,14 +92,14 @@ async def test_a_stream_that_takes_its_time_starts_without_its_first_event(
                 await asyncio.sleep(0)
         yield part(b"data: " + ERROR + b"\n\n", more=False)
 
-    # Too late for a status: the error is an event.
-    assert [message["type"] for message in await answered(parts)] == [
+    # The headers have been sent, so the error is an event.
+    assert [message["type"] for message in await run_app(parts)] == [
         "http.response.start",
         "http.response.body",
     ]
 
 
-async def test_what_is_no_stream_passes_at_once() -> None:
+async def test_other_responses_are_passed_on_at_once() -> None:
     start = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/html")]}
 
     async def parts(sent: list[Message]) -> AsyncIterator[Message]:
@@ -107,13 +107,13 @@ async def test_what_is_no_stream_passes_at_once() -> None:
         assert sent == [start]
         yield part(b"data: " + ERROR, more=False)
 
-    assert (await answered(parts))[0] == start
+    assert (await run_app(parts))[0] == start
 
 
-async def test_a_stream_that_never_says_anything_leaves_nothing_behind() -> None:
+async def test_stream_without_events_leaves_no_task_behind() -> None:
     async def parts(sent: list[Message]) -> AsyncIterator[Message]:
         yield STREAM
 
     before = asyncio.all_tasks()
-    assert await answered(parts) == []
+    assert await run_app(parts) == []
     assert asyncio.all_tasks() == before

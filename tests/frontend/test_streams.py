@@ -1,4 +1,4 @@
-"""The arbiter under every order of events: exactly once, in order, from the current epoch alone."""
+"""The arbiter under any order of events: exactly once, in order, from the current epoch only."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Step:
 
 @dataclass
 class Copy:
-    """A request as one instance believes to have it."""
+    """A request as one instance sees it."""
 
     stream: Stream
     instance: str
@@ -67,14 +67,14 @@ class Copy:
 
 
 def token(stream: Stream, index: int) -> int:
-    """What every instance decodes there."""
+    """Return the token that every instance decodes at this index."""
     return stream.handle * 1000 + index
 
 
 class Arbiter(RuleBasedStateMachine):
-    """Instances decode, messages are delayed, streams are taken away and handed over at any moment.
+    """Instances decode, messages are delayed, streams are moved and handed over at any moment.
 
-    The user's side is `delivered`: what the API server would have got.
+    `delivered` is the user's side: the tokens that the API server would have received.
     """
 
     copies: Bundle[Copy] = Bundle("copies")
@@ -95,7 +95,7 @@ class Arbiter(RuleBasedStateMachine):
 
     @rule(copy=copies, count=st.integers(1, 3), data=st.data())
     def decode(self, copy: Copy, count: int, data: st.DataObject) -> None:
-        """The instance decodes on, whether the request is still its own or not."""
+        """Decode on an instance, whether it still owns the request or not."""
         last = min(copy.index + count, LENGTH)
         if copy.index == LENGTH:
             return
@@ -109,7 +109,7 @@ class Arbiter(RuleBasedStateMachine):
 
     @rule(instance=st.sampled_from(INSTANCES))
     def deliver(self, instance: str) -> None:
-        """The oldest message of an instance arrives."""
+        """Deliver the oldest message of an instance."""
         if not self.wires[instance]:
             return
         step = self.wires[instance].popleft()
@@ -125,12 +125,12 @@ class Arbiter(RuleBasedStateMachine):
                 if flags & FINISHED:
                     self.finished.add(stream)
             offset += count
-        # Wires are in order and copies decode in order: an owner never leaves a gap.
+        # Links and copies preserve the order, so an owner never leaves a gap.
         assert not verdict.failed
 
     @rule(target=copies, lost=st.sampled_from(INSTANCES), to=st.sampled_from(INSTANCES), drop=st.booleans())
     def lose(self, lost: str, to: str, drop: bool) -> MultipleResults[Copy]:
-        """An instance is lost: by a crash its messages are gone, by a hang they come later."""
+        """Lose an instance: after a crash (`drop`) its messages are lost, after a hang they arrive later."""
         if drop:
             self.wires[lost].clear()
         orphans = self.table.orphan_all(lost)
@@ -142,7 +142,7 @@ class Arbiter(RuleBasedStateMachine):
 
     @rule(target=copies, source=consumes(copies), to=st.sampled_from(INSTANCES), ahead=st.integers(0, 2))
     def migrate(self, source: Copy, to: str, ahead: int) -> Copy:
-        """The source pauses and a target asks; tokens may be on the wire, or the source may be stale."""
+        """Adopt a paused request; tokens may be in flight, or the source may be stale."""
         adopt = worker_pb2.Adopt(
             handle=source.stream.handle,
             request_id=source.stream.request_id,
@@ -164,7 +164,7 @@ class Arbiter(RuleBasedStateMachine):
 
     @rule(copy=copies)
     def close(self, copy: Copy) -> None:
-        """The client goes away."""
+        """Close the stream, as when the client disconnects."""
         self.table.close(copy.stream)
         self.finished.add(copy.stream)
 
@@ -177,7 +177,7 @@ class Arbiter(RuleBasedStateMachine):
                 assert not self.table.is_live(stream)
 
     @invariant()
-    def counts_are_those_of_the_live_streams(self) -> None:
+    def counts_match_the_live_streams(self) -> None:
         owners = Counter(stream.owner for stream in self.table)
         for instance in INSTANCES:
             assert self.table.count_owned(instance) == owners[instance]
@@ -187,15 +187,15 @@ Arbiter.TestCase.settings = settings(max_examples=150, stateful_step_count=60, d
 TestArbiter = Arbiter.TestCase
 
 
-def owned(table: StreamTable, instance_id: str = "a", request_id: str = "r") -> Stream:
-    """A live stream with an owner."""
+def open_owned(table: StreamTable, instance_id: str = "a", request_id: str = "r") -> Stream:
+    """Open a stream and assign it to an instance."""
     stream = table.open(request_id)
     table.assign(stream, instance_id)
     return stream
 
 
-def one(stream: Stream, epoch: int, first: int, tokens: list[int], flags: int = 0) -> Step:
-    """A step with one entry."""
+def single_entry_step(stream: Stream, epoch: int, first: int, tokens: list[int], flags: int = 0) -> Step:
+    """Return a step with one entry."""
     step = Step()
     step.add(stream.handle, epoch, first, tokens, flags)
     return step
@@ -210,29 +210,31 @@ def one(stream: Stream, epoch: int, first: int, tokens: list[int], flags: int = 
         ("a", 0, 0, FAILED, Reject.FAILED),
     ],
 )
-def test_reasons(sender: str, epoch: int, first: int, flags: int, reason: Reject) -> None:
+def test_rejected_outputs_state_the_reason(
+    sender: str, epoch: int, first: int, flags: int, reason: Reject
+) -> None:
     table = StreamTable()
-    stream = owned(table)
-    verdict = table.accept(sender, one(stream, epoch, first, [5], flags))
+    stream = open_owned(table)
+    verdict = table.accept(sender, single_entry_step(stream, epoch, first, [5], flags))
     assert verdict.rejected == [(stream.handle, reason)]
     assert verdict.keep == [False]
     assert stream.accepted == 0
 
 
-def test_an_owner_that_leaves_a_gap_loses_the_stream() -> None:
+def test_owner_that_skips_a_token_loses_the_stream() -> None:
     table = StreamTable()
-    stream = owned(table)
-    verdict = table.accept("a", one(stream, 0, 3, [5]))
+    stream = open_owned(table)
+    verdict = table.accept("a", single_entry_step(stream, 0, 3, [5]))
     assert verdict.failed == [stream]
     assert (stream.owner, stream.epoch, stream.failures) == (None, 1, 1)
 
 
 def test_malformed_columns_change_nothing() -> None:
     table = StreamTable()
-    stream = owned(table)
-    short = one(stream, 0, 0, [5])
+    stream = open_owned(table)
+    short = single_entry_step(stream, 0, 0, [5])
     short.flags.clear()
-    missing = one(stream, 0, 0, [5])
+    missing = single_entry_step(stream, 0, 0, [5])
     missing.token_ids.clear()
     for step in (short, missing):
         with pytest.raises(MalformedStep):
@@ -248,38 +250,40 @@ def test_handles_wrap_around_and_skip_live_ones() -> None:
     assert (first.handle, second.handle) == (1, 2)
 
 
-def test_phases_are_entered_once_however_often_they_are_flagged() -> None:
+def test_phases_are_entered_once_even_if_flagged_repeatedly() -> None:
     table = StreamTable()
-    stream = owned(table)
-    assert table.accept("a", one(stream, 0, 0, [1], PREFILL_DONE)).flagged == [(stream, PREFILL_DONE)]
+    stream = open_owned(table)
+    assert table.accept("a", single_entry_step(stream, 0, 0, [1], PREFILL_DONE)).flagged == [
+        (stream, PREFILL_DONE)
+    ]
     phases = [stream.phase]
-    assert table.accept("a", one(stream, 0, 1, [1], PREFILL_DONE)).flagged == []
-    ended = table.accept("a", one(stream, 0, 2, [1], REASONING_ENDED | FINISHED))
+    assert table.accept("a", single_entry_step(stream, 0, 1, [1], PREFILL_DONE)).flagged == []
+    ended = table.accept("a", single_entry_step(stream, 0, 2, [1], REASONING_ENDED | FINISHED))
     assert ended.flagged == [(stream, REASONING_ENDED | FINISHED)]
     phases.append(stream.phase)
     assert phases == [Phase.REASONING, Phase.ANSWERING]
 
 
-def test_without_a_reasoning_parser_prefill_leads_to_the_answer() -> None:
+def test_prefill_is_followed_by_answering_without_a_reasoning_parser() -> None:
     table = StreamTable(Phase.ANSWERING)
-    stream = owned(table)
-    table.accept("a", one(stream, 0, 0, [1], PREFILL_DONE))
+    stream = open_owned(table)
+    table.accept("a", single_entry_step(stream, 0, 0, [1], PREFILL_DONE))
     assert stream.phase is Phase.ANSWERING
 
 
-def test_an_output_without_tokens_adds_none() -> None:
+def test_output_without_tokens_adds_none() -> None:
     table = StreamTable()
-    stream = owned(table)
-    step = one(stream, 0, 0, [], FINISHED)
-    # Of another stream of the same message.
-    other = owned(table, request_id="q")
+    stream = open_owned(table)
+    step = single_entry_step(stream, 0, 0, [], FINISHED)
+    # Tokens of another stream in the same message.
+    other = open_owned(table, request_id="q")
     step.add(other.handle, 0, 0, [7, 8, 9])
     verdict = table.accept("a", step)
     assert verdict.tokens == 3
     assert (list(stream.token_ids), list(other.token_ids)) == ([], [7, 8, 9])
 
 
-def test_flags_are_those_that_workers_send() -> None:
+def test_flags_match_the_protocol() -> None:
     flags = {
         "FINISHED": FINISHED,
         "PREFILL_DONE": PREFILL_DONE,
@@ -291,7 +295,7 @@ def test_flags_are_those_that_workers_send() -> None:
     }
 
 
-def test_a_new_stream_has_no_past() -> None:
+def test_initial_state_of_a_stream() -> None:
     stream = StreamTable().open("r")
     assert (stream.owner, stream.epoch, stream.accepted) == (None, 0, 0)
     assert (stream.failures, stream.losses, stream.deaths) == (0, 0, 0)
@@ -299,15 +303,15 @@ def test_a_new_stream_has_no_past() -> None:
     assert not stream.reached_engine and stream.exclusive_until_s == 0.0
     assert (stream.prompt_tokens, stream.max_tokens, stream.pace_s) == (0, 0, 0.0)
     assert (stream.phase, stream.first_token_s, stream.first_answer_s) == (Phase.PREFILL, None, None)
-    # It makes text, with the model alone; and at its first look it has got on.
+    # By default it generates text without an adapter; its first progress check counts as progress.
     assert (stream.requirements.generates, stream.requirements.adapter) == (True, False)
     assert stream.last_progress != (stream.epoch, stream.accepted)
 
 
-def test_it_reached_engine_once_its_engine_says_so_or_gives_a_token() -> None:
+def test_stream_reached_engine_after_confirmation_or_first_token() -> None:
     table = StreamTable()
-    stream = owned(table)
-    # Of another instance, handover or request it says nothing.
+    stream = open_owned(table)
+    # Confirmations of another instance, epoch or handle are ignored.
     for instance_id, handle, epoch in (("b", stream.handle, 0), ("a", stream.handle, 1), ("a", 99, 0)):
         table.confirm_on_engine(instance_id, handle, epoch)
         assert not stream.reached_engine
@@ -316,9 +320,9 @@ def test_it_reached_engine_once_its_engine_says_so_or_gives_a_token() -> None:
     table.orphan(stream)
     table.assign(stream, "b")
     assert not stream.reached_engine
-    table.accept("b", one(stream, 1, 0, [5]))
+    table.accept("b", single_entry_step(stream, 1, 0, [5]))
     assert stream.reached_engine
-    # Tokens of an earlier instance say nothing of this one; a migration does: it brings the request.
+    # Tokens of an earlier instance prove nothing about the new one; a migration brings the request.
     table.orphan(stream)
     table.assign(stream, "c")
     assert not stream.reached_engine
@@ -335,7 +339,7 @@ def test_it_reached_engine_once_its_engine_says_so_or_gives_a_token() -> None:
         (PREFILL_DONE | REASONING_ENDED | FINISHED, Phase.ANSWERING),
     ],
 )
-def test_a_resumed_stream_goes_on_where_the_earlier_one_was(flags: int, phase: Phase) -> None:
+def test_restored_stream_continues_in_the_phase_of_its_flags(flags: int, phase: Phase) -> None:
     table = StreamTable()
     stream = table.open("r")
     table.restore(stream, [7, 8], flags, "model")
@@ -346,9 +350,9 @@ def test_a_resumed_stream_goes_on_where_the_earlier_one_was(flags: int, phase: P
     assert stream.phase is (Phase.ANSWERING if flags else Phase.PREFILL)
 
 
-def test_of_an_instance_whose_last_stream_has_gone_nothing_is_kept() -> None:
+def test_table_keeps_no_state_of_an_instance_without_streams() -> None:
     table = StreamTable()
-    first, second = owned(table), owned(table, request_id="q")
+    first, second = open_owned(table), open_owned(table, request_id="q")
     table.close(first)
     assert list(table._by_owner) == ["a"]
     table.close(second)

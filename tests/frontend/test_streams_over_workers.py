@@ -1,4 +1,4 @@
-"""Whatever workers do, each stream gets each token once and in order."""
+"""Each stream gets each token once and in order, whatever workers do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.frontend.scripted_worker import FAILED, FINISHED, PREFILL_DONE, Scrip
 
 
 async def start(rig: Rig, request_id: str, *workers: ScriptedWorker) -> list[worker_pb2.Submit]:
-    """Add one request a worker; the fallback spreads them in the order of names."""
+    """Add one request per worker; the fallback placement assigns them in the order of names."""
     submits = []
     for number, worker in enumerate(workers):
         await rig.front.add(f"{request_id}{number}")
@@ -18,12 +18,12 @@ async def start(rig: Rig, request_id: str, *workers: ScriptedWorker) -> list[wor
     return submits
 
 
-async def test_the_engine_announces_itself_with_the_workers_ready_response(rig: Rig) -> None:
+async def test_engine_forwards_the_workers_ready_response(rig: Rig) -> None:
     await rig.worker("a")
     assert (await rig.front.ready()).max_model_len == 8192
 
 
-async def test_a_stream_from_add_to_end(rig: Rig) -> None:
+async def test_stream_from_add_to_end(rig: Rig) -> None:
     worker = await rig.worker("a")
     await rig.front.ready()
     (submit,) = await start(rig, "r", worker)
@@ -37,7 +37,7 @@ async def test_a_stream_from_add_to_end(rig: Rig) -> None:
     assert rig.count("requests_total", outcome="finished") == 1
 
 
-async def test_a_crash_in_mid_stream_loses_and_repeats_nothing(rig: Rig) -> None:
+async def test_crash_in_mid_stream_loses_and_repeats_no_token(rig: Rig) -> None:
     first, second = await rig.worker("a"), await rig.worker("b")
     await rig.front.ready()
     mine, other = await start(rig, "r", first, second)
@@ -58,7 +58,7 @@ async def test_a_crash_in_mid_stream_loses_and_repeats_nothing(rig: Rig) -> None
     assert rig.count("recoveries_total", cause="lost") == 1
 
 
-async def test_a_link_that_breaks_is_opened_again_and_its_streams_go_on(rig: Rig) -> None:
+async def test_broken_link_is_reopened_and_its_streams_continue(rig: Rig) -> None:
     worker = await rig.worker("a")
     await rig.front.ready()
     (mine,) = await start(rig, "r", worker)
@@ -76,7 +76,7 @@ async def test_a_link_that_breaks_is_opened_again_and_its_streams_go_on(rig: Rig
     assert rig.front.tokens["r0"] == [10, 11, 12, 13, 99]
 
 
-async def test_malformed_outputs_begin_a_new_stream(rig: Rig) -> None:
+async def test_malformed_outputs_restart_the_link(rig: Rig) -> None:
     worker = await rig.worker("a")
     await rig.front.ready()
     (mine,) = await start(rig, "r", worker)
@@ -90,7 +90,7 @@ async def test_malformed_outputs_begin_a_new_stream(rig: Rig) -> None:
     assert rig.front.tokens["r0"] == [10]
 
 
-async def test_a_hung_worker_is_lost_by_silence_and_told_to_abort_when_it_wakes(rig: Rig) -> None:
+async def test_hung_worker_is_lost_after_a_timeout_and_aborts_when_it_resumes(rig: Rig) -> None:
     first, second = await rig.worker("a"), await rig.worker("b")
     await rig.front.ready()
     (mine,) = await start(rig, "r", first)
@@ -100,7 +100,7 @@ async def test_a_hung_worker_is_lost_by_silence_and_told_to_abort_when_it_wakes(
     again = await second.submitted()
     assert (again.epoch, list(again.output_token_ids)) == (1, [10])
     assert rig.engine.workers.attached() == ["b"]
-    # It wakes and goes on as if nothing had happened: the first that is heard of it is a stale token.
+    # It resumes as if nothing had happened: its first message is a stale token.
     first.say(outputs(mine, [99], 1))
     first.silent = False
     assert list((await first.expect("abort")).abort.handles) == [mine.handle]
@@ -111,7 +111,7 @@ async def test_a_hung_worker_is_lost_by_silence_and_told_to_abort_when_it_wakes(
     assert sorted(rig.engine.workers.attached()) == ["a", "b"]
 
 
-async def test_stale_outputs_are_taken_out_of_a_step_and_the_rest_goes_on(rig: Rig) -> None:
+async def test_stale_outputs_are_removed_from_a_step_and_the_others_delivered(rig: Rig) -> None:
     worker = await rig.worker("a")
     await rig.front.ready()
     await rig.front.add("x")
@@ -128,17 +128,17 @@ async def test_stale_outputs_are_taken_out_of_a_step_and_the_rest_goes_on(rig: R
     worker.say(both)
     await rig.front.end_of("y")
     assert rig.front.tokens == {"y": [2]}
-    # Told again, because it still spoke of it.
+    # The abort is repeated, because the worker still sent outputs of the request.
     assert list((await worker.expect("abort")).abort.handles) == [gone.handle]
     assert rig.count("rejected_outputs_total", cause="unknown") == 1
 
 
 def output_of(message: worker_pb2.AttachDown) -> EngineCoreOutput:
-    """The single output in a scripted message."""
+    """Return the only output in a scripted message."""
     return read_outputs(list(message.outputs.frames)).outputs[0]
 
 
-async def test_a_failed_request_is_tried_elsewhere_then_ends_as_an_error(rig: Rig) -> None:
+async def test_failed_request_is_retried_elsewhere_and_then_ends_with_an_error(rig: Rig) -> None:
     first, second = await rig.worker("a"), await rig.worker("b")
     await rig.front.ready()
     await rig.front.add("r")
@@ -153,7 +153,7 @@ async def test_a_failed_request_is_tried_elsewhere_then_ends_as_an_error(rig: Ri
     assert len(rig.engine.table) == 0
 
 
-async def test_a_failed_request_is_tried_again_on_the_only_instance(rig: Rig) -> None:
+async def test_failed_request_is_retried_on_the_only_instance(rig: Rig) -> None:
     worker = await rig.worker("a")
     await rig.front.ready()
     await rig.front.add("r")
@@ -165,7 +165,7 @@ async def test_a_failed_request_is_tried_again_on_the_only_instance(rig: Rig) ->
     assert rig.front.tokens["r"] == [7]
 
 
-async def test_a_gap_in_the_tokens_is_never_passed_on(rig: Rig) -> None:
+async def test_gap_in_the_tokens_is_never_delivered(rig: Rig) -> None:
     worker = await rig.worker("a")
     await rig.front.ready()
     await rig.front.add("r")
@@ -195,8 +195,8 @@ async def test_no_instance_is_an_error_and_closes_admission(rig: Rig) -> None:
     assert (await other.submitted()).request_id == "s"
 
 
-async def test_what_an_engine_had_waits_longer_than_a_new_request(rig: Rig) -> None:
-    """As when the front end itself is cut off from all instances for a while."""
+async def test_begun_request_waits_longer_for_an_instance_than_a_new_one(rig: Rig) -> None:
+    """As when the front end itself is disconnected from all instances for a while."""
     worker = await rig.worker("a")
     await rig.front.ready()
     await rig.front.add("without a token")
@@ -207,7 +207,7 @@ async def test_what_an_engine_had_waits_longer_than_a_new_request(rig: Rig) -> N
     await rig.crash(worker)
     del rig.members.instances["a"]
     rig.members.changed()
-    # All look for an instance; only the new one gives up.
+    # All wait for an instance; only the new request is given up.
     await rig.front.add("new")
     end = await rig.front.end_of("new")
     assert Refusal.decode(end.stop_reason) == NO_INSTANCE
@@ -220,13 +220,13 @@ async def test_what_an_engine_had_waits_longer_than_a_new_request(rig: Rig) -> N
     assert rig.front.tokens["begun"] == [1, 2]
 
 
-async def test_a_request_waits_for_an_instance_that_comes_in_time(rig: Rig) -> None:
+async def test_request_waits_for_an_instance_until_its_deadline(rig: Rig) -> None:
     worker = await rig.worker("a")
     await rig.front.ready()
     rig.members.draining = frozenset({"a"})
     rig.members.changed()
     await rig.front.add("r")
-    # Answered only after the add was read: both come on one socket.
+    # The reply proves that the add was read: both use one socket.
     await rig.front.call("is_sleeping")
     assert len(rig.engine.table) == 1
     rig.members.draining = frozenset()
@@ -234,7 +234,7 @@ async def test_a_request_waits_for_an_instance_that_comes_in_time(rig: Rig) -> N
     assert (await worker.submitted()).request_id == "r"
 
 
-async def test_utilities_go_to_everybody_and_are_answered_once(rig: Rig) -> None:
+async def test_utility_calls_go_to_all_instances_and_are_answered_once(rig: Rig) -> None:
     await rig.worker("a")
     await rig.worker("b")
     await rig.front.ready()
@@ -243,13 +243,13 @@ async def test_utilities_go_to_everybody_and_are_answered_once(rig: Rig) -> None
     assert b"generate" in first and b"generate" in again
 
 
-async def test_a_restarted_worker_is_another_one(rig: Rig) -> None:
+async def test_restarted_worker_is_a_new_incarnation(rig: Rig) -> None:
     worker = await rig.worker("a")
     await rig.front.ready()
     await rig.front.add("r")
     worker.say(outputs(await worker.submitted(), [1], 0))
     await rig.front.tokens_of("r", 1)
     await rig.crash(worker)
-    reborn = await rig.worker("a")
-    again = await reborn.submitted()
+    restarted = await rig.worker("a")
+    again = await restarted.submitted()
     assert (again.epoch, list(again.output_token_ids)) == (1, [1])

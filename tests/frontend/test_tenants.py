@@ -1,4 +1,4 @@
-"""Who comes in at vLLM's Python app, with what, and how much."""
+"""Admission of tenants at vLLM's Python app: keys, routes, models and limits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHAT = "/v1/chat/completions"
 
 
 class App:
-    """Answers with the tenant and the body that it got; holds what it is told to."""
+    """ASGI app that replies with the tenant and body it received; holds requests until `go_on` is set."""
 
     def __init__(self) -> None:
         self.go_on = asyncio.Event()
@@ -39,11 +39,11 @@ class App:
         await self.go_on.wait()
         tenant = tenant_of_call.get()
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        got = {"tenant": None if tenant is None else tenant.name, "body": (body or b"").decode()}
-        await send({"type": "http.response.body", "body": json.dumps(got).encode()})
+        received = {"tenant": None if tenant is None else tenant.name, "body": (body or b"").decode()}
+        await send({"type": "http.response.body", "body": json.dumps(received).encode()})
 
 
-class Door:
+class AdmissionClient:
     def __init__(self, tenants: Tenants, keys: dict[str, str]) -> None:
         self.tenants = tenants
         self.keys = keys
@@ -72,7 +72,7 @@ class Door:
 
 
 @pytest.fixture
-def door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
+def admission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AdmissionClient]:
     tenant_keys, keys = TenantKeys(), {}
     for tenant in (
         Tenant(name="free"),
@@ -85,80 +85,82 @@ def door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
     path = tmp_path / "keys.json"
     with locked_key_file(path) as replace:
         replace(tenant_keys)
-    made: list[Door] = []
-    tenants = Tenants(KeyFile(path), lambda: made[0].now_s)
-    made.append(Door(tenants, keys))
+    doors: list[AdmissionClient] = []
+    tenants = Tenants(KeyFile(path), lambda: doors[0].now_s)
+    doors.append(AdmissionClient(tenants, keys))
     monkeypatch.setattr(TenantAdmission, "tenants", tenants)
-    yield made[0]
+    yield doors[0]
 
 
-def shape(answer: httpx.Response) -> tuple[int, str]:
-    """Status, and the kind in OpenAI's error object, which must be whole."""
+def error_of(answer: httpx.Response) -> tuple[int, str]:
+    """Return the status and the type of OpenAI's error object, which must be complete."""
     error = answer.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     assert error["code"] == answer.status_code and error["message"]
     return answer.status_code, error["type"]
 
 
-async def test_a_key_opens_the_door(door: Door) -> None:
-    answer = await door.ask("free", body={"model": "x", "n": 1})
+async def test_valid_key_is_admitted(admission: AdmissionClient) -> None:
+    answer = await admission.ask("free", body={"model": "x", "n": 1})
     assert answer.json() == {"tenant": "free", "body": '{"model": "x", "n": 1}'}
     assert tenant_of_call.get() is None
 
 
 @pytest.mark.parametrize("key", ["", "wrong", "sk-tailrace-000000000000-x"])
 @pytest.mark.parametrize("path", [CHAT, "/v1/models", "/invocations", "/metrics", "/"])
-async def test_nobody_else_comes_in(door: Door, key: str, path: str) -> None:
-    assert shape(await door.ask(key, path)) == (401, "AuthenticationError")
+async def test_requests_without_a_valid_key_are_refused(
+    admission: AdmissionClient, key: str, path: str
+) -> None:
+    assert error_of(await admission.ask(key, path)) == (401, "AuthenticationError")
 
 
 @pytest.mark.parametrize(
     "path", ["/invocations", "/sleep", "/metrics", "/v1/load_lora_adapter", "/docs", "/x"]
 )
-async def test_what_is_not_listed_is_not_served(door: Door, path: str) -> None:
+async def test_unlisted_routes_are_not_served(admission: AdmissionClient, path: str) -> None:
     for method in ("GET", "POST", "PUT", "DELETE"):
-        assert shape(await door.ask("free", path, method=method)) == (404, "NotFoundError")
+        assert error_of(await admission.ask("free", path, method=method)) == (404, "NotFoundError")
 
 
-async def test_probes_need_no_key(door: Door) -> None:
-    assert (await door.ask(path="/health", method="GET")).status_code == 200
-    assert (await door.ask(path="/health", method="POST")).status_code == 401
+async def test_tenant_probes_need_no_key(admission: AdmissionClient) -> None:
+    assert (await admission.ask(path="/health", method="GET")).status_code == 200
+    assert (await admission.ask(path="/health", method="POST")).status_code == 401
 
 
-async def test_a_key_is_for_its_models(door: Door) -> None:
-    assert (await door.ask("limited", body={"model": "adapter"})).status_code == 200
+async def test_key_is_limited_to_its_models(admission: AdmissionClient) -> None:
+    assert (await admission.ask("limited", body={"model": "adapter"})).status_code == 200
     for body in ({"model": "other"}, {"model": 3}, {}, ["m"]):
-        assert shape(await door.ask("limited", body=body)) == (403, "PermissionDeniedError")
+        assert error_of(await admission.ask("limited", body=body)) == (403, "PermissionDeniedError")
 
 
-async def test_who_resumes_need_not_name_the_model_again(door: Door) -> None:
-    answer = await door.ask("limited", body=b"", last_event_id="a.1.2")
+async def test_resume_need_not_name_the_model(admission: AdmissionClient) -> None:
+    answer = await admission.ask("limited", body=b"", last_event_id="a.1.2")
     assert answer.json() == {"tenant": "limited", "body": ""}
-    assert shape(await door.ask("limited", body=b"")) == (403, "PermissionDeniedError")
+    assert error_of(await admission.ask("limited", body=b"")) == (403, "PermissionDeniedError")
     for body in (b" ", b"{}", b'{"model": "other"}'):
-        refused = await door.ask("limited", body=body, last_event_id="a.1.2")
-        assert shape(refused) == (403, "PermissionDeniedError")
+        refused = await admission.ask("limited", body=body, last_event_id="a.1.2")
+        assert error_of(refused) == (403, "PermissionDeniedError")
 
 
-async def test_too_many_requests_are_told_when_to_come_back(door: Door) -> None:
-    assert [(await door.ask("slow")).status_code for _ in range(2)] == [200, 200]
-    refused = await door.ask("slow")
-    assert shape(refused) == (429, "RateLimitError")
-    door.now_s += float(refused.headers["retry-after"])
-    assert (await door.ask("slow")).status_code == 200
-    # Others are not concerned.
-    assert (await door.ask("free")).status_code == 200
+async def test_rate_limited_requests_get_retry_after(admission: AdmissionClient) -> None:
+    assert [(await admission.ask("slow")).status_code for _ in range(2)] == [200, 200]
+    refused = await admission.ask("slow")
+    assert error_of(refused) == (429, "RateLimitError")
+    admission.now_s += float(refused.headers["retry-after"])
+    assert (await admission.ask("slow")).status_code == 200
+    # Other tenants are not affected.
+    assert (await admission.ask("free")).status_code == 200
 
 
-async def test_too_many_at_a_time(door: Door) -> None:
-    door.app.go_on.clear()
+async def test_concurrency_limit(admission: AdmissionClient) -> None:
+    admission.app.go_on.clear()
     async with asyncio.timeout(20):
-        first = asyncio.create_task(door.ask("narrow"))
-        await door.app.entered.acquire()
-        assert shape(await door.ask("narrow")) == (429, "RateLimitError")
-        door.app.go_on.set()
+        first = asyncio.create_task(admission.ask("narrow"))
+        await admission.app.entered.acquire()
+        assert error_of(await admission.ask("narrow")) == (429, "RateLimitError")
+        admission.app.go_on.set()
         assert (await first).status_code == 200
-    assert (await door.ask("narrow")).status_code == 200
+    assert (await admission.ask("narrow")).status_code == 200
 
 
 async def _unreadable() -> AsyncIterator[bytes]:
@@ -167,24 +169,26 @@ async def _unreadable() -> AsyncIterator[bytes]:
 
 
 @pytest.mark.parametrize("tenant", ["slow", "slow with models"])
-async def test_a_request_beyond_the_limit_is_refused_unread(door: Door, tenant: str) -> None:
-    while (await door.ask(tenant)).status_code == 200:
+async def test_rate_limited_request_is_refused_without_reading_its_body(
+    admission: AdmissionClient, tenant: str
+) -> None:
+    while (await admission.ask(tenant)).status_code == 200:
         pass
-    refused = await door.ask(tenant, body=_unreadable())
-    assert shape(refused) == (429, "RateLimitError") and int(refused.headers["retry-after"]) > 0
+    refused = await admission.ask(tenant, body=_unreadable())
+    assert error_of(refused) == (429, "RateLimitError") and int(refused.headers["retry-after"]) > 0
 
 
-async def test_a_body_without_a_valid_key_is_not_read(door: Door) -> None:
-    assert shape(await door.ask("wrong", body=_unreadable())) == (401, "AuthenticationError")
+async def test_body_of_a_request_without_a_valid_key_is_not_read(admission: AdmissionClient) -> None:
+    assert error_of(await admission.ask("wrong", body=_unreadable())) == (401, "AuthenticationError")
 
 
-async def test_a_request_of_another_model_does_not_count(door: Door) -> None:
+async def test_request_for_a_forbidden_model_does_not_count(admission: AdmissionClient) -> None:
     for _ in range(3):
-        assert (await door.ask("slow with models", body={"model": "other"})).status_code == 403
-    assert (await door.ask("slow with models")).status_code == 200
+        assert (await admission.ask("slow with models", body={"model": "other"})).status_code == 403
+    assert (await admission.ask("slow with models")).status_code == 200
 
 
-async def test_of_two_whose_bodies_arrive_together_only_one_is_within_the_limit(door: Door) -> None:
+async def test_limit_holds_for_bodies_that_arrive_concurrently(admission: AdmissionClient) -> None:
     both_read = asyncio.Barrier(2)
 
     async def slow_body() -> AsyncIterator[bytes]:
@@ -194,30 +198,34 @@ async def test_of_two_whose_bodies_arrive_together_only_one_is_within_the_limit(
 
     async with asyncio.timeout(20):
         answers = await asyncio.gather(
-            *(door.ask("slow with models", body=slow_body()) for _ in range(2)),
+            *(admission.ask("slow with models", body=slow_body()) for _ in range(2)),
         )
     assert sorted(answer.status_code for answer in answers) == [200, 429]
 
 
-async def test_tokens_are_counted(door: Door) -> None:
+async def test_tokens_are_counted(admission: AdmissionClient) -> None:
     own = Tenant(name="slow", tokens_per_minute=10.0)
-    door.tenants.meter.begin(own, 0.0)
-    door.tenants.meter.charge(own, 11, 0.0)
-    assert door.tenants.meter.begin(own, 0.0) is not None
+    admission.tenants.meter.begin(own, 0.0)
+    admission.tenants.meter.charge(own, 11, 0.0)
+    assert admission.tenants.meter.begin(own, 0.0) is not None
 
 
-async def test_a_large_body_is_refused_unread(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_body_is_refused_without_reading_it(
+    admission: AdmissionClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(BodyLimit, "max_bytes", 100)
-    assert shape(await door.ask("free", body={"model": "m" * 100})) == (413, "BadRequestError")
+    assert error_of(await admission.ask("free", body={"model": "m" * 100})) == (413, "BadRequestError")
 
     async def chunks(count: int) -> AsyncIterator[bytes]:
         for _ in range(count):
             yield b"x" * 30
 
-    assert shape(await door.ask("free", body=chunks(4))) == (413, "BadRequestError")
-    assert (await door.ask("free", body=chunks(3))).json()["body"] == "x" * 90
+    assert error_of(await admission.ask("free", body=chunks(4))) == (413, "BadRequestError")
+    assert (await admission.ask("free", body=chunks(3))).json()["body"] == "x" * 90
 
 
-async def test_without_a_file_nobody_is_asked(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_are_admitted_without_a_key_file(
+    admission: AdmissionClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(TenantAdmission, "tenants", None)
-    assert (await door.ask(path="/invocations")).json()["tenant"] is None
+    assert (await admission.ask(path="/invocations")).json()["tenant"] is None

@@ -1,4 +1,4 @@
-"""A request's spans, as an in-memory exporter gets them."""
+"""Spans of a request, recorded by an in-memory exporter."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from prometheus_client import CollectorRegistry
 from frontend_svc.observer import FrontendMetrics, RequestTraces, StreamObserver
 from frontend_svc.placement import Placed
 from frontend_svc.streams import FINISHED, PREFILL_DONE, REASONING_ENDED, StreamTable
-from tests.frontend.test_streams import one
+from tests.frontend.test_streams import single_entry_step
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
-def test_a_recovered_request_is_one_trace() -> None:
+def test_recovered_request_is_one_trace() -> None:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     table, registry = StreamTable(), CollectorRegistry()
@@ -27,12 +27,12 @@ def test_a_recovered_request_is_one_trace() -> None:
     assert stream.traceparent != TRACEPARENT
     table.assign(stream, "a")
     observer.placed(stream, Placed("a", "test"), 0.01)
-    observer.accepted(table.accept("a", one(stream, 0, 0, [1], PREFILL_DONE)))
+    observer.accepted(table.accept("a", single_entry_step(stream, 0, 0, [1], PREFILL_DONE)))
     observer.lost(table.orphan_all("a"), "a", "silent")
     table.assign(stream, "b")
     observer.placed(stream, Placed("b", "test"), 0.01)
-    observer.accepted(table.accept("b", one(stream, 1, 1, [2], REASONING_ENDED)))
-    observer.accepted(table.accept("b", one(stream, 1, 2, [3], FINISHED)))
+    observer.accepted(table.accept("b", single_entry_step(stream, 1, 1, [2], REASONING_ENDED)))
+    observer.accepted(table.accept("b", single_entry_step(stream, 1, 2, [3], FINISHED)))
     spans = exporter.get_finished_spans()
     names = [span.name for span in spans]
     assert names == [
@@ -51,7 +51,7 @@ def test_a_recovered_request_is_one_trace() -> None:
     assert registry.get_sample_value("tailrace_frontend_tpot_seconds_count") == 1
 
 
-def test_a_request_that_is_refused_is_over() -> None:
+def test_refused_request_ends_its_trace() -> None:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     table, registry = StreamTable(), CollectorRegistry()

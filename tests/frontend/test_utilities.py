@@ -1,4 +1,4 @@
-"""Calls of engine-core methods by the API server: one answer each, whatever the instances do."""
+"""Engine-core methods called by the API server: one reply each, whatever the instances do."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tailrace.wire import UtilityCall, utility_failure, utility_result
 NO_ARGS = msgspec.Raw(b"\x90")
 
 
-class Instances:
-    """An outbox that remembers."""
+class RecordingOutbox:
+    """Outbox that records its messages."""
 
     def __init__(self, *instance_ids: str) -> None:
         self.instance_ids = list(instance_ids)
@@ -41,8 +41,8 @@ def answers() -> list[Sequence[bytes]]:
     return []
 
 
-async def test_the_first_success_wins_and_later_answers_are_dropped(answers: list[Sequence[bytes]]) -> None:
-    instances = Instances("a", "b", "c")
+async def test_first_success_wins_and_later_replies_are_dropped(answers: list[Sequence[bytes]]) -> None:
+    instances = RecordingOutbox("a", "b", "c")
     utilities = UtilityCalls(instances, answers.append)
     utilities.call(UtilityCall(0, 2**63 + 5, "list_loras", NO_ARGS), [b""])
     call_id = 2**63 + 5
@@ -54,8 +54,8 @@ async def test_the_first_success_wins_and_later_answers_are_dropped(answers: lis
     assert answers == [good]
 
 
-async def test_when_all_fail_a_failure_is_the_answer(answers: list[Sequence[bytes]]) -> None:
-    utilities = UtilityCalls(Instances("a", "b"), answers.append)
+async def test_failure_is_returned_when_all_instances_fail(answers: list[Sequence[bytes]]) -> None:
+    utilities = UtilityCalls(RecordingOutbox("a", "b"), answers.append)
     utilities.call(UtilityCall(0, 7, "add_lora", NO_ARGS), [b""])
     failure = utility_failure(7, "not allowed")
     utilities.result("a", answer(7, failure))
@@ -64,8 +64,8 @@ async def test_when_all_fail_a_failure_is_the_answer(answers: list[Sequence[byte
     assert answers == [failure]
 
 
-async def test_an_answer_to_another_call_never_reaches_the_api_server(answers: list[Sequence[bytes]]) -> None:
-    utilities = UtilityCalls(Instances("a"), answers.append)
+async def test_reply_to_another_call_never_reaches_the_api_server(answers: list[Sequence[bytes]]) -> None:
+    utilities = UtilityCalls(RecordingOutbox("a"), answers.append)
     utilities.call(UtilityCall(0, 7, "list_loras", NO_ARGS), [b""])
     utilities.result("a", answer(7, utility_result(8, True)))
     utilities.result("a", answer(7, [b"junk"]))
@@ -73,15 +73,15 @@ async def test_an_answer_to_another_call_never_reaches_the_api_server(answers: l
     utilities.close()
 
 
-async def test_a_call_waits_for_the_first_instance(answers: list[Sequence[bytes]]) -> None:
-    instances = Instances()
+async def test_utility_call_waits_for_the_first_instance(answers: list[Sequence[bytes]]) -> None:
+    instances = RecordingOutbox()
     utilities = UtilityCalls(instances, answers.append)
     utilities.call(UtilityCall(0, 7, "get_supported_tasks", NO_ARGS), [b""])
     instances.instance_ids.append("a")
     utilities.instance_attached("a")
     utilities.result("a", answer(7, utility_result(7, ["generate"])))
     assert len(answers) == 1
-    # From the cache, under its own call id.
+    # Answered from the cache, with its own call ID.
     utilities.call(UtilityCall(0, 9, "get_supported_tasks", NO_ARGS), [b""])
     outputs = msgspec.msgpack.decode(answers[1][0])
     assert outputs[4] == [9, None, [None, ["generate"]]]
@@ -91,10 +91,10 @@ async def test_a_call_waits_for_the_first_instance(answers: list[Sequence[bytes]
 @pytest.mark.parametrize(
     "method", ["sleep", "wake_up", "pause_scheduler", "collective_rpc", "no_such_method"]
 )
-async def test_what_controls_a_single_engine_reaches_no_instance(
+async def test_methods_that_control_a_single_engine_reach_no_instance(
     method: str, answers: list[Sequence[bytes]]
 ) -> None:
-    instances = Instances("a")
+    instances = RecordingOutbox("a")
     utilities = UtilityCalls(instances, answers.append)
     utilities.call(UtilityCall(0, 7, method, NO_ARGS), [b""])
     assert instances.sent == []
@@ -102,16 +102,18 @@ async def test_what_controls_a_single_engine_reaches_no_instance(
     assert f"{method} controls a single engine and is not available on a fleet".encode() in frame
 
 
-async def test_calls_beyond_the_bound_fail_at_once(answers: list[Sequence[bytes]]) -> None:
-    utilities = UtilityCalls(Instances("a"), answers.append)
+async def test_utility_calls_beyond_the_limit_fail_at_once(answers: list[Sequence[bytes]]) -> None:
+    utilities = UtilityCalls(RecordingOutbox("a"), answers.append)
     for call_id in range(1, 258):
         utilities.call(UtilityCall(0, call_id, "reset_prefix_cache", NO_ARGS), [b""])
     assert len(answers) == 1 and b"pending already" in answers[0][0]
     utilities.close()
 
 
-async def test_a_call_that_no_instance_takes_fails_at_once(answers: list[Sequence[bytes]]) -> None:
-    instances = Instances("a")
+async def test_utility_call_too_large_for_every_instance_fails_at_once(
+    answers: list[Sequence[bytes]],
+) -> None:
+    instances = RecordingOutbox("a")
     utilities = UtilityCalls(instances, answers.append)
     utilities.call(UtilityCall(0, 7, "add_lora", NO_ARGS), [b"x" * (2 << 20)])
     assert len(answers) == 1 and b"takes 1048576 at most" in answers[0][0]
