@@ -1,4 +1,4 @@
-"""Clients of a fleet: the real OpenAI package, in threads."""
+"""Clients of a fleet: the OpenAI package in threads."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tests.e2e.fleet import MODEL
 
 
 def client(http: str) -> OpenAI:
-    """A client that does not retry: a test wants to see what happened the first time."""
+    """Return a client without retries, so that a test sees every failure."""
     return OpenAI(base_url=f"{http}/v1", api_key="none", timeout=120, max_retries=0)
 
 
 class Chats:
-    """Streams under way."""
+    """Runs chat streams concurrently."""
 
     def __init__(self, http: str, threads: int = 64) -> None:
         self._client = client(http)
@@ -26,18 +26,18 @@ class Chats:
     def start(
         self, prompt: Prompt, on_progress: Callable[[Chat], None] = lambda chat: None, /, **options: object
     ) -> Future[Chat]:
-        """One more stream."""
-        asked = {"temperature": 0, **options}
-        return self._pool.submit(stream_chat, self._client, MODEL, prompt, asked, on_progress)
+        """Start a stream and return its future. `on_progress` is called with the chat after each event."""
+        request_options = {"temperature": 0, **options}
+        return self._pool.submit(stream_chat, self._client, MODEL, prompt, request_options, on_progress)
 
     def run(self, prompt: str, **options: object) -> Chat:
-        """One stream, to its end."""
+        """Run one stream to its end and return it."""
         return self.start(prompt, **options).result(timeout=120)
 
     def run_all(self, prompts: Sequence[str], **options: object) -> list[Chat]:
-        """Many at once, in order."""
+        """Run streams concurrently and return them in the order of their prompts."""
         return [f.result(timeout=180) for f in [self.start(p, **options) for p in prompts]]
 
     def close(self) -> None:
-        """Wait for what is under way."""
+        """Wait for running streams and cancel those that have not started."""
         self._pool.shutdown(wait=True, cancel_futures=True)

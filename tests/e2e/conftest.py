@@ -1,4 +1,4 @@
-"""Fleets that tests share. Starting one takes most of a minute, so what a test breaks it mends."""
+"""Fleets shared by tests. Starting one takes most of a minute, so they are repaired after each test."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ VLLM_OPTIONS = {
     "w1": ["--async-scheduling"],
     "w2": ["--async-scheduling"],
 }
-# Of 32 tokens: far more than the tests need, and an eighth of the memory that a worker takes by default.
+# Blocks of 32 tokens: far more than the tests need, and an eighth of a worker's default memory.
 VLLM_KV_BLOCKS = "2048"
-# Most of one step's outputs: all log-probabilities of a long prompt are more.
+# Enough for the outputs of a usual step, but not for all log-probabilities of a long prompt.
 VLLM_MAX_MESSAGE_BYTES = 4 << 20
 SIMULATED_WORKERS = ("w0", "w1", "w2")
 
@@ -34,7 +34,7 @@ def vllm_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         fleet.start_control()
         for name in VLLM_WORKERS:
             options = [*VLLM_OPTIONS[name], "--engine-arg", "max_logprobs=-1", "--kv-blocks", VLLM_KV_BLOCKS]
-            # Tests hold a pull while others of the cluster's processes start, on however slow a machine.
+            # Tests hold a pull while other processes of the cluster restart, on a machine of any speed.
             options += ["--pull-timeout", "120"]
             fleet.start_worker(name, options, wait=False)
         limit = ["--max-message-bytes", str(VLLM_MAX_MESSAGE_BYTES)]
@@ -49,8 +49,8 @@ def vllm_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 @pytest.fixture
 def vllm_fleet(vllm_session: Fleet) -> Iterator[Fleet]:
-    """The shared fleet, whole and idle before and after each test."""
-    yield from _mended(vllm_session, VLLM_WORKERS)
+    """The shared fleet, complete and idle before and after each test."""
+    yield from _repaired(vllm_session, VLLM_WORKERS)
 
 
 @pytest.fixture(scope="session")
@@ -70,18 +70,18 @@ def simulated_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Flee
 
 @pytest.fixture
 def simulated_fleet(simulated_session: Fleet) -> Iterator[Fleet]:
-    """The shared fleet, whole and idle before and after each test."""
-    yield from _mended(simulated_session, SIMULATED_WORKERS)
+    """The shared fleet, complete and idle before and after each test."""
+    yield from _repaired(simulated_session, SIMULATED_WORKERS)
 
 
-def _mended(fleet: Fleet, workers: tuple[str, ...]) -> Iterator[Fleet]:
+def _repaired(fleet: Fleet, workers: tuple[str, ...]) -> Iterator[Fleet]:
     fleet.disarm()
-    fleet.mend()
+    fleet.repair()
     fleet.wait_leader()
     fleet.wait_instances(workers, 120)
     yield fleet
     fleet.disarm()
-    fleet.mend()
+    fleet.repair()
     fleet.wait_idle()
 
 

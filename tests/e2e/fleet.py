@@ -1,4 +1,4 @@
-"""A whole Tailrace fleet of real processes, each of which a test can freeze and kill."""
+"""A complete Tailrace fleet of real processes, which a test can freeze and kill."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODEL = "tiny"
 
 
 class Fleet:
-    """etcd, control services, workers and a front end, under one folder; `close` ends them all."""
+    """etcd, control services, workers and front ends under one folder; `close` ends them all."""
 
     def __init__(self, root: Path, engine: str) -> None:
         self.root = root
@@ -29,25 +29,25 @@ class Fleet:
         self.processes: dict[str, Process] = {}
         self.addresses: dict[str, str] = {}
         self.metrics_ports: dict[str, int] = {}
-        # Where users connect: of each front end, and of the one that was started last.
+        # HTTP URLs of all front ends, and of the one that was started last.
         self.urls: dict[str, str] = {}
         self.http = ""
         # Read by every worker at each fault point, so that a test can arm a fault in a running fleet.
         self.faults = root / "faults.json"
         self._etcd_port = free_port()
-        # How often each fault point had been announced when last waited for.
+        # Number of logged holds at each fault point when it was last waited for.
         self._held: dict[str, int] = {}
         self._launches: dict[str, Callable[[], Process]] = {}
 
     @property
     def etcd(self) -> str:
-        """HOST:PORT of its etcd."""
+        """HOST:PORT of etcd."""
         return f"127.0.0.1:{self._etcd_port}"
 
     # ---- starting
 
     def start_etcd(self) -> Process:
-        """Start (or start again, on the same data) etcd."""
+        """Start etcd, or restart it on the same data."""
         command = etcd_command(self.root / "etcd", self._etcd_port)
         process = self._start("etcd", lambda: Process.launch("etcd", command, self.root / "etcd.log", {}))
         wait_until(lambda: _etcd_answers(self._etcd_port), "etcd", 30)
@@ -63,7 +63,7 @@ class Fleet:
     def start_worker(
         self, name: str, arguments: Sequence[str] = (), wait: bool = True, model: str = str(MODEL_PATH)
     ) -> Process:
-        """Start a worker; its id is `name`."""
+        """Start a worker with the ID `name`."""
         port = free_port()
         self.addresses[name] = f"127.0.0.1:{port}"
         base = ["--engine", self.engine, "--id", name, "--model", model]
@@ -84,8 +84,10 @@ class Fleet:
         model: str = str(MODEL_PATH),
         wait: bool = True,
     ) -> Process:
-        """Start a front end with vLLM's Python or Rust API server and wait until it serves models. `options`:
-        its own, and after `--` those of `vllm serve`."""
+        """Start a front end with vLLM's Python or Rust API server and wait until it serves models.
+
+        `options`: its own options, and after `--` those of `vllm serve`.
+        """
         port, http_port = free_port(), http_port or free_port()
         self.addresses[name] = f"127.0.0.1:{port}"
         self.http = self.urls[name] = f"http://127.0.0.1:{http_port}"
@@ -98,7 +100,7 @@ class Fleet:
         return process
 
     def wait_frontend(self, name: str) -> None:
-        """Until a front end serves models."""
+        """Wait until a front end serves models."""
 
         def serves() -> bool:
             process = self.processes[name]
@@ -109,7 +111,7 @@ class Fleet:
         wait_until(serves, "the API server", 240)
 
     def start_control(self, schedulers: int = 1) -> None:
-        """etcd, then monitor, migration service and schedulers all at once."""
+        """Start etcd, then monitor, migration service and schedulers concurrently."""
         self.start_etcd()
         names = [
             self._launch_service("monitor"),
@@ -146,26 +148,26 @@ class Fleet:
         self.processes[name] = launch()
         return self.processes[name]
 
-    def start_again(self, name: str) -> Process:
-        """Start a process that has ended, as it was; it may not serve yet."""
+    def restart(self, name: str) -> Process:
+        """Restart an ended process with the same arguments, without waiting until it serves."""
         return self._start(name, self._launches[name])
 
-    def mend(self, timeout_s: float = 180) -> None:
-        """Start again, as it was, whatever has ended; thaw whatever was frozen."""
+    def repair(self, timeout_s: float = 180) -> None:
+        """Restart all ended processes with the same arguments and thaw frozen ones."""
         ended = [name for name, process in self.processes.items() if not process.alive]
         for process in self.processes.values():
             if process.alive:
                 process.thaw()
         for name in ended:
-            self.start_again(name)
+            self.restart(name)
         for name in ended:
             if name != "etcd":
                 self.wait_healthy(name, timeout_s)
 
-    # ---- looking
+    # ---- observing
 
     def wait_healthy(self, name: str, timeout_s: float = 60) -> None:
-        """Until the standard gRPC health check of a service says SERVING."""
+        """Wait until the gRPC health check of a service reports SERVING."""
 
         def healthy() -> bool:
             process = self.processes[name]
@@ -183,14 +185,14 @@ class Fleet:
         wait_until(healthy, f"{name} to serve", timeout_s)
 
     def admin(self, scheduler: str = "") -> admin_pb2_grpc.AdminStub:
-        """The admin API of a scheduler, by default of one that is alive."""
+        """Return the admin API of a scheduler, by default of any that is alive."""
         if not scheduler:
             alive = [n for n in self.addresses if n.startswith("scheduler") and self.processes[n].alive]
             scheduler = alive[0]
         return admin_pb2_grpc.AdminStub(grpc.insecure_channel(self.addresses[scheduler]))
 
     def leader(self) -> str:
-        """Name of the scheduler that leads."""
+        """Return the name of the leading scheduler. Raise LookupError if there is none."""
         for name in self.addresses:
             if name.startswith("scheduler") and self.processes[name].alive:
                 reply = self.admin(name).ListServices(admin_pb2.ListServicesRequest(), timeout=5)
@@ -200,7 +202,7 @@ class Fleet:
         raise LookupError("no scheduler leads")
 
     def wait_leader(self, timeout_s: float = 30) -> None:
-        """Until an admin write goes through: after the leader was killed that takes as long as its lease."""
+        """Wait until an admin write succeeds: after the leader was killed, for the rest of its lease."""
 
         def writes() -> bool:
             try:
@@ -214,51 +216,51 @@ class Fleet:
         wait_until(writes, "a scheduler to lead", timeout_s)
 
     def instances(self) -> dict[str, admin_pb2.InstanceInfo]:
-        """Instances by id, as the scheduler sees them."""
+        """Return the instances by ID, as the scheduler sees them."""
         reply = self.admin().ListInstances(admin_pb2.ListInstancesRequest(), timeout=5)
         return {i.instance_id: i for i in reply.instances}
 
     def requests(self) -> list[admin_pb2.RequestInfo]:
-        """Running requests, as the scheduler sees them."""
+        """Return the running requests, as the scheduler sees them."""
         return list(self.admin().ListRequests(admin_pb2.ListRequestsRequest(), timeout=5).requests)
 
     def wait_instances(self, names: Sequence[str], timeout_s: float = 60) -> None:
-        """Until these instances, and no others, are active and reporting."""
+        """Wait until exactly these instances are active and reporting."""
         active = types_pb2.INSTANCE_STATE_ACTIVE
 
-        def there() -> bool:
+        def ready() -> bool:
             for name in set(names) & self.processes.keys():
                 if not self.processes[name].alive:
                     raise RuntimeError(f"{name} ended:\n{self.processes[name].text()[-3000:]}")
             seen = self.instances()
             return {n for n, i in seen.items() if i.state == active and i.kv_blocks_total} == set(names)
 
-        wait_until(there, f"instances {', '.join(names)}", timeout_s)
+        wait_until(ready, f"instances {', '.join(names)}", timeout_s)
 
     def wait_request(self, part: str, output_tokens: int = 1, timeout_s: float = 30) -> admin_pb2.RequestInfo:
-        """The first request whose id contains `part` once it has this many output tokens."""
+        """Wait for a request whose ID contains `part` and that has this many output tokens; return it."""
         found: list[admin_pb2.RequestInfo] = []
 
-        def there() -> bool:
+        def ready() -> bool:
             found[:] = [
                 r for r in self.requests() if part in r.request_id and r.output_tokens >= output_tokens
             ]
             return bool(found)
 
-        wait_until(there, f"request {part!r} to have {output_tokens} tokens", timeout_s)
+        wait_until(ready, f"request {part!r} to have {output_tokens} tokens", timeout_s)
         return found[0]
 
     def find_request(self, part: str) -> admin_pb2.RequestInfo | None:
-        """The first request whose id contains `part`, if one is listed now."""
+        """Return the first listed request whose ID contains `part`, or None."""
         return next((r for r in self.requests() if part in r.request_id), None)
 
-    def wait_listed(self, part: str) -> list[admin_pb2.RequestInfo]:
-        """What the scheduler lists for a request that has ended, once it has heard of the end: nothing."""
-        wait_until(lambda: not [r for r in self.requests() if part in r.request_id], f"{part} to be gone")
+    def wait_unlisted(self, part: str) -> list[admin_pb2.RequestInfo]:
+        """Wait until the scheduler lists no request whose ID contains `part`; return the (empty) list."""
+        wait_until(lambda: not [r for r in self.requests() if part in r.request_id], f"{part} to end")
         return [r for r in self.requests() if part in r.request_id]
 
     def wait_held(self, step: str, timeout_s: float = 30) -> None:
-        """Until a worker says that it holds at a fault point."""
+        """Wait until a worker logs that it holds at a fault point."""
         before = self._held.get(step, 0)
 
         def held() -> bool:
@@ -274,13 +276,13 @@ class Fleet:
         return sum(p.text().count(line) for n, p in self.processes.items() if n.startswith("w"))
 
     def migrations(self, part: str) -> list[migration_pb2.MigrationRecord]:
-        """Migrations of a request, oldest first."""
+        """Return the migrations of requests whose ID contains `part`, oldest first."""
         reply = self.admin().ListMigrations(migration_pb2.ListMigrationsRequest(limit=1000), timeout=5)
         found = [m for m in reply.migrations if part in m.request_id]
         return sorted(found, key=lambda m: m.opened_s)
 
     def wait_idle(self, timeout_s: float = 60) -> None:
-        """Until no worker holds a request or a KV block of one, by their own metrics."""
+        """Wait until no worker has a request or a used KV block, by their metrics."""
 
         def idle() -> bool:
             return all(
@@ -293,7 +295,7 @@ class Fleet:
         wait_until(idle, "all KV to be freed", timeout_s)
 
     def metric(self, name: str, metric: str, labels: str = "") -> float:
-        """Sum of a service's Prometheus samples of this name whose labels contain `labels`."""
+        """Return the sum of a service's Prometheus samples of this name whose labels contain `labels`."""
         body = _get(f"http://127.0.0.1:{self.metrics_ports[name]}/metrics") or ""
         total = 0.0
         for line in body.splitlines():
@@ -302,10 +304,10 @@ class Fleet:
                 total += float(value)
         return total
 
-    # ---- acting
+    # ---- controlling
 
     def migrate(self, request_id: str, target: str) -> migration_pb2.MigrationRecord:
-        """Migrate and wait; the last record."""
+        """Migrate a request, wait for the end and return the last record. Raise grpc.RpcError if refused."""
         record = migration_pb2.MigrationRecord()
         call = self.admin().Migrate(
             admin_pb2.AdminMigrateRequest(request_id=request_id, target_instance_id=target, reason="test"),
@@ -318,18 +320,18 @@ class Fleet:
     def arm(self, fault: Mapping[str, object]) -> None:
         """Arm a fault point in every worker (worker_agent/faults.py)."""
         if isinstance(step := fault.get("hold"), str):
-            # What was held earlier, nobody waits for any more.
+            # Earlier holds at this point are not waited for any more.
             self._held[step] = self._held_lines(step)
         partial = self.faults.with_suffix(".partial")
         partial.write_text(json.dumps(fault))
         partial.replace(self.faults)
 
     def disarm(self) -> None:
-        """No faults from now on; a held point goes on."""
+        """Disarm all faults; held processes continue."""
         self.faults.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """End every process, data path first."""
+        """Stop every process, data path first."""
         for process in reversed(list(self.processes.values())):
             process.stop(5)
         shutil.rmtree(self.root / "etcd", ignore_errors=True)

@@ -1,7 +1,7 @@
-"""`tailrace ...` in a process forked from one that has imported it, and vLLM, already.
+"""`tailrace ...` in a process forked from one that has already imported it and vLLM.
 
-Importing vLLM takes longer than all else that a worker of the tiny model does until it serves, and tests kill
-many workers. What runs in the child is the command itself, as `python -m tailrace` runs it.
+Importing vLLM takes most of the startup time of a worker with the tiny model, and tests kill many workers.
+The child runs the same command as `python -m tailrace`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-# What a worker imports until it serves.
+# The modules that a worker imports at startup.
 _PRELOADED = [
     "tailrace.cli.main",
     "worker_agent.main",
@@ -24,18 +24,18 @@ _PRELOADED = [
 
 
 class ForkedCommand:
-    """A running command with what `Process` needs of subprocess.Popen."""
+    """A running command with the part of subprocess.Popen's interface that `Process` uses."""
 
     def __init__(self, arguments: Sequence[str], log: Path, env: Mapping[str, str]) -> None:
         context = multiprocessing.get_context("forkserver")
-        # Heard when the first process is started; one that is missing here is imported by each child.
+        # Takes effect when the first process starts; each child imports modules that are missing here.
         context.set_forkserver_preload(_PRELOADED)
         self._process = context.Process(target=_run, args=(list(arguments), str(log), dict(env)))
         self._process.start()
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Process ID."""
         assert self._process.pid is not None
         return self._process.pid
 
@@ -45,15 +45,15 @@ class ForkedCommand:
         return self._process.exitcode
 
     def poll(self) -> int | None:
-        """As `returncode`."""
+        """Return `returncode`."""
         return self.returncode
 
     def terminate(self) -> None:
-        """SIGTERM."""
+        """Send SIGTERM."""
         self._process.terminate()
 
     def wait(self, timeout: float) -> int:
-        """Wait for the end; the exit code. Raises subprocess.TimeoutExpired."""
+        """Wait for the end, at most `timeout` seconds, and return the exit code. Raise TimeoutExpired."""
         self._process.join(timeout)
         if self.returncode is None:
             raise subprocess.TimeoutExpired("tailrace", timeout)
@@ -61,7 +61,7 @@ class ForkedCommand:
 
 
 def _run(arguments: list[str], log: str, env: dict[str, str]) -> None:
-    # A group of its own: killing it takes its children along.
+    # A process group of its own, so that killing it includes its children.
     os.setsid()
     out = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(out, 1)

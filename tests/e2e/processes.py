@@ -1,4 +1,4 @@
-"""Processes that a test starts, freezes and kills, each with its log."""
+"""Processes that a test starts, freezes and kills, each with a log file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.e2e.forked import ForkedCommand
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
-    """Poll until the condition holds; TimeoutError naming `what` otherwise."""
+    """Poll until the condition holds. Raise TimeoutError with the description `what` after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
@@ -24,7 +24,7 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 30.0
 
 
 class Process:
-    """One child process. Its output goes to a file, so that it never blocks on a pipe."""
+    """One child process. Its output is written to a file, so that it never blocks on a pipe."""
 
     def __init__(self, name: str, child: subprocess.Popen[bytes] | ForkedCommand, log: Path) -> None:
         self.name = name
@@ -41,32 +41,35 @@ class Process:
                 stdout=out,
                 stderr=out,
                 env={**os.environ, **env},
-                # A group of its own: killing it takes its children along.
+                # A process group of its own, so that killing it includes its children.
                 start_new_session=True,
             )
         return cls(name, child, log)
 
     @classmethod
     def fork_tailrace(cls, name: str, arguments: Sequence[str], log: Path, env: Mapping[str, str]) -> Process:
-        """Run `tailrace` with these arguments, with vLLM imported already."""
+        """Run `tailrace` with these arguments in a process that has already imported vLLM."""
         return cls(name, ForkedCommand(arguments, log, env), log)
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Process ID."""
         return self._child.pid
 
     @property
     def alive(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the process is running or frozen."""
         return self._child.poll() is None
 
     def text(self) -> str:
-        """Its log so far."""
+        """Return the log so far."""
         return self.log.read_text(errors="replace")
 
     def wait_for(self, pattern: str, timeout_s: float = 60.0) -> re.Match[str]:
-        """The first match of a pattern in the log; fails at once when the process ends without it."""
+        """Wait for a pattern in the log and return its first match.
+
+        Raise RuntimeError if the process ends without it, TimeoutError after `timeout_s`.
+        """
         deadline = time.monotonic() + timeout_s
         compiled = re.compile(pattern)
         while True:
@@ -80,13 +83,13 @@ class Process:
             time.sleep(0.02)
 
     def kill(self) -> None:
-        """kill -9, children included."""
+        """Send SIGKILL to the process and its children."""
         if self.alive:
             os.killpg(self.pid, signal.SIGKILL)
             self._child.wait(timeout=10)
 
     def freeze(self) -> None:
-        """SIGSTOP: it hangs without dying. It has stopped when this returns."""
+        """Send SIGSTOP and wait until the process has stopped: it hangs without dying."""
         os.killpg(self.pid, signal.SIGSTOP)
         wait_until(lambda: not self.alive or self._stopped(), f"{self.name} to stop", 10)
 
@@ -95,11 +98,11 @@ class Process:
         return all(task.read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
 
     def thaw(self) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
         os.killpg(self.pid, signal.SIGCONT)
 
     def stop(self, timeout_s: float = 10.0) -> int:
-        """SIGTERM, then kill -9 after the timeout; the exit code."""
+        """Send SIGTERM, after the timeout SIGKILL, and return the exit code."""
         if self.alive:
             os.killpg(self.pid, signal.SIGCONT)
             self._child.terminate()
@@ -113,5 +116,5 @@ class Process:
 
 
 def tailrace(*arguments: str) -> list[str]:
-    """The command line of `tailrace ...` in this environment."""
+    """Return the command line of `tailrace ...` in this environment."""
     return [sys.executable, "-m", "tailrace", *arguments]

@@ -1,4 +1,4 @@
-"""A client that comes back for the rest of its streams, as one that uses the ids of events does."""
+"""A client that reconnects for the rest of its streams with the ID of its last event."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 import httpx
 
 DONE = "[DONE]"
-# Seconds of patience with front ends that are gone, and between two attempts.
+# Default deadline of a stream, and the pause between two attempts, in seconds.
 PATIENCE_S = 60.0
 PAUSE_S = 0.05
 
 
 @dataclass
 class Received:
-    """One stream: the data of its events, in their order, and the id of the last one."""
+    """The events received of one stream: their data and IDs, in order."""
 
     events: list[str] = field(default_factory=list)
     ids: list[str] = field(default_factory=list)
@@ -27,42 +27,44 @@ class Received:
 
     @property
     def last_id(self) -> str:
-        """What Last-Event-ID says."""
+        """The value for the Last-Event-ID header."""
         return self.ids[-1] if self.ids else ""
 
     @property
     def text(self) -> str:
-        """All text in it, reasoning and answers, by choice."""
-        said: dict[int, list[str]] = {}
+        """All text of the stream, reasoning and answers, by choice."""
+        parts_of_choice: dict[int, list[str]] = {}
         for event in self.events:
             if event != DONE:
                 for choice in json.loads(event)["choices"]:
                     delta = choice.get("delta") or {"content": choice.get("text")}
-                    parts = said.setdefault(choice["index"], [])
+                    parts = parts_of_choice.setdefault(choice["index"], [])
                     parts += [delta[name] for name in ("reasoning", "content") if delta.get(name)]
                     calls = delta.get("tool_calls") or ()
                     parts += [call["function"].get("arguments") or "" for call in calls]
-        return "\n".join("".join(said[index]) for index in sorted(said))
+        return "\n".join("".join(parts_of_choice[index]) for index in sorted(parts_of_choice))
 
     @property
-    def told(self) -> tuple[str, list[str | None], object]:
-        """Text, why each choice ended, and usage."""
+    def summary(self) -> tuple[str, list[str | None], object]:
+        """Text, the finish reason of each choice, and usage."""
         chunks = [json.loads(event) for event in self.events if event != DONE]
         ends = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]]
         usage = next((chunk["usage"] for chunk in reversed(chunks) if chunk.get("usage")), None)
         return self.text, [end for end in ends if end], usage
 
-    def same(self, other: Received) -> bool:
-        """Equal in every event, but for the id and the time of the answer."""
-        return [_bare(event) for event in self.events] == [_bare(event) for event in other.events]
+    def is_equal_to(self, other: Received) -> bool:
+        """Return whether all events are equal, apart from ID and creation time of the answer."""
+        return [_without_id_and_time(event) for event in self.events] == [
+            _without_id_and_time(event) for event in other.events
+        ]
 
 
-def _bare(event: str) -> object:
+def _without_id_and_time(event: str) -> object:
     return event if event == DONE else {**json.loads(event), "id": "", "created": 0}
 
 
 async def read_events(answer: httpx.Response) -> AsyncGenerator[tuple[str, str], None]:
-    """(id, data) of each event that has come whole."""
+    """Yield (ID, data) of each complete event."""
     event_id = data = ""
     async for line in answer.aiter_lines():
         if line.startswith("id: "):
@@ -84,13 +86,16 @@ async def stream(
     headers: Mapping[str, str] | None = None,
     patience_s: float = PATIENCE_S,
 ) -> Received:
-    """Post to the first of `urls`; whenever the connection breaks come back, to the next one."""
+    """Post to the first of `urls` and read the stream to its end; reconnect to the next URL when it breaks.
+
+    Raise TimeoutError after `patience_s` seconds, AssertionError if a front end refuses.
+    """
     async with asyncio.timeout(patience_s):
         for url in itertools.cycle(urls):
-            resuming = {"last-event-id": received.last_id} if received.last_id else {}
+            resume_headers = {"last-event-id": received.last_id} if received.last_id else {}
             try:
                 async with client.stream(
-                    "POST", f"{url}{path}", json=body, headers={**(headers or {}), **resuming}
+                    "POST", f"{url}{path}", json=body, headers={**(headers or {}), **resume_headers}
                 ) as answer:
                     if answer.status_code != httpx.codes.OK:
                         raise AssertionError(f"{answer.status_code}: {(await answer.aread()).decode()}")

@@ -1,4 +1,4 @@
-"""A rollout under load: clients that go on asking, and whose model made each answer."""
+"""A rollout under load: clients that send requests continuously, and which model made each answer."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests.e2e.fleet import MODEL, Fleet
 from tests.e2e.processes import tailrace
 
 
-def asked(fleet: Fleet, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """`tailrace rollout ...` as an operator types it."""
+def run_rollout(fleet: Fleet, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `tailrace rollout ...` and return its result."""
     addresses = ",".join(
         address
         for name, address in fleet.addresses.items()
@@ -36,15 +36,15 @@ def asked(fleet: Fleet, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def fingerprints(fleet: Fleet) -> dict[str, str]:
-    """The fingerprint of each instance that the only model's front ends can use."""
-    done = asked(fleet, "status", MODEL, "-o", "json")
-    assert done.returncode == 0, done.stderr
-    (model,) = json.loads(done.stdout)["models"]
+    """Return the model fingerprint of each instance that the front ends can use."""
+    result = run_rollout(fleet, "status", MODEL, "-o", "json")
+    assert result.returncode == 0, result.stderr
+    (model,) = json.loads(result.stdout)["models"]
     return {name: each["fingerprint"] for each in model["versions"] for name in each["instance_ids"]}
 
 
 def changed_model(folder: Path) -> Path:
-    """The tiny model with other weights: its configuration and tokenizer, and other answers."""
+    """Make a copy of the tiny model with other weights, and thus other answers, and return its path."""
     shutil.copytree(MODEL_PATH, folder)
     file = folder / "model.safetensors"
     weights = load_file(file)
@@ -58,8 +58,7 @@ def changed_model(folder: Path) -> Path:
 
 
 class Load:
-    """So many clients, each of which asks the prompts one after the other until told to stop. Nothing is
-    tried twice."""
+    """Concurrent clients, each of which sends the prompts in turn until `stop`, without retries."""
 
     def __init__(self, http: str, prompts: Sequence[str], options: dict[str, object], clients: int) -> None:
         self._client = client(http)
@@ -76,17 +75,17 @@ class Load:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """No client goes on when the test has failed."""
+        """Stop all clients, also when the test has failed."""
         self._stopped.set()
         self._pool.shutdown()
 
     def count(self) -> int:
-        """Answers so far."""
+        """Return the number of answers so far."""
         with self._lock:
             return len(self.answers)
 
     def stop(self) -> None:
-        """Wait for what is under way. Raises what a client did not expect."""
+        """Stop the clients and wait for running requests. Raise a client's unexpected exception."""
         self._stopped.set()
         for each in self._clients:
             each.result(timeout=180)
@@ -105,10 +104,10 @@ class Load:
                     self.answers.append((prompt, chat))
 
 
-def made_by(load: Load, alone: dict[str, dict[str, Chat]]) -> Counter[str]:
-    """How many answers are exactly those of each model alone; `mixed`: of neither."""
+def count_by_model(load: Load, alone: dict[str, dict[str, Chat]]) -> Counter[str]:
+    """Count the answers that equal those of each model alone; `mixed`: the others."""
     counts: Counter[str] = Counter()
     for prompt, chat in load.answers:
-        whose = [name for name, answers in alone.items() if chat.same_text_and_usage(answers[prompt])]
-        counts[whose[0] if len(whose) == 1 else "mixed"] += 1
+        matching = [name for name, answers in alone.items() if chat.same_text_and_usage(answers[prompt])]
+        counts[matching[0] if len(matching) == 1 else "mixed"] += 1
     return counts

@@ -1,4 +1,4 @@
-"""A burst of one tenant delays another's first token by what a front end lets be under way, and no more."""
+"""A burst of one tenant delays another's first token by at most the front end's backlog."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.e2e.processes import wait_until
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(180)]
 
-# A letter is a token. Two such prompts are under way, then others wait.
+# A letter is a token. Two such prompts fill the backlog, further ones wait.
 PROMPT_TOKENS, BACKLOG = 1_000, 1_500
 BURST, PLACE_WAIT_S = 20, 60.0
 
 
-class Door:
-    """A front end with keys over one slow engine; notes whose first tokens came, in their order."""
+class FairFrontEnd:
+    """A front end with keys over one slow engine; `began` has the tenants in order of first tokens."""
 
     def __init__(self, fleet: Fleet, keys: dict[str, str]) -> None:
         self.fleet = fleet
@@ -33,11 +33,11 @@ class Door:
     def waiting(self, tenant: str) -> float:
         return self.fleet.metric("frontend", "tailrace_frontend_fair_waiting", f'tenant="{tenant}"')
 
-    def under_way(self) -> float:
+    def backlog_tokens(self) -> float:
         return self.fleet.metric("frontend", "tailrace_frontend_fair_backlog_tokens")
 
     async def ask(self, client: httpx.AsyncClient, tenant: str, number: int) -> None:
-        """A stream, whose client says of itself all that it can."""
+        """Send a streamed request that claims another tenant's share and a high priority."""
         body = {
             "model": MODEL,
             "prompt": f"{tenant} {number} ".ljust(PROMPT_TOKENS, "x"),
@@ -63,29 +63,29 @@ class Door:
 
 
 @pytest.fixture(scope="module")
-def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+def front_end(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FairFrontEnd]:
     root = tmp_path_factory.mktemp("fair")
-    book, keys = TenantKeys(), {}
+    tenant_keys, keys = TenantKeys(), {}
     for tenant in "ab":
-        book, keys[tenant] = book.with_tenant(Tenant(name=tenant)).with_key(tenant, "now")
+        tenant_keys, keys[tenant] = tenant_keys.with_tenant(Tenant(name=tenant)).with_key(tenant, "now")
     file: Path = root / "keys.json"
     with locked_key_file(file) as replace:
-        replace(book)
+        replace(tenant_keys)
     fleet = Fleet(root, "simulated")
     try:
-        # Without a scheduler: nobody else holds anything back.
+        # Without a scheduler, only the front end delays requests.
         fleet.start_etcd()
         slow = ["--engine-arg", "speed=0.1", "--engine-arg", "max_num_batched_tokens=1024"]
         fleet.start_worker("w0", slow, wait=False)
         options = ["--api-keys", str(file), "--fair-backlog", str(BACKLOG), "--place-wait", str(PLACE_WAIT_S)]
         fleet.start_frontend(options=options, wait=False)
-        wait_until(lambda: _answers(fleet, keys["a"]), "the API server", 120)
-        yield Door(fleet, keys)
+        wait_until(lambda: _serves(fleet, keys["a"]), "the API server", 120)
+        yield FairFrontEnd(fleet, keys)
     finally:
         fleet.close()
 
 
-def _answers(fleet: Fleet, key: str) -> bool:
+def _serves(fleet: Fleet, key: str) -> bool:
     try:
         headers = {"authorization": f"Bearer {key}"}
         return httpx.get(f"{fleet.http}/v1/models", headers=headers).status_code == 200
@@ -93,37 +93,41 @@ def _answers(fleet: Fleet, key: str) -> bool:
         return False
 
 
-async def until(condition: Callable[[], bool], what: str) -> None:
+async def wait_for(condition: Callable[[], bool], what: str) -> None:
     await asyncio.to_thread(wait_until, condition, what, 30)
 
 
 @pytest.mark.slow
-async def test_a_burst_delays_another_tenant_by_the_backlog(door: Door) -> None:
+async def test_burst_delays_another_tenant_by_at_most_the_backlog(front_end: FairFrontEnd) -> None:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=60, limits=limits) as client, asyncio.TaskGroup() as group:
         for number in range(BURST):
-            group.create_task(door.ask(client, "a", number))
-        await until(lambda: door.waiting("a") >= BURST / 2, "the burst to wait")
-        # Whatever its clients say, it is tenant a that asks.
-        assert await asyncio.to_thread(door.waiting, "b") == 0
-        other = group.create_task(door.ask(client, "b", 0))
-        await until(lambda: other.done() or door.waiting("b") == 1, "the other one to wait")
-        began = len(door.began)
+            group.create_task(front_end.ask(client, "a", number))
+        await wait_for(lambda: front_end.waiting("a") >= BURST / 2, "the burst to wait")
+        # Whatever the clients claim, the requests belong to tenant a.
+        assert await asyncio.to_thread(front_end.waiting, "b") == 0
+        other = group.create_task(front_end.ask(client, "b", 0))
+        await wait_for(
+            lambda: other.done() or front_end.waiting("b") == 1, "the other tenant's request to wait"
+        )
+        began = len(front_end.began)
         await other
-    between = door.began.index("b") - began
-    # Two prompts were under way; at most one more of tenant a has its turn first. One for how the events of
-    # two streams reach their clients.
+    between = front_end.began.index("b") - began
+    # Two prompts were in the backlog, and at most one more of tenant a gets its turn first. One more allows
+    # for the order in which the events of two streams reach their clients.
     assert between <= 2 + 1 + 1
-    assert door.began.index("b") < BURST - 2
-    await until(lambda: door.under_way() == 0, "all prompts to be computed")
+    assert front_end.began.index("b") < BURST - 2
+    await wait_for(lambda: front_end.backlog_tokens() == 0, "all prompts to be computed")
 
 
 @pytest.mark.slow
-async def test_who_leaves_while_it_waits_leaves_nothing(door: Door) -> None:
+async def test_cancelled_waiting_requests_leave_nothing_behind(front_end: FairFrontEnd) -> None:
     async with httpx.AsyncClient(timeout=60) as client:
-        asking = [asyncio.create_task(door.ask(client, "a", number)) for number in range(8)]
-        await until(lambda: door.waiting("a") >= 3, "requests to wait")
-        for task in asking:
+        tasks = [asyncio.create_task(front_end.ask(client, "a", number)) for number in range(8)]
+        await wait_for(lambda: front_end.waiting("a") >= 3, "requests to wait")
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
-    await until(lambda: door.waiting("a") == 0 and door.under_way() == 0, "the gate to be empty")
+        await asyncio.gather(*tasks, return_exceptions=True)
+    await wait_for(
+        lambda: front_end.waiting("a") == 0 and front_end.backlog_tokens() == 0, "the gate to be empty"
+    )

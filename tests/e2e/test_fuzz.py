@@ -1,4 +1,4 @@
-"""A sample of `make fuzz`: what no client of ours sends, to a whole cluster."""
+"""A sample of `make fuzz`: invalid requests and messages to a whole cluster."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def _tracebacks(fleet: Fleet) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("part", ["monitor", "migration", "scheduler-0", "w0"])
-def test_no_request_is_the_servers_mistake(simulated_fleet: Fleet, part: str) -> None:
+def test_fuzzed_requests_cause_no_internal_error(simulated_fleet: Fleet, part: str) -> None:
     before = _tracebacks(simulated_fleet)
     findings: list[Finding] = []
     called = 0
     with grpc.insecure_channel(simulated_fleet.addresses[part]) as channel:
-        # What changes the cluster might do so by chance, and other tests want it as it is.
+        # Methods that change the cluster are left out, as other tests share it.
         for method in METHODS:
             if method.path not in CHANGES and is_served(channel, method):
                 tally = fuzz_method(channel, method, INPUTS, Random(f"{part} {method.path}"), (), call_s=0.5)
@@ -47,7 +47,7 @@ def test_no_request_is_the_servers_mistake(simulated_fleet: Fleet, part: str) ->
     assert all(process.alive for process in simulated_fleet.processes.values())
 
 
-def test_no_message_ends_more_than_its_stream(simulated_fleet: Fleet) -> None:
+def test_fuzzed_messages_end_only_their_stream(simulated_fleet: Fleet) -> None:
     before = _tracebacks(simulated_fleet)
     address = asyncio.run(_stream_address(simulated_fleet, "w1"))
     assert fuzz_stream(address, CONNECTIONS, Random(5), list(simulated_fleet.addresses)) > CONNECTIONS
@@ -56,19 +56,19 @@ def test_no_message_ends_more_than_its_stream(simulated_fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("field", ["timeout_s", "room_wait_s"])
-def test_an_import_takes_a_number_of_seconds(simulated_fleet: Fleet, field: str) -> None:
+def test_import_rejects_invalid_seconds(simulated_fleet: Fleet, field: str) -> None:
     request = ImportRequest(migration_id="m", request_id="r", source_address="127.0.0.1:1", timeout_s=1.0)
     setattr(request, field, float("nan"))
     with grpc.insecure_channel(simulated_fleet.addresses["w0"]) as channel:
-        with pytest.raises(grpc.RpcError) as caught:
+        with pytest.raises(grpc.RpcError) as error:
             next(iter(WorkerStub(channel).Import(request, timeout=20)))
-        assert isinstance(caught.value, grpc.Call)
-        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert field in (caught.value.details() or "")
+        assert isinstance(error.value, grpc.Call)
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert field in (error.value.details() or "")
 
 
-async def test_a_submission_that_is_wrong_fails_alone(simulated_fleet: Fleet) -> None:
-    """Others of its stream are answered after it."""
+async def test_invalid_submission_fails_alone(simulated_fleet: Fleet) -> None:
+    """Later submissions of the same stream are still answered."""
     address = await _stream_address(simulated_fleet, "w2")
     stream = await connect_stream(address, worker_pb2.AttachDown)
     try:
@@ -96,15 +96,15 @@ async def _stream_address(fleet: Fleet, worker: str) -> str:
 
 
 @pytest.mark.parametrize("budget_s", [float("nan"), float("inf"), -1.0])
-def test_a_budget_is_a_number_of_seconds(simulated_fleet: Fleet, budget_s: float) -> None:
+def test_profile_rejects_an_invalid_budget(simulated_fleet: Fleet, budget_s: float) -> None:
     with grpc.insecure_channel(simulated_fleet.addresses["w0"]) as channel:
-        own = WorkerStub(channel).Profile(ProfileRequest(budget_s=budget_s), timeout=20)
-        through = simulated_fleet.admin().Profile(
+        direct = WorkerStub(channel).Profile(ProfileRequest(budget_s=budget_s), timeout=20)
+        forwarded = simulated_fleet.admin().Profile(
             AdminProfileRequest(instance_id="w0", budget_s=budget_s), timeout=20
         )
-        for call in (own, through):
-            with pytest.raises(grpc.RpcError) as caught:
+        for call in (direct, forwarded):
+            with pytest.raises(grpc.RpcError) as error:
                 next(iter(call))
-            assert isinstance(caught.value, grpc.Call)
-            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert "budget_s" in (caught.value.details() or "")
+            assert isinstance(error.value, grpc.Call)
+            assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "budget_s" in (error.value.details() or "")

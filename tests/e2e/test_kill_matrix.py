@@ -1,6 +1,6 @@
-"""kill -9 of each party in each step of a migration, on simulated engines: streams end right, KV is freed.
+"""SIGKILL to each party in each step of a migration, on simulated engines: answers are right, KV is freed.
 
-The same on vLLM, one case a step, is in test_vllm_fleet.py.
+test_vllm_fleet.py has one case per step with vLLM.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STEPS = {
     "commit": "import:adopt",
 }
 VICTIMS = ("source", "target", "migration", "scheduler")
-# Every second one of them is for make soak: each step and each victim is among the others.
+# Every second case runs only in make soak; the others cover each step and each victim.
 CASES = [
     pytest.param(step, victim, id=f"{step}-{victim}", marks=pytest.mark.slow if (row + column) % 2 else ())
     for row, step in enumerate(STEPS)
@@ -34,7 +34,7 @@ PROMPT = "A prompt that a simulated engine answers at some length, the same on e
 
 @pytest.fixture(scope="module")
 def undisturbed(simulated_session: Fleet) -> Chat:
-    """What the prompt gives when nothing happens."""
+    """The answer to the prompt without disturbance."""
     chats = Chats(simulated_session.http)
     try:
         return chats.run(PROMPT, max_tokens=MAX_TOKENS, extra_body={"min_tokens": MAX_TOKENS})
@@ -46,22 +46,22 @@ MAX_TOKENS = 400
 
 
 @pytest.mark.parametrize(("step", "victim"), CASES)
-def test_killed_at_a_step(
+def test_stream_survives_a_kill_at_a_migration_step(
     simulated_fleet: Fleet, simulated_chats: Chats, undisturbed: Chat, step: str, victim: str
 ) -> None:
     progress: list[Chat] = []
     stream = simulated_chats.start(
         PROMPT, progress.append, max_tokens=MAX_TOKENS, extra_body={"min_tokens": MAX_TOKENS}
     )
-    wait_until(lambda: len(progress) > 20, "the stream to flow", 30)
-    here = simulated_fleet.wait_request(progress[-1].request_id)
-    target = next(name for name in simulated_fleet.instances() if name != here.instance_id)
+    wait_until(lambda: len(progress) > 20, "the stream to begin", 30)
+    placed = simulated_fleet.wait_request(progress[-1].request_id)
+    target = next(name for name in simulated_fleet.instances() if name != placed.instance_id)
     simulated_fleet.arm({"hold": STEPS[step], "seconds": 20})
-    mover = threading.Thread(target=_migrate, args=(simulated_fleet, here.request_id, target), daemon=True)
+    mover = threading.Thread(target=_migrate, args=(simulated_fleet, placed.request_id, target), daemon=True)
     mover.start()
     simulated_fleet.wait_held(STEPS[step])
     name = {
-        "source": here.instance_id,
+        "source": placed.instance_id,
         "target": target,
         "migration": "migration",
         "scheduler": simulated_fleet.leader(),
@@ -69,7 +69,7 @@ def test_killed_at_a_step(
     simulated_fleet.processes[name].kill()
     simulated_fleet.disarm()
     assert stream.result(timeout=60).same_text_and_usage(undisturbed)
-    simulated_fleet.mend()
+    simulated_fleet.repair()
     simulated_fleet.wait_idle()
     mover.join(timeout=30)
     assert not mover.is_alive()
@@ -78,5 +78,5 @@ def test_killed_at_a_step(
 def _migrate(fleet: Fleet, request_id: str, target: str) -> None:
     try:
         fleet.migrate(request_id, target)
-    except Exception as failure:  # noqa: BLE001 - what it raises when somebody is killed is not the point
+    except Exception as failure:  # noqa: BLE001 - it may fail in any way when a party is killed
         print(f"migration ended: {failure}")

@@ -1,4 +1,4 @@
-"""Slow: policies switched under load on real engines, every answer right; a request's life. `make soak`."""
+"""Slow: policies switched under load on real engines; the trace of a request that moves. `make soak`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from examples import life_of_a_request
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
-async def test_every_policy_in_turn_for_two_minutes() -> None:
+async def test_switching_through_every_policy_for_two_minutes() -> None:
     async with Bench(Scale.full(1)) as bench:
         (comparison,) = await switch.run(bench)
     equal, requests = comparison.answers
@@ -19,5 +19,5 @@ async def test_every_policy_in_turn_for_two_minutes() -> None:
     assert equal == requests
 
 
-def test_a_request_is_moved_for_four_reasons_and_its_trace_says_so() -> None:
+def test_trace_shows_a_request_moved_for_four_reasons() -> None:
     assert life_of_a_request.main() == 0

@@ -1,4 +1,4 @@
-"""Conversations on a fleet of real vLLM engines, placed where their prefixes are."""
+"""Conversations on a fleet of real vLLM engines, placed where their prefixes are cached."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.e2e.chats import Chats, client
 from tests.e2e.conftest import VLLM_KV_BLOCKS, VLLM_WORKERS
 from tests.e2e.fleet import MODEL, Fleet
 from tests.e2e.processes import wait_until
-from tests.e2e.test_vllm_fleet import assert_right, longer_than, moved_at_each
+from tests.e2e.test_vllm_fleet import assert_expected, longer_than, move_at_each
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
 
@@ -30,13 +30,13 @@ EXPECTED = "tailrace_scheduler_placed_cached_tokens_total"
 
 @pytest.fixture
 def fleet(vllm_fleet: Fleet) -> Iterator[Fleet]:
-    """The shared fleet, by whatever policy."""
+    """The shared fleet; the test may change the policy."""
     yield vllm_fleet
-    place_by(vllm_fleet, "least_loaded")
+    set_policy(vllm_fleet, "least_loaded")
 
 
-def place_by(fleet: Fleet, policy: str, **parameters: str) -> None:
-    """From now on."""
+def set_policy(fleet: Fleet, policy: str, **parameters: str) -> None:
+    """Set the placement policy and wait until it is active."""
     fleet.admin().SetPolicy(admin_pb2.SetPolicyRequest(name=policy, parameters=parameters), timeout=10)
 
     def decides() -> bool:
@@ -48,20 +48,20 @@ def place_by(fleet: Fleet, policy: str, **parameters: str) -> None:
 
 @dataclass
 class Conversation:
-    """Its prompt is some eight blocks long, from the first token on no other's."""
+    """A conversation whose prompt of some eight blocks shares no prefix with others."""
 
     openai: OpenAI
     name: str
     salt: str | None = None
     messages: list[ChatCompletionMessageParam] = field(default_factory=list)
-    # Of the last turn.
+    # Token counts of the last turn.
     prompt_tokens: int = 0
     cached_tokens: int = 0
 
     def turn(self) -> None:
-        """Ask once more."""
-        asked = f"{self.name} {len(self.messages)}: " + "count " * 40
-        self.messages.append({"role": "user", "content": asked})
+        """Send the next message."""
+        prompt = f"{self.name} {len(self.messages)}: " + "count " * 40
+        self.messages.append({"role": "user", "content": prompt})
         extra = {} if self.salt is None else {"cache_salt": self.salt}
         reply = self.openai.chat.completions.create(
             model=MODEL, messages=self.messages, max_tokens=8, temperature=0.0, extra_body=extra
@@ -73,32 +73,32 @@ class Conversation:
 
 
 def cached_blocks(fleet: Fleet) -> int:
-    """As the scheduler knows."""
+    """Return the number of cached blocks that the scheduler knows of."""
     return sum(instance.cached_blocks for instance in fleet.instances().values())
 
 
-def in_host_memory(fleet: Fleet, name: str) -> int:
-    """Blocks of a worker, as the scheduler knows."""
+def host_memory_blocks(fleet: Fleet, name: str) -> int:
+    """Return the number of a worker's blocks in host memory that the scheduler knows of."""
     return fleet.instances()[name].cached_host_blocks
 
 
 def turn(fleet: Fleet, conversation: Conversation) -> None:
-    """One turn, until the scheduler knows of its prompt's blocks."""
+    """Run one turn and wait until the scheduler knows of its prompt's blocks."""
     before = cached_blocks(fleet)
     conversation.turn()
     new = (conversation.prompt_tokens - conversation.cached_tokens) // BLOCK
     wait_until(lambda: cached_blocks(fleet) >= before + new, f"{new} new blocks to be known")
 
 
-def test_a_migration_moves_what_its_target_lacks(fleet: Fleet) -> None:
-    """A request that comes back to where its conversation was."""
+def test_migration_copies_only_blocks_that_the_target_lacks(fleet: Fleet) -> None:
+    """A request that returns to an earlier instance finds its blocks there."""
     expected = task("back", 120, 100)
     moments = [(f"{length} characters", longer_than(length)) for length in (400, 500, 600)]
     chats = Chats(fleet.http, 2)
     # The third move is back to where the first one went.
     before = fleet.metric("migration", "tailrace_migration_kv_held_bytes_total")
-    records = moved_at_each(
-        fleet, chats, expected.prompt, {}, moments, lambda chat: assert_right(chat, expected)
+    records = move_at_each(
+        fleet, chats, expected.prompt, {}, moments, lambda chat: assert_expected(chat, expected)
     )
     chats.close()
     first, _, third = records
@@ -112,11 +112,11 @@ def test_a_migration_moves_what_its_target_lacks(fleet: Fleet) -> None:
 
 
 def ask(fleet: Fleet, name: str, words: int = 300) -> tuple[str, int, int]:
-    """One long prompt: the answer, its prompt tokens, and those that were found."""
+    """Send a long prompt; return the answer, the number of prompt tokens and of cached ones."""
     conversation = Conversation(client(fleet.http), name)
-    asked = f"{name}: " + "count " * words
+    prompt = f"{name}: " + "count " * words
     reply = conversation.openai.chat.completions.create(
-        model=MODEL, messages=[{"role": "user", "content": asked}], max_tokens=12, temperature=0.0
+        model=MODEL, messages=[{"role": "user", "content": prompt}], max_tokens=12, temperature=0.0
     )
     assert reply.usage is not None and reply.usage.prompt_tokens_details is not None
     found = reply.usage.prompt_tokens_details.cached_tokens or 0
@@ -124,7 +124,7 @@ def ask(fleet: Fleet, name: str, words: int = 300) -> tuple[str, int, int]:
 
 
 def pulls(fleet: Fleet, outcome: str) -> float:
-    """Those that ended so, on all workers that run."""
+    """Return the number of pulls with this outcome, summed over all running workers."""
     counts = 0.0
     for name in VLLM_WORKERS:
         if fleet.processes[name].alive:
@@ -133,27 +133,27 @@ def pulls(fleet: Fleet, outcome: str) -> float:
 
 
 def draining(fleet: Fleet) -> set[str]:
-    """Those that get nothing new."""
+    """Return the names of draining instances."""
     state = types_pb2.INSTANCE_STATE_DRAINING
     return {name for name, instance in fleet.instances().items() if instance.state == state}
 
 
 def drain(fleet: Fleet, name: str) -> None:
-    """Nothing new goes there from now on; what was there has ended."""
+    """Drain a worker and wait until its requests have ended."""
     for _ in fleet.admin().Drain(admin_pb2.DrainRequest(instance_id=name), timeout=30):
         pass
 
 
 def undrain(fleet: Fleet) -> None:
-    """All take new work again. One that was killed is a suspect now, and would come back drained."""
+    """Undrain all workers, also one that was killed: it is a suspect now, and would return drained."""
     for name in VLLM_WORKERS:
         for _ in fleet.admin().Drain(admin_pb2.DrainRequest(instance_id=name, undrain=True), timeout=30):
             pass
 
 
 @dataclass
-class Emptied:
-    """A prompt whose prefix one worker holds, and that worker drains."""
+class DrainedHolder:
+    """Context in which a single worker holds a prompt's prefix, and that worker is drained."""
 
     fleet: Fleet
     name: str
@@ -161,15 +161,19 @@ class Emptied:
     answer: str = ""
     prompt_tokens: int = 0
 
-    def __enter__(self) -> Emptied:
+    def __enter__(self) -> DrainedHolder:
         blocks = {name: i.cached_blocks for name, i in self.fleet.instances().items()}
         self.answer, self.prompt_tokens, found = ask(self.fleet, self.name)
         assert found < 2 * BLOCK
-        whole = self.prompt_tokens // BLOCK
+        full_block_tokens = self.prompt_tokens // BLOCK
 
         def holders() -> list[str]:
             known = self.fleet.instances()
-            return [name for name, had in blocks.items() if known[name].cached_blocks >= had + whole - 2]
+            return [
+                name
+                for name, before in blocks.items()
+                if known[name].cached_blocks >= before + full_block_tokens - 2
+            ]
 
         wait_until(lambda: len(holders()) == 1, "one worker to hold the prompt")
         (self.holder,) = holders()
@@ -180,23 +184,23 @@ class Emptied:
         undrain(self.fleet)
 
     @property
-    def whole(self) -> int:
-        """Tokens of the prompt's full blocks, the last token's left out."""
+    def full_block_tokens(self) -> int:
+        """Number of tokens in the prompt's full blocks, without the last token's block."""
         return (self.prompt_tokens - 1) // BLOCK * BLOCK
 
 
-def test_a_prefix_is_pulled_from_whoever_has_it(fleet: Fleet) -> None:
-    place_by(fleet, "tailrace", pull_margin="0")
-    with Emptied(fleet, "pulled") as held:
+def test_prefix_is_pulled_from_its_holder(fleet: Fleet) -> None:
+    set_policy(fleet, "tailrace", pull_margin="0")
+    with DrainedHolder(fleet, "pulled") as held:
         before = pulls(fleet, "pulled")
         answer, _, found = ask(fleet, held.name)
-        assert (answer, found) == (held.answer, held.whole)
+        assert (answer, found) == (held.answer, held.full_block_tokens)
         assert pulls(fleet, "pulled") == before + 1
 
 
-def test_a_prefix_that_is_damaged_on_the_way_is_computed(fleet: Fleet) -> None:
-    place_by(fleet, "tailrace", pull_margin="0")
-    with Emptied(fleet, "damaged") as held:
+def test_prefix_corrupted_in_transit_is_recomputed(fleet: Fleet) -> None:
+    set_policy(fleet, "tailrace", pull_margin="0")
+    with DrainedHolder(fleet, "damaged") as held:
         before = pulls(fleet, "corrupt")
         fleet.arm({"corrupt": "kv"})
         answer, _, found = ask(fleet, held.name)
@@ -205,27 +209,27 @@ def test_a_prefix_that_is_damaged_on_the_way_is_computed(fleet: Fleet) -> None:
         assert pulls(fleet, "corrupt") == before + 1
 
 
-def test_a_holder_that_dies_in_mid_pull_leaves_a_prompt_to_compute(fleet: Fleet) -> None:
-    place_by(fleet, "tailrace", pull_margin="0")
-    with Emptied(fleet, "killed") as held, ThreadPoolExecutor(1) as pool:
+def test_prompt_is_computed_when_the_holder_dies_during_a_pull(fleet: Fleet) -> None:
+    set_policy(fleet, "tailrace", pull_margin="0")
+    with DrainedHolder(fleet, "killed") as held, ThreadPoolExecutor(1) as pool:
         before = pulls(fleet, "lost")
         fleet.arm({"hold": "pull:connected", "seconds": 60})
-        asked = pool.submit(ask, fleet, held.name)
+        future = pool.submit(ask, fleet, held.name)
         fleet.wait_held("pull:connected")
         fleet.processes[held.holder].kill()
         fleet.disarm()
-        answer, _, found = asked.result(60)
+        answer, _, found = future.result(60)
         assert answer == held.answer and found < 2 * BLOCK
         assert pulls(fleet, "lost") == before + 1
 
 
-def test_many_share_one_pull(fleet: Fleet) -> None:
-    place_by(fleet, "tailrace", pull_margin="0")
-    with Emptied(fleet, "shared") as held, ThreadPoolExecutor(6) as pool:
+def test_concurrent_requests_share_one_pull(fleet: Fleet) -> None:
+    set_policy(fleet, "tailrace", pull_margin="0")
+    with DrainedHolder(fleet, "shared") as held, ThreadPoolExecutor(6) as pool:
         before, shared = pulls(fleet, "pulled"), pulls(fleet, "shared") + pulls(fleet, "held")
         fleet.arm({"hold": "pull:connected", "seconds": 60})
         placed = fleet.metric("frontend", "tailrace_frontend_placements_total")
-        asked = [pool.submit(ask, fleet, held.name) for _ in range(6)]
+        future = [pool.submit(ask, fleet, held.name) for _ in range(6)]
         all_placed = placed + 6
         fleet.wait_held("pull:connected")
         wait_until(
@@ -233,17 +237,17 @@ def test_many_share_one_pull(fleet: Fleet) -> None:
             "all six to be placed while the first pull is held",
         )
         fleet.disarm()
-        results = [each.result(60) for each in asked]
+        results = [each.result(60) for each in future]
         assert [answer for answer, _, _ in results] == [held.answer] * 6
-        # One a worker at the most, and nobody computed what came.
+        # At most one pull per worker, and no request computed the pulled prefix.
         assert 1 <= pulls(fleet, "pulled") - before <= len(VLLM_WORKERS) - 1
         assert pulls(fleet, "shared") + pulls(fleet, "held") - shared >= 1
-        assert [found for _, _, found in results] == [held.whole] * 6
+        assert [found for _, _, found in results] == [held.full_block_tokens] * 6
 
 
 @contextmanager
-def unheard(fleet: Fleet) -> Iterator[None]:
-    """The scheduler hears nothing of any worker meanwhile."""
+def reports_paused(fleet: Fleet) -> Iterator[None]:
+    """Keep all reports of workers from the scheduler meanwhile."""
     fleet.processes["monitor"].freeze()
     try:
         yield
@@ -251,8 +255,8 @@ def unheard(fleet: Fleet) -> Iterator[None]:
         fleet.processes["monitor"].thaw()
 
 
-def only(fleet: Fleet, *names: str) -> None:
-    """New work goes to these alone. Waits for nothing to end: of that, only reports would tell."""
+def drain_others(fleet: Fleet, *names: str) -> None:
+    """Drain all other workers, without waiting for their requests to end, which only reports would show."""
     undrain(fleet)
     for name in set(VLLM_WORKERS).difference(names):
         call = fleet.admin().Drain(admin_pb2.DrainRequest(instance_id=name), timeout=30)
@@ -262,11 +266,11 @@ def only(fleet: Fleet, *names: str) -> None:
 
 
 def occupy(fleet: Fleet, name: str) -> str:
-    """A request that begins as `ask` does, and runs for a while: its answer."""
-    asked = f"{name}: " + "count " * 300
+    """Run a long request with the same prompt as `ask` and return its answer."""
+    prompt = f"{name}: " + "count " * 300
     reply = client(fleet.http).chat.completions.create(
         model=MODEL,
-        messages=[{"role": "user", "content": asked}],
+        messages=[{"role": "user", "content": prompt}],
         max_tokens=500,
         temperature=0.0,
         extra_body={"ignore_eos": True},
@@ -275,90 +279,90 @@ def occupy(fleet: Fleet, name: str) -> str:
 
 
 def copied_to(fleet: Fleet) -> list[str]:
-    """Workers that a prefix was copied to ahead of need."""
+    """Return the workers that a prefix was copied to ahead of need."""
     metric, outcome = "tailrace_worker_prefix_copies_total", 'outcome="pulled"'
     return [name for name in VLLM_WORKERS if fleet.metric(name, metric, outcome)]
 
 
-def test_a_hot_prefix_is_copied_before_anybody_asks_for_it_there(fleet: Fleet) -> None:
-    """One worker alone has it, and the others nothing to do."""
-    place_by(fleet, "tailrace", copy_ahead="true", pull_margin="0", margin="1000000")
-    with Emptied(fleet, "ahead") as held, ThreadPoolExecutor(8) as pool:
-        only(fleet, held.holder)
+def test_hot_prefix_is_copied_ahead_of_need(fleet: Fleet) -> None:
+    """A single worker holds the prefix and is loaded, while the others are idle."""
+    set_policy(fleet, "tailrace", copy_ahead="true", pull_margin="0", margin="1000000")
+    with DrainedHolder(fleet, "ahead") as held, ThreadPoolExecutor(8) as pool:
+        drain_others(fleet, held.holder)
         running = [pool.submit(occupy, fleet, held.name) for _ in range(8)]
 
-        def all_there() -> bool:
+        def all_on_holder() -> bool:
             return sum(r.instance_id == held.holder for r in fleet.requests()) == len(running)
 
-        wait_until(all_there, "all to be on the holder")
+        wait_until(all_on_holder, "all to be on the holder")
         undrain(fleet)
         wait_until(lambda: bool(copied_to(fleet)), "the prefix to be copied")
         (target, *_) = copied_to(fleet)
         assert len({each.result(120) for each in running}) == 1
         before = pulls(fleet, "pulled")
-        only(fleet, target)
+        drain_others(fleet, target)
         answer, _, found = ask(fleet, held.name)
-        assert (answer, found) == (held.answer, held.whole)
+        assert (answer, found) == (held.answer, held.full_block_tokens)
         assert target != held.holder and pulls(fleet, "pulled") == before
 
 
 @pytest.mark.slow
-def test_what_a_holder_has_evicted_is_lent_from_its_host_memory(fleet: Fleet) -> None:
-    """The scheduler hears nothing for ten seconds, in which the holder's device evicts the prompt."""
-    place_by(fleet, "tailrace", pull_margin="0")
-    held = Emptied(fleet, "stale")
+def test_evicted_prefix_is_lent_from_host_memory(fleet: Fleet) -> None:
+    """For ten seconds no reports reach the scheduler, and the holder's device evicts the prompt."""
+    set_policy(fleet, "tailrace", pull_margin="0")
+    held = DrainedHolder(fleet, "stale")
     try:
-        with held, unheard(fleet):
-            only(fleet, held.holder)
+        with held, reports_paused(fleet):
+            drain_others(fleet, held.holder)
             began_s, computed = time.monotonic(), 0
             while computed < int(VLLM_KV_BLOCKS) or time.monotonic() < began_s + STALE_S:
                 _, tokens, known = ask(fleet, f"another {computed}", words=400)
                 computed += (tokens - known) // BLOCK
-            only(fleet, *(name for name in VLLM_WORKERS if name != held.holder))
+            drain_others(fleet, *(name for name in VLLM_WORKERS if name != held.holder))
             pulled, expected = pulls(fleet, "pulled"), fleet.metric("scheduler-0", EXPECTED)
             answer, _, found = ask(fleet, held.name)
-            assert (answer, found) == (held.answer, held.whole)
+            assert (answer, found) == (held.answer, held.full_block_tokens)
             assert pulls(fleet, "pulled") == pulled + 1
-            assert fleet.metric("scheduler-0", EXPECTED) == expected + held.whole
-        # Once it is heard, the scheduler knows of both memories.
-        blocks = held.whole // BLOCK
-        wait_until(lambda: in_host_memory(fleet, held.holder) >= blocks, "host memory to be known")
-        only(fleet, held.holder)
+            assert fleet.metric("scheduler-0", EXPECTED) == expected + held.full_block_tokens
+        # When reports arrive again, the scheduler knows of both memories.
+        blocks = held.full_block_tokens // BLOCK
+        wait_until(lambda: host_memory_blocks(fleet, held.holder) >= blocks, "host memory to be known")
+        drain_others(fleet, held.holder)
         loaded = fleet.metric(held.holder, "tailrace_worker_host_cached_prompt_tokens_total")
         answer, _, found = ask(fleet, held.name)
-        assert (answer, found) == (held.answer, held.whole)
+        assert (answer, found) == (held.answer, held.full_block_tokens)
         loaded = fleet.metric(held.holder, "tailrace_worker_host_cached_prompt_tokens_total") - loaded
-        assert loaded == held.whole
+        assert loaded == held.full_block_tokens
     finally:
         undrain(fleet)
-        # Its cache is full: what comes next pushes as much out, and no count of blocks grows.
+        # Its cache is full: new blocks would evict as many, so no block count would grow in later tests.
         fleet.processes[held.holder].kill()
-        fleet.mend()
+        fleet.repair()
 
 
-def test_a_scheduler_that_restarts_in_mid_pull_ends_no_pull(fleet: Fleet) -> None:
-    place_by(fleet, "tailrace", pull_margin="0")
-    with Emptied(fleet, "restart") as held, ThreadPoolExecutor(1) as pool:
+def test_pull_survives_a_scheduler_restart(fleet: Fleet) -> None:
+    set_policy(fleet, "tailrace", pull_margin="0")
+    with DrainedHolder(fleet, "restart") as held, ThreadPoolExecutor(1) as pool:
         before, blocks = pulls(fleet, "pulled"), cached_blocks(fleet)
         fleet.arm({"hold": "pull:connected", "seconds": 60})
-        asked = pool.submit(ask, fleet, held.name)
+        future = pool.submit(ask, fleet, held.name)
         fleet.wait_held("pull:connected")
         fleet.processes["scheduler-0"].kill()
-        fleet.mend()
+        fleet.repair()
         fleet.wait_leader()
         fleet.disarm()
-        assert asked.result(60) == (held.answer, held.prompt_tokens, held.whole)
+        assert future.result(60) == (held.answer, held.prompt_tokens, held.full_block_tokens)
         assert pulls(fleet, "pulled") == before + 1
-        # It asks those whose first update it has missed, and then knows of what came, too.
-        pulled = held.whole // BLOCK
+        # It requests snapshots from workers whose first update it missed, and then knows the pulled blocks.
+        pulled = held.full_block_tokens // BLOCK
         wait_until(lambda: cached_blocks(fleet) >= blocks + pulled, "the pulled blocks to be known")
         assert fleet.metric("scheduler-0", "tailrace_scheduler_cache_snapshots") >= 1
 
 
 def test_conversations_find_their_prefixes(fleet: Fleet) -> None:
-    """Also those that a scheduler has not seen, and nobody another's with a salt of its own."""
+    """Also after a scheduler restart, and never across different cache salts."""
     openai = client(fleet.http)
-    place_by(fleet, "round_robin")
+    set_policy(fleet, "round_robin")
     conversations = [Conversation(openai, f"talk {name}") for name in "abcdef"]
     before = {name: instance.cached_blocks for name, instance in fleet.instances().items()}
     for number in range(TURNS):
@@ -369,14 +373,14 @@ def test_conversations_find_their_prefixes(fleet: Fleet) -> None:
                 assert conversation.cached_tokens >= known // BLOCK * BLOCK
             else:
                 assert conversation.cached_tokens < 2 * BLOCK
-        place_by(fleet, "prefix_affinity")
+        set_policy(fleet, "prefix_affinity")
     grown = [name for name, i in fleet.instances().items() if i.cached_blocks > before[name] + 2 * TURNS]
     assert len(grown) == len(before)
 
     scheduler = fleet.processes["scheduler-0"]
     blocks = cached_blocks(fleet)
     scheduler.kill()
-    fleet.mend()
+    fleet.repair()
     fleet.wait_leader()
     wait_until(lambda: cached_blocks(fleet) >= blocks, f"{blocks} blocks to be known again")
     assert fleet.metric("scheduler-0", "tailrace_scheduler_cache_snapshots") >= 1

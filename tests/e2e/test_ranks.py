@@ -1,8 +1,8 @@
-"""A fleet with engines of two ranks: kill -9 of one rank, in mid-stream and in each step of a migration, a
-rank that is stopped, and kill -9 of the worker above them.
+"""A fleet with engines of two ranks: SIGKILL to one rank, in mid-stream and in each step of a migration,
+SIGSTOP to a rank, and SIGKILL to the worker.
 
-`make test-ranks`. Two workers of tensor-parallel size 2, which exchange KV rank by rank, and one with a
-single device, to which requests go by replay.
+`make test-ranks`. Two workers have tensor-parallel size 2 and exchange KV rank by rank; the third has a
+single device, and requests move to it by replay.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 @pytest.fixture
 def fleet(session: Fleet) -> Iterator[Fleet]:
-    """Whole and idle before and after each test."""
+    """The fleet, complete before each test."""
     session.disarm()
-    session.mend(START_S)
+    session.repair(START_S)
     session.wait_instances(WORKERS, 120)
     yield session
     session.disarm()
@@ -68,26 +68,26 @@ def chats(fleet: Fleet) -> Iterator[Chats]:
     clients.close()
 
 
-def assert_right(chat: Chat, expected: Task) -> None:
+def assert_expected(chat: Chat, expected: Task) -> None:
     assert chat.reasoning.strip() == expected.thought
     assert chat.answer.strip() == expected.answer
     assert chat.completion_tokens == expected.completion_tokens
 
 
 def streaming_on(fleet: Fleet, chats: Chats, worker: str) -> tuple[str, Callable[[], Chat]]:
-    """A stream that runs on this worker; its request and how to get its end."""
+    """Start a stream on this worker; return its request ID and a function that waits for its end."""
     progress: list[Chat] = []
     stream = chats.start(LONG.prompt, progress.append)
     wait_until(lambda: bool(progress) and len(progress[-1].reasoning) > 40, "some thought", 120)
-    here = fleet.wait_request(progress[-1].request_id)
-    if here.instance_id != worker:
-        record = fleet.migrate(here.request_id, worker)
+    placed = fleet.wait_request(progress[-1].request_id)
+    if placed.instance_id != worker:
+        record = fleet.migrate(placed.request_id, worker)
         assert record.state == types_pb2.MIGRATION_STATE_COMMITTED, record.error
-    return here.request_id, lambda: stream.result(timeout=240)
+    return placed.request_id, lambda: stream.result(timeout=240)
 
 
 def wait_decoding(fleet: Fleet, request_id: str, worker: str) -> None:
-    """Until the scheduler sees it decode there: after a replay its prompt is computed first."""
+    """Wait until the request decodes there; after a replay its prompt is computed first."""
 
     def decodes() -> bool:
         found = fleet.find_request(request_id)
@@ -101,14 +101,17 @@ def ranks_of(fleet: Fleet, worker: str) -> list[int]:
 
 
 def assert_nothing_left(fleet: Fleet, worker: str, ranks: list[int], left: set[str]) -> None:
-    """The worker ends by itself, and with it its ranks and what they shared. `left`: by others, before."""
+    """Check that the worker exits by itself, with its ranks and their shared memory.
+
+    `left`: unused shared memory that existed before.
+    """
     wait_until(lambda: not fleet.processes[worker].alive, f"{worker} to end", 60)
-    wait_until(lambda: not any(map(runs, ranks)), "the ranks to end", 30)
+    wait_until(lambda: not any(map(is_running, ranks)), "the ranks to end", 30)
     wait_until(lambda: unused_memory() <= left, "shared memory to be freed", 30)
 
 
-def runs(process: int) -> bool:
-    """Whether it has not ended; nobody may be there to take note of it when its parent has."""
+def is_running(process: int) -> bool:
+    """Return whether the process has not ended; a zombie without a parent to reap it has."""
     try:
         return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -116,7 +119,7 @@ def runs(process: int) -> bool:
 
 
 def unused_memory() -> set[str]:
-    """Shared memory that no process has mapped."""
+    """Return the names of shared memory files that no process has mapped."""
     mapped = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
@@ -125,13 +128,13 @@ def unused_memory() -> set[str]:
     return {name for name in names - mapped if name.startswith(("psm_", "vllm_dist_"))}
 
 
-def test_both_ways_between_engines_of_two_ranks_and_of_one(fleet: Fleet, chats: Chats) -> None:
+def test_requests_move_between_engines_with_two_ranks_and_one(fleet: Fleet, chats: Chats) -> None:
     request, result = streaming_on(fleet, chats, "w0")
     records = []
     for source, target in pairwise(("w0", "w1", "w0", "w2", "w1")):
         wait_decoding(fleet, request, source)
         records.append(fleet.migrate(request, target))
-    assert_right(result(), LONG)
+    assert_expected(result(), LONG)
     assert [record.state for record in records] == [types_pb2.MIGRATION_STATE_COMMITTED] * 4
     assert [record.way for record in records] == [types_pb2.WAY_LIVE] * 2 + [types_pb2.WAY_REPLAY] * 2
     assert "tensor_parallel_size 2 against 1" in records[2].way_reason
@@ -139,48 +142,48 @@ def test_both_ways_between_engines_of_two_ranks_and_of_one(fleet: Fleet, chats: 
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_killed_in_mid_stream(fleet: Fleet, chats: Chats, rank: int) -> None:
+def test_rank_killed_in_mid_stream(fleet: Fleet, chats: Chats, rank: int) -> None:
     _, result = streaming_on(fleet, chats, "w0")
     ranks = ranks_of(fleet, "w0")
     before = unused_memory()
     os.kill(ranks[rank], signal.SIGKILL)
-    assert_right(result(), LONG)
+    assert_expected(result(), LONG)
     assert_nothing_left(fleet, "w0", ranks, before)
 
 
-def test_a_rank_stopped_in_mid_stream(fleet: Fleet, chats: Chats) -> None:
+def test_rank_stopped_in_mid_stream(fleet: Fleet, chats: Chats) -> None:
     _, result = streaming_on(fleet, chats, "w0")
     ranks, before = ranks_of(fleet, "w0"), unused_memory()
     os.kill(ranks[1], signal.SIGSTOP)
-    assert_right(result(), LONG)
+    assert_expected(result(), LONG)
     fleet.processes["w0"].wait_for(r"rank 1 of 2 \(process \d+\) answers no more")
     assert_nothing_left(fleet, "w0", ranks, before)
 
 
-def test_a_worker_killed_in_mid_stream_leaves_no_rank(fleet: Fleet, chats: Chats) -> None:
+def test_worker_killed_in_mid_stream_leaves_no_rank(fleet: Fleet, chats: Chats) -> None:
     _, result = streaming_on(fleet, chats, "w0")
     ranks, before = ranks_of(fleet, "w0"), unused_memory()
-    # It alone: its ranks find out by themselves.
+    # Kill only the worker; its ranks notice this themselves.
     os.kill(fleet.processes["w0"].pid, signal.SIGKILL)
-    assert_right(result(), LONG)
+    assert_expected(result(), LONG)
     assert_nothing_left(fleet, "w0", ranks, before)
 
 
-def test_a_worker_killed_while_its_engine_starts_leaves_no_rank(fleet: Fleet) -> None:
-    """One rank may wait for the other then, or load its part of the model."""
+def test_worker_killed_during_engine_start_leaves_no_rank(fleet: Fleet) -> None:
+    """At that time a rank waits for the other one or loads its part of the model."""
     fleet.processes["w1"].kill()
-    worker, meeting = fleet.start_again("w1"), "world_size=2 rank="
+    worker, meeting = fleet.restart("w1"), "world_size=2 rank="
     before = worker.text().count(meeting)
-    wait_until(lambda: worker.text().count(meeting) > before, "a rank to look for the other", START_S)
+    wait_until(lambda: worker.text().count(meeting) > before, "a rank to wait for the other", START_S)
     ranks = [child.pid for child in psutil.Process(worker.pid).children(recursive=True)]
     os.kill(worker.pid, signal.SIGKILL)
     assert len(ranks) >= 2
-    wait_until(lambda: not any(map(runs, ranks)), "the ranks to end", 60)
+    wait_until(lambda: not any(map(is_running, ranks)), "the ranks to end", 60)
 
 
 @pytest.mark.parametrize("victim", ["source", "target"])
 @pytest.mark.parametrize("step", STEPS)
-def test_a_rank_killed_at_a_step_of_a_migration(fleet: Fleet, chats: Chats, step: str, victim: str) -> None:
+def test_rank_killed_at_a_migration_step(fleet: Fleet, chats: Chats, step: str, victim: str) -> None:
     request, result = streaming_on(fleet, chats, "w0")
     worker = {"source": "w0", "target": "w1"}[victim]
     ranks, before = ranks_of(fleet, worker), unused_memory()
@@ -190,7 +193,7 @@ def test_a_rank_killed_at_a_step_of_a_migration(fleet: Fleet, chats: Chats, step
     fleet.wait_held(step)
     os.kill(ranks[1], signal.SIGKILL)
     fleet.disarm()
-    assert_right(result(), LONG)
+    assert_expected(result(), LONG)
     assert_nothing_left(fleet, worker, ranks, before)
     mover.join(timeout=60)
     assert not mover.is_alive()
@@ -199,5 +202,5 @@ def test_a_rank_killed_at_a_step_of_a_migration(fleet: Fleet, chats: Chats, step
 def _migrate(fleet: Fleet, request_id: str, target: str) -> None:
     try:
         fleet.migrate(request_id, target)
-    except Exception as failure:  # noqa: BLE001 - what it raises when somebody is killed is not the point
+    except Exception as failure:  # noqa: BLE001 - it may fail in any way when a party is killed
         print(f"migration ended: {failure}")

@@ -39,7 +39,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         fleet.wait_instances(WORKERS)
         peers = "tailrace_frontend_answer_peers"
         wait_until(
-            lambda: all(fleet.metric(name, peers) == 1 for name in FRONT_ENDS), "the front ends to meet"
+            lambda: all(fleet.metric(name, peers) == 1 for name in FRONT_ENDS),
+            "the front ends to know each other",
         )
         yield fleet
     finally:
@@ -59,18 +60,18 @@ TOOL = {
 }
 
 
-def bodies() -> list[dict[str, object]]:
-    """Greedy, seeded, penalized, with log-probabilities; some of two choices, some that call a tool."""
-    made = []
+def make_bodies() -> list[dict[str, object]]:
+    """Return request bodies: greedy, seeded, with penalties, log-probabilities, two choices or tool calls."""
+    request_bodies = []
     for number, (prompt, options) in enumerate(variants(STREAMS)):
-        asked = {"model": MODEL, "messages": [{"role": "user", "content": prompt}], **options}
-        asked |= {"stream": True, "stream_options": {"include_usage": True}, "min_tokens": 150}
+        request_body = {"model": MODEL, "messages": [{"role": "user", "content": prompt}], **options}
+        request_body |= {"stream": True, "stream_options": {"include_usage": True}, "min_tokens": 150}
         if number % 10 == 6:
-            asked |= {"n": 2, "seed": number}
+            request_body |= {"n": 2, "seed": number}
         elif number % 10 == 5:
-            asked |= {"tools": [TOOL], "tool_choice": "required", "min_tokens": 0}
-        made.append(asked)
-    return made
+            request_body |= {"tools": [TOOL], "tool_choice": "required", "min_tokens": 0}
+        request_bodies.append(request_body)
+    return request_bodies
 
 
 async def test_killed_under_fifty_streams(fleet: Fleet) -> None:
@@ -78,7 +79,10 @@ async def test_killed_under_fifty_streams(fleet: Fleet) -> None:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=120, limits=limits) as client:
         undisturbed = await asyncio.gather(
-            *(stream(client, [second], asked, Received(), patience_s=300) for asked in bodies())
+            *(
+                stream(client, [second], request_body, Received(), patience_s=300)
+                for request_body in make_bodies()
+            )
         )
         received = [Received() for _ in range(STREAMS)]
 
@@ -88,15 +92,15 @@ async def test_killed_under_fifty_streams(fleet: Fleet) -> None:
 
         resumed = await asyncio.gather(
             *(
-                stream(client, [first, second], asked, mine, kill_in_the_middle, patience_s=300)
-                for asked, mine in zip(bodies(), received, strict=True)
+                stream(client, [first, second], request_body, mine, kill_in_the_middle, patience_s=300)
+                for request_body, mine in zip(make_bodies(), received, strict=True)
             )
         )
     assert not fleet.processes["f0"].alive
     assert sum(each.connections > 1 for each in resumed) > STREAMS // 2
     unequal = [
-        (number, mine.told, other.told)
+        (number, mine.summary, other.summary)
         for number, (mine, other) in enumerate(zip(resumed, undisturbed, strict=True))
-        if mine.told != other.told
+        if mine.summary != other.summary
     ]
     assert unequal == []

@@ -21,14 +21,14 @@ STREAMS = 50
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[RunFolder]:
     """Three vLLM engines, two front ends on one port."""
-    here = Here(tmp_path)
-    up = here.tailrace("up", "--workers", "3", "--frontends", "2", "--port", str(here.port))
+    environment = Here(tmp_path)
+    up = environment.tailrace("up", "--workers", "3", "--frontends", "2", "--port", str(environment.port))
     assert up.returncode == 0, up.stderr
-    yield here.folder
-    here.tailrace("down")
+    yield environment.folder
+    environment.tailrace("down")
 
 
-@pytest.mark.parametrize("kill", [False, True], ids=["told to stop", "killed"])
+@pytest.mark.parametrize("kill", [False, True], ids=["stopped", "killed"])
 def test_clients_do_not_notice(cluster: RunFolder, kill: bool) -> None:
     with cluster.locked():
         state = cluster.read()

@@ -1,4 +1,4 @@
-"""Slow: streams moved about and workers killed at random for a while. `make soak`."""
+"""Slow: streams moved and workers killed at random for a while. `make soak`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROUNDS = 8
 STREAMS = 30
 
 
-def test_fifty_streams_moved_at_random_come_out_equal(vllm_fleet: Fleet) -> None:
+def test_fifty_streams_moved_at_random_are_unchanged(vllm_fleet: Fleet) -> None:
     options = argparse.Namespace(url=f"{vllm_fleet.http}/v1", streams=50, seed=0)
     assert fifty_streams.run(options, AdminFleet(vllm_fleet.admin())) == 0
 
@@ -36,7 +36,7 @@ def test_workers_killed_and_frozen_at_random(
     for _ in range(ROUNDS):
         futures = [simulated_chats.start(prompt, **options) for prompt in prompts]
         stop = threading.Event()
-        mover = threading.Thread(target=_move_about, args=(simulated_fleet, draw.random(), stop))
+        mover = threading.Thread(target=_move_at_random, args=(simulated_fleet, draw.random(), stop))
         mover.start()
         victim = simulated_fleet.processes[draw.choice(SIMULATED_WORKERS)]
         threading.Event().wait(draw.uniform(0.2, 1.5))
@@ -47,13 +47,13 @@ def test_workers_killed_and_frozen_at_random(
         ended = [future.result(timeout=120) for future in futures]
         stop.set()
         mover.join(timeout=60)
-        simulated_fleet.mend()
+        simulated_fleet.repair()
         simulated_fleet.wait_instances(SIMULATED_WORKERS, 60)
         assert all(a.same_text_and_usage(b) for a, b in zip(alone, ended, strict=True))
     simulated_fleet.wait_idle()
 
 
-def _move_about(fleet: Fleet, seed: float, stop: threading.Event) -> None:
+def _move_at_random(fleet: Fleet, seed: float, stop: threading.Event) -> None:
     draw = random.Random(seed)
     while not stop.wait(0.05):
         try:

@@ -1,4 +1,4 @@
-"""Two models in one cluster: no answer is made by both, whatever dies."""
+"""Two models in one cluster: no answer mixes them, whichever process dies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIONS: dict[str, object] = {"max_tokens": 250, "extra_body": {"min_tokens": 25
 
 
 class Model:
-    """One of the two: its workers, and clients of its front end."""
+    """One of the two models: its workers, and clients of its front end."""
 
     def __init__(self, name: str, workers: tuple[str, str], http: str) -> None:
         self.name = name
@@ -36,11 +36,11 @@ class Model:
         self.chats = Chats(http)
 
     def begin(self) -> list[Future[Chat]]:
-        """Streams, once all of them flow."""
+        """Start a stream per prompt and wait until all of them have begun."""
         progress: list[list[Chat]] = [[] for _ in PROMPTS]
         started = zip(PROMPTS, progress, strict=True)
         streams = [self.chats.start(prompt, seen.append, **OPTIONS) for prompt, seen in started]
-        wait_until(lambda: all(progress), "the streams to flow", 30)
+        wait_until(lambda: all(progress), "the streams to begin", 30)
         return streams
 
 
@@ -56,31 +56,31 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
 
 @pytest.fixture
 def models(fleet: Fleet, tmp_path: Path) -> tuple[Model, Model]:
-    """The tiny model, and one that has its configuration and tokenizer, and weights of its own."""
+    """The tiny model, and one with the same configuration and tokenizer but different weights."""
     other = Path(shutil.copytree(MODEL_PATH, tmp_path / "other"))
-    # A simulated engine's are a seed; the second front end knows its model by name.
+    # A simulated engine's weights are a seed; the second front end identifies its model by name.
     (other / "model.safetensors").unlink()
     seeded = ["--engine-arg", "weights_seed=1"]
-    made = []
+    started_models = []
     for name, path, workers in (("first", MODEL_PATH, ("w0", "w2")), ("second", other, ("w1", "w3"))):
         for worker in workers:
             fleet.start_worker(worker, seeded if path is other else (), wait=False, model=str(path))
         fleet.start_frontend(
             "rust", f"frontend-{name}", model=str(path), options=["--place-wait", "1", "--resume-wait", "1"]
         )
-        made.append(Model(name, workers, fleet.http))
+        started_models.append(Model(name, workers, fleet.http))
     fleet.wait_instances(("w0", "w1", "w2", "w3"))
-    for model in made:
+    for model in started_models:
         attached = f"frontend-{model.name}"
         wait_until(
             lambda: fleet.metric(attached, "tailrace_frontend_attached_instances") == 2,  # noqa: B023
             "both workers to be attached",
         )
-    return made[0], made[1]
+    return started_models[0], started_models[1]
 
 
 @pytest.mark.slow
-def test_streams_go_on_with_the_same_model_or_end_with_an_error(
+def test_streams_continue_on_the_same_model_or_end_with_an_error(
     fleet: Fleet, models: tuple[Model, Model]
 ) -> None:
     first, second = models
@@ -88,16 +88,17 @@ def test_streams_go_on_with_the_same_model_or_end_with_an_error(
     pairs = zip(alone["first"], alone["second"], strict=True)
     assert not any(a.reasoning + a.answer == b.reasoning + b.answer for a, b in pairs)
 
-    # One of a model's two instances dies: the other one goes on, although those of the other model are idler.
+    # One of a model's two instances dies: its streams continue on the other one, although those of the other
+    # model have less load.
     streams = first.begin()
     other_streams = second.begin()
     fleet.processes[first.workers[0]].kill()
-    for got, was in zip(streams, alone["first"], strict=True):
-        assert got.result(timeout=60).same_text_and_usage(was)
-    for got, was in zip(other_streams, alone["second"], strict=True):
-        assert got.result(timeout=60).same_text_and_usage(was)
+    for stream_future, expected in zip(streams, alone["first"], strict=True):
+        assert stream_future.result(timeout=60).same_text_and_usage(expected)
+    for stream_future, expected in zip(other_streams, alone["second"], strict=True):
+        assert stream_future.result(timeout=60).same_text_and_usage(expected)
 
-    # The last one dies: there is nobody to go on, and nobody else may.
+    # The last instance of the model dies: no instance can continue its streams.
     streams = first.begin()
     fleet.processes[first.workers[1]].kill()
     for stream in streams:
@@ -105,5 +106,5 @@ def test_streams_go_on_with_the_same_model_or_end_with_an_error(
             stream.result(timeout=60)
     with pytest.raises(openai.OpenAIError):
         first.chats.run(PROMPTS[0], **OPTIONS)
-    for again, was in zip(second.chats.run_all(PROMPTS, **OPTIONS), alone["second"], strict=True):
-        assert again.same_text_and_usage(was)
+    for again, expected in zip(second.chats.run_all(PROMPTS, **OPTIONS), alone["second"], strict=True):
+        assert again.same_text_and_usage(expected)

@@ -42,14 +42,14 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 @pytest.fixture
 def chats(fleet: Fleet) -> Iterator[Chats]:
-    fleet.mend(START_S)
+    fleet.repair(START_S)
     fleet.wait_instances(WORKERS, 120)
     clients = Chats(fleet.http)
     yield clients
     clients.close()
 
 
-def seeing(number: int) -> Prompt:
+def image_prompt(number: int) -> Prompt:
     return [
         {"type": "image_url", "image_url": {"url": image_url(number)}},
         {"type": "text", "text": "What is in it?"},
@@ -57,7 +57,7 @@ def seeing(number: int) -> Prompt:
 
 
 def undisturbed(fleet: Fleet, number: int) -> Chat:
-    return stream_chat(client(fleet.http), MODEL, seeing(number), OPTIONS)
+    return stream_chat(client(fleet.http), MODEL, image_prompt(number), OPTIONS)
 
 
 def assert_same(chat: Chat, expected: Chat) -> None:
@@ -65,30 +65,30 @@ def assert_same(chat: Chat, expected: Chat) -> None:
     assert chat.same_text_and_usage(expected)
 
 
-def test_the_model_sees(fleet: Fleet, chats: Chats) -> None:
+def test_answers_depend_on_the_image(fleet: Fleet, chats: Chats) -> None:
     one, other = (undisturbed(fleet, number) for number in (1, 2))
     assert one.reasoning != other.reasoning
 
 
-def test_it_moves_live(fleet: Fleet, chats: Chats) -> None:
+def test_image_request_moves_live(fleet: Fleet, chats: Chats) -> None:
     expected = undisturbed(fleet, 3)
     progress: list[Chat] = []
-    stream = chats.start(seeing(3), progress.append, **OPTIONS)
+    stream = chats.start(image_prompt(3), progress.append, **OPTIONS)
     wait_until(lambda: bool(progress), "the first token", 60)
-    here = fleet.wait_request(progress[-1].request_id)
-    there = next(name for name in WORKERS if name != here.instance_id)
-    records = [fleet.migrate(here.request_id, target) for target in (there, here.instance_id)]
+    placed = fleet.wait_request(progress[-1].request_id)
+    there = next(name for name in WORKERS if name != placed.instance_id)
+    records = [fleet.migrate(placed.request_id, target) for target in (there, placed.instance_id)]
     assert [record.state for record in records] == [types_pb2.MIGRATION_STATE_COMMITTED] * 2
     assert [record.way for record in records] == [types_pb2.WAY_LIVE] * 2
     assert_same(stream.result(timeout=120), expected)
 
 
-def test_it_is_recovered(fleet: Fleet, chats: Chats) -> None:
-    """The image is seen again where it goes on."""
+def test_image_request_is_recovered(fleet: Fleet, chats: Chats) -> None:
+    """The image is processed again where the request continues."""
     expected = undisturbed(fleet, 4)
     progress: list[Chat] = []
-    stream = chats.start(seeing(4), progress.append, **OPTIONS)
+    stream = chats.start(image_prompt(4), progress.append, **OPTIONS)
     wait_until(lambda: bool(progress), "the first token", 60)
-    here = fleet.wait_request(progress[-1].request_id)
-    fleet.processes[here.instance_id].kill()
+    placed = fleet.wait_request(progress[-1].request_id)
+    fleet.processes[placed.instance_id].kill()
     assert_same(stream.result(timeout=240), expected)

@@ -1,4 +1,4 @@
-"""What vLLM's API makes several requests of, or answers with the first token: moved, it is the same."""
+"""API calls that vLLM splits into several requests or answers with the first token: unchanged when moved."""
 
 from __future__ import annotations
 
@@ -37,27 +37,27 @@ def texts(answer: Completion) -> list[tuple[int, str, str | None]]:
     return [(choice.index, choice.text, choice.finish_reason) for choice in answer.choices]
 
 
-def moved(fleet: Fleet, ask: Callable[[], Completion], requests: int) -> tuple[Completion, int]:
-    """The answer, and how many of its requests were moved while they ran."""
+def run_and_move(fleet: Fleet, ask: Callable[[], Completion], requests: int) -> tuple[Completion, int]:
+    """Return the answer, and how many of its requests were moved while they ran."""
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(ask)
-        count = sum(_moved(fleet, name, here) for name, here in _under_way(fleet, answer, requests))
+        count = sum(_move(fleet, name, here) for name, here in _wait_running(fleet, answer, requests))
         return answer.result(timeout=120), count
 
 
-def _under_way(fleet: Fleet, answer: Future[Completion], requests: int) -> list[tuple[str, str]]:
-    """Its requests, each with some tokens, and where they are."""
+def _wait_running(fleet: Fleet, answer: Future[Completion], requests: int) -> list[tuple[str, str]]:
+    """Wait until the answer's requests have some tokens; return their IDs and instances."""
     found: list[tuple[str, str]] = []
 
-    def there() -> bool:
+    def all_running() -> bool:
         found[:] = [(r.request_id, r.instance_id) for r in fleet.requests() if r.output_tokens >= 5]
         return answer.done() or len(found) >= requests
 
-    wait_until(there, f"{requests} requests under way", 60)
+    wait_until(all_running, f"{requests} running requests", 60)
     return found
 
 
-def _moved(fleet: Fleet, request_id: str, here: str) -> bool:
+def _move(fleet: Fleet, request_id: str, here: str) -> bool:
     target = next(name for name in VLLM_WORKERS if name != here)
     try:
         record = fleet.migrate(request_id, target)
@@ -68,33 +68,31 @@ def _moved(fleet: Fleet, request_id: str, here: str) -> bool:
     return record.state == types_pb2.MIGRATION_STATE_COMMITTED
 
 
-def same_when_moved(
-    fleet: Fleet, ask: Callable[[], Completion], requests: int
-) -> tuple[Completion, Completion]:
-    """The undisturbed answer, and one of which all requests were moved; again if some ended before."""
+def check_moved(fleet: Fleet, ask: Callable[[], Completion], requests: int) -> tuple[Completion, Completion]:
+    """Return the undisturbed answer and an equal one with all requests moved; retry if some ended first."""
     undisturbed = ask()
     for _ in range(TRIES):
-        answer, count = moved(fleet, ask, requests)
+        answer, count = run_and_move(fleet, ask, requests)
         assert texts(answer) == texts(undisturbed)
         if count == requests:
             return undisturbed, answer
     pytest.fail(f"no {requests} requests were moved before they ended, {TRIES} times")
 
 
-def test_several_answers_to_one_prompt(vllm_fleet: Fleet, api: OpenAI) -> None:
-    """`n` is so many requests, each with a seed of its own, placed and moved by themselves."""
+def test_several_choices_for_one_prompt(vllm_fleet: Fleet, api: OpenAI) -> None:
+    """`n` makes that many requests with different seeds, each placed and moved on its own."""
 
     def ask() -> Completion:
         return api.completions.create(
             model=MODEL, prompt=PROMPT, n=3, seed=11, temperature=1.0, max_tokens=TOKENS
         )
 
-    undisturbed, _ = same_when_moved(vllm_fleet, ask, 3)
+    undisturbed, _ = check_moved(vllm_fleet, ask, 3)
     assert sorted(choice.index for choice in undisturbed.choices) == [0, 1, 2]
 
 
-def test_log_probabilities_of_the_prompt(vllm_fleet: Fleet, api: OpenAI) -> None:
-    """They come once, with the first token, wherever the request ends."""
+def test_prompt_log_probabilities(vllm_fleet: Fleet, api: OpenAI) -> None:
+    """They arrive once, with the first token, wherever the request ends."""
 
     def ask() -> Completion:
         return api.completions.create(
@@ -105,13 +103,15 @@ def test_log_probabilities_of_the_prompt(vllm_fleet: Fleet, api: OpenAI) -> None
             extra_body={"prompt_logprobs": 1, "ignore_eos": True},
         )
 
-    undisturbed, answer = same_when_moved(vllm_fleet, ask, 1)
-    wanted, found = ((each.choices[0].model_extra or {})["prompt_logprobs"] for each in (undisturbed, answer))
-    assert len(wanted) == len(PROMPT) and found == wanted
+    undisturbed, answer = check_moved(vllm_fleet, ask, 1)
+    expected, found = (
+        (each.choices[0].model_extra or {})["prompt_logprobs"] for each in (undisturbed, answer)
+    )
+    assert len(expected) == len(PROMPT) and found == expected
 
 
 def test_beam_search(vllm_fleet: Fleet, api: OpenAI) -> None:
-    """vLLM's API server searches with requests of one token; they go to whichever worker."""
+    """vLLM's API server searches with requests of one token, which any worker may get."""
 
     def ask() -> Completion:
         return api.completions.create(
@@ -127,15 +127,15 @@ def test_beam_search(vllm_fleet: Fleet, api: OpenAI) -> None:
     first = ask()
     assert len({choice.text for choice in first.choices}) == 3
     assert texts(ask()) == texts(first)
-    worked = [name for name in VLLM_WORKERS if vllm_fleet.metric(name, GENERATED) > before[name]]
-    assert len(worked) > 1
-    # The tiny model is sure of its answers: its best beam is what it says.
+    busy = [name for name in VLLM_WORKERS if vllm_fleet.metric(name, GENERATED) > before[name]]
+    assert len(busy) > 1
+    # The tiny model is certain of its answers, so its best beam equals its greedy answer.
     greedy = api.completions.create(model=MODEL, prompt=PROMPT, temperature=0, max_tokens=12)
     assert first.choices[0].text == greedy.choices[0].text
 
 
-def test_an_image_for_a_model_that_sees_none(api: OpenAI) -> None:
-    """The user's mistake, and told as such."""
+def test_image_for_a_text_model_is_refused(api: OpenAI) -> None:
+    """It is reported as an error in the request."""
     content = [
         {"type": "image_url", "image_url": {"url": image_url(1)}},
         {"type": "text", "text": "What is in it?"},

@@ -1,6 +1,6 @@
-"""A fleet of real vLLM engines: what users get, and what must not happen to them.
+"""A fleet of real vLLM engines under migrations, failures and invalid input, as its users see it.
 
-Every answer is checked against what the tiny model must say, token for token.
+Every answer is compared with the one that the tiny model must give, token by token.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
 
 COMMITTED = types_pb2.MIGRATION_STATE_COMMITTED
 
-# Some 740 tokens: long enough to be moved three times and to be caught by every failure.
+# Some 740 tokens: long enough to be moved three times and to be running at every failure.
 LONG = task("wxyz", 60, 20)
-# What to wait for, in words and as a condition.
+# A description and a condition to wait for.
 Moment = tuple[str, Callable[[Chat], bool]]
-# Of requests that may end before they are moved, and how that reads.
+# Attempts with requests that may end before they are moved, and the errors of such migrations.
 TRIES = 5
 ENDED = ("the export has ended", "has finished", "is not running here", "is not on this engine")
-# What is to be done in mid-stream must fit in, also where the test gets the CPU late.
+# Long enough for actions in mid-stream, also when the test gets little CPU time.
 LONGER = task("wxyz", 120, 100)
-# Nobody waits for its end.
+# Never read to its end.
 ENDLESS = task("wxyz", 299, 299)
 TEN = [task(f"ab{chr(97 + n)}d", 60 + n, 15 + n) for n in range(10)]
 
 
-def assert_right(chat: Chat, expected: Task) -> None:
-    """Thought, answer, finish reason and usage are exactly what they must be."""
+def assert_expected(chat: Chat, expected: Task) -> None:
+    """Check reasoning, answer, finish reason and usage."""
     assert chat.reasoning.strip() == expected.thought
     assert chat.answer.strip() == expected.answer
     assert chat.finish_reason == "stop"
@@ -52,7 +52,7 @@ def assert_right(chat: Chat, expected: Task) -> None:
 
 
 class Progress:
-    """Lets a test wait until a stream has come so far."""
+    """The progress of a stream, for which a test can wait."""
 
     def __init__(self) -> None:
         self.chat = Chat()
@@ -61,34 +61,34 @@ class Progress:
         self.chat = chat
 
     def wait(self, condition: Callable[[Chat], bool], what: str) -> Chat:
-        """Until the condition holds for what has arrived."""
+        """Wait until the condition holds for the chat so far, and return it."""
         wait_until(lambda: condition(self.chat), what, 60)
         return self.chat
 
 
 def longer_than(length: int) -> Callable[[Chat], bool]:
-    """Whether a chat has more characters than that."""
+    """Return a condition: the chat has more characters than `length`."""
     return lambda chat: len(chat.reasoning) + len(chat.answer) > length
 
 
 def others(instance_id: str) -> list[str]:
-    """The workers that are not this one."""
+    """Return the names of the other workers."""
     return [name for name in VLLM_WORKERS if name != instance_id]
 
 
-def test_reasoning_and_answer_come_apart(vllm_chats: Chats) -> None:
+def test_reasoning_and_answer_are_separated(vllm_chats: Chats) -> None:
     expected = task("kite", 12, 4)
-    assert_right(vllm_chats.run(expected.prompt), expected)
+    assert_expected(vllm_chats.run(expected.prompt), expected)
 
 
-def test_migrated_three_times_it_is_the_same_answer(vllm_fleet: Fleet, vllm_chats: Chats) -> None:
+def test_answer_is_unchanged_by_three_migrations(vllm_fleet: Fleet, vllm_chats: Chats) -> None:
     moments: list[Moment] = [
         ("some thought", lambda chat: len(chat.reasoning) > 200),
         ("half the thought", lambda chat: len(chat.reasoning) > len(LONGER.thought) // 2),
         ("some answer", lambda chat: len(chat.answer) > 20),
     ]
-    records = moved_at_each(
-        vllm_fleet, vllm_chats, LONGER.prompt, {}, moments, lambda chat: assert_right(chat, LONGER)
+    records = move_at_each(
+        vllm_fleet, vllm_chats, LONGER.prompt, {}, moments, lambda chat: assert_expected(chat, LONGER)
     )
     assert all(record.bytes > 0 and record.rounds for record in records)
     assert {record.phase for record in records} == {types_pb2.PHASE_REASONING, types_pb2.PHASE_ANSWERING}
@@ -126,17 +126,17 @@ SCHEMA = {
     ],
     ids=["seeded", "seeded-logprobs", "penalties", "repetition-min-tokens", "stop-string", "json-schema"],
 )
-def test_sampling_state_travels(vllm_fleet: Fleet, vllm_chats: Chats, options: dict[str, object]) -> None:
+def test_sampling_state_is_migrated(vllm_fleet: Fleet, vllm_chats: Chats, options: dict[str, object]) -> None:
     alone = vllm_chats.run(LONG.prompt, **options)
     moments: list[Moment] = [(f"{length} characters", longer_than(length)) for length in (30, 100)]
 
     def check(chat: Chat) -> None:
         assert chat.same_text_and_usage(alone)
 
-    moved_at_each(vllm_fleet, vllm_chats, LONG.prompt, options, moments, check)
+    move_at_each(vllm_fleet, vllm_chats, LONG.prompt, options, moments, check)
 
 
-def moved_at_each(
+def move_at_each(
     fleet: Fleet,
     chats: Chats,
     prompt: str,
@@ -144,19 +144,19 @@ def moved_at_each(
     moments: Sequence[Moment],
     check: Callable[[Chat], None],
 ) -> list[migration_pb2.MigrationRecord]:
-    """Ask and move the request at each of these moments; again if it ended before. `check`: each answer."""
+    """Run a request and move it at each of these moments; retry if it ended before. `check` every answer."""
     for _ in range(TRIES):
-        records, chat = moved_on_its_way(fleet, chats, prompt, options, moments)
+        records, chat = move_while_running(fleet, chats, prompt, options, moments)
         check(chat)
         if len(records) == len(moments):
             return records
     pytest.fail(f"it ended before it was moved {len(moments)} times, {TRIES} times")
 
 
-def moved_on_its_way(
+def move_while_running(
     fleet: Fleet, chats: Chats, prompt: str, options: Mapping[str, object], moments: Sequence[Moment]
 ) -> tuple[list[migration_pb2.MigrationRecord], Chat]:
-    """The moves of a request while it ran, one at each of these moments if it ran long enough; its answer."""
+    """Run a request and move it at each moment as long as it runs; return the moves and the answer."""
     progress = Progress()
     stream = chats.start(prompt, progress, **options)
     records: list[migration_pb2.MigrationRecord] = []
@@ -167,7 +167,7 @@ def moved_on_its_way(
             found = fleet.find_request(part)
             return stream.done() or (found is not None and found.phase != types_pb2.PHASE_PREFILL)
 
-        # The scheduler may hear of a phase after the client has had tokens of it.
+        # The scheduler may learn of a phase after the client has received tokens of it.
         wait_until(movable, "the request to be listed, and decoded")
         here = fleet.find_request(part)
         if here is None:
@@ -185,22 +185,22 @@ def moved_on_its_way(
 
 
 def start_ten(fleet: Fleet, chats: Chats) -> tuple[list[Progress], Callable[[], list[Chat]]]:
-    """Ten streams, each with some thought on the client's side."""
+    """Start ten streams and wait until each client has received some reasoning."""
     progresses = [Progress() for _ in TEN]
     futures = [chats.start(t.prompt, p) for t, p in zip(TEN, progresses, strict=True)]
     for progress in progresses:
-        progress.wait(lambda chat: len(chat.reasoning) > 50, "every stream to flow")
+        progress.wait(lambda chat: len(chat.reasoning) > 50, "every stream to begin")
     return progresses, lambda: [future.result(timeout=120) for future in futures]
 
 
 def busiest(fleet: Fleet) -> str:
-    """The worker that carries most requests."""
+    """Return the worker with the most requests."""
     instances = fleet.instances()
     return max(VLLM_WORKERS, key=lambda name: instances[name].running)
 
 
-def test_all_prompt_logprobs_cut_nobody(vllm_fleet: Fleet, vllm_chats: Chats) -> None:
-    """A reply that is larger than a message may be ends its request with a clear error, and nothing else."""
+def test_too_many_prompt_logprobs_end_only_their_request(vllm_fleet: Fleet, vllm_chats: Chats) -> None:
+    """A reply beyond the message limit ends its request with a clear error, and nothing else."""
     recoveries = vllm_fleet.metric("frontend", "tailrace_frontend_recoveries_total")
     _, results = start_ten(vllm_fleet, vllm_chats)
     body = {"model": MODEL, "max_tokens": 1, "prompt_logprobs": -1}
@@ -209,37 +209,40 @@ def test_all_prompt_logprobs_cut_nobody(vllm_fleet: Fleet, vllm_chats: Chats) ->
         refused = httpx.post(url, json={**body, "prompt": prompt}, timeout=60)
         assert refused.status_code == 400, refused.text[:500]
         assert f"what can be sent ({VLLM_MAX_MESSAGE_BYTES} bytes" in refused.json()["error"]["message"]
-    # What fits is answered in full.
+    # A reply within the limit is complete.
     answered = httpx.post(url, json={**body, "prompt": "z" * 100}, timeout=60)
     assert answered.status_code == 200, answered.text[:500]
     assert len(answered.json()["choices"][0]["prompt_logprobs"]) == 100
     for chat, expected in zip(results(), TEN, strict=True):
-        assert_right(chat, expected)
+        assert_expected(chat, expected)
     assert vllm_fleet.metric("frontend", "tailrace_frontend_recoveries_total") == recoveries
-    assert_right(vllm_chats.run(LONG.prompt), LONG)
+    assert_expected(vllm_chats.run(LONG.prompt), LONG)
 
 
-def test_ten_streams_outlive_a_killed_worker(vllm_fleet: Fleet, vllm_chats: Chats) -> None:
+def test_ten_streams_survive_a_killed_worker(vllm_fleet: Fleet, vllm_chats: Chats) -> None:
     _, results = start_ten(vllm_fleet, vllm_chats)
     vllm_fleet.processes[busiest(vllm_fleet)].kill()
     for chat, expected in zip(results(), TEN, strict=True):
-        assert_right(chat, expected)
+        assert_expected(chat, expected)
 
 
-def test_ten_streams_outlive_a_worker_that_hangs(vllm_fleet: Fleet, vllm_chats: Chats) -> None:
+def test_ten_streams_survive_a_hung_worker(vllm_fleet: Fleet, vllm_chats: Chats) -> None:
     _, results = start_ten(vllm_fleet, vllm_chats)
     victim = vllm_fleet.processes[busiest(vllm_fleet)]
     victim.freeze()
     chats = results()
-    # It wakes up with requests that are no longer its own, and must not disturb anybody.
+    # It resumes with requests that it no longer owns, and must not disturb others.
     victim.thaw()
     for chat, expected in zip(chats, TEN, strict=True):
-        assert_right(chat, expected)
+        assert_expected(chat, expected)
     vllm_fleet.wait_idle()
 
 
 def held_migration(fleet: Fleet, chats: Chats, step: str) -> tuple[str, str, Callable[[], Chat]]:
-    """A stream whose migration is held at a step; source, target and how to get the stream's end."""
+    """Start a stream and hold its migration at a step.
+
+    Return the source, the target and a function that waits for the stream's end.
+    """
     progress = Progress()
     stream = chats.start(LONG.prompt, progress)
     chat = progress.wait(lambda c: len(c.reasoning) > 100, "some thought")
@@ -255,7 +258,7 @@ def held_migration(fleet: Fleet, chats: Chats, step: str) -> tuple[str, str, Cal
 def _try_to_migrate(fleet: Fleet, request_id: str, target: str) -> None:
     try:
         fleet.migrate(request_id, target)
-    except Exception as failure:  # noqa: BLE001 - what it raises when somebody is killed is not the point
+    except Exception as failure:  # noqa: BLE001 - it may fail in any way when a party is killed
         print(f"migration ended: {failure}")
 
 
@@ -269,41 +272,41 @@ def _try_to_migrate(fleet: Fleet, request_id: str, target: str) -> None:
         pytest.param("import:adopt", "scheduler-0", marks=pytest.mark.slow),
     ],
 )
-def test_killed_in_mid_migration_the_stream_ends_right(
+def test_stream_survives_a_kill_during_migration(
     vllm_fleet: Fleet, vllm_chats: Chats, step: str, victim: str
 ) -> None:
     source, target, result = held_migration(vllm_fleet, vllm_chats, step)
     name = {"source": source, "target": target}.get(victim, victim)
     vllm_fleet.processes[name].kill()
     vllm_fleet.disarm()
-    assert_right(result(), LONG)
+    assert_expected(result(), LONG)
 
 
 @pytest.mark.parametrize("seconds", [6, pytest.param(30, marks=pytest.mark.slow)])
-def test_etcd_away(vllm_fleet: Fleet, vllm_chats: Chats, seconds: int) -> None:
+def test_requests_are_served_without_etcd(vllm_fleet: Fleet, vllm_chats: Chats, seconds: int) -> None:
     before = vllm_fleet.instances()
     progress = Progress()
     running = vllm_chats.start(LONG.prompt, progress)
-    progress.wait(lambda chat: len(chat.reasoning) > 50, "a stream to flow")
+    progress.wait(lambda chat: len(chat.reasoning) > 50, "a stream to begin")
     vllm_fleet.processes["etcd"].kill()
-    gone_s = time.monotonic()
-    assert_right(running.result(timeout=60), LONG)
+    killed_s = time.monotonic()
+    assert_expected(running.result(timeout=60), LONG)
     answered = tries = 0
-    while tries < 3 or time.monotonic() < gone_s + seconds:
+    while tries < 3 or time.monotonic() < killed_s + seconds:
         tries += 1
         expected = task("noet", 20, 5)
         try:
-            assert_right(vllm_chats.run(expected.prompt), expected)
+            assert_expected(vllm_chats.run(expected.prompt), expected)
             answered += 1
         except openai.InternalServerError as refused:
             assert refused.status_code == 503 and refused.response.headers.get("retry-after")
         time.sleep(1)
     assert answered > 0
-    vllm_fleet.mend()
+    vllm_fleet.repair()
     vllm_fleet.wait_instances(VLLM_WORKERS)
     after = vllm_fleet.instances()
     assert {i: x.incarnation for i, x in after.items()} == {i: x.incarnation for i, x in before.items()}
-    assert_right(vllm_chats.run(LONG.prompt), LONG)
+    assert_expected(vllm_chats.run(LONG.prompt), LONG)
 
 
 def test_corrupted_block_aborts_and_is_counted(vllm_fleet: Fleet, vllm_chats: Chats) -> None:
@@ -322,13 +325,13 @@ def test_corrupted_block_aborts_and_is_counted(vllm_fleet: Fleet, vllm_chats: Ch
     assert record.state == types_pb2.MIGRATION_STATE_ABORTED
     assert "checksum" in record.error
     vllm_fleet.disarm()
-    assert_right(stream.result(timeout=120), LONGER)
+    assert_expected(stream.result(timeout=120), LONGER)
     assert failures() == before + 1
-    # It stayed where it was.
-    assert not vllm_fleet.wait_listed(chat.request_id)
+    # After the stream's end the scheduler lists it no more.
+    assert not vllm_fleet.wait_unlisted(chat.request_id)
 
 
-def test_client_that_leaves_frees_its_kv(vllm_fleet: Fleet) -> None:
+def test_disconnected_client_frees_its_kv(vllm_fleet: Fleet) -> None:
     def generated() -> float:
         return sum(vllm_fleet.metric(name, "tailrace_worker_generated_tokens_total") for name in VLLM_WORKERS)
 
@@ -340,11 +343,11 @@ def test_client_that_leaves_frees_its_kv(vllm_fleet: Fleet) -> None:
             if number == 50:
                 break
     vllm_fleet.wait_idle()
-    # It ended because nobody listened.
+    # It was ended early because its client had disconnected.
     assert 50 <= generated() - before < len(ENDLESS.thought)
 
 
-def test_slow_reader_slows_nobody(vllm_fleet: Fleet, vllm_chats: Chats) -> None:
+def test_slow_reader_does_not_delay_others(vllm_fleet: Fleet, vllm_chats: Chats) -> None:
     host = urlsplit(vllm_fleet.http)
     body = json.dumps(
         {"model": MODEL, "messages": [{"role": "user", "content": LONG.prompt}], "stream": True}
@@ -357,9 +360,9 @@ def test_slow_reader_slows_nobody(vllm_fleet: Fleet, vllm_chats: Chats) -> None:
             + body
         )
         slow.recv(16)
-        # It reads no more; its engine goes on to the end, and others are served meanwhile.
+        # It reads nothing more; its engine runs to the end, and other requests are served meanwhile.
         expected = task("fast", 30, 5)
-        assert_right(vllm_chats.run(expected.prompt), expected)
+        assert_expected(vllm_chats.run(expected.prompt), expected)
         vllm_fleet.wait_idle(timeout_s=30)
 
 
@@ -374,14 +377,14 @@ def test_slow_reader_slows_nobody(vllm_fleet: Fleet, vllm_chats: Chats) -> None:
     ],
     ids=["unknown-model", "prompt-too-long", "wrong-type", "negative-max-tokens", "broken-json"],
 )
-def test_bad_input_gets_openais_error(vllm_fleet: Fleet, path: str, body: bytes, status: int) -> None:
+def test_invalid_input_gets_an_openai_error(vllm_fleet: Fleet, path: str, body: bytes, status: int) -> None:
     steps = sum(vllm_fleet.metric(name, "tailrace_worker_steps_total") for name in VLLM_WORKERS)
     reply = httpx.post(
         f"{vllm_fleet.http}/v1/{path}", content=body, headers={"content-type": "application/json"}, timeout=30
     )
     assert reply.status_code == status, reply.text
     assert {"message", "type", "code"} <= set(reply.json()["error"])
-    # No worker noticed.
+    # No worker ran a step for it.
     assert steps == sum(vllm_fleet.metric(name, "tailrace_worker_steps_total") for name in VLLM_WORKERS)
 
 
@@ -397,7 +400,7 @@ def test_static_pools_prefill_here_and_decode_there(vllm_fleet: Fleet, vllm_chat
         stream = vllm_chats.start(LONG.prompt, progress)
         chat = progress.wait(lambda c: len(c.reasoning) > 400, "some thought")
         assert vllm_fleet.wait_request(chat.request_id, 300).instance_id in ("w1", "w2")
-        assert_right(stream.result(timeout=60), LONG)
+        assert_expected(stream.result(timeout=60), LONG)
         moves = vllm_fleet.migrations(chat.request_id)
         assert [(m.source_instance_id, m.reason, m.policy) for m in moves if m.state == COMMITTED] == [
             ("w0", "prefill done", "static_pools")
