@@ -1,4 +1,4 @@
-"""A worker whose imports go as a test says."""
+"""A worker whose imports follow a script."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ABORTED = types_pb2.MIGRATION_STATE_ABORTED
 
 
 class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
-    """Answers each Import by what is in `script`: events, "hang" or "linger"."""
+    """Answers each Import with the steps in `script`: events, "hang" or "linger"."""
 
     def __init__(self) -> None:
         self.script: list[worker_pb2.ImportEvent | str] = []
@@ -38,7 +38,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
                     self.cancelled_calls.set()
                     raise
             elif step == "linger":
-                # Some turns of the event loop.
+                # Some iterations of the event loop.
                 for _ in range(100):
                     await asyncio.sleep(0)
             elif isinstance(step, worker_pb2.ImportEvent):
@@ -57,26 +57,26 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         request: worker_pb2.HandBackPromptsRequest,
         context: grpc.aio.ServicerContext[worker_pb2.HandBackPromptsRequest, worker_pb2.HandBackPromptsReply],
     ) -> worker_pb2.HandBackPromptsReply:
-        raise NotImplementedError("nothing waits here")
+        raise NotImplementedError("no prompts wait on this worker")
 
     def Export(
         self,
         request_iterator: AsyncIterator[worker_pb2.ExportCommand],
         context: grpc.aio.ServicerContext[worker_pb2.ExportCommand, worker_pb2.ExportEvent],
     ) -> AsyncIterator[worker_pb2.ExportEvent]:
-        raise NotImplementedError("no test asks for it")
+        raise NotImplementedError("not used by tests")
 
     def Profile(
         self,
         request: profile_pb2.ProfileRequest,
         context: grpc.aio.ServicerContext[profile_pb2.ProfileRequest, profile_pb2.ProfileEvent],
     ) -> AsyncIterator[profile_pb2.ProfileEvent]:
-        raise NotImplementedError("no test asks for it")
+        raise NotImplementedError("not used by tests")
 
 
 def commit(rounds: int = 2) -> list[worker_pb2.ImportEvent | str]:
-    """A migration that goes well."""
-    copied = [
+    """Return the events of a migration that commits after this many copy rounds."""
+    round_events = [
         worker_pb2.ImportEvent(
             state=PRE_COPY if number < rounds else STOP_AND_COPY,
             round=worker_pb2.CopyRound(number=number, blocks=10, bytes=1000, ms=1.0),
@@ -86,4 +86,4 @@ def commit(rounds: int = 2) -> list[worker_pb2.ImportEvent | str]:
     end = worker_pb2.ImportEvent(
         state=COMMITTED, pause_ms=4.0, pause_steps=2.0, phase=types_pb2.PHASE_REASONING, tokens=100
     )
-    return [*copied, end]
+    return [*round_events, end]

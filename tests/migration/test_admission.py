@@ -1,4 +1,4 @@
-"""Limits, order and bounds of admission."""
+"""Admission of migrations: limits, order and bounds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from migration_svc.admission import Admission, NotAdmitted
 
 
 async def settle() -> None:
-    """Let every task run as far as it can."""
+    """Let every task run until it waits."""
     for _ in range(10):
         await asyncio.sleep(0)
 
@@ -23,12 +23,12 @@ async def hold(admission: Admission, request_id: str, source: str, target: str, 
         await end.wait()
 
 
-async def test_at_most_so_many_of_one_direction() -> None:
+async def test_migrations_per_direction_are_limited() -> None:
     admission, end = Admission(limit=2), asyncio.Event()
     tasks = [asyncio.create_task(hold(admission, f"r{n}", "a", "b", end)) for n in range(3)]
     await settle()
     assert admission.waiting == 1
-    # The other direction, and others altogether, are free.
+    # The reverse direction and other pairs are not limited by this.
     async with admission.slot("back", "b", "a"), admission.slot("other", "c", "d"):
         assert admission.waiting == 1
     end.set()
@@ -36,7 +36,7 @@ async def test_at_most_so_many_of_one_direction() -> None:
     assert admission.waiting == 0
 
 
-async def test_a_request_is_migrated_once_at_a_time() -> None:
+async def test_request_has_at_most_one_migration() -> None:
     admission = Admission()
     async with admission.slot("r", "a", "b"):
         with pytest.raises(NotAdmitted, match="already being migrated"):
@@ -46,7 +46,7 @@ async def test_a_request_is_migrated_once_at_a_time() -> None:
         pass
 
 
-async def test_waiting_ends() -> None:
+async def test_wait_for_admission_times_out() -> None:
     admission = Admission(limit=1, max_wait_s=0.01)
     async with admission.slot("r1", "a", "b"):
         with pytest.raises(NotAdmitted, match="a or b had 1 migrations open"):
@@ -56,7 +56,7 @@ async def test_waiting_ends() -> None:
         pass
 
 
-async def test_the_queue_is_bounded() -> None:
+async def test_admission_queue_is_bounded() -> None:
     admission, end = Admission(limit=1, queue_limit=1), asyncio.Event()
     tasks = [asyncio.create_task(hold(admission, f"r{n}", "a", "b", end)) for n in range(2)]
     await settle()
@@ -69,13 +69,13 @@ async def test_the_queue_is_bounded() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.booleans()), max_size=25))
-def test_never_more_than_the_limit_and_nothing_is_lost(moves: list[tuple[int, int, bool]]) -> None:
+def test_limit_holds_and_no_slot_is_lost(moves: list[tuple[int, int, bool]]) -> None:
     async def run() -> None:
         admission = Admission(limit=2, queue_limit=1000, max_wait_s=1000)
         open_now: list[tuple[int, int]] = []
         ends: list[tuple[asyncio.Task[None], asyncio.Event]] = []
 
-        async def one(name: str, source: int, target: int, end: asyncio.Event) -> None:
+        async def hold_slot(name: str, source: int, target: int, end: asyncio.Event) -> None:
             async with admission.slot(name, f"s{source}", f"t{target}"):
                 open_now.append((source, target))
                 assert sum(s == source for s, _ in open_now) <= 2
@@ -87,7 +87,7 @@ def test_never_more_than_the_limit_and_nothing_is_lost(moves: list[tuple[int, in
 
         for number, (source, target, cancel_one) in enumerate(moves):
             end = asyncio.Event()
-            ends.append((asyncio.create_task(one(f"r{number}", source, target, end)), end))
+            ends.append((asyncio.create_task(hold_slot(f"r{number}", source, target, end)), end))
             await settle()
             if cancel_one:
                 task, end = ends.pop(0)
@@ -102,7 +102,7 @@ def test_never_more_than_the_limit_and_nothing_is_lost(moves: list[tuple[int, in
             async with asyncio.timeout(5):
                 await task
         assert admission.waiting == 0 and not open_now
-        # Every place is free again.
+        # Every slot is free again.
         async with contextlib.AsyncExitStack() as stack:
             for number in range(2):
                 await stack.enter_async_context(admission.slot(f"again{number}", "s0", "t0"))

@@ -1,4 +1,4 @@
-"""What a restart finds."""
+"""The migration journal: which migrations a restart finds unfinished."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def opened(migration_id: str) -> Opened:
     )
 
 
-def test_what_was_not_closed_is_left_open(tmp_path: Path) -> None:
+def test_unclosed_migrations_are_unfinished_after_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     journal = Journal(path)
     for name in ("one", "two", "three"):
@@ -41,7 +41,7 @@ def test_what_was_not_closed_is_left_open(tmp_path: Path) -> None:
     assert Journal(path).unfinished == []
 
 
-def test_a_line_cut_short_by_a_kill_is_ignored(tmp_path: Path) -> None:
+def test_line_truncated_by_a_kill_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     journal = Journal(path)
     journal.write(opened("one"))
@@ -51,8 +51,8 @@ def test_a_line_cut_short_by_a_kill_is_ignored(tmp_path: Path) -> None:
     assert [entry.migration_id for entry in Journal(path).unfinished] == ["one"]
 
 
-def test_lines_cut_short_by_a_full_disk_are_skipped(tmp_path: Path) -> None:
-    # As versions before this one left them: the next line went on where one had been cut short.
+def test_lines_truncated_by_a_full_disk_are_skipped(tmp_path: Path) -> None:
+    # As written by earlier versions: the next line began right after the truncated one.
     path = tmp_path / "journal"
     journal = Journal(path)
     journal.write(opened("one"))
@@ -63,7 +63,9 @@ def test_lines_cut_short_by_a_full_disk_are_skipped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("room", [0, 1, 40])
-def test_a_full_disk_is_got_over(tmp_path: Path, room: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_journal_recovers_from_a_full_disk(
+    tmp_path: Path, room: int, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "journal"
     journal = Journal(path)
     journal.write(opened("before"))
@@ -76,17 +78,19 @@ def test_a_full_disk_is_got_over(tmp_path: Path, room: int, caplog: pytest.LogCa
     assert [entry.migration_id for entry in Journal(path).unfinished] == ["within", "after"]
 
 
-def test_a_start_on_a_full_disk_keeps_what_was_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_on_a_full_disk_keeps_unfinished_migrations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "journal"
     journal = Journal(path)
     journal.write(opened("one"))
     journal.close()
 
-    def full(*_: object) -> int:
+    def disk_full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "write_bytes", full)
+        patched.setattr(Path, "write_bytes", disk_full)
         journal = Journal(path)
         journal.write(opened("two"))
     assert [entry.migration_id for entry in journal.unfinished] == ["one"]
@@ -95,22 +99,22 @@ def test_a_start_on_a_full_disk_keeps_what_was_open(tmp_path: Path, monkeypatch:
     assert [entry.migration_id for entry in Journal(path).unfinished] == ["one", "two", "three"]
 
 
-def test_something_else_is_not_overwritten(tmp_path: Path) -> None:
+def test_other_file_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    path.write_text("dear diary\nnothing happened\n")
+    path.write_text("not a journal\nbut another file\n")
     with pytest.raises(JournalDamaged, match="line 1"):
         Journal(path)
-    assert path.read_text().startswith("dear diary")
+    assert path.read_text().startswith("not a journal")
 
 
-def test_no_file_no_memory() -> None:
+def test_journal_without_a_file_keeps_nothing() -> None:
     journal = Journal(None)
     journal.write(opened("one"))
     assert journal.unfinished == []
     journal.close()
 
 
-def test_it_does_not_grow_for_ever(tmp_path: Path) -> None:
+def test_journal_size_is_bounded(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     journal = Journal(path, lines_max=10)
     journal.write(opened("stays"))

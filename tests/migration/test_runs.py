@@ -1,4 +1,4 @@
-"""Migrations against a worker that does as it is told."""
+"""Migrations against a scripted worker."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def instance(name: str, address: str) -> InstanceRecord:
 
 
 class Bench:
-    """A migration service's parts around one scripted worker."""
+    """The parts of a migration service around one scripted worker."""
 
     def __init__(self, address: str, journal: Path | None = None, timeout_s: float = 10.0) -> None:
         self.worker = ScriptedWorker()
@@ -63,7 +63,7 @@ class Bench:
         )
 
     async def migrate(self, **changes: object) -> list[migration_pb2.MigrationRecord]:
-        """All states of one migration."""
+        """Run one migration and return the records of all its states."""
         return [record async for record in self.start(**changes)]
 
     def start(self, **changes: object) -> AsyncIterator[migration_pb2.MigrationRecord]:
@@ -80,28 +80,28 @@ async def bench(journal: Path | None = None, timeout_s: float = 10.0) -> AsyncIt
     worker = ScriptedWorker()
     servicers = [Servicer(worker_pb2_grpc.add_WorkerServicer_to_server, worker, "tailrace.v1.Worker")]
     async with serve_grpc("127.0.0.1:0", servicers) as server:
-        made = Bench(server.address, journal, timeout_s)
-        made.worker = worker
+        rig = Bench(server.address, journal, timeout_s)
+        rig.worker = worker
         try:
-            yield made
+            yield rig
         finally:
-            await made.runs.close()
-            await made.channels.close()
-            made.journal.close()
+            await rig.runs.close()
+            await rig.channels.close()
+            rig.journal.close()
 
 
-async def test_a_migration_that_commits_is_recorded_with_what_it_cost() -> None:
+async def test_committed_migration_is_recorded_with_its_cost() -> None:
     async with bench() as b:
         b.worker.script = commit(rounds=3)
         last = (await b.migrate())[-1]
         assert last.state == COMMITTED
         assert (last.bytes, len(last.rounds), last.pause_ms, last.epoch) == (3000, 3, 4.0, 4)
-        asked = await b.worker.imports.get()
-        assert (asked.from_epoch, asked.epoch, asked.source_address) == (3, 4, b.instances["a"].address)
+        request = await b.worker.imports.get()
+        assert (request.from_epoch, request.epoch, request.source_address) == (3, 4, b.instances["a"].address)
         assert b.history.list("r", 0) == [last]
 
 
-async def test_only_who_is_to_wait_for_room_may() -> None:
+async def test_only_requested_migrations_wait_for_room() -> None:
     async with bench() as b:
         b.worker.script = commit()
         for wait, room_wait_s in ((False, 0.0), (True, CopyRules().room_wait_s)):
@@ -109,29 +109,29 @@ async def test_only_who_is_to_wait_for_room_may() -> None:
             assert (await b.worker.imports.get()).room_wait_s == room_wait_s
 
 
-async def test_who_hears_of_the_end_may_move_the_request_again() -> None:
+async def test_request_can_be_moved_again_after_the_final_record() -> None:
     async with bench() as b:
-        # The target tells the outcome, and then has the source let go.
+        # The target reports the outcome before it releases the source.
         b.worker.script = [*commit(), "linger"]
         for _ in range(3):
             ended = [record async for record in b.start() if record.state in (COMMITTED, ABORTED)]
             assert [(record.state, record.error) for record in ended] == [(COMMITTED, "")]
 
 
-async def test_a_target_that_aborts_says_why() -> None:
+async def test_abort_by_the_target_states_the_reason() -> None:
     async with bench() as b:
         b.worker.script = [worker_pb2.ImportEvent(state=ABORTED, reason="no room")]
         last = (await b.migrate())[-1]
         assert (last.state, last.error) == (ABORTED, "no room")
 
 
-async def test_a_target_that_says_nothing_is_given_up() -> None:
+async def test_target_without_an_outcome_is_given_up() -> None:
     async with bench() as b:
         b.worker.script = []
         assert "without an outcome" in (await b.migrate())[-1].error
 
 
-async def test_a_target_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_hung_target_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("migration_svc.migration._GRACE_S", 0.1)
     async with bench(timeout_s=0.1) as b:
         b.worker.script = ["hang"]
@@ -140,14 +140,14 @@ async def test_a_target_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) 
         await asyncio.wait_for(b.worker.cancelled_calls.wait(), 5)
 
 
-async def test_an_absent_target_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unreachable_target_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     async with bench() as b:
         b.instances["b"] = instance("b", "127.0.0.1:1")
         last = (await b.migrate())[-1]
         assert last.state == ABORTED and "target b" in last.error
 
 
-async def test_it_goes_on_when_nobody_watches() -> None:
+async def test_migration_continues_without_a_watcher() -> None:
     async with bench() as b:
         b.worker.script = commit()
         b.start()
@@ -156,7 +156,7 @@ async def test_it_goes_on_when_nobody_watches() -> None:
         assert b.history.list("", 0)[0].state == COMMITTED
 
 
-async def test_stopping_aborts_what_is_open(tmp_path: Path) -> None:
+async def test_close_aborts_open_migrations(tmp_path: Path) -> None:
     async with bench(tmp_path / "journal") as b:
         b.worker.script = ["hang"]
         b.start()
@@ -167,17 +167,17 @@ async def test_stopping_aborts_what_is_open(tmp_path: Path) -> None:
     assert Journal(tmp_path / "journal").unfinished == []
 
 
-async def test_a_restart_cancels_what_was_left_open(tmp_path: Path) -> None:
+async def test_restart_cancels_unfinished_migrations(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     async with bench(path) as b:
         b.worker.script = ["hang"]
         b.start()
         await asyncio.wait_for(b.worker.imports.get(), 5)
-        # kill -9: the journal stays as it is now.
-        left = path.read_bytes()
-    path.write_bytes(left)
+        # As after SIGKILL: the journal stays as it is now.
+        journal_bytes = path.read_bytes()
+    path.write_bytes(journal_bytes)
     async with bench(path) as b:
-        # The address in the journal is the first worker's, which is gone.
+        # The address in the journal belongs to the first worker, which has ended.
         await b.runs.clean_up()
         record = b.history.list("", 0)[0]
         assert record.state == ABORTED and "restarted" in record.error
@@ -192,7 +192,7 @@ async def test_a_restart_cancels_what_was_left_open(tmp_path: Path) -> None:
         ({"target_instance_id": "nowhere"}, UnknownInstance, "target_instance_id: no instance 'nowhere'"),
     ],
 )
-async def test_bad_requests_name_the_field(
+async def test_invalid_request_names_the_field(
     changes: dict[str, object], error: type[Exception], message: str
 ) -> None:
     async with bench() as b:
@@ -200,7 +200,7 @@ async def test_bad_requests_name_the_field(
             b.start(**changes)
 
 
-async def test_one_that_stops_finishes_what_it_began_and_begins_nothing(tmp_path: Path) -> None:
+async def test_stopping_service_finishes_migrations_and_admits_none(tmp_path: Path) -> None:
     async with bench(tmp_path / "journal") as b:
         b.worker.script = commit()
         b.start()

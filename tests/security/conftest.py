@@ -1,4 +1,4 @@
-"""Authorities and certificates, real ones, made for each run."""
+"""Certificate authorities and certificates, generated for each run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tailrace.security.roles import Identity, Role
 from tailrace.security.transport import TlsTransport
 
 EVERY_ROLE = frozenset(Role)
-# Shorter than the clocks' allowance: over when it begins.
+# Expired from the start, in spite of the allowance for clock skew.
 EXPIRED_DAYS = -0.001
 
 
@@ -24,12 +24,12 @@ def authority(tmp_path: Path) -> Authority:
 
 @pytest.fixture
 def foreign(tmp_path: Path) -> Authority:
-    """Of another cluster."""
+    """The authority of another cluster."""
     return Authority.create(tmp_path / "foreign")
 
 
 def transport(authority: Authority, role: Role, name: str = "x") -> TlsTransport:
-    """A process of that role."""
+    """Return the transport of a process with that role."""
     folder = authority.issue(Identity(role, name)).folder
-    # Each look at the files is a second after the last.
+    # The clock advances by a second at each check of the files.
     return TlsTransport(CredentialFolder(folder, EVERY_ROLE, itertools.count().__next__))

@@ -1,4 +1,4 @@
-"""The table of methods: each that we serve is in it, and no other."""
+"""The table of methods and roles: it contains exactly the served methods."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tailrace.security.roles import MEMBERS, OPERATORS, Role
 
 
 def files() -> list[FileDescriptor]:
-    """Of everything that any of our servers serves."""
+    """Return the descriptors of all files whose services are served."""
     names = [m.name for m in pkgutil.iter_modules(tailrace.v1.__path__) if m.name.endswith("_pb2")]
     ours = [importlib.import_module(f"tailrace.v1.{name}") for name in names]
     return [m.DESCRIPTOR for m in (*ours, health_pb2, reflection_pb2, trace_service_pb2)]
@@ -28,21 +28,21 @@ def served() -> set[str]:
         for file in files()
         for service in file.services_by_name.values()
         for method in service.methods
-        # Health.List came with a later version of the protocol, and gRPC's own servicer has none.
+        # Health.List exists only in later versions of the protocol, and gRPC's own servicer lacks it.
         if method.name != "List"
     }
 
 
-def test_every_method_is_in_the_table_and_no_other() -> None:
+def test_table_contains_exactly_the_served_methods() -> None:
     assert served() == set(METHODS)
 
 
-def test_what_is_not_in_the_table_nobody_may_call() -> None:
+def test_methods_outside_the_table_are_denied() -> None:
     assert not allowed("/tailrace.v1.Worker/Shutdown")
     assert denial(Role.ADMIN, "me", "/x/Y") == "/x/Y is not available to any role"
 
 
-def test_who_looks_does_not_change() -> None:
+def test_viewers_may_call_only_reading_methods() -> None:
     for method, roles in METHODS.items():
         service, name = method.rsplit("/", 1)
         if service == "/tailrace.v1.Admin":
@@ -50,7 +50,7 @@ def test_who_looks_does_not_change() -> None:
             assert Role.ADMIN in roles, method
 
 
-def test_operators_reach_no_member_but_the_scheduler() -> None:
+def test_operators_may_call_only_the_admin_api() -> None:
     for method, roles in METHODS.items():
         if method.startswith("/tailrace.v1.") and not method.startswith("/tailrace.v1.Admin/"):
             assert not roles & OPERATORS, method

@@ -1,4 +1,4 @@
-"""The audit log: every change, by whom, with its outcome; refused ones too."""
+"""The audit log: every change with its caller and outcome, including refused ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.security.conftest import transport
 
 
 class Admin(admin_pb2_grpc.AdminServicer):
-    """What is needed of it."""
+    """The methods used by these tests."""
 
     async def SetPool(
         self,
@@ -56,25 +56,25 @@ class Admin(admin_pb2_grpc.AdminServicer):
 
 
 def _admin() -> admin_pb2_grpc.AdminServicer:
-    """The rest of its methods answer UNIMPLEMENTED."""
-    made: admin_pb2_grpc.AdminServicer = type("Whole", (Admin, admin_pb2_grpc.AdminServicer), {})()
-    return made
+    """Return a complete servicer, whose other methods answer UNIMPLEMENTED."""
+    servicer: admin_pb2_grpc.AdminServicer = type("Whole", (Admin, admin_pb2_grpc.AdminServicer), {})()
+    return servicer
 
 
-class Kept:
+class AuditSink:
     def __init__(self) -> None:
         self.entries: list[AuditEntry] = []
 
     def write(self, entry: AuditEntry) -> None:
         self.entries.append(entry)
 
-    def told(self) -> list[tuple[str, str, str, str, str]]:
+    def summaries(self) -> list[tuple[str, str, str, str, str]]:
         return [(e.who, e.on_behalf_of, e.what, e.outcome, e.details) for e in self.entries]
 
 
 @asynccontextmanager
 async def admin(
-    server: Transport, client: Transport, *sinks: Kept | AuditFile
+    server: Transport, client: Transport, *sinks: AuditSink | AuditFile
 ) -> AsyncIterator[admin_pb2_grpc.AdminAsyncStub]:
     servicer = Servicer(admin_pb2_grpc.add_AdminServicer_to_server, _admin(), "tailrace.v1.Admin")
     async with (
@@ -85,10 +85,10 @@ async def admin(
         yield admin_pb2_grpc.AdminStub(channel)
 
 
-async def test_each_change_is_told_and_no_look(authority: Authority) -> None:
-    kept = Kept()
+async def test_changes_are_logged_and_reads_are_not(authority: Authority) -> None:
+    audit = AuditSink()
     own = transport(authority, Role.ADMIN, "alice")
-    async with admin(transport(authority, Role.SCHEDULER), own, kept) as stub:
+    async with admin(transport(authority, Role.SCHEDULER), own, audit) as stub:
         await stub.GetSlo(admin_pb2.GetSloRequest(), timeout=10)
         forged = ((ON_BEHALF_OF, "admin/bob"),)
         await stub.SetPool(admin_pb2.SetPoolRequest(instance_id="w"), timeout=10, metadata=forged)
@@ -96,53 +96,55 @@ async def test_each_change_is_told_and_no_look(authority: Authority) -> None:
             await stub.SetPool(admin_pb2.SetPoolRequest(instance_id="none"), timeout=10)
         async for _ in stub.Drain(admin_pb2.DrainRequest(instance_id="w"), timeout=10):
             pass
-    assert kept.told() == [
+    assert audit.summaries() == [
         ("admin/alice", "", "SetPool", "OK", ""),
         ("admin/alice", "", "SetPool", "NOT_FOUND", "no such instance"),
         ("admin/alice", "", "Drain", "begun", ""),
         ("admin/alice", "", "Drain", "OK", ""),
     ]
-    assert kept.entries[0].request == {"instance_id": "w"}
-    assert kept.entries[0].peer.startswith("ipv4:127.0.0.1:")
+    assert audit.entries[0].request == {"instance_id": "w"}
+    assert audit.entries[0].peer.startswith("ipv4:127.0.0.1:")
 
 
-async def test_who_was_refused_is_told(authority: Authority) -> None:
-    kept = Kept()
+async def test_refused_calls_are_logged(authority: Authority) -> None:
+    audit = AuditSink()
     own = transport(authority, Role.VIEWER, "eve")
-    async with admin(transport(authority, Role.SCHEDULER), own, kept) as stub:
+    async with admin(transport(authority, Role.SCHEDULER), own, audit) as stub:
         with pytest.raises(grpc.aio.AioRpcError):
             await stub.SetPool(admin_pb2.SetPoolRequest(instance_id="w"), timeout=10)
         with pytest.raises(grpc.aio.AioRpcError):
             await stub.Rollout(admin_pb2.RolloutRequest(model="chat", to="9f2c"), timeout=10)
-    for (who, _, what, outcome, details), asked in zip(kept.told(), ("SetPool", "Rollout"), strict=True):
-        assert (who, what, outcome) == ("viewer/eve", asked, "PERMISSION_DENIED")
+    for (who, _, what, outcome, details), expected_method in zip(
+        audit.summaries(), ("SetPool", "Rollout"), strict=True
+    ):
+        assert (who, what, outcome) == ("viewer/eve", expected_method, "PERMISSION_DENIED")
         assert "requires admin" in details
-    assert kept.entries[1].request == {"model": "chat", "to": "9f2c"}
+    assert audit.entries[1].request == {"model": "chat", "to": "9f2c"}
 
 
-async def test_a_scheduler_tells_for_whom(authority: Authority) -> None:
-    kept = Kept()
+async def test_forwarded_call_logs_the_original_caller(authority: Authority) -> None:
+    audit = AuditSink()
     own = transport(authority, Role.SCHEDULER, "standby")
-    async with admin(transport(authority, Role.SCHEDULER), own, kept) as stub:
+    async with admin(transport(authority, Role.SCHEDULER), own, audit) as stub:
         passed_on = ((ON_BEHALF_OF, "admin/alice"),)
         await stub.SetPool(admin_pb2.SetPoolRequest(instance_id="w"), timeout=10, metadata=passed_on)
-    assert kept.told() == [("scheduler/standby", "admin/alice", "SetPool", "OK", "")]
+    assert audit.summaries() == [("scheduler/standby", "admin/alice", "SetPool", "OK", "")]
 
 
 @pytest.mark.parametrize("instance_id", ["slow", "more than is read"])
-async def test_a_caller_who_goes_away_is_told(instance_id: str) -> None:
-    """Also while the server is sending: of a call that is gone, gRPC must not be asked anything."""
-    kept = Kept()
-    async with admin(PLAIN, PLAIN, kept) as stub:
+async def test_cancelled_call_is_logged(instance_id: str) -> None:
+    """Also while the server is sending: gRPC must not be queried about a call that has ended."""
+    audit = AuditSink()
+    async with admin(PLAIN, PLAIN, audit) as stub:
         call = stub.Drain(admin_pb2.DrainRequest(instance_id=instance_id), timeout=10)
         async for _ in call:
             call.cancel()
             break
         with suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
             await call.code()
-        # The server has ended, with all its calls, when its block has.
-    assert [entry[3] for entry in kept.told()] == ["begun", "CANCELLED"]
-    assert kept.told()[0][0] == ""
+        # The end of the block has stopped the server and all its calls.
+    assert [entry[3] for entry in audit.summaries()] == ["begun", "CANCELLED"]
+    assert audit.summaries()[0][0] == ""
 
 
 async def test_lines_are_json_and_appended(tmp_path: Path) -> None:
@@ -173,7 +175,7 @@ def _entry(what: str) -> AuditEntry:
 
 
 def _what(line: str) -> str:
-    """Of an entry; nothing of what is none."""
+    """Return `what` of an entry, or an empty string if the line is not one."""
     try:
         return str(json.loads(line)["what"])
     except ValueError:
@@ -181,7 +183,7 @@ def _what(line: str) -> str:
 
 
 @pytest.mark.parametrize("room", [0, 1, 40])
-def test_a_full_disk_spoils_no_line_but_its_own(
+def test_full_disk_damages_only_its_own_line(
     tmp_path: Path, room: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "audit.jsonl"
@@ -193,19 +195,19 @@ def test_a_full_disk_spoils_no_line_but_its_own(
     file.close()
     read = [_what(line) for line in path.read_text().splitlines()]
     assert [what for what in read if what] == ["before", "after"]
-    # What the file lacks is in the process's log.
+    # The entry that the file lacks is in the process's log.
     assert '"within"' in caplog.text
 
 
 async def test_entries_are_exported_as_opentelemetry_logs(monkeypatch: pytest.MonkeyPatch) -> None:
     class Logs(logs_service_pb2_grpc.LogsServiceServicer):  # type: ignore[misc]
         def __init__(self) -> None:
-            self.got: asyncio.Queue[logs_service_pb2.ExportLogsServiceRequest] = asyncio.Queue()
+            self.received: asyncio.Queue[logs_service_pb2.ExportLogsServiceRequest] = asyncio.Queue()
 
         async def Export(
             self, request: logs_service_pb2.ExportLogsServiceRequest, context: object
         ) -> logs_service_pb2.ExportLogsServiceResponse:
-            self.got.put_nowait(request)
+            self.received.put_nowait(request)
             return logs_service_pb2.ExportLogsServiceResponse()
 
     logs, server = Logs(), grpc.aio.server()
@@ -216,12 +218,12 @@ async def test_entries_are_exported_as_opentelemetry_logs(monkeypatch: pytest.Mo
     monkeypatch.setenv(LOGS_ENDPOINT, f"http://127.0.0.1:{port}")
     export = audit_export("scheduler", "s")
     assert export is not None
-    kept = Kept()
-    async with admin(PLAIN, PLAIN, kept) as stub:
+    audit = AuditSink()
+    async with admin(PLAIN, PLAIN, audit) as stub:
         await stub.SetPool(admin_pb2.SetPoolRequest(instance_id="w"), timeout=10)
-    export.write(kept.entries[0])
+    export.write(audit.entries[0])
     async with asyncio.timeout(30):
-        request = await logs.got.get()
+        request = await logs.received.get()
     (record,) = request.resource_logs[0].scope_logs[0].log_records
     values = {each.key: each.value.string_value for each in record.attributes}
     assert (values["tailrace.audit.what"], values["tailrace.audit.outcome"]) == ("SetPool", "OK")
@@ -229,7 +231,7 @@ async def test_entries_are_exported_as_opentelemetry_logs(monkeypatch: pytest.Mo
     await server.stop(None)
 
 
-def test_changes_are_what_a_viewer_may_not_do() -> None:
+def test_list_of_changing_methods() -> None:
     assert {method.rpartition("/")[2] for method in CHANGES} == {
         "SetPolicy",
         "SetSlo",

@@ -1,4 +1,4 @@
-"""gRPC between processes with certificates: who may call what, and what the others are told."""
+"""gRPC between processes with certificates: which role may call what, and the errors of others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.security.conftest import EXPIRED_DAYS, transport
 
 
 class Worker(worker_pb2_grpc.WorkerServicer):
-    """One method of each kind, in both ways to write one."""
+    """One method of each kind, in both styles of implementation."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -82,7 +82,7 @@ async def serving(own: Transport) -> AsyncIterator[tuple[Worker, str]]:
 
 
 async def call_all(channels: Channels, address: str) -> list[str]:
-    """What each kind of call ends with."""
+    """Make each kind of call and return their outcomes."""
     worker = worker_pb2_grpc.WorkerStub(channels.get(address, Role.WORKER))
     ends: list[str] = []
     try:
@@ -104,20 +104,20 @@ async def call_all(channels: Channels, address: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("role", "may"),
+    ("role", "permitted"),
     [
         (Role.MIGRATION, [True, True, False]),
         (Role.WORKER, [False, False, True]),
         *((role, [False] * 3) for role in (Role.FRONTEND, Role.MONITOR, Role.ADMIN, Role.ETCD_ROOT)),
     ],
 )
-async def test_each_method_is_for_its_roles(authority: Authority, role: Role, may: list[bool]) -> None:
+async def test_each_method_is_for_its_roles(authority: Authority, role: Role, permitted: list[bool]) -> None:
     channels = Channels(transport(authority, role, "caller"))
     async with serving(transport(authority, Role.WORKER)) as (worker, address):
         ends = await call_all(channels, address)
-        for end, allowed, name, needed in zip(
+        for end, allowed, name, required in zip(
             ends,
-            may,
+            permitted,
             ("CancelImport", "Import", "Export"),
             ("migration", "migration", "worker"),
             strict=True,
@@ -127,16 +127,16 @@ async def test_each_method_is_for_its_roles(authority: Authority, role: Role, ma
             else:
                 assert end == (
                     f"PERMISSION_DENIED: the certificate of caller has role {role.value}; "
-                    f"/tailrace.v1.Worker/{name} requires {needed}"
+                    f"/tailrace.v1.Worker/{name} requires {required}"
                 )
                 assert name not in worker.calls
-        # How it is, everybody with a certificate may ask.
+        # Every role may check its health.
         reply = await HealthStub(channels.get(address, Role.WORKER)).Check(HealthCheckRequest(), timeout=10)
         assert reply.status == HealthCheckResponse.SERVING
         await channels.close()
 
 
-async def test_nobody_gets_in_without_a_certificate(authority: Authority) -> None:
+async def test_calls_without_a_certificate_fail(authority: Authority) -> None:
     async with serving(transport(authority, Role.WORKER)) as (worker, address):
         channels = Channels(PLAIN)
         ends = await call_all(channels, address)
@@ -144,23 +144,29 @@ async def test_nobody_gets_in_without_a_certificate(authority: Authority) -> Non
         await channels.close()
 
 
-async def test_a_server_of_another_role_is_not_called(authority: Authority) -> None:
-    """One that took a worker's address."""
+async def test_server_with_another_role_is_not_called(authority: Authority) -> None:
+    """As when another process has taken over a worker's address."""
     async with serving(transport(authority, Role.FRONTEND)) as (worker, address):
-        mine = transport(authority, Role.MIGRATION)
-        channels = Channels(mine)
+        own_transport = transport(authority, Role.MIGRATION)
+        channels = Channels(own_transport)
         ends = await call_all(channels, address)
         assert all(end.startswith("UNAVAILABLE") for end in ends) and not worker.calls
-        problem = await asyncio.to_thread(handshake_problem, address, Role.WORKER, mine.folder.current())
+        problem = await asyncio.to_thread(
+            handshake_problem, address, Role.WORKER, own_transport.folder.current()
+        )
         assert problem.startswith("the certificate has another role")
         await channels.close()
 
 
-async def test_what_is_wrong_with_a_certificate_can_be_told(authority: Authority, foreign: Authority) -> None:
+async def test_handshake_problem_is_explained(authority: Authority, foreign: Authority) -> None:
     good = transport(authority, Role.ADMIN, "good").folder.current()
-    late = authority.issue(Identity(Role.ADMIN, "late"), days=EXPIRED_DAYS).folder
+    expired_folder = authority.issue(Identity(Role.ADMIN, "late"), days=EXPIRED_DAYS).folder
     stranger = read_credentials(foreign.issue(Identity(Role.ADMIN, "stranger")).folder)
-    expired = replace(good, certificate=(late / "tls.crt").read_bytes(), key=(late / "tls.key").read_bytes())
+    expired = replace(
+        good,
+        certificate=(expired_folder / "tls.crt").read_bytes(),
+        key=(expired_folder / "tls.key").read_bytes(),
+    )
     cases = {
         "": good,
         "the server rejects our certificate": expired,
@@ -168,12 +174,12 @@ async def test_what_is_wrong_with_a_certificate_can_be_told(authority: Authority
         "the certificate is not signed by an authority trusted here": stranger,
     }
     async with serving(transport(authority, Role.SCHEDULER)) as (_, address):
-        for said, credentials in cases.items():
-            found = await asyncio.to_thread(handshake_problem, address, Role.SCHEDULER, credentials)
-            assert said in found and bool(said) == bool(found)
+        for expected, credentials in cases.items():
+            problem = await asyncio.to_thread(handshake_problem, address, Role.SCHEDULER, credentials)
+            assert expected in problem and bool(expected) == bool(problem)
 
 
-async def test_the_probe_asks_with_a_certificate(authority: Authority) -> None:
+async def test_health_probe_uses_a_certificate(authority: Authority) -> None:
     own = transport(authority, Role.WORKER)
     async with serving(own) as (_, address):
         await asyncio.to_thread(check_grpc, address, "", 10.0, own, Role.WORKER)
@@ -181,8 +187,8 @@ async def test_the_probe_asks_with_a_certificate(authority: Authority) -> None:
             await asyncio.to_thread(check_grpc, address, "", 10.0)
 
 
-async def test_new_certificates_cut_no_call(authority: Authority) -> None:
-    """Of the server and of the client, while a stream is open, and of the authority itself."""
+async def test_certificate_rotation_interrupts_no_call(authority: Authority) -> None:
+    """Certificates of server, client and authority are replaced while a stream is open."""
     server, client = transport(authority, Role.WORKER), transport(authority, Role.MIGRATION)
     channels = Channels(client)
     async with serving(server) as (worker, address):

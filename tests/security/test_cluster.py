@@ -1,4 +1,4 @@
-"""A whole cluster with certificates: who is not in it gets nowhere, and new certificates disturb nobody."""
+"""A whole cluster with certificates: outsiders are refused, and certificate rotation disturbs no one."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _STREAMS = 50
 
 @dataclass
 class Cluster:
-    """`tailrace up --tls`."""
+    """A cluster started by `tailrace up --tls`."""
 
     folder: Path
     http_port: int
 
     @property
     def state(self) -> RunState:
-        """As it is now: parts are restarted."""
+        """The current state, which changes when parts are restarted."""
         state = RunFolder(self.folder / ".run").read()
         assert state is not None
         return state
@@ -60,7 +60,7 @@ class Cluster:
         return listening_ports(self.state)
 
     async def streams(self, prompts: Sequence[str], tokens: int) -> list[str]:
-        """Errors of so many streams at once."""
+        """Run streams concurrently and return their errors."""
         url = f"http://127.0.0.1:{self.http_port}"
         requests = [completion_request(url, "tiny", prompt, tokens) for prompt in prompts]
         results = await run_streams(url, requests)
@@ -87,22 +87,22 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     port = free_port()
     options = ("--tls", "--engine", "simulated", "--workers", "2", "--front", _FRONT, "--port", str(port))
     try:
-        done = _tailrace(folder, "up", *options)
-        assert done.returncode == 0, done.stderr
+        result = _tailrace(folder, "up", *options)
+        assert result.returncode == 0, result.stderr
         yield Cluster(folder, port)
     finally:
         _tailrace(folder, "down")
 
 
-def test_whoever_started_it_is_its_operator(cluster: Cluster) -> None:
-    listed = json.loads(cluster.tailrace("get", "instances", "-o", "json").stdout)["instances"]
-    assert [each["state"] for each in listed] == ["active", "active"]
+def test_user_who_started_the_cluster_is_its_operator(cluster: Cluster) -> None:
+    instances = json.loads(cluster.tailrace("get", "instances", "-o", "json").stdout)["instances"]
+    assert [each["state"] for each in instances] == ["active", "active"]
     assert cluster.tailrace("set", "slo", "ttft=3").returncode == 0
-    told = (cluster.folder / ".run" / "logs" / "scheduler.log").read_text()
-    assert '"who":"admin/local"' in told and '"what":"SetSlo"' in told
+    log = (cluster.folder / ".run" / "logs" / "scheduler.log").read_text()
+    assert '"who":"admin/local"' in log and '"what":"SetSlo"' in log
 
 
-def test_a_viewer_looks_and_does_not_change(cluster: Cluster) -> None:
+def test_viewer_can_read_but_not_change(cluster: Cluster) -> None:
     own = str(cluster.authority.issue(Identity(Role.VIEWER, "v")).folder)
     assert "ttft" in cluster.tailrace("get", "slo", "--tls", own).stdout
     refused = cluster.tailrace("set", "slo", "ttft=9", "--tls", own)
@@ -110,7 +110,7 @@ def test_a_viewer_looks_and_does_not_change(cluster: Cluster) -> None:
     assert "the certificate of v has role viewer; /tailrace.v1.Admin/SetSlo requires admin" in refused.stderr
 
 
-def test_the_wrong_certificate_is_told(cluster: Cluster, tmp_path: Path) -> None:
+def test_wrong_certificate_is_explained(cluster: Cluster, tmp_path: Path) -> None:
     admin = ("get", "slo", "--admin", cluster.state.admin)
     without = cluster.tailrace(*admin)
     assert without.returncode == 3 and "does it require a certificate? (--tls)" in without.stderr
@@ -126,45 +126,45 @@ def test_the_wrong_certificate_is_told(cluster: Cluster, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-async def test_new_certificates_and_a_new_authority_break_nothing(cluster: Cluster) -> None:
-    """Fifty streams are under way all the time; others begin after each step."""
-    over = asyncio.Event()
+async def test_rotation_of_certificates_and_authority_breaks_no_stream(cluster: Cluster) -> None:
+    """Fifty streams are running all the time; others begin after each step."""
+    stopped = asyncio.Event()
 
     async def keep_streaming() -> list[str]:
         errors: list[str] = []
-        while not over.is_set():
+        while not stopped.is_set():
             errors += await cluster.streams([f"long {n}" for n in range(_STREAMS)], 1000)
         return errors
 
     long = asyncio.create_task(keep_streaming())
     steps = ("rotate", "new-authority", "rotate", "retire-authority", "rotate")
     for step in steps:
-        done = await asyncio.to_thread(cluster.tailrace, "certs", step, "--dir", cluster.state.certificates)
-        assert done.returncode == 0, done.stderr
+        result = await asyncio.to_thread(cluster.tailrace, "certs", step, "--dir", cluster.state.certificates)
+        assert result.returncode == 0, result.stderr
         if step == "new-authority":
-            # It reads the authorities that it trusts at its start alone.
+            # etcd reads its trusted authorities only at startup.
             restarted = await asyncio.to_thread(cluster.tailrace, "restart", "etcd")
             assert restarted.returncode == 0, restarted.stderr
         assert await cluster.streams([f"{step} {n}" for n in range(5)], 20) == []
-    over.set()
+    stopped.set()
     assert await long == []
-    listed = json.loads(cluster.tailrace("get", "instances", "-o", "json").stdout)["instances"]
-    assert [each["state"] for each in listed] == ["active", "active"]
-    # A part that comes back meets the new ones.
+    instances = json.loads(cluster.tailrace("get", "instances", "-o", "json").stdout)["instances"]
+    assert [each["state"] for each in instances] == ["active", "active"]
+    # Restarted parts use the new certificates.
     restarted = cluster.tailrace("restart", "worker-1", "migration")
     assert restarted.returncode == 0, restarted.stderr
     assert await cluster.streams([f"after {n}" for n in range(5)], 20) == []
 
 
-async def test_nothing_of_a_prompt_can_be_read_on_the_links(cluster: Cluster) -> None:
+async def test_prompts_are_encrypted_on_all_links(cluster: Cluster) -> None:
     secret = "sesame opens this very door"
     try:
         sniffer = Sniffer(frozenset({cluster.http_port}))
     except PermissionError:
-        pytest.skip("may not capture packets here")
+        pytest.skip("no permission to capture packets")
     with sniffer:
         assert await cluster.streams([secret] * 5, 50) == []
-        # That it does see what is in the clear. Tokens of the tiny model are bytes: it would be the same.
+        # Prove that the sniffer sees plain text. The tiny model's tokens are bytes and would look the same.
         with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as client:
             client.connect(server.getsockname())
             client.sendall(b"over: " + secret[::-1].encode())
@@ -173,10 +173,10 @@ async def test_nothing_of_a_prompt_can_be_read_on_the_links(cluster: Cluster) ->
     assert secret.encode() not in sniffer.captured_bytes
 
 
-def test_every_port_and_every_method_refuses_whoever_has_no_certificate(cluster: Cluster) -> None:
+def test_every_port_and_method_refuses_callers_without_a_certificate(cluster: Cluster) -> None:
     ports = cluster.listening_ports()
     assert len(ports) >= 2 * 6 + 2
-    exempt = _in_the_clear(cluster)
+    exempt = _plain_text_ports(cluster)
     authorities = (Path(cluster.state.certificates) / "ca.crt").read_bytes()
     for port, part in ports.items():
         if port in exempt:
@@ -188,10 +188,10 @@ def test_every_port_and_every_method_refuses_whoever_has_no_certificate(cluster:
 
 
 @pytest.mark.parametrize("role", [Role.WORKER, Role.TELEMETRY, Role.VIEWER])
-def test_a_member_of_another_role_gets_no_further(cluster: Cluster, role: Role) -> None:
+def test_member_with_another_role_is_refused(cluster: Cluster, role: Role) -> None:
     own = read_credentials(cluster.authority.issue(Identity(role, "intruder")).folder)
-    exempt = _in_the_clear(cluster)
-    answered: dict[str, int] = {}
+    exempt = _plain_text_ports(cluster)
+    counts: dict[str, int] = {}
     for port, part in cluster.listening_ports().items():
         kind = part.partition("-")[0]
         if port in exempt or kind == "etcd":
@@ -199,23 +199,23 @@ def test_a_member_of_another_role_gets_no_further(cluster: Cluster, role: Role) 
         for method, code in call_all("127.0.0.1", port, own.for_channels(), server_name(Role(kind))).items():
             if role in METHODS[method]:
                 continue
-            # Not served there, or refused; on a port that is not gRPC's, nothing at all.
+            # Unimplemented or denied; on a port without gRPC, no response at all.
             allowed = {"PERMISSION_DENIED", "UNIMPLEMENTED", "UNAVAILABLE", "DEADLINE_EXCEEDED"}
             assert code in allowed, (part, port, method, code)
-            answered[code] = answered.get(code, 0) + 1
-    assert answered["PERMISSION_DENIED"] > 20
+            counts[code] = counts.get(code, 0) + 1
+    assert counts["PERMISSION_DENIED"] > 20
 
 
-def _in_the_clear(cluster: Cluster) -> set[int]:
-    """Ports that are meant to be: for users, etcd's health on loopback; and KV transfer, which UCX does."""
+def _plain_text_ports(cluster: Cluster) -> set[int]:
+    """Return the intentionally unencrypted ports: HTTP for users, etcd's health on loopback, UCX transfer."""
     etcd = next(part for part in cluster.state.parts if part.name == "etcd")
     assert etcd.spec is not None
     health = int(etcd.spec.address.rpartition(":")[2])
-    named = {cluster.http_port, health}
+    exempt_ports = {cluster.http_port, health}
     for port, part in cluster.listening_ports().items():
         if part.startswith("worker") and not _speaks_tls(port):
-            named.add(port)
-    return named
+            exempt_ports.add(port)
+    return exempt_ports
 
 
 def _speaks_tls(port: int) -> bool:

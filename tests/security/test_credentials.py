@@ -1,4 +1,4 @@
-"""A folder's certificate: what cannot be used is named, and what runs goes on with what it had."""
+"""Certificates in a folder: unusable ones are named, and running processes keep the previous one."""
 
 from __future__ import annotations
 
@@ -25,54 +25,54 @@ class Clock:
         self.now_s = 0.0
 
     def __call__(self) -> float:
-        # Each look is a second after the last.
+        # The clock advances by a second at each check.
         self.now_s += 1.0
         return self.now_s
 
 
-def test_a_certificate_says_who_has_it(authority: Authority) -> None:
+def test_certificate_contains_the_identity(authority: Authority) -> None:
     issued = authority.issue(WORKER, hosts=["10.0.0.7", "node-7"])
-    read = read_credentials(issued.folder)
-    assert read.identity == WORKER
-    assert read.not_after_s == issued.not_after.timestamp()
-    assert b"PRIVATE" not in repr(read).encode()
+    credentials = read_credentials(issued.folder)
+    assert credentials.identity == WORKER
+    assert credentials.not_after_s == issued.not_after.timestamp()
+    assert b"PRIVATE" not in repr(credentials).encode()
     assert (issued.folder / "tls.key").stat().st_mode & 0o077 == 0
     assert {*authority.issued()[0].hosts} == {"10.0.0.7", "node-7"}
 
 
 @pytest.mark.parametrize("uris", [[], ["https://x"], ["tailrace://worker/a", "tailrace://worker/b"]])
-def test_an_identity_is_one(uris: list[str]) -> None:
+def test_certificate_must_have_exactly_one_identity(uris: list[str]) -> None:
     with pytest.raises(NoIdentity):
         identity_of(uris)
 
 
 @pytest.mark.parametrize("uri", ["tailrace://wurker/a", "tailrace://worker/", "tailrace://worker/a/b"])
-def test_an_identity_is_of_a_known_role_and_a_plain_name(uri: str) -> None:
+def test_identity_must_have_a_known_role_and_a_plain_name(uri: str) -> None:
     with pytest.raises(NoIdentity):
         identity_of([uri])
 
 
-def test_an_expired_certificate_is_named(authority: Authority) -> None:
+def test_expired_certificate_is_named(authority: Authority) -> None:
     folder = authority.issue(WORKER, days=EXPIRED_DAYS).folder
     with pytest.raises(UnusableCredentials, match=r"worker-0/tls.crt: the certificate has expired"):
         read_credentials(folder)
 
 
-def test_a_foreign_certificate_is_named(authority: Authority, foreign: Authority) -> None:
+def test_foreign_certificate_is_named(authority: Authority, foreign: Authority) -> None:
     folder = foreign.issue(WORKER).folder
     shutil.copy(authority.folder / "ca.crt", folder)
     with pytest.raises(UnusableCredentials, match=r"not signed by an authority trusted here"):
         read_credentials(folder)
 
 
-def test_a_certificate_of_the_wrong_role_is_named(authority: Authority) -> None:
+def test_certificate_with_the_wrong_role_is_named(authority: Authority) -> None:
     folder = authority.issue(WORKER).folder
     with pytest.raises(UnusableCredentials, match=r"its role is worker; monitor is required here"):
         CredentialFolder(folder, frozenset({Role.MONITOR}))
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("tls.key", b"", "not PEM"),
         ("tls.crt", b"rubbish", "not PEM"),
@@ -80,19 +80,19 @@ def test_a_certificate_of_the_wrong_role_is_named(authority: Authority) -> None:
         ("ca.crt", b"\xff", "ascii"),
     ],
 )
-def test_rubbish_is_named(authority: Authority, name: str, content: bytes, said: str) -> None:
+def test_unreadable_file_is_named(authority: Authority, name: str, content: bytes, message: str) -> None:
     folder = authority.issue(WORKER).folder
     (folder / name).write_bytes(content)
-    with pytest.raises(UnusableCredentials, match=said):
+    with pytest.raises(UnusableCredentials, match=message):
         read_credentials(folder)
 
 
-def test_a_missing_file_is_named(authority: Authority, tmp_path: Path) -> None:
+def test_missing_file_is_named(authority: Authority, tmp_path: Path) -> None:
     with pytest.raises(UnusableCredentials, match=r"ca.crt: No such file"):
         read_credentials(tmp_path / "nothing")
 
 
-def test_a_new_certificate_is_read_when_its_files_change(authority: Authority) -> None:
+def test_new_certificate_is_read_when_its_files_change(authority: Authority) -> None:
     credentials = CredentialFolder(authority.issue(WORKER).folder, frozenset({Role.WORKER}), Clock())
     version, before = credentials.versioned()
     assert credentials.versioned() == (version, before)
@@ -101,7 +101,7 @@ def test_a_new_certificate_is_read_when_its_files_change(authority: Authority) -
     assert after != version and now.certificate != before.certificate
 
 
-def test_half_of_a_replacement_waits_for_the_other_half(
+def test_partial_replacement_waits_for_the_other_file(
     authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = authority.issue(WORKER).folder
@@ -117,7 +117,7 @@ def test_half_of_a_replacement_waits_for_the_other_half(
     assert credentials.current().certificate == renewed
 
 
-def test_a_mistake_is_said_once_and_what_runs_goes_on(
+def test_invalid_replacement_is_logged_once_and_the_old_one_stays_in_use(
     authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = authority.issue(WORKER).folder
@@ -126,14 +126,14 @@ def test_a_mistake_is_said_once_and_what_runs_goes_on(
     authority.issue(WORKER, days=EXPIRED_DAYS)
     for _ in range(5):
         assert credentials.current() is before
-    (said,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
-    assert "has expired; the previous certificate stays in use" in said
+    (message,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    assert "has expired; the previous certificate stays in use" in message
 
 
-def test_an_authority_is_replaced_in_three_steps(authority: Authority) -> None:
+def test_authority_is_replaced_in_three_steps(authority: Authority) -> None:
     folders = [authority.issue(Identity(Role.WORKER, name)).folder for name in ("a", "b")]
     authority.supersede()
-    # Both are trusted, and what the older one signed is in use.
+    # Both authorities are trusted, and certificates of the older one are in use.
     older = [read_credentials(folder) for folder in folders]
     with pytest.raises(AuthorityProblem, match="older authority"):
         authority.retire()
@@ -145,7 +145,7 @@ def test_an_authority_is_replaced_in_three_steps(authority: Authority) -> None:
     assert newer[0].authorities.count(b"BEGIN CERTIFICATE") == 1
 
 
-def test_a_second_authority_does_not_overwrite_the_first(authority: Authority) -> None:
+def test_second_authority_does_not_overwrite_the_first(authority: Authority) -> None:
     with pytest.raises(AuthorityProblem, match="already has an authority"):
         Authority.create(authority.folder)
     with pytest.raises(AuthorityProblem, match="no authority"):

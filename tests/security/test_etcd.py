@@ -1,4 +1,4 @@
-"""A real etcd that asks for certificates: services keep to their keys, others get nothing."""
+"""A real etcd with certificates: services can write only their own keys, others have no access."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.security.conftest import transport
 
 CLUSTER = "c"
 
-# Written by the service of the role in its life, and by no other.
+# Keys that only services of the role write.
 OWN = {
     Role.FRONTEND: ["services/frontend/f"],
     Role.MONITOR: ["services/monitor/m", "leader/monitor"],
@@ -45,7 +45,7 @@ OWN = {
 
 
 @dataclass
-class Guarded:
+class SecuredEtcd:
     authority: Authority
     etcd: LocalEtcd
     changes: list[str]
@@ -55,7 +55,7 @@ class Guarded:
 
 
 @pytest.fixture
-async def guarded(authority: Authority, tmp_path: Path) -> AsyncIterator[Guarded]:
+async def secured_etcd(authority: Authority, tmp_path: Path) -> AsyncIterator[SecuredEtcd]:
     folder = authority.issue(Identity(Role.ETCD, "etcd"), hosts=["127.0.0.1"]).folder
     tls = EtcdTls(folder, free_port())
     async with local_etcd(tmp_path / "etcd", tls=tls) as etcd:
@@ -63,15 +63,15 @@ async def guarded(authority: Authority, tmp_path: Path) -> AsyncIterator[Guarded
         changes = await apply_rights(client, etcd_rights(CLUSTER), CLUSTER)
         assert await apply_rights(client, etcd_rights(CLUSTER), CLUSTER) == []
         await client.close()
-        yield Guarded(authority, etcd, changes)
+        yield SecuredEtcd(authority, etcd, changes)
 
 
-async def test_each_role_writes_its_own_keys_and_no_others(guarded: Guarded) -> None:
+async def test_each_role_writes_its_own_keys_and_no_others(secured_etcd: SecuredEtcd) -> None:
     assert {*OWN} == MEMBERS
     async with AsyncExitStack() as stack:
         stores = {}
         for role in OWN:
-            stores[role] = await guarded.store(transport(guarded.authority, role))
+            stores[role] = await secured_etcd.store(transport(secured_etcd.authority, role))
             stack.push_async_callback(stores[role].close)
         for role, keys in OWN.items():
             for key in keys:
@@ -81,67 +81,71 @@ async def test_each_role_writes_its_own_keys_and_no_others(guarded: Guarded) -> 
                         continue
                     with pytest.raises(StoreUnavailable, match="permission denied"):
                         await store.put(key, b"not mine")
-                # Everybody follows the whole cluster.
+                # Every role can read all keys of the cluster.
                 assert await stores[Role.FRONTEND].get(key) == role.value.encode()
 
 
-async def test_a_service_lives_there_as_in_an_open_one(guarded: Guarded) -> None:
-    """Registration, watch, lease and withdrawal."""
-    store = await guarded.store(transport(guarded.authority, Role.WORKER))
-    other = await guarded.store(transport(guarded.authority, Role.SCHEDULER))
+async def test_service_lifecycle_with_access_control(secured_etcd: SecuredEtcd) -> None:
+    """Registration, watch, lease and withdrawal work."""
+    store = await secured_etcd.store(transport(secured_etcd.authority, Role.WORKER))
+    other = await secured_etcd.store(transport(secured_etcd.authority, Role.SCHEDULER))
     async with asyncio.timeout(30):
-        seen = other.watch_prefix("")
+        watch = other.watch_prefix("")
         registration = await register(store, "instances/w", b"here", 5.0)
-        async for values in seen:
+        async for values in watch:
             if values.get("instances/w") == b"here":
                 break
         await registration._renew()
         await registration.withdraw()
-        async for values in seen:
+        async for values in watch:
             if "instances/w" not in values:
                 assert values["withdrawn/instances/w"] == b"here"
                 break
-        await seen.aclose()
+        await watch.aclose()
     await other.delete("drains/w")
     await store.close()
     await other.close()
 
 
-async def test_a_cluster_does_not_reach_into_another(guarded: Guarded) -> None:
-    own = transport(guarded.authority, Role.SCHEDULER)
-    client = EtcdClient(parse_endpoints([guarded.etcd.endpoint]), own)
+async def test_cluster_cannot_access_another_clusters_keys(secured_etcd: SecuredEtcd) -> None:
+    own = transport(secured_etcd.authority, Role.SCHEDULER)
+    client = EtcdClient(parse_endpoints([secured_etcd.etcd.endpoint]), own)
     foreign = Store(client, "another")
     with pytest.raises(StoreUnavailable, match="permission denied"):
         await foreign.get("policy")
     await client.close()
 
 
-async def test_new_certificates_take_over_while_a_watch_goes_on(guarded: Guarded) -> None:
-    own = transport(guarded.authority, Role.SCHEDULER)
-    store = await guarded.store(own)
+async def test_watch_survives_certificate_rotation(secured_etcd: SecuredEtcd) -> None:
+    own = transport(secured_etcd.authority, Role.SCHEDULER)
+    store = await secured_etcd.store(own)
     async with asyncio.timeout(30):
-        seen = store.watch_prefix("pools/")
-        assert await anext(seen) == {}
+        watch = store.watch_prefix("pools/")
+        assert await anext(watch) == {}
         before = own.version
-        guarded.authority.rotate()
+        secured_etcd.authority.rotate()
         await store.put("pools/w", b"prefill")
         assert own.version > before
-        assert await anext(seen) == {"pools/w": b"prefill"}
-        await seen.aclose()
+        assert await anext(watch) == {"pools/w": b"prefill"}
+        await watch.aclose()
     await store.close()
 
 
 @pytest.mark.parametrize("role", [Role.VIEWER, Role.ADMIN, Role.TELEMETRY])
-async def test_operators_are_no_users_of_etcd(guarded: Guarded, role: Role) -> None:
-    client = EtcdClient(parse_endpoints([guarded.etcd.endpoint]), transport(guarded.authority, role))
+async def test_operators_have_no_access_to_etcd(secured_etcd: SecuredEtcd, role: Role) -> None:
+    client = EtcdClient(
+        parse_endpoints([secured_etcd.etcd.endpoint]), transport(secured_etcd.authority, role)
+    )
     with pytest.raises(StoreUnavailable, match=r"permission denied|user name not found"):
         await Store(client, CLUSTER).get("policy")
     await client.close()
 
 
-async def test_others_get_nothing(guarded: Guarded, foreign: Authority) -> None:
+async def test_etcd_refuses_clients_without_a_valid_certificate(
+    secured_etcd: SecuredEtcd, foreign: Authority
+) -> None:
     for own in (PLAIN, transport(foreign, Role.SCHEDULER)):
-        client = EtcdClient(parse_endpoints([guarded.etcd.endpoint]), own)
+        client = EtcdClient(parse_endpoints([secured_etcd.etcd.endpoint]), own)
         with pytest.raises(StoreUnavailable):
             await Store(client, CLUSTER).get("policy")
         await client.close()

@@ -1,4 +1,4 @@
-"""A service that others can reach, and that asks nobody who they are, does not start."""
+"""A service that is reachable from other machines does not start without authentication."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from tailrace.security.roles import Identity, Role
         ("node-7:1", False),
     ],
 )
-def test_loopback_is_what_nobody_else_reaches(address: str, loopback: bool) -> None:
+def test_is_loopback(address: str, loopback: bool) -> None:
     assert is_loopback(address) is loopback
 
 
 @pytest.mark.parametrize("kind", ["monitor", "migration", "scheduler", "worker", "frontend"])
 @pytest.mark.parametrize("option", ["--listen", "--metrics"])
-def test_beyond_loopback_it_wants_a_certificate(kind: str, option: str) -> None:
-    done = CliRunner().invoke(main, ["serve", kind, option, "0.0.0.0:7199"])
-    assert done.exit_code == 2
-    assert "0.0.0.0:7199 can be reached from other machines" in done.stderr
-    assert "--insecure" in done.stderr
+def test_address_beyond_loopback_requires_a_certificate(kind: str, option: str) -> None:
+    result = CliRunner().invoke(main, ["serve", kind, option, "0.0.0.0:7199"])
+    assert result.exit_code == 2
+    assert "0.0.0.0:7199 can be reached from other machines" in result.stderr
+    assert "--insecure" in result.stderr
 
 
-@pytest.mark.parametrize("given", [["--insecure"], []])
-def test_unless_it_is_told_that_this_is_meant(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    if not given:
+@pytest.mark.parametrize("options", [["--insecure"], []])
+def test_insecure_option_allows_other_addresses(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    if not options:
         monkeypatch.setenv("TAILRACE_INSECURE", "1")
-    # It gets as far as the next mistake.
-    arguments = ["serve", "scheduler", "--listen", "0.0.0.0:0", *given, "--policy", "magic"]
+    # Past the check of the address, it fails at the unknown policy.
+    arguments = ["serve", "scheduler", "--listen", "0.0.0.0:0", *options, "--policy", "magic"]
     assert "unknown policy 'magic'" in CliRunner().invoke(main, arguments).stderr
 
 
-def test_with_a_certificate_of_its_role_it_listens_anywhere(authority: Authority) -> None:
+def test_certificate_with_the_right_role_allows_any_address(authority: Authority) -> None:
     arguments = ["serve", "scheduler", "--listen", "0.0.0.0:0", "--policy", "magic", "--tls"]
     own = authority.issue(Identity(Role.SCHEDULER, "s")).folder
     assert "unknown policy 'magic'" in CliRunner().invoke(main, [*arguments, str(own)]).stderr

@@ -1,4 +1,4 @@
-"""A standby passes on what is the leader's, and nothing that the caller may not do."""
+"""A standby forwards calls that only the leader can execute, with the permissions of the caller."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tailrace.service.server import GrpcServer, Servicer, serve_grpc
 from tailrace.store.client import StoreUnavailable
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, types_pb2
 from tests.security.conftest import transport
-from tests.security.test_audit import Kept
+from tests.security.test_audit import AuditSink
 
 
 class Admin:
-    """The methods that are called here."""
+    """The methods used by these tests."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -61,7 +61,7 @@ class Admin:
 
 
 class Members:
-    """Who leads."""
+    """Membership that knows only the leaders."""
 
     def __init__(self) -> None:
         self.leaders: dict[str, ServiceRecord] = {}
@@ -69,19 +69,19 @@ class Members:
 
 @dataclass
 class Pair:
-    """The admin API of a standby, as its caller has it; what the leader's audit log has."""
+    """A client of the standby's admin API, and the leader with its audit log."""
 
     admin: admin_pb2_grpc.AdminAsyncStub
     members: Members
     leader: GrpcServer
-    kept: Kept
+    audit: AuditSink
 
 
 @asynccontextmanager
 async def scheduler(
-    name: str, own: Transport, members: Members, kept: Kept, leads: bool
+    name: str, own: Transport, members: Members, audit: AuditSink, leads: bool
 ) -> AsyncIterator[GrpcServer]:
-    """Its admin API, with the layers that scheduler_svc puts around it."""
+    """Serve a scheduler's admin API with the same layers as scheduler_svc."""
     leading = asyncio.Event()
     if leads:
         leading.set()
@@ -91,7 +91,7 @@ async def scheduler(
     servicer = Servicer(admin_pb2_grpc.add_AdminServicer_to_server, admin, "tailrace.v1.Admin")
     layers = [AdminErrors(), LeaderForwarding(route)]
     try:
-        async with serve_grpc("127.0.0.1:0", [servicer], own, [Auditing(kept)], layers) as server:
+        async with serve_grpc("127.0.0.1:0", [servicer], own, [Auditing(audit)], layers) as server:
             yield server
     finally:
         await channels.close()
@@ -99,38 +99,38 @@ async def scheduler(
 
 @asynccontextmanager
 async def pair(authority: Authority, caller: Role) -> AsyncIterator[Pair]:
-    """A leader and a standby."""
-    members, kept = Members(), Kept()
+    """Serve a leader and a standby."""
+    members, audit = Members(), AuditSink()
     own = transport(authority, Role.SCHEDULER, "leads")
     other = transport(authority, Role.SCHEDULER, "stands-by")
     client = transport(authority, caller, "alice")
     async with (
         asyncio.timeout(30),
-        scheduler("leads", own, members, kept, leads=True) as leader,
-        scheduler("stands-by", other, members, Kept(), leads=False) as standby,
+        scheduler("leads", own, members, audit, leads=True) as leader,
+        scheduler("stands-by", other, members, AuditSink(), leads=False) as standby,
         client.channel(standby.address, Role.SCHEDULER, ()) as channel,
     ):
         members.leaders["scheduler"] = ServiceRecord(
             kind="scheduler", service_id="leads", incarnation="1", address=leader.address
         )
-        yield Pair(admin_pb2_grpc.AdminStub(channel), members, leader, kept)
+        yield Pair(admin_pb2_grpc.AdminStub(channel), members, leader, audit)
 
 
-def own_answer(error: grpc.aio.AioRpcError) -> bool:
-    """Whether the server chose the status."""
+def is_server_status(error: grpc.aio.AioRpcError) -> bool:
+    """Return whether the status was set by the server, not by gRPC."""
     return FROM_SERVER in tuple(error.trailing_metadata())
 
 
 async def refused(
     call: grpc.aio.UnaryUnaryCall[admin_pb2.SetPoolRequest, admin_pb2.SetPoolReply],
 ) -> tuple[grpc.StatusCode, str, bool]:
-    """The status, and whether it is the server's own."""
+    """Return the status, its details, and whether the server itself set it."""
     with pytest.raises(grpc.aio.AioRpcError) as failure:
         await call
-    return failure.value.code(), failure.value.details() or "", own_answer(failure.value)
+    return failure.value.code(), failure.value.details() or "", is_server_status(failure.value)
 
 
-async def test_the_leader_carries_it_out_for_the_caller(authority: Authority) -> None:
+async def test_leader_executes_forwarded_calls_for_the_caller(authority: Authority) -> None:
     async with pair(authority, Role.ADMIN) as both:
         reply = await both.admin.SetPool(admin_pb2.SetPoolRequest(instance_id="w"), timeout=10)
         events = [e async for e in both.admin.Drain(admin_pb2.DrainRequest(instance_id="w"), timeout=10)]
@@ -138,16 +138,16 @@ async def test_the_leader_carries_it_out_for_the_caller(authority: Authority) ->
 
     assert reply.previous == types_pb2.POOL_PREFILL
     assert [(e.message, e.done) for e in events] == [("leads", False), ("leads", True)]
-    # What any scheduler can answer, it answers.
+    # The standby itself answers what any scheduler can.
     assert [s.kind for s in services] == ["stands-by"]
-    assert both.kept.told() == [
+    assert both.audit.summaries() == [
         ("scheduler/stands-by", "admin/alice", "SetPool", "OK", ""),
         ("scheduler/stands-by", "admin/alice", "Drain", "begun", ""),
         ("scheduler/stands-by", "admin/alice", "Drain", "OK", ""),
     ]
 
 
-async def test_a_viewer_gets_nothing_done_by_way_of_the_standby(authority: Authority) -> None:
+async def test_viewer_cannot_make_changes_through_the_standby(authority: Authority) -> None:
     async with pair(authority, Role.VIEWER) as both:
         code, _, _ = await refused(both.admin.SetPool(admin_pb2.SetPoolRequest(instance_id="w"), timeout=10))
         with pytest.raises(grpc.aio.AioRpcError) as failure:
@@ -155,10 +155,10 @@ async def test_a_viewer_gets_nothing_done_by_way_of_the_standby(authority: Autho
                 pass
 
     assert code is failure.value.code() is grpc.StatusCode.PERMISSION_DENIED
-    assert both.kept.told() == []
+    assert both.audit.summaries() == []
 
 
-async def test_the_leaders_refusals_come_back_as_they_are(authority: Authority) -> None:
+async def test_refusals_of_the_leader_are_returned_unchanged(authority: Authority) -> None:
     async with pair(authority, Role.ADMIN) as both:
         missing = await refused(both.admin.SetPool(admin_pb2.SetPoolRequest(instance_id="none"), timeout=10))
         unstored = await refused(
@@ -174,19 +174,23 @@ async def test_the_leaders_refusals_come_back_as_they_are(authority: Authority) 
     assert unstored[2]
     assert seen == ["leads"]
     assert (failure.value.code(), failure.value.details()) == missing[:2]
-    assert own_answer(failure.value)
+    assert is_server_status(failure.value)
 
 
-async def test_a_leader_that_is_gone_is_named(authority: Authority) -> None:
+async def test_unreachable_leader_is_named(authority: Authority) -> None:
     async with pair(authority, Role.ADMIN) as both:
         both.members.leaders["scheduler"] = ServiceRecord(
             kind="scheduler", service_id="leads", incarnation="1", address="127.0.0.1:1"
         )
-        asked = admin_pb2.SetPoolRequest(instance_id="w")
-        gone = await refused(both.admin.SetPool(asked, timeout=10))
+        request = admin_pb2.SetPoolRequest(instance_id="w")
+        unreachable = await refused(both.admin.SetPool(request, timeout=10))
         both.members.leaders.clear()
-        none = await refused(both.admin.SetPool(asked, timeout=10))
+        no_leader = await refused(both.admin.SetPool(request, timeout=10))
 
-    assert (gone[0], gone[2]) == (none[0], none[2]) == (grpc.StatusCode.UNAVAILABLE, True)
-    assert gone[1].startswith("the leading scheduler does not respond; another one will lead")
-    assert none[1].startswith("scheduler stands-by does not lead (known leader: none)")
+    assert (
+        (unreachable[0], unreachable[2])
+        == (no_leader[0], no_leader[2])
+        == (grpc.StatusCode.UNAVAILABLE, True)
+    )
+    assert unreachable[1].startswith("the leading scheduler does not respond; another one will lead")
+    assert no_leader[1].startswith("scheduler stands-by does not lead (known leader: none)")

@@ -1,4 +1,4 @@
-"""Front ends keep each other's answers over gRPC with certificates, and nobody else gets at them."""
+"""Front ends keep each other's answers over gRPC with certificates, and no other role can access them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.security.conftest import transport
 
 
 class Sink:
-    """What the API server is told."""
+    """Records what the API server is sent."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -45,7 +45,7 @@ class Sink:
         self.refused.append(request_id)
 
     def reply(self, frames: Sequence[bytes]) -> None:
-        raise AssertionError("nobody calls by messages here")
+        raise AssertionError("no calls by messages in these tests")
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class FrontEnd:
     address: str
 
     def run(self, reply: OpenReply) -> tuple[Opened, RunRequest]:
-        """As the API server does."""
+        """Run the opened answer, as the API server does."""
         assert reply.opened is not None, reply
         opened = reply.opened
         name = f"x-{opened.run:08}"
@@ -99,13 +99,15 @@ async def front_end(members: StaticMembers, name: str, authority: Authority) -> 
 @pytest.fixture
 async def two(authority: Authority) -> AsyncIterator[tuple[FrontEnd, FrontEnd]]:
     members = StaticMembers()
-    # Another setting: its vLLM would make other events of the same log.
+    # With other settings, its vLLM would make different events from the same log.
     members.services["frontend", "other"] = ServiceRecord(
         kind="frontend", service_id="other", incarnation="1", address="127.0.0.1:1", answers="other"
     )
     async with asyncio.timeout(30), AsyncExitStack() as stack:
-        made = [await stack.enter_async_context(front_end(members, name, authority)) for name in ("f0", "f1")]
-        yield made[0], made[1]
+        front_ends = [
+            await stack.enter_async_context(front_end(members, name, authority)) for name in ("f0", "f1")
+        ]
+        yield front_ends[0], front_ends[1]
 
 
 def call(tenant: str = "t", key: str = "", event: str = "", digest: bytes = b"d") -> OpenCall:
@@ -121,7 +123,7 @@ def call(tenant: str = "t", key: str = "", event: str = "", digest: bytes = b"d"
     )
 
 
-async def test_another_front_end_goes_on_with_it(two: tuple[FrontEnd, FrontEnd]) -> None:
+async def test_another_front_end_continues_the_answer(two: tuple[FrontEnd, FrontEnd]) -> None:
     first, second = two
     opened, request = first.run(await first.coordinator.open_answer(call(key="k")))
     stream = StreamTable().open("x-00000001")
@@ -132,7 +134,7 @@ async def test_another_front_end_goes_on_with_it(two: tuple[FrontEnd, FrontEnd])
             stream.handle, encode_outputs([EngineCoreOutput("x", [token_id])]), [token_id], 0
         )
     await eventually(lambda: first.sink.tokens == [7, 8])
-    # Nobody else's: neither by id nor by key.
+    # Other tenants and requests have no access, neither by ID nor by key.
     event = f"{opened.answer_id}.1.1"
     denied = (await second.coordinator.open_answer(call("other", event=event))).denied
     assert denied is not None and denied.status == 404
@@ -148,7 +150,9 @@ async def test_another_front_end_goes_on_with_it(two: tuple[FrontEnd, FrontEnd])
 
 
 @pytest.mark.parametrize("role", sorted(set(Role) - {Role.FRONTEND}))
-async def test_nobody_else_may_call(two: tuple[FrontEnd, FrontEnd], authority: Authority, role: Role) -> None:
+async def test_other_roles_may_not_call(
+    two: tuple[FrontEnd, FrontEnd], authority: Authority, role: Role
+) -> None:
     first, _ = two
     opened, _ = first.run(await first.coordinator.open_answer(call()))
     channels = Channels(transport(authority, role))

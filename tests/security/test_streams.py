@@ -1,4 +1,4 @@
-"""The data path's streams inside TLS: the same messages, and nobody else's."""
+"""The data path's streams over TLS: messages arrive unchanged, and unauthorized peers are refused."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def refusal(reason: str) -> worker_pb2.AttachDown:
 
 
 @asynccontextmanager
-async def echoing(worker: Transport) -> AsyncIterator[str]:
-    """A worker that sends each submission back."""
+async def echo_worker(worker: Transport) -> AsyncIterator[str]:
+    """Serve a worker that sends each submission back."""
 
     async def serve(stream: Up) -> None:
         while (received := await stream.read()) is not None:
@@ -60,7 +60,7 @@ async def echoing(worker: Transport) -> AsyncIterator[str]:
 
 
 async def echo(worker: Transport, frontend: Transport, contents: list[bytes]) -> list[bytes]:
-    async with echoing(worker) as address:
+    async with echo_worker(worker) as address:
         stream = await connect_stream(address, worker_pb2.AttachDown, tls=frontend.dial(Role.WORKER))
         sending = asyncio.create_task(_send(stream, contents))
         received = [await stream.read() for _ in contents]
@@ -82,9 +82,9 @@ def test_messages_arrive_whole_and_in_order(authority: Authority, contents: list
     assert asyncio.run(echo(worker, frontend, contents)) == contents
 
 
-async def test_any_thread_sends_and_each_message_is_whole(authority: Authority) -> None:
+async def test_concurrent_threads_send_whole_messages(authority: Authority) -> None:
     worker, frontend = transport(authority, Role.WORKER), transport(authority, Role.FRONTEND)
-    async with echoing(worker) as address:
+    async with echo_worker(worker) as address:
         stream = await connect_stream(address, worker_pb2.AttachDown, tls=frontend.dial(Role.WORKER))
         contents = [bytes([number]) * (1 + 900 * number) for number in range(64)]
         await asyncio.gather(*(asyncio.to_thread(stream.send, message(each)) for each in contents))
@@ -94,8 +94,8 @@ async def test_any_thread_sends_and_each_message_is_whole(authority: Authority) 
 
 
 async def refused(worker: Transport, tls: TlsSession | None) -> str:
-    """Why a client does not get as far as an answer."""
-    async with echoing(worker) as address:
+    """Connect and send a message that must be refused; return the reason."""
+    async with echo_worker(worker) as address:
         try:
             stream = await connect_stream(address, worker_pb2.AttachDown, tls=tls)
             await stream.write(message(b"prompt"))
@@ -109,12 +109,12 @@ async def refused(worker: Transport, tls: TlsSession | None) -> str:
         return "closed" if answer is None else answer.refused.reason
 
 
-async def test_a_client_without_a_certificate_learns_nothing(authority: Authority) -> None:
+async def test_client_without_a_certificate_is_disconnected(authority: Authority) -> None:
     worker = transport(authority, Role.WORKER)
     assert (await refused(worker, None)).startswith(("broken", "closed"))
 
 
-async def test_a_worker_in_the_clear_is_not_taken_for_one(authority: Authority) -> None:
+async def test_worker_without_tls_is_refused(authority: Authority) -> None:
     async def serve(stream: Up) -> None:
         stream.send(worker_pb2.AttachDown(heartbeat=worker_pb2.Heartbeat()))
         await stream.read()
@@ -126,7 +126,7 @@ async def test_a_worker_in_the_clear_is_not_taken_for_one(authority: Authority) 
 
 
 @pytest.mark.parametrize("role", [Role.MONITOR, Role.SCHEDULER, Role.WORKER, Role.ADMIN, Role.TELEMETRY])
-async def test_a_wrong_role_is_told(
+async def test_client_with_the_wrong_role_is_refused(
     authority: Authority, role: Role, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = transport(authority, Role.WORKER)
@@ -135,18 +135,18 @@ async def test_a_wrong_role_is_told(
     assert reason in caplog.text
 
 
-async def test_a_server_of_another_role_is_not_a_worker(authority: Authority) -> None:
+async def test_server_with_another_role_is_not_accepted_as_a_worker(authority: Authority) -> None:
     impostor = transport(authority, Role.FRONTEND)
     reason = await refused(impostor, transport(authority, Role.FRONTEND).dial(Role.WORKER))
     assert reason.startswith("the certificate has another role") and "worker.tailrace.internal" in reason
 
 
-async def test_a_foreign_certificate_is_told(
+async def test_foreign_certificate_is_reported(
     authority: Authority, foreign: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = transport(authority, Role.WORKER)
     frontend = read_credentials(foreign.issue(Identity(Role.FRONTEND, "x")).folder)
-    # It trusts the worker, but the worker not it.
+    # The client trusts the worker, but not vice versa.
     frontend.client_context.load_verify_locations(cafile=authority.folder / "ca.crt")
     tls = TlsSession.client(frontend.client_context, "worker.tailrace.internal")
     reason = await refused(worker, tls)
@@ -154,7 +154,9 @@ async def test_a_foreign_certificate_is_told(
     assert "the certificate is not signed by an authority trusted here" in caplog.text
 
 
-async def test_an_expired_certificate_is_told(authority: Authority, caplog: pytest.LogCaptureFixture) -> None:
+async def test_expired_certificate_is_reported(
+    authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
     worker = transport(authority, Role.WORKER)
     frontend = read_credentials(authority.issue(Identity(Role.FRONTEND, "x")).folder)
     expired = authority.issue(Identity(Role.FRONTEND, "x"), days=EXPIRED_DAYS).folder
@@ -165,7 +167,7 @@ async def test_an_expired_certificate_is_told(authority: Authority, caplog: pyte
     assert "the certificate has expired" in caplog.text
 
 
-async def test_an_expired_worker_is_named(authority: Authority) -> None:
+async def test_expired_worker_certificate_is_reported(authority: Authority) -> None:
     worker = transport(authority, Role.WORKER)
     expired = authority.issue(Identity(Role.WORKER, "x"), days=EXPIRED_DAYS).folder
     worker.folder.current().server_context.load_cert_chain(expired / "tls.crt", expired / "tls.key")
@@ -173,11 +175,11 @@ async def test_an_expired_worker_is_named(authority: Authority) -> None:
     assert reason == "the certificate has expired"
 
 
-async def test_who_keeps_silent_is_closed(
+async def test_silent_connection_is_closed(
     authority: Authority, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("tailrace.service.message_stream._HANDSHAKE_S", 0.05)
-    async with echoing(transport(authority, Role.WORKER)) as address:
+    async with echo_worker(transport(authority, Role.WORKER)) as address:
         host, _, port = address.rpartition(":")
         connection = await asyncio.to_thread(socket.create_connection, (host, int(port)))
         with connection:
@@ -185,10 +187,10 @@ async def test_who_keeps_silent_is_closed(
     assert "no TLS handshake within" in caplog.text
 
 
-async def test_what_goes_over_the_wire_is_not_what_was_said(authority: Authority) -> None:
+async def test_messages_are_encrypted_on_the_wire(authority: Authority) -> None:
     worker, frontend = transport(authority, Role.WORKER), transport(authority, Role.FRONTEND)
     seen = bytearray()
-    async with echoing(worker) as address:
+    async with echo_worker(worker) as address:
         host, _, port = address.rpartition(":")
 
         async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -202,10 +204,10 @@ async def test_what_goes_over_the_wire_is_not_what_was_said(authority: Authority
             await asyncio.gather(relay(reader, onward[1]), relay(onward[0], writer))
 
         server = await asyncio.start_server(proxy, "127.0.0.1", 0)
-        own = server.sockets[0].getsockname()[1]
+        port_of_proxy = server.sockets[0].getsockname()[1]
         secret = b"the quick brown prompt"
         tls = frontend.dial(Role.WORKER)
-        stream = await connect_stream(f"127.0.0.1:{own}", worker_pb2.AttachDown, tls=tls)
+        stream = await connect_stream(f"127.0.0.1:{port_of_proxy}", worker_pb2.AttachDown, tls=tls)
         await stream.write(message(secret))
         answer = await stream.read()
         assert answer is not None and answer.outputs.frames[0] == secret
@@ -214,12 +216,12 @@ async def test_what_goes_over_the_wire_is_not_what_was_said(authority: Authority
     assert len(seen) > 1000 and secret not in seen
 
 
-async def test_a_new_certificate_is_shown_on_new_streams_and_cuts_none(
+async def test_new_certificate_is_used_on_new_streams_and_interrupts_none(
     authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     worker, frontend = transport(authority, Role.WORKER), transport(authority, Role.FRONTEND)
-    async with echoing(worker) as address:
+    async with echo_worker(worker) as address:
         older = await connect_stream(address, worker_pb2.AttachDown, tls=frontend.dial(Role.WORKER))
         before = (worker.version, frontend.version)
         authority.supersede()

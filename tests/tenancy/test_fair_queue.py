@@ -1,4 +1,4 @@
-"""Turns between tenants: by weight within one largest request, nobody starves, and each line is bounded."""
+"""Fair queue: shares by weight within one largest request, no starvation, bounded queues per tenant."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tailrace.tenancy.fair_queue import Entry, FairQueue, TenantQueueFull
 
 TENANTS = "abcd"
-MOST = 5
+QUEUE_LIMIT = 5
 LARGEST = 1_000
-# Of sums of floats.
+# Relative rounding error of sums.
 SLACK = 1e-6
 
 
-class Turns(RuleBasedStateMachine):
-    """Anything may come, go and be taken in any order."""
+class FairQueueMachine(RuleBasedStateMachine):
+    """Push, pop and remove entries in any order."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = FairQueue[int](MOST)
+        self.queue = FairQueue[int](QUEUE_LIMIT)
         self.items = itertools.count()
         self.weights: dict[str, float] = {}
-        # What waits, by tenant.
+        # Waiting entries by tenant.
         self.model: dict[str, list[Entry[int]]] = {tenant: [] for tenant in TENANTS}
-        # Cost that each had since a tenant has been waiting for its next turn.
+        # For each waiting tenant, the cost served to each other one since it began to wait for its next turn.
         self.before: dict[str, defaultdict[str, float]] = {tenant: defaultdict(float) for tenant in TENANTS}
-        # Of two who both wait: the difference of what they had by weight, and its extremes so far.
+        # For two waiting tenants: the difference of their served costs by weight, and its extremes.
         self.ahead: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
 
     @initialize(
@@ -47,7 +47,7 @@ class Turns(RuleBasedStateMachine):
     )
     def push(self, tenant: str, cost: int, priority: int) -> None:
         line = self.model[tenant]
-        if len(line) == MOST:
+        if len(line) == QUEUE_LIMIT:
             with pytest.raises(TenantQueueFull):
                 self.queue.push(-1, tenant, self.weights[tenant], cost, priority)
             return
@@ -61,14 +61,14 @@ class Turns(RuleBasedStateMachine):
         entry = self.queue.pop()
         tenant, line = entry.tenant, self.model[entry.tenant]
         assert entry is min(line, key=lambda each: (each.priority, each.number))
-        waited = [name for name in TENANTS if self.model[name]]
+        waiting = [name for name in TENANTS if self.model[name]]
         line.remove(entry)
         self.before[tenant].clear()
-        for name in waited:
+        for name in waiting:
             if name != tenant:
                 self.before[name][tenant] += entry.cost
                 self.count(tenant, name, entry.cost / self.weights[tenant])
-        self.part(tenant)
+        self.stop_comparing(tenant)
 
     @precondition(lambda self: len(self.queue) > 0)
     @rule(data=st.data())
@@ -76,7 +76,7 @@ class Turns(RuleBasedStateMachine):
         entry = data.draw(st.sampled_from([each for line in self.model.values() for each in line]))
         self.queue.remove(entry)
         self.model[entry.tenant].remove(entry)
-        self.part(entry.tenant)
+        self.stop_comparing(entry.tenant)
         with pytest.raises(KeyError):
             self.queue.remove(entry)
 
@@ -93,14 +93,14 @@ class Turns(RuleBasedStateMachine):
         ahead[0] += share if served == pair[0] else -share
         ahead[1], ahead[2] = min(ahead[0], ahead[1]), max(ahead[0], ahead[2])
 
-    def part(self, tenant: str) -> None:
-        """If it does not wait any more, it is compared with nobody."""
+    def stop_comparing(self, tenant: str) -> None:
+        """Stop comparing a tenant with others when it has no waiting entries."""
         if not self.model[tenant]:
             for pair in [pair for pair in self.ahead if tenant in pair]:
                 del self.ahead[pair]
 
     def largest(self, *tenants: str) -> float:
-        """One largest request of each, by weight."""
+        """Return the cost by weight of one largest request of each tenant."""
         return sum(LARGEST / self.weights[tenant] for tenant in tenants)
 
     @invariant()
@@ -109,23 +109,23 @@ class Turns(RuleBasedStateMachine):
             assert most - least <= self.largest(*pair) * (1 + SLACK)
 
     @invariant()
-    def nobody_starves(self) -> None:
+    def no_tenant_starves(self) -> None:
         for tenant, line in self.model.items():
             if line:
                 for other, cost in self.before[tenant].items():
                     assert cost / self.weights[other] <= self.largest(tenant, other) * (1 + SLACK)
 
     @invariant()
-    def counts_what_waits(self) -> None:
+    def counts_match_the_entries(self) -> None:
         assert self.queue.waiting() == {name: len(line) for name, line in self.model.items() if line}
         assert len(self.queue) == sum(map(len, self.model.values())) == len(list(self.queue))
 
 
-Turns.TestCase.settings = settings(max_examples=150, stateful_step_count=80, deadline=None)
-TestTurns = Turns.TestCase
+FairQueueMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=80, deadline=None)
+TestFairQueue = FairQueueMachine.TestCase
 
 
-def test_a_newcomer_waits_for_one_request_of_each_other() -> None:
+def test_new_tenant_waits_for_one_request_of_each_other() -> None:
     queue = FairQueue[int](100)
     for number in range(60):
         queue.push(number, "ab"[number % 2], 1.0, 500)
@@ -143,7 +143,7 @@ def test_weights_are_shares() -> None:
     assert Counter(queue.pop().tenant for _ in range(400)) == {"light": 100, "heavy": 300}
 
 
-def test_what_went_at_once_is_counted_until_all_is_done() -> None:
+def test_requests_served_at_once_are_counted_until_reset() -> None:
     queue = FairQueue[int](10)
     queue.push(0, "a", 1.0, 900)
     queue.pop()
@@ -158,24 +158,24 @@ def test_what_went_at_once_is_counted_until_all_is_done() -> None:
     assert queue.pop().tenant == "a"
 
 
-def test_a_weight_counts_from_when_it_is_set() -> None:
+def test_changed_weight_applies_to_later_requests() -> None:
     queue = FairQueue[int](10)
     queue.push(0, "a", 1.0, 100)
     queue.push(1, "a", 4.0, 100)
     for number in range(3):
         queue.push(number, "b", 1.0, 50)
-    # 100 at weight 4 are 25.
+    # A cost of 100 at weight 4 counts as 25.
     assert [queue.pop().tenant for _ in range(5)] == ["a", "b", "a", "b", "b"]
 
 
-def test_where_nobody_may_wait_nobody_does() -> None:
+def test_queue_of_size_zero_refuses_every_request() -> None:
     queue = FairQueue[int](0)
     with pytest.raises(TenantQueueFull):
         queue.push(0, "a", 1.0, 1)
     assert len(queue) == 0 and queue.waiting() == {}
 
 
-def test_who_comes_late_has_saved_nothing_up() -> None:
+def test_late_tenant_has_no_credit() -> None:
     queue = FairQueue[int](100)
     for number in range(60):
         queue.push(number, "early", 1.0, 10)
@@ -186,7 +186,7 @@ def test_who_comes_late_has_saved_nothing_up() -> None:
     assert Counter(queue.pop().tenant for _ in range(20)) == {"early": 10, "late": 10}
 
 
-def test_what_a_tenant_had_is_remembered_while_it_counts() -> None:
+def test_served_cost_is_remembered_while_it_matters() -> None:
     queue = FairQueue[int](100)
     queue.push(0, "a", 1.0, LARGEST)
     queue.pop()
@@ -198,7 +198,7 @@ def test_what_a_tenant_had_is_remembered_while_it_counts() -> None:
     assert queue.pop().tenant == "b"
 
 
-def test_tenants_that_have_gone_are_forgotten() -> None:
+def test_inactive_tenants_are_forgotten() -> None:
     queue = FairQueue[int](1)
     for number in range(10_000):
         queue.push(number, f"tenant {number}", 1.0, 1)

@@ -1,4 +1,4 @@
-"""Keys: shown once, stored as hashes, found by those who have them, and gone when revoked."""
+"""API keys: shown once, stored as hashes, found by their value, and invalid once revoked."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def run(file: Path, *arguments: str) -> Result:
 
 
 def make(file: Path, *arguments: str) -> str:
-    done = run(file, "make", *arguments)
-    assert done.exit_code == 0, done.stderr
-    return done.stdout.strip()
+    result = run(file, "make", *arguments)
+    assert result.exit_code == 0, result.stderr
+    return result.stdout.strip()
 
 
-def test_a_key_is_found_and_nothing_near_it() -> None:
+def test_only_the_exact_key_is_found() -> None:
     tenant_keys, key = TenantKeys(tenants=(Tenant(name="a"),)).with_key("a", "now")
     index = KeyIndex(tenant_keys)
     owner = index.owner(key)
@@ -37,10 +37,10 @@ def test_a_key_is_found_and_nothing_near_it() -> None:
         assert index.owner(wrong) is None
 
 
-def test_the_key_is_stored_nowhere(file: Path) -> None:
+def test_secret_is_not_stored(file: Path) -> None:
     key = make(file, "a")
     stored = file.read_text()
-    # The secret itself may contain "-".
+    # The secret may contain "-".
     key_id, secret = key.removeprefix("sk-tailrace-").split("-", 1)
     assert key_id in stored and secret not in stored
     assert file.stat().st_mode & 0o007 == 0
@@ -48,18 +48,18 @@ def test_the_key_is_stored_nowhere(file: Path) -> None:
     assert secret not in listed and json.loads(listed)["keys"][0]["key_id"] in key
 
 
-def test_limits_are_the_tenants(file: Path) -> None:
+def test_limits_belong_to_the_tenant(file: Path) -> None:
     make(file, "a", "--models", "x, y", "--concurrency", "3")
     make(file, "a", "--requests-per-minute", "60")
     assert run(file, "make", "a", "--no-key", "--priority", "2").stdout == ""
     tenant_keys = read_keys(file)
-    wanted = Tenant(name="a", models=("x", "y"), concurrency=3, requests_per_minute=60.0, priority=2)
-    assert tenant_keys.tenants == (wanted,)
+    expected = Tenant(name="a", models=("x", "y"), concurrency=3, requests_per_minute=60.0, priority=2)
+    assert tenant_keys.tenants == (expected,)
     assert len(tenant_keys.keys) == 2
     assert "x, y" in run(file, "list").stdout
 
 
-def test_a_weight_is_the_tenants(file: Path) -> None:
+def test_weight_belongs_to_the_tenant(file: Path) -> None:
     make(file, "a")
     make(file, "b", "--weight", "2.5")
     assert [tenant.weight for tenant in read_keys(file).tenants] == [1.0, 2.5]
@@ -70,7 +70,7 @@ def test_a_weight_is_the_tenants(file: Path) -> None:
         read_keys(file)
 
 
-def test_a_burst_is_the_tenants(file: Path) -> None:
+def test_burst_belongs_to_the_tenant(file: Path) -> None:
     make(file, "a", "--requests-per-minute", "90")
     make(file, "b", "--requests-per-minute", "90", "--burst-seconds", "7.5")
     assert [tenant.burst_seconds for tenant in read_keys(file).tenants] == [60.0, 7.5]
@@ -79,14 +79,14 @@ def test_a_burst_is_the_tenants(file: Path) -> None:
         assert run(file, "make", "a", "--burst-seconds", wrong).exit_code == 2
 
 
-def test_a_file_names_only_what_was_set(file: Path) -> None:
+def test_file_contains_only_values_that_were_set(file: Path) -> None:
     make(file, "a", "--concurrency", "3")
     assert json.loads(file.read_text())["tenants"] == [{"name": "a", "concurrency": 3}]
     (listed,) = json.loads(run(file, "list", "-o", "json").stdout)["tenants"]
     assert listed["burst_seconds"] == 60.0 and listed["weight"] == 1.0
 
 
-def test_a_revoked_key_is_nobodys(file: Path) -> None:
+def test_revoked_key_has_no_owner(file: Path) -> None:
     first, second = make(file, "a"), make(file, "a")
     assert run(file, "revoke", first.split("-")[2]).exit_code == 0
     index = KeyIndex(read_keys(file))
@@ -96,7 +96,7 @@ def test_a_revoked_key_is_nobodys(file: Path) -> None:
     assert run(file, "revoke", "none").exit_code == 2
 
 
-def test_a_running_front_end_follows_the_file(file: Path) -> None:
+def test_running_front_end_follows_the_key_file(file: Path) -> None:
     ticks = iter(range(0, 1000, 2))
     first = make(file, "a")
     keys = KeyFile(file, lambda: float(next(ticks)))
@@ -104,13 +104,13 @@ def test_a_running_front_end_follows_the_file(file: Path) -> None:
     assert keys.index().owner(second) is not None
     run(file, "revoke", first.split("-")[2])
     assert keys.index().owner(first) is None
-    # A mistake leaves those of before in force.
+    # An invalid file leaves the previous keys in force.
     file.write_text("rubbish")
     assert keys.index().owner(second) is not None
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"tenants": [{"name": "a", "rate": 3}]}'])
-def test_a_damaged_file_is_named(file: Path, content: str) -> None:
+def test_damaged_key_file_is_named(file: Path, content: str) -> None:
     file.write_text(content)
     with pytest.raises(KeyFileUnusable, match=r"keys\.json"):
         KeyFile(file)
@@ -118,32 +118,32 @@ def test_a_damaged_file_is_named(file: Path, content: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--front", "rust"], "not supported by vllm-rs"),
         (["--", "--api-key", "x"], "vLLM's own key"),
     ],
 )
-def test_what_does_not_go_together_is_said(file: Path, arguments: list[str], said: str) -> None:
+def test_incompatible_options_are_refused(file: Path, arguments: list[str], message: str) -> None:
     make(file, "a")
-    done = CliRunner().invoke(main, ["serve", "frontend", "--api-keys", str(file), *arguments])
-    assert done.exit_code == 2 and said in done.stderr
+    result = CliRunner().invoke(main, ["serve", "frontend", "--api-keys", str(file), *arguments])
+    assert result.exit_code == 2 and message in result.stderr
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [(["--front", "rust"], "not supported by vllm-rs"), ([], "requires --api-keys")],
 )
-def test_turns_want_tenants(arguments: list[str], said: str) -> None:
-    done = CliRunner().invoke(main, ["serve", "frontend", "--fair-backlog", "1000", *arguments])
-    assert done.exit_code == 2 and "--fair-backlog" in done.stderr and said in done.stderr
+def test_fair_backlog_requires_api_keys(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(main, ["serve", "frontend", "--fair-backlog", "1000", *arguments])
+    assert result.exit_code == 2 and "--fair-backlog" in result.stderr and message in result.stderr
 
 
-def test_a_port_for_users_beyond_loopback_wants_keys(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_http_port_beyond_loopback_requires_keys(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    open_to_all = ["serve", "frontend", "--http", "0.0.0.0:8000"]
-    done = CliRunner().invoke(main, open_to_all)
-    assert done.exit_code == 2 and "0.0.0.0:8000 can be reached from other machines" in done.stderr
-    # With keys it gets as far as the next mistake.
-    missing = CliRunner().invoke(main, [*open_to_all, "--api-keys", str(file)])
+    open_arguments = ["serve", "frontend", "--http", "0.0.0.0:8000"]
+    result = CliRunner().invoke(main, open_arguments)
+    assert result.exit_code == 2 and "0.0.0.0:8000 can be reached from other machines" in result.stderr
+    # With --api-keys it fails later, as the file does not exist.
+    missing = CliRunner().invoke(main, [*open_arguments, "--api-keys", str(file)])
     assert missing.exit_code == 1 and "keys.json: No such file" in missing.stderr

@@ -1,4 +1,4 @@
-"""What a tenant may take: never more than its limits, and what is refused may come back when it was told."""
+"""Metering of tenants: limits are never exceeded, and a retry after the stated time is admitted."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def tenant(**limits: float) -> Tenant:
 
 
 @given(st.integers(1, 50), st.lists(st.floats(0, 20), max_size=200))
-def test_no_minute_has_more_than_two_minutes_worth_of_requests(limit: int, gaps: list[float]) -> None:
-    """A bucket: a whole minute's worth may be saved up, and as much comes in meanwhile."""
+def test_no_minute_exceeds_two_minutes_worth_of_requests(limit: int, gaps: list[float]) -> None:
+    """Token bucket: up to a minute's worth accumulates, and as much is added during the minute."""
     meter, own, now_s = Meter(), tenant(requests_per_minute=float(limit)), 0.0
     admitted: list[float] = []
     for gap in gaps:
@@ -34,7 +34,7 @@ def test_no_minute_has_more_than_two_minutes_worth_of_requests(limit: int, gaps:
     st.lists(st.floats(0, 20), max_size=200),
     st.sampled_from([1.0, 10.0, 60.0]),
 )
-def test_no_stretch_of_time_has_more_than_its_share_and_a_burst(
+def test_no_interval_exceeds_its_share_and_a_burst(
     limit: int, burst_s: int, gaps: list[float], stretch_s: float
 ) -> None:
     meter, now_s = Meter(), 0.0
@@ -42,7 +42,7 @@ def test_no_stretch_of_time_has_more_than_its_share_and_a_burst(
     admitted: list[float] = []
     for gap in gaps:
         now_s += gap
-        # Ten times what the limit allows, from one arrival to the next at the latest.
+        # Up to ten times the limit at each arrival.
         for _ in range(10 * limit):
             if meter.begin(own, now_s) is not None:
                 break
@@ -53,24 +53,24 @@ def test_no_stretch_of_time_has_more_than_its_share_and_a_burst(
         assert count <= (burst_s + stretch_s) * limit / 60 + 1e-6
 
 
-def test_a_burst_is_saved_up_at_the_rate() -> None:
+def test_burst_credit_accumulates_at_the_rate() -> None:
     meter, own = Meter(), tenant(requests_per_minute=60.0, burst_seconds=5.0)
     assert [meter.begin(own, 0.0) is None for _ in range(7)] == 5 * [True] + 2 * [False]
     assert [meter.begin(own, 2.0) is None for _ in range(3)] == 2 * [True] + [False]
     assert [meter.begin(own, 1000.0) is None for _ in range(7)] == 5 * [True] + 2 * [False]
 
 
-def test_a_token_quota_is_saved_up_for_the_same_time() -> None:
+def test_token_credit_accumulates_for_the_same_time() -> None:
     meter, own = Meter(), tenant(tokens_per_minute=600.0, burst_seconds=6.0)
     meter.charge(own, 60, 0.0)
     assert meter.begin(own, 0.0) is not None
-    # However long it was idle, it has no more than six seconds' worth.
+    # After any idle time, the credit is at most six seconds' worth.
     meter.charge(own, 60, 1000.0)
     assert meter.begin(own, 1000.0) is not None
     assert meter.begin(own, 1001.0) is None
 
 
-def test_less_than_one_request_a_minute() -> None:
+def test_rate_below_one_request_per_minute() -> None:
     meter, own = Meter(), tenant(requests_per_minute=0.5)
     assert meter.begin(own, 0.0) is None
     assert meter.begin(own, 0.0) == LimitExceeded("more than 0.5 requests per minute", 120)
@@ -78,7 +78,7 @@ def test_less_than_one_request_a_minute() -> None:
     assert meter.begin(own, 120.0) is None
 
 
-def test_asking_whether_a_request_is_refused_counts_nothing() -> None:
+def test_refusal_check_counts_nothing() -> None:
     meter, own = Meter(), tenant(requests_per_minute=1.0, concurrency=1)
     assert all(meter.refusal(own, 0.0) is None for _ in range(3))
     assert meter.begin(own, 0.0) is None
@@ -87,7 +87,7 @@ def test_asking_whether_a_request_is_refused_counts_nothing() -> None:
 
 
 @given(st.floats(0.5, 100), st.integers(1, 120))
-def test_who_comes_back_when_told_is_let_in(limit: float, tries: int) -> None:
+def test_retry_after_the_stated_time_is_admitted(limit: float, tries: int) -> None:
     meter, own = Meter(), tenant(requests_per_minute=limit)
     for _ in range(tries):
         if (excess := meter.begin(own, 0.0)) is not None:
@@ -97,7 +97,7 @@ def test_who_comes_back_when_told_is_let_in(limit: float, tries: int) -> None:
 
 
 @given(st.lists(st.booleans(), max_size=100), st.integers(1, 5))
-def test_so_many_at_a_time(begins: list[bool], limit: int) -> None:
+def test_concurrent_requests_are_limited(begins: list[bool], limit: int) -> None:
     meter, own = Meter(), tenant(concurrency=limit)
     for begin in begins:
         if begin:
@@ -108,10 +108,10 @@ def test_so_many_at_a_time(begins: list[bool], limit: int) -> None:
         assert 0 <= meter.running(own) <= limit
 
 
-def test_tokens_are_charged_afterwards_and_made_up_for() -> None:
+def test_tokens_are_charged_afterwards_and_paid_back() -> None:
     meter, own = Meter(), tenant(tokens_per_minute=600.0)
     assert meter.begin(own, 0.0) is None
-    # More than there was: nobody knew how long the answer would be.
+    # More than the quota: the answer's length was not known in advance.
     meter.charge(own, 1200, 0.0)
     excess = meter.begin(own, 0.0)
     assert excess == LimitExceeded("more than 600 tokens per minute", 61)
@@ -119,7 +119,7 @@ def test_tokens_are_charged_afterwards_and_made_up_for() -> None:
     assert meter.begin(own, 61.0) is None
 
 
-def test_one_tenant_does_not_touch_another() -> None:
+def test_tenants_are_metered_separately() -> None:
     meter = Meter()
     greedy, other = (Tenant(name=name, requests_per_minute=1.0, concurrency=1) for name in ("a", "b"))
     assert meter.begin(greedy, 0.0) is None
@@ -135,5 +135,5 @@ def test_without_limits_nothing_is_refused() -> None:
 
 
 @pytest.mark.parametrize("limits", [{"requests_per_minute": 0.5}, {"requests_per_minute": 1.0}])
-def test_a_small_rate_still_lets_one_in(limits: dict[str, float]) -> None:
+def test_small_rate_admits_one_request(limits: dict[str, float]) -> None:
     assert Meter().begin(tenant(**limits), 0.0) is None

@@ -23,6 +23,6 @@ from tailrace.wire.requests import Frames, read_abort, read_full_request, read_r
         lambda frames: split_outputs(frames, []),
     ],
 )
-def test_a_message_without_frames_is_none(read: Callable[[Frames], object]) -> None:
+def test_message_without_frames_is_rejected(read: Callable[[Frames], object]) -> None:
     with pytest.raises(msgspec.DecodeError, match="no frames"):
         read([])

@@ -51,9 +51,9 @@ def _request(vllm_engine: Any, prompt: list[int] | None, **sampling: Any) -> Any
 
 
 @pytest.mark.parametrize("name", ["EngineCoreOutput", "EngineCoreOutputs", "EngineCoreRequest"])
-def test_fields_stand_in_vllms_order(vllm_engine: Any, name: str) -> None:
+def test_fields_are_in_vllms_order(vllm_engine: Any, name: str) -> None:
     ours, theirs = getattr(wire, name).__struct_fields__, getattr(vllm_engine, name).__struct_fields__
-    # Versions before the mirrored one have not all of its last fields.
+    # Earlier versions lack some of the last fields.
     both = min(len(ours), len(theirs))
     assert ours[:both] == theirs[:both]
 
@@ -201,7 +201,7 @@ def _two_outputs_with_logprobs(vllm_engine: Any) -> Any:
 
 
 def _last(vllm_engine: Any) -> dict[str, str]:
-    """The last field of vLLM's message, which it has since 0.32."""
+    """Return the last field of vLLM's message, which exists since 0.32."""
     there = "weight_version" in vllm_engine.EngineCoreOutputs.__struct_fields__
     return {"weight_version": "v9"} if there else {}
 
@@ -229,12 +229,12 @@ def test_filter_keeps_the_rest_untouched(vllm_engine: Any, serial: Any, keep: tu
         assert getattr(decoded, field) == value
 
 
-def test_filter_wants_one_verdict_an_output(vllm_engine: Any, serial: Any) -> None:
+def test_filter_requires_one_verdict_per_output(vllm_engine: Any, serial: Any) -> None:
     with pytest.raises(ValueError, match="1 verdicts for 2"):
         wire.filter_outputs(_encode(serial, _two_outputs_with_logprobs(vllm_engine)), [True])
 
 
-def test_read_and_write_outputs_loses_nothing(vllm_engine: Any, serial: Any) -> None:
+def test_outputs_survive_a_round_trip(vllm_engine: Any, serial: Any) -> None:
     frames = _encode(serial, _two_outputs_with_logprobs(vllm_engine))
     ours = wire.read_outputs(frames)
     assert [output.new_token_ids for output in ours.outputs] == [[1, 2], [3]]
@@ -243,7 +243,7 @@ def test_read_and_write_outputs_loses_nothing(vllm_engine: Any, serial: Any) -> 
     assert again == frames[0] if _last(vllm_engine) else wire.read_outputs([again, *frames[1:]]) == ours
 
 
-def test_our_outputs_are_vllms(vllm_engine: Any, serial: Any) -> None:
+def test_encoded_outputs_equal_vllms(vllm_engine: Any, serial: Any) -> None:
     frames = wire.encode_outputs([wire.EngineCoreOutput("a", [5], finish_reason=1)], ["a"])
     decoded = serial.MsgpackDecoder(vllm_engine.EngineCoreOutputs).decode(frames)
     theirs = vllm_engine.EngineCoreOutput("a", [5], finish_reason=vllm_engine.FinishReason.LENGTH)
@@ -316,8 +316,8 @@ def test_ready_response(vllm_engine: Any) -> None:
     assert again == response
 
 
-def test_a_message_that_is_too_large_loses_its_largest_output_alone(vllm_engine: Any, serial: Any) -> None:
-    """The buffers of all prompt log-probabilities go with their output; the others' stay where they were."""
+def test_too_large_message_loses_only_its_largest_output(vllm_engine: Any, serial: Any) -> None:
+    """The buffers of its prompt log-probabilities are dropped with it; those of other outputs stay."""
     import torch
     from vllm.v1.outputs import LogprobsTensors
 
