@@ -1,7 +1,7 @@
-"""What vLLM's OffloadingConnector lacks on a CPU: the copies. All else is vLLM's own.
+"""Block copies for vLLM's OffloadingConnector on a CPU. Everything else is vLLM's own.
 
-vLLM's copies are kernels of a GPU. These are made when the connector asks which have ended, a step or more
-after they were submitted, or when it waits for them; `held` keeps them from being made until then.
+vLLM copies blocks with GPU kernels. These copies are made when the connector queries the finished ones, a
+step or more after their submission, or when it waits for them; with `held`, only when it waits for them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 @dataclass
 class Copies:
-    """What was copied, in this process. `held`: none is made but those that are waited for."""
+    """Counts of the copies in this process. `held`: make only the copies that are waited for."""
 
     stored_blocks: int = 0
     loaded_blocks: int = 0
@@ -32,7 +32,7 @@ COPIES = Copies()
 
 @dataclass(frozen=True)
 class Copy:
-    """One to be made: rows of each tensor to rows of its other."""
+    """A pending copy: rows of each source tensor to rows of its target."""
 
     job: int
     sources: list[torch.Tensor]
@@ -48,7 +48,7 @@ class Copy:
 
 @dataclass
 class CopyingWorker(OffloadingWorker):  # type: ignore[misc]
-    """Blocks of one group to and from host memory."""
+    """Copies blocks of one group to and from host memory."""
 
     device: list[torch.Tensor]
     host: list[torch.Tensor]
@@ -86,7 +86,7 @@ class CopyingWorker(OffloadingWorker):  # type: ignore[misc]
 
 
 class CopyingSpec(CPUOffloadingSpec):  # type: ignore[misc]
-    """For `spec_name`, with this module as `spec_module_path`."""
+    """Offloading spec to be named in `spec_name`, with this module as `spec_module_path`."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         assert len(kv_caches.group_data_refs) == 1 and self.blocks_per_chunk == 1

@@ -1,14 +1,14 @@
-"""A process that serves KV blocks of a made-up engine: block n of a request is its own seeded noise.
+"""A process that serves KV blocks of a fake engine, where each block has distinct contents.
 
-Run as `python -m tests.worker.kv_peer` with a JSON PeerSettings. Answers each line that it reads, in JSON:
+Run as `python -m tests.worker.kv_peer` with a JSON PeerSettings. It answers each line of its input, in JSON:
 
-    ["open", ADDRESS]     a session for this target: its number, the peer's address, the ticket
-    ["end", NUMBER]       end a session
-    ["address"]           the peer's address
-    ["pull", ADDRESS, TICKET]   begin to pull all blocks; after the first chunk it stands still
-    ["state"]             sessions that are open, strays that were dropped
+    ["open", ADDRESS]           open a session for this target: its number, the peer's address, the ticket
+    ["end", NUMBER]             end a session
+    ["address"]                 the peer's address
+    ["pull", ADDRESS, TICKET]   begin to pull all blocks and stop after the first chunk
+    ["state"]                   the numbers of open sessions and of dropped stray messages
 
-and ends with its input.
+It exits at the end of its input.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def shape(block_bytes: int) -> KvShape:
 
 
 def block(number: int, size: int) -> npt.NDArray[np.uint8]:
-    """The bytes of a block: cheap to make, and no two are alike."""
+    """Return the bytes of a block, which differ from those of every other block."""
     words = np.arange(size // 8, dtype=np.uint64)
     return (words * np.uint64(0x9E3779B97F4A7C15) + np.uint64(number)).view(np.uint8)
 
@@ -63,7 +63,7 @@ def block_hash(number: int) -> bytes:
 
 
 class Memory:
-    """Staging in ordinary memory."""
+    """Staging buffer in ordinary memory."""
 
     def __init__(self, array: npt.NDArray[np.uint8]) -> None:
         self.array = array
@@ -74,8 +74,8 @@ class Memory:
 
 
 class BlockEngine:
-    """The part of Engine that the transport calls. What it holds is made beforehand, so that reading costs
-    what it costs a real engine: a copy and a checksum."""
+    """The part of Engine that the transport calls. Its blocks are generated in advance, so that a read costs
+    as much as in a real engine: a copy and a checksum."""
 
     def __init__(self, blocks: int, block_bytes: int) -> None:
         self._bytes = block_bytes
@@ -106,7 +106,7 @@ def checksums(data: npt.NDArray[np.uint8], size: int) -> list[int]:
 
 
 class Serving:
-    """Obeys the test."""
+    """Executes the commands of the test."""
 
     def __init__(self, settings: PeerSettings) -> None:
         self._settings = settings
@@ -131,7 +131,7 @@ class Serving:
     def count(self, strays: int) -> None:
         self._strays += strays
 
-    async def obey(self, command: Sequence[str | int]) -> object:
+    async def execute(self, command: Sequence[str | int]) -> object:
         match command:
             case ["open", str(address)]:
                 message = worker_pb2.KvAddress.FromString(bytes.fromhex(address))
@@ -176,7 +176,7 @@ async def serve(settings: PeerSettings) -> None:
     serving = Serving(settings)
     async with discarding_strays(serving.count):
         while line := await asyncio.to_thread(sys.stdin.readline):
-            print(msgspec.json.encode(await serving.obey(msgspec.json.decode(line))).decode(), flush=True)
+            print(msgspec.json.encode(await serving.execute(msgspec.json.decode(line))).decode(), flush=True)
         await serving.server.close()
     stop_ucx()
 

@@ -1,7 +1,7 @@
-"""Workers and one front end joined by links in memory that are late, break, and die on command.
+"""Workers and one front end, connected by in-memory links with delays; links and workers fail on command.
 
-The workers are the real thing but for gRPC and UCX: attach streams, dispatch, exports, imports, simulated
-engine. The front end is the arbiter of docs/decisions/0003, and recovers what it loses.
+The workers are real except for gRPC and UCX: attach streams, dispatch, exports, imports, simulated engine.
+The front end is the arbiter of docs/decisions/0003 and recovers requests of lost workers.
 """
 
 from __future__ import annotations
@@ -52,24 +52,24 @@ ENGINE = SimulatedSettings(
     max_num_seqs=4,
     reasoning_mean_tokens=10,
     answer_mean_tokens=30,
-    # A token every 50 ms or so.
+    # About one token every 50 ms.
     speed=0.1,
 )
 PROMPT = list(range(65, 90))
 SAMPLING = {"max_tokens": 60, "ignore_eos": True, "min_tokens": 60}
 FINISHED, FAILED = 1, 8
-# A client that is no attached front end.
-_STRANGER = 1_000
+# A client number that belongs to no attached front end.
+_OTHER_CLIENT = 1_000
 
 
 class Links:
-    """How late messages are, from a seed."""
+    """Message delays, drawn from a seed."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 
-    async def pass_(self) -> None:
-        """A message on its way: mostly quick, at times slower than several steps."""
+    async def delay(self) -> None:
+        """Wait for a message's delay: mostly short, sometimes longer than several steps."""
         await asyncio.sleep(self._random.choice((0.0, 0.0005, 0.002, 0.01, 0.2)))
 
 
@@ -87,11 +87,11 @@ class MemorySourceLink:
             node.leases.append(self)
 
     async def ask(self, command: worker_pb2.ExportCommand) -> worker_pb2.ExportEvent:
-        await self._links.pass_()
+        await self._links.delay()
         self._check()
         self._lease.inbox.command(command)
         event = await self._lease.next_event()
-        await self._links.pass_()
+        await self._links.delay()
         self._check()
         if event is None:
             raise SourceLost("closed")
@@ -101,7 +101,7 @@ class MemorySourceLink:
 
     async def end(self, committed: bool, reason: str) -> None:
         if not self._broken.is_set():
-            await self._links.pass_()
+            await self._links.delay()
         if not self._broken.is_set():
             end = worker_pb2.ExportEnd(committed=committed, reason=reason)
             self._lease.inbox.command(worker_pb2.ExportCommand(end=end))
@@ -110,7 +110,7 @@ class MemorySourceLink:
         self.drop()
 
     def drop(self) -> None:
-        """Also what a failure of the link or of either end looks like."""
+        """Break the link, as a failure of the link or of either end does."""
         self._broken.set()
         self._lease.break_off("the link broke")
 
@@ -165,7 +165,7 @@ class MemoryPuller:
     async def connect(
         self, request_id: str, sources: Sequence[KvAddress], tickets: Sequence[Ticket]
     ) -> MemoryTransfer:
-        await self._fleet.links.pass_()
+        await self._fleet.links.delay()
         node = next(node for node in self._fleet.nodes if node.blocks.addresses == list(sources))
         deliver = partial(self._engine.write_blocks, request_id)
         return MemoryTransfer(self._fleet, node, tickets[0], deliver)
@@ -195,15 +195,15 @@ class MemoryTransfer:
         staging = source.engine.staging(len(hashes))
         with found.reading():
             checksums = await source.engine.read_blocks(found.request_id, first_block, len(hashes), staging)
-        await self._fleet.links.pass_()
+        await self._fleet.links.delay()
         if source.dead:
             raise KvTransferError("the source died")
         await self._deliver(first_block, len(hashes), staging, checksums)
         return len(hashes) * 64
 
 
-def _lends_nothing(address: str, request: cache_pb2.LendRequest, seconds: float) -> LoanLink:
-    raise LoanLost("nothing is lent here")
+def _refuse_loan(address: str, request: cache_pb2.LendRequest, seconds: float) -> LoanLink:
+    raise LoanLost("no loans in this fleet")
 
 
 class Node:
@@ -234,7 +234,7 @@ class Node:
                 engine=self.engine,
                 shape=info.kv_shape,
                 puller=puller,
-                connect=_lends_nothing,
+                connect=_refuse_loan,
                 metrics=self.metrics,
                 faults=faults,
                 spans=spans,
@@ -289,7 +289,7 @@ class Node:
         self.streams = AttachStreams(self.front_ends, dispatch, hello)
 
     async def die(self) -> None:
-        """kill -9: nothing of it reaches anybody any more."""
+        """Kill the worker: none of its messages arrives any more."""
         self.dead = True
         for lease in self.leases:
             lease.drop()
@@ -301,7 +301,7 @@ class Node:
 
 @dataclass
 class Attachment:
-    """The front end's end of an attach stream."""
+    """The front end's side of an attach stream."""
 
     served: asyncio.Task[None]
     up: asyncio.Queue[worker_pb2.AttachUp] = field(default_factory=asyncio.Queue)
@@ -309,7 +309,7 @@ class Attachment:
 
 
 class Down:
-    """The way to the front end; takes everything."""
+    """The direction to the front end, without flow control."""
 
     unsent_bytes = 0
     received_s = 0.0
@@ -325,7 +325,7 @@ class Down:
 
 
 class FrontEnd:
-    """One request's arbiter."""
+    """The arbiter of one request."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -346,7 +346,7 @@ class FrontEnd:
             yield worker_pb2.AttachUp(hello=hello)
             while True:
                 message = await attachment.up.get()
-                await self._fleet.links.pass_()
+                await self._fleet.links.delay()
                 yield message
 
         down = Down()
@@ -354,7 +354,7 @@ class FrontEnd:
         async def deliver() -> None:
             while True:
                 message = await down.messages.get()
-                await self._fleet.links.pass_()
+                await self._fleet.links.delay()
                 if not attachment.broken and not node.dead:
                     self._handle(node.number, message)
 
@@ -371,7 +371,7 @@ class FrontEnd:
             self._place()
 
     def lose(self, number: int) -> None:
-        """The stream broke; what the worker owned goes on elsewhere."""
+        """Handle a broken attach stream: place the request elsewhere if the worker owned it."""
         attachment = self.attached.pop(number, None)
         if attachment is None:
             return
@@ -390,7 +390,7 @@ class FrontEnd:
         return True
 
     def abort(self) -> None:
-        """The user went away."""
+        """Abort the request, as when its user disconnects."""
         self._end()
         if self.owner is not None:
             self.send(self.owner, abort=worker_pb2.Abort(handles=[1]))
@@ -435,12 +435,12 @@ class FrontEnd:
         elif outputs.flags[0] & FINISHED:
             self._end()
 
-    async def _adopt(self, number: int, asked: Attachment, adopt: worker_pb2.Adopt) -> None:
+    async def _adopt(self, number: int, requester: Attachment, adopt: worker_pb2.Adopt) -> None:
         for _ in range(20):
             if len(self.tokens) >= adopt.next_index or not self.live or self.epoch != adopt.from_epoch:
                 break
             await asyncio.sleep(0.1)
-        if self.attached.get(number) is not asked:
+        if self.attached.get(number) is not requester:
             return
         accepted = (
             self.live
@@ -466,7 +466,7 @@ class Fleet:
     """Three workers and the front end."""
 
     def __init__(self, seed: int, engines: Mapping[int, SimulatedSettings] = MappingProxyType({})) -> None:
-        """`engines`: of workers that are not like the others, by number."""
+        """`engines`: settings of workers that differ from the others, by number."""
         self.links = Links(seed)
         self._engines = engines
         self.front_end = FrontEnd(self)
@@ -475,7 +475,7 @@ class Fleet:
         self.ending: list[asyncio.Task[None]] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._migrations = 0
-        self._strangers = 0
+        self._other_requests = 0
 
     async def start(self, count: int = 3) -> None:
         for number in range(count):
@@ -495,7 +495,7 @@ class Fleet:
         self._tasks.append(asyncio.create_task(work))
 
     def migrate(self, target: int, mode: worker_pb2.CopyMode.ValueType, room_wait_s: float = 0.0) -> None:
-        """As the migration service would, from wherever the front end has it now."""
+        """Start a migration from the request's current owner, as the migration service does."""
         source, node = self.front_end.owner, self.nodes[target]
         if source is None or source == target:
             return
@@ -516,28 +516,28 @@ class Fleet:
             return
 
     def crowd(self, number: int) -> None:
-        """Requests of nobody's take every seat of a node, for some two seconds."""
+        """Fill every seat of a node with requests of another client, for about two seconds."""
         for _ in range(ENGINE.max_num_seqs):
-            self._strangers += 1
-            request_id = f"stranger-{self._strangers}"
+            self._other_requests += 1
+            request_id = f"stranger-{self._other_requests}"
             frames = request_frames(request_id, PROMPT, max_tokens=40, ignore_eos=True, min_tokens=40)
-            key = RequestKey(_STRANGER, self._strangers)
+            key = RequestKey(_OTHER_CLIENT, self._other_requests)
             self.nodes[number].engine.submit(Submission(key, request_id, 0, frames))
 
     async def cancel(self, target: int) -> None:
         await self.nodes[target].imports.cancel(f"m{self._migrations}")
 
     async def restart(self, number: int) -> None:
-        """kill -9, and a fresh worker of the same name."""
+        """Kill a worker and start a new one with the same name."""
         await self.nodes[number].die()
         self.nodes[number] = self._node(number)
         await self.nodes[number].start()
         self.front_end.attach(self.nodes[number])
 
     async def reattach(self, number: int) -> None:
-        """The attach stream breaks and is opened anew."""
+        """Break the attach stream and open it again."""
         self.front_end.lose(number)
-        await self.links.pass_()
+        await self.links.delay()
         if not self.nodes[number].dead:
             self.front_end.attach(self.nodes[number])
 
@@ -546,7 +546,7 @@ class Fleet:
             lease.drop()
 
     async def settle(self) -> None:
-        """Until the stream is over; then nothing may be left anywhere."""
+        """Wait for the end of the stream and check that no worker has anything left of it."""
         async with asyncio.timeout(300):
             await self.front_end.done.wait()
             await asyncio.sleep(60)

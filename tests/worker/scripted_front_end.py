@@ -1,4 +1,4 @@
-"""A front end over real connections that keeps the rules of exactly once, and can be told to break them."""
+"""A front end over real connections that delivers exactly once, and refuses adoptions on command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AttachStream = MessageStream[worker_pb2.AttachDown]
 
 @dataclass
 class Stream:
-    """One request as the front end keeps it."""
+    """The front end's state of one request."""
 
     handle: int
     request_id: str
@@ -32,14 +32,14 @@ class Stream:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def until(self, tokens: int) -> None:
-        """Wait for so many tokens, or the end."""
+        """Wait until the stream has this many tokens or has ended."""
         async with asyncio.timeout(WAIT_S):
             while len(self.tokens) < tokens and not self.finished:
                 self.changed.clear()
                 await self.changed.wait()
 
     async def end(self) -> list[int]:
-        """Wait for the end; all tokens."""
+        """Wait for the end and return all tokens."""
         async with asyncio.timeout(WAIT_S):
             while not self.finished:
                 self.changed.clear()
@@ -48,7 +48,7 @@ class Stream:
 
 
 class Attachment:
-    """One stream to a worker."""
+    """A connection to a worker."""
 
     def __init__(
         self, stream: AttachStream, hello: worker_pb2.WorkerHello, reader: asyncio.Task[None]
@@ -59,7 +59,7 @@ class Attachment:
 
 
 class ScriptedFrontEnd:
-    """Judges as docs/decisions/0003 says: the only arbiter."""
+    """The only arbiter of its streams, as in docs/decisions/0003."""
 
     def __init__(self, frontend_id: str = "front-end") -> None:
         self.frontend_id = frontend_id
@@ -68,10 +68,10 @@ class ScriptedFrontEnd:
         self.adoptions = 0
         self.utilities: asyncio.Queue[worker_pb2.UtilityResult] = asyncio.Queue()
         self.queries = 0
-        # Instances that said that they drain, and (instance, handle) of requests that they handed back.
+        # Instances that announced a drain, and (instance, handle) of requests that they handed back.
         self.draining: asyncio.Queue[str] = asyncio.Queue()
         self.handed_back: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
-        # Adopt is answered with this refusal, when set.
+        # If set, every Adopt is refused with this reason.
         self.refuse = ""
         self.silent = False
         self._beating: asyncio.Task[None] | None = None
@@ -87,11 +87,11 @@ class ScriptedFrontEnd:
         try:
             await self.send(instance, heartbeat=worker_pb2.Heartbeat())
         except StreamBroken:
-            # The worker was killed; its reader knows.
+            # The worker was killed; the reader handles this.
             return
 
     async def attach(self, address: str) -> str:
-        """The worker's id."""
+        """Attach to a worker and return its ID."""
         if self._beating is None:
             self._beating = asyncio.create_task(self._beat())
         stream = await connect_stream(address, worker_pb2.AttachDown)
@@ -105,7 +105,7 @@ class ScriptedFrontEnd:
         return instance
 
     async def detach(self, instance: str) -> None:
-        """Break the stream."""
+        """Break the connection."""
         attachment = self.attached.pop(instance)
         attachment.stream.close()
         await asyncio.gather(attachment.reader, return_exceptions=True)
@@ -122,7 +122,7 @@ class ScriptedFrontEnd:
         await attachment.stream.write(worker_pb2.AttachUp(**body))  # type: ignore[arg-type]
 
     async def submit(self, instance: str, prompt: list[int], **sampling: object) -> Stream:
-        """A new request."""
+        """Submit a new request."""
         handle = len(self.streams) + 1
         request_id = f"cmpl-{handle}-{uuid.uuid4().hex[:6]}"
         stream = Stream(handle, request_id, instance, request_frames(request_id, prompt, **sampling))
@@ -131,7 +131,7 @@ class ScriptedFrontEnd:
         return stream
 
     async def resubmit(self, stream: Stream) -> None:
-        """(Again) to its owner, after the tokens there are."""
+        """Submit a stream's request to its owner, to continue after the accepted tokens."""
         submit = worker_pb2.Submit(
             handle=stream.handle,
             request_id=stream.request_id,
@@ -197,7 +197,7 @@ class ScriptedFrontEnd:
         if not reason and (stream.finished or stream.epoch != adopt.from_epoch):
             reason = "not live in that epoch"
         if not reason and len(stream.tokens) != adopt.next_index:
-            # The worker flushes before it answers the pause, but on another connection.
+            # The worker flushes outputs before it answers the pause, but on another connection.
             await asyncio.sleep(0.05)
             if len(stream.tokens) != adopt.next_index:
                 reason = f"{len(stream.tokens)} tokens, not {adopt.next_index}"

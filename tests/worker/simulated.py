@@ -1,4 +1,4 @@
-"""A virtual clock, a front end's bookkeeping and small settings for tests of the simulated engine."""
+"""A virtual clock, a front end and small settings for tests of the simulated engine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def now(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that at most yields to the event loop."""
+    """Run a coroutine that waits for nothing, although it may yield to the event loop; return its result."""
     while True:
         try:
             coroutine.send(None)
@@ -51,7 +51,7 @@ class _Timer:
 
 
 class VirtualClock:
-    """Time goes on only by `advance`."""
+    """Clock whose time passes only in `advance`."""
 
     def __init__(self) -> None:
         self._now = 100.0
@@ -67,7 +67,7 @@ class VirtualClock:
         return timer
 
     def advance(self, calls: int = 1) -> bool:
-        """Make the next calls that are due, whenever that is; False when none was left."""
+        """Advance to the next scheduled calls and make them. Return False if none was left."""
         for _ in range(calls):
             while self._pending and self._pending[0][2].cancelled:
                 heapq.heappop(self._pending)
@@ -87,13 +87,13 @@ class VirtualClock:
 
 
 def at_boundary(clock: VirtualClock, coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that waits for the end of the step under way; time goes on until it is over."""
+    """Run a coroutine that waits for the end of the current step, advancing the clock; return its result."""
 
     async def both() -> T:
         task = asyncio.ensure_future(coroutine)
         await asyncio.sleep(0)
         while not task.done():
-            assert clock.advance(), "the step under way never ends"
+            assert clock.advance(), "the current step never ends"
             await asyncio.sleep(0)
         return await task
 
@@ -101,7 +101,7 @@ def at_boundary(clock: VirtualClock, coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 class Stream:
-    """One request as a front end keeps it."""
+    """A front end's state of one request."""
 
     def __init__(self, request_id: str, handle: int, frames: Frames, owner: int) -> None:
         self.request_id = request_id
@@ -120,7 +120,7 @@ class Stream:
 
 
 class FrontEnd:
-    """Accepts outputs as a real front end does; checks that each message agrees with its columns."""
+    """Accepts outputs as a real front end does and checks that each message matches its columns."""
 
     def __init__(self) -> None:
         self.streams: dict[int, Stream] = {}
@@ -170,7 +170,7 @@ class FrontEnd:
 
 
 class InstanceSink:
-    """What one engine delivers to."""
+    """The engine sink of one instance."""
 
     def __init__(self, front_end: FrontEnd, instance: int) -> None:
         self._front_end = front_end
@@ -230,13 +230,13 @@ class Fleet:
 
 
 def request_frames(request_id: str, prompt: list[int], **sampling: object) -> list[bytes]:
-    """vLLM's message of a request; eos as vLLM's API server fills it in."""
+    """Return vLLM's message of a request, with the EOS token that vLLM's API server fills in."""
     params = {"temperature": 0.0, "_eos_token_id": EOS, **sampling}
     return [msgspec.msgpack.encode([request_id, prompt, None, params, None, 12.5, None, None, None])]
 
 
 def undisturbed(prompt: list[int], **sampling: object) -> Stream:
-    """The request on an engine of its own, with room for all of it."""
+    """Run the request alone on an engine with enough room and return its stream."""
     fleet = Fleet(msgspec.structs.replace(SMALL, kv_blocks=1000))
     stream = fleet.submit(0, prompt, **sampling)
     fleet.clock.drain()

@@ -1,4 +1,4 @@
-"""An order that lets each step carry only so much of any prompt."""
+"""An order that limits the prompt tokens of each step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tailrace.intra.orders import Fcfs
 
 
 class Stingy(Fcfs):
-    """So many prompt tokens a step; 0: no step is to carry any."""
+    """First come, first served, with this many prompt tokens per step; 0: none."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__()

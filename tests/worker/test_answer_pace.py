@@ -1,4 +1,4 @@
-"""What a worker knows of how a user can read an answer."""
+"""A worker's model of the pace at which users can read answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from worker_agent.engine.base import RequestKey
 TPOT_S = 0.1
 
 
-def test_counted_at_reports_as_if_each_token_had_been_timed() -> None:
+def test_pace_counted_at_reports_equals_pace_timed_per_token() -> None:
     pace = AnswerPace(TPOT_S)
     pace.begin(7, 100.0)
     for report in range(1, 9):
@@ -22,49 +22,49 @@ def test_counted_at_reports_as_if_each_token_had_been_timed() -> None:
     assert pace.slack_tokens(104.0) == pytest.approx(17 - 41)
 
 
-def test_nothing_before_the_answer() -> None:
+def test_no_pace_before_the_answer() -> None:
     pace = AnswerPace(TPOT_S)
     pace.count(10, 1.0)
     assert not pace.begun and pace.leave(1.0) is None and pace.qoe == 1.0
 
 
-def test_the_first_token_is_the_first() -> None:
+def test_pace_starts_at_the_first_begin() -> None:
     pace = AnswerPace(TPOT_S)
     pace.begin(3, 1.0)
     pace.begin(9, 5.0)
     assert pace.slack_tokens(1.0) == 0.0
 
 
-def test_goes_on_elsewhere() -> None:
-    here, there = AnswerPace(TPOT_S), AnswerPace(TPOT_S)
-    here.begin(3, 50.0)
-    here.count(9, 51.0)
-    left = here.leave(51.0)
-    assert left is not None
-    # On another machine, whose clock says something else.
-    there.go_on(left, 9, 951.0)
-    assert there.qoe == pytest.approx(here.qoe)
-    assert there.slack_tokens(951.0) == pytest.approx(here.slack_tokens(51.0))
-    for pace, now_s in ((here, 52.0), (there, 952.0)):
+def test_pace_continues_on_another_worker() -> None:
+    source, target = AnswerPace(TPOT_S), AnswerPace(TPOT_S)
+    source.begin(3, 50.0)
+    source.count(9, 51.0)
+    handed_over = source.leave(51.0)
+    assert handed_over is not None
+    # On another machine with a different clock.
+    target.go_on(handed_over, 9, 951.0)
+    assert target.qoe == pytest.approx(source.qoe)
+    assert target.slack_tokens(951.0) == pytest.approx(source.slack_tokens(51.0))
+    for pace, now_s in ((source, 52.0), (target, 952.0)):
         pace.count(12, now_s)
-    assert there.qoe == pytest.approx(here.qoe)
+    assert target.qoe == pytest.approx(source.qoe)
 
 
-def test_after_a_loss_the_front_end_says() -> None:
+def test_pace_after_a_loss_comes_from_the_front_end() -> None:
     pace = AnswerPace(TPOT_S)
     pace.recover(21, 2.0, 30, 100.0)
     assert pace.slack_tokens(100.0) == pytest.approx(0.0)
     assert pace.qoe == pytest.approx(1.0)
-    never = AnswerPace(TPOT_S)
-    never.recover(0, 0.0, 30, 100.0)
-    assert not never.begun
+    without_answer = AnswerPace(TPOT_S)
+    without_answer.recover(0, 0.0, 30, 100.0)
+    assert not without_answer.begun
 
 
-def test_answers_are_expected_at_the_pace_of_the_deployment() -> None:
+def test_pace_follows_the_slo_of_the_deployment() -> None:
     slo = Slo(2.0, 0.05)
     carried = CarriedRequests(lambda: slo.reading_s)
     first = carried.add(RequestKey(0, 1), "one", "f", 0)
-    # It is set to another: what is under way keeps its own.
+    # After a change of the SLO, running requests keep theirs.
     slo = Slo(2.0, 0.05, pace_s=0.2)
     second = carried.add(RequestKey(0, 2), "two", "f", 0)
     for request in (first, second):
@@ -77,5 +77,5 @@ def test_answers_are_expected_at_the_pace_of_the_deployment() -> None:
     ("slo", "reading_s"),
     [(Slo(), 0.1), (Slo(2.0, 0.05), 0.05), (Slo(2.0, None), 0.1), (Slo(2.0, 0.05, pace_s=0.3), 0.3)],
 )
-def test_the_pace_of_an_slo(slo: Slo, reading_s: float) -> None:
+def test_reading_pace_of_an_slo(slo: Slo, reading_s: float) -> None:
     assert slo.reading_s == reading_s

@@ -1,4 +1,4 @@
-"""The data path's stream, without gRPC under it."""
+"""The data path's stream, without a network."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HELLO = worker_pb2.WorkerHello(instance_id="w", incarnation="1", ready_response=
 
 
 class Recorder(Dispatcher):
-    """A dispatch that keeps what it is given."""
+    """Dispatcher that records its messages."""
 
     def __init__(self) -> None:
         self.handled: list[worker_pb2.AttachUp] = []
@@ -39,7 +39,7 @@ class Recorder(Dispatcher):
 
 
 class Peer:
-    """The front end's end of a stream."""
+    """The front end's side of a stream."""
 
     def __init__(self) -> None:
         self.up: asyncio.Queue[worker_pb2.AttachUp | None] = asyncio.Queue()
@@ -47,7 +47,7 @@ class Peer:
         self.has_read_all = True
         self.unsent_bytes = 0
         self.received_s = 0.0
-        # Since when it takes nothing.
+        # Time since which it has read nothing.
         self.deaf_s: float | None = None
 
     async def messages(self) -> AsyncIterator[worker_pb2.AttachUp]:
@@ -72,7 +72,7 @@ class Peer:
 
 @dataclass
 class Attached:
-    """Both ends of a stream that was greeted."""
+    """Both sides of an attached stream."""
 
     peer: Peer
     served: asyncio.Task[None]
@@ -80,7 +80,7 @@ class Attached:
 
 
 class Worker:
-    """Everything between an engine's outputs and the stream."""
+    """The parts of a worker between the engine's outputs and the stream."""
 
     def __init__(self) -> None:
         self.front_ends = FrontEnds()
@@ -109,7 +109,7 @@ class Worker:
         )
 
 
-async def test_steps_reach_their_front_end_verbatim_and_in_order() -> None:
+async def test_steps_reach_their_front_end_unchanged_and_in_order() -> None:
     worker, peer, other = Worker(), Peer(), Peer()
     served = [worker.serve(peer), worker.serve(other)]
     peer.greet("a")
@@ -134,8 +134,7 @@ async def test_steps_reach_their_front_end_verbatim_and_in_order() -> None:
 async def attached(
     worker: Worker, name: str, incarnation: str = "1", attempt: int = 0, limit: int = 0
 ) -> Attached:
-    """A front end that has its hello. `limit`: the largest message that it takes, as it says; 0: it does
-    not."""
+    """Attach a front end. `limit`: its announced message limit in bytes, 0: none."""
     peer = Peer()
     served = worker.serve(peer)
     peer.greet(name, incarnation, attempt, limit)
@@ -146,31 +145,31 @@ async def attached(
     return Attached(peer, served, front_end)
 
 
-async def test_a_front_end_that_takes_nothing_for_long_is_cut_and_others_go_on() -> None:
+async def test_front_end_that_reads_nothing_is_disconnected_and_others_continue() -> None:
     worker = Worker()
-    deaf, other = await attached(worker, "deaf"), await attached(worker, "other")
+    stalled, other = await attached(worker, "deaf"), await attached(worker, "other")
     now_s = time.monotonic()
-    deaf.peer.deaf_s = now_s
-    deaf.front_end.check(now_s + STALL_S, 0.0, 60.0)
-    assert not deaf.front_end.closed.is_set()
-    # This process itself stood still: nobody else is to blame.
-    deaf.front_end.check(now_s + STALL_S + 5.0, 5.0, 60.0)
-    assert not deaf.front_end.closed.is_set()
-    deaf.front_end.check(now_s + STALL_S + 1.0, 0.0, 60.0)
+    stalled.peer.deaf_s = now_s
+    stalled.front_end.check(now_s + STALL_S, 0.0, 60.0)
+    assert not stalled.front_end.closed.is_set()
+    # This process itself was suspended, so no front end is at fault.
+    stalled.front_end.check(now_s + STALL_S + 5.0, 5.0, 60.0)
+    assert not stalled.front_end.closed.is_set()
+    stalled.front_end.check(now_s + STALL_S + 1.0, 0.0, 60.0)
     async with asyncio.timeout(10):
-        await deaf.served
+        await stalled.served
     assert worker.gone == [0] and not other.served.done()
-    assert deaf.front_end.reason.startswith("took nothing")
+    assert stalled.front_end.reason.startswith("took nothing")
     other.peer.up.put_nowait(None)
     await other.served
 
 
-async def test_a_large_reply_cuts_nobody() -> None:
+async def test_large_reply_disconnects_no_front_end() -> None:
     worker = Worker()
     front = await attached(worker, "a")
     front.peer.has_read_all = False
     worker.step(0, 0, b"x" * (32 << 20))
-    # It takes a while to read this, and is heard of in the meantime by its bytes alone.
+    # It takes a while to read this, and only its received bytes prove meanwhile that it is alive.
     front.peer.deaf_s = time.monotonic()
     front.peer.received_s = time.monotonic() + 8.0
     front.front_end.check(time.monotonic() + 9.0, 0.0, 2.0)
@@ -181,8 +180,7 @@ async def test_a_large_reply_cuts_nobody() -> None:
 
 
 def large_step(sizes: Sequence[int]) -> StepColumns:
-    """vLLM's message of one step: an output of about this size for each of as many requests, two tokens
-    each."""
+    """Return a step of vLLM with one output of about each size, for different requests, two tokens each."""
     outputs = [
         wire.EngineCoreOutput(
             f"r{n}", [n, n + 100], new_logprobs=msgspec.Raw(msgspec.msgpack.encode(b"x" * size))
@@ -196,7 +194,7 @@ def large_step(sizes: Sequence[int]) -> StepColumns:
     return StepColumns(0, 5, frames, handles, [3] * count, [4] * count, [2] * count, tokens, [0] * count)
 
 
-async def test_outputs_that_are_too_large_end_their_request_and_the_others_of_the_step_go_on() -> None:
+async def test_too_large_outputs_end_only_their_request() -> None:
     worker = Worker()
     front = await attached(worker, "a", limit=2 << 20)
     worker.sink.on_step(large_step([10, 3 << 20, 20, 1 << 20]))
@@ -209,14 +207,14 @@ async def test_outputs_that_are_too_large_end_their_request_and_the_others_of_th
     assert list(outputs.token_ids) == [0, 100, 2, 102, 3, 103]
     assert [each.request_id for each in wire.read_outputs(list(outputs.frames)).outputs] == ["r0", "r2", "r3"]
     assert outputs.ByteSize() < 2 << 20
-    # The engine is told to free it, and nobody was cut.
+    # The engine was told to free it, and no front end was disconnected.
     await asyncio.sleep(0)
     assert worker.failed_because == [RequestKey(0, 2)] and not front.front_end.closed.is_set()
     front.peer.up.put_nowait(None)
     await front.served
 
 
-async def test_while_much_waits_large_outputs_end_first_and_small_ones_go_on() -> None:
+async def test_large_outputs_end_first_while_much_is_queued() -> None:
     worker = Worker()
     front = await attached(worker, "a", limit=8 << 20)
     front.peer.unsent_bytes = 8 << 20
@@ -230,7 +228,7 @@ async def test_while_much_waits_large_outputs_end_first_and_small_ones_go_on() -
     await front.served
 
 
-async def test_a_result_of_a_call_that_is_too_large_is_a_failure() -> None:
+async def test_too_large_result_of_a_call_is_a_failure() -> None:
     worker = Worker()
     front = await attached(worker, "a", limit=1 << 20)
     worker.sink.on_utility(0, 7, wire.utility_result(7, "x" * (2 << 20)))
@@ -240,7 +238,7 @@ async def test_a_result_of_a_call_that_is_too_large_is_a_failure() -> None:
     await front.served
 
 
-async def test_memory_for_a_front_end_that_reads_slowly_is_bounded() -> None:
+async def test_memory_for_a_slow_front_end_is_bounded() -> None:
     worker = Worker()
     front = await attached(worker, "a")
     front.peer.has_read_all = False
@@ -254,7 +252,7 @@ async def test_memory_for_a_front_end_that_reads_slowly_is_bounded() -> None:
     assert "unread" in front.front_end.reason
 
 
-async def test_who_does_not_greet_is_refused() -> None:
+async def test_peer_without_a_hello_is_refused() -> None:
     worker, peer = Worker(), Peer()
     served = worker.serve(peer)
     peer.up.put_nowait(worker_pb2.AttachUp(abort=worker_pb2.Abort(handles=[1])))
@@ -263,7 +261,7 @@ async def test_who_does_not_greet_is_refused() -> None:
     assert worker.gone == [] and worker.dispatch.handled == []
 
 
-async def test_a_front_end_that_attaches_anew_ends_its_older_stream() -> None:
+async def test_new_attachment_ends_the_older_one_of_the_same_front_end() -> None:
     worker, older, newer = Worker(), Peer(), Peer()
     first = worker.serve(older)
     older.greet("a")
@@ -280,7 +278,7 @@ async def test_a_front_end_that_attaches_anew_ends_its_older_stream() -> None:
     await second
 
 
-async def test_a_second_process_of_the_same_id_is_refused_while_the_first_is_alive() -> None:
+async def test_second_process_with_the_same_id_is_refused_while_the_first_is_alive() -> None:
     worker = Worker()
     first = await attached(worker, "a", "one")
     for _ in range(3):
@@ -292,7 +290,7 @@ async def test_a_second_process_of_the_same_id_is_refused_while_the_first_is_ali
         with pytest.raises(AttachRefused):
             await served
     assert worker.gone == [] and not first.front_end.closed.is_set()
-    # The first is not heard any more: the second takes over, once.
+    # When the first has become silent, the second takes over, once.
     first.front_end.last_received_s -= 60.0
     second_end = await attached(worker, "a", "two")
     async with asyncio.timeout(10):
@@ -302,7 +300,7 @@ async def test_a_second_process_of_the_same_id_is_refused_while_the_first_is_ali
     await second_end.served
 
 
-async def test_a_hello_that_was_overtaken_by_a_later_one_is_refused() -> None:
+async def test_hello_that_arrives_after_a_later_one_is_refused() -> None:
     worker = Worker()
     current = await attached(worker, "a", attempt=3)
     late = Peer()
@@ -317,7 +315,7 @@ async def test_a_hello_that_was_overtaken_by_a_later_one_is_refused() -> None:
     await current.served
 
 
-async def test_a_worker_that_leaves_says_so_and_takes_nobody_any_more() -> None:
+async def test_leaving_worker_says_goodbye_and_refuses_new_front_ends() -> None:
     worker = Worker()
     front = await attached(worker, "a")
     leaving = asyncio.create_task(worker.front_ends.leave(worker_pb2.Goodbye(reason="told to stop")))
@@ -335,7 +333,7 @@ async def test_a_worker_that_leaves_says_so_and_takes_nobody_any_more() -> None:
             await served
 
 
-async def test_heartbeats_go_out_and_silence_is_cut() -> None:
+async def test_heartbeats_are_sent_and_silent_peers_are_disconnected() -> None:
     worker, peer = Worker(), Peer()
     served = worker.serve(peer)
     peer.greet("a")
@@ -353,7 +351,7 @@ def submission(handle: int) -> Submission:
     return Submission(RequestKey(0, handle), name, 0, request_frames(name, [65, 66, 67]), frontend_id="a")
 
 
-async def test_a_worker_with_as_many_requests_as_it_may_have_turns_others_away() -> None:
+async def test_worker_at_its_request_limit_rejects_others() -> None:
     worker = Worker()
     engine = SimulatedEngine(SMALL)
     await engine.start(worker.sink)
@@ -365,7 +363,7 @@ async def test_a_worker_with_as_many_requests_as_it_may_have_turns_others_away()
     rejected = (await front.peer.down.get()).rejected
     assert (rejected.handle, rejected.epoch, rejected.code) == (3, 0, worker_pb2.REJECT_CODE_BUSY)
     assert (worker.metrics.submitted, worker.metrics.rejected_busy) == (2, 1)
-    # One leaves: there is room again.
+    # When one ends, there is room again.
     engine.abort([RequestKey(0, 1)])
     worker.carried.remove(RequestKey(0, 1))
     admission.submit(submission(4))
@@ -375,7 +373,7 @@ async def test_a_worker_with_as_many_requests_as_it_may_have_turns_others_away()
     await front.served
 
 
-async def test_a_submission_that_fails_in_our_hands_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failing_submission_ends_only_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Worker()
     engine = SimulatedEngine(SMALL)
 
@@ -394,10 +392,10 @@ async def test_a_submission_that_fails_in_our_hands_fails_alone(monkeypatch: pyt
     await front.served
 
 
-async def test_calls_of_engine_methods_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pending_calls_of_engine_methods_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Worker()
     engine = SimulatedEngine(SMALL)
-    # It answers nothing.
+    # The engine never answers.
     monkeypatch.setattr(engine, "utility", lambda client, call_id, frames: None)
     dispatch = Dispatcher.__new__(Dispatcher)
     dispatch._engine = engine

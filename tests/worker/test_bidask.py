@@ -1,4 +1,4 @@
-"""Bid-ask between workers over real gRPC; what is moved, and how, a test decides."""
+"""Bid-ask between workers over real gRPC, with transfers controlled by the test."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ WAIT_S = 20.0
 
 @dataclass
 class Worker:
-    """One that holds requests and has room for some more tokens."""
+    """A worker that has requests, and room for a number of further tokens."""
 
     name: str
     free: int = 10_000
     load: float = 0.0
     requests: set[str] = field(default_factory=set)
-    # Whether blocks are set aside when a fetch begins, as an import does it; else when it ends.
+    # Whether blocks are reserved when a fetch begins, as an import does; otherwise when it ends.
     reserves: bool = True
     reserved: set[str] = field(default_factory=set)
-    # Fetches under way, and the most there were.
+    # Number of concurrent fetches, and its maximum.
     fetching: int = 0
     most: int = 0
     fetched: list[str] = field(default_factory=list)
 
 
 class Market:
-    """Workers that speak with each other; a fetch takes `hold`'s time and then is `commits`' word."""
+    """Workers connected over gRPC; a fetch waits for `hold` and commits if `commits` says so."""
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self.stack = stack
@@ -58,7 +58,7 @@ class Market:
         self.most_sending = 0
 
     async def add(self, worker: Worker) -> Worker:
-        """Serve one."""
+        """Serve a worker."""
 
         async def fetch(won: Won) -> bool:
             worker.fetching += 1
@@ -103,7 +103,7 @@ class Market:
     async def offer(
         self, source: str, request_id: str, tokens: int, *receivers: str, most_tokens: int | None = None
     ) -> bidask_pb2.OfferReply:
-        """As the scheduler does; receivers may be addresses of nobody."""
+        """Start an auction, as the scheduler does; receivers may be unreachable addresses."""
         stub = BidAskStub(self.channels.get(self.coordinators[source].address, Role.WORKER))
         named = [
             bidask_pb2.Receiver(
@@ -123,8 +123,8 @@ class Market:
             timeout=WAIT_S,
         )
 
-    async def quiet(self) -> None:
-        """Until nothing is on offer or to be fetched anywhere."""
+    async def wait_idle(self) -> None:
+        """Wait until no request is offered or to be fetched anywhere."""
         async with asyncio.timeout(WAIT_S):
             while any(c.on_offer or c.to_fetch for c in self.coordinators.values()):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -132,7 +132,7 @@ class Market:
 
 @pytest.fixture
 async def market(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Market]:
-    """Empty. On a busy machine bids take longer than a fleet waits for them."""
+    """A market without workers, with longer deadlines for bids, as a busy machine needs them."""
     monkeypatch.setattr(offer_sender, "BID_S", 10.0)
     async with AsyncExitStack() as stack:
         market = Market(stack)
@@ -140,19 +140,19 @@ async def market(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Market]:
     await market.channels.close()
 
 
-async def test_the_request_goes_to_a_lightly_loaded_receiver(market: Market) -> None:
+async def test_request_goes_to_a_lightly_loaded_receiver(market: Market) -> None:
     source = await market.add(Worker("s", requests={"r"}))
     for name, load in (("a", 900.0), ("b", 100.0), ("c", 800.0), ("d", 200.0)):
         await market.add(Worker(name, load=load))
     reply = await market.offer("s", "r", 500, "a", "b", "c", "d")
-    # Half are filtered by load; of the others the first to answer wins.
+    # Half of the receivers are excluded by load; the first of the others to answer wins.
     assert reply.taker_instance_id in ("b", "d")
     assert market.outcomes == {"taken": 1}
     assert market.workers[reply.taker_instance_id].fetched == ["r"] and not source.requests
-    await market.quiet()
+    await market.wait_idle()
 
 
-async def test_without_room_anywhere_it_stays(market: Market) -> None:
+async def test_request_stays_if_no_receiver_has_room(market: Market) -> None:
     source = await market.add(Worker("s", requests={"r"}))
     await market.add(Worker("a", free=400))
     reply = await market.offer("s", "r", 500, "a")
@@ -160,16 +160,16 @@ async def test_without_room_anywhere_it_stays(market: Market) -> None:
     assert source.requests == {"r"}
 
 
-async def test_receivers_that_do_not_answer_do_not_hold_it_up(market: Market) -> None:
+async def test_unreachable_receivers_do_not_delay_the_auction(market: Market) -> None:
     await market.add(Worker("s", requests={"r"}))
     await market.add(Worker("a", load=5_000.0))
-    # Nobody listens there.
+    # These ports refuse connections.
     reply = await market.offer("s", "r", 500, "127.0.0.1:9", "a")
     assert reply.taker_instance_id == "a"
 
 
-async def test_room_is_counted_once_while_a_request_is_fetched(market: Market) -> None:
-    """It has room for both; the blocks of the first are set aside when its fetch begins."""
+async def test_room_is_counted_once_during_a_fetch(market: Market) -> None:
+    """The receiver has room for both; the blocks of the first are reserved when its fetch begins."""
     await market.add(Worker("s", requests={"r"}))
     await market.add(Worker("z", requests={"q"}))
     target = await market.add(Worker("a", free=1_000))
@@ -186,7 +186,7 @@ async def test_room_is_counted_once_while_a_request_is_fetched(market: Market) -
     assert [reply.taker_instance_id for reply in (await first, await second)] == ["a", "a"]
 
 
-async def test_receivers_beyond_the_limit_do_not_bid(market: Market) -> None:
+async def test_receivers_above_the_load_limit_do_not_bid(market: Market) -> None:
     await market.add(Worker("s", requests={"r"}))
     await market.add(Worker("a", load=700.0))
     await market.add(Worker("b", load=900.0))
@@ -196,7 +196,7 @@ async def test_receivers_beyond_the_limit_do_not_bid(market: Market) -> None:
     assert reply.taker_instance_id == "a"
 
 
-async def test_a_transfer_that_fails_leaves_it_where_it_was(market: Market) -> None:
+async def test_request_stays_after_a_failed_transfer(market: Market) -> None:
     source = await market.add(Worker("s", requests={"r"}))
     await market.add(Worker("a"))
     market.commits = lambda won: False
@@ -207,14 +207,14 @@ async def test_a_transfer_that_fails_leaves_it_where_it_was(market: Market) -> N
     assert (await market.offer("s", "r", 500, "a")).taker_instance_id == "a"
 
 
-async def test_a_request_that_is_not_here_is_not_offered(market: Market) -> None:
+async def test_unknown_request_is_not_offered(market: Market) -> None:
     await market.add(Worker("s"))
     await market.add(Worker("a"))
     assert not (await market.offer("s", "r", 500, "a")).taker_instance_id
     assert market.workers["a"].fetched == []
 
 
-async def test_a_receiver_that_never_says_done_is_given_up(
+async def test_receiver_that_never_reports_completion_is_given_up(
     market: Market, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(offer_sender, "OFFER_S", 0.3)
@@ -223,24 +223,24 @@ async def test_a_receiver_that_never_says_done_is_given_up(
     await market.add(Worker("b"))
     market.hold.clear()
     assert not (await market.offer("s", "r", 500, "a")).taker_instance_id
-    # The sender is free for another one.
+    # The sender can offer another request.
     market.hold.set()
     assert (await market.offer("s", "q", 500, "b")).taker_instance_id == "b"
 
 
-async def test_many_at_once_each_have_one_owner_and_few_transfers(market: Market) -> None:
+async def test_concurrent_offers_keep_one_owner_each_and_few_transfers(market: Market) -> None:
     senders = [await market.add(Worker(f"s{n}", requests={f"r{n}.{k}" for k in range(6)})) for n in range(5)]
     receivers = [await market.add(Worker(f"t{n}", free=6_000)) for n in range(2)]
     names = [receiver.name for receiver in receivers]
     offered = list(itertools.chain(*([(s.name, r) for r in sorted(s.requests)] for s in senders)))
     replies = await asyncio.gather(*(market.offer(s, r, 300, *names) for s, r in offered))
-    await market.quiet()
+    await market.wait_idle()
     moved = {r for (_, r), reply in zip(offered, replies, strict=True) if reply.taker_instance_id}
     held = list(itertools.chain(*(w.requests for w in market.workers.values())))
     assert sorted(held) == sorted(r for _, r in offered)
     assert moved == {r for w in receivers for r in w.requests}
-    # Each has room for twenty of the thirty; if all chose the same, the rest is declined.
+    # Each has room for twenty of the thirty; if all choose the same one, the rest is declined.
     assert len(moved) >= 20
-    # Three at a time to each receiver and from each sender; neither more room than there is.
+    # At most three concurrent transfers per receiver and sender, and no more requests than there is room.
     assert max(w.most for w in receivers) <= 3 and market.most_sending <= 3
     assert all(w.free >= 0 for w in receivers)

@@ -30,7 +30,7 @@ def test_engine_arguments_are_json_or_strings() -> None:
         read_argument("nothing")
 
 
-def test_a_setting_that_the_simulated_engine_lacks_is_named() -> None:
+def test_unknown_setting_of_the_simulated_engine_is_named() -> None:
     with pytest.raises(EngineOptionError, match="wings"):
         make_engine(EngineOptions("simulated", arguments={"wings": 2}))
     with pytest.raises(EngineOptionError):
@@ -39,34 +39,34 @@ def test_a_setting_that_the_simulated_engine_lacks_is_named() -> None:
         make_engine(EngineOptions("simulated", arguments={"profile": "no_such_profile"}))
 
 
-def test_the_tiny_model_is_known_by_a_link_too(tmp_path: Path) -> None:
+def test_tiny_model_is_recognized_through_a_symlink(tmp_path: Path) -> None:
     link = tmp_path / "tiny-model"
     link.symlink_to(MODEL_PATH)
     for name in (None, str(MODEL_PATH), str(link)):
         options = with_tiny_models_defaults(EngineOptions("vllm", model=name))
-        # In another precision its answers are not sure to be right.
+        # In another precision its answers can be wrong.
         assert options.arguments == {"dtype": "float32"}
         assert options.predictor == str(PREDICTOR_PATH)
         assert options.reasoning_parser == "qwen3"
-    said = EngineOptions("vllm", predictor="", arguments={"dtype": "bfloat16"})
-    assert with_tiny_models_defaults(said).arguments == said.arguments
-    assert with_tiny_models_defaults(said).predictor == ""
+    explicit = EngineOptions("vllm", predictor="", arguments={"dtype": "bfloat16"})
+    assert with_tiny_models_defaults(explicit).arguments == explicit.arguments
+    assert with_tiny_models_defaults(explicit).predictor == ""
     other = EngineOptions("vllm", model="some/model")
     assert with_tiny_models_defaults(other) == other
 
 
-def test_many_workers_a_process_are_for_the_simulated_engine() -> None:
+def test_several_workers_per_process_require_the_simulated_engine() -> None:
     result = CliRunner().invoke(command, ["--engine", "vllm", "--count", "2"])
     assert result.exit_code == 2 and "--count" in result.output
 
 
-def test_faults_must_be_understood(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_faults_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, '{"hold": "import:open", "secnods": 3}')
     with pytest.raises(RuntimeError, match=VARIABLE):
         Faults.from_environment("w")
 
 
-async def test_many_workers_in_one_process_register_each(
+async def test_each_worker_of_a_process_is_registered(
     store: Store, etcd: str, cluster: str, tmp_path: Path
 ) -> None:
     async with worker_process(store, etcd, cluster, tmp_path, "many-3", count=5) as process:
@@ -94,6 +94,6 @@ async def test_many_workers_in_one_process_register_each(
         ("a-b7", ["a-b7", "a-b7-1"]),
     ],
 )
-def test_ids_are_those_that_were_asked_for(first: str, ids: list[str]) -> None:
+def test_worker_ids_are_numbered_from_the_given_one(first: str, ids: list[str]) -> None:
     assert numbered(first, 2) == ids
     assert numbered(first, 1) == [first]

@@ -1,4 +1,4 @@
-"""Copies of prefixes ahead of need give way to what users wait for."""
+"""Copies of prefixes ahead of need yield to transfers that users wait for."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class Target(Worker):
         self.importing = 0
         self.copies = Copies(self.pulls, Prompts(), lambda: self.importing, self.metrics)
 
-    async def begun(self) -> asyncio.Task[Outcome]:
-        """A copy whose transfer is under way."""
+    async def start_copy(self) -> asyncio.Task[Outcome]:
+        """Start a copy and wait until its transfer has begun."""
         task = asyncio.create_task(self.copies.copy(REQUEST))
-        while not self.transfer.begun:  # noqa: ASYNC110 - it takes a few turns of the loop
+        while not self.transfer.begun:  # noqa: ASYNC110 - it takes a few iterations of the loop
             await asyncio.sleep(0)
         return task
 
 
-async def test_what_was_copied_is_found_and_nothing_was_run() -> None:
+async def test_copied_prefix_is_found_without_running_a_request() -> None:
     target = Target()
     target.transfer.gate.set()
     outcome = await target.copies.copy(REQUEST)
@@ -51,9 +51,9 @@ async def test_what_was_copied_is_found_and_nothing_was_run() -> None:
     assert (await target.copies.copy(REQUEST)).result == "held"
 
 
-async def test_requests_that_lack_it_wait_for_the_copy() -> None:
+async def test_requests_with_the_prefix_wait_for_the_copy() -> None:
     target = Target()
-    copy = await target.begun()
+    copy = await target.start_copy()
     target.submit("first", HOLDER)
     target.transfer.gate.set()
     assert await target.drained() == {"first": 2}
@@ -61,9 +61,9 @@ async def test_requests_that_lack_it_wait_for_the_copy() -> None:
     assert target.metrics.pulls == {"shared": 1}
 
 
-async def test_one_at_a_time_and_none_while_users_wait() -> None:
+async def test_one_copy_at_a_time_and_none_while_users_wait() -> None:
     target = Target()
-    copy = await target.begun()
+    copy = await target.start_copy()
     assert (await target.copies.copy(REQUEST)).result == "busy"
     target.transfer.gate.set()
     assert (await copy).result == "pulled"
@@ -78,9 +78,9 @@ async def test_one_at_a_time_and_none_while_users_wait() -> None:
     await target.drained()
 
 
-async def test_a_copy_that_is_given_up_leaves_nothing_behind() -> None:
+async def test_cancelled_copy_leaves_nothing_behind() -> None:
     target = Target()
-    copy = await target.begun()
+    copy = await target.start_copy()
     copy.cancel()
     await asyncio.gather(copy, return_exceptions=True)
     assert copy.cancelled() and not target.engine.kept
@@ -88,7 +88,7 @@ async def test_a_copy_that_is_given_up_leaves_nothing_behind() -> None:
     assert (await target.copies.copy(REQUEST)).result == "pulled"
 
 
-async def test_a_request_that_has_left_the_holder() -> None:
+async def test_copy_of_a_request_that_has_left_the_holder() -> None:
     target = Target()
     gone = cache_pb2.CopyRequest(request_id="gone", holder_address=HOLDER.address, tokens=8)
     assert (await target.copies.copy(gone)).result == "gone"

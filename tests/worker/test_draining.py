@@ -1,4 +1,4 @@
-"""A worker that is told to stop, or drained by an operator: what it says, hands back and waits for."""
+"""A worker that is stopped or drained by an operator: what it announces, hands back and waits for."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Rig:
     async def submit(self, **sampling: object) -> Stream:
         return await self.front_end.submit("w", PROMPT, **sampling)
 
-    async def running(self) -> Stream:
-        """An endless request that is under way."""
+    async def start_running(self) -> Stream:
+        """Submit an endless request and wait until it runs."""
         stream = await self.submit(**ENDLESS)
         await stream.until(3)
         return stream
 
-    async def handed_back(self) -> int:
-        """Handle of the next request that is handed back."""
+    async def next_handed_back(self) -> int:
+        """Wait for the next request that is handed back and return its handle."""
         async with asyncio.timeout(WAIT_S):
             return (await self.front_end.handed_back.get())[1]
 
@@ -76,14 +76,14 @@ async def rig(etcd: str, folder: Path, *more: str) -> AsyncIterator[Rig]:
     await store.close()
 
 
-async def test_a_worker_that_is_told_to_stop_waits_for_what_it_carries(etcd: str, tmp_path: Path) -> None:
+async def test_stopping_worker_waits_for_its_requests(etcd: str, tmp_path: Path) -> None:
     async with rig(etcd, tmp_path) as r:
-        running, waiting = await r.running(), await r.submit(**SHORT)
+        running, waiting = await r.start_running(), await r.submit(**SHORT)
         r.terminate()
         async with asyncio.timeout(WAIT_S):
             assert await r.front_end.draining.get() == "w"
-        # The prompt that waits has nothing to lose; what runs is left to be moved.
-        assert await r.handed_back() == waiting.handle
+        # The waiting prompt has no state to lose; the running request is left to be moved.
+        assert await r.next_handed_back() == waiting.handle
         await r.abort(waiting)
         late = ScriptedFrontEnd("late")
         await late.attach(r.worker.stream_address)
@@ -104,18 +104,18 @@ async def test_a_worker_that_is_told_to_stop_waits_for_what_it_carries(etcd: str
         assert await r.record() is None
 
 
-async def test_what_is_left_in_the_end_is_handed_back(etcd: str, tmp_path: Path) -> None:
+async def test_remaining_requests_are_handed_back_at_the_drain_timeout(etcd: str, tmp_path: Path) -> None:
     async with rig(etcd, tmp_path, "--drain-timeout", "0.3") as r:
-        running = await r.running()
+        running = await r.start_running()
         r.terminate()
-        assert await r.handed_back() == running.handle
+        assert await r.next_handed_back() == running.handle
         await r.abort(running)
         assert await r.exit_code() == 0
 
 
-async def test_a_second_signal_ends_it_with_what_it_carries(etcd: str, tmp_path: Path) -> None:
+async def test_second_signal_stops_the_worker_at_once(etcd: str, tmp_path: Path) -> None:
     async with rig(etcd, tmp_path) as r:
-        await r.running()
+        await r.start_running()
         r.terminate()
         await r.worker.logged("requests to hand over")
         r.terminate()
@@ -123,37 +123,37 @@ async def test_a_second_signal_ends_it_with_what_it_carries(etcd: str, tmp_path:
         assert await r.record() is None
 
 
-async def test_a_worker_that_carries_nothing_stops_at_once(etcd: str, tmp_path: Path) -> None:
+async def test_idle_worker_stops_at_once(etcd: str, tmp_path: Path) -> None:
     async with rig(etcd, tmp_path) as r:
         r.terminate()
         async with asyncio.timeout(5):
             assert await r.worker.process.wait() == 0
 
 
-async def test_an_operators_drain_hands_back_prompts_that_wait(etcd: str, tmp_path: Path) -> None:
+async def test_operators_drain_hands_back_waiting_prompts(etcd: str, tmp_path: Path) -> None:
     async with rig(etcd, tmp_path) as r:
-        running, waiting = await r.running(), await r.submit(**SHORT)
+        running, waiting = await r.start_running(), await r.submit(**SHORT)
         await r.store.put("drains/w", b"")
-        assert await r.handed_back() == waiting.handle
-        # Nobody has taken it: it is asked for again, and meanwhile goes on here when its turn comes.
-        assert await r.handed_back() == waiting.handle
+        assert await r.next_handed_back() == waiting.handle
+        # It was not placed elsewhere: it is handed back again, and meanwhile runs here when its turn comes.
+        assert await r.next_handed_back() == waiting.handle
         await r.abort(running)
         assert len(await waiting.end()) == SHORT["max_tokens"]
         await r.store.delete("drains/w")
 
 
-async def test_prompts_that_wait_are_handed_back_when_the_scheduler_asks(etcd: str, tmp_path: Path) -> None:
-    """Those that it names and that wait: nothing else, and the worker takes new ones as before."""
+async def test_scheduler_can_request_waiting_prompts_back(etcd: str, tmp_path: Path) -> None:
+    """Only the named ones that wait are handed back, and the worker still accepts new requests."""
     async with rig(etcd, tmp_path) as r:
-        running, waiting, other = await r.running(), await r.submit(**SHORT), await r.submit(**SHORT)
+        running, waiting, other = await r.start_running(), await r.submit(**SHORT), await r.submit(**SHORT)
         named = [stream.request_id for stream in (running, waiting)]
         async with grpc.aio.insecure_channel(r.worker.address) as channel:
             stub = worker_pb2_grpc.WorkerStub(channel)
             asked = worker_pb2.HandBackPromptsRequest(request_ids=[*named, "nobody's"])
             reply = await stub.HandBackPrompts(asked, timeout=WAIT_S)
         assert reply.handed_back == 1
-        assert await r.handed_back() == waiting.handle
+        assert await r.next_handed_back() == waiting.handle
         await r.abort(running)
-        # Nobody has taken it, and it goes on here when its turn comes.
+        # It was not placed elsewhere, and runs here when its turn comes.
         assert len(await waiting.end()) == len(await other.end()) == SHORT["max_tokens"]
         assert r.front_end.handed_back.empty()

@@ -1,4 +1,4 @@
-"""What a worker answers a front end that asks whether it still has a request."""
+"""A worker's reply to a front end that asks whether it still has its requests."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from worker_agent.held import HeldQueries
 
 
 async def ask(queries: HeldQueries, front: Attached, *handles: int, epoch: int = 0) -> list[int]:
-    """The handles that are missing."""
-    # The answer before this one is done with.
+    """Query these handles and return the missing ones."""
+    # Discard the previous reply.
     await queries.close()
     await asyncio.sleep(0)
     while not front.peer.down.empty():
@@ -35,10 +35,10 @@ async def ask(queries: HeldQueries, front: Attached, *handles: int, epoch: int =
                 return list(message.held_reply.missing_handles)
 
 
-async def test_what_the_engine_does_not_have_is_missing_whatever_the_books_say() -> None:
+async def test_requests_unknown_to_the_engine_are_missing() -> None:
     worker = Worker()
     engine = SimulatedEngine(SMALL)
-    # Nothing ends while the test looks.
+    # No request ends during the test.
     engine.faults.hang = True
     await engine.start(worker.sink)
     exporting: set[RequestKey] = set()
@@ -53,12 +53,12 @@ async def test_what_the_engine_does_not_have_is_missing_whatever_the_books_say()
         engine.submit(Submission(key, name, 0, request_frames(name, [65, 66]), frontend_id="a"))
         worker.carried.add(key, name, "a", 0)
     assert await ask(queries, front, 1, 2, 3, 9) == [9]
-    # Another epoch is another life.
+    # With another epoch it is a different request.
     assert await ask(queries, front, 1, epoch=1) == [1]
     engine.abort([RequestKey(0, 2)])
     assert await ask(queries, front, 1, 2, 3) == [2]
     assert failed_because == [RequestKey(0, 2)]
-    # On its way in: not the engine's yet.
+    # Being imported: the engine does not have it yet.
     importing.add(RequestKey(0, 2))
     assert await ask(queries, front, 1, 2, 3) == []
     await queries.close()
@@ -67,7 +67,7 @@ async def test_what_the_engine_does_not_have_is_missing_whatever_the_books_say()
     await front.served
 
 
-async def test_what_is_paused_for_an_export_that_is_over_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_request_paused_for_an_ended_export_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     worker, engine, key = Worker(), SimulatedEngine(SMALL), RequestKey(0, 1)
 
     async def find_held(keys: Sequence[RequestKey]) -> dict[RequestKey, Held]:
@@ -86,7 +86,7 @@ async def test_what_is_paused_for_an_export_that_is_over_is_missing(monkeypatch:
     await front.served
 
 
-async def test_an_engine_that_does_not_answer_loses_nobody_their_request(
+async def test_unresponsive_engine_reports_no_request_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     worker, engine = Worker(), SimulatedEngine(SMALL)
@@ -105,7 +105,7 @@ async def test_an_engine_that_does_not_answer_loses_nobody_their_request(
     )
     front = await attached(worker, "a")
     queries.answer(front.front_end, worker_pb2.HeldQuery(handles=[1], epochs=[0]))
-    # One at a time: this one is left out.
+    # Only one query at a time: this one is skipped.
     queries.answer(front.front_end, worker_pb2.HeldQuery(handles=[1], epochs=[0]))
     for _ in range(3):
         await asyncio.sleep(0)

@@ -34,11 +34,11 @@ class LedgerMachine(RuleBasedStateMachine):
         self.reported -= set(removed)
 
     def room(self) -> int:
-        """Slots that a request can get: all that are neither a request's nor pinned."""
+        """Return the number of slots that a request can get: those neither owned by a request nor pinned."""
         return TOTAL - len({slot for slots in self.requests.values() for slot in slots} | set(self.pins))
 
     def make_room(self, slots: int) -> None:
-        """Drop cached blocks from the model as far as this many slots are not free."""
+        """Drop cached blocks from the model until this many slots are free."""
         others = {slot for taken in self.requests.values() for slot in taken} | set(self.pins)
         free = TOTAL - len(others | set(self.cached.values()))
         for name in [name for name, slot in self.cached.items() if slot not in self.pins][
@@ -124,7 +124,7 @@ class LedgerMachine(RuleBasedStateMachine):
 TestLedger = LedgerMachine.TestCase
 
 
-def test_a_name_may_be_discarded_twice() -> None:
+def test_name_can_be_discarded_twice() -> None:
     ledger = HostLedger(TOTAL, 1)
     assert ledger.cache(b"a") is not None
     ledger.discard([b"a", b"a"])

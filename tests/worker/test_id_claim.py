@@ -1,4 +1,4 @@
-"""One instance id, one worker, in processes of their own."""
+"""An instance ID belongs to one worker at a time, tested with separate processes."""
 
 from __future__ import annotations
 
@@ -23,52 +23,52 @@ TTL_S = 1.0
 
 @pytest.fixture
 def listening() -> Iterator[str]:
-    """HOST:PORT at which somebody listens and says nothing."""
+    """HOST:PORT of a listener that never sends anything."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
 async def put(store: Store, address: str, incarnation: str = "1") -> None:
-    """A worker "a" that is registered for ever."""
+    """Register a worker "a" without a lease."""
     await store.put("instances/a", msgspec.json.encode(instance("a", address, incarnation)))
 
 
-async def test_an_id_of_its_own(store: Store) -> None:
+async def test_unused_id_is_claimed(store: Store) -> None:
     await wait_until_free(store, "a", TTL_S)
 
 
-async def test_who_crashed_is_not_waited_for(store: Store) -> None:
+async def test_id_of_a_crashed_worker_is_claimed_at_once(store: Store) -> None:
     await put(store, "127.0.0.1:1")
     await wait_until_free(store, "a", lease_ttl_s=3600)
 
 
-async def test_who_was_at_our_own_address_is_dead(store: Store, listening: str) -> None:
+async def test_worker_registered_at_our_address_is_dead(store: Store, listening: str) -> None:
     await put(store, listening)
     await wait_until_free(store, "a", 3600, own_address=listening)
 
 
-async def test_who_hangs_is_waited_for_until_its_lease_ends(store: Store, listening: str) -> None:
-    """Its sockets accept, as those of a stopped process do; it renews nothing."""
+async def test_id_of_a_hung_worker_is_claimed_after_its_lease(store: Store, listening: str) -> None:
+    """Its sockets accept connections, as those of a stopped process do, but it does not renew its lease."""
     lease = await store.grant_lease(2)
     await store.put_leased("instances/a", msgspec.json.encode(instance("a", listening)), lease)
     async with asyncio.timeout(20):
         await wait_until_free(store, "a", lease_ttl_s=3600)
 
 
-async def test_who_lives_keeps_its_id(store: Store, listening: str) -> None:
+async def test_live_worker_keeps_its_id(store: Store, listening: str) -> None:
     await put(store, listening)
     with pytest.raises(IdInUse, match=f"'a' is in use: the worker at {listening} is alive; stop it"):
         await wait_until_free(store, "a", TTL_S)
 
 
-async def test_a_worker_that_was_replaced_while_it_stood_still_stops(
+async def test_worker_replaced_while_frozen_stops(
     store: Store, etcd: str, cluster: str, tmp_path: Path
 ) -> None:
     (tmp_path / "second").mkdir()
     async with worker_process(store, etcd, cluster, tmp_path, "w") as first:
         first.process.send_signal(signal.SIGSTOP)
         try:
-            # Its lease is taken away: waiting for its end would take ten seconds.
+            # Revoke the lease, as its expiry would take ten seconds.
             held = await store.get_leased("instances/w")
             assert held is not None
             await store.revoke_lease(held.lease)

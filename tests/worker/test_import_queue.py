@@ -21,7 +21,7 @@ ACTION = st.one_of(
 
 
 class Room:
-    """An engine's free room, the sizes of the imports, and their results."""
+    """An engine's free blocks, the sizes of the imports, and their results."""
 
     def __init__(self) -> None:
         self.free = 0
@@ -51,7 +51,7 @@ class Room:
 
 
 @given(st.lists(ACTION, max_size=40))
-def test_room_is_given_in_order_and_each_import_has_one_result(actions: Sequence[tuple[str, int]]) -> None:
+def test_room_is_granted_in_order_and_each_import_has_one_result(actions: Sequence[tuple[str, int]]) -> None:
     room = Room()
     removed: set[int] = set()
     for action, number in actions:
@@ -69,7 +69,7 @@ def test_room_is_given_in_order_and_each_import_has_one_result(actions: Sequence
         room.queue.admit()
         waiting = [n for n in range(len(room.sizes)) if str(n) in room.queue]
         assert sorted([*waiting, *room.results]) == list(range(len(room.sizes)))
-        # The first one waits only if there is no room for it.
+        # The first import waits only if there is no room for it.
         assert not waiting or room.sizes[waiting[0]] > room.free
     assert room.granted == sorted(room.granted)
     assert {n for n, refusal in room.results.items() if refusal is None} == set(room.granted)

@@ -11,7 +11,7 @@ from worker_agent.engine.errors import KvCorrupt
 from worker_agent.engine.vllm.kv_blocks import KvBlocks, odd_weight_sums
 
 BLOCKS, LAYERS = 11, 3
-# By block first; keys and values apart; kernel blocks of half a pool's block.
+# Blocks first; keys and values separate; kernel blocks of half the size of a pool's block.
 LAYOUTS = [(BLOCKS, 2, 16, 8), (2, BLOCKS, 16, 8), (2 * BLOCKS, 2, 8, 8)]
 
 
@@ -23,7 +23,7 @@ def tensors(layout: tuple[int, ...], seed: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_blocks_arrive_as_they_are_and_nothing_else_changes(layout: tuple[int, ...]) -> None:
+def test_blocks_arrive_unchanged_and_nothing_else_changes(layout: tuple[int, ...]) -> None:
     sent, kept = tensors(layout, 1), tensors(layout, 2)
     source = KvBlocks(sent, BLOCKS)
     size = source.num_layers * source.layer_block_bytes
@@ -31,7 +31,7 @@ def test_blocks_arrive_as_they_are_and_nothing_else_changes(layout: tuple[int, .
     staging = source.staging_over(memory)
     assert staging is not None
     sums = source.gather([7, 0, 3], staging)
-    # The checksum is of the bytes as they travel.
+    # The checksum covers the bytes in transfer order.
     travels = memory.tobytes()
     assert sums == [xxhash.xxh3_64_intdigest(travels[n * size : (n + 1) * size]) for n in range(3)]
     before = [layer.clone() for layer in kept]
@@ -47,7 +47,7 @@ def test_blocks_arrive_as_they_are_and_nothing_else_changes(layout: tuple[int, .
     assert target.gather(untouched, target.staging(8)) == of_target.gather(untouched, of_target.staging(8))
 
 
-def test_every_damaged_byte_is_noticed() -> None:
+def test_every_corrupt_byte_is_detected() -> None:
     kv = KvBlocks(tensors(LAYOUTS[0], 1), BLOCKS)
     staging = kv.staging(2)
     sums = kv.gather([4, 5], staging)
@@ -60,8 +60,8 @@ def test_every_damaged_byte_is_noticed() -> None:
     kv.verify(staging, sums, 0)
 
 
-def test_the_checksum_that_gpus_make_notices_changed_and_swapped_words() -> None:
-    """Computed by torch where the bytes are; here on the CPU."""
+def test_gpu_checksum_detects_changed_and_swapped_words() -> None:
+    """It is computed by torch on the device of the bytes, here the CPU."""
     blocks = torch.randint(0, 256, (5, 4096), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
     sums = odd_weight_sums(blocks)
     assert len(set(sums)) == 5 and all(0 <= each < 1 << 64 for each in sums)

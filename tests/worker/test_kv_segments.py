@@ -1,4 +1,4 @@
-"""Memory that two processes share."""
+"""Memory shared by two processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from worker_agent.kv.segments import Mappings, Segment, SegmentName, Segments, this_host
 
 SIZE = 64 << 10
-# Maps the segment that its arguments name, and says what it reads.
+# Maps the segment named by its arguments and prints the sum of its bytes.
 READER = """
 import sys
 from worker_agent.kv.segments import Mappings, SegmentName
@@ -23,7 +23,7 @@ print(int(Mappings().map(name).sum()))
 """
 
 
-def test_another_process_reads_what_is_written() -> None:
+def test_another_process_reads_the_segment() -> None:
     segment = Segment(SIZE)
     segment.memory[:] = 7
     name = segment.name
@@ -35,13 +35,13 @@ def test_another_process_reads_what_is_written() -> None:
     segment.close()
 
 
-def test_a_name_travels_and_none_stays_none() -> None:
+def test_segment_name_survives_a_round_trip() -> None:
     name = SegmentName(1, 2, 3 << 40, 4 << 40)
     assert SegmentName.decode(name.encode()) == name
     assert SegmentName.decode(bytes(len(name.encode()))) is None
 
 
-def test_what_is_mapped_outlives_its_owner() -> None:
+def test_mapping_outlives_its_owner() -> None:
     segment, mappings = Segment(SIZE), Mappings()
     segment.memory[:] = 9
     mapped = mappings.map(segment.name)
@@ -51,14 +51,14 @@ def test_what_is_mapped_outlives_its_owner() -> None:
     assert (mapped == 9).all()
 
 
-def test_a_reader_cannot_change_the_source_s_memory() -> None:
+def test_reader_cannot_change_the_sources_memory() -> None:
     segment = Segment(SIZE)
     Mappings().map(segment.name)[:] = 1
     assert not segment.memory.any()
     segment.close()
 
 
-def test_what_is_not_the_segment_is_refused() -> None:
+def test_other_memory_than_the_segment_is_refused() -> None:
     segment, mappings = Segment(SIZE), Mappings()
     for wrong in (
         replace(segment.name, inode=segment.name.inode + 1),
@@ -73,8 +73,8 @@ def test_what_is_not_the_segment_is_refused() -> None:
         mappings.map(segment.name)
 
 
-def test_memory_that_could_shrink_under_its_reader_is_refused() -> None:
-    """Reading beyond a file's end would end the process."""
+def test_memory_that_can_shrink_is_refused() -> None:
+    """Reading beyond the end of a file would kill the process."""
     descriptor = os.memfd_create("shrinks", os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, SIZE)
     with pytest.raises(OSError, match="shrink"):
@@ -86,7 +86,7 @@ def test_memory_that_could_shrink_under_its_reader_is_refused() -> None:
     segment.close()
 
 
-def test_segments_are_used_again_and_few_are_kept() -> None:
+def test_segments_are_reused_and_few_are_kept() -> None:
     segments = Segments()
     taken = [segments.take(SIZE) for _ in range(9)]
     assert len({each.name for each in taken}) == 9
@@ -103,7 +103,7 @@ def test_segments_are_used_again_and_few_are_kept() -> None:
     segments.close()
 
 
-def test_memory_is_shared_within_a_host_unless_ucx_is_told_other_transports() -> None:
+def test_memory_is_shared_within_a_host_unless_ucx_transports_are_set() -> None:
     here = this_host({})
     assert here and this_host({"UCX_TLS": "sm,tcp"}) == here
     assert this_host({"UCX_TLS": "tcp"}) == this_host({"UCX_TLS": "^sm"}) == b""

@@ -1,5 +1,4 @@
-"""KV blocks between two processes: on one host in memory that both have mapped, and by UCX alone, as between
-hosts."""
+"""Transfer of KV blocks between processes: through mapped memory on one host, and by UCX as between hosts."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ LOOPBACK = ucx_options("127.0.0.1", None, {}, interfaces(), [])
 
 
 class Source:
-    """A process that serves blocks."""
+    """A peer process that serves blocks."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
@@ -56,7 +55,7 @@ class Source:
             return msgspec.json.decode(await self.process.stdout.readline())
 
     async def open(self, client: KvClient) -> tuple[int, KvAddress, Ticket]:
-        """A session for this client."""
+        """Open a session for this client and return its number, the address and the ticket."""
         answer = await self.ask("open", client.address.message().SerializeToString().hex())
         assert isinstance(answer, list), answer
         number, address, ticket = answer
@@ -108,7 +107,7 @@ async def source_process(settings: PeerSettings | None = None) -> AsyncIterator[
 
 
 class Receiver:
-    """Checks and keeps what is delivered."""
+    """Checks delivered blocks and records their numbers."""
 
     def __init__(self) -> None:
         self.blocks: dict[int, bytes] = {}
@@ -127,7 +126,7 @@ def client_of(kv: KvShape, kind: type[KvClient] = KvClient, sealed: bool = False
 
 
 class Remote(KvClient):
-    """One that no source takes for a process of its host."""
+    """Client that no source recognizes as a process on its host."""
 
     @property
     def address(self) -> KvAddress:
@@ -147,8 +146,8 @@ async def client(ucx: None) -> KvClient:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["here", "elsewhere", "sealed"])
-async def either(request: pytest.FixtureRequest, ucx: None) -> KvClient:
-    """On the source's host, on another, and on another to which KV is encrypted."""
+async def any_client(request: pytest.FixtureRequest, ucx: None) -> KvClient:
+    """A client on the source's host, on another host, and on another host with encryption."""
     kind = KvClient if request.param == "here" else Remote
     return client_of(shape(SIZE), kind, request.param == "sealed")
 
@@ -163,9 +162,9 @@ def names(first: int, count: int) -> list[bytes]:
     return [block_hash(number) for number in range(first, first + count)]
 
 
-async def test_many_blocks_arrive_as_they_are(either: KvClient, source: Source) -> None:
+async def test_many_blocks_arrive_unchanged(any_client: KvClient, source: Source) -> None:
     receiver = Receiver()
-    async with source.transfer(either) as transfer:
+    async with source.transfer(any_client) as transfer:
         assert await transfer.pull(0, names(0, BLOCKS), receiver.deliver) == BLOCKS * SIZE
         for first, count in [(3, 1), (100, 129), (699, 1), (0, 128)]:
             await transfer.pull(first, names(first, count), receiver.deliver)
@@ -173,10 +172,10 @@ async def test_many_blocks_arrive_as_they_are(either: KvClient, source: Source) 
     assert all(receiver.blocks[number] == block(number, SIZE).tobytes() for number in range(BLOCKS))
 
 
-async def test_transfers_at_the_same_time_do_not_mix(either: KvClient, source: Source) -> None:
+async def test_concurrent_transfers_are_separate(any_client: KvClient, source: Source) -> None:
     async def pull(first: int, count: int) -> list[int]:
         receiver = Receiver()
-        async with source.transfer(either) as transfer:
+        async with source.transfer(any_client) as transfer:
             await transfer.pull(first, names(first, count), receiver.deliver)
         return sorted(receiver.blocks)
 
@@ -186,8 +185,8 @@ async def test_transfers_at_the_same_time_do_not_mix(either: KvClient, source: S
     ]
 
 
-async def test_only_the_given_address_and_ports_listen_while_blocks_are_sent(client: KvClient) -> None:
-    """By UCX's transport, for nothing else listens."""
+async def test_only_the_given_address_and_ports_listen_during_a_transfer(client: KvClient) -> None:
+    """With the UCX transport, as the other one does not listen."""
     options = LOOPBACK | {"TCP_PORT_RANGE": "23100-23199"}
     listening: list[tuple[str, int]] = []
     async with source_process(PeerSettings(BLOCKS, SIZE, ucx=options)) as source:
@@ -204,19 +203,19 @@ async def test_only_the_given_address_and_ports_listen_while_blocks_are_sent(cli
     assert all(address == "127.0.0.1" and 23100 <= port <= 23199 for address, port in listening)
 
 
-async def test_other_blocks_than_those_named_are_refused(client: KvClient, source: Source) -> None:
+async def test_blocks_with_other_names_are_refused(client: KvClient, source: Source) -> None:
     receiver = Receiver()
     async with source.transfer(client) as transfer:
         with pytest.raises(KvIdentityError):
             await transfer.pull(0, [b"another", *names(1, 3)], receiver.deliver)
     assert receiver.blocks == {}
-    # A transfer that failed leaves nothing behind that could disturb the next.
+    # A failed transfer leaves nothing behind that could disturb the next one.
     async with source.transfer(client) as transfer:
         await transfer.pull(0, names(0, 4), receiver.deliver)
     assert len(receiver.blocks) == 4
 
 
-async def test_blocks_that_were_not_announced_are_refused(client: KvClient, source: Source) -> None:
+async def test_unannounced_blocks_are_refused(client: KvClient, source: Source) -> None:
     receiver = Receiver()
     async with source.transfer(client) as transfer:
         with pytest.raises(KvTransferError, match="ended"):
@@ -224,7 +223,7 @@ async def test_blocks_that_were_not_announced_are_refused(client: KvClient, sour
     assert receiver.blocks == {}
 
 
-async def test_kv_of_another_model_is_refused_at_once(client: KvClient, source: Source) -> None:
+async def test_kv_of_another_model_is_refused(client: KvClient, source: Source) -> None:
     number, address, ticket = await source.open(client)
     other = KvShape("another-model", 16, 4, SIZE // 4)
     with pytest.raises(KvIdentityError, match="another model"):
@@ -232,9 +231,9 @@ async def test_kv_of_another_model_is_refused_at_once(client: KvClient, source: 
     await source.ask("end", number)
 
 
-async def test_an_export_that_ends_between_two_pulls_is_told(either: KvClient, source: Source) -> None:
-    number, address, ticket = await source.open(either)
-    transfer = await either.connect(address, ticket)
+async def test_pull_after_the_end_of_the_export_fails(any_client: KvClient, source: Source) -> None:
+    number, address, ticket = await source.open(any_client)
+    transfer = await any_client.connect(address, ticket)
     receiver = Receiver()
     await transfer.pull(0, names(0, 4), receiver.deliver)
     await source.ask("end", number)
@@ -244,10 +243,8 @@ async def test_an_export_that_ends_between_two_pulls_is_told(either: KvClient, s
     await transfer.close()
 
 
-async def test_what_is_being_read_does_not_change_when_its_export_ends(
-    client: KvClient, source: Source
-) -> None:
-    """It would be taken for damaged: in shared memory, another export could come to lie where it is."""
+async def test_blocks_being_read_do_not_change_when_the_export_ends(client: KvClient, source: Source) -> None:
+    """In shared memory, another export could overwrite it, and it would count as corrupt."""
     number, address, ticket = await source.open(client)
     transfer = await client.connect(address, ticket)
     reading, others = asyncio.Event(), asyncio.Event()
@@ -270,15 +267,15 @@ async def test_what_is_being_read_does_not_change_when_its_export_ends(
     await transfer.close()
 
 
-async def test_a_ticket_serves_once(client: KvClient) -> None:
-    """Neither another target nor a repeated message gets an answer, or leaves anything behind."""
+async def test_ticket_is_valid_once(client: KvClient) -> None:
+    """Neither another target nor a repeated message gets a reply or leaves anything behind."""
     async with source_process() as source:
         number, address, ticket = await source.open(client)
         receiver = Receiver()
         transfer = await client.connect(address, ticket)
         await transfer.pull(0, names(0, 8), receiver.deliver)
         assert await source.ask("state") == [1, 0]
-        # Anybody who knows the address can send; what is not expected is dropped, whatever its size.
+        # Any process that knows the address can send; unexpected messages of any size are dropped.
         channel = await Channel.connect(address)
         for size, tag in [
             (16, ticket.request(0)),
@@ -291,7 +288,7 @@ async def test_a_ticket_serves_once(client: KvClient) -> None:
         assert len(receiver.blocks) == 16
         await transfer.close()
         await channel.close()
-        # The target has left: its ticket is worth nothing any more.
+        # The target has disconnected, so its ticket is invalid.
         await source.until(sessions=0, strays=3)
         with pytest.raises((TimeoutError, KvTransferError)):
             async with asyncio.timeout(0.3):
@@ -299,15 +296,15 @@ async def test_a_ticket_serves_once(client: KvClient) -> None:
         await source.ask("end", number)
 
 
-async def test_a_ticket_that_nobody_claims_expires(client: KvClient) -> None:
+async def test_unclaimed_ticket_expires(client: KvClient) -> None:
     async with source_process(PeerSettings(BLOCKS, SIZE, claim_s=0.3)) as source:
         await source.open(client)
         await source.until(sessions=0, strays=0)
 
 
-async def test_late_answers_are_dropped(either: KvClient, source: Source) -> None:
-    """A target that gives up does not know which of its answers are on their way."""
-    async with source.transfer(either) as transfer:
+async def test_late_replies_are_dropped(any_client: KvClient, source: Source) -> None:
+    """A target that gives up does not know which replies are still in flight."""
+    async with source.transfer(any_client) as transfer:
         entered = asyncio.Event()
 
         async def wait_for_ever(first: int, num_blocks: int, data: Staging, sums: Sequence[int]) -> None:
@@ -324,30 +321,30 @@ async def test_late_answers_are_dropped(either: KvClient, source: Source) -> Non
         while await discard_strays():
             pass
     receiver = Receiver()
-    async with source.transfer(either) as transfer:
+    async with source.transfer(any_client) as transfer:
         await transfer.pull(0, names(0, 4), receiver.deliver)
     assert len(receiver.blocks) == 4
 
 
-async def test_a_damaged_block_is_noticed(either: KvClient) -> None:
+async def test_corrupt_block_is_detected(any_client: KvClient) -> None:
     async with source_process(PeerSettings(BLOCKS, SIZE, faults=[FaultSpec(corrupt="kv")])) as source:
         receiver = Receiver()
-        async with source.transfer(either) as transfer:
+        async with source.transfer(any_client) as transfer:
             with pytest.raises(KvCorrupt):
                 await transfer.pull(0, names(0, 4), receiver.deliver)
-        async with source.transfer(either) as transfer:
+        async with source.transfer(any_client) as transfer:
             await transfer.pull(0, names(0, 4), receiver.deliver)
         assert len(receiver.blocks) == 4
 
 
-@pytest.mark.parametrize("insists", ["source", "target"])
-async def test_where_one_end_encrypts_nothing_else_is_sent(insists: str, client: KvClient) -> None:
-    async with source_process(PeerSettings(BLOCKS, SIZE, sealed=insists == "source")) as source:
+@pytest.mark.parametrize("encrypting_end", ["source", "target"])
+async def test_plain_transfer_is_refused_if_one_end_encrypts(encrypting_end: str, client: KvClient) -> None:
+    async with source_process(PeerSettings(BLOCKS, SIZE, sealed=encrypting_end == "source")) as source:
         receiver = Receiver()
-        async with source.transfer(client_of(shape(SIZE), Remote, insists == "target")) as transfer:
+        async with source.transfer(client_of(shape(SIZE), Remote, encrypting_end == "target")) as transfer:
             await transfer.pull(0, names(0, 4), receiver.deliver)
             assert transfer._kind is RequestKind.SEALED
-            # As if the request had been changed on its way.
+            # As if the request had been modified in transit.
             transfer._sealed = False
             with pytest.raises(KvTransferError):
                 await transfer.pull(4, names(4, 4), receiver.deliver)
@@ -356,8 +353,8 @@ async def test_where_one_end_encrypts_nothing_else_is_sent(insists: str, client:
         assert sorted(receiver.blocks) == [0, 1, 2, 3, 8, 9, 10, 11]
 
 
-async def test_memory_is_not_mapped_for_a_source_that_shares_none(client: KvClient, source: Source) -> None:
-    """It names some in its hello, as who changes messages on their way would: blocks come over the wire."""
+async def test_memory_of_a_source_that_shares_none_is_not_mapped(client: KvClient, source: Source) -> None:
+    """The hello names shared memory, as a modified message could; blocks are still sent by UCX."""
     number, address, ticket = await source.open(client)
     transfer = await client.connect(replace(address, host=b"elsewhere"), ticket)
     receiver = Receiver()
@@ -369,7 +366,7 @@ async def test_memory_is_not_mapped_for_a_source_that_shares_none(client: KvClie
         await source.ask("end", number)
 
 
-async def test_a_source_that_dies_under_a_transfer_is_an_error_not_a_wait(either: KvClient) -> None:
+async def test_death_of_the_source_during_a_transfer_is_an_error(any_client: KvClient) -> None:
     async with source_process() as source:
         received = Receiver()
 
@@ -379,17 +376,19 @@ async def test_a_source_that_dies_under_a_transfer_is_an_error_not_a_wait(either
                 await source.process.wait()
             await received.deliver(first, num_blocks, data, sums)
 
-        async with source.transfer(either) as transfer:
+        async with source.transfer(any_client) as transfer:
             with pytest.raises(KvTransferError):
                 async with asyncio.timeout(20):
                     await transfer.pull(0, names(0, BLOCKS), die_then)
     with pytest.raises(KvTransferError):
         async with asyncio.timeout(20):
-            await either.connect(own_address(sealed=False), Ticket.fresh())
+            await any_client.connect(own_address(sealed=False), Ticket.fresh())
 
 
-async def test_a_target_that_dies_under_a_transfer_leaves_nothing(client: KvClient, source: Source) -> None:
-    """Ended as its export is when the target's gRPC stream breaks, the source serves on."""
+async def test_death_of_the_target_during_a_transfer_leaves_nothing_behind(
+    client: KvClient, source: Source
+) -> None:
+    """The export ends when the target's gRPC stream breaks, and the source continues to serve."""
     async with source_process() as target:
         opened = await source.ask("open", await target.ask("address"))
         assert isinstance(opened, list)
@@ -406,7 +405,7 @@ async def test_a_target_that_dies_under_a_transfer_leaves_nothing(client: KvClie
     assert len(receiver.blocks) == 4
 
 
-async def test_an_address_that_came_damaged_never_reaches_ucx() -> None:
+async def test_corrupt_address_never_reaches_ucx() -> None:
     ours = own_address(sealed=False)
     whole = ours.message()
     assert address_of(whole, ours) == ours

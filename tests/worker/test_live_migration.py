@@ -1,4 +1,4 @@
-"""Simulated workers in processes of their own and a scripted front end, over real gRPC, UCX and etcd."""
+"""Live migration: simulated workers in separate processes, a scripted front end, real gRPC, UCX and etcd."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENDLESS = {"max_tokens": 3000, "ignore_eos": True, "min_tokens": 3000}
 
 
 class Pair:
-    """Two workers and a front end that is attached to both."""
+    """Two workers and a front end attached to both."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Pair:
         self.channels.append(grpc.aio.insecure_channel(worker.address))
 
     async def remove_last(self) -> None:
-        """Forget the worker that was added last."""
+        """Remove the worker that was added last."""
         self.workers.pop()
         await self.channels.pop().close()
 
@@ -77,14 +77,14 @@ class Pair:
         return await self.front_end.submit(self.id(number), PROMPT, **sampling)
 
     async def metric(self, number: int, name: str) -> float:
-        """A metric of a worker, summed over its labels."""
+        """Return a metric of a worker, summed over its labels."""
         url = f"http://{self.workers[number].records[0].metrics_address}/metrics"
         text = (await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=5).read())).decode()
         lines = [line for line in text.splitlines() if line.startswith(f"tailrace_worker_{name}")]
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
-    async def drained(self, number: int, seconds: float = 10) -> None:
-        """Until the worker holds no KV block; it says so only when asked."""
+    async def wait_drained(self, number: int, seconds: float = 10) -> None:
+        """Wait until the worker has no used KV block, by polling its metric."""
         async with asyncio.timeout(seconds):
             while await self.metric(number, "kv_blocks_used") != 0:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
@@ -105,23 +105,23 @@ async def pair(etcd: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIter
             await front_end.attach(worker.stream_address)
         yield pair
         for number in (0, 1):
-            await pair.drained(number)
+            await pair.wait_drained(number)
         await front_end.close()
         await pair.close()
-    assert await store.get_prefix("instances/") == {}, "a worker that was told to stop withdraws"
+    assert await store.get_prefix("instances/") == {}, "a stopped worker withdraws its registration"
     await store.close()
 
 
 @asynccontextmanager
 async def faulty_worker(pair: Pair, folder: Path, **faults: object) -> AsyncIterator[int]:
-    """One more worker, which fails on purpose; its number."""
-    async with one_more(pair, folder, "faulty", faults=faults) as number:
+    """Add a worker with these faults and yield its number."""
+    async with extra_worker(pair, folder, "faulty", faults=faults) as number:
         yield number
 
 
 @asynccontextmanager
-async def one_more(pair: Pair, folder: Path, kind: str, **options: object) -> AsyncIterator[int]:
-    """One more worker, with these options of worker_process; its number."""
+async def extra_worker(pair: Pair, folder: Path, kind: str, **options: object) -> AsyncIterator[int]:
+    """Add a worker with these options of worker_process and yield its number."""
     name = f"{kind}-{uuid.uuid4().hex[:4]}"
     async with worker_process(
         pair.store,
@@ -141,13 +141,13 @@ async def one_more(pair: Pair, folder: Path, kind: str, **options: object) -> As
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def undisturbed(pair: Pair) -> list[int]:
-    """What the request yields when nothing happens."""
+    """The tokens of the request without disturbance."""
     tokens = await (await pair.submit(0, **LONG)).end()
     assert len(tokens) == 300
     return tokens
 
 
-async def test_a_stream_that_moved_three_times_yields_the_same(pair: Pair, undisturbed: list[int]) -> None:
+async def test_stream_moved_three_times_is_unchanged(pair: Pair, undisturbed: list[int]) -> None:
     adoptions = pair.front_end.adoptions
     stream = await pair.submit(0, **LONG)
     for turn, (source, target) in enumerate([(0, 1), (1, 0), (0, 1)]):
@@ -170,10 +170,10 @@ async def test_a_stream_that_moved_three_times_yields_the_same(pair: Pair, undis
         ({"block_tokens": 32}, "KV blocks of 16 tokens against 32 (block_size)"),
     ],
 )
-async def test_to_and_from_an_unlike_worker_it_is_computed_anew(
+async def test_stream_is_recomputed_to_and_from_an_incompatible_worker(
     pair: Pair, undisturbed: list[int], tmp_path: Path, engine: dict[str, object], reason: str
 ) -> None:
-    async with one_more(pair, tmp_path, "unlike", engine=engine) as other:
+    async with extra_worker(pair, tmp_path, "unlike", engine=engine) as other:
         stream = await pair.submit(0, **LONG)
         await stream.until(20)
         there = await pair.move(stream, 0, other)
@@ -186,11 +186,13 @@ async def test_to_and_from_an_unlike_worker_it_is_computed_anew(
         assert reason in there[0].way_reason
         assert await stream.end() == undisturbed
         assert stream.epoch == 2
-        await pair.drained(other)
+        await pair.wait_drained(other)
 
 
-async def test_another_models_worker_gets_nothing(pair: Pair, undisturbed: list[int], tmp_path: Path) -> None:
-    async with one_more(pair, tmp_path, "other", engine={"weights_seed": 1}) as other:
+async def test_worker_with_another_model_gets_no_request(
+    pair: Pair, undisturbed: list[int], tmp_path: Path
+) -> None:
+    async with extra_worker(pair, tmp_path, "other", engine={"weights_seed": 1}) as other:
         stream = await pair.submit(0, **LONG)
         await stream.until(20)
         (end,) = await pair.move(stream, 0, other)
@@ -199,7 +201,7 @@ async def test_another_models_worker_gets_nothing(pair: Pair, undisturbed: list[
         assert await stream.end() == undisturbed
 
 
-async def test_many_streams_cross(pair: Pair, undisturbed: list[int]) -> None:
+async def test_many_streams_move_in_both_directions(pair: Pair, undisturbed: list[int]) -> None:
     streams = [await pair.submit(number % 2, **LONG) for number in range(12)]
     await asyncio.gather(*(stream.until(10) for stream in streams))
     results = await asyncio.gather(
@@ -211,15 +213,17 @@ async def test_many_streams_cross(pair: Pair, undisturbed: list[int]) -> None:
         assert await stream.end() == undisturbed
 
 
-async def test_what_the_target_has_is_not_copied(pair: Pair, undisturbed: list[int], tmp_path: Path) -> None:
-    async with one_more(pair, tmp_path, "keeps", engine={"prefix_caching": True}) as keeps:
+async def test_blocks_cached_at_the_target_are_not_copied(
+    pair: Pair, undisturbed: list[int], tmp_path: Path
+) -> None:
+    async with extra_worker(pair, tmp_path, "keeps", engine={"prefix_caching": True}) as keeps:
         stream = await pair.submit(0, **LONG)
         await stream.until(20)
         first = await pair.move(stream, 0, keeps)
         committed(first)
         await stream.until(60)
         committed(await pair.move(stream, keeps, 0))
-        # Its blocks are free there now, and keep their names.
+        # Its blocks are free there now, but still cached.
         await stream.until(100)
         again = await pair.move(stream, 0, keeps)
         committed(again)
@@ -243,8 +247,8 @@ async def test_stop_and_copy_has_one_round(pair: Pair, undisturbed: list[int]) -
     assert await stream.end() == undisturbed
 
 
-async def test_a_worker_listens_on_its_given_address_alone(pair: Pair) -> None:
-    """KV transfer included."""
+async def test_worker_listens_only_on_its_given_address(pair: Pair) -> None:
+    """Including KV transfer."""
     stream = await pair.submit(0, **LONG)
     await stream.until(5)
     committed(await pair.move(stream, 0, 1))
@@ -256,7 +260,7 @@ async def test_a_worker_listens_on_its_given_address_alone(pair: Pair) -> None:
     await stream.end()
 
 
-async def test_a_refused_adoption_leaves_the_stream_at_its_source(pair: Pair, undisturbed: list[int]) -> None:
+async def test_refused_adoption_leaves_the_stream_at_its_source(pair: Pair, undisturbed: list[int]) -> None:
     stream = await pair.submit(0, **LONG)
     await stream.until(30)
     pair.front_end.refuse = "not today"
@@ -267,7 +271,7 @@ async def test_a_refused_adoption_leaves_the_stream_at_its_source(pair: Pair, un
     assert await stream.end() == undisturbed
 
 
-async def test_what_cannot_be_imported_is_said(pair: Pair) -> None:
+async def test_impossible_imports_state_the_reason(pair: Pair) -> None:
     stream = await pair.submit(0, **ENDLESS)
     await stream.until(5)
     wrong = await migrate(pair.channels[1], "no-such-request", pair.workers[0].address, 0)
@@ -282,10 +286,10 @@ async def test_what_cannot_be_imported_is_said(pair: Pair) -> None:
     await stream.until(made + 5)
     await pair.front_end.send(pair.id(0), abort=worker_pb2.Abort(handles=[stream.handle]))
     stream.finished = True
-    await pair.drained(0)
+    await pair.wait_drained(0)
 
 
-async def test_a_broken_attach_stream_frees_everything(pair: Pair) -> None:
+async def test_broken_attach_stream_frees_everything(pair: Pair) -> None:
     other = ScriptedFrontEnd("other")
     for worker in pair.workers:
         await other.attach(worker.stream_address)
@@ -293,11 +297,11 @@ async def test_a_broken_attach_stream_frees_everything(pair: Pair) -> None:
     await asyncio.gather(*(stream.until(3) for stream in streams))
     assert await pair.metric(0, "kv_blocks_used") > 0
     await other.detach(pair.id(0))
-    await pair.drained(0, seconds=1)
+    await pair.wait_drained(0, seconds=1)
     await other.close()
 
 
-async def test_an_aborted_request_takes_its_migration_with_it(pair: Pair) -> None:
+async def test_abort_of_a_request_ends_its_migration(pair: Pair) -> None:
     stream = await pair.submit(0, **ENDLESS)
     await stream.until(5)
     moving = asyncio.create_task(pair.move(stream, 0, 1))
@@ -306,7 +310,7 @@ async def test_an_aborted_request_takes_its_migration_with_it(pair: Pair) -> Non
     events = await moving
     assert events[-1].state == types_pb2.MIGRATION_STATE_ABORTED
     for number in (0, 1):
-        await pair.drained(number)
+        await pair.wait_drained(number)
 
 
 async def test_utilities_are_answered(pair: Pair) -> None:
@@ -317,7 +321,7 @@ async def test_utilities_are_answered(pair: Pair) -> None:
     assert result.call_id == 7 and b"generate" in b"".join(result.frames)
 
 
-async def test_a_block_damaged_in_flight_aborts_and_is_counted(
+async def test_block_corrupted_in_transit_aborts_and_is_counted(
     pair: Pair, tmp_path: Path, undisturbed: list[int]
 ) -> None:
     async with faulty_worker(pair, tmp_path, corrupt="kv") as source:
@@ -328,13 +332,13 @@ async def test_a_block_damaged_in_flight_aborts_and_is_counted(
         assert events[-1].state == types_pb2.MIGRATION_STATE_ABORTED and "corrupted" in events[-1].reason
         assert await pair.metric(1, "kv_checksum_failures") == before + 1
         assert stream.owner == pair.id(source)
-        # The next one, undamaged, is committed.
+        # The next migration, without corruption, is committed.
         committed(await pair.move(stream, source, 1, migration_id="again"))
         assert await stream.end() == undisturbed
 
 
 @pytest.mark.parametrize("point", ["import:open", "import:pre_copy", "import:paused", "import:adopt"])
-async def test_a_target_that_dies_leaves_the_stream_at_its_source(
+async def test_death_of_the_target_leaves_the_stream_at_its_source(
     pair: Pair, tmp_path: Path, undisturbed: list[int], point: str
 ) -> None:
     async with faulty_worker(pair, tmp_path, hold=point, seconds=60) as target:
@@ -346,11 +350,11 @@ async def test_a_target_that_dies_leaves_the_stream_at_its_source(
         assert isinstance((await asyncio.gather(moving, return_exceptions=True))[0], grpc.aio.AioRpcError)
         assert await stream.end() == undisturbed
         assert stream.owner == pair.id(0)
-        await pair.drained(0)
+        await pair.wait_drained(0)
 
 
 @pytest.mark.parametrize("point", ["export:open", "export:pre_copy", "export:paused"])
-async def test_a_source_that_dies_frees_the_target_and_the_stream_can_go_on_there(
+async def test_death_of_the_source_frees_the_target_for_the_stream(
     pair: Pair, tmp_path: Path, undisturbed: list[int], point: str
 ) -> None:
     async with faulty_worker(pair, tmp_path, hold=point, seconds=60) as source:
@@ -361,13 +365,13 @@ async def test_a_source_that_dies_frees_the_target_and_the_stream_can_go_on_ther
         pair.workers[source].kill()
         events = await moving
         assert events[-1].state == types_pb2.MIGRATION_STATE_ABORTED
-        await pair.drained(1)
+        await pair.wait_drained(1)
         stream.owner, stream.epoch = pair.id(1), stream.epoch + 1
         await pair.front_end.resubmit(stream)
         assert await stream.end() == undisturbed
 
 
-async def test_a_target_that_dies_right_after_the_commit_has_what_must_be_recovered(
+async def test_stream_is_recovered_if_the_target_dies_right_after_the_commit(
     pair: Pair, tmp_path: Path, undisturbed: list[int]
 ) -> None:
     async with faulty_worker(pair, tmp_path, hold="import:adopted", seconds=60) as target:
@@ -375,9 +379,9 @@ async def test_a_target_that_dies_right_after_the_commit_has_what_must_be_recove
         await stream.until(5)
         moving = asyncio.create_task(pair.move(stream, 0, target, timeout_s=50.0))
         await pair.workers[target].logged("fault: holding at import:adopted")
-        # The front end has accepted the target, so the source has let go, whatever becomes of the target.
+        # The front end has accepted the target, so the source has released it, even if the target dies.
         assert stream.owner == pair.id(target)
-        await pair.drained(0)
+        await pair.wait_drained(0)
         pair.workers[target].kill()
         assert isinstance((await asyncio.gather(moving, return_exceptions=True))[0], grpc.aio.AioRpcError)
         stream.owner, stream.epoch = pair.id(0), stream.epoch + 1
@@ -385,7 +389,7 @@ async def test_a_target_that_dies_right_after_the_commit_has_what_must_be_recove
         assert await stream.end() == undisturbed
 
 
-async def test_a_source_that_dies_right_after_the_commit_is_not_missed(
+async def test_death_of_the_source_right_after_the_commit_is_harmless(
     pair: Pair, tmp_path: Path, undisturbed: list[int]
 ) -> None:
     async with faulty_worker(pair, tmp_path, hold="export:adopt", seconds=60) as source:
@@ -397,13 +401,13 @@ async def test_a_source_that_dies_right_after_the_commit_is_not_missed(
         committed(await moving)
         assert await stream.end() == undisturbed
         assert stream.owner == pair.id(1)
-        await pair.drained(1)
+        await pair.wait_drained(1)
 
 
-async def test_imports_that_are_held_under_the_pause_end_in_order(
+async def test_imports_ended_during_the_pause_release_the_source(
     pair: Pair, tmp_path: Path, undisturbed: list[int]
 ) -> None:
-    """The migration service vanishes, cancels, or allows too little time: the source is told, and goes on."""
+    """The migration service disappears, cancels or allows too little time: the source continues."""
     async with faulty_worker(pair, tmp_path, hold="import:paused", seconds=60) as target:
         queries = pair.front_end.queries
         stub = worker_pb2_grpc.WorkerStub(pair.channels[target])
@@ -431,5 +435,5 @@ async def test_imports_that_are_held_under_the_pause_end_in_order(
         assert events[-1].state == types_pb2.MIGRATION_STATE_ABORTED and "1 s" in events[-1].reason
         assert await third.end() == undisturbed
 
-        assert pair.front_end.queries == queries, "nobody had to be asked"
-        await pair.drained(target)
+        assert pair.front_end.queries == queries, "no ownership query was needed"
+        await pair.wait_drained(target)

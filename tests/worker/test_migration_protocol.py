@@ -1,4 +1,4 @@
-"""Both ends of the migration protocol under random failures: one owner at the end, nothing left behind."""
+"""Both ends of the migration protocol under random failures: one owner in the end, nothing left behind."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ ACTION = st.one_of(
     st.tuples(st.just("damage"), NODE, st.integers(0, 10)),
     st.tuples(st.just("abort")),
 )
-# Workers that are not like the others: between them and those, requests go by replay.
+# Engines that are incompatible with the others, so that requests move between them by replay.
 ALIKE: Mapping[int, SimulatedSettings] = {}
 OTHER_BLOCKS = replace(ENGINE, block_tokens=8, kv_blocks=32)
 NO_KV = replace(ENGINE, replay_reason="a test")
-# Seconds before the action: some hit the very moment of another's messages, some come after it.
+# Seconds before the action: some coincide with messages of another action, some follow them.
 SCRIPT = st.lists(st.tuples(st.sampled_from((0.0, 0.001, 0.01, 0.05, 0.3, 1.0)), ACTION), max_size=14)
 
 
@@ -69,7 +69,7 @@ async def play(
     script: Sequence[tuple[float, tuple[object, ...]]],
     engines: Mapping[int, SimulatedSettings] = ALIKE,
 ) -> tuple[list[int], int]:
-    """The tokens that reached the user, and how many migrations were committed."""
+    """Run the script; return the user's tokens and the number of committed migrations."""
     fleet = Fleet(seed, engines)
     await fleet.start()
     for wait_s, action in script:
@@ -94,13 +94,13 @@ def undisturbed() -> list[int]:
     script=SCRIPT,
     engines=st.dictionaries(NODE, st.sampled_from((OTHER_BLOCKS, NO_KV)), max_size=2),
 )
-# A submission that comes while the import of the same request is on its last step.
+# A submission during the last step of an import of the same request.
 @example(
     seed=74,
     script=[(0.3, ("migrate", 1, MODES[0])), (0.0, ("migrate", 2, MODES[0])), (0.01, ("reattach", 0))],
     engines=ALIKE,
 )
-def test_whatever_fails_the_stream_is_whole_and_nothing_is_left(
+def test_stream_is_complete_and_nothing_is_left_after_any_failure(
     seed: int,
     script: Sequence[tuple[float, tuple[object, ...]]],
     engines: Mapping[int, SimulatedSettings],
@@ -124,7 +124,7 @@ def test_without_failures_every_migration_is_committed(seed: int) -> None:
 @pytest.mark.parametrize("engines", [{1: OTHER_BLOCKS}, {0: NO_KV}, {1: NO_KV, 2: OTHER_BLOCKS}])
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10_000))
-def test_between_unlike_workers_every_migration_is_a_replay(
+def test_migrations_between_incompatible_workers_are_replays(
     seed: int, engines: Mapping[int, SimulatedSettings]
 ) -> None:
     script = [(0.6, ("migrate", target, MODES[0])) for target in (1, 2, 0)]
@@ -133,14 +133,14 @@ def test_between_unlike_workers_every_migration_is_a_replay(
     assert commits >= 1
 
 
-def test_another_models_worker_takes_nothing_over() -> None:
-    """Refused before anything is copied; the source goes on."""
+def test_worker_with_another_model_takes_over_no_request() -> None:
+    """The migration is refused before anything is copied, and the source continues."""
     other = replace(ENGINE, weights_seed=1)
     tokens, commits = run_virtually(play(0, [(0.6, ("migrate", 1, MODES[0]))], {1: other}))
     assert (tokens, commits) == (undisturbed(), 0)
 
 
-def test_a_worker_knows_how_fast_kv_has_come_to_it() -> None:
+def test_worker_measures_its_incoming_transfer_rate() -> None:
     async def moved() -> list[bool]:
         fleet = Fleet(0)
         await fleet.start()
@@ -157,8 +157,8 @@ def test_a_worker_knows_how_fast_kv_has_come_to_it() -> None:
 
 
 @pytest.mark.parametrize(("action", "commits"), [("migrate", 0), ("queue", 1)])
-def test_a_migration_to_a_full_target_waits_for_room_if_it_is_to(action: str, commits: int) -> None:
-    """Meanwhile the request decodes on at its source."""
+def test_migration_to_a_full_target_waits_for_room_if_requested(action: str, commits: int) -> None:
+    """Meanwhile the request continues to decode at its source."""
     script = [(0.3, ("crowd", 1)), (0.2, (action, 1, MODES[0]))]
     tokens, committed = run_virtually(play(3, script))
     assert tokens == undisturbed()
@@ -168,8 +168,8 @@ def test_a_migration_to_a_full_target_waits_for_room_if_it_is_to(action: str, co
 @pytest.mark.parametrize(
     ("point", "commits"), [("import:adopt", 0), ("import:adopted", 1), ("import_activate", 1)]
 )
-def test_a_mistake_at_the_target_never_leaves_the_stream_hanging(point: str, commits: int) -> None:
-    """Before the front end was asked the source goes on; after it has said yes it is told, and recovers."""
+def test_error_at_the_target_never_leaves_the_stream_hanging(point: str, commits: int) -> None:
+    """Before the adoption is requested the source continues; after its commit the front end recovers."""
 
     async def moved() -> tuple[list[int], int]:
         fleet = Fleet(0)

@@ -15,18 +15,18 @@ from worker_agent.ranks.orphan import WORKER_PID, OrphanWatch
 
 
 def rank(pipe: connection.Connection) -> None:
-    """Say that it is there, then wait for others as if in a rendezvous, for a minute at most."""
+    """Send the process ID, then wait as in a rendezvous, for at most a minute."""
     OrphanWatch()
     pipe.send(os.getpid())
     threading.Event().wait(60)
 
 
 def worker() -> None:
-    """Start a rank, say its process, and wait to be killed."""
+    """Start a rank, print its process ID, and wait to be killed."""
     os.environ[WORKER_PID] = str(os.getpid())
     here, there = multiprocessing.Pipe()
     context = multiprocessing.get_context("spawn")
-    # From a thread that ends: the rank is none the wiser.
+    # Started from a thread that ends, which must not end the rank.
     starter = threading.Thread(target=context.Process(target=rank, args=(there,)).start)
     starter.start()
     starter.join()
@@ -34,7 +34,7 @@ def worker() -> None:
     threading.Event().wait(60)
 
 
-def test_it_ends_with_its_worker() -> None:
+def test_rank_ends_with_its_worker() -> None:
     script = "from tests.worker.test_orphan import worker; worker()"
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -47,12 +47,12 @@ def test_it_ends_with_its_worker() -> None:
             os.close(handle)
 
 
-def test_it_goes_on_once_somebody_else_watches() -> None:
+def test_stopped_watch_does_not_end_the_process() -> None:
     watch = OrphanWatch()
     watch.stop()
     sentinel, worker_end = multiprocessing.Pipe()
     worker_end.close()
-    # Ends this process if it is wrong.
+    # A faulty implementation would end this process.
     watch._watch(sentinel.fileno())
     sentinel.close()
 
@@ -60,7 +60,7 @@ def test_it_goes_on_once_somebody_else_watches() -> None:
 def test_only_ranks_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     before = threading.active_count()
     OrphanWatch()
-    # A worker itself.
+    # In the worker itself.
     monkeypatch.setenv(WORKER_PID, str(os.getpid()))
     OrphanWatch()
     assert threading.active_count() == before

@@ -1,4 +1,4 @@
-"""`--profile-at-start`: of equal workers that start together, one measures, for all."""
+"""`--profile-at-start`: of equal workers that start together, one measures for all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BUDGET_S = 3.0
 
 
 class NoUsers:
-    """Nobody's."""
+    """Engine sink that must not be used."""
 
     def on_step(self, columns: StepColumns) -> None:
         raise AssertionError("an output of nobody's")
@@ -41,7 +41,7 @@ async def store(etcd: str) -> AsyncIterator[Store]:
 
 
 async def worker(name: str, store: Store, faults: Faults | None = None) -> Profiler:
-    """A started engine, and who measures it."""
+    """Return the profiler of a started engine."""
     engine = SimulatedEngine(SETTINGS, faults=faults)
     probes = Probes(NoUsers(), asyncio.get_running_loop().time)
     info = await engine.start(probes)
@@ -53,23 +53,23 @@ async def stored(store: Store, kind: str) -> ProfileRecord | None:
     return None if value is None else msgspec.json.decode(value, type=ProfileRecord)
 
 
-async def test_of_equal_workers_one_is_measured(store: Store) -> None:
+async def test_one_of_several_equal_workers_is_measured(store: Store) -> None:
     workers = [await worker(f"w-{n}", store) for n in range(3)]
     await asyncio.gather(*(each.at_start(BUDGET_S) for each in workers))
     first = await stored(store, workers[0].kind)
     assert first is not None and {each.kind for each in workers} == {first.kind}
-    assert await store.get_prefix("profiling/") == {}, "the lock is left"
-    # One that starts later finds it.
+    assert await store.get_prefix("profiling/") == {}, "the lock was not released"
+    # A worker that starts later finds the profile.
     await (await worker("w-9", store)).at_start(BUDGET_S)
     assert await stored(store, first.kind) == first
 
 
-async def test_a_worker_that_cannot_be_measured_starts_all_the_same(store: Store) -> None:
+async def test_worker_starts_even_if_measuring_fails(store: Store) -> None:
     broken = await worker("w", store, Faults(fail_at_index=0))
     await broken.at_start(BUDGET_S)
     assert await stored(store, broken.kind) is None
     assert await store.get_prefix("profiling/") == {}
-    # The next one tries.
+    # The next worker tries again.
     await (await worker("v", store)).at_start(BUDGET_S)
     found = await stored(store, broken.kind)
     assert found is not None and found.instance_id == "v"

@@ -1,4 +1,4 @@
-"""Measuring the simulated engine in virtual time: the fits find the profile that it was given."""
+"""Profiling of the simulated engine in virtual time: the fits recover its profile."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SETTINGS = SimulatedSettings(kv_blocks=4096, max_model_len=2048, max_num_seqs=64
 
 
 class Users:
-    """The front ends' side, which must hear of no probe."""
+    """The front ends' side, which must not see outputs of probes."""
 
     def __init__(self) -> None:
         self.steps: list[StepColumns] = []
@@ -40,7 +40,7 @@ class Users:
 
 
 class Bench:
-    """A started engine with probes before its users."""
+    """An engine with the profiler's probes between it and its users."""
 
     def __init__(self, settings: SimulatedSettings = SETTINGS, faults: Faults | None = None) -> None:
         self.engine: Engine = SimulatedEngine(settings, faults=faults)
@@ -56,14 +56,14 @@ class Bench:
         return await measure(self.engine, self.info, self.probes, budget_s, self.said.append)
 
     def submit(self, output_tokens: int) -> None:
-        """A user's request."""
+        """Submit a user's request."""
         sampling = {"max_tokens": output_tokens, "ignore_eos": True}
         frames = request_frames("user", [65, 66], **sampling)
         self.engine.submit(Submission(RequestKey(0, 1), "user", 0, frames, frontend_id="fe"))
 
 
 def measured(settings: SimulatedSettings, budget_s: float = 60.0) -> tuple[ProfileRecord, Profile, Bench]:
-    """What was found, and what the engine was given."""
+    """Profile an engine; return the measured record and the engine's own profile."""
 
     async def run() -> tuple[ProfileRecord, Profile, Bench]:
         bench = Bench(settings)
@@ -76,20 +76,20 @@ def measured(settings: SimulatedSettings, budget_s: float = 60.0) -> tuple[Profi
     return run_virtually(run())
 
 
-def test_the_fits_find_the_profile_that_the_engine_was_given() -> None:
+def test_fits_recover_the_profile_of_the_engine() -> None:
     found, given, bench = measured(SETTINGS)
     for name in ("base_ms", "ms_per_token", "ms_per_token_squared"):
         assert getattr(found.profile.prefill, name) == pytest.approx(getattr(given.prefill, name), rel=0.01)
     for name in ("base_ms", "ms_per_request", "ms_per_kv_token"):
         assert getattr(found.profile.decode, name) == pytest.approx(getattr(given.decode, name), rel=0.01)
     assert found.ttft.r_squared > 0.999 and found.prefill_error < 0.01 and found.decode_error < 0.01
-    # 0.1 s a step: more than the KV of this engine holds.
+    # 0.1 s per step: more tokens than this engine's KV has room for.
     assert found.max_running_tokens == 4096 * 16
     assert found.qoe is not None and found.qoe.error < 0.2 and min(found.qoe.d) >= 0.0
-    assert bench.users.steps == [], "a user's side heard of a probe"
+    assert bench.users.steps == [], "users received outputs of a probe"
 
 
-def test_another_speed_is_another_kind_and_found_too() -> None:
+def test_engine_with_another_speed_gets_its_own_profile() -> None:
     slow = msgspec.structs.replace(SETTINGS, speed=0.25)
     found, given, _ = measured(slow, budget_s=300.0)
     fast, _, _ = measured(SETTINGS)
@@ -98,20 +98,20 @@ def test_another_speed_is_another_kind_and_found_too() -> None:
     assert found.profile.decode.base_ms == pytest.approx(4 * fast.profile.decode.base_ms, rel=0.01)
 
 
-def test_prompts_that_take_several_steps_are_fitted_with_their_number() -> None:
+def test_prompts_of_several_steps_are_fitted_with_their_number() -> None:
     found, given, _ = measured(msgspec.structs.replace(SETTINGS, max_num_batched_tokens=256))
     assert found.profile.prefill.base_ms == pytest.approx(given.prefill.base_ms, rel=0.02)
     assert found.profile.prefill.ms_per_token == pytest.approx(given.prefill.ms_per_token, rel=0.02)
 
 
-def test_stalls_make_every_step_longer_on_average() -> None:
+def test_stalls_increase_the_average_step_time() -> None:
     async def run() -> tuple[ProfileRecord, ProfileRecord]:
         bench = Bench()
         info = await bench.start()
         samples = await bench.measure()
         await bench.engine.stop()
         smooth = profile_of(info, "w", samples, 0.1, 1.0)
-        # In every fifth sample the steps took twice their median on average.
+        # In every fifth sample the average step took twice the median.
         samples.decode_stalls = [2.0 if n % 5 == 0 else 1.0 for n in range(5)]
         samples.ttft_stalls = [1.5, 1.5]
         return smooth, profile_of(info, "w", samples, 0.1, 1.0)
@@ -121,11 +121,11 @@ def test_stalls_make_every_step_longer_on_average() -> None:
         without, found = getattr(smooth.profile.decode, name), getattr(stalled.profile.decode, name)
         assert found == pytest.approx(1.2 * without, rel=0.01)
     assert stalled.profile.prefill.base_ms == pytest.approx(1.5 * smooth.profile.prefill.base_ms, rel=0.01)
-    # What a lone prompt usually takes is what Arrow asks.
+    # Arrow uses the usual time of a single prompt.
     assert stalled.ttft == smooth.ttft
 
 
-def test_it_ends_when_its_time_is_over() -> None:
+def test_measuring_ends_at_its_time_budget() -> None:
     async def run() -> tuple[float, Bench]:
         bench = Bench()
         await bench.start()
@@ -135,15 +135,15 @@ def test_it_ends_when_its_time_is_over() -> None:
 
     took_s, bench = run_virtually(run())
     assert took_s <= 3.01 and "is used up" in bench.said[-1]
-    assert bench.engine.stats().requests == [], "a probe is left"
+    assert bench.engine.stats().requests == [], "a probe still runs"
 
 
-def test_too_little_time_is_said() -> None:
+def test_too_small_time_budget_is_reported() -> None:
     with pytest.raises(TooFewSamples, match=r"no samples|too few"):
         measured(SETTINGS, budget_s=0.05)
 
 
-def test_probes_are_nobodys_load() -> None:
+def test_probes_do_not_count_as_load() -> None:
     async def run() -> None:
         bench = Bench()
         await bench.start()
@@ -161,7 +161,7 @@ def test_probes_are_nobodys_load() -> None:
     run_virtually(run())
 
 
-def test_a_users_request_ends_the_measuring_and_is_served() -> None:
+def test_request_of_a_user_ends_the_measuring_and_is_served() -> None:
     async def run() -> None:
         bench = Bench()
         await bench.start()
@@ -176,7 +176,7 @@ def test_a_users_request_ends_the_measuring_and_is_served() -> None:
     run_virtually(run())
 
 
-def test_an_engine_that_fails_requests_is_not_waited_for() -> None:
+def test_measuring_does_not_wait_for_an_engine_that_fails_requests() -> None:
     async def run() -> None:
         bench = Bench(faults=Faults(fail_at_index=3))
         await bench.start()
@@ -186,7 +186,7 @@ def test_an_engine_that_fails_requests_is_not_waited_for() -> None:
     run_virtually(run())
 
 
-def test_the_plan_fits_the_engine() -> None:
+def test_plan_stays_within_the_engines_limits() -> None:
     small = msgspec.structs.replace(SETTINGS, kv_blocks=40, max_model_len=512, max_num_seqs=8)
 
     async def run() -> EngineInfo:
@@ -200,8 +200,8 @@ def test_the_plan_fits_the_engine() -> None:
     assert kind_of(info).startswith("simulated-simulated-")
 
 
-def test_noise_ends_in_coefficients_none_of_which_is_negative() -> None:
-    """What is left out may come out of the next fit as less than nothing, by rounding (seeds 40, 61)."""
+def test_fits_of_noise_have_no_negative_coefficients() -> None:
+    """By rounding, a dropped coefficient can become negative in the next fit (seeds 40, 61)."""
     for seed in range(100):
         draw = np.random.default_rng(seed)
         count = int(draw.integers(5, 200))

@@ -1,4 +1,4 @@
-"""An engine that hangs in its own thread, while the event loop beside it goes on."""
+"""Detection of an engine that hangs in its own thread while the event loop continues."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ IDLE = EngineStats(
 
 
 def busy(steps: int, state: str = "running") -> EngineStats:
-    """With one request."""
+    """Return the stats of an engine with one request."""
     request = RequestStats("r", "f", 0, EnginePhase.REASONING, state, 10, 5, 5, 100, 1, 0.0, 10.0)
     return replace(IDLE, requests=[request], steps=steps)
 
@@ -40,14 +40,14 @@ def busy(steps: int, state: str = "running") -> EngineStats:
 BOUNDS = StepBounds(2.0, 10.0)
 
 
-def test_requests_to_run_and_no_step() -> None:
+def test_running_requests_without_a_step_are_a_hang() -> None:
     progress = Progress(BOUNDS, 0.0)
     stood = [progress.stuck_for_s(busy(1), now_s) for now_s in (1.0, 6.0, 11.0, 11.5)]
     assert stood == [None, None, None, 10.5]
 
 
 @pytest.mark.parametrize(("expected_s", "max_s"), [(0.001, 2.0), (0.5, 5.0), (50.0, 10.0), (None, 10.0)])
-def test_how_long_is_too_long_follows_from_the_steps_so_far(expected_s: float | None, max_s: float) -> None:
+def test_hang_limit_follows_from_earlier_steps(expected_s: float | None, max_s: float) -> None:
     progress = Progress(BOUNDS, 0.0)
     stats = replace(busy(1), expected_step_s=expected_s)
     assert progress.stuck_for_s(stats, 1.0) is None
@@ -55,25 +55,25 @@ def test_how_long_is_too_long_follows_from_the_steps_so_far(expected_s: float | 
     assert progress.stuck_for_s(stats, 1.1 + max_s) is not None
 
 
-def test_too_few_steps_tell_nothing() -> None:
+def test_too_few_steps_leave_the_default_limit() -> None:
     times = StepTimes()
     for _ in range(SMALL_STEPS_MIN - 1):
         times.add(0.01, 4)
     assert times.expected_s(4) is None
     times.add(0.03, 127)
     assert times.expected_s(4) == 0.03
-    # No prompt was computed yet: what a long one takes is not known, however fast the others are.
+    # Without a computed prompt, the time of a long one is unknown, however fast the other steps are.
     assert times.expected_s(2048) is None
     for _ in range(LARGE_STEPS_MIN):
         times.add(0.2, 1000)
     assert times.expected_s(2000) == pytest.approx(0.4)
     assert times.expected_s(127) == 0.03
-    # Steps that had nothing to compute say nothing of those that have.
+    # Steps without tokens say nothing about others.
     times.add(60.0, 0)
     assert times.expected_s(4) == 0.03
 
 
-def test_one_long_step_is_forgotten_in_time() -> None:
+def test_effect_of_one_long_step_fades() -> None:
     times = StepTimes()
     times.add(60.0, 4)
     for _ in range(500):
@@ -85,7 +85,7 @@ def test_one_long_step_is_forgotten_in_time() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0.001, 100.0), st.integers(1, 4096)), min_size=1, max_size=300))
-def test_no_step_that_was_seen_would_be_taken_for_a_hang(steps: list[tuple[float, int]]) -> None:
+def test_no_observed_step_counts_as_a_hang(steps: list[tuple[float, int]]) -> None:
     times, bounds = StepTimes(), StepBounds(0.0, math.inf)
     for seconds, tokens in steps:
         times.add(seconds, tokens)
@@ -93,18 +93,18 @@ def test_no_step_that_was_seen_would_be_taken_for_a_hang(steps: list[tuple[float
         assert bounds.max_s(times.expected_s(tokens)) >= seconds
 
 
-def test_the_simulated_engine_tells_what_its_steps_take() -> None:
+def test_simulated_engine_reports_its_step_times() -> None:
     fleet = Fleet(SMALL)
     assert fleet.engines[0].stats().expected_step_s is None
     for number in range(4):
         fleet.submit(0, [65 + number] * 4, max_tokens=40, ignore_eos=True)
     fleet.clock.advance(60)
     expected_s = fleet.engines[0].stats().expected_step_s
-    # By the profile a step takes some milliseconds.
+    # A step takes some milliseconds in the profile.
     assert expected_s is not None and 0.001 < expected_s < 0.1
 
 
-def test_an_engine_that_hangs_is_noticed_much_sooner_than_the_limit() -> None:
+def test_hung_engine_is_detected_well_before_the_limit() -> None:
     fleet = Fleet(SMALL)
     fleet.submit(0, [65] * 4, max_tokens=60, ignore_eos=True)
     fleet.clock.advance(40)
@@ -117,14 +117,14 @@ def test_an_engine_that_hangs_is_noticed_much_sooner_than_the_limit() -> None:
     assert progress.stuck_for_s(stats, 31.5) == 30.5
 
 
-def test_a_step_that_compiles_has_until_the_limit() -> None:
+def test_compiling_step_may_take_up_to_the_limit() -> None:
     progress = Progress(BOUNDS, 0.0)
     before = replace(busy(1), expected_step_s=0.001)
     assert progress.stuck_for_s(before, 1.0) is None
     compiling = replace(before, compiling=True)
     assert progress.stuck_for_s(compiling, 10.0) is None
     assert progress.stuck_for_s(compiling, 11.5) == 10.5
-    # The rest of the step has its own time.
+    # The rest of the step has a time limit of its own.
     after = replace(before, compilations=1)
     assert progress.stuck_for_s(after, 10.9) is None
     assert progress.stuck_for_s(after, 12.5) is None
@@ -137,14 +137,14 @@ def test_every_step_is_progress() -> None:
 
 
 @pytest.mark.parametrize("stats", [IDLE, busy(1, "waiting"), busy(1, "paused"), busy(1, "preempted")])
-def test_nothing_to_run_is_no_hang(stats: EngineStats) -> None:
+def test_idle_engine_is_not_hung(stats: EngineStats) -> None:
     progress = Progress(BOUNDS, 0.0)
     assert not any(progress.stuck_for_s(stats, now_s) for now_s in (0.0, 100.0, 200.0))
-    # What begins to run then has the whole time.
+    # A request that begins to run then has the full time.
     assert not progress.stuck_for_s(busy(stats.steps), 205.0)
 
 
-def test_a_process_that_stood_still_blames_nobody() -> None:
+def test_frozen_process_does_not_report_a_hang() -> None:
     progress = Progress(BOUNDS, 0.0)
     assert not progress.stuck_for_s(busy(1), 1.0)
     progress.extend_deadlines(60.0)
@@ -152,14 +152,14 @@ def test_a_process_that_stood_still_blames_nobody() -> None:
     assert progress.stuck_for_s(busy(1), 72.0)
 
 
-async def test_it_is_said_once() -> None:
+async def test_hang_is_reported_once() -> None:
     said: list[str] = []
     async with asyncio.timeout(20):
         await watch_progress(lambda: busy(1), StepBounds(0.01, 0.01), said.append)
     assert len(said) == 1 and "finished no step for 0.0" in said[0]
 
 
-async def test_a_background_task_that_fails_ends_the_worker() -> None:
+async def test_failed_background_task_stops_the_worker() -> None:
     died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def fail() -> None:

@@ -1,4 +1,4 @@
-"""Requests that share a prefix which another worker holds."""
+"""Pulls of prefixes from another worker by requests that share them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PREFIX = [b"block 0", b"block 1"]
 
 
 class PrefixEngine(SimulatedEngine):
-    """Its prefix cache lacks one prefix, which all requests begin with, until it is kept."""
+    """Engine whose prefix cache lacks the common prefix of all requests until it is fetched."""
 
     def __init__(self) -> None:
         super().__init__(SMALL)
@@ -52,7 +52,7 @@ class PrefixEngine(SimulatedEngine):
 
 
 class HeldTransfer:
-    """BlockPuller and BlockTransfer; nothing comes before the gate opens."""
+    """BlockPuller and BlockTransfer that deliver nothing before the gate opens."""
 
     addresses = (KvAddress(b"here", "1.0"),)
 
@@ -74,7 +74,7 @@ class HeldTransfer:
 
 
 class Loan:
-    """LoanLink to a holder that lends whatever it is asked for."""
+    """LoanLink to a holder that grants every loan."""
 
     shape = SHAPE
 
@@ -94,7 +94,7 @@ class Loan:
 
 
 class Worker:
-    """What pulls work with."""
+    """The parts of a worker that pulls use."""
 
     def __init__(self, loan: type[Loan] = Loan) -> None:
         self.engine, self.transfer = PrefixEngine(), HeldTransfer()
@@ -119,7 +119,7 @@ class Worker:
         return key
 
     async def drained(self) -> dict[str, int]:
-        """By request, the blocks that it found."""
+        """Run all requests and return the number of blocks that each found."""
         for _ in range(1_000):
             await asyncio.sleep(0)
         assert not len(self.pulls)
@@ -127,8 +127,8 @@ class Worker:
 
 
 @pytest.mark.parametrize("turns", range(6))
-async def test_those_who_come_after_a_pull_wait_for_it(turns: int) -> None:
-    """Also in the moment in which it is not yet known what the pull will bring."""
+async def test_later_requests_wait_for_a_running_pull(turns: int) -> None:
+    """Also while it is not yet known which blocks the pull will bring."""
     worker = Worker()
     worker.submit("first", HOLDER)
     for _ in range(turns):
@@ -142,7 +142,7 @@ async def test_those_who_come_after_a_pull_wait_for_it(turns: int) -> None:
     assert worker.metrics.pulls == {"pulled": 1, "shared": 2}
 
 
-async def test_a_pull_that_was_dropped_before_it_began_holds_nobody_up() -> None:
+async def test_pull_cancelled_before_its_start_delays_no_request() -> None:
     worker = Worker()
     worker.pulls.drop([worker.submit("first", HOLDER)])
     worker.submit("second")
@@ -152,12 +152,12 @@ async def test_a_pull_that_was_dropped_before_it_began_holds_nobody_up() -> None
 
 
 class LoanOfAnotherModel(Loan):
-    """Its blocks have the same names and the same size."""
+    """Loan of another model whose blocks have the same names and size."""
 
     shape = replace(SHAPE, model_fingerprint="another model's")
 
 
-async def test_nothing_comes_from_another_model() -> None:
+async def test_nothing_is_pulled_from_another_model() -> None:
     worker = Worker(LoanOfAnotherModel)
     worker.transfer.gate.set()
     worker.submit("first", HOLDER)

@@ -19,7 +19,7 @@ from worker_agent.engine.ranked_requests import RankedRequests
         max_size=60,
     )
 )
-def test_equals_a_new_sort(actions: list[tuple[str, int]]) -> None:
+def test_order_equals_a_new_sort(actions: list[tuple[str, int]]) -> None:
     lapsed: set[int] = set()
     now_s = 0.0
 
@@ -41,7 +41,7 @@ def test_equals_a_new_sort(actions: list[tuple[str, int]]) -> None:
         elif action == "wait":
             now_s += value
             requests.advance(now_s)
-            # All members whose time has come have lapsed.
+            # All members that are due have lapsed.
             assert all(member in lapsed for member in members if member % 3 and member <= now_s)
         assert list(requests) == sorted(members, key=rank)
         assert [entry[0] for entry in requests.ranked()] == sorted(map(rank, members))

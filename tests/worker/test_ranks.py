@@ -1,6 +1,6 @@
-"""A worker and its ranks over their socket: who is let in, and that a transfer fails or succeeds as a whole.
+"""A worker and its ranks over their socket: authentication, and transfers that fail or succeed as a whole.
 
-The ranks here are scripted; real ones are in tests/e2e/test_ranks.py.
+The ranks are scripted; tests/e2e/test_ranks.py has real ones.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ TICKETS = [Ticket(bytes([rank]) * 32) for rank in range(2)]
 
 
 class Rank:
-    """Answers what it is told to, and remembers what it was asked. `slow`: pulls that do not end; `missed`:
-    which questions of whether it is there are not answered, counted from 0."""
+    """Scripted rank that records its commands. `slow`: pulls do not end; `missed`: indices of the liveness
+    checks that it does not answer."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -74,7 +74,7 @@ class Rank:
                 self.pulls.set()
                 if self.slow:
                     continue
-            if isinstance(asked.command, Ping) and len(self.was_asked(Ping)) - 1 in self.missed:
+            if isinstance(asked.command, Ping) and len(self.commands(Ping)) - 1 in self.missed:
                 continue
             error = self.wrong.get(type(asked.command))
             answer = failed(error) if error is not None else self._answer(asked.command)
@@ -84,7 +84,7 @@ class Rank:
         assert self._writer is not None
         self._writer.close()
 
-    def was_asked(self, kind: type) -> list[Command]:
+    def commands(self, kind: type) -> list[Command]:
         return [command for command in self.asked if isinstance(command, kind)]
 
     def _answer(self, command: Command) -> Answer:
@@ -102,7 +102,7 @@ class Rank:
 
 
 class Memory:
-    """RankedMemory: block n is at place 10 + n; those from number 2 on have none yet."""
+    """RankedMemory in which block n has slot 10 + n, and blocks from 2 on have none yet."""
 
     def __init__(self, links: RankLinks) -> None:
         self.links = links
@@ -131,7 +131,7 @@ async def two_ranks(
 ) -> AsyncIterator[tuple[list[Rank], RankLinks]]:
     links, ranks = RankLinks(2, lost, pulse), [Rank(0), Rank(1)]
     await links.open()
-    # Not in their order: they come as they are loaded.
+    # Not in order of rank: they connect once they have loaded.
     running = [asyncio.create_task(rank.run(links)) for rank in reversed(ranks)]
     await links.wait_for_all(10)
     try:
@@ -157,13 +157,13 @@ async def transport() -> AsyncIterator[tuple[list[Rank], Memory, RankedTransport
 async def test_each_rank_has_its_own_name_and_address() -> None:
     async with transport() as (ranks, _, ranked, _):
         assert [address.worker for address in ranked.addresses] == [b"ours 0", b"ours 1"]
-        assert [rank.was_asked(Begin) for rank in ranks] == [
+        assert [rank.commands(Begin) for rank in ranks] == [
             [Begin("w", "model rank 0", 16, {}, False)],
             [Begin("w", "model rank 1", 16, {}, False)],
         ]
 
 
-async def test_an_export_is_opened_announced_and_ended_in_every_rank() -> None:
+async def test_export_is_opened_announced_and_ended_in_every_rank() -> None:
     async with transport() as (ranks, _, ranked, metrics):
         session = await ranked.open("r", SOURCES)
         await session.announce(4, HASHES)
@@ -171,14 +171,14 @@ async def test_an_export_is_opened_announced_and_ended_in_every_rank() -> None:
         await session.end()
         assert list(session.tickets) == TICKETS
         for rank, source in zip(ranks, SOURCES, strict=True):
-            assert rank.was_asked(Open) == [Open(1, source)]
-            assert rank.was_asked(Announce) == [Announce(1, 4, HASHES, [14, 15, 16])]
-            assert rank.was_asked(End) == [End(1, True)]
+            assert rank.commands(Open) == [Open(1, source)]
+            assert rank.commands(Announce) == [Announce(1, 4, HASHES, [14, 15, 16])]
+            assert rank.commands(End) == [End(1, True)]
         # Each rank sent its part of the same blocks.
         assert (metrics.kv_sent_blocks, metrics.kv_sent_bytes) == (3, 200)
 
 
-async def test_a_round_is_done_when_every_rank_has_its_part() -> None:
+async def test_round_is_complete_when_every_rank_has_its_part() -> None:
     async with transport() as (ranks, memory, ranked, metrics):
         transfer = await ranked.connect("r", SOURCES, TICKETS)
         assert await transfer.pull(0, HASHES) == 60
@@ -186,24 +186,24 @@ async def test_a_round_is_done_when_every_rank_has_its_part() -> None:
         await transfer.close()
         await transfer.close()
         for rank, source, ticket in zip(ranks, SOURCES, TICKETS, strict=True):
-            assert rank.was_asked(Connect) == [Connect(1, "r", source, ticket.secret)]
-            # What has no place yet is told by there being fewer places.
-            assert rank.was_asked(Pull) == [Pull(1, 0, HASHES, [10, 11])]
-            assert rank.was_asked(Close) == [Close(1)]
+            assert rank.commands(Connect) == [Connect(1, "r", source, ticket.secret)]
+            # Blocks without a slot yet are omitted from the list of slots.
+            assert rank.commands(Pull) == [Pull(1, 0, HASHES, [10, 11])]
+            assert rank.commands(Close) == [Close(1)]
         assert (metrics.kv_received_blocks, metrics.kv_received_bytes) == (3, 60)
 
 
-async def test_one_rank_that_fails_fails_all_and_nobody_writes_any_more() -> None:
+async def test_failure_of_one_rank_fails_all_and_stops_writes() -> None:
     async with transport() as (ranks, memory, ranked, _):
         transfer = await ranked.connect("r", SOURCES, TICKETS)
         ranks[0].slow, ranks[1].wrong[Pull] = True, KvCorrupt("block 2")
         with pytest.raises(KvCorrupt, match="rank 1: block 2"):
             await transfer.pull(0, HASHES)
         assert memory.came == [] and not memory.writing
-        assert all(rank.was_asked(Close) for rank in ranks)
+        assert all(rank.commands(Close) for rank in ranks)
 
 
-async def test_a_transfer_that_is_given_up_is_closed_first() -> None:
+async def test_cancelled_transfer_is_closed_first() -> None:
     async with transport() as (ranks, memory, ranked, _):
         transfer = await ranked.connect("r", SOURCES, TICKETS)
         for rank in ranks:
@@ -214,21 +214,21 @@ async def test_a_transfer_that_is_given_up_is_closed_first() -> None:
         pulling.cancel()
         with pytest.raises(asyncio.CancelledError):
             await pulling
-        assert all(rank.was_asked(Close) for rank in ranks) and not memory.writing
+        assert all(rank.commands(Close) for rank in ranks) and not memory.writing
 
 
-async def test_ranks_that_cannot_all_open_or_connect_leave_nothing() -> None:
+async def test_partial_open_or_connect_leaves_nothing_behind() -> None:
     async with transport() as (ranks, _, ranked, _):
         ranks[1].wrong = {Open: KvTransferError("too many"), Connect: KvTransferError("nobody there")}
         with pytest.raises(KvTransferError, match="rank 1: too many"):
             await ranked.open("r", SOURCES)
         with pytest.raises(KvTransferError, match="rank 1: nobody there"):
             await ranked.connect("r", SOURCES, TICKETS)
-        assert ranks[0].was_asked(End) == [End(1, False)]
-        assert ranks[0].was_asked(Close) == [Close(2)]
+        assert ranks[0].commands(End) == [End(1, False)]
+        assert ranks[0].commands(Close) == [Close(2)]
 
 
-async def test_a_rank_that_dies_is_told_once_and_fails_what_waits_for_it() -> None:
+async def test_death_of_a_rank_is_reported_once_and_fails_pending_calls() -> None:
     lost: list[tuple[int, str]] = []
     async with two_ranks(lambda *told: lost.append(told)) as (ranks, links):
         memory = Memory(links)
@@ -249,7 +249,7 @@ async def test_a_rank_that_dies_is_told_once_and_fails_what_waits_for_it() -> No
     assert lost == [(1, "is gone")]
 
 
-async def test_a_rank_that_answers_no_more_is_lost_and_one_late_answer_says_nothing() -> None:
+async def test_unresponsive_rank_is_lost_but_one_late_reply_is_tolerated() -> None:
     lost: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
     pulse = Pulse(every_s=0.01, timeout_s=0.5)
     async with two_ranks(lambda *told: lost.set_result(told), pulse) as (ranks, links):
@@ -257,10 +257,10 @@ async def test_a_rank_that_answers_no_more_is_lost_and_one_late_answer_says_noth
         links.watch()
         async with asyncio.timeout(30):
             assert await lost == (1, "answers no more")
-    assert len(ranks[1].was_asked(Ping)) == 5
+    assert len(ranks[1].commands(Ping)) == 5
 
 
-async def test_nobody_without_the_secret_is_let_in() -> None:
+async def test_connection_without_the_secret_is_refused() -> None:
     links, ranks = RankLinks(2, lambda rank, what: None), [Rank(0), Rank(1)]
     await links.open()
     await Rank(1).run(links, b"another secret of 32 bytes.......")
@@ -268,14 +268,14 @@ async def test_nobody_without_the_secret_is_let_in() -> None:
     running = [asyncio.create_task(rank.run(links)) for rank in ranks]
     await links.wait_for_all(10)
     assert [link.rank for link in links] == [0, 1]
-    # Its folder is gone: nobody comes any more.
+    # Its folder has been removed, so no rank can connect any more.
     with pytest.raises(FileNotFoundError):
         await asyncio.open_unix_connection(links.path)
     await links.stop()
     await asyncio.gather(*running)
 
 
-async def test_ranks_that_do_not_come_are_named() -> None:
+async def test_missing_ranks_are_named() -> None:
     links = RankLinks(2, lambda rank, what: None)
     await links.open()
     with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] did not report"):

@@ -25,11 +25,11 @@ TRACEPARENT = f"00-{1:032x}-{2:016x}-01"
 
 
 class ScriptedMonitor(monitor_pb2_grpc.MonitorServicer):
-    """Keeps what it is told."""
+    """Monitor that queues the reports."""
 
     def __init__(self) -> None:
         self.reports: asyncio.Queue[monitor_pb2.WorkerReport] = asyncio.Queue()
-        # While it is not set, reports are neither taken nor acknowledged.
+        # While it is not set, reports are neither read nor acknowledged.
         self.hears = asyncio.Event()
         self.hears.set()
 
@@ -61,7 +61,7 @@ class ScriptedMonitor(monitor_pb2_grpc.MonitorServicer):
         async with asyncio.timeout(WAIT_S):
             return await self.reports.get()
 
-    async def steady(self) -> monitor_pb2.WorkerReport:
+    async def next_periodic(self) -> monitor_pb2.WorkerReport:
         while not (report := await self.next()).HasField("load"):
             pass
         return report
@@ -100,7 +100,7 @@ def request(
 
 
 def carried() -> CarriedRequests:
-    """r2's answer began two seconds ago, at its sixth token; r1 is traced."""
+    """Return requests: r2's answer began two seconds ago, at its sixth token; r1 is traced."""
     requests = CarriedRequests()
     requests.add(RequestKey(0, 1), "r1", "fe", 2, TRACEPARENT)
     answering = requests.add(RequestKey(0, 2), "r2", "fe", 2)
@@ -155,10 +155,10 @@ async def reporting(
         await channels.close()
 
 
-async def test_steady_reports_say_all_there_is() -> None:
+async def test_periodic_reports_are_complete() -> None:
     monitor = ScriptedMonitor()
     async with serving(monitor) as port, reporting(f"127.0.0.1:{port}", PhaseEvents(), 0.05):
-        first, second = await monitor.steady(), await monitor.steady()
+        first, second = await monitor.next_periodic(), await monitor.next_periodic()
     assert second.seq > first.seq
     load = second.load
     assert (load.running, load.waiting, load.paused) == (1, 1, 1)
@@ -169,14 +169,14 @@ async def test_steady_reports_say_all_there_is() -> None:
     assert second.requests[1].state == types_pb2.REQUEST_STATE_PAUSED
 
 
-async def test_steady_reports_say_what_policies_want() -> None:
+async def test_periodic_reports_contain_the_values_policies_use() -> None:
     monitor = ScriptedMonitor()
     async with serving(monitor) as port, reporting(f"127.0.0.1:{port}", PhaseEvents(), 3600):
-        report = await monitor.steady()
+        report = await monitor.next_periodic()
     reasoning, answering, prefilling = report.requests
     assert reasoning.traceparent == TRACEPARENT and reasoning.phase_tokens == 20
     assert not reasoning.HasField("pacer_slack_tokens") and not reasoning.HasField("qoe")
-    # 15 answering tokens in 2 s, of which a user reads 21.
+    # 15 answering tokens in 2 s, in which a user reads 21.
     assert answering.phase_tokens == 15
     assert -8 < answering.pacer_slack_tokens < -6 and 0.5 < answering.qoe < 0.95
     assert not prefilling.HasField("predicted_remaining_tokens")
@@ -185,7 +185,7 @@ async def test_steady_reports_say_what_policies_want() -> None:
     assert load.prefill_delay_s > 0 and load.max_running_tokens > 0
 
 
-async def test_phase_changes_are_told_at_once() -> None:
+async def test_phase_changes_are_reported_at_once() -> None:
     monitor, news = ScriptedMonitor(), PhaseEvents()
     async with serving(monitor) as port, reporting(f"127.0.0.1:{port}", news, 3600):
         assert (await monitor.next()).HasField("load")
@@ -201,36 +201,36 @@ async def test_phase_changes_are_told_at_once() -> None:
     assert events["r9"].phase == types_pb2.PHASE_UNSPECIFIED and events["r9"].output_tokens == 33
 
 
-async def test_a_monitor_that_comes_back_is_found_again() -> None:
+async def test_returning_monitor_is_found_again() -> None:
     news = PhaseEvents()
     first, second = ScriptedMonitor(), ScriptedMonitor()
     async with contextlib.AsyncExitStack() as stack:
         async with serving(first) as port:
             await stack.enter_async_context(reporting(f"127.0.0.1:{port}", news, 0.05))
-            await first.steady()
-        # Nobody listens; nothing is lost that a later report would not say.
+            await first.next_periodic()
+        # The port refuses connections; later reports contain everything that is missed.
         news.changed("r2")
         async with serving(second, port):
-            await second.steady()
+            await second.next_periodic()
 
 
-async def test_another_monitor_is_told_while_the_first_does_not_answer() -> None:
+async def test_standby_monitor_gets_reports_while_the_first_does_not_answer() -> None:
     leading, standby = ScriptedMonitor(), ScriptedMonitor()
     async with serving(leading) as first, serving(standby) as second:
         addresses = [f"127.0.0.1:{first}", f"127.0.0.1:{second}"]
         async with reporting(addresses, PhaseEvents(), 0.05):
-            before = await leading.steady()
-            assert standby.reports.empty(), "one monitor is told at a time"
+            before = await leading.next_periodic()
+            assert standby.reports.empty(), "only one monitor gets reports at a time"
             leading.hears.clear()
-            after = await standby.steady()
-            assert after.seq > before.seq, "numbers go on: who hears of both knows which is newer"
+            after = await standby.next_periodic()
+            assert after.seq > before.seq, "sequence numbers continue, so that the newer report is known"
             leading.hears.set()
-            # It is probed in the background, and told again once it answers.
-            while (await leading.steady()).seq < after.seq:
+            # It is probed in the background and gets reports again once it answers.
+            while (await leading.next_periodic()).seq < after.seq:
                 pass
 
 
-async def test_a_monitor_that_is_gone_is_replaced_at_once() -> None:
+async def test_departed_monitor_is_replaced_at_once() -> None:
     standby = ScriptedMonitor()
     async with serving(standby) as port, reporting(["127.0.0.1:1", f"127.0.0.1:{port}"], PhaseEvents(), 3600):
-        await standby.steady()
+        await standby.next_periodic()

@@ -1,4 +1,4 @@
-"""The simulated engine: its words, its batching, its KV, and what it refuses."""
+"""The simulated engine: outputs, batching, KV and refusals."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from worker_agent.engine.simulated import SimulatedEngine, SimulatedSettings
 PROMPT = list(b"How long is a piece of string?")
 
 
-# ---- what it says
+# ---- outputs
 
 
-def test_a_thought_an_answer_and_the_end() -> None:
+def test_output_is_reasoning_then_answer_then_end() -> None:
     stream = undisturbed(PROMPT, max_tokens=None)
     tokens = stream.tokens
     assert (tokens[0], tokens[-1]) == (THINK, EOS)
@@ -50,7 +50,7 @@ def test_a_thought_an_answer_and_the_end() -> None:
     assert stream.finish == (wire.FinishReason.STOP, None)
 
 
-def test_phases_are_flagged_when_they_change() -> None:
+def test_phase_changes_are_flagged() -> None:
     stream = undisturbed(PROMPT, max_tokens=None)
     closes = stream.tokens.index(END_THINK)
     for index, flags in enumerate(stream.flags):
@@ -59,26 +59,26 @@ def test_phases_are_flagged_when_they_change() -> None:
         assert bool(flags & OutputFlag.FINISHED) == (index == len(stream.tokens) - 1)
 
 
-def test_seed_and_prompt_decide_the_tokens() -> None:
+def test_seed_and_prompt_determine_the_tokens() -> None:
     same = undisturbed(PROMPT, seed=1, max_tokens=None).tokens
     assert same == undisturbed(PROMPT, seed=1, max_tokens=None).tokens
     assert same != undisturbed(PROMPT, seed=2, max_tokens=None).tokens
     assert same != undisturbed([*PROMPT, 63], seed=1, max_tokens=None).tokens
 
 
-def test_a_prompt_that_closes_the_thought_is_answered_at_once() -> None:
+def test_prompt_with_closed_reasoning_is_answered_directly() -> None:
     stream = undisturbed([*PROMPT, THINK, END_THINK], max_tokens=None)
     assert THINK not in stream.tokens
     assert END_THINK not in stream.tokens
 
 
-def test_a_prompt_that_opens_the_thought_is_gone_on_with() -> None:
+def test_prompt_with_open_reasoning_is_continued() -> None:
     stream = undisturbed([*PROMPT, THINK], max_tokens=None)
     assert THINK not in stream.tokens
     assert stream.tokens.count(END_THINK) == 1
 
 
-def test_a_model_that_does_not_reason() -> None:
+def test_model_without_reasoning() -> None:
     fleet = Fleet(msgspec.structs.replace(SMALL, reasoning_mean_tokens=0))
     stream = fleet.submit(0, PROMPT, max_tokens=None, min_tokens=3)
     fleet.clock.advance(3)
@@ -87,7 +87,7 @@ def test_a_model_that_does_not_reason() -> None:
     assert END_THINK not in stream.tokens
 
 
-def test_lengths_that_the_request_asks_for() -> None:
+def test_lengths_requested_by_the_request() -> None:
     stream = undisturbed(PROMPT, max_tokens=None, extra_args={"reasoning_tokens": 5, "answer_tokens": 3})
     assert stream.tokens.index(END_THINK) == 6
     assert len(stream.tokens) == 7 + 3 + 1
@@ -99,14 +99,14 @@ def test_max_tokens() -> None:
     assert stream.finish == (wire.FinishReason.LENGTH, None)
 
 
-def test_ignore_eos_goes_on_to_the_longest_length() -> None:
+def test_ignore_eos_generates_up_to_the_maximum_length() -> None:
     stream = undisturbed(PROMPT, max_tokens=None, ignore_eos=True)
     assert EOS not in stream.tokens
     assert len(PROMPT) + len(stream.tokens) == SMALL.max_model_len
     assert stream.finish == (wire.FinishReason.LENGTH, None)
 
 
-def test_min_tokens_holds_back_the_end_and_the_stop_tokens() -> None:
+def test_min_tokens_suppresses_eos_and_stop_tokens() -> None:
     space = 32
     arguments = {"max_tokens": None, "extra_args": {"reasoning_tokens": 0, "answer_tokens": 1}}
     stream = undisturbed(PROMPT, min_tokens=30, stop_token_ids=[space], **arguments)
@@ -123,7 +123,7 @@ def test_stop_token() -> None:
     assert stream.finish == (wire.FinishReason.STOP, stop)
 
 
-def test_the_last_output_names_the_request_as_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_output_lists_the_request_as_finished(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = Fleet(SMALL)
     messages: list[wire.EngineCoreOutputs] = []
     sink = fleet.front_end.sink(0)
@@ -139,18 +139,18 @@ def test_the_last_output_names_the_request_as_finished(monkeypatch: pytest.Monke
     engine.submit(Submission(RequestKey(0, 9), "r", 0, request_frames("r", PROMPT, max_tokens=2)))
     fleet.clock.drain()
     assert [message.finished_requests for message in messages] == [None, ["r"]]
-    # The first output carries what the API server's metrics want of the prefill.
+    # The first output contains the values of the prefill for the API server's metrics.
     assert msgspec.msgpack.decode(messages[0].outputs[0].prefill_stats)["num_prompt_tokens"] == len(PROMPT)
 
 
 # ---- batching and blocks
 
 
-def test_chunked_prefill_takes_a_step_a_chunk() -> None:
+def test_chunked_prefill_takes_one_step_per_chunk() -> None:
     fleet = Fleet(SMALL)
     stream = fleet.submit(0, PROMPT, max_tokens=4)
     assert len(PROMPT) > SMALL.max_num_batched_tokens
-    # The call that wakes the engine, and the end of the first chunk's step.
+    # Two calls: the engine's wakeup, and the end of the first chunk's step.
     fleet.clock.advance(2)
     assert stream.tokens == []
     assert fleet.engines[0].stats().prefill_backlog_tokens > 0
@@ -158,7 +158,7 @@ def test_chunked_prefill_takes_a_step_a_chunk() -> None:
     assert len(stream.tokens) == 1
 
 
-def test_step_times_are_the_profiles() -> None:
+def test_step_times_follow_the_profile() -> None:
     fleet = Fleet(msgspec.structs.replace(SMALL, max_num_batched_tokens=64, speed=2.0))
     began_s = fleet.clock.time()
     fleet.submit(0, PROMPT, max_tokens=2)
@@ -172,7 +172,7 @@ def test_step_times_are_the_profiles() -> None:
     assert (fleet.clock.time() - first_s) * 1000 == pytest.approx(decode_ms / 2)
 
 
-def test_no_more_run_than_may() -> None:
+def test_running_requests_are_limited() -> None:
     fleet = Fleet(msgspec.structs.replace(SMALL, kv_blocks=1000))
     for number in range(7):
         fleet.submit(0, [*PROMPT, number], max_tokens=20)
@@ -184,7 +184,7 @@ def test_no_more_run_than_may() -> None:
     assert fleet.engines[0].stats().requests == []
 
 
-def test_preempted_requests_say_the_same() -> None:
+def test_preempted_requests_yield_the_same_tokens() -> None:
     fleet = Fleet(SMALL)
     prompts = [[*PROMPT[:20], number] for number in range(4)]
     streams = [fleet.submit(0, prompt, max_tokens=40, ignore_eos=True) for prompt in prompts]
@@ -225,7 +225,7 @@ def test_stats_of_a_request() -> None:
     assert 6 < stats.token_interval_ms_mean <= stats.token_interval_ms_p99 < 8
 
 
-# ---- what cannot run
+# ---- impossible requests
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_stats_of_a_request() -> None:
     ],
     ids=["no msgpack", "no request", "no prompt", "too long", "prompt logprobs", "extra arguments"],
 )
-def test_a_request_that_cannot_run_fails(frames: list[bytes]) -> None:
+def test_impossible_request_fails(frames: list[bytes]) -> None:
     fleet = Fleet(SMALL)
     stream = fleet.submit(0, PROMPT)
     fleet.engines[0].abort([fleet.key(stream)])
@@ -250,7 +250,7 @@ def test_a_request_that_cannot_run_fails(frames: list[bytes]) -> None:
     assert fleet.engines[0].stats().requests == []
 
 
-def test_fault_fails_a_request_at_an_index_and_elsewhere_it_goes_on() -> None:
+def test_fault_fails_a_request_at_an_index_and_it_continues_elsewhere() -> None:
     fleet = Fleet(SMALL, SMALL)
     fleet.faults[0].fail_at_index = 4
     stream = fleet.submit(0, PROMPT, max_tokens=10)
@@ -265,7 +265,7 @@ def test_fault_fails_a_request_at_an_index_and_elsewhere_it_goes_on() -> None:
     assert stream.tokens == undisturbed(PROMPT, max_tokens=10).tokens
 
 
-def test_a_hanging_engine_goes_on_when_it_may() -> None:
+def test_hung_engine_continues_when_released() -> None:
     fleet = Fleet(SMALL)
     stream = fleet.submit(0, PROMPT, max_tokens=10)
     fleet.clock.advance(4)
@@ -278,7 +278,7 @@ def test_a_hanging_engine_goes_on_when_it_may() -> None:
     assert stream.tokens == undisturbed(PROMPT, max_tokens=10).tokens
 
 
-def test_resubmitted_after_its_last_token_it_only_ends() -> None:
+def test_request_resubmitted_after_its_last_token_only_ends() -> None:
     whole = undisturbed(PROMPT, max_tokens=10)
     fleet = Fleet(SMALL)
     stream = fleet.submit(0, PROMPT, max_tokens=10)
@@ -289,7 +289,7 @@ def test_resubmitted_after_its_last_token_it_only_ends() -> None:
     assert stream.tokens == whole.tokens
 
 
-def test_an_older_epoch_gives_way() -> None:
+def test_newer_epoch_replaces_an_older_one() -> None:
     fleet = Fleet(SMALL)
     stream = fleet.submit(0, PROMPT, max_tokens=10)
     fleet.clock.advance(4)
@@ -314,7 +314,7 @@ def _decoding(fleet: Fleet, **sampling: object) -> str:
 
 
 def _copy(fleet: Fleet, request_id: str, first: int, count: int) -> None:
-    """Blocks from engine 0 to engine 1."""
+    """Copy blocks from engine 0 to engine 1."""
     source, target = fleet.engines
     staging = source.staging(count)
     checksums = now(source.read_blocks(request_id, first, count, staging))
@@ -322,7 +322,7 @@ def _copy(fleet: Fleet, request_id: str, first: int, count: int) -> None:
 
 
 def _hand_over(fleet: Fleet, request_id: str) -> ExportedPause:
-    """Everything up to import_prepare, in one go."""
+    """Migrate up to and including import_prepare."""
     source, target = fleet.engines
     exported = now(source.export_open(request_id))
     now(target.import_open(exported, exported.key, exported.epoch + 1))
@@ -332,7 +332,7 @@ def _hand_over(fleet: Fleet, request_id: str) -> ExportedPause:
     return pause
 
 
-def test_blocks_that_the_target_has_by_name_need_not_come() -> None:
+def test_blocks_cached_at_the_target_need_not_be_copied() -> None:
     keeps = msgspec.structs.replace(SMALL, prefix_caching=True)
     fleet = Fleet(SMALL, keeps)
     before = fleet.submit(1, PROMPT, **LONG)
@@ -345,7 +345,7 @@ def test_blocks_that_the_target_has_by_name_need_not_come() -> None:
     assert held == len(exported.block_hashes) > 0
     with pytest.raises(EngineRefusal, match="may be written"):
         _copy(fleet, request_id, 0, held)
-    # Whoever needs room cannot have these.
+    # Other requests cannot evict these blocks.
     hog = fleet.submit(1, list(b"y" * 30), max_tokens=None, ignore_eos=True)
     fleet.clock.advance(4)
     pause = at_boundary(fleet.clock, source.export_pause(request_id, held))
@@ -359,7 +359,7 @@ def test_blocks_that_the_target_has_by_name_need_not_come() -> None:
     fleet.clock.drain()
     assert stream.tokens == before.tokens
     assert hog.finish is not None
-    # Prompts find them, too: the same answer in less time.
+    # Prompts find them as well: the same answer in less time.
     began_s = fleet.clock.time()
     again = fleet.submit(1, PROMPT, **LONG)
     fleet.clock.drain()
@@ -367,7 +367,7 @@ def test_blocks_that_the_target_has_by_name_need_not_come() -> None:
     assert fleet.clock.time() > began_s
 
 
-def test_a_prefix_is_lent_checked_and_found() -> None:
+def test_prefix_is_lent_verified_and_found() -> None:
     keeps = msgspec.structs.replace(SMALL, prefix_caching=True)
     fleet = Fleet(keeps, keeps)
     before = fleet.submit(0, PROMPT, **LONG)
@@ -388,7 +388,7 @@ def test_a_prefix_is_lent_checked_and_found() -> None:
     with pytest.raises(KvCorrupt):
         now(target.write_blocks("fetch", 0, len(names), staging, [0, *checksums[1:]]))
     with pytest.raises(KvCorrupt, match="does not match its name"):
-        # Right bytes, of another block.
+        # Valid bytes of another block.
         now(target.write_blocks("fetch", 1, len(names) - 1, staging, checksums[:-1]))
     now(target.write_blocks("fetch", 0, len(names), staging, checksums))
     now(target.fetch_keep("fetch", len(names)))
@@ -403,7 +403,7 @@ def test_a_prefix_is_lent_checked_and_found() -> None:
     assert target.stats().cached_prompt_tokens == len(names) * keeps.block_tokens
 
 
-def test_what_is_not_kept_takes_no_prefixes() -> None:
+def test_engine_without_a_prefix_cache_takes_no_prefixes() -> None:
     fleet = Fleet(SMALL, SMALL)
     before = fleet.submit(0, PROMPT, **LONG)
     asked = Submission(fleet.key(before), "asked", 0, before.frames)
@@ -411,7 +411,7 @@ def test_what_is_not_kept_takes_no_prefixes() -> None:
         now(fleet.engines[1].fetch_open("fetch", asked, 1 << 20))
 
 
-def test_rounds_then_pause() -> None:
+def test_copy_rounds_followed_by_the_pause() -> None:
     fleet = Fleet(SMALL, SMALL)
     request_id = _decoding(fleet)
     stream = fleet.front_end.streams[1]
@@ -445,7 +445,7 @@ def test_rounds_then_pause() -> None:
     stream.owner, stream.epoch = 1, 1
     now(target.import_activate(request_id))
     now(source.export_release(request_id))
-    # The target calls it by the front end's slot on the target.
+    # On the target it has the front end's client number there.
     assert source.stats().kv_blocks_used == 0
     fleet.clock.drain()
     assert stream.tokens == undisturbed(PROMPT, **LONG).tokens
@@ -453,7 +453,7 @@ def test_rounds_then_pause() -> None:
     assert target.stats().kv_blocks_used == 0
 
 
-def test_aborted_after_the_pause_it_goes_on_at_the_source() -> None:
+def test_request_continues_at_the_source_after_an_aborted_pause() -> None:
     fleet = Fleet(SMALL, SMALL)
     request_id = _decoding(fleet)
     pause = _hand_over(fleet, request_id)
@@ -466,7 +466,7 @@ def test_aborted_after_the_pause_it_goes_on_at_the_source() -> None:
     assert [engine.stats().kv_blocks_used for engine in fleet.engines] == [0, 0]
 
 
-def test_damaged_bytes_are_caught_on_arrival() -> None:
+def test_corrupt_bytes_are_detected_on_arrival() -> None:
     fleet = Fleet(SMALL, SMALL)
     request_id = _decoding(fleet)
     fleet.faults[0].flip_bit_in_block = 2
@@ -474,7 +474,7 @@ def test_damaged_bytes_are_caught_on_arrival() -> None:
         _hand_over(fleet, request_id)
 
 
-def test_the_wrong_block_is_caught_before_it_is_used() -> None:
+def test_wrong_block_is_detected_before_use() -> None:
     fleet = Fleet(SMALL, SMALL)
     request_id = _decoding(fleet)
     fleet.faults[0].send_wrong_block = 3
@@ -484,7 +484,7 @@ def test_the_wrong_block_is_caught_before_it_is_used() -> None:
 
 
 @pytest.mark.parametrize("stopped_first", [True, False])
-async def test_who_pauses_on_an_engine_that_stops_in_mid_step_is_refused(stopped_first: bool) -> None:
+async def test_pause_on_an_engine_that_stops_in_mid_step_is_refused(stopped_first: bool) -> None:
     fleet = Fleet(SMALL, SMALL)
     request_id = _decoding(fleet)
     source = fleet.engines[0]
@@ -494,14 +494,14 @@ async def test_who_pauses_on_an_engine_that_stops_in_mid_step_is_refused(stopped
     pausing = asyncio.ensure_future(source.export_pause(request_id, 0))
     await asyncio.sleep(0)
     if not stopped_first:
-        assert not pausing.done(), "a step is under way"
+        assert not pausing.done(), "a step is running"
         await source.stop()
     async with asyncio.timeout(10):
         with pytest.raises(EngineRefusal, match="not on this engine"):
             await pausing
 
 
-def test_a_missing_block_is_caught() -> None:
+def test_missing_block_is_detected() -> None:
     fleet = Fleet(SMALL, SMALL)
     request_id = _decoding(fleet)
     source, target = fleet.engines
@@ -513,14 +513,14 @@ def test_a_missing_block_is_caught() -> None:
         now(target.import_prepare(request_id, pause))
 
 
-def test_another_model_refuses() -> None:
+def test_import_from_another_model_is_refused() -> None:
     fleet = Fleet(SMALL, msgspec.structs.replace(SMALL, weights_seed=1))
     assert fleet.infos[0].kv_shape != fleet.infos[1].kv_shape
     with pytest.raises(KvCorrupt, match="not a block of this model"):
         _hand_over(fleet, _decoding(fleet))
 
 
-def test_other_sampling_refuses() -> None:
+def test_import_with_other_sampling_is_refused() -> None:
     fleet = Fleet(SMALL, SMALL)
     request_id = _decoding(fleet, seed=1)
     pause = _hand_over(fleet, request_id)
@@ -573,7 +573,7 @@ def test_refusals() -> None:
         at_boundary(fleet.clock, source.export_pause(request_id, 0))
 
 
-def test_no_room_reserves_nothing() -> None:
+def test_import_without_room_leaves_no_reservation() -> None:
     fleet = Fleet(SMALL, SMALL)
     request_id = _decoding(fleet)
     for number in range(3):
@@ -586,8 +586,8 @@ def test_no_room_reserves_nothing() -> None:
     assert fleet.engines[1].stats().kv_blocks_used == used
 
 
-def test_prompts_that_wait_keep_no_import_out() -> None:
-    """As on vLLM: who waits for KV has no seat, so a migrated request that fits is taken in and runs."""
+def test_waiting_prompts_do_not_block_migrated_requests() -> None:
+    """As in vLLM, prompts that wait for KV have no seat, so a migrated request that fits is accepted."""
     fleet = Fleet(SMALL, SMALL)
     request_id = _decoding(fleet)
     hog = fleet.submit(1, [7] * 48, max_tokens=20, ignore_eos=True)
@@ -607,7 +607,7 @@ def test_prompts_that_wait_keep_no_import_out() -> None:
 
 
 async def _tick(fleet: Fleet, steps: int = 1) -> None:
-    """Steps of the virtual clock, and of the event loop after each."""
+    """Advance the virtual clock by steps, and run the event loop after each."""
     for _ in range(steps):
         fleet.clock.advance()
         await asyncio.sleep(0)
@@ -619,7 +619,7 @@ async def test_imports_wait_for_room_in_order_while_their_sources_decode() -> No
     moving = [fleet.submit(0, [*PROMPT, *extra], **LONG) for extra in ([1] * 14, [2], [3], [4])]
     fleet.clock.advance(6)
     exports = [await source.export_open(stream.request_id) for stream in moving]
-    # Leaves room for a short one, not for the long one that asks first.
+    # Leaves room for a short one, but not for the long one that is first.
     hog = fleet.submit(1, [7] * 48, max_tokens=8, ignore_eos=True)
     prompt = fleet.submit(1, [8] * 66, max_tokens=2)
     fleet.clock.advance(2)
@@ -629,13 +629,13 @@ async def test_imports_wait_for_room_in_order_while_their_sources_decode() -> No
     with pytest.raises(NoRoom, match="wait for room"):
         await target.import_open(exports[3], exports[3].key, 1)
     made = len(moving[0].tokens)
-    # The second gives up.
+    # The second import is cancelled.
     tasks[1].cancel()
     await target.import_drop(moving[1].request_id)
     while hog.live:
         await _tick(fleet)
     await _tick(fleet)
-    # The room that the hog leaves goes to those who wait for it, before the prompt that came before them.
+    # When the hog ends, waiting imports get its room before an earlier prompt.
     assert [task.done() for task in tasks] == [True, True, True]
     await asyncio.gather(tasks[0], tasks[2])
     assert tasks[1].cancelled()
@@ -648,7 +648,7 @@ async def test_imports_wait_for_room_in_order_while_their_sources_decode() -> No
     assert all(not stream.live for stream in moving)
 
 
-async def test_an_import_that_waits_ends_with_its_request_its_front_end_or_the_engine() -> None:
+async def test_waiting_import_ends_with_its_request_front_end_or_engine() -> None:
     fleet = Fleet(SMALL, msgspec.structs.replace(SMALL, max_num_seqs=1))
     source, target = fleet.engines
     moving = [fleet.submit(0, [*PROMPT[:9], number], **LONG) for number in range(4)]
@@ -660,7 +660,7 @@ async def test_an_import_that_waits_ends_with_its_request_its_front_end_or_the_e
     with pytest.raises(EngineRefusal, match="already"):
         await target.import_queue(exports[0], exports[0].key, 1)
     target.abort([exports[0].key])
-    # The front end submits it there anew.
+    # The front end submits the request there again.
     moving[1].owner, moving[1].epoch = 1, 1
     fleet.resubmit(moving[1])
     for task in tasks[:2]:
@@ -682,8 +682,8 @@ async def test_an_import_that_waits_ends_with_its_request_its_front_end_or_the_e
         await last
 
 
-def test_large_blocks_in_parts() -> None:
-    """More bytes than are made between two looks at the event loop."""
+def test_large_blocks_are_copied_in_parts() -> None:
+    """They have more bytes than are generated without yielding to the event loop."""
     large = SimulatedSettings(kv_bytes_per_token=16384, kv_blocks=64, max_model_len=1024, num_layers=4)
     fleet = Fleet(large, large)
     stream = fleet.submit(0, [7] * 500, max_tokens=100, ignore_eos=True)
@@ -717,7 +717,7 @@ def test_utilities() -> None:
     assert "make_coffee" in answers[3][1]
 
 
-def test_it_imports_neither_vllm_nor_torch() -> None:
+def test_simulated_engine_imports_neither_vllm_nor_torch() -> None:
     code = (
         "import sys, worker_agent.engine.simulated; print({'vllm', 'torch', 'transformers'} & {*sys.modules})"
     )
@@ -734,7 +734,7 @@ def test_impossible_settings() -> None:
         SimulatedEngine(SimulatedSettings(tokenizer="/nowhere"))
 
 
-async def test_on_a_real_event_loop() -> None:
+async def test_engine_on_a_real_event_loop() -> None:
     front_end = FrontEnd()
     engine = SimulatedEngine(msgspec.structs.replace(SMALL, speed=50.0))
     done = asyncio.Event()

@@ -1,4 +1,4 @@
-"""What the simulated engine sends, read by vLLM's own API server (its decoder, detokenizer and metrics)."""
+"""Outputs of the simulated engine, processed by vLLM's API server (decoder, detokenizer and metrics)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.vllm
 PROMPT = list(b"How long is a piece of string?")
 
 
-class _Kept:
+class _RecordingSink:
     def __init__(self) -> None:
         self.frames: list[list[bytes]] = []
 
@@ -30,7 +30,7 @@ class _Kept:
 
 
 @pytest.mark.parametrize("logprobs", [None, 0, 2, 20])
-def test_vllms_api_server_makes_text_of_it(logprobs: int | None) -> None:
+def test_vllms_api_server_decodes_the_outputs(logprobs: int | None) -> None:
     engine_module = pytest.importorskip("vllm.v1.engine")
     from transformers import AutoTokenizer
     from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -49,7 +49,7 @@ def test_vllms_api_server_makes_text_of_it(logprobs: int | None) -> None:
     processor = OutputProcessor(tokenizer, log_stats=True)
     processor.add_request(request, "How long is a piece of string?")
 
-    clock, kept = VirtualClock(), _Kept()
+    clock, kept = VirtualClock(), _RecordingSink()
     engine = SimulatedEngine(msgspec.structs.replace(SMALL, max_model_len=96), clock=clock)
     now(engine.start(kept))
     frames = [bytes(frame) for frame in MsgpackEncoder().encode(request)]

@@ -1,5 +1,5 @@
-"""Whatever is done to requests on two simulated engines, in whatever order: each says exactly what it would
-have said undisturbed, nothing is lost or repeated, and no block leaks."""
+"""Any operations on requests on two simulated engines, in any order: each yields the same tokens as without
+disturbance, nothing is lost or repeated, and no block leaks."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def _expected(prompt: int, sampling: int) -> Stream:
 
 @dataclass
 class Migration:
-    """One migration as its target drives it; `steps` are what is left to do."""
+    """One migration as its target drives it; `steps` are the remaining ones."""
 
     stream: Stream
     source: int
     epoch: int
     exported: Exported
-    # Nothing is copied: the target computes it anew.
+    # Nothing is copied: the target recomputes the request.
     replay: bool = False
     have: int = 0
     pause: ExportedPause | None = None
@@ -92,7 +92,7 @@ class TwoEngines(RuleBasedStateMachine):
     @precondition(lambda self: self._live())
     @rule(data=st.data(), instance=st.integers(0, 1), abort_first=st.booleans())
     def recover(self, data: st.DataObject, instance: int, abort_first: bool) -> None:
-        """As if its instance had been lost: submitted again with the tokens accepted so far."""
+        """Submit a request again with its accepted tokens, as if its instance had been lost."""
         stream = data.draw(st.sampled_from(self._live()))
         if abort_first or stream.owner != instance:
             self.fleet.engines[stream.owner].abort([self.fleet.key(stream)])
@@ -110,7 +110,7 @@ class TwoEngines(RuleBasedStateMachine):
     @precondition(lambda self: self._live())
     @rule(data=st.data(), waits=st.lists(st.integers(0, 5), min_size=2, max_size=5))
     def migrate(self, data: st.DataObject, waits: list[int]) -> None:
-        """All of a migration, with some time between its steps."""
+        """Run a whole migration, with some time between its steps."""
         stream = data.draw(st.sampled_from(self._live()))
         opened = self._open(stream, data.draw(st.booleans()))
         if opened is None:
@@ -193,7 +193,7 @@ class TwoEngines(RuleBasedStateMachine):
         try:
             now(self.fleet.engines[migration.target].import_prepare(request_id, migration.pause))
         except EngineRefusal:
-            # Only because the request was submitted anew meanwhile.
+            # Possible only because the request was submitted again meanwhile.
             assert migration.stream.epoch >= migration.epoch or not migration.stream.live
             self._give_up(migration)
 
@@ -209,7 +209,7 @@ class TwoEngines(RuleBasedStateMachine):
         if not stream.live or stream.epoch != migration.epoch - 1:
             self._give_up(migration)
             return
-        assert handed_over == stream.tokens, "the pause came after all that was delivered"
+        assert handed_over == stream.tokens, "the pause must follow all delivered tokens"
         stream.owner, stream.epoch = migration.target, migration.epoch
         if migration.replay:
             self.fleet.resubmit(stream, pause.sampling_state)
@@ -239,7 +239,7 @@ class TwoEngines(RuleBasedStateMachine):
         now(self.fleet.engines[migration.source].export_resume(migration.stream.request_id))
         self.migrations.remove(migration)
 
-    # ---- what always holds
+    # ---- invariants
 
     @invariant()
     def every_block_is_free_or_held_once(self) -> None:
@@ -263,7 +263,7 @@ class TwoEngines(RuleBasedStateMachine):
                     assert not request.blocks and request.computed <= swapped.tokens
 
     @invariant()
-    def streams_are_beginnings_of_what_was_expected(self) -> None:
+    def streams_are_prefixes_of_the_expected_ones(self) -> None:
         for stream, expected in self.streams:
             assert stream.tokens == expected.tokens[: len(stream.tokens)]
 

@@ -1,4 +1,4 @@
-"""The simulated engine under every order, with host memory of any size: nothing that it says changes."""
+"""The simulated engine under every order and with host memory of any size yields the same tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from worker_agent.engine.simulated import SimulatedEngine, SimulatedSettings
 
 PROMPT = [*b"Which of the two was the longer one?"]
 LENGTH = 40
-# By the profile's 131,072 bytes a token.
+# At the profile's 131,072 bytes per token.
 BLOCK_BYTES = SMALL.block_tokens * 131_072
 
 
@@ -57,7 +57,7 @@ def test_answers_do_not_depend_on_order_or_memory(intra: str, host_blocks: int) 
     nothing_left(engine)
 
 
-def test_the_order_changes_under_load() -> None:
+def test_order_can_change_under_load() -> None:
     fleet = Fleet(small(30))
     streams = submit(fleet, 6)
     for intra in ["pascal", "vllm", "round_robin", "decode_first", "fcfs", "vllm"]:
@@ -69,7 +69,7 @@ def test_the_order_changes_under_load() -> None:
 
 
 def swapped(fleet: Fleet, streams: list[Stream]) -> Stream:
-    """One whose KV is in host memory."""
+    """Return a stream whose KV is in host memory."""
     while not fleet.engines[0].stats().host_kv_bytes_used:
         assert fleet.clock.advance(1)
     states = {request.request_id: request.state for request in fleet.engines[0].stats().requests}
@@ -88,7 +88,7 @@ def bring(
     stream: Stream,
     both: tuple[Exported, ExportedPause],
 ) -> None:
-    """All blocks, in one go."""
+    """Import a request with all its blocks at once."""
     exported, pause = both
     now(target.import_open(exported, fleet.key(stream), stream.epoch + 1))
     count = len(pause.block_hashes)
@@ -99,7 +99,7 @@ def bring(
     now(target.import_prepare(stream.request_id, pause))
 
 
-def test_a_swapped_request_moves_or_stays() -> None:
+def test_swapped_request_can_move_or_stay() -> None:
     fleet = Fleet(small(30), small(30))
     source, target = fleet.engines
     streams = submit(fleet, 4)
@@ -119,13 +119,13 @@ def test_a_swapped_request_moves_or_stays() -> None:
     nothing_left(target)
 
 
-def test_an_import_waits_in_host_memory_if_the_order_says_so() -> None:
+def test_import_waits_in_host_memory_if_the_order_requires_it() -> None:
     fleet = Fleet(small(30), small(30))
     source, target = fleet.engines
     (stream,) = submit(fleet, 1)
     fleet.clock.advance(8)
     both = take(fleet, source, stream.request_id)
-    # As many as may run fill the target.
+    # The maximum number of running requests fills the target.
     others = [
         fleet.submit(1, [*PROMPT, n], max_tokens=30, ignore_eos=True) for n in range(SMALL.max_num_seqs)
     ]
@@ -148,7 +148,7 @@ def test_an_import_waits_in_host_memory_if_the_order_says_so() -> None:
     nothing_left(target)
 
 
-def test_a_prompt_overtakes_one_that_is_under_way() -> None:
+def test_prompt_overtakes_one_that_has_begun() -> None:
     fleet = Fleet(small(0))
     engine = fleet.engines[0]
     engine._scheduler.use_policy(ByLength())
@@ -156,17 +156,17 @@ def test_a_prompt_overtakes_one_that_is_under_way() -> None:
     long = fleet.submit(0, [*range(64)], max_tokens=2)
     while engine.stats().prefill_backlog_tokens > 63 - chunk:
         assert fleet.clock.advance(1)
-    # The next step has begun without it.
+    # The next step has already begun without it.
     short = fleet.submit(0, [*range(12)], max_tokens=1)
     while short.live:
         assert not long.tokens and fleet.clock.advance(1)
-    # What the short one left of its step went to the long one.
+    # The long prompt got the rest of the short one's step.
     assert engine.stats().prefill_backlog_tokens == 63 - 2 * chunk - (chunk - 12)
     fleet.clock.drain()
     assert len(long.tokens) == 2
 
 
-def test_what_is_recomputed_token_by_token_makes_none_before_its_end() -> None:
+def test_recomputation_yields_no_token_before_its_end() -> None:
     fleet = Fleet(small(0), small(0))
     stream = fleet.submit(0, PROMPT, max_tokens=10)
     while len(stream.tokens) < 4:
@@ -178,7 +178,7 @@ def test_what_is_recomputed_token_by_token_makes_none_before_its_end() -> None:
     fleet.resubmit(stream)
     while len(stream.tokens) == known:
         assert fleet.clock.advance(1)
-    # The step that computes the last of them makes the next one.
+    # The step that computes the last of them generates the next token.
     assert engine.stats().steps == len(PROMPT) + known
     fleet.clock.drain()
     assert stream.tokens == undisturbed(PROMPT, max_tokens=10).tokens

@@ -1,4 +1,4 @@
-"""What a worker's profile says of the prompts that wait."""
+"""Estimates from a worker's profile for its waiting prompts."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from worker_agent.speeds import KnownSpeeds, Speeds
 SPEEDS = Speeds.of(load_profile("llama-3.1-8b-h100"), 0.1)
 
 
-def test_a_long_prompt_takes_more_than_as_many_tokens_of_short_ones() -> None:
+def test_long_prompt_takes_longer_than_short_ones_with_as_many_tokens() -> None:
     long, short = [64_000], [1_000] * 64
     assert SPEEDS.prefill_delay_s(64_000, long) > 2 * SPEEDS.prefill_delay_s(64_000, short)
 
 
 @given(prompts=st.lists(st.integers(1, 100_000), min_size=1, max_size=8), share=st.floats(0.0, 1.0))
-def test_what_is_computed_is_not_waited_for(prompts: list[int], share: float) -> None:
+def test_computed_tokens_do_not_add_to_the_wait(prompts: list[int], share: float) -> None:
     left = round(sum(prompts) * share)
     whole_s = SPEEDS.ttft.queue_s(prompts)
     assert SPEEDS.prefill_delay_s(left, prompts) == pytest.approx(whole_s * left / sum(prompts))
 
 
-def test_what_is_computed_anew_is_waited_for_too() -> None:
+def test_recomputed_tokens_add_to_the_wait() -> None:
     assert SPEEDS.prefill_delay_s(0, []) == 0.0
     assert SPEEDS.prefill_delay_s(3_000, [1_000]) == pytest.approx(
         SPEEDS.ttft.prefill_s(1_000) + SPEEDS.ttft.prefill_s(2_000)
@@ -42,7 +42,7 @@ def test_what_is_computed_anew_is_waited_for_too() -> None:
 
 
 times_ms = st.floats(0.0, 1e3)
-# A step of one token takes a nanosecond at least.
+# A step of one token takes at least a nanosecond.
 coefficients = st.tuples(times_ms, times_ms, times_ms).filter(lambda each: sum(each) >= 1e-6)
 
 
@@ -51,10 +51,10 @@ coefficients = st.tuples(times_ms, times_ms, times_ms).filter(lambda each: sum(e
     prefill=coefficients,
     tpot_s=st.floats(1e-3, 1.0),
 )
-def test_whatever_was_fitted_can_be_reported(
+def test_any_fitted_profile_can_be_reported(
     decode: tuple[float, float, float], prefill: tuple[float, float, float], tpot_s: float
 ) -> None:
-    """Fits of flat, noisy steps leave slopes of zero; a worker with such a profile goes on reporting."""
+    """Fits of flat, noisy steps can have slopes of zero; a worker with such a profile must still report."""
     profile = msgspec.structs.replace(
         load_profile("llama-3.1-8b-h100"),
         prefill=PrefillModel(base_ms=prefill[0], ms_per_token=prefill[1], ms_per_token_squared=prefill[2]),
@@ -66,7 +66,7 @@ def test_whatever_was_fitted_can_be_reported(
     assert math.isfinite(delay_s) and delay_s >= 0.0
 
 
-def test_steps_that_take_no_time_are_refused() -> None:
+def test_step_times_of_zero_are_refused() -> None:
     with pytest.raises(ValueError, match=r"prefill: .* no step takes any time"):
         PrefillModel(base_ms=5e-324, ms_per_token=0.0, ms_per_token_squared=0.0)
     with pytest.raises(ValueError, match=r"decode: .* no step takes any time"):
@@ -74,21 +74,21 @@ def test_steps_that_take_no_time_are_refused() -> None:
 
 
 @dataclass
-class Told:
-    """The part of a membership that is used."""
+class Members:
+    """The part of a membership that is used here."""
 
     slo: Slo = Slo()  # noqa: RUF009 - immutable
     profiles: dict[str, ProfileRecord] = field(default_factory=dict)
 
 
-def test_max_running_tokens_are_for_the_slo_of_the_deployment() -> None:
-    told, profile = Told(), load_profile("llama-3.1-8b-h100")
-    known = KnownSpeeds(profile, WorkerSettings(), "kind", cast("Membership", told))
+def test_max_running_tokens_follow_the_slo_of_the_deployment() -> None:
+    members, profile = Members(), load_profile("llama-3.1-8b-h100")
+    known = KnownSpeeds(profile, WorkerSettings(), "kind", cast("Membership", members))
     assert known.now() == Speeds.of(profile, 0.15)
     assert known.now() is known.now()
-    told.slo = Slo(2.0, 0.02)
+    members.slo = Slo(2.0, 0.02)
     assert known.now() == Speeds.of(profile, 0.02)
-    told.slo = Slo(2.0, None)
+    members.slo = Slo(2.0, None)
     assert known.now() == Speeds.of(profile, 0.15)
-    nobody = KnownSpeeds(None, WorkerSettings(), "kind", cast("Membership", told))
+    nobody = KnownSpeeds(None, WorkerSettings(), "kind", cast("Membership", members))
     assert nobody.now() is None

@@ -1,4 +1,4 @@
-"""A worker orders its batch as the simulator does: same state, same decisions."""
+"""A worker orders its batch as the simulator does: the same state gives the same decisions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ STEP_TOKENS = 40
 
 @dataclass(frozen=True)
 class Facts:
-    """One request, whoever looks at it."""
+    """The state of one request, for both the worker and the simulator."""
 
     arrival: int
     prompt: int
@@ -49,9 +49,9 @@ class Facts:
     tokens: int
     # decoding, prefilling, swapped, queued.
     place: str
-    # Of prompt and output, what is computed (prefilling only).
+    # Computed tokens of prompt and output (prefilling only).
     computed: int
-    # Blocks given past it so far (waiting only).
+    # Blocks granted to later requests so far (waiting only).
     passed: int = 0
     answering_s: float = 0.0
     lapsed: bool = False
@@ -67,7 +67,7 @@ class Facts:
 
 @st.composite
 def facts(draw: st.DrawFn) -> list[Facts]:
-    """Up to ten requests, in any order of arrival."""
+    """Draw up to ten requests, in any order of arrival."""
     count = draw(st.integers(1, 10))
     made = []
     for arrival in draw(st.permutations(range(count))):
@@ -88,7 +88,7 @@ def facts(draw: st.DrawFn) -> list[Facts]:
 
 
 class Member:
-    """A request as vLLM has it."""
+    """A request with the attributes of vLLM's."""
 
     def __init__(self, given: Facts) -> None:
         self.facts = given
@@ -132,7 +132,7 @@ def order_for(policy: IntraPolicy, exempt: frozenset[int] = frozenset()) -> Step
     )
 
 
-def planned(
+def worker_plan(
     policy: IntraPolicy,
     state: list[Facts],
     total: int,
@@ -140,7 +140,7 @@ def planned(
     exempt: frozenset[int] = frozenset(),
     entering: int = 0,
 ) -> StepPlan[Member]:
-    """The worker's decisions."""
+    """Return the worker's decisions."""
     members = [Member(each) for each in state]
     running = [m for m in members if m.facts.place in ("decoding", "prefilling")]
     waiting = sorted(
@@ -154,7 +154,7 @@ def planned(
 
 
 def computed(plan: StepPlan[Member]) -> dict[int, int]:
-    """What an engine computes of each in the step: those that run first, then those that it admits."""
+    """Return the tokens computed of each request in the step: first running, then admitted ones."""
     made = {member.facts.arrival: 0 for member in plan.withheld}
     left = plan.step_tokens
     for member in (*plan.running, *plan.admit):
@@ -164,14 +164,14 @@ def computed(plan: StepPlan[Member]) -> dict[int, int]:
     return made
 
 
-def simulated(
+def simulator_grants(
     policy: IntraPolicy, state: list[Facts], total: int, seats: int, monkeypatch: pytest.MonkeyPatch
 ) -> Grants[Job]:
-    """The simulator's, as its instance makes them at a boundary."""
+    """Return the simulator's decisions, as its instance makes them at a step boundary."""
     spec = InstanceSpec(
         "i", PROFILE, total * BLOCK, BLOCK, max_num_seqs=seats, chunk_budget_tokens=STEP_TOKENS
     )
-    instance = Instance(spec, policy, EventQueue(), Deaf())
+    instance = Instance(spec, policy, EventQueue(), IgnoringListener())
     for each in state:
         request = SimRequest(str(each.arrival), 0.0, each.prompt, each.reasoning, each.tokens + 500)
         job = Job(request, each.arrival)
@@ -211,8 +211,8 @@ def simulated(
     return made[0]
 
 
-class Deaf:
-    """A listener that does not care."""
+class IgnoringListener:
+    """Listener that ignores all events."""
 
     def hear(self, instance: Instance, job: Job, now: float) -> None:
         pass
@@ -224,7 +224,7 @@ ORDERS = {**{name: make() for name, make in INTRA_POLICIES.items()}, **INTRA}
 
 
 @pytest.mark.parametrize("name", sorted(ORDERS))
-def test_the_worker_decides_as_the_simulator(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_decides_as_the_simulator(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = ORDERS[name]
 
     @settings(max_examples=150, deadline=None)
@@ -233,10 +233,10 @@ def test_the_worker_decides_as_the_simulator(name: str, monkeypatch: pytest.Monk
         running = [each for each in state if each.place in ("decoding", "prefilling")]
         total = max(1, sum(each.blocks for each in running) + spare)
         places = max(1, len(running) + seats)
-        plan = planned(policy, state, total, places)
-        grants = simulated(policy, state, total, places, monkeypatch)
+        plan = worker_plan(policy, state, total, places)
+        grants = simulator_grants(policy, state, total, places, monkeypatch)
         assert [m.facts.arrival for m in plan.preempt] == [job.order for job in grants.preempt]
-        # Swapped ones first, each kind in the order in which it was admitted.
+        # Swapped requests first, each kind in order of admission.
         admitted = [job.order for job in grants.admit]
         swapped = {each.arrival for each in state if each.place == "swapped"}
         expected = [n for n in admitted if n in swapped] + [n for n in admitted if n not in swapped]
@@ -247,9 +247,9 @@ def test_the_worker_decides_as_the_simulator(name: str, monkeypatch: pytest.Monk
             m.facts.arrival for m in plan.preempt
         }
         made = computed(plan)
-        # Whoever returns finds a token left for it.
+        # A token is left for each returning request.
         assert all(made[n] == 1 for n in admitted if n in swapped) or not plan.running
-        # Prompts share the rest in order of rank, but for one that sits out where it would cut another.
+        # Prompts share the rest in order of rank, except one that is withheld so as not to shorten another.
         prompts = [m for m in (*served, *plan.admit) if m.facts.place in ("prefilling", "queued")]
         left = plan.step_tokens - (len(served) + len(plan.admit) - len(prompts))
         for member in sorted(prompts, key=lambda m: rank_of(policy, m)):
@@ -260,7 +260,7 @@ def test_the_worker_decides_as_the_simulator(name: str, monkeypatch: pytest.Monk
     check()
 
 
-def test_reasoning_goes_before_answering_and_demoted_reasoning_does_not() -> None:
+def test_reasoning_precedes_answering_unless_demoted() -> None:
     policy = PascalQueue(quantum_tokens=10, demotion_tokens=50)
     waiting = [
         Facts(0, 10, 0, 5, "swapped", 0),  # answers
@@ -273,43 +273,43 @@ def test_reasoning_goes_before_answering_and_demoted_reasoning_does_not() -> Non
     assert [each.arrival for each in order] == [3, 4, 2, 0, 1]
 
 
-def test_a_used_quantum_gives_way_and_an_unused_one_does_not() -> None:
+def test_used_quantum_yields_and_an_unused_one_does_not() -> None:
     state = [Facts(0, 8, 0, 12, "decoding", 0), Facts(1, 8, 0, 0, "queued", 0)]
     full = state[0].blocks + 1
-    fresh = planned(QuantumRoundRobin(quantum_tokens=20), state, full, 8)
+    fresh = worker_plan(QuantumRoundRobin(quantum_tokens=20), state, full, 8)
     assert (fresh.preempt, fresh.admit) == ([], [])
-    used = planned(QuantumRoundRobin(quantum_tokens=10), state, full, 8)
+    used = worker_plan(QuantumRoundRobin(quantum_tokens=10), state, full, 8)
     assert [m.facts.arrival for m in used.preempt] == [0]
     assert [m.facts.arrival for m in used.admit] == [1]
-    exported = planned(QuantumRoundRobin(quantum_tokens=10), state, full, 8, frozenset([0]))
+    exported = worker_plan(QuantumRoundRobin(quantum_tokens=10), state, full, 8, frozenset([0]))
     assert (exported.preempt, exported.admit) == ([], [])
 
 
-def test_a_prompt_leaves_a_token_for_whoever_returns() -> None:
+def test_prompt_leaves_a_token_for_a_returning_request() -> None:
     state = [Facts(0, 60, 0, 0, "prefilling", 8), Facts(1, 8, 0, 9, "swapped", 0)]
-    assert computed(planned(make("fcfs"), state, 100, 8)) == {0: STEP_TOKENS - 1, 1: 1}
+    assert computed(worker_plan(make("fcfs"), state, 100, 8)) == {0: STEP_TOKENS - 1, 1: 1}
 
 
-def test_a_prompt_leaves_a_token_for_whoever_enters() -> None:
-    plan = planned(make("fcfs"), [Facts(0, 60, 0, 0, "prefilling", 8)], 100, 8, entering=2)
+def test_prompt_leaves_a_token_for_an_entering_request() -> None:
+    plan = worker_plan(make("fcfs"), [Facts(0, 60, 0, 0, "prefilling", 8)], 100, 8, entering=2)
     assert (computed(plan), plan.step_tokens) == ({0: STEP_TOKENS - 2}, STEP_TOKENS)
 
 
-def test_a_prompt_that_overtakes_is_computed_before_one_that_is_under_way() -> None:
+def test_overtaking_prompt_is_computed_before_one_that_has_begun() -> None:
     long, short = Facts(0, 4_000, 0, 0, "prefilling", 8), Facts(1, 10, 0, 0, "queued", 0)
-    fcfs = planned(make("fcfs"), [long, short], 2_000, 8)
+    fcfs = worker_plan(make("fcfs"), [long, short], 2_000, 8)
     assert (computed(fcfs), fcfs.admit) == ({0: STEP_TOKENS}, [])
-    assert computed(planned(ByLength(), [long, short], 2_000, 8)) == {0: STEP_TOKENS - 10, 1: 10}
-    # With more of the step for the one that comes than is left for the other, that sits out.
+    assert computed(worker_plan(ByLength(), [long, short], 2_000, 8)) == {0: STEP_TOKENS - 10, 1: 10}
+    # If the new one gets more of the step than is left for the other, the other is withheld.
     middling = Facts(1, 30, 0, 0, "queued", 0)
-    assert computed(planned(ByLength(), [long, middling], 2_000, 8)) == {0: 0, 1: 30}
+    assert computed(worker_plan(ByLength(), [long, middling], 2_000, 8)) == {0: 0, 1: 30}
 
 
-def test_a_step_is_never_empty() -> None:
-    """With no budget at all a lone prompt still goes on, and beside decodes it waits."""
+def test_step_is_never_empty() -> None:
+    """Without a budget a single prompt still continues, but waits while others decode."""
     prompt, decode = Facts(0, 60, 0, 0, "prefilling", 8), Facts(1, 8, 0, 4, "decoding", 0)
-    assert computed(planned(Stingy(0), [prompt], 100, 8)) == {0: 1}
-    assert computed(planned(Stingy(0), [prompt, decode], 100, 8)) == {0: 0, 1: 1}
+    assert computed(worker_plan(Stingy(0), [prompt], 100, 8)) == {0: 1}
+    assert computed(worker_plan(Stingy(0), [prompt, decode], 100, 8)) == {0: 0, 1: 1}
 
 
 def make(name: str) -> IntraPolicy:
@@ -318,7 +318,7 @@ def make(name: str) -> IntraPolicy:
     return policy
 
 
-def test_a_rank_is_asked_again_when_it_may_have_changed() -> None:
+def test_rank_is_computed_again_when_it_may_have_changed() -> None:
     policy = PascalQueue(quantum_tokens=10)
     turn = Turn(7)
     turn.update(policy, view_of(turn, True, 20, 3, 3))
@@ -346,17 +346,17 @@ def test_every_policy_has_an_order() -> None:
         make_intra("nonsense")
 
 
-def test_the_order_of_a_policy_has_those_of_its_parameters() -> None:
+def test_order_of_a_policy_gets_its_own_parameters() -> None:
     assert order_of_policy(None) == ("vllm", {})
     assert order_of_policy(PolicyRecord(name="cascade", parameters={"outlier": 2.0})) == ("vllm", {})
     given: dict[str, Value] = {"quantum_tokens": 200, "growth_tokens": 9}
     order = order_of_policy(PolicyRecord(name="pascal", parameters=given))
     assert order == ("pascal", {"quantum_tokens": 200})
-    # An ablation is its policy with parameters set.
+    # An ablation is a policy with some parameters set.
     assert order_of_policy(PolicyRecord(name="pascal_no_migration", parameters=given)) == order
 
 
-def test_a_policy_that_is_not_installed_here_leaves_the_engine_its_own_order(
+def test_unknown_policy_leaves_the_engine_its_own_order(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     record = PolicyRecord(name="a_users_own")
@@ -367,7 +367,7 @@ def test_a_policy_that_is_not_installed_here_leaves_the_engine_its_own_order(
     assert order() == ("pascal", {})
 
 
-def test_the_engine_is_told_of_changes_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_engine_is_notified_only_of_changes(caplog: pytest.LogCaptureFixture) -> None:
     told: list[tuple[str, Mapping[str, Value], Slo]] = []
     order: tuple[str, Mapping[str, Value]] = ("vllm", {})
     slo = Slo()
@@ -383,10 +383,10 @@ def test_the_engine_is_told_of_changes_alone(caplog: pytest.LogCaptureFixture) -
     switch.update()
     order = ("pascal", {"quantum_tokens": 200})
     switch.update()
-    # PASCAL's order goes by no objective.
+    # PASCAL's order does not depend on the SLO.
     slo = Slo(1.0, 0.05)
     switch.update()
-    # Of a scheduler with another version: nothing changes.
+    # From a scheduler of another version: nothing changes.
     order = ("pascal", {"quantum_tokens": 0})
     switch.update()
     switch.update()
@@ -394,7 +394,7 @@ def test_the_engine_is_told_of_changes_alone(caplog: pytest.LogCaptureFixture) -
     assert told == [("vllm", {}, Slo()), ("pascal", {}, Slo()), ("pascal", {"quantum_tokens": 200}, Slo())]
 
 
-def test_an_order_that_goes_by_the_pace_is_made_anew_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_that_depends_on_the_pace_is_recreated_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     class Paced(Fcfs):
         needs = (Fact.PACE,)
 

@@ -1,4 +1,4 @@
-"""Suspects of one front end at a time: what may have crashed an engine, and who is told that it is here."""
+"""Suspects, requests that may have crashed an engine, run for one front end at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from worker_agent.engine.simulated import SimulatedEngine
 
 
 def answers(front: Attached) -> list[str]:
-    """What it was told of its submissions since it was last asked."""
+    """Return the replies to its submissions since the last call."""
     told = []
     while not front.peer.down.empty():
         message: worker_pb2.AttachDown = front.peer.down.get_nowait()
@@ -22,7 +22,7 @@ def answers(front: Attached) -> list[str]:
     return told
 
 
-async def test_of_another_front_end_none_comes_until_it_has_got_on() -> None:
+async def test_suspects_of_another_front_end_wait_for_progress() -> None:
     worker = Worker()
     engine = SimulatedEngine(SMALL)
     engine.faults.hang = True
@@ -38,13 +38,13 @@ async def test_of_another_front_end_none_comes_until_it_has_got_on() -> None:
         return answers(fronts[front])
 
     assert submit(0, 1, True) == ["taken 1"]
-    # Its own front end knows what it does; who is under no suspicion may come.
+    # More suspects of the same front end are accepted, and so are requests that are no suspects.
     assert submit(0, 2, True) == ["taken 2"]
     assert submit(1, 1, False) == ["taken 1"]
     assert submit(1, 2, True) == ["rejected 2"]
     admission.suspects.clear(RequestKey(fronts[0].front_end.client, 1))
     assert submit(1, 2, True) == ["rejected 2"]
-    # The other one ends.
+    # The other suspect ends.
     worker.carried.remove(RequestKey(fronts[0].front_end.client, 2))
     assert submit(1, 2, True) == ["taken 2"]
     assert submit(0, 3, True) == ["rejected 3"]

@@ -1,7 +1,6 @@
-"""The vLLM engine with async scheduling: a step begins before the tokens of the last one are there.
+"""The vLLM engine with async scheduling: a step begins before the tokens of the previous one are known.
 
-The answers that all others are compared with are those of an engine without. Most of the tests are those of
-the other modules, run again here.
+All answers are compared with those of an engine without it. Most tests are those of other modules, run again.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ from tests.worker.test_vllm_engine import (  # noqa: F401
     NO_THINK_END,
     REASONING,
     SEEDED,
+    assert_same,
     case_of,
     idle,
     nothing_left,
     params,
-    same,
-    test_a_newer_epoch_replaces_the_request,
-    test_a_storm_of_migrations_pauses_recoveries_and_aborts,
-    test_abort_frees_a_paused_request_but_what_the_export_pins,
+    test_abort_frees_a_paused_request_except_exported_blocks,
     test_abort_frees_an_import_at_every_step,
-    test_migration_changes_nothing,
+    test_hidden_states_belong_to_the_next_tokens,
+    test_migration_does_not_change_outputs,
+    test_newer_epoch_replaces_the_request,
     test_preemption_during_an_export,
+    test_random_migrations_pauses_recoveries_and_aborts,
     test_recovery_by_recompute,
     test_recovery_of_a_prompt_that_takes_several_steps,
     test_refusals_at_the_source,
-    test_resume_goes_on_as_if_nothing_had_happened,
     test_resume_into_a_full_batch,
-    test_states_are_those_that_the_next_tokens_come_from,
+    test_resumed_request_is_unchanged,
 )
 from tests.worker.vllm_bundle import Bundle, take_out
 from tests.worker.vllm_front import Front, Stream
@@ -61,7 +60,7 @@ def case(request: pytest.FixtureRequest) -> tuple[list[int], SamplingParams]:
 
 @dataclass(frozen=True)
 class Before:
-    """What an engine without async scheduling gave: whole answers, and a request that was taken out of it."""
+    """Results of an engine without async scheduling: complete answers, and an exported request."""
 
     answers: dict[str, Stream]
     stream: Stream
@@ -85,7 +84,7 @@ def engine_with(async_scheduling: bool) -> VllmEngine:
 
 
 def fresh(name: str) -> tuple[list[int], SamplingParams]:
-    """As vLLM's API server makes a request."""
+    """Return a new request, as vLLM's API server creates it."""
     prompt, sampling = CASES[name]
     sampling = sampling.clone()
     sampling.update_from_generation_config({}, 258)
@@ -116,13 +115,13 @@ async def started(before: Before) -> AsyncIterator[tuple[VllmEngine, Front]]:
 
 
 @pytest.mark.parametrize("name", CASES, ids=lambda name: name.replace(" ", "-"))
-async def test_answers_are_those_of_an_engine_without(
+async def test_answers_equal_those_without_async_scheduling(
     engine: VllmEngine, front: Front, before: Before, name: str
 ) -> None:
-    same(await front.run(engine, *fresh(name)), before.answers[name])
+    assert_same(await front.run(engine, *fresh(name)), before.answers[name])
 
 
-async def test_a_request_comes_from_an_engine_without(
+async def test_request_moves_from_an_engine_without_async_scheduling(
     engine: VllmEngine, front: Front, before: Before
 ) -> None:
     stream, bundle = before.stream, before.bundle
@@ -130,10 +129,10 @@ async def test_a_request_comes_from_an_engine_without(
     bundle.engine = engine
     await bundle.bring_in(stream)
     await front.until(lambda: stream.finished)
-    same(stream, before.answers["moved"])
+    assert_same(stream, before.answers["moved"])
 
 
-async def test_a_pause_waits_for_the_step_in_flight_and_the_others_go_on(
+async def test_pause_waits_for_the_step_in_flight_and_others_continue(
     engine: VllmEngine, front: Front
 ) -> None:
     streams = [
@@ -161,11 +160,11 @@ async def test_a_pause_waits_for_the_step_in_flight_and_the_others_go_on(
     await engine.export_resume(paused.request_id)
     await front.until(lambda: all(stream.finished for stream in streams))
     for stream in streams[1:]:
-        same(paused, stream)
+        assert_same(paused, stream)
 
 
-async def test_the_step_in_flight_may_end_the_request(engine: VllmEngine, front: Front) -> None:
-    """A pause is asked for when the last token is being made: the request ends here, and only here."""
+async def test_step_in_flight_may_end_the_request(engine: VllmEngine, front: Front) -> None:
+    """A pause is requested while the last token is generated: the request ends here, and only here."""
     stream = front.stream(REASONING, params(logit_bias=NO_THINK_END, max_tokens=40))
     front.submit(engine, stream)
     await front.until_tokens(stream, 9)
@@ -188,7 +187,7 @@ async def test_the_step_in_flight_may_end_the_request(engine: VllmEngine, front:
     await engine.export_resume(stream.request_id)
 
 
-async def test_a_pause_that_is_taken_back_while_it_waits(engine: VllmEngine, front: Front) -> None:
+async def test_pause_cancelled_while_it_waits(engine: VllmEngine, front: Front) -> None:
     sampling = params(logit_bias=NO_THINK_END, **SEED)
     reference = await front.run(engine, REASONING, sampling)
     stream = front.stream(REASONING, sampling)
@@ -204,4 +203,4 @@ async def test_a_pause_that_is_taken_back_while_it_waits(engine: VllmEngine, fro
     await engine._run(pause_and_resume)
     assert len(answers) == 1 and isinstance(answers[0], EngineRefusal)
     await front.until(lambda: stream.finished)
-    same(stream, reference)
+    assert_same(stream, reference)

@@ -1,4 +1,4 @@
-"""Torch compiles in the engine thread when a request first needs a function."""
+"""Detection of torch compilations in the engine thread, when a request first needs a function."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from worker_agent.engine.vllm.compilations import Compilations
 pytestmark = pytest.mark.vllm
 
 
-def test_a_compilation_shows_while_it_runs_and_counts_when_it_ends() -> None:
+def test_compilation_is_visible_while_it_runs_and_counted_at_its_end() -> None:
     compilations, seen = Compilations(), []
 
     def compiler(module: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., object]:

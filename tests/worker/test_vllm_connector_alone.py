@@ -1,4 +1,4 @@
-"""One other KV connector alone: it stays in use, and requests move by replay, with the reason told."""
+"""A single other KV connector: it stays in use, and requests move by replay with a stated reason."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def stored(folder: Path) -> list[Path]:
     return list(folder.rglob("*.safetensors"))
 
 
-def test_ours_is_put_beside_what_is_given() -> None:
+def test_our_connector_is_added_to_the_given_ones() -> None:
     assert names({}) == ["TailraceConnector"]
     both = ["MultiConnector", "OffloadingConnector", "TailraceConnector"]
     assert names({"kv_transfer_config": BESIDE}) == both
     assert names({"kv_transfer_config": OFFLOADING}) == both
     assert names({"kv_offloading_size": 2.0}) == both
     assert names({"kv_offloading_size": 2.0, "kv_offloading_backend": "lmcache"})[1] == "LMCacheMPConnector"
-    # One that names it already is left as it is.
+    # A configuration that already contains it is unchanged.
     mine: dict[str, Json] = {"kv_connector": "TailraceConnector", "kv_role": "kv_both"}
     whole: dict[str, Json] = {**BESIDE, "kv_connector_extra_config": {"connectors": [mine, OFFLOADING]}}
     assert names({"kv_transfer_config": whole}) == ["MultiConnector", "TailraceConnector", both[1]]
@@ -63,7 +63,7 @@ def test_how_requests_move(
     arguments: dict[str, Json], way: Way, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("VLLM_WORKER_MULTIPROC_METHOD", "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"):
-        # Set as the engine would have it, and back as it was.
+        # Set as the engine does, and restored afterwards.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     handover = handover_of(vllm_config(VllmSettings(model=str(MODEL_PATH), engine_args=arguments)))
@@ -71,12 +71,12 @@ def test_how_requests_move(
     assert handover.reason.startswith(reason)
 
 
-def test_what_is_no_configuration_is_said_in_one_line() -> None:
+def test_invalid_configuration_is_reported_in_one_line() -> None:
     with pytest.raises(RuntimeError, match="kv_transfer_config 'x': a JSON object expected"):
         vllm_config(VllmSettings(model=str(MODEL_PATH), engine_args={"kv_transfer_config": "x"}))
 
 
-async def test_a_stream_is_replayed_beside_a_store_on_disk(tmp_path: Path) -> None:
+async def test_stream_is_replayed_with_a_disk_store(tmp_path: Path) -> None:
     engine = VllmEngine(
         VllmSettings(
             model=str(MODEL_PATH),
@@ -85,7 +85,7 @@ async def test_a_stream_is_replayed_beside_a_store_on_disk(tmp_path: Path) -> No
             kv_blocks=32,
             cpu_threads=1,
             engine_args={
-                # Else the device has what is on disk.
+                # Otherwise the device would still have the blocks on disk.
                 "enable_prefix_caching": False,
                 "kv_transfer_config": {
                     "kv_connector": "ExampleConnector",

@@ -1,4 +1,4 @@
-"""The vLLM engine on the tiny model: whatever happens to a request, it yields what it would have yielded."""
+"""The vLLM engine on the tiny model: requests yield the same outputs, whatever happens to them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ BLOCK = 32
 KV_BLOCKS = 97
 THINK_END = 260
 EOS = 258
-# Byte-level: a byte's token id is the byte.
+# Byte-level: a byte's token ID is the byte.
 QUESTION = [*b"Count to 9 with abcd, then back to 3. What comes first, and what comes last?"]
 REASONING = [*QUESTION, 259]
 ANSWERING = [*QUESTION, 259, THINK_END]
@@ -75,7 +75,7 @@ ENGINE_ARGUMENTS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def plain_vllm() -> Iterator[subprocess.Popen[str]]:
-    """Plain `LLM` in a process of its own. It takes long to start, and does so beside the tests here."""
+    """Plain `LLM` in a separate process. Its slow start overlaps with the tests here."""
     with subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("vllm_reference.py"))],
         stdin=subprocess.PIPE,
@@ -99,7 +99,7 @@ def plain_vllm() -> Iterator[subprocess.Popen[str]]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def started() -> AsyncIterator[tuple[VllmEngine, Front, EngineInfo]]:
-    """One engine for the whole module, as vLLM is one a process."""
+    """One engine for the whole module, as vLLM allows one per process."""
     engine = VllmEngine(
         VllmSettings(
             model=str(MODEL_PATH),
@@ -121,11 +121,11 @@ async def started() -> AsyncIterator[tuple[VllmEngine, Front, EngineInfo]]:
 
 @pytest_asyncio.fixture(loop_scope="module", autouse=True)
 async def nothing_left(engine: VllmEngine, front: Front) -> AsyncIterator[None]:
-    """Every test ends with no request and no block in use."""
+    """Check that every test ends with no request and no block in use."""
     yield
     await idle(engine)
     stats = engine.stats()
-    # So that one test's failure is not every later one's.
+    # Keep a failure of one test from failing all later ones.
     engine.abort_client(0)
     for stream in front.streams.values() if stats.kv_blocks_used else ():
         with contextlib.suppress(EngineRefusal):
@@ -135,7 +135,7 @@ async def nothing_left(engine: VllmEngine, front: Front) -> AsyncIterator[None]:
 
 
 async def idle(engine: VllmEngine) -> None:
-    """Let the engine thread run all commands given so far, and end the steps of requests that are gone."""
+    """Wait until the engine thread has run all commands so far and finished steps of ended requests."""
     await engine.import_drop("nobody")
     await engine.import_drop("nobody")
     while await engine._run(lambda parts: parts.core.busy and not parts.core.scheduler.requests):
@@ -143,12 +143,12 @@ async def idle(engine: VllmEngine) -> None:
 
 
 def params(**changes: object) -> SamplingParams:
-    """Long enough to be disturbed, whatever the model says."""
+    """Return parameters of a request that runs long enough to be disturbed."""
     values: dict[str, object] = {"max_tokens": 110, "ignore_eos": True, "temperature": 0.0}
     return SamplingParams(**(values | changes))
 
 
-# Of requests that may end before they are moved.
+# Attempts with requests that may end before they are moved.
 TRIES = 5
 NO_THINK_END = {THINK_END: -100.0}
 SEEDED = {
@@ -169,7 +169,7 @@ SCHEMA = {"type": "array", "items": {"enum": ["ab", "cd", "efgh"]}, "minItems": 
 
 
 def schema() -> StructuredOutputsParams:
-    """A schema, with the backend that vLLM's API server chooses for it."""
+    """Return a schema with the backend that vLLM's API server chooses for it."""
     outputs = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
     outputs._backend = "xgrammar"
     return outputs
@@ -224,8 +224,8 @@ def case_of(name: str) -> tuple[list[int], SamplingParams]:
     return prompt, sampling
 
 
-def same(stream: Stream, reference: Stream, tolerance: float = 1e-4) -> None:
-    """Tokens, finish and logprobs are those of the undisturbed run."""
+def assert_same(stream: Stream, reference: Stream, tolerance: float = 1e-4) -> None:
+    """Check that tokens, finish reason and log-probabilities equal those of the undisturbed run."""
     assert stream.tokens == reference.tokens
     assert stream.finish_reason == reference.finish_reason
     assert len(stream.logprobs) == len(reference.logprobs)
@@ -236,7 +236,7 @@ def same(stream: Stream, reference: Stream, tolerance: float = 1e-4) -> None:
 # ---- plain
 
 
-async def test_start_tells_what_the_engine_is(started: tuple[VllmEngine, Front, EngineInfo]) -> None:
+async def test_start_returns_the_engine_info(started: tuple[VllmEngine, Front, EngineInfo]) -> None:
     info = started[2]
     assert info.kv_blocks_total == KV_BLOCKS - 1
     assert (info.max_model_len, info.max_num_seqs, info.kv_shape.block_tokens) == (2048, 16, BLOCK)
@@ -247,7 +247,7 @@ async def test_start_tells_what_the_engine_is(started: tuple[VllmEngine, Front, 
 
 
 @pytest.mark.parametrize("version", ["0.29.1", "0.33.0", "1.0.0rc1"])
-async def test_a_version_that_was_not_tested_moves_by_replay_and_says_so(
+async def test_untested_version_moves_by_replay_and_reports_this(
     engine: VllmEngine,
     version: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -262,7 +262,7 @@ async def test_a_version_that_was_not_tested_moves_by_replay_and_says_so(
 
 
 @pytest.mark.parametrize(("method", "way"), [("ngram", Way.LIVE), ("eagle3", Way.REPLAY)])
-async def test_drafts_that_need_state_of_their_own_move_by_replay(
+async def test_stateful_drafts_move_by_replay(
     engine: VllmEngine, method: str, way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = engine._parts.core.config
@@ -271,10 +271,10 @@ async def test_drafts_that_need_state_of_their_own_move_by_replay(
     assert (method in handover_of(config).reason) == (way is Way.REPLAY)
 
 
-async def test_a_seeded_prompt_longer_than_a_step_does_not_end_the_engine(
+async def test_seeded_prompt_longer_than_a_step_does_not_end_the_engine(
     engine: VllmEngine, front: Front
 ) -> None:
-    """vLLM takes back the draws of unfinished prompts, which plain CPU generators cannot."""
+    """vLLM reverts the draws of unfinished prompts, which plain CPU generators do not support."""
     sampling = params(temperature=1.0, seed=1, max_tokens=40)
     long = [*QUESTION] * 12
     first = await front.run(engine, long, sampling)
@@ -284,7 +284,7 @@ async def test_a_seeded_prompt_longer_than_a_step_does_not_end_the_engine(
 
 
 def pool_names(engine: VllmEngine) -> set[int]:
-    """Names of all blocks that vLLM's prefix cache has."""
+    """Return the names of all blocks in vLLM's prefix cache."""
     blocks = engine._parts.core.block_pool.blocks
     return {short(get_block_hash(block.block_hash)) for block in blocks if block.block_hash is not None}
 
@@ -293,10 +293,10 @@ def on_device(changes: Sequence[Change]) -> list[Change]:
     return [change for change in changes if change.tier is Tier.DEVICE]
 
 
-async def test_it_tells_what_its_prefix_cache_holds(
+async def test_engine_reports_its_prefix_cache(
     engine: VllmEngine, front: Front, started: tuple[VllmEngine, Front, EngineInfo]
 ) -> None:
-    """Named as a front end would; with several blocks of one name; and when blocks have been evicted."""
+    """With a front end's block names, with several blocks of one name, and after evictions."""
     book, naming = started[2].cache, started[2].naming
     assert book is not None and naming is not None
     told: set[int] = set()
@@ -358,8 +358,8 @@ async def test_phases(engine: VllmEngine, front: Front) -> None:
 # ---- predicted lengths
 
 
-async def test_predictions_arrive_and_count_down(engine: VllmEngine, front: Front) -> None:
-    """Of every running request, and the answer is the one that the model must give."""
+async def test_predictions_are_reported_and_count_down(engine: VllmEngine, front: Front) -> None:
+    """For every running request; the answer is the one that the model must give."""
     asked = task("abcd", 60, 20)
     sampling = params(max_tokens=1500, ignore_eos=False)
     sampling.update_from_generation_config({}, EOS)
@@ -384,7 +384,7 @@ async def test_predictions_arrive_and_count_down(engine: VllmEngine, front: Fron
     assert [left.remaining_at(emitted) for emitted in (39, 40, 55, 90)] == [30.0, 30.0, 15.0, 0.0]
 
 
-async def test_a_prediction_moves_along_with_its_request(engine: VllmEngine, front: Front) -> None:
+async def test_prediction_moves_with_its_request(engine: VllmEngine, front: Front) -> None:
     stream = front.stream(REASONING, params(logit_bias=NO_THINK_END, max_tokens=600))
     front.submit(engine, stream)
     await front.until(lambda: any(r.predicted_remaining_tokens is not None for r in engine.stats().requests))
@@ -395,8 +395,8 @@ async def test_a_prediction_moves_along_with_its_request(engine: VllmEngine, fro
     engine.abort([stream.key])
 
 
-async def test_states_are_those_that_the_next_tokens_come_from(engine: VllmEngine, front: Front) -> None:
-    """Each row, times the output layer, gives the token that its request got next."""
+async def test_hidden_states_belong_to_the_next_tokens(engine: VllmEngine, front: Front) -> None:
+    """Each row, multiplied by the output layer, gives the next token of its request."""
     seen: list[StepStates] = []
 
     def take(states: StepStates) -> None:
@@ -424,10 +424,8 @@ async def test_states_are_those_that_the_next_tokens_come_from(engine: VllmEngin
     assert checked == 150
 
 
-async def test_each_prompt_s_last_state_is_seen_in_whichever_step_it_comes(
-    engine: VllmEngine, front: Front
-) -> None:
-    """What the first prediction is made from; other steps and other rows are left alone."""
+async def test_last_state_of_each_prompt_is_captured_in_any_step(engine: VllmEngine, front: Front) -> None:
+    """It is the input of the first prediction; other steps and rows are not captured."""
     seen: list[StepStates] = []
 
     def take(states: StepStates) -> None:
@@ -450,8 +448,8 @@ async def test_each_prompt_s_last_state_is_seen_in_whichever_step_it_comes(
     assert all(len(states.hidden) == len(states.request_ids) for states in seen)
 
 
-async def test_predictions_stay_within_what_may_come(engine: VllmEngine, front: Front) -> None:
-    """A thousand more are predicted; max_tokens leaves five of eight, and the model's length six."""
+async def test_engine_predictions_stay_within_the_length_limits(engine: VllmEngine, front: Front) -> None:
+    """A thousand more tokens are predicted; max_tokens leaves five of eight, the model's length six."""
     stream = front.stream(REASONING, params(logit_bias=NO_THINK_END, max_tokens=600))
     front.submit(engine, stream)
     await front.until_tokens(stream, 3)
@@ -477,8 +475,8 @@ async def test_predictions_stay_within_what_may_come(engine: VllmEngine, front: 
 # ---- migration
 
 
-async def moved_at(engine: VllmEngine, front: Front, stream: Stream, moments: Sequence[int]) -> bool:
-    """Take it out and put it back at these numbers of tokens; False if it ended before it could be."""
+async def move_at(engine: VllmEngine, front: Front, stream: Stream, moments: Sequence[int]) -> bool:
+    """Export and reimport the request at these token counts. Return False if it ended before."""
     try:
         for at in moments:
             bundle = await take_out(engine, front, stream, at)
@@ -486,7 +484,7 @@ async def moved_at(engine: VllmEngine, front: Front, stream: Stream, moments: Se
             assert states[stream.request_id] == "paused"
             await bundle.put_back(stream)
     except EngineRefusal as refusal:
-        # On a busy machine it goes on while its blocks are being copied.
+        # On a busy machine it can finish while its blocks are being copied.
         assert "has finished" in str(refusal)
         await front.until(lambda: stream.finished)
         await engine.export_resume(stream.request_id)
@@ -494,10 +492,10 @@ async def moved_at(engine: VllmEngine, front: Front, stream: Stream, moments: Se
     return True
 
 
-async def test_migration_changes_nothing(
+async def test_migration_does_not_change_outputs(
     engine: VllmEngine, front: Front, case: tuple[list[int], SamplingParams]
 ) -> None:
-    """Twice: a few tokens after the prompt, and later."""
+    """Migrate twice: a few tokens after the prompt, and later."""
     reference = await front.run(engine, *case)
     tries, moved = 0, False
     while not moved:
@@ -505,16 +503,16 @@ async def test_migration_changes_nothing(
         assert tries <= TRIES, "it ended before its second move each time"
         stream = front.stream(*case)
         front.submit(engine, stream)
-        moved = await moved_at(engine, front, stream, (2, 40))
+        moved = await move_at(engine, front, stream, (2, 40))
     await front.until(lambda: stream.finished)
-    same(stream, reference)
+    assert_same(stream, reference)
     ended = [flags for flags in reference.flags if OutputFlag.REASONING_ENDED in flags]
     assert len([flags for flags in stream.flags if OutputFlag.REASONING_ENDED in flags]) == len(ended)
     assert sum(OutputFlag.PREFILL_DONE in flags for flags in stream.flags) == 1
 
 
 async def test_migrations_among_other_requests(engine: VllmEngine, front: Front) -> None:
-    """Three times in a row, in a batch of others that are seeded too."""
+    """Migrate three times in a row, in a batch with other seeded requests."""
     kinds = [(REASONING, params(logit_bias=NO_THINK_END, **(SEEDED | {"seed": seed}))) for seed in range(4)]
     references = [await front.run(engine, *kind) for kind in kinds]
     tries, moved = 0, False
@@ -524,10 +522,10 @@ async def test_migrations_among_other_requests(engine: VllmEngine, front: Front)
         streams = [front.stream(*kind) for kind in kinds]
         for stream in streams:
             front.submit(engine, stream)
-        moved = await moved_at(engine, front, streams[2], (10, 40, 70))
+        moved = await move_at(engine, front, streams[2], (10, 40, 70))
         await front.until(lambda streams=streams: all(stream.finished for stream in streams))  # type: ignore[misc]
     for stream, reference in zip(streams, references, strict=True):
-        same(stream, reference)
+        assert_same(stream, reference)
 
 
 async def test_recovery_by_recompute(
@@ -540,14 +538,14 @@ async def test_recovery_by_recompute(
     stream.epoch = 2
     front.submit(engine, stream)
     await front.until(lambda: stream.finished)
-    same(stream, reference)
+    assert_same(stream, reference)
     assert OutputFlag.PREFILL_DONE in stream.flags[0]
 
 
-async def test_replay_changes_nothing(
+async def test_replay_does_not_change_outputs(
     engine: VllmEngine, front: Front, case: tuple[list[int], SamplingParams]
 ) -> None:
-    """Stopped and computed anew, twice; a stop that comes to nothing in between."""
+    """Stop and recompute twice, each after a cancelled stop."""
     reference = await front.run(engine, *case)
     stream = front.stream(*case)
     front.submit(engine, stream)
@@ -566,14 +564,14 @@ async def test_replay_changes_nothing(
         stream.epoch += 1
         front.submit(engine, stream, stopped.sampling_state)
     await front.until(lambda: stream.finished)
-    same(stream, reference)
+    assert_same(stream, reference)
 
 
-async def test_it_knows_what_it_has_and_what_its_steps_take(engine: VllmEngine, front: Front) -> None:
+async def test_engine_reports_held_requests_and_step_times(engine: VllmEngine, front: Front) -> None:
     stream = front.stream(REASONING, SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True))
     front.submit(engine, stream)
     unknown = RequestKey(0, 1 << 30)
-    # Behind the submission, however soon it is asked.
+    # The query is processed after the submission.
     assert await engine.find_held([stream.key, unknown]) == {stream.key: Held(1)}
     await front.until_tokens(stream, 50)
     assert await engine.find_held([stream.key]) == {stream.key: Held(1)}
@@ -591,7 +589,7 @@ async def test_recovery_of_a_prompt_that_takes_several_steps(engine: VllmEngine,
     stream.tokens = reference.tokens[:50]
     front.submit(engine, stream)
     await front.until(lambda: stream.finished)
-    same(stream, reference)
+    assert_same(stream, reference)
 
 
 async def test_recovery_after_the_last_token_ends_the_request(engine: VllmEngine, front: Front) -> None:
@@ -604,8 +602,8 @@ async def test_recovery_after_the_last_token_ends_the_request(engine: VllmEngine
     assert stream.finish_reason == FinishReason.LENGTH
 
 
-async def test_a_newer_epoch_replaces_the_request(engine: VllmEngine, front: Front) -> None:
-    """The front end took this worker for lost, and came back to it."""
+async def test_newer_epoch_replaces_the_request(engine: VllmEngine, front: Front) -> None:
+    """As when the front end considered this worker lost and later placed the request on it again."""
     sampling = params(**SEEDED)
     reference = await front.run(engine, ANSWERING, sampling)
     stream = front.stream(ANSWERING, sampling)
@@ -617,7 +615,7 @@ async def test_a_newer_epoch_replaces_the_request(engine: VllmEngine, front: Fro
     stream.epoch += 1
     front.submit(engine, stream)
     await front.until(lambda: stream.finished)
-    same(stream, reference)
+    assert_same(stream, reference)
     with pytest.raises(EngineRefusal, match="finished"):
         await engine.export_more(stream.request_id, 0)
     await engine.export_resume(stream.request_id)
@@ -626,7 +624,7 @@ async def test_a_newer_epoch_replaces_the_request(engine: VllmEngine, front: Fro
 # ---- pause and resume
 
 
-async def test_resume_goes_on_as_if_nothing_had_happened(engine: VllmEngine, front: Front) -> None:
+async def test_resumed_request_is_unchanged(engine: VllmEngine, front: Front) -> None:
     sampling = params(**SEEDED)
     reference = await front.run(engine, ANSWERING, sampling)
     stream = front.stream(ANSWERING, sampling)
@@ -639,11 +637,11 @@ async def test_resume_goes_on_as_if_nothing_had_happened(engine: VllmEngine, fro
         assert len(stream.tokens) == before
         await engine.export_resume(stream.request_id)
     await front.until(lambda: stream.finished)
-    same(stream, reference)
+    assert_same(stream, reference)
 
 
 async def test_resume_into_a_full_batch(engine: VllmEngine, front: Front) -> None:
-    """A paused request keeps its place, however many wait."""
+    """A paused request keeps its seat, however many requests wait."""
     paused = front.stream(ANSWERING, params())
     front.submit(engine, paused)
     await take_out(engine, front, paused, 5)
@@ -736,8 +734,8 @@ async def test_import_without_room_reserves_nothing(engine: VllmEngine, front: F
     engine.abort_client(0)
 
 
-async def test_prompts_that_wait_keep_no_import_out(engine: VllmEngine, front: Front) -> None:
-    """Seats are free and so is KV, for all but the long prompts that wait: a migrated request is taken in."""
+async def test_waiting_prompts_do_not_block_migrated_requests(engine: VllmEngine, front: Front) -> None:
+    """Seats and KV are free, but not enough for the long waiting prompts: a migrated request is accepted."""
     reference = front.stream(ANSWERING, params(max_tokens=60))
     front.submit(engine, reference)
     await front.until(lambda: reference.finished)
@@ -748,20 +746,20 @@ async def test_prompts_that_wait_keep_no_import_out(engine: VllmEngine, front: F
     hog = front.stream(list(range(32, 128)) * 12, params(max_tokens=600, min_tokens=600))
     front.submit(engine, hog)
     await front.until_tokens(hog, 2)
-    # Each longer than what the hog leaves of the KV; as many as the engine has seats.
+    # As many as the engine has seats, each longer than the KV that the hog leaves.
     for number in range(16):
         front.submit(engine, front.stream([number, *range(32, 128)] * 20, params(max_tokens=5)))
     await front.until_tokens(hog, 5)
     assert sum(entry.state == "waiting" for entry in engine.stats().requests) == 16
     await bundle.bring_in(stream)
     await front.until(lambda: stream.finished)
-    same(stream, reference)
+    assert_same(stream, reference)
     assert not hog.finished
     engine.abort_client(0)
 
 
-async def test_without_a_free_seat_an_import_is_refused(engine: VllmEngine, front: Front) -> None:
-    """Every seat taken, reserved or held for a paused request."""
+async def test_import_is_refused_without_a_free_seat(engine: VllmEngine, front: Front) -> None:
+    """Every seat is used, reserved or kept for a paused request."""
     paused, stream = (front.stream(ANSWERING, params()) for _ in range(2))
     for one in (paused, stream):
         front.submit(engine, one)
@@ -781,9 +779,7 @@ async def test_without_a_free_seat_an_import_is_refused(engine: VllmEngine, fron
     engine.abort_client(0)
 
 
-async def test_an_import_waits_for_a_seat_and_gets_it_before_the_prompts(
-    engine: VllmEngine, front: Front
-) -> None:
+async def test_waiting_import_gets_a_seat_before_waiting_prompts(engine: VllmEngine, front: Front) -> None:
     stream = front.stream(ANSWERING, params(max_tokens=60))
     front.submit(engine, stream)
     bundle = await take_out(engine, front, stream, 20)
@@ -801,7 +797,7 @@ async def test_an_import_waits_for_a_seat_and_gets_it_before_the_prompts(
     assert [entry.state for entry in engine.stats().requests].count("waiting") == 4
     engine.abort([crowd[0].key])
     await waits
-    # The seat is the import's: still four wait.
+    # The import got the seat: four prompts still wait.
     assert [entry.state for entry in engine.stats().requests].count("waiting") == 4
     await engine.import_reserve(stream.request_id, bundle.have)
     await bundle.write()
@@ -813,7 +809,7 @@ async def test_an_import_waits_for_a_seat_and_gets_it_before_the_prompts(
     engine.abort_client(0)
 
 
-async def test_an_import_that_waits_for_room_can_be_dropped(engine: VllmEngine, front: Front) -> None:
+async def test_waiting_import_can_be_dropped(engine: VllmEngine, front: Front) -> None:
     streams = [front.stream(ANSWERING, params()) for _ in range(3)]
     bundles = []
     for stream in streams:
@@ -842,7 +838,7 @@ async def test_an_import_that_waits_for_room_can_be_dropped(engine: VllmEngine, 
         await tasks[2]
 
 
-async def test_a_block_that_changed_on_the_way_is_refused(engine: VllmEngine, front: Front) -> None:
+async def test_block_changed_in_transit_is_refused(engine: VllmEngine, front: Front) -> None:
     stream = front.stream(ANSWERING, params())
     front.submit(engine, stream)
     bundle = await take_out(engine, front, stream, 30)
@@ -867,7 +863,7 @@ async def test_a_block_that_changed_on_the_way_is_refused(engine: VllmEngine, fr
     await engine.import_drop(stream.request_id)
 
 
-async def test_checksums_name_content(engine: VllmEngine, front: Front) -> None:
+async def test_checksums_identify_content(engine: VllmEngine, front: Front) -> None:
     stream = front.stream([*QUESTION] * 2, params())
     front.submit(engine, stream)
     await front.until_tokens(stream, 2)
@@ -894,7 +890,7 @@ async def shape_bytes(engine: VllmEngine) -> int:
 @pytest.mark.parametrize(
     "frames", [[b"\x00garbage"], [], "long", "vocabulary"], ids=["garbage", "nothing", "long", "vocabulary"]
 )
-async def test_what_cannot_run_is_answered_with_failed(
+async def test_impossible_request_is_answered_with_failed(
     engine: VllmEngine, front: Front, frames: list[bytes] | str
 ) -> None:
     if frames == "long":
@@ -930,9 +926,7 @@ async def test_abort_frees_a_waiting_request(engine: VllmEngine, front: Front) -
     engine.abort([stream.key for stream in reversed(streams)])
 
 
-async def test_abort_frees_a_paused_request_but_what_the_export_pins(
-    engine: VllmEngine, front: Front
-) -> None:
+async def test_abort_frees_a_paused_request_except_exported_blocks(engine: VllmEngine, front: Front) -> None:
     stream = front.stream(ANSWERING, params())
     front.submit(engine, stream)
     bundle = await take_out(engine, front, stream, 30)
@@ -976,8 +970,8 @@ async def test_dropping_an_import_waits_for_the_copy_into_it(engine: VllmEngine,
         await bundle.write()
 
 
-async def test_what_the_prefix_cache_has_is_not_written(engine: VllmEngine, front: Front) -> None:
-    """Its blocks are the reservation's from the start: nobody evicts them, and nothing is written there."""
+async def test_blocks_in_the_prefix_cache_are_not_written(engine: VllmEngine, front: Front) -> None:
+    """They belong to the reservation from the start: they are neither evicted nor written."""
     prompt = [n * n % 251 for n in range(6 * BLOCK)]
     sampling = params(temperature=1.0, seed=2, max_tokens=80)
     reference = await front.run(engine, prompt, sampling)
@@ -993,7 +987,7 @@ async def test_what_the_prefix_cache_has_is_not_written(engine: VllmEngine, fron
     first, _, staging, sums = bundle.parts[0]
     with pytest.raises(EngineRefusal, match=r"here already|already here"):
         await engine.write_blocks(stream.request_id, first, 1, staging.part(0, 1), sums[:1])
-    # All other blocks are used in turn, more than once.
+    # All other blocks are used in turn, several times.
     for number in range(3):
         await front.run(engine, [(3 + number) * n % 193 for n in range(60 * BLOCK)], params(max_tokens=2))
     await bundle.write()
@@ -1001,18 +995,18 @@ async def test_what_the_prefix_cache_has_is_not_written(engine: VllmEngine, fron
     stream.epoch += 1
     await engine.import_activate(stream.request_id)
     await front.until(lambda: stream.finished)
-    same(stream, reference)
-    # Dropped, they go back to the cache.
+    assert_same(stream, reference)
+    # When the import is dropped, they return to the cache.
     await idle(engine)
     await engine.import_open(bundle.exported, stream.key, 3)
     assert engine.import_cached(stream.request_id) == held
     await engine.import_drop(stream.request_id)
     again = await front.run(engine, prompt, sampling)
-    same(again, reference)
+    assert_same(again, reference)
 
 
-async def test_a_prefix_that_comes_from_elsewhere_is_found(engine: VllmEngine, front: Front) -> None:
-    """Lent, forgotten, fetched into other blocks, and found: the answer is the one that was computed."""
+async def test_prefix_from_another_worker_is_found(engine: VllmEngine, front: Front) -> None:
+    """It is lent, dropped from the cache, fetched into other blocks and found: the answer is the same."""
     prompt = [n * n % 241 for n in range(9 * BLOCK + 5)]
     sampling = params(temperature=1.0, seed=6, max_tokens=40)
     reference = await front.run(engine, prompt, sampling)
@@ -1052,9 +1046,9 @@ async def test_a_prefix_that_comes_from_elsewhere_is_found(engine: VllmEngine, f
     before = engine.stats().cached_prompt_tokens
     front.submit(engine, stream)
     await front.until(lambda: stream.finished)
-    same(stream, reference)
+    assert_same(stream, reference)
     assert engine.stats().cached_prompt_tokens - before == 6 * BLOCK
-    # Blocks of a loan are not evicted, and without room nothing comes.
+    # Lent blocks are not evicted, and without room nothing is fetched.
     assert await engine.loan_open("all", names) == 9
     hog = front.stream([n * 7 % 199 for n in range(60 * BLOCK)], params(max_tokens=100))
     front.submit(engine, hog)
@@ -1086,7 +1080,7 @@ async def test_abort_client_frees_only_that_client(engine: VllmEngine, front: Fr
 
 
 async def test_preemption_during_an_export(engine: VllmEngine, front: Front) -> None:
-    """Too many long requests for the KV cache: vLLM preempts; what was pinned stays right."""
+    """With too many long requests for the KV cache vLLM preempts; pinned blocks stay intact."""
     sampling = params(max_tokens=560, **SEEDED)
     reference = await front.run(engine, ANSWERING, sampling)
     streams = [front.stream(ANSWERING, sampling) for _ in range(6)]
@@ -1100,7 +1094,7 @@ async def test_preemption_during_an_export(engine: VllmEngine, front: Front) -> 
     await front.until(lambda: engine.stats().preemptions > before)
     states = {entry.request_id: entry.state for entry in engine.stats().requests}
     if states[last.request_id] != "running":
-        # From host memory, and never mind.
+        # It may as well be read from host memory.
         await bundle.stop_and_copy()
         await engine.export_resume(last.request_id)
         bundle = Bundle(engine, last.request_id)
@@ -1114,14 +1108,14 @@ async def test_preemption_during_an_export(engine: VllmEngine, front: Front) -> 
     await bundle.put_back(last)
     await front.until(lambda: all(stream.finished for stream in streams[3:]))
     for stream in streams[3:]:
-        same(stream, reference)
+        assert_same(stream, reference)
 
 
 # ---- everything at once
 
 
-async def test_a_storm_of_migrations_pauses_recoveries_and_aborts(engine: VllmEngine, front: Front) -> None:
-    """Six seeded streams under memory pressure, each disturbed at random: all yield what they would have."""
+async def test_random_migrations_pauses_recoveries_and_aborts(engine: VllmEngine, front: Front) -> None:
+    """Six seeded streams under memory pressure, each disturbed at random: their outputs do not change."""
     chance = random.Random(20261121)
     kinds = [
         (
@@ -1147,11 +1141,11 @@ async def test_a_storm_of_migrations_pauses_recoveries_and_aborts(engine: VllmEn
     engine.abort([stream.key for stream in aborted])
     assert moved >= 3
     for stream, reference in zip(streams, references, strict=True):
-        same(stream, reference)
+        assert_same(stream, reference)
 
 
 async def disturb(engine: VllmEngine, front: Front, stream: Stream, chance: random.Random) -> int:
-    """Migrate the stream, pause it for a while, or lose it; 1 if it was migrated."""
+    """Migrate the stream, pause it for a while, or lose it. Return 1 if it was migrated."""
     bundle = Bundle(engine, stream.request_id)
     count = len(stream.tokens)
     await front.until(lambda: stream.finished or len(stream.tokens) > count + 2)
@@ -1179,10 +1173,10 @@ async def disturb(engine: VllmEngine, front: Front, stream: Stream, chance: rand
     return 0
 
 
-# ---- what a peer can send
+# ---- invalid input from peers
 
 
-async def test_a_peer_cannot_end_the_engine(engine: VllmEngine, front: Front) -> None:
+async def test_invalid_input_from_a_peer_does_not_end_the_engine(engine: VllmEngine, front: Front) -> None:
     stream = front.stream(ANSWERING, params(**SEEDED))
     front.submit(engine, stream)
     bundle = await take_out(engine, front, stream, 30)
@@ -1214,13 +1208,13 @@ async def test_utility_calls(engine: VllmEngine, front: Front) -> None:
     assert "not available on a fleet" in refused.utility_output.failure_message
 
 
-# ---- plain vLLM, last: it has had the time of all the others to start
+# ---- plain vLLM comes last, as it starts during all other tests
 
 
-async def test_tokens_are_those_of_plain_vllm(
+async def test_tokens_equal_those_of_plain_vllm(
     engine: VllmEngine, front: Front, plain_vllm: subprocess.Popen[str]
 ) -> None:
-    """Greedy and seeded."""
+    """With greedy and with seeded sampling."""
     output, _ = await asyncio.to_thread(plain_vllm.communicate, timeout=120)
     result = next(line for line in output.splitlines() if line.startswith("RESULT "))
     expected = json.loads(result.removeprefix("RESULT "))

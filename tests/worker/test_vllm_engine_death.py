@@ -1,4 +1,4 @@
-"""The end of a vLLM engine: told to the worker, and to everyone who waits for an answer."""
+"""Death of a vLLM engine: reported to the worker and to all pending calls."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ class Sink:
 
 
 @pytest.mark.parametrize(
-    ("settings", "named"),
+    ("settings", "message"),
     [
         (VllmSettings(model="/nowhere/at-all", cpu_threads=1), "--model: no folder /nowhere/at-all"),
-        # Found only once the model is loaded.
+        # Detected only after the model is loaded.
         (VllmSettings(model=str(MODEL_PATH), kv_blocks=4, cpu_threads=1), "max_model_len"),
     ],
     ids=["no model", "no room"],
 )
-async def test_a_wrong_setting_is_one_line_that_names_it(
-    settings: VllmSettings, named: str, caplog: pytest.LogCaptureFixture
+async def test_invalid_setting_is_named_in_one_line(
+    settings: VllmSettings, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = VllmEngine(settings)
     with pytest.raises(RuntimeError, match="did not start") as raised:
         await engine.start(Sink())
-    assert named in str(raised.value)
+    assert message in str(raised.value)
     assert "\n" not in str(raised.value)
     assert not [record for record in caplog.records if record.exc_info and record.levelname != "DEBUG"]
 
 
-async def test_a_failure_of_the_engine_thread_is_told_to_all() -> None:
+async def test_failure_of_the_engine_thread_is_reported_to_all() -> None:
     engine, sink = (
         VllmEngine(VllmSettings(model=str(MODEL_PATH), max_model_len=512, kv_blocks=32, cpu_threads=1)),
         Sink(),
@@ -75,5 +75,5 @@ async def test_a_failure_of_the_engine_thread_is_told_to_all() -> None:
     with pytest.raises(EngineRefusal, match="the engine has failed"):
         await engine.export_resume("someone")
     await engine.stop()
-    # A worker's process ends with its engine; this one goes on to others, and vLLM keeps state by process.
+    # A worker's process ends with its engine; this one runs further tests, and vLLM keeps state per process.
     engine._parts.core.core.shutdown()

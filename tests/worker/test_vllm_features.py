@@ -1,4 +1,4 @@
-"""Speculation and adapters on a real engine: what moves, and what a missing adapter does."""
+"""Speculation and adapters on a real engine: migration, and missing adapters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from worker_agent.engine.vllm.settings import Json, VllmSettings
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
-# Drafts are found in what repeats itself.
+# Repetitions, in which n-gram speculation finds drafts.
 PROMPT = [*b"abcd abcd abcd abcd. Count to 40 with abcd, then back to 3."]
 NGRAM: dict[str, Json] = {
     "method": "ngram",
@@ -39,13 +39,13 @@ NGRAM: dict[str, Json] = {
 }
 MODELS = ("", "one", "two")
 
-# That version's rejection sampler asks Triton for its kernel's parameters, where there is no Triton.
+# That version's rejection sampler requires Triton, which is not available on a CPU.
 SPECULATES = not (current_platform.is_cpu() and installed_version().startswith("0.30."))
 
 
 @dataclass
 class Lab:
-    """An engine that speculates, if its vLLM can, and takes adapters; and a front end."""
+    """An engine with speculation, if its vLLM supports it, and adapters; and a front end."""
 
     engine: VllmEngine
     front: Front
@@ -53,7 +53,7 @@ class Lab:
     way: Way
 
     def stream(self, model: str, number: int = 7, max_tokens: int = 50) -> Stream:
-        """A greedy request of the tiny model, or of an adapter, under an API server's number."""
+        """Create a greedy request for the tiny model or an adapter, with an API server's adapter number."""
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
         adapter = (model, number, str(self.folder / model)) if model else None
         return self.front.stream(PROMPT, params, adapter=adapter)
@@ -95,14 +95,14 @@ async def lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
 
 
 @pytest.mark.skipif(not SPECULATES, reason="vLLM 0.30 does not speculate on a CPU")
-async def test_steps_make_several_tokens(lab: Lab) -> None:
+async def test_speculation_yields_several_tokens_per_step(lab: Lab) -> None:
     stream = lab.stream("")
     await lab.ends(stream)
     assert len(stream.tokens) == 50 > len(stream.flags)
 
 
 @pytest.mark.parametrize("model", [pytest.param("", marks=pytest.mark.slow), "one", "two"])
-async def test_it_moves_live_or_by_replay_and_says_the_same(lab: Lab, model: str) -> None:
+async def test_moved_request_yields_the_same_tokens(lab: Lab, model: str) -> None:
     assert lab.way is Way.LIVE
     reference, moved, replayed = (lab.stream(model) for _ in range(3))
     await lab.ends(reference)
@@ -124,8 +124,8 @@ async def test_it_moves_live_or_by_replay_and_says_the_same(lab: Lab, model: str
 
 
 @pytest.mark.slow
-async def test_api_servers_may_number_adapters_as_they_like(lab: Lab) -> None:
-    """Both under the same number, in one batch with the model itself."""
+async def test_adapter_numbers_of_api_servers_are_independent(lab: Lab) -> None:
+    """Two adapters with the same number, in one batch with the model itself."""
     alone = {}
     for model in MODELS:
         stream = lab.stream(model)
@@ -138,12 +138,12 @@ async def test_api_servers_may_number_adapters_as_they_like(lab: Lab) -> None:
         assert stream.tokens == alone[model]
 
 
-async def test_a_missing_adapter_fails_its_request_alone(lab: Lab) -> None:
+async def test_missing_adapter_fails_only_its_request(lab: Lab) -> None:
     running, missing = lab.stream(""), lab.stream("nowhere")
     await lab.ends(running, missing)
     assert OutputFlag.FAILED in missing.all_flags
     assert len(running.tokens) == 50
-    # It is known before anything is copied.
+    # A migration is refused before anything is copied.
     other = lab.stream("")
     lab.front.submit(lab.engine, other)
     await lab.front.until_tokens(other, 5)
@@ -156,9 +156,9 @@ async def test_a_missing_adapter_fails_its_request_alone(lab: Lab) -> None:
 
 
 @pytest.mark.slow
-async def test_a_request_keeps_to_the_version_of_its_adapter(lab: Lab) -> None:
-    """The folder gets other weights: new requests run with them, beside those that began with the old ones.
-    No request that began elsewhere with the old ones goes on here."""
+async def test_request_keeps_the_version_of_its_adapter(lab: Lab) -> None:
+    """After the folder's weights change, new requests use them, and running ones keep the old weights.
+    Requests that began elsewhere with the old weights are refused."""
     versions, folder = AdapterVersions(), lab.folder / "changing"
     make_adapter(folder, 5)
     first = versions.of(str(folder))
@@ -182,13 +182,13 @@ async def test_a_request_keeps_to_the_version_of_its_adapter(lab: Lab) -> None:
     assert running.tokens == alone.tokens != changed.tokens
 
 
-async def test_the_last_place_stays_empty_on_a_cpu(lab: Lab) -> None:
-    """There vLLM gives what is in it to requests without an adapter that are in a batch with others."""
+async def test_last_adapter_slot_stays_empty_on_a_cpu(lab: Lab) -> None:
+    """There vLLM applies the last slot's adapter to requests without one that are batched with others."""
     failed = []
     for number in range(6):
         named = (f"another {number}", 9, str(lab.folder / "one"))
         stream = lab.front.stream(PROMPT, SamplingParams(max_tokens=2, temperature=0.0), adapter=named)
         await lab.ends(stream)
         failed.append(OutputFlag.FAILED in stream.all_flags)
-    # One of six places; other tests may have taken four.
+    # One of six slots; other tests may have used four.
     assert (failed[0], failed[-1]) == (False, True)

@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 BLOCK = 32
 KV_BLOCKS = 25
 HOST_BLOCKS = 60
-# Of the tiny model: keys and values of 3 layers with 2 heads of 32 dimensions each, in float32.
+# Of the tiny model, in bytes: keys and values of 3 layers with 2 heads of 32 dimensions each, in float32.
 BLOCK_BYTES = 2 * 3 * 2 * 32 * 4 * BLOCK
 PREFIX_BLOCKS = 10
 
@@ -153,7 +153,7 @@ async def test_evicted_prefix_comes_back_without_recomputation(
     assert engine.stats().host_blocks_loaded == after.host_blocks_loaded
 
 
-async def test_only_what_the_device_lacks_comes_back(engine: VllmEngine, front: Front) -> None:
+async def test_only_blocks_missing_on_the_device_are_loaded(engine: VllmEngine, front: Front) -> None:
     """The device has the first blocks, host memory the next ones, and the rest must be computed."""
     prompt = prompt_of(1)
     reference = await front.run(engine, prompt, sampling())
@@ -223,7 +223,7 @@ async def test_other_requests_continue_during_a_load(engine: VllmEngine, front: 
     engine.abort([other.key])
 
 
-async def test_a_request_is_gone_before_its_load_completes(engine: VllmEngine, front: Front) -> None:
+async def test_request_ends_before_its_load_completes(engine: VllmEngine, front: Front) -> None:
     """Its blocks stay allocated until then; a request with the same ID is submitted meanwhile."""
     reference = await front.run(engine, prompt_of(1), sampling())
     await evict(engine, front)
@@ -357,7 +357,7 @@ async def test_requests_take_precedence_over_cached_blocks(engine: VllmEngine, f
 
 
 @pytest.mark.parametrize("intra", ["vllm", "pascal"])
-async def test_a_storm_of_prefixes(engine: VllmEngine, front: Front, intra: str) -> None:
+async def test_random_prefixes_and_aborts(engine: VllmEngine, front: Front, intra: str) -> None:
     """More prefixes than both tiers can hold, in random order with random aborts: all answers are
     unchanged."""
     dice = random.Random(4)

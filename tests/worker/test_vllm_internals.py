@@ -1,4 +1,4 @@
-"""The list of what the worker uses of vLLM is whole, and the installed vLLM has it."""
+"""The list of vLLM internals used by the worker is complete, and the installed vLLM has them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LISTS = (
     *(internals.MULTI, internals.OFFLOADING),
 )
 
-# Objects of other packages that the modules there work with.
+# Attributes of objects of other packages that these modules use.
 OTHERS = (
     *(value for value in vars(builtins).values() if isinstance(value, type)),
     *(Counter, deque, Path, np.ndarray, torch.Tensor, torch.Generator, torch.nn.Module, torch.device),
@@ -43,16 +43,16 @@ OTHERS = (
     *(asyncio.AbstractEventLoop, torch.cuda.Stream, torch.Event, torch.UntypedStorage),
 )
 OF_OTHERS = {name for each in OTHERS for name in dir(each)} | {
-    # Of hashlib, xxhash, and a configuration of transformers.
+    # From hashlib, xxhash, and a transformers configuration.
     *("hexdigest", "digest", "intdigest", "to_dict"),
 }
 
 
-def test_the_installed_vllm_has_what_is_listed() -> None:
+def test_installed_vllm_has_all_listed_names() -> None:
     internals.require_internals()
 
 
-def test_whatever_is_imported_from_vllm_is_listed() -> None:
+def test_all_imports_from_vllm_are_listed() -> None:
     listed = {(module, name) for uses in LISTS for module, text in uses.items() for name in names({"": text})}
     imported = {
         (node.module, alias.name)
@@ -64,8 +64,8 @@ def test_whatever_is_imported_from_vllm_is_listed() -> None:
     assert imported - listed == set()
 
 
-def test_whatever_is_asked_of_vllms_objects_is_listed() -> None:
-    """By name: one that something of our own has too is not noticed."""
+def test_all_used_attributes_of_vllm_objects_are_listed() -> None:
+    """Compared by name: a name that our own code defines as well is not detected."""
     known = OF_OTHERS | set(_own_names()) | {name for uses in LISTS for name in names(uses)}
     asked = {
         f"{node.attr} in {path.name}"
@@ -78,7 +78,7 @@ def test_whatever_is_asked_of_vllms_objects_is_listed() -> None:
     assert asked == set()
 
 
-def test_a_version_that_lacks_a_name_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_without_a_listed_name_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("vllm.v1.core.block_pool.BlockPool.touch")
     with pytest.raises(EngineOptionError) as refused:
         make_engine(EngineOptions("vllm"))
@@ -87,7 +87,7 @@ def test_a_version_that_lacks_a_name_is_refused_in_one_line(monkeypatch: pytest.
     assert "\n" not in line
 
 
-def test_whats_said_of_model_runner_v2_is_true_where_it_imports() -> None:
+def test_statements_about_model_runner_v2_hold_where_it_imports() -> None:
     pytest.importorskip("triton")
     try:
         importlib.import_module("vllm.v1.worker.gpu.model_runner")
@@ -101,7 +101,7 @@ def _trees(folder: Path) -> Iterator[ast.Module]:
 
 
 def _own_names() -> Iterator[str]:
-    """What the worker and the library define, whatever it belongs to."""
+    """Yield all names that the worker and the library define."""
     folders = [ROOT / "worker_agent", ROOT / "tailrace"]
     for node in (
         node
@@ -121,7 +121,7 @@ def _own_names() -> Iterator[str]:
 
 
 def _modules(tree: ast.Module) -> set[str]:
-    """What a module calls other modules than vLLM's."""
+    """Return the names by which a module refers to modules other than vLLM's."""
     return {
         (alias.asname or alias.name).split(".")[0]
         for node in ast.walk(tree)

@@ -1,4 +1,4 @@
-"""vLLM's engine serves its requests in the order that an intra-instance policy says."""
+"""vLLM's engine serves its requests in the order of an intra-instance policy."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
 SEATS = 2
 STEP_TOKENS = 64
-# Nothing of it is in the prefix cache.
+# Shares no prefix with cached blocks.
 UNSEEN = [*reversed(QUESTION)]
 THINKING = {"logit_bias": NO_THINK_END}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def started() -> AsyncIterator[tuple[VllmEngine, Front]]:
-    """Memory for all; two places in the batch, so that an order shows."""
+    """An engine with memory for all requests but only two seats, so that the order matters."""
     engine = VllmEngine(
         VllmSettings(
             model=str(MODEL_PATH),
@@ -78,13 +78,13 @@ async def serve_by(engine: VllmEngine, policy: IntraPolicy | None) -> None:
 
 
 def submit_together(engine: VllmEngine, front: Front, streams: list[Stream]) -> None:
-    """In one command between two steps, so that the engine's choice is not the arrivals'."""
+    """Submit all in one command between two steps, so that arrival times do not determine the order."""
     for stream in streams:
         front.submit(engine, stream)
 
 
-async def ends(front: Front, streams: list[Stream]) -> list[int]:
-    """Wait for all; their numbers in the order in which they ended."""
+async def order_of_completion(front: Front, streams: list[Stream]) -> list[int]:
+    """Wait for all streams and return their indices in the order in which they ended."""
     order: list[int] = []
 
     def all_finished() -> bool:
@@ -102,12 +102,12 @@ async def test_first_come_first_served(engine: VllmEngine, front: Front) -> None
     lengths = [40, 60, 5, 5]
     streams = [front.stream(ANSWERING, params(max_tokens=length)) for length in lengths]
     submit_together(engine, front, streams)
-    assert await ends(front, streams) == [0, 2, 3, 1]
+    assert await order_of_completion(front, streams) == [0, 2, 3, 1]
     assert engine.stats().swaps_out == 0
 
 
-async def test_reasoning_takes_the_place_of_answering(engine: VllmEngine, front: Front) -> None:
-    """PASCAL: two that answer fill the batch; two that reason come, and end first."""
+async def test_reasoning_preempts_answering(engine: VllmEngine, front: Front) -> None:
+    """PASCAL: two answering requests fill the batch; two reasoning ones arrive and end first."""
     await serve_by(engine, PascalQueue())
     answers = [front.stream(ANSWERING, params(max_tokens=80)) for _ in range(2)]
     submit_together(engine, front, answers)
@@ -119,11 +119,11 @@ async def test_reasoning_takes_the_place_of_answering(engine: VllmEngine, front:
         await front.until_tokens(thought, 1)
     states = {entry.request_id: entry.state for entry in engine.stats().requests}
     assert [states[answer.request_id] for answer in answers] == ["preempted", "preempted"]
-    assert sorted((await ends(front, [*answers, *thoughts]))[:2]) == [2, 3]
+    assert sorted((await order_of_completion(front, [*answers, *thoughts]))[:2]) == [2, 3]
 
 
-async def test_a_long_thought_is_demoted(engine: VllmEngine, front: Front) -> None:
-    """Beyond the threshold it is as an answer, and a new thought takes its place."""
+async def test_long_reasoning_is_demoted(engine: VllmEngine, front: Front) -> None:
+    """Beyond the threshold it ranks as an answer, and a new reasoning request takes its seat."""
     await serve_by(engine, PascalQueue(demotion_tokens=len(REASONING) + 20))
     old = [front.stream(REASONING, params(max_tokens=120, **THINKING)) for _ in range(SEATS)]
     submit_together(engine, front, old)
@@ -132,11 +132,11 @@ async def test_a_long_thought_is_demoted(engine: VllmEngine, front: Front) -> No
     assert [entry.demoted for entry in engine.stats().requests] == [True, True]
     new = front.stream(REASONING, params(max_tokens=10, **THINKING))
     front.submit(engine, new)
-    assert (await ends(front, [*old, new]))[0] == 2
+    assert (await order_of_completion(front, [*old, new]))[0] == 2
 
 
-async def test_quanta_are_taken_in_turns(engine: VllmEngine, front: Front) -> None:
-    """Round robin: nobody is more than a quantum and a step ahead of who waits with fewer."""
+async def test_quanta_alternate(engine: VllmEngine, front: Front) -> None:
+    """Round robin: no request is more than a quantum and a step ahead of a waiting one."""
     quantum = 10
     await serve_by(engine, QuantumRoundRobin(quantum_tokens=quantum))
     streams = [front.stream(ANSWERING, params(max_tokens=60)) for _ in range(4)]
@@ -157,8 +157,8 @@ async def test_quanta_are_taken_in_turns(engine: VllmEngine, front: Front) -> No
     assert engine.stats().swaps_in > 0
 
 
-async def test_an_answer_far_ahead_of_its_reader_yields(engine: VllmEngine, front: Front) -> None:
-    """Two answers fill the batch; once they are far enough ahead a prompt takes the place of one."""
+async def test_answer_far_ahead_of_its_reader_yields(engine: VllmEngine, front: Front) -> None:
+    """Two answers fill the batch; once they are far enough ahead, a prompt takes the seat of one."""
     await serve_by(engine, EarliestDue(lead_s=100.0, pace_s=10.0))
     swaps = engine.stats().swaps_in
     answers = [front.stream(ANSWERING, params(max_tokens=120)) for _ in range(SEATS)]
@@ -167,13 +167,11 @@ async def test_an_answer_far_ahead_of_its_reader_yields(engine: VllmEngine, fron
         await front.until_tokens(answer, RANK_TOKENS + 1)
     prompt = front.stream(ANSWERING, params(max_tokens=5))
     front.submit(engine, prompt)
-    assert (await ends(front, [*answers, prompt]))[0] == SEATS
+    assert (await order_of_completion(front, [*answers, prompt]))[0] == SEATS
     assert engine.stats().swaps_in > swaps
 
 
-async def test_a_prompt_that_has_missed_its_slo_goes_behind_one_that_has_not(
-    engine: VllmEngine, front: Front
-) -> None:
+async def test_prompt_that_missed_its_slo_is_ordered_last(engine: VllmEngine, front: Front) -> None:
     await serve_by(engine, EarliestDue(ttft_slo_s=100.0, late_s=2_000.0, lead_s=1e6))
     answers = [front.stream(ANSWERING, params(max_tokens=60)) for _ in range(SEATS)]
     submit_together(engine, front, answers)
@@ -182,11 +180,11 @@ async def test_a_prompt_that_has_missed_its_slo_goes_behind_one_that_has_not(
     late = front.stream(ANSWERING, params(max_tokens=40), waited_s=1_000.0)
     fresh = [front.stream(ANSWERING, params(max_tokens=5)) for _ in range(SEATS)]
     submit_together(engine, front, [late, *fresh])
-    assert (await ends(front, [*answers, late, *fresh]))[-1] == SEATS
+    assert (await order_of_completion(front, [*answers, late, *fresh]))[-1] == SEATS
 
 
-async def test_decodes_go_before_prompts(engine: VllmEngine, front: Front) -> None:
-    """A prompt of many steps holds up no decode: a token for each chunk beside it."""
+async def test_decodes_precede_prompts(engine: VllmEngine, front: Front) -> None:
+    """A prompt of many steps does not delay decodes: each of its chunks runs along with a decoded token."""
     await serve_by(engine, DecodeFirst())
     decode = front.stream(ANSWERING, params(max_tokens=200))
     front.submit(engine, decode)
@@ -200,11 +198,11 @@ async def test_decodes_go_before_prompts(engine: VllmEngine, front: Front) -> No
     await front.until(lambda: prompt.finished and decode.finished)
 
 
-async def test_a_prompt_overtakes_one_that_is_under_way(engine: VllmEngine, front: Front) -> None:
+async def test_prompt_overtakes_one_that_has_begun(engine: VllmEngine, front: Front) -> None:
     preemptions = engine.stats().preemptions
-    # So slow that it is under way for as long as it takes to see that it is.
+    # Slow enough that the test sees it in progress.
     await serve_by(engine, Stingy(1))
-    # Nothing of these is in the prefix cache either.
+    # These share no prefix with cached blocks either.
     long, short = UNSEEN[2:] * 9, UNSEEN[5:30]
     first = front.stream(long, params(max_tokens=3))
     front.submit(engine, first)
@@ -214,13 +212,13 @@ async def test_a_prompt_overtakes_one_that_is_under_way(engine: VllmEngine, fron
     second = front.stream(short, params(max_tokens=3))
     front.submit(engine, second)
     await serve_by(engine, ByLength())
-    assert await ends(front, [first, second]) == [1, 0]
+    assert await order_of_completion(front, [first, second]) == [1, 0]
     assert engine.stats().preemptions == preemptions
     for stream, prompt in ((first, long), (second, short)):
         assert stream.tokens == (await front.run(engine, prompt, params(max_tokens=3))).tokens
 
 
-async def test_a_step_carries_no_more_prompt_than_the_policy_allows(engine: VllmEngine, front: Front) -> None:
+async def test_step_is_within_the_prefill_budget_of_the_policy(engine: VllmEngine, front: Front) -> None:
     await serve_by(engine, Stingy(8))
     steps = engine.stats().steps
     stream = await front.run(engine, UNSEEN, params(max_tokens=1))
@@ -228,8 +226,8 @@ async def test_a_step_carries_no_more_prompt_than_the_policy_allows(engine: Vllm
     assert engine.stats().steps - steps >= -(-len(UNSEEN) // 8)
 
 
-async def test_the_order_changes_under_load(engine: VllmEngine, front: Front) -> None:
-    """Every order after every other, with requests in all states: all answers are those of a quiet engine."""
+async def test_order_can_change_under_load(engine: VllmEngine, front: Front) -> None:
+    """Every order after every other, with requests in all states: all answers are unchanged."""
     sampling = params(max_tokens=60, temperature=1.0, seed=3)
     reference = await front.run(engine, ANSWERING, sampling)
     streams = [front.stream(ANSWERING, sampling) for _ in range(6)]
@@ -244,9 +242,7 @@ async def test_the_order_changes_under_load(engine: VllmEngine, front: Front) ->
         engine.set_intra("nonsense")
 
 
-async def test_a_grammar_that_does_not_compile_ends_its_request_alone(
-    engine: VllmEngine, front: Front
-) -> None:
+async def test_invalid_grammar_ends_only_its_request(engine: VllmEngine, front: Front) -> None:
     await serve_by(engine, PascalQueue())
     outputs = StructuredOutputsParams(grammar="root ::= nothing_of_that_name")
     outputs._backend = "xgrammar"
@@ -274,7 +270,7 @@ def queued(lengths: list[int]) -> tuple[RankedQueue, list[Request]]:
     return RankedQueue(rank, lambda request: None, lambda request: None, requests[:2]), requests
 
 
-async def test_the_queue_is_in_order_of_rank_and_open_for_the_admitted_alone() -> None:
+async def test_queue_is_ordered_by_rank_and_yields_only_admitted_requests() -> None:
     queue, (a, b, c, d) = queued([5, 3, 4, 3])
     queue.add_request(c)
     queue.prepend_request(d)
@@ -284,7 +280,7 @@ async def test_the_queue_is_in_order_of_rank_and_open_for_the_admitted_alone() -
     assert queue and len(queue) == 4
     assert queue.pop_request() is c
     assert queue.peek_request() is a
-    # Skipped by the scan, and put back.
+    # Skipped by the scan and put back.
     queue.pop_request()
     assert not queue
     queue.prepend_requests([a])

@@ -1,4 +1,4 @@
-"""Beside other KV connectors: offloading to host memory stays in use, and requests move live."""
+"""Combination with other KV connectors: offloading to host memory stays in use, and requests move live."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from worker_agent.engine.vllm.settings import Json, VllmSettings
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
 BLOCK = 32
-# Of the tiny model: keys and values of 3 layers with 2 heads of 32 dimensions each, in float32.
+# Of the tiny model, in bytes: keys and values of 3 layers with 2 heads of 32 dimensions each, in float32.
 BLOCK_BYTES = 2 * 3 * 2 * 32 * 4 * BLOCK
 PROMPT = [*b"A prompt of several blocks, which are stored when they are computed and loaded again. " * 2]
-# 23 blocks for the requests.
+# Leaves 23 blocks for requests.
 KV_BLOCKS = 24
 OFFLOADING: dict[str, Json] = {
     "kv_connector": "OffloadingConnector",
@@ -88,8 +88,8 @@ def held_copies() -> Iterator[None]:
     COPIES.held = False
 
 
-async def others(engine: VllmEngine, front: Front, first: int) -> list[Stream]:
-    """Requests that take all blocks one after the other: whatever was cached on the device is gone then."""
+async def evict_device(engine: VllmEngine, front: Front, first: int) -> list[Stream]:
+    """Run requests that use all blocks in turn, so that everything cached on the device is evicted."""
     streams = [front.stream([first + n] * (5 * BLOCK), greedy(4)) for n in range(5)]
     for stream in streams:
         front.submit(engine, stream)
@@ -98,15 +98,15 @@ async def others(engine: VllmEngine, front: Front, first: int) -> list[Stream]:
 
 
 async def bring_in(engine: VllmEngine, bundle: Bundle, stream: Stream) -> None:
-    """Once what is free is not read any more."""
+    """Import a request once no free block is being read any more."""
     await idle(engine)
     await bundle.bring_in(stream)
 
 
-async def test_what_was_offloaded_is_loaded_and_moves(engine: VllmEngine, front: Front) -> None:
+async def test_offloaded_blocks_are_loaded_and_moved(engine: VllmEngine, front: Front) -> None:
     reference = await front.run(engine, PROMPT, greedy())
     assert COPIES.stored_blocks >= len(PROMPT) // BLOCK
-    await others(engine, front, 60)
+    await evict_device(engine, front, 60)
     loaded = COPIES.loaded_blocks
     moved = front.stream(PROMPT, greedy())
     front.submit(engine, moved)
@@ -119,17 +119,17 @@ async def test_what_was_offloaded_is_loaded_and_moves(engine: VllmEngine, front:
     assert moved.tokens == reference.tokens
 
 
-async def test_a_request_that_came_is_stored_and_loaded(engine: VllmEngine, front: Front) -> None:
-    """What is stored of it is what has come."""
+async def test_imported_request_is_stored_and_loaded(engine: VllmEngine, front: Front) -> None:
+    """The stored blocks are the imported ones."""
     prompt = PROMPT[7:]
     moved = front.stream(prompt, greedy())
     front.submit(engine, moved)
     bundle = await take_out(engine, front, moved, 5)
     await engine.export_release(bundle.request_id)
-    await others(engine, front, 70)
+    await evict_device(engine, front, 70)
     await bring_in(engine, bundle, moved)
     await front.until(lambda: moved.finished)
-    await others(engine, front, 80)
+    await evict_device(engine, front, 80)
     loaded = COPIES.loaded_blocks
     again = await front.run(engine, prompt, greedy())
     assert COPIES.loaded_blocks > loaded
@@ -137,15 +137,15 @@ async def test_a_request_that_came_is_stored_and_loaded(engine: VllmEngine, fron
 
 
 @pytest.mark.usefixtures("held_copies")
-async def test_blocks_that_are_still_to_be_stored_are_not_taken(engine: VllmEngine, front: Front) -> None:
+async def test_blocks_pending_to_be_stored_are_not_allocated(engine: VllmEngine, front: Front) -> None:
     prompt = PROMPT[3:]
     reference = await front.run(engine, prompt, greedy())
     moved = front.stream(prompt, greedy())
     front.submit(engine, moved)
     bundle = await take_out(engine, front, moved, 5)
     await engine.export_release(bundle.request_id)
-    # The free blocks are theirs, and none of their copies has been made.
-    ended = await others(engine, front, 90)
+    # The free blocks are theirs, and none of the copies has been made yet.
+    ended = await evict_device(engine, front, 90)
     with pytest.raises(NoRoom, match="another KV connector is still reading"):
         await bundle.reserve(moved)
     COPIES.held = False
@@ -157,13 +157,13 @@ async def test_blocks_that_are_still_to_be_stored_are_not_taken(engine: VllmEngi
             await asyncio.sleep(0)
     await front.until(lambda: moved.finished)
     assert moved.tokens == reference.tokens
-    # What was stored of the others is theirs.
-    await others(engine, front, 100)
-    for stream in await others(engine, front, 90):
+    # The blocks stored for the other requests are intact.
+    await evict_device(engine, front, 100)
+    for stream in await evict_device(engine, front, 90):
         assert stream.tokens == ended.pop(0).tokens
 
 
-async def test_preempted_requests_come_back_with_what_was_offloaded(engine: VllmEngine, front: Front) -> None:
+async def test_preempted_requests_resume_from_offloaded_blocks(engine: VllmEngine, front: Front) -> None:
     prompts = [PROMPT[n:] for n in range(10, 15)]
     alone = [await front.run(engine, prompt, greedy(120)) for prompt in prompts]
     before = engine.stats()

@@ -1,4 +1,4 @@
-"""Measuring the vLLM engine on the tiny model: all of the plan is done, and a profile comes of it."""
+"""Profiling of the vLLM engine on the tiny model: the whole plan is executed and yields a profile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.vllm
 
 
 class NoUsers:
-    """Must hear of nothing."""
+    """Engine sink that must not be used."""
 
     def on_step(self, columns: StepColumns) -> None:
         raise AssertionError("an output of nobody's")
@@ -34,7 +34,7 @@ class NoUsers:
         raise AssertionError(reason)
 
 
-async def test_a_vllm_engine_is_measured() -> None:
+async def test_profile_of_a_vllm_engine() -> None:
     engine = VllmEngine(
         VllmSettings(
             model=str(MODEL_PATH),
@@ -48,7 +48,7 @@ async def test_a_vllm_engine_is_measured() -> None:
     probes = Probes(NoUsers(), asyncio.get_running_loop().time)
     info = await engine.start(probes)
     try:
-        # The whole plan takes some seconds; which of them a busy machine takes longer for is not asked here.
+        # The whole plan takes some seconds; the budget leaves time for a busy machine.
         samples = await measure(engine, info, probes, 120.0, lambda _: None)
     finally:
         await engine.stop()
@@ -56,7 +56,7 @@ async def test_a_vllm_engine_is_measured() -> None:
     assert {batch.requests for batch in batches(info)} <= {sample.requests for sample in samples.decode}
     times = [seconds for _, seconds in samples.ttft] + [sample.seconds for sample in samples.decode]
     assert min(times) > 0.0
-    # A minute between tokens: no stall of the machine is as long.
+    # A minute between tokens, longer than any stall of the machine.
     found = profile_of(info, "w", samples, 60.0, 5.0)
     assert "threads" in found.hardware and found.kind.startswith("vllm-")
     assert found.ttft.samples == len(samples.ttft) and found.decode_samples == len(samples.decode)

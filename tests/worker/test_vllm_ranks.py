@@ -1,4 +1,4 @@
-"""Engines of two ranks: streams moved from rank to rank, and what is said of sizes that cannot be."""
+"""Engines with two ranks: streams moved from rank to rank, and errors of impossible sizes."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ STREAMS = 8
     ],
     ids=str,
 )
-async def test_streams_that_move_from_rank_to_rank_are_the_undisturbed_ones(
-    cell: Cell, tmp_path: Path
-) -> None:
+async def test_streams_moved_between_ranks_are_unchanged(cell: Cell, tmp_path: Path) -> None:
     result = await run_cell(cell, tmp_path, STREAMS)
     assert result.error == ""
     assert (result.equal, result.live) == (STREAMS, MOVES * STREAMS)
@@ -50,11 +48,11 @@ async def test_streams_that_move_from_rank_to_rank_are_the_undisturbed_ones(
         ({"engine_args": {"max_model_length": 512}}, "no engine argument max_model_length"),
     ],
 )
-def test_what_cannot_be_is_said_in_one_line(
+def test_impossible_settings_are_reported_in_one_line(
     settings: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("VLLM_WORKER_MULTIPROC_METHOD", "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"):
-        # Set as the engine would have it, and back as it was.
+        # Set as the engine does, and restored afterwards.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     with pytest.raises(RuntimeError, match=said) as error:

@@ -1,4 +1,4 @@
-"""A sample of `make test-models`: vLLM's Model Runner V2, in a process of its own in Triton's interpreter."""
+"""A sample of `make test-models`: vLLM's Model Runner V2 in a separate process with Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STREAMS = 4
 
 
 @pytest.mark.parametrize("cell", [Cell("tiny", v2=True, async_scheduling=True)], ids=str)
-async def test_streams_that_move_are_the_undisturbed_ones(cell: Cell, tmp_path: Path) -> None:
+async def test_moved_streams_are_unchanged(cell: Cell, tmp_path: Path) -> None:
     result = await run_cell(cell, tmp_path, STREAMS)
     assert result.error == ""
     assert (result.equal, result.live) == (STREAMS, MOVES * STREAMS)
@@ -38,8 +38,8 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 
 @pytest.mark.slow
-async def test_prefixes_come_back_from_host_memory() -> None:
-    """Some of the tests with Model Runner V1, run again."""
+async def test_prefixes_are_loaded_from_host_memory() -> None:
+    """Some tests for Model Runner V1, run again with V2."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", _IN_V2, "-p", "no:xdist", "-p", "no:cacheprovider", "-o", "timeout=500"),
         *("tests/worker/test_vllm_host_tier.py", "-k", "comes_back or one_load or gone_before or forgotten"),

@@ -36,11 +36,11 @@ from worker_agent.engine.vllm.settings import VllmSettings
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
-# 11 blocks for the requests, 20 in host memory.
+# Leaves 11 blocks for requests, and 20 in host memory.
 KV_BLOCKS = 12
 HOST_BLOCKS = 20
 MODEL_LEN = 320
-# Of the tiny model: keys and values of 3 layers with 2 heads of 32 dimensions each, in float32.
+# Of the tiny model, in bytes: keys and values of 3 layers with 2 heads of 32 dimensions each, in float32.
 BLOCK_BYTES = 2 * 3 * 2 * 32 * 4 * BLOCK
 LENGTH = 110
 
@@ -100,14 +100,14 @@ async def alone(started: tuple[VllmEngine, Front]) -> list[Stream]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def reference(started: tuple[VllmEngine, Front]) -> Stream:
-    """What one of a crowd yields when it has the engine to itself."""
+    """The outputs of one request of `crowd` when it runs alone."""
     engine, front = started
     return await front.run(engine, ANSWERING, params(max_tokens=LENGTH, **SEEDED))
 
 
 @pytest_asyncio.fixture(loop_scope="module", autouse=True)
 async def nothing_left(engine: VllmEngine, front: Front) -> AsyncIterator[None]:
-    """Every test ends with no request, no block and no host memory in use."""
+    """Check that every test ends with no request, no block and no host memory in use."""
     engine.set_intra("vllm")
     yield
     await idle(engine)
@@ -127,10 +127,10 @@ async def run_together(engine: VllmEngine, front: Front) -> list[Stream]:
 
 
 @pytest.mark.parametrize("intra", ["vllm", "round_robin", "pascal"])
-async def test_swapping_changes_nothing(
+async def test_swapping_does_not_change_outputs(
     engine: VllmEngine, front: Front, alone: list[Stream], intra: str
 ) -> None:
-    """More than the device holds, in every order: answers as if each had been alone."""
+    """More requests than the device has room for, in every order: the same outputs as alone."""
     engine.set_intra(intra)
     before = engine.stats()
     together = await run_together(engine, front)
@@ -143,7 +143,7 @@ async def test_swapping_changes_nothing(
 
 
 async def crowd(engine: VllmEngine, front: Front, number: int = 5) -> list[Stream]:
-    """Seeded requests that fill the device until one of them waits in host memory."""
+    """Start seeded requests that fill the device, and wait until one of them is in host memory."""
     streams = [front.stream(ANSWERING, params(max_tokens=LENGTH, **SEEDED)) for _ in range(number)]
     swapped = engine.stats().swaps_out
     for stream in streams:
@@ -153,7 +153,7 @@ async def crowd(engine: VllmEngine, front: Front, number: int = 5) -> list[Strea
 
 
 async def finish(front: Front, streams: list[Stream], reference: Stream) -> None:
-    """All answers are those of the request alone."""
+    """Wait for all streams and check that they equal the request alone."""
     await front.until(lambda: all(stream.finished for stream in streams))
     for stream in streams:
         same(stream, reference)
@@ -164,7 +164,7 @@ def states(engine: VllmEngine) -> dict[str, str]:
 
 
 async def swapped_stream(engine: VllmEngine, streams: list[Stream]) -> tuple[Stream, Bundle]:
-    """One that is swapped out, and its export, paused there."""
+    """Return a swapped-out stream and its export, which is paused."""
     while True:
         for stream in streams:
             if states(engine).get(stream.request_id) != "preempted":
@@ -174,14 +174,14 @@ async def swapped_stream(engine: VllmEngine, streams: list[Stream]) -> tuple[Str
                 await bundle.open()
                 await bundle.stop_and_copy()
             except EngineRefusal:
-                # It computes its prompt anew, or ended.
+                # It recomputes its prompt, or has ended.
                 await engine.export_resume(stream.request_id)
                 continue
             return stream, bundle
         await asyncio.sleep(0)
 
 
-async def test_a_swapped_request_is_exported_and_goes_on_where_it_came_from(
+async def test_swapped_request_is_exported_and_continues_at_its_source(
     engine: VllmEngine, front: Front, reference: Stream
 ) -> None:
     streams = await crowd(engine, front)
@@ -192,8 +192,8 @@ async def test_a_swapped_request_is_exported_and_goes_on_where_it_came_from(
     await finish(front, streams, reference)
 
 
-async def test_a_swapped_request_moves(engine: VllmEngine, front: Front, reference: Stream) -> None:
-    """Its KV is read from host memory; it comes back to an engine that has room again."""
+async def test_swapped_request_moves(engine: VllmEngine, front: Front, reference: Stream) -> None:
+    """Its KV is read from host memory and imported into an engine with room again."""
     streams = await crowd(engine, front)
     stream, bundle = await swapped_stream(engine, streams)
     await engine.export_release(stream.request_id)
@@ -203,7 +203,7 @@ async def test_a_swapped_request_moves(engine: VllmEngine, front: Front, referen
     await finish(front, streams, reference)
 
 
-async def test_an_import_waits_in_host_memory_when_the_device_is_full(
+async def test_import_waits_in_host_memory_when_the_device_is_full(
     engine: VllmEngine, front: Front, reference: Stream
 ) -> None:
     moved = front.stream(ANSWERING, params(max_tokens=LENGTH, **SEEDED))
@@ -216,7 +216,7 @@ async def test_an_import_waits_in_host_memory_when_the_device_is_full(
     streams = await crowd(engine, front)
     with pytest.raises(EngineRefusal, match="no room"):
         await bundle.reserve(moved)
-    # PASCAL has answering requests wait in host memory.
+    # With PASCAL, answering requests wait in host memory.
     engine.set_intra("pascal")
     used = engine.stats().swaps_in
     await bundle.bring_in(moved)
@@ -224,7 +224,7 @@ async def test_an_import_waits_in_host_memory_when_the_device_is_full(
     assert engine.stats().swaps_in > used
 
 
-async def test_an_import_into_host_memory_is_dropped(
+async def test_import_into_host_memory_is_dropped(
     engine: VllmEngine, front: Front, reference: Stream
 ) -> None:
     moved = front.stream(ANSWERING, params(max_tokens=LENGTH, **SEEDED))
@@ -247,19 +247,19 @@ async def test_an_import_into_host_memory_is_dropped(
     await finish(front, streams, reference)
 
 
-async def test_a_block_that_changed_in_host_memory_is_computed_anew(
+async def test_block_changed_in_host_memory_is_recomputed(
     engine: VllmEngine, front: Front, reference: Stream
 ) -> None:
     pool = engine._parts.core.host_pool
     assert pool is not None
     load = pool.load
 
-    def spoil(slots: Sequence[int], block_ids: Sequence[int], names: Sequence[bytes]) -> list[int]:
+    def corrupt(slots: Sequence[int], block_ids: Sequence[int], names: Sequence[bytes]) -> list[int]:
         pool._bytes[slots[0], 0, 0] ^= 1
         return load(slots, block_ids, names)
 
     before = engine.stats().host_kv_corrupt_blocks
-    pool.load = spoil  # type: ignore[method-assign]
+    pool.load = corrupt  # type: ignore[method-assign]
     try:
         streams = await crowd(engine, front)
         await finish(front, streams, reference)
@@ -268,7 +268,7 @@ async def test_a_block_that_changed_in_host_memory_is_computed_anew(
     assert engine.stats().host_kv_corrupt_blocks > before
 
 
-async def test_without_room_in_host_memory_the_prompt_is_computed_anew(
+async def test_prompt_is_recomputed_without_room_in_host_memory(
     engine: VllmEngine, front: Front, reference: Stream
 ) -> None:
     before = engine.stats()
@@ -283,7 +283,7 @@ async def test_without_room_in_host_memory_the_prompt_is_computed_anew(
     assert after.swaps_refused > before.swaps_refused
 
 
-async def test_an_abandoned_request_frees_its_host_memory(engine: VllmEngine, front: Front) -> None:
+async def test_aborted_request_frees_its_host_memory(engine: VllmEngine, front: Front) -> None:
     streams = await crowd(engine, front)
     engine.abort([stream.key for stream in streams])
     await idle(engine)
@@ -291,11 +291,11 @@ async def test_an_abandoned_request_frees_its_host_memory(engine: VllmEngine, fr
 
 
 @pytest.mark.parametrize("pass_over", [0.0, 1.0])
-async def test_a_small_request_passes_one_that_does_not_fit_only_where_the_order_lets_it(
+async def test_small_request_passes_a_larger_one_only_if_the_order_allows_it(
     engine: VllmEngine, front: Front, pass_over: float
 ) -> None:
     await engine._run(lambda parts: use_policy(Fcfs(pass_over=pass_over), parts.core, parts.table))
-    # Half of the device for longer than the small one needs, all of it, and a quarter.
+    # Half of the device for longer than the small one runs, all of it, and a quarter.
     running = front.stream(ANSWERING, params(max_tokens=BLOCK * 5 - len(ANSWERING)))
     front.submit(engine, running)
     await front.until_tokens(running, 2)

@@ -1,4 +1,4 @@
-"""Which way a request comes to a worker, from what the two engines are."""
+"""How a request moves between two engines, live or by replay, depending on their properties."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ STAYS = Handover(Way.STAYS, "a pooling model")
 def opened(
     shape: KvShape = SHAPE, model: ModelIdentity | None = MODEL, reason: str = ""
 ) -> worker_pb2.ExportOpened:
-    """What a source says, after its way over the wire."""
+    """Return the source's handover, decoded from its message."""
     said = worker_pb2.ExportOpened(
         layout=kv_layout(shape), model=identity_message(model), replay_reason=reason
     )
     return worker_pb2.ExportOpened.FromString(said.SerializeToString())
 
 
-def test_between_equal_engines_it_comes_live() -> None:
+def test_requests_between_equal_engines_move_live() -> None:
     assert way_of(INFO, opened()) == LIVE
-    # From a source of a version that does not tell which model it runs, too.
+    # Also from a source of a version that does not send its model.
     assert way_of(INFO, opened(model=None)) == LIVE
 
 
@@ -53,7 +53,7 @@ def test_between_equal_engines_it_comes_live() -> None:
         (INFO, opened(replace(SHAPE, pipeline_parallel_size=4)), "pipeline_parallel_size 4 against 1"),
     ],
 )
-def test_where_kv_does_not_fit_it_is_replayed_and_the_setting_named(
+def test_incompatible_kv_is_replayed_and_the_setting_is_named(
     info: EngineInfo, source: worker_pb2.ExportOpened, reason: str
 ) -> None:
     way = way_of(info, source)
@@ -70,12 +70,12 @@ def test_where_kv_does_not_fit_it_is_replayed_and_the_setting_named(
         (ModelIdentity("text", "weights", "float32 None auto"), "dtype"),
     ],
 )
-def test_another_models_answer_is_never_gone_on_with(model: ModelIdentity | None, setting: str) -> None:
+def test_answer_of_another_model_is_never_continued(model: ModelIdentity | None, setting: str) -> None:
     with pytest.raises(CannotMove, match=setting):
         way_of(INFO, opened(replace(SHAPE, model_fingerprint="other"), model))
 
 
-def test_nothing_comes_to_a_pooling_model() -> None:
+def test_pooling_model_takes_no_request() -> None:
     with pytest.raises(CannotMove, match="target: a pooling model"):
         way_of(replace(INFO, handover=STAYS), opened())
 
@@ -84,7 +84,7 @@ ENDS = st.sampled_from([LIVE, by_replay("a feature"), STAYS])
 
 
 @given(source=ENDS, target=ENDS)
-def test_the_end_that_can_do_less_decides(source: Handover, target: Handover) -> None:
+def test_less_capable_end_decides(source: Handover, target: Handover) -> None:
     order = [Way.LIVE, Way.REPLAY, Way.STAYS]
     way = between(source, target)
     assert way.way is max(source.way, target.way, key=order.index)

@@ -1,4 +1,4 @@
-"""An event loop whose time passes only when nothing else can happen: timeouts cost nothing."""
+"""An event loop with virtual time, which passes only when no callback is ready: timeouts are free."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class _Selector(selectors.SelectSelector):
-    """Instead of waiting, lets the time pass."""
+    """Advances the virtual time instead of waiting."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -20,13 +20,13 @@ class _Selector(selectors.SelectSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = super().select(0)
         if not ready:
-            assert timeout is not None, "everybody waits for ever"
+            assert timeout is not None, "deadlock: every task waits without a timeout"
             self.now_s += max(0.0, timeout)
         return ready
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """For coroutines that use neither sockets nor threads."""
+    """Event loop for coroutines that use neither sockets nor threads."""
 
     def __init__(self) -> None:
         self._virtual = _Selector()
@@ -37,6 +37,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtually(main: Coroutine[Any, Any, T]) -> T:
-    """asyncio.run in virtual time."""
+    """Run a coroutine as asyncio.run does, in virtual time, and return its result."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)

@@ -1,4 +1,4 @@
-"""A request on its way from one vLLM engine to another, or back to the same one."""
+"""A request in transit from one vLLM engine to another, or back to the same one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from worker_agent.engine.vllm.kv_blocks import DeviceStaging
 
 
 class Bundle:
-    """A request taken out of an engine: what a worker would have received from the source."""
+    """An exported request: the state and blocks that a target receives from the source."""
 
     def __init__(self, engine: VllmEngine, request_id: str) -> None:
         self.engine = engine
@@ -20,7 +20,7 @@ class Bundle:
         self.pause: ExportedPause
 
     async def pull(self, num_blocks: int) -> None:
-        """Read the next blocks of the source."""
+        """Read the source's next blocks."""
         if num_blocks:
             staging = self.engine.staging(num_blocks)
             assert isinstance(staging, DeviceStaging)
@@ -40,13 +40,13 @@ class Bundle:
         await self.pull(len(self.pause.block_hashes))
 
     async def reserve(self, stream: Stream) -> None:
-        """Open the import of the stream's next epoch and reserve all its blocks; none is found by name."""
+        """Open the import of the stream's next epoch and reserve all its blocks, none of them cached."""
         await forget_prefixes(self.engine)
         await self.engine.import_open(self.exported, stream.key, stream.epoch + 1)
         await self.engine.import_reserve(self.request_id, self.have)
 
     async def write(self) -> None:
-        """All that is not there by name."""
+        """Write all blocks that the target does not have in its cache."""
         held = self.engine.import_cached(self.request_id)
         for first, number, staging, sums in self.parts:
             skip = min(max(0, held - first), number)
@@ -57,12 +57,12 @@ class Bundle:
                 )
 
     async def put_back(self, stream: Stream) -> None:
-        """Release at the source, and bring it back into the same engine."""
+        """Release the request at the source and import it into the same engine."""
         await self.engine.export_release(self.request_id)
         await self.bring_in(stream)
 
     async def bring_in(self, stream: Stream) -> None:
-        """Import and run it, as the stream's next epoch."""
+        """Import and run the request as the stream's next epoch."""
         await self.reserve(stream)
         await self.write()
         await self.engine.import_prepare(self.request_id, self.pause)
@@ -71,14 +71,14 @@ class Bundle:
 
 
 async def forget_prefixes(engine: VllmEngine) -> None:
-    """The engine finds no prefix in its cache any more."""
+    """Clear the engine's prefix cache."""
     await engine._run(
         lambda parts: parts.core.block_pool.evict_blocks(set(range(parts.core.block_pool.num_gpu_blocks)))
     )
 
 
 async def take_out(engine: VllmEngine, front: Front, stream: Stream, at: int) -> Bundle:
-    """Export in rounds, begun at `at` tokens, up to the pause."""
+    """Export a request in rounds up to the pause, beginning at `at` tokens."""
     bundle = Bundle(engine, stream.request_id)
     await front.until_tokens(stream, at)
     await bundle.open()

@@ -1,4 +1,4 @@
-"""A front end for tests of the vLLM engine: submits requests, collects and checks what comes back."""
+"""A front end for tests of the vLLM engine: submits requests, collects and checks their outputs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from worker_agent.engine.base import Frames, OutputFlag, RequestKey, StepColumns
 from worker_agent.engine.vllm.engine import VllmEngine
 
 DEADLINE_S = 60.0
-# A loop that reads nothing for so long waits for the engine itself.
+# Seconds after which the engine stops waiting for the event loop, which may itself wait for the engine.
 READ_S = 1.0
 
 
 @dataclass
 class Stream:
-    """What one request has received so far."""
+    """The outputs of one request so far."""
 
     key: RequestKey
     request_id: str
@@ -39,7 +39,7 @@ class Stream:
 
     @property
     def all_flags(self) -> OutputFlag:
-        """Every flag seen."""
+        """The union of all flags received."""
         seen = OutputFlag.NONE
         for flags in self.flags:
             seen |= flags
@@ -47,7 +47,7 @@ class Stream:
 
 
 class Front:
-    """The engine's sink; takes tokens in order, from the current epoch, as a front end would."""
+    """The engine's sink, which accepts tokens in order, only from the current epoch, as a front end does."""
 
     def __init__(self) -> None:
         self.streams: dict[int, Stream] = {}
@@ -62,7 +62,7 @@ class Front:
     # ---- EngineSink
 
     def on_step(self, columns: StepColumns) -> None:
-        """The engine waits for its reader: no request ends while a busy machine keeps the test from it."""
+        """Block the engine until its outputs are read, so that no request ends before a slow test sees it."""
         read = threading.Event()
         self._loop.call_soon_threadsafe(self._read, columns, read)
         read.wait(READ_S)
@@ -118,7 +118,10 @@ class Front:
         waited_s: float = 0.0,
         adapter: tuple[str, int, str] | None = None,
     ) -> Stream:
-        """A request, not yet submitted, that came to the fleet so long ago. `adapter`: name, number, path."""
+        """Create a request without submitting it.
+
+        `waited_s`: seconds since its arrival at the fleet. `adapter`: name, number, path.
+        """
         handle = next(self._handles)
         request_id = f"request-{handle}"
         lora = LoRARequest(*adapter) if adapter else None
@@ -140,7 +143,7 @@ class Front:
         return stream
 
     def submit(self, engine: VllmEngine, stream: Stream, sampling_state: bytes = b"") -> None:
-        """Submit it, going on after the tokens it has."""
+        """Submit a stream, to continue after its tokens."""
         engine.submit(
             Submission(
                 stream.key,
@@ -156,12 +159,12 @@ class Front:
         )
 
     async def until_tokens(self, stream: Stream, number: int) -> None:
-        """Wait until the stream has this many tokens; it must not end before."""
+        """Wait until the stream has this many tokens and check that it has not ended before."""
         await self.until(lambda: stream.finished or len(stream.tokens) >= number)
         assert len(stream.tokens) >= number, f"ended after {len(stream.tokens)}: {stream.finish_reason}"
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until the condition holds; it is looked at after every message."""
+        """Wait until the condition, which is checked after every message, holds."""
         async with asyncio.timeout(DEADLINE_S):
             while not condition():
                 assert not self.dead, self.dead
@@ -169,7 +172,7 @@ class Front:
                 await self._changed.wait()
 
     async def run(self, engine: VllmEngine, prompt: list[int], params: SamplingParams) -> Stream:
-        """Run a request undisturbed to its end."""
+        """Run a request to its end without disturbance and return its stream."""
         stream = self.stream(prompt, params)
         self.submit(engine, stream)
         await self.until(lambda: stream.finished)

@@ -1,4 +1,4 @@
-"""Plain vLLM in a process of its own: prints the token ids it makes. Run as a script by the engine's test."""
+"""Script of the engine's test: generates with plain vLLM in a separate process and prints the token IDs."""
 
 import json
 import os

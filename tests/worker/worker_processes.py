@@ -1,4 +1,4 @@
-"""Simulated workers in processes of their own."""
+"""Simulated workers in separate processes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tailrace.records import InstanceRecord
 from tailrace.store.store import Store, StoreUnavailable
 from tailrace.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 
-# A start takes two seconds, and half a minute on a machine that stalls.
+# A start takes two seconds, or half a minute on a stalling machine.
 WAIT_S = 60.0
-# Slow enough for a stream to be caught in the middle, with KV enough to be worth copying.
+# Slow enough to act in mid-stream, with enough KV to make copying worthwhile.
 ENGINE = {
     "speed": 1.0,
     "max_model_len": 4096,
@@ -36,7 +36,7 @@ ENGINE = {
 
 @dataclass
 class WorkerProcess:
-    """One running process."""
+    """A running worker process."""
 
     process: asyncio.subprocess.Process
     log: Path
@@ -58,7 +58,7 @@ class WorkerProcess:
         self.process.send_signal(signal.SIGKILL)
 
     async def logged(self, text: str, times: int = 1) -> None:
-        """Until the log says so (so many times)."""
+        """Wait until the log contains the text this many times."""
         async with asyncio.timeout(WAIT_S):
             while self.log.read_text().count(text) < times:
                 assert self.process.returncode is None, self.log.read_text()
@@ -78,7 +78,10 @@ async def worker_process(
     engine: Mapping[str, object] | None = None,
     more: Sequence[str] = (),
 ) -> AsyncIterator[WorkerProcess]:
-    """A process of simulated workers that have registered. `more`: further options of `serve worker`."""
+    """Start a process of simulated workers and wait until they are registered.
+
+    `more`: further options of `serve worker`.
+    """
     arguments = ENGINE | dict(engine or {})
     command = [sys.executable, "-c", "from worker_agent.main import command; command()"]
     command += ["--engine", "simulated", "--etcd", etcd, "--cluster", cluster, "--id", name]
@@ -116,7 +119,7 @@ async def _registered(store: Store, name: str, worker: WorkerProcess) -> Instanc
         value = None
         while value is None:
             assert worker.process.returncode is None, worker.log.read_text()
-            # On a busy machine etcd may be too slow for the store's deadline.
+            # On a busy machine etcd can exceed the store's deadline.
             with contextlib.suppress(StoreUnavailable):
                 value = await store.get(f"instances/{name}")
             await asyncio.sleep(0.05)
@@ -133,7 +136,7 @@ async def migrate(
     mode: worker_pb2.CopyMode.ValueType = worker_pb2.COPY_MODE_PRE_COPY,
     timeout_s: float = 10.0,
 ) -> list[worker_pb2.ImportEvent]:
-    """Import to the worker behind the channel; every event."""
+    """Import a request into the worker behind the channel and return all events."""
     request = worker_pb2.ImportRequest(
         migration_id=migration_id or f"{request_id}/{from_epoch + 1}",
         request_id=request_id,
@@ -147,6 +150,6 @@ async def migrate(
 
 
 def committed(events: list[worker_pb2.ImportEvent]) -> worker_pb2.ImportEvent:
-    """The last event, which must be the commit."""
+    """Return the last event and check that it is the commit."""
     assert events and events[-1].state == types_pb2.MIGRATION_STATE_COMMITTED, events
     return events[-1]
