@@ -76,8 +76,8 @@ def test_image_request_moves_live(fleet: Fleet, chats: Chats) -> None:
     stream = chats.start(image_prompt(3), progress.append, **OPTIONS)
     wait_until(lambda: bool(progress), "the first token", 60)
     placed = fleet.wait_request(progress[-1].request_id)
-    there = next(name for name in WORKERS if name != placed.instance_id)
-    records = [fleet.migrate(placed.request_id, target) for target in (there, placed.instance_id)]
+    other_worker = next(name for name in WORKERS if name != placed.instance_id)
+    records = [fleet.migrate(placed.request_id, target) for target in (other_worker, placed.instance_id)]
     assert [record.state for record in records] == [types_pb2.MIGRATION_STATE_COMMITTED] * 2
     assert [record.way for record in records] == [types_pb2.WAY_LIVE] * 2
     assert_same(stream.result(timeout=120), expected)

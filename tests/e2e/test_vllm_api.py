@@ -41,7 +41,7 @@ def run_and_move(fleet: Fleet, ask: Callable[[], Completion], requests: int) -> 
     """Return the answer, and how many of its requests were moved while they ran."""
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(ask)
-        count = sum(_move(fleet, name, here) for name, here in _wait_running(fleet, answer, requests))
+        count = sum(_move(fleet, name, source) for name, source in _wait_running(fleet, answer, requests))
         return answer.result(timeout=120), count
 
 
@@ -57,8 +57,8 @@ def _wait_running(fleet: Fleet, answer: Future[Completion], requests: int) -> li
     return found
 
 
-def _move(fleet: Fleet, request_id: str, here: str) -> bool:
-    target = next(name for name in VLLM_WORKERS if name != here)
+def _move(fleet: Fleet, request_id: str, source: str) -> bool:
+    target = next(name for name in VLLM_WORKERS if name != source)
     try:
         record = fleet.migrate(request_id, target)
     except grpc.RpcError as error:

@@ -169,11 +169,11 @@ def move_while_running(
 
         # The scheduler may learn of a phase after the client has received tokens of it.
         wait_until(movable, "the request to be listed, and decoded")
-        here = fleet.find_request(part)
-        if here is None:
+        placed = fleet.find_request(part)
+        if placed is None:
             break
         try:
-            record = fleet.migrate(here.request_id, others(here.instance_id)[0])
+            record = fleet.migrate(placed.request_id, others(placed.instance_id)[0])
         except grpc.RpcError as error:
             assert error.code() is grpc.StatusCode.NOT_FOUND, error
             break
@@ -246,13 +246,13 @@ def held_migration(fleet: Fleet, chats: Chats, step: str) -> tuple[str, str, Cal
     progress = Progress()
     stream = chats.start(LONG.prompt, progress)
     chat = progress.wait(lambda c: len(c.reasoning) > 100, "some thought")
-    here = fleet.wait_request(chat.request_id)
-    target = others(here.instance_id)[0]
+    placed = fleet.wait_request(chat.request_id)
+    target = others(placed.instance_id)[0]
     fleet.arm({"hold": step, "seconds": 30})
-    mover = threading.Thread(target=_try_to_migrate, args=(fleet, here.request_id, target), daemon=True)
+    mover = threading.Thread(target=_try_to_migrate, args=(fleet, placed.request_id, target), daemon=True)
     mover.start()
     fleet.wait_held(step)
-    return here.instance_id, target, lambda: stream.result(timeout=120)
+    return placed.instance_id, target, lambda: stream.result(timeout=120)
 
 
 def _try_to_migrate(fleet: Fleet, request_id: str, target: str) -> None:
@@ -319,9 +319,9 @@ def test_corrupted_block_aborts_and_is_counted(vllm_fleet: Fleet, vllm_chats: Ch
     progress = Progress()
     stream = vllm_chats.start(LONGER.prompt, progress)
     chat = progress.wait(lambda c: len(c.reasoning) > 300, "some thought")
-    here = vllm_fleet.wait_request(chat.request_id)
+    placed = vllm_fleet.wait_request(chat.request_id)
     vllm_fleet.arm({"corrupt": "kv"})
-    record = vllm_fleet.migrate(here.request_id, others(here.instance_id)[0])
+    record = vllm_fleet.migrate(placed.request_id, others(placed.instance_id)[0])
     assert record.state == types_pb2.MIGRATION_STATE_ABORTED
     assert "checksum" in record.error
     vllm_fleet.disarm()

@@ -255,8 +255,8 @@ async def test_runs_begun_during_a_partition_are_distinguished() -> None:
     await world.deliver_all()
     second = world.copy_holder(client.answer_id, "f0")
     await world.isolate("f0")
-    for name, who in (("f0", client), (second, other)):
-        await world.open(name, who)
+    for name, holder in (("f0", client), (second, other)):
+        await world.open(name, holder)
         await world.tokens(name, 2)
         await world.deliver_all()
     assert (client.events, other.events) == ([1, 2, 3], [1, 4, 5])
@@ -664,15 +664,15 @@ def test_answer_expires_after_it_is_unused_for_long() -> None:
 
 
 def test_handed_over_answer_is_claimed_once() -> None:
-    here, there = AnswerStore("f0", 1 << 20, rendezvous_rank), AnswerStore("f1", 1 << 20, rendezvous_rank)
-    answer = here.open(head(key="k"), 0.0)
-    append_tokens(here, answer, 1, 2)
-    part = here.hand_over(answer, "f1", 1.0)
-    claimed = there.claim(part, 1.0)
+    local, remote = AnswerStore("f0", 1 << 20, rendezvous_rank), AnswerStore("f1", 1 << 20, rendezvous_rank)
+    answer = local.open(head(key="k"), 0.0)
+    append_tokens(local, answer, 1, 2)
+    part = local.hand_over(answer, "f1", 1.0)
+    claimed = remote.claim(part, 1.0)
     assert claimed is not None and (claimed.run, claimed.tokens) == (part.run, 2)
     assert claimed.served_here and claimed.client_connected
     # A duplicate or late reply: a later run may have begun from the first one.
-    assert there.claim(part, 2.0) is None and there.get("a") is claimed
+    assert remote.claim(part, 2.0) is None and remote.get("a") is claimed
     # Without the request nothing can be run again; its key may be in use by another answer.
     assert AnswerStore("f2", 1 << 20, rendezvous_rank).claim(replace(part, head=None), 2.0) is None
     other = AnswerStore("f2", 1 << 20, rendezvous_rank)
@@ -698,39 +698,39 @@ def test_end_of_an_earlier_run_does_not_end_the_current_one() -> None:
 
 
 def test_parts_are_applied_once_and_in_order() -> None:
-    here, there = AnswerStore("f0", 1 << 20, rendezvous_rank), AnswerStore("f1", 1 << 20, rendezvous_rank)
-    answer = here.open(head(), 0.0)
-    append_tokens(here, answer, 1, 2, 3)
-    assert there.apply_part(here.part_from(answer, 1), 0.0) is PartRefusal.GAP
-    first = decode_part(encode_part(here.part_from(answer, 0)))
+    local, remote = AnswerStore("f0", 1 << 20, rendezvous_rank), AnswerStore("f1", 1 << 20, rendezvous_rank)
+    answer = local.open(head(), 0.0)
+    append_tokens(local, answer, 1, 2, 3)
+    assert remote.apply_part(local.part_from(answer, 1), 0.0) is PartRefusal.GAP
+    first = decode_part(encode_part(local.part_from(answer, 0)))
     for _ in range(2):
-        assert isinstance(copy := there.apply_part(first, 0.0), Answer)
+        assert isinstance(copy := remote.apply_part(first, 0.0), Answer)
         assert copy.head == answer.head
         assert (copy.entries, copy.tokens, copy.served_here) == (answer.entries, 3, False)
-    kept = there.get("a")
+    kept = remote.get("a")
     assert kept is not None
-    append_tokens(here, answer, 4)
-    assert isinstance(there.apply_part(here.part_from(answer, 2, with_head=False), 0.0), Answer)
+    append_tokens(local, answer, 4)
+    assert isinstance(remote.apply_part(local.part_from(answer, 2, with_head=False), 0.0), Answer)
     assert [entry.token_ids for entry in kept.entries] == [(1,), (2,), (3,), (4,)]
-    assert there.apply_part(here.part_from(answer, 5, with_head=False), 0.0) is PartRefusal.GAP
-    assert there.size == kept.size
+    assert remote.apply_part(local.part_from(answer, 5, with_head=False), 0.0) is PartRefusal.GAP
+    assert remote.size == kept.size
 
 
 def test_later_run_from_a_shorter_copy_truncates_the_log() -> None:
-    here, there = AnswerStore("f0", 1 << 20, rendezvous_rank), AnswerStore("f1", 1 << 20, rendezvous_rank)
-    answer = here.open(head(), 0.0)
-    append_tokens(here, answer, 1)
-    assert isinstance(there.apply_part(here.part_from(answer, 0), 0.0), Answer)
-    append_tokens(here, answer, 2, 3)
-    taken = there.get("a")
-    assert taken is not None
-    there.begin_run(taken, 0.0)
-    append_tokens(there, taken, 7)
-    assert isinstance(here.apply_part(there.part_from(taken, 0), 0.0), Answer)
+    local, remote = AnswerStore("f0", 1 << 20, rendezvous_rank), AnswerStore("f1", 1 << 20, rendezvous_rank)
+    answer = local.open(head(), 0.0)
+    append_tokens(local, answer, 1)
+    assert isinstance(remote.apply_part(local.part_from(answer, 0), 0.0), Answer)
+    append_tokens(local, answer, 2, 3)
+    taken_over = remote.get("a")
+    assert taken_over is not None
+    remote.begin_run(taken_over, 0.0)
+    append_tokens(remote, taken_over, 7)
+    assert isinstance(local.apply_part(remote.part_from(taken_over, 0), 0.0), Answer)
     assert [entry.token_ids for entry in answer.entries] == [(1,), (7,)]
-    assert (answer.run, answer.ended, answer.served_here, answer.tokens) == (taken.run, {1: 1}, False, 2)
+    assert (answer.run, answer.ended, answer.served_here, answer.tokens) == (taken_over.run, {1: 1}, False, 2)
     # Parts of the earlier run are superseded.
-    assert there.apply_part(here.part_from(answer, 0), 0.0) is PartRefusal.SUPERSEDED
+    assert remote.apply_part(local.part_from(answer, 0), 0.0) is PartRefusal.SUPERSEDED
 
 
 @pytest.mark.parametrize(

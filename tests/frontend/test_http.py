@@ -142,10 +142,10 @@ def test_invalid_input_gets_an_openai_error_and_reaches_no_worker(
     [("tailrace_pace_tpot_ms", "abc"), ("tailrace_pace_tpot_ms", -1), ("tailrace_pace", 50)],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_wrong_extension_of_tailrace_is_refused_by_name(
+def test_invalid_tailrace_argument_is_refused_by_name(
     front_end: FrontEndThread, extension: str, value: object, stream: bool
 ) -> None:
-    seen = len(front_end.worker.requests)
+    requests_before = len(front_end.worker.requests)
     body = {"model": "tiny", "prompt": "x", "stream": stream, "vllm_xargs": {extension: value}}
     reply = post(front_end, "/v1/completions", body)
     if front_end.front is Front.PYTHON:
@@ -155,7 +155,7 @@ def test_a_wrong_extension_of_tailrace_is_refused_by_name(
     else:
         # vllm-rs has errors without reasons only.
         assert reply.status_code == 500 or "error" in reply.text
-    assert len(front_end.worker.requests) == seen
+    assert len(front_end.worker.requests) == requests_before
 
 
 @pytest.mark.parametrize("path", ["/sleep", "/wake_up", "/pause", "/resume"])

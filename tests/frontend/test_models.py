@@ -113,6 +113,6 @@ async def test_placement_request_names_the_model_and_a_reply_with_another_is_ign
         stream.token_ids.append(1)
         assert await placement.choose(stream, NOWHERE) == Placed("b", "fallback")
     # Both precisions suit a new request; a fleet with a single precision names it.
-    assert leader.asked[0].model == "text:weights"
+    assert leader.place_requests[0].model == "text:weights"
     assert fleet_of(a="fp8", b="fp8").model == "text:weights:fp8"
-    assert {each.model for each in leader.asked[1:]} == {"text:weights:bf16"}
+    assert {each.model for each in leader.place_requests[1:]} == {"text:weights:bf16"}

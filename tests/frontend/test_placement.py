@@ -45,7 +45,7 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
         self, answer: Callable[[scheduler_pb2.PlaceRequest], scheduler_pb2.PlaceReply] | None
     ) -> None:
         self.answer = answer
-        self.asked: list[scheduler_pb2.PlaceRequest] = []
+        self.place_requests: list[scheduler_pb2.PlaceRequest] = []
         # Number of requests in each call.
         self.calls: list[int] = []
         self.called, self.open = asyncio.Event(), asyncio.Event()
@@ -63,7 +63,7 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
         request: scheduler_pb2.PlaceManyRequest,
         context: grpc.aio.ServicerContext[scheduler_pb2.PlaceManyRequest, scheduler_pb2.PlaceManyReply],
     ) -> scheduler_pb2.PlaceManyReply:
-        self.asked += request.requests
+        self.place_requests += request.requests
         self.calls.append(len(request.requests))
         self.called.set()
         if self.answer is None:
@@ -127,7 +127,7 @@ async def test_request_goes_to_an_instance_that_meets_its_requirements(
     refusing = Scheduler(lambda request: scheduler_pb2.PlaceReply(refusal="none"))
     async with scheduler(members, "s0", refusing):
         await Placement("f0", Fleet(members), outbox, table, channels).choose(stream, frozenset())
-    assert set(refusing.asked[0].excluded_instance_ids) == members.instances.keys() - capable
+    assert set(refusing.place_requests[0].excluded_instance_ids) == members.instances.keys() - capable
 
 
 async def test_placement_request_has_exact_lengths(channels: Channels) -> None:
@@ -138,12 +138,12 @@ async def test_placement_request_has_exact_lengths(channels: Channels) -> None:
     async with scheduler(members, "s0", leader):
         placement = Placement("f0", Fleet(members), AttachedOutbox("a", "b"), table, channels)
         assert await placement.choose(stream, frozenset({"z"})) == Placed("b", "test")
-    (asked,) = leader.asked
-    assert (asked.request_id, asked.frontend_id) == ("r", "f0")
-    assert (asked.prompt_tokens, asked.output_tokens, asked.max_tokens) == (7, 2, 9)
-    assert list(asked.excluded_instance_ids) == ["z"]
+    (request,) = leader.place_requests
+    assert (request.request_id, request.frontend_id) == ("r", "f0")
+    assert (request.prompt_tokens, request.output_tokens, request.max_tokens) == (7, 2, 9)
+    assert list(request.excluded_instance_ids) == ["z"]
     # It has tokens, so it cannot be refused as late.
-    assert asked.admitted
+    assert request.admitted
 
 
 async def test_only_a_request_never_placed_may_be_refused_as_late(channels: Channels) -> None:
@@ -156,7 +156,7 @@ async def test_only_a_request_never_placed_may_be_refused_as_late(channels: Chan
         placement = Placement("f0", Fleet(members), AttachedOutbox("a"), table, channels)
         assert await placement.choose(new, frozenset()) == NoPlacement("too late", final=True)
         await placement.choose(moved, frozenset())
-    assert [asked.admitted for asked in late.asked] == [False, True]
+    assert [request.admitted for request in late.place_requests] == [False, True]
 
 
 async def test_requests_that_arrive_during_a_call_are_placed_in_one_batch(channels: Channels) -> None:
@@ -226,7 +226,7 @@ async def test_standby_scheduler_is_asked_when_the_leader_hangs(channels: Channe
         assert await placement.choose(table.open("r"), frozenset()) == Placed("b", "test")
         # The next request does not wait for the hung one.
         assert await placement.choose(table.open("s"), frozenset()) == Placed("b", "test")
-    assert len(hung.asked) == 1
+    assert len(hung.place_requests) == 1
 
 
 async def test_unreachable_leader_is_asked_once_until_it_serves_again(channels: Channels) -> None:
@@ -249,10 +249,10 @@ async def test_unreachable_leader_is_asked_once_until_it_serves_again(channels: 
             assert reply is not None and reply.instance_id == "b"
             async with asyncio.timeout(15):
                 await probed.wait()
-        assert len(hung.asked) == 1
+        assert len(hung.place_requests) == 1
         hung.answer, serving = placed_on("a"), True
         async with asyncio.timeout(15):
-            while len(hung.asked) == 1:
+            while len(hung.place_requests) == 1:
                 await calls.place(scheduler_pb2.PlaceRequest(request_id="again"))
         await calls.close()
 

@@ -264,11 +264,11 @@ async def test_front_end_cut_off_from_etcd_follows_the_schedulers_rollout(rig: R
 
     def place(request: scheduler_pb2.PlaceRequest) -> scheduler_pb2.PlaceReply:
         of_model = {OLD.key: "a", NEW.key: "c"}[request.model]
-        taken = of_model not in request.excluded_instance_ids
-        gone = rollouts["chat"].state is RolloutState.DONE and of_model == "a"
+        not_excluded = of_model not in request.excluded_instance_ids
+        rolled_out = rollouts["chat"].state is RolloutState.DONE and of_model == "a"
         return scheduler_pb2.PlaceReply(
-            instance_id=of_model if taken and not gone else "",
-            refusal="" if taken and not gone else "none",
+            instance_id=of_model if not_excluded and not rolled_out else "",
+            refusal="" if not_excluded and not rolled_out else "none",
             rollout=newer_rollout(request, rollouts),
         )
 

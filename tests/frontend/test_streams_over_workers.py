@@ -115,21 +115,23 @@ async def test_stale_outputs_are_removed_from_a_step_and_the_others_delivered(ri
     worker = await rig.worker("a")
     await rig.front.ready()
     await rig.front.add("x")
-    gone = await worker.submitted()
+    aborted = await worker.submitted()
     await rig.front.add("y")
     kept = await worker.submitted()
     await rig.front.abort("x")
-    assert list((await worker.expect("abort")).abort.handles) == [gone.handle]
+    assert list((await worker.expect("abort")).abort.handles) == [aborted.handle]
     both = merge(
-        outputs(gone, [1], 0),
+        outputs(aborted, [1], 0),
         outputs(kept, [2], 0, FINISHED),
-        frames=encode_outputs([output_of(outputs(gone, [1], 0)), output_of(outputs(kept, [2], 0, FINISHED))]),
+        frames=encode_outputs(
+            [output_of(outputs(aborted, [1], 0)), output_of(outputs(kept, [2], 0, FINISHED))]
+        ),
     )
     worker.say(both)
     await rig.front.end_of("y")
     assert rig.front.tokens == {"y": [2]}
     # The abort is repeated, because the worker still sent outputs of the request.
-    assert list((await worker.expect("abort")).abort.handles) == [gone.handle]
+    assert list((await worker.expect("abort")).abort.handles) == [aborted.handle]
     assert rig.count("rejected_outputs_total", cause="unknown") == 1
 
 

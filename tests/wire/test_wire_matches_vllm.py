@@ -133,16 +133,14 @@ def test_pace_among_the_extra_arguments(
         ("x" * 1_000, "'" + "x" * 39 + "..."),
     ],
 )
-def test_a_pace_that_is_none_is_refused_by_name(
-    vllm_engine: Any, serial: Any, value: object, shown: str
-) -> None:
+def test_invalid_pace_is_refused_by_name(vllm_engine: Any, serial: Any, value: object, shown: str) -> None:
     extra = {"tailrace_pace_tpot_ms": value}
     head = wire.read_request(_encode(serial, _request(vllm_engine, [1], extra_args=extra)))
     assert head.pace_tpot_ms is None
     assert head.wrong_extra == f"vllm_xargs.tailrace_pace_tpot_ms: {shown} is not a number from 0 to 60000."
 
 
-def test_an_unknown_argument_of_tailrace_is_refused_by_name(vllm_engine: Any, serial: Any) -> None:
+def test_unknown_tailrace_argument_is_refused_by_name(vllm_engine: Any, serial: Any) -> None:
     extra = {"tailrace_pace_tpot": 50, "other": 1}
     head = wire.read_request(_encode(serial, _request(vllm_engine, [1], extra_args=extra)))
     assert "vllm_xargs.tailrace_pace_tpot: " in head.wrong_extra
@@ -202,8 +200,8 @@ def _two_outputs_with_logprobs(vllm_engine: Any) -> Any:
 
 def _last(vllm_engine: Any) -> dict[str, str]:
     """Return the last field of vLLM's message, which exists since 0.32."""
-    there = "weight_version" in vllm_engine.EngineCoreOutputs.__struct_fields__
-    return {"weight_version": "v9"} if there else {}
+    exists = "weight_version" in vllm_engine.EngineCoreOutputs.__struct_fields__
+    return {"weight_version": "v9"} if exists else {}
 
 
 @pytest.mark.parametrize("keep", [(True, True), (True, False), (False, True), (False, False)])

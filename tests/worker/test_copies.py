@@ -90,6 +90,6 @@ async def test_cancelled_copy_leaves_nothing_behind() -> None:
 
 async def test_copy_of_a_request_that_has_left_the_holder() -> None:
     target = Target()
-    gone = cache_pb2.CopyRequest(request_id="gone", holder_address=HOLDER.address, tokens=8)
-    assert (await target.copies.copy(gone)).result == "gone"
+    unknown = cache_pb2.CopyRequest(request_id="gone", holder_address=HOLDER.address, tokens=8)
+    assert (await target.copies.copy(unknown)).result == "gone"
     assert target.metrics.copies == {"gone": 1} and not target.transfer.begun

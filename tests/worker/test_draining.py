@@ -95,8 +95,8 @@ async def test_stopping_worker_waits_for_its_requests(etcd: str, tmp_path: Path)
         async with grpc.aio.insecure_channel(r.worker.address) as channel:
             with pytest.raises(grpc.aio.AioRpcError, match="the worker is stopping"):
                 await migrate(channel, "another", "127.0.0.1:1", 0)
-        made = len(running.tokens)
-        await running.until(made + 20)
+        tokens_before = len(running.tokens)
+        await running.until(tokens_before + 20)
         assert r.worker.process.returncode is None
         assert r.front_end.handed_back.empty()
         await r.abort(running)
@@ -149,8 +149,8 @@ async def test_scheduler_can_request_waiting_prompts_back(etcd: str, tmp_path: P
         named = [stream.request_id for stream in (running, waiting)]
         async with grpc.aio.insecure_channel(r.worker.address) as channel:
             stub = worker_pb2_grpc.WorkerStub(channel)
-            asked = worker_pb2.HandBackPromptsRequest(request_ids=[*named, "nobody's"])
-            reply = await stub.HandBackPrompts(asked, timeout=WAIT_S)
+            request = worker_pb2.HandBackPromptsRequest(request_ids=[*named, "nobody's"])
+            reply = await stub.HandBackPrompts(request, timeout=WAIT_S)
         assert reply.handed_back == 1
         assert await r.next_handed_back() == waiting.handle
         await r.abort(running)

@@ -39,7 +39,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def make_room(self, slots: int) -> None:
         """Drop cached blocks from the model until this many slots are free."""
-        others = {slot for taken in self.requests.values() for slot in taken} | set(self.pins)
+        others = {slot for request_slots in self.requests.values() for slot in request_slots} | set(self.pins)
         free = TOTAL - len(others | set(self.cached.values()))
         for name in [name for name, slot in self.cached.items() if slot not in self.pins][
             : max(0, slots - free)

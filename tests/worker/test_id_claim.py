@@ -77,9 +77,9 @@ async def test_worker_replaced_while_frozen_stops(
                 first.process.send_signal(signal.SIGCONT)
                 async with asyncio.timeout(WAIT_S):
                     assert await first.process.wait() == 1
-                said = first.log.read_text()
-                assert f"another worker, at {second.address}, has registered as 'w'" in said
-                assert "Traceback" not in said
+                log = first.log.read_text()
+                assert f"another worker, at {second.address}, has registered as 'w'" in log
+                assert "Traceback" not in log
                 value = await store.get("instances/w")
                 assert value is not None
                 assert msgspec.json.decode(value, type=InstanceRecord) == second.records[0]

@@ -43,11 +43,11 @@ class Room:
             self.free -= size
             self.granted.append(number)
 
-        def done(refusal: EngineRefusal | None) -> None:
+        def on_done(refusal: EngineRefusal | None) -> None:
             assert number not in self.results
             self.results[number] = refusal
 
-        self.queue.add(str(number), RequestKey(number % 2, number), reserve, done)
+        self.queue.add(str(number), RequestKey(number % 2, number), reserve, on_done)
 
 
 @given(st.lists(ACTION, max_size=40))

@@ -16,9 +16,10 @@ LAYOUTS = [(BLOCKS, 2, 16, 8), (2, BLOCKS, 16, 8), (2 * BLOCKS, 2, 8, 8)]
 
 
 def tensors(layout: tuple[int, ...], seed: int) -> list[torch.Tensor]:
-    made = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     return [
-        torch.randn(layout, generator=made, dtype=torch.float32).to(torch.bfloat16) for _ in range(LAYERS)
+        torch.randn(layout, generator=generator, dtype=torch.float32).to(torch.bfloat16)
+        for _ in range(LAYERS)
     ]
 
 
@@ -41,8 +42,10 @@ def test_blocks_arrive_unchanged_and_nothing_else_changes(layout: tuple[int, ...
     target.verify(received, sums, 0)
     target.scatter(received, [2, 5, 9])
     of_source, of_target = KvBlocks(sent, BLOCKS), KvBlocks(before, BLOCKS)
-    for here, there in {2: 7, 5: 0, 9: 3}.items():
-        assert target.gather([here], target.staging(1)) == of_source.gather([there], of_source.staging(1))
+    for target_block, source_block in {2: 7, 5: 0, 9: 3}.items():
+        assert target.gather([target_block], target.staging(1)) == of_source.gather(
+            [source_block], of_source.staging(1)
+        )
     untouched = [number for number in range(BLOCKS) if number not in (2, 5, 9)]
     assert target.gather(untouched, target.staging(8)) == of_target.gather(untouched, of_target.staging(8))
 

@@ -88,9 +88,9 @@ def test_memory_that_can_shrink_is_refused() -> None:
 
 def test_segments_are_reused_and_few_are_kept() -> None:
     segments = Segments()
-    taken = [segments.take(SIZE) for _ in range(9)]
-    assert len({each.name for each in taken}) == 9
-    for each in taken:
+    segments_in_use = [segments.take(SIZE) for _ in range(9)]
+    assert len({each.name for each in segments_in_use}) == 9
+    for each in segments_in_use:
         each.memory[:] = 1
         segments.give_back(each)
     larger = segments.take(2 * SIZE)
@@ -104,6 +104,6 @@ def test_segments_are_reused_and_few_are_kept() -> None:
 
 
 def test_memory_is_shared_within_a_host_unless_ucx_transports_are_set() -> None:
-    here = this_host({})
-    assert here and this_host({"UCX_TLS": "sm,tcp"}) == here
+    host = this_host({})
+    assert host and this_host({"UCX_TLS": "sm,tcp"}) == host
     assert this_host({"UCX_TLS": "tcp"}) == this_host({"UCX_TLS": "^sm"}) == b""

@@ -81,13 +81,13 @@ class Source:
 
 @asynccontextmanager
 async def source_process(settings: PeerSettings | None = None) -> AsyncIterator[Source]:
-    given = settings or PeerSettings(BLOCKS, SIZE)
-    given.ucx = given.ucx or LOOPBACK
+    peer_settings = settings or PeerSettings(BLOCKS, SIZE)
+    peer_settings.ucx = peer_settings.ucx or LOOPBACK
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
         "tests.worker.kv_peer",
-        msgspec.json.encode(given).decode(),
+        msgspec.json.encode(peer_settings).decode(),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env={**os.environ, "UCX_LOG_FILE": "stderr"},

@@ -153,12 +153,12 @@ async def test_stream_moved_three_times_is_unchanged(pair: Pair, undisturbed: li
     for turn, (source, target) in enumerate([(0, 1), (1, 0), (0, 1)]):
         await stream.until(20 + 60 * turn)
         events = await pair.move(stream, source, target)
-        done = committed(events)
+        commit = committed(events)
         rounds = [event.round for event in events if event.HasField("round")]
         assert events[0].state == types_pb2.MIGRATION_STATE_OPEN
         assert sum(each.blocks for each in rounds) >= len(PROMPT) // 16
         assert sum(each.bytes for each in rounds) == sum(each.blocks for each in rounds) * 16 * 4096
-        assert done.pause_ms > 0 and done.pause_steps > 0 and done.tokens >= 20 + 60 * turn
+        assert commit.pause_ms > 0 and commit.pause_steps > 0 and commit.tokens >= 20 + 60 * turn
     assert await stream.end() == undisturbed
     assert stream.epoch == 3 and pair.front_end.adoptions == adoptions + 3
 
@@ -176,14 +176,14 @@ async def test_stream_is_recomputed_to_and_from_an_incompatible_worker(
     async with extra_worker(pair, tmp_path, "unlike", engine=engine) as other:
         stream = await pair.submit(0, **LONG)
         await stream.until(20)
-        there = await pair.move(stream, 0, other)
+        forth = await pair.move(stream, 0, other)
         await stream.until(100)
         back = await pair.move(stream, other, 0)
-        for events in (there, back):
+        for events in (forth, back):
             committed(events)
             assert events[0].way == types_pb2.WAY_REPLAY
             assert not any(event.HasField("round") for event in events)
-        assert reason in there[0].way_reason
+        assert reason in forth[0].way_reason
         assert await stream.end() == undisturbed
         assert stream.epoch == 2
         await pair.wait_drained(other)
@@ -282,8 +282,8 @@ async def test_impossible_imports_state_the_reason(pair: Pair) -> None:
     assert nobody[-1].state == types_pb2.MIGRATION_STATE_ABORTED
     itself = await migrate(pair.channels[0], stream.request_id, pair.workers[0].address, 0)
     assert itself[-1].state == types_pb2.MIGRATION_STATE_ABORTED
-    made = len(stream.tokens)
-    await stream.until(made + 5)
+    tokens_before = len(stream.tokens)
+    await stream.until(tokens_before + 5)
     await pair.front_end.send(pair.id(0), abort=worker_pb2.Abort(handles=[stream.handle]))
     stream.finished = True
     await pair.wait_drained(0)

@@ -24,13 +24,13 @@ def rank(pipe: connection.Connection) -> None:
 def worker() -> None:
     """Start a rank, print its process ID, and wait to be killed."""
     os.environ[WORKER_PID] = str(os.getpid())
-    here, there = multiprocessing.Pipe()
+    receiver, sender = multiprocessing.Pipe()
     context = multiprocessing.get_context("spawn")
     # Started from a thread that ends, which must not end the rank.
-    starter = threading.Thread(target=context.Process(target=rank, args=(there,)).start)
+    starter = threading.Thread(target=context.Process(target=rank, args=(sender,)).start)
     starter.start()
     starter.join()
-    print(here.recv(), flush=True)
+    print(receiver.recv(), flush=True)
     threading.Event().wait(60)
 
 

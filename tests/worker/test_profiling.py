@@ -33,7 +33,7 @@ class Users:
         self.steps.append(columns)
 
     def on_utility(self, client: int, call_id: int, frames: Frames) -> None:
-        raise AssertionError("nobody asked")
+        raise AssertionError("no utility calls in these tests")
 
     def on_engine_dead(self, reason: str) -> None:
         raise AssertionError(reason)
@@ -45,7 +45,7 @@ class Bench:
     def __init__(self, settings: SimulatedSettings = SETTINGS, faults: Faults | None = None) -> None:
         self.engine: Engine = SimulatedEngine(settings, faults=faults)
         self.users = Users()
-        self.said: list[str] = []
+        self.messages: list[str] = []
 
     async def start(self) -> EngineInfo:
         self.probes = Probes(self.users, asyncio.get_running_loop().time)
@@ -53,7 +53,7 @@ class Bench:
         return self.info
 
     async def measure(self, budget_s: float = 60.0) -> Samples:
-        return await measure(self.engine, self.info, self.probes, budget_s, self.said.append)
+        return await measure(self.engine, self.info, self.probes, budget_s, self.messages.append)
 
     def submit(self, output_tokens: int) -> None:
         """Submit a user's request."""
@@ -77,11 +77,11 @@ def measured(settings: SimulatedSettings, budget_s: float = 60.0) -> tuple[Profi
 
 
 def test_fits_recover_the_profile_of_the_engine() -> None:
-    found, given, bench = measured(SETTINGS)
+    found, actual, bench = measured(SETTINGS)
     for name in ("base_ms", "ms_per_token", "ms_per_token_squared"):
-        assert getattr(found.profile.prefill, name) == pytest.approx(getattr(given.prefill, name), rel=0.01)
+        assert getattr(found.profile.prefill, name) == pytest.approx(getattr(actual.prefill, name), rel=0.01)
     for name in ("base_ms", "ms_per_request", "ms_per_kv_token"):
-        assert getattr(found.profile.decode, name) == pytest.approx(getattr(given.decode, name), rel=0.01)
+        assert getattr(found.profile.decode, name) == pytest.approx(getattr(actual.decode, name), rel=0.01)
     assert found.ttft.r_squared > 0.999 and found.prefill_error < 0.01 and found.decode_error < 0.01
     # 0.1 s per step: more tokens than this engine's KV has room for.
     assert found.max_running_tokens == 4096 * 16
@@ -91,17 +91,17 @@ def test_fits_recover_the_profile_of_the_engine() -> None:
 
 def test_engine_with_another_speed_gets_its_own_profile() -> None:
     slow = msgspec.structs.replace(SETTINGS, speed=0.25)
-    found, given, _ = measured(slow, budget_s=300.0)
+    found, actual, _ = measured(slow, budget_s=300.0)
     fast, _, _ = measured(SETTINGS)
     assert found.kind != fast.kind
-    assert found.profile.decode.base_ms == pytest.approx(given.decode.base_ms, rel=0.01)
+    assert found.profile.decode.base_ms == pytest.approx(actual.decode.base_ms, rel=0.01)
     assert found.profile.decode.base_ms == pytest.approx(4 * fast.profile.decode.base_ms, rel=0.01)
 
 
 def test_prompts_of_several_steps_are_fitted_with_their_number() -> None:
-    found, given, _ = measured(msgspec.structs.replace(SETTINGS, max_num_batched_tokens=256))
-    assert found.profile.prefill.base_ms == pytest.approx(given.prefill.base_ms, rel=0.02)
-    assert found.profile.prefill.ms_per_token == pytest.approx(given.prefill.ms_per_token, rel=0.02)
+    found, actual, _ = measured(msgspec.structs.replace(SETTINGS, max_num_batched_tokens=256))
+    assert found.profile.prefill.base_ms == pytest.approx(actual.prefill.base_ms, rel=0.02)
+    assert found.profile.prefill.ms_per_token == pytest.approx(actual.prefill.ms_per_token, rel=0.02)
 
 
 def test_stalls_increase_the_average_step_time() -> None:
@@ -134,7 +134,7 @@ def test_measuring_ends_at_its_time_budget() -> None:
         return asyncio.get_running_loop().time() - began_s, bench
 
     took_s, bench = run_virtually(run())
-    assert took_s <= 3.01 and "is used up" in bench.said[-1]
+    assert took_s <= 3.01 and "is used up" in bench.messages[-1]
     assert bench.engine.stats().requests == [], "a probe still runs"
 
 

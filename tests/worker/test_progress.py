@@ -153,10 +153,10 @@ def test_frozen_process_does_not_report_a_hang() -> None:
 
 
 async def test_hang_is_reported_once() -> None:
-    said: list[str] = []
+    messages: list[str] = []
     async with asyncio.timeout(20):
-        await watch_progress(lambda: busy(1), StepBounds(0.01, 0.01), said.append)
-    assert len(said) == 1 and "finished no step for 0.0" in said[0]
+        await watch_progress(lambda: busy(1), StepBounds(0.01, 0.01), messages.append)
+    assert len(messages) == 1 and "finished no step for 0.0" in messages[0]
 
 
 async def test_failed_background_task_stops_the_worker() -> None:

@@ -54,7 +54,7 @@ class Rank:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.asked: list[Command] = []
+        self.received_commands: list[Command] = []
         self.wrong: dict[type, Exception] = {}
         self.slow = False
         self.missed: Container[int] = ()
@@ -66,26 +66,26 @@ class Rank:
         self._writer.write(encode(Hello(self.number, secret or links.secret)))
         while True:
             try:
-                asked = msgspec.msgpack.decode(await read_frame(reader), type=NumberedCommand)
+                numbered = msgspec.msgpack.decode(await read_frame(reader), type=NumberedCommand)
             except asyncio.IncompleteReadError:
                 return
-            self.asked.append(asked.command)
-            if isinstance(asked.command, Pull):
+            self.received_commands.append(numbered.command)
+            if isinstance(numbered.command, Pull):
                 self.pulls.set()
                 if self.slow:
                     continue
-            if isinstance(asked.command, Ping) and len(self.commands(Ping)) - 1 in self.missed:
+            if isinstance(numbered.command, Ping) and len(self.commands(Ping)) - 1 in self.missed:
                 continue
-            error = self.wrong.get(type(asked.command))
-            answer = failed(error) if error is not None else self._answer(asked.command)
-            self._writer.write(encode(NumberedAnswer(asked.number, answer)))
+            error = self.wrong.get(type(numbered.command))
+            answer = failed(error) if error is not None else self._answer(numbered.command)
+            self._writer.write(encode(NumberedAnswer(numbered.number, answer)))
 
     def die(self) -> None:
         assert self._writer is not None
         self._writer.close()
 
     def commands(self, kind: type) -> list[Command]:
-        return [command for command in self.asked if isinstance(command, kind)]
+        return [command for command in self.received_commands if isinstance(command, kind)]
 
     def _answer(self, command: Command) -> Answer:
         match command:
@@ -230,7 +230,7 @@ async def test_partial_open_or_connect_leaves_nothing_behind() -> None:
 
 async def test_death_of_a_rank_is_reported_once_and_fails_pending_calls() -> None:
     lost: list[tuple[int, str]] = []
-    async with two_ranks(lambda *told: lost.append(told)) as (ranks, links):
+    async with two_ranks(lambda *loss: lost.append(loss)) as (ranks, links):
         memory = Memory(links)
         metrics = WorkerMetrics(WorkerHistograms(CollectorRegistry()))
         ranked = await RankedTransport.begin(memory, metrics, "w", "model", 16, {}, False)
@@ -252,7 +252,7 @@ async def test_death_of_a_rank_is_reported_once_and_fails_pending_calls() -> Non
 async def test_unresponsive_rank_is_lost_but_one_late_reply_is_tolerated() -> None:
     lost: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
     pulse = Pulse(every_s=0.01, timeout_s=0.5)
-    async with two_ranks(lambda *told: lost.set_result(told), pulse) as (ranks, links):
+    async with two_ranks(lambda *loss: lost.set_result(loss), pulse) as (ranks, links):
         ranks[1].missed = (1, 3, 4)
         links.watch()
         async with asyncio.timeout(30):

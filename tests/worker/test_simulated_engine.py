@@ -269,10 +269,10 @@ def test_hung_engine_continues_when_released() -> None:
     fleet = Fleet(SMALL)
     stream = fleet.submit(0, PROMPT, max_tokens=10)
     fleet.clock.advance(4)
-    made = len(stream.tokens)
+    tokens_before = len(stream.tokens)
     fleet.faults[0].hang = True
     fleet.clock.advance(20)
-    assert len(stream.tokens) == made
+    assert len(stream.tokens) == tokens_before
     fleet.faults[0].hang = False
     fleet.clock.drain()
     assert stream.tokens == undisturbed(PROMPT, max_tokens=10).tokens
@@ -374,8 +374,8 @@ def test_prefix_is_lent_verified_and_found() -> None:
     fleet.clock.drain()
     source, target = fleet.engines
     stream = Stream("asked", 99, before.frames, 1)
-    asked = Submission(fleet.key(stream), "asked", 0, before.frames)
-    names = now(target.fetch_open("fetch", asked, 1 << 20))
+    submission = Submission(fleet.key(stream), "asked", 0, before.frames)
+    names = now(target.fetch_open("fetch", submission, 1 << 20))
     assert len(names) == (len(PROMPT) - 1) // keeps.block_tokens
     assert now(source.loan_open("other", [b"unknown", *names])) == 0
     assert now(source.loan_open("loan", names)) == len(names)
@@ -395,7 +395,7 @@ def test_prefix_is_lent_verified_and_found() -> None:
     now(target.fetch_drop("fetch"))
     now(source.loan_end("loan"))
     now(source.loan_end("other"))
-    assert now(target.fetch_open("again", asked, 1 << 20)) == []
+    assert now(target.fetch_open("again", submission, 1 << 20)) == []
     assert target.stats().kv_blocks_used == source.stats().kv_blocks_used == 0
     found = fleet.submit(1, PROMPT, **LONG)
     fleet.clock.drain()
@@ -406,9 +406,9 @@ def test_prefix_is_lent_verified_and_found() -> None:
 def test_engine_without_a_prefix_cache_takes_no_prefixes() -> None:
     fleet = Fleet(SMALL, SMALL)
     before = fleet.submit(0, PROMPT, **LONG)
-    asked = Submission(fleet.key(before), "asked", 0, before.frames)
+    submission = Submission(fleet.key(before), "asked", 0, before.frames)
     with pytest.raises(EngineRefusal, match="does not accept blocks"):
-        now(fleet.engines[1].fetch_open("fetch", asked, 1 << 20))
+        now(fleet.engines[1].fetch_open("fetch", submission, 1 << 20))
 
 
 def test_copy_rounds_followed_by_the_pause() -> None:
@@ -628,7 +628,7 @@ async def test_imports_wait_for_room_in_order_while_their_sources_decode() -> No
     assert not any(task.done() for task in tasks)
     with pytest.raises(NoRoom, match="wait for room"):
         await target.import_open(exports[3], exports[3].key, 1)
-    made = len(moving[0].tokens)
+    tokens_before = len(moving[0].tokens)
     # The second import is cancelled.
     tasks[1].cancel()
     await target.import_drop(moving[1].request_id)
@@ -639,7 +639,7 @@ async def test_imports_wait_for_room_in_order_while_their_sources_decode() -> No
     assert [task.done() for task in tasks] == [True, True, True]
     await asyncio.gather(tasks[0], tasks[2])
     assert tasks[1].cancelled()
-    assert len(moving[0].tokens) > made
+    assert len(moving[0].tokens) > tokens_before
     assert prompt.live and not prompt.tokens
     for stream in moving:
         await target.import_drop(stream.request_id)
@@ -737,13 +737,13 @@ def test_impossible_settings() -> None:
 async def test_engine_on_a_real_event_loop() -> None:
     front_end = FrontEnd()
     engine = SimulatedEngine(msgspec.structs.replace(SMALL, speed=50.0))
-    done = asyncio.Event()
+    finished = asyncio.Event()
 
     class Sink:
         def on_step(self, columns: StepColumns) -> None:
             front_end.accept(0, columns)
             if not stream.live:
-                done.set()
+                finished.set()
 
         def on_utility(self, client: int, call_id: int, frames: object) -> None: ...
 
@@ -754,6 +754,6 @@ async def test_engine_on_a_real_event_loop() -> None:
     stream = front_end.streams[1] = Stream("r", 1, frames, 0)
     engine.submit(Submission(RequestKey(0, 1), "r", 0, frames))
     async with asyncio.timeout(10):
-        await done.wait()
+        await finished.wait()
     await engine.stop()
     assert stream.tokens == undisturbed(PROMPT, max_tokens=20).tokens

@@ -69,7 +69,7 @@ class Facts:
 def facts(draw: st.DrawFn) -> list[Facts]:
     """Draw up to ten requests, in any order of arrival."""
     count = draw(st.integers(1, 10))
-    made = []
+    requests = []
     for arrival in draw(st.permutations(range(count))):
         place = draw(st.sampled_from(["decoding", "decoding", "prefilling", "swapped", "queued"]))
         prompt = draw(st.integers(2, 60))
@@ -79,27 +79,27 @@ def facts(draw: st.DrawFn) -> list[Facts]:
         reasoning = draw(st.sampled_from([0, 3, 40, 200]))
         passed = draw(st.integers(0, 20)) if place in ("swapped", "queued") else 0
         answering_s = draw(st.floats(1.0, 100.0))
-        made.append(
+        requests.append(
             Facts(
                 arrival, prompt, reasoning, tokens, place, computed, passed, answering_s, draw(st.booleans())
             )
         )
-    return made
+    return requests
 
 
 class Member:
     """A request with the attributes of vLLM's."""
 
-    def __init__(self, given: Facts) -> None:
-        self.facts = given
-        self.num_tokens = given.total
-        self.num_output_tokens = given.tokens
+    def __init__(self, request: Facts) -> None:
+        self.facts = request
+        self.num_tokens = request.total
+        self.num_output_tokens = request.tokens
         self.num_output_placeholders = 0
-        waits = given.place in ("swapped", "queued")
-        computed = given.total - 1 if given.place == "decoding" else given.computed
+        waits = request.place in ("swapped", "queued")
+        computed = request.total - 1 if request.place == "decoding" else request.computed
         self.num_computed_tokens = 0 if waits else computed
-        self.wait_for_budget = turn_of(given)
-        self.wait_for_budget.passed_blocks = given.passed
+        self.wait_for_budget = turn_of(request)
+        self.wait_for_budget.passed_blocks = request.passed
 
 
 def turn_of(it: Facts) -> Turn:
@@ -155,13 +155,13 @@ def worker_plan(
 
 def computed(plan: StepPlan[Member]) -> dict[int, int]:
     """Return the tokens computed of each request in the step: first running, then admitted ones."""
-    made = {member.facts.arrival: 0 for member in plan.withheld}
+    tokens = {member.facts.arrival: 0 for member in plan.withheld}
     left = plan.step_tokens
     for member in (*plan.running, *plan.admit):
         want = 1 if member.facts.place == "swapped" else member.num_tokens - member.num_computed_tokens
-        made[member.facts.arrival] = chunk = min(want, left, plan.longest_chunk or left)
+        tokens[member.facts.arrival] = chunk = min(want, left, plan.longest_chunk or left)
         left -= chunk
-    return made
+    return tokens
 
 
 def simulator_grants(
@@ -193,7 +193,7 @@ def simulator_grants(
             job.blocks = each.blocks if swapped else 0
             instance._enqueue(job)
             job.passed_blocks = each.passed
-    made: list[Grants[Job]] = []
+    recorded: list[Grants[Job]] = []
 
     def record(
         policy: IntraPolicy,
@@ -202,13 +202,13 @@ def simulator_grants(
         room: Room,
         prefilling: Iterable[tuple[Rank, int]],
     ) -> Grants[Job]:
-        made.append(allocate(policy, running, waiting, room, prefilling))
-        return made[-1]
+        recorded.append(allocate(policy, running, waiting, room, prefilling))
+        return recorded[-1]
 
     with monkeypatch.context() as patch:
         patch.setattr(simulator.instance, "allocate", record)
         instance._allocate(0.0)
-    return made[0]
+    return recorded[0]
 
 
 class IgnoringListener:
@@ -349,11 +349,11 @@ def test_every_policy_has_an_order() -> None:
 def test_order_of_a_policy_gets_its_own_parameters() -> None:
     assert order_of_policy(None) == ("vllm", {})
     assert order_of_policy(PolicyRecord(name="cascade", parameters={"outlier": 2.0})) == ("vllm", {})
-    given: dict[str, Value] = {"quantum_tokens": 200, "growth_tokens": 9}
-    order = order_of_policy(PolicyRecord(name="pascal", parameters=given))
+    parameters: dict[str, Value] = {"quantum_tokens": 200, "growth_tokens": 9}
+    order = order_of_policy(PolicyRecord(name="pascal", parameters=parameters))
     assert order == ("pascal", {"quantum_tokens": 200})
     # An ablation is a policy with some parameters set.
-    assert order_of_policy(PolicyRecord(name="pascal_no_migration", parameters=given)) == order
+    assert order_of_policy(PolicyRecord(name="pascal_no_migration", parameters=parameters)) == order
 
 
 def test_unknown_policy_leaves_the_engine_its_own_order(
@@ -368,13 +368,13 @@ def test_unknown_policy_leaves_the_engine_its_own_order(
 
 
 def test_engine_is_notified_only_of_changes(caplog: pytest.LogCaptureFixture) -> None:
-    told: list[tuple[str, Mapping[str, Value], Slo]] = []
+    notified: list[tuple[str, Mapping[str, Value], Slo]] = []
     order: tuple[str, Mapping[str, Value]] = ("vllm", {})
     slo = Slo()
 
     def set_intra(name: str, parameters: Mapping[str, Value], slo: Slo) -> None:
         make_intra(name, parameters, slo)
-        told.append((name, parameters, slo))
+        notified.append((name, parameters, slo))
 
     switch = IntraSwitch(lambda: order, lambda: slo, set_intra)
     switch.update()
@@ -391,7 +391,11 @@ def test_engine_is_notified_only_of_changes(caplog: pytest.LogCaptureFixture) ->
     switch.update()
     switch.update()
     assert caplog.text.count("'quantum_tokens': '0' is not allowed") == 1
-    assert told == [("vllm", {}, Slo()), ("pascal", {}, Slo()), ("pascal", {"quantum_tokens": 200}, Slo())]
+    assert notified == [
+        ("vllm", {}, Slo()),
+        ("pascal", {}, Slo()),
+        ("pascal", {"quantum_tokens": 200}, Slo()),
+    ]
 
 
 def test_order_that_depends_on_the_pace_is_recreated_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,14 +12,14 @@ from worker_agent.engine.simulated import SimulatedEngine
 
 def answers(front: Attached) -> list[str]:
     """Return the replies to its submissions since the last call."""
-    told = []
+    replies = []
     while not front.peer.down.empty():
         message: worker_pb2.AttachDown = front.peer.down.get_nowait()
         if message.HasField("taken"):
-            told.append(f"taken {message.taken.handle}")
+            replies.append(f"taken {message.taken.handle}")
         elif message.HasField("rejected"):
-            told.append(f"rejected {message.rejected.handle}")
-    return told
+            replies.append(f"rejected {message.rejected.handle}")
+    return replies
 
 
 async def test_suspects_of_another_front_end_wait_for_progress() -> None:

@@ -299,19 +299,21 @@ async def test_engine_reports_its_prefix_cache(
     """With a front end's block names, with several blocks of one name, and after evictions."""
     book, naming = started[2].cache, started[2].naming
     assert book is not None and naming is not None
-    told: set[int] = set()
+    reported: set[int] = set()
 
     async def check() -> None:
         await idle(engine)
         _, changes = book.take()
         for change in on_device(changes):
-            told.difference_update(change.removed)
-            told.update(change.stored)
+            reported.difference_update(change.removed)
+            reported.update(change.stored)
         _, held = book.snapshot()
-        assert told == {name for change in on_device(held) for name in change.stored} == pool_names(engine)
+        assert (
+            reported == {name for change in on_device(held) for name in change.stored} == pool_names(engine)
+        )
 
     book.take()
-    told.update(*(change.stored for change in on_device(book.snapshot()[1])))
+    reported.update(*(change.stored for change in on_device(book.snapshot()[1])))
     prompt = [7 * n % 199 for n in range(5 * BLOCK)]
     before = engine.stats()
     first = await front.run(engine, prompt, params(max_tokens=BLOCK))
@@ -334,7 +336,7 @@ async def test_engine_reports_its_prefix_cache(
     for number in range(4):
         await front.run(engine, [(11 + number) * n % 197 for n in range(1_000)], params(max_tokens=2))
         await check()
-    assert len(told) <= KV_BLOCKS - 1
+    assert len(reported) <= KV_BLOCKS - 1
 
 
 async def test_phases(engine: VllmEngine, front: Front) -> None:
@@ -360,10 +362,10 @@ async def test_phases(engine: VllmEngine, front: Front) -> None:
 
 async def test_predictions_are_reported_and_count_down(engine: VllmEngine, front: Front) -> None:
     """For every running request; the answer is the one that the model must give."""
-    asked = task("abcd", 60, 20)
+    expected_task = task("abcd", 60, 20)
     sampling = params(max_tokens=1500, ignore_eos=False)
     sampling.update_from_generation_config({}, EOS)
-    stream = front.stream(encode_turns([("user", asked.prompt)]), sampling)
+    stream = front.stream(encode_turns([("user", expected_task.prompt)]), sampling)
     other = front.stream(REASONING, params(logit_bias=NO_THINK_END, max_tokens=600))
     assert all(r.predicted_remaining_tokens is None for r in engine.stats().requests)
     front.submit(engine, stream)
@@ -379,7 +381,7 @@ async def test_predictions_are_reported_and_count_down(engine: VllmEngine, front
     await front.until(lambda: stream.finished)
     engine.abort([other.key])
     text = bytes(token for token in stream.tokens if token < 256).decode()
-    assert text == asked.thought + asked.answer
+    assert text == expected_task.thought + expected_task.answer
     left = LengthPrediction(generated=40, remaining=30.0)
     assert [left.remaining_at(emitted) for emitted in (39, 40, 55, 90)] == [30.0, 30.0, 15.0, 0.0]
 

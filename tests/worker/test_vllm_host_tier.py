@@ -373,8 +373,8 @@ async def test_random_prefixes_and_aborts(engine: VllmEngine, front: Front, intr
         front.submit(engine, stream)
         running.append((stream, references[number]))
         if dice.random() < 0.15:
-            gone, _ = running.pop(dice.randrange(len(running)))
-            engine.abort([gone.key])
+            aborted, _ = running.pop(dice.randrange(len(running)))
+            engine.abort([aborted.key])
         if len(running) > 6:
             first = running[0][0]
             await front.until(lambda first=first: first.finished)  # type: ignore[misc]

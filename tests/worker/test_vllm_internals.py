@@ -67,7 +67,7 @@ def test_all_imports_from_vllm_are_listed() -> None:
 def test_all_used_attributes_of_vllm_objects_are_listed() -> None:
     """Compared by name: a name that our own code defines as well is not detected."""
     known = OF_OTHERS | set(_own_names()) | {name for uses in LISTS for name in names(uses)}
-    asked = {
+    unlisted = {
         f"{node.attr} in {path.name}"
         for path in FOLDER.glob("*.py")
         for tree in [ast.parse(path.read_text())]
@@ -75,7 +75,7 @@ def test_all_used_attributes_of_vllm_objects_are_listed() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and _root(node) not in modules and node.attr not in known
     }
-    assert asked == set()
+    assert unlisted == set()
 
 
 def test_version_without_a_listed_name_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,8 +148,8 @@ async def test_quanta_alternate(engine: VllmEngine, front: Front) -> None:
         nonlocal spread
         if all(stream.finished for stream in streams):
             return True
-        made = [len(stream.tokens) for stream in streams]
-        spread = max(spread, max(made) - min(made))
+        token_counts = [len(stream.tokens) for stream in streams]
+        spread = max(spread, max(token_counts) - min(token_counts))
         return False
 
     await front.until(seen)

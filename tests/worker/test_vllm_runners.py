@@ -47,5 +47,5 @@ async def test_prefixes_are_loaded_from_host_memory() -> None:
         stderr=asyncio.subprocess.STDOUT,
         env=os.environ | {"TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"},
     )
-    said, _ = await process.communicate()
-    assert process.returncode == 0, said.decode()
+    output, _ = await process.communicate()
+    assert process.returncode == 0, output.decode()

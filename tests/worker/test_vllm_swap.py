@@ -59,13 +59,13 @@ KINDS: dict[str, tuple[list[int], dict[str, object]]] = {
 
 def kinds() -> list[tuple[list[int], SamplingParams]]:
     """Return fresh copies, because vLLM modifies the parameters."""
-    made = []
+    fresh_kinds = []
     for name, (prompt, changes) in KINDS.items():
         more = {"structured_outputs": schema()} if name == "json schema" else {}
         sampling = params(**({"max_tokens": LENGTH} | changes | more))
         sampling.update_from_generation_config({}, 258)
-        made.append((prompt, sampling))
-    return made
+        fresh_kinds.append((prompt, sampling))
+    return fresh_kinds
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -272,13 +272,13 @@ async def test_prompt_is_recomputed_without_room_in_host_memory(
     engine: VllmEngine, front: Front, reference: Stream
 ) -> None:
     before = engine.stats()
-    taken = engine._parts.core.host.allocate(HOST_BLOCKS - 2)
-    assert taken is not None
+    host_slots = engine._parts.core.host.allocate(HOST_BLOCKS - 2)
+    assert host_slots is not None
     streams = [front.stream(ANSWERING, params(max_tokens=LENGTH, **SEEDED)) for _ in range(5)]
     for stream in streams:
         front.submit(engine, stream)
     await finish(front, streams, reference)
-    engine._parts.core.host.release(taken)
+    engine._parts.core.host.release(host_slots)
     after = engine.stats()
     assert after.swaps_refused > before.swaps_refused
 

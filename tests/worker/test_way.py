@@ -25,10 +25,10 @@ def opened(
     shape: KvShape = SHAPE, model: ModelIdentity | None = MODEL, reason: str = ""
 ) -> worker_pb2.ExportOpened:
     """Return the source's handover, decoded from its message."""
-    said = worker_pb2.ExportOpened(
+    message = worker_pb2.ExportOpened(
         layout=kv_layout(shape), model=identity_message(model), replay_reason=reason
     )
-    return worker_pb2.ExportOpened.FromString(said.SerializeToString())
+    return worker_pb2.ExportOpened.FromString(message.SerializeToString())
 
 
 def test_requests_between_equal_engines_move_live() -> None:
