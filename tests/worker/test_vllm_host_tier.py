@@ -20,7 +20,7 @@ pytest.importorskip("vllm", reason="the vLLM engine is not installed")
 from vllm.sampling_params import SamplingParams
 
 from benchmarks.models.triton_on_cpu import is_requested
-from tests.worker.test_vllm_engine import idle, params, same
+from tests.worker.test_vllm_engine import assert_same, idle, params
 from tests.worker.vllm_front import Front, Stream
 from worker_agent.engine.base import EngineInfo, Submission
 from worker_agent.engine.vllm.engine import VllmEngine
@@ -139,7 +139,7 @@ async def test_evicted_prefix_comes_back_without_recomputation(
     await front.until_tokens(other, 3)
     before = engine.stats()
     again = await front.run(engine, prompt_of(1), sampling())
-    same(again, reference)
+    assert_same(again, reference)
     await idle(engine)
     after = engine.stats()
     assert after.host_blocks_loaded - before.host_blocks_loaded == PREFIX_BLOCKS
@@ -149,7 +149,7 @@ async def test_evicted_prefix_comes_back_without_recomputation(
     engine.abort([other.key])
     # Now it is on the device, and host memory is not needed.
     once_more = await front.run(engine, prompt_of(1), sampling())
-    same(once_more, reference)
+    assert_same(once_more, reference)
     assert engine.stats().host_blocks_loaded == after.host_blocks_loaded
 
 
@@ -162,7 +162,7 @@ async def test_only_blocks_missing_on_the_device_are_loaded(engine: VllmEngine, 
     await evict(engine, front)
     await front.run(engine, prompt[: 4 * BLOCK + 1], sampling(max_tokens=2))
     before = engine.stats()
-    same(await front.run(engine, prompt, sampling()), reference)
+    assert_same(await front.run(engine, prompt, sampling()), reference)
     after = engine.stats()
     assert after.host_blocks_loaded - before.host_blocks_loaded == 3
     assert after.cached_prompt_tokens - before.cached_prompt_tokens == 7 * BLOCK
@@ -177,7 +177,7 @@ async def test_requests_with_one_prefix_wait_for_one_load(engine: VllmEngine, fr
         front.submit(engine, stream)
     await front.until(lambda: all(stream.finished for stream in streams))
     for stream, reference in zip(streams, references, strict=True):
-        same(stream, reference)
+        assert_same(stream, reference)
     assert engine.stats().host_blocks_loaded - before.host_blocks_loaded == PREFIX_BLOCKS
 
 
@@ -219,7 +219,7 @@ async def test_other_requests_continue_during_a_load(engine: VllmEngine, front: 
     finally:
         loads.close()
     await front.until(lambda: stream.finished)
-    same(stream, reference)
+    assert_same(stream, reference)
     engine.abort([other.key])
 
 
@@ -240,7 +240,7 @@ async def test_request_ends_before_its_load_completes(engine: VllmEngine, front:
         stream.epoch += 1
         front.submit(engine, stream)
         await front.until(lambda: stream.finished)
-        same(stream, reference)
+        assert_same(stream, reference)
     finally:
         loads.close()
 
@@ -260,7 +260,7 @@ async def test_corrupt_blocks_are_recomputed_and_forgotten(
 
     await engine._run(lambda parts: corrupt(6))
     before = engine.stats()
-    same(await front.run(engine, prompt_of(1), sampling()), reference)
+    assert_same(await front.run(engine, prompt_of(1), sampling()), reference)
     await idle(engine)
     after = engine.stats()
     assert after.host_kv_corrupt_blocks - before.host_kv_corrupt_blocks == 1
@@ -271,7 +271,7 @@ async def test_corrupt_blocks_are_recomputed_and_forgotten(
     await evict(engine, front)
     # The first block is corrupt, so that none can be used.
     await engine._run(lambda parts: corrupt(0))
-    same(await front.run(engine, prompt_of(1), sampling()), reference)
+    assert_same(await front.run(engine, prompt_of(1), sampling()), reference)
     assert engine.stats().host_kv_corrupt_blocks - after.host_kv_corrupt_blocks == 1
 
 
@@ -286,7 +286,7 @@ async def test_blocks_evicted_between_steps_are_cached(engine: VllmEngine, front
     )
     await engine.fetch_drop("fetch")
     before = engine.stats()
-    same(await front.run(engine, prompt_of(1), sampling()), reference)
+    assert_same(await front.run(engine, prompt_of(1), sampling()), reference)
     after = engine.stats()
     loaded = after.host_blocks_loaded - before.host_blocks_loaded
     found = after.cached_prompt_tokens - before.cached_prompt_tokens
@@ -329,7 +329,7 @@ async def test_blocks_in_host_memory_can_be_lent(engine: VllmEngine, front: Fron
     for loan in ("loan", "other", "rest"):
         await engine.loan_end(loan)
     before = engine.stats()
-    same(await front.run(engine, prompt_of(1), sampling()), reference)
+    assert_same(await front.run(engine, prompt_of(1), sampling()), reference)
     after = engine.stats()
     assert after.cached_prompt_tokens - before.cached_prompt_tokens == PREFIX_BLOCKS * BLOCK
     assert after.host_blocks_loaded == before.host_blocks_loaded
@@ -349,7 +349,7 @@ async def test_requests_take_precedence_over_cached_blocks(engine: VllmEngine, f
         front.submit(engine, stream)
     await front.until(lambda: all(stream.finished for stream in streams))
     for stream, reference in zip(streams, alone, strict=True):
-        same(stream, reference)
+        assert_same(stream, reference)
     after = engine.stats()
     assert after.swaps_out > before.swaps_out
     assert after.swaps_refused == before.swaps_refused
@@ -379,11 +379,11 @@ async def test_random_prefixes_and_aborts(engine: VllmEngine, front: Front, intr
             first = running[0][0]
             await front.until(lambda first=first: first.finished)  # type: ignore[misc]
             for stream, reference in [each for each in running if each[0].finished]:
-                same(stream, reference)
+                assert_same(stream, reference)
             running = [each for each in running if not each[0].finished]
     await front.until(lambda: all(stream.finished for stream, _ in running))
     for stream, reference in running:
-        same(stream, reference)
+        assert_same(stream, reference)
     after = engine.stats()
     assert after.host_blocks_loaded - before.host_blocks_loaded > 100
     assert after.host_blocks_dropped > before.host_blocks_dropped

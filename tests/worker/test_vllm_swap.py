@@ -22,9 +22,9 @@ from tests.worker.test_vllm_engine import (
     QUESTION,
     REASONING,
     SEEDED,
+    assert_same,
     idle,
     params,
-    same,
     schema,
 )
 from tests.worker.vllm_bundle import Bundle
@@ -136,7 +136,7 @@ async def test_swapping_does_not_change_outputs(
     together = await run_together(engine, front)
     after = engine.stats()
     for stream, undisturbed in zip(together, alone, strict=True):
-        same(stream, undisturbed)
+        assert_same(stream, undisturbed)
     assert after.swaps_out > before.swaps_out
     assert after.swaps_in - before.swaps_in == after.swaps_out - before.swaps_out
     assert after.host_kv_corrupt_blocks == before.host_kv_corrupt_blocks
@@ -156,7 +156,7 @@ async def finish(front: Front, streams: list[Stream], reference: Stream) -> None
     """Wait for all streams and check that they equal the request alone."""
     await front.until(lambda: all(stream.finished for stream in streams))
     for stream in streams:
-        same(stream, reference)
+        assert_same(stream, reference)
 
 
 def states(engine: VllmEngine) -> dict[str, str]:
