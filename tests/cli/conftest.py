@@ -15,13 +15,13 @@ Run = Callable[..., Result]
 
 @pytest.fixture
 def script() -> Script:
-    """A small fleet; a test may change it before or between commands."""
+    """Return a small fleet; a test may change it before or between commands."""
     return small_fleet()
 
 
 @pytest.fixture
 def run(script: Script) -> Iterator[Run]:
-    """Run a command line against the script."""
+    """Yield a function that runs a command line against the script."""
     with serving(script) as address:
 
         def invoke(*arguments: str, stdin: str | None = None) -> Result:

@@ -1,4 +1,4 @@
-"""An admin API that answers from a script: what each call returns, or the error it ends with."""
+"""An admin API that replies from a script: the result or the error of each call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tailrace.v1 import admin_pb2_grpc, migration_pb2, profile_pb2, types_pb2
 
 @dataclass
 class Script:
-    """The fleet that the server pretends to stand before."""
+    """The replies and errors of the server."""
 
     instances: list[admin.InstanceInfo] = field(default_factory=list)
     requests: list[admin.RequestInfo] = field(default_factory=list)
@@ -36,22 +36,22 @@ class Script:
     recorded: list[bytes] = field(default_factory=list)
     shadow: admin.Shadow = field(default_factory=lambda: admin.Shadow(policy="pascal"))
     slo: admin.Slo = field(default_factory=lambda: admin.Slo(ttft_s=2.0, tpot_s=0.15))
-    # Method name to the status that it ends with.
+    # Method name to its error status.
     errors: dict[str, tuple[grpc.StatusCode, str]] = field(default_factory=dict)
-    # What those statuses carry beside code and details.
+    # Trailing metadata of these errors.
     error_metadata: tuple[tuple[str, str], ...] = ()
-    # Every request that came, in order.
-    seen: list[Message] = field(default_factory=list)
+    # Every received request, in order.
+    received: list[Message] = field(default_factory=list)
 
 
 class ScriptedAdmin(admin_pb2_grpc.AdminServicer):
-    """Serves a Script."""
+    """Serve a script."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
 
-    def _note(self, method: str, request: Message, context: grpc.ServicerContext) -> None:
-        self.script.seen.append(request)
+    def _record(self, method: str, request: Message, context: grpc.ServicerContext) -> None:
+        self.script.received.append(request)
         if method in self.script.errors:
             context.set_trailing_metadata(self.script.error_metadata)
             context.abort(*self.script.errors[method])
@@ -59,13 +59,13 @@ class ScriptedAdmin(admin_pb2_grpc.AdminServicer):
     def ListInstances(
         self, request: admin.ListInstancesRequest, context: grpc.ServicerContext
     ) -> admin.ListInstancesReply:
-        self._note("ListInstances", request, context)
+        self._record("ListInstances", request, context)
         return admin.ListInstancesReply(instances=self.script.instances)
 
     def ListRequests(
         self, request: admin.ListRequestsRequest, context: grpc.ServicerContext
     ) -> admin.ListRequestsReply:
-        self._note("ListRequests", request, context)
+        self._record("ListRequests", request, context)
         wanted = request.instance_id
         return admin.ListRequestsReply(
             requests=[r for r in self.script.requests if not wanted or r.instance_id == wanted]
@@ -74,126 +74,126 @@ class ScriptedAdmin(admin_pb2_grpc.AdminServicer):
     def ListMigrations(
         self, request: migration_pb2.ListMigrationsRequest, context: grpc.ServicerContext
     ) -> migration_pb2.ListMigrationsReply:
-        self._note("ListMigrations", request, context)
+        self._record("ListMigrations", request, context)
         return migration_pb2.ListMigrationsReply(migrations=self.script.migrations[: request.limit])
 
     def ListPolicies(
         self, request: admin.ListPoliciesRequest, context: grpc.ServicerContext
     ) -> admin.ListPoliciesReply:
-        self._note("ListPolicies", request, context)
+        self._record("ListPolicies", request, context)
         return admin.ListPoliciesReply(policies=self.script.policies)
 
     def ListStages(
         self, request: admin.ListStagesRequest, context: grpc.ServicerContext
     ) -> admin.ListStagesReply:
-        self._note("ListStages", request, context)
+        self._record("ListStages", request, context)
         return admin.ListStagesReply(stages=self.script.stages)
 
     def ListServices(
         self, request: admin.ListServicesRequest, context: grpc.ServicerContext
     ) -> admin.ListServicesReply:
-        self._note("ListServices", request, context)
+        self._record("ListServices", request, context)
         return admin.ListServicesReply(services=self.script.services)
 
     def SetPolicy(
         self, request: admin.SetPolicyRequest, context: grpc.ServicerContext
     ) -> admin.SetPolicyReply:
-        self._note("SetPolicy", request, context)
+        self._record("SetPolicy", request, context)
         return admin.SetPolicyReply(previous="pascal", previous_parameters={"quantum_tokens": "200"})
 
     def GetSlo(self, request: admin.GetSloRequest, context: grpc.ServicerContext) -> admin.GetSloReply:
-        self._note("GetSlo", request, context)
+        self._record("GetSlo", request, context)
         return admin.GetSloReply(slo=self.script.slo)
 
     def SetSlo(self, request: admin.SetSloRequest, context: grpc.ServicerContext) -> admin.SetSloReply:
-        self._note("SetSlo", request, context)
+        self._record("SetSlo", request, context)
         return admin.SetSloReply(slo=request.slo, previous=self.script.slo)
 
     def SetPool(self, request: admin.SetPoolRequest, context: grpc.ServicerContext) -> admin.SetPoolReply:
-        self._note("SetPool", request, context)
+        self._record("SetPool", request, context)
         return admin.SetPoolReply(previous=types_pb2.POOL_DECODE)
 
     def SetStages(
         self, request: admin.SetStagesRequest, context: grpc.ServicerContext
     ) -> admin.SetStagesReply:
-        self._note("SetStages", request, context)
+        self._record("SetStages", request, context)
         return admin.SetStagesReply()
 
     def Migrate(
         self, request: admin.AdminMigrateRequest, context: grpc.ServicerContext
     ) -> Iterator[migration_pb2.MigrationRecord]:
-        self._note("Migrate", request, context)
+        self._record("Migrate", request, context)
         yield from self.script.migrate_events
 
     def Drain(self, request: admin.DrainRequest, context: grpc.ServicerContext) -> Iterator[admin.DrainEvent]:
-        self._note("Drain", request, context)
+        self._record("Drain", request, context)
         yield from self.script.drain_events
 
     def Rollout(self, request: admin.RolloutRequest, context: grpc.ServicerContext) -> admin.RolloutInfo:
-        self._note("Rollout", request, context)
+        self._record("Rollout", request, context)
         return self.script.rollout
 
     def UndoRollout(
         self, request: admin.UndoRolloutRequest, context: grpc.ServicerContext
     ) -> admin.RolloutInfo:
-        self._note("UndoRollout", request, context)
+        self._record("UndoRollout", request, context)
         return self.script.rollout
 
     def WatchRollout(
         self, request: admin.WatchRolloutRequest, context: grpc.ServicerContext
     ) -> Iterator[admin.RolloutEvent]:
-        self._note("WatchRollout", request, context)
+        self._record("WatchRollout", request, context)
         yield from self.script.rollout_events
 
     def ForgetRollout(
         self, request: admin.ForgetRolloutRequest, context: grpc.ServicerContext
     ) -> admin.ForgetRolloutReply:
-        self._note("ForgetRollout", request, context)
+        self._record("ForgetRollout", request, context)
         return admin.ForgetRolloutReply()
 
     def ListModels(
         self, request: admin.ListModelsRequest, context: grpc.ServicerContext
     ) -> admin.ListModelsReply:
-        self._note("ListModels", request, context)
+        self._record("ListModels", request, context)
         return admin.ListModelsReply(models=self.script.models)
 
     def Profile(
         self, request: admin.AdminProfileRequest, context: grpc.ServicerContext
     ) -> Iterator[profile_pb2.ProfileEvent]:
-        self._note("Profile", request, context)
+        self._record("Profile", request, context)
         yield from self.script.profile_events
 
     def ListProfiles(
         self, request: admin.ListProfilesRequest, context: grpc.ServicerContext
     ) -> admin.ListProfilesReply:
-        self._note("ListProfiles", request, context)
+        self._record("ListProfiles", request, context)
         return admin.ListProfilesReply(profiles=self.script.profiles)
 
     def Record(
         self, request: admin.RecordRequest, context: grpc.ServicerContext
     ) -> Iterator[admin.RecordedLines]:
-        self._note("Record", request, context)
+        self._record("Record", request, context)
         for line in self.script.recorded:
             yield admin.RecordedLines(lines=[line])
 
     def SetShadow(
         self, request: admin.SetShadowRequest, context: grpc.ServicerContext
     ) -> admin.SetShadowReply:
-        self._note("SetShadow", request, context)
+        self._record("SetShadow", request, context)
         return admin.SetShadowReply(previous=self.script.shadow.name)
 
     def GetShadow(self, request: admin.GetShadowRequest, context: grpc.ServicerContext) -> admin.Shadow:
-        self._note("GetShadow", request, context)
+        self._record("GetShadow", request, context)
         return self.script.shadow
 
     def GetTrace(self, request: admin.GetTraceRequest, context: grpc.ServicerContext) -> admin.GetTraceReply:
-        self._note("GetTrace", request, context)
+        self._record("GetTrace", request, context)
         return admin.GetTraceReply(traces_data=self.script.traces)
 
 
 @contextmanager
 def serving(script: Script) -> Iterator[str]:
-    """Serve the script on a free port; yields its address."""
+    """Serve the script on a free port; yield its address."""
     server = grpc.server(ThreadPoolExecutor(4))
     admin_pb2_grpc.add_AdminServicer_to_server(ScriptedAdmin(script), server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -205,7 +205,7 @@ def serving(script: Script) -> Iterator[str]:
 
 
 def small_fleet() -> Script:
-    """Two instances with a request each, one finished migration, one policy of two active."""
+    """Return two instances with one request each, a finished migration, and two policies, one active."""
     record = migration_pb2.MigrationRecord(
         migration_id="m-1",
         request_id="chatcmpl-aaa1",

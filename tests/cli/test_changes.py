@@ -1,4 +1,4 @@
-"""`tailrace set`, `migrate` and `drain`: what is asked of the server, and what is said of its answer."""
+"""`tailrace set`, `migrate` and `drain`: requests to the server, and output."""
 
 from __future__ import annotations
 
@@ -20,46 +20,46 @@ def test_set_policy(run: Run, script: Script) -> None:
         "previous": "pascal",
         "previous_parameters": {"quantum_tokens": "200"},
     }
-    assert script.seen == [admin_pb2.SetPolicyRequest(name="least_loaded")]
+    assert script.received == [admin_pb2.SetPolicyRequest(name="least_loaded")]
 
 
 def test_set_policy_with_parameters(run: Run, script: Script) -> None:
     result = run("set", "policy", "ares", "theta=0.2", "least_gain=0.1")
     assert result.stdout == "policy: ares least_gain=0.1 theta=0.2, previous: pascal quantum_tokens=200\n"
     given = {"theta": "0.2", "least_gain": "0.1"}
-    assert script.seen == [admin_pb2.SetPolicyRequest(name="ares", parameters=given)]
+    assert script.received == [admin_pb2.SetPolicyRequest(name="ares", parameters=given)]
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [(["theta"], "'theta' is not key=value"), (["theta=1", "theta=2"], "'theta' is given twice")],
 )
-def test_set_policy_wants_assignments(run: Run, script: Script, words: list[str], says: str) -> None:
+def test_set_policy_requires_assignments(run: Run, script: Script, words: list[str], message: str) -> None:
     result = run("set", "policy", "ares", *words)
-    assert result.exit_code == 2 and says in result.stderr
-    assert script.seen == []
+    assert result.exit_code == 2 and message in result.stderr
+    assert script.received == []
 
 
 def test_set_slo(run: Run, script: Script) -> None:
     result = run("set", "slo", "ttft=3", "qoe=0.95", "pace=0")
     assert result.stdout == "slo: ttft=3 qoe=0.95 pace=0, previous: ttft=2 tpot=0.15\n"
-    assert script.seen == [admin_pb2.SetSloRequest(slo=admin_pb2.Slo(ttft_s=3.0, qoe=0.95, pace_s=0.0))]
+    assert script.received == [admin_pb2.SetSloRequest(slo=admin_pb2.Slo(ttft_s=3.0, qoe=0.95, pace_s=0.0))]
     document = json.loads(run("set", "slo", "tpot=0.1", "-o", "json").stdout)
     assert document["previous"] == {"ttft_s": 2.0, "tpot_s": 0.15, "qoe": None, "pace_s": None, "admit": None}
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         (["speed=1"], "slo has no parameter 'speed'; its parameters: admit, pace, qoe, tpot, ttft"),
         (["qoe=95"], "slo, parameter 'qoe': '95' is not allowed; it is a number from 0 to 1"),
         (["ttft=soon"], "'ttft': 'soon' is not allowed"),
     ],
 )
-def test_set_slo_refuses_what_is_none(run: Run, script: Script, words: list[str], says: str) -> None:
+def test_set_slo_refuses_invalid_values(run: Run, script: Script, words: list[str], message: str) -> None:
     result = run("set", "slo", *words)
-    assert result.exit_code == 2 and says in result.stderr
-    assert script.seen == []
+    assert result.exit_code == 2 and message in result.stderr
+    assert script.received == []
 
 
 def test_get_slo(run: Run) -> None:
@@ -71,19 +71,19 @@ def test_get_slo(run: Run) -> None:
 def test_set_pool(run: Run, script: Script) -> None:
     result = run("set", "pool", "worker-0", "prefill")
     assert result.stdout == "instance: worker-0, pool: prefill, previous: decode\n"
-    assert script.seen == [admin_pb2.SetPoolRequest(instance_id="worker-0", pool=types_pb2.POOL_PREFILL)]
+    assert script.received == [admin_pb2.SetPoolRequest(instance_id="worker-0", pool=types_pb2.POOL_PREFILL)]
 
 
-def test_set_pool_none_takes_it_out_of_all(run: Run, script: Script) -> None:
+def test_set_pool_none_removes_an_instance_from_its_pool(run: Run, script: Script) -> None:
     assert run("set", "pool", "worker-0", "none").exit_code == 0
-    assert script.seen == [admin_pb2.SetPoolRequest(instance_id="worker-0")]
+    assert script.received == [admin_pb2.SetPoolRequest(instance_id="worker-0")]
 
 
-def test_set_pool_names_the_pools_there_are(run: Run, script: Script) -> None:
+def test_set_pool_lists_the_pools(run: Run, script: Script) -> None:
     result = run("set", "pool", "worker-0", "fast")
     assert result.exit_code == 2
     assert "prefill_to_decode" in result.stderr
-    assert script.seen == []
+    assert script.received == []
 
 
 def test_set_stages_from_a_file_and_from_stdin(run: Run, script: Script, tmp_path: Path) -> None:
@@ -93,24 +93,24 @@ def test_set_stages_from_a_file_and_from_stdin(run: Run, script: Script, tmp_pat
     expected = admin_pb2.SetStagesRequest(stages=[types_pb2.Stage(lo=0, hi=512, instance_ids=["worker-0"])])
     assert run("set", "stages", str(file)).exit_code == 0
     assert run("set", "stages", "-", stdin=text).exit_code == 0
-    assert script.seen == [expected, expected]
+    assert script.received == [expected, expected]
 
 
-def test_set_stages_names_what_is_wrong_in_the_file(run: Run, script: Script) -> None:
+def test_set_stages_names_the_invalid_field(run: Run, script: Script) -> None:
     result = run("set", "stages", "-", stdin='[{"lo": "x", "hi": 1, "instance_ids": []}]')
     assert result.exit_code == 2
     assert "$[0].lo" in result.stderr
-    assert script.seen == []
+    assert script.received == []
 
 
-def test_set_stages_refuses_what_the_wire_cannot_carry(run: Run, script: Script) -> None:
+def test_set_stages_refuses_values_out_of_range(run: Run, script: Script) -> None:
     result = run("set", "stages", "-", stdin='[{"lo": -1, "hi": 1, "instance_ids": []}]')
     assert result.exit_code == 2
     assert "stage 0" in result.stderr
-    assert script.seen == []
+    assert script.received == []
 
 
-def test_migrate_tells_rounds_bytes_and_pause(run: Run, script: Script) -> None:
+def test_migrate_prints_rounds_bytes_and_pause(run: Run, script: Script) -> None:
     result = run("migrate", "chatcmpl-aaa1", "--to", "worker-1")
     assert result.exit_code == 0, result.stderr
     assert result.stdout == (
@@ -123,10 +123,10 @@ def test_migrate_tells_rounds_bytes_and_pause(run: Run, script: Script) -> None:
         "committed: worker-0 -> worker-1",
         "round 2: blocks 2, 1.0 MiB, 2.0 ms",
     ]
-    asked = script.seen[-1]
-    assert isinstance(asked, admin_pb2.AdminMigrateRequest)
-    assert asked.mode == worker_pb2.COPY_MODE_PRE_COPY
-    assert asked.target_instance_id == "worker-1"
+    request = script.received[-1]
+    assert isinstance(request, admin_pb2.AdminMigrateRequest)
+    assert request.mode == worker_pb2.COPY_MODE_PRE_COPY
+    assert request.target_instance_id == "worker-1"
 
 
 def test_migrate_json_is_the_last_record(run: Run) -> None:
@@ -136,11 +136,11 @@ def test_migrate_json_is_the_last_record(run: Run) -> None:
     assert (record["bytes"], record["pause_ms"], record["pause_steps"]) == (3 * 2**20, 4.25, 1.5)
 
 
-def test_migrate_leaves_it_to_the_server_which_request_is_meant(run: Run, script: Script) -> None:
+def test_migrate_passes_partial_request_ids_to_the_server(run: Run, script: Script) -> None:
     assert run("migrate", "aaa1", "--to", "worker-1").exit_code == 0
-    (asked,) = script.seen
-    assert isinstance(asked, admin_pb2.AdminMigrateRequest)
-    assert asked.request_id == "aaa1"
+    (request,) = script.received
+    assert isinstance(request, admin_pb2.AdminMigrateRequest)
+    assert request.request_id == "aaa1"
 
 
 def test_migrate_aborted_is_an_error(run: Run, script: Script) -> None:
@@ -153,12 +153,12 @@ def test_migrate_aborted_is_an_error(run: Run, script: Script) -> None:
     assert "checksum of block 7 differs; the request continues where it was" in result.stderr
 
 
-def test_drain_waits_until_it_is_empty(run: Run, script: Script) -> None:
+def test_drain_waits_until_the_instance_is_empty(run: Run, script: Script) -> None:
     result = run("drain", "worker-0")
     assert result.exit_code == 0
     assert "worker-0: 2 requests left" in result.stderr
     assert "worker-0 is empty" in result.stdout
-    assert script.seen == [admin_pb2.DrainRequest(instance_id="worker-0")]
+    assert script.received == [admin_pb2.DrainRequest(instance_id="worker-0")]
 
 
 def test_drain_json(run: Run) -> None:
@@ -173,10 +173,10 @@ def test_drain_json(run: Run) -> None:
 
 def test_undrain(run: Run, script: Script) -> None:
     assert "takes new requests again" in run("drain", "worker-0", "--undrain").stdout
-    assert script.seen == [admin_pb2.DrainRequest(instance_id="worker-0", undrain=True)]
+    assert script.received == [admin_pb2.DrainRequest(instance_id="worker-0", undrain=True)]
 
 
-def test_drain_that_is_cut_short_is_an_error(run: Run, script: Script) -> None:
+def test_an_interrupted_drain_is_an_error(run: Run, script: Script) -> None:
     del script.drain_events[1:]
     result = run("drain", "worker-0")
     assert result.exit_code == 1

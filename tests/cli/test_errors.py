@@ -1,4 +1,4 @@
-"""Every error is one line that says what is wrong and what to do, with an exit code that a script can use."""
+"""Every error is one line with the problem and what to do, and has an exit code for scripts."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from tests.cli.conftest import Run
 from tests.cli.scripted_admin import Script, serving
 
 
-def _one_line(text: str) -> str:
+def _single_line(text: str) -> str:
     lines = text.splitlines()
     assert len(lines) == 1, text
     assert lines[0].startswith("tailrace: ")
     return lines[0]
 
 
-def test_unreachable(unused_tcp_port: int) -> None:
+def test_an_unreachable_admin_api(unused_tcp_port: int) -> None:
     result = CliRunner().invoke(main, ["get", "instances", "--admin", f"127.0.0.1:{unused_tcp_port}"])
     assert result.exit_code == 3
-    assert f"the admin API at 127.0.0.1:{unused_tcp_port} is unavailable" in _one_line(result.stderr)
+    assert f"the admin API at 127.0.0.1:{unused_tcp_port} is unavailable" in _single_line(result.stderr)
     assert result.stdout == ""
 
 
 @pytest.mark.parametrize(
-    ("arguments", "method", "code", "details", "exit_code", "says"),
+    ("arguments", "method", "code", "details", "exit_code", "message"),
     [
         (
             ("migrate", "x", "--to", "worker-9"),
@@ -71,7 +71,7 @@ def test_unreachable(unused_tcp_port: int) -> None:
         (("trace", "x"), "GetTrace", grpc.StatusCode.NOT_FOUND, "no trace of x", 1, "no trace of x"),
     ],
 )
-def test_what_the_server_refuses(
+def test_errors_of_the_server(
     run: Run,
     script: Script,
     arguments: tuple[str, ...],
@@ -79,30 +79,30 @@ def test_what_the_server_refuses(
     code: grpc.StatusCode,
     details: str,
     exit_code: int,
-    says: str,
+    message: str,
 ) -> None:
     script.errors[method] = (code, details)
     result = run(*arguments)
     assert result.exit_code == exit_code
-    assert says in _one_line(result.stderr)
+    assert message in _single_line(result.stderr)
     assert result.stdout == ""
 
 
-def test_a_service_behind_the_admin_api_does_not_answer(run: Run, script: Script) -> None:
+def test_a_service_behind_the_admin_api_does_not_respond(run: Run, script: Script) -> None:
     details = "no migration service responds: deadline exceeded"
     script.errors["Migrate"] = (grpc.StatusCode.UNAVAILABLE, details)
     script.error_metadata = (FROM_SERVER,)
     result = run("migrate", "x", "--to", "worker-1")
     assert result.exit_code == 1
-    assert _one_line(result.stderr) == f"tailrace: {details}"
+    assert _single_line(result.stderr) == f"tailrace: {details}"
 
 
-def test_no_cluster_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_cluster_in_this_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TAILRACE_ADMIN", raising=False)
     result = CliRunner().invoke(main, ["get", "instances"])
     assert result.exit_code == 3
-    assert "tailrace up" in _one_line(result.stderr)
+    assert "tailrace up" in _single_line(result.stderr)
 
 
 @pytest.mark.parametrize("command", [["get", "instances"], ["down"], ["up", "--engine", "simulated"]])
@@ -112,10 +112,10 @@ def test_a_damaged_run_folder(command: list[str], tmp_path: Path, monkeypatch: p
     monkeypatch.delenv("TAILRACE_ADMIN", raising=False)
     result = CliRunner().invoke(main, command)
     assert result.exit_code == 1
-    assert "state.json is corrupt" in _one_line(result.stderr)
+    assert "state.json is corrupt" in _single_line(result.stderr)
 
 
-def test_several_schedulers_by_name(script: Script) -> None:
+def test_several_schedulers_by_host_name(script: Script) -> None:
     with serving(script) as address:
         port = address.rpartition(":")[2]
         several = f"nobody.invalid:1,localhost:{port}"
@@ -123,7 +123,7 @@ def test_several_schedulers_by_name(script: Script) -> None:
         assert result.exit_code == 0, result.stderr
     unknown = CliRunner().invoke(main, ["get", "instances", "--admin", "nobody.invalid:1,none.invalid:2"])
     assert unknown.exit_code == 3
-    assert "nobody.invalid:1" in _one_line(unknown.stderr)
+    assert "nobody.invalid:1" in _single_line(unknown.stderr)
 
 
 def test_several_schedulers_of_both_address_families(script: Script) -> None:
@@ -137,40 +137,40 @@ def test_several_schedulers_of_both_address_families(script: Script) -> None:
 def test_a_bare_ipv6_address() -> None:
     result = CliRunner().invoke(main, ["get", "instances", "--admin", "::1:7101"])
     assert result.exit_code == 2
-    assert "in brackets" in _one_line(result.stderr)
+    assert "in brackets" in _single_line(result.stderr)
 
 
 def test_a_certificate_folder_that_does_not_exist() -> None:
     arguments = ["get", "instances", "--admin", "127.0.0.1:1", "--tls", "/nonexistent"]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 1
-    assert "--tls: /nonexistent/ca.crt" in _one_line(result.stderr)
+    assert "--tls: /nonexistent/ca.crt" in _single_line(result.stderr)
 
 
 @pytest.mark.parametrize("address", ["nonsense", "host:", ":1", "host:99999", "a:1,b"])
-def test_malformed_address(address: str) -> None:
+def test_malformed_addresses(address: str) -> None:
     result = CliRunner().invoke(main, ["get", "instances", "--admin", address])
     assert result.exit_code == 2
-    assert "is not HOST:PORT" in _one_line(result.stderr)
+    assert "is not HOST:PORT" in _single_line(result.stderr)
 
 
-def test_no_trace_yet(run: Run) -> None:
+def test_a_missing_trace(run: Run) -> None:
     result = run("trace", "chatcmpl-aaa1")
     assert result.exit_code == 1
-    assert "no spans of 'chatcmpl-aaa1'" in _one_line(result.stderr)
+    assert "no spans of 'chatcmpl-aaa1'" in _single_line(result.stderr)
 
 
-def test_serve_names_the_services(run: Run) -> None:
+def test_serve_refuses_an_unknown_service(run: Run) -> None:
     result = CliRunner().invoke(main, ["serve", "butler"])
     assert result.exit_code == 2
     assert "No such command 'butler'" in result.stderr
 
 
-def test_help_is_quick_and_imports_no_grpc() -> None:
+def test_help_does_not_import_grpc() -> None:
     program = (
         "import sys\nfrom tailrace.cli.main import main\n"
         "main(['--help'], standalone_mode=False)\nassert 'grpc' not in sys.modules, 'grpc'"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
-    assert done.returncode == 0, done.stderr
-    assert "migrate" in done.stdout
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    assert process.returncode == 0, process.stderr
+    assert "migrate" in process.stdout

@@ -1,4 +1,4 @@
-"""`tailrace get`: tables for people, one JSON object for programs."""
+"""`tailrace get`: tables, and one JSON object for programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_table(run: Run, kind: str) -> None:
+def test_table_output(run: Run, kind: str) -> None:
     cell, heading = KINDS[kind]
     result = run("get", kind)
     assert result.exit_code == 0, result.output
@@ -41,7 +41,7 @@ def test_json_is_one_object_with_the_kind_as_its_only_key(run: Run, kind: str) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_there(run: Run, script: Script, kind: str) -> None:
+def test_empty_listings(run: Run, script: Script, kind: str) -> None:
     for rows in (script.instances, script.requests, script.migrations, script.policies):
         rows.clear()
     script.stages.clear()
@@ -50,7 +50,7 @@ def test_nothing_there(run: Run, script: Script, kind: str) -> None:
     assert "no " in run("get", kind).stdout
 
 
-def test_json_says_instance_phase_epoch_and_lengths_of_a_request(run: Run) -> None:
+def test_json_of_a_request(run: Run) -> None:
     request = json.loads(run("get", "requests", "-o", "json").stdout)["requests"][0]
     assert request["instance_id"] == "worker-0"
     assert request["phase"] == "reasoning"
@@ -60,14 +60,14 @@ def test_json_says_instance_phase_epoch_and_lengths_of_a_request(run: Run) -> No
     assert request["migrating"] is False
 
 
-def test_json_keeps_large_numbers_and_says_null_for_no_pool(run: Run) -> None:
+def test_json_keeps_large_numbers_and_has_null_for_no_pool(run: Run) -> None:
     first, second = json.loads(run("get", "instances", "-o", "json").stdout)["instances"]
     assert first["generated_tokens"] == 2**40
     assert (first["pool"], second["pool"]) == ("prefill", None)
     assert second["state"] == "suspect"
 
 
-def test_cached_blocks_are_those_on_the_device_and_those_in_host_memory(run: Run, script: Script) -> None:
+def test_cached_blocks_on_the_device_and_in_host_memory(run: Run, script: Script) -> None:
     script.instances[0].cached_blocks, script.instances[0].cached_host_blocks = 40, 700
     script.instances[1].cached_blocks = 30
     rows = run("get", "instances").stdout.splitlines()
@@ -90,13 +90,13 @@ def test_json_shows_the_ranks_of_an_instance(run: Run, script: Script) -> None:
     assert second["ranks"] == []
 
 
-def test_json_carries_the_rounds_of_a_migration(run: Run) -> None:
+def test_json_contains_the_rounds_of_a_migration(run: Run) -> None:
     migration = json.loads(run("get", "migrations", "-o", "json").stdout)["migrations"][0]
     assert [entry["blocks"] for entry in migration["rounds"]] == [38, 2]
     assert migration["pause_steps"] == 1.5
 
 
-def test_parameters_of_policies_have_their_types(run: Run, script: Script) -> None:
+def test_policy_parameters_have_their_types(run: Run, script: Script) -> None:
     active, other = script.policies
     active.parameters.extend(
         [

@@ -1,4 +1,4 @@
-"""What `tailrace up` prints at its end can be typed as it stands, for any model and any number of workers."""
+"""The commands that `tailrace up` prints can be copied, for any model and number of workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STATE = RunState(admin="127.0.0.1:7101", http="http://127.0.0.1:8000", model="qw
 
 
 def curl_bodies(text: str) -> list[dict[str, object]]:
-    """The JSON body of every curl line."""
+    """Return the JSON body of every curl line."""
     lines = [line.strip() for line in text.splitlines() if line.strip().startswith("curl")]
     found = [shlex.split(line.replace(">/dev/null &", "")) for line in lines]
     return [json.loads(words[words.index("-d") + 1]) for words in found]
@@ -35,15 +35,13 @@ def test_prompts_fit_the_model(tiny: bool) -> None:
     assert all(("Count down" in json.dumps(body)) is tiny for body in bodies)
 
 
-def test_an_api_key_is_named_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_api_key_is_referenced_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "s3cret")
     text = greeting(STATE, Path("/logs"), "tailrace")
     assert "Bearer $VLLM_API_KEY" in text and "s3cret" not in text
 
 
-def test_the_command_is_a_path_where_the_name_is_not_on_path(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_command_is_a_path_if_it_is_not_on_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     scripts = tmp_path / ".venv" / "bin"
     scripts.mkdir(parents=True)
     (scripts / "tailrace").write_text("")

@@ -18,10 +18,10 @@ def _installed(monkeypatch: pytest.MonkeyPatch, **commands: str) -> None:
     monkeypatch.setattr(lazy, "entry_points", lambda group: points)
 
 
-def test_help_lists_them_after_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_lists_plugin_commands_after_built_in_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     _installed(monkeypatch, zebra="no.such.module:command", simulate="another.module:command")
     lines = [" ".join(line.split()) for line in CliRunner().invoke(main, ["--help"]).output.splitlines()]
-    # One whose line we know, and one of which the place is all that is known without importing it.
+    # One with a known help line, and one of which only the entry point is known without importing it.
     assert lines.index("simulate Run one policy on a workload in the simulator.") > next(
         place for place, line in enumerate(lines) if line.startswith("version ")
     )
@@ -45,19 +45,19 @@ def test_a_missing_dependency_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_what_is_no_command_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_point_that_is_not_a_command_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     _installed(monkeypatch, zebra="json:dumps")
     result = CliRunner().invoke(main, ["zebra"])
     assert isinstance(result.exception, TypeError)
     assert "json:dumps is not a click command" in str(result.exception)
 
 
-def test_our_own_cannot_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_built_in_commands_cannot_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     _installed(monkeypatch, version="no_such_module:command")
     assert CliRunner().invoke(main, ["version", "--help"]).exit_code == 0
 
 
-def test_help_imports_nothing_of_the_simulator() -> None:
+def test_help_does_not_import_the_simulator() -> None:
     code = (
         "import sys; from click.testing import CliRunner; from tailrace.cli.main import main;"
         "result = CliRunner().invoke(main, ['--help']); assert 'simulate' in result.output, result.output;"

@@ -24,7 +24,7 @@ FOUND = profile_pb2.MeasuredProfile(
 
 
 @pytest.fixture(autouse=True)
-def answers(script: Script) -> None:
+def script_profiles(script: Script) -> None:
     script.profiles = [FOUND]
     script.profile_events = [
         profile_pb2.ProfileEvent(message="warming up"),
@@ -32,8 +32,8 @@ def answers(script: Script) -> None:
     ]
 
 
-def asked(script: Script) -> list[admin_pb2.AdminProfileRequest]:
-    return [seen for seen in script.seen if isinstance(seen, admin_pb2.AdminProfileRequest)]
+def profile_requests(script: Script) -> list[admin_pb2.AdminProfileRequest]:
+    return [received for received in script.received if isinstance(received, admin_pb2.AdminProfileRequest)]
 
 
 def test_progress_goes_to_stderr_and_figures_to_stdout(run: Run, script: Script) -> None:
@@ -42,10 +42,12 @@ def test_progress_goes_to_stderr_and_figures_to_stdout(run: Run, script: Script)
     assert result.stderr == "worker-0: warming up\n"
     (found,) = json.loads(result.stdout)["profiles"]
     assert found["kind"] == FOUND.kind and found["decode"]["base_ms"] == 2.5
-    assert asked(script) == [admin_pb2.AdminProfileRequest(instance_id="worker-0", force=True, budget_s=5.0)]
+    assert profile_requests(script) == [
+        admin_pb2.AdminProfileRequest(instance_id="worker-0", force=True, budget_s=5.0)
+    ]
 
 
-def test_without_a_name_one_idle_instance_of_each_kind(run: Run, script: Script) -> None:
+def test_without_a_name_one_idle_instance_of_each_kind_is_profiled(run: Run, script: Script) -> None:
     busy, other = script.instances
     other.state = busy.state
     busy.profile_kind = other.profile_kind = "a"
@@ -54,15 +56,15 @@ def test_without_a_name_one_idle_instance_of_each_kind(run: Run, script: Script)
     )
     script.instances.append(admin_pb2.InstanceInfo(instance_id="worker-3", state=busy.state))
     assert run("profile").exit_code == 0
-    assert [each.instance_id for each in asked(script)] == ["worker-1", "worker-2"]
+    assert [each.instance_id for each in profile_requests(script)] == ["worker-1", "worker-2"]
 
 
-def test_nothing_to_measure_is_said(run: Run, script: Script) -> None:
+def test_without_an_instance_to_profile_there_is_an_error(run: Run, script: Script) -> None:
     result = run("profile")
     assert result.exit_code == 1 and "no instance to profile" in result.stderr
 
 
-def test_a_busy_instance_is_an_error_of_one_line(run: Run, script: Script) -> None:
+def test_a_busy_instance_is_an_error(run: Run, script: Script) -> None:
     script.errors["Profile"] = (grpc.StatusCode.FAILED_PRECONDITION, "worker-0 carries 3 requests")
     result = run("profile", "worker-0")
     assert result.exit_code == 1

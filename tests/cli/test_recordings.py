@@ -18,13 +18,13 @@ from tests.control.recorded import RandomRun
 
 
 def replay(*arguments: str) -> Result:
-    """Without a cluster."""
+    """Run `tailrace replay`, which needs no cluster."""
     return CliRunner().invoke(main, ["replay", *arguments])
 
 
 @pytest.fixture
 def lines() -> list[bytes]:
-    """A recording under `arrow`."""
+    """Return a recording with policy `arrow`."""
     run = RandomRun("arrow", 7)
     run.record()
     for _ in range(60):
@@ -34,7 +34,7 @@ def lines() -> list[bytes]:
 
 @pytest.fixture
 def file(lines: list[bytes], tmp_path: Path) -> Path:
-    """The same, as a file."""
+    """Return the recording as a file."""
     path = tmp_path / "run.jsonl"
     path.write_bytes(b"\n".join(lines) + b"\n")
     return path
@@ -46,7 +46,7 @@ def test_record_writes_lines(run: Run, script: Script, lines: list[bytes], tmp_p
     result = run("record", str(path), "--for", "3")
     assert result.exit_code == 0 and result.stderr == f"{path}: {len(lines)} lines\n"
     assert path.read_bytes().splitlines() == lines
-    assert script.seen == [admin_pb2.RecordRequest(seconds=3.0)]
+    assert script.received == [admin_pb2.RecordRequest(seconds=3.0)]
     assert replay(str(path)).exit_code == 0
 
 
@@ -55,7 +55,7 @@ def test_record_without_a_line_is_an_error(run: Run, tmp_path: Path) -> None:
     assert result.exit_code == 1 and "nothing was recorded" in result.stderr
 
 
-def test_record_says_where_it_cannot_write(run: Run, tmp_path: Path) -> None:
+def test_record_to_an_unwritable_path_is_an_error(run: Run, tmp_path: Path) -> None:
     result = run("record", str(tmp_path / "no" / "folder"))
     assert result.exit_code == 1 and "no/folder: No such file or directory" in result.stderr
 
@@ -70,7 +70,7 @@ def test_replay_finds_no_difference(file: Path) -> None:
     assert all(point["different"] == 0 for point in document["points"].values())
 
 
-def test_replay_shows_what_another_policy_would_do(file: Path) -> None:
+def test_replay_shows_decisions_of_another_policy(file: Path) -> None:
     result = replay(str(file), "--policy", "round_robin", "--show", "1")
     assert result.exit_code == 0 and "replayed with: round_robin" in result.stdout
     first, second = result.stderr.splitlines()
@@ -80,7 +80,7 @@ def test_replay_shows_what_another_policy_would_do(file: Path) -> None:
     assert replay(str(file), "--policy", "pascal", "--set", "quantum_tokens=7").exit_code == 0
 
 
-def test_replay_fails_where_a_decision_came_out_otherwise(lines: list[bytes], tmp_path: Path) -> None:
+def test_replay_fails_if_a_decision_differs(lines: list[bytes], tmp_path: Path) -> None:
     at = next(n for n, line in enumerate(lines) if b'"event":"decided","point":"place"' in line)
     lines[at] = encode(
         Decided("place", "arrow", json.loads(lines[at])["request_id"], recorded_placement(Place("x")))
@@ -93,19 +93,19 @@ def test_replay_fails_where_a_decision_came_out_otherwise(lines: list[bytes], tm
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "says"),
+    ("arguments", "code", "message"),
     [
         (["--set", "a=b"], 2, "--set requires --policy"),
         (["--policy", "nobody"], 2, "nobody"),
         (["--policy", "pascal", "--set", "quantum_tokens=x"], 2, "quantum_tokens"),
     ],
 )
-def test_replay_says_what_is_wrong(file: Path, arguments: list[str], code: int, says: str) -> None:
+def test_replay_usage_errors(file: Path, arguments: list[str], code: int, message: str) -> None:
     result = replay(str(file), *arguments)
-    assert result.exit_code == code and says in result.stderr
+    assert result.exit_code == code and message in result.stderr
 
 
-def test_replay_of_what_is_no_recording(tmp_path: Path) -> None:
+def test_replay_of_an_invalid_recording_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text("hello\n")
     result = replay(str(path))
@@ -119,8 +119,8 @@ def test_set_shadow(run: Run, script: Script) -> None:
     assert result.stdout == "shadow: ares, previous: -\n"
     script.shadow.name = "ares"
     assert run("set", "shadow", "none").stdout == "shadow: -, previous: ares\n"
-    asked = admin_pb2.SetShadowRequest(name="ares", parameters={"theta": "0.2"})
-    assert script.seen == [asked, admin_pb2.SetShadowRequest()]
+    request = admin_pb2.SetShadowRequest(name="ares", parameters={"theta": "0.2"})
+    assert script.received == [request, admin_pb2.SetShadowRequest()]
 
 
 def test_get_shadow(run: Run, script: Script) -> None:

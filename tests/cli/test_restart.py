@@ -1,4 +1,4 @@
-"""`tailrace restart`, as typed, and the rolling restart of a cluster under load: no client sees an error."""
+"""`tailrace restart`, and the rolling restart of a cluster under load without client errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tailrace.local.identity import identify
 from tailrace.local.plan import Tier
 from tailrace.local.restart import find_parts
 from tailrace.local.state import Part, RunFolder, RunState
-from tests.cli.test_up import Here
+from tests.cli.test_up import WorkingFolder
 from tests.e2e.conftest import RUST_FRONT
 
 WORK: rolling_restart.Work = [
@@ -24,37 +24,37 @@ WORK: rolling_restart.Work = [
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Here:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WorkingFolder:
     monkeypatch.delenv("TAILRACE_RUN_DIR", raising=False)
     monkeypatch.chdir(tmp_path)
-    return Here(tmp_path)
+    return WorkingFolder(tmp_path)
 
 
 def restart(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["restart", *arguments])
 
 
-def test_without_a_cluster(here: Here) -> None:
+def test_restart_without_a_cluster_is_an_error(here: WorkingFolder) -> None:
     result = restart("worker-0")
     assert result.exit_code == 1
     assert "no local cluster is running here; tailrace up starts one" in result.stderr
 
 
 @pytest.mark.parametrize("arguments", [(), ("worker-0", "--all")])
-def test_what_to_restart_must_be_said_once(here: Here, arguments: Sequence[str]) -> None:
+def test_restart_takes_names_or_all(here: WorkingFolder, arguments: Sequence[str]) -> None:
     result = restart(*arguments)
     assert result.exit_code == 2
     assert "name the processes to restart, or pass --all" in result.stderr
 
 
-def test_a_part_that_is_not_there(here: Here) -> None:
+def test_restart_of_an_unknown_part_is_an_error(here: WorkingFolder) -> None:
     part = Part(name="worker-0", tier=Tier.WORKER, identity=identify(1), log="")
     with here.folder.locked():
         here.folder.write(RunState(http="http://127.0.0.1:1", admin="127.0.0.1:1", parts=[part]))
     result = restart("worker-1")
     assert result.exit_code == 2
     assert "no part worker-1; there are worker-0" in result.stderr
-    # Written by a version that did not keep how it was started.
+    # State written by a version that did not record the start command.
     result = restart("worker-0")
     assert result.exit_code == 1
     assert "tailrace down and tailrace up" in result.stderr
@@ -68,8 +68,8 @@ def test_the_order_of_a_rolling_restart() -> None:
 
 
 @pytest.fixture
-def cluster(here: Here) -> Iterator[RunFolder]:
-    """Two simulated workers and two front ends on one port."""
+def cluster(here: WorkingFolder) -> Iterator[RunFolder]:
+    """Start two simulated workers, and two front ends on one port."""
     if not RUST_FRONT.exists():
         pytest.skip("no vllm-rs")
     up = here.up("--workers", "2", "--frontends", "2", "--no-traces")
@@ -81,19 +81,21 @@ def cluster(here: Here) -> Iterator[RunFolder]:
 @pytest.mark.fleet
 @pytest.mark.timeout(180)
 @pytest.mark.slow
-def test_clients_do_not_notice_a_rolling_restart(cluster: RunFolder, here: Here) -> None:
+def test_a_rolling_restart_causes_no_client_errors(cluster: RunFolder, here: WorkingFolder) -> None:
     with cluster.locked():
         state = cluster.read()
         assert state is not None
-        told = rolling_restart.run(cluster, state, ["scheduler", "worker-0", "frontend-0"], WORK, kill=False)
+        drained = rolling_restart.run(
+            cluster, state, ["scheduler", "worker-0", "frontend-0"], WORK, kill=False
+        )
         killed = rolling_restart.run(cluster, state, ["worker-1"], WORK, kill=True)
-    for row in (*told, *killed):
+    for row in (*drained, *killed):
         assert (row.tally.errors, row.tally.different) == ([], 0), row
-    assert not rolling_restart.failed([*told, *killed])
-    # A service that is back at once leaves no time for an answer to end, on a busy machine.
-    assert all(row.streams for row in told)
-    assert any(row.tally.finished for row in told)
-    # What it wrote is what `down` ends, and `restart` restarts.
+    assert not rolling_restart.failed([*drained, *killed])
+    # On a busy machine, no answer may finish during the short restart of a single service.
+    assert all(row.streams for row in drained)
+    assert any(row.tally.finished for row in drained)
+    # The written state is valid for `down` and `restart`.
     again = here.tailrace("restart", "worker-0", "etcd")
     assert again.returncode == 0, again.stderr
     assert "restarted worker-0: " in again.stdout and "restarted etcd: " in again.stdout

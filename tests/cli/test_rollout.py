@@ -1,4 +1,4 @@
-"""`tailrace rollout`: what is asked of the server, and what is said of its answer."""
+"""`tailrace rollout`: requests to the server, and output."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def events(script: Script) -> None:
     ]
 
 
-def test_start_tells_how_far_it_is_and_how_it_ended(run: Run, script: Script) -> None:
+def test_start_prints_progress_and_result(run: Run, script: Script) -> None:
     result = run("rollout", "start", "chat", "--to", NEW[:6])
     assert result.exit_code == 0
     assert result.stdout == f"chat: {DONE}\n"
     assert result.stderr == "chat: 12 requests left; draining w0\n"
-    assert script.seen == [
+    assert script.received == [
         admin_pb2.RolloutRequest(model="chat", to=NEW[:6], prepare_s=60.0),
         admin_pb2.WatchRolloutRequest(model="chat", begun_s=100.5),
     ]
@@ -76,22 +76,24 @@ def test_start_json(run: Run) -> None:
     )
 
 
-def test_one_that_is_given_up_is_an_error(run: Run, script: Script) -> None:
-    said = "given up: f0: connected to no instance; new requests go to 91b04c77d2aa as before"
-    script.rollout_events = [event(admin_pb2.ROLLOUT_STATE_FAILED, said, done=True, reason="f0: connected")]
+def test_a_failed_rollout_is_an_error(run: Run, script: Script) -> None:
+    message = "given up: f0: connected to no instance; new requests go to 91b04c77d2aa as before"
+    script.rollout_events = [
+        event(admin_pb2.ROLLOUT_STATE_FAILED, message, done=True, reason="f0: connected")
+    ]
     result = run("rollout", "start", "chat", "--to", NEW)
     assert (result.exit_code, result.stdout) == (1, "")
-    assert f"tailrace: chat: {said}" in result.stderr
+    assert f"tailrace: chat: {message}" in result.stderr
 
 
-def test_one_that_is_refused_says_why(run: Run, script: Script) -> None:
+def test_a_refused_rollout_prints_the_reason(run: Run, script: Script) -> None:
     script.errors["Rollout"] = (grpc.StatusCode.FAILED_PRECONDITION, "no instance of 3fa2 is warm: w2 stops")
     result = run("rollout", "start", "chat", "--to", NEW)
     assert result.exit_code == 1
     assert "no instance of 3fa2 is warm: w2 stops; tailrace rollout status shows" in result.stderr
 
 
-def test_one_that_takes_longer_goes_on(run: Run, script: Script) -> None:
+def test_a_rollout_continues_after_the_timeout(run: Run, script: Script) -> None:
     del script.rollout_events[1:]
     script.errors["WatchRollout"] = (grpc.StatusCode.DEADLINE_EXCEEDED, "")
     result = run("rollout", "start", "chat", "--to", NEW, "--timeout", "5")
@@ -101,7 +103,7 @@ def test_one_that_takes_longer_goes_on(run: Run, script: Script) -> None:
     )
 
 
-def test_a_scheduler_that_is_lost_is_asked_again(run: Run, script: Script) -> None:
+def test_a_lost_scheduler_is_retried(run: Run, script: Script) -> None:
     script.errors["WatchRollout"] = (grpc.StatusCode.UNAVAILABLE, "no leader")
     script.error_metadata = (FROM_SERVER,)
     result = run("rollout", "start", "chat", "--to", NEW, "--timeout", "1.5")
@@ -109,18 +111,18 @@ def test_a_scheduler_that_is_lost_is_asked_again(run: Run, script: Script) -> No
     assert result.stderr.count("chat: no leader; retrying") == 2
 
 
-def test_undo_waits_for_its_end_too(run: Run, script: Script) -> None:
+def test_undo_waits_for_its_completion(run: Run, script: Script) -> None:
     result = run("rollout", "undo", "chat", "--prepare-timeout", "5")
     assert result.exit_code == 0 and result.stdout == f"chat: {DONE}\n"
-    assert script.seen[0] == admin_pb2.UndoRolloutRequest(model="chat", prepare_s=5.0)
+    assert script.received[0] == admin_pb2.UndoRolloutRequest(model="chat", prepare_s=5.0)
 
 
-def test_undo_of_what_is_still_prepared_is_over_at_once(run: Run, script: Script) -> None:
-    said = "given up: an operator took it back; new requests go to 91b04c77d2aa as before"
-    script.rollout = event(admin_pb2.ROLLOUT_STATE_FAILED, said, reason="an operator took it back").rollout
+def test_undo_during_preparation_completes_at_once(run: Run, script: Script) -> None:
+    message = "given up: an operator took it back; new requests go to 91b04c77d2aa as before"
+    script.rollout = event(admin_pb2.ROLLOUT_STATE_FAILED, message, reason="an operator took it back").rollout
     result = run("rollout", "undo", "chat")
-    assert result.exit_code == 0 and result.stdout == f"chat: {said}\n"
-    assert len(script.seen) == 1
+    assert result.exit_code == 0 and result.stdout == f"chat: {message}\n"
+    assert len(script.received) == 1
 
 
 def test_status(run: Run) -> None:
@@ -141,17 +143,17 @@ def test_status(run: Run) -> None:
 
 def test_forget(run: Run, script: Script) -> None:
     assert run("rollout", "forget", "chat").stdout == "chat: front ends use their own --model\n"
-    assert script.seen == [admin_pb2.ForgetRolloutRequest(model="chat")]
+    assert script.received == [admin_pb2.ForgetRolloutRequest(model="chat")]
     assert json.loads(run("rollout", "forget", "chat", "-o", "json").stdout) == {
         "model": "chat",
         "forgotten": True,
     }
 
 
-def test_few_warm_instances_are_warned_of_and_how_many_may_be_said(run: Run, script: Script) -> None:
+def test_warning_about_few_warm_instances(run: Run, script: Script) -> None:
     script.rollout.warning = "1 warm of 3fa2c9d01b6e will replace 50 of 91b04c77d2aa"
     result = run("rollout", "start", "chat", "--to", NEW, "--min-warm", "1")
     assert result.exit_code == 0
     assert "chat: warning: 1 warm of 3fa2c9d01b6e will replace 50 of 91b04c77d2aa" in result.stderr
-    assert isinstance(script.seen[0], admin_pb2.RolloutRequest) and script.seen[0].min_warm == 1
+    assert isinstance(script.received[0], admin_pb2.RolloutRequest) and script.received[0].min_warm == 1
     assert "warning" in run("rollout", "undo", "chat").stderr

@@ -1,4 +1,4 @@
-"""`tailrace serve` with what cannot be: a line, before anything is started."""
+"""`tailrace serve` with invalid arguments prints one line and starts nothing."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tailrace.cli.main import main
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
-        # Zero or less would report without a pause.
+        # Zero or less would report continuously.
         ("worker --engine simulated --report-interval 0", "--report-interval"),
         ("worker --engine simulated --count 2 --stream-port 7000", "--stream-port"),
         ("worker --engine simulated --engine-arg what", "NAME=VALUE"),
@@ -21,7 +21,7 @@ from tailrace.cli.main import main
         ("frontend --front rust -- no-flag", "no-flag"),
         ("frontend --http nowhere", "--http"),
         ("frontend --model /nowhere/at-all", "no folder /nowhere/at-all"),
-        # Shorter than a client takes to come back.
+        # Shorter than a client takes to reconnect.
         ("frontend --keep-answers 0.1", "--keep-answers"),
         ("frontend --keep-answers nan", "--keep-answers"),
         ("frontend --front rust --keep-answers 60", "not supported by vllm-rs"),
@@ -33,27 +33,27 @@ from tailrace.cli.main import main
         ("monitor --advertise http://host", "without a port"),
     ],
 )
-def test_wrong_usage(arguments: str, says: str) -> None:
+def test_usage_errors(arguments: str, message: str) -> None:
     result = CliRunner().invoke(main, ["serve", *arguments.split()])
     assert result.exit_code == 2
-    assert says in result.stderr
+    assert message in result.stderr
     assert isinstance(result.exception, SystemExit)
 
 
 @pytest.mark.parametrize(
-    ("extra", "says"),
+    ("extra", "message"),
     [("--policy none_such", "none_such"), ("--policy 'a b'", "'a b'"), ("'unclosed", "TAILRACE_SERVE_ARGS")],
 )
 def test_arguments_from_the_environment_are_added(
-    extra: str, says: str, monkeypatch: pytest.MonkeyPatch
+    extra: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TAILRACE_SERVE_ARGS", extra)
     result = CliRunner().invoke(main, ["serve", "scheduler"])
     assert result.exit_code == 2
-    assert says in result.stderr
+    assert message in result.stderr
 
 
-def test_help_lists_each_service_with_its_own_first_line() -> None:
+def test_help_lists_each_service_with_its_summary() -> None:
     listed = " ".join(CliRunner().invoke(main, ["serve", "--help"]).output.split())
     points = entry_points(group="tailrace.services")
     assert {point.name for point in points} >= {"frontend", "migration", "monitor", "scheduler", "worker"}
@@ -63,9 +63,9 @@ def test_help_lists_each_service_with_its_own_first_line() -> None:
         assert f"{point.name} {first}" in listed
 
 
-def test_a_log_level_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_log_level(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TAILRACE_LOG_LEVEL", "loud")
     result = CliRunner().invoke(main, ["serve", "monitor"])
     assert isinstance(result.exception, SystemExit)
-    # Python itself writes it to stderr, and ends with exit code 1.
+    # Python writes the message to stderr and exits with code 1.
     assert "'LOUD' is none of" in str(result.exception.code)

@@ -1,4 +1,4 @@
-"""`tailrace up` and `down`, as typed: a whole cluster of simulated engines, and what can go wrong."""
+"""`tailrace up` and `down`: a complete cluster of simulated engines, and failures at start."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _UP_S = 120.0
 _FRONT = "rust" if (Path(sys.executable).parent / "vllm-rs").exists() else "python"
 
 
-class Here:
-    """A folder of its own in which `tailrace` is typed."""
+class WorkingFolder:
+    """A temporary folder in which the tests run `tailrace`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -40,7 +40,7 @@ class Here:
     def environment(self) -> dict[str, str]:
         ours = ("TAILRACE_", "OTEL_")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-        # The examples are beside the packages, not installed with them.
+        # The examples are not installed with the packages.
         return kept | {"PYTHONPATH": str(Path(__file__).parents[2])}
 
     def tailrace(self, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -75,21 +75,21 @@ def _wait(condition: Callable[[], bool], what: str) -> None:
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Iterator[Here]:
-    place = Here(tmp_path)
+def here(tmp_path: Path) -> Iterator[WorkingFolder]:
+    place = WorkingFolder(tmp_path)
     yield place
     place.tailrace("down")
 
 
-def test_a_whole_cluster(here: Here) -> None:
-    done = here.up("--workers", "2", "--policy", "pascal", "--set", "quantum_tokens=200")
-    assert done.returncode == 0, done.stderr
+def test_a_complete_cluster(here: WorkingFolder) -> None:
+    result = here.up("--workers", "2", "--policy", "pascal", "--set", "quantum_tokens=200")
+    assert result.returncode == 0, result.stderr
     state = here.state()
     assert state.ready
-    assert state.admin in done.stdout
-    assert str(here.folder.logs) in done.stdout
+    assert state.admin in result.stdout
+    assert str(here.folder.logs) in result.stdout
 
-    curl = next(line.strip() for line in done.stdout.splitlines() if line.strip().startswith("curl"))
+    curl = next(line.strip() for line in result.stdout.splitlines() if line.strip().startswith("curl"))
     answer = subprocess.run(curl, shell=True, capture_output=True, text=True, timeout=60)
     assert answer.returncode == 0, answer.stderr
     events = [line.removeprefix("data: ") for line in answer.stdout.splitlines() if line.startswith("data: ")]
@@ -122,9 +122,9 @@ def test_a_whole_cluster(here: Here) -> None:
     worker = next(part for part in state.parts if part.name == "worker-0")
     os.kill(worker.identity.pid, signal.SIGKILL)
     _wait(lambda: not worker.identity.alive(), "worker-0 to end")
-    not_whole = here.up()
-    assert not_whole.returncode == 1
-    assert "incomplete (worker-0 ended); tailrace down stops it" in not_whole.stderr
+    incomplete = here.up()
+    assert incomplete.returncode == 1
+    assert "incomplete (worker-0 ended); tailrace down stops it" in incomplete.stderr
 
     down = here.tailrace("down")
     assert down.returncode == 0, down.stderr
@@ -134,47 +134,47 @@ def test_a_whole_cluster(here: Here) -> None:
     assert here.tailrace("get", "instances").returncode == 3
 
 
-def test_port_taken(here: Here) -> None:
+def test_a_port_in_use(here: WorkingFolder) -> None:
     with socket.create_server(("127.0.0.1", here.port)):
-        done = here.up()
-    assert done.returncode == 1
-    assert f"port {here.port} on 127.0.0.1 is in use" in done.stderr
-    assert f"--port {here.port + 1}" in done.stderr
+        result = here.up()
+    assert result.returncode == 1
+    assert f"port {here.port} on 127.0.0.1 is in use" in result.stderr
+    assert f"--port {here.port + 1}" in result.stderr
     assert here.folder.read() is None
 
 
-def test_a_full_disk_is_one_line_and_nothing_is_left(here: Here) -> None:
-    # What is begun cannot be written down: it is stopped.
-    done = here.run("prlimit", "--fsize=100:100", *here.command("up", "--engine", "simulated"))
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == (
+def test_a_full_disk_is_reported_and_nothing_is_left_running(here: WorkingFolder) -> None:
+    # The state cannot be written, so the started processes are stopped.
+    result = here.run("prlimit", "--fsize=100:100", *here.command("up", "--engine", "simulated"))
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1] == (
         f"tailrace: {here.folder.path}: File too large (TAILRACE_RUN_DIR names another folder)"
     )
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in result.stderr
     assert here.folder.read() is None
     commands = [file.read_text() for file in Path("/proc").glob("[0-9]*/cmdline") if file.exists()]
     assert not [command for command in commands if str(here.folder.path) in command]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small disk")
-def test_a_small_disk_is_one_line_before_anything_starts(here: Here) -> None:
-    # Otherwise etcd ends with a stack of its own.
+def test_a_small_disk_is_reported_before_anything_starts(here: WorkingFolder) -> None:
+    # Otherwise etcd would fail with a stack trace.
     here.folder.path.mkdir()
     if here.run("mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(here.folder.path)).returncode:
         pytest.skip("cannot mount a small disk")
     try:
-        done = here.up()
-        assert done.returncode == 1
+        result = here.up()
+        assert result.returncode == 1
         assert re.fullmatch(
             rf"tailrace: {here.folder.path}: 4 MB free; a local cluster needs 100 MB \(TAILRACE_RUN_DIR .*\n",
-            done.stderr,
+            result.stderr,
         )
     finally:
         here.run("umount", "--lazy", str(here.folder.path))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (("--policy", "magic"), "--policy: unknown policy 'magic'; installed: "),
         (("--set", "quantum_tokens=200"), "--set requires --policy"),
@@ -187,31 +187,31 @@ def test_a_small_disk_is_one_line_before_anything_starts(here: Here) -> None:
         (("--frontend-arg", "api-key=x"), "--frontend-arg: 'api-key=x' is not a flag of vllm serve"),
     ],
 )
-def test_wrong_usage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], says: str
+def test_usage_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
 ) -> None:
     monkeypatch.setenv("TAILRACE_RUN_DIR", str(tmp_path))
-    done = CliRunner().invoke(main, ["up", "--engine", "simulated", *arguments])
-    assert done.exit_code == 2
-    assert says in done.stderr
+    result = CliRunner().invoke(main, ["up", "--engine", "simulated", *arguments])
+    assert result.exit_code == 2
+    assert message in result.stderr
     assert RunFolder(tmp_path).read() is None
 
 
-def test_a_part_that_dies_while_starting(here: Here) -> None:
-    """The front end of a model of unknown kind ends with an error; everything else is stopped."""
+def test_a_part_that_fails_while_starting(here: WorkingFolder) -> None:
+    """With a model of unknown kind the front end fails, and everything else is stopped."""
     empty = here.path / "empty"
     empty.mkdir()
     (empty / "config.json").write_text("{}")
     (empty / "tokenizer.json").write_text("{}")
-    done = here.up("--workers", "1", "--model", str(empty))
-    assert done.returncode == 1
-    assert re.search(r"(worker-0|frontend) exited while starting \(exit code \d+\)", done.stderr)
-    assert "the last lines of" in done.stderr
-    assert "All started processes were stopped." in done.stderr
+    result = here.up("--workers", "1", "--model", str(empty))
+    assert result.returncode == 1
+    assert re.search(r"(worker-0|frontend) exited while starting \(exit code \d+\)", result.stderr)
+    assert "the last lines of" in result.stderr
+    assert "All started processes were stopped." in result.stderr
     assert here.folder.read() is None
 
 
-def test_a_worker_killed_while_starting(here: Here) -> None:
+def test_a_worker_killed_while_starting(here: WorkingFolder) -> None:
     running = subprocess.Popen(
         here.command("up", "--engine", "simulated", "--front", _FRONT, "--port", str(here.port)),
         cwd=here.path,
@@ -220,16 +220,16 @@ def test_a_worker_killed_while_starting(here: Here) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    state = _when_worker_starts(here)
+    state = _wait_for_worker_start(here)
     worker = next(part for part in state.parts if part.name == "worker-0")
     os.kill(worker.identity.pid, signal.SIGKILL)
     _, errors = running.communicate(timeout=60)
     assert running.returncode == 1
     assert "worker-0 exited while starting (SIGKILL; out of memory?)" in errors
-    _nothing_left(here, state)
+    _assert_nothing_left(here, state)
 
 
-def test_interrupted(here: Here) -> None:
+def test_an_interrupted_start(here: WorkingFolder) -> None:
     running = subprocess.Popen(
         here.command("up", "--engine", "simulated", "--front", _FRONT, "--port", str(here.port)),
         cwd=here.path,
@@ -238,15 +238,15 @@ def test_interrupted(here: Here) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    state = _when_worker_starts(here)
+    state = _wait_for_worker_start(here)
     running.send_signal(signal.SIGINT)
     _, errors = running.communicate(timeout=60)
     assert running.returncode == 130
     assert "interrupted" in errors
-    _nothing_left(here, state)
+    _assert_nothing_left(here, state)
 
 
-def _when_worker_starts(here: Here) -> RunState:
+def _wait_for_worker_start(here: WorkingFolder) -> RunState:
     def starts() -> bool:
         state = here.folder.read()
         return state is not None and any(part.name == "worker-0" for part in state.parts)
@@ -255,6 +255,6 @@ def _when_worker_starts(here: Here) -> RunState:
     return here.state()
 
 
-def _nothing_left(here: Here, state: RunState) -> None:
+def _assert_nothing_left(here: WorkingFolder, state: RunState) -> None:
     assert here.folder.read() is None
     assert not any(part.identity.session_members() for part in state.parts)

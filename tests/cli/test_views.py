@@ -16,11 +16,11 @@ from tests.cli.conftest import Run
 from tests.cli.scripted_admin import Script
 
 
-def test_top_once_is_one_frame(run: Run) -> None:
+def test_top_once_prints_one_frame(run: Run) -> None:
     result = run("top", "--once")
     assert result.exit_code == 0, result.stderr
     first = result.stdout.splitlines()[0]
-    # Two instances; three requests decode at 10 ms a token on one of them.
+    # Two instances; on one of them, three requests decode at 10 ms per token.
     assert "policy least_loaded" in first
     assert "instances 2" in first
     assert "300 tokens/s" in first
@@ -37,7 +37,7 @@ def test_top_as_json_has_the_same_figures(run: Run) -> None:
     assert document["migrations"][0]["state"] == "committed"
 
 
-def test_top_goes_on_without_a_migration_service(run: Run, script: Script) -> None:
+def test_top_works_without_a_migration_service(run: Run, script: Script) -> None:
     script.errors["ListMigrations"] = (grpc.StatusCode.UNAVAILABLE, "no migration service responds")
     result = run("top", "--once")
     assert result.exit_code == 0, result.stderr
@@ -49,11 +49,11 @@ def _sample(at_s: float, **tokens: int) -> Sample:
     return Sample(at_s, "p", instances, (), ())
 
 
-def test_rates_are_taken_from_counters() -> None:
+def test_rates_are_derived_from_counters() -> None:
     assert token_rates(_sample(10, a=100, b=0), _sample(12, a=300, b=0)) == {"a": 100.0, "b": 0.0}
 
 
-def test_a_restarted_worker_counts_from_zero_and_a_new_one_from_its_interval() -> None:
+def test_rates_of_restarted_and_new_workers() -> None:
     last = _sample(12, a=50, c=7)
     assert token_rates(_sample(10, a=300), last) == {"a": 25.0, "c": 0.0}
 

@@ -11,7 +11,7 @@ from examples import rolling_restart
 from examples.fifty_streams import variants
 from tailrace.local.restart import find_parts
 from tailrace.local.state import RunFolder
-from tests.cli.test_up import Here
+from tests.cli.test_up import WorkingFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(3600)]
 
@@ -21,7 +21,7 @@ STREAMS = 50
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[RunFolder]:
     """Three vLLM engines, two front ends on one port."""
-    environment = Here(tmp_path)
+    environment = WorkingFolder(tmp_path)
     up = environment.tailrace("up", "--workers", "3", "--frontends", "2", "--port", str(environment.port))
     assert up.returncode == 0, up.stderr
     yield environment.folder

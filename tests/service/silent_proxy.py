@@ -1,4 +1,4 @@
-"""A TCP proxy that can fall silent, as a network does that loses everything."""
+"""A TCP proxy that can stop forwarding, like a network that loses all packets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 
 class SilentProxy:
-    """Forwards both ways while `open` is set; connections stay up meanwhile."""
+    """Forward both ways while `open` is set; connections stay open otherwise."""
 
     def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
@@ -18,7 +18,7 @@ class SilentProxy:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection."""
+        """Forward one connection."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -26,7 +26,7 @@ class SilentProxy:
             up_reader, up_writer = await asyncio.open_connection(self._host, self._port)
             await asyncio.gather(self._pump(reader, up_writer), self._pump(up_reader, writer))
         except (OSError, asyncio.CancelledError):
-            pass  # Whoever is connected sees the end.
+            pass  # Both peers see the connection close.
         finally:
             self._tasks.discard(task)
             writer.close()
@@ -46,7 +46,7 @@ class SilentProxy:
 
 @asynccontextmanager
 async def silent_proxy(address: str) -> AsyncIterator[SilentProxy]:
-    """A proxy to HOST:PORT, listening at its `address` until the block ends."""
+    """Run a proxy to HOST:PORT, listening at its `address`, until the block ends."""
     host, _, port = address.rpartition(":")
     proxy = SilentProxy(host, int(port))
     server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)

@@ -1,4 +1,4 @@
-"""Delays between attempts."""
+"""Delays between retries."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def test_delays_grow_stay_bounded_and_differ(seed: int, attempts: int) -> None:
     assert backoff.next_s() <= 0.1
 
 
-def test_those_that_lost_the_same_peer_do_not_come_back_together() -> None:
+def test_clients_of_a_lost_peer_do_not_retry_simultaneously() -> None:
     delays = [Backoff(0.1, 1.0, random.Random(seed).random).next_s() for seed in range(1000)]
     assert max(delays) - min(delays) > 0.045

@@ -1,4 +1,4 @@
-"""Channels of members that are gone do not pile up."""
+"""Channels to members that have left are closed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HOUR_S = 3600.0
 
 
 class Clock:
-    """Moved by hand."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -22,7 +22,7 @@ class Clock:
         return self.now_s
 
 
-async def test_who_is_gone_is_forgotten_and_who_is_connected_is_not() -> None:
+async def test_unused_channels_are_closed_and_connected_ones_kept() -> None:
     clock = Clock()
     channels = Channels(clock=clock)
     async with serve_grpc("127.0.0.1:0", []) as server:
@@ -39,7 +39,7 @@ async def test_who_is_gone_is_forgotten_and_who_is_connected_is_not() -> None:
     assert len(channels) == 0
 
 
-async def test_what_was_just_asked_for_stays() -> None:
+async def test_recently_used_channels_are_kept() -> None:
     channels = Channels(clock=Clock())
     kept = [channels.get(f"127.0.0.1:{port}", Role.WORKER) for port in range(1, 5)]
     assert [channels.get(f"127.0.0.1:{port}", Role.WORKER) for port in range(1, 5)] == kept

@@ -1,4 +1,4 @@
-"""Requests that are no messages: the caller's mistake, and no handler's affair."""
+"""Requests that cannot be decoded are an error of the caller and do not reach the handler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_MESSAGE = b"\x0f"
 
 
 class Monitor:
-    """Acknowledges what it can read."""
+    """A servicer that acknowledges reports."""
 
     async def Report(
         self,
@@ -35,7 +35,7 @@ class Monitor:
 
 
 class Worker:
-    """Of each kind of method that Monitor lacks."""
+    """A servicer with the kinds of methods that Monitor lacks."""
 
     async def CancelImport(
         self,
@@ -49,14 +49,14 @@ class Worker:
         request_iterator: AsyncIterator[worker_pb2.ExportCommand],
         context: grpc.aio.ServicerContext[worker_pb2.ExportCommand, worker_pb2.ExportEvent],
     ) -> None:
-        """Replies through the context, one a request."""
+        """Reply through the context, once per request."""
         async for _ in request_iterator:
             await context.write(worker_pb2.ExportEvent())
 
 
 @asynccontextmanager
 async def _channel() -> AsyncIterator[grpc.aio.Channel]:
-    # The rest of their methods answer UNIMPLEMENTED.
+    # Their other methods return UNIMPLEMENTED.
     monitor = type("Whole", (Monitor, monitor_pb2_grpc.MonitorServicer), {})()
     worker = type("Whole", (Worker, worker_pb2_grpc.WorkerServicer), {})()
     servicers = [
@@ -77,7 +77,7 @@ def _raw(data: bytes) -> bytes:
 async def _call(
     channel: grpc.aio.Channel, method: str, requests: Sequence[bytes]
 ) -> tuple[list[bytes], grpc.StatusCode, str]:
-    """Replies, status and details."""
+    """Return the replies, status and details of a call."""
     multicallable = channel.stream_stream(
         f"/tailrace.v1.{method}", request_serializer=_raw, response_deserializer=_raw
     )
@@ -95,7 +95,7 @@ async def _call(
 @pytest.mark.parametrize(
     "method", ["Monitor/Report", "Monitor/Watch", "Worker/CancelImport", "Worker/Export"]
 )
-async def test_what_is_no_message_is_the_callers_mistake(
+async def test_an_undecodable_request_is_an_invalid_argument(
     method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with _channel() as channel:
@@ -104,13 +104,13 @@ async def test_what_is_no_message_is_the_callers_mistake(
         assert (replies, status) == ([], grpc.StatusCode.INVALID_ARGUMENT)
         assert "cannot be decoded" in details
         assert not caplog.records
-        # The next one is served.
+        # The next request is served.
         replies, status, _ = await _call(channel, method, [b""])
         assert (len(replies), status) == (1, grpc.StatusCode.OK)
 
 
 @pytest.mark.parametrize("method", ["Monitor/Report", "Worker/Export"])
-async def test_what_came_before_is_answered(method: str) -> None:
+async def test_requests_before_an_undecodable_one_are_answered(method: str) -> None:
     async with _channel() as channel:
         replies, status, _ = await _call(channel, method, [b"", b"", NO_MESSAGE, b""])
     assert (len(replies), status) == (2, grpc.StatusCode.INVALID_ARGUMENT)

@@ -1,4 +1,4 @@
-"""What of a list of names another package lacks."""
+"""Names that another package lacks."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Engine(Base):
         return self.cached
 
     def step(self, batch: int, *, fast: bool = False) -> None:
-        """One."""
+        """Do nothing."""
 
     def anything(self, **rest: int) -> None:
-        """With any parameters."""
+        """Accept any parameters."""
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def module() -> Iterator[ModuleType]:
     del sys.modules[MODULE]
 
 
-def test_what_a_class_declares_and_what_its_methods_set_is_there() -> None:
+def test_declared_and_assigned_attributes_are_found() -> None:
     members = "declared set_at_start set_later asked cached step(batch, fast) anything(more)"
     assert missing({MODULE: "Engine(declared)", f"{MODULE}:Engine": members}) == []
 
@@ -65,18 +65,16 @@ def test_what_a_class_declares_and_what_its_methods_set_is_there() -> None:
         (f"{MODULE}:Engine", "step(batch, slow)", f"{MODULE}:Engine.step(slow)"),
     ],
 )
-def test_what_is_not_there_is_named(owner: str, text: str, lacks: str) -> None:
+def test_missing_names_are_listed(owner: str, text: str, lacks: str) -> None:
     assert missing({owner: text}) == [lacks]
 
 
-def test_a_module_that_cannot_be_imported_for_another_reason_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_import_errors_are_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "needs_another.py").write_text("import an_absent_package")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="an_absent_package"):
         missing({"needs_another": "anything"})
 
 
-def test_all_names_of_a_list() -> None:
+def test_all_names_of_a_specification() -> None:
     assert names({"a": "B c(d)", "a:E": "f"}) == {"B", "c", "E", "f"}

@@ -1,4 +1,4 @@
-"""Messages over one connection: whole, in order, bounded, and the end has a reason."""
+"""Messages over one connection are complete, in order and bounded, and its end has a reason."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def message(content: bytes) -> worker_pb2.AttachUp:
 
 @asynccontextmanager
 async def ends() -> AsyncIterator[tuple[Down, Up, str]]:
-    """Both ends of a connection, and where it is served."""
+    """Yield both ends of a connection, and the server's address."""
     served: asyncio.Queue[Up] = asyncio.Queue()
     over = asyncio.Event()
 
@@ -53,7 +53,7 @@ async def echo(contents: list[bytes]) -> list[bytes]:
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.one_of(st.binary(max_size=40), st.just(b"long" * 50_000)), max_size=12))
 def test_messages_arrive_whole_and_in_order(contents: list[bytes]) -> None:
-    # The services run on uvloop, whose transports differ from asyncio's in what they do at once.
+    # The services run on uvloop, whose transports behave differently from asyncio's.
     assert uvloop.run(echo(contents)) == contents
     assert asyncio.run(echo(contents)) == contents
 
@@ -64,12 +64,12 @@ async def test_an_empty_message_is_a_message() -> None:
         assert await server.read() == worker_pb2.AttachUp()
 
 
-async def test_a_reader_that_waits_learns_of_the_end() -> None:
+async def test_a_waiting_reader_sees_the_end() -> None:
     async with ends() as (client, server, _):
         waiting = asyncio.create_task(client.read())
         await asyncio.sleep(0)
         server.close()
-        # An abort is a reset or an orderly end, as the kernel has it.
+        # The kernel decides whether an abort is a reset or an orderly end.
         try:
             assert await waiting is None
         except StreamBroken as broken:
@@ -80,7 +80,7 @@ async def test_a_reader_that_waits_learns_of_the_end() -> None:
                 await asyncio.sleep(0)
 
 
-async def test_what_was_sent_before_the_end_is_still_read() -> None:
+async def test_messages_sent_before_the_end_are_read() -> None:
     async with ends() as (client, server, _):
         await client.write(message(b"last"))
         assert await server.read() == message(b"last")
@@ -90,7 +90,7 @@ async def test_what_was_sent_before_the_end_is_still_read() -> None:
         assert server.closed
 
 
-async def test_a_peer_that_speaks_something_else_is_cut() -> None:
+async def test_a_peer_with_another_protocol_is_disconnected() -> None:
     async with ends() as (_, _, address):
         host, _, port = address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -100,7 +100,7 @@ async def test_a_peer_that_speaks_something_else_is_cut() -> None:
         writer.close()
 
 
-async def test_a_broken_message_says_so() -> None:
+async def test_an_undecodable_message_is_an_error() -> None:
     served: asyncio.Queue[Up] = asyncio.Queue()
 
     async def serve(stream: Up) -> None:
@@ -132,13 +132,13 @@ async def test_a_writer_waits_for_a_reader_that_does_not_read() -> None:
         while before != sent:
             before = sent
             await asyncio.wait([task], timeout=0.3)
-        assert 0 < sent < 200, "nobody reads: what is under way is bounded"
+        assert 0 < sent < 200, "without a reader, the data in flight is bounded"
         for _ in range(200):
             assert await server.read() == big
         await task
 
 
-async def test_a_taken_port_is_told() -> None:
+async def test_a_port_in_use_is_an_error() -> None:
     async def serve(stream: Up) -> None:
         raise AssertionError("nobody connects")
 

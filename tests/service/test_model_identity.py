@@ -1,4 +1,4 @@
-"""Which models are taken for the same one."""
+"""Identity of models and adapters."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tailrace.tiny import MODEL_PATH
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """The tiny model in another folder."""
+    """Return a copy of the tiny model in another folder."""
     return Path(shutil.copytree(MODEL_PATH, tmp_path / "copy"))
 
 
-def test_a_model_is_what_is_in_its_folder_wherever_that_is(copy: Path) -> None:
+def test_a_model_is_identified_by_the_content_of_its_folder(copy: Path) -> None:
     assert identify_model(str(copy)) == identify_model(str(MODEL_PATH))
     config = json.loads((copy / "config.json").read_text())
     config = dict(reversed(config.items())) | {"_name_or_path": "elsewhere", "transformers_version": "9"}
@@ -42,18 +42,18 @@ def test_another_configuration_or_tokenizer_is_another_text(copy: Path, name: st
     assert identify_model(str(copy)).text != identify_model(str(MODEL_PATH)).text
 
 
-def test_without_weights_the_rest_is_known(copy: Path) -> None:
+def test_without_weights_only_the_text_is_identified(copy: Path) -> None:
     (copy / "model.safetensors").unlink()
     assert identify_model(str(copy)) == ModelIdentity(identify_model(str(MODEL_PATH)).text)
 
 
-def test_a_name_goes_by_name_and_revision() -> None:
+def test_a_hub_model_is_identified_by_name_and_revision() -> None:
     assert identify_model("org/model") == identify_model("org/model")
     assert identify_model("org/model") != identify_model("org/model", "v2")
     assert identify_model("org/model").weights
 
 
-def test_a_key_stands_for_what_it_begins() -> None:
+def test_a_key_matches_its_extensions() -> None:
     exact = ModelIdentity("t", "w", "bf16")
     assert [is_model(exact, key) for key in ("", "t", "t:w", "t:w:bf16")] == [True] * 4
     assert [is_model(exact, key) for key in ("x", "t:v", "t:w:fp8", "t:w:bf", "t:wx", "tt")] == [False] * 6
@@ -61,7 +61,7 @@ def test_a_key_stands_for_what_it_begins() -> None:
     assert [ModelIdentity("t").key, ModelIdentity("t", "w").key] == ["t", "t:w"]
 
 
-def test_an_adapter_has_another_version_when_its_files_have_changed(tmp_path: Path) -> None:
+def test_the_version_of_an_adapter_depends_on_its_files(tmp_path: Path) -> None:
     versions, folder = AdapterVersions(), tmp_path / "adapter"
     assert versions.of(str(folder)) == versions.of("somebody/adapter") == ""
     folder.mkdir()
@@ -76,7 +76,7 @@ def test_an_adapter_has_another_version_when_its_files_have_changed(tmp_path: Pa
     weights.write_bytes(b"b" * 101)
     second = versions.of(str(folder))
     assert second not in ("", first)
-    # The same files elsewhere are the same version.
+    # Equal files elsewhere have the same version.
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     assert versions.of(str(copy)) == second
     (folder / "adapter_config.json").write_text('{"r": 8}')

@@ -16,7 +16,7 @@ async def _probe(*arguments: str) -> Result:
     return await asyncio.to_thread(CliRunner().invoke, main, arguments)
 
 
-async def test_says_what_the_health_check_says() -> None:
+async def test_the_probe_reports_the_health_check() -> None:
     async with serve_grpc("127.0.0.1:0", []) as server:
         assert (await _probe(server.address)).exit_code == 0
         await server.set_serving(False)
@@ -25,18 +25,18 @@ async def test_says_what_the_health_check_says() -> None:
     assert "NOT_SERVING" in result.stderr
 
 
-async def test_unknown_service_and_nobody_there() -> None:
+async def test_an_unknown_service_and_an_unreachable_one() -> None:
     async with serve_grpc("127.0.0.1:0", []) as server:
         unknown = await _probe(server.address, "--service", "tailrace.v1.Nothing")
         address = server.address
-    nobody = await _probe(address, "--timeout", "1")
-    assert (unknown.exit_code, nobody.exit_code) == (1, 1)
+    unreachable = await _probe(address, "--timeout", "1")
+    assert (unknown.exit_code, unreachable.exit_code) == (1, 1)
     assert "NOT_FOUND" in unknown.stderr
-    assert "UNAVAILABLE" in nobody.stderr or "DEADLINE_EXCEEDED" in nobody.stderr
+    assert "UNAVAILABLE" in unreachable.stderr or "DEADLINE_EXCEEDED" in unreachable.stderr
 
 
 @pytest.mark.parametrize(("path", "code"), [("http://{}/metrics", 0), ("http://127.0.0.1:1/", 1), ("x", 1)])
-async def test_http_as_well(path: str, code: int) -> None:
+async def test_http_probe(path: str, code: int) -> None:
     async with (
         serve_grpc("127.0.0.1:0", []) as server,
         serve_metrics("127.0.0.1:0", CollectorRegistry()) as web,
@@ -45,7 +45,7 @@ async def test_http_as_well(path: str, code: int) -> None:
     assert result.exit_code == code
 
 
-async def test_runs_as_a_module() -> None:
+async def test_the_probe_runs_as_a_module() -> None:
     async with serve_grpc("127.0.0.1:0", []) as server:
         command = [sys.executable, "-m", "tailrace.service.probe", server.address]
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)

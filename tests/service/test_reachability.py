@@ -1,4 +1,4 @@
-"""Which services can be reached."""
+"""Tracking of which services can be reached."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ WAIT_S = 10.0
 
 
 class Checks:
-    """Health checks as a test says."""
+    """Scripted health checks."""
 
     def __init__(self) -> None:
         self.serving = False
-        self.asked = 0
+        self.calls = 0
         self._changed = asyncio.Event()
 
     async def __call__(self, channel: grpc.aio.Channel) -> bool:
-        self.asked += 1
+        self.calls += 1
         self._changed.set()
         return self.serving
 
-    async def asked_again(self) -> None:
-        """Until it was asked once more."""
+    async def wait_for_call(self) -> None:
+        """Wait for the next call."""
         self._changed.clear()
         async with asyncio.timeout(WAIT_S):
             await self._changed.wait()
@@ -43,8 +43,8 @@ async def channels() -> AsyncIterator[Channels]:
     await channels.close()
 
 
-async def until_usable(reachability: Reachability, address: str) -> None:
-    """Nobody is told of it."""
+async def wait_until_usable(reachability: Reachability, address: str) -> None:
+    """Wait until the address is usable; there is no notification."""
     async with asyncio.timeout(WAIT_S):
         while not reachability.usable(address):  # noqa: ASYNC110
             await asyncio.sleep(0.005)
@@ -57,16 +57,16 @@ async def test_an_address_that_failed_is_usable_once_it_serves(channels: Channel
     reachability.failed("a:1")
     reachability.failed("a:1")
     assert not reachability.usable("a:1") and reachability.usable("b:1")
-    await checks.asked_again()
-    await checks.asked_again()
+    await checks.wait_for_call()
+    await checks.wait_for_call()
     assert not reachability.usable("a:1")
     checks.serving = True
-    await until_usable(reachability, "a:1")
+    await wait_until_usable(reachability, "a:1")
     await reachability.close()
 
 
-async def test_one_that_only_says_that_it_serves_is_left_alone_for_longer(channels: Channels) -> None:
-    """Its health check answers at once, its calls fail: the pauses double."""
+async def test_pauses_grow_for_a_service_that_is_healthy_but_fails(channels: Channels) -> None:
+    """If health checks succeed but calls fail, the pauses double."""
     checks = Checks()
     checks.serving = True
     reachability = Reachability(channels, Role.WORKER, checks, pause_s=0.02)
@@ -75,7 +75,7 @@ async def test_one_that_only_says_that_it_serves_is_left_alone_for_longer(channe
     for _ in range(4):
         reachability.failed("a:1")
         began_s = loop.time()
-        await until_usable(reachability, "a:1")
+        await wait_until_usable(reachability, "a:1")
         pauses.append(loop.time() - began_s)
     assert pauses[3] > 0.16, "eight times the first pause"
     reachability.succeeded("a:1")
@@ -84,7 +84,7 @@ async def test_one_that_only_says_that_it_serves_is_left_alone_for_longer(channe
     await reachability.close()
 
 
-async def test_who_has_left_is_not_asked_for_ever(channels: Channels) -> None:
+async def test_removed_addresses_are_no_longer_checked(channels: Channels) -> None:
     checks = Checks()
     reachability = Reachability(channels, Role.WORKER, checks, pause_s=0.001)
     reachability.failed("a:1")
@@ -103,7 +103,7 @@ async def test_the_standard_health_check(channels: Channels) -> None:
     assert not await is_serving(channels.get("127.0.0.1:1", Role.WORKER))
 
 
-async def test_a_service_without_a_health_check_is_there(channels: Channels) -> None:
+async def test_a_service_without_a_health_check_is_reachable(channels: Channels) -> None:
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

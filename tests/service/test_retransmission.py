@@ -85,7 +85,7 @@ def test_connections_of_clients_inherit_both_bounds() -> None:
                 assert longest_interval_ms(accepted) == 2_000
 
 
-async def test_both_ends_of_a_message_stream_have_them() -> None:
+async def test_both_ends_of_a_message_stream_have_both_bounds() -> None:
     served: asyncio.Queue[MessageStream[worker_pb2.AttachUp]] = asyncio.Queue()
     over = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""How a service process ends: what it does on the first signal, on the second, and while it starts."""
+"""Shutdown of a service process: on the first signal, on the second, and while starting."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-# A service that says where it is; MODE decides how its drain goes.
+# A service that prints its state; MODE selects the behaviour of its drain.
 SERVICE = """
 import asyncio, sys
 from tailrace.service.runtime import run_service
@@ -46,7 +46,7 @@ run_service(main)
 
 
 class Service:
-    """The service as a process."""
+    """A service process."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -59,8 +59,8 @@ class Service:
         async with asyncio.timeout(30):
             return (await self._process.stdout.readline()).decode().strip()
 
-    async def rest(self) -> tuple[list[str], str, int | None]:
-        """The lines left, what it logged, and its exit code."""
+    async def wait(self) -> tuple[list[str], str, int | None]:
+        """Return the remaining output lines, the log and the exit code."""
         async with asyncio.timeout(30):
             out, err = await self._process.communicate()
         return out.decode().split(), err.decode(), self._process.returncode
@@ -82,45 +82,45 @@ async def service(mode: str) -> AsyncIterator[Service]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_the_first_signal_drains_before_anything_is_closed(number: signal.Signals) -> None:
+async def test_the_first_signal_drains_before_closing(number: signal.Signals) -> None:
     async with service("slow") as running:
         assert await running.line() == "serving"
         running.signal(number)
-        assert (await running.rest())[::2] == (["draining", "drained", "closed"], 0)
+        assert (await running.wait())[::2] == (["draining", "drained", "closed"], 0)
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-async def test_a_second_signal_cuts_the_drain_short(second: signal.Signals) -> None:
+async def test_a_second_signal_ends_the_drain(second: signal.Signals) -> None:
     async with service("hangs") as running:
         assert await running.line() == "serving"
         running.signal(signal.SIGTERM)
         assert await running.line() == "draining"
         running.signal(second)
-        lines, said, code = await running.rest()
+        lines, log, code = await running.wait()
     assert (lines, code) == (["closed"], 0)
-    assert "without draining" in said
+    assert "without draining" in log
 
 
-async def test_while_it_starts_there_is_nothing_to_drain() -> None:
+async def test_a_starting_service_does_not_drain() -> None:
     async with service("starting") as running:
         assert await running.line() == "starting"
         running.signal(signal.SIGTERM)
-        assert (await running.rest())[::2] == (["closed"], 0)
+        assert (await running.wait())[::2] == (["closed"], 0)
 
 
-async def test_a_drain_has_a_bound() -> None:
+async def test_a_drain_has_a_timeout() -> None:
     async with service("hangs-bounded") as running:
         assert await running.line() == "serving"
         running.signal(signal.SIGTERM)
-        lines, said, code = await running.rest()
+        lines, log, code = await running.wait()
     assert (lines, code) == (["draining", "closed"], 0)
-    assert "not drained within 0.2 s" in said
+    assert "not drained within 0.2 s" in log
 
 
-async def test_a_drain_that_fails_is_logged_and_the_service_ends() -> None:
+async def test_a_failed_drain_is_logged_and_the_service_ends() -> None:
     async with service("fails") as running:
         assert await running.line() == "serving"
         running.signal(signal.SIGTERM)
-        lines, said, code = await running.rest()
+        lines, log, code = await running.wait()
     assert (lines, code) == (["draining", "closed"], 0)
-    assert "broken drain" in said
+    assert "broken drain" in log

@@ -1,4 +1,4 @@
-"""Whole, in each thread's order, and never waiting: whoever writes, and however slowly is read."""
+"""Concurrent writes are complete, in order per thread, and never block, however slow the reader is."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def record(thread: int, number: int) -> bytes:
     return bytes([thread]) + number.to_bytes(4, "big") + bytes([thread + number & 0xFF]) * (_SIZE - 5)
 
 
-async def several_threads_and_a_late_reader() -> list[tuple[int, int]]:
+async def write_from_threads_to_a_late_reader() -> list[tuple[int, int]]:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     theirs.setblocking(False)
@@ -36,7 +36,7 @@ async def several_threads_and_a_late_reader() -> list[tuple[int, int]]:
         each.start()
     for each in threads:
         await asyncio.to_thread(each.join, 20)
-    assert writer.buffered_bytes > 0, "nobody has read: the kernel cannot have taken all of it"
+    assert writer.buffered_bytes > 0, "nothing was read: the kernel cannot have accepted everything"
     received = b""
     loop = asyncio.get_running_loop()
     while len(received) < _THREADS * _RECORDS * _SIZE:
@@ -55,14 +55,14 @@ async def several_threads_and_a_late_reader() -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
-def test_all_arrives_whole_and_in_each_threads_order(run: object) -> None:
+def test_records_arrive_complete_and_in_order_per_thread(run: object) -> None:
     assert callable(run)
-    seen = run(asyncio.wait_for(several_threads_and_a_late_reader(), 60))
+    seen = run(asyncio.wait_for(write_from_threads_to_a_late_reader(), 60))
     for thread in range(_THREADS):
         assert [number for each, number in seen if each == thread] == list(range(_RECORDS))
 
 
-async def test_writing_to_what_is_over_says_so() -> None:
+async def test_writing_to_a_closed_socket_is_an_error() -> None:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     writer = SocketWriter(ours, lambda error: None)
@@ -75,15 +75,15 @@ async def test_writing_to_what_is_over_says_so() -> None:
         writer.write(b"x")
 
 
-async def test_what_is_kept_and_can_never_be_written_is_told() -> None:
+async def test_lost_buffered_data_is_reported() -> None:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
-    told: asyncio.Future[OSError | None] = asyncio.get_running_loop().create_future()
-    writer = SocketWriter(ours, told.set_result)
+    reported: asyncio.Future[OSError | None] = asyncio.get_running_loop().create_future()
+    writer = SocketWriter(ours, reported.set_result)
     while not writer.buffered_bytes:
         writer.write(b"x" * (1 << 20))
     theirs.close()
     async with asyncio.timeout(10):
-        assert isinstance(await told, OSError)
+        assert isinstance(await reported, OSError)
     assert writer.buffered_bytes == 0
     writer.close()

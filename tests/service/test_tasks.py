@@ -1,4 +1,4 @@
-"""Tasks that run together until the first one ends, and those that are not to be interrupted."""
+"""Tasks that run until the first one ends, and tasks that must not be interrupted."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tailrace.service.tasks import first_ended, run_to_completion
 
 
 class Broken(Exception):
-    """What a task of ours raises."""
+    """The error of a failing task."""
 
 
 async def fail() -> None:
     raise Broken
 
 
-async def test_what_the_first_one_raises_is_raised_and_the_caller_was_not_cancelled() -> None:
+async def test_the_first_error_is_raised_without_cancelling_the_caller() -> None:
     ended = asyncio.Event()
 
     async def forever() -> None:
@@ -42,9 +42,8 @@ async def test_the_others_are_cancelled_when_one_returns() -> None:
         await first_ended(asyncio.sleep(0), asyncio.Event().wait())  # type: ignore[arg-type]
 
 
-async def test_a_cancellation_of_the_caller_is_never_swallowed() -> None:
-    """Not even when a task fails at the same moment, which asyncio.TaskGroup of Python 3.11 takes for the
-    reason."""
+async def test_a_cancellation_of_the_caller_is_not_swallowed() -> None:
+    """Not even if a task fails at the same time, when asyncio.TaskGroup of Python 3.11 raises that error."""
     started = asyncio.Event()
 
     async def fail_when_cancelled() -> None:
@@ -62,9 +61,9 @@ async def test_a_cancellation_of_the_caller_is_never_swallowed() -> None:
     assert caller.cancelled()
 
 
-async def test_a_failure_keeps_no_frame_alive() -> None:
+async def test_an_error_keeps_no_frame_alive() -> None:
     class Buffer:
-        """What a caller's frame holds."""
+        """An object in the caller's frame."""
 
     kept: list[weakref.ref[Buffer]] = []
 

@@ -1,4 +1,4 @@
-"""A service whose event loop stands still ends, with the stacks that say where."""
+"""A service whose event loop hangs exits with the stacks of its threads."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def _run(mode: str, timeout: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_hung_service_ends_and_says_where_it_hung() -> None:
-    done = _run("hang", "0.3")
-    assert done.returncode == 1
-    assert "stuck" in done.stderr
+def test_a_hung_service_exits_with_its_stack() -> None:
+    result = _run("hang", "0.3")
+    assert result.returncode == 1
+    assert "stuck" in result.stderr
 
 
 @pytest.mark.parametrize("timeout", ["0.3", "0"])
-def test_one_that_turns_its_loop_is_left_alone(timeout: str) -> None:
-    done = _run("turn", timeout)
-    assert (done.returncode, done.stdout) == (0, "ended by itself\n"), done.stderr
+def test_a_running_service_is_not_ended(timeout: str) -> None:
+    result = _run("turn", timeout)
+    assert (result.returncode, result.stdout) == (0, "ended by itself\n"), result.stderr
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf"])
-def test_a_timeout_that_cannot_be_names_the_variable(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_timeout_names_the_variable(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TIMEOUT, text)
     with pytest.raises(ValueError, match=f"{TIMEOUT}: '{text}'"):
         watchdog_timeout_s()

@@ -1,4 +1,4 @@
-"""An etcd member that misbehaves on purpose: a gRPC proxy in front of a real one."""
+"""A misbehaving etcd member: a gRPC proxy in front of a real one."""
 
 from __future__ import annotations
 
@@ -17,30 +17,29 @@ _STREAMS = (WATCH, "/etcdserverpb.Lease/LeaseKeepAlive")
 
 
 class EtcdProxy(grpc.GenericRpcHandler):
-    """Passes bytes on, both ways; `lost`, `held` and `silent` say of what not."""
+    """Forward bytes both ways, except as `lost`, `held` and `silent` specify."""
 
     def __init__(self, upstream: grpc.aio.Channel) -> None:
         self._upstream = upstream
         self.endpoint = ""
-        # Methods whose next reply is lost, after etcd has carried the request out.
+        # Methods whose next reply is lost after etcd has executed the request.
         self.lost: list[str] = []
-        # Requests to these methods wait until `release` is set, and are sent on even if their caller left.
+        # Requests to these methods wait until `release` is set, and are forwarded even if the caller left.
         self.held: set[str] = set()
         self.release = asyncio.Event()
         self.arrived = asyncio.Event()
-        # While it is set, nothing passes but the opening of streams, and nothing is answered.
+        # While it is set, only the opening of streams passes, and there are no replies.
         self.silent = asyncio.Event()
-        # While it is set, the member seems to stand still: it tells of no event, and that it has come no
-        # further.
+        # While it is set, the member seems to lag: it reports no events and an unchanged revision.
         self.behind = asyncio.Event()
-        # Methods asked for, in order.
-        self.asked: list[str] = []
+        # Called methods, in order.
+        self.calls: list[str] = []
         self.late: list[asyncio.Task[bytes]] = []
 
     def service(
         self, handler_call_details: grpc.HandlerCallDetails
     ) -> grpc.RpcMethodHandler[bytes, bytes] | None:
-        """By the method's name alone."""
+        """Return a handler that forwards the method."""
         path = handler_call_details.method
 
         async def unary(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
@@ -59,7 +58,7 @@ class EtcdProxy(grpc.GenericRpcHandler):
     async def _unary(
         self, path: str, request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]
     ) -> bytes:
-        self.asked.append(path)
+        self.calls.append(path)
         if self.silent.is_set():
             await asyncio.Event().wait()
         call = self._upstream.unary_unary(path, request_serializer=bytes, response_deserializer=bytes)
@@ -84,7 +83,7 @@ class EtcdProxy(grpc.GenericRpcHandler):
         return reply
 
     async def _stream(self, path: str, requests: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        self.asked.append(path)
+        self.calls.append(path)
         call = self._upstream.stream_stream(path, request_serializer=bytes, response_deserializer=bytes)()
 
         async def pump() -> None:
@@ -99,12 +98,12 @@ class EtcdProxy(grpc.GenericRpcHandler):
                 if self.silent.is_set():
                     await asyncio.Event().wait()
                 if path == WATCH:
-                    told = etcd_pb2.WatchResponse.FromString(reply)
+                    response = etcd_pb2.WatchResponse.FromString(reply)
                     if self.behind.is_set():
-                        told.header.revision = revision
-                        del told.events[:]
-                        reply = told.SerializeToString()
-                    revision = told.header.revision
+                        response.header.revision = revision
+                        del response.events[:]
+                        reply = response.SerializeToString()
+                    revision = response.header.revision
                 yield reply
         finally:
             pumping.cancel()
@@ -114,7 +113,7 @@ class EtcdProxy(grpc.GenericRpcHandler):
 
 @asynccontextmanager
 async def etcd_proxy(etcd: str, listen: str = "127.0.0.1:0") -> AsyncIterator[EtcdProxy]:
-    """A member at an endpoint of its own, in front of the etcd at HOST:PORT."""
+    """Run a member at its own endpoint, in front of the etcd at HOST:PORT."""
     async with grpc.aio.insecure_channel(etcd) as upstream:
         proxy = EtcdProxy(upstream)
         server = grpc.aio.server()

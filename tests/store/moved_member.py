@@ -1,8 +1,8 @@
-"""Run in a mount namespace: a member whose name moves to another address is found there.
+"""Run in a mount namespace: check that a member whose name moves to another address is found there.
 
     unshare --mount python -m tests.store.moved_member HOSTS PORT ETCD
 
-HOSTS, an empty file, is put in the place of /etc/hosts.
+HOSTS, an empty file, replaces /etc/hosts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NAME = "etcd-of-a-test"
 
 
 async def main(hosts: Path, port: str, etcd: str) -> None:
-    """Name the first proxy, connect, stop it, name the second."""
+    """Point the name to a first proxy, connect, stop the proxy, and point the name to a second one."""
     await asyncio.to_thread(subprocess.run, ["mount", "--bind", str(hosts), "/etc/hosts"], check=True)
     await asyncio.to_thread(hosts.write_text, f"127.0.0.2 {NAME}\n")
     async with etcd_proxy(etcd, f"127.0.0.2:{port}"):
@@ -27,7 +27,7 @@ async def main(hosts: Path, port: str, etcd: str) -> None:
         await store.put("policy", b"before")
     await asyncio.to_thread(hosts.write_text, f"127.0.0.3 {NAME}\n")
     async with etcd_proxy(etcd, f"127.0.0.3:{port}") as second, asyncio.timeout(15):
-        while not second.asked:
+        while not second.calls:
             try:
                 await store.put("policy", b"after")
             except StoreUnavailable as error:

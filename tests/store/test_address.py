@@ -1,4 +1,4 @@
-"""HOST:PORT as users write it."""
+"""Parsing of HOST:PORT."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ def test_anything_else_is_malformed(text: str) -> None:
         parse_address(text)
 
 
-def test_port_0_where_it_means_any_free_one() -> None:
+def test_port_0_is_accepted_where_it_means_any_free_port() -> None:
     assert parse_address("[::]:0", min_port=0) == ("::", 0)

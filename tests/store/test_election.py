@@ -1,4 +1,4 @@
-"""Elections on a real etcd."""
+"""Elections with a real etcd."""
 
 from __future__ import annotations
 
@@ -15,51 +15,51 @@ from tests.store.waiting import until
 
 
 def record(name: str) -> ServiceRecord:
-    """A candidate."""
+    """Return the record of a candidate."""
     return ServiceRecord(kind="scheduler", service_id=name, incarnation=name, address="127.0.0.1:1")
 
 
-async def leads(election: Election) -> None:
-    """Wait until it leads."""
+async def wait_until_leading(election: Election) -> None:
+    """Wait until the candidate leads."""
     async with asyncio.timeout(20):
         await election.leading.wait()
 
 
-async def test_one_leads_and_hands_over(store: Store) -> None:
+async def test_one_candidate_leads_and_hands_over(store: Store) -> None:
     first, second = Election(store, record("a")), Election(store, record("b"))
     first.start()
-    await leads(first)
+    await wait_until_leading(first)
     second.start()
     leader = await store.get("leader/scheduler")
     assert leader is not None and msgspec.json.decode(leader, type=ServiceRecord) == record("a")
     await first.close()
-    await leads(second)
+    await wait_until_leading(second)
     assert not first.leading.is_set()
     await second.close()
     assert await store.get("leader/scheduler") is None
 
 
 async def test_takeover_when_the_leader_is_killed(etcd: str, store: Store, cluster: str) -> None:
-    """A killed process renews nothing: its connection is closed under it."""
+    """A killed process no longer renews its lease: the test closes its connection."""
     doomed = await Store.connect([etcd], cluster)
     first = Election(doomed, record("a"), ttl_s=2)
     second = Election(store, record("b"), ttl_s=2)
     first.start()
-    await leads(first)
+    await wait_until_leading(first)
     second.start()
     await doomed._client.close()
-    await leads(second)
+    await wait_until_leading(second)
     assert not first.leading.is_set()
     await first.close()
     await second.close()
 
 
-async def test_leader_steps_down_before_its_lease_can_have_expired(tmp_path: Path) -> None:
+async def test_a_leader_steps_down_before_its_lease_can_expire(tmp_path: Path) -> None:
     async with local_etcd(tmp_path / "etcd") as etcd:
         store = await Store.connect([etcd.endpoint], "c")
         election = Election(store, record("a"), ttl_s=2)
         election.start()
-        await leads(election)
+        await wait_until_leading(election)
         loop = asyncio.get_running_loop()
         etcd.freeze()
         frozen_s = loop.time()
@@ -67,7 +67,7 @@ async def test_leader_steps_down_before_its_lease_can_have_expired(tmp_path: Pat
             await election.following.wait()
         assert loop.time() - frozen_s < 2.0
         etcd.thaw()
-        await leads(election)
+        await wait_until_leading(election)
         await election.close()
         await store.close()
 
@@ -78,26 +78,30 @@ async def test_etcd_killed_and_restarted(tmp_path: Path) -> None:
         candidates = [Election(store, record(name), ttl_s=2) for name in "ab"]
         for candidate in candidates:
             candidate.start()
-        await asyncio.wait([asyncio.create_task(leads(c)) for c in candidates], return_when="FIRST_COMPLETED")
+        await asyncio.wait(
+            [asyncio.create_task(wait_until_leading(c)) for c in candidates], return_when="FIRST_COMPLETED"
+        )
         etcd.kill()
         await etcd.start()
-        # It may have ridden over the restart, or another may have won: of what etcd says, one leads.
+        # The leader may have survived the restart, or another one may have won: exactly one leads.
         await until(store.watch_prefix("leader/"), bool)
-        await asyncio.wait([asyncio.create_task(leads(c)) for c in candidates], return_when="FIRST_COMPLETED")
+        await asyncio.wait(
+            [asyncio.create_task(wait_until_leading(c)) for c in candidates], return_when="FIRST_COMPLETED"
+        )
         assert sum(c.leading.is_set() for c in candidates) == 1
         for candidate in candidates:
             await candidate.close()
         await store.close()
 
 
-async def test_a_leader_whose_lease_was_taken_away_steps_down_at_once(store: Store) -> None:
-    """Before 3.5.13 etcd may revoke a lease that lives; the next renewal would be in a quarter of an hour."""
+async def test_a_leader_whose_lease_is_revoked_steps_down_at_once(store: Store) -> None:
+    """Before 3.5.13, etcd can revoke a live lease; the next renewal would be in a quarter of an hour."""
     election = Election(store, record("a"), ttl_s=3600)
     election.start()
-    await leads(election)
+    await wait_until_leading(election)
     assert election._lease is not None
     await store.revoke_lease(election._lease)
     async with asyncio.timeout(20):
         await election.following.wait()
-    await leads(election)
+    await wait_until_leading(election)
     await election.close()

@@ -1,4 +1,4 @@
-"""Calls and watches over several members of which one misbehaves; the others are a real etcd."""
+"""Calls and watches with several members, one of which misbehaves; the others are a real etcd."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ WatchStream = grpc.aio.StreamStreamCall[etcd_pb2.WatchRequest, etcd_pb2.WatchRes
 
 
 def prefer(store: Store, endpoint: str) -> None:
-    """Have the next call ask this member first."""
+    """Let the next call try this member first."""
     members = store._client._members
     members.sort(key=lambda member: str(member.endpoint) != endpoint)
 
 
 @asynccontextmanager
-async def beside_a_proxy(etcd: str, cluster: str) -> AsyncIterator[tuple[Store, EtcdProxy]]:
-    """A store that knows etcd and a proxy to it, and asks the proxy first."""
+async def store_with_proxy(etcd: str, cluster: str) -> AsyncIterator[tuple[Store, EtcdProxy]]:
+    """Yield a store that knows etcd and a proxy to it, and tries the proxy first."""
     async with etcd_proxy(etcd) as proxy:
         store = await Store.connect([proxy.endpoint, etcd], cluster)
         prefer(store, proxy.endpoint)
@@ -42,39 +42,39 @@ async def beside_a_proxy(etcd: str, cluster: str) -> AsyncIterator[tuple[Store, 
 
 
 @pytest.fixture
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Watches are held against the cluster ten times as often as they are, and with less patience."""
+def frequent_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check watches ten times as often, with shorter timeouts."""
     monkeypatch.setattr("tailrace.store.watch._CHECK_S", 0.2)
     monkeypatch.setattr("tailrace.store.watch._CATCH_UP_S", 0.3)
 
 
 async def version(store: Store, key: str) -> int:
-    """How often the key was written since its creation."""
+    """Return the number of writes to the key since its creation."""
     present = await store._read(key)
     return 0 if present is None else int(present.version)
 
 
-async def test_a_silent_member_delays_one_call_and_is_then_asked_last(etcd: str, cluster: str) -> None:
-    async with beside_a_proxy(etcd, cluster) as (store, proxy):
+async def test_a_silent_member_delays_one_call_and_is_then_tried_last(etcd: str, cluster: str) -> None:
+    async with store_with_proxy(etcd, cluster) as (store, proxy):
         proxy.silent.set()
-        before = len(proxy.asked)
+        before = len(proxy.calls)
         await store.put("policy", b"x")
         assert await store.get("policy") == b"x"
         lease = await store.grant_lease(5)
         assert await store.renew_lease(lease)
         await store.revoke_lease(lease)
-        assert len(proxy.asked) == before + 1, "the one call that found it silent"
+        assert len(proxy.calls) == before + 1, "only the first call tried it"
 
 
-async def test_a_member_that_does_not_exist_is_passed_over(etcd: str, cluster: str) -> None:
+async def test_a_missing_member_is_skipped(etcd: str, cluster: str) -> None:
     store = await Store.connect(["127.0.0.1:1", "no-such-host.invalid:2379", etcd], cluster)
     await store.put("policy", b"x")
     assert await store.get("policy") == b"x"
     await store.close()
 
 
-async def test_a_write_whose_reply_is_lost_is_done_once(etcd: str, cluster: str) -> None:
-    async with beside_a_proxy(etcd, cluster) as (store, proxy):
+async def test_a_write_with_a_lost_reply_is_executed_once(etcd: str, cluster: str) -> None:
+    async with store_with_proxy(etcd, cluster) as (store, proxy):
         for key, write in (
             ("put", lambda: store.put("put", b"1")),
             ("create", lambda: store.compare_and_swap("create", None, b"1")),
@@ -90,8 +90,8 @@ async def test_a_write_whose_reply_is_lost_is_done_once(etcd: str, cluster: str)
             assert await version(store, key) == (2 if key == "swap" else 1)
 
 
-async def test_a_deletion_whose_reply_is_lost_is_done(etcd: str, cluster: str) -> None:
-    async with beside_a_proxy(etcd, cluster) as (store, proxy):
+async def test_a_deletion_with_a_lost_reply_succeeds(etcd: str, cluster: str) -> None:
+    async with store_with_proxy(etcd, cluster) as (store, proxy):
         await store.put("stages", b"1")
         prefer(store, proxy.endpoint)
         proxy.lost.append(TXN)
@@ -100,23 +100,23 @@ async def test_a_deletion_whose_reply_is_lost_is_done(etcd: str, cluster: str) -
         assert await store.get("stages") is None
 
 
-async def test_a_leased_value_whose_reply_is_lost_is_ours(etcd: str, cluster: str) -> None:
-    async with beside_a_proxy(etcd, cluster) as (store, proxy):
+async def test_a_leased_value_with_a_lost_reply_is_owned(etcd: str, cluster: str) -> None:
+    async with store_with_proxy(etcd, cluster) as (store, proxy):
         lease = await store.grant_lease(60)
         prefer(store, proxy.endpoint)
         proxy.lost.append(TXN)
         assert await store.create_leased("leader/x", b"1", lease)
         assert await store.get_leased("leader/x") == Held(b"1", lease)
-        assert await store.create_leased("leader/x", b"1", lease), "once more, and it is still ours"
+        assert await store.create_leased("leader/x", b"1", lease), "creating it again succeeds"
         other = await store.grant_lease(60)
         assert not await store.create_leased("leader/x", b"1", other)
         await store.revoke_lease(lease)
         await store.revoke_lease(other)
 
 
-async def test_a_swap_that_was_lost_and_written_over_is_not_known(etcd: str, cluster: str) -> None:
-    """The first attempt was carried out; before the second one comes, somebody else has written."""
-    async with beside_a_proxy(etcd, cluster) as (store, proxy), etcd_proxy(etcd) as slow:
+async def test_a_lost_swap_that_was_overwritten_is_unknown(etcd: str, cluster: str) -> None:
+    """The first attempt was executed; before the retry, another client has written."""
+    async with store_with_proxy(etcd, cluster) as (store, proxy), etcd_proxy(etcd) as slow:
         both = await Store.connect([proxy.endpoint, slow.endpoint], cluster)
         prefer(both, proxy.endpoint)
         proxy.lost.append(TXN)
@@ -132,9 +132,9 @@ async def test_a_swap_that_was_lost_and_written_over_is_not_known(etcd: str, clu
         await both.close()
 
 
-async def test_a_write_that_arrives_late_does_nothing(etcd: str, cluster: str) -> None:
-    """The request lies in a member that stands still; by the time it goes on, the value is another."""
-    async with beside_a_proxy(etcd, cluster) as (store, proxy):
+async def test_a_late_write_has_no_effect(etcd: str, cluster: str) -> None:
+    """The request is stuck in a member; when it continues, the value has changed."""
+    async with store_with_proxy(etcd, cluster) as (store, proxy):
         proxy.held.add(TXN)
         await store.put("policy", b"ours")
         assert proxy.arrived.is_set(), "the first attempt still waits in the proxy"
@@ -144,22 +144,23 @@ async def test_a_write_that_arrives_late_does_nothing(etcd: str, cluster: str) -
         assert await store.get("policy") == b"newer"
 
 
-async def test_of_many_writes_with_lost_replies_each_counts_once(etcd: str, cluster: str) -> None:
-    """Several clients count up by compare-and-swap, over members that lose every third reply."""
-    done, unknown = 0, 0
+async def test_each_write_with_a_lost_reply_counts_once(etcd: str, cluster: str) -> None:
+    """Several clients increment a counter by compare-and-swap; members lose every third reply."""
+    succeeded, unknown = 0, 0
 
     async def count_up(name: int, store: Store, proxy: EtcdProxy) -> None:
-        nonlocal done, unknown
+        nonlocal succeeded, unknown
         for number in range(40):
             prefer(store, proxy.endpoint)
             if number % 3 == 0:
                 proxy.lost.append(TXN)
             present = await store.get("counter")
-            # Unlike the others' values: two who write the same both say that they have.
+            # Values differ between clients, since two clients writing the same value would both report
+            # success.
             value = b"%d %d" % (counted(present) + 1, name)
             try:
                 swapped = await store.compare_and_swap("counter", present, value)
-                done += swapped
+                succeeded += swapped
             except StoreUnavailable:
                 unknown += 1
 
@@ -172,20 +173,20 @@ async def test_of_many_writes_with_lost_replies_each_counts_once(etcd: str, clus
             clients.append(count_up(name, store, proxy))
         await store.put("counter", b"0 -")
         await asyncio.gather(*clients)
-        assert done > 0
-        assert done <= counted(await store.get("counter")) <= done + unknown
+        assert succeeded > 0
+        assert succeeded <= counted(await store.get("counter")) <= succeeded + unknown
 
 
 def counted(value: bytes | None) -> int:
-    """How far the counter of that test is."""
+    """Return the value of the counter."""
     return int((value or b"0").split()[0])
 
 
-async def test_a_lease_that_is_granted_twice_is_one(tmp_path: Path) -> None:
+async def test_a_retried_lease_grant_creates_one_lease(tmp_path: Path) -> None:
     etcdctl = find_etcd().parent / "etcdctl"
     if not etcdctl.exists():
         pytest.skip("no etcdctl beside etcd")
-    async with local_etcd(tmp_path / "etcd") as etcd, beside_a_proxy(etcd.endpoint, "c") as (store, proxy):
+    async with local_etcd(tmp_path / "etcd") as etcd, store_with_proxy(etcd.endpoint, "c") as (store, proxy):
         proxy.lost.append(LEASE_GRANT)
         lease = await store.grant_lease(60)
         assert not proxy.lost
@@ -194,11 +195,11 @@ async def test_a_lease_that_is_granted_twice_is_one(tmp_path: Path) -> None:
         assert listed.stdout.split() == ["found", "1", "leases", f"{lease:016x}"]
 
 
-async def test_a_watch_leaves_a_member_that_falls_silent(often: None, etcd: str, cluster: str) -> None:
-    async with beside_a_proxy(etcd, cluster) as (store, proxy):
+async def test_a_watch_leaves_a_silent_member(frequent_checks: None, etcd: str, cluster: str) -> None:
+    async with store_with_proxy(etcd, cluster) as (store, proxy):
         watch = store.watch_prefix("pools/")
         assert await anext(watch) == {}
-        assert "/etcdserverpb.Watch/Watch" in proxy.asked
+        assert "/etcdserverpb.Watch/Watch" in proxy.calls
         other = await Store.connect([etcd], cluster)
         await other.put("pools/a", b"decode")
         assert await anext(watch) == {"pools/a": b"decode"}
@@ -211,29 +212,29 @@ async def test_a_watch_leaves_a_member_that_falls_silent(often: None, etcd: str,
 
 
 class _WriteReturnsLate:
-    """A watch's stream whose `write` returns once the reply has been taken in, as on a busy event loop."""
+    """A watch stream whose `write` returns only after the reply was read, as on a busy event loop."""
 
     def __init__(self, stream: WatchStream) -> None:
         self._stream = stream
-        self._asks_again = asyncio.Event()
+        self._reads_again = asyncio.Event()
         self.writes = 0
 
     async def read(self) -> object:
-        self._asks_again.set()
+        self._reads_again.set()
         return await self._stream.read()
 
     async def write(self, request: etcd_pb2.WatchRequest) -> None:
-        self._asks_again.clear()
+        self._reads_again.clear()
         await self._stream.write(request)
         self.writes += 1
         if request.HasField("progress_request"):
-            await self._asks_again.wait()
+            await self._reads_again.wait()
 
     def cancel(self) -> bool:
         return self._stream.cancel()
 
 
-async def test_a_watch_keeps_a_member_whose_reply_comes_before_the_write_returns(
+async def test_a_watch_keeps_a_member_that_replies_before_the_write_returns(
     etcd: str, cluster: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("tailrace.store.watch._CHECK_S", 0.1)
@@ -249,7 +250,7 @@ async def test_a_watch_keeps_a_member_whose_reply_comes_before_the_write_returns
     watch = store.watch_prefix("pools/")
     assert await anext(watch) == {}
     async with asyncio.timeout(10):
-        # The first opens the watch; three checks, of which each would have failed.
+        # The first write opens the watch; the other three are checks.
         while streams[0].writes < 4 and len(streams) == 1:
             await store.get("pools/none")
     assert len(streams) == 1, caplog.text
@@ -257,11 +258,9 @@ async def test_a_watch_keeps_a_member_whose_reply_comes_before_the_write_returns
     await store.close()
 
 
-async def test_a_watch_leaves_a_member_that_answers_but_is_behind(
-    often: None, etcd: str, cluster: str
-) -> None:
-    """As one whose disk hangs: it takes no part, and does not know it."""
-    async with beside_a_proxy(etcd, cluster) as (store, proxy):
+async def test_a_watch_leaves_a_lagging_member(frequent_checks: None, etcd: str, cluster: str) -> None:
+    """For example, a member whose disk hangs is unaware that it lags."""
+    async with store_with_proxy(etcd, cluster) as (store, proxy):
         watch = store.watch_prefix("pools/")
         assert await anext(watch) == {}
         other = await Store.connect([etcd], cluster)
@@ -273,8 +272,8 @@ async def test_a_watch_leaves_a_member_that_answers_but_is_behind(
         await other.close()
 
 
-async def test_a_watch_after_its_history_was_compacted(often: None, etcd: str, cluster: str) -> None:
-    async with beside_a_proxy(etcd, cluster) as (store, proxy):
+async def test_a_watch_survives_compaction(frequent_checks: None, etcd: str, cluster: str) -> None:
+    async with store_with_proxy(etcd, cluster) as (store, proxy):
         watch = store.watch_prefix("pools/")
         assert await anext(watch) == {}
         proxy.silent.set()
@@ -306,7 +305,7 @@ async def test_etcd_over_ipv6(etcd: str, cluster: str) -> None:
         async with etcd_proxy(etcd, "[::1]:0") as proxy:
             store = await Store.connect([proxy.endpoint], cluster)
             await store.put("policy", b"x")
-            assert proxy.asked
+            assert proxy.calls
             await store.close()
     except RuntimeError as error:
         pytest.skip(f"no IPv6 here: {error}")
@@ -321,13 +320,13 @@ async def test_etcd_over_ipv6(etcd: str, cluster: str) -> None:
         ("[fe80::1%eth0]:2379", "ipv6:[fe80::1%eth0]:2379"),
     ],
 )
-def test_endpoints(text: str, target: str) -> None:
+def test_endpoints_are_parsed(text: str, target: str) -> None:
     (endpoint,) = parse_endpoints([text, text])
     assert (str(endpoint), endpoint.target) == (text, target)
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("http://a:2379", "without http://"),
         ("::1:2379", "in brackets"),
@@ -336,30 +335,30 @@ def test_endpoints(text: str, target: str) -> None:
         ("a:70000", "HOST:PORT expected"),
     ],
 )
-def test_bad_endpoints_are_explained(text: str, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_invalid_endpoints_are_errors_with_a_reason(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         parse_endpoints([text])
 
 
-async def test_a_call_without_etcd_says_what_each_member_did() -> None:
+async def test_a_failed_call_lists_the_error_of_each_member() -> None:
     client = EtcdClient(parse_endpoints(["127.0.0.1:1", "127.0.0.1:2"]))
     with pytest.raises(StoreUnavailable, match=r"127.0.0.1:\d: UNAVAILABLE.*; 127.0.0.1:\d: UNAVAILABLE"):
         await client.header()
     await client.close()
 
 
-async def test_etcd_without_space_is_told_as_such(tmp_path: Path) -> None:
+async def test_etcd_without_space_is_reported(tmp_path: Path) -> None:
     async with local_etcd(tmp_path / "etcd", arguments=["--quota-backend-bytes=200000"]) as etcd:
         store = await Store.connect([etcd.endpoint], "c")
         with pytest.raises(StoreUnavailable, match="space exceeded; compact, defragment"):
             for number in range(1_000):
                 await store.put(f"profiles/{number}", bytes(50_000))
-        # What is there can be read, and leases be renewed: who is a member stays one.
+        # Existing data can be read and leases renewed, so members stay registered.
         assert await store.get("profiles/0") == bytes(50_000)
         await store.close()
 
 
-async def test_a_member_whose_name_moved_is_found_at_its_new_address(etcd: str, tmp_path: Path) -> None:
+async def test_a_member_whose_host_name_moved_is_found(etcd: str, tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("")
     unshare = ["unshare", "--mount"]

@@ -1,4 +1,4 @@
-"""Who leads, by the clock."""
+"""Leadership ends by the clock."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from tailrace.store import leadership
 from tailrace.store.leadership import Leadership, lease_clock
 
 
-async def test_it_ends_by_the_clock_before_anybody_clears_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that stood still longer than its lease must not act on it when it goes on."""
+async def test_leadership_ends_by_the_clock_without_being_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that was suspended longer than its lease must not act as leader when it resumes."""
     leading = Leadership()
     leading.hold_until(lease_clock() + 4)
     assert leading.is_set()
-    stood_still_s = 60.0
-    monkeypatch.setattr(leadership, "lease_clock", lambda: lease_clock() + stood_still_s)
+    suspended_s = 60.0
+    monkeypatch.setattr(leadership, "lease_clock", lambda: lease_clock() + suspended_s)
     assert not leading.is_set()
     waiting = asyncio.create_task(leading.wait())
     await asyncio.sleep(0)
     assert not waiting.done()
-    leading.hold_until(lease_clock() + stood_still_s + 4)
+    leading.hold_until(lease_clock() + suspended_s + 4)
     assert await waiting
 
 
-async def test_it_can_be_cleared() -> None:
+async def test_leadership_can_be_cleared() -> None:
     leading = Leadership()
     assert not leading.is_set()
     leading.hold_until(lease_clock() + 60)

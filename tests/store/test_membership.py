@@ -1,4 +1,4 @@
-"""Membership on a real etcd: suspicion, withdrawal, etcd away."""
+"""Membership with a real etcd: suspicion, withdrawal, outages."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tailrace.slo import Slo
 from tailrace.store.membership import Membership
 from tailrace.store.registration import register
 from tailrace.store.store import Store
-from tests.store.waiting import member_state
+from tests.store.waiting import wait_for_members
 
 
 def instance(name: str, incarnation: str = "1") -> InstanceRecord:
-    """An instance's record."""
+    """Return an instance's record."""
     return InstanceRecord(
         instance_id=name,
         incarnation=incarnation,
@@ -46,11 +46,11 @@ def instance(name: str, incarnation: str = "1") -> InstanceRecord:
 
 
 def encoded(name: str, incarnation: str = "1") -> bytes:
-    """An instance's record as in etcd."""
+    """Return an instance's record as in etcd."""
     return msgspec.json.encode(instance(name, incarnation))
 
 
-async def test_everything_that_is_kept(store: Store) -> None:
+async def test_all_kinds_of_records(store: Store) -> None:
     service = ServiceRecord(kind="scheduler", service_id="s", incarnation="1", address="127.0.0.1:2")
     await store.put("services/scheduler/s", msgspec.json.encode(service))
     await store.put("leader/scheduler", msgspec.json.encode(service))
@@ -79,28 +79,28 @@ async def test_policy_and_slos(store: Store) -> None:
     record = PolicyRecord(name="pascal", parameters={"quantum_tokens": 200, "behind_tokens": 1.5})
     await store.put("policy", encode_policy(record))
     await store.put("slo", encode_slo(Slo(1.0, None, 0.95)))
-    await member_state(members, lambda: members.slo == Slo(1.0, None, 0.95))
+    await wait_for_members(members, lambda: members.slo == Slo(1.0, None, 0.95))
     assert members.policy == record
-    # What a broken record replaced goes on to hold.
+    # A broken record keeps the previous value.
     await store.put("slo", b"{broken")
     await store.put("policy", b"{broken")
     await store.put("instances/a", encoded("a"))
-    await member_state(members, lambda: "a" in members.instances)
+    await wait_for_members(members, lambda: "a" in members.instances)
     assert (members.policy, members.slo) == (record, Slo(1.0, None, 0.95))
     await store.delete("slo")
     await store.delete("policy")
-    await member_state(members, lambda: (members.policy, members.slo) == (None, Slo()))
+    await wait_for_members(members, lambda: (members.policy, members.slo) == (None, Slo()))
     await members.close()
 
 
-def test_a_policy_at_its_defaults_is_stored_as_every_version_reads_it() -> None:
+def test_a_policy_with_defaults_is_stored_in_the_oldest_format() -> None:
     plain = PolicyRecord(name="pascal")
     assert encode_policy(plain) == b"pascal"
     assert decode_policy(b"pascal") == plain
     assert decode_policy(b"") is None
 
 
-async def test_what_cannot_be_read_is_left_out(store: Store) -> None:
+async def test_unreadable_records_are_skipped(store: Store) -> None:
     await store.put("instances/a", b"{broken")
     await store.put("instances/b", encoded("b"))
     await store.put("pools/b", b"swimming")
@@ -112,51 +112,51 @@ async def test_what_cannot_be_read_is_left_out(store: Store) -> None:
     await members.close()
 
 
-async def test_withdrawn_is_dropped_at_once(store: Store) -> None:
+async def test_a_withdrawn_instance_is_dropped_at_once(store: Store) -> None:
     registration = await register(store, "instances/a", encoded("a"))
     members = await Membership.start(store)
     assert list(members.instances) == ["a"]
     await registration.withdraw()
-    await member_state(members, lambda: not members.instances)
+    await wait_for_members(members, lambda: not members.instances)
     assert not members.suspects
     await members.close()
 
 
-async def test_vanished_is_held_then_dropped(store: Store) -> None:
+async def test_a_vanished_instance_is_suspect_then_dropped(store: Store) -> None:
     lease = await store.grant_lease(2)
     await store.put_leased("instances/a", encoded("a"), lease)
     members = await Membership.start(store, hold_s=0.3)
-    await member_state(members, lambda: members.suspects == {"a"})
+    await wait_for_members(members, lambda: members.suspects == {"a"})
     assert list(members.instances) == ["a"]
-    await member_state(members, lambda: not members.instances)
+    await wait_for_members(members, lambda: not members.instances)
     assert not members.suspects
     await members.close()
 
 
-async def test_vanished_that_returns_is_cleared(store: Store) -> None:
+async def test_a_vanished_instance_that_returns_is_not_suspect(store: Store) -> None:
     await store.put("instances/a", encoded("a"))
     members = await Membership.start(store)
     await store.delete("instances/a")
-    await member_state(members, lambda: members.suspects == {"a"})
+    await wait_for_members(members, lambda: members.suspects == {"a"})
     await store.put("instances/a", encoded("a", "2"))
-    await member_state(members, lambda: not members.suspects)
+    await wait_for_members(members, lambda: not members.suspects)
     assert members.instances["a"].incarnation == "2"
     await members.close()
 
 
-async def test_an_older_withdrawal_does_not_hide_that_the_next_run_vanished(store: Store) -> None:
+async def test_an_earlier_withdrawal_does_not_hide_a_vanished_instance(store: Store) -> None:
     first = await register(store, "instances/a", encoded("a", "1"))
     members = await Membership.start(store)
     await first.withdraw()
-    await member_state(members, lambda: not members.instances)
+    await wait_for_members(members, lambda: not members.instances)
     await store.put("instances/a", encoded("a", "2"))
-    await member_state(members, lambda: bool(members.instances))
+    await wait_for_members(members, lambda: bool(members.instances))
     await store.delete("instances/a")
-    await member_state(members, lambda: members.suspects == {"a"})
+    await wait_for_members(members, lambda: members.suspects == {"a"})
     await members.close()
 
 
-async def test_etcd_away_changes_nothing(tmp_path: Path) -> None:
+async def test_an_etcd_outage_changes_nothing(tmp_path: Path) -> None:
     async with local_etcd(tmp_path / "etcd") as etcd:
         store = await Store.connect([etcd.endpoint], "c")
         await register(store, "instances/a", encoded("a"), ttl_s=2)
@@ -167,26 +167,26 @@ async def test_etcd_away_changes_nothing(tmp_path: Path) -> None:
         etcd.kill()
         await etcd.start()
         await store.put("policy", b"least_loaded")
-        await member_state(members, lambda: members.policy == PolicyRecord(name="least_loaded"))
+        await wait_for_members(members, lambda: members.policy == PolicyRecord(name="least_loaded"))
         assert set(seen) == {(1, 0)}
         await members.close()
         await store.close()
 
 
-async def test_a_listener_that_fails_keeps_nobody_from_hearing(store: Store) -> None:
+async def test_a_failing_listener_does_not_affect_others(store: Store) -> None:
     members = await Membership.start(store)
 
     def fail() -> None:
-        raise ZeroDivisionError("its own mistake")
+        raise ZeroDivisionError("an error in the listener")
 
     members.add_listener(fail)
     for name in ("a", "b"):
         await store.put(f"instances/{name}", encoded(name))
-        await member_state(members, lambda name=name: name in members.instances)  # type: ignore[misc]
+        await wait_for_members(members, lambda name=name: name in members.instances)  # type: ignore[misc]
     await members.close()
 
 
-async def test_a_rollout_drains_instances_as_long_as_they_run_what_goes(store: Store) -> None:
+async def test_a_rollout_drains_instances_while_they_run_the_old_model(store: Store) -> None:
     old, new = ModelIdentity("t", "old"), ModelIdentity("t", "new")
     rollout = RolloutRecord(
         model="/models/m",
@@ -197,20 +197,20 @@ async def test_a_rollout_drains_instances_as_long_as_they_run_what_goes(store: S
         begun_s=1.0,
     )
     for name in ("a", "b"):
-        await store.put(f"instances/{name}", running(name, old))
-    # Names that users call models may have slashes.
+        await store.put(f"instances/{name}", encoded_with_model(name, old))
+    # Served model names can contain slashes.
     await store.put("rollouts//models/m", msgspec.json.encode(rollout))
     members = await Membership.start(store)
     assert members.rollouts == {"/models/m": rollout}
     assert members.draining == members.leaving == {"a"}
     assert not members.drained
-    # What an operator drains is not the rollout's to give to anybody.
+    # An instance drained by an operator is not leaving because of the rollout.
     await store.put("drains/a", b"1")
-    await member_state(members, lambda: not members.leaving)
+    await wait_for_members(members, lambda: not members.leaving)
     assert members.draining == {"a"}
     await store.delete("drains/a")
-    await member_state(members, lambda: members.leaving == {"a"})
-    # Somebody comes who calls the old model by another name: it must not be left without instances.
+    await wait_for_members(members, lambda: members.leaving == {"a"})
+    # A front end serves the old model by another name and must keep its instances.
     front = ServiceRecord(
         kind="frontend",
         service_id="f",
@@ -220,26 +220,26 @@ async def test_a_rollout_drains_instances_as_long_as_they_run_what_goes(store: S
         model_key=old.key,
     )
     await store.put("services/frontend/f", msgspec.json.encode(front))
-    await member_state(members, lambda: not members.draining)
+    await wait_for_members(members, lambda: not members.draining)
     await store.delete("services/frontend/f")
-    await member_state(members, lambda: members.draining == {"a"})
-    # What a broken record replaced goes on to hold.
+    await wait_for_members(members, lambda: members.draining == {"a"})
+    # A broken record keeps the previous value.
     await store.put("rollouts//models/m", b"{broken")
-    # Started anew with the new model: it drains no more.
-    await store.put("instances/a", running("a", new, "2"))
-    await member_state(members, lambda: not members.draining)
+    # After a restart with the new model, it no longer drains.
+    await store.put("instances/a", encoded_with_model("a", new, "2"))
+    await wait_for_members(members, lambda: not members.draining)
     assert members.rollouts == {"/models/m": rollout}
     assert not members.unread_rollouts
-    # Who starts now cannot know what it said.
-    late = await Membership.start(store)
-    assert not late.rollouts
-    assert late.unread_rollouts == {"/models/m"}
-    await late.close()
+    # A process that starts now does not know the previous value.
+    newcomer = await Membership.start(store)
+    assert not newcomer.rollouts
+    assert newcomer.unread_rollouts == {"/models/m"}
+    await newcomer.close()
     await store.delete("rollouts//models/m")
-    await member_state(members, lambda: not members.rollouts)
+    await wait_for_members(members, lambda: not members.rollouts)
     await members.close()
 
 
-def running(name: str, identity: ModelIdentity, incarnation: str = "1") -> bytes:
-    """As in etcd."""
+def encoded_with_model(name: str, identity: ModelIdentity, incarnation: str = "1") -> bytes:
+    """Return a record with this model as in etcd."""
     return msgspec.json.encode(msgspec.structs.replace(instance(name, incarnation), model_identity=identity))

@@ -1,4 +1,4 @@
-"""The store on a real etcd, killed and restarted under it."""
+"""The store with a real etcd, including its restarts."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ async def test_compare_and_swap(store: Store) -> None:
     assert await store.get("stages") is None
 
 
-async def test_of_many_swaps_one_wins(store: Store) -> None:
+async def test_one_of_many_concurrent_swaps_succeeds(store: Store) -> None:
     await store.put("stages", b"0")
     won = await asyncio.gather(*(store.compare_and_swap("stages", b"0", b"%d" % n) for n in range(1, 20)))
     assert sum(won) == 1
 
 
-async def test_watch_begins_with_what_is_there(store: Store) -> None:
+async def test_a_watch_begins_with_the_present_values(store: Store) -> None:
     await store.put("pools/a", b"prefill")
     watch = store.watch_prefix("pools/")
     assert await anext(watch) == {"pools/a": b"prefill"}
@@ -60,13 +60,13 @@ async def test_watch_begins_with_what_is_there(store: Store) -> None:
     await watch.aclose()
 
 
-async def test_watch_of_an_empty_prefix_says_so(store: Store) -> None:
+async def test_a_watch_of_an_empty_prefix_begins_empty(store: Store) -> None:
     watch = store.watch_prefix("instances/")
     assert await anext(watch) == {}
     await watch.aclose()
 
 
-async def test_withdrawal_leaves_word_and_a_new_registration_takes_it_back(store: Store) -> None:
+async def test_withdrawal_leaves_a_tombstone_that_registration_removes(store: Store) -> None:
     registration = await register(store, "instances/a", b"one")
     assert await store.get("instances/a") == b"one"
     await registration.update(b"two")
@@ -78,15 +78,15 @@ async def test_withdrawal_leaves_word_and_a_new_registration_takes_it_back(store
     assert await store.get(f"{TOMBSTONES}instances/a") is None
 
 
-async def test_lease_of_a_dead_process_expires(etcd: str, store: Store, cluster: str) -> None:
-    """The lease is granted and never renewed, as by a process that died at once."""
+async def test_the_lease_of_a_dead_process_expires(etcd: str, store: Store, cluster: str) -> None:
+    """The lease is granted but never renewed, as if the process had died."""
     lease = await store.grant_lease(2)
     await store.put_leased("instances/a", b"one", lease)
     await until(store.watch_prefix("instances/"), lambda mapping: not mapping)
     assert not await store.renew_lease(lease)
 
 
-async def test_registration_comes_back_after_its_lease_was_lost(store: Store) -> None:
+async def test_a_registration_is_restored_after_losing_its_lease(store: Store) -> None:
     registration = await register(store, "instances/a", b"one", ttl_s=2)
     watch = store.watch_prefix("instances/")
     await until(watch, lambda mapping: "instances/a" in mapping)
@@ -96,7 +96,7 @@ async def test_registration_comes_back_after_its_lease_was_lost(store: Store) ->
     await watch.aclose()
 
 
-async def test_a_name_that_another_took_is_left_to_it(etcd: str, store: Store, cluster: str) -> None:
+async def test_a_name_taken_by_another_process_is_left_alone(etcd: str, store: Store, cluster: str) -> None:
     registration = await register(store, "instances/a", b"old", ttl_s=2)
     other = await Store.connect([etcd], cluster)
     await register(other, "instances/a", b"new", ttl_s=2)
@@ -110,7 +110,7 @@ async def test_a_name_that_another_took_is_left_to_it(etcd: str, store: Store, c
 
 
 @pytest.mark.parametrize("endpoints", [[], ["nonsense"], ["host:"], [":2379"]])
-async def test_bad_endpoint(endpoints: list[str]) -> None:
+async def test_invalid_endpoints_are_errors(endpoints: list[str]) -> None:
     with pytest.raises(ValueError):
         await Store.connect(endpoints, "default")
 
@@ -136,7 +136,7 @@ async def test_etcd_killed_and_restarted_on_its_data(tmp_path: Path) -> None:
 
 
 async def test_etcd_restarted_without_its_data(tmp_path: Path) -> None:
-    """Revisions begin anew: a watch that waits for the next one of the old history would wait for ever."""
+    """Revisions restart: a watch waiting for the next revision of the old history would never see one."""
     async with local_etcd(tmp_path / "first") as etcd:
         store = await Store.connect([etcd.endpoint], "c")
         await register(store, "instances/a", b"one", ttl_s=2)
@@ -153,7 +153,7 @@ async def test_etcd_restarted_without_its_data(tmp_path: Path) -> None:
         await store.close()
 
 
-async def test_frozen_etcd_is_noticed(tmp_path: Path) -> None:
+async def test_a_frozen_etcd_is_detected(tmp_path: Path) -> None:
     async with local_etcd(tmp_path / "etcd") as etcd:
         store = await Store.connect([etcd.endpoint], "c")
         etcd.freeze()
@@ -164,17 +164,19 @@ async def test_frozen_etcd_is_noticed(tmp_path: Path) -> None:
         await store.close()
 
 
-async def test_an_update_leaves_a_name_that_another_took_to_it(etcd: str, store: Store, cluster: str) -> None:
+async def test_an_update_does_not_overwrite_a_name_taken_by_another_process(
+    etcd: str, store: Store, cluster: str
+) -> None:
     registration = await register(store, "instances/a", b"old")
-    told: list[bytes] = []
-    registration.on_replaced(told.append)
+    replaced_by: list[bytes] = []
+    registration.on_replaced(replaced_by.append)
     other = await Store.connect([etcd], cluster)
     await register(other, "instances/a", b"new")
     await registration.update(b"old, draining")
     assert await store.get("instances/a") == b"new"
-    assert told == [b"new"]
+    assert replaced_by == [b"new"]
     await registration._renew()
-    assert told == [b"new"], "each is told once"
+    assert replaced_by == [b"new"], "each replacement is reported once"
     await other.close()
     await registration._renew()
-    assert await store.get("instances/a") == b"old, draining", "taken back once it is free"
+    assert await store.get("instances/a") == b"old, draining", "registered again once it is free"

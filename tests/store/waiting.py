@@ -1,4 +1,4 @@
-"""Wait for what a watch brings."""
+"""Waiting for watches and membership."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tailrace.store.membership import Membership
 
 
 async def until(watch: AsyncGenerator[dict[str, bytes]], wanted: Callable[[dict[str, bytes]], bool]) -> None:
-    """Read a watch until a mapping is as wanted."""
+    """Read a watch until its mapping satisfies `wanted`."""
     async with asyncio.timeout(20):
         async for mapping in watch:
             if wanted(mapping):
@@ -17,8 +17,8 @@ async def until(watch: AsyncGenerator[dict[str, bytes]], wanted: Callable[[dict[
     raise AssertionError("the watch ended")
 
 
-async def member_state(membership: Membership, wanted: Callable[[], bool]) -> None:
-    """Wait until the membership is as wanted."""
+async def wait_for_members(membership: Membership, wanted: Callable[[], bool]) -> None:
+    """Wait until `wanted` returns true after a change of the membership."""
     changed = asyncio.Event()
     membership.add_listener(changed.set)
     async with asyncio.timeout(20):
