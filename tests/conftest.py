@@ -1,4 +1,4 @@
-"""Fixtures that every area shares."""
+"""Fixtures for all tests."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from tailrace.service.etcd import LocalEtcd
 from tailrace.store.store import Store
 from tests.ports import free_port
 
-# Read when torch is imported, here and in the processes that tests start. On a busy machine its threads wait
-# for each other: training the small predictors takes ten times as long with two.
+# torch reads this on import, here and in processes that tests start. On a busy machine its threads wait for
+# each other: with two of them, training the small predictors takes ten times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# How long an example takes is the machine's affair: a test asserts no time.
+# No deadline: the time of an example depends on the machine.
 settings.register_profile("tailrace", deadline=None)
-# For `make mutants`, which asks whether a test fails, not for the smallest example, and by the seed alone.
+# For `make mutants`: no shrinking, since only failure matters, and examples depend only on the seed.
 settings.register_profile("mutants", deadline=None, database=None, phases=(Phase.explicit, Phase.generate))
 settings.load_profile("tailrace")
 
 
 @pytest.fixture(scope="session")
 def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """HOST:PORT of one etcd for the whole run; a test that kills etcd starts its own with local_etcd."""
+    """Return HOST:PORT of one etcd for the whole run. A test that kills etcd uses local_etcd instead."""
     server = LocalEtcd(tmp_path_factory.mktemp("etcd") / "data", free_port())
     server.launch()
     try:
@@ -46,13 +46,13 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def cluster() -> str:
-    """A cluster name of this test's own."""
+    """Return a cluster name unique to this test."""
     return f"test-{uuid.uuid4().hex[:8]}"
 
 
 @pytest.fixture
 async def store(etcd: str, cluster: str) -> AsyncIterator[Store]:
-    """A store of this test's own cluster."""
+    """Yield a store of this test's cluster."""
     connected = await Store.connect([etcd], cluster)
     yield connected
     await connected.close()
@@ -60,34 +60,34 @@ async def store(etcd: str, cluster: str) -> AsyncIterator[Store]:
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """SIGINT interrupts, here and in children, also where the whole run was started with it ignored."""
+    """Let SIGINT interrupt this process and its children, even if the run was started with it ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
-# Imports make a million objects that stay; no collection need look at them, now or during the tests.
+# Imports create a million permanent objects; exclude them from garbage collection.
 gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """All is imported."""
+    """Enable garbage collection once everything is imported."""
     gc.freeze()
     gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that start vLLM, then fleets: they take longest, and the others fill the gaps that they leave."""
+    """Run files that start vLLM first, then fleets: they take longest, and the others fill the gaps."""
 
-    def turn(item: pytest.Item) -> int:
+    def priority(item: pytest.Item) -> int:
         if item.get_closest_marker("vllm") is not None:
             return 0
         return 1 if item.get_closest_marker("fleet") is not None else 2
 
-    items.sort(key=turn)
+    items.sort(key=priority)
 
 
-# Files by the fleet that they share, which takes a session of pytest long to start.
+# Files by the fleet that they share, since starting it takes long.
 _SHARED_FLEETS = {
     f"tests/e2e/test_{name}.py": fleet
     for fleet, names in {
@@ -98,11 +98,10 @@ _SHARED_FLEETS = {
 }
 
 
-class OneOfEachFleet(LoadFileScheduling):  # type: ignore[misc]
-    """Run each file's tests in one process, and in one process too those of all files that share a fleet.
+class FleetScheduling(LoadFileScheduling):  # type: ignore[misc]
+    """Run the tests of a file in one process, and those of all files that share a fleet, too.
 
-    Two fleets of vLLM engines at once are more than two cores start in time, and more than a small machine's
-    memory holds.
+    Two fleets of vLLM engines at once start too slowly on two cores and exceed a small machine's memory.
     """
 
     def _split_scope(self, nodeid: str) -> str:
@@ -112,5 +111,5 @@ class OneOfEachFleet(LoadFileScheduling):  # type: ignore[misc]
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
-    """For `--dist loadfile`; any other is xdist's own."""
-    return OneOfEachFleet(config, log) if config.getvalue("dist") == "loadfile" else None
+    """Return the scheduler for `--dist loadfile`, else None for xdist's own."""
+    return FleetScheduling(config, log) if config.getvalue("dist") == "loadfile" else None

@@ -1,4 +1,4 @@
-"""A disk that fills up, without a disk."""
+"""Simulation of a full disk."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def files_end_at(size: int) -> Iterator[None]:
-    """Let no file of this process grow beyond so many bytes: as on a full disk, a write that reaches them is
-    cut short, and the next one fails."""
+    """Limit files of this process to `size` bytes: as on a full disk, a write that reaches the limit is
+    truncated, and the next one fails."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

@@ -15,15 +15,15 @@ _WORKERS: Final = 10
 
 
 def _candidates() -> Iterator[int]:
-    """The ports of this pytest-xdist worker, in turn.
+    """Yield the ports of this pytest-xdist worker in turn.
 
     Seconds pass between the choice of a port and the start of the process that listens on it. No other test
-    may choose the same port in between, as happened now and then when ports were drawn at random.
+    may choose the same port in between, as occasionally happened with random ports.
     """
     number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _WORKERS
     first = _FIRST_PORT + number * _PORTS_PER_WORKER
     ports = range(first, first + _PORTS_PER_WORKER)
-    # Two runs at a time on one machine begin at different places.
+    # Concurrent runs on one machine begin at different ports.
     start = os.getpid() % _PORTS_PER_WORKER
     return cycle(chain(ports[start:], ports[:start]))
 
@@ -32,13 +32,13 @@ _PORTS: Final = _candidates()
 
 
 def free_port() -> int:
-    """Return a TCP port on loopback that nothing listens on, and that no other test chooses soon.
+    """Return a free TCP port on loopback that no other test chooses soon.
 
-    Raises RuntimeError when all of them are taken.
+    Raises RuntimeError if all ports are in use.
     """
     for port in islice(_PORTS, _PORTS_PER_WORKER):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            # As services do: a port whose last connections are still timing out can be listened on.
+            # As services do: allow listening on a port with connections in TIME_WAIT.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("127.0.0.1", port))

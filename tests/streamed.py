@@ -1,4 +1,4 @@
-"""Reading a stream of gRPC message by message."""
+"""Reading single messages of a gRPC stream."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import TypeVar
 
 import grpc
 
-Asked = TypeVar("Asked")
-Told = TypeVar("Told")
+RequestT = TypeVar("RequestT")
+ReplyT = TypeVar("ReplyT")
 
 
-async def next_of(call: grpc.aio.UnaryStreamCall[Asked, Told], kind: type[Told]) -> Told:
-    """The next message; the stream has not ended."""
+async def read_message(call: grpc.aio.UnaryStreamCall[RequestT, ReplyT], kind: type[ReplyT]) -> ReplyT:
+    """Return the next message; the stream must not have ended."""
     message = await call.read()
     assert isinstance(message, kind)
     return message

@@ -1,4 +1,4 @@
-"""Book to follower over a channel that loses, repeats, delays and reorders: in the end they hold the same."""
+"""Book and follower agree eventually over a channel that loses, repeats, delays and reorders messages."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ TIERS = st.sampled_from(Tier)
 
 
 class BookToFollower(RuleBasedStateMachine):
-    """One worker that may start again, one scheduler that may, and a channel between them."""
+    """A worker and a scheduler, both of which may restart, and a channel between them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.incarnation = 0
         self.book = CacheBook()
         self.start_scheduler()
-        # On their way: (incarnation, seq, changes); updates and snapshots.
+        # Updates and snapshots in flight: (incarnation, seq, changes).
         self.updates: list[tuple[str, int, Sequence[Change]]] = []
         self.snapshots: list[tuple[str, int, Sequence[Change]]] = []
 
     @rule()
     def start_scheduler(self) -> None:
         self.follower = CacheFollower(CacheIndex())
-        self.meet()
+        self.set_members()
 
     @rule()
     def start_worker(self) -> None:
         self.incarnation += 1
         self.book = CacheBook()
-        self.meet()
+        self.set_members()
 
-    def meet(self) -> None:
+    def set_members(self) -> None:
         self.follower.keep({"w": str(self.incarnation)})
 
     @rule(stored=NAMES, removed=NAMES, tier=TIERS)
@@ -78,23 +78,23 @@ class BookToFollower(RuleBasedStateMachine):
         self.updates.pop(data.draw(st.integers(0, len(self.updates) - 1)))
 
     @rule()
-    def ask(self) -> None:
+    def request_snapshot(self) -> None:
         self.snapshots.append((str(self.incarnation), *self.book.snapshot()))
 
     @precondition(lambda self: self.snapshots)
     @rule(data=st.data())
-    def answer(self, data: st.DataObject) -> None:
-        answer = self.snapshots.pop(data.draw(st.integers(0, len(self.snapshots) - 1)))
-        self.follower.snapshot("w", *answer)
+    def deliver_snapshot(self, data: st.DataObject) -> None:
+        deliver_snapshot = self.snapshots.pop(data.draw(st.integers(0, len(self.snapshots) - 1)))
+        self.follower.snapshot("w", *deliver_snapshot)
 
     @invariant()
-    def settles(self) -> None:
-        """Whatever has happened: once what is told arrives, and what is wanted is fetched, all is equal."""
+    def converges(self) -> None:
+        """Once pending updates arrive and wanted snapshots are fetched, both sides are equal."""
         settled = CacheFollower(CacheIndex())
         settled.__dict__ = _copied(self.follower)
-        for told in (self.book.take(), self.book.take()):
-            self.updates.append((str(self.incarnation), *told))
-            settled.update("w", str(self.incarnation), *told)
+        for update in (self.book.take(), self.book.take()):
+            self.updates.append((str(self.incarnation), *update))
+            settled.update("w", str(self.incarnation), *update)
         if settled.wanted:
             settled.snapshot("w", str(self.incarnation), *self.book.snapshot())
         assert not settled.wanted
@@ -114,7 +114,7 @@ BookToFollower.TestCase.settings = settings(max_examples=60, stateful_step_count
 TestBookToFollower = BookToFollower.TestCase
 
 
-def test_updates_that_come_while_a_snapshot_is_fetched_are_not_lost() -> None:
+def test_updates_during_a_snapshot_request_are_not_lost() -> None:
     follower = CacheFollower(CacheIndex())
     follower.keep({"w": "a"})
     follower.update("w", "a", 5, [Change(Tier.DEVICE, [5])])
@@ -124,7 +124,7 @@ def test_updates_that_come_while_a_snapshot_is_fetched_are_not_lost() -> None:
     assert follower.wanted == [] and follower.index.names("w") == {5, 6}
 
 
-def test_a_number_without_changes_shows_what_is_missing() -> None:
+def test_an_empty_update_reveals_a_gap() -> None:
     follower = CacheFollower(CacheIndex())
     follower.keep({"w": "a"})
     follower.update("w", "a", 0, [])
@@ -133,7 +133,7 @@ def test_a_number_without_changes_shows_what_is_missing() -> None:
     assert follower.wanted == ["w"]
 
 
-def test_who_has_left_holds_nothing() -> None:
+def test_removed_instances_hold_nothing() -> None:
     follower = CacheFollower(CacheIndex())
     follower.keep({"w": "a", "v": "b"})
     follower.update("w", "a", 1, [Change(Tier.DEVICE, [1, 2])])

@@ -1,4 +1,4 @@
-"""The index of blocks against a model that keeps plain sets."""
+"""The index of blocks, compared with a model of plain sets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIERS = st.sampled_from(Tier)
 
 
 def naive(held: dict[str, dict[Tier, set[int]]], names: Sequence[int]) -> dict[str, HeldBlocks]:
-    """Instance by instance, block by block."""
+    """Return the matches, computed block by block."""
     found = {}
     for instance, tiers in held.items():
         device = total = 0
@@ -35,21 +35,21 @@ def naive(held: dict[str, dict[Tier, set[int]]], names: Sequence[int]) -> dict[s
 
 
 class IndexAgainstSets(RuleBasedStateMachine):
-    """Whatever comes, in whatever order: what was never told, told twice, or forgotten."""
+    """Apply changes in any order, including repeated and unknown ones."""
 
     def __init__(self) -> None:
         super().__init__()
         self.index = CacheIndex()
         self.held: dict[str, dict[Tier, set[int]]] = {}
 
-    def of(self, instance: str) -> dict[Tier, set[int]]:
+    def held_by(self, instance: str) -> dict[Tier, set[int]]:
         return self.held.setdefault(instance, {tier: set() for tier in Tier})
 
     @rule(instance=INSTANCES, stored=st.lists(NAMES), removed=st.lists(NAMES), tier=TIERS)
     def change(self, instance: str, stored: list[int], removed: list[int], tier: Tier) -> None:
         self.index.change(instance, stored, removed, tier)
-        self.of(instance)[tier] |= set(stored)
-        self.of(instance)[tier] -= set(removed)
+        self.held_by(instance)[tier] |= set(stored)
+        self.held_by(instance)[tier] -= set(removed)
 
     @rule(names=st.lists(NAMES), instances=st.sets(INSTANCES, min_size=1))
     def share(self, names: list[int], instances: set[str]) -> None:
@@ -59,7 +59,7 @@ class IndexAgainstSets(RuleBasedStateMachine):
     @rule(instance=INSTANCES, names=st.lists(NAMES), tier=TIERS)
     def replace(self, instance: str, names: list[int], tier: Tier) -> None:
         self.index.replace(instance, names, tier)
-        self.of(instance)[tier] = set(names)
+        self.held_by(instance)[tier] = set(names)
 
     @rule(instance=INSTANCES)
     def forget(self, instance: str) -> None:
@@ -84,7 +84,7 @@ IndexAgainstSets.TestCase.settings = settings(max_examples=60, stateful_step_cou
 TestIndexAgainstSets = IndexAgainstSets.TestCase
 
 
-def test_what_is_beyond_the_bound_is_counted_and_not_recorded() -> None:
+def test_names_beyond_the_bound_are_counted_but_not_recorded() -> None:
     index = CacheIndex(names_max=3)
     index.change("a", [1, 2, 3, 4], [])
     index.change("b", [1, 4], [])
@@ -97,10 +97,10 @@ def test_what_is_beyond_the_bound_is_counted_and_not_recorded() -> None:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3_000)), max_size=200))
 @settings(max_examples=20, deadline=None)
-def test_the_list_of_told_names_stays_short(changes: list[tuple[bool, int]]) -> None:
+def test_the_list_of_names_is_compacted(changes: list[tuple[bool, int]]) -> None:
     index = CacheIndex()
     for _ in range(30):
         for stored, name in changes:
             index.change("a", [name] if stored else [], [] if stored else [name])
-    told = index._device._slots
-    assert all(len(slot.names) <= 2 * slot.count + 1_025 for slot in told.values())
+    slots = index._device._slots
+    assert all(len(slot.names) <= 2 * slot.count + 1_025 for slot in slots.values())

@@ -1,4 +1,4 @@
-"""Names worked out outside vLLM are vLLM's."""
+"""Block names computed outside vLLM equal vLLM's."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("size", [16, 32])
-def test_names_are_those_of_vllm(variant: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_names_equal_those_of_vllm(variant: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "PYTHONHASHSEED", "0")
     kv_cache_utils.init_none_hash(sha256)
     message = msgspec.structs.replace(TEXT, **VARIANTS[variant])
@@ -73,7 +73,7 @@ def test_names_are_those_of_vllm(variant: str, size: int, monkeypatch: pytest.Mo
     assert names == [short(block_hash) for block_hash in request.block_hashes[:full]]
 
 
-def test_what_has_no_names_has_none() -> None:
+def test_block_names_depend_on_algorithm_and_salt() -> None:
     tokens = list(range(100))
     naming = Naming(algorithm="sha256", seed="0", block_tokens=16)
     assert len(block_names(tokens, naming)) == 6

@@ -1,4 +1,4 @@
-"""Placements count as held for a while, and leave nothing behind."""
+"""Placements count as cached for a limited time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tailrace.cache.index import HeldBlocks
 from tailrace.cache.placed import PlacedPrefixes, merge_placed
 
 
-def test_the_next_of_a_burst_is_told_where_the_first_went() -> None:
+def test_a_placement_is_known_to_the_next_request_of_a_burst() -> None:
     placed = PlacedPrefixes()
     placed.place("a", [1, 2, 3], 0.0)
     assert placed.index.match([1, 2, 9]) == {"a": HeldBlocks(2, 2)}
@@ -21,7 +21,7 @@ def test_the_next_of_a_burst_is_told_where_the_first_went() -> None:
     assert not placed.index.match([1])
 
 
-def test_what_is_held_and_what_is_coming_is_the_longer_of_both() -> None:
+def test_the_longer_of_held_and_placed_counts() -> None:
     held = {"a": HeldBlocks(2, 6), "b": HeldBlocks(5, 5)}
     placed = {"a": HeldBlocks(4, 4), "b": HeldBlocks(3, 3), "c": HeldBlocks(1, 1)}
     assert merge_placed(held, placed) == {
@@ -41,9 +41,7 @@ PLACEMENTS = st.lists(
 
 @given(PLACEMENTS, st.sampled_from([10, 1_000]))
 @settings(max_examples=80, deadline=None)
-def test_exactly_the_latest_placements_count(
-    placements: list[tuple[float, str, list[int]]], names_max: int
-) -> None:
+def test_only_recent_placements_count(placements: list[tuple[float, str, list[int]]], names_max: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_NAMES_MAX", names_max)
         placed = PlacedPrefixes()

@@ -1,4 +1,4 @@
-"""Checks that a command line of `tailrace serve` means something, without running it."""
+"""Checks of `tailrace serve` command lines without running them."""
 
 from __future__ import annotations
 

@@ -22,20 +22,20 @@ _VARIABLE = re.compile(r"\$\{(?P<name>\w+)(?::?-(?P<default>[^}]*))?\}")
 
 
 class Healthcheck(TypedDict):
-    """How it is found out whether a service is healthy."""
+    """The health check of a service."""
 
     test: list[str]
     start_period: str
 
 
 class Dependency(TypedDict):
-    """What a service waits for of another."""
+    """A dependency on another service."""
 
     condition: str
 
 
 class Build(TypedDict):
-    """How an image is built."""
+    """The build of an image."""
 
     context: str
     dockerfile: str
@@ -43,7 +43,7 @@ class Build(TypedDict):
 
 
 class ComposeService(TypedDict, total=False):
-    """What is read here of one service; each has only some of it."""
+    """The fields of a service that are read here; all are optional."""
 
     image: str
     build: Build
@@ -56,7 +56,7 @@ class ComposeService(TypedDict, total=False):
 
 
 class ComposeFile(TypedDict):
-    """What is read here of a compose file."""
+    """The fields of a compose file that are read here."""
 
     services: dict[str, ComposeService]
     volumes: dict[str, object]
@@ -65,7 +65,7 @@ class ComposeFile(TypedDict):
 def load_compose(
     name: str = "docker-compose.yml", environment: Mapping[str, str] | None = None
 ) -> ComposeFile:
-    """A compose file with its variables filled in, from `environment` or their defaults."""
+    """Return a compose file with its variables replaced from `environment` or by their defaults."""
     text = (DEPLOY / name).read_text()
     loaded: ComposeFile = yaml.safe_load(_interpolate(text, environment or {}))
     assert isinstance(loaded, dict)
@@ -84,18 +84,18 @@ def _interpolate(text: str, environment: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LocalService:
-    """One compose service, to be run here: hosts are loopback, ports free ones, folders temporary."""
+    """A compose service to run locally, with loopback hosts, free ports and temporary folders."""
 
     name: str
     command: list[str]
     health: list[str]
     environment: dict[str, str]
-    # Of its `depends_on`, by condition.
+    # Its `depends_on`: condition by service.
     depends_on: dict[str, str]
 
 
 class LocalCompose:
-    """Maps what holds inside the containers to this machine."""
+    """Maps addresses and paths in the containers to this machine."""
 
     def __init__(self, folder: Path, free_port: Callable[[], int], environment: Mapping[str, str]) -> None:
         services = load_compose(environment=environment)["services"]
@@ -106,14 +106,14 @@ class LocalCompose:
         self._ports: dict[tuple[str, str], int] = {}
 
     def port(self, service: str, inside: int) -> int:
-        """The port here of a port inside a service's container."""
+        """Return the local port for a port inside a service's container."""
         key = (service, str(inside))
         if key not in self._ports:
             self._ports[key] = self._free_port()
         return self._ports[key]
 
     def service(self, name: str) -> LocalService:
-        """A service whose programs are on this machine: etcd, or one of ours."""
+        """Return a service to run locally: etcd or a Tailrace service."""
         about = self._services[name]
         health = about["healthcheck"]["test"]
         assert health[0] == "CMD", "no shell in the images"
@@ -122,7 +122,7 @@ class LocalCompose:
         }
         environment["TAILRACE_ADVERTISE"] = "127.0.0.1"
         if "OTEL_EXPORTER_OTLP_ENDPOINT" in environment:
-            # No collector here; the compose file's own one hands all spans on to the monitor.
+            # There is no collector here; the one of the compose file forwards all spans to the monitor.
             environment["OTEL_EXPORTER_OTLP_ENDPOINT"] = f"http://127.0.0.1:{self.port('monitor', 7102)}"
         return LocalService(
             name=name,
@@ -133,7 +133,7 @@ class LocalCompose:
         )
 
     def _local(self, name: str, word: str) -> str:
-        """One word of a command, or a value: hosts and ports, then folders."""
+        """Return a word of a command, or a value, with local addresses and folders."""
         hosts = "|".join(map(re.escape, sorted(self._services, key=len, reverse=True)))
 
         def address(match: re.Match[str]) -> str:
@@ -151,7 +151,7 @@ class LocalCompose:
 
     @staticmethod
     def _programs(command: list[str]) -> list[str]:
-        """The image's Python and scripts are this environment's."""
+        """Return the command with Python and scripts of this environment."""
         scripts = Path(sysconfig.get_path("scripts"))
         if command[0] == "python":
             return [sys.executable, *command[1:]]
@@ -163,5 +163,5 @@ class LocalCompose:
 
 
 def rust_front_end() -> bool:
-    """Whether vLLM's Rust front end is installed here; it starts at once."""
+    """Return whether vLLM's Rust front end, which starts quickly, is installed."""
     return os.access(Path(sysconfig.get_path("scripts")) / "vllm-rs", os.X_OK)

@@ -1,4 +1,4 @@
-"""How long each service may take to end once it is told to stop, by its own defaults."""
+"""The maximum time each service takes to stop, by its defaults."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from migration_svc.migration import CopyRules
 from worker_agent.draining import HANDOVER_S
 from worker_agent.settings import WorkerSettings
 
-# After the drain, for closing (tailrace.service.runtime).
+# For closing after the drain (tailrace.service.runtime).
 _CLOSE_S: Final = 15.0
 _DRAIN_S: Final = {
     "frontend": DRAIN_TIMEOUT_S,
@@ -20,6 +20,6 @@ _DRAIN_S: Final = {
 
 
 def longest_s(service: str) -> float:
-    """Of a service by its kind, as units and containers are named."""
+    """Return the maximum stop time in seconds of a service, given its unit or container name."""
     kind = next((kind for kind in _DRAIN_S if service.removeprefix("tailrace-").startswith(kind)), "")
     return _DRAIN_S.get(kind, 0.0) + _CLOSE_S

@@ -28,13 +28,13 @@ def _rules() -> list[Rule]:
 RULES = _rules()
 
 
-def test_prometheus_reads_them() -> None:
+def test_prometheus_loads_the_rules() -> None:
     loaded = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
     assert loaded["rule_files"] == ["alerts.yml"]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
-def test_metrics_exist(rule: Rule) -> None:
+def test_rules_use_existing_metrics(rule: Rule) -> None:
     known = set(re.findall(r"`(tailrace_\w+)`", (DOCS / "operations.md").read_text()))
     named = set(re.findall(r"\btailrace_\w+", rule["expr"]))
     assert named <= known
@@ -48,6 +48,6 @@ def test_the_runbook_has_a_section(rule: Rule) -> None:
     assert f"## {rule['alert']}\n" in (DOCS / "runbook.md").read_text()
 
 
-def test_no_section_is_left_over() -> None:
+def test_the_runbook_has_no_other_sections() -> None:
     sections = re.findall(r"^## (\w+)$", (DOCS / "runbook.md").read_text(), re.MULTILINE)
     assert sections == [rule["alert"] for rule in RULES]

@@ -1,4 +1,4 @@
-"""What a bundle is made of: pins for the host, what is left out, wheels that are changed or made."""
+"""Contents of a bundle: pins for the host, omitted packages, and modified or generated wheels."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROOT = DEPLOY.parent
 GPU = Target(Engine.GPU, "3.12", Contents.HOPPER)
 
 
-def test_a_lock_is_read_for_the_host_and_not_for_this_machine(tmp_path: Path) -> None:
+def test_a_lock_is_evaluated_for_the_target_host(tmp_path: Path) -> None:
     lock = tmp_path / "lock.txt"
     lock.write_text(
         "one==1 \\\n    --hash=sha256:aa \\\n    --hash=sha256:bb\n"
@@ -51,7 +51,7 @@ def test_a_lock_is_read_for_the_host_and_not_for_this_machine(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("text", ["one>=1 --hash=sha256:aa\n", "one==1\nOne==2\n"])
-def test_a_lock_that_does_not_pin_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_lock_without_pins_is_refused(tmp_path: Path, text: str) -> None:
     lock = tmp_path / "lock.txt"
     lock.write_text(text)
     with pytest.raises(LockError):
@@ -66,20 +66,20 @@ def test_the_gpu_lock_has_hashes_for_each_python(python: str) -> None:
     assert all(pin.hashes for pin in pins)
 
 
-def test_the_bundles_own_lock_is_what_pyproject_says() -> None:
+def test_the_lock_of_the_bundle_matches_pyproject() -> None:
     names = {pin.name: pin.version for pin in locked(DEPLOY / "locks" / "bundle.txt", GPU)}
     texts = [text for text in wanted(ROOT / "pyproject.toml", "etcd") if text.startswith("etcd")]
     requirement = Requirement(texts[0])
     assert requirement.specifier.contains(names[requirement.name])
 
 
-def test_what_is_left_out_exists() -> None:
-    """A name that the lock no longer has would be a reason for nothing."""
+def test_omitted_packages_exist_in_the_lock() -> None:
+    """An entry for a package that is no longer locked would be obsolete."""
     pins = {pin.name for pin in locked(DEPLOY / "locks" / "gpu.txt", GPU)}
     assert set(_PACKAGES) <= pins
 
 
-def test_torch_comes_from_the_host_only_when_asked() -> None:
+def test_torch_comes_from_the_host_only_on_request() -> None:
     names = ["torch", "triton", "nvidia-cublas", "nvidia-ml-py", "vllm", "cuda-toolkit", "flashinfer-python"]
     pins = [Pin(name, "1") for name in names]
     kept, left = chosen(pins, GPU)
@@ -105,8 +105,8 @@ def test_every_small_bundle_keeps_one_flash_attention() -> None:
     assert dropped_from_vllm(Contents.FULL) == {}
 
 
-def _record_is_right(wheel: Path) -> None:
-    """RECORD names each member once, with its hash."""
+def _assert_record_is_correct(wheel: Path) -> None:
+    """Assert that RECORD lists each member once, with its hash."""
     with zipfile.ZipFile(wheel) as archive:
         (record,) = (name for name in archive.namelist() if name.endswith("/RECORD"))
         rows = {row[0]: row[1] for row in csv.reader(io.StringIO(archive.read(record).decode()))}
@@ -117,31 +117,31 @@ def _record_is_right(wheel: Path) -> None:
                 assert value == f"sha256={digest.decode()}"
 
 
-def test_a_trimmed_wheel_is_a_wheel_and_always_the_same(tmp_path: Path) -> None:
+def test_a_trimmed_wheel_is_valid_and_reproducible(tmp_path: Path) -> None:
     whole = write_wheel(
         tmp_path, "big", "1.0", "Big", {"big/a.py": b"a", "big/kernels/k.so": bytes(9999), "big/z.py": b"z"}
     )
-    _record_is_right(whole)
+    _assert_record_is_correct(whole)
     small, again = tmp_path / "small.whl", tmp_path / "again.whl"
     trim_wheel(whole, small, lambda name: fnmatchcase(name, "big/kernels/*"))
     trim_wheel(whole, again, lambda name: fnmatchcase(name, "big/kernels/*"))
-    _record_is_right(small)
+    _assert_record_is_correct(small)
     assert small.read_bytes() == again.read_bytes()
     assert unpacked_bytes(whole) - unpacked_bytes(small) > 9999
     with zipfile.ZipFile(small) as archive:
         assert archive.read("big/z.py") == b"z"
 
 
-def test_the_benchmarks_travel(tmp_path: Path) -> None:
+def test_the_benchmarks_are_included(tmp_path: Path) -> None:
     wheel = benchmarks_wheel(ROOT, tmp_path)
-    _record_is_right(wheel)
+    _assert_record_is_correct(wheel)
     assert {"benchmarks/__init__.py", "benchmarks/loadgen.py"} <= set(zipfile.ZipFile(wheel).namelist())
 
 
-def test_the_cpu_build_gets_its_name(tmp_path: Path) -> None:
+def test_the_cpu_build_is_named_vllm(tmp_path: Path) -> None:
     wheel = vllm_name_wheel(tmp_path, "0.32.0")
     assert wheel.name == "vllm-0.32.0+cpu-py3-none-any.whl"
-    _record_is_right(wheel)
+    _assert_record_is_correct(wheel)
 
 
 PACKAGES = {
@@ -162,7 +162,7 @@ def _find(name: str) -> tuple[str, list[str]]:
         raise PackageNotFoundError(name) from None
 
 
-def test_what_is_installed_is_followed_through_extras_and_circles() -> None:
+def test_installed_packages_are_resolved_through_extras_and_cycles() -> None:
     pins = installed_pins(["Engine", "base"], find=_find)
     assert [pin.line() for pin in pins] == ["base==3.0", "engine==1.0", "lib==2.0", "quick==4.0"]
 
@@ -170,7 +170,7 @@ def test_what_is_installed_is_followed_through_extras_and_circles() -> None:
 def _pip(
     monkeypatch: pytest.MonkeyPatch, has: Callable[[Sequence[str]], bool]
 ) -> list[tuple[str, list[str]]]:
-    """Put a pip in place that has what `has` says; return the calls that come, as names and options."""
+    """Replace pip by one that finds what `has` accepts; return its calls, as names and options."""
     calls: list[tuple[str, list[str]]] = []
 
     def run(pins: Sequence[Pin], cache: Path, options: Sequence[str]) -> None:
@@ -184,9 +184,7 @@ def _pip(
     return calls
 
 
-def test_only_what_is_not_there_is_downloaded_with_its_hashes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_missing_packages_are_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = _pip(monkeypatch, lambda options: True)
     old = tmp_path / "Has_It-1.0-cp311-cp311-manylinux_2_28_x86_64.whl"
     old.touch()
@@ -196,12 +194,12 @@ def test_only_what_is_not_there_is_downloaded_with_its_hashes(
     assert [wheel.name.partition("-")[0] for wheel in wheels] == ["new_one", "Has_It", "bare"]
     assert wheels[0].name.startswith("new_one-1.0-"), "not the old version"
     assert calls == [("new-one", []), ("bare", [])], (
-        "pip takes hashes for all that it is asked for, or for none"
+        "pip accepts hashes for all requested packages or for none"
     )
 
 
-def test_torch_alone_is_taken_from_its_own_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With two indexes at once pip takes any package from either: dependency confusion."""
+def test_only_torch_is_downloaded_from_its_own_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two indexes, pip takes any package from either: dependency confusion."""
     calls = _pip(monkeypatch, lambda options: "--index-url" in options or calls[-1][0] != "torch")
     wheels = download([Pin("torch", "2.13.0+cpu"), Pin("six", "1.0")], tmp_path, [])
     assert [wheel.name for wheel in wheels] == [
@@ -215,6 +213,6 @@ def test_torch_alone_is_taken_from_its_own_index(tmp_path: Path, monkeypatch: py
     ]
 
 
-def test_what_is_not_installed_is_named() -> None:
+def test_a_missing_package_is_named() -> None:
     with pytest.raises(NotInstalled, match="absent is not installed here"):
         installed_pins(["engine", "absent"], find=_find)

@@ -1,4 +1,4 @@
-"""The installer as a user runs it: one file, no network, parts a few at a time, an environment at the end."""
+"""The installer as users run it: one file, no network, parts in several steps, and the environment."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _make(
     host: tuple[str, ...] = (),
     checks: tuple[str, ...] = ("module_a", "module_b"),
 ) -> Path:
-    """A bundle of two modules and of the pip that Python itself brings."""
+    """Return a bundle of two modules and the pip that is included in Python."""
     sources = out / "sources"
     sources.mkdir(parents=True)
     bundled = Path(ensurepip.__file__).parent / "_bundled"
@@ -51,7 +51,7 @@ def _install(bundle: Path, into: Path, *arguments: str | Path) -> subprocess.Com
         capture_output=True,
         text=True,
         timeout=120,
-        # Of no use, and must not be used: there is no such index.
+        # This index does not exist and must not be used.
         env={
             "PATH": "/usr/bin:/bin",
             "PIP_INDEX_URL": "http://127.0.0.1:9/",
@@ -66,7 +66,7 @@ def _value(environment: Path, module: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
 
 
-def test_parts_come_one_by_one_and_a_new_bundle_brings_what_changed(tmp_path: Path) -> None:
+def test_parts_are_installed_incrementally_and_updates_need_only_changes(tmp_path: Path) -> None:
     bundle = _make(tmp_path / "one")
     into = tmp_path / "environment"
     parts = sorted(bundle.glob("test.part-*"))
@@ -87,7 +87,7 @@ def test_parts_come_one_by_one_and_a_new_bundle_brings_what_changed(tmp_path: Pa
     assert (_value(into, "module_a"), _value(into, "module_b")) == ("a", "2")
 
 
-def test_a_host_that_does_not_fit_is_told_so_before_anything_is_written(tmp_path: Path) -> None:
+def test_an_incompatible_host_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     into = tmp_path / "environment"
     cases: dict[str, Path] = {
         "is for Python 3.99": _make(tmp_path / "python", python="3.99"),
@@ -101,7 +101,7 @@ def test_a_host_that_does_not_fit_is_told_so_before_anything_is_written(tmp_path
     assert not (tmp_path / "environment.parts").exists()
 
 
-def test_another_manifest_than_the_expected_is_refused(tmp_path: Path) -> None:
+def test_an_unexpected_manifest_is_refused(tmp_path: Path) -> None:
     bundle = _make(tmp_path / "one")
     refused = _install(bundle, tmp_path / "environment", "--expect", "00")
     assert (refused.returncode, "--expect" in refused.stderr) == (DAMAGED, True)
@@ -109,7 +109,7 @@ def test_another_manifest_than_the_expected_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_hosts_own_packages_stay_behind_the_bundles(tmp_path: Path) -> None:
+def test_packages_of_the_bundle_take_precedence_over_the_hosts(tmp_path: Path) -> None:
     host = tmp_path / "host"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(host)], check=True, timeout=60)
     (site,) = (host / "lib").glob("python3.*/site-packages")
@@ -118,9 +118,9 @@ def test_the_hosts_own_packages_stay_behind_the_bundles(tmp_path: Path) -> None:
         (site / name / "__init__.py").write_text("value = 'host'\n")
     bundle = _make(tmp_path / "one", host=("of_host",), checks=("module_a", "of_host", "not_there"))
     into = tmp_path / "environment"
-    done = _install(bundle, into, "--python", str(host / "bin" / "python"))
-    assert done.returncode == DAMAGED, "one of the modules cannot be imported"
-    assert "not_there" in done.stdout
+    result = _install(bundle, into, "--python", str(host / "bin" / "python"))
+    assert result.returncode == DAMAGED, "one of the modules cannot be imported"
+    assert "not_there" in result.stdout
     assert (_value(into, "module_a"), _value(into, "of_host")) == ("a", "host")
 
 
@@ -143,10 +143,10 @@ def test_a_cpu_bundle_serves_the_tiny_model_without_a_network(tmp_path: Path) ->
         [sys.executable, "-I", str(bundle / "install_bundle.py"), "--into", str(into)],
         ["bash", str(script), str(into)],
     ):
-        done = subprocess.run(
+        result = subprocess.run(
             [*offline, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900
         )
-        assert done.returncode == 0, done.stdout + done.stderr
-    assert '"completion_tokens":8' in done.stdout
+        assert result.returncode == 0, result.stdout + result.stderr
+    assert '"completion_tokens":8' in result.stdout
     for large in (into, bundle):
-        shutil.rmtree(large)  # 4.5 GB, which pytest would keep
+        shutil.rmtree(large)  # 4.5 GB that pytest would keep

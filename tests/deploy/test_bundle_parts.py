@@ -1,4 +1,4 @@
-"""A bundle's parts: cut, carried in any order under any name, checked, put together again."""
+"""Parts of a bundle: cutting, transfer in any order under any name, verification and assembly."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIZES = st.lists(st.integers(1, 500), min_size=1, max_size=8)
 
 
 @given(sizes=SIZES, part=st.integers(1, 200))
-def test_parts_hold_every_byte_once_and_are_full_but_for_the_last(sizes: list[int], part: int) -> None:
+def test_parts_contain_every_byte_once_and_are_full_except_the_last(sizes: list[int], part: int) -> None:
     files = [(f"f{number}", size) for number, size in enumerate(sizes)]
     parts = cut(files, part)
     assert [sum(s.size for s in segments) for segments in parts[:-1]] == [part] * (len(parts) - 1)
@@ -51,7 +51,7 @@ def _wheels(folder: Path, seed: int = 0) -> list[Path]:
 
 
 def _bundle(folder: Path, seed: int = 0) -> Manifest:
-    """Three files of 20 kB in parts of 9 kB, and their manifest."""
+    """Write three files of 20 kB in parts of 9 kB; return their manifest."""
     sources = _wheels(folder / f"sources-{seed}", seed)
     out = folder / f"bundle-{seed}"
     out.mkdir()
@@ -61,11 +61,11 @@ def _bundle(folder: Path, seed: int = 0) -> Manifest:
     return manifest
 
 
-def _staged(manifest: Manifest, folder: Path) -> Staging:
+def _stage(manifest: Manifest, folder: Path) -> Staging:
     return Staging(folder, manifest, manifest.files)
 
 
-def test_parts_come_a_few_at_a_time_in_any_order_under_any_name(tmp_path: Path) -> None:
+def test_parts_are_collected_in_any_order_under_any_name(tmp_path: Path) -> None:
     manifest = _bundle(tmp_path)
     assert Manifest.read(tmp_path / "bundle-0" / "manifest.json") == manifest
     shuffled = list(manifest.parts)
@@ -75,12 +75,12 @@ def test_parts_come_a_few_at_a_time_in_any_order_under_any_name(tmp_path: Path) 
         place.mkdir()
         name = part.name if number % 2 else f"renamed-{number}"
         shutil.copy(tmp_path / "bundle-0" / part.name, place / name)
-        # A new Staging each time, as in a new run of the installer.
-        staging = _staged(manifest, tmp_path / "staging")
+        # Create a new Staging each time, like a new run of the installer.
+        staging = _stage(manifest, tmp_path / "staging")
         collect([place], manifest, staging, Say())
         assert part not in staging.missing
         del staging
-    staging = _staged(manifest, tmp_path / "staging")
+    staging = _stage(manifest, tmp_path / "staging")
     assert staging.missing == []
     verified(manifest.files, staging)
     for file in manifest.files:
@@ -88,14 +88,14 @@ def test_parts_come_a_few_at_a_time_in_any_order_under_any_name(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("damage", ["a byte", "short", "long"])
-def test_a_damaged_part_is_named_and_a_good_copy_is_taken_later(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_part_is_named_and_can_be_replaced(tmp_path: Path, damage: str) -> None:
     manifest = _bundle(tmp_path)
     bad = tmp_path / "bundle-0" / manifest.parts[2].name
     good = bad.read_bytes()
     bad.write_bytes(
         {"a byte": good[:100] + b"?" + good[101:], "short": good[:-1], "long": good + b"?"}[damage]
     )
-    staging = _staged(manifest, tmp_path / "staging")
+    staging = _stage(manifest, tmp_path / "staging")
     with pytest.raises(BundleError, match=bad.name) as raised:
         collect([tmp_path / "bundle-0"], manifest, staging, Say())
     assert raised.value.status == DAMAGED
@@ -105,26 +105,26 @@ def test_a_damaged_part_is_named_and_a_good_copy_is_taken_later(tmp_path: Path, 
     verified(manifest.files, staging)
 
 
-def test_what_is_no_part_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_files_are_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     manifest = _bundle(tmp_path)
     other = tmp_path / "notes.txt"
     other.write_text("hello")
-    staging = _staged(manifest, tmp_path / "staging")
+    staging = _stage(manifest, tmp_path / "staging")
     collect([other], manifest, staging, Say())
     assert "notes.txt is no part" in capsys.readouterr().out
     with pytest.raises(BundleError, match="no such file"):
         collect([tmp_path / "nowhere"], manifest, staging, Say())
 
 
-def test_a_file_that_changed_on_disk_is_asked_for_again(tmp_path: Path) -> None:
+def test_a_file_damaged_on_disk_is_requested_again(tmp_path: Path) -> None:
     manifest = _bundle(tmp_path)
-    staging = _staged(manifest, tmp_path / "staging")
+    staging = _stage(manifest, tmp_path / "staging")
     collect([tmp_path / "bundle-0"], manifest, staging, Say())
     staging.path(manifest.files[1]).write_bytes(b"?")
     with pytest.raises(BundleError) as raised:
         verified(manifest.files, staging)
     assert raised.value.status == INCOMPLETE
-    assert staging.missing, "its parts have to come again"
+    assert staging.missing, "its parts are needed again"
     collect([tmp_path / "bundle-0"], manifest, staging, Say())
     verified(manifest.files, staging)
 
@@ -134,13 +134,13 @@ def test_a_new_bundle_needs_only_the_parts_that_changed(tmp_path: Path) -> None:
     needed = [manifest.files[2]]
     staging = Staging(tmp_path / "staging", manifest, needed)
     assert {s.file for part in staging.missing for s in part.segments} == {needed[0].name}, (
-        "a group of its own"
+        "it is in a separate group"
     )
 
 
-def test_remains_of_a_longer_file_do_no_harm(tmp_path: Path) -> None:
+def test_remains_of_a_longer_file_are_overwritten(tmp_path: Path) -> None:
     manifest = _bundle(tmp_path)
-    staging = _staged(manifest, tmp_path / "staging")
+    staging = _stage(manifest, tmp_path / "staging")
     staging.path(manifest.files[0]).write_bytes(bytes(50_000))
     collect([tmp_path / "bundle-0"], manifest, staging, Say())
     verified(manifest.files, staging)
@@ -148,21 +148,21 @@ def test_remains_of_a_longer_file_do_no_harm(tmp_path: Path) -> None:
 
 def test_two_installers_do_not_share_a_folder(tmp_path: Path) -> None:
     manifest = _bundle(tmp_path)
-    staging = _staged(manifest, tmp_path / "staging")
+    staging = _stage(manifest, tmp_path / "staging")
     with pytest.raises(BundleError, match="in use"):
-        _staged(manifest, tmp_path / "staging")
+        _stage(manifest, tmp_path / "staging")
     del staging
 
 
 @pytest.mark.parametrize("name", ["../evil", "a/b", "/etc/passwd", "..", ""])
-def test_a_manifest_cannot_write_elsewhere(tmp_path: Path, name: str) -> None:
+def test_a_manifest_cannot_write_outside_its_folder(tmp_path: Path, name: str) -> None:
     manifest = Manifest("test", "3.11", "x86_64", (BundledFile(name, 1, "00", 1),), (), (), ())
     with pytest.raises(BundleError, match="no plain file name") as raised:
         Manifest.read(write_manifest(tmp_path, manifest, {}))
     assert raised.value.status == USAGE
 
 
-def test_what_is_no_manifest_is_said_to_be_none(tmp_path: Path) -> None:
+def test_an_invalid_manifest_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "manifest.json"
     for text in ("", "{}", '{"format": 7}', "[]"):
         path.write_text(text)

@@ -1,4 +1,4 @@
-"""The compose file against the Compose Specification, and against this repository."""
+"""The compose file conforms to the Compose Specification and matches this repository."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from tests.deploy.stop_times import longest_s
 
 ROOT = DEPLOY.parent
 SERVICES = load_compose()["services"]
-OURS = ("scheduler", "scheduler-standby", "monitor", "migration", "worker-0", "worker-1", "frontend")
+TAILRACE_SERVICES = (
+    "scheduler",
+    "scheduler-standby",
+    "monitor",
+    "migration",
+    "worker-0",
+    "worker-1",
+    "frontend",
+)
 
 
 def _schema() -> dict[str, object]:
@@ -31,17 +39,17 @@ def test_compose_schema(name: str) -> None:
     jsonschema.validate(load_compose(name), _schema())
 
 
-def test_the_schema_would_notice() -> None:
+def test_the_schema_detects_an_error() -> None:
     broken = {**load_compose(), "services": {"etcd": {"imagine": "x"}}}
     with pytest.raises(jsonschema.ValidationError, match="imagine"):
         jsonschema.validate(broken, _schema())
 
 
-def test_all_that_the_cluster_needs_is_there() -> None:
-    assert set(SERVICES) == {"etcd", *OURS, "otel-collector", "jaeger", "prometheus", "grafana"}
+def test_all_services_of_the_cluster_are_defined() -> None:
+    assert set(SERVICES) == {"etcd", *TAILRACE_SERVICES, "otel-collector", "jaeger", "prometheus", "grafana"}
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", TAILRACE_SERVICES)
 def test_commands_parse(name: str) -> None:
     about = SERVICES[name]
     assert about["command"][:2] == ["tailrace", "serve"]
@@ -50,15 +58,15 @@ def test_commands_parse(name: str) -> None:
     assert f"--id={name}" in about["command"]
 
 
-def test_what_depends_on_health_can_be_unhealthy() -> None:
+def test_dependencies_on_health_have_a_health_check() -> None:
     for name, about in SERVICES.items():
         for other, how in about.get("depends_on", {}).items():
             healthy = how["condition"] == "service_healthy"
             assert not healthy or "healthcheck" in SERVICES[other], f"{name} waits for {other}"
 
 
-def test_a_front_end_waits_for_no_model_to_load() -> None:
-    """A large model takes longer than any start period: the front end waits for instances by itself."""
+def test_a_front_end_does_not_wait_for_models_to_load() -> None:
+    """A large model takes longer than any start period, so the front end itself waits for instances."""
     depends = SERVICES["frontend"]["depends_on"]
     assert depends["worker-0"]["condition"] == "service_started"
     for name in ("worker-0", "worker-1", "frontend"):
@@ -71,7 +79,7 @@ def test_an_empty_reasoning_parser_stays_empty() -> None:
 
 
 @pytest.mark.parametrize("name", ["scheduler", "scheduler-standby", "worker-0", "worker-1", "frontend"])
-def test_services_take_further_arguments(name: str) -> None:
+def test_services_accept_further_arguments(name: str) -> None:
     kind = SERVICES[name]["command"][2].upper()
     assert "TAILRACE_SERVE_ARGS" in SERVICES[name]["environment"]
     assert (
@@ -79,7 +87,7 @@ def test_services_take_further_arguments(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", TAILRACE_SERVICES)
 def test_a_container_is_not_killed_while_it_drains(name: str) -> None:
     given = SERVICES[name]["stop_grace_period"]
     assert float(given.removesuffix("s")) > longest_s(name)
@@ -101,14 +109,14 @@ def test_images_are_pinned() -> None:
 
 def test_builds_name_stages_and_files_that_exist() -> None:
     stages = re.findall(r"^FROM \S+ AS (\w+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
-    for name in OURS:
+    for name in TAILRACE_SERVICES:
         build = SERVICES[name]["build"]
         assert (DEPLOY / build["context"]).resolve() == ROOT
         assert ROOT / build["dockerfile"] == DEPLOY / "Dockerfile"
         assert build["target"] in stages
 
 
-def test_what_the_dockerfile_copies_exists_and_is_not_ignored() -> None:
+def test_files_copied_by_the_dockerfile_exist_and_are_not_ignored() -> None:
     ignore = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
     kept = {line[1:] for line in ignore if line.startswith("!")}
     copied = {

@@ -1,4 +1,4 @@
-"""The commands and health checks that the compose file names, run as processes of this machine."""
+"""The commands and health checks of the compose file, run as local processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _output(command: Sequence[str]) -> str:
 
 
 class Cluster:
-    """The compose file's own services, started in the order of its `depends_on`."""
+    """The services of the compose file, started in the order of its `depends_on`."""
 
     def __init__(self, folder: Path) -> None:
         settings = {"TAILRACE_ENGINE": "simulated", "TAILRACE_FRONT": FRONT}
@@ -43,7 +43,7 @@ class Cluster:
         self._folder = folder
 
     def start(self) -> None:
-        """Start all, each when what it waits for is healthy. Raises RuntimeError, TimeoutError."""
+        """Start all services, each after its dependencies are healthy. Raises RuntimeError, TimeoutError."""
         for name, service in self.services.items():
             for other, condition in service.depends_on.items():
                 if condition == "service_healthy":
@@ -54,7 +54,7 @@ class Cluster:
             self.wait_healthy(name)
 
     def wait_healthy(self, name: str) -> None:
-        """Until the service's own health check says so."""
+        """Wait until the health check of the service succeeds."""
         process = self.processes[name]
         deadline = time.monotonic() + START_S
         while not _healthy(self.services[name]):
@@ -62,11 +62,11 @@ class Cluster:
                 raise RuntimeError(f"{name} did not become healthy:\n{process.text()[-3000:]}")
 
     def stop(self) -> dict[str, int]:
-        """SIGTERM to all, those first that depend on others; exit codes."""
+        """Send SIGTERM to all services, dependents first; return the exit codes."""
         return {name: process.stop(20) for name, process in reversed(self.processes.items())}
 
     def scrape(self) -> str:
-        """The /metrics of every service, one after the other."""
+        """Return the /metrics of all services."""
         texts = []
         for name, service in self.services.items():
             for word in service.command:
@@ -86,7 +86,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
     finally:
         codes = cluster.stop()
-    # SIGTERM is a clean end for every service of ours.
+    # Every Tailrace service exits cleanly on SIGTERM.
     assert {name: code for name, code in codes.items() if name != "etcd" and code != 0} == {}
 
 
@@ -98,7 +98,7 @@ def test_every_service_becomes_healthy(cluster: Cluster) -> None:
     assert ours | {"etcd"} == set(cluster.services)
 
 
-def test_it_answers_users_and_traces_them(cluster: Cluster) -> None:
+def test_requests_are_answered_and_traced(cluster: Cluster) -> None:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
     request = urllib.request.Request(
         f"http://127.0.0.1:{cluster.compose.port('frontend', 8000)}/v1/chat/completions",
@@ -111,7 +111,7 @@ def test_it_answers_users_and_traces_them(cluster: Cluster) -> None:
     admin = f"127.0.0.1:{cluster.compose.port('scheduler', 7101)}"
     command = tailrace("trace", answer["id"], "--admin", admin)
     deadline = time.monotonic() + 60
-    # Spans arrive within seconds, the front end's root among the last.
+    # Spans arrive within seconds, the front end's root span among the last.
     wanted, found = {"request", "placement", "prefill"}, set[str]()
     while not wanted <= found:
         text = _output(command)
@@ -119,7 +119,7 @@ def test_it_answers_users_and_traces_them(cluster: Cluster) -> None:
         found = {line.lstrip("│├└─ ").split(" ")[0] for line in text.splitlines()}
 
 
-def test_the_dashboard_names_metrics_that_exist(cluster: Cluster) -> None:
+def test_the_dashboard_uses_existing_metrics(cluster: Cluster) -> None:
     kinds = dict(re.findall(r"^# TYPE (\S+) (\S+)$", cluster.scrape(), re.MULTILINE))
     exported = set(kinds)
     for name, kind in kinds.items():
@@ -134,7 +134,7 @@ def test_the_dashboard_names_metrics_that_exist(cluster: Cluster) -> None:
 
 def test_the_manual_s_table_of_metrics_is_complete(cluster: Cluster) -> None:
     exported = set(re.findall(r"^# TYPE (tailrace_\w+) ", cluster.scrape(), re.MULTILINE))
-    # Histograms of prometheus_client come with a time of creation, which nobody needs to read about.
+    # prometheus_client adds a creation time to histograms, which is not documented.
     exported = {name for name in exported if not name.endswith("_created")}
     manual = (DEPLOY.parent / "docs" / "operations.md").read_text()
     documented = set(re.findall(r"`(tailrace_\w+)(?:\{[^`]*\})?`", manual))

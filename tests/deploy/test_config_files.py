@@ -1,4 +1,4 @@
-"""Collector, Prometheus and Grafana files: they parse, and name addresses that something listens on."""
+"""Collector, Prometheus and Grafana files parse and use addresses of the cluster's services."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Datasources(TypedDict):
 
 
 def _yaml(path: str, kind: type[File]) -> File:
-    """The file as plain data, of which `kind` says what is read here."""
+    """Return the file as plain data; `kind` describes the fields that are read."""
     loaded: File = yaml.safe_load((DEPLOY / path).read_text())
     assert isinstance(loaded, dict)
     return loaded
@@ -93,7 +93,7 @@ def test_prometheus_scrapes_every_service() -> None:
     assert scraped == _metrics_ports()
 
 
-def test_collector_pipelines_name_what_is_defined() -> None:
+def test_collector_pipelines_use_defined_components() -> None:
     config = _yaml("otel-collector.yaml", Collector)
     for pipeline in config["service"]["pipelines"].values():
         for kind, names in pipeline.items():
@@ -101,7 +101,7 @@ def test_collector_pipelines_name_what_is_defined() -> None:
     assert set(config["service"]["extensions"]) <= set(config["extensions"])
 
 
-def test_spans_go_to_services_that_listen() -> None:
+def test_spans_are_sent_to_listening_services() -> None:
     exporters = _yaml("otel-collector.yaml", Collector)["exporters"]
     assert "--listen=0.0.0.0:7102" in SERVICES["monitor"]["command"]
     assert exporters["otlp/monitor"]["endpoint"] == "monitor:7102"

@@ -1,4 +1,4 @@
-"""The lock files hold what pyproject.toml asks for, whole and with hashes, and one CUDA version at most."""
+"""The lock files satisfy pyproject.toml, are complete with hashes, and contain at most one CUDA version."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXTRAS: dict[str, str | None] = {"control": None, "simulated": "simulated", "gpu
 
 
 def _locked(name: str) -> dict[str, list[str]]:
-    """Versions of each package; there may be one for each Python version."""
+    """Return the versions of each package; there can be one per Python version."""
     found: dict[str, list[str]] = {}
     for package, version in re.findall(
         r"^([\w.-]+)==(\S+)", (DEPLOY / "locks" / f"{name}.txt").read_text(), re.MULTILINE
@@ -27,7 +27,7 @@ def _locked(name: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", EXTRAS)
-def test_whatever_is_asked_for_is_locked(name: str) -> None:
+def test_every_requirement_is_locked(name: str) -> None:
     project = PYPROJECT["project"]
     extra = EXTRAS[name]
     wanted = [*project["dependencies"], *(project["optional-dependencies"][extra] if extra else [])]
@@ -47,8 +47,8 @@ def test_every_package_has_hashes(name: str) -> None:
         assert "--hash=sha256:" in entry, entry.splitlines()[0]
 
 
-def test_the_transport_is_for_the_cuda_of_vllms_torch() -> None:
-    """It was for CUDA 12 beside a torch for CUDA 13, which made the extra impossible to install."""
+def test_the_transport_matches_the_cuda_version_of_torch() -> None:
+    """A transport for another CUDA version makes the extra impossible to install."""
     locked = _locked("gpu")
     (toolkit,) = locked["cuda-toolkit"]
     assert f"ucxx-cu{toolkit.split('.')[0]}" in locked
@@ -64,6 +64,6 @@ def test_the_cpu_build_of_torch_is_the_one_that_vllm_pins() -> None:
 
 
 @pytest.mark.parametrize("path", ["deploy/Dockerfile", "scripts/install.sh", "deploy/systemd/INSTALL.md"])
-def test_no_index_is_added_to_another(path: str) -> None:
-    """With two indexes at once pip takes any package from either: dependency confusion."""
+def test_no_extra_package_index_is_used(path: str) -> None:
+    """With two indexes, pip takes any package from either: dependency confusion."""
     assert "--extra-index-url" not in (DEPLOY.parent / path).read_text()

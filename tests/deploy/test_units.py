@@ -1,4 +1,4 @@
-"""The systemd units: systemd's own verifier, and commands that parse."""
+"""The systemd units pass systemd's verifier, and their commands parse."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_there_is_a_unit_for_every_service() -> None:
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="Debian package systemd is not installed")
-def test_systemd_accepts_them(tmp_path: Path) -> None:
-    # The verifier wants the programs to exist.
+def test_systemd_accepts_the_units(tmp_path: Path) -> None:
+    # The verifier requires the programs to exist.
     scripts = sysconfig.get_path("scripts")
     for unit in [*UNITS, SYSTEMD / "tailrace.target"]:
         text = unit.read_text().replace("/opt/tailrace/bin/", f"{scripts}/")
@@ -51,7 +51,7 @@ def test_systemd_accepts_them(tmp_path: Path) -> None:
         timeout=60,
         check=False,
     )
-    # Units of the machine itself may be mentioned; ours must not be.
+    # Messages about units of the machine are allowed; ones about these units are not.
     assert result.returncode == 0, result.stderr
     assert "tailrace" not in result.stderr
 
@@ -71,7 +71,7 @@ def test_commands_parse(unit: Path) -> None:
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
-def test_hardened_and_restarted(unit: Path) -> None:
+def test_units_are_hardened_and_restarted(unit: Path) -> None:
     for key, value in {
         "User": "tailrace",
         "Restart": "always",
@@ -90,13 +90,13 @@ def test_a_unit_is_not_killed_while_it_drains(unit: Path) -> None:
 
 
 def test_a_worker_may_use_devices() -> None:
-    # Either would hide the GPU: ProtectClock comes with a list of allowed devices.
+    # Either would hide the GPU: ProtectClock implies a list of allowed devices.
     worker = SYSTEMD / "tailrace-worker@.service"
     assert _settings(worker, "PrivateDevices") == _settings(worker, "ProtectClock") == []
 
 
 def test_a_worker_finds_its_gpu_after_a_reboot() -> None:
-    """NoNewPrivileges forbids the setuid helper that makes device nodes: it runs before, with privileges."""
+    """NoNewPrivileges forbids the setuid helper that creates device nodes: it runs before, privileged."""
     worker = SYSTEMD / "tailrace-worker@.service"
     (prepare,) = _settings(worker, "ExecStartPre")
     assert prepare.startswith("-+") and "nvidia-modprobe" in prepare

@@ -1,4 +1,4 @@
-"""Every `tailrace` command in the documentation parses: its options are there, and take what is given."""
+"""Every `tailrace` command in the documentation parses: its options exist and accept the given values."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ PAGES = [
     ROOT / "deploy/README.md",
     *sorted(ROOT.glob("docs/*.md")),
 ]
-# Taken from the help texts themselves.
+# Generated from the help texts.
 GENERATED = {"cli.md"}
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """Command lines in code blocks, without those that leave something out."""
+    """Yield the command lines in code blocks, without abbreviated ones."""
     fenced = False
     for line in re.sub(r"\\\n\s*", " ", page.read_text()).splitlines():
         fenced ^= line.startswith("```")
@@ -34,7 +34,7 @@ def commands(page: Path) -> Iterator[list[str]]:
             continue
         if re.search(r"\.\.\.|[\[|<>;&]|\$\(", found[1]):
             continue
-        # Folders have to be there.
+        # Folders have to exist.
         yield ["." if word == "DIR" else word for word in shlex.split(found[1], comments=True)]
 
 
@@ -60,6 +60,6 @@ def test_pages_with_commands_were_found() -> None:
     assert {"README.md", "tutorial.md", "operations.md"} <= {page for page, _ in CASES}
 
 
-def test_the_page_of_commands_is_what_they_say() -> None:
+def test_the_command_reference_is_up_to_date() -> None:
     page = (ROOT / "docs/cli.md").read_text()
     assert page == reference(), "python -m tailrace.cli.reference > docs/cli.md"

@@ -1,4 +1,4 @@
-"""docs/mutants.md lists every mutant that is left out of the count."""
+"""docs/mutants.md lists every mutant that is excluded from the count."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def test_every_equivalent_mutant_is_listed_with_its_reason() -> None:
     assert listed == rows
 
 
-def test_equivalent_mutants_are_of_lines_that_are_still_there() -> None:
+def test_equivalent_mutants_refer_to_existing_lines() -> None:
     for each in EQUIVALENT:
         lines = (ROOT / each["module"]).read_text().splitlines()
         assert each["before"] in " ".join(line.strip() for line in lines), each
 
 
-def test_every_module_that_is_sampled_is_there() -> None:
+def test_every_sampled_module_is_listed() -> None:
     for target in TARGETS:
         assert f"`{target.module}`" in PAGE
         assert (ROOT / target.module).is_file()

@@ -1,4 +1,4 @@
-"""The site builds without a warning, and no page links to what is not there."""
+"""The site builds without warnings, and there are no broken links."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# MkDocs checks those of the site.
+# MkDocs checks the pages of the site.
 OTHERS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "deploy/README.md"]
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
         cwd=ROOT,
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
@@ -24,12 +24,12 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         text=True,
         timeout=120,
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
     assert (tmp_path / "tutorial" / "index.html").exists()
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_links_lead_somewhere(name: str) -> None:
+def test_links_are_not_broken(name: str) -> None:
     page = ROOT / name
     links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
     local = [link for link in links if "://" not in link]

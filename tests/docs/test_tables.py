@@ -1,4 +1,4 @@
-"""A table without its line of dashes is rendered as one paragraph, without a warning."""
+"""Every table has its separator line; without it, the table is rendered as one paragraph."""
 
 from __future__ import annotations
 

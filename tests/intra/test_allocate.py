@@ -1,4 +1,4 @@
-"""Ranks become admissions and preemptions by rules that hold for every policy."""
+"""Admissions and preemptions follow rules that hold for every policy."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def claims(draw: st.DrawFn, prefix: str) -> list[Claim[str]]:
     spare=st.integers(-8, 30),
     seats=st.integers(0, 4),
 )
-def test_rules(
+def test_invariants_of_allocation(
     policy: IntraPolicy, running: list[Claim[str]], waiting: list[Claim[str]], spare: int, seats: int
 ) -> None:
     waiting = sorted(waiting, key=lambda claim: claim.rank)
@@ -61,13 +61,13 @@ def test_rules(
     freed = sum(by_name[name].blocks for name in grants.preempt)
     taken = sum(by_name[name].blocks for name in grants.admit)
     names = [claim.name for claim in waiting]
-    # In order of rank, each at most once.
+    # Admissions are in order of rank, each at most once.
     assert grants.admit == [name for name in names if name in grants.admit]
     if not policy.pass_over:
-        # From the front.
+        # Admissions are a prefix of the queue.
         assert grants.admit == names[: len(grants.admit)]
         assert not grants.passed
-    # From the back of the running ones.
+    # Preemptions start with the last rank.
     last_first = sorted(running, key=lambda claim: claim.rank, reverse=True)
     assert grants.preempt == [claim.name for claim in last_first[: len(grants.preempt)]]
     assert len(grants.admit) <= seats + len(grants.preempt)
@@ -76,7 +76,7 @@ def test_rules(
         assert not grants.passed
         assert free + freed >= 0 or len(grants.preempt) == len(running)
         if grants.preempt:
-            # No more than needed.
+            # Not more than needed.
             assert free + freed - by_name[grants.preempt[-1]].blocks < 0
         return
     assert taken <= free + freed
@@ -84,7 +84,8 @@ def test_rules(
         assert not grants.preempt
     if grants.preempt:
         assert grants.admit
-        # Not above the worst admitted: what a victim leaves over may do for one more of its own level.
+        # Victims rank below the best admitted one; the rest of their blocks may admit one more of their own
+        # level.
         best_admitted = min(by_name[name].rank[:-1] for name in grants.admit)
         assert all(by_name[name].rank[:-1] > best_admitted for name in grants.preempt)
 
@@ -96,7 +97,7 @@ def test_rules(
     spare=st.integers(0, 30),
     seats=st.integers(0, 4),
 )
-def test_who_is_passed_over_is_accounted_for(
+def test_blocks_that_pass_a_request_are_counted(
     policy: IntraPolicy, running: list[Claim[str]], waiting: list[Claim[str]], spare: int, seats: int
 ) -> None:
     waiting = sorted(waiting, key=lambda claim: claim.rank)
@@ -113,10 +114,10 @@ def test_who_is_passed_over_is_accounted_for(
             continue
         assert passed.get(claim.name, 0) == sum(other.blocks for other in behind)
         if behind:
-            # Only by its own level, and only while it has been passed by no more than the limit.
+            # Only requests of its own level pass it, and only within the limit.
             assert {policy.level(other.rank) for other in behind} == {policy.level(claim.rank)}
             assert claim.passed_blocks + sum(other.blocks for other in behind[:-1]) < limit
-            # Whoever passed it needs less than it does.
+            # Requests that pass it need fewer blocks.
             assert all(other.blocks < claim.blocks for other in behind)
 
 
@@ -127,7 +128,7 @@ def test_who_is_passed_over_is_accounted_for(
     spare=st.integers(0, 30),
     seats=st.integers(0, 4),
 )
-def test_nobody_is_left_waiting_who_fits_unless_others_must_not_be_passed(
+def test_a_request_that_fits_waits_only_behind_ones_it_must_not_pass(
     policy: IntraPolicy, running: list[Claim[str]], waiting: list[Claim[str]], spare: int, seats: int
 ) -> None:
     waiting = sorted(waiting, key=lambda claim: claim.rank)
@@ -139,7 +140,7 @@ def test_nobody_is_left_waiting_who_fits_unless_others_must_not_be_passed(
     for number, claim in enumerate(waiting):
         if claim.name in admitted:
             continue
-        # What there is when its turn comes.
+        # The room left when its turn comes.
         before: Grants[str] = allocate(policy, lambda: running, waiting[:number], at_start)
         free = at_start.free_blocks + sum(blocks[name] for name in before.preempt)
         free -= sum(blocks[name] for name in before.admit)
@@ -166,14 +167,14 @@ def test_nobody_is_left_waiting_who_fits_unless_others_must_not_be_passed(
     large=st.integers(2, 20),
     others=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 4)), min_size=1, max_size=30),
 )
-def test_nobody_starves(policy: IntraPolicy, large: int, others: Sequence[tuple[int, int]]) -> None:
-    """A large request at the head, and smaller ones of its level that never cease to come."""
+def test_no_request_starves(policy: IntraPolicy, large: int, others: Sequence[tuple[int, int]]) -> None:
+    """A large request is first in the queue, and smaller ones of its level keep arriving."""
     total = 20
     limit = int(policy.pass_over * total)
     longest = max(rounds for _, rounds in others)
-    # Until the device has run empty somebody passes it, or it is admitted.
+    # Until the device is empty, a request passes it or it is admitted.
     bound = (longest + 1) * (limit + 2)
-    # Rounds left, and blocks, of those on the device; it is full when the large one comes.
+    # Remaining rounds and blocks of running requests; the device is full when the large one arrives.
     running: dict[str, tuple[int, int]] = {"before": (longest, total - 1)}
     waiting = [Claim((0, 0), "large", large)]
     passed = 0
@@ -198,7 +199,7 @@ def test_nobody_starves(policy: IntraPolicy, large: int, others: Sequence[tuple[
     raise AssertionError(f"still waiting after {bound} rounds, passed by {passed} blocks")
 
 
-def test_the_running_are_not_listed_for_nothing() -> None:
+def test_running_requests_are_listed_only_if_needed() -> None:
     def never() -> list[Claim[str]]:
         raise AssertionError("not needed")
 
@@ -207,7 +208,7 @@ def test_the_running_are_not_listed_for_nothing() -> None:
     assert allocate(Fcfs(), never, [claim], room(100, 3, 4)).admit == []
 
 
-def test_the_waiting_are_read_only_as_far_as_there_is_hope() -> None:
+def test_the_queue_is_read_only_as_far_as_needed() -> None:
     def waiting() -> Iterator[Claim[str]]:
         yield Claim((0,), "a", 50)
         yield Claim((1,), "b", 70)
@@ -216,7 +217,7 @@ def test_the_waiting_are_read_only_as_far_as_there_is_hope() -> None:
     assert allocate(Fcfs(), list, waiting(), room(100, 100, 4)).admit == ["a"]
 
 
-def test_vllm_stops_at_the_first_that_does_not_fit_and_passing_over_does_not() -> None:
+def test_passing_over_continues_after_a_request_that_does_not_fit() -> None:
     waiting = [Claim((0,), "large", 60), Claim((1,), "small", 20), Claim((2,), "middling", 50)]
     half = room(100, 55, 4)
     assert allocate(Fcfs(), list, waiting, half).admit == []
@@ -226,13 +227,13 @@ def test_vllm_stops_at_the_first_that_does_not_fit_and_passing_over_does_not() -
     assert allocate(Fcfs(pass_over=1.0), list, waiting, half).admit == []
 
 
-def test_a_better_level_is_not_passed_over() -> None:
-    """What a request of a better level lacks, it may yet preempt for: it would only be swapped out again."""
+def test_a_request_of_a_better_level_is_not_passed_over() -> None:
+    """It may soon preempt to get its blocks: a request that passed it would be swapped out again."""
     waiting = [Claim((0, 0), "large", 60), Claim((1, 1), "small", 20)]
     assert allocate(QuantumRoundRobin(pass_over=1.0), list, waiting, room(100, 55, 4)).admit == []
 
 
-def test_a_step_passes_over_only_so_many() -> None:
+def test_a_step_passes_over_a_limited_number() -> None:
     def waiting() -> Iterator[Claim[str]]:
         for number in range(LOOKAHEAD + 1):
             yield Claim((number,), str(number), 60)
@@ -241,13 +242,13 @@ def test_a_step_passes_over_only_so_many() -> None:
     assert allocate(Fcfs(pass_over=1.0), list, waiting(), room(100, 55, 4)).admit == []
 
 
-def test_a_prompt_that_is_passed_over_takes_no_prompt_tokens() -> None:
+def test_a_passed_prompt_takes_no_prompt_tokens() -> None:
     waiting = [Claim((0,), "large", 60, PROMPT_TOKENS), Claim((1,), "small", 20, 320)]
     grants = allocate(Fcfs(pass_over=1.0), list, waiting, room(100, 55, 4))
     assert grants.admit == ["small"]
 
 
-def test_prompts_under_way_come_before_those_behind_them() -> None:
+def test_prompts_in_prefill_take_precedence_over_later_ones() -> None:
     claim = Claim((5,), "w", 10, 160)
     ample = room(100, 100, 4)
     assert allocate(Fcfs(), list, [claim], ample, [((3,), PROMPT_TOKENS)]).admit == []
@@ -260,7 +261,7 @@ def test_an_empty_device_takes_any_request_that_fits() -> None:
     assert allocate(Fcfs(watermark=0.1), list, [Claim((0,), "w", 90)], room(100, 99, 4)).admit == []
 
 
-def test_nobody_is_admitted_who_is_larger_than_the_device() -> None:
+def test_requests_larger_than_the_device_are_not_admitted() -> None:
     for policy in (Fcfs(watermark=0.0), Fcfs(pass_over=1.0), QuantumRoundRobin()):
         for blocks in (101, 102, 1_000):
             large, small = Claim((0, 0), "large", blocks), Claim((0, 1), "small", 1)
@@ -268,17 +269,17 @@ def test_nobody_is_admitted_who_is_larger_than_the_device() -> None:
             assert admitted == (["small"] if policy.pass_over else [])
 
 
-def test_a_step_without_prompt_tokens_admits_who_needs_none() -> None:
+def test_a_step_without_prompt_tokens_admits_swapped_requests() -> None:
     swapped, prompt = Claim((0,), "swapped", 5), Claim((1,), "prompt", 5, 160)
     none_left = Room(100, 50, 4, prompt_tokens=0)
     assert allocate(Fcfs(), list, [swapped, prompt], none_left).admit == ["swapped"]
-    # Nobody goes past a prompt whose turn it is.
+    # Requests do not pass a prompt whose turn it is.
     late = swapped._replace(rank=(2,))
     assert allocate(Fcfs(), list, [prompt, late], none_left).admit == []
 
 
-def test_a_full_device_is_no_shortage() -> None:
-    """Who ranks better still takes from those of lower level; while blocks lack, nobody does."""
+def test_a_full_device_is_not_a_shortage() -> None:
+    """A better level still preempts a lower one; during a shortage, no request is admitted."""
     running, waiting = [Claim((1, 0), "r", 5)], [Claim((0, 1), "w", 2)]
     grants = allocate(QuantumRoundRobin(watermark=0.0), lambda: running, waiting, room(5, 0, 4))
     assert (grants.preempt, grants.admit) == (["r"], ["w"])
@@ -287,14 +288,14 @@ def test_a_full_device_is_no_shortage() -> None:
 
 
 @pytest.mark.parametrize("seats", [0, 1])
-def test_a_seat_is_taken_like_memory(seats: int) -> None:
+def test_a_seat_is_preempted_like_memory(seats: int) -> None:
     running = [Claim((1, 0), "r", 1)]
     grants = allocate(QuantumRoundRobin(), lambda: running, [Claim((0, 1), "w", 1)], room(100, 90, seats))
     assert grants.admit == ["w"]
     assert grants.preempt == ([] if seats else ["r"])
 
 
-def test_no_more_are_preempted_than_are_short() -> None:
+def test_only_the_shortage_is_preempted() -> None:
     running = [Claim((0, n), name, 3) for n, name in enumerate("abc")]
     grants: Grants[str] = allocate(Fcfs(), lambda: running, [], room(9, -3, 4))
     assert grants.preempt == ["c"]
@@ -302,25 +303,25 @@ def test_no_more_are_preempted_than_are_short() -> None:
     assert grants.preempt == ["c", "b"]
 
 
-def test_without_a_seat_nobody_is_asked_about_but_the_first() -> None:
-    asked: list[str] = []
+def test_without_a_seat_only_the_first_request_is_read() -> None:
+    read: list[str] = []
 
     def waiting() -> Iterator[Claim[str]]:
         for n, name in enumerate("abc"):
-            asked.append(name)
+            read.append(name)
             yield Claim((0, n), name, 1)
 
     grants: Grants[str] = allocate(Fcfs(pass_over=2.0), list, waiting(), room(100, 100, 0))
-    assert (grants.admit, grants.passed, asked) == ([], [], ["a"])
+    assert (grants.admit, grants.passed, read) == ([], [], ["a"])
 
 
-def test_past_one_request_go_as_many_blocks_as_may_and_no_more() -> None:
-    """Half of ten: five are given past the first, and then none, whatever is free."""
+def test_the_blocks_that_pass_a_request_are_limited() -> None:
+    """The limit is half of ten blocks: five pass the first request, then none, whatever is free."""
     policy = Fcfs(pass_over=0.5, watermark=0.0)
     waiting = [Claim((0, 0), "large", 9, 0), Claim((0, 1), "five", 5, 0), Claim((0, 2), "one", 1, 0)]
     grants: Grants[str] = allocate(policy, list, waiting, room(10, 6, 4))
     assert (grants.admit, grants.passed) == (["five"], [("large", 5)])
-    # Four leave one.
+    # After four blocks, one more may pass.
     waiting[1] = Claim((0, 1), "four", 4, 0)
     grants = allocate(policy, list, waiting, room(10, 6, 4))
     assert (grants.admit, grants.passed) == (["four", "one"], [("large", 5)])

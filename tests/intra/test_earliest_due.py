@@ -1,4 +1,4 @@
-"""Our order: who is due first, who yields, and that nobody starves."""
+"""The earliest-due order: ranks, preemption, and absence of starvation."""
 
 from __future__ import annotations
 
@@ -41,30 +41,30 @@ def claims(draw: st.DrawFn, first: int, *, waiting: bool) -> list[Claim[int]]:
     return made
 
 
-def who_is_due_first() -> list[JobView]:
+def jobs_in_due_order() -> list[JobView]:
     return [
-        answer(3, 100.0, 100),  # the reader comes to its next token at 110 s
+        answer(3, 100.0, 100),  # its next token is read at 110 s
         prompt(1, 111.0),
-        reasoning(2, 100.0, 150),  # in time at 117 s
+        reasoning(2, 100.0, 150),  # on time until 117 s
         answer(0, 100.0, 400),
-        prompt(4, 100.0, lapsed=True),  # late: a minute later
+        prompt(4, 100.0, lapsed=True),  # lapsed: due a minute later
     ]
 
 
-def test_who_is_behind_goes_before_who_is_ahead() -> None:
-    jobs = who_is_due_first()
+def test_jobs_are_ranked_by_due_time() -> None:
+    jobs = jobs_in_due_order()
     assert sorted(jobs, key=POLICY.rank) == jobs
 
 
 @given(running=claims(0, waiting=False), waiting=claims(100, waiting=True), spare=st.integers(0, 6))
-def test_as_a_plain_reading_of_the_rules(
+def test_allocation_equals_a_direct_implementation(
     running: list[Claim[int]], waiting: list[Claim[int]], spare: int
 ) -> None:
     waiting = sorted(waiting)
     total = max(spare + sum(claim.blocks for claim in running), 6)
     free = total - sum(claim.blocks for claim in running)
     grants: Grants[int] = allocate(POLICY, lambda: running, waiting, Room(total, free, 64, 1 << 20))
-    # From the first to the last that waits; for each the latest of those that are far enough ahead.
+    # In queue order; victims are the running ones furthest ahead.
     left = list(running)
     preempted: list[int] = []
     admitted: list[int] = []
@@ -86,37 +86,37 @@ def test_as_a_plain_reading_of_the_rules(
 
 
 @given(st.integers(1, 900), st.integers(1, 900), st.floats(0.0, 60.0), st.floats(0.0, 60.0), st.booleans())
-def test_no_two_take_from_each_other(
+def test_two_jobs_do_not_preempt_each_other(
     made: int, other_made: int, at_s: float, other_s: float, reasons: bool
 ) -> None:
     kind = reasoning if reasons else answer
     one, other = POLICY.rank(kind(0, at_s, made)), POLICY.rank(answer(1, other_s, other_made))
     assert not (POLICY.takes_from(one, other) and POLICY.takes_from(other, one))
-    # One that took its place gives it back only once it has made the lead good.
+    # A job that preempted another yields only after making up the lead.
     if POLICY.takes_from(one, other):
         grown = POLICY.rank(kind(0, at_s, made + int(LEAD_S / PACE_S) - RANK_TOKENS))
         assert not POLICY.takes_from(other, grown)
 
 
 @given(st.integers(1, 100_000), st.floats(0.0, 1e6), st.floats(0.0, 600.0), st.booleans())
-def test_whoever_waits_is_first_in_the_end(
+def test_a_waiting_job_eventually_ranks_first(
     tokens: int, arrived_s: float, queue_s: float, lapsed: bool
 ) -> None:
-    """All that arrive a bounded time after it are due later, and one that waits is due when it was."""
-    waits = replace(prompt(0, arrived_s, tokens, lapsed=lapsed), queue_s=queue_s)
+    """The due time of a waiting job is fixed, and jobs that arrive a bounded time later are due later."""
+    waiting_job = replace(prompt(0, arrived_s, tokens, lapsed=lapsed), queue_s=queue_s)
     yields_s = max(LATE_S, due_s(0.0, tokens, queue_s))
     later = prompt(1, arrived_s + yields_s + 0.001, 1)
-    assert POLICY.rank(waits) < POLICY.rank(later) < POLICY.rank(replace(later, lapsed=True))
-    assert POLICY.rank(waits) < POLICY.rank(answer(2, arrived_s + TTFT_S + yields_s + 0.001, 1))
+    assert POLICY.rank(waiting_job) < POLICY.rank(later) < POLICY.rank(replace(later, lapsed=True))
+    assert POLICY.rank(waiting_job) < POLICY.rank(answer(2, arrived_s + TTFT_S + yields_s + 0.001, 1))
 
 
-def test_a_prompt_lapses_when_it_has_missed_its_slo() -> None:
+def test_a_prompt_lapses_at_its_ttft_slo() -> None:
     assert POLICY.lapses_s(prompt(0, 100.0)) == 100.0 + TTFT_S
     assert POLICY.lapses_s(answer(0, 100.0, 1)) is None
     assert POLICY.lapses_s(reasoning(0, 100.0, 1)) is None
 
 
-def test_a_short_prompt_overtakes_a_long_one_until_that_has_waited_its_time() -> None:
+def test_a_short_prompt_overtakes_a_long_one_for_a_bounded_time() -> None:
     queue_s = 60.0
     long, short = due_s(0.0, 20_000, queue_s), due_s(0.0, 200, queue_s)
     first, soon, late = (
@@ -128,8 +128,8 @@ def test_a_short_prompt_overtakes_a_long_one_until_that_has_waited_its_time() ->
         )
     )
     assert soon < first < late
-    # A long one that found next to nothing yields as little.
+    # A long prompt that found a short queue yields little.
     early = POLICY.rank(prompt(4, 100.0, 20_000))
     assert early < POLICY.rank(replace(prompt(5, 103.0), queue_s=0.5)) and early < first
-    # What is computed of it stays.
+    # A prompt in prefill is not preempted.
     assert not POLICY.takes_from(soon, first)

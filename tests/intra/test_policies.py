@@ -1,4 +1,4 @@
-"""What must hold of every intra-instance policy, and what each is for."""
+"""Properties of all intra-instance policies, and the purpose of each."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def grown(job: JobView, by: int) -> JobView:
 
 @pytest.mark.parametrize("name", POLICIES)
 @given(job=jobs())
-def test_rank_holds_exactly_as_long_as_said(name: str, job: JobView) -> None:
+def test_a_rank_holds_exactly_as_long_as_predicted(name: str, job: JobView) -> None:
     policy = POLICIES[name]
     rank = policy.rank(job)
     assert rank[-1] == job.arrival
@@ -64,7 +64,7 @@ def test_rank_holds_exactly_as_long_as_said(name: str, job: JobView) -> None:
         return
     assert holds >= 1
     assert policy.rank(grown(job, holds - 1)) == rank
-    # A turn is never given back for growing.
+    # Growth never improves a rank.
     assert policy.rank(grown(job, holds)) > rank
 
 
@@ -72,11 +72,13 @@ def test_rank_holds_exactly_as_long_as_said(name: str, job: JobView) -> None:
 @pytest.mark.parametrize(
     ("step", "decoding", "prompt_tokens"), [(512, 0, 512), (512, 200, 312), (512, 512, 0), (512, 513, 0)]
 )
-def test_decodes_come_out_of_the_step_first(name: str, step: int, decoding: int, prompt_tokens: int) -> None:
+def test_decodes_take_their_tokens_of_a_step_first(
+    name: str, step: int, decoding: int, prompt_tokens: int
+) -> None:
     assert POLICIES[name].prefill_budget(step, decoding) == prompt_tokens
 
 
-def test_round_robin_prefers_who_has_had_fewer_quanta_whatever_the_phase() -> None:
+def test_round_robin_prefers_fewer_quanta_in_any_phase() -> None:
     policy = QuantumRoundRobin(quantum_tokens=500)
     early_answering = JobView(9, Phase.ANSWERING, 10, 499, 450)
     long_reasoning = JobView(1, Phase.REASONING, 10, 1_000, 1_000)
@@ -92,13 +94,13 @@ def test_pascal_puts_reasoning_above_answering_until_it_is_demoted() -> None:
     assert not policy.demoted(reasoning)
     beyond = JobView(1, Phase.REASONING, 100, 4_901, 4_901)
     assert policy.demoted(beyond)
-    # Like an answering request in its first quantum.
+    # It ranks like an answering request in its first quantum.
     assert policy.rank(beyond) == (1, 0, 1)
     assert policy.rank(fresh_answer) < policy.rank(beyond)
 
 
 @pytest.mark.parametrize("prompt", [5_001, 9_000])
-def test_pascal_counts_the_quanta_of_a_prompt_beyond_the_threshold_from_its_first_token(prompt: int) -> None:
+def test_pascal_counts_quanta_of_a_demoted_prompt_from_its_first_token(prompt: int) -> None:
     policy = PascalQueue()
     last_of_first, first_of_second = (JobView(0, Phase.REASONING, prompt, n, n) for n in (499, 500))
     assert policy.rank(last_of_first) == (1, 0, 0)
@@ -106,13 +108,13 @@ def test_pascal_counts_the_quanta_of_a_prompt_beyond_the_threshold_from_its_firs
     assert policy.rank(first_of_second) == (1, 1, 0)
 
 
-def test_pascal_does_not_demote_for_a_long_prompt_before_reasoning() -> None:
+def test_pascal_does_not_demote_a_long_prompt_before_reasoning() -> None:
     policy = PascalQueue()
     assert policy.rank(JobView(0, Phase.PREFILL, 6_000, 0, 0)) == (0, 0, 0)
 
 
-def test_pascal_alone_takes_in_answers_for_which_there_is_no_room_on_the_device() -> None:
-    """They spill to host memory (Algorithm 2); elsewhere a migration waits until there is room."""
+def test_only_pascal_accepts_migrations_into_host_memory() -> None:
+    """Answers spill to host memory (Algorithm 2); with other policies a migration waits for room."""
     assert {name for name, each in POLICIES.items() if each.receives_on_host} == {
         "pascal",
         "pascal_never_demotes",

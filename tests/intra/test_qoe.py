@@ -1,4 +1,4 @@
-"""The pacer's closed form over runs equals going through the tokens, and the areas themselves."""
+"""The closed form of the pacer equals a computation token by token, and the integral of the curves."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def digested(times: list[float]) -> list[float]:
 
 
 @given(runs=streams(), early_s=st.sampled_from([None, 0.0, 0.7]))
-def test_equals_the_integral_of_the_curves(runs: list[TokenRun], early_s: float | None) -> None:
+def test_qoe_equals_the_integral_of_the_curves(runs: list[TokenRun], early_s: float | None) -> None:
     shown = digested(ready(runs))
     start = shown[0] - (early_s or 0.0)
     end = shown[-1]
     expected = [start + PACE * n for n in range(len(shown))]
-    # Step functions: integrated exactly between their steps.
+    # Step functions are integrated exactly between their steps.
     steps = np.unique(np.array([start, *shown, *(e for e in expected if e < end), end]))
     middles = (steps[:-1] + steps[1:]) / 2
     widths = np.diff(steps)
@@ -57,7 +57,7 @@ def test_equals_the_integral_of_the_curves(runs: list[TokenRun], early_s: float 
 
 
 @given(runs=streams())
-def test_pacer_ends_when_the_last_token_is_digested(runs: list[TokenRun]) -> None:
+def test_the_pacer_ends_when_the_last_token_is_read(runs: list[TokenRun]) -> None:
     pacer = TokenPacer(PACE)
     for run in runs:
         pacer.add(run)
@@ -65,26 +65,26 @@ def test_pacer_ends_when_the_last_token_is_digested(runs: list[TokenRun]) -> Non
     assert pacer.ready == sum(run.count for run in runs)
 
 
-def test_splitting_a_run_changes_nothing() -> None:
+def test_splitting_a_run_does_not_change_qoe() -> None:
     whole = [TokenRun(1.0, 0.13, 100)]
     parts = [TokenRun(1.0 + 0.13 * n, 0.13, 10) for n in range(0, 100, 10)]
     assert qoe(whole, PACE) == pytest.approx(qoe(parts, PACE))
 
 
-def test_a_stream_as_fast_as_the_user_reads_is_perfect() -> None:
+def test_a_stream_at_reading_speed_has_perfect_qoe() -> None:
     assert qoe([TokenRun(3.0, PACE, 50)], PACE) == pytest.approx(1.0)
     assert qoe([TokenRun(3.0, 0.01, 1)], PACE) == 1.0
     assert qoe([], PACE) == 1.0
 
 
-def test_tokens_in_store_bridge_a_pause() -> None:
+def test_buffered_tokens_bridge_a_pause() -> None:
     # 50 tokens in half a second are 5 s of reading: a pause of 4 s goes unnoticed, one of 10 s does not.
     store = TokenRun(0.0, 0.01, 50)
     assert qoe([store, TokenRun(4.5, 0.01, 50)], PACE) == pytest.approx(1.0)
     assert qoe([store, TokenRun(10.5, 0.01, 50)], PACE) < 0.95
 
 
-def test_slack_counts_tokens_beyond_the_expected() -> None:
+def test_slack_is_the_number_of_tokens_ahead() -> None:
     pacer = TokenPacer(PACE)
     assert pacer.slack_tokens(1.0) == 0.0
     pacer.add(TokenRun(2.0, 0.05, 21))

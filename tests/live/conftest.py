@@ -10,8 +10,8 @@ import pytest_asyncio
 
 from tests.live.fleet import Fleet, open_fleet
 
-# Small KV, so that a dozen requests are a load. A step takes some 7 ms: requests live for seconds, and the
-# control plane comes in time to see them, also on a busy machine.
+# The KV is small, so that a dozen requests are a load. A step takes about 7 ms: requests run for seconds, so
+# the control plane sees them in time, also on a busy machine.
 ENGINE: dict[str, object] = {
     "speed": 1.0,
     "max_model_len": 4096,
@@ -25,7 +25,7 @@ ENGINE: dict[str, object] = {
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared_fleet(etcd: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
-    """Four workers."""
+    """Start a fleet with four workers."""
     folder = tmp_path_factory.mktemp("live")
     async with open_fleet(etcd, f"live-{uuid.uuid4().hex[:8]}", folder, 4, ENGINE) as fleet:
         yield fleet
@@ -33,7 +33,7 @@ async def shared_fleet(etcd: str, tmp_path_factory: pytest.TempPathFactory) -> A
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def fleet(shared_fleet: Fleet) -> Fleet:
-    """The shared fleet without pools and stages, under round robin."""
+    """Return the shared fleet without pools and stages, under round robin."""
     await shared_fleet.set_policy("round_robin")
-    await shared_fleet.without_pools_and_stages()
+    await shared_fleet.clear_pools_and_stages()
     return shared_fleet

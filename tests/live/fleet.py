@@ -1,7 +1,7 @@
-"""A whole fleet around one process of simulated workers: real control services, a real front end.
+"""A complete fleet with one process of simulated workers, real control services and a real front end.
 
-The services and the front end run in the test's own event loop; only the API server is a stand-in, which
-checks that no output follows a request's last.
+The services and the front end run in the test's event loop; only the API server is a fake, which checks
+that no output follows a request's last one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ COMMITTED = types_pb2.MIGRATION_STATE_COMMITTED
 
 @dataclass
 class Fleet:
-    """`names` are the workers'. Requests are checked against what the simulated model says undisturbed."""
+    """A fleet with the workers `names`. Answers are compared with undisturbed ones of the simulated model."""
 
     store: Store
     members: Membership
@@ -67,14 +67,16 @@ class Fleet:
 
     @property
     def admin(self) -> AdminAsyncStub:
-        """The leading scheduler's admin API."""
+        """Return the admin API of the leading scheduler."""
         return AdminStub(self.channels.get(self.members.leaders["scheduler"].address, Role.SCHEDULER))
 
     # ---- requests
 
     async def send(self, prompt_tokens: int, reasoning: int, answer: int, prefix: Sequence[int] = ()) -> str:
-        """A request of exactly these lengths (the thought's tags come on top); its id. `prefix`: what its
-        prompt begins with, before so many tokens of its own."""
+        """Send a request of exactly these lengths, plus the tags around its reasoning; return its ID.
+
+        Its prompt is `prefix`, followed by `prompt_tokens` tokens of its own.
+        """
         self._sent += 1
         request_id = f"q{self._sent}"
         prompt = [ord(letter) for letter in f"{request_id} "] + [32 + self._sent % 64] * prompt_tokens
@@ -86,7 +88,7 @@ class Fleet:
         return request_id
 
     async def finish(self, *request_ids: str) -> None:
-        """Each must end whole: every token once, in order, as if it had been alone."""
+        """Wait for the end of each request; assert that it has every token once and in order."""
         for request_id in request_ids:
             await self.front.end_of(request_id)
             prompt, sampling = self._prompts.pop(request_id)
@@ -95,14 +97,14 @@ class Fleet:
             wanted = [script.token(index) for index in range(sampling.max_tokens or 0)]
             assert self.front.tokens[request_id] == wanted, f"{request_id} is not what it would have been"
 
-    async def running(self, request_id: str, tokens: int = 1) -> None:
-        """Until it has so many tokens."""
+    async def wait_for_tokens(self, request_id: str, tokens: int = 1) -> None:
+        """Wait until the request has this many tokens."""
         await self.front.tokens_of(request_id, tokens)
 
     # ---- the cluster
 
     async def set_policy(self, name: str, **parameters: str) -> None:
-        """As `tailrace set policy`; it is in force when this returns."""
+        """Set the policy like `tailrace set policy`, and wait until it is active."""
         request = admin_pb2.SetPolicyRequest(name=name, parameters=parameters)
         await self.admin.SetPolicy(request, timeout=WAIT_S)
         async with asyncio.timeout(WAIT_S):
@@ -114,33 +116,33 @@ class Fleet:
         return next(policy.name for policy in reply.policies if policy.active)
 
     async def set_stages(self, *stages: types_pb2.Stage) -> None:
-        """As `tailrace set stages`."""
+        """Set the stages like `tailrace set stages`."""
         await self.admin.SetStages(admin_pb2.SetStagesRequest(stages=stages), timeout=WAIT_S)
 
     async def set_pool(self, name: str, pool: types_pb2.Pool.ValueType) -> None:
-        """As `tailrace set pool`."""
+        """Set a pool like `tailrace set pool`."""
         await self.admin.SetPool(admin_pb2.SetPoolRequest(instance_id=name, pool=pool), timeout=WAIT_S)
 
-    async def without_pools_and_stages(self) -> None:
-        """As at the start."""
+    async def clear_pools_and_stages(self) -> None:
+        """Remove all pools and stages."""
         await self.set_stages()
         for name in self.names:
             await self.set_pool(name, types_pb2.POOL_UNSPECIFIED)
 
     async def wait_for_members(self, wanted: Callable[[Membership], bool]) -> None:
-        """Until etcd says so."""
+        """Wait until the membership in etcd satisfies `wanted`."""
         async with asyncio.timeout(WAIT_S):
             while not wanted(self.members):
                 self._changed.clear()
                 await self._changed.wait()
 
     async def instances(self) -> dict[str, admin_pb2.InstanceInfo]:
-        """As `tailrace get instances`."""
+        """Return the instances like `tailrace get instances`."""
         reply = await self.admin.ListInstances(admin_pb2.ListInstancesRequest(), timeout=WAIT_S)
         return {info.instance_id: info for info in reply.instances}
 
-    async def counted(self, metric: str, **labels: str) -> float:
-        """A metric of the worker process, on its /metrics; 0 when it was never counted."""
+    async def read_metric(self, metric: str, **labels: str) -> float:
+        """Return a metric from /metrics of the worker process, or 0 if it is absent."""
 
         def read() -> str:
             url = f"http://{self.process.records[0].metrics_address}/metrics"
@@ -153,32 +155,32 @@ class Fleet:
                     return float(sample.value)
         return 0.0
 
-    async def counts(self, least: float, metric: str, **labels: str) -> None:
-        """Until it was counted so often: others may know of it a moment before it is."""
+    async def wait_for_metric(self, least: float, metric: str, **labels: str) -> None:
+        """Wait until the metric is at least `least`: it can lag behind its effects."""
         async with asyncio.timeout(WAIT_S):
-            while await self.counted(metric, **labels) < least:  # noqa: ASYNC110 - nobody is told of a metric
+            while await self.read_metric(metric, **labels) < least:  # noqa: ASYNC110 - metrics have no notification
                 await asyncio.sleep(0.05)
 
     async def owners(self) -> dict[str, str]:
-        """Who has which request, as the front end knows."""
+        """Return the owner of each request, as known to the front end."""
         return {s.request_id: s.owner or "" for s in self.engine.table}
 
     async def migrations(self, reason: str = "") -> list[migration_pb2.MigrationRecord]:
-        """Committed ones (of this reason), the last first."""
+        """Return the committed migrations (with this reason), latest first."""
         request = migration_pb2.ListMigrationsRequest(limit=1_000)
         reply = await self.admin.ListMigrations(request, timeout=WAIT_S)
         return [m for m in reply.migrations if m.state == COMMITTED and (not reason or m.reason == reason)]
 
-    async def migrated(self, reason: str, count: int = 1) -> list[migration_pb2.MigrationRecord]:
-        """Until so many migrations of this reason were committed since the fleet started."""
+    async def wait_for_migrations(self, reason: str, count: int = 1) -> list[migration_pb2.MigrationRecord]:
+        """Wait until `count` migrations with this reason were committed since the start of the fleet."""
         async with asyncio.timeout(WAIT_S):
-            # The service tells nobody of its history.
+            # The service sends no notification of its history.
             while len(found := await self.migrations(reason)) < count:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         return found
 
-    async def moved_by(self, policy: str) -> None:
-        """Until a migration that this policy decided on was committed."""
+    async def wait_for_migration_by(self, policy: str) -> None:
+        """Wait until a migration decided by this policy was committed."""
         async with asyncio.timeout(WAIT_S):
             while policy not in {m.policy for m in await self.migrations()}:  # noqa: ASYNC110 - as above
                 await asyncio.sleep(0.05)
@@ -188,7 +190,7 @@ class Fleet:
 async def open_fleet(
     etcd: str, cluster: str, folder: Path, count: int, engine: Mapping[str, object]
 ) -> AsyncIterator[Fleet]:
-    """`count` workers w-0, w-1, ... with these engine settings, and all that belongs to them."""
+    """Start `count` workers w-0, w-1, ... with these engine settings, and all services."""
     async with contextlib.AsyncExitStack() as stack:
         store = await Store.connect([etcd], cluster)
         stack.push_async_callback(store.close)
@@ -200,17 +202,17 @@ async def open_fleet(
         def options(kind: str) -> CommonOptions:
             return CommonOptions((etcd,), cluster, "127.0.0.1:0", "127.0.0.1:0", kind, "")
 
-        # They are cancelled at the end, not drained.
-        undrained = Shutdown()
+        # The services are cancelled at the end, not drained.
+        no_drain = Shutdown()
         for kind, serving in (
-            ("monitor", monitor_main.serve(options("monitor"), 2.0, 100_000, undrained)),
+            ("monitor", monitor_main.serve(options("monitor"), 2.0, 100_000, no_drain)),
             (
                 "migration",
                 migration_main.serve(options("migration"), None, Admission(), CopyRules(), Shutdown()),
             ),
             (
                 "scheduler",
-                scheduler_main.serve(options("scheduler"), PolicyRecord(name="round_robin"), undrained),
+                scheduler_main.serve(options("scheduler"), PolicyRecord(name="round_robin"), no_drain),
             ),
         ):
             stack.push_async_callback(_stop, asyncio.create_task(serving, name=kind))

@@ -1,4 +1,4 @@
-"""A document that one busy instance alone holds is copied to another one, and found there."""
+"""A document that only a busy instance holds is copied to another one, and found there."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ FOUND = "tailrace_worker_cached_prompt_tokens_total"
 
 
 async def drain(fleet: Fleet, name: str, undrain: bool = False) -> None:
-    """Until nothing new goes there, or it takes work again."""
+    """Drain or undrain an instance and wait until it takes effect."""
     request = admin_pb2.DrainRequest(instance_id=name, undrain=undrain)
     call = fleet.admin.Drain(request, timeout=WAIT_S)
     await fleet.wait_for_members(lambda members: (name in members.draining) is not undrain)
     call.cancel()
 
 
-async def knows_blocks(fleet: Fleet, name: str, blocks: int) -> None:
-    """Until the scheduler knows of so many that the instance holds."""
+async def wait_for_known_blocks(fleet: Fleet, name: str, blocks: int) -> None:
+    """Wait until the scheduler knows of at least `blocks` cached blocks on the instance."""
     async with asyncio.timeout(WAIT_S):
-        # The admin API tells what is, not when it changes.
+        # The admin API has no notification of changes.
         while (await fleet.instances())[name].cached_blocks < blocks:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
@@ -38,23 +38,23 @@ async def knows_blocks(fleet: Fleet, name: str, blocks: int) -> None:
 async def test_a_hot_document_is_copied_and_found(etcd: str, cluster: str, tmp_path: Path) -> None:
     engine = {**ENGINE, "prefix_caching": True, "kv_blocks": 1024}
     async with open_fleet(etcd, cluster, tmp_path, 2, engine) as fleet:
-        # No migration pays.
+        # No migration is worthwhile with this margin.
         await fleet.set_policy("tailrace", copy_ahead="true", pull_margin="0", margin="1e12")
         holder, other = fleet.names
         await drain(fleet, other)
-        # Of two that compute the document one ends at once: nobody holds its blocks, and they can be lent.
+        # One of two requests with the document finishes at once: its blocks are unused and can be copied.
         reader = await fleet.send(20, 0, 1_500, DOCUMENT)
-        await fleet.running(reader)
+        await fleet.wait_for_tokens(reader)
         await fleet.finish(await fleet.send(20, 0, 1, DOCUMENT))
         others = [await fleet.send(40, 0, 1_500) for _ in range(8)]
-        await knows_blocks(fleet, holder, 60)
+        await wait_for_known_blocks(fleet, holder, 60)
         await drain(fleet, other, undrain=True)
-        await fleet.counts(1, COPIES, outcome="pulled")
-        await knows_blocks(fleet, other, 60)
-        assert not await fleet.counted(FOUND)
-        # Who asks next need not compute it there.
+        await fleet.wait_for_metric(1, COPIES, outcome="pulled")
+        await wait_for_known_blocks(fleet, other, 60)
+        assert not await fleet.read_metric(FOUND)
+        # The next request need not compute the document there.
         await drain(fleet, holder)
         await fleet.finish(await fleet.send(20, 0, 5, DOCUMENT))
-        assert await fleet.counted(FOUND) == len(DOCUMENT)
-        assert not await fleet.counted("tailrace_worker_pulls_total", outcome="pulled")
+        assert await fleet.read_metric(FOUND) == len(DOCUMENT)
+        assert not await fleet.read_metric("tailrace_worker_pulls_total", outcome="pulled")
         await fleet.finish(reader, *others)

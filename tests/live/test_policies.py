@@ -1,4 +1,4 @@
-"""Each paper's mechanism, live: real services and front end, simulated engines."""
+"""The mechanism of each paper, live: real services and front end, simulated engines."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.live.fleet import Fleet
 pytestmark = [pytest.mark.fleet, pytest.mark.asyncio(loop_scope="module")]
 
 
-async def test_pascal_moves_requests_when_their_reasoning_ends(fleet: Fleet) -> None:
-    # A machine that stalls makes the pacer see a broken SLO, upon which PASCAL may well leave it where it is.
+async def test_pascal_migrates_requests_when_their_reasoning_ends(fleet: Fleet) -> None:
+    # If the machine stalls, the pacer sees a missed SLO, and PASCAL may leave the request where it is.
     for _ in range(3):
         moved = await _reasoning_ends_beside_others(fleet)
         if moved:
@@ -27,8 +27,10 @@ async def test_pascal_moves_requests_when_their_reasoning_ends(fleet: Fleet) -> 
 
 
 async def _reasoning_ends_beside_others(fleet: Fleet) -> list[migration_pb2.MigrationRecord]:
-    """Round robin: four that reason on one instance, none elsewhere. The first to end its reasoning leaves.
-    Its answer is long, so that it does not end before it has moved."""
+    """Place four reasoning requests on one instance by round robin, and none elsewhere.
+
+    The first to end its reasoning leaves; its answer is long, so that it does not finish before.
+    """
     await fleet.set_policy("round_robin")
     lengths = [(60, 600, 60) if n % 4 == 0 else (60, 0, 700) for n in range(16)]
     lengths[0] = (60, 300, 900)
@@ -39,11 +41,11 @@ async def _reasoning_ends_beside_others(fleet: Fleet) -> list[migration_pb2.Migr
 
 
 async def test_ares_rebalances_at_its_tick(fleet: Fleet) -> None:
-    # Round robin puts all the long ones on one instance.
+    # Round robin places all long requests on one instance.
     requests = [await fleet.send(200 if n % 4 == 0 else 16, 0, 900 if n % 4 == 0 else 60) for n in range(16)]
-    await asyncio.gather(*(fleet.running(r, 5) for r in requests))
+    await asyncio.gather(*(fleet.wait_for_tokens(r, 5) for r in requests))
     await fleet.set_policy("ares")
-    moved = await fleet.migrated("rescheduling")
+    moved = await fleet.wait_for_migrations("rescheduling")
     assert moved[0].source_instance_id == "w-0" and moved[0].policy == "ares"
     await fleet.finish(*requests)
 
@@ -53,7 +55,7 @@ async def test_arrow_flips_pools_in_etcd_without_a_drain(fleet: Fleet) -> None:
     await fleet.wait_for_members(lambda m: len(m.pools) == 4)
     first = dict(fleet.members.pools)
     assert sorted(first.values(), key=lambda p: p.value) == [Pool.DECODE] * 2 + [Pool.PREFILL] * 2
-    # Decoding work for more than half of what two instances hold, and none to prefill: an idle prefill
+    # Decoding takes more than half of the capacity of two instances and nothing prefills: an idle prefill
     # instance flips.
     requests = [await fleet.send(300, 0, 500) for _ in range(10)]
     await fleet.wait_for_members(lambda m: sum(p is Pool.PREFILL for p in m.pools.values()) < 2)
@@ -71,17 +73,17 @@ async def test_cascade_hands_over_a_request_that_outgrows_its_stage(fleet: Fleet
     await fleet.wait_for_members(lambda m: len(m.stages) == 2)
     await fleet.set_policy("cascade_inter_stage_only")
     requests = [await fleet.send(100, 0, 400) for _ in range(4)]
-    await asyncio.gather(*(fleet.running(r, 2) for r in requests))
+    await asyncio.gather(*(fleet.wait_for_tokens(r, 2) for r in requests))
     assert set((await fleet.owners()).values()) <= {"w-0", "w-1"}
-    moved = await fleet.migrated("length boundary", 4)
+    moved = await fleet.wait_for_migrations("length boundary", 4)
     assert {m.target_instance_id for m in moved} <= {"w-2", "w-3"}
-    # The workers settled it among themselves.
-    await fleet.counts(4, "tailrace_worker_offers_total", outcome="taken")
+    # The workers decided the target among themselves.
+    await fleet.wait_for_metric(4, "tailrace_worker_offers_total", outcome="taken")
     await fleet.finish(*requests)
 
 
-async def test_prompts_that_wait_are_handed_back_and_placed_elsewhere(fleet: Fleet) -> None:
-    """Four of the eight fit for seconds. The others have no KV to migrate, and are placed anew."""
+async def test_waiting_prompts_are_handed_back_and_placed_elsewhere(fleet: Fleet) -> None:
+    """Only four of the eight fit for seconds. The others have no KV to migrate, and are placed again."""
     await fleet.set_stages(
         types_pb2.Stage(lo=0, hi=2_048, instance_ids=["w-0"]),
         types_pb2.Stage(lo=2_048, hi=131_072, instance_ids=["w-1", "w-2", "w-3"]),
@@ -90,29 +92,29 @@ async def test_prompts_that_wait_are_handed_back_and_placed_elsewhere(fleet: Fle
     await fleet.set_policy("cascade_inter_stage_only")
     before = len(await fleet.migrations())
     requests = [await fleet.send(900, 0, 600) for _ in range(8)]
-    await asyncio.gather(*(fleet.running(r) for r in requests[:4]))
+    await asyncio.gather(*(fleet.wait_for_tokens(r) for r in requests[:4]))
     assert set((await fleet.owners()).values()) == {"w-0"}
     worker = WorkerStub(fleet.channels.get(fleet.members.instances["w-0"].address, Role.WORKER))
-    asked = worker_pb2.HandBackPromptsRequest(request_ids=requests)
-    reply = await worker.HandBackPrompts(asked, timeout=60.0)
-    # What runs stays where it is.
+    hand_back = worker_pb2.HandBackPromptsRequest(request_ids=requests)
+    reply = await worker.HandBackPrompts(hand_back, timeout=60.0)
+    # Running requests stay.
     assert reply.handed_back == 4
-    await asyncio.gather(*(fleet.running(r) for r in requests[4:]))
+    await asyncio.gather(*(fleet.wait_for_tokens(r) for r in requests[4:]))
     owners = await fleet.owners()
     assert {owners[r] for r in requests[4:] if r in owners} <= {"w-1", "w-2", "w-3"}
     await fleet.finish(*requests)
     assert len(await fleet.migrations()) == before
 
 
-async def test_cascade_plans_stages_into_etcd(fleet: Fleet) -> None:
-    # From the requests of a few seconds, two an instance, so that a small fleet can show it; one instance a
-    # stage, which is planned whatever is gained.
+async def test_cascade_writes_planned_stages_to_etcd(fleet: Fleet) -> None:
+    # For a small fleet, stages are planned from a few seconds of requests, two per instance; stages of one
+    # instance are planned whatever the gain.
     await fleet.set_policy("cascade_chain", plan_requests="2", replan_s="3")
     requests: list[str] = []
     async with asyncio.timeout(60.0):
         while not fleet.members.stages:
             requests.append(await fleet.send(400 if len(requests) % 4 else 16, 0, 20))
-            await fleet.running(requests[-1], 20)
+            await fleet.wait_for_tokens(requests[-1], 20)
     stages = fleet.members.stages
     assert tiles(stages, 131_072) and {n for s in stages for n in s.instance_ids} == set(fleet.names)
     await fleet.finish(*requests)

@@ -1,4 +1,4 @@
-"""Profiles through real services: measured by a worker, kept in etcd, and what Arrow makes of them."""
+"""Profiles through real services: measured by a worker, stored in etcd, and used by Arrow."""
 
 from __future__ import annotations
 
@@ -23,52 +23,52 @@ PREFILLING = (Pool.PREFILL, Pool.DECODE_TO_PREFILL)
 
 
 @pytest_asyncio.fixture(loop_scope="module", autouse=True)
-async def unmeasured(fleet: Fleet) -> AsyncIterator[None]:
-    """Nothing was measured before a test, and nothing stays."""
+async def remove_profiles(fleet: Fleet) -> AsyncIterator[None]:
+    """Remove all profiles after a test."""
     yield
     for key in await fleet.store.get_prefix(PROFILES):
         await fleet.store.delete(key)
 
 
-async def profiled(
+async def run_profile(
     fleet: Fleet, name: str, budget_s: float, force: bool = False
 ) -> list[profile_pb2.ProfileEvent]:
-    """As `tailrace profile`."""
+    """Profile an instance like `tailrace profile`; return the events."""
     request = admin_pb2.AdminProfileRequest(instance_id=name, budget_s=budget_s, force=force)
     return [event async for event in fleet.admin.Profile(request, timeout=WAIT_S)]
 
 
-async def listed(fleet: Fleet) -> list[profile_pb2.MeasuredProfile]:
-    """As `tailrace get profiles`."""
+async def list_profiles(fleet: Fleet) -> list[profile_pb2.MeasuredProfile]:
+    """Return the profiles like `tailrace get profiles`."""
     reply = await fleet.admin.ListProfiles(admin_pb2.ListProfilesRequest(), timeout=WAIT_S)
     return list(reply.profiles)
 
 
 async def kind_of(fleet: Fleet) -> str:
-    """That all of this fleet's instances have."""
+    """Return the profile kind of all instances of the fleet."""
     (kind,) = {info.profile_kind for info in (await fleet.instances()).values()}
     assert kind
     return kind
 
 
-async def measured_to_be(fleet: Fleet, base_s: float) -> None:
-    """Have every scheduler and worker believe that each prompt takes so long."""
+async def set_measured_time(fleet: Fleet, base_s: float) -> None:
+    """Store a profile by which each prompt takes `base_s` seconds."""
     kind = await kind_of(fleet)
     if kind not in fleet.members.profiles:
-        await profiled(fleet, "w-0", 30.0)
+        await run_profile(fleet, "w-0", 30.0)
         await fleet.wait_for_members(lambda m: kind in m.profiles)
     record = fleet.members.profiles[kind]
     curve = msgspec.structs.replace(record.ttft, base_s=base_s)
     changed = msgspec.structs.replace(record, ttft=curve)
     await fleet.store.put(f"{PROFILES}{kind}", msgspec.json.encode(changed))
     async with asyncio.timeout(WAIT_S):
-        while [each.ttft.base_s for each in await listed(fleet)] != [base_s]:  # noqa: ASYNC110
+        while [each.ttft.base_s for each in await list_profiles(fleet)] != [base_s]:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
 
 async def test_an_idle_instance_is_measured_for_all_of_its_kind(fleet: Fleet) -> None:
-    submitted = await fleet.counted("tailrace_worker_submitted_requests_total")
-    events = await profiled(fleet, "w-1", 30.0)
+    submitted = await fleet.read_metric("tailrace_worker_submitted_requests_total")
+    events = await run_profile(fleet, "w-1", 30.0)
     assert events[0].message == "warming up" and events[-1].HasField("profile")
     found = events[-1].profile
     assert found.kind == await kind_of(fleet) and found.instance_id == "w-1"
@@ -78,27 +78,27 @@ async def test_an_idle_instance_is_measured_for_all_of_its_kind(fleet: Fleet) ->
     record = msgspec.json.decode(value, type=ProfileRecord)
     assert record.profile.decode.base_ms == found.decode.base_ms
     await fleet.wait_for_members(lambda m: found.kind in m.profiles)
-    # The probes were nobody's: no request is seen, and none was submitted.
+    # The probes are no requests: none is listed, and none was submitted.
     assert (await fleet.instances())["w-1"].running == 0
     assert await fleet.owners() == {}
-    assert await fleet.counted("tailrace_worker_submitted_requests_total") == submitted
+    assert await fleet.read_metric("tailrace_worker_submitted_requests_total") == submitted
 
 
-async def test_an_instance_that_carries_requests_is_refused_and_goes_on(fleet: Fleet) -> None:
+async def test_profiling_a_busy_instance_is_refused(fleet: Fleet) -> None:
     request = await fleet.send(60, 0, 300)
-    await fleet.running(request)
+    await fleet.wait_for_tokens(request)
     (owner,) = set((await fleet.owners()).values())
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await profiled(fleet, owner, 3.0)
+        await run_profile(fleet, owner, 3.0)
     assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert "carries 1 requests" in (refused.value.details() or "")
     await fleet.finish(request)
     with pytest.raises(grpc.aio.AioRpcError) as unknown:
-        await profiled(fleet, "w-9", 3.0)
+        await run_profile(fleet, "w-9", 3.0)
     assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_a_measured_profile_reaches_arrows_decision(fleet: Fleet) -> None:
+async def test_a_measured_profile_affects_arrows_decision(fleet: Fleet) -> None:
     await fleet.set_policy("arrow")
     await fleet.wait_for_members(lambda m: len(m.pools) == 4)
 
@@ -106,23 +106,23 @@ async def test_a_measured_profile_reaches_arrows_decision(fleet: Fleet) -> None:
         return sum(pool in PREFILLING for pool in fleet.members.pools.values())
 
     assert prefilling() == 2
-    # By the engine's own profile a short prompt meets its SLO: nobody flips.
-    calm = await fleet.send(60, 0, 5)
-    await fleet.finish(calm)
+    # By the engine's own profile, a short prompt meets its SLO: no instance flips.
+    on_time = await fleet.send(60, 0, 5)
+    await fleet.finish(on_time)
     assert prefilling() == 2
-    # Ten seconds each: Alg. 1 wants another instance to prefill, and takes one that decodes (Alg. 3).
-    await measured_to_be(fleet, 10.0)
-    tense = await fleet.send(60, 0, 200)
+    # At ten seconds per prompt, Alg. 1 flips a decode instance to prefill (Alg. 3).
+    await set_measured_time(fleet, 10.0)
+    late = await fleet.send(60, 0, 200)
     await fleet.wait_for_members(lambda m: sum(pool in PREFILLING for pool in m.pools.values()) == 3)
-    # Flipped in etcd, and nothing was drained for it.
+    # The pool changed in etcd without a drain.
     assert fleet.members.draining == frozenset()
     states = {info.state for info in (await fleet.instances()).values()}
     assert states == {types_pb2.INSTANCE_STATE_ACTIVE}
-    await fleet.finish(tense)
+    await fleet.finish(late)
 
 
 async def test_a_flip_is_a_compare_and_swap(fleet: Fleet) -> None:
-    # Two schedulers that saw the same pool: the one that comes second changes nothing.
+    # Two schedulers saw the same pool: the second one changes nothing.
     first, second = Settings(fleet.store), Settings(fleet.store)
     await fleet.set_pool("w-0", types_pb2.POOL_DECODE)
     await first.swap_pool("w-0", Pool.DECODE, Pool.DECODE_TO_PREFILL)
@@ -131,26 +131,26 @@ async def test_a_flip_is_a_compare_and_swap(fleet: Fleet) -> None:
     assert await fleet.store.get("pools/w-0") == b"decode_to_prefill"
 
 
-async def test_who_would_wait_too_long_is_refused_and_nobody_who_runs(fleet: Fleet) -> None:
-    runs = await fleet.send(60, 0, 300)
-    await fleet.running(runs)
-    # Ten seconds a prompt, and one is allowed.
+async def test_a_late_request_is_refused_and_running_ones_are_not(fleet: Fleet) -> None:
+    running = await fleet.send(60, 0, 300)
+    await fleet.wait_for_tokens(running)
+    # A prompt takes ten seconds, and one second is allowed.
     kind = await kind_of(fleet)
     if kind not in fleet.members.profiles:
         (owner,) = set((await fleet.owners()).values())
         idle = next(name for name in fleet.names if name != owner)
-        await profiled(fleet, idle, 30.0)
-    await measured_to_be(fleet, 10.0)
+        await run_profile(fleet, idle, 30.0)
+    await set_measured_time(fleet, 10.0)
     await fleet.admin.SetSlo(admin_pb2.SetSloRequest(slo=admin_pb2.Slo(admit=0.5)), timeout=WAIT_S)
     try:
         await fleet.wait_for_members(lambda m: m.slo.admit == 0.5)
         async with asyncio.timeout(WAIT_S):
-            # Until the workers report how slow they are.
+            # Repeat until the workers report the measured speed.
             while (end := await fleet.front.end_of(await fleet.send(60, 0, 5))).stop_reason is None:
                 pass
         assert Refusal.decode(end.stop_reason) == OVERLOADED
         assert fleet.front.tokens[end.request_id] == []
-        await fleet.finish(runs)
+        await fleet.finish(running)
     finally:
         await fleet.admin.SetSlo(admin_pb2.SetSloRequest(slo=admin_pb2.Slo(admit=0.0)), timeout=WAIT_S)
     await fleet.wait_for_members(lambda m: m.slo.admit is None)

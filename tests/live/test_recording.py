@@ -1,4 +1,4 @@
-"""A live run, recorded, comes out the same when it is replayed, to the last decision."""
+"""Replaying the recording of a live run gives the same decisions."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ POLICIES = ("pascal", "ares", "arrow", "cascade", "tailrace")
 
 
 async def record(fleet: Fleet, lines: list[bytes], began: asyncio.Event) -> None:
-    """Until cancelled by the event loop or the longest recording is over."""
-    async for told in fleet.admin.Record(admin_pb2.RecordRequest(seconds=WAIT_S), timeout=2 * WAIT_S):
-        lines += told.lines
+    """Record until cancelled or until the maximum duration."""
+    async for reply in fleet.admin.Record(admin_pb2.RecordRequest(seconds=WAIT_S), timeout=2 * WAIT_S):
+        lines += reply.lines
         began.set()
 
 
-async def recorded(fleet: Fleet, policy: str) -> list[bytes]:
-    """Requests that are there before the recording begins, and more that come meanwhile."""
+async def record_run(fleet: Fleet, policy: str) -> list[bytes]:
+    """Return a recording with requests that started before it and requests that arrive during it."""
     await fleet.set_policy(policy)
     lengths = itertools.cycle([(40, 0, 220), (200, 150, 60), (16, 60, 300), (600, 0, 40), (300, 0, 500)])
     before = [await fleet.send(*next(lengths)) for _ in range(8)]
-    await asyncio.gather(*(fleet.running(request, 5) for request in before))
+    await asyncio.gather(*(fleet.wait_for_tokens(request, 5) for request in before))
     lines: list[bytes] = []
     began = asyncio.Event()
     recording = asyncio.create_task(record(fleet, lines, began))
@@ -48,8 +48,8 @@ async def recorded(fleet: Fleet, policy: str) -> list[bytes]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-async def test_every_decision_comes_out_the_same(fleet: Fleet, policy: str) -> None:
-    lines = await recorded(fleet, policy)
+async def test_a_replay_makes_the_same_decisions(fleet: Fleet, policy: str) -> None:
+    lines = await record_run(fleet, policy)
     replayed: list[Replayed] = []
     run = Replay(decode(lines), replayed.append)
     shadows = {name: Counter[Verdict]() for name in POLICIES}
@@ -67,15 +67,15 @@ async def test_every_decision_comes_out_the_same(fleet: Fleet, policy: str) -> N
     assert {r.policy for r in replayed} == {policy}
     assert run.decisions["place"] == 16
     assert len(replayed) == sum(isinstance(event, Decided) for event in decode(lines))
-    # In its own shadow it does what it does.
+    # As its own shadow, the policy decides the same.
     assert set(shadows[policy]) == {Verdict.SAME}
     assert all(sum(counts.values()) == len(replayed) for counts in shadows.values())
     assert all(Verdict.FAILED not in counts for counts in shadows.values())
-    # Of the requests there is what they are called and how long they are, and not what they say.
+    # The recording has IDs and lengths of requests, but no content.
     assert not any(b"think" in line for line in lines)
 
 
-async def test_a_shadow_is_counted_and_changes_nothing(fleet: Fleet) -> None:
+async def test_a_shadow_is_counted_and_has_no_effect(fleet: Fleet) -> None:
     admin = fleet.admin
     set_ = await admin.SetShadow(admin_pb2.SetShadowRequest(name="least_loaded"), timeout=WAIT_S)
     assert set_.previous == ""

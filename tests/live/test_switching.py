@@ -1,4 +1,4 @@
-"""`tailrace set policy` under load: any to any, and no request notices."""
+"""`tailrace set policy` under load, between all policies, without effect on answers."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ async def test_one_policy_after_another_under_load(fleet: Fleet, caplog: pytest.
         for name in [*order, *reversed(order)]:
             await fleet.set_policy(name)
             live += [await fleet.send(*next(lengths)) for _ in range(3)]
-            await fleet.running(live[-1])
+            await fleet.wait_for_tokens(live[-1])
         await asyncio.gather(*(fleet.finish(request) for request in live))
-    # A policy that raises, or places where it must not, is logged as an error.
+    # Exceptions of a policy and invalid placements are logged as errors.
     assert not [
         r.getMessage()
         for r in caplog.records
         if r.name.startswith(("scheduler_svc", "tailrace.control", "frontend_svc"))
     ]
     assert len(live) == 6 * len(order)
-    # And after all that, who is set decides.
+    # After all switches, the configured policy decides.
     for name, pool in zip(fleet.names, [PREFILL, PREFILL, DECODE, DECODE], strict=True):
         await fleet.set_pool(name, pool)
     await fleet.wait_for_members(lambda m: len(m.pools) == len(fleet.names))
     for name in ("static_pools", "arrow"):
         await fleet.set_policy(name)
         request = await fleet.send(40, 0, 600)
-        await fleet.moved_by(name)
+        await fleet.wait_for_migration_by(name)
         await fleet.finish(request)
 
 
-async def test_workers_take_the_parameters_of_their_order(fleet: Fleet) -> None:
+async def test_workers_apply_the_parameters_of_their_batch_order(fleet: Fleet) -> None:
     await fleet.set_policy("pascal", demotion_tokens="200")
     request = await fleet.send(60, 3_000, 10)
 
@@ -58,7 +58,7 @@ async def test_workers_take_the_parameters_of_their_order(fleet: Fleet) -> None:
     async with asyncio.timeout(WAIT_S):
         while not await demoted():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-        # Of a request that reasons on: it is not demoted any more.
+        # The request still reasons, and is no longer demoted.
         await fleet.set_policy("pascal", demotion_tokens="10000")
         while await demoted():  # noqa: ASYNC110
             await asyncio.sleep(0.02)

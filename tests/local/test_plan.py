@@ -1,4 +1,4 @@
-"""The plan of a local cluster: what is started, with which arguments."""
+"""The plan of a local cluster: processes and their arguments."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _option(part: PartSpec, name: str) -> str:
     return part.command[list(part.command).index(name) + 1]
 
 
-def test_every_part_has_addresses_of_its_own() -> None:
+def test_every_part_has_its_own_addresses() -> None:
     plan = _plan(schedulers=2, frontends=2)
     services = [part for part in plan.parts if part.tier is not Tier.ETCD]
     addresses = [_option(part, flag) for part in services for flag in ("--listen", "--metrics")]
@@ -51,7 +51,7 @@ def test_every_part_has_addresses_of_its_own() -> None:
     assert len({part.name for part in plan.parts}) == len(plan.parts)
 
 
-def test_two_schedulers_are_one_admin_address() -> None:
+def test_two_schedulers_form_one_admin_address() -> None:
     plan = _plan(schedulers=2)
     schedulers = [part for part in plan.parts if part.name.startswith("scheduler-")]
     assert plan.admin == ",".join(part.address for part in schedulers)
@@ -89,14 +89,14 @@ def test_engines_share_the_gpus() -> None:
     assert {_option(part, "--engine-arg") for part in workers} == {"gpu_memory_utilization=0.450"}
 
 
-def test_workers_of_several_ranks_get_as_many_gpus_side_by_side() -> None:
+def test_workers_with_several_ranks_get_adjacent_gpus() -> None:
     changes = {"tensor_parallel_size": 2, "gpus": ("0", "1", "2", "3", "4"), "workers": 3, "cores": 13}
     workers = _plan(**changes).tier(Tier.WORKER)
     assert [part.environment["CUDA_VISIBLE_DEVICES"] for part in workers] == ["0,1", "2,3", "0,1"]
     assert {part.environment["OMP_NUM_THREADS"] for part in workers} == {"2"}
     assert {_option(part, "--tensor-parallel-size") for part in workers} == {"2"}
     assert {_option(part, "--engine-arg") for part in workers} == {"gpu_memory_utilization=0.450"}
-    # It has to say itself that there are too few.
+    # The worker itself reports that there are too few.
     short = _plan(pipeline_parallel_size=2, gpus=("7",), workers=1).tier(Tier.WORKER)[0]
     assert short.environment["CUDA_VISIBLE_DEVICES"] == "7"
     assert "--tensor-parallel-size" not in _plan().tier(Tier.WORKER)[0].command
@@ -113,12 +113,12 @@ def test_predictor_and_profiling_are_passed_on_to_workers() -> None:
         workers = _plan(engine=engine, predictor="", profile=True).tier(Tier.WORKER)
         assert all(_option(part, "--predictor") == "" for part in workers)
         assert all("--profile-at-start" in part.command for part in workers)
-        # They wait for the one of them that is measured.
+        # They wait for the worker that is being profiled.
         assert all(part.timeout_s > 60 for part in workers)
     assert not any("--predictor" in part.command for part in _plan().tier(Tier.WORKER))
 
 
-def test_spans_go_to_the_monitor_or_where_the_user_says_or_nowhere() -> None:
+def test_spans_go_to_the_monitor_another_endpoint_or_nowhere() -> None:
     plan = _plan()
     monitor = next(part for part in plan.parts if part.name == "monitor")
     assert plan.environment["OTEL_EXPORTER_OTLP_ENDPOINT"] == f"http://{monitor.address}"

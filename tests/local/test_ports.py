@@ -23,12 +23,12 @@ def test_free_ports_lie_below_those_of_outgoing_connections() -> None:
     assert max(free_ports(50)) < first
 
 
-def test_more_ports_than_there_are() -> None:
+def test_too_many_ports_are_an_error() -> None:
     with pytest.raises(PortUnavailable, match="of 20000 ports"):
         free_ports(20_000)
 
 
-def test_a_taken_port_is_named_with_what_to_do() -> None:
+def test_a_port_in_use_is_an_error_with_a_hint() -> None:
     with (
         socket.create_server((LOOPBACK, 0)) as taken,
         pytest.raises(PortUnavailable, match=f"port {taken.getsockname()[1]} .* is in use; .*--port"),

@@ -1,4 +1,4 @@
-"""Whom `tailrace down` may end: the very processes that were started, and what they left behind."""
+"""`tailrace down` ends exactly the started processes and their descendants."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Started = subprocess.Popen[str]
 
 @pytest.fixture
 def started() -> Iterator[list[Started]]:
-    """Processes that the test started, ended afterwards whatever happens."""
+    """Yield a list for processes that are killed after the test."""
     processes: list[Started] = []
     yield processes
     for process in processes:
@@ -47,7 +47,7 @@ def started() -> Iterator[list[Started]]:
 
 
 def _start(started: list[Started], program: str) -> tuple[Started, str]:
-    """Start a Python program in a session of its own; returns it and the first line that it says."""
+    """Start a Python program in its own session; return it and its first line of output."""
     process = subprocess.Popen(
         [sys.executable, "-c", program],
         stdin=subprocess.PIPE,
@@ -64,12 +64,12 @@ def _part(pid: int, tier: Tier = Tier.WORKER) -> Part:
     return Part(name=f"{tier}-{pid}", tier=tier, identity=identify(pid), log="")
 
 
-def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+def _shorten_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tailrace.local.stop.GRACE_S", 0.2)
     monkeypatch.setattr("tailrace.local.stop.CLOSE_S", 0.2)
 
 
-def _runs(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists() and identify(pid).alive()
 
 
@@ -83,7 +83,7 @@ def test_a_zombie_is_not_alive(started: list[Started]) -> None:
     assert not identity.alive()
 
 
-def test_a_stranger_with_the_same_pid_is_left_alone(started: list[Started]) -> None:
+def test_another_process_with_the_same_pid_is_not_stopped(started: list[Started]) -> None:
     process, _ = _start(started, "print('up', flush=True); input()")
     mine = identify(process.pid)
     for stranger in (
@@ -98,14 +98,14 @@ def test_a_stranger_with_the_same_pid_is_left_alone(started: list[Started]) -> N
 def test_a_part_that_ignores_sigterm_is_killed(
     started: list[Started], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _hurry(monkeypatch)
+    _shorten_timeouts(monkeypatch)
     process, _ = _start(started, _STUBBORN)
     part = _part(process.pid)
     assert stop_parts([part], lambda: None) == [part.name]
     assert process.wait(5) == -signal.SIGKILL
 
 
-def test_a_part_that_drains_for_too_long_is_told_again(
+def test_a_part_that_drains_for_too_long_gets_a_second_sigterm(
     started: list[Started], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tailrace.local.stop.GRACE_S", 0.2)
@@ -115,27 +115,27 @@ def test_a_part_that_drains_for_too_long_is_told_again(
 
 
 def test_a_frozen_part_is_killed(started: list[Started], monkeypatch: pytest.MonkeyPatch) -> None:
-    _hurry(monkeypatch)
+    _shorten_timeouts(monkeypatch)
     process, _ = _start(started, "print('up', flush=True); input()")
     os.kill(process.pid, signal.SIGSTOP)
     stop_parts([_part(process.pid)], lambda: None)
     assert process.wait(5) < 0
 
 
-def test_children_go_with_their_part(started: list[Started]) -> None:
+def test_children_are_stopped_with_their_part(started: list[Started]) -> None:
     process, child = _start(started, _WITH_CHILD)
     stop_parts([_part(process.pid)], lambda: None)
-    assert not _runs(int(child))
+    assert not _is_running(int(child))
 
 
-def test_children_of_a_part_that_ended_long_ago_go_too(started: list[Started]) -> None:
+def test_children_of_an_ended_part_are_stopped(started: list[Started]) -> None:
     process, child = _start(started, _WITH_CHILD)
     part = _part(process.pid)
     process.kill()
     process.wait(5)
-    assert _runs(int(child))
+    assert _is_running(int(child))
     assert stop_parts([part], lambda: None) == [part.name]
-    assert not _runs(int(child))
+    assert not _is_running(int(child))
 
 
 def test_front_ends_stop_first_and_etcd_last(started: list[Started]) -> None:
@@ -148,7 +148,7 @@ def test_front_ends_stop_first_and_etcd_last(started: list[Started]) -> None:
     assert stop_parts(parts, lambda: None) == []
 
 
-def test_state_is_found_from_folders_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_is_found_from_subfolders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TAILRACE_RUN_DIR", raising=False)
     folder = RunFolder(tmp_path / ".run")
     with folder.locked():
@@ -169,13 +169,13 @@ def test_a_run_folder_has_one_user_at_a_time(tmp_path: Path) -> None:
         pass
 
 
-def test_a_damaged_state_is_said_to_be(tmp_path: Path) -> None:
+def test_a_damaged_state_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text('{"parts": 7}')
     with pytest.raises(RunFolderUnusable, match=r"state\.json is corrupt .*parts"):
         RunFolder(tmp_path).read()
 
 
-def test_a_folder_that_is_none_is_said_to_be(tmp_path: Path) -> None:
+def test_a_run_folder_that_is_a_file_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     for folder in (RunFolder(file), RunFolder(file / "below")):

@@ -1,4 +1,4 @@
-"""A user is told before vLLM serves their float32 weights in 16 bits."""
+"""Users are warned before vLLM serves float32 weights in 16 bits."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tailrace.tiny import MODEL_PATH
         ([], (), False),
     ],
 )
-def test_by_the_configuration(
+def test_precision_loss_follows_from_the_configuration(
     tmp_path: Path, config: object, arguments: tuple[str, ...], loses: bool
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert loses_precision(str(tmp_path), arguments) is loses
 
 
-def test_the_shipped_model_and_names_on_a_hub_are_left_alone() -> None:
+def test_the_shipped_model_and_hub_models_cause_no_warning() -> None:
     assert not loses_precision(str(MODEL_PATH), ())
     assert not loses_precision("org/model", ())

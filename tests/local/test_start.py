@@ -1,4 +1,4 @@
-"""Starting a cluster of stand-ins: what is seen when one fails, and that nothing is left."""
+"""Starting a cluster of fake parts: messages on failure, and cleanup."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HANGS = (sys.executable, "-c", "input_ = __import__('threading').Event().wait()
 _NOWHERE = "127.0.0.1:9"
 
 
-def _dies(line: str, code: int) -> tuple[str, ...]:
+def _exit_with(line: str, code: int) -> tuple[str, ...]:
     return (sys.executable, "-c", f"import sys; print({line!r}); sys.exit({code})")
 
 
@@ -39,21 +39,21 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 async def _fail(plan: Plan, folder: RunFolder) -> tuple[str, RunState]:
-    """Start the plan, which fails; returns the message and what had been started."""
-    written: list[RunState] = []
+    """Start a plan that fails; return the message and the state with the started parts."""
+    states: list[RunState] = []
     forget = folder.forget
 
-    def remember() -> None:
+    def forget_and_keep() -> None:
         state = folder.read()
         assert state is not None
-        written.append(state)
+        states.append(state)
         forget()
 
-    folder.forget = remember  # type: ignore[method-assign]
+    folder.forget = forget_and_keep  # type: ignore[method-assign]
     with pytest.raises(PartFailed) as failure:
         await Starter(plan, folder, PlainProgress(), cores=2).run(None, "tiny")
     assert folder.read() is None
-    return str(failure.value), written[0]
+    return str(failure.value), states[0]
 
 
 @pytest.mark.parametrize(
@@ -66,19 +66,19 @@ async def _fail(plan: Plan, folder: RunFolder) -> tuple[str, RunState]:
         ("Usage: tailrace\nError: Invalid value for '--count': 0", "Invalid value for '--count': 0"),
     ],
 )
-async def test_an_error_that_is_said_last_is_the_only_line(folder: RunFolder, log: str, shown: str) -> None:
-    message, _ = await _fail(_plan(_part("worker-1", _dies(log, 1))), folder)
+async def test_a_final_error_line_is_the_whole_message(folder: RunFolder, log: str, shown: str) -> None:
+    message, _ = await _fail(_plan(_part("worker-1", _exit_with(log, 1))), folder)
     assert message == f"worker-1 exited while starting (exit code 1): {shown} ({folder.logs}/worker-1.log)"
 
 
-async def test_what_the_last_line_does_not_explain_is_shown_with_the_lines_before(folder: RunFolder) -> None:
+async def test_other_errors_are_shown_with_the_lines_before(folder: RunFolder) -> None:
     error = "2026-01-02 03:04:05,678 ERROR frontend_svc.main: the API server exited with status 1"
-    message, _ = await _fail(_plan(_part("frontend", _dies(f"no such parser\n{error}", 1))), folder)
+    message, _ = await _fail(_plan(_part("frontend", _exit_with(f"no such parser\n{error}", 1))), folder)
     assert "  no such parser\n" in message
 
 
-async def test_a_part_that_dies_is_told_with_its_last_lines(folder: RunFolder) -> None:
-    plan = _plan(_part("patient", _HANGS), _part("worker-1", _dies("no such model", 3)))
+async def test_a_failed_part_is_reported_with_its_last_lines(folder: RunFolder) -> None:
+    plan = _plan(_part("patient", _HANGS), _part("worker-1", _exit_with("no such model", 3)))
     message, state = await _fail(plan, folder)
     assert "worker-1 exited while starting (exit code 3)" in message
     assert "no such model" in message
@@ -86,18 +86,18 @@ async def test_a_part_that_dies_is_told_with_its_last_lines(folder: RunFolder) -
     assert not any(part.identity.session_members() for part in state.parts)
 
 
-async def test_a_part_that_is_late(folder: RunFolder) -> None:
+async def test_a_part_that_is_not_ready_in_time(folder: RunFolder) -> None:
     message, state = await _fail(_plan(_part("slow", _HANGS, timeout_s=0.3)), folder)
     assert "slow was not ready after 0 s" in message
     assert not state.parts[0].identity.session_members()
 
 
-async def test_a_program_that_is_not_there(folder: RunFolder) -> None:
+async def test_a_missing_program(folder: RunFolder) -> None:
     with pytest.raises(PartFailed, match="cannot run /no/such/etcd: No such file"):
         await Starter(_plan(_part("etcd", ["/no/such/etcd"])), folder, PlainProgress(), 2).run(None, "")
 
 
-class _TellsWhenBothStart(PlainProgress):
+class _BothStarted(PlainProgress):
     def __init__(self) -> None:
         super().__init__()
         self.both = asyncio.Event()
@@ -110,8 +110,8 @@ class _TellsWhenBothStart(PlainProgress):
             self.both.set()
 
 
-async def test_interrupted_start_leaves_nothing(folder: RunFolder) -> None:
-    progress = _TellsWhenBothStart()
+async def test_an_interrupted_start_leaves_nothing_running(folder: RunFolder) -> None:
+    progress = _BothStarted()
     plan = _plan(_part("a", _HANGS), _part("b", _HANGS))
     task = asyncio.create_task(Starter(plan, folder, progress, 2).run(None, "tiny"))
     await progress.both.wait()

@@ -1,4 +1,4 @@
-"""A monitor of the test's own, served over gRPC."""
+"""A monitor for one test, served over gRPC."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Monitor:
-    """What the tests need of it."""
+    """The parts of a monitor that tests use."""
 
     address: str
     reports: Reports
@@ -33,7 +33,7 @@ class Monitor:
 
 @pytest.fixture
 async def monitor() -> AsyncIterator[Monitor]:
-    """Its subscribers' queues hold four reports."""
+    """Start a monitor whose subscriber queues hold four reports."""
     reports, traces = Reports(silence_timeout_s=2.0), TraceStore()
     feed = Feed(reports, queue_max=4)
     servicers = [

@@ -1,4 +1,4 @@
-"""Reports in, state out: pure parts and over gRPC."""
+"""Reports and the state derived from them: pure parts, and over gRPC."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from monitor_svc.traces import TraceStore
 from tailrace.slo import Slo
 from tailrace.v1 import monitor_pb2, types_pb2
 from tests.monitor.conftest import Monitor
-from tests.streamed import next_of
+from tests.streamed import read_message
 
 
 def steady(name: str, seq: int = 0, requests: int = 0, incarnation: str = "1") -> monitor_pb2.WorkerReport:
-    """A steady report."""
+    """Return a periodic report."""
     return monitor_pb2.WorkerReport(
         instance_id=name,
         incarnation=incarnation,
@@ -39,17 +39,17 @@ def steady(name: str, seq: int = 0, requests: int = 0, incarnation: str = "1") -
     )
 
 
-def entered(name: str, request_id: str, phase: types_pb2.Phase.ValueType) -> monitor_pb2.WorkerReport:
-    """A report of one phase event alone."""
+def phase_event(name: str, request_id: str, phase: types_pb2.Phase.ValueType) -> monitor_pb2.WorkerReport:
+    """Return a report with one phase event only."""
     event = monitor_pb2.PhaseEvent(request_id=request_id, phase=phase)
     return monitor_pb2.WorkerReport(instance_id=name, incarnation="1", phase_events=[event])
 
 
-def test_events_are_kept_until_the_next_steady_report() -> None:
+def test_events_are_kept_until_the_next_periodic_report() -> None:
     reports = Reports(2.0)
     reports.apply(steady("a", requests=1), 0.0)
-    reports.apply(entered("a", "r0", types_pb2.PHASE_ANSWERING), 0.1)
-    reports.apply(entered("a", "r0", types_pb2.PHASE_UNSPECIFIED), 0.2)
+    reports.apply(phase_event("a", "r0", types_pb2.PHASE_ANSWERING), 0.1)
+    reports.apply(phase_event("a", "r0", types_pb2.PHASE_UNSPECIFIED), 0.2)
     (report,) = reports.snapshot().reports
     assert [e.phase for e in report.phase_events] == [types_pb2.PHASE_UNSPECIFIED]
     assert report.load.running == 1
@@ -58,7 +58,7 @@ def test_events_are_kept_until_the_next_steady_report() -> None:
     assert not report.phase_events
 
 
-def test_silence() -> None:
+def test_an_instance_without_reports_is_silent() -> None:
     reports = Reports(2.0)
     reports.apply(steady("a"), 0.0)
     reports.apply(steady("b"), 0.0)
@@ -67,19 +67,19 @@ def test_silence() -> None:
     assert reports.update_silent(2.5)
     assert reports.silent == {"a"}
     assert not reports.update_silent(2.6)
-    reports.apply(entered("a", "r", types_pb2.PHASE_REASONING), 2.7)
+    reports.apply(phase_event("a", "r", types_pb2.PHASE_REASONING), 2.7)
     assert reports.update_silent(2.8)
     assert not reports.silent
 
 
-def test_who_stood_still_itself_blames_nobody() -> None:
+def test_a_suspended_monitor_extends_the_deadlines() -> None:
     reports = Reports(2.0)
     reports.apply(steady("a"), 0.0)
     reports.extend_deadlines(10.0)
     assert not reports.update_silent(10.5)
 
 
-def test_forgotten() -> None:
+def test_forgotten_instances_are_removed() -> None:
     reports = Reports(2.0)
     reports.apply(steady("a"), 0.0)
     reports.update_silent(3.0)
@@ -88,7 +88,7 @@ def test_forgotten() -> None:
     assert not reports.silent
 
 
-def test_a_new_incarnation_starts_afresh() -> None:
+def test_a_new_incarnation_starts_empty() -> None:
     reports = Reports(2.0)
     reports.apply(steady("a", requests=3), 0.0)
     reports.apply(
@@ -109,10 +109,10 @@ def test_a_new_incarnation_starts_afresh() -> None:
     [
         (types_pb2.PHASE_PREFILL, 99.5, 0, 0, 0, None, []),
         (types_pb2.PHASE_PREFILL, 98.0, 0, 0, 0, None, ["ttft"]),
-        # Due a second and 20 token intervals after its arrival.
+        # Due one second plus 20 token intervals after arrival.
         (types_pb2.PHASE_REASONING, 97.1, 20, 20, 99, None, []),
         (types_pb2.PHASE_REASONING, 96.9, 20, 20, 99, None, ["ttft"]),
-        # It may answer, and has not begun to.
+        # It is in the answering phase, without a token yet.
         (types_pb2.PHASE_ANSWERING, 96.9, 20, 20, 99, None, ["ttft"]),
         (types_pb2.PHASE_ANSWERING, 0.0, 21, 20, 101, 0.96, ["tpot"]),
         (types_pb2.PHASE_ANSWERING, 0.0, 1, 0, 0, 0.94, ["qoe"]),
@@ -139,7 +139,7 @@ def test_missed_objectives(
     assert missed_objectives(request, 100.0, Slo(None, None)) == []
 
 
-async def test_a_subscriber_that_falls_behind_gets_a_snapshot() -> None:
+async def test_a_lagging_subscriber_gets_a_snapshot() -> None:
     reports = Reports(2.0)
     feed = Feed(reports, queue_max=3)
     with feed.subscribe() as subscription:
@@ -163,27 +163,27 @@ async def test_a_subscriber_that_falls_behind_gets_a_snapshot() -> None:
 async def test_report_and_watch(monitor: Monitor) -> None:
     async def stream() -> AsyncIterator[monitor_pb2.WorkerReport]:
         yield steady("a", 1, requests=2)
-        yield entered("a", "r0", types_pb2.PHASE_ANSWERING)
+        yield phase_event("a", "r0", types_pb2.PHASE_ANSWERING)
 
     acks = [ack.seq async for ack in monitor.stub.Report(stream())]
     assert acks == [1, 0]
     watch = monitor.stub.Watch(monitor_pb2.WatchRequest(subscriber="test"))
-    first = await next_of(watch, monitor_pb2.StateDelta)
+    first = await read_message(watch, monitor_pb2.StateDelta)
     assert first.snapshot
     assert len(first.reports[0].requests) == 2
     assert [e.phase for e in first.reports[0].phase_events] == [types_pb2.PHASE_ANSWERING]
     async for _ in monitor.stub.Report(iter([steady("b", 7)])):
         pass
-    delta = await next_of(watch, monitor_pb2.StateDelta)
+    delta = await read_message(watch, monitor_pb2.StateDelta)
     assert not delta.snapshot
     assert [(r.instance_id, r.seq) for r in delta.reports] == [("b", 7)]
     watch.cancel()
 
 
-async def test_a_subscriber_that_does_not_read_costs_a_bounded_queue(monitor: Monitor) -> None:
-    """It reads nothing while far more is reported than transport buffers hold, and then is told the truth."""
+async def test_the_queue_of_a_subscriber_that_does_not_read_is_bounded(monitor: Monitor) -> None:
+    """It reads nothing while reports exceed all transport buffers, and then gets the current state."""
     watch = monitor.stub.Watch(monitor_pb2.WatchRequest(subscriber="slow"))
-    assert (await next_of(watch, monitor_pb2.StateDelta)).snapshot
+    assert (await read_message(watch, monitor_pb2.StateDelta)).snapshot
 
     def stream() -> Iterator[monitor_pb2.WorkerReport]:
         for seq in range(1, 601):
@@ -194,7 +194,7 @@ async def test_a_subscriber_that_does_not_read_costs_a_bounded_queue(monitor: Mo
     last, snapshots = 0, 0
     async with asyncio.timeout(20):
         while last < 600:
-            delta = await next_of(watch, monitor_pb2.StateDelta)
+            delta = await read_message(watch, monitor_pb2.StateDelta)
             snapshots += delta.snapshot
             last = max([last, *(r.seq for r in delta.reports)])
     assert snapshots >= 1
@@ -209,7 +209,7 @@ async def test_a_report_without_a_name_is_refused(monitor: Monitor) -> None:
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_gauges() -> None:
+def test_gauges_of_instances_and_slos() -> None:
     reports, traces = Reports(2.0), TraceStore()
     feed = Feed(reports)
     reports.apply(steady("a", 3, requests=2), 0.0)
@@ -219,7 +219,7 @@ def test_gauges() -> None:
     slo = Slo(1.0, 0.15)
     text = generate_latest(registry).decode()
     assert 'tailrace_monitor_slo_trouble_requests{instance="a",slo="tpot"} 0.0' in text
-    # Set to another while it runs.
+    # SLOs can change at run time.
     slo = Slo(1.0, 0.01)
     text = generate_latest(registry).decode()
     assert 'tailrace_monitor_instance_requests{instance="a",phase="reasoning"} 2.0' in text

@@ -14,7 +14,7 @@ from tests.monitor.conftest import Monitor
 
 
 def spans(trace: int, count: int = 1, request_id: str = "") -> ResourceSpans:
-    """Spans of one trace from one process."""
+    """Return spans of one trace from one process."""
     resource = ResourceSpans()
     scope = resource.scope_spans.add()
     for number in range(count):
@@ -27,12 +27,12 @@ def spans(trace: int, count: int = 1, request_id: str = "") -> ResourceSpans:
 
 
 def names(found: TracesData | None) -> list[str]:
-    """Span names of what was found."""
+    """Return the names of the spans."""
     assert found is not None
     return [s.name for r in found.resource_spans for scope in r.scope_spans for s in scope.spans]
 
 
-def test_found_by_trace_id_and_by_part_of_a_request_id() -> None:
+def test_traces_are_found_by_trace_id_and_part_of_a_request_id() -> None:
     store = TraceStore()
     store.add(spans(1, 2, "chatcmpl-abc"))
     store.add(spans(2, 1, "chatcmpl-abd"))
@@ -60,7 +60,7 @@ def test_spans_of_several_traces_in_one_message() -> None:
     assert names(store.find(f"{2:032x}")) == ["other"]
 
 
-def test_bounds() -> None:
+def test_the_store_is_bounded() -> None:
     store = TraceStore(spans_max=10, trace_spans_max=4)
     store.add(spans(1, 9, "first"))
     assert store.spans == 4
@@ -72,7 +72,7 @@ def test_bounds() -> None:
     assert store.traces == 2
 
 
-async def test_over_otlp(monitor: Monitor) -> None:
+async def test_spans_are_received_over_otlp(monitor: Monitor) -> None:
     async with grpc.aio.insecure_channel(monitor.address) as channel:
         export = TraceServiceStub(channel).Export
         await export(ExportTraceServiceRequest(resource_spans=[spans(1, 2, "req-1")]))

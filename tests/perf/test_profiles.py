@@ -1,4 +1,4 @@
-"""Every built-in profile loads, grows with the work, and stays within what its GPU can do at best."""
+"""Every built-in profile loads, increases with the work, and respects the limits of its GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tailrace.profiles import ProfileError, built_in_profiles, load_profile
 
 
 class Model(NamedTuple):
-    """Shape of a model; parameters that every token meets, and bytes of each."""
+    """Shape of a model, with the parameters used by every token, and their size in bytes."""
 
     layers: int
     kv_heads: int
@@ -21,7 +21,7 @@ class Model(NamedTuple):
 
 
 class Gpu(NamedTuple):
-    """Data sheet: dense TFLOPS (TOPS) at the weights' width, and TB/s; of all GPUs of an instance."""
+    """Data sheet values for all GPUs of an instance: dense TFLOPS (TOPS) at the weights' width, and TB/s."""
 
     teraflops: float
     terabytes_per_s: float
@@ -51,14 +51,14 @@ GPUS = {
 
 
 @pytest.mark.parametrize("name", built_in_profiles())
-def test_sane(name: str) -> None:
+def test_profiles_are_plausible(name: str) -> None:
     profile = load_profile(name)
     model, gpu = MODELS[profile.model], GPUS[profile.gpu]
     assert profile.name == name
     assert set(profile.sources) >= {"prefill", "decode", "kv_bytes_per_token", "kv_capacity_tokens", "swap"}
     assert profile.kv_bytes_per_token == model.layers * model.kv_heads * 128 * 2 * 2
     prefill, decode = profile.prefill, profile.decode
-    # No faster than the data sheet; and not so slow that a unit must be wrong.
+    # Not faster than the data sheet, and not so slow that a unit must be wrong.
     flops_ms = 2 * model.parameters / (gpu.teraflops * 1e9)
     assert flops_ms < prefill.ms_per_token < 5 * flops_ms
     read_ms = model.parameters * model.weight_bytes / (gpu.terabytes_per_s * 1e9)
@@ -71,7 +71,7 @@ def test_sane(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", built_in_profiles())
-def test_grows_with_the_work(name: str) -> None:
+def test_times_increase_with_the_work(name: str) -> None:
     profile = load_profile(name)
     prefills = [profile.step_ms(profile.prefill.ms(0, n), 0, 0) for n in (1, 100, 1_000, 10_000, 100_000)]
     assert prefills == sorted(prefills) and prefills[0] > 0
@@ -86,12 +86,12 @@ def test_grows_with_the_work(name: str) -> None:
 
 
 def test_ares_decode_step_at_half_the_kv() -> None:
-    """Section 5.3: 18.23 ms at 50% KV occupancy; the profile was scaled without that number."""
+    """Section 5.3 states 18.23 ms at 50% KV occupancy; the profile was not scaled with that number."""
     profile = load_profile("r1-distill-qwen-7b-w8a8-rtx4090d")
     assert profile.step_ms(0.0, 20, profile.kv_capacity_tokens // 2) == pytest.approx(18.23, rel=0.05)
 
 
-def test_unknown_profile_is_named_with_those_that_exist() -> None:
+def test_an_unknown_profile_is_an_error_that_lists_the_known_ones() -> None:
     with pytest.raises(ProfileError, match=r"no-such.*r1-distill-qwen-32b-h100"):
         load_profile("no-such")
 
@@ -114,9 +114,7 @@ def test_unknown_profile_is_named_with_those_that_exist() -> None:
         ({"swap": {"bytes_per_s": 0.0}}, r"swap\.bytes_per_s is 0"),
     ],
 )
-def test_a_profile_that_cannot_be_names_its_field(
-    tmp_path: Path, change: dict[str, object], message: str
-) -> None:
+def test_errors_in_a_profile_name_the_field(tmp_path: Path, change: dict[str, object], message: str) -> None:
     known = msgspec.to_builtins(load_profile("llama-3.1-8b-h100"))
     path = tmp_path / "bad.json"
     path.write_bytes(msgspec.json.encode({**known, **change}))

@@ -1,4 +1,4 @@
-"""What fetched KV is worth: never more than what it saves, never less than nothing."""
+"""The value of fetched KV is at most what it saves, and never negative."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ def test_host_memory_counts_between_nothing_and_the_device(profile: str, device:
     assert device <= counted <= device + more
     saved_s = steps.compute_s(device + more) - load_s(steps, more)
     if counted > device:
-        # To the token.
+        # Exact to one token.
         assert steps.compute_s(counted) <= saved_s + 1e-9 < steps.compute_s(counted + 1) + 2e-9
     else:
         assert saved_s < steps.compute_s(device + 1)
 
 
-def test_loading_is_a_copy_at_the_links_speed() -> None:
+def test_loading_takes_as_long_as_a_copy_over_the_link() -> None:
     profile = load_profile("llama-3.1-8b-h100")
     assert load_s(STEPS, 0) == 0.0
     assert load_s(STEPS, 2_000) == pytest.approx(profile.swap.ms(2_000 * profile.kv_bytes_per_token) / 1e3)
-    # Nine tenths of a long prefix are left, and of a short one nothing is loaded.
+    # A long prefix keeps nine tenths of its value; a short one is not loaded.
     assert 0.85 < held_tokens(STEPS, 0, 10_000) / 10_000 < 0.95
     assert held_tokens(STEPS, 0, 40) == 0
 
 
 @given(st.integers(0, 50_000), st.floats(0.0, 10.0), st.floats(0.0, 10.0))
-def test_what_takes_longer_is_worth_less(tokens: int, fetch_s: float, more_s: float) -> None:
+def test_the_value_decreases_with_the_fetch_time(tokens: int, fetch_s: float, more_s: float) -> None:
     assert (
         0
         <= equivalent_tokens(STEPS, tokens, fetch_s + more_s)

@@ -1,4 +1,4 @@
-"""The rate at which KV has been transferred lately."""
+"""The recent transfer rate of KV."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import pytest
 from tailrace.perf.transfer_rate import TransferRate
 
 
-def test_nothing_is_known_of_no_transfer() -> None:
+def test_without_a_transfer_the_rate_is_unknown() -> None:
     rate = TransferRate()
     rate.add(0, 1.0)
     rate.add(100, 0.0)
     assert rate.bytes_per_s is None
 
 
-def test_large_transfers_tell_of_the_link_and_small_ones_of_latency() -> None:
+def test_the_rate_is_dominated_by_large_transfers() -> None:
     rate = TransferRate()
     for _ in range(30):
         rate.add(100_000_000, 0.1)
@@ -22,7 +22,7 @@ def test_large_transfers_tell_of_the_link_and_small_ones_of_latency() -> None:
     assert rate.bytes_per_s == pytest.approx(1e9, rel=0.03)
 
 
-def test_a_link_that_has_become_slower_is_noticed() -> None:
+def test_a_slower_link_is_detected() -> None:
     rate = TransferRate()
     for _ in range(100):
         rate.add(1_000_000, 0.001)

@@ -1,4 +1,4 @@
-"""Samples whose remaining length can be read off the state, made by a seed."""
+"""Random samples whose remaining length follows from the state."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ HIDDEN = 8
 
 
 def samples(requests: int, seed: int, noise: float = 0.05) -> Samples:
-    """Every state tells, with noise, how much is left; the prompt's state tells less than later ones."""
+    """Return samples whose states contain the remaining length with noise, more so for prompts."""
     draw = np.random.default_rng(seed)
     mixing = np.random.default_rng(0).normal(size=(2, HIDDEN))
     hidden, request, generated, remaining, ended = [], [], [], [], []
@@ -37,17 +37,16 @@ def samples(requests: int, seed: int, noise: float = 0.05) -> Samples:
 
 @dataclass(frozen=True)
 class Truth:
-    """Samples cut off at a limit, and what is true of each: the mean of the exponential that its remaining
-    length was drawn from, whatever had been made before."""
+    """Samples cut off at a limit, with the mean of the exponential distribution of each remaining length."""
 
     samples: Samples
     mean: NDArray[np.float64]
 
 
 def cut_off(requests: int, seed: int, max_tokens: int) -> Truth:
-    """The first number of a state tells the scale of its request's length, exactly; nothing else is known.
+    """Return samples in which the first number of a state gives the exact scale of the request's length.
 
-    Scales from 100 to 1,600 tokens: with max_tokens 400 a third of the requests are cut off.
+    Scales are from 100 to 1,600 tokens: with max_tokens 400, a third of the requests are cut off.
     """
     draw = np.random.default_rng(seed)
     hidden, request, generated, remaining, ended, mean = [], [], [], [], [], []

@@ -1,4 +1,4 @@
-"""`tailrace predictor`: what it prints, and what it refuses before minutes of work."""
+"""`tailrace predictor`: output, and errors that are reported before minutes of work."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def test_train_and_evaluate_as_json(tmp_path: Path) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_requests_that_were_cut_off_are_collected_too(tmp_path: Path) -> None:
-    """Of the tiny model's tasks about half are longer than 300 tokens."""
+def test_cut_off_requests_are_collected(tmp_path: Path) -> None:
+    """About half of the tiny model's tasks are longer than 300 tokens."""
     out = tmp_path / "samples"
     command = [sys.executable, "-m", "tailrace", "predictor", "collect", "-n", "12", "--max-tokens", "300"]
     command += ["--engine-arg", "kv_cache_memory_bytes=268435456", "--engine-arg", "enforce_eager=true"]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, "--out", str(out), "-o", "json"], capture_output=True, text=True, timeout=240, check=False
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    document = json.loads(done.stdout.splitlines()[-1])
+    assert process.returncode == 0, process.stderr[-2000:]
+    document = json.loads(process.stdout.splitlines()[-1])
     assert document["requests"] == 12
     assert 0 < document["cut_off"] < 12
     samples_of = read_samples(out)
@@ -54,7 +54,7 @@ def test_requests_that_were_cut_off_are_collected_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [["collect"], ["train", "samples"]])
-def test_a_file_that_could_not_be_written(command: list[str], tmp_path: Path) -> None:
+def test_an_unwritable_output_is_an_error(command: list[str], tmp_path: Path) -> None:
     result = CliRunner().invoke(predictor_command, [*command, "--out", str(tmp_path / "none" / "file")])
     assert result.exit_code == 2
     assert "there is no folder" in result.stderr

@@ -1,4 +1,4 @@
-"""Piecewise constant hazards, against numerical integration and drawing; and the Kaplan-Meier estimate."""
+"""Piecewise constant hazards, compared with direct computation; and the Kaplan-Meier estimate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ rates = st.lists(st.floats(1e-3, 2.0), min_size=3, max_size=3)
 
 
 @given(rates=rates, tokens=st.floats(0.1, 12.0))
-def test_the_likelihood_is_that_of_the_hazard(rates: list[float], tokens: float) -> None:
+def test_the_likelihood_follows_from_the_hazard(rates: list[float], tokens: float) -> None:
     edges = EDGES.tolist()
     total = sum(
         rate * max(0.0, min(tokens, high) - low)
@@ -51,13 +51,13 @@ def test_quantiles_invert_the_distribution(rates: list[float], level: float, aft
 
 
 @given(longest=st.floats(0.0, 1e5))
-def test_bins_rise_from_0_to_the_longest(longest: float) -> None:
+def test_bins_increase_from_0_to_the_longest(longest: float) -> None:
     edges = edges_for(longest)
     assert edges[0] == 0.0 and edges[-1].item() == pytest.approx(max(2.0, longest), rel=1e-5)
     assert (edges[1:] > edges[:-1]).all()
 
 
-def test_kaplan_meier_sees_through_cut_off_values() -> None:
+def test_kaplan_meier_is_unbiased_by_cut_off_values() -> None:
     draw = np.random.default_rng(1)
     true = draw.exponential(100.0, 20_000)
     limit = draw.uniform(20.0, 400.0, 20_000)
@@ -68,8 +68,8 @@ def test_kaplan_meier_sees_through_cut_off_values() -> None:
     np.testing.assert_allclose(medians - [0.0, 50.0, 100.0], 100.0 * math.log(2.0), rtol=0.06)
 
 
-def test_kaplan_meier_of_a_handful() -> None:
-    """1, 2+, 3: after 1 two are left, of which only 3 has ended by 3."""
+def test_kaplan_meier_example() -> None:
+    """With values 1, 2+ and 3, two remain after 1, of which one ends at 3."""
     found = KaplanMeier(np.array([1.0, 2.0, 3.0]), np.array([True, False, True]))
     assert found.share_within(0.5) == 0.0
     assert found.share_within(2.5) == pytest.approx(1 / 3)

@@ -1,4 +1,4 @@
-"""Samples: no request on both sides of a split, files that come back, and files that say what is wrong."""
+"""Samples: splits by request, files, and errors in files."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ safetensors = pytest.importorskip("safetensors.numpy", reason="safetensors comes
 
 
 @given(requests=st.integers(10, 60), seed=st.integers(0, 1000))
-def test_no_request_is_in_two_parts_and_none_is_lost(requests: int, seed: int) -> None:
+def test_a_split_has_each_request_in_exactly_one_part(requests: int, seed: int) -> None:
     everything = samples(requests, seed)
     split = split_by_request(everything, seed)
     parts = (split.training, split.validation, split.test)
@@ -26,7 +26,7 @@ def test_no_request_is_in_two_parts_and_none_is_lost(requests: int, seed: int) -
     assert len(sets[0]) == int(requests * 0.7)
 
 
-def test_rows_stay_together() -> None:
+def test_a_split_keeps_rows_intact() -> None:
     everything = samples(30, 1)
     rows = {
         tuple(row): left for row, left in zip(everything.hidden.tolist(), everything.remaining, strict=True)
@@ -37,18 +37,18 @@ def test_rows_stay_together() -> None:
             assert rows[tuple(row)] == left
 
 
-def test_the_seed_decides_the_split() -> None:
+def test_the_split_depends_only_on_the_seed() -> None:
     everything = samples(40, 1)
     test = [set(split_by_request(everything, seed).test.request.tolist()) for seed in (1, 1, 2)]
     assert test[0] == test[1] != test[2]
 
 
-def test_too_few_requests() -> None:
+def test_too_few_requests_are_an_error() -> None:
     with pytest.raises(ValueError, match="9 requests"):
         split_by_request(samples(9, 0), 0)
 
 
-def test_a_file_comes_back(tmp_path: Path) -> None:
+def test_samples_are_written_and_read(tmp_path: Path) -> None:
     written = samples(12, 3)
     write_samples(written, tmp_path / "s")
     read = read_samples(tmp_path / "s")
@@ -69,7 +69,7 @@ def test_a_file_comes_back(tmp_path: Path) -> None:
         ({"hidden": np.full((4, 2), np.nan, np.float16)}, "hidden"),
     ],
 )
-def test_a_malformed_file_names_the_field(
+def test_errors_in_a_samples_file_name_the_field(
     change: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.generic]]], field: str, tmp_path: Path
 ) -> None:
     tensors: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.generic]]] = {
@@ -83,7 +83,7 @@ def test_a_malformed_file_names_the_field(
         read_samples(tmp_path / "s")
 
 
-def test_a_file_of_something_else(tmp_path: Path) -> None:
+def test_other_files_are_errors(tmp_path: Path) -> None:
     (tmp_path / "s").write_bytes(b"no tensors")
     with pytest.raises(SamplesError, match="cannot be read"):
         read_samples(tmp_path / "s")

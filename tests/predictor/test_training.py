@@ -1,4 +1,4 @@
-"""Training, evaluation, and the file of a trained predictor, on samples that are easy."""
+"""Training, evaluation and the predictor file, on easy samples."""
 
 import copy
 from collections.abc import Mapping
@@ -31,40 +31,40 @@ def trained() -> Trained:
     return train(samples(120, 1), OPTIONS, lambda _: None)
 
 
-def test_the_error_falls(trained: Trained) -> None:
+def test_training_reduces_the_error(trained: Trained) -> None:
     assert trained.best.validation_mae < trained.epochs[0].validation_mae / 2
     assert trained.best.validation_loss == min(epoch.validation_loss for epoch in trained.epochs)
 
 
-def test_what_is_kept_is_the_best_epoch(trained: Trained) -> None:
+def test_the_best_epoch_is_kept(trained: Trained) -> None:
     validation = split_by_request(samples(120, 1), OPTIONS.seed).validation
     error = np.abs(trained.predictor.remaining(validation.hidden) - validation.remaining).mean()
     assert error == pytest.approx(trained.best.validation_mae, rel=1e-3)
 
 
-def test_training_is_repeatable(trained: Trained) -> None:
+def test_training_is_reproducible(trained: Trained) -> None:
     again = train(samples(120, 1), OPTIONS, lambda _: None)
     assert again.epochs == trained.epochs
 
 
-def test_it_stops_when_validation_gets_no_better() -> None:
-    """Lengths that have nothing to do with the states: what can be learned by heart does not help."""
+def test_training_stops_when_validation_stops_improving() -> None:
+    """Lengths are unrelated to the states, so memorizing the training set does not help."""
     draw = np.random.default_rng(0)
     split = split_by_request(samples(40, 1), 0)
     for part in (split.training, split.validation):
         part.remaining[:] = draw.integers(1, 400, len(part))
-    heard: list[Epoch] = []
+    reported: list[Epoch] = []
     found = train_on(
         split.training,
         split.validation,
         TrainingOptions(epochs=100, patience=3, widths=(64, 64, 64), batch=16, rate=3e-3),
-        heard.append,
+        reported.append,
     )
-    assert heard == found.epochs
+    assert reported == found.epochs
     assert len(found.epochs) == found.best.number + 3 < 100
 
 
-def test_evaluation_against_those_who_see_less(trained: Trained) -> None:
+def test_evaluation_compares_with_less_informed_predictors(trained: Trained) -> None:
     evaluation = evaluate(trained.predictor, split_by_request(samples(120, 1), 0))
     assert evaluation.test_requests == 18
     assert sum(row.samples for row in evaluation.by_generated) == evaluation.total.samples
@@ -94,14 +94,14 @@ def censored(truth: Truth) -> Trained:
 
 
 def _bias(found: Trained, truth: Truth, level: float) -> float:
-    """Mean of predicted over true quantile, less 1, where the truth lies within what was seen."""
+    """Return the mean ratio of predicted to true quantile, minus 1, where the truth is within the limit."""
     true = -np.log1p(-level) * truth.mean
     seen = true < 350
     return float((found.predictor.remaining(truth.samples.hidden[seen], level) / true[seen]).mean() - 1.0)
 
 
-def test_cut_off_requests_do_not_make_predictions_short(truth: Truth, censored: Trained) -> None:
-    """A third of the requests are cut off. Left out, as they once were, they take a third off the median."""
+def test_cut_off_requests_do_not_bias_predictions(truth: Truth, censored: Trained) -> None:
+    """A third of the requests are cut off. Without them, the median would be a third too short."""
     share = 1.0 - truth.samples.first().ended.mean()
     assert 0.25 < share < 0.5
     complete = truth.samples.of(truth.samples.ended)
@@ -111,36 +111,36 @@ def test_cut_off_requests_do_not_make_predictions_short(truth: Truth, censored: 
     assert abs(_bias(censored, truth, 0.9)) < 0.1
 
 
-def test_coverage_tells_how_far_the_quantiles_hold(truth: Truth, censored: Trained) -> None:
+def test_coverage_measures_the_calibration_of_quantiles(truth: Truth, censored: Trained) -> None:
     test = split_by_request(truth.samples, OPTIONS.seed).test
     for row in coverage(censored.predictor, test):
         assert row.share == pytest.approx(row.level, abs=0.08)
-    # Somebody who says half of what is true is found out.
+    # Predictions of half the true length are detected.
     halved = Predictor(censored.predictor.description, copy.deepcopy(censored.predictor.network))
     halved.network.edges /= 2.0
     (median,) = (row.share for row in coverage(halved, test) if row.level == 0.5)
     assert median < 0.42
 
 
-def test_errors_of_cut_off_requests_are_those_known() -> None:
-    """100 came of each: 150 is 50 wrong of one that ended, and may be right of one that was cut off."""
+def test_errors_of_cut_off_requests_are_lower_bounds() -> None:
+    """At 100 generated tokens, a prediction of 150 is wrong by 50 if the request ended, else maybe right."""
     predicted = torch.tensor([150.0, 150.0, 70.0, 70.0])
     known, ended = torch.full((4,), 100.0), torch.tensor([True, False, True, False])
     assert least_error(predicted, known, ended).tolist() == [50.0, 0.0, 30.0, 30.0]
 
 
-def test_nothing_can_be_learned_when_every_request_is_cut_off(truth: Truth) -> None:
+def test_training_requires_a_finished_request(truth: Truth) -> None:
     longer = truth.samples.of(~truth.samples.ended)
     with pytest.raises(ValueError, match="raise --max-tokens"):
         train(longer, OPTIONS, lambda _: None)
 
 
-def test_the_paper_s_widths_belong_to_its_hidden_size() -> None:
+def test_layer_widths_of_the_paper() -> None:
     assert widths_for(3584) == (2048, 512, 64)
     assert widths_for(8192) == (2048, 512, 64)
 
 
-def test_a_file_comes_back(trained: Trained, tmp_path: Path) -> None:
+def test_a_predictor_is_saved_and_loaded(trained: Trained, tmp_path: Path) -> None:
     save_predictor(trained.predictor, tmp_path / "p")
     read = load_predictor(tmp_path / "p")
     states = samples(10, 2).hidden
@@ -156,8 +156,10 @@ def file(trained: Trained, tmp_path: Path) -> tuple[Predictor, Path]:
 
 def _rewrite(predictor: Predictor, path: Path, changes: Mapping[str, object]) -> None:
     tensors = load_file(path) | {k: v for k, v in changes.items() if isinstance(v, torch.Tensor)}
-    told = msgspec.to_builtins(predictor.description) | {k: v for k, v in changes.items() if k not in tensors}
-    save_file(tensors, path, metadata={"description": msgspec.json.encode(told).decode()})
+    description = msgspec.to_builtins(predictor.description) | {
+        k: v for k, v in changes.items() if k not in tensors
+    }
+    save_file(tensors, path, metadata={"description": msgspec.json.encode(description).decode()})
 
 
 @pytest.mark.parametrize(
@@ -174,7 +176,7 @@ def _rewrite(predictor: Predictor, path: Path, changes: Mapping[str, object]) ->
         ({"extra": 1}, "description: .*extra"),
     ],
 )
-def test_a_malformed_file_names_the_field(
+def test_errors_in_a_predictor_file_name_the_field(
     changes: dict[str, object], field: str, file: tuple[Predictor, Path]
 ) -> None:
     _rewrite(*file, changes)
@@ -182,13 +184,13 @@ def test_a_malformed_file_names_the_field(
         load_predictor(file[1])
 
 
-def test_a_file_of_something_else(tmp_path: Path) -> None:
+def test_other_files_are_errors(tmp_path: Path) -> None:
     (tmp_path / "p").write_bytes(b"no tensors")
     with pytest.raises(PredictorFileError, match="cannot be read"):
         load_predictor(tmp_path / "p")
 
 
-def test_the_tiny_model_s_predictor_is_small() -> None:
+def test_the_predictor_of_the_tiny_model_is_small() -> None:
     predictor = load_predictor(PREDICTOR_PATH)
     assert predictor.description.hidden_size == 96
     assert predictor.description.model == "tailrace-tiny"

@@ -23,7 +23,7 @@ from tailrace.v1 import admin_pb2, types_pb2
 from tests.scheduler.conftest import Control
 from tests.scheduler.facts import instance
 from tests.store.waiting import until
-from tests.streamed import next_of
+from tests.streamed import read_message
 
 
 @dataclass
@@ -122,7 +122,7 @@ async def test_undrain_works_for_a_missing_instance(control: Control) -> None:
     async def undrain(name: str) -> bool:
         """Do the same as `tailrace drain NAME --undrain`."""
         request = admin_pb2.DrainRequest(instance_id=name, undrain=True)
-        return bool((await next_of(admin.Drain(request, timeout=5), admin_pb2.DrainEvent)).done)
+        return bool((await read_message(admin.Drain(request, timeout=5), admin_pb2.DrainEvent)).done)
 
     async with asyncio.timeout(20):
         # The scheduler's watch can be behind this one.

@@ -21,7 +21,7 @@ from tailrace.v1.admin_pb2_grpc import AdminStub
 from tests.migration.scripted_worker import ABORTED, COMMITTED, commit
 from tests.scheduler.conftest import WAIT_S, Control, open_control
 from tests.scheduler.facts import PREFILL, REASONING, event, request, steady
-from tests.streamed import next_of
+from tests.streamed import read_message
 
 if TYPE_CHECKING:
     from tailrace.v1.admin_pb2_grpc import AdminAsyncStub
@@ -437,7 +437,7 @@ async def test_drain_and_undrain(control: Control) -> None:
     await report_running(control, admin, "one", "two")
     control.workers["b"].script = commit(1)
     draining = admin.Drain(admin_pb2.DrainRequest(instance_id="a"), timeout=WAIT_S)
-    first = await next_of(draining, admin_pb2.DrainEvent)
+    first = await read_message(draining, admin_pb2.DrainEvent)
     assert (first.remaining, first.done) == (2, False)
     imported = {
         (await asyncio.wait_for(control.workers["b"].imports.get(), WAIT_S)).request_id for _ in range(2)
@@ -455,7 +455,7 @@ async def test_drain_and_undrain(control: Control) -> None:
     try:
         last = first
         while not last.done:
-            last = await next_of(draining, admin_pb2.DrainEvent)
+            last = await read_message(draining, admin_pb2.DrainEvent)
     finally:
         worker.cancel()
         await asyncio.wait([worker])
@@ -463,7 +463,7 @@ async def test_drain_and_undrain(control: Control) -> None:
     listed = await admin.ListMigrations(migration_pb2.ListMigrationsRequest(), timeout=5)
     assert {m.reason for m in listed.migrations} == {"drain"}
     undraining = admin.Drain(admin_pb2.DrainRequest(instance_id="a", undrain=True), timeout=WAIT_S)
-    assert (await next_of(undraining, admin_pb2.DrainEvent)).done
+    assert (await read_message(undraining, admin_pb2.DrainEvent)).done
     await until(lambda: _both_active(admin))
 
 

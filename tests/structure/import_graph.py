@@ -1,4 +1,4 @@
-"""Which file of the repository's packages imports which, imports for types alone included."""
+"""The import graph of the repository's packages, including type-only imports."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def import_graph(root: Path, packages: Sequence[str]) -> dict[str, set[str]]:
-    """Each module under `root` in these packages, with the modules among them that it imports anywhere.
+    """Return, for each module of these packages under `root`, the modules among them that it imports.
 
-    Every import statement counts: those inside functions and under `if TYPE_CHECKING` too.
+    Every import statement counts, including those in functions and under `if TYPE_CHECKING`.
     """
     files = {
         _module(path.relative_to(root)): path
@@ -21,13 +21,13 @@ def import_graph(root: Path, packages: Sequence[str]) -> dict[str, set[str]]:
     return {module: set(_imported(path, module, files.keys())) - {module} for module, path in files.items()}
 
 
-def circle(graph: Mapping[str, Set[str]]) -> list[str]:
-    """One circle of imports, the first module again at its end; none: empty."""
+def find_cycle(graph: Mapping[str, Set[str]]) -> list[str]:
+    """Return an import cycle, with the first module repeated at its end, or an empty list."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         found: list[str] = error.args[1]
-        # It lists who is imported before who imports.
+        # The error lists imported modules before importing ones.
         return found[::-1]
     return []
 

@@ -1,4 +1,4 @@
-"""No file imports itself by way of others, not even for a type."""
+"""There are no import cycles, not even for types."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from tests.structure.import_graph import circle, import_graph
+from tests.structure.import_graph import find_cycle, import_graph
 
 ROOT = Path(__file__).parents[2]
 
 
 def packages() -> list[str]:
-    """The library, the services and the simulator, as the linter of imports knows them."""
+    """Return the packages of the library, services and simulator, from the import linter's settings."""
     config = tomllib.loads((ROOT / "pyproject.toml").read_text())
     found: list[str] = config["tool"]["importlinter"]["root_packages"]
     return found
 
 
-def test_no_import_circles() -> None:
+def test_no_import_cycles() -> None:
     graph = import_graph(ROOT, [*packages(), "benchmarks"])
 
-    # It reads what there is.
+    # The graph is not empty.
     assert "tailrace.store.store" in graph["tailrace.store.registration"]
-    assert circle(graph) == []
+    assert find_cycle(graph) == []
 
 
 @pytest.mark.parametrize(
@@ -39,14 +39,14 @@ def test_no_import_circles() -> None:
         "def late() -> None:\n    from pair.one import ONE",
     ],
 )
-def test_a_circle_is_found_however_it_is_closed(tmp_path: Path, back: str) -> None:
+def test_cycles_are_found_for_every_kind_of_import(tmp_path: Path, back: str) -> None:
     package = tmp_path / "pair"
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "one.py").write_text("from pair.two import TWO\n")
     (package / "two.py").write_text(f"{back}\n")
 
-    found = circle(import_graph(tmp_path, ["pair"]))
+    found = find_cycle(import_graph(tmp_path, ["pair"]))
 
     assert found[0] == found[-1]
     assert set(found) == {"pair.one", "pair.two"}

@@ -1,4 +1,4 @@
-"""Membership as metrics."""
+"""Metrics of the membership."""
 
 from dataclasses import dataclass, field
 
@@ -38,13 +38,13 @@ def _instance(name: str) -> InstanceRecord:
     )
 
 
-def test_counts_members_by_pool_kind_and_state() -> None:
+def test_members_are_counted_by_pool_kind_and_state() -> None:
     service = ServiceRecord(kind="monitor", service_id="m", incarnation="1", address="h:2")
     draining = RolloutRecord(model="m", before="t:a", new="t:b", state=RolloutState.DRAINING, begun_s=1.0)
     members = _Members(
         instances={name: _instance(name) for name in "abc"},
         services={("monitor", "m"): service},
-        # A pool or a drain of an instance that is gone does not count.
+        # Pools and drains of missing instances do not count.
         pools={"a": Pool.PREFILL, "b": Pool.DECODE, "gone": Pool.DECODE},
         draining=frozenset({"b", "gone"}),
         suspects=frozenset({"c"}),

@@ -1,4 +1,4 @@
-"""The metrics endpoint, over real HTTP."""
+"""The metrics endpoint over HTTP."""
 
 import asyncio
 import socket
@@ -17,7 +17,7 @@ def _get(url: str, method: str = "GET") -> tuple[int, str, str]:
         return reply.status, reply.headers["Content-Type"], reply.read().decode()
 
 
-async def test_serves_the_registry() -> None:
+async def test_the_endpoint_serves_the_registry() -> None:
     registry = new_registry("frontend", "f-1")
     Counter("tailrace_test_things", "Things.", registry=registry).inc(3)
     async with serve_metrics("127.0.0.1:0", registry) as server:
@@ -27,7 +27,7 @@ async def test_serves_the_registry() -> None:
     assert "tailrace_test_things_total 3.0" in body
     assert 'tailrace_build_info{id="f-1",service="frontend"' in body
     assert "process_cpu_seconds_total" in body
-    # At least the one that answers.
+    # At least the task that replies.
     assert float(body.split("\ntailrace_process_tasks ")[1].split()[0]) >= 1
 
 
@@ -39,7 +39,7 @@ async def test_head_has_no_body_and_post_is_refused() -> None:
             await asyncio.to_thread(_get, url, "POST")
 
 
-async def test_closed_server_frees_its_port() -> None:
+async def test_a_closed_server_frees_its_port() -> None:
     server = serve_metrics("127.0.0.1:0", CollectorRegistry())
     address = server.address
     await asyncio.to_thread(_get, f"http://{address}/metrics")
@@ -49,7 +49,7 @@ async def test_closed_server_frees_its_port() -> None:
     await again.close()
 
 
-async def test_nonsense_is_cut_off() -> None:
+async def test_malformed_requests_are_disconnected() -> None:
     async with serve_metrics("127.0.0.1:0", CollectorRegistry()) as server:
         host, port = server.address.split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -59,7 +59,7 @@ async def test_nonsense_is_cut_off() -> None:
         await asyncio.to_thread(_get, f"http://{server.address}/metrics")
 
 
-async def test_bad_addresses() -> None:
+async def test_invalid_addresses() -> None:
     with pytest.raises(ValueError, match="HOST:PORT"):
         serve_metrics("localhost", CollectorRegistry())
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError):

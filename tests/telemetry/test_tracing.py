@@ -1,4 +1,4 @@
-"""Spans leave the process over real OTLP gRPC, or do not exist."""
+"""Spans are exported over OTLP gRPC if an endpoint is configured."""
 
 import queue
 import random
@@ -30,7 +30,7 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 class _Collector:
-    """OTLP's service."""
+    """An OTLP trace service."""
 
     def __init__(self) -> None:
         self.received: queue.Queue[ExportTraceServiceRequest] = queue.Queue()
@@ -76,7 +76,7 @@ async def test_spans_arrive_with_their_times_and_parents(collector: _Collector) 
     assert request.attributes[0].key == "tailrace.request_id"
 
 
-async def test_without_an_endpoint_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_an_endpoint_tracing_is_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
     tracing = configure("worker", "w-1")
     span = start_span(tracing.tracer("engine"), "request", PARENT)
@@ -96,14 +96,14 @@ def test_without_an_endpoint_the_sdk_is_not_imported() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-async def test_nobody_listening_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unreachable_collector_does_not_delay_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
     tracing = configure("worker", "w-1")
     start_span(tracing.tracer("engine"), "request", "").end()
     await tracing.shutdown()
 
 
-async def test_unsampled_parent_is_not_recorded(collector: _Collector) -> None:
+async def test_children_of_an_unsampled_parent_are_not_recorded(collector: _Collector) -> None:
     async with configure("worker", "w-1") as tracing:
         span = start_span(tracing.tracer("engine"), "request", PARENT[:-2] + "00")
         assert traceparent_of(span) == ""
@@ -112,11 +112,11 @@ async def test_unsampled_parent_is_not_recorded(collector: _Collector) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", "00-0-0-0"])
-def test_nonsense_starts_a_new_trace(text: str) -> None:
+def test_a_malformed_traceparent_starts_a_new_trace(text: str) -> None:
     assert not get_current_span(context_from_traceparent(text)).get_span_context().is_valid
 
 
-async def test_processes_that_seed_python_alike_give_different_span_ids(collector: _Collector) -> None:
+async def test_span_ids_differ_between_equally_seeded_processes(collector: _Collector) -> None:
     """vLLM seeds Python's generator with the same number in every worker."""
     tracing = configure("worker", "w-1")
     parents = []

@@ -1,4 +1,4 @@
-"""The tree of a trace, from hand-made spans."""
+"""The rendered tree of a trace."""
 
 import pytest
 from google.protobuf.message import DecodeError
@@ -66,13 +66,13 @@ def _name(line: str) -> str:
     return line.lstrip("│├└─ ·").split()[0]
 
 
-def _life() -> bytes:
+def _example_trace() -> bytes:
     broken = _span("round", 8, 7, 330, 331, migration__round=2)
     broken.status.CopyFrom(Status(code=Status.STATUS_CODE_ERROR, message="checksum"))
     answering = _span("answering", 5, 1, 400, 900, phase="answering")
     answering.events.add(name="preempted", time_unix_nano=ZERO + 500 * MS)
     return _traces(
-        # Out of order on purpose, as exporters send.
+        # Out of order, as exporters send them.
         worker_b=[
             answering,
             broken,
@@ -87,8 +87,8 @@ def _life() -> bytes:
     )
 
 
-def test_a_request_s_life_in_clock_order() -> None:
-    lines = _text(_life())
+def test_spans_are_in_chronological_order() -> None:
+    lines = _text(_example_trace())
     assert "8 spans, 5 processes, 1,000.0 ms, 1 error" in lines[0]
     assert [_name(line) for line in lines[2:]] == [
         "request",
@@ -103,12 +103,12 @@ def test_a_request_s_life_in_clock_order() -> None:
     ]
 
 
-def test_lines_end_with_what_they_say() -> None:
-    assert [line for line in _text(_life()) if line != line.rstrip()] == []
+def test_lines_have_no_trailing_spaces() -> None:
+    assert [line for line in _text(_example_trace()) if line != line.rstrip()] == []
 
 
-def test_a_line_says_where_when_how_long_and_why() -> None:
-    lines = {_name(line): line for line in _text(_life())}
+def test_a_line_has_process_start_duration_and_attributes() -> None:
+    lines = {_name(line): line for line in _text(_example_trace())}
     assert lines["request"].split() == [
         "request",
         "frontend@f",
@@ -125,18 +125,18 @@ def test_a_line_says_where_when_how_long_and_why() -> None:
         "instance=b",
         "pause_ms=9.123",
     ]
-    # The instance is in the column before.
+    # The instance is in the process column.
     assert "instance=" not in lines["prefill"]
     assert lines["preempted"].split()[-1] == "+500.0"
 
 
 def test_bytes_and_errors() -> None:
-    rounds = [line for line in _text(_life()) if _name(line) == "round"]
+    rounds = [line for line in _text(_example_trace()) if _name(line) == "round"]
     assert any("round=1 bytes=3 MiB" in line for line in rounds)
     assert any("ERROR checksum round=2" in line for line in rounds)
 
 
-def test_spans_whose_parent_is_missing() -> None:
+def test_spans_with_a_missing_parent() -> None:
     data = _traces(worker_a=[_span("prefill", 3, 1, 2, 50), _span("step", 4, 3, 3, 4)])
     lines = _text(data)
     assert lines[2] == "(parent not received)"
@@ -144,20 +144,20 @@ def test_spans_whose_parent_is_missing() -> None:
     assert lines[4].startswith("   └─ step")
 
 
-def test_the_client_s_own_parent_is_not_missing() -> None:
+def test_a_parent_of_the_client_does_not_count_as_missing() -> None:
     lines = _text(_traces(frontend_f=[_span("request", 1, 99, 0, 10)]))
     assert lines[2].startswith("request")
     assert lines[2].endswith("(continues the client's trace)")
 
 
-def test_spans_that_came_twice_or_name_themselves() -> None:
+def test_duplicate_spans_and_cycles() -> None:
     twice = _traces(worker_a=[_span("a", 1, 0, 0, 1), _span("a", 1, 0, 0, 1)])
     assert len(_text(twice)) == 3
     loop = _traces(worker_a=[_span("x", 1, 2, 0, 1), _span("y", 2, 1, 0, 1), _span("z", 3, 3, 0, 1)])
     assert [_name(line) for line in _text(loop)[3:]] == ["x", "y", "z"]
 
 
-def test_nothing_and_nonsense() -> None:
+def test_empty_and_malformed_data() -> None:
     assert _text(b"") == ["no spans"]
     with pytest.raises(DecodeError):
         render_tree(b"\xff\xff")
