@@ -52,6 +52,9 @@ class Refusal:
 NO_INSTANCE: Final = Refusal(503, "No instance can take this request now.")
 """Nothing in the fleet can take the request at present."""
 
+STOPPING: Final = Refusal(503, "The front end stops before the answer is complete; try again.")
+"""The time in which the front end lets streams finish is over."""
+
 CANNOT_GO_ON: Final = Refusal(
     503, "The answer cannot continue: no instance of the model that began it can take it."
 )

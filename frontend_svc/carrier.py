@@ -19,6 +19,7 @@ from frontend_svc.admission import (
     CANNOT_GO_ON,
     NO_INSTANCE,
     OVERLOADED,
+    STOPPING,
     TENANT_FULL,
     TOO_MANY_REQUESTS,
     Refusal,
@@ -499,6 +500,21 @@ class Carrier:
         self._forbid_resume(stream)
         self._end_with_error(stream, Refusal(500, f"The request failed: {reason}."))
         self._observer.gave_up(stream, reason)
+
+    def end_streams(self) -> None:
+        """End all streams with an error: this front end is about to exit.
+
+        Kept answers are left: their clients get the rest from another front end, and an error would be the
+        end.
+        """
+        if self._answers is not None:
+            return
+        for stream in self._table:
+            self._dispatch.cancel(stream)
+            if stream.owner is not None:
+                self._workers.send(stream.owner, abort_message([stream.handle]))
+            self._end_with_error(stream, STOPPING)
+            self._observer.gave_up(stream, "the front end stops")
 
     def _forbid_resume(self, stream: Stream) -> None:
         """Make sure that no client can resume this stream's answer."""

@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 _POLL_S: Final = 0.05
 # Time beyond the drain timeout for closing the listener and for work that the timeout does not bound.
 _MARGIN_S: Final = 5.0
+# Time for the API server to send the last events of the streams that did not finish.
+_FAREWELL_S: Final = 2.0
 
 
 class ApiServerExited(Exception):
@@ -130,20 +132,34 @@ class _Drain:
         await self._set_serving(True)
 
     async def run(self) -> None:
-        """Stop accepting requests and wait for the streams to finish."""
+        """Stop accepting requests and wait for the streams to finish; end those that do not in time, or
+        before this is cancelled."""
         await self._set_serving(False)
         if not self._serving:
             return
         log.info("waiting for %d streams to finish", len(self._engine.table))
-        if self._api_server is None:
-            finished = await self._engine.wait_idle(self._timeout_s)
-        else:
-            await stop_accepting(self._http)
-            # The socket listens as long as any process has it open.
-            self._http.close()
-            finished = await self._api_server.finish(self._timeout_s)
+        try:
+            finished = await self._finish()
+        except asyncio.CancelledError:
+            await self._end_streams()
+            raise
         if not finished:
             log.warning("%d streams did not finish within %g s", len(self._engine.table), self._timeout_s)
+            await self._end_streams()
+
+    async def _finish(self) -> bool:
+        if self._api_server is None:
+            return await self._engine.wait_idle(self._timeout_s)
+        await stop_accepting(self._http)
+        # The socket listens as long as any process has it open.
+        self._http.close()
+        return await self._api_server.finish(self._timeout_s)
+
+    async def _end_streams(self) -> None:
+        """End the streams that are left with an error, and wait until their clients have it."""
+        self._engine.carrier.end_streams()
+        if self._api_server is not None:
+            await self._api_server.finish(_FAREWELL_S)
 
 
 def _launch(settings: Settings, http: socket.socket, sockets: EngineSockets, admission: Path) -> Launch:

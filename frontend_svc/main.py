@@ -115,7 +115,7 @@ _ANSWERS_FORMAT: Final = "1"
     default=DRAIN_TIMEOUT_S,
     show_default=True,
     metavar="SECONDS",
-    help="On SIGTERM, how long running streams may take to finish before they are cut.",
+    help="On SIGTERM, how long running streams may take to finish before they end with an error.",
 )
 @click.option(
     "--max-streams",

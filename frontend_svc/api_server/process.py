@@ -46,10 +46,12 @@ class ApiServer:
 
     async def finish(self, timeout_s: float) -> bool:
         """Stop accepting, finish the responses and exit; return False if that takes longer than
-        `timeout_s`."""
-        self.finishing = True
+        `timeout_s`. Can be called again to wait longer."""
         with suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGTERM)
+            # Some API servers take a second signal as an order to drop what they have.
+            if not self.finishing:
+                self.finishing = True
+                self._process.send_signal(signal.SIGTERM)
             try:
                 async with asyncio.timeout(timeout_s):
                     await self._process.wait()

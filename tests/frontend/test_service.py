@@ -16,6 +16,7 @@ import msgspec
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from frontend_svc.admission import STOPPING, Refusal
 from frontend_svc.api_server.sockets import EngineSockets, PortTaken, bind_http, is_listening
 from tailrace.records import ServiceRecord
 from tailrace.service.etcd import LocalEtcd, local_etcd
@@ -78,6 +79,31 @@ async def test_carries_a_stream_registers_and_withdraws(tmp_path: Path) -> None:
             process.send_signal(signal.SIGTERM)
             assert await asyncio.wait_for(process.wait(), 10) == 0
             assert await store.get("services/frontend/f0") is None
+        await store.close()
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["the drain is over", "a second signal"])
+async def test_unfinished_streams_end_with_an_error(tmp_path: Path, again: bool) -> None:
+    worker = ScriptedWorker("w0")
+    async with local_etcd(tmp_path / "etcd") as etcd, FakeApiServer(tmp_path) as front, serving(worker):
+        store = await Store.connect([etcd.endpoint], "default")
+        await register(store, "instances/w0", msgspec.json.encode(record("w0", worker.address)))
+        arguments = ("--front", "none", "--ipc", str(tmp_path), "--http", "127.0.0.1:0", "--id", "f0")
+        async with front_end(etcd, *arguments, "--drain-timeout", "60" if again else "0.1") as process:
+            await wait_registered(store, "f0")
+            await front.ready()
+            await front.add("r")
+            submitted = await worker.submitted()
+            worker.say(outputs(submitted, [1, 2], 0))
+            process.send_signal(signal.SIGTERM)
+            if again:
+                assert process.stderr is not None
+                while b"waiting for 1 streams" not in await process.stderr.readline():
+                    pass
+                process.send_signal(signal.SIGTERM)
+            end = await front.end_of("r")
+            assert Refusal.decode(end.stop_reason) == STOPPING
+            assert await asyncio.wait_for(process.wait(), 10) == 0
         await store.close()
 
 
