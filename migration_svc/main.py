@@ -17,6 +17,7 @@ from migration_svc.migration import CopyRules
 from migration_svc.runs import History, Runs
 from migration_svc.servicer import MigrationServicer
 from migration_svc.traces import MigrationTraces
+from tailrace.service.option_files import file_of
 from tailrace.service.options import CommonOptions, common_options
 from tailrace.service.runtime import Shutdown, open_service, run_service
 from tailrace.service.server import Servicer, serve_grpc
@@ -103,10 +104,11 @@ async def serve(
     rules: CopyRules,
     shutdown: Shutdown,
 ) -> None:
-    """Run the migration service until cancelled. Raise StoreUnavailable, ListenError, JournalDamaged or
-    OSError."""
+    """Run the migration service until cancelled. Raise StoreUnavailable, ListenError or OSError."""
     async with open_service(KIND, common) as service:
-        journal, history = Journal(journal_path), History()
+        with file_of("--journal"):
+            journal = Journal(journal_path)
+        history = History()
         metrics = MigrationMetrics(service.registry, lambda: len(runs), lambda: admission.waiting)
         traces = MigrationTraces(service.tracing)
         runs = Runs(service.channels, admission, journal, history, metrics, traces, rules)

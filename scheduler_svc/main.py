@@ -36,6 +36,7 @@ from tailrace.policy.parameters import ParameterError, read_assignments
 from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, all_parameters, load
 from tailrace.records import PolicyRecord
 from tailrace.security.audit import AuditFile, Auditing
+from tailrace.service.option_files import file_of
 from tailrace.service.options import CommonOptions, common_options
 from tailrace.service.runtime import ServiceContext, Shutdown, open_service, run_service
 from tailrace.service.server import Servicer, serve_grpc
@@ -126,7 +127,8 @@ async def serve(
 @asynccontextmanager
 async def auditing(name: str, path: Path | None) -> AsyncIterator[Auditing]:
     """Open the audit log. Raise OSError if the file cannot be appended to."""
-    file = AuditFile(path)
+    with file_of("--audit-log"):
+        file = AuditFile(path)
     export = audit_export(KIND, name)
     try:
         yield Auditing(file) if export is None else Auditing(file, export)

@@ -69,7 +69,10 @@ def start_ucx(options: Mapping[str, str]) -> None:
         try:
             ucxx.init(options=dict(options), progress_mode="thread", enable_python_future=True)
         except ucxx.exceptions.UCXError as error:
-            raise BindingError(f"UCX did not start with {dict(options)}: {format_error(error)}") from error
+            taken = "; are the ports of --kv-ports taken?" if "TCP_PORT_RANGE" in options else ""
+            raise BindingError(
+                f"UCX did not start with {dict(options)}: {format_error(error)}{taken}"
+            ) from error
         # Restart the progress thread with our polling interval while there are no endpoints yet.
         worker = ucxx.core._get_ctx().worker
         worker.stop_progress_thread()

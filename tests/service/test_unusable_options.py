@@ -1,4 +1,4 @@
-"""Services whose port another process has: one line that names the option and the address."""
+"""Services that cannot start: one line that names the option and the address or file."""
 
 from __future__ import annotations
 
@@ -48,4 +48,23 @@ async def test_the_option_and_the_address_are_named(tmp_path: Path) -> None:
     for (_, option), (status, log) in zip(COMMANDS, ended, strict=True):
         assert status == 1, log
         assert log.splitlines()[-1].endswith(f"{option}: cannot listen on {address}: the port is taken"), log
+        assert "Traceback" not in log
+
+
+async def test_the_option_and_the_file_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    commands = [
+        ("migration", "--journal", f"{file}/journal", f"{file}: File exists"),
+        ("scheduler", "--audit-log", f"{file}/audit", f"{file}/audit: Not a directory"),
+    ]
+    async with local_etcd(tmp_path / "etcd") as etcd:
+        runs = [
+            _log_of(service, f"--etcd={etcd.endpoint}", option, value)
+            for service, option, value, _ in commands
+        ]
+        ended = await asyncio.gather(*runs)
+    for (_, option, _, problem), (status, log) in zip(commands, ended, strict=True):
+        assert status == 1, log
+        assert log.splitlines()[-1].endswith(f"{option}: {problem}"), log
         assert "Traceback" not in log
