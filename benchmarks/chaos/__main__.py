@@ -28,6 +28,7 @@ from rich.console import Console
 from benchmarks.chaos.answers import draw_questions
 from benchmarks.chaos.campaign import Campaign
 from benchmarks.chaos.cluster import Cluster, Shape, open_cluster
+from benchmarks.chaos.core_dumps import allow_core_dumps
 from benchmarks.chaos.faults import Faults
 from benchmarks.chaos.invariants import CORRUPT, InvariantChecker
 from benchmarks.chaos.load import Load
@@ -170,6 +171,7 @@ def main() -> int:
             return UNSUPPORTED
         os.execvp(command[0], command)
     prepare()
+    allow_core_dumps()
     logging.getLogger("grpc").setLevel(logging.CRITICAL)
     console = Console(stderr=options.output == "json", width=150)
     console.print(f"on {machine()}")

@@ -18,6 +18,7 @@ from typing import Final
 
 import grpc
 
+from benchmarks.chaos.core_dumps import native_stack, take_core
 from benchmarks.chaos.links import Link
 from benchmarks.chaos.schedule import Tier, Version
 from benchmarks.chaos.timeline import Timeline
@@ -57,6 +58,8 @@ _RESTART_DELAY_S: Final = 0.5
 # vLLM's Python API server takes half a minute, more on a busy machine.
 _START_S: Final = 240.0
 _STOP_S: Final = 60.0
+# Signals by which a process ends if a native library in it fails.
+_CRASHES: Final = tuple(f"({name})" for name in ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,12 +287,23 @@ class Cluster:
         poisoned = member.tier is Tier.WORKER and self._death_expected() and "does not bear" in reason
         if poisoned:
             self._deaths_left -= 1
-        if not (member.exit_expected or poisoned):
+        # A process may crash while it stops as well.
+        crashed = any(cause in reason for cause in _CRASHES)
+        if crashed or not (member.exit_expected or poisoned):
             self.timeline.violation(f"{member.name} exited unexpectedly: {reason}")
         member.signal(signal.SIGKILL)
         member.process = None
         await asyncio.sleep(_RESTART_DELAY_S)
+        ended = member.starts
         self._launch(member)
+        if crashed:
+            await self._report_crash(f"{member.name}.{ended}")
+
+    async def _report_crash(self, name: str) -> None:
+        """Record the native stack of a process that crashed, if it left a core dump."""
+        core = await asyncio.to_thread(take_core, Path.cwd(), self._logs / f"{name}.core")
+        if core is not None:
+            self.timeline.note(f"native stack of {name}:\n{await asyncio.to_thread(native_stack, core)}")
 
     # ---- faults
 
