@@ -29,7 +29,7 @@ def cluster(tmp_path: Path) -> Iterator[RunFolder]:
 
 
 @pytest.mark.parametrize("kill", [False, True], ids=["stopped", "killed"])
-def test_clients_do_not_notice(cluster: RunFolder, kill: bool) -> None:
+def test_clients_do_not_notice_restarts_and_kills(cluster: RunFolder, kill: bool) -> None:
     with cluster.locked():
         state = cluster.read()
         assert state is not None

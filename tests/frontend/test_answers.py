@@ -571,7 +571,9 @@ def test_size_includes_everything_of_variable_length() -> None:
 
 
 @given(st.text(max_size=20), st.lists(st.integers(0, 200_000)), st.lists(st.binary(max_size=20), max_size=4))
-def test_an_entry_counts_at_least_its_contents(part: str, token_ids: list[int], frames: list[bytes]) -> None:
+def test_size_of_an_entry_is_at_least_that_of_its_contents(
+    part: str, token_ids: list[int], frames: list[bytes]
+) -> None:
     """Each token ID counts as four bytes."""
     more = Entry(part, token_ids, 0, tuple(frames)).size - Entry("", (), 0, ()).size
     assert more >= len(part) + 4 * len(token_ids) + sum(map(len, frames))

@@ -152,14 +152,14 @@ def test_second_authority_does_not_overwrite_the_first(authority: Authority) -> 
         Authority.load(authority.folder / "issued")
 
 
-def test_a_certificate_that_ends_soon_is_logged_daily_and_when_it_has_ended(
+def test_expiry_of_a_certificate_is_logged_daily_before_and_after_it(
     authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
     issued = authority.issue(WORKER, days=90)
     end_s, day_s = issued.not_after.timestamp(), 86_400.0
     now_s = [end_s - 30 * day_s]
     with caplog.at_level(logging.WARNING):
-        # Both clocks are the same one here.
+        # The same clock serves for file checks and for expiry.
         folder = CredentialFolder(issued.folder, frozenset({Role.WORKER}), lambda: now_s[0], lambda: now_s[0])
         for left_days, logged in [
             (8.0, ""),
@@ -188,14 +188,14 @@ def test_a_certificate_that_ends_soon_is_logged_daily_and_when_it_has_ended(
         assert not caplog.records
 
 
-def test_a_certificate_for_a_day_is_no_reason_to_warn(
+def test_certificate_for_one_day_causes_no_warning(
     authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
     CredentialFolder(authority.issue(WORKER, days=1).folder, frozenset({Role.WORKER}))
     assert not caplog.records
 
 
-def test_the_list_shows_the_days_left(authority: Authority) -> None:
+def test_list_shows_the_remaining_days(authority: Authority) -> None:
     authority.issue(WORKER, days=90)
     authority.issue(Identity(Role.WORKER, "worker-1"), days=EXPIRED_DAYS)
     table = CliRunner().invoke(main, ["certs", "list", "--dir", str(authority.folder)]).stdout.splitlines()
