@@ -36,7 +36,7 @@ class EchoWorker(ScriptedWorker):
         self.submits.append(submit)
         assert request.sampling_params is not None
         if request.sampling_params.min_tokens > 0:
-            self.say(outputs(submit, [THINK, *THOUGHT[:5].encode()], 0, PREFILL_DONE))
+            self.send(outputs(submit, [THINK, *THOUGHT[:5].encode()], 0, PREFILL_DONE))
             return
         tokens = script(request)[: request.sampling_params.max_tokens]
         for index in range(len(submit.output_token_ids), len(tokens)):
@@ -57,5 +57,5 @@ class EchoWorker(ScriptedWorker):
                 token_ids=[tokens[index]],
                 flags=[flags],
             )
-            self.say(worker_pb2.AttachDown(outputs=step))
+            self.send(worker_pb2.AttachDown(outputs=step))
             await asyncio.sleep(0)

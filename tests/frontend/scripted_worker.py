@@ -70,7 +70,7 @@ def outputs(
     )
 
 
-def taken(submit: worker_pb2.Submit) -> worker_pb2.AttachDown:
+def taken_message(submit: worker_pb2.Submit) -> worker_pb2.AttachDown:
     """Return the message that the engine has accepted the request."""
     return worker_pb2.AttachDown(taken=worker_pb2.Taken(handle=submit.handle, epoch=submit.epoch))
 
@@ -95,7 +95,7 @@ class ScriptedWorker:
         # Whether to stop sending heartbeats.
         self.silent = False
         # Whether to confirm that the engine has accepted a submission.
-        self.takes = True
+        self.confirms = True
         # The message limit announced in the hello, in bytes; 0: none.
         self.max_message_bytes = 0
         # Key of the model announced in the hello.
@@ -146,7 +146,7 @@ class ScriptedWorker:
         for stream in self._streams:
             stream.close()
 
-    def say(self, message: worker_pb2.AttachDown) -> None:
+    def send(self, message: worker_pb2.AttachDown) -> None:
         """Send a message on the latest connection."""
         assert self._down is not None
         self._down.put_nowait(message)
@@ -181,8 +181,8 @@ class ScriptedWorker:
                 case _:
                     self.received.put_nowait(message)
                     if message.HasField("submit"):
-                        if self.takes:
-                            down.put_nowait(taken(message.submit))
+                        if self.confirms:
+                            down.put_nowait(taken_message(message.submit))
                         await self.on_submit(message.submit)
 
 

@@ -35,15 +35,15 @@ async def two_workers(rig: Rig) -> tuple[ScriptedWorker, ScriptedWorker, worker_
 
 async def test_commit_changes_owner_and_epoch_atomically(rig: Rig) -> None:
     source, target, submit = await two_workers(rig)
-    source.say(outputs(submit, [1, 2], 0))
+    source.send(outputs(submit, [1, 2], 0))
     await rig.front.tokens_of("r", 2)
-    target.say(adopt(submit, 2))
+    target.send(adopt(submit, 2))
     reply = (await target.expect("adopt_reply")).adopt_reply
     assert (reply.accepted, reply.migration_id) == (True, "m")
     release = (await source.expect("release")).release
     assert (release.handle, release.epoch) == (submit.handle, 0)
-    source.say(outputs(submit, [9], 2))
-    target.say(outputs(submit, [3], 2, FINISHED, epoch=1))
+    source.send(outputs(submit, [9], 2))
+    target.send(outputs(submit, [3], 2, FINISHED, epoch=1))
     await rig.front.end_of("r")
     assert rig.front.tokens["r"] == [1, 2, 3]
     assert rig.count("adoptions_total") == 1
@@ -51,70 +51,70 @@ async def test_commit_changes_owner_and_epoch_atomically(rig: Rig) -> None:
 
 async def test_commit_waits_for_tokens_in_flight(rig: Rig) -> None:
     source, target, submit = await two_workers(rig)
-    target.say(adopt(submit, 1))
+    target.send(adopt(submit, 1))
     # The target's messages are read in order: this reply proves that Adopt has been read.
     query = worker_pb2.OwnershipQuery(handle=submit.handle, epoch=5)
-    target.say(worker_pb2.AttachDown(ownership_query=query))
+    target.send(worker_pb2.AttachDown(ownership_query=query))
     assert not (await target.expect("ownership")).ownership.current
-    source.say(outputs(submit, [1], 0))
+    source.send(outputs(submit, [1], 0))
     assert (await target.expect("adopt_reply")).adopt_reply.accepted
-    target.say(outputs(submit, [2], 1, FINISHED, epoch=1))
+    target.send(outputs(submit, [2], 1, FINISHED, epoch=1))
     await rig.front.end_of("r")
     assert rig.front.tokens["r"] == [1, 2]
 
 
 async def test_adoption_is_refused_if_tokens_never_arrive(rig: Rig) -> None:
     source, target, submit = await two_workers(rig)
-    target.say(adopt(submit, 1))
+    target.send(adopt(submit, 1))
     reply = (await target.expect("adopt_reply")).adopt_reply
     assert not reply.accepted and "did not arrive" in reply.reason
-    source.say(outputs(submit, [1], 0, FINISHED))
+    source.send(outputs(submit, [1], 0, FINISHED))
     await rig.front.end_of("r")
     assert rig.front.tokens["r"] == [1]
 
 
 async def test_adoption_refusals_state_the_reason(rig: Rig) -> None:
     source, target, submit = await two_workers(rig)
-    source.say(outputs(submit, [1, 2], 0))
+    source.send(outputs(submit, [1, 2], 0))
     await rig.front.tokens_of("r", 2)
     for sender, message, reason in (
         (target, adopt(submit, 1), "continued"),
         (target, adopt(submit, 2, from_epoch=3), "is over"),
         (source, adopt(submit, 2), "already there"),
     ):
-        sender.say(message)
+        sender.send(message)
         reply = (await sender.expect("adopt_reply")).adopt_reply
         assert not reply.accepted and reason in reply.reason
     await rig.front.abort("r")
     await source.expect("abort")
-    target.say(adopt(submit, 2))
+    target.send(adopt(submit, 2))
     assert "ended" in (await target.expect("adopt_reply")).adopt_reply.reason
 
 
 async def test_source_that_queries_ownership_keeps_the_stream_and_the_target_is_refused(rig: Rig) -> None:
     source, target, submit = await two_workers(rig)
-    target.say(adopt(submit, 1))
+    target.send(adopt(submit, 1))
     query = worker_pb2.OwnershipQuery(handle=submit.handle, epoch=0)
-    target.say(worker_pb2.AttachDown(ownership_query=query))
+    target.send(worker_pb2.AttachDown(ownership_query=query))
     assert not (await target.expect("ownership")).ownership.current
-    source.say(worker_pb2.AttachDown(ownership_query=query))
+    source.send(worker_pb2.AttachDown(ownership_query=query))
     assert (await source.expect("ownership")).ownership.current
     assert not (await target.expect("adopt_reply")).adopt_reply.accepted
-    source.say(outputs(submit, [1], 0, FINISHED))
+    source.send(outputs(submit, [1], 0, FINISHED))
     await rig.front.end_of("r")
     assert rig.front.tokens["r"] == [1]
 
 
 async def test_stream_is_recovered_when_the_target_dies_after_commit(rig: Rig) -> None:
     source, target, submit = await two_workers(rig)
-    source.say(outputs(submit, [1], 0))
+    source.send(outputs(submit, [1], 0))
     await rig.front.tokens_of("r", 1)
-    target.say(adopt(submit, 1))
+    target.send(adopt(submit, 1))
     await source.expect("release")
     await rig.crash(target)
     again = await source.submitted()
     assert (again.epoch, list(again.output_token_ids)) == (2, [1])
-    source.say(outputs(again, [2], 1, FINISHED))
+    source.send(outputs(again, [2], 1, FINISHED))
     await rig.front.end_of("r")
     assert rig.front.tokens["r"] == [1, 2]
 

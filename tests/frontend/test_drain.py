@@ -28,13 +28,13 @@ class HeldWorker(EchoWorker):
 
     async def on_submit(self, submit: worker_pb2.Submit) -> None:
         self.submits.append(submit)
-        self.say(outputs(submit, [THINK, *THOUGHT.encode()], 0, PREFILL_DONE))
+        self.send(outputs(submit, [THINK, *THOUGHT.encode()], 0, PREFILL_DONE))
 
     async def finish(self) -> None:
         """Complete every answer."""
         for submit in self.submits:
             rest = [END_THINK, *ANSWER.encode(), IM_END]
-            self.say(outputs(submit, rest, len(THOUGHT) + 1, REASONING_ENDED | FINISHED))
+            self.send(outputs(submit, rest, len(THOUGHT) + 1, REASONING_ENDED | FINISHED))
 
 
 @pytest.fixture(

@@ -51,7 +51,7 @@ def waiting_requests(rig: Rig, tenant: str) -> float:
 
 
 def first_token(worker: ScriptedWorker, submit: worker_pb2.Submit) -> None:
-    worker.say(outputs(submit, [7], 0, PREFILL_DONE))
+    worker.send(outputs(submit, [7], 0, PREFILL_DONE))
 
 
 async def refusal_of(rig: Rig, request_id: str) -> Refusal | None:
@@ -71,7 +71,7 @@ async def test_other_tenant_is_next_after_a_burst(rig: Rig) -> None:
     # A request leaves the backlog with its first token or its end.
     first_token(worker, running[0])
     assert (await worker.submitted()).request_id == "b0"
-    worker.say(outputs(running[1], [7], 0, FINISHED))
+    worker.send(outputs(running[1], [7], 0, FINISHED))
     assert (await worker.submitted()).request_id == "a2"
     assert waiting_requests(rig, "a") == 3 and waiting_requests(rig, "b") == 0
     assert rig.count("fair_wait_seconds_count") == 4

@@ -41,7 +41,7 @@ def test_refusal_is_encoded_as_a_stop_reason() -> None:
 
 async def finish(rig: Rig, worker: ScriptedWorker, submit: worker_pb2.Submit) -> None:
     """Complete the request and check its finish reason."""
-    worker.say(outputs(submit, [7], len(submit.output_token_ids), FINISHED))
+    worker.send(outputs(submit, [7], len(submit.output_token_ids), FINISHED))
     assert (await rig.front.end_of(submit.request_id)).finish_reason == FinishReason.STOP
 
 
@@ -80,8 +80,8 @@ async def test_too_large_reply_ends_only_its_request(rig: Rig) -> None:
     neighbour = await other.submitted()
     # A rejection of a past epoch is ignored.
     stale = worker_pb2.Submit(handle=large.handle, epoch=large.epoch + 1)
-    worker.say(rejected(stale, worker_pb2.REJECT_CODE_REPLY_TOO_LARGE))
-    worker.say(rejected(large, worker_pb2.REJECT_CODE_REPLY_TOO_LARGE, "30 MB of log-probabilities"))
+    worker.send(rejected(stale, worker_pb2.REJECT_CODE_REPLY_TOO_LARGE))
+    worker.send(rejected(large, worker_pb2.REJECT_CODE_REPLY_TOO_LARGE, "30 MB of log-probabilities"))
     refusal = await refusal_of(rig, "large")
     assert refusal == Refusal(400, "The request failed: 30 MB of log-probabilities.")
     await finish(rig, other, neighbour)
@@ -94,7 +94,7 @@ async def test_busy_worker_is_skipped(rig: Rig) -> None:
     full, other = await rig.worker("a"), await rig.worker("b")
     await rig.front.ready()
     await rig.front.add("r")
-    full.say(rejected(await full.submitted(), worker_pb2.REJECT_CODE_BUSY))
+    full.send(rejected(await full.submitted(), worker_pb2.REJECT_CODE_BUSY))
     submit = await other.submitted()
     assert (submit.request_id, submit.epoch) == ("r", 1)
     # For a moment it gets no other requests either, although it has the fewest.
@@ -107,12 +107,12 @@ async def test_request_is_refused_at_its_deadline_when_all_workers_are_busy(rig:
     workers = [await rig.worker("a"), await rig.worker("b")]
     for worker in workers:
         # A worker rejects only requests that its engine has not accepted.
-        worker.takes = False
+        worker.confirms = False
     await rig.front.ready()
 
     async def reject_all(worker: ScriptedWorker) -> None:
         while True:
-            worker.say(rejected(await worker.submitted(), worker_pb2.REJECT_CODE_BUSY))
+            worker.send(rejected(await worker.submitted(), worker_pb2.REJECT_CODE_BUSY))
 
     tasks = [asyncio.create_task(reject_all(worker)) for worker in workers]
     await rig.front.add("r")

@@ -88,7 +88,7 @@ def corrupt_body(stream: Up) -> None:
     raw(stream, (3).to_bytes(4, "little") + b"\xff\xff\xff")
 
 
-def half_a_message(stream: Up) -> None:
+def truncated_message(stream: Up) -> None:
     raw(stream, (100).to_bytes(4, "little") + b"x")
     stream.close()
 
@@ -98,7 +98,7 @@ def raw(stream: Up, data: bytes) -> None:
     stream._writer.write(data)
 
 
-@pytest.mark.parametrize("break_link", [end_at_once, corrupt_length, corrupt_body, half_a_message])
+@pytest.mark.parametrize("break_link", [end_at_once, corrupt_length, corrupt_body, truncated_message])
 async def test_broken_link_to_a_live_worker_is_reopened_within_a_second(
     break_link: Callable[[Up], None],
 ) -> None:

@@ -99,30 +99,30 @@ async def test_stream_missing_at_its_owner_is_recovered_elsewhere(rig: Rig) -> N
     await rig.front.ready()
     await rig.front.add("r")
     submit = await worker.submitted()
-    worker.say(outputs(submit, [10], 0, PREFILL_DONE))
+    worker.send(outputs(submit, [10], 0, PREFILL_DONE))
     await rig.front.tokens_of("r", 1)
     query = (await worker.expect("held_query")).held_query
     assert (list(query.handles), list(query.epochs)) == ([submit.handle], [0])
     # The owner has it: nothing changes, and it is queried again.
-    worker.say(worker_pb2.AttachDown(held_reply=worker_pb2.HeldReply()))
+    worker.send(worker_pb2.AttachDown(held_reply=worker_pb2.HeldReply()))
     await worker.expect("held_query")
     # Replies about another epoch or about another instance's stream are ignored.
     missing = worker_pb2.HeldReply(missing_handles=[submit.handle], missing_epochs=[5])
-    worker.say(worker_pb2.AttachDown(held_reply=missing))
-    other.say(
+    worker.send(worker_pb2.AttachDown(held_reply=missing))
+    other.send(
         worker_pb2.AttachDown(
             held_reply=worker_pb2.HeldReply(missing_handles=[submit.handle], missing_epochs=[0])
         )
     )
     await worker.expect("held_query")
-    worker.say(
+    worker.send(
         worker_pb2.AttachDown(
             held_reply=worker_pb2.HeldReply(missing_handles=[submit.handle], missing_epochs=[0])
         )
     )
     again = await other.submitted()
     assert (again.request_id, again.epoch, list(again.output_token_ids)) == ("r", 1, [10])
-    other.say(outputs(again, [11], 1, FINISHED))
+    other.send(outputs(again, [11], 1, FINISHED))
     await rig.front.end_of("r")
     assert rig.front.tokens["r"] == [10, 11]
     assert rig.count("recoveries_total", cause="missing") == 1
@@ -135,9 +135,9 @@ async def test_token_received_before_the_reply_counts_as_progress(rig: Rig) -> N
     await rig.front.add("r")
     submit = await worker.submitted()
     await worker.expect("held_query")
-    worker.say(outputs(submit, [10], 0, FINISHED))
+    worker.send(outputs(submit, [10], 0, FINISHED))
     missing = worker_pb2.HeldReply(missing_handles=[submit.handle], missing_epochs=[0])
-    worker.say(worker_pb2.AttachDown(held_reply=missing))
+    worker.send(worker_pb2.AttachDown(held_reply=missing))
     await rig.front.end_of("r")
     assert rig.front.tokens["r"] == [10]
     assert rig.count("recoveries_total", cause="missing") == 0

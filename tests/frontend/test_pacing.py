@@ -135,12 +135,12 @@ async def test_only_requests_that_ask_for_it_are_paced(rig: Rig) -> None:
     slow = await worker.submitted()
     await rig.front.add("fast")
     fast = await worker.submitted()
-    worker.say(together(outputs(slow, [1], 0, PREFILL_DONE), outputs(fast, [1], 0, PREFILL_DONE)))
-    worker.say(together(outputs(slow, [2], 1, REASONING_ENDED), outputs(fast, [2], 1, REASONING_ENDED)))
+    worker.send(together(outputs(slow, [1], 0, PREFILL_DONE), outputs(fast, [1], 0, PREFILL_DONE)))
+    worker.send(together(outputs(slow, [2], 1, REASONING_ENDED), outputs(fast, [2], 1, REASONING_ENDED)))
     # The first answering token is shown at once, the next a minute later.
     for index in range(2, 6):
-        worker.say(together(outputs(slow, [index + 1], index), outputs(fast, [index + 1], index)))
-    worker.say(together(outputs(slow, [7], 6, FINISHED), outputs(fast, [7], 6, FINISHED)))
+        worker.send(together(outputs(slow, [index + 1], index), outputs(fast, [index + 1], index)))
+    worker.send(together(outputs(slow, [7], 6, FINISHED), outputs(fast, [7], 6, FINISHED)))
     await rig.front.end_of("fast")
     assert rig.front.tokens["fast"] == [1, 2, 3, 4, 5, 6, 7]
     assert rig.front.tokens["slow"] == [1, 2, 3]
@@ -157,13 +157,13 @@ async def test_paced_answer_survives_a_crash(rig: Rig) -> None:
     await rig.front.ready()
     await rig.front.add("r", extra_args={"tailrace_pace_tpot_ms": 1.0})
     submit = await first.submitted()
-    first.say(outputs(submit, [1], 0, PREFILL_DONE | REASONING_ENDED))
+    first.send(outputs(submit, [1], 0, PREFILL_DONE | REASONING_ENDED))
     for index in range(1, 9):
-        first.say(outputs(submit, [index + 1], index))
+        first.send(outputs(submit, [index + 1], index))
     await rig.front.tokens_of("r", 9)
     await rig.crash(first)
     again = await second.submitted()
     assert again.answer_tokens == 9 and again.answering_s > 0.0
-    second.say(outputs(again, [10], 9, FINISHED))
+    second.send(outputs(again, [10], 9, FINISHED))
     await rig.front.end_of("r")
     assert rig.front.tokens["r"] == list(range(1, 11))

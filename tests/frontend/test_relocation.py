@@ -10,20 +10,20 @@ from tests.frontend.scripted_worker import FINISHED, PREFILL_DONE, ScriptedWorke
 
 
 def announce_drain(worker: ScriptedWorker) -> None:
-    worker.say(worker_pb2.AttachDown(draining=worker_pb2.Draining()))
+    worker.send(worker_pb2.AttachDown(draining=worker_pb2.Draining()))
 
 
 def hand_back(worker: ScriptedWorker, submit: worker_pb2.Submit, epoch: int | None = None) -> None:
     epoch = submit.epoch if epoch is None else epoch
     message = worker_pb2.HandBack(handles=[submit.handle], epochs=[epoch])
-    worker.say(worker_pb2.AttachDown(hand_back=message))
+    worker.send(worker_pb2.AttachDown(hand_back=message))
 
 
 async def begin_stream(rig: Rig, request_id: str, worker: ScriptedWorker) -> worker_pb2.Submit:
     """Begin a stream and return its submission once it has two tokens of this worker."""
     await rig.front.add(request_id)
     submit = await worker.submitted()
-    worker.say(outputs(submit, [10, 11], 0, PREFILL_DONE))
+    worker.send(outputs(submit, [10, 11], 0, PREFILL_DONE))
     await rig.front.tokens_of(request_id, 2)
     return submit
 
@@ -39,8 +39,8 @@ async def test_handed_back_stream_continues_elsewhere(rig: Rig) -> None:
     assert (again.handle, again.epoch, list(again.output_token_ids)) == (submit.handle, 1, [10, 11])
     assert list((await leaving.expect("abort")).abort.handles) == [submit.handle]
     # Tokens that it generated before it read the abort are stale.
-    leaving.say(outputs(submit, [99], 2))
-    taking.say(outputs(again, [12], 2, FINISHED))
+    leaving.send(outputs(submit, [99], 2))
+    taking.send(outputs(again, [12], 2, FINISHED))
     await rig.front.end_of("r")
     assert rig.front.tokens["r"] == [10, 11, 12]
     assert rig.count("recoveries_total", cause="handed_back") == 1
@@ -53,14 +53,14 @@ async def test_handed_back_stream_stays_if_there_is_no_other_instance(rig: Rig) 
     submit = await begin_stream(rig, "r", leaving)
     announce_drain(leaving)
     hand_back(leaving, submit)
-    leaving.say(outputs(submit, [12], 2))
+    leaving.send(outputs(submit, [12], 2))
     await rig.front.tokens_of("r", 3)
     # When another instance has joined, a repeated hand-back moves the stream there.
     taking = await rig.worker("b")
     hand_back(leaving, submit)
     again = await taking.submitted()
     assert list(again.output_token_ids) == [10, 11, 12]
-    taking.say(outputs(again, [13], 3, FINISHED))
+    taking.send(outputs(again, [13], 3, FINISHED))
     await rig.front.end_of("r")
     assert rig.front.tokens["r"] == [10, 11, 12, 13]
 
@@ -73,7 +73,7 @@ async def test_instance_cannot_hand_back_streams_it_does_not_own(rig: Rig) -> No
     hand_back(second, submit)
     hand_back(first, submit, epoch=7)
     hand_back(first, worker_pb2.Submit(handle=4711))
-    first.say(outputs(submit, [12], 2, FINISHED))
+    first.send(outputs(submit, [12], 2, FINISHED))
     await rig.front.end_of("r")
     assert rig.front.tokens["r"] == [10, 11, 12]
     assert second.received.empty()
@@ -87,14 +87,14 @@ async def test_pending_adoption_is_refused_when_its_stream_is_relocated(rig: Rig
     adopt = worker_pb2.Adopt(
         migration_id="m", handle=submit.handle, request_id="r", from_epoch=0, epoch=1, next_index=5
     )
-    target.say(worker_pb2.AttachDown(adopt=adopt))
+    target.send(worker_pb2.AttachDown(adopt=adopt))
     announce_drain(leaving)
     hand_back(leaving, submit)
     again = await target.submitted()
     # It is evaluated again at the stream's next progress, or when the wait for its missing tokens expires.
-    target.say(outputs(again, [12], 2))
+    target.send(outputs(again, [12], 2))
     assert not (await target.expect("adopt_reply")).adopt_reply.accepted
-    target.say(outputs(again, [13], 3, FINISHED))
+    target.send(outputs(again, [13], 3, FINISHED))
     await rig.front.end_of("r")
     assert rig.front.tokens["r"] == [10, 11, 12, 13]
 
@@ -106,7 +106,7 @@ async def test_draining_instance_gets_no_new_requests(rig: Rig) -> None:
     await eventually(lambda: "a" in rig.engine.fleet.draining)
     for number in range(4):
         await rig.front.add(f"r{number}")
-        other.say(outputs(await other.submitted(), [1], 0, FINISHED))
+        other.send(outputs(await other.submitted(), [1], 0, FINISHED))
         await rig.front.end_of(f"r{number}")
     assert leaving.received.empty()
 

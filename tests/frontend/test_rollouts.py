@@ -73,7 +73,7 @@ async def test_new_requests_change_the_model_and_begun_answers_do_not(
     await rig.front.ready()
     await rig.front.add("begun")
     begun = await a.submitted()
-    a.say(outputs(begun, [1, 2], 0))
+    a.send(outputs(begun, [1, 2], 0))
     await rig.front.tokens_of("begun", 2)
 
     # While it is prepared, the front end connects to both models; new requests still go to the old one.
@@ -82,7 +82,7 @@ async def test_new_requests_change_the_model_and_begun_answers_do_not(
     assert reported_models[-1] == {OLD.key, NEW.key}
     await rig.front.add("still old")
     still_old = await b.submitted()
-    b.say(outputs(still_old, [9], 0, FINISHED))
+    b.send(outputs(still_old, [9], 0, FINISHED))
     await rig.front.end_of("still old")
 
     # From then on they go to the new model, although its instance is busier than the idle old one.
@@ -95,7 +95,7 @@ async def test_new_requests_change_the_model_and_begun_answers_do_not(
     await rig.crash(a)
     again = await b.submitted()
     assert (again.request_id, list(again.output_token_ids)) == ("begun", [1, 2])
-    b.say(outputs(again, [3], 2, FINISHED, epoch=1))
+    b.send(outputs(again, [3], 2, FINISHED, epoch=1))
     await rig.front.end_of("begun")
     assert rig.front.tokens["begun"] == [1, 2, 3]
 
@@ -116,14 +116,14 @@ async def test_answer_ends_with_an_error_when_its_model_is_gone(rig: Rig) -> Non
     assert {begun.request_id, waits.request_id} == {"begun", "waits"}
     if begun.request_id != "begun":
         begun, waits = waits, begun
-    a.say(outputs(begun, [1], 0))
+    a.send(outputs(begun, [1], 0))
     await rig.front.tokens_of("begun", 1)
     follow(rig, rollout(RolloutState.DRAINING))
     await rig.crash(a)
     # It has no tokens yet, so the new model may answer it.
     taken_over = await c.submitted()
     assert taken_over.request_id == "waits"
-    c.say(outputs(taken_over, [5], 0, FINISHED, epoch=1))
+    c.send(outputs(taken_over, [5], 0, FINISHED, epoch=1))
     await rig.front.end_of("waits")
     end = await rig.front.end_of("begun")
     assert (end.finish_reason, Refusal.decode(end.stop_reason)) == (FinishReason.ERROR, CANNOT_GO_ON)
@@ -141,7 +141,7 @@ async def test_answer_continues_on_an_instance_that_only_the_rollout_drains(rig:
     rig.members.changed()
     await rig.front.add("begun")
     begun = await a.submitted()
-    a.say(outputs(begun, [1], 0))
+    a.send(outputs(begun, [1], 0))
     await rig.front.tokens_of("begun", 1)
     rig.members.draining, rig.members.leaving = frozenset({"a", "b", "drained"}), frozenset({"a", "b"})
     follow(rig, rollout(RolloutState.DONE))
@@ -150,7 +150,7 @@ async def test_answer_continues_on_an_instance_that_only_the_rollout_drains(rig:
     await rig.crash(a)
     taken_over = await b.submitted()
     assert (taken_over.request_id, list(taken_over.output_token_ids)) == ("begun", [1])
-    b.say(outputs(taken_over, [2], 1, FINISHED, epoch=taken_over.epoch))
+    b.send(outputs(taken_over, [2], 1, FINISHED, epoch=taken_over.epoch))
     await rig.front.end_of("begun")
     assert rig.front.tokens["begun"] == [1, 2]
 
@@ -162,15 +162,15 @@ async def test_migration_to_the_other_model_is_refused(rig: Rig) -> None:
     await rig.front.ready()
     await rig.front.add("r")
     submit = await a.submitted()
-    a.say(outputs(submit, [1], 0))
+    a.send(outputs(submit, [1], 0))
     await rig.front.tokens_of("r", 1)
-    c.say(adopt(submit, 1))
+    c.send(adopt(submit, 1))
     reply = (await c.expect("adopt_reply")).adopt_reply
     assert (reply.accepted, reply.reason) == (
         False,
         "the target runs another model than made the tokens so far",
     )
-    a.say(outputs(submit, [2], 1, FINISHED))
+    a.send(outputs(submit, [2], 1, FINISHED))
     await rig.front.end_of("r")
     assert rig.front.tokens["r"] == [1, 2]
 
@@ -182,11 +182,11 @@ async def test_migration_within_a_model_is_accepted(rig: Rig) -> None:
     await rig.front.ready()
     await rig.front.add("r")
     submit = await a.submitted()
-    a.say(outputs(submit, [1], 0))
+    a.send(outputs(submit, [1], 0))
     await rig.front.tokens_of("r", 1)
-    b.say(adopt(submit, 1))
+    b.send(adopt(submit, 1))
     assert (await b.expect("adopt_reply")).adopt_reply.accepted
-    b.say(outputs(submit, [2], 1, FINISHED, epoch=1))
+    b.send(outputs(submit, [2], 1, FINISHED, epoch=1))
     await rig.front.end_of("r")
     assert rig.front.tokens["r"] == [1, 2]
 
@@ -209,7 +209,7 @@ async def test_new_requests_are_refused_while_the_rollout_is_unreadable(rig: Rig
     await rig.front.ready()
     await rig.front.add("begun")
     begun = await a.submitted()
-    a.say(outputs(begun, [1], 0))
+    a.send(outputs(begun, [1], 0))
     await rig.front.tokens_of("begun", 1)
     rig.members.unread_rollouts = frozenset({"chat"})
     rig.members.changed()
@@ -218,7 +218,7 @@ async def test_new_requests_are_refused_while_the_rollout_is_unreadable(rig: Rig
     end = await rig.front.end_of("new")
     assert end.finish_reason == FinishReason.ERROR
     # A begun answer continues.
-    a.say(outputs(begun, [2], 1, FINISHED))
+    a.send(outputs(begun, [2], 1, FINISHED))
     await rig.front.end_of("begun")
     assert rig.front.tokens["begun"] == [1, 2]
     rig.members.unread_rollouts = frozenset()
@@ -276,14 +276,14 @@ async def test_front_end_cut_off_from_etcd_follows_the_schedulers_rollout(rig: R
         await rig.front.add("before")
         begun = await a.submitted()
         assert begun.request_id == "before"
-        a.say(outputs(begun, [1], 0))
+        a.send(outputs(begun, [1], 0))
         await rig.front.tokens_of("before", 1)
         rollouts["chat"] = rollout(RolloutState.DONE)
         await rig.front.add("after")
         assert (await c.submitted()).request_id == "after"
         # A begun answer ends where it is. Then etcd's watch catches up with an older state, and so does a
         # scheduler: the front end does not go back.
-        a.say(outputs(begun, [2], 1, FINISHED))
+        a.send(outputs(begun, [2], 1, FINISHED))
         await rig.front.end_of("before")
         follow(rig, rollout(RolloutState.PREPARING))
         rollouts["chat"] = rollout(RolloutState.PREPARING)
@@ -365,7 +365,7 @@ async def test_stream_keeps_the_version_of_its_adapter(rig: Rig, tmp_path: Path)
     submit = await workers[0].submitted()
     assert submit.adapter_version == first != ""
     (folder / "adapter_model.safetensors").write_bytes(b"second, which is longer")
-    workers[0].say(outputs(submit, [1], 0))
+    workers[0].send(outputs(submit, [1], 0))
     await rig.front.tokens_of("r", 1)
     await rig.crash(workers[0])
     again = await workers[1].submitted()

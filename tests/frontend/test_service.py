@@ -64,7 +64,7 @@ async def test_carries_a_stream_registers_and_withdraws(tmp_path: Path) -> None:
             service = await wait_registered(store, "f0")
             await front.ready()
             await front.add("r")
-            worker.say(outputs(await worker.submitted(), [1, 2], 0, FINISHED))
+            worker.send(outputs(await worker.submitted(), [1, 2], 0, FINISHED))
             assert (await front.end_of("r")).new_token_ids == [1, 2]
             async with grpc.aio.insecure_channel(service.address) as channel:
                 stub = health_pb2_grpc.HealthStub(channel)
@@ -94,7 +94,7 @@ async def test_unfinished_streams_end_with_an_error(tmp_path: Path, again: bool)
             await front.ready()
             await front.add("r")
             submitted = await worker.submitted()
-            worker.say(outputs(submitted, [1, 2], 0))
+            worker.send(outputs(submitted, [1, 2], 0))
             process.send_signal(signal.SIGTERM)
             if again:
                 assert process.stderr is not None

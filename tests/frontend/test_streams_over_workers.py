@@ -28,9 +28,9 @@ async def test_stream_from_add_to_end(rig: Rig) -> None:
     await rig.front.ready()
     (submit,) = await start(rig, "r", worker)
     assert (submit.request_id, submit.epoch, list(submit.output_token_ids)) == ("r0", 0, [])
-    worker.say(outputs(submit, [10], 0, PREFILL_DONE))
-    worker.say(outputs(submit, [11, 12], 1))
-    worker.say(outputs(submit, [13], 3, FINISHED))
+    worker.send(outputs(submit, [10], 0, PREFILL_DONE))
+    worker.send(outputs(submit, [11, 12], 1))
+    worker.send(outputs(submit, [13], 3, FINISHED))
     assert (await rig.front.end_of("r0")).finish_reason == FinishReason.STOP
     assert rig.front.tokens["r0"] == [10, 11, 12, 13]
     assert rig.count("tokens_total") == 4
@@ -41,8 +41,8 @@ async def test_crash_in_mid_stream_loses_and_repeats_no_token(rig: Rig) -> None:
     first, second = await rig.worker("a"), await rig.worker("b")
     await rig.front.ready()
     mine, other = await start(rig, "r", first, second)
-    first.say(outputs(mine, [10, 11], 0, PREFILL_DONE))
-    second.say(outputs(other, [20], 0, PREFILL_DONE))
+    first.send(outputs(mine, [10, 11], 0, PREFILL_DONE))
+    second.send(outputs(other, [20], 0, PREFILL_DONE))
     await rig.front.tokens_of("r0", 2)
     await rig.front.tokens_of("r1", 1)
     await rig.crash(first)
@@ -50,8 +50,8 @@ async def test_crash_in_mid_stream_loses_and_repeats_no_token(rig: Rig) -> None:
     assert (again.request_id, again.handle, again.epoch) == ("r0", mine.handle, 1)
     assert list(again.output_token_ids) == [10, 11]
     assert list(again.frames) == list(mine.frames)
-    second.say(outputs(again, [12], 2, FINISHED))
-    second.say(outputs(other, [21], 1, FINISHED))
+    second.send(outputs(again, [12], 2, FINISHED))
+    second.send(outputs(other, [21], 1, FINISHED))
     await rig.front.end_of("r0")
     await rig.front.end_of("r1")
     assert rig.front.tokens == {"r0": [10, 11, 12], "r1": [20, 21]}
@@ -63,15 +63,15 @@ async def test_broken_link_is_reopened_and_its_streams_continue(rig: Rig) -> Non
     await rig.front.ready()
     (mine,) = await start(rig, "r", worker)
     submit, tokens = mine, [10]
-    worker.say(outputs(mine, [10], 0, PREFILL_DONE))
+    worker.send(outputs(mine, [10], 0, PREFILL_DONE))
     for epoch in (1, 2, 3):
         await rig.front.tokens_of("r0", epoch)
         worker.hang_up()
         submit = await worker.submitted()
         assert (submit.epoch, list(submit.output_token_ids)) == (epoch, tokens)
         tokens.append(10 + epoch)
-        worker.say(outputs(submit, tokens[-1:], epoch))
-    worker.say(outputs(submit, [99], 4, FINISHED))
+        worker.send(outputs(submit, tokens[-1:], epoch))
+    worker.send(outputs(submit, [99], 4, FINISHED))
     await rig.front.end_of("r0")
     assert rig.front.tokens["r0"] == [10, 11, 12, 13, 99]
 
@@ -82,10 +82,10 @@ async def test_malformed_outputs_restart_the_link(rig: Rig) -> None:
     (mine,) = await start(rig, "r", worker)
     broken = outputs(mine, [10], 0)
     broken.outputs.counts[0] = 5
-    worker.say(broken)
+    worker.send(broken)
     again = await worker.submitted()
     assert (again.epoch, list(again.output_token_ids)) == (1, [])
-    worker.say(outputs(again, [10], 0, FINISHED))
+    worker.send(outputs(again, [10], 0, FINISHED))
     await rig.front.end_of("r0")
     assert rig.front.tokens["r0"] == [10]
 
@@ -94,18 +94,18 @@ async def test_hung_worker_is_lost_after_a_timeout_and_aborts_when_it_resumes(ri
     first, second = await rig.worker("a"), await rig.worker("b")
     await rig.front.ready()
     (mine,) = await start(rig, "r", first)
-    first.say(outputs(mine, [10], 0))
+    first.send(outputs(mine, [10], 0))
     await rig.front.tokens_of("r0", 1)
     first.silent = True
     again = await second.submitted()
     assert (again.epoch, list(again.output_token_ids)) == (1, [10])
     assert rig.engine.workers.attached() == ["b"]
     # It resumes as if nothing had happened: its first message is a stale token.
-    first.say(outputs(mine, [99], 1))
+    first.send(outputs(mine, [99], 1))
     first.silent = False
     assert list((await first.expect("abort")).abort.handles) == [mine.handle]
     await eventually(lambda: rig.count("rejected_outputs_total", cause="not_owner") == 1)
-    second.say(outputs(again, [11], 1, FINISHED))
+    second.send(outputs(again, [11], 1, FINISHED))
     await rig.front.end_of("r0")
     assert rig.front.tokens["r0"] == [10, 11]
     assert sorted(rig.engine.workers.attached()) == ["a", "b"]
@@ -127,7 +127,7 @@ async def test_stale_outputs_are_removed_from_a_step_and_the_others_delivered(ri
             [output_of(outputs(aborted, [1], 0)), output_of(outputs(kept, [2], 0, FINISHED))]
         ),
     )
-    worker.say(both)
+    worker.send(both)
     await rig.front.end_of("y")
     assert rig.front.tokens == {"y": [2]}
     # The abort is repeated, because the worker still sent outputs of the request.
@@ -147,9 +147,9 @@ async def test_failed_request_is_retried_elsewhere_and_then_ends_with_an_error(r
     submit = await first.submitted()
     for worker, other, epoch in ((first, second, 0), (second, first, 1), (first, second, 2)):
         assert submit.epoch == epoch
-        worker.say(outputs(submit, [], 0, FAILED))
+        worker.send(outputs(submit, [], 0, FAILED))
         submit = await other.submitted()
-    second.say(outputs(submit, [], 0, FAILED))
+    second.send(outputs(submit, [], 0, FAILED))
     assert (await rig.front.end_of("r")).finish_reason == FinishReason.ERROR
     assert rig.count("recoveries_total", cause="failed") == 4
     assert len(rig.engine.table) == 0
@@ -159,10 +159,10 @@ async def test_failed_request_is_retried_on_the_only_instance(rig: Rig) -> None:
     worker = await rig.worker("a")
     await rig.front.ready()
     await rig.front.add("r")
-    worker.say(outputs(await worker.submitted(), [], 0, FAILED))
+    worker.send(outputs(await worker.submitted(), [], 0, FAILED))
     again = await worker.submitted()
     assert again.epoch == 1
-    worker.say(outputs(again, [7], 0, FINISHED))
+    worker.send(outputs(again, [7], 0, FINISHED))
     await rig.front.end_of("r")
     assert rig.front.tokens["r"] == [7]
 
@@ -172,11 +172,11 @@ async def test_gap_in_the_tokens_is_never_delivered(rig: Rig) -> None:
     await rig.front.ready()
     await rig.front.add("r")
     submit = await worker.submitted()
-    worker.say(outputs(submit, [1], 0))
-    worker.say(outputs(submit, [3], 2))
+    worker.send(outputs(submit, [1], 0))
+    worker.send(outputs(submit, [3], 2))
     again = await worker.submitted()
     assert (again.epoch, list(again.output_token_ids)) == (1, [1])
-    worker.say(outputs(again, [2], 1, FINISHED))
+    worker.send(outputs(again, [2], 1, FINISHED))
     await rig.front.end_of("r")
     assert rig.front.tokens["r"] == [1, 2]
 
@@ -204,7 +204,7 @@ async def test_begun_request_waits_longer_for_an_instance_than_a_new_one(rig: Ri
     await rig.front.add("without a token")
     await worker.submitted()
     await rig.front.add("begun")
-    worker.say(outputs(await worker.submitted(), [1], 0, PREFILL_DONE))
+    worker.send(outputs(await worker.submitted(), [1], 0, PREFILL_DONE))
     await rig.front.tokens_of("begun", 1)
     await rig.crash(worker)
     del rig.members.instances["a"]
@@ -217,7 +217,7 @@ async def test_begun_request_waits_longer_for_an_instance_than_a_new_one(rig: Ri
     submitted = {each.request_id: each for each in [await other.submitted(), await other.submitted()]}
     again = submitted["begun"]
     assert list(again.output_token_ids) == [1] and "without a token" in submitted
-    other.say(outputs(again, [2], 1, FINISHED))
+    other.send(outputs(again, [2], 1, FINISHED))
     await rig.front.end_of("begun")
     assert rig.front.tokens["begun"] == [1, 2]
 
@@ -249,7 +249,7 @@ async def test_restarted_worker_is_a_new_incarnation(rig: Rig) -> None:
     worker = await rig.worker("a")
     await rig.front.ready()
     await rig.front.add("r")
-    worker.say(outputs(await worker.submitted(), [1], 0))
+    worker.send(outputs(await worker.submitted(), [1], 0))
     await rig.front.tokens_of("r", 1)
     await rig.crash(worker)
     restarted = await rig.worker("a")
