@@ -190,7 +190,7 @@ def test_gaps_of_a_stream_without_a_fault() -> None:
     assert longest_gaps([1.0], []) == {NO_FAULT: 0.0}
 
 
-def test_the_report_prints_words_not_members_of_enums(tmp_path: Path) -> None:
+def test_the_report_prints_enum_values_as_words(tmp_path: Path) -> None:
     timeline = Timeline(lambda event: None)
     cluster = Cluster(tmp_path, Shape("simulated", "rust", 2, 1.0, 0), timeline)
     load = Load(cluster, [], 1, timeline)

@@ -140,7 +140,7 @@ def test_percentiles_of_a_histogram() -> None:
     assert math.isnan(after.since(after).percentile("h", 0.5))
 
 
-def test_ratios_of_nothing_are_none() -> None:
+def test_ratios_of_empty_spreads_are_nan() -> None:
     nothing, something = Spread.of([]), Spread.of([1.0, 3.0])
     assert something.over(Spread(1.0, 1.0, 1.0)).mean == 2.0
     assert math.isnan(nothing.over(something).p50)

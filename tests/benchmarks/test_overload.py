@@ -43,7 +43,7 @@ def test_the_interval_lies_within_the_single_turns_and_around_the_ratio() -> Non
     assert ratio.ratio == pytest.approx(1.0, abs=0.25)
 
 
-def test_a_tenant_beyond_its_limit_is_admitted_what_it_saved_up_and_its_rate() -> None:
+def test_a_tenant_beyond_its_limit_is_admitted_its_saved_up_quota_and_its_rate() -> None:
     times = list(at_random(10.0, 20.0, 1))
     counts = [len(metered(times, saved_up)) for saved_up in (0, 5, 60)]
     assert 18 <= counts[0] <= 20 and 23 <= counts[1] <= 25 and 78 <= counts[2] <= 80

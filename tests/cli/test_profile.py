@@ -59,7 +59,7 @@ def test_without_a_name_one_idle_instance_of_each_kind_is_profiled(run: Run, scr
     assert [each.instance_id for each in profile_requests(script)] == ["worker-1", "worker-2"]
 
 
-def test_without_an_instance_to_profile_there_is_an_error(run: Run, script: Script) -> None:
+def test_without_an_instance_to_profile_is_an_error(run: Run, script: Script) -> None:
     result = run("profile")
     assert result.exit_code == 1 and "no instance to profile" in result.stderr
 

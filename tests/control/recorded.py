@@ -99,7 +99,7 @@ class RandomRun:
         about = "" if question.request is None else question.request.request_id
         self.tap(Decided(question.point.value, policy, about, recorded_actions(actions)))
 
-    # ---- what happens
+    # ---- events
 
     def step(self) -> None:
         self.now_s += self.draw.random() * 0.3

@@ -45,7 +45,7 @@ def refusal(facts: FleetFacts, to: str = "/new", present: RolloutRecord | None =
     return caught.value
 
 
-# ---- what is asked for
+# ---- starting and undoing
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_a_record_can_be_forgotten_once_front_ends_are_restarted() -> None:
     check_forgettable("chat", fleet(instance("b", "text:old:fp8")), done)
 
 
-# ---- what comes next
+# ---- advancing
 
 
 def test_new_requests_switch_once_every_front_end_is_connected() -> None:

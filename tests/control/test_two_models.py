@@ -64,7 +64,7 @@ class Mirrored(Views):
         records = {each.instance_id: _record(each) for each in instances}
         self.live.set_members(Members(instances=records), 0.0)
 
-    # ---- what happens
+    # ---- updates
 
     def publish(self, reports: Sequence[Report]) -> None:
         super().publish(reports)
@@ -89,8 +89,8 @@ class Mirrored(Views):
         super().migration_opened(migration)
         found = self.live.request(migration.job.request.request_id)
         assert found is not None
-        asked = replace(found, output_tokens=migration.requested_tokens - found.prompt_tokens)
-        assert self.live.migration_opened(asked, migration.target.instance_id)
+        at_request = replace(found, output_tokens=migration.requested_tokens - found.prompt_tokens)
+        assert self.live.migration_opened(at_request, migration.target.instance_id)
 
     def migration_aborted(self, migration: Migration) -> None:
         super().migration_aborted(migration)
@@ -150,7 +150,7 @@ class Mirrored(Views):
             monitor_pb2.WorkerReport(instance_id=name, incarnation="1", phase_events=[event]), 0.0
         )
 
-    # ---- what a policy sees
+    # ---- views
 
     def view_at(self, now_s: float) -> ClusterView:
         view, live = super().view_at(now_s), self.live.view()

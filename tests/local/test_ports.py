@@ -18,7 +18,7 @@ def test_free_ports_differ_and_can_be_listened_on() -> None:
             pass
 
 
-def test_free_ports_lie_below_those_of_outgoing_connections() -> None:
+def test_free_ports_are_below_the_ephemeral_range() -> None:
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert max(free_ports(50)) < first
 

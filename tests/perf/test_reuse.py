@@ -14,7 +14,7 @@ STEPS = StepModel.of_profile(load_profile("llama-3.1-8b-h100"))
 
 
 @given(st.sampled_from(built_in_profiles()), st.integers(0, 100_000), st.integers(0, 100_000))
-def test_host_memory_counts_between_nothing_and_the_device(profile: str, device: int, more: int) -> None:
+def test_host_memory_counts_between_none_and_device_memory(profile: str, device: int, more: int) -> None:
     steps = StepModel.of_profile(load_profile(profile))
     counted = held_tokens(steps, device, device + more)
     assert device <= counted <= device + more

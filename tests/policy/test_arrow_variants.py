@@ -86,7 +86,7 @@ def test_a_request_has_at_least_one_token_left(predicted_tokens: float) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3_999, 4_000])
-def test_handovers_make_up_for_any_shortage_up_to_what_they_free(tokens: int) -> None:
+def test_handovers_cover_a_shortage_up_to_what_they_free(tokens: int) -> None:
     source = full("a", P, 4)
     pools = Pools.of(cluster(source, instance("b", pool=D)))
     assert KvWait(pools, 0.1).wait_s(source, tokens) == 0.0
@@ -165,7 +165,7 @@ def test_on_unchanged_loads_flips_terminate_and_none_is_reverted(view: ClusterVi
     for _ in range(2 * len(view.instances)):
         view = apply_moves(view, [*ARROW.on_tick(view, 0.0)])
     demand = model.demand(Pools.of(view), 0.0)
-    most = 1 + min(1.0 / GAIN, demand.requests)
+    max_changes = 1 + min(1.0 / GAIN, demand.requests)
     seen = [{i.instance_id: i.pool for i in view.instances.values()}]
     changes = 0
     for _ in range(50):
@@ -178,7 +178,7 @@ def test_on_unchanged_loads_flips_terminate_and_none_is_reverted(view: ClusterVi
         seen.append(layout)
         changes += 1
     assert not flips_of(view, 0.0)
-    assert changes <= most
+    assert changes <= max_changes
 
 
 @quick

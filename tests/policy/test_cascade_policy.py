@@ -327,7 +327,7 @@ def test_stages_always_cover_all_lengths(
         assert not members or tiles(view.stages, MAX_LENGTH)
 
 
-# ---- what stages can do
+# ---- overload
 
 
 def test_planned_stages_can_keep_up() -> None:
@@ -407,17 +407,17 @@ def test_prompts_are_handed_back_only_for_a_shorter_queue() -> None:
     assert hand_backs(view) == [HandBack("a", ("a-p1", "a-p2"))]
 
 
-@pytest.mark.parametrize("why", ["it runs", "made tokens elsewhere", "nobody serves its stage", "draining"])
+@pytest.mark.parametrize("why", ["running", "has output tokens", "no instance in its stage", "draining"])
 def test_other_prompts_stay(why: str) -> None:
     source = waiting("a", 4_000, 2_000)
     first, second = source.requests
     view = staged(source)
     match why:
-        case "it runs":
+        case "running":
             second = replace(second, state=RequestState.RUNNING)
-        case "made tokens elsewhere":
+        case "has output tokens":
             second = replace(second, output_tokens=5)
-        case "nobody serves its stage":
+        case "no instance in its stage":
             gone = (instance(name, state=InstanceState.SUSPECT) for name in "cd")
             view = staged(source, *gone)
         case "draining":

@@ -53,7 +53,7 @@ def test_values_are_converted_to_the_declared_type(name: str, given_value: Value
 
 
 @pytest.mark.parametrize(
-    ("name", "given_value", "says"),
+    ("name", "given_value", "message"),
     [
         (
             "count",
@@ -76,10 +76,10 @@ def test_values_are_converted_to_the_declared_type(name: str, given_value: Value
         ("pace", "1", "policy 'p' has no parameter 'pace'; its parameters: count, eager, rule, share"),
     ],
 )
-def test_errors_state_what_is_allowed(name: str, given_value: Value, says: str) -> None:
+def test_errors_state_what_is_allowed(name: str, given_value: Value, message: str) -> None:
     with pytest.raises(ParameterError) as error:
         parse_parameters("policy 'p'", DECLARED, {name: given_value})
-    assert says in str(error.value)
+    assert message in str(error.value)
 
 
 def test_a_policy_without_parameters_says_so() -> None:

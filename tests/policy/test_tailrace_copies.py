@@ -102,7 +102,7 @@ def test_a_copy_saves_at_least_its_transfer_time(own: int, rate: float | None) -
         replace(instance("b", capacity=2 * TOKENS + 500), prefill_backlog_tokens=500, waiting=1),
         replace(instance("b", capacity=2 * TOKENS + 500), coming_tokens=500),
     ],
-    ids=["empty", "a prompt waits", "a request comes"],
+    ids=["empty", "waiting prompt", "incoming request"],
 )
 def test_a_copy_needs_room_for_twice_its_size(target: InstanceView) -> None:
     assert copies(cluster(busy("a"), target), hot(a=there())) == [COPY]
@@ -126,7 +126,7 @@ def test_several_copies_have_different_targets_and_are_limited() -> None:
     assert 1 < COPIES_MAX < 4
 
 
-def test_prefixes_that_cannot_be_copied_do_not_keep_others_from_it() -> None:
+def test_prefixes_that_cannot_be_copied_do_not_block_others() -> None:
     view = cluster(busy("a"), instance("b"), busy("c"), instance("d"))
     every = hot(instances="abcd", a=there())
     rare, elsewhere = replace(every, hits=0), replace(every, cached={"c": there()}, requests={"c": "r-c"})
@@ -136,7 +136,7 @@ def test_prefixes_that_cannot_be_copied_do_not_keep_others_from_it() -> None:
     assert copies(view, every, every, elsewhere) == [COPY, second]
 
 
-def test_prefixes_are_hot_by_the_arrivals_of_ten_seconds() -> None:
+def test_prefixes_are_hot_by_the_arrivals_of_the_last_ten_seconds() -> None:
     assert Tailrace(PROFILE, copy_ahead=True).prefixes_period_s == 10.0
 
 

@@ -188,10 +188,10 @@ async def test_migrate_a_request(control: Control) -> None:
         2000,
         4.0,
     )
-    asked = await control.workers["b"].imports.get()
-    assert (asked.from_epoch, asked.epoch, asked.source_instance_id) == (0, 1, "a")
+    imported = await control.workers["b"].imports.get()
+    assert (imported.from_epoch, imported.epoch, imported.source_instance_id) == (0, 1, "a")
     # An operator's migration does not wait for room.
-    assert asked.room_wait_s == 0.0
+    assert imported.room_wait_s == 0.0
     listed = await admin.ListMigrations(
         migration_pb2.ListMigrationsRequest(request_id="chatcmpl-one"), timeout=5
     )
@@ -423,8 +423,8 @@ async def test_prefill_done_hands_over_by_policy(control: Control) -> None:
     control.workers["b"].script = commit(1)
     for number in range(3):
         request_id = f"r{number}"
-        asked = scheduler_pb2.PlaceRequest(request_id=request_id, prompt_tokens=100, max_tokens=10)
-        assert (await scheduler.Place(asked, timeout=5)).instance_id == "a"
+        arrival = scheduler_pb2.PlaceRequest(request_id=request_id, prompt_tokens=100, max_tokens=10)
+        assert (await scheduler.Place(arrival, timeout=5)).instance_id == "a"
         await control.report(event("a", request_id, REASONING))
         imported = await asyncio.wait_for(control.workers["b"].imports.get(), WAIT_S)
         assert (imported.request_id, imported.source_instance_id) == (request_id, "a")
@@ -443,8 +443,8 @@ async def test_drain_and_undrain(control: Control) -> None:
         (await asyncio.wait_for(control.workers["b"].imports.get(), WAIT_S)).request_id for _ in range(2)
     }
     assert imported == {"one", "two"}
-    asked = scheduler_pb2.PlaceRequest(request_id="new", prompt_tokens=1, max_tokens=1)
-    assert (await scheduler.Place(asked, timeout=5)).instance_id == "b"
+    arrival = scheduler_pb2.PlaceRequest(request_id="new", prompt_tokens=1, max_tokens=1)
+    assert (await scheduler.Place(arrival, timeout=5)).instance_id == "b"
 
     async def reporting() -> None:
         """Keep reporting; the drain ends when the worker reports that it is empty."""
@@ -477,8 +477,8 @@ async def test_a_silent_instance_is_suspect(control: Control) -> None:
         return await states(admin) == {"a": SUSPECT, "b": ACTIVE}
 
     await until(suspected)
-    asked = scheduler_pb2.PlaceRequest(request_id="r", prompt_tokens=1, max_tokens=1)
-    assert (await scheduler.Place(asked, timeout=5)).instance_id == "b"
+    arrival = scheduler_pb2.PlaceRequest(request_id="r", prompt_tokens=1, max_tokens=1)
+    assert (await scheduler.Place(arrival, timeout=5)).instance_id == "b"
     await control.report(steady("a"))
     await until(lambda: _both_active(admin))
 
@@ -498,8 +498,8 @@ async def test_a_standby_places_lists_and_forwards_writes(control: Control) -> N
     await control.start_scheduler("s2")
     admin, scheduler = await control.admin("s2"), await control.scheduler("s2")
     await until(lambda: _both_active(admin))
-    asked = scheduler_pb2.PlaceRequest(request_id="r", prompt_tokens=1, max_tokens=1)
-    assert (await scheduler.Place(asked, timeout=5)).instance_id
+    arrival = scheduler_pb2.PlaceRequest(request_id="r", prompt_tokens=1, max_tokens=1)
+    assert (await scheduler.Place(arrival, timeout=5)).instance_id
     await until(lambda: _policy_set(admin, "round_robin"))
     code, details = await call_error(admin.SetPolicy(admin_pb2.SetPolicyRequest(name="best"), timeout=5))
     assert (code, details[:14]) == (grpc.StatusCode.INVALID_ARGUMENT, "name: unknown ")
@@ -561,8 +561,8 @@ async def test_without_a_monitor_the_last_known_state_is_used(control: Control) 
     await report_running(control, admin, "one")
     await control.stop("monitor")
     await control.wait_for_members(lambda m: ("monitor", "monitor") not in m.services)
-    asked = scheduler_pb2.PlaceRequest(request_id="r", prompt_tokens=1, max_tokens=1)
-    assert (await scheduler.Place(asked, timeout=5)).instance_id == "b"
+    arrival = scheduler_pb2.PlaceRequest(request_id="r", prompt_tokens=1, max_tokens=1)
+    assert (await scheduler.Place(arrival, timeout=5)).instance_id == "b"
     assert "one" in await requests(admin)
     await control.start_monitor()
     await report_running(control, admin, "two")
@@ -583,8 +583,8 @@ async def test_an_etcd_outage(tmp_path: Path) -> None:
 
         await until(steps_down)
         for number in range(4):
-            asked = scheduler_pb2.PlaceRequest(request_id=f"r{number}", prompt_tokens=1, max_tokens=1)
-            assert (await scheduler.Place(asked, timeout=5)).instance_id
+            arrival = scheduler_pb2.PlaceRequest(request_id=f"r{number}", prompt_tokens=1, max_tokens=1)
+            assert (await scheduler.Place(arrival, timeout=5)).instance_id
         # Reports need no etcd either.
         await report_running(control, admin, "two")
         assert await states(admin) == {"a": ACTIVE, "b": ACTIVE}

@@ -56,7 +56,7 @@ def test_declared_and_assigned_attributes_are_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("owner", "text", "lacks"),
+    ("owner", "text", "missing_name"),
     [
         ("no_such_package.at_all", "Engine", "no_such_package.at_all"),
         (MODULE, "Motor", f"{MODULE}:Motor"),
@@ -65,8 +65,8 @@ def test_declared_and_assigned_attributes_are_found() -> None:
         (f"{MODULE}:Engine", "step(batch, slow)", f"{MODULE}:Engine.step(slow)"),
     ],
 )
-def test_missing_names_are_listed(owner: str, text: str, lacks: str) -> None:
-    assert missing({owner: text}) == [lacks]
+def test_missing_names_are_listed(owner: str, text: str, missing_name: str) -> None:
+    assert missing({owner: text}) == [missing_name]
 
 
 def test_other_import_errors_are_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from tests.full_disk import files_end_at
 LINE = b'{"a": 1}'
 
 
-def test_lines_are_appended_to_those_that_the_file_has(tmp_path: Path) -> None:
+def test_lines_are_appended_to_an_existing_file(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     for line in (b"one", b"two"):
         file = LineFile(path)
@@ -65,7 +65,7 @@ def test_a_line_that_just_fits_is_written(tmp_path: Path) -> None:
     assert path.read_bytes() == 2 * (LINE + b"\n")
 
 
-def test_a_write_that_stored_nothing_tears_nothing(tmp_path: Path) -> None:
+def test_a_write_that_stored_nothing_leaves_no_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     file = LineFile(path)
     file.append(b"before")

@@ -140,7 +140,7 @@ async def test_a_writer_waits_for_a_reader_that_does_not_read() -> None:
 
 async def test_a_port_in_use_is_an_error() -> None:
     async def serve(stream: Up) -> None:
-        raise AssertionError("nobody connects")
+        raise AssertionError("unexpected connection")
 
     async with serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve) as address:
         with pytest.raises(

@@ -1,4 +1,4 @@
-"""A model's folder, checked before anything is started with it."""
+"""Checks of a model folder before anything is started with it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from tailrace.tiny import MODEL_PATH
 
 
 @pytest.mark.parametrize("model", [str(MODEL_PATH), "Qwen/Qwen3-8B", "tiny"])
-def test_a_model_and_names_of_a_hub_are_accepted(model: str) -> None:
+def test_a_model_folder_and_hub_names_are_accepted(model: str) -> None:
     require_model(model)
     require_tokenizer(model)
 
 
 @pytest.mark.parametrize("model", ["/nowhere/at-all", "./nowhere", "~/nowhere"])
-def test_a_path_without_a_folder(model: str) -> None:
+def test_a_missing_folder_is_an_error(model: str) -> None:
     with pytest.raises(ModelFolderError, match=f"no folder {model}"):
         require_model(model)
 
 
-def test_a_folder_without_a_model_or_without_a_tokenizer(tmp_path: Path) -> None:
+def test_a_folder_without_model_or_tokenizer_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelFolderError, match=f"{tmp_path} has no config.json"):
         require_model(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
-    # Says how to convert, but not between what.
+    # The tokenizer's settings, without a vocabulary.
     (tmp_path / "tokenizer_config.json").write_text("{}")
     require_model(str(tmp_path))
     with pytest.raises(ModelFolderError, match=f"{tmp_path} has no tokenizer"):
@@ -35,7 +35,7 @@ def test_a_folder_without_a_model_or_without_a_tokenizer(tmp_path: Path) -> None
     require_tokenizer(str(tmp_path))
 
 
-def test_a_single_file_is_a_model(tmp_path: Path) -> None:
+def test_a_single_file_can_be_a_model(tmp_path: Path) -> None:
     (tmp_path / "tiny.gguf").touch()
     require_model(str(tmp_path / "tiny.gguf"))
     require_tokenizer(str(tmp_path / "tiny.gguf"))

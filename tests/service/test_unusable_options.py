@@ -1,4 +1,4 @@
-"""Services that cannot start: one line that names the option and the address or file."""
+"""A service that cannot start prints one line with the option and the address or file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tailrace.service.etcd import local_etcd
 
-# A worker of the default engine: the port is tried before a model is loaded.
+# Workers use the default engine: the port is checked before a model is loaded.
 COMMANDS = [
     ("scheduler", "--listen"),
     ("monitor", "--metrics"),
@@ -19,7 +19,7 @@ COMMANDS = [
 ]
 
 
-async def _log_of(*arguments: str) -> tuple[int | None, str]:
+async def _run_service(*arguments: str) -> tuple[int | None, str]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tailrace", "serve", *arguments, stderr=asyncio.subprocess.PIPE
     )
@@ -31,13 +31,13 @@ async def _log_of(*arguments: str) -> tuple[int | None, str]:
     return process.returncode, log.decode()
 
 
-async def test_the_option_and_the_address_are_named(tmp_path: Path) -> None:
+async def test_the_error_names_the_option_and_the_address(tmp_path: Path) -> None:
     async with local_etcd(tmp_path / "etcd") as etcd:
         with socket.create_server(("127.0.0.1", 0)) as other:
             port = other.getsockname()[1]
             address = f"127.0.0.1:{port}"
             runs = [
-                _log_of(
+                _run_service(
                     *service.split(),
                     f"--etcd={etcd.endpoint}",
                     f"{option}={port if option == '--stream-port' else address}",
@@ -51,7 +51,7 @@ async def test_the_option_and_the_address_are_named(tmp_path: Path) -> None:
         assert "Traceback" not in log
 
 
-async def test_the_option_and_the_file_are_named(tmp_path: Path) -> None:
+async def test_the_error_names_the_option_and_the_file(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     commands = [
@@ -60,7 +60,7 @@ async def test_the_option_and_the_file_are_named(tmp_path: Path) -> None:
     ]
     async with local_etcd(tmp_path / "etcd") as etcd:
         runs = [
-            _log_of(service, f"--etcd={etcd.endpoint}", option, value)
+            _run_service(service, f"--etcd={etcd.endpoint}", option, value)
             for service, option, value, _ in commands
         ]
         ended = await asyncio.gather(*runs)

@@ -33,7 +33,7 @@ def test_no_values_are_an_error() -> None:
         estimate([])
 
 
-def test_the_best_policy_and_those_not_clearly_worse() -> None:
+def test_the_best_policy_and_others_that_are_not_clearly_worse() -> None:
     # b is worse by 1 in each seed; c is worse on average, but not in each.
     values = {"a": [5.0, 6.0, 7.0], "b": [4.0, 5.0, 6.0], "c": [6.0, 4.0, 7.5]}
     assert best_of(values, 1) == Best("a", frozenset({"c"}))

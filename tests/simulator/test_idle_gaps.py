@@ -1,4 +1,4 @@
-"""Long times without a request: nothing happens in them, and they cost next to nothing."""
+"""Long gaps without requests are skipped at little cost and without effect on results."""
 
 from __future__ import annotations
 
@@ -57,39 +57,39 @@ def test_skipped_ticks_and_reports_change_no_result(name: str) -> None:
     spec = (
         SPEC.with_pools([Pool.PREFILL, Pool.PREFILL, Pool.DECODE, Pool.DECODE]) if name == "arrow" else SPEC
     )
-    # Ending at odd times, so that the grids of ticks and reports meet the bursts differently.
+    # Odd start times, so that ticks and reports align differently with each burst.
     requests = _bursts(200.017, 1_000.391, 2_213.7)
     policy = load(name)
-    whole, skipped = (_run(policy, requests, quiet_s, spec) for quiet_s in (math.inf, QUIET_S))
-    assert _same(whole, skipped)
-    assert skipped.events_processed < 0.7 * whole.events_processed
+    complete, skipped = (_run(policy, requests, quiet_s, spec) for quiet_s in (math.inf, QUIET_S))
+    assert _same(complete, skipped)
+    assert skipped.events_processed < 0.7 * complete.events_processed
 
 
 def test_a_policy_that_moves_everything_gets_the_same_ticks() -> None:
     requests = _bursts(0.0, 1_000.391)
-    whole, skipped = (_run(MoveEverything(), requests, quiet_s) for quiet_s in (math.inf, QUIET_S))
-    assert whole.migrations
-    assert _same(whole, skipped)
+    complete, skipped = (_run(MoveEverything(), requests, quiet_s) for quiet_s in (math.inf, QUIET_S))
+    assert complete.migrations
+    assert _same(complete, skipped)
 
 
 def test_late_reports_are_not_skipped() -> None:
-    # A report that is under way when a burst begins corrects what the scheduler knows of it.
+    # A report in transit at the start of a burst corrects the scheduler's view of it.
     spec = replace(SPEC, report=ReportSpec(interval_s=0.7, delay_s=1.9))
     requests = _bursts(0.0, 1_000.391)
-    whole, skipped = (_run(LeastLoaded(), requests, quiet_s, spec) for quiet_s in (math.inf, QUIET_S))
-    assert _same(whole, skipped)
+    complete, skipped = (_run(LeastLoaded(), requests, quiet_s, spec) for quiet_s in (math.inf, QUIET_S))
+    assert _same(complete, skipped)
 
 
-def test_a_day_without_a_request_costs_next_to_nothing() -> None:
+def test_a_day_without_requests_takes_few_events() -> None:
     requests = _bursts(0.0, 100_000.0, 200_000.0, count=4)
     result = simulate(SPEC, requests, load("arrow"), Fcfs())
     assert all(record.finish_s is not None for record in result.requests)
-    # Ten quiet minutes after each burst, with two ticks and four reports and their arrivals a second.
+    # Ten quiet minutes after each burst, with two ticks, and four reports and their arrivals, per second.
     assert result.events_processed < 20_000
 
 
-class _Late(LeastLoaded):
-    """Moves an instance to a pool some time after the last request, and remembers its ticks."""
+class _ActLate(LeastLoaded):
+    """Move an instance to a pool some time after the last request, and record the ticks."""
 
     tick_interval_s = 0.5
 
@@ -104,17 +104,17 @@ class _Late(LeastLoaded):
         return ()
 
 
-def test_an_action_starts_the_quiet_time_again() -> None:
-    policy = _Late(act_s=500.0)
+def test_an_action_restarts_the_quiet_time() -> None:
+    policy = _ActLate(act_s=500.0)
     result = simulate(SPEC, _bursts(0.0, 10_000.0), policy, Fcfs())
     assert [(change.at_s, change.instance_id) for change in result.series.pools[4:]] == [(500.5, "i000")]
     at_s = [now for _, now in policy.ticks]
     assert sum(now < 5_000.0 for now in at_s) == pytest.approx(2 * 1_100.0, abs=3)
 
 
-def test_the_ticks_around_a_gap_are_those_without_skipping() -> None:
+def test_ticks_around_a_gap_are_the_same_as_without_skipping() -> None:
     requests = _bursts(0.0, 3_000.1)
-    skipping, every = _Late(math.inf), _Late(math.inf)
+    skipping, every = _ActLate(math.inf), _ActLate(math.inf)
     _run(skipping, requests, QUIET_S)
     _run(every, requests, math.inf)
     assert set(skipping.ticks) < set(every.ticks)
