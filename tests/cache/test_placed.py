@@ -46,14 +46,14 @@ def test_only_recent_placements_count(placements: list[tuple[float, str, list[in
         patch.setattr(module, "_NAMES_MAX", names_max)
         placed = PlacedPrefixes()
         now_s = 0.0
-        made: list[tuple[float, str, list[int]]] = []
+        recent: list[tuple[float, str, list[int]]] = []
         for wait_s, instance, names in placements:
             now_s += wait_s
             placed.place(instance, names, now_s)
-            made.append((now_s, instance, names))
-        made = [each for each in made if now_s - each[0] <= 2.0]
-        while sum(len(names) for _, _, names in made) > names_max:
-            made.pop(0)
+            recent.append((now_s, instance, names))
+        recent = [each for each in recent if now_s - each[0] <= 2.0]
+        while sum(len(names) for _, _, names in recent) > names_max:
+            recent.pop(0)
         for instance in "abc":
-            expected = {name for _, where, names in made if where == instance for name in names}
+            expected = {name for _, where, names in recent if where == instance for name in names}
             assert placed.index.names(instance) == expected

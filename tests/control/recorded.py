@@ -135,8 +135,8 @@ class RandomRun:
     def report(self) -> None:
         name = self.draw.choice(INSTANCES)
         there = [
-            request(r, phase, output_tokens=made, predicted=float(self.draw.randint(1, 900)))
-            for r, (where, phase, made) in self.requests.items()
+            request(r, phase, output_tokens=generated, predicted=float(self.draw.randint(1, 900)))
+            for r, (where, phase, generated) in self.requests.items()
             if where == name and self.draw.random() < 0.9
         ]
         report = steady(name, there)
@@ -159,14 +159,14 @@ class RandomRun:
         if not self.requests:
             return
         name = self.draw.choice(sorted(self.requests))
-        where, phase, made = self.requests[name]
+        where, phase, generated = self.requests[name]
         later = {PREFILL: REASONING, REASONING: ANSWERING, ANSWERING: GONE}[phase]
-        made += self.draw.randint(1, 120)
+        generated += self.draw.randint(1, 120)
         if later == GONE:
             del self.requests[name]
         else:
-            self.requests[name] = where, later, made
-        self.take(event(where, name, later, output_tokens=made))
+            self.requests[name] = where, later, generated
+        self.take(event(where, name, later, output_tokens=generated))
 
     def take(self, report: monitor_pb2.WorkerReport) -> None:
         self.control.reported(report, self.at, deciding=self.draw.random() < 0.95)
@@ -182,8 +182,8 @@ class RandomRun:
             name = self.open.pop(self.draw.randrange(len(self.open)))
             model.migration_closed(name)
             if name in self.requests:
-                where, phase, made = self.requests[name]
-                self.requests[name] = self.draw.choice([where, *INSTANCES]), phase, made
+                where, phase, generated = self.requests[name]
+                self.requests[name] = self.draw.choice([where, *INSTANCES]), phase, generated
         elif self.copies and self.draw.random() < 0.7:
             model.copy_settled(self.copies.pop(), self.now_s)
         elif self.orders:

@@ -51,10 +51,10 @@ class Machine(RuleBasedStateMachine):
         self.corrections.add_pending(key, Pending(tokens, self.cached[key], float(key)))
 
     @precondition(lambda self: self.pending)
-    @rule(data=st.data(), made=st.integers(0, 20), seated=st.booleans())
-    def begin(self, data: st.DataObject, made: int, seated: bool) -> None:
+    @rule(data=st.data(), generated=st.integers(0, 20), seated=st.booleans())
+    def begin(self, data: st.DataObject, generated: int, seated: bool) -> None:
         key = data.draw(st.sampled_from(sorted(self.pending)))
-        context = self.pending.pop(key) + made
+        context = self.pending.pop(key) + generated
         assert self.corrections.remove_pending(key) is not None
         assert self.corrections.remove_pending(key) is None
         self.now.held[key] = CountedRequest(context, context, seated)
@@ -67,11 +67,13 @@ class Machine(RuleBasedStateMachine):
         self.corrections.remove_request(self.now.held.pop(key))
 
     @precondition(lambda self: self.now.held)
-    @rule(data=st.data(), made=st.integers(0, 20), seated=st.booleans())
-    def change(self, data: st.DataObject, made: int, seated: bool) -> None:
+    @rule(data=st.data(), generated=st.integers(0, 20), seated=st.booleans())
+    def change(self, data: st.DataObject, generated: int, seated: bool) -> None:
         key = data.draw(st.sampled_from(sorted(self.now.held)))
         before = self.now.held[key]
-        after = self.now.held[key] = CountedRequest(before.context_tokens + made, before.kv_tokens, seated)
+        after = self.now.held[key] = CountedRequest(
+            before.context_tokens + generated, before.kv_tokens, seated
+        )
         self.corrections.change_request(before, after)
 
     @rule(tokens=st.integers(1, 500))

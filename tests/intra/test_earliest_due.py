@@ -31,14 +31,14 @@ def reasoning(arrival: int, arrived_s: float, tokens: int) -> JobView:
 
 @st.composite
 def claims(draw: st.DrawFn, first: int, *, waiting: bool) -> list[Claim[int]]:
-    made: list[Claim[int]] = []
+    drawn: list[Claim[int]] = []
     for number in range(draw(st.integers(0, 8))):
         at_s, output = draw(st.integers(0, 60)), draw(st.integers(1, 900))
         makes = [prompt(number, at_s), answer(number, at_s, output), reasoning(number, at_s, output)]
         job = replace(draw(st.sampled_from(makes)), arrival=first + number)
         computes = job.prompt_tokens if waiting and job.phase is Phase.PREFILL else 0
-        made.append(Claim(POLICY.rank(job), first + number, draw(st.integers(1, 6)), computes))
-    return made
+        drawn.append(Claim(POLICY.rank(job), first + number, draw(st.integers(1, 6)), computes))
+    return drawn
 
 
 def jobs_in_due_order() -> list[JobView]:
@@ -87,14 +87,14 @@ def test_allocation_equals_a_direct_implementation(
 
 @given(st.integers(1, 900), st.integers(1, 900), st.floats(0.0, 60.0), st.floats(0.0, 60.0), st.booleans())
 def test_two_jobs_do_not_preempt_each_other(
-    made: int, other_made: int, at_s: float, other_s: float, reasons: bool
+    generated: int, other_generated: int, at_s: float, other_s: float, reasons: bool
 ) -> None:
     kind = reasoning if reasons else answer
-    one, other = POLICY.rank(kind(0, at_s, made)), POLICY.rank(answer(1, other_s, other_made))
+    one, other = POLICY.rank(kind(0, at_s, generated)), POLICY.rank(answer(1, other_s, other_generated))
     assert not (POLICY.takes_from(one, other) and POLICY.takes_from(other, one))
     # A job that preempted another yields only after making up the lead.
     if POLICY.takes_from(one, other):
-        grown = POLICY.rank(kind(0, at_s, made + int(LEAD_S / PACE_S) - RANK_TOKENS))
+        grown = POLICY.rank(kind(0, at_s, generated + int(LEAD_S / PACE_S) - RANK_TOKENS))
         assert not POLICY.takes_from(other, grown)
 
 

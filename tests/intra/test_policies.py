@@ -28,16 +28,16 @@ POLICIES: dict[str, IntraPolicy] = {
 def jobs(draw: st.DrawFn) -> JobView:
     prompt = draw(st.integers(1, 8_000))
     reasoning = draw(st.sampled_from([0, 1, 300, 499, 500, 501, 4_990, 9_000]))
-    made = draw(st.integers(0, 10_000))
-    phase = Phase.PREFILL if not made else Phase.REASONING if made < reasoning else Phase.ANSWERING
-    in_phase = made - reasoning if phase is Phase.ANSWERING else made
+    generated = draw(st.integers(0, 10_000))
+    phase = Phase.PREFILL if not generated else Phase.REASONING if generated < reasoning else Phase.ANSWERING
+    in_phase = generated - reasoning if phase is Phase.ANSWERING else generated
     arrived_s = draw(st.floats(0.0, 2e9))
     answering_s = arrived_s + draw(st.floats(0.0, 1e3))
     return JobView(
         draw(st.integers(0, 1_000)),
         phase,
         prompt,
-        made,
+        generated,
         in_phase,
         arrived_s,
         0.0,

@@ -146,8 +146,8 @@ def test_a_history_is_in_flight_at_the_lengths_where_it_generates_tokens(
     assert workload.requests == pytest.approx(in_flight)
     total = sum(o for _, o in rows)
     at = 4
-    made = sum(max(0, min(i + o, edges[at + 1]) - max(i, edges[at])) for i, o in rows)
-    assert workload.sums[at, 0] == pytest.approx(in_flight * made / total)
+    in_bucket = sum(max(0, min(i + o, edges[at + 1]) - max(i, edges[at])) for i, o in rows)
+    assert workload.sums[at, 0] == pytest.approx(in_flight * in_bucket / total)
 
 
 @quick

@@ -65,12 +65,12 @@ def test_the_fit_beats_the_mean_on_noisy_samples() -> None:
 
 def samples(seed: int, count: int = 60) -> np.ndarray:
     rng = np.random.default_rng(seed)
-    made = []
+    batches = []
     for _ in range(count):
         n = int(rng.integers(1, 200))
         inputs = rng.integers(10, 4_000, n).astype(np.float64)
-        made.append(features(inputs, inputs + rng.integers(1, 4_000, n)))
-    return np.array(made)
+        batches.append(features(inputs, inputs + rng.integers(1, 4_000, n)))
+    return np.array(batches)
 
 
 def test_the_cost_of_a_batch_is_the_sum_over_its_requests() -> None:

@@ -108,8 +108,8 @@ def test_policy_constructors_match_the_declarations(name: str) -> None:
     check_constructor(kind, kind.parameters)
     for fact in kind.needs:
         assert fact.value in inspect.signature(kind).parameters
-    made = registry.load(name, parameters={p.name: p.default for p in kind.parameters})
-    assert vars(made).keys() == vars(kind()).keys()
+    policy = registry.load(name, parameters={p.name: p.default for p in kind.parameters})
+    assert vars(policy).keys() == vars(kind()).keys()
 
 
 @pytest.mark.parametrize("name", sorted(INTRA_POLICIES))
@@ -175,15 +175,15 @@ def test_policies_get_the_slos() -> None:
 @pytest.mark.parametrize("name", registry.names())
 def test_every_policy_that_needs_the_slos_plans_for_them(name: str) -> None:
     slo = Slo(0.5, 0.03, 0.9)
-    made = registry.load(name, slo=slo)
-    facts = Deployment(slo).facts(made.needs)
-    assert ("ttft_slo_s" in facts) == ("ttft_slo_s" in inspect.signature(type(made)).parameters)
-    assert ("tpot_slo_s" in facts) == ("tpot_slo_s" in inspect.signature(type(made)).parameters)
-    assert getattr(made, "ttft_slo_s", 0.5) == 0.5
-    assert getattr(made, "tpot_slo_s", 0.03) == 0.03
-    if isinstance(made, Tailrace):
-        assert made.costs.tpot_slo_s == made.arrow.tpot_slo_s == 0.03
-        assert made.arrow.ttft_slo_s == 0.5
+    policy = registry.load(name, slo=slo)
+    facts = Deployment(slo).facts(policy.needs)
+    assert ("ttft_slo_s" in facts) == ("ttft_slo_s" in inspect.signature(type(policy)).parameters)
+    assert ("tpot_slo_s" in facts) == ("tpot_slo_s" in inspect.signature(type(policy)).parameters)
+    assert getattr(policy, "ttft_slo_s", 0.5) == 0.5
+    assert getattr(policy, "tpot_slo_s", 0.03) == 0.03
+    if isinstance(policy, Tailrace):
+        assert policy.costs.tpot_slo_s == policy.arrow.tpot_slo_s == 0.03
+        assert policy.arrow.ttft_slo_s == 0.5
 
 
 def test_an_unset_slo_leaves_the_default_of_the_policy() -> None:

@@ -43,10 +43,10 @@ class Engine(Base):
 
 @pytest.fixture(autouse=True)
 def module() -> Iterator[ModuleType]:
-    made = ModuleType(MODULE)
-    made.Engine = Engine  # type: ignore[attr-defined]
-    sys.modules[MODULE] = made
-    yield made
+    module = ModuleType(MODULE)
+    module.Engine = Engine  # type: ignore[attr-defined]
+    sys.modules[MODULE] = module
+    yield module
     del sys.modules[MODULE]
 
 

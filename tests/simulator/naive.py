@@ -33,21 +33,21 @@ class NaiveJob:
         return self.request.prompt_tokens + len(self.times)
 
     def rank(self, intra: IntraPolicy) -> Rank:
-        made, reasoning = len(self.times), self.request.reasoning_tokens
-        phase = Phase.ANSWERING if made >= reasoning else Phase.REASONING
-        in_phase = made - reasoning if phase is Phase.ANSWERING else made
-        if not made:
+        generated, reasoning = len(self.times), self.request.reasoning_tokens
+        phase = Phase.ANSWERING if generated >= reasoning else Phase.REASONING
+        in_phase = generated - reasoning if phase is Phase.ANSWERING else generated
+        if not generated:
             phase, in_phase = Phase.PREFILL, 0
-        return intra.rank(self.view(phase, made, in_phase))
+        return intra.rank(self.view(phase, generated, in_phase))
 
-    def view(self, phase: Phase, made: int, in_phase: int) -> JobView:
+    def view(self, phase: Phase, generated: int, in_phase: int) -> JobView:
         request = self.request
         began = self.times[max(0, request.reasoning_tokens - 1)] if phase is Phase.ANSWERING else 0.0
         return JobView(
             self.order,
             phase,
             request.prompt_tokens,
-            made,
+            generated,
             in_phase,
             request.arrival_s,
             self.work_ahead_s,

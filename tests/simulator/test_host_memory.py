@@ -249,15 +249,15 @@ def test_swapped_requests_displace_cached_kv() -> None:
 @st.composite
 def workloads(draw: st.DrawFn) -> list[SimRequest]:
     """Draw sessions that branch and return, some of them exceeding the memory."""
-    made: list[SimRequest] = []
+    requests: list[SimRequest] = []
     for n in range(draw(st.integers(1, 16))):
         stem = draw(st.integers(0, 3))
         units = [100 * stem + k for k in range(draw(st.integers(0, 6)))]
         units += [10_000 * (n + 1) + k for k in range(draw(st.integers(0, 3)))]
         at_s = draw(st.integers(0, 800)) / 1_000 + np.pi * (n + 1) / 1e5
         rest, answer = draw(st.integers(1, 63)), draw(st.integers(1, 90))
-        made.append(request(f"r{n}", at_s, units, rest=rest, answer=answer))
-    return made
+        requests.append(request(f"r{n}", at_s, units, rest=rest, answer=answer))
+    return requests
 
 
 class Recounted(Watched):

@@ -184,17 +184,17 @@ def test_conversations_are_placed_on_the_holder_of_their_prefix(policy: Policy) 
 def workloads(draw: st.DrawFn) -> list[SimRequest]:
     """Draw sessions that branch, some of them exceeding the memory."""
     count = draw(st.integers(1, 14))
-    made: list[SimRequest] = []
+    requests: list[SimRequest] = []
     for n in range(count):
         stem = draw(st.integers(0, 2))
         shared = draw(st.integers(0, 4))
         units = [100 * stem + k for k in range(shared)]
         units += [10_000 * (n + 1) + k for k in range(draw(st.integers(0, 3)))]
         at_s = draw(st.floats(0.0, 0.4))
-        made.append(
+        requests.append(
             request(f"r{n}", at_s, units, rest=draw(st.integers(1, 63)), answer=draw(st.integers(1, 60)))
         )
-    return made
+    return requests
 
 
 @given(workloads(), st.sampled_from([8, 12, 40]), st.booleans())

@@ -196,9 +196,9 @@ def test_exact_views_change_with_every_step() -> None:
     policy = Recorder()
     spec = replace(SPEC, report=ReportSpec(interval_s=0.0, delay_s=0.0))
     simulate(spec, [SimRequest("a", 0.0, 50, 0, 400)], policy, Fcfs())
-    made = [requests[0].output_tokens for _, _, requests in policy.seen[1:] if requests]
-    assert made == sorted(set(made))
-    assert len(made) > 20
+    counts = [requests[0].output_tokens for _, _, requests in policy.seen[1:] if requests]
+    assert counts == sorted(set(counts))
+    assert len(counts) > 20
 
 
 def test_phase_events_arrive_after_the_delay_with_the_earlier_state() -> None:
