@@ -229,7 +229,7 @@ def test_concurrent_requests_share_one_pull(fleet: Fleet) -> None:
         before, shared = pulls(fleet, "pulled"), pulls(fleet, "shared") + pulls(fleet, "held")
         fleet.arm({"hold": "pull:connected", "seconds": 60})
         placed = fleet.metric("frontend", "tailrace_frontend_placements_total")
-        future = [pool.submit(ask, fleet, held.name) for _ in range(6)]
+        futures = [pool.submit(ask, fleet, held.name) for _ in range(6)]
         all_placed = placed + 6
         fleet.wait_held("pull:connected")
         wait_until(
@@ -237,7 +237,7 @@ def test_concurrent_requests_share_one_pull(fleet: Fleet) -> None:
             "all six to be placed while the first pull is held",
         )
         fleet.disarm()
-        results = [each.result(60) for each in future]
+        results = [future.result(60) for future in futures]
         assert [answer for answer, _, _ in results] == [held.answer] * 6
         # At most one pull per worker, and no request computed the pulled prefix.
         assert 1 <= pulls(fleet, "pulled") - before <= len(VLLM_WORKERS) - 1
