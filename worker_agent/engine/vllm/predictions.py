@@ -3,9 +3,11 @@
 A request's first prediction uses the state of its last prompt token, in whichever step that is computed: the
 dispatch from prefill to decode (section 3) depends on it.
 
-The engine thread arms the tap and hands over a tensor. The network runs on its own thread, which writes the
-predictions to the requests' entries. A batch that arrives while the previous one is still being processed is
-dropped: predictions become less frequent, and no step ever waits.
+The engine thread arms the tap and gets a tensor. On a GPU it hands the tensor to a thread of its own, which
+waits until the step has computed it; a batch that arrives while the previous one is still being processed is
+dropped: predictions become less frequent, and no step ever waits. On a CPU the engine thread runs the network
+itself, inside the step: another thread would compete for the same core and, operation by operation, for the
+GIL, which takes several times as long as the network.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ _STOP_DEADLINE_S = 10.0
 
 @dataclass(slots=True)
 class PredictionCost:
-    """The cost of predictions so far: batches and requests predicted, the predicting thread's seconds, and
-    batches dropped."""
+    """The cost of predictions so far: batches and requests predicted, seconds that this took, and batches
+    dropped."""
 
     batches: int = 0
     requests: int = 0
@@ -41,7 +43,7 @@ class PredictionCost:
 
 
 class LengthPredictions:
-    """Created and fed by the engine thread; predicts on its own thread."""
+    """Created and fed by the engine thread."""
 
     def __init__(self, predictor: Predictor, table: RequestTable) -> None:
         """`predictor` must be on the model's device."""
@@ -49,6 +51,7 @@ class LengthPredictions:
         self._predictor = predictor
         self._table = table
         self._steps = 0
+        self._failed = False
         self._batches: queue.Queue[StepStates | None] = queue.Queue(maxsize=1)
         self._thread = threading.Thread(target=self._run, name="length-predictor", daemon=True)
         self._thread.start()
@@ -62,7 +65,12 @@ class LengthPredictions:
         self._steps += 1
 
     def take(self, states: StepStates) -> None:
-        """Queue the states of an observed step, or drop them if the thread is busy."""
+        """Predict from the states of an observed step; those of a GPU later, or not at all if the thread is
+        busy."""
+        if states.ready is None:
+            if not self._failed:
+                self._predict(states)
+            return
         try:
             self._batches.put_nowait(states)
         except queue.Full:
@@ -77,34 +85,30 @@ class LengthPredictions:
             return
         self._thread.join(_STOP_DEADLINE_S)
 
-    # ---- the predicting thread
-
     def _run(self) -> None:
-        while (states := self._batches.get()) is not None:
-            begun = time.perf_counter()
-            try:
-                self._predict(states)
-            except RuntimeError:
-                # Requests continue without predictions, which policies handle like an engine without a
-                # predictor.
-                _log.exception("length prediction has stopped")
-                self._drop_all()
-                return
-            self.cost.seconds += time.perf_counter() - begun
-            self.cost.batches += 1
-            self.cost.requests += len(states.request_ids)
+        """Predict on the thread, until closed or failed."""
+        while not self._failed and (states := self._batches.get()) is not None:
+            self._predict(states)
 
     def _predict(self, states: StepStates) -> None:
-        if states.ready is not None:
-            states.ready.synchronize()
-        remaining: list[float] = self._predictor.remaining_on_device(states.hidden).tolist()
+        begun = time.perf_counter()
+        try:
+            if states.ready is not None:
+                states.ready.synchronize()
+            remaining: list[float] = self._predictor.remaining_on_device(states.hidden).tolist()
+        except RuntimeError:
+            # Requests continue without predictions, which policies handle like an engine without a predictor.
+            _log.exception("length prediction has stopped")
+            self._failed = True
+            for entry in self._table:
+                entry.prediction = None
+            return
         for request_id, generated, tokens in zip(
             states.request_ids, states.generated, remaining, strict=True
         ):
-            entry = self._table.get(request_id)
-            if entry is not None and generated >= 0:
-                entry.prediction = LengthPrediction(generated, tokens)
-
-    def _drop_all(self) -> None:
-        for entry in self._table:
-            entry.prediction = None
+            found = self._table.get(request_id)
+            if found is not None and generated >= 0:
+                found.prediction = LengthPrediction(generated, tokens)
+        self.cost.seconds += time.perf_counter() - begun
+        self.cost.batches += 1
+        self.cost.requests += len(states.request_ids)
