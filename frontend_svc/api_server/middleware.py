@@ -47,12 +47,13 @@ class RetryAfter:
             await self._app(scope, receive, send)
             return
 
-        async def send_start(message: Message) -> None:
+        # Not a coroutine: it is called for every token.
+        def send_start(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start" and message["status"] in _STATUSES:
                 headers = list(message.get("headers", []))
                 if not any(name.lower() == b"retry-after" for name, _ in headers):
                     message["headers"] = [*headers, (b"retry-after", str(RETRY_AFTER_S).encode())]
-            await send(message)
+            return send(message)
 
         await self._app(scope, receive, send_start)
 

@@ -4,6 +4,7 @@ status."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from typing import Final
 
 import msgspec
@@ -57,9 +58,17 @@ class _Response:
         self._first_event_seen = asyncio.Event()
         # The response was replaced by an error, which has been sent.
         self._replaced = False
+        # The stream's first event has been sent.
+        self._begun = False
 
-    async def send(self, message: Message) -> None:
+    def send(self, message: Message) -> Awaitable[None]:
         """Handle one ASGI message of the app."""
+        # Not a coroutine: it is called for every token, and nearly all messages are only passed on.
+        if self._begun:
+            return self._send(message)
+        return self._send_at_start(message)
+
+    async def _send_at_start(self, message: Message) -> None:
         if message["type"] == "http.response.start" and _is_stream(message):
             self._start = message
             self._release_task = asyncio.create_task(self._release_after_hold(), name="start a stream")
@@ -74,11 +83,13 @@ class _Response:
         start, self._start = self._start, None
         if start is None:
             # The start was released in the meantime.
+            self._begun = True
             await self._send(message)
             return
         body = message.get("body", b"")
         status = _error_status(body)
         if status is None:
+            self._begun = True
             await self._send(start)
             await self._send(message)
             return
