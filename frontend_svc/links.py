@@ -342,22 +342,23 @@ class Link:
             log.error("no stream to %s: %s", self.instance_id, reason)
 
     async def _read(self, stream: AttachStream) -> None:
-        while True:
-            message = await stream.read()
-            if message is None:
-                raise _LinkEnded("closed by the worker")
-            self._last_received_s = time.monotonic()
-            if message.HasField("goodbye"):
-                goodbye = message.goodbye
-                cause = LossCause.ENGINE_FAILED if goodbye.engine_failed else LossCause.STOPPED
-                raise _LinkEnded(goodbye.reason or cause.value, cause)
-            if not self._attached:
-                assert self._worker_hello is not None
-                log.info("%s answers again", self.instance_id)
-                self._attached = True
-                self._sink.on_attached(self.instance_id, self._worker_hello)
-            if not message.HasField("heartbeat"):
-                self._sink.on_message(self.instance_id, message)
+        await stream.deliver(self._handle)
+        raise _LinkEnded("closed by the worker")
+
+    def _handle(self, message: worker_pb2.AttachDown) -> None:
+        """Handle one message. Raise _LinkEnded if it is a goodbye."""
+        self._last_received_s = time.monotonic()
+        if message.HasField("goodbye"):
+            goodbye = message.goodbye
+            cause = LossCause.ENGINE_FAILED if goodbye.engine_failed else LossCause.STOPPED
+            raise _LinkEnded(goodbye.reason or cause.value, cause)
+        if not self._attached:
+            assert self._worker_hello is not None
+            log.info("%s answers again", self.instance_id)
+            self._attached = True
+            self._sink.on_attached(self.instance_id, self._worker_hello)
+        if not message.HasField("heartbeat"):
+            self._sink.on_message(self.instance_id, message)
 
     async def _write(self, stream: AttachStream) -> None:
         while True:

@@ -80,7 +80,7 @@ Received = TypeVar("Received", bound=Message)
 
 
 class MessageStream(asyncio.Protocol, Generic[Received]):
-    """One end of a stream. One task reads; any thread sends. A read or write may be cancelled."""
+    """One end of a stream. One task reads or delivers; any thread sends. All of these may be cancelled."""
 
     def __init__(
         self,
@@ -107,6 +107,9 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
         self._buffer = bytearray()
         self._messages: deque[tuple[Received, int]] = deque()
         self._unread_bytes = 0
+        # While `deliver` runs: the callback, and the exception with which it ended the stream.
+        self._handle: Callable[[Received], None] | None = None
+        self._handle_error: Exception | None = None
         self._arrived = asyncio.Event()
         self._writable = asyncio.Event()
         self._reading = True
@@ -136,6 +139,32 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
             self._reading = True
             self._transport.resume_reading()
         return message
+
+    async def deliver(self, handle: Callable[[Received], None]) -> None:
+        """Call `handle` with each message as it arrives, until the other end closes. Raise StreamBroken.
+
+        `handle` must not block. An exception of it ends the stream and is raised here. Messages arrive
+        without a task being woken for each, which costs more than most of them.
+        """
+        self._handle = handle
+        try:
+            # Those that arrived before; later ones do not pass through here.
+            while self._handle_error is None and (message := await self.read()) is not None:
+                self._call(handle, message)
+        except StreamBroken:
+            if self._handle_error is None:
+                raise
+        finally:
+            self._handle = None
+        if self._handle_error is not None:
+            raise self._handle_error
+
+    def _call(self, handle: Callable[[Received], None], message: Received) -> None:
+        try:
+            handle(message)
+        except Exception as error:  # noqa: BLE001 - `deliver` raises it
+            self._handle_error = error
+            self._finish("")
 
     def send(self, message: Message) -> None:
         """Send without waiting, from any thread; callers have to watch `unsent_bytes`. Raise StreamBroken."""
@@ -260,9 +289,14 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
             except DecodeError as error:
                 self._reject(f"not a message: {error}")
                 return
-            self._messages.append((message, size))
-            self._unread_bytes += size
             start = begin + size
+            if self._handle is None or self._messages:
+                self._messages.append((message, size))
+                self._unread_bytes += size
+                continue
+            self._call(self._handle, message)
+            if self._handle_error is not None:
+                return
         del buffer[:start]
         if self._messages:
             self._arrived.set()

@@ -58,6 +58,69 @@ def test_messages_arrive_whole_and_in_order(contents: list[bytes]) -> None:
     assert asyncio.run(echo(contents)) == contents
 
 
+async def deliver(contents: list[bytes]) -> list[bytes]:
+    async with ends() as (client, server, _):
+        received: list[bytes] = []
+        complete = asyncio.Event()
+
+        def handle(each: worker_pb2.AttachUp) -> None:
+            received.append(each.submit.frames[0])
+            if len(received) == len(contents):
+                complete.set()
+
+        for content in contents[:2]:
+            await client.write(message(content))
+        delivering = asyncio.create_task(server.deliver(handle))
+        for content in contents[2:]:
+            await client.write(message(content))
+        if contents:
+            await complete.wait()
+        delivering.cancel()
+        await asyncio.gather(delivering, return_exceptions=True)
+        # A message that arrives after that is read.
+        await client.write(message(b"later"))
+        last = await server.read()
+        assert last is not None
+        return [*received, last.submit.frames[0]]
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.lists(st.one_of(st.binary(max_size=40), st.just(b"long" * 50_000)), max_size=8))
+def test_messages_are_delivered_whole_and_in_order(contents: list[bytes]) -> None:
+    assert uvloop.run(deliver(contents)) == [*contents, b"later"]
+    assert asyncio.run(deliver(contents)) == [*contents, b"later"]
+
+
+async def test_delivery_ends_with_the_callbacks_exception() -> None:
+    seen: list[bytes] = []
+
+    def handle(each: worker_pb2.AttachUp) -> None:
+        seen.append(each.submit.frames[0])
+        if seen[-1] == b"last":
+            raise LookupError("enough")
+
+    async with ends() as (client, server, _):
+        delivering = asyncio.create_task(server.deliver(handle))
+        for content in (b"one", b"last", b"not delivered"):
+            await client.write(message(content))
+        client.close()
+        with pytest.raises(LookupError, match="enough"):
+            await delivering
+        assert seen == [b"one", b"last"]
+        assert server.closed
+
+
+async def test_delivery_ends_with_the_stream() -> None:
+    async with ends() as (client, server, _):
+        delivering = asyncio.create_task(server.deliver(lambda each: None))
+        await asyncio.sleep(0)
+        client.close()
+        try:
+            await delivering
+        except StreamBroken as broken:
+            assert str(broken)
+
+
 async def test_an_empty_message_is_a_message() -> None:
     async with ends() as (client, server, _):
         await client.write(worker_pb2.AttachUp())
