@@ -25,6 +25,7 @@ from worker_agent.faults import FaultSpec
 from worker_agent.kv.address import KvAddress, KvIdentityError, KvTransferError, address_of
 from worker_agent.kv.binding import interfaces, ucx_options
 from worker_agent.kv.client import KvClient, KvTransfer
+from worker_agent.kv.progress import progress_paused
 from worker_agent.kv.segments import Mappings
 from worker_agent.kv.staging import StagingPool
 from worker_agent.kv.strays import discard_strays
@@ -156,6 +157,16 @@ async def any_client(request: pytest.FixtureRequest, ucx: None) -> KvClient:
 async def source(ucx: None) -> AsyncIterator[Source]:
     async with source_process() as source:
         yield source
+
+
+async def test_the_progress_thread_has_ended_while_it_is_paused(ucx: None) -> None:
+    def threads() -> set[str]:
+        return set(os.listdir("/proc/self/task"))
+
+    before = threads()
+    with progress_paused():
+        assert len(before - threads()) == 1
+    assert len(threads()) == len(before)
 
 
 def names(first: int, count: int) -> list[bytes]:

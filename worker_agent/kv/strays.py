@@ -19,6 +19,8 @@ import ucxx
 from ucxx._lib.arr import Array
 from ucxx.types import Tag, TagMask
 
+from worker_agent.kv.progress import progress_paused
+
 log = logging.getLogger(__name__)
 
 _SWEEP_S: Final = 0.5
@@ -56,7 +58,8 @@ async def discard_strays() -> int:
     worker = ucxx.core._get_ctx().worker
     for dropped in range(_BATCH_MAX):
         # Any tag.
-        found = worker.tag_probe(Tag(0), TagMask(0), remove=True)
+        with progress_paused():
+            found = worker.tag_probe(Tag(0), TagMask(0), remove=True)
         if not found.matched:
             return dropped
         # Receiving into a buffer that is too small completes the message as truncated, also for its sender.

@@ -41,14 +41,12 @@ from ucxx.types import Tag
 from tailrace.service.channels import format_error
 from worker_agent.kv.address import KvAddress, KvTransferError
 from worker_agent.kv.binding import BindingError
+from worker_agent.kv.progress import progress_paused
 from worker_agent.kv.segments import this_host
 
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES: Final = 8 << 20
-# Longest sleep of UCX's progress thread; events wake it up earlier. ucxx's default of a millisecond costs
-# each idle worker 3% of a core.
-_PROGRESS_MS: Final = 50
 # Timeout for closing an endpoint, which waits for UCX's progress thread; nanoseconds.
 _CLOSE_NS: Final = 200_000_000
 # Timeout for messages in flight when their endpoint is closed, which ends them.
@@ -73,10 +71,9 @@ def start_ucx(options: Mapping[str, str]) -> None:
             raise BindingError(
                 f"UCX did not start with {dict(options)}: {format_error(error)}{taken}"
             ) from error
-        # Restart the progress thread with our polling interval while there are no endpoints yet.
-        worker = ucxx.core._get_ctx().worker
-        worker.stop_progress_thread()
-        worker.start_progress_thread(polling_mode=False, epoll_timeout=_PROGRESS_MS)
+        # Restart the progress thread with our polling interval.
+        with progress_paused():
+            pass
         _started = True
 
 
@@ -100,6 +97,7 @@ def stop_ucx() -> None:
     if _started:
         _started = False
         try:
+            ucxx.core._get_ctx().worker.stop_progress_thread()
             ucxx.reset()
         except ucxx.exceptions.UCXError as error:
             log.info("UCX: %s", format_error(error).partition("\n")[0])
@@ -124,9 +122,12 @@ class Channel:
         """
         try:
             address = ucxx.get_ucx_address_from_buffer(peer.worker)
-            return cls(await ucxx.create_endpoint_from_worker_address(address))
+            # It does not suspend.
+            with progress_paused():
+                endpoint = await ucxx.create_endpoint_from_worker_address(address)
         except (OSError, RuntimeError, ucxx.exceptions.UCXError) as error:
             raise KvTransferError(f"cannot connect to the peer's UCX: {format_error(error)}") from error
+        return cls(endpoint)
 
     @property
     def alive(self) -> bool:
@@ -142,7 +143,7 @@ class Channel:
 
         It takes effect on the next iteration of the event loop.
         """
-        return self._begin(self._endpoint.recv(buffer, Tag(tag), force_tag=True))
+        return self._begin(self._receive(buffer, Tag(tag)))
 
     async def wait(self, message: asyncio.Task[object]) -> None:
         """Wait until a message is complete. A caller that gives up must close the channel.
@@ -168,7 +169,8 @@ class Channel:
             return
         self._closed = True
         try:
-            self._endpoint.abort(period=_CLOSE_NS)
+            with progress_paused():
+                self._endpoint.abort(period=_CLOSE_NS)
         except ucxx.exceptions.UCXError as error:
             log.warning("closing a KV connection: %s", format_error(error))
         if self._under_way:
@@ -176,6 +178,12 @@ class Channel:
             for message in left:
                 log.warning("a KV message did not complete with its connection")
                 message.cancel()
+
+    async def _receive(self, buffer: object, tag: Tag) -> object:
+        # On a closed endpoint, ucxx would look for the message while the progress thread runs.
+        if not self.alive:
+            raise ucxx.exceptions.UCXCloseError("Endpoint closed")
+        return await self._endpoint.recv(buffer, tag, force_tag=True)
 
     def _begin(self, message: object) -> asyncio.Task[object]:
         task: asyncio.Task[object] = asyncio.ensure_future(message)  # type: ignore[call-overload]
