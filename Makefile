@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help install up down test mutants test-features test-models test-vllm test-ranks test-upgrade lint format protos sbom bundle check-gpu docs soak bench-stream bench-transfer bench-swap \
-	bench-scale \
+	bench-control bench-scale \
 	bench-decisions bench-policies bench-cache bench-cache-ahead bench-cache-vllm bench-cache-live bench-cache-router bench-pull bench-real bench-live bench-replays bench-overload bench-overload-simulated bench-validation bench-simulation bench-etcd strangers chaos fuzz claims
 
 help: ## Show this list
@@ -112,6 +112,9 @@ bench-scale: ## 100 simulated workers, 1,000 streams
 
 bench-decisions: install ## Decision latency of each policy at 16 to 1,024 instances, and of the prefix index (ARGS=--only=cache)
 	$(PYTHON) -m benchmarks.decisions $(ARGS)
+
+bench-control: install ## Placements while 1,024 synthetic instances report to a real monitor (ARGS="--instances 4096 --policies tailrace")
+	$(PYTHON) -m benchmarks.control $(ARGS)
 
 bench-validation: ## A real worker, profiled and loaded, against the simulator
 	@scripts/install.sh --rust

@@ -1,0 +1,1 @@
+"""Measure the control plane: real monitor and scheduler, synthetic workers and front ends."""
