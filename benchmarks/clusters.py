@@ -7,9 +7,9 @@ from random import Random
 from types import MappingProxyType
 
 from tailrace.cluster import Arrival, ClusterView, InstanceView, Phase, RequestState, RequestView
+from tailrace.control.reported_requests import ReportedRequests, ReportedRows
 from tailrace.perf.future_load import FutureLoad
 from tailrace.perf.horizon import expected_remaining
-from tailrace.policy.phase_load import phase_load
 
 REQUESTS_PER_INSTANCE = 100
 # One in this many requests is behind its user's pace, so that some instances miss their SLO.
@@ -48,9 +48,10 @@ def _instance(random: Random, name: str) -> InstanceView:
         token_interval_s=random.uniform(0.015, 0.03),
         host_kv_capacity_tokens=1_000_000,
         future_load=FutureLoad()([(r.context_tokens, expected_remaining(r)) for r in requests]),
-        phase_load=phase_load(requests),
-        prompts=tuple((r.arrival_s, r.prompt_tokens) for r in requests if r.phase is Phase.PREFILL),
-        requests=requests,
+        # As in the live scheduler, which does not count the requests again for each decision.
+        requests=ReportedRequests(
+            ReportedRows(name, 16, 131_072, {}), {request.request_id: request for request in requests}, ()
+        ),
     )
 
 

@@ -140,11 +140,6 @@ class InstanceView:
     # Token load now and at the coming steps of the prediction horizon, simulated by the worker (ARES,
     # section 5.2; tailrace.perf.future_load).
     future_load: tuple[float, ...] = ()
-    # Counts over `requests`, if the builder of the view has them. None: derive them from `requests`.
-    phase_load: PhaseLoad | None = None
-    # (arrival time, prompt tokens) of each of `requests` in prefill, in any order, if the builder of the view
-    # has them. None: derive them from `requests`.
-    prompts: tuple[tuple[float, int], ...] | None = None
     # Measurements of its kind (`tailrace profile`). None: none; policies use their own profile.
     measured: Measured | None = None
     migrations_in: int = 0
@@ -153,7 +148,8 @@ class InstanceView:
     coming_tokens: int = 0
     # Tokens of KV per second that recent migrations to it have reached. None: none yet.
     migration_tokens_per_s: float | None = None
-    # A tuple in the live scheduler; the simulator creates them only on access.
+    # Live and simulated, views of requests are made only on access: most decisions need counts alone
+    # (tailrace.policy.phase_load).
     requests: Sequence[RequestView] = ()
 
     @property

@@ -142,9 +142,13 @@ async def control_plane(load: Load) -> AsyncIterator[ControlPlane]:
         monitor, monitor_metrics, scheduler, scheduler_metrics = (f"{LOOPBACK}:{port}" for port in ports)
         pids: dict[str, list[int]] = {}
 
-        async def start(name: str, command: Sequence[str], **pipes: int) -> asyncio.subprocess.Process:
+        async def start(
+            name: str, command: Sequence[str], pipes: int | None = None
+        ) -> asyncio.subprocess.Process:
             with (folder / f"{name}.log").open("wb") as log:
-                process = await asyncio.create_subprocess_exec(*command, stderr=log, **pipes)
+                process = await asyncio.create_subprocess_exec(
+                    *command, stdin=pipes, stdout=pipes, stderr=log
+                )
             stack.push_async_callback(_stop, process)
             pids[name] = [process.pid]
             return process
@@ -165,12 +169,7 @@ async def control_plane(load: Load) -> AsyncIterator[ControlPlane]:
         admin = admin_pb2_grpc.AdminStub(channel)
         await admin.ListPolicies(admin_pb2.ListPoliciesRequest(), timeout=_START_S, wait_for_ready=True)
         await grpc_ready(monitor)
-        workers = await start(
-            "workers",
-            _workers_command(load, monitor),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )
+        workers = await start("workers", _workers_command(load, monitor), asyncio.subprocess.PIPE)
         lateness: list[float] = []
         reading = asyncio.create_task(_read_lateness(workers, lateness))
         stack.push_async_callback(_cancel, reading)

@@ -37,7 +37,7 @@ class Reporter:
 
     async def run(self, channel: grpc.aio.Channel, first_s: float) -> None:
         """Report until cancelled; the first steady report is due at `first_s`."""
-        call = channel.stream_stream(_METHOD)()
+        call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(_METHOD)()
         acknowledgements = asyncio.create_task(_read(call))
         try:
             due_s = first_s

@@ -44,6 +44,11 @@ class ClusterModel(ABC, Generic[C]):
 
     # ---- what a policy sees
 
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """Return the stages now, without making a view."""
+        return self._stages
+
     @abstractmethod
     def view_at(self, now_s: float) -> ClusterView:
         """Return the view of the whole cluster."""

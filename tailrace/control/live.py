@@ -61,7 +61,6 @@ class LiveControl:
         self.active.follow(record, slo)
         if self.shadow is not None:
             self.shadow.follow_slo(slo)
-        self.model.set_quantum(self.active.quantum_tokens)
         self.model.hot.track(self.active.policy.prefixes_period_s)
 
     def follow_shadow(self, shadow: Shadow | None) -> None:
@@ -122,9 +121,9 @@ class LiveControl:
             return
         for change in changes:
             self._phase_changed(change, at)
-        view = self.model.view()
-        if view.stages:
-            self._check_lengths(view, report.instance_id, at)
+        # A view of the whole cluster after each report would cost more than everything else.
+        if self.model.stages:
+            self._check_lengths(self.model.view(), report.instance_id, at)
         elif self._outgrown:
             self._outgrown.clear()
 
@@ -174,7 +173,6 @@ class LiveControl:
         )
         control = LiveControl(ReportedCluster(), ActivePolicy(default, started.slo), executor, calls)
         control.active.switch(policy, started.slo)
-        control.model.set_quantum(control.active.quantum_tokens)
         control.model.restore(started.model, instances, started.now_s)
         control._placements = started.placements
         control._outgrown_policy, control._outgrown = control.active.policy, dict(started.outgrown)

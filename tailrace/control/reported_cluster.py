@@ -46,8 +46,8 @@ from tailrace.control.recording import (
     Tap,
 )
 from tailrace.control.reported_instance import ReportedInstance
-from tailrace.intra.base import QUANTUM_TOKENS
 from tailrace.lengths import LengthWindow
+from tailrace.messages import PHASES
 from tailrace.perf.measured import Measured
 from tailrace.records import InstanceRecord, ProfileRecord
 from tailrace.v1 import cache_pb2, monitor_pb2, types_pb2
@@ -106,7 +106,6 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         # Which instance caches which prefix.
         self.cache = KnownCache()
         self.hot = HotTracker(self)
-        self._quantum_tokens = QUANTUM_TOKENS
         self._locations: dict[str, RequestLocation] = {}
         # Open migrations by request: source, and target if known.
         self._migrating: dict[str, tuple[str, str | None]] = {}
@@ -134,7 +133,7 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
             record = members.instances[name]
             known = self._known.get(name)
             if known is None or known.record.incarnation != record.incarnation:
-                known = ReportedInstance(record, now_s, self._quantum_tokens)
+                known = ReportedInstance(record, now_s)
                 self._forget([r for r, location in self._locations.items() if location.instance_id == name])
             known.record = record
             tracked[name] = known
@@ -160,12 +159,6 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         }
         self._rebuild()
 
-    def set_quantum(self, quantum_tokens: int) -> None:
-        """Count fresh answers by the quantum of the policy in force."""
-        if quantum_tokens != self._quantum_tokens:
-            self._quantum_tokens = quantum_tokens
-            self.recount()
-
     def set_silent(self, names: Collection[str]) -> None:
         """Set which instances have stopped reporting.
 
@@ -177,6 +170,9 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         if silent >= self._known.keys():
             silent = frozenset()
         if silent != self._silent:
+            for name in silent - self._silent:
+                if (tracked := self._known.get(name)) is not None:
+                    tracked.detach()
             self._silent = silent
             self._rebuild()
 
@@ -191,8 +187,7 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
             gone = tracked.report(report, self._migrating, now_s)
             for request_id in gone:
                 self._request_left(request_id, report.instance_id)
-            for request in tracked.requests.values():
-                self._request_reported(request, changes, now_s)
+            self._requests_reported(tracked, changes, now_s)
         for event in report.phase_events:
             if event.phase == types_pb2.PHASE_UNSPECIFIED:
                 self._count_finish(tracked, event, now_s)
@@ -386,7 +381,7 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         """Return the trace context that the instance reports for a request; "" if it is not traced."""
         location = self._locations.get(request_id)
         tracked = self._known.get(location.instance_id) if location is not None else None
-        return tracked.traceparents.get(request_id, "") if tracked is not None else ""
+        return tracked.traceparent(request_id) if tracked is not None else ""
 
     def request(self, request_id: str) -> RequestView | None:
         """Return a request on its current instance, or None."""
@@ -406,10 +401,9 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         tracked = self._known.get(instance_id)
         if tracked is None:
             return []
-        held = [*tracked.requests.values(), *(p.request for p in tracked.pending.values())]
         return [
             request
-            for request in held
+            for request in tracked.requests()
             if (location := self._locations.get(request.request_id)) is not None
             and location.instance_id == instance_id
         ]
@@ -438,11 +432,10 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
             None if recent is None else RecentState(recent.period_s, recent.arrivals),
             self.hot.copies,
         )
-        # Recount what is maintained incrementally, here as in `restore`, so that both continue from the same
-        # counts.
-        self.recount()
         follower = self.cache.follower
-        return model, [known.state(follower.state(name)) for name, known in self._known.items()]
+        instances = [known.state(follower.state(name)) for name, known in self._known.items()]
+        self._rebuild()
+        return model, instances
 
     def restore(self, model: ModelKnown, instances: Iterable[InstanceKnown], now_s: float) -> None:
         """Continue from a recorded state. The model must be new."""
@@ -464,12 +457,6 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         self._migrating = dict(model.migrating)
         self._pool_orders = {name: PoolOrder(name, before, pool) for name, before, pool in model.ordered}
         self._lengths = LengthWindow.restored(model.lengths) if model.lengths is not None else None
-        self._rebuild()
-
-    def recount(self) -> None:
-        """Recount what is maintained incrementally."""
-        for known in self._known.values():
-            known.set_quantum(self._quantum_tokens)
         self._rebuild()
 
     # ---- internal
@@ -494,15 +481,31 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         if request is not None and event.output_tokens:
             self.count_finish(request.prompt_tokens, event.output_tokens, now_s)
 
-    def _request_reported(self, request: RequestView, changes: list[PhaseChange], now_s: float) -> None:
-        """Process a request in a steady report, which also shows a phase change whose event was lost."""
-        if request.request_id in self._locations:
-            self._phase_entered(request, changes, now_s)
-        else:
-            self._count_arrival(request, now_s)
-            self._locations[request.request_id] = RequestLocation(
-                request.instance_id, request.epoch, request.phase
-            )
+    def _requests_reported(
+        self,
+        tracked: ReportedInstance,
+        changes: list[PhaseChange],
+        now_s: float,
+    ) -> None:
+        """Process the requests of a steady report, which also shows phase changes whose events were lost."""
+        instance_id, locations = tracked.record.instance_id, self._locations
+        for request_id, row in tracked.reported().items():
+            location = locations.get(request_id)
+            if (
+                location is not None
+                and location.instance_id == instance_id
+                and location.epoch == row.epoch
+                and location.phase is PHASES.get(row.phase, Phase.PREFILL)
+            ):
+                continue
+            request = tracked.find(request_id)
+            if request is None:
+                continue
+            if location is not None:
+                self._phase_entered(request, changes, now_s)
+            else:
+                self._count_arrival(request, now_s)
+                locations[request_id] = RequestLocation(instance_id, request.epoch, request.phase)
 
     def _count_arrival(self, request: RequestView, now_s: float) -> None:
         """Count a request that another scheduler placed; later epochs mean that it was handed over

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Final
 
 from tailrace.cache.follow import CacheState
 from tailrace.cluster import InstanceState, InstanceView, Phase, Pool, RequestState, RequestView
 from tailrace.control.cluster_model import Corrections, CountedRequest, Pending
 from tailrace.control.recording import InstanceKnown, RecordedPending
-from tailrace.intra.base import QUANTUM_TOKENS
-from tailrace.messages import PHASES, REQUEST_STATES, predicted_remaining, request_view
+from tailrace.control.reported_requests import ReportedRequests, ReportedRows
+from tailrace.messages import PHASES, REQUEST_STATES, predicted_remaining
 from tailrace.perf.measured import Measured
 from tailrace.perf.ttft import TtftPredictor
 from tailrace.policy.candidates import kv_needed_tokens
-from tailrace.policy.phase_load import PhaseCounts
 from tailrace.records import InstanceRecord
 from tailrace.v1 import monitor_pb2
 
@@ -39,17 +38,17 @@ class PendingRequest(Pending):
 class ReportedInstance(Corrections[str, PendingRequest]):
     """Hold the counts of the last steady report, updated by phase events and placements."""
 
-    def __init__(self, record: InstanceRecord, now_s: float, quantum_tokens: int = QUANTUM_TOKENS) -> None:
-        """`quantum_tokens`: the quantum by which the policy counts fresh answers."""
+    def __init__(self, record: InstanceRecord, now_s: float) -> None:
         super().__init__()
         self.record = record
         # None until the first steady report of this incarnation.
         self.load: monitor_pb2.InstanceLoad | None = None
         self.last_report_s = now_s
-        self.requests: dict[str, RequestView] = {}
-        # Trace contexts of requests that are traced.
-        self.traceparents: dict[str, str] = {}
-        self._phases = PhaseCounts(quantum_tokens)
+        # Requests of the last steady report, and those that have changed since; None: gone.
+        self._rows = self._no_rows()
+        self._changed: dict[str, RequestView | None] = {}
+        # Trace contexts of requests that are traced, from events since the last steady report.
+        self._traceparents: dict[str, str] = {}
 
     @property
     def block_tokens(self) -> int:
@@ -58,37 +57,26 @@ class ReportedInstance(Corrections[str, PendingRequest]):
 
     # ---- what happens
 
-    def set_quantum(self, quantum_tokens: int) -> None:
-        """Count fresh answers by another quantum from now on."""
-        self._phases = PhaseCounts(quantum_tokens)
-        self._phases.reset(self._all_requests())
-
     def report(self, report: monitor_pb2.WorkerReport, migrating: Collection[str], now_s: float) -> set[str]:
         """Apply a steady report; return the ids of requests that were here and are not any more."""
         load = self.load = report.load
         self.last_report_s = now_s
-        before = self.requests.keys() | self.pending.keys()
+        before = {*self._held_ids(), *self.pending}
         block_tokens = load.block_tokens or self.block_tokens
-        self.requests = {
-            r.request_id: request_view(
-                self.record.instance_id,
-                block_tokens,
-                self.record.max_model_len,
-                r,
-                r.request_id in migrating,
-            )
-            for r in report.requests
-        }
-        self.traceparents = {r.request_id: r.traceparent for r in report.requests if r.traceparent}
+        rows = {row.request_id: row for row in report.requests}
+        self._rows = ReportedRows(self.record.instance_id, block_tokens, self.record.max_model_len, rows)
+        self._changed = {}
+        for request_id in [name for name in rows if name in migrating]:
+            self.set_migrating(request_id, True)
+        self._traceparents = {}
         for request_id, pending in list(self.pending.items()):
-            if request_id in self.requests or now_s - pending.placed > _PENDING_S:
+            if request_id in rows or now_s - pending.placed > _PENDING_S:
                 self.remove_pending(request_id)
-        self._phases.reset(self._all_requests())
         # The KV that an import reserves is in kv_blocks_used from its beginning.
         for request_id in list(self.coming)[: load.migrations_in]:
             self.coming[request_id] = 0
         self.reset_changes()
-        return before - self.requests.keys() - self.pending.keys()
+        return before - rows.keys() - self.pending.keys()
 
     def place(self, request: RequestView, now_s: float, cached_tokens: int = 0) -> str | None:
         """Add a request that was placed here and will arrive soon, of which `cached_tokens` are cached.
@@ -103,16 +91,12 @@ class ReportedInstance(Corrections[str, PendingRequest]):
             self.unplace(forgotten)
         pending = PendingRequest(request.context_tokens, cached_tokens, now_s, request)
         self.add_pending(request.request_id, pending)
-        self._phases.add(request)
         return forgotten
 
     def unplace(self, request_id: str) -> PendingRequest | None:
         """Remove a pending request that has begun or was placed elsewhere; return None if it was not
         pending."""
-        pending = self.remove_pending(request_id)
-        if pending is not None:
-            self._phases.remove(pending.request)
-        return pending
+        return self.remove_pending(request_id)
 
     def event(self, event: monitor_pb2.PhaseEvent) -> RequestView | None:
         """Apply a phase event; return the request, or None if the phase is unknown."""
@@ -120,8 +104,8 @@ class ReportedInstance(Corrections[str, PendingRequest]):
         if phase is None:
             return None
         if event.traceparent:
-            self.traceparents[event.request_id] = event.traceparent
-        known = self.requests.get(event.request_id)
+            self._traceparents[event.request_id] = event.traceparent
+        known = self._held(event.request_id)
         if known is None:
             return self._add_from_event(event, phase)
         grown = max(0, event.output_tokens - known.output_tokens)
@@ -134,20 +118,20 @@ class ReportedInstance(Corrections[str, PendingRequest]):
             phase_tokens=event.phase_tokens,
             predicted_remaining_tokens=self._predicted_remaining(event, known, grown),
         )
-        self._phases.remove(known)
-        self._phases.add(moved)
         self.change_request(_as_counted(known), _as_counted(moved))
-        self.requests[event.request_id] = moved
+        self._changed[event.request_id] = moved
         return moved
 
     def finish(self, request_id: str) -> None:
         """Remove a request that finished here or left."""
         self.unplace(request_id)
-        self.traceparents.pop(request_id, None)
-        request = self.requests.pop(request_id, None)
+        request = self._held(request_id)
         if request is None:
             return
-        self._phases.remove(request)
+        if request_id in self._rows:
+            self._changed[request_id] = None
+        else:
+            del self._changed[request_id]
         self.remove_request(_as_counted(request))
 
     def reserve(self, request_id: str, context_tokens: int) -> None:
@@ -156,9 +140,9 @@ class ReportedInstance(Corrections[str, PendingRequest]):
 
     def set_migrating(self, request_id: str, migrating: bool) -> None:
         """Set whether a migration of the request is open."""
-        request = self.requests.get(request_id)
+        request = self._held(request_id)
         if request is not None:
-            self.requests[request_id] = dataclasses.replace(request, migrating=migrating)
+            self._changed[request_id] = dataclasses.replace(request, migrating=migrating)
 
     def _add_from_event(self, event: monitor_pb2.PhaseEvent, phase: Phase) -> RequestView:
         """Add a request that is not in a report yet: placed a moment ago, or handed over to this instance."""
@@ -180,8 +164,7 @@ class ReportedInstance(Corrections[str, PendingRequest]):
             phase_tokens=event.phase_tokens,
             predicted_remaining_tokens=predicted_remaining(event, self.record.max_model_len),
         )
-        self._phases.add(request)
-        self.requests[event.request_id] = request
+        self._changed[event.request_id] = request
         self.add_request(event.request_id, _as_counted(request))
         return request
 
@@ -194,27 +177,65 @@ class ReportedInstance(Corrections[str, PendingRequest]):
             return predicted
         return max(0.0, known.predicted_remaining_tokens - grown)
 
-    def _all_requests(self) -> Iterator[RequestView]:
-        yield from self.requests.values()
-        for pending in self.pending.values():
-            yield pending.request
+    def requests(self) -> ReportedRequests:
+        """Return the requests here now, as last reported or placed."""
+        pending = tuple(pending.request for pending in self.pending.values())
+        return ReportedRequests(self._rows, dict(self._changed), pending)
+
+    def reported(self) -> Mapping[str, monitor_pb2.RequestReport]:
+        """Return the requests of the last steady report by id, not to be changed."""
+        return self._rows.messages()
 
     def find(self, request_id: str) -> RequestView | None:
         """Return a request as last reported, or placed; None if it is not here."""
-        found = self.requests.get(request_id)
+        found = self._held(request_id)
         if found is None and (pending := self.pending.get(request_id)) is not None:
             found = pending.request
         return found
 
+    def traceparent(self, request_id: str) -> str:
+        """Return the trace context that this instance reports for a request; "" if it is not traced."""
+        if self._held(request_id) is None:
+            return ""
+        return self._traceparents.get(request_id) or self._rows.traceparent(request_id)
+
+    def detach(self) -> None:
+        """Copy the last report, which may not be replaced for long: see ReportedRows.detached."""
+        self._rows = self._rows.detached()
+        if self.load is not None:
+            load, self.load = self.load, monitor_pb2.InstanceLoad()
+            self.load.CopyFrom(load)
+
+    def _held(self, request_id: str) -> RequestView | None:
+        """Return a request that was reported here and has not left; None if there is none."""
+        if request_id in self._changed:
+            return self._changed[request_id]
+        return self._rows.view(request_id) if request_id in self._rows else None
+
+    def _held_ids(self) -> Iterator[str]:
+        for request_id in self._rows:
+            if request_id not in self._changed:
+                yield request_id
+        for request_id, request in self._changed.items():
+            if request is not None:
+                yield request_id
+
+    def _no_rows(self) -> ReportedRows:
+        return ReportedRows(self.record.instance_id, self.block_tokens, self.record.max_model_len, {})
+
     # ---- recordings
 
     def state(self, cache: CacheState | None) -> InstanceKnown:
-        """Return the state that `restore` takes, without traces."""
+        """Return the state that `restore` takes, without traces.
+
+        From now on both keep the requests in the same order, whatever happens to them.
+        """
+        self._hold([request for name in self._held_ids() if (request := self._held(name)) is not None])
         return InstanceKnown(
             instance_id=self.record.instance_id,
             load=None if self.load is None else self.load.SerializeToString(),
             heard_s=self.last_report_s,
-            requests=list(self.requests.values()),
+            requests=[request for request in self._changed.values() if request is not None],
             pending=[RecordedPending(p.request, p.placed, p.cached_tokens) for p in self.pending.values()],
             coming=dict(self.coming),
             coming_context=dict(self.coming_context),
@@ -230,7 +251,7 @@ class ReportedInstance(Corrections[str, PendingRequest]):
         """Continue from a recorded state. The instance must be new."""
         self.load = None if state.load is None else monitor_pb2.InstanceLoad.FromString(state.load)
         self.last_report_s = state.heard_s
-        self.requests = {request.request_id: request for request in state.requests}
+        self._hold(state.requests)
         for known in state.pending:
             request = known.request
             pending = PendingRequest(request.context_tokens, known.cached_tokens, known.placed_s, request)
@@ -240,7 +261,11 @@ class ReportedInstance(Corrections[str, PendingRequest]):
         self.leaving.update(state.leaving)
         self.running_change, self.waiting_change = state.running_change, state.waiting_change
         self.context_change, self.kv_change = state.context_change, state.kv_change
-        self._phases.reset(self._all_requests())
+
+    def _hold(self, requests: Collection[RequestView]) -> None:
+        """Hold these requests, in this order, in place of the report's."""
+        self._rows = self._no_rows()
+        self._changed = {request.request_id: request for request in requests}
 
     # ---- what a policy sees
 
@@ -249,7 +274,6 @@ class ReportedInstance(Corrections[str, PendingRequest]):
         load = self.load if self.load is not None else _NO_LOAD
         blocks = load.kv_blocks_total or self.record.kv_blocks_total
         kv_bytes = max(1, self.record.kv_bytes_per_token)
-        requests = tuple(self._all_requests())
         predictor = _ttft_predictor(load)
         running, waiting, context_tokens, kv_used_tokens = self.counts(
             load.running + load.paused,
@@ -279,20 +303,16 @@ class ReportedInstance(Corrections[str, PendingRequest]):
             ttft=predictor,
             max_running_tokens=load.max_running_tokens if load.HasField("max_running_tokens") else None,
             future_load=tuple(load.future_load),
-            phase_load=self._phases.load(requests),
-            prompts=self._phases.prompts(),
             measured=measured,
             migrations_in=max(load.migrations_in, len(self.coming)),
             migrations_out=max(load.migrations_out, len(self.leaving)),
             coming_tokens=sum(
-                tokens
-                for request_id, tokens in self.coming_context.items()
-                if request_id not in self.requests
+                tokens for request_id, tokens in self.coming_context.items() if self._held(request_id) is None
             ),
             migration_tokens_per_s=load.migration_bytes_per_s / kv_bytes
             if load.HasField("migration_bytes_per_s")
             else None,
-            requests=requests,
+            requests=self.requests(),
         )
 
     def _prefill_delay_s(self, load: monitor_pb2.InstanceLoad, predictor: TtftPredictor) -> float:

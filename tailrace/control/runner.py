@@ -13,7 +13,6 @@ from typing import Final, NamedTuple, Protocol
 from tailrace.actions import Action, Place, Placement, Refuse, WhenFull
 from tailrace.cluster import Arrival, ClusterView, HotPrefixes, InstanceState, RequestView
 from tailrace.control.admission import TtftAdmission
-from tailrace.intra.base import QUANTUM
 from tailrace.lengths import LengthStatistics
 from tailrace.policy.base import Policy
 from tailrace.policy.least_loaded import LeastLoaded
@@ -53,11 +52,6 @@ class ActivePolicy:
     def admission(self) -> TtftAdmission | None:
         """Return the rule by which requests are refused as too late; None if none is refused."""
         return TtftAdmission.of(self.slo)
-
-    @property
-    def quantum_tokens(self) -> int:
-        """Return the quantum by which the policy counts fresh answers; the default if it has none."""
-        return int(self.values.get(QUANTUM.name, QUANTUM.default))
 
     def follow(self, record: PolicyRecord | None, slo: Slo) -> None:
         """Decide by this policy and for these SLOs. If the policy cannot be loaded, the present one continues

@@ -139,9 +139,6 @@ class Pascal(Policy):
 
     def load_of(self, instance: InstanceView) -> PhaseLoad:
         """Return r_i, a_i and the pacer slack that decides t_i."""
-        counted = instance.phase_load
-        if counted is not None and counted.quantum_tokens == self.quantum_tokens:
-            return counted
         return phase_load(instance.requests, quantum_tokens=self.quantum_tokens)
 
     def footprint(self, instance: InstanceView) -> float:

@@ -187,7 +187,7 @@ def _compare_phases(simulated: InstanceView, live: InstanceView, demotes: bool) 
     assert (counted.reasoning, counted.fresh_answering) == (reasoning, fresh)
     assert counted.least_pacer_slack_tokens == pytest.approx(least_slack)
     if not demotes:
-        there = phase_load(live.requests) if live.phase_load is None else live.phase_load
+        there = phase_load(live.requests)
         assert (there.reasoning, there.fresh_answering) == (reasoning, fresh)
     wait = [r.prompt_tokens for r in simulated.requests if r.phase is Phase.PREFILL]
     for view in (simulated, live):

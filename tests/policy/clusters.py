@@ -24,7 +24,6 @@ from tailrace.cluster import (
 )
 from tailrace.perf.future_load import FutureLoad
 from tailrace.perf.horizon import expected_remaining
-from tailrace.policy.phase_load import phase_load
 
 IDS = [f"w{n}" for n in range(6)]
 # Active more often than not.
@@ -78,7 +77,6 @@ def _instance(random: Random, name: str, state: InstanceState, count: int) -> In
         host_kv_tokens=random.randint(0, host),
         host_kv_capacity_tokens=random.choice([0, host]),
         future_load=FutureLoad()(tokens) if random.random() < 0.5 else (),
-        phase_load=phase_load(held) if random.random() < 0.5 else None,
         migrations_out=random.choice([0, 0, 0, 1]),
         migration_tokens_per_s=random.choice([None, 500.0, 5_000.0, 100_000.0]),
         requests=tuple(held),

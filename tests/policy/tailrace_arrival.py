@@ -51,7 +51,7 @@ def arrival_s(
     # The requests that its prefill delays.
     after = len(prompts) - len(first)
     others = max(0, requests - after)
-    reasoning = (instance.phase_load or phase_load(instance.requests)).reasoning
+    reasoning = phase_load(instance.requests).reasoning
     decoding = max(1, requests - len(prompts))
     reasons = min(1.0, max(0, reasoning - len(prompts)) / decoding)
     share = min(1.0, step_s / costs.tpot_slo_s)

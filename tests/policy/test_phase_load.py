@@ -1,44 +1,20 @@
-"""Incremental counts equal a full recount."""
+"""Shares of requests in the counts by phase."""
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
+import math
+
+import pytest
 
 from tailrace.cluster import Phase, RequestState, RequestView
-from tailrace.policy.phase_load import PhaseCounts, phase_load
-
-requests = st.builds(
-    RequestView,
-    request_id=st.just("r"),
-    instance_id=st.just("a"),
-    phase=st.sampled_from(Phase),
-    state=st.sampled_from(RequestState),
-    prompt_tokens=st.integers(1, 2),
-    output_tokens=st.just(1),
-    max_tokens=st.just(1),
-    pacer_slack_tokens=st.none() | st.sampled_from([-2.0, 0.0, 3.0]),
-    phase_tokens=st.sampled_from([0, 1, 199, 200, 499, 500]),
-    demoted=st.booleans(),
-)
+from tailrace.policy.phase_load import phase_share
 
 
-@given(
-    st.sampled_from([200, 500]),
-    st.lists(requests, max_size=6),
-    st.lists(st.tuples(st.booleans(), requests), max_size=20),
-)
-def test_incremental_counts_equal_a_recount(
-    quantum: int, first: list[RequestView], changes: list[tuple[bool, RequestView]]
+@pytest.mark.parametrize("state", RequestState)
+@pytest.mark.parametrize("phase_tokens", [0, 1])
+def test_only_an_answer_without_tokens_off_the_device_has_no_slack(
+    state: RequestState, phase_tokens: int
 ) -> None:
-    counts, held = PhaseCounts(quantum), list(first)
-    counts.reset(held)
-    for removes, request in changes:
-        if removes and held:
-            counts.remove(held.pop(0))
-        else:
-            counts.add(request)
-            held.append(request)
-        assert counts.load(held) == phase_load(held, quantum_tokens=quantum)
-        expected_prompts = [(r.arrival_s, r.prompt_tokens) for r in held if r.phase is Phase.PREFILL]
-        assert sorted(counts.prompts()) == sorted(expected_prompts)
+    request = RequestView("r", "a", Phase.ANSWERING, state, 1, 1, 1, phase_tokens=phase_tokens)
+    blocked = not phase_tokens and state in (RequestState.WAITING, RequestState.PREEMPTED)
+    assert phase_share(request, 500) == (False, True, -math.inf if blocked else math.inf)

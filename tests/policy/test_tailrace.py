@@ -23,7 +23,6 @@ from tailrace.perf.qoe_model import QoeModel
 from tailrace.perf.steps import StepModel
 from tailrace.perf.ttft import TtftPredictor
 from tailrace.policy.candidates import needed_tokens
-from tailrace.policy.phase_load import prompts
 from tailrace.policy.registry import load
 from tailrace.policy.tailrace.costs import Costs, Longest
 from tailrace.policy.tailrace.moves import remaining_tokens
@@ -241,8 +240,6 @@ def reporting(draw: st.DrawFn) -> ClusterView:
     for here in draw(fleets() | fleets(staged=True) | clusters(least=1)).instances.values():
         held = tuple(dataclasses.replace(r, arrival_s=rng.uniform(0.0, 8.0)) for r in here.requests)
         there = dataclasses.replace(here, requests=held)
-        if rng.random() < 0.4:
-            there = dataclasses.replace(there, prompts=tuple(prompts(there)))
         if rng.random() < 0.4:
             backlog = int(there.prefill_backlog_tokens * rng.choice((0.3, 2.0)))
             there = dataclasses.replace(there, prefill_backlog_tokens=backlog)

@@ -43,7 +43,7 @@ def reported(instance: InstanceView) -> Reported[float]:
     """Return what a view contains of the instance."""
     backlog = instance.prefill_backlog_tokens
     waiting = prompts(instance) if backlog else ()
-    counted = instance.phase_load or phase_load(instance.requests)
+    counted = phase_load(instance.requests)
     return Reported(
         running=instance.running,
         waiting=instance.waiting,

@@ -279,7 +279,7 @@ class OfferPlanner:
             tokens = queue.tokens[-1]
         else:
             self._queues.pop(position, None)
-        counted = instance.phase_load or phase_load(instance.requests)
+        counted = phase_load(instance.requests)
         future = instance.future_load
         return (
             instance.running,

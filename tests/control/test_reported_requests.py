@@ -1,0 +1,94 @@
+"""Requests as reported and changed since: counts and prompts equal those of the requests themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tailrace.cluster import Phase, RequestState, RequestView
+from tailrace.control.reported_requests import ReportedRequests, ReportedRows
+from tailrace.policy.phase_load import ListsPrompts, phase_load
+from tailrace.v1 import monitor_pb2, types_pb2
+
+NAMES = [f"r{number}" for number in range(6)]
+
+rows = st.builds(
+    monitor_pb2.RequestReport,
+    phase=st.sampled_from(types_pb2.Phase.values()),
+    state=st.sampled_from(types_pb2.RequestState.values()),
+    prompt_tokens=st.integers(1, 2),
+    output_tokens=st.integers(0, 3),
+    pacer_slack_tokens=st.none() | st.sampled_from([-2.0, 0.0, 3.0]),
+    phase_tokens=st.sampled_from([0, 1, 199, 200, 499, 500]),
+    demoted=st.booleans(),
+    arrival_s=st.sampled_from([0.0, 1.0]),
+    kv_blocks=st.integers(0, 2),
+)
+views = st.builds(
+    RequestView,
+    request_id=st.just(""),
+    instance_id=st.just("a"),
+    phase=st.sampled_from(Phase),
+    state=st.sampled_from(RequestState),
+    prompt_tokens=st.integers(1, 2),
+    output_tokens=st.just(1),
+    max_tokens=st.just(1),
+    pacer_slack_tokens=st.none() | st.sampled_from([-2.0, 0.0, 3.0]),
+    phase_tokens=st.sampled_from([0, 1, 199, 200, 499, 500]),
+    demoted=st.booleans(),
+)
+
+
+def named(view: RequestView, request_id: str) -> RequestView:
+    """Return the view of another request."""
+    fields = {name: getattr(view, name) for name in RequestView.__slots__}
+    return RequestView(**{**fields, "request_id": request_id})
+
+
+def reported(rows: dict[str, monitor_pb2.RequestReport]) -> ReportedRows:
+    """Return the rows of a report with these requests."""
+    for name, row in rows.items():
+        row.request_id = name
+    return ReportedRows("a", 16, 4_096, rows)
+
+
+@given(
+    st.dictionaries(st.sampled_from(NAMES), rows),
+    st.dictionaries(st.sampled_from(NAMES), st.none() | views),
+    st.lists(views, max_size=2),
+    st.sampled_from(["", *NAMES]),
+    st.sampled_from([200, 500]),
+)
+def test_counts_equal_those_of_the_requests(
+    rows: dict[str, monitor_pb2.RequestReport],
+    changes: dict[str, RequestView | None],
+    pending: Sequence[RequestView],
+    without: str,
+    quantum: int,
+) -> None:
+    changed = {name: view if view is None else named(view, name) for name, view in changes.items()}
+    placed = [named(view, f"pending-{number}") for number, view in enumerate(pending)]
+    requests = ReportedRequests(reported(rows), changed, placed)
+    held = tuple(requests)
+    assert len(requests) == len(held)
+    gone = {name for name, view in changed.items() if view is None}
+    assert {r.request_id for r in held} == ({*rows, *changed} - gone) | {r.request_id for r in placed}
+    for number in (quantum, 200, quantum):
+        counted = phase_load(requests, quantum_tokens=number, without=without)
+        assert counted == phase_load(held, quantum_tokens=number, without=without)
+    assert isinstance(requests, ListsPrompts)
+    prompts = [(r.arrival_s, r.prompt_tokens) for r in held if r.phase is Phase.PREFILL]
+    assert sorted(requests.prompts()) == sorted(prompts)
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), rows, min_size=1))
+def test_detached_rows_are_equal(rows: dict[str, monitor_pb2.RequestReport]) -> None:
+    report = monitor_pb2.WorkerReport()
+    for name, row in rows.items():
+        row.request_id = name
+        report.requests.append(row)
+    original = ReportedRows("a", 16, 4_096, {row.request_id: row for row in report.requests})
+    copy = original.detached()
+    assert [copy.view(name) for name in copy] == [original.view(name) for name in original]
