@@ -92,6 +92,15 @@ class Outcome:
     memory: dict[str, int]
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A policy that could not be measured, because the control plane did not keep up."""
+
+    policy: str
+    instances: int
+    reason: str
+
+
 @dataclass(slots=True)
 class ControlPlane:
     """A running control plane with synthetic workers."""
@@ -314,16 +323,25 @@ def _resident(pid: int) -> int:
 
 async def measure_all(
     loads: Sequence[Load], policies: Sequence[str], seed: int, console: Console
-) -> list[Outcome]:
+) -> tuple[list[Outcome], list[Failure]]:
     """Measure every policy under every load."""
     outcomes: list[Outcome] = []
+    failures: list[Failure] = []
     for load in loads:
         console.print(f"starting {load.instances} instances with {load.requests} requests each", style="dim")
         async with control_plane(load) as plane:
             for policy in policies:
-                outcomes.append(await measure(plane, policy, seed))
-                console.print(outcomes[-1], style="dim")
-    return outcomes
+                try:
+                    outcomes.append(await measure(plane, policy, seed))
+                except grpc.aio.AioRpcError as error:
+                    failures.append(Failure(policy, load.instances, error.details() or error.code().name))
+                    console.print(failures[-1], style="dim")
+                except TimeoutError:
+                    failures.append(Failure(policy, load.instances, "reports of all instances never arrived"))
+                    console.print(failures[-1], style="dim")
+                else:
+                    console.print(outcomes[-1], style="dim")
+    return outcomes, failures
 
 
 def table(outcomes: Sequence[Outcome]) -> Table:
@@ -381,14 +399,22 @@ def main() -> None:
         Load(instances, options.requests, options.rate, options.seconds, options.interval)
         for instances in options.instances
     ]
-    outcomes = asyncio.run(measure_all(loads, options.policies, options.seed, console))
-    figures: dict[str, object] = {"rows": [asdict(outcome) for outcome in outcomes]}
+    outcomes, failures = asyncio.run(measure_all(loads, options.policies, options.seed, console))
+    figures: dict[str, object] = {
+        "rows": [asdict(outcome) for outcome in outcomes],
+        "not_measured": [asdict(failure) for failure in failures],
+    }
     path = save("control", figures)
     if options.output == "json":
         print_json("control", figures)
     else:
         # Files and pipes have no terminal width.
-        Console(width=None if sys.stdout.isatty() else 160).print(table(outcomes))
+        output = Console(width=None if sys.stdout.isatty() else 160)
+        output.print(table(outcomes))
+        for failure in failures:
+            output.print(
+                f"not measured: {failure.policy} with {failure.instances} instances: {failure.reason}"
+            )
     console.print(f"saved to {path}")
 
 
