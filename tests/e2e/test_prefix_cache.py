@@ -83,11 +83,13 @@ def host_memory_blocks(fleet: Fleet, name: str) -> int:
 
 
 def turn(fleet: Fleet, conversation: Conversation) -> None:
-    """Run one turn and wait until the scheduler knows of its prompt's blocks."""
+    """Run one turn and wait until the scheduler knows of its prompt's blocks and of its end."""
     before = cached_blocks(fleet)
     conversation.turn()
     new = (conversation.prompt_tokens - conversation.cached_tokens) // BLOCK
     wait_until(lambda: cached_blocks(fleet) >= before + new, f"{new} new blocks to be known")
+    # Otherwise its instance counts as loaded, and policies may place the next turn elsewhere.
+    wait_until(lambda: not fleet.requests(), "the scheduler to see the turn end")
 
 
 def test_migration_copies_only_blocks_that_the_target_lacks(fleet: Fleet) -> None:
