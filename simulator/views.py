@@ -14,7 +14,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import overload
 
 from simulator.blocks import blocks_for
 from simulator.cluster import ClusterSpec
@@ -27,11 +26,12 @@ from tailrace.actions import WhenFull
 from tailrace.cluster import ClusterView, InstanceView, Phase, PhaseLoad, RequestState, RequestView, Stage
 from tailrace.control.cluster_model import ClusterModel, Corrections, CountedRequest, Pending
 from tailrace.control.hot_prefixes import HotTracker, PrefixSource
+from tailrace.control.lazy_requests import LazyRequests
 from tailrace.intra.base import IntraPolicy
 from tailrace.lengths import limited, tokens_left
 from tailrace.perf.ttft import TtftPredictor
 from tailrace.policy.candidates import kv_needed_tokens
-from tailrace.policy.phase_load import CountsPhases, ListsPrompts, Prompt
+from tailrace.policy.phase_load import Prompt
 from tailrace.qoe import slack_tokens
 
 _STATES: Mapping[JobState, RequestState] = {
@@ -49,10 +49,10 @@ _WAITING = frozenset({JobState.QUEUED, JobState.SWAPPED})
 _NO_UPDATES: Mapping[Job, CountedRequest] = MappingProxyType({})
 
 
-class ReportedRequests(CountsPhases, ListsPrompts, Sequence[RequestView]):
+class ReportedRequests(LazyRequests):
     """The requests of an instance, built and counted only on access."""
 
-    __slots__ = ("_built", "_instance", "_pending", "_phase_load", "_report", "_updates", "_views")
+    __slots__ = ("_instance", "_pending", "_report", "_updates", "_views")
 
     def __init__(
         self,
@@ -62,48 +62,25 @@ class ReportedRequests(CountsPhases, ListsPrompts, Sequence[RequestView]):
         updates: Mapping[Job, CountedRequest],
         pending: Sequence[Job],
     ) -> None:
+        super().__init__()
         self._views = views
         self._instance = instance
         self._report = report
         self._updates = updates
         self._pending = pending
-        self._built: tuple[RequestView, ...] | None = None
-        self._phase_load: tuple[int, PhaseLoad] | None = None
 
-    def _all(self) -> tuple[RequestView, ...]:
-        if self._built is None:
-            self._built = self._views.build(self._instance, self._report, self._updates, self._pending)
-        return self._built
+    def _build(self) -> tuple[RequestView, ...]:
+        return self._views.build(self._instance, self._report, self._updates, self._pending)
 
-    def phase_load(self, quantum_tokens: int, without: str) -> PhaseLoad:
-        """Count as tailrace.policy.phase_load does, without building a view per request. The count of all is
-        cached."""
-        if not without and self._phase_load is not None and self._phase_load[0] == quantum_tokens:
-            return self._phase_load[1]
+    def _count(self, quantum_tokens: int, without: str) -> PhaseLoad:
         rows = self._views.rows(self._instance, self._report, self._updates, self._pending)
-        load = self._views.phase_load(rows, self._report.at_s, quantum_tokens, without)
-        if not without:
-            self._phase_load = (quantum_tokens, load)
-        return load
+        return self._views.phase_load(rows, self._report.at_s, quantum_tokens, without)
 
     def prompts(self) -> list[Prompt]:
         """Return (arrival, tokens) of requests without an output token, as
         `tailrace.policy.phase_load.prompts` does."""
         rows = self._views.rows(self._instance, self._report, self._updates, self._pending)
         return [(job.request.arrival_s, job.prompt) for job, tokens, _, _ in rows if not tokens]
-
-    def __len__(self) -> int:
-        return len(self._all())
-
-    def __iter__(self) -> Iterator[RequestView]:
-        return iter(self._all())
-
-    @overload
-    def __getitem__(self, index: int) -> RequestView: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[RequestView]: ...
-    def __getitem__(self, index: int | slice) -> RequestView | Sequence[RequestView]:
-        return self._all()[index]
 
 
 class _InstanceState(Corrections[Job, Pending]):

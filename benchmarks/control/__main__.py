@@ -110,8 +110,9 @@ class ControlPlane:
     admin: admin_pb2_grpc.AdminAsyncStub
     workers: asyncio.subprocess.Process
     pids: dict[str, list[int]]
-    # P99 of the lateness of the workers' reports in each second, newest last.
+    # P99 of the lateness of the workers' reports in each second, newest last, and the task that reads them.
     lateness: list[float]
+    reading: asyncio.Task[None]
 
     async def set_policy(self, name: str) -> None:
         """Select a policy, and wait until the scheduler decides by it and has reports of all instances."""
@@ -182,7 +183,7 @@ async def control_plane(load: Load) -> AsyncIterator[ControlPlane]:
         lateness: list[float] = []
         reading = asyncio.create_task(_read_lateness(workers, lateness))
         stack.push_async_callback(_cancel, reading)
-        yield ControlPlane(load, members, admin, workers, pids, lateness)
+        yield ControlPlane(load, members, admin, workers, pids, lateness, reading)
 
 
 async def grpc_ready(address: str) -> None:
@@ -289,6 +290,9 @@ async def measure(plane: ControlPlane, policy: str, seed: int) -> Outcome:
             await client.close()
         await channels.close()
     took_s = time.monotonic() - began_s
+    if plane.reading.done():
+        # The workers have ended, and nothing was measured; raises.
+        plane.reading.result()
     cpu = {name: (cpu_seconds(pids) - used[name]) / took_s for name, pids in plane.pids.items()}
     late_s = max(plane.lateness, default=0.0)
     ages = await plane.report_ages()

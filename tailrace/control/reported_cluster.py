@@ -208,7 +208,7 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
             return
         location = self._locations.get(arrival.request_id)
         if location is not None and (before := self._known.get(location.instance_id)) is not None:
-            before.unplace(arrival.request_id)
+            before.remove_pending(arrival.request_id)
             self._mark_dirty(location.instance_id)
         epoch = location.epoch if location is not None else 0
         request = RequestView(

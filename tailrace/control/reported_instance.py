@@ -84,19 +84,14 @@ class ReportedInstance(Corrections[str, PendingRequest]):
         Return the id of a pending one that had to be dropped for it because no report has arrived for long,
         or None.
         """
-        self.unplace(request.request_id)
+        self.remove_pending(request.request_id)
         forgotten = None
         if len(self.pending) >= _PENDING_MAX:
             forgotten = next(iter(self.pending))
-            self.unplace(forgotten)
+            self.remove_pending(forgotten)
         pending = PendingRequest(request.context_tokens, cached_tokens, now_s, request)
         self.add_pending(request.request_id, pending)
         return forgotten
-
-    def unplace(self, request_id: str) -> PendingRequest | None:
-        """Remove a pending request that has begun or was placed elsewhere; return None if it was not
-        pending."""
-        return self.remove_pending(request_id)
 
     def event(self, event: monitor_pb2.PhaseEvent) -> RequestView | None:
         """Apply a phase event; return the request, or None if the phase is unknown."""
@@ -124,7 +119,7 @@ class ReportedInstance(Corrections[str, PendingRequest]):
 
     def finish(self, request_id: str) -> None:
         """Remove a request that finished here or left."""
-        self.unplace(request_id)
+        self.remove_pending(request_id)
         request = self._held(request_id)
         if request is None:
             return
@@ -146,7 +141,7 @@ class ReportedInstance(Corrections[str, PendingRequest]):
 
     def _add_from_event(self, event: monitor_pb2.PhaseEvent, phase: Phase) -> RequestView:
         """Add a request that is not in a report yet: placed a moment ago, or handed over to this instance."""
-        pending = self.unplace(event.request_id)
+        pending = self.remove_pending(event.request_id)
         context = event.prompt_tokens + event.output_tokens
         blocks = -(-context // self.block_tokens)
         request = RequestView(

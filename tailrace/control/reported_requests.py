@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final, overload
+from typing import Final
 
 from tailrace.cluster import Phase, PhaseLoad, RequestView
+from tailrace.control.lazy_requests import LazyRequests
 from tailrace.messages import PHASES, REQUEST_STATES, request_view
 from tailrace.policy.phase_load import (
     OFF_DEVICE,
-    CountsPhases,
-    ListsPrompts,
     PhaseShare,
     Prompt,
     phase_share,
@@ -138,10 +137,10 @@ def _count(rows: Iterable[monitor_pb2.RequestReport], quantum_tokens: int) -> Ph
     return PhaseLoad(reasoning, fresh, least, quantum_tokens)
 
 
-class ReportedRequests(CountsPhases, ListsPrompts, Sequence[RequestView]):
+class ReportedRequests(LazyRequests):
     """The requests of an instance at one moment, pending placements last. Immutable."""
 
-    __slots__ = ("_built", "_changed", "_counted", "_pending", "_prompts", "_rows")
+    __slots__ = ("_changed", "_pending", "_prompts", "_rows")
 
     def __init__(
         self,
@@ -150,21 +149,11 @@ class ReportedRequests(CountsPhases, ListsPrompts, Sequence[RequestView]):
         pending: Sequence[RequestView],
     ) -> None:
         """`changed`: requests changed or added since the report; None: gone. Must not be changed later."""
+        super().__init__()
         self._rows = rows
         self._changed = changed
         self._pending = pending
-        self._built: tuple[RequestView, ...] | None = None
-        self._counted: PhaseLoad | None = None
         self._prompts: list[Prompt] | None = None
-
-    def phase_load(self, quantum_tokens: int, without: str) -> PhaseLoad:
-        """Count the requests, without making a view of each. The count of all is cached."""
-        if without:
-            return self._count(quantum_tokens, without)
-        counted = self._counted
-        if counted is None or counted.quantum_tokens != quantum_tokens:
-            counted = self._counted = self._count(quantum_tokens, "")
-        return counted
 
     def prompts(self) -> list[Prompt]:
         """Return the prompts of requests in prefill."""
@@ -209,26 +198,11 @@ class ReportedRequests(CountsPhases, ListsPrompts, Sequence[RequestView]):
                 yield request
         yield from self._pending
 
-    def _all(self) -> tuple[RequestView, ...]:
-        if self._built is None:
-            rows, changed = self._rows, self._changed
-            held = [changed[name] if name in changed else rows.view(name) for name in rows]
-            held += [request for name, request in changed.items() if name not in rows]
-            self._built = (*(request for request in held if request is not None), *self._pending)
-        return self._built
-
-    def __len__(self) -> int:
-        return len(self._all())
-
-    def __iter__(self) -> Iterator[RequestView]:
-        return iter(self._all())
-
-    @overload
-    def __getitem__(self, index: int) -> RequestView: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[RequestView]: ...
-    def __getitem__(self, index: int | slice) -> RequestView | Sequence[RequestView]:
-        return self._all()[index]
+    def _build(self) -> tuple[RequestView, ...]:
+        rows, changed = self._rows, self._changed
+        held = [changed[name] if name in changed else rows.view(name) for name in rows]
+        held += [request for name, request in changed.items() if name not in rows]
+        return (*(request for request in held if request is not None), *self._pending)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and self._all() == tuple(other)
