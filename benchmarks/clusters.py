@@ -9,7 +9,7 @@ from types import MappingProxyType
 from tailrace.cluster import Arrival, ClusterView, InstanceView, Phase, RequestState, RequestView
 from tailrace.control.reported_requests import ReportedRequests, ReportedRows
 from tailrace.perf.future_load import FutureLoad
-from tailrace.perf.horizon import expected_remaining
+from tailrace.perf.remaining import expected_remaining
 
 REQUESTS_PER_INSTANCE = 100
 # One in this many requests is behind its user's pace, so that some instances miss their SLO.

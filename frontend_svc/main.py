@@ -39,9 +39,8 @@ from tailrace.model_folder import TOKENIZER_FLAGS, ModelFolderError, require_mod
 from tailrace.model_identity import identify_model
 from tailrace.records import ServiceRecord
 from tailrace.service.channels import Channels
-from tailrace.service.durations import KEPT_ANSWERS
 from tailrace.service.message_stream import MAX_MESSAGE_BYTES, MIN_MESSAGE_BYTES
-from tailrace.service.options import CommonOptions, common_options, new_incarnation
+from tailrace.service.options import KEPT_ANSWERS, CommonOptions, common_options, new_incarnation
 from tailrace.service.runtime import Shutdown, run_service
 from tailrace.service.server import serve_grpc
 from tailrace.store.membership import Membership

@@ -17,8 +17,7 @@ from migration_svc.migration import CopyRules
 from migration_svc.runs import History, Runs
 from migration_svc.servicer import MigrationServicer
 from migration_svc.traces import MigrationTraces
-from tailrace.service.option_files import file_of
-from tailrace.service.options import CommonOptions, common_options
+from tailrace.service.options import CommonOptions, common_options, file_of
 from tailrace.service.runtime import Shutdown, open_service, run_service
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.store.election import Election

@@ -36,8 +36,7 @@ from tailrace.policy.parameters import ParameterError, read_assignments
 from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, all_parameters, load
 from tailrace.records import PolicyRecord
 from tailrace.security.audit import AuditFile, Auditing
-from tailrace.service.option_files import file_of
-from tailrace.service.options import CommonOptions, common_options
+from tailrace.service.options import CommonOptions, common_options, file_of
 from tailrace.service.runtime import ServiceContext, Shutdown, open_service, run_service
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.store.election import Election

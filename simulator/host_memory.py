@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from simulator.presence import PresenceChanges
+from simulator.prefix_cache import PresenceChanges
 
 
 class HostMemory:

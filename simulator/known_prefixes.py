@@ -6,9 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from simulator.instance import Instance
 from simulator.job import Job, JobState
-from tailrace.cache.index import CacheIndex
+from tailrace.cache.index import CacheIndex, Tier
 from tailrace.cache.placed import PlacedPrefixes, cached_tokens
-from tailrace.cache.tiers import Tier
 from tailrace.cluster import CachedTokens
 
 

@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from simulator.cluster import InstanceSpec
-from simulator.presence import PresenceChanges
 from simulator.request import SimRequest
 
 
@@ -157,3 +156,17 @@ class PrefixCache:
             self._last_unnamed -= 1
             self._free[self._last_unnamed] = blocks
             self._free_blocks += blocks
+
+
+class PresenceChanges(dict[int, bool]):
+    """Units whose presence in a memory changed since the scheduler's index last took them: True if added.
+
+    A dict, since it is written for every unit that is stored or evicted.
+    """
+
+    def take(self) -> tuple[list[int], list[int]]:
+        """Return the names added and the names removed since the last call, and clear them."""
+        added = [name for name, present in self.items() if present]
+        removed = [name for name, present in self.items() if not present]
+        self.clear()
+        return added, removed

@@ -28,7 +28,7 @@ from tailrace.control.cluster_model import ClusterModel, Corrections, CountedReq
 from tailrace.control.hot_prefixes import HotTracker, PrefixSource
 from tailrace.control.lazy_requests import LazyRequests
 from tailrace.intra.base import IntraPolicy
-from tailrace.lengths import limited, tokens_left
+from tailrace.perf.remaining import limited, tokens_left
 from tailrace.perf.ttft import TtftPredictor
 from tailrace.policy.candidates import kv_needed_tokens
 from tailrace.policy.phase_load import Prompt

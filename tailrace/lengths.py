@@ -15,26 +15,6 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-
-def tokens_left(prompt_tokens: int, output_tokens: int, max_tokens: int, max_model_len: int = 0) -> float:
-    """Return the largest number of output tokens that may still come, at least 0; infinite without a known
-    limit.
-
-    A request ends at its `max_tokens`, or when its context reaches `max_model_len` (0: unknown). A predictor
-    is trained on how long answers would be without these limits (predictor/samples.py); the smaller value
-    applies.
-    """
-    left = math.inf if max_tokens <= 0 else float(max_tokens - output_tokens)
-    if max_model_len > 0:
-        left = min(left, float(max_model_len - prompt_tokens - output_tokens))
-    return max(0.0, left)
-
-
-def limited(predicted: float | None, left: float) -> float | None:
-    """Return a prediction capped by what may still come. None: there is no prediction."""
-    return None if predicted is None else max(0.0, min(predicted, left))
-
-
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 

@@ -6,7 +6,7 @@ from typing import Final
 
 from tailrace.cluster import InstanceState, Phase, Pool, RequestState, RequestView
 from tailrace.handover import Way
-from tailrace.lengths import limited, tokens_left
+from tailrace.perf.remaining import limited, tokens_left
 from tailrace.records import ProfileRecord
 from tailrace.slo import Slo
 from tailrace.v1 import admin_pb2, monitor_pb2, profile_pb2, types_pb2

@@ -10,7 +10,7 @@ import grpc
 
 from tailrace.cache.book import CacheBook
 from tailrace.cache.follow import Change
-from tailrace.cache.tiers import Tier
+from tailrace.cache.index import Tier
 from tailrace.v1 import cache_pb2, cache_pb2_grpc
 from worker_agent.engine.base import Engine
 from worker_agent.engine.errors import EngineRefusal

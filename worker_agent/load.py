@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
-from tailrace.lengths import tokens_left
 from tailrace.perf.future_load import FutureLoad
+from tailrace.perf.remaining import tokens_left
 from tailrace.v1 import monitor_pb2
 from worker_agent.carried import Carried
 from worker_agent.engine.base import EnginePhase, EngineStats, RequestStats

@@ -25,6 +25,7 @@ from benchmarks.chaos.timeline import Timeline
 from benchmarks.chaos.xdp import XdpPrograms, XdpUnavailable
 from benchmarks.etcd_faults.cluster import COUNT, FaultyCluster, member_addresses
 from benchmarks.etcd_faults.namespaces import run
+from tailrace.address import parse_endpoints
 from tailrace.local.certificates import ETCD_ROOT, OPERATOR, transport_of
 from tailrace.local.plan import PartSpec, certificate_folder, span_certificates
 from tailrace.local.plan import Tier as StartTier
@@ -34,7 +35,6 @@ from tailrace.security.authority import Authority
 from tailrace.security.etcd_rights import etcd_rights
 from tailrace.security.roles import Identity, Role
 from tailrace.store.client import EtcdClient
-from tailrace.store.endpoints import parse_endpoints
 from tailrace.store.etcd_roles import apply_rights
 from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 from tailrace.v1 import admin_pb2_grpc

@@ -86,7 +86,15 @@ TARGETS: Final = (
     Target("tailrace/policy/tailrace/copies.py", (_POLICY + "test_tailrace_copies.py",)),
     Target("tailrace/control/admission.py", ("tests/control/test_admission.py",)),
     Target("tailrace/control/hot_prefixes.py", ("tests/control/test_hot_prefixes.py",)),
-    Target("tailrace/perf/remaining.py", ("tests/control/test_admission.py", *_ARROW)),
+    Target(
+        "tailrace/perf/remaining.py",
+        (
+            "tests/control/test_admission.py",
+            _POLICY + "test_length_limits.py",
+            _POLICY + "test_ares.py",
+            *_ARROW,
+        ),
+    ),
     Target("tailrace/cache/recent.py", ("tests/cache/test_recent.py",)),
     Target("tailrace/tenancy/fair_queue.py", ("tests/tenancy/test_fair_queue.py",)),
     Target("tailrace/rollout/facts.py", _ROLLOUT),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from tailrace.cache.tiers import Tier
+from tailrace.cache.index import Tier
 from tailrace.cluster import Phase, RequestView, Stage
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.messages import INSTANCE_STATE_NUMBERS, PHASE_NUMBERS, REQUEST_STATE_NUMBERS, WAYS, pool_number

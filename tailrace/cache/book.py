@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from tailrace.cache.follow import Change
-from tailrace.cache.tiers import Tier
+from tailrace.cache.index import Tier
 
 # Bound on unreported changes. If there are more, all are dropped and their update number is skipped: the
 # reader notices the gap and fetches a snapshot.

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from tailrace.cache.index import CacheIndex
-from tailrace.cache.tiers import Tier
+from tailrace.cache.index import CacheIndex, Tier
 
 # Updates kept while a snapshot is being fetched.
 _KEPT_MAX: Final = 256

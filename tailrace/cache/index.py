@@ -6,6 +6,7 @@ Soft state: a wrong entry costs time, but cannot cause a wrong answer. Pure: no 
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from types import MappingProxyType
@@ -14,12 +15,18 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from tailrace.cache.holders import Holders
-from tailrace.cache.tiers import Tier
 
 # Names per tier. Four million take about 450 MB.
 NAMES_MAX: Final = 4_000_000
 # Up to this many holders are decoded bit by bit; more are decoded with numpy.
 _FEW: Final = 16
+
+
+class Tier(enum.Enum):
+    """A memory tier in which an instance keeps KV blocks. A block may be in both."""
+
+    DEVICE = "device"
+    HOST = "host"
 
 
 class HeldBlocks(NamedTuple):

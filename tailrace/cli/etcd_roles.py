@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 from rich.table import Table
 
+from tailrace.address import parse_endpoints
 from tailrace.cli.errors import CliError, UsageProblem
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
 from tailrace.cli.plain import JsonValue
@@ -16,7 +17,6 @@ from tailrace.security.options import open_transport, tls_option
 from tailrace.security.roles import Role, etcd_user
 from tailrace.security.transport import Transport
 from tailrace.store.client import EtcdClient, Rejected, StoreUnavailable
-from tailrace.store.endpoints import parse_endpoints
 from tailrace.store.etcd_roles import apply_rights, role_name
 
 

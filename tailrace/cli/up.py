@@ -17,7 +17,7 @@ import click
 from tailrace.cli.errors import CliError, UsageProblem
 from tailrace.cli.greeting import greeting, tailrace_command
 from tailrace.cli.output import note
-from tailrace.local.issue import issue_certificates
+from tailrace.local.certificates import issue_certificates
 from tailrace.local.options import MONITOR_TRACES, ClusterOptions, Engine, Front
 from tailrace.local.plan import Plan, certificate_folder, make_plan
 from tailrace.local.ports import LOOPBACK, PortUnavailable, free_ports, require_free
@@ -31,8 +31,8 @@ from tailrace.model_folder import TOKENIZER_FLAGS, ModelFolderError, require_mod
 from tailrace.policy.parameters import ParameterError, read_assignments
 from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, load
 from tailrace.security.roles import Role
-from tailrace.service.durations import KEPT_ANSWERS
 from tailrace.service.etcd import EtcdNotFoundError, EtcdTls, etcd_command
+from tailrace.service.options import KEPT_ANSWERS
 from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 from tailrace.v1.admin_pb2 import SetPolicyRequest
 

@@ -10,9 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from tailrace.cache.follow import CacheFollower, Change
-from tailrace.cache.index import CacheIndex
+from tailrace.cache.index import CacheIndex, Tier
 from tailrace.cache.placed import PlacedPrefixes, cached_tokens
-from tailrace.cache.tiers import Tier
 from tailrace.cluster import NOTHING_CACHED, CachedTokens
 from tailrace.records import InstanceRecord
 from tailrace.v1 import cache_pb2, monitor_pb2

@@ -9,6 +9,7 @@ from typing import Final
 
 import grpc
 
+from tailrace.address import parse_endpoints
 from tailrace.local.certificates import ETCD_ROOT, OPERATOR, transport_of
 from tailrace.local.plan import PartSpec, Plan, Tier
 from tailrace.local.process import PartFailed, PartProcess
@@ -19,7 +20,6 @@ from tailrace.local.stop import stop_parts
 from tailrace.security.etcd_rights import etcd_rights
 from tailrace.security.roles import Role
 from tailrace.store.client import EtcdClient, Rejected, StoreUnavailable
-from tailrace.store.endpoints import parse_endpoints
 from tailrace.store.etcd_roles import apply_rights
 from tailrace.v1.admin_pb2 import SetPolicyRequest
 from tailrace.v1.admin_pb2_grpc import AdminStub

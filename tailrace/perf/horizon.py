@@ -19,9 +19,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.cluster import RequestView
-from tailrace.lengths import tokens_left
-
 Floats = NDArray[np.float64]
 
 
@@ -62,14 +59,6 @@ class Horizon:
         alive[:, 0] = True
         loads: Floats = (tokens[:, None] + self.steps) * alive
         return loads
-
-
-def expected_remaining(request: RequestView) -> float:
-    """Return the predicted remaining tokens; without a prediction the maximum, infinite if unbounded."""
-    predicted = request.predicted_remaining_tokens
-    if predicted is not None:
-        return predicted
-    return tokens_left(request.prompt_tokens, request.output_tokens, request.max_tokens)
 
 
 def floats(values: Sequence[float]) -> Floats:

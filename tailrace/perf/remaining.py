@@ -1,7 +1,8 @@
-"""Estimate the mean number of output tokens that requests have left."""
+"""How many output tokens requests have left: at most, as predicted, and on average."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -9,6 +10,33 @@ from tailrace.cluster import RequestView
 
 SAMPLE: Final = 64
 """Sample size for estimates over many requests."""
+
+
+def tokens_left(prompt_tokens: int, output_tokens: int, max_tokens: int, max_model_len: int = 0) -> float:
+    """Return the largest number of output tokens that may still come, at least 0; infinite without a known
+    limit.
+
+    A request ends at its `max_tokens`, or when its context reaches `max_model_len` (0: unknown). A predictor
+    is trained on how long answers would be without these limits (predictor/samples.py); the smaller value
+    applies.
+    """
+    left = math.inf if max_tokens <= 0 else float(max_tokens - output_tokens)
+    if max_model_len > 0:
+        left = min(left, float(max_model_len - prompt_tokens - output_tokens))
+    return max(0.0, left)
+
+
+def limited(predicted: float | None, left: float) -> float | None:
+    """Return a prediction capped by what may still come. None: there is no prediction."""
+    return None if predicted is None else max(0.0, min(predicted, left))
+
+
+def expected_remaining(request: RequestView) -> float:
+    """Return the predicted remaining tokens; without a prediction the maximum, infinite if unbounded."""
+    predicted = request.predicted_remaining_tokens
+    if predicted is not None:
+        return predicted
+    return tokens_left(request.prompt_tokens, request.output_tokens, request.max_tokens)
 
 
 def mean_remaining_tokens(requests: Sequence[RequestView]) -> float:

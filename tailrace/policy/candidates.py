@@ -11,8 +11,7 @@ from typing import Final
 
 from tailrace.actions import Migrate, Refuse
 from tailrace.cluster import Arrival, ClusterView, InstanceState, InstanceView, RequestView
-from tailrace.perf.reuse import held_tokens
-from tailrace.perf.steps import StepModel
+from tailrace.perf.steps import StepModel, held_tokens
 from tailrace.policy.parameters import Parameter
 
 NO_INSTANCE = Refuse("no active instance")

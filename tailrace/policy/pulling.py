@@ -7,8 +7,7 @@ from typing import Final
 
 from tailrace.actions import Place, Placement
 from tailrace.cluster import Arrival, ClusterView, InstanceState, InstanceView
-from tailrace.perf.reuse import held_tokens, load_s
-from tailrace.perf.steps import StepModel
+from tailrace.perf.steps import StepModel, held_tokens, load_s
 from tailrace.policy.parameters import Parameter
 from tailrace.profiles import Profile
 

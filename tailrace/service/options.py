@@ -1,24 +1,25 @@
-"""Command-line options that every service has."""
+"""Command-line options that every service has, and types and errors of options that several have."""
 
 from __future__ import annotations
 
 import functools
 import ipaddress
+import math
 import re
 import socket
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import click
 
-from tailrace.address import MalformedAddress, parse_address
+from tailrace.address import MalformedAddress, parse_address, parse_endpoints
 from tailrace.security.options import exposed, insecure_option, open_transport, tls_option
 from tailrace.security.roles import Role
 from tailrace.security.transport import PLAIN, Transport
-from tailrace.store.endpoints import parse_endpoints
 
 _BRACKETED: Final = re.compile(r"\[[^\[\]]+\]")
 
@@ -63,6 +64,39 @@ class CommonOptions:
 def new_incarnation() -> str:
     """Return a new incarnation id, which distinguishes this run of a process from any other."""
     return uuid.uuid4().hex
+
+
+@contextmanager
+def file_of(option: str) -> Iterator[None]:
+    """Open the file of `option` (such as --journal) in the block: its OSError becomes one that names both."""
+    try:
+        yield
+    except OSError as error:
+        named = f"{error.filename}: {error.strerror}" if error.filename is not None else str(error)
+        raise OSError(f"{option}: {named}") from error
+
+
+class ZeroOrSeconds(click.ParamType[float]):
+    """Parse 0, which disables something, or at least `min_s` seconds."""
+
+    name = "seconds"
+
+    def __init__(self, min_s: float) -> None:
+        self._min_s = min_s
+
+    def convert(self, value: str | float, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the seconds. Raise click.BadParameter."""
+        try:
+            seconds = float(value)
+        except ValueError:
+            seconds = math.nan
+        if not math.isfinite(seconds) or (seconds != 0 and seconds < self._min_s):
+            self.fail(f"{value!r}: 0 or at least {self._min_s:g} seconds expected", param, ctx)
+        return seconds
+
+
+KEPT_ANSWERS = ZeroOrSeconds(min_s=5.0)
+"""Retention of answers: they expire in steps of 0.5 s, and clients take a while to come back."""
 
 
 def common_options(kind: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -12,9 +12,9 @@ from typing import Final, Generic, TypeVar
 
 import grpc
 
+from tailrace.address import Endpoint
 from tailrace.security.renewed_channel import RenewedChannel
 from tailrace.security.transport import PLAIN, Transport
-from tailrace.store.endpoints import Endpoint
 from tailrace.store.etcd_api import LEASE_KEEP_ALIVE, RANGE, REQUIRE_LEADER, Method, Reply, Request
 from tailrace.v1 import etcd_pb2
 

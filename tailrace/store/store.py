@@ -12,11 +12,11 @@ from typing import Final
 
 import grpc
 
+from tailrace.address import parse_endpoints
 from tailrace.security.transport import PLAIN, Transport
 from tailrace.store.client import Answer, EtcdClient, Rejected
 from tailrace.store.client import LeaseExpired as LeaseExpired
 from tailrace.store.client import StoreUnavailable as StoreUnavailable
-from tailrace.store.endpoints import parse_endpoints
 from tailrace.store.etcd_api import (
     LEASE_GRANT,
     LEASE_REVOKE,

@@ -11,8 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tailrace.cache import book as books
 from tailrace.cache.book import CacheBook
 from tailrace.cache.follow import CacheFollower, Change
-from tailrace.cache.index import CacheIndex
-from tailrace.cache.tiers import Tier
+from tailrace.cache.index import CacheIndex, Tier
 
 NAMES = st.lists(st.integers(0, 12), max_size=6)
 TIERS = st.sampled_from(Tier)

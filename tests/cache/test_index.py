@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from tailrace.cache.index import CacheIndex, HeldBlocks
-from tailrace.cache.tiers import Tier
+from tailrace.cache.index import CacheIndex, HeldBlocks, Tier
 
 NAMES = st.integers(0, 40)
 INSTANCES = st.sampled_from([f"i{n}" for n in range(40)])

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.perf.reuse import equivalent_tokens, held_tokens, load_s
-from tailrace.perf.steps import StepModel
+from tailrace.perf.steps import StepModel, equivalent_tokens, held_tokens, load_s
 from tailrace.profiles import built_in_profiles, load_profile
 
 STEPS = StepModel.of_profile(load_profile("llama-3.1-8b-h100"))

@@ -23,7 +23,7 @@ from tailrace.cluster import (
     RequestView,
 )
 from tailrace.perf.future_load import FutureLoad
-from tailrace.perf.horizon import expected_remaining
+from tailrace.perf.remaining import expected_remaining
 
 IDS = [f"w{n}" for n in range(6)]
 # Active more often than not.

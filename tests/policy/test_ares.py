@@ -24,7 +24,8 @@ from tailrace.cluster import (
     RequestView,
 )
 from tailrace.perf.future_load import FutureLoad
-from tailrace.perf.horizon import HORIZON, NOW, Floats, Horizon, expected_remaining
+from tailrace.perf.horizon import HORIZON, NOW, Floats, Horizon
+from tailrace.perf.remaining import expected_remaining
 from tailrace.policy.ares import rescheduling
 from tailrace.policy.ares.loads import Loads, collect
 from tailrace.policy.ares.policy import CURRENT_LOAD, OFF, VARIANCE, Ares

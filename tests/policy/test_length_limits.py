@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.lengths import limited, tokens_left
+from tailrace.perf.remaining import limited, tokens_left
 from worker_agent.engine.base import EnginePhase, EngineStats, RequestStats
 from worker_agent.load import MigrationLoad, load_of
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from tailrace.address import parse_endpoints
 from tailrace.security.authority import Authority
 from tailrace.security.etcd_rights import etcd_rights
 from tailrace.security.roles import MEMBERS, Identity, Role
 from tailrace.security.transport import PLAIN, Transport
 from tailrace.service.etcd import EtcdTls, LocalEtcd, local_etcd
 from tailrace.store.client import EtcdClient, StoreUnavailable
-from tailrace.store.endpoints import parse_endpoints
 from tailrace.store.etcd_roles import apply_rights
 from tailrace.store.registration import register
 from tailrace.store.store import Store

@@ -20,7 +20,7 @@ from simulator.setups import setup_for
 from simulator.simulation import Simulation, simulate
 from simulator.workloads.generators import SESSIONS
 from tailrace.actions import Place, Placement
-from tailrace.cache.tiers import Tier
+from tailrace.cache.index import Tier
 from tailrace.cluster import Arrival, CachedTokens, ClusterView
 from tailrace.intra.orders import Fcfs
 from tailrace.policy.base import Policy

@@ -13,9 +13,9 @@ from typing import Any
 import grpc
 import pytest
 
+from tailrace.address import parse_endpoints
 from tailrace.service.etcd import find_etcd, local_etcd
 from tailrace.store.client import EtcdClient, Member
-from tailrace.store.endpoints import parse_endpoints
 from tailrace.store.store import Held, Store, StoreUnavailable
 from tailrace.v1 import etcd_pb2
 from tests.ports import free_port

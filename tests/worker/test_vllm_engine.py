@@ -18,8 +18,8 @@ import pytest
 import pytest_asyncio
 
 from tailrace.cache.follow import Change
+from tailrace.cache.index import Tier
 from tailrace.cache.names import block_names, short
-from tailrace.cache.tiers import Tier
 from tailrace.handover import LIVE, Way
 from tailrace.tiny import MODEL_PATH, PREDICTOR_PATH, REASONING_PARSER
 from tailrace.tiny.task import task

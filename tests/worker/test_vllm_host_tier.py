@@ -11,8 +11,8 @@ import pytest
 import pytest_asyncio
 
 from tailrace.cache.book import CacheBook
+from tailrace.cache.index import Tier
 from tailrace.cache.names import Naming, block_names
-from tailrace.cache.tiers import Tier
 from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 
 pytest.importorskip("vllm", reason="the vLLM engine is not installed")

@@ -10,7 +10,8 @@ import numpy as np
 
 from tailrace.cluster import InstanceView
 from tailrace.perf.future_load import FutureLoad
-from tailrace.perf.horizon import Floats, Horizon, expected_remaining, floats
+from tailrace.perf.horizon import Floats, Horizon, floats
+from tailrace.perf.remaining import expected_remaining
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import ClassVar, Final
 
 from tailrace.actions import Action, Migrate, Place, Placement
 from tailrace.cluster import Arrival, ClusterView, InstanceView, RequestView
-from tailrace.lengths import tokens_left
-from tailrace.perf.horizon import HORIZON, NOW, Horizon, expected_remaining, floats
+from tailrace.perf.horizon import HORIZON, NOW, Horizon, floats
+from tailrace.perf.remaining import expected_remaining, tokens_left
 from tailrace.perf.steps import StepModel
 from tailrace.policy.ares.dispatch import (
     decoders,

@@ -38,7 +38,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.cluster import Phase, RequestState, RequestView
-from tailrace.perf.horizon import Floats, expected_remaining, floats
+from tailrace.perf.horizon import Floats, floats
+from tailrace.perf.remaining import expected_remaining
 from tailrace.policy.ares.loads import Loads
 from tailrace.policy.candidates import with_request
 from tailrace.policy.parameters import Parameter

@@ -15,8 +15,7 @@ from math import inf
 
 from tailrace.cluster import CachedTokens, InstanceView
 from tailrace.perf.length_penalty import FittedLengthPenalty
-from tailrace.perf.reuse import held_tokens
-from tailrace.perf.steps import Number, StepModel
+from tailrace.perf.steps import Number, StepModel, held_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tailrace.cluster import Arrival, CachedTokens, InstanceView
-from tailrace.perf.reuse import equivalent_tokens, load_s
+from tailrace.perf.steps import equivalent_tokens, load_s
 from tailrace.policy.pulling import most_cached, pull_s
 from tailrace.policy.tailrace.costs import Costs
 from tailrace.policy.tailrace.offers import OfferPlanner

@@ -8,7 +8,7 @@ import time
 from typing import Final
 
 from tailrace.intra.base import JobView
-from tailrace.lengths import limited, tokens_left
+from tailrace.perf.remaining import limited, tokens_left
 from worker_agent.engine.base import EnginePhase, Frames, RequestKey
 from worker_agent.engine.simulated.kv import BlockChain
 from worker_agent.engine.simulated.script import Script

@@ -18,8 +18,8 @@ from vllm.v1.core.kv_cache_utils import ExternalBlockHash, get_none_hash_seed
 from vllm.v1.request import Request, RequestStatus
 
 from tailrace.cache.book import CacheBook
+from tailrace.cache.index import Tier
 from tailrace.cache.names import Naming, short
-from tailrace.cache.tiers import Tier
 from worker_agent.engine.vllm.load import LoadedCore
 
 

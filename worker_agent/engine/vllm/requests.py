@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from vllm.v1.request import Request
 
-from tailrace.lengths import limited, tokens_left
+from tailrace.perf.remaining import limited, tokens_left
 from worker_agent.engine.base import Frames, RequestKey
 from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.turns import Turn, arrival_order
