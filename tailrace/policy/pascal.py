@@ -26,23 +26,25 @@ Choices that the paper leaves open:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterable, Sequence
+from typing import Final, Generic, NamedTuple
+
+import numpy as np
 
 from tailrace.actions import Action, Migrate, Place, Placement, WhenFull
-from tailrace.cluster import Arrival, ClusterView, InstanceView, PhaseLoad, RequestView
+from tailrace.cluster import Arrival, ClusterView, InstanceState, InstanceView, PhaseLoad, RequestView
 from tailrace.intra.base import QUANTUM, QUANTUM_TOKENS
-from tailrace.perf.steps import StepModel
+from tailrace.perf.steps import Floats, Number, StepModel
 from tailrace.policy.base import Policy, Variant
 from tailrace.policy.candidates import (
     CACHE_AWARE,
     NO_INSTANCE,
-    candidates,
-    credit,
     fits_device,
     fits_host,
     footprint_tokens,
+    held_tokens_on,
 )
+from tailrace.policy.columns import Columns, Mask, smallest
 from tailrace.policy.deployment import Fact
 from tailrace.policy.min_kv import QUEUED_WEIGHT
 from tailrace.policy.parameters import Parameter
@@ -54,6 +56,20 @@ from tailrace.profiles import Profile
 ADAPTIVE: Final = "adaptive"
 ALWAYS: Final = "always"
 NEVER: Final = "never"
+
+
+class _Loads(NamedTuple, Generic[Number]):
+    """What Algorithms 1 and 2 read of one instance, or, as arrays, of each instance."""
+
+    # 1.0: may get new requests.
+    active: Number
+    # m_i, in tokens.
+    footprint: Number
+    # r_i and a_i.
+    reasoning: Number
+    fresh_answering: Number
+    # Decides t_i.
+    least_slack: Number
 
 
 class Pascal(Policy):
@@ -123,57 +139,54 @@ class Pascal(Policy):
         self.cache_aware = cache_aware
         self.nominal = StepModel.of_profile(profile)
         self.pull = pulling(profile, pulls)
+        self._columns = Columns(self._read, len(_Loads._fields))
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
         """Select an instance by Algorithm 1: of those that meet their SLOs, the smallest KV footprint."""
-        instances = candidates(view, arrival)
-        if not instances:
+        loads = self._loads(view)
+        usable = self._usable(loads, arrival.excluded)
+        if not usable.any():
             return NO_INSTANCE
-        behind = -self.behind_tokens
-        load_of = self.load_of
-        meeting = [i for i in instances if load_of(i).least_pacer_slack_tokens > behind]  # line 3
-        eligible = meeting or instances  # lines 4-6
-        held, footprint = credit(arrival, self.cache_aware, self.nominal), self.footprint
-        chosen = min(eligible, key=lambda i: footprint(i) - held(i))  # line 7
+        eligible = usable & (loads.least_slack > -self.behind_tokens)  # line 3
+        if not eligible.any():
+            eligible = usable  # lines 4-6
+        footprint = self._less_cached(loads.footprint, arrival) if self.cache_aware else loads.footprint
+        chosen = self._columns.seen.views[smallest(footprint, eligible)]  # line 7
         return self.pull(view, arrival, Place(chosen.instance_id))
-
-    def load_of(self, instance: InstanceView) -> PhaseLoad:
-        """Return r_i, a_i and the pacer slack that decides t_i."""
-        return phase_load(instance.requests, quantum_tokens=self.quantum_tokens)
-
-    def footprint(self, instance: InstanceView) -> float:
-        """Return m_i, in tokens."""
-        return footprint_tokens(instance, self.queued_weight)
 
     def on_reasoning_ended(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
         """Migrate to Algorithm 2's selection unless that is the current instance or memory rules it out."""
         source = view.instances.get(request.instance_id)
         if self.migration == NEVER or source is None or request.migrating:
             return ()
-        target = self.select(view.placeable(), source, request)
+        target = self.select(view, source, request)
         if target is None or target.instance_id == source.instance_id or self.stays(source, target, request):
             return ()
         reason = "reasoning ended"
         return (Migrate(request.request_id, source.instance_id, target.instance_id, reason),)
 
-    def select(
-        self, instances: Sequence[InstanceView], source: InstanceView, request: RequestView
-    ) -> InstanceView | None:
+    def select(self, view: ClusterView, source: InstanceView, request: RequestView) -> InstanceView | None:
         """Select an instance by Algorithm 2; return None without instances."""
-        here = source.instance_id
-        behind = -self.behind_tokens
-        loads = [
-            self._load_without(i, request) if i.instance_id == here else self.load_of(i) for i in instances
-        ]
-        pairs = list(zip(loads, instances, strict=True))
-        eligible = [(x.reasoning, i) for x, i in pairs if x.least_pacer_slack_tokens > behind]  # line 3
-        if not eligible:
-            eligible = [(x.reasoning + x.fresh_answering, i) for x, i in pairs]  # lines 4-9
-        if not eligible:
-            return None
-        least = min(r for r, _ in eligible)
-        tied = [i for r, i in eligible if r == least]
-        return min(tied, key=lambda i: (i.instance_id != here, self.footprint(i)))  # line 10
+        loads = self._loads(view)
+        here = self._columns.seen.at[source.instance_id]
+        reasoning, fresh, slack = (
+            loads.reasoning.copy(),
+            loads.fresh_answering.copy(),
+            loads.least_slack.copy(),
+        )
+        others = self._load_without(source, request)
+        reasoning[here], fresh[here] = others.reasoning, others.fresh_answering
+        slack[here] = others.least_pacer_slack_tokens
+        usable = loads.active != 0.0
+        eligible = usable & (slack > -self.behind_tokens)  # line 3
+        if not eligible.any():
+            eligible, reasoning = usable, reasoning + fresh  # lines 4-9
+            if not usable.any():
+                return None
+        tied = eligible & (reasoning == np.where(eligible, reasoning, np.inf).min())
+        if tied[here]:
+            return source
+        return self._columns.seen.views[smallest(loads.footprint, tied)]  # line 10
 
     def stays(self, source: InstanceView, target: InstanceView, request: RequestView) -> bool:
         """Return whether memory rules the migration out (section IV-B, figure 7).
@@ -191,8 +204,43 @@ class Pascal(Policy):
             target, request.context_tokens
         )
 
+    def load_of(self, instance: InstanceView) -> PhaseLoad:
+        """Return r_i, a_i and the pacer slack that decides t_i."""
+        return phase_load(instance.requests, quantum_tokens=self.quantum_tokens)
+
     def _load_without(self, instance: InstanceView, request: RequestView) -> PhaseLoad:
         return phase_load(instance.requests, quantum_tokens=self.quantum_tokens, without=request.request_id)
+
+    # ---- columns
+
+    def _loads(self, view: ClusterView) -> _Loads[Floats]:
+        return _Loads(*self._columns.update(view.instances.values()))
+
+    def _read(self, instance: InstanceView) -> _Loads[float]:
+        load = self.load_of(instance)
+        return _Loads(
+            active=float(instance.state is InstanceState.ACTIVE),
+            footprint=footprint_tokens(instance, self.queued_weight),
+            reasoning=load.reasoning,
+            fresh_answering=load.fresh_answering,
+            least_slack=load.least_pacer_slack_tokens,
+        )
+
+    def _usable(self, loads: _Loads[Floats], excluded: Iterable[str]) -> Mask:
+        """Return which instances may get the arrival."""
+        usable: Mask = loads.active != 0.0
+        for name in excluded:
+            if (position := self._columns.seen.at.get(name)) is not None:
+                usable[position] = False
+        return usable
+
+    def _less_cached(self, footprint: Floats, arrival: Arrival) -> Floats:
+        """Return the footprints without the tokens of the arrival that each instance has cached."""
+        seen, less = self._columns.seen, footprint.copy()
+        for name in arrival.cached:
+            if (position := seen.at.get(name)) is not None:
+                less[position] -= held_tokens_on(arrival, seen.views[position], self.nominal)
+        return less
 
 
 NO_MIGRATION: Final = Variant(Pascal, {"migration": NEVER})

@@ -88,7 +88,7 @@ def check_algorithm_2(view: ClusterView) -> None:
             rank = {i.instance_id: reasoning(i) for i in eligible}
             if not eligible:
                 rank = {i.instance_id: reasoning(i) + fresh(i) for i in instances}
-            chosen = Pascal(migration=ALWAYS).select(view.placeable(), source, request)
+            chosen = Pascal(migration=ALWAYS).select(view, source, request)
             assert chosen is not None
             least = min(rank.values())
             assert rank[chosen.instance_id] == least
@@ -137,7 +137,8 @@ def test_fresh_answering_requests_count_if_every_instance_misses_its_slo(slack: 
         return InstanceView(name, kv_capacity_tokens=10_000, requests=(last, *held))
 
     source, *others = loaded("w0", 4, 0), loaded("w1", 2, 0), loaded("w2", 1, 2)
-    chosen = Pascal().select([source, *others], source, answering("r", "w0", 1_000))
+    view = ClusterView({view.instance_id: view for view in (source, *others)})
+    chosen = Pascal().select(view, source, answering("r", "w0", 1_000))
     assert chosen is not None and chosen.instance_id == target
 
 

@@ -8,9 +8,9 @@ decisions. The offers of many instances are stored in one array; those of few as
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain, compress
+from itertools import chain
 from math import inf
-from operator import attrgetter, is_not
+from operator import attrgetter
 from typing import Final
 
 import numpy as np
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from tailrace.cluster import NOTHING_CACHED, CachedTokens, InstanceState, InstanceView
 from tailrace.intra.due import PREFILLS, due_after_s, nominal_s
 from tailrace.perf.steps import Floats, StepModel, StepTimes
+from tailrace.policy.columns import SeenInstances
 from tailrace.policy.phase_load import phase_load, prompts
 from tailrace.policy.tailrace.arrival import (
     OF_MANY,
@@ -55,8 +56,7 @@ class OfferPlanner:
         """`few`: largest number of instances that are computed one by one instead of in arrays."""
         self._costs = costs
         self._few = few
-        self._instances: list[InstanceView] = []
-        self._at: dict[str, int] = {}
+        self._seen = SeenInstances()
         # One of the two is used: offers of few instances, or of many as [fields of an offer, instances].
         self._offers: list[Offer[float]] = []
         self._table: Floats = np.empty((len(Offer._fields), 0))
@@ -89,27 +89,27 @@ class OfferPlanner:
         `among`: the instances to choose from, at least one; None: all. `cached`: cached tokens of the arrival
         by instance.
         """
-        positions: Sequence[int] = range(len(self._instances))
+        positions: Sequence[int] = range(len(self._seen.views))
         if among is not None:
-            positions = [self._at[instance.instance_id] for instance in among]
+            positions = [self._seen.at[instance.instance_id] for instance in among]
         if self._offers:
             found = self._cheapest_of_few(positions, prompt_tokens, now, cached)
         else:
             found = self._cheapest_of_many(positions, prompt_tokens, now, cached)
-        return self._instances[found]
+        return self._seen.views[found]
 
     def prices_s(self) -> dict[str, float]:
         """Return the cost of decoding one more request of mean length, by instance."""
         costs = self._costs
         if costs.penalty is not None:
-            means = (i.context_tokens // max(1, i.load) for i in self._instances)
-            pairs = zip(self._instances, means, strict=True)
+            means = (i.context_tokens // max(1, i.load) for i in self._seen.views)
+            pairs = zip(self._seen.views, means, strict=True)
             prices_s = [costs.joining_s(i, mean, costs.expected_tokens) for i, mean in pairs]
         elif self._offers:
             prices_s = [mean_joining_s(costs, offered, OF_ONE) for offered in self._offers]
         else:
             prices_s = mean_joining_s(costs, Offer(*self._table), OF_MANY).tolist()
-        return dict(zip(self._at, prices_s, strict=True))
+        return dict(zip(self._seen.at, prices_s, strict=True))
 
     # ---- an arrival
 
@@ -130,7 +130,7 @@ class OfferPlanner:
                 known, known_s, after = queue.before(now + due_after_s(own_s, queue.queued_s))
                 tokens, seconds = tokens + known, seconds + known_s
             before = QueueAhead(tokens, seconds, after)
-            instance = self._instances[position]
+            instance = self._seen.views[position]
             held = cached.get(instance.instance_id) if cached else None
             usable = 0.0 if held is None else float(costs.held_tokens(instance, held))
             costs_s.append(
@@ -160,7 +160,7 @@ class OfferPlanner:
         found: Floats | float = self._usable_tokens(cached) if cached else 0.0
         cost_s = cost_without_shortage_s(offered, prompt_tokens, found, before, patience_s, OF_MANY)
         shortages_s = shortage_s(costs, offered, prompt_tokens + costs.expected_tokens, OF_MANY)
-        all_of_them = len(positions) == len(self._instances) and isinstance(positions, range)
+        all_of_them = len(positions) == len(self._seen.views) and isinstance(positions, range)
         if costs.penalty is None and all_of_them:
             return int((cost_s + shortages_s).argmin())
         index: NDArray[np.intp] = np.array(positions, dtype=np.intp)
@@ -187,7 +187,7 @@ class OfferPlanner:
             position, total_s = positions[rank], costs_s[rank]
             if total_s > least[0]:
                 break
-            slowdown_s = costs.slowdown_s(self._instances[position], prompt_tokens, self._longest[position])
+            slowdown_s = costs.slowdown_s(self._seen.views[position], prompt_tokens, self._longest[position])
             total_s += decode_weights[rank] * costs.expected_tokens * slowdown_s
             total_s += shortages_s[rank]
             if (total_s, rank) < least:
@@ -196,10 +196,10 @@ class OfferPlanner:
 
     def _usable_tokens(self, cached: Mapping[str, CachedTokens]) -> Floats:
         """Return the cached tokens of an arrival on each instance, as equivalent tokens on its device."""
-        costs, instances = self._costs, self._instances
+        costs, instances = self._costs, self._seen.views
         found = np.zeros(len(instances))
         for name, held in cached.items():
-            position = self._at.get(name)
+            position = self._seen.at.get(name)
             if position is not None:
                 found[position] = costs.held_tokens(instances[position], held)
         return found
@@ -213,16 +213,10 @@ class OfferPlanner:
 
     def update(self, costs: Costs, instances: Sequence[InstanceView]) -> None:
         """Use these instances, and recompute the offers of those that changed."""
-        previous = self._instances
-        count = len(instances)
-        stale = costs is not self._costs or len(previous) != count
-        changed: list[int] = []
-        if not stale:
-            changed = list(compress(range(count), map(is_not, previous, instances)))
-            stale = any(previous[n].instance_id != instances[n].instance_id for n in changed)
-        if stale:
-            changed = list(range(count))
-            self._reset(costs, instances)
+        changed = self._seen.changed(instances)
+        if changed is None or costs is not self._costs:
+            changed = list(range(len(instances)))
+            self._reset(costs, len(instances))
         if not changed:
             return
         if self._offers:
@@ -234,14 +228,12 @@ class OfferPlanner:
         if costs.penalty is not None:
             for n in changed:
                 self._longest[n] = Longest.of(instances[n]).tokens
-        self._instances = list(instances)
+        self._seen.replace(instances)
 
-    def _reset(self, costs: Costs, instances: Sequence[InstanceView]) -> None:
-        count = len(instances)
+    def _reset(self, costs: Costs, count: int) -> None:
         few = count <= self._few
+        self._seen.forget()
         self._costs = costs
-        self._instances = []
-        self._at = {instance.instance_id: n for n, instance in enumerate(instances)}
         self._offers = [_EMPTY] * count if few else []
         self._table = np.empty((len(Offer._fields), 0 if few else count))
         self._queues = {}
