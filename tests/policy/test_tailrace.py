@@ -22,14 +22,16 @@ from tailrace.perf.measured import Measured
 from tailrace.perf.qoe_model import QoeModel
 from tailrace.perf.steps import StepModel
 from tailrace.perf.ttft import TtftPredictor
-from tailrace.policy.candidates import needed_tokens
+from tailrace.policy.candidates import Ledger, needed_tokens
 from tailrace.policy.registry import load
 from tailrace.policy.tailrace.costs import Costs, Longest
-from tailrace.policy.tailrace.moves import remaining_tokens
+from tailrace.policy.tailrace.moves import MovePlanner, remaining_tokens
 from tailrace.policy.tailrace.offers import FEW, OfferPlanner
 from tailrace.policy.tailrace.policy import Tailrace
+from tailrace.policy.tailrace.pooled import decoders
 from tailrace.policy.tailrace.queue import Queue
 from tailrace.policy.tailrace.staged import within_stage
+from tailrace.policy.tailrace.targets import Decoders, Targets
 from tailrace.profiles import load_profile
 from tests.policy.clusters import arrivals as more_arrivals
 from tests.policy.clusters import clusters
@@ -161,14 +163,58 @@ def test_the_cost_of_staying_equals_the_cost_of_returning(view: ClusterView, tok
 
 
 @quick
-@given(view=fleets(), tokens=st.integers(1, 50_000), remaining=st.floats(0.0, 2_048.0))
-def test_the_lower_bound_of_the_cost_of_joining_holds(
-    view: ClusterView, tokens: int, remaining: float
-) -> None:
+@given(view=fleets(), tokens=st.integers(1, 50_000))
+def test_no_slowdown_is_below_the_bound_of_its_target(view: ClusterView, tokens: int) -> None:
     instances = list(view.instances.values())
+    longest = {i.instance_id: Longest.of(i).tokens for i in instances}
     for costs in (Costs(StepModel.of_profile(None)), Costs(StepModel.of_profile(None), PENALTY)):
-        least_s = costs.lower_bound(instances).joining_s(tokens, remaining)
-        assert all(least_s <= costs.joining_s(here, tokens, remaining) for here in instances)
+        # The second list is long enough to be examined in order of the bounds.
+        for among in (instances, instances * 25):
+            targets = Targets.of(costs, among)
+            candidates = list(targets.by_slowdown(tokens))
+            assert sorted(position for _, position, _ in candidates) == list(range(len(among)))
+            assert [bound for bound, _, _ in candidates] == sorted(bound for bound, _, _ in candidates)
+            for bound_s, position, target in candidates:
+                assert target is among[position]
+                slowdown_s = costs.slowdown_s(target, tokens, longest[target.instance_id])
+                assert targets.least_slowdown_s(tokens) <= bound_s <= slowdown_s
+
+
+@quick
+@given(view=fleets(), least_gain_s=st.floats(0.0, 10.0))
+def test_the_best_move_does_not_depend_on_the_order_of_examination(
+    view: ClusterView, least_gain_s: float
+) -> None:
+    costs = Costs(StepModel.of_profile(None))
+    many = [
+        dataclasses.replace(i, instance_id=f"{i.instance_id}-{n}", running=i.running + n % 3)
+        for n in range(25)
+        for i in view.instances.values()
+    ]
+    for source in view.instances.values():
+        for moved in source.requests:
+            mover = MovePlanner(costs, Ledger(view.instances, 3, 3), 2.0)
+            ordered = mover.best(moved, source, Targets.of(costs, many), least_gain_s)
+            one_by_one = [mover.best(moved, source, Targets.of(costs, [t]), least_gain_s) for t in many]
+            gains = [move.gain_s for move in one_by_one if move is not None]
+            assert (ordered is None) == (not gains)
+            if ordered is not None:
+                assert ordered.gain_s == max(gains)
+                first = next(move for move in one_by_one if move is not None and move.gain_s == max(gains))
+                assert ordered.target is first.target
+
+
+@quick
+@given(views=st.lists(fleets(), min_size=2, max_size=3))
+def test_earlier_views_do_not_affect_which_instances_may_decode(views: list[ClusterView]) -> None:
+    costs = Costs(StepModel.of_profile(None))
+    used = Decoders(costs)
+    for view in views:
+        among = {f"{name}-{n}": i for n in range(13) for name, i in view.instances.items()}
+        large = ClusterView({name: dataclasses.replace(i, instance_id=name) for name, i in among.items()})
+        for each in (view, large):
+            expected = Targets.of(costs, decoders(each.placeable()))
+            assert list(used.targets(each).by_slowdown(100)) == list(expected.by_slowdown(100))
 
 
 def test_the_policy_is_registered_by_name() -> None:

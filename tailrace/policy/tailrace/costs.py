@@ -9,9 +9,7 @@ the wait until enough KV is free.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from math import inf
 
 from tailrace.cluster import CachedTokens, InstanceView
 from tailrace.perf.length_penalty import FittedLengthPenalty
@@ -128,18 +126,12 @@ class Costs:
         held = instance.kv_used_tokens + instance.prefill_backlog_tokens
         return self._slowdown_s(self.steps_of(instance), requests, held, tokens, longest)
 
-    def lower_bound(self, instances: Iterable[InstanceView]) -> LowerBound:
-        """Return a lower bound on `joining_s` over these instances (at least one); 0 with a length penalty,
-        for which the cost is not linear in the tokens."""
-        if self.penalty is not None:
-            return LowerBound()
-        step_s = per_token_s = inf
-        for instance in instances:
-            requests = instance.running + instance.waiting
-            step_s = min(step_s, self.slowdown_s(instance, 0, 0))
-            per_token_s = min(per_token_s, (requests + 1) * self.steps_of(instance).per_kv_token_s)
-        # The factor makes up for rounding: no move may be missed by it.
-        return LowerBound(step_s * (1.0 - 1e-9), per_token_s * (1.0 - 1e-9))
+    def slowdown_terms(self, instance: InstanceView) -> tuple[float, float]:
+        """Return x and y such that without a length penalty `slowdown_s` is x + y * tokens."""
+        steps, requests = self.steps_of(instance), instance.running + instance.waiting
+        held = instance.kv_used_tokens + instance.prefill_backlog_tokens
+        step_s = steps.decode_s(requests, held) + (requests + 1) * steps.per_request_s
+        return step_s, (requests + 1) * steps.per_kv_token_s
 
     def _slowdown_s(self, steps: StepModel, requests: int, held: int, tokens: int, longest: int) -> float:
         """Return the increase of B * step(B, K), B = `requests`, K = `held`, by a request of `tokens`."""
@@ -164,21 +156,6 @@ class Costs:
         if penalty.applies_to == "attention":
             return requests * (rest_s + factor * attention_s)
         return requests * factor * (rest_s + attention_s)
-
-
-@dataclass(frozen=True, slots=True)
-class LowerBound:
-    """A lower bound on the cost of decoding on any of several instances, without a shortage of KV.
-
-    The batch's step cost increases by at least `step_s` plus `per_token_s` per token of the joining request.
-    """
-
-    step_s: float = 0.0
-    per_token_s: float = 0.0
-
-    def joining_s(self, tokens: int, remaining: float) -> float:
-        """Return the bound for a request with `tokens` of context that decodes `remaining` tokens."""
-        return remaining * (self.step_s + self.per_token_s * tokens)
 
 
 @dataclass(frozen=True, slots=True)

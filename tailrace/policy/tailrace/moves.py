@@ -12,15 +12,15 @@ The rules, in order; each is evaluated on the view alone, since a policy is stat
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from tailrace.actions import Migrate
 from tailrace.cluster import InstanceView, RequestView
 from tailrace.perf.horizon import HORIZON
 from tailrace.policy.candidates import Ledger, with_request
-from tailrace.policy.tailrace.costs import Costs, Longest, LowerBound
+from tailrace.policy.tailrace.costs import Costs, Longest
+from tailrace.policy.tailrace.targets import Targets
 
 
 def remaining_tokens(request: RequestView, minimum: float) -> float:
@@ -36,7 +36,6 @@ def remaining_tokens(request: RequestView, minimum: float) -> float:
 
 
 _NO_REQUESTS: Final = Longest(0, "", 0)
-_NO_BOUND: Final = LowerBound()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +45,14 @@ class Move:
     request: RequestView
     target: InstanceView
     gain_s: float
+
+
+class CheapestTarget(NamedTuple):
+    """Where a request costs least, and that cost in seconds. `position`: among the targets."""
+
+    cost_s: float
+    position: int
+    instance: InstanceView
 
 
 class MovePlanner:
@@ -64,51 +71,43 @@ class MovePlanner:
         """Return whether rule 1 and the limit on transfers allow the request to move."""
         return self._ledger.may_send(source, request)
 
-    def cheapest(
-        self, request: RequestView, source: InstanceView, targets: Iterable[InstanceView]
-    ) -> tuple[InstanceView, float] | None:
-        """Return the target where the request costs least, and that cost in seconds; applies rules 1 to 3."""
+    def cheapest(self, request: RequestView, source: InstanceView, targets: Targets) -> CheapestTarget | None:
+        """Return the target where the request costs least, the first of equals; applies rules 1 to 3."""
         if not self.may_send(source, request):
             return None
         costs, ledger, tokens = self._costs, self._ledger, request.context_tokens
         remaining = remaining_tokens(request, costs.expected_tokens)
-        least: tuple[InstanceView, float] | None = None
-        for target in targets:
+        least: CheapestTarget | None = None
+        for slowdown_s, position, target in targets.by_slowdown(tokens):
+            if least is not None and remaining * slowdown_s > least.cost_s:
+                break
             there = self._after.get(target.instance_id, target)
             cost_s = remaining * costs.slowdown_s(there, tokens, self._longest_at(target).tokens)
-            # The remaining term is not negative, so this part alone mostly decides.
-            if least is not None and cost_s >= least[1]:
+            # The wait for KV is not negative, so this part alone mostly decides.
+            if least is not None and (cost_s, position) >= least[:2]:
                 continue
             if self._opposed(source, target) or not ledger.may_receive(target, request):
                 continue
             cost_s += costs.joining_shortage_s(there, tokens, remaining)
-            if least is None or cost_s < least[1]:
-                least = target, cost_s
+            if least is None or (cost_s, position) < least[:2]:
+                least = CheapestTarget(cost_s, position, target)
         return least
 
     def best(
-        self,
-        request: RequestView,
-        source: InstanceView,
-        targets: Iterable[InstanceView],
-        least_gain_s: float = 0.0,
-        lower_bound: LowerBound = _NO_BOUND,
+        self, request: RequestView, source: InstanceView, targets: Targets, least_gain_s: float = 0.0
     ) -> Move | None:
-        """Return the move to the cheapest target if its gain exceeds `least_gain_s`; applies rules 1 to 4.
-
-        `lower_bound`: of the cost at all targets; it only avoids examining targets in vain.
-        """
+        """Return the move to the cheapest target if its gain exceeds `least_gain_s`; applies rules 1 to 4."""
         costs, tokens = self._costs, request.context_tokens
         remaining = remaining_tokens(request, costs.expected_tokens)
         others = self._longest_at(source).without(request.request_id)
         saved_s = costs.staying_s(source, tokens, remaining, others)
         required_s = self._margin * (1 + request.epoch) * costs.transfer_s(source, tokens) + least_gain_s
-        if saved_s - lower_bound.joining_s(tokens, remaining) <= required_s:
+        if saved_s - remaining * targets.least_slowdown_s(tokens) <= required_s:
             return None
         found = self.cheapest(request, source, targets)
-        if found is None or saved_s - found[1] <= required_s:
+        if found is None or saved_s - found.cost_s <= required_s:
             return None
-        return Move(request, found[0], saved_s - found[1] - required_s + least_gain_s)
+        return Move(request, found.instance, saved_s - found.cost_s - required_s + least_gain_s)
 
     def reserve(self, request: RequestView, target: InstanceView, reason: str) -> Migrate:
         """Reserve room for a move and return it; later decisions take it into account."""

@@ -18,10 +18,11 @@ from tailrace.policy.tailrace.copies import COPY_AHEAD, PERIOD_S, Copies
 from tailrace.policy.tailrace.costs import Costs
 from tailrace.policy.tailrace.moves import MovePlanner
 from tailrace.policy.tailrace.offers import OfferPlanner
-from tailrace.policy.tailrace.pooled import decoders, late_handovers, pooled, prefillers
+from tailrace.policy.tailrace.pooled import decoders, pooled, prefillers
 from tailrace.policy.tailrace.pulls import Pulls
-from tailrace.policy.tailrace.rebalance import movable, rebalance
+from tailrace.policy.tailrace.rebalance import late_handovers, movable, rebalance
 from tailrace.policy.tailrace.staged import groups, next_stage, within_stage
+from tailrace.policy.tailrace.targets import Decoders, Targets
 from tailrace.profiles import Profile, load_profile
 
 # Maximum open migrations per instance and direction: the migration service's default limit.
@@ -96,6 +97,7 @@ class Tailrace(Policy):
         steps = StepModel.of_profile(profile)
         self.costs = Costs(steps, penalty, tpot_slo_s=tpot_slo_s)
         self.offers = OfferPlanner(self.costs)
+        self.decoders = Decoders(self.costs)
         self.margin = margin
         self.pulls = Pulls(self.offers, self.costs, pull_margin) if pulls else None
         self.copies = Copies(self.costs, pull_margin) if copy_ahead else None
@@ -145,17 +147,21 @@ class Tailrace(Policy):
             return flips
         mover, active = self._mover(view), view.placeable()
         targets = [*decoders(active), *(i for i in active if i.instance_id in flipped)]
-        found = mover.cheapest(request, source, targets)
-        return flips if found is None else [*flips, mover.reserve(request, found[0], "prefill done")]
+        found = mover.cheapest(request, source, Targets.of(self.costs, targets))
+        return flips if found is None else [*flips, mover.reserve(request, found.instance, "prefill done")]
 
     def on_reasoning_ended(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
         """Where the answer costs least, if moving there pays."""
         source = view.instances.get(request.instance_id)
         if source is None:
             return ()
-        within = within_stage(view, decoders(view.placeable()), request.context_tokens)
+        if view.stages:
+            within = within_stage(view, decoders(view.placeable()), request.context_tokens)
+            targets = Targets.of(self.costs, within)
+        else:
+            targets = self.decoders.targets(view)
         mover = self._mover(view)
-        move = mover.best(request, source, within)
+        move = mover.best(request, source, targets)
         return () if move is None else (mover.reserve(request, move.target, "reasoning ended"),)
 
     def on_length_boundary(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
@@ -168,11 +174,11 @@ class Tailrace(Policy):
             return ()
         allowed = {i.instance_id for i in decoders(view.placeable())}
         later = next_stage(view, request.instance_id, request.context_tokens)
-        targets = [i for i in later if i.instance_id in allowed]
+        targets = Targets.of(self.costs, [i for i in later if i.instance_id in allowed])
         mover = self._mover(view)
         if self.costs.penalty is None:
             found = mover.cheapest(request, source, targets)
-            target = None if found is None else found[0]
+            target = None if found is None else found.instance
         else:
             move = mover.best(request, source, targets)
             target = None if move is None else move.target
@@ -184,7 +190,7 @@ class Tailrace(Policy):
         mover = self._mover(view)
         if pooled(view):
             actions += [a for a in self.arrow.on_tick(view, now) if isinstance(a, SetPool)]
-            actions += late_handovers(mover, view)
+            actions += late_handovers(mover, view, self.decoders)
         self.offers.update(self.costs, list(view.instances.values()))
         price = self.offers.prices_s()
         for group in groups(view, decoders(view.placeable())):

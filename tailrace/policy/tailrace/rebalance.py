@@ -1,6 +1,7 @@
-"""Rebalance on each tick: move requests from the instances where they cost most to where they cost least.
+"""What moves on each tick: requests that a prefill instance still decodes, and, to rebalance, requests from
+the instances where they cost most to where they cost least.
 
-This is ARES's rescheduling and CascadeInfer's rebalancing under the cost model, which expresses memory
+The second is ARES's rescheduling and CascadeInfer's rebalancing under the cost model, which expresses memory
 pressure, long steps, unequal lengths and the migration itself in seconds.
 """
 
@@ -11,15 +12,37 @@ from heapq import nlargest, nsmallest
 from typing import Final
 
 from tailrace.actions import Migrate
-from tailrace.cluster import InstanceView, Phase, RequestState, RequestView
+from tailrace.cluster import ClusterView, InstanceView, Phase, Pool, RequestState, RequestView
 from tailrace.policy.tailrace.costs import Costs
 from tailrace.policy.tailrace.moves import Move, MovePlanner
+from tailrace.policy.tailrace.targets import Decoders, Targets
 
+# Maximum number of handovers per tick, as in Arrow.
+_HANDOVERS: Final = 64
 # Maximum number of sources per tick; the others have their turn on a later tick.
 SOURCES: Final = 8
 # Targets per tick, since each source may use up one; and targets per request, three as in bid-ask.
 TARGETS: Final = 8
 BIDDERS: Final = 3
+
+
+def late_handovers(mover: MovePlanner, view: ClusterView, decoders: Decoders) -> list[Migrate]:
+    """Hand over requests that decode on a prefill instance because no decode instance had room for them;
+    oldest first."""
+    waiting: list[RequestView] = [
+        request
+        for instance in view.placeable()
+        if instance.pool is Pool.PREFILL and instance.running > 0
+        for request in instance.requests
+        if request.phase is not Phase.PREFILL and not request.migrating
+    ]
+    targets = decoders.targets(view)
+    moves: list[Migrate] = []
+    for request in nsmallest(_HANDOVERS, waiting, key=lambda r: (r.arrival_s, r.request_id)):
+        target = mover.cheapest(request, view.instances[request.instance_id], targets)
+        if target is not None:
+            moves.append(mover.reserve(request, target.instance, "prefill done"))
+    return moves
 
 
 def rebalance(
@@ -41,13 +64,13 @@ def rebalance(
         cheaper = [t for t in cheaper if t.instance_id not in taken][:BIDDERS]
         if not cheaper or source.migrations_out:
             continue
-        lower_bound = costs.lower_bound(cheaper)
+        among = Targets.of(costs, cheaper)
         best: Move | None = None
         for request in source.requests:
             if not movable(request):
                 continue
             gain_s = 0.0 if best is None else best.gain_s
-            move = mover.best(request, source, cheaper, gain_s, lower_bound)
+            move = mover.best(request, source, among, gain_s)
             if move is not None:
                 best = move
         if best is not None:

@@ -1,0 +1,125 @@
+"""The instances to which requests may move, examined in the order of what a request costs there at least.
+
+Without a length penalty, the slowdown of an instance's batch by a joining request is linear in the request's
+context (`Costs.slowdown_s`). So of a thousand instances only the few are examined whose slowdown alone does
+not exceed the cost at the best one so far.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from tailrace.cluster import ClusterView, InstanceState, InstanceView
+from tailrace.perf.steps import Floats
+from tailrace.policy.columns import Columns
+from tailrace.policy.tailrace.costs import Costs
+from tailrace.policy.tailrace.pooled import decodes
+
+# Up to this many instances it is faster to examine all: if their terms must be computed first, and if not.
+_FEW: Final = 24
+_FEW_KNOWN: Final = 8
+# Makes up for rounding: no move may be missed by a bound.
+_BELOW: Final = 1.0 - 1e-9
+
+
+class Candidate(NamedTuple):
+    """A target. `slowdown_s`: at most what `Costs.slowdown_s` returns for it; `position`: among all
+    targets."""
+
+    slowdown_s: float
+    position: int
+    instance: InstanceView
+
+
+class Targets(ABC):
+    """Instances to which a request may move."""
+
+    @abstractmethod
+    def least_slowdown_s(self, tokens: int) -> float:
+        """Return a lower bound on `Costs.slowdown_s` at all targets for a request with `tokens` of
+        context."""
+
+    @abstractmethod
+    def by_slowdown(self, tokens: int) -> Iterator[Candidate]:
+        """Yield the targets for such a request, their bounds ascending."""
+
+    @staticmethod
+    def of(costs: Costs, instances: Sequence[InstanceView]) -> Targets:
+        """Return these instances as targets."""
+        if len(instances) <= _FEW or costs.penalty is not None:
+            return _FewTargets(costs, instances)
+        slowdowns = np.array([costs.slowdown_terms(instance) for instance in instances]).T
+        return _ManyTargets(instances, *slowdowns)
+
+
+class _FewTargets(Targets):
+    """Targets that are all examined, in their own order."""
+
+    def __init__(self, costs: Costs, instances: Sequence[InstanceView]) -> None:
+        self._instances = instances
+        self._step_s = self._per_token_s = 0.0
+        if instances and costs.penalty is None:
+            # The least of both terms, of whichever instances.
+            self._step_s, self._per_token_s = map(
+                min, *map(costs.slowdown_terms, instances), (np.inf, np.inf)
+            )
+
+    def least_slowdown_s(self, tokens: int) -> float:
+        return (self._step_s + self._per_token_s * tokens) * _BELOW
+
+    def by_slowdown(self, tokens: int) -> Iterator[Candidate]:
+        least_s = self.least_slowdown_s(tokens)
+        return (Candidate(least_s, n, instance) for n, instance in enumerate(self._instances))
+
+
+class _ManyTargets(Targets):
+    """Targets of which few are examined. `step_s`, `per_token_s`: terms of the slowdown at each."""
+
+    def __init__(self, instances: Sequence[InstanceView], step_s: Floats, per_token_s: Floats) -> None:
+        self._instances = instances
+        self._step_s = step_s
+        self._per_token_s = per_token_s
+
+    def least_slowdown_s(self, tokens: int) -> float:
+        return float(self._slowdowns_s(tokens).min(initial=np.inf))
+
+    def by_slowdown(self, tokens: int) -> Iterator[Candidate]:
+        slowdowns_s = self._slowdowns_s(tokens)
+        for n in slowdowns_s.argsort(kind="stable").tolist():
+            yield Candidate(float(slowdowns_s[n]), n, self._instances[n])
+
+    def _slowdowns_s(self, tokens: int) -> Floats:
+        slowdowns_s: Floats = (self._step_s + self._per_token_s * tokens) * _BELOW
+        return slowdowns_s
+
+
+class Decoders:
+    """The active instances that may decode, with the terms of their slowdown by column."""
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs = costs
+        self._columns = Columns(self._read, 3)
+
+    def targets(self, view: ClusterView) -> Targets:
+        """Return them as targets. Valid until the next call."""
+        instances = view.instances.values()
+        if len(instances) <= _FEW_KNOWN or self._costs.penalty is not None:
+            return _FewTargets(self._costs, [i for i in instances if _may_decode(i)])
+        usable, step_s, per_token_s = self._columns.update(instances)
+        views = self._columns.seen.views
+        if usable.all():
+            return _ManyTargets(views, step_s, per_token_s)
+        positions = usable.nonzero()[0]
+        among = [views[n] for n in positions.tolist()]
+        return _ManyTargets(among, step_s[positions], per_token_s[positions])
+
+    def _read(self, instance: InstanceView) -> tuple[float, float, float]:
+        return float(_may_decode(instance)), *self._costs.slowdown_terms(instance)
+
+
+def _may_decode(instance: InstanceView) -> bool:
+    return instance.state is InstanceState.ACTIVE and decodes(instance)
