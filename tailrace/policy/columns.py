@@ -1,4 +1,5 @@
-"""Numbers of a cluster's instances by column, for policies that compare all of them at each decision.
+"""Numbers of a cluster's instances, and of an instance's requests, by column, for policies that compare all
+of them at each decision.
 
 Between two decisions few of a thousand instances have changed. An instance's view is immutable, so what was
 read from it holds for as long as the cluster's view contains the same object: such a cache does not affect
@@ -9,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
+from math import nan
 from operator import is_not
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.cluster import InstanceView
+from tailrace.cluster import InstanceView, Phase, RequestState, RequestView
 from tailrace.perf.steps import Floats
 
 Mask = NDArray[np.bool_]
@@ -78,3 +81,65 @@ def smallest(values: Floats, among: Mask) -> int:
     """Return the position of the smallest finite value among those where `among` is true; the first of
     equals."""
     return int(np.where(among, values, np.inf).argmin())
+
+
+class MovableRequests(NamedTuple):
+    """Requests of an instance that may migrate, by column; lengths in tokens."""
+
+    request_ids: Sequence[str]
+    context_tokens: Floats
+    output_tokens: Floats
+    # NaN: no prediction.
+    predicted_remaining_tokens: Floats
+    epochs: Floats
+
+
+class ListsMovable:
+    """A collection of requests that lists those that may migrate without creating a view of each.
+
+    Not an abstract base class, like `phase_load.CountsPhases`.
+    """
+
+    __slots__ = ()
+
+    def movable(self) -> MovableRequests:
+        """Return what the function `movable_requests` returns for these requests."""
+        raise NotImplementedError
+
+    def find(self, request_id: str) -> RequestView:
+        """Return the view of a request that is among them."""
+        raise NotImplementedError
+
+
+def movable(request: RequestView) -> bool:
+    """Return whether a request can migrate: not during prefill, nor while it waits in host memory."""
+    return (
+        request.phase is not Phase.PREFILL and request.state is RequestState.RUNNING and not request.migrating
+    )
+
+
+def movable_requests(requests: Sequence[RequestView]) -> MovableRequests:
+    """Return the requests that may migrate, in their order."""
+    if isinstance(requests, ListsMovable):
+        return requests.movable()
+    return movable_columns(filter(movable, requests))
+
+
+def movable_columns(requests: Iterable[RequestView]) -> MovableRequests:
+    """Return these requests by column."""
+    among = list(requests)
+    predicted = (r.predicted_remaining_tokens for r in among)
+    return MovableRequests(
+        [r.request_id for r in among],
+        np.array([r.context_tokens for r in among], dtype=np.float64),
+        np.array([r.output_tokens for r in among], dtype=np.float64),
+        np.array([nan if tokens is None else tokens for tokens in predicted], dtype=np.float64),
+        np.array([r.epoch for r in among], dtype=np.float64),
+    )
+
+
+def find_request(requests: Sequence[RequestView], request_id: str) -> RequestView:
+    """Return the view of one of the requests."""
+    if isinstance(requests, ListsMovable):
+        return requests.find(request_id)
+    return next(request for request in requests if request.request_id == request_id)

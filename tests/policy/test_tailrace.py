@@ -23,6 +23,7 @@ from tailrace.perf.qoe_model import QoeModel
 from tailrace.perf.steps import StepModel
 from tailrace.perf.ttft import TtftPredictor
 from tailrace.policy.candidates import Ledger, needed_tokens
+from tailrace.policy.columns import movable
 from tailrace.policy.registry import load
 from tailrace.policy.tailrace.costs import Costs, Longest
 from tailrace.policy.tailrace.moves import MovePlanner, remaining_tokens
@@ -202,6 +203,20 @@ def test_the_best_move_does_not_depend_on_the_order_of_examination(
                 assert ordered.gain_s == max(gains)
                 first = next(move for move in one_by_one if move is not None and move.gain_s == max(gains))
                 assert ordered.target is first.target
+
+
+@quick
+@given(view=fleets(), margin=st.sampled_from([0.0, 2.0]))
+def test_the_request_that_gains_most_moves(view: ClusterView, margin: float) -> None:
+    for costs in (Costs(StepModel.of_profile(None)), Costs(StepModel.of_profile(None), PENALTY)):
+        targets = Targets.of(costs, list(view.instances.values())[:3])
+        for source in view.instances.values():
+            mover = MovePlanner(costs, Ledger(view.instances, 3, 3), margin)
+            moves = [mover.best(moved, source, targets) for moved in source.requests if movable(moved)]
+            gains = [move.gain_s for move in moves if move is not None and move.gain_s > 0.0]
+            best = mover.best_of(source, targets)
+            assert (best is None) == (not gains)
+            assert best is None or best.gain_s == pytest.approx(max(gains), rel=1e-9)
 
 
 @quick

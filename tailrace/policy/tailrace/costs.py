@@ -114,9 +114,9 @@ class Costs:
 
     # ---- moving
 
-    def transfer_s(self, source: InstanceView, tokens: int) -> float:
+    def transfer_s(self, source: InstanceView, tokens: Number) -> Number:
         """Return the seconds to migrate `tokens` of KV from `source`."""
-        return self.open_s + tokens * self.steps_of(source).kv_bytes_per_token / self.link_bytes_per_s
+        return tokens * self.steps_of(source).kv_bytes_per_token / self.link_bytes_per_s + self.open_s
 
     # ---- slowdown of the batch
 

@@ -15,10 +15,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from tailrace.actions import Migrate
 from tailrace.cluster import InstanceView, RequestView
 from tailrace.perf.horizon import HORIZON
+from tailrace.perf.steps import Floats
 from tailrace.policy.candidates import Ledger, with_request
+from tailrace.policy.columns import MovableRequests, find_request, movable_requests
 from tailrace.policy.tailrace.costs import Costs, Longest
 from tailrace.policy.tailrace.targets import Targets
 
@@ -35,6 +39,8 @@ def remaining_tokens(request: RequestView, minimum: float) -> float:
     return min(predicted, float(HORIZON.length))
 
 
+# Larger than the rounding errors of a bound on a gain.
+_ROUNDING_S: Final = 1e-6
 _NO_REQUESTS: Final = Longest(0, "", 0)
 
 
@@ -108,6 +114,41 @@ class MovePlanner:
         if found is None or saved_s - found.cost_s <= required_s:
             return None
         return Move(request, found.instance, saved_s - found.cost_s - required_s + least_gain_s)
+
+    def best_of(self, source: InstanceView, targets: Targets) -> Move | None:
+        """Return the move of a request of the source that gains most; applies rules 1 to 4.
+
+        Requests are examined in the order of an upper bound on their gain, until none can gain more.
+        """
+        requests = movable_requests(source.requests)
+        bounds_s = self._largest_gains_s(requests, source, targets)
+        best: Move | None = None
+        for n in (-bounds_s).argsort(kind="stable").tolist():
+            gain_s = 0.0 if best is None else best.gain_s
+            if bounds_s[n] <= gain_s:
+                break
+            request = find_request(source.requests, requests.request_ids[n])
+            best = self.best(request, source, targets, gain_s) or best
+        return best
+
+    def _largest_gains_s(self, requests: MovableRequests, source: InstanceView, targets: Targets) -> Floats:
+        """Return an upper bound on the gain of each request's move."""
+        costs, tokens = self._costs, requests.context_tokens
+        if costs.penalty is not None:
+            return np.full(len(tokens), np.inf)
+        predicted, made = requests.predicted_remaining_tokens, requests.output_tokens
+        expected = np.where(np.isnan(predicted), np.maximum(costs.expected_tokens, made), predicted)
+        remaining = np.minimum(expected, float(HORIZON.length))
+        steps, others = costs.steps_of(source), max(0, source.running + source.waiting - 1)
+        held = np.maximum(0.0, source.kv_used_tokens + source.prefill_backlog_tokens - tokens)
+        # As `Costs.staying_s`, with the longest wait for KV.
+        here_s = steps.decode_base_s + steps.per_request_s * others + steps.per_kv_token_s * held
+        here_s += (others + 1) * (steps.per_request_s + steps.per_kv_token_s * tokens)
+        there_s, per_token_s = targets.least_terms()
+        saved_s = remaining * (here_s - there_s - per_token_s * tokens)
+        saved_s += costs.shortage_s(source, costs.expected_tokens)
+        gains_s: Floats = saved_s - self._margin * (1.0 + requests.epochs) * costs.transfer_s(source, tokens)
+        return gains_s + _ROUNDING_S
 
     def reserve(self, request: RequestView, target: InstanceView, reason: str) -> Migrate:
         """Reserve room for a move and return it; later decisions take it into account."""

@@ -12,6 +12,7 @@ from tailrace.perf.steps import NOMINAL, StepModel
 from tailrace.policy.arrow.policy import FILTER, Arrow
 from tailrace.policy.base import Policy
 from tailrace.policy.candidates import NO_INSTANCE, Ledger, candidates
+from tailrace.policy.columns import movable
 from tailrace.policy.deployment import Fact
 from tailrace.policy.parameters import Parameter
 from tailrace.policy.tailrace.copies import COPY_AHEAD, PERIOD_S, Copies
@@ -20,7 +21,7 @@ from tailrace.policy.tailrace.moves import MovePlanner
 from tailrace.policy.tailrace.offers import OfferPlanner
 from tailrace.policy.tailrace.pooled import decoders, pooled, prefillers
 from tailrace.policy.tailrace.pulls import Pulls
-from tailrace.policy.tailrace.rebalance import late_handovers, movable, rebalance
+from tailrace.policy.tailrace.rebalance import late_handovers, rebalance
 from tailrace.policy.tailrace.staged import groups, next_stage, within_stage
 from tailrace.policy.tailrace.targets import Decoders, Targets
 from tailrace.profiles import Profile, load_profile

@@ -12,9 +12,9 @@ from heapq import nlargest, nsmallest
 from typing import Final
 
 from tailrace.actions import Migrate
-from tailrace.cluster import ClusterView, InstanceView, Phase, Pool, RequestState, RequestView
+from tailrace.cluster import ClusterView, InstanceView, Phase, Pool, RequestView
 from tailrace.policy.tailrace.costs import Costs
-from tailrace.policy.tailrace.moves import Move, MovePlanner
+from tailrace.policy.tailrace.moves import MovePlanner
 from tailrace.policy.tailrace.targets import Decoders, Targets
 
 # Maximum number of handovers per tick, as in Arrow.
@@ -64,23 +64,8 @@ def rebalance(
         cheaper = [t for t in cheaper if t.instance_id not in taken][:BIDDERS]
         if not cheaper or source.migrations_out:
             continue
-        among = Targets.of(costs, cheaper)
-        best: Move | None = None
-        for request in source.requests:
-            if not movable(request):
-                continue
-            gain_s = 0.0 if best is None else best.gain_s
-            move = mover.best(request, source, among, gain_s)
-            if move is not None:
-                best = move
+        best = mover.best_of(source, Targets.of(costs, cheaper))
         if best is not None:
             moves.append(mover.reserve(best.request, best.target, "rebalance"))
             taken.add(best.target.instance_id)
     return moves
-
-
-def movable(request: RequestView) -> bool:
-    """Return whether a request can migrate: not during prefill, nor while it waits in host memory."""
-    return (
-        request.phase is not Phase.PREFILL and request.state is RequestState.RUNNING and not request.migrating
-    )

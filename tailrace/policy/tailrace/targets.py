@@ -44,6 +44,11 @@ class Targets(ABC):
         context."""
 
     @abstractmethod
+    def least_terms(self) -> tuple[float, float]:
+        """Return x and y such that x + y * tokens is a lower bound on `Costs.slowdown_s` at all targets for
+        any `tokens`; mostly lower than `least_slowdown_s`."""
+
+    @abstractmethod
     def by_slowdown(self, tokens: int) -> Iterator[Candidate]:
         """Yield the targets for such a request, their bounds ascending."""
 
@@ -71,6 +76,9 @@ class _FewTargets(Targets):
     def least_slowdown_s(self, tokens: int) -> float:
         return (self._step_s + self._per_token_s * tokens) * _BELOW
 
+    def least_terms(self) -> tuple[float, float]:
+        return self._step_s * _BELOW, self._per_token_s * _BELOW
+
     def by_slowdown(self, tokens: int) -> Iterator[Candidate]:
         least_s = self.least_slowdown_s(tokens)
         return (Candidate(least_s, n, instance) for n, instance in enumerate(self._instances))
@@ -86,6 +94,10 @@ class _ManyTargets(Targets):
 
     def least_slowdown_s(self, tokens: int) -> float:
         return float(self._slowdowns_s(tokens).min(initial=np.inf))
+
+    def least_terms(self) -> tuple[float, float]:
+        terms = (float(each.min(initial=np.inf)) * _BELOW for each in (self._step_s, self._per_token_s))
+        return next(terms), next(terms)
 
     def by_slowdown(self, tokens: int) -> Iterator[Candidate]:
         slowdowns_s = self._slowdowns_s(tokens)
