@@ -34,7 +34,7 @@ from tailrace.policy.tailrace.arrival import (
     shortage_s,
 )
 from tailrace.policy.tailrace.costs import Costs, Longest
-from tailrace.policy.tailrace.queue import Queue
+from tailrace.policy.tailrace.queue import Queue, SolePrompts
 
 # Up to this many instances scalars are faster than arrays.
 FEW: Final = 24
@@ -62,6 +62,9 @@ class OfferPlanner:
         self._table: Floats = np.empty((len(Offer._fields), 0))
         # By position, of instances whose view lists waiting prompts.
         self._queues: dict[int, Queue] = {}
+        # The same, if there are many instances: a single prompt each, and positions of the other queues.
+        self._sole_prompts = SolePrompts(0)
+        self._several_prompts: set[int] = set()
         # Longest contexts; only with a length penalty.
         self._longest: list[int] = []
         self._not_active: set[int] = set()
@@ -150,9 +153,11 @@ class OfferPlanner:
         patience_s = self._patience_s(float(prefill_s(offered, prompt_tokens)[positions[0]]))
         before = QueueAhead(offered.unlisted, offered.unlisted_s, np.zeros(len(offered.unlisted)))
         if self._queues:
-            before = QueueAhead(before.tokens.copy(), before.seconds.copy(), before.after)
             own_s = nominal_s(prompt_tokens, prompt_tokens * prompt_tokens)
-            for position, queue in self._queues.items():
+            ahead, ahead_s, behind = self._sole_prompts.before(own_s, now)
+            before = QueueAhead(offered.unlisted + ahead, offered.unlisted_s + ahead_s, behind)
+            for position in self._several_prompts:
+                queue = self._queues[position]
                 known, known_s, after = queue.before(now + due_after_s(own_s, queue.queued_s))
                 before.tokens[position] += known
                 before.seconds[position] += known_s
@@ -237,6 +242,8 @@ class OfferPlanner:
         self._offers = [_EMPTY] * count if few else []
         self._table = np.empty((len(Offer._fields), 0 if few else count))
         self._queues = {}
+        self._sole_prompts = SolePrompts(0 if few else count)
+        self._several_prompts = set()
         self._longest = [0] * count
         self._not_active = set()
         self._pooled = set()
@@ -267,10 +274,10 @@ class OfferPlanner:
         tokens = 0
         if waiting:
             queue = Queue.of(waiting, backlog, steps)
-            self._queues[position] = queue
+            self._set_queue(position, queue)
             tokens = queue.tokens[-1]
-        else:
-            self._queues.pop(position, None)
+        elif position in self._queues:
+            self._set_queue(position, None)
         counted = phase_load(instance.requests)
         future = instance.future_load
         return (
@@ -286,6 +293,19 @@ class OfferPlanner:
             len(waiting),
             tokens,
         )
+
+    def _set_queue(self, position: int, queue: Queue | None) -> None:
+        if queue is None:
+            del self._queues[position]
+        else:
+            self._queues[position] = queue
+        if self._offers:
+            return
+        self._sole_prompts.set(position, queue)
+        if queue is not None and len(queue.due) > 1:
+            self._several_prompts.add(position)
+        else:
+            self._several_prompts.discard(position)
 
 
 _EMPTY: Final = Offer[float](*[0.0] * len(Offer._fields))

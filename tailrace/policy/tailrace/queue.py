@@ -5,9 +5,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from tailrace.intra.due import due_after_s, nominal_s
-from tailrace.perf.steps import StepModel
+import numpy as np
+
+from tailrace.intra.due import PREFILLS, STRETCH, due_after_s, nominal_s
+from tailrace.perf.steps import Floats, StepModel
 from tailrace.policy.phase_load import Prompt
 
 
@@ -61,3 +64,40 @@ class Queue:
         left = max(0, tokens - self.computed)
         seconds = self.seconds[place] * left / tokens if left else 0.0
         return left, seconds, len(self.due) - place
+
+
+class SolePrompts:
+    """The queues of those instances on which a single prompt waits, by column: most of a large fleet's."""
+
+    def __init__(self, instances: int) -> None:
+        self._columns: Floats = np.repeat(np.array([_NOBODY]).T, instances, axis=1)
+
+    def set(self, position: int, queue: Queue | None) -> None:
+        """Set the queue of an instance; one of several prompts, or None, counts as no prompt."""
+        row = _NOBODY
+        if queue is not None and len(queue.due) == 1:
+            row = _SolePrompt(queue.due[0], queue.tokens[1], queue.seconds[1], queue.computed, queue.queued_s)
+        self._columns[:, position] = row
+
+    def before(self, own_s: float, now: float) -> tuple[Floats, Floats, Floats]:
+        """Return `Queue.before` of every instance, for a prompt that arrives now and takes `own_s` nominal
+        seconds."""
+        due, tokens, seconds, computed, queued_s = self._columns
+        served = due <= now + np.minimum(PREFILLS * own_s, STRETCH * (queued_s + own_s))
+        left: Floats = served * np.maximum(0.0, tokens - computed)
+        after: Floats = (due < np.inf) * 1.0 - served
+        return left, seconds * left / tokens, after
+
+
+class _SolePrompt(NamedTuple):
+    """Fields of a `Queue` with one prompt."""
+
+    due: float
+    tokens: float
+    seconds: float
+    computed: float
+    queued_s: float
+
+
+# Never due. One token, because seconds are divided by tokens.
+_NOBODY = _SolePrompt(np.inf, 1.0, 0.0, 0.0, 0.0)
