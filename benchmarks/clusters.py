@@ -10,6 +10,7 @@ from tailrace.cluster import Arrival, ClusterView, InstanceView, Phase, RequestS
 from tailrace.control.reported_requests import ReportedRequests, ReportedRows
 from tailrace.perf.future_load import FutureLoad
 from tailrace.perf.remaining import expected_remaining
+from tailrace.v1.monitor_pb2 import RequestColumns
 
 REQUESTS_PER_INSTANCE = 100
 # One in this many requests is behind its user's pace, so that some instances miss their SLO.
@@ -50,7 +51,9 @@ def _instance(random: Random, name: str) -> InstanceView:
         future_load=FutureLoad()([(r.context_tokens, expected_remaining(r)) for r in requests]),
         # As in the live scheduler, which does not count the requests again for each decision.
         requests=ReportedRequests(
-            ReportedRows(name, 16, 131_072, {}), {request.request_id: request for request in requests}, ()
+            ReportedRows(name, 16, 131_072, RequestColumns()),
+            {request.request_id: request for request in requests},
+            (),
         ),
     )
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import math
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from monitor_svc.received import ReceivedReport
 from monitor_svc.reports import Reports
 from tailrace.store.membership import Membership
 from tailrace.v1 import monitor_pb2
@@ -17,54 +19,89 @@ from tailrace.v1 import monitor_pb2
 log = logging.getLogger(__name__)
 
 
-_QUEUE_MAX: Final = 1_024
+# Reports without a state, which nothing replaces.
+_EVENTS_MAX: Final = 8_192
 _BATCH_MAX: Final = 128
+# Seconds between two deltas: reports of many instances wake a subscriber once.
+_GATHER_S: Final = 0.005
 
 
 class Subscription:
-    """One subscriber's queue. When it overflows it is dropped and replaced by a snapshot."""
+    """One subscriber's queue.
 
-    def __init__(self, reports: Reports, queue_max: int) -> None:
+    Of each instance it holds the latest state only. When it overflows with events, it is replaced by a
+    snapshot.
+    """
+
+    def __init__(self, reports: Reports, events_max: int) -> None:
         self.resnapshots = -1
         self._reports = reports
-        self._queue: deque[monitor_pb2.WorkerReport] = deque()
-        self._queue_max = queue_max
+        self._events_max = events_max
+        # In order of arrival, by a number; and the number of each instance's steady report.
+        self._queue: dict[int, ReceivedReport] = {}
+        self._steady: dict[str, int] = {}
+        self._number = 0
         self._lost_reports = True
+        self._sent_s = -math.inf
         self._changed = asyncio.Event()
         self._changed.set()
 
-    def offer(self, report: monitor_pb2.WorkerReport | None) -> None:
+    def offer(self, report: ReceivedReport | None) -> None:
         """Queue a report; None: only the set of silent instances has changed."""
         if report is not None and not self._lost_reports:
-            if len(self._queue) < self._queue_max:
-                self._queue.append(report)
-            else:
+            self._number += 1
+            if report.steady:
+                self._supersede(report.message.instance_id)
+                self._steady[report.message.instance_id] = self._number
+            self._queue[self._number] = report
+            if len(self._queue) - len(self._steady) > self._events_max:
                 self._queue.clear()
+                self._steady.clear()
                 self._lost_reports = True
         self._changed.set()
 
-    async def next(self) -> monitor_pb2.StateDelta:
+    def _supersede(self, instance_id: str) -> None:
+        """Remove the state from the queued report of an instance that now has a later one."""
+        number = self._steady.get(instance_id)
+        if number is not None:
+            news = self._queue[number].superseded()
+            if news is None:
+                del self._queue[number]
+            else:
+                self._queue[number] = news
+
+    async def next(self) -> monitor_pb2.EncodedDelta:
         """Wait for changes; return the next delta."""
         await self._changed.wait()
+        left_s = self._sent_s + _GATHER_S - time.monotonic()
+        if left_s > 0 and len(self._queue) < _BATCH_MAX:
+            await asyncio.sleep(left_s)
+        self._sent_s = time.monotonic()
         if self._lost_reports:
             self._lost_reports = False
             self._changed.clear()
             self.resnapshots += 1
             return self._reports.snapshot()
-        batch = [self._queue.popleft() for _ in range(min(len(self._queue), _BATCH_MAX))]
+        numbers = list(itertools.islice(self._queue, _BATCH_MAX))
+        batch = [self._queue.pop(number) for number in numbers]
+        for report in batch:
+            if report.steady:
+                del self._steady[report.message.instance_id]
         if not self._queue:
             self._changed.clear()
-        return monitor_pb2.StateDelta(reports=batch, silent_instance_ids=sorted(self._reports.silent))
+        return monitor_pb2.EncodedDelta(
+            reports=[report.encoded for report in batch], silent_instance_ids=sorted(self._reports.silent)
+        )
 
 
 class Feed:
     """All subscriptions."""
 
-    def __init__(self, reports: Reports, queue_max: int = _QUEUE_MAX) -> None:
+    def __init__(self, reports: Reports, events_max: int = _EVENTS_MAX) -> None:
         # Snapshots sent to past subscribers whose queue had overflowed.
         self._resnapshots = 0
         self._reports = reports
-        self._queue_max = queue_max
+        self._events_max = events_max
         self._subscriptions: set[Subscription] = set()
 
     @property
@@ -77,7 +114,7 @@ class Feed:
         """Return how often a subscriber's queue overflowed."""
         return self._resnapshots + sum(max(0, s.resnapshots) for s in self._subscriptions)
 
-    def publish(self, report: monitor_pb2.WorkerReport | None) -> None:
+    def publish(self, report: ReceivedReport | None) -> None:
         """Pass a report to every subscriber; None: only the set of silent instances has changed."""
         for subscription in self._subscriptions:
             subscription.offer(report)
@@ -85,7 +122,7 @@ class Feed:
     @contextmanager
     def subscribe(self) -> Iterator[Subscription]:
         """Subscribe for the duration of the block; the first delta is a snapshot."""
-        subscription = Subscription(self._reports, self._queue_max)
+        subscription = Subscription(self._reports, self._events_max)
         self._subscriptions.add(subscription)
         try:
             yield subscription

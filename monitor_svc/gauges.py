@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Final
 
@@ -13,6 +12,7 @@ from monitor_svc.feed import Feed
 from monitor_svc.reports import Reports, missed_objectives
 from monitor_svc.servicer import MonitorServicer
 from monitor_svc.traces import TraceStore
+from tailrace.request_columns import columns_of
 from tailrace.slo import Slo
 from tailrace.v1 import types_pb2
 
@@ -66,7 +66,7 @@ class MonitorGauges(Collector):
         yield events
 
     def _instances(self) -> Iterable[Metric]:
-        loads = [(name, known.steady.load) for name, known in self._reports.instances.items()]
+        loads = [(name, known.steady.message.load) for name, known in self._reports.instances.items()]
         for family, help_text, read in _LOAD_GAUGES:
             metric = GaugeMetricFamily(f"tailrace_monitor_instance_{family}", help_text, labels=["instance"])
             for name, load in loads:
@@ -85,7 +85,7 @@ class MonitorGauges(Collector):
             "tailrace_monitor_instance_requests", "Requests held, by phase.", labels=["instance", "phase"]
         )
         for name, known in self._reports.instances.items():
-            load = known.steady.load
+            load = known.steady.message.load
             metric.add_metric([name, "prefill"], load.prefilling)
             metric.add_metric([name, "reasoning"], load.reasoning)
             metric.add_metric([name, "answering"], load.answering)
@@ -99,13 +99,11 @@ class MonitorGauges(Collector):
         )
         slo = self._slo()
         for name, known in self._reports.instances.items():
-            missed = Counter(
-                objective
-                for request in known.steady.requests
-                for objective in missed_objectives(request, known.steady.time_s, slo)
-            )
-            for objective in ("ttft", "tpot", "qoe"):
-                metric.add_metric([name, objective], missed[objective])
+            report = known.steady.message
+            missed = missed_objectives(columns_of(report), report.time_s, slo)
+            metric.add_metric([name, "ttft"], missed.ttft)
+            metric.add_metric([name, "tpot"], missed.tpot)
+            metric.add_metric([name, "qoe"], missed.qoe)
         return metric
 
 

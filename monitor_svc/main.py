@@ -13,18 +13,16 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import add_Tr
 from monitor_svc.feed import Feed, watch_silence
 from monitor_svc.gauges import MonitorGauges
 from monitor_svc.reports import Reports
-from monitor_svc.servicer import MonitorServicer
+from monitor_svc.servicer import MONITOR_SERVICE, MonitorServicer, add_to_server
 from monitor_svc.traces import OTLP_SERVICE, OtlpServicer, TraceStore
 from tailrace.service.options import CommonOptions, common_options
 from tailrace.service.runtime import Shutdown, open_service, run_service
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.store.election import Election
-from tailrace.v1.monitor_pb2_grpc import add_MonitorServicer_to_server
 
 log = logging.getLogger(__name__)
 
 KIND: Final = "monitor"
-MONITOR_SERVICE: Final = "tailrace.v1.Monitor"
 # Resigning leadership takes two calls to etcd.
 _DRAIN_S: Final = 10.0
 
@@ -62,7 +60,7 @@ async def serve(
         servicer = MonitorServicer(reports, feed, traces)
         service.registry.register(MonitorGauges(reports, feed, servicer, traces, lambda: members.slo))
         servicers = [
-            Servicer(add_MonitorServicer_to_server, servicer, MONITOR_SERVICE),
+            Servicer(add_to_server, servicer, MONITOR_SERVICE),
             Servicer(add_TraceServiceServicer_to_server, OtlpServicer(traces), OTLP_SERVICE),
         ]
         async with (

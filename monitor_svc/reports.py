@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
+from monitor_svc.received import ReceivedReport
+from tailrace.request_columns import full
 from tailrace.slo import Slo
 from tailrace.v1 import monitor_pb2, types_pb2
 
@@ -19,15 +21,19 @@ class InstanceReports:
 
     incarnation: str
     last_report_s: float
-    steady: monitor_pb2.WorkerReport = field(default_factory=monitor_pb2.WorkerReport)
+    # Until there is one, a report that only names the instance.
+    steady: ReceivedReport
     events: dict[str, monitor_pb2.PhaseEvent] = field(default_factory=dict)
 
-    def merged(self) -> monitor_pb2.WorkerReport:
-        """Return the steady report with the events since, which is what a new subscriber needs."""
-        report = monitor_pb2.WorkerReport()
-        report.CopyFrom(self.steady)
-        report.phase_events.extend(self.events.values())
-        return report
+    def merged(self) -> bytes:
+        """Return the steady report with the events since, encoded, which is what a new subscriber needs.
+
+        An encoded message that follows another adds its repeated fields to those of the other.
+        """
+        if not self.events:
+            return self.steady.encoded
+        events = monitor_pb2.WorkerReport(phase_events=self.events.values())
+        return self.steady.encoded + events.SerializeToString()
 
 
 class Reports:
@@ -39,16 +45,17 @@ class Reports:
         self.silent: frozenset[str] = frozenset()
         self._silence_timeout_s = silence_timeout_s
 
-    def apply(self, report: monitor_pb2.WorkerReport, now_s: float) -> None:
+    def apply(self, received: ReceivedReport, now_s: float) -> None:
         """Apply a report."""
+        report = received.message
         known = self.instances.get(report.instance_id)
         if known is None or known.incarnation != report.incarnation:
-            known = self.instances[report.instance_id] = InstanceReports(report.incarnation, now_s)
-            known.steady.instance_id = report.instance_id
-            known.steady.incarnation = report.incarnation
+            named = monitor_pb2.WorkerReport(instance_id=report.instance_id, incarnation=report.incarnation)
+            known = InstanceReports(report.incarnation, now_s, ReceivedReport.of(named))
+            self.instances[report.instance_id] = known
         known.last_report_s = now_s
-        if report.HasField("load"):
-            known.steady = report
+        if received.steady:
+            known.steady = received
             known.events.clear()
             return
         for event in report.phase_events:
@@ -77,28 +84,46 @@ class Reports:
             self.instances.pop(name, None)
         self.silent &= self.instances.keys()
 
-    def snapshot(self) -> monitor_pb2.StateDelta:
+    def snapshot(self) -> monitor_pb2.EncodedDelta:
         """Return the complete state."""
-        return monitor_pb2.StateDelta(
+        return monitor_pb2.EncodedDelta(
             snapshot=True,
             reports=[known.merged() for known in self.instances.values()],
             silent_instance_ids=sorted(self.silent),
         )
 
 
-def missed_objectives(request: monitor_pb2.RequestReport, now_s: float, slo: Slo) -> list[str]:
-    """Return which of "ttft", "tpot" and "qoe" a request misses now.
+@dataclass(slots=True)
+class MissedObjectives:
+    """How many requests miss each objective now."""
+
+    ttft: int = 0
+    tpot: int = 0
+    qoe: int = 0
+
+
+def missed_objectives(columns: monitor_pb2.RequestColumns, now_s: float, slo: Slo) -> MissedObjectives:
+    """Count the requests that miss an objective now.
 
     The first answering token is due as `Slo` defines. `now_s`: the worker's wall clock, as in its report.
     """
-    missed: list[str] = []
-    answers = request.output_tokens > request.reasoning_tokens
-    if slo.ttft_s is not None and not (request.phase == types_pb2.PHASE_ANSWERING and answers):
-        due_s = slo.ttft_s + (slo.tpot_s or 0.0) * request.reasoning_tokens
-        if now_s - request.arrival_s > due_s:
-            missed.append("ttft")
-    if slo.tpot_s is not None and request.token_interval_ms > slo.tpot_s * 1e3:
-        missed.append("tpot")
-    if slo.qoe is not None and request.HasField("qoe") and request.qoe < slo.qoe:
-        missed.append("qoe")
+    missed = MissedObjectives()
+    count = len(columns.request_ids)
+    if slo.ttft_s is not None:
+        rows = zip(
+            full(columns.phases, count, types_pb2.PHASE_UNSPECIFIED),
+            full(columns.output_tokens, count, 0),
+            full(columns.reasoning_tokens, count, 0),
+            full(columns.arrival_s, count, 0.0),
+            strict=True,
+        )
+        for phase, output_tokens, reasoning_tokens, arrival_s in rows:
+            if phase != types_pb2.PHASE_ANSWERING or output_tokens <= reasoning_tokens:
+                due_s = slo.ttft_s + (slo.tpot_s or 0.0) * reasoning_tokens
+                missed.ttft += now_s - arrival_s > due_s
+    if slo.tpot_s is not None:
+        missed.tpot = sum(interval_ms > slo.tpot_s * 1e3 for interval_ms in columns.token_interval_ms[:])
+    if slo.qoe is not None:
+        # An absent value is NaN, which is not less than anything.
+        missed.qoe = sum(qoe < slo.qoe for qoe in columns.qoe[:])
     return missed

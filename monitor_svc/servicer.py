@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
+from typing import Final
 
 import grpc
 
+from monitor_svc.acknowledgements import Acknowledgements
 from monitor_svc.feed import Feed
+from monitor_svc.received import ReceivedReport, encoded_by_row
 from monitor_svc.reports import Reports
 from monitor_svc.traces import AmbiguousTraceError, TraceStore
-from tailrace.v1 import admin_pb2, monitor_pb2, monitor_pb2_grpc
+from tailrace.security.handlers import Handler
+from tailrace.v1 import admin_pb2, monitor_pb2
+
+MONITOR_SERVICE: Final = "tailrace.v1.Monitor"
 
 
-class MonitorServicer(monitor_pb2_grpc.MonitorServicer):
+class UnnamedReportError(Exception):
+    """A report does not say which instance it is from."""
+
+
+class MonitorServicer:
     """Receive reports and pass them on."""
 
     def __init__(self, reports: Reports, feed: Feed, traces: TraceStore) -> None:
@@ -26,32 +37,50 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServicer):
 
     async def Report(
         self,
-        request_iterator: AsyncIterator[monitor_pb2.WorkerReport],
-        context: grpc.aio.ServicerContext[monitor_pb2.WorkerReport, monitor_pb2.ReportAck],
+        request_iterator: AsyncIterator[ReceivedReport],
+        context: grpc.aio.ServicerContext[ReceivedReport, monitor_pb2.ReportAck],
     ) -> AsyncIterator[monitor_pb2.ReportAck]:
-        """Acknowledge each report, in order."""
-        async for report in request_iterator:
-            if not report.instance_id or not report.incarnation:
-                await context.abort(
-                    grpc.StatusCode.INVALID_ARGUMENT, "instance_id, incarnation: must not be empty"
-                )
-            self._reports.apply(report, time.monotonic())
-            self.reports_received += 1
-            for event in report.phase_events:
-                self.phase_events[event.phase] = self.phase_events.get(event.phase, 0) + 1
-            self._feed.publish(report)
-            yield monitor_pb2.ReportAck(seq=report.seq)
+        """Acknowledge reports; one acknowledgement stands for all reports before."""
+        acknowledgements = Acknowledgements()
+        reading = asyncio.create_task(self._read(request_iterator, acknowledgements), name="worker reports")
+        try:
+            async for seq in acknowledgements:
+                yield monitor_pb2.ReportAck(seq=seq, reads_columns=True)
+            await reading
+        except UnnamedReportError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        finally:
+            reading.cancel()
+            await asyncio.wait([reading])
+
+    async def _read(self, reports: AsyncIterator[ReceivedReport], acknowledgements: Acknowledgements) -> None:
+        try:
+            async for received in reports:
+                report = received.message
+                if not report.instance_id or not report.incarnation:
+                    raise UnnamedReportError("instance_id, incarnation: must not be empty")
+                self._reports.apply(received, time.monotonic())
+                self.reports_received += 1
+                for event in report.phase_events:
+                    self.phase_events[event.phase] = self.phase_events.get(event.phase, 0) + 1
+                self._feed.publish(received)
+                acknowledgements.received(report.seq)
+        finally:
+            acknowledgements.end()
 
     async def Watch(
         self,
         request: monitor_pb2.WatchRequest,
-        context: grpc.aio.ServicerContext[monitor_pb2.WatchRequest, monitor_pb2.StateDelta],
-    ) -> AsyncIterator[monitor_pb2.StateDelta]:
+        context: grpc.aio.ServicerContext[monitor_pb2.WatchRequest, monitor_pb2.EncodedDelta],
+    ) -> AsyncIterator[monitor_pb2.EncodedDelta]:
         """Stream deltas until the subscriber disconnects; gRPC's flow control pauses the loop while it is
         slow."""
         with self._feed.subscribe() as subscription:
             while True:
-                yield await subscription.next()
+                delta = await subscription.next()
+                if not request.reads_columns:
+                    delta.reports[:] = [encoded_by_row(report) for report in delta.reports]
+                yield delta
 
     async def GetTrace(
         self,
@@ -68,3 +97,25 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServicer):
         if found is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"id: no spans of {request.id!r} are held")
         return admin_pb2.GetTraceReply(traces_data=found.SerializeToString())
+
+
+def add_to_server(servicer: MonitorServicer, server: grpc.aio.Server) -> None:
+    """Register the service: as generated, but reports and deltas keep what is only passed on encoded."""
+    handlers: dict[str, Handler] = {
+        "Report": grpc.stream_stream_rpc_method_handler(
+            servicer.Report,
+            request_deserializer=ReceivedReport.decode,
+            response_serializer=monitor_pb2.ReportAck.SerializeToString,
+        ),
+        "Watch": grpc.unary_stream_rpc_method_handler(
+            servicer.Watch,
+            request_deserializer=monitor_pb2.WatchRequest.FromString,
+            response_serializer=monitor_pb2.EncodedDelta.SerializeToString,
+        ),
+        "GetTrace": grpc.unary_unary_rpc_method_handler(
+            servicer.GetTrace,
+            request_deserializer=admin_pb2.GetTraceRequest.FromString,
+            response_serializer=admin_pb2.GetTraceReply.SerializeToString,
+        ),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(MONITOR_SERVICE, handlers),))

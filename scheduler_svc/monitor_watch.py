@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,7 +18,6 @@ from tailrace.service.channels import Channels, preferred
 from tailrace.service.tasks import task_error
 from tailrace.store.membership import Membership
 from tailrace.v1 import monitor_pb2
-from tailrace.v1.monitor_pb2_grpc import MonitorStub
 
 log = logging.getLogger(__name__)
 
@@ -62,16 +61,11 @@ class MergedReports:
             )
         )
 
-    def new_reports(self, monitor: str, delta: monitor_pb2.StateDelta) -> Iterator[monitor_pb2.WorkerReport]:
-        """Apply a monitor's delta; yield those of its reports that are new."""
-        reporting = self._reporting.setdefault(monitor, set())
-        if delta.snapshot:
-            reporting.clear()
+    def end_delta(self, monitor: str, delta: monitor_pb2.EncodedDelta, reported: set[str]) -> None:
+        """Apply what a monitor's delta says besides its reports, which were of the instances `reported`."""
+        reporting = set() if delta.snapshot else self._reporting.get(monitor, set())
+        self._reporting[monitor] = reporting | reported
         self._silent[monitor] = frozenset(delta.silent_instance_ids)
-        for report in delta.reports:
-            reporting.add(report.instance_id)
-            if self._is_new(monitor, report):
-                yield report
 
     def disconnected(self, monitor: str) -> None:
         """Remove a monitor whose watch has ended."""
@@ -83,7 +77,8 @@ class MergedReports:
         for name in self._latest.keys() - set(instance_ids):
             del self._latest[name]
 
-    def _is_new(self, monitor: str, report: monitor_pb2.WorkerReport) -> bool:
+    def is_new(self, monitor: str, report: monitor_pb2.WorkerReport) -> bool:
+        """Apply the next report from a monitor; return whether it is new."""
         latest = self._latest.get(report.instance_id)
         if latest is not None and latest.incarnation == report.incarnation:
             # From the same monitor every report is new, even one repeated in a snapshot: it includes the
@@ -98,6 +93,9 @@ class MergedReports:
 
 KIND: Final = "monitor"
 _RETRY_S: Final = 0.25
+_WATCH: Final = "/tailrace.v1.Monitor/Watch"
+# Reports are processed for so long at a time.
+_SLICE_S: Final = 0.002
 
 
 class MonitorWatch:
@@ -154,21 +152,37 @@ class MonitorWatch:
             await asyncio.sleep(_RETRY_S)
 
     async def _read(self, address: str) -> None:
-        call = MonitorStub(self._channels.get(address, Role.MONITOR)).Watch(
-            monitor_pb2.WatchRequest(subscriber=self._subscriber)
+        watch = self._channels.get(address, Role.MONITOR).unary_stream(
+            _WATCH,
+            request_serializer=monitor_pb2.WatchRequest.SerializeToString,
+            response_deserializer=monitor_pb2.EncodedDelta.FromString,
         )
+        call = watch(monitor_pb2.WatchRequest(subscriber=self._subscriber, reads_columns=True))
         try:
             async for delta in call:
                 if delta.snapshot:
                     log.info("watching the monitor at %s", address)
-                now_s = time.monotonic()
-                for report in self._merged.new_reports(address, delta):
-                    self._on_report(report, now_s)
-                self._update_silent()
+                await self._take(address, delta)
         except grpc.aio.AioRpcError as error:
             log.debug("monitor at %s: %s", address, error.code().name)
         finally:
             call.cancel()
+
+    async def _take(self, address: str, delta: monitor_pb2.EncodedDelta) -> None:
+        """Process a delta report by report; between slices of it, waiting placements get their turn."""
+        reported: set[str] = set()
+        now_s = began_s = time.monotonic()
+        for encoded in delta.reports:
+            if now_s - began_s > _SLICE_S:
+                await asyncio.sleep(0)
+                now_s = began_s = time.monotonic()
+            report = monitor_pb2.WorkerReport.FromString(encoded)
+            reported.add(report.instance_id)
+            if self._merged.is_new(address, report):
+                self._on_report(report, now_s)
+            now_s = time.monotonic()
+        self._merged.end_delta(address, delta, reported)
+        self._update_silent()
 
     def _update_silent(self) -> None:
         self._metrics.monitor_connected.set(float(self._merged.connected))

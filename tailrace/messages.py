@@ -8,6 +8,7 @@ from tailrace.cluster import InstanceState, Phase, Pool, RequestState, RequestVi
 from tailrace.handover import Way
 from tailrace.perf.remaining import limited, tokens_left
 from tailrace.records import ProfileRecord
+from tailrace.request_columns import optional_of, value_of
 from tailrace.slo import Slo
 from tailrace.v1 import admin_pb2, monitor_pb2, profile_pb2, types_pb2
 
@@ -46,46 +47,52 @@ def pool_number(pool: Pool | None) -> types_pb2.Pool.ValueType:
     return types_pb2.POOL_UNSPECIFIED if pool is None else POOL_NUMBERS[pool]
 
 
-def predicted_remaining(
-    report: monitor_pb2.RequestReport | monitor_pb2.PhaseEvent, max_model_len: int
-) -> float | None:
+def predicted_remaining(event: monitor_pb2.PhaseEvent, max_model_len: int) -> float | None:
     """Return a worker's prediction for a request, capped by what may still come; None if there is none."""
-    if not report.HasField("predicted_remaining_tokens"):
+    if not event.HasField("predicted_remaining_tokens"):
         return None
-    left = tokens_left(report.prompt_tokens, report.output_tokens, report.max_tokens, max_model_len)
-    return limited(report.predicted_remaining_tokens, left)
+    left = tokens_left(event.prompt_tokens, event.output_tokens, event.max_tokens, max_model_len)
+    return limited(event.predicted_remaining_tokens, left)
 
 
 def request_view(
     instance_id: str,
     block_tokens: int,
     max_model_len: int,
-    report: monitor_pb2.RequestReport,
-    migrating: bool,
+    columns: monitor_pb2.RequestColumns,
+    row: int,
 ) -> RequestView:
-    """Return a request as its instance reported it."""
-    state = REQUEST_STATES.get(report.state, RequestState.WAITING)
+    """Return a request as its instance reported it, without migrations open to the scheduler."""
+    unknown = types_pb2.REQUEST_STATE_UNSPECIFIED
+    state = REQUEST_STATES.get(value_of(columns.states, row, unknown), RequestState.WAITING)
+    prompt_tokens = value_of(columns.prompt_tokens, row, 0)
+    output_tokens = value_of(columns.output_tokens, row, 0)
+    max_tokens = value_of(columns.max_tokens, row, 0)
+    predicted = optional_of(columns.predicted_remaining_tokens, row)
+    if predicted is not None:
+        left = tokens_left(prompt_tokens, output_tokens, max_tokens, max_model_len)
+        predicted = limited(predicted, left)
     return RequestView(
-        request_id=report.request_id,
+        request_id=columns.request_ids[row],
         instance_id=instance_id,
-        phase=PHASES.get(report.phase, Phase.PREFILL),
+        phase=PHASES.get(value_of(columns.phases, row, types_pb2.PHASE_UNSPECIFIED), Phase.PREFILL),
         state=state,
-        prompt_tokens=report.prompt_tokens,
-        output_tokens=report.output_tokens,
-        max_tokens=report.max_tokens,
-        epoch=report.epoch,
-        reasoning_tokens=report.reasoning_tokens,
-        kv_tokens=report.kv_blocks * block_tokens,
-        host_kv_tokens=report.host_kv_blocks * block_tokens,
-        arrival_s=report.arrival_s,
-        token_interval_s=report.token_interval_ms / 1e3,
-        frontend_id=report.frontend_id,
-        migrating=migrating or state is RequestState.PAUSED,
-        pacer_slack_tokens=report.pacer_slack_tokens if report.HasField("pacer_slack_tokens") else None,
-        predicted_remaining_tokens=predicted_remaining(report, max_model_len),
-        phase_tokens=report.phase_tokens,
-        demoted=report.demoted,
-        qoe=report.qoe if report.HasField("qoe") else None,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        max_tokens=max_tokens,
+        epoch=value_of(columns.epochs, row, 0),
+        reasoning_tokens=value_of(columns.reasoning_tokens, row, 0),
+        kv_tokens=value_of(columns.kv_blocks, row, 0) * block_tokens,
+        host_kv_tokens=value_of(columns.host_kv_blocks, row, 0) * block_tokens,
+        arrival_s=value_of(columns.arrival_s, row, 0.0),
+        token_interval_s=value_of(columns.token_interval_ms, row, 0.0) / 1e3,
+        frontend_id=value_of(columns.frontend_ids, value_of(columns.frontends, row, 0), ""),
+        migrating=state is RequestState.PAUSED,
+        pacer_slack_tokens=optional_of(columns.pacer_slack_tokens, row),
+        predicted_remaining_tokens=predicted,
+        phase_tokens=value_of(columns.phase_tokens, row, 0),
+        demoted=value_of(columns.demoted, row, False),
+        qoe=optional_of(columns.qoe, row),
     )
 
 

@@ -10,7 +10,10 @@ RequestT = TypeVar("RequestT")
 ReplyT = TypeVar("ReplyT")
 
 
-async def read_message(call: grpc.aio.UnaryStreamCall[RequestT, ReplyT], kind: type[ReplyT]) -> ReplyT:
+async def read_message(
+    call: grpc.aio.UnaryStreamCall[RequestT, ReplyT] | grpc.aio.StreamStreamCall[RequestT, ReplyT],
+    kind: type[ReplyT],
+) -> ReplyT:
     """Return the next message; the stream must not have ended."""
     message = await call.read()
     assert isinstance(message, kind)

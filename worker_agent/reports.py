@@ -11,6 +11,7 @@ from typing import Final
 import grpc
 
 from tailrace.cache.book import CacheBook
+from tailrace.request_columns import columns_from
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels, format_error
 from tailrace.service.reachability import Reachability
@@ -85,6 +86,7 @@ class Reports:
         self._reachability = Reachability(channels, Role.MONITOR)
         self._interval_s = interval_s
         self._seq = 0
+        self._monitor_reads_columns = False
         self._cache = cache
 
     async def run(self) -> None:
@@ -128,8 +130,10 @@ class Reports:
         """Run one stream to its end; return whether the monitor failed, and why the stream ended."""
         call = monitor_pb2_grpc.MonitorStub(self._channels.get(address, Role.MONITOR)).Report()
         unacknowledged = Unacknowledged()
+        # An earlier version does not say so, and gets rows for as long as it serves this stream.
+        self._monitor_reads_columns = False
         reading = asyncio.create_task(
-            _read_acknowledgements(call, unacknowledged), name="report acknowledgements"
+            self._read_acknowledgements(call, unacknowledged), name="report acknowledgements"
         )
         writing = asyncio.create_task(self._write(call, address, unacknowledged), name="reports")
         waiting = asyncio.create_task(
@@ -197,18 +201,23 @@ class Reports:
         if steady and stats is not None:
             report.load.CopyFrom(load_of(stats, self._block_tokens, self._migrations(), self._speeds()))
             now_s = time.monotonic()
-            report.requests.extend(
+            rows = [
                 request_report(request, self._carried.by_id(request.request_id), now_s)
                 for request in stats.requests
-            )
+            ]
+            if self._monitor_reads_columns:
+                report.request_columns.CopyFrom(columns_from(rows))
+            else:
+                report.requests.extend(rows)
         return report
 
-
-async def _read_acknowledgements(
-    call: grpc.aio.StreamStreamCall[monitor_pb2.WorkerReport, monitor_pb2.ReportAck],
-    unacknowledged: Unacknowledged,
-) -> None:
-    """Read acknowledgements, which show that the monitor is alive and receives the reports."""
-    while isinstance(ack := await call.read(), monitor_pb2.ReportAck):
-        unacknowledged.acknowledged(ack.seq)
-    raise _Closed("closed by the monitor")
+    async def _read_acknowledgements(
+        self,
+        call: grpc.aio.StreamStreamCall[monitor_pb2.WorkerReport, monitor_pb2.ReportAck],
+        unacknowledged: Unacknowledged,
+    ) -> None:
+        """Read acknowledgements, which show that the monitor is alive and receives the reports."""
+        while isinstance(ack := await call.read(), monitor_pb2.ReportAck):
+            unacknowledged.acknowledged(ack.seq)
+            self._monitor_reads_columns = ack.reads_columns
+        raise _Closed("closed by the monitor")

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 
+from tailrace.request_columns import columns_of
 from tailrace.v1 import monitor_pb2
 from tailrace.v1.monitor_pb2_grpc import MonitorStub
 
@@ -30,8 +31,8 @@ class MonitorSubscriber:
                 self.first_seen.setdefault(event.request_id, report.instance_id)
                 if not delta.snapshot:
                     self.delays_s.append(now_s - event.time_s)
-            for request in report.requests:
-                self.first_seen.setdefault(request.request_id, report.instance_id)
+            for request_id in columns_of(report).request_ids:
+                self.first_seen.setdefault(request_id, report.instance_id)
 
 
 @asynccontextmanager
@@ -39,7 +40,9 @@ async def subscribed_to(monitor: str) -> AsyncIterator[MonitorSubscriber]:
     """Subscribe to the monitor at HOST:PORT for the block."""
     subscriber = MonitorSubscriber()
     async with grpc.aio.insecure_channel(monitor) as channel:
-        call = MonitorStub(channel).Watch(monitor_pb2.WatchRequest(subscriber="live against simulated"))
+        call = MonitorStub(channel).Watch(
+            monitor_pb2.WatchRequest(subscriber="live against simulated", reads_columns=True)
+        )
 
         async def read() -> None:
             async for delta in call:

@@ -23,8 +23,12 @@ from tailrace.policy.parameters import Value
 from tailrace.records import InstanceRecord, ProfileRecord
 from tailrace.slo import Slo
 
-FORMAT: Final = 1
-"""Version of the format; incremented when an older reader would misread the new one."""
+FORMAT: Final = 2
+"""Version of the format; incremented when an older reader would misread the new one.
+
+1: reports contain requests by row only.
+"""
+_READ: Final = (1, FORMAT)
 
 
 class InvalidRecordingError(ValueError):
@@ -284,9 +288,9 @@ def decode(lines: Iterable[bytes]) -> Iterator[Event]:
             event: Event = _DECODER.decode(line)
         except msgspec.MsgspecError as error:
             raise InvalidRecordingError(f"line {number}: {error}") from error
-        if isinstance(event, Started) and event.format != FORMAT:
+        if isinstance(event, Started) and event.format not in _READ:
             raise InvalidRecordingError(
-                f"format {event.format}, of Tailrace {event.version}; this one reads {FORMAT}"
+                f"format {event.format}, of Tailrace {event.version}; this one reads {_READ[0]} to {FORMAT}"
             )
         yield event
 

@@ -47,7 +47,6 @@ from tailrace.control.recording import (
 )
 from tailrace.control.reported_instance import ReportedInstance
 from tailrace.lengths import LengthWindow
-from tailrace.messages import PHASES
 from tailrace.perf.measured import Measured
 from tailrace.records import InstanceRecord, ProfileRecord
 from tailrace.v1 import cache_pb2, monitor_pb2, types_pb2
@@ -94,6 +93,10 @@ class RequestLocation:
     instance_id: str
     epoch: int
     phase: Phase
+
+    def equals(self, instance_id: str, epoch: int, phase: Phase) -> bool:
+        """Return whether the request is there, with this epoch and in this phase."""
+        return self.phase is phase and self.epoch == epoch and self.instance_id == instance_id
 
 
 class ReportedCluster(ClusterModel[ReportedInstance]):
@@ -170,9 +173,6 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         if silent >= self._known.keys():
             silent = frozenset()
         if silent != self._silent:
-            for name in silent - self._silent:
-                if (tracked := self._known.get(name)) is not None:
-                    tracked.detach()
             self._silent = silent
             self._rebuild()
 
@@ -209,6 +209,7 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         location = self._locations.get(arrival.request_id)
         if location is not None and (before := self._known.get(location.instance_id)) is not None:
             before.remove_pending(arrival.request_id)
+            before.unsettle(arrival.request_id)
             self._mark_dirty(location.instance_id)
         epoch = location.epoch if location is not None else 0
         request = RequestView(
@@ -489,23 +490,21 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
     ) -> None:
         """Process the requests of a steady report, which also shows phase changes whose events were lost."""
         instance_id, locations = tracked.record.instance_id, self._locations
-        for request_id, row in tracked.reported().items():
+        for request_id, epoch, phase in tracked.to_check():
             location = locations.get(request_id)
-            if (
-                location is not None
-                and location.instance_id == instance_id
-                and location.epoch == row.epoch
-                and location.phase is PHASES.get(row.phase, Phase.PREFILL)
-            ):
-                continue
-            request = tracked.find(request_id)
-            if request is None:
-                continue
-            if location is not None:
-                self._phase_entered(request, changes, now_s)
-            else:
-                self._count_arrival(request, now_s)
-                locations[request_id] = RequestLocation(instance_id, request.epoch, request.phase)
+            if location is None or not location.equals(instance_id, epoch, phase):
+                request = tracked.find(request_id)
+                if request is None:
+                    continue
+                if location is not None:
+                    self._phase_entered(request, changes, now_s)
+                else:
+                    self._count_arrival(request, now_s)
+                    location = locations[request_id] = RequestLocation(
+                        instance_id, request.epoch, request.phase
+                    )
+                if not location.equals(instance_id, epoch, phase):
+                    tracked.unsettle(request_id)
 
     def _count_arrival(self, request: RequestView, now_s: float) -> None:
         """Count a request that another scheduler placed; later epochs mean that it was handed over
@@ -525,8 +524,11 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
             left = Phase.PREFILL if first else Phase.REASONING
         else:
             # The source still reports a handed-over request for a moment, with the older epoch.
-            if request.instance_id != location.instance_id and request.epoch <= location.epoch:
-                return
+            if request.instance_id != location.instance_id:
+                if request.epoch <= location.epoch:
+                    return
+                if (before := self._known.get(location.instance_id)) is not None:
+                    before.unsettle(request.request_id)
             left = location.phase
             location.instance_id, location.epoch, location.phase = (
                 request.instance_id,

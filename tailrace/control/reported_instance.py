@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import Final
 
 from tailrace.cache.follow import CacheState
@@ -16,6 +16,7 @@ from tailrace.perf.measured import Measured
 from tailrace.perf.ttft import TtftPredictor
 from tailrace.policy.candidates import kv_needed_tokens
 from tailrace.records import InstanceRecord
+from tailrace.request_columns import columns_of
 from tailrace.v1 import monitor_pb2
 
 # Seconds after which a placed request that no report shows has never arrived, or has already gone.
@@ -24,6 +25,7 @@ _PENDING_S: Final = 2.0
 _PENDING_MAX: Final = 1_024
 
 _NO_LOAD: Final = monitor_pb2.InstanceLoad()
+_NO_REQUESTS: Final = monitor_pb2.RequestColumns()
 
 _RUNNING: Final = frozenset({RequestState.RUNNING, RequestState.PAUSED})
 
@@ -47,6 +49,9 @@ class ReportedInstance(Corrections[str, PendingRequest]):
         # Requests of the last steady report, and those that have changed since; None: gone.
         self._rows = self._no_rows()
         self._changed: dict[str, RequestView | None] = {}
+        # Requests whose rows may disagree with their known location: of the last report, and for the next.
+        self._to_check: list[tuple[str, int, Phase]] = []
+        self._unsettled: set[str] = set()
         # Trace contexts of requests that are traced, from events since the last steady report.
         self._traceparents: dict[str, str] = {}
 
@@ -61,22 +66,45 @@ class ReportedInstance(Corrections[str, PendingRequest]):
         """Apply a steady report; return the ids of requests that were here and are not any more."""
         load = self.load = report.load
         self.last_report_s = now_s
-        before = {*self._held_ids(), *self.pending}
+        before, changed = self._rows, self._changed
         block_tokens = load.block_tokens or self.block_tokens
-        rows = {row.request_id: row for row in report.requests}
-        self._rows = ReportedRows(self.record.instance_id, block_tokens, self.record.max_model_len, rows)
+        rows = self._rows = ReportedRows(
+            self.record.instance_id, block_tokens, self.record.max_model_len, columns_of(report), before
+        )
+        left = rows.left_since(before)
+        for request_id, request in changed.items():
+            if request is None:
+                left.discard(request_id)
+            elif request_id not in rows:
+                left.add(request_id)
+        self._unsettled.update(changed)
+        self._to_check = rows.changed_since(before, self._unsettled)
+        self._unsettled.clear()
         self._changed = {}
-        for request_id in [name for name in rows if name in migrating]:
-            self.set_migrating(request_id, True)
+        if migrating:
+            for request_id in rows.in_order(migrating):
+                self.set_migrating(request_id, True)
         self._traceparents = {}
         for request_id, pending in list(self.pending.items()):
-            if request_id in rows or now_s - pending.placed > _PENDING_S:
+            if request_id in rows:
                 self.remove_pending(request_id)
+            elif now_s - pending.placed > _PENDING_S:
+                self.remove_pending(request_id)
+                left.add(request_id)
         # The KV that an import reserves is in kv_blocks_used from its beginning.
         for request_id in list(self.coming)[: load.migrations_in]:
             self.coming[request_id] = 0
         self.reset_changes()
-        return before - rows.keys() - self.pending.keys()
+        return left - self.pending.keys() if self.pending else left
+
+    def to_check(self) -> list[tuple[str, int, Phase]]:
+        """Return id, epoch and phase of the requests of the last steady report whose location may be another
+        one: rows that are not as in the report before, and those left unsettled since."""
+        return self._to_check
+
+    def unsettle(self, request_id: str) -> None:
+        """Have the request checked with the next steady report, if it is in it."""
+        self._unsettled.add(request_id)
 
     def place(self, request: RequestView, now_s: float, cached_tokens: int = 0) -> str | None:
         """Add a request that was placed here and will arrive soon, of which `cached_tokens` are cached.
@@ -177,10 +205,6 @@ class ReportedInstance(Corrections[str, PendingRequest]):
         pending = tuple(pending.request for pending in self.pending.values())
         return ReportedRequests(self._rows, dict(self._changed), pending)
 
-    def reported(self) -> Mapping[str, monitor_pb2.RequestReport]:
-        """Return the requests of the last steady report by id, not to be changed."""
-        return self._rows.messages()
-
     def find(self, request_id: str) -> RequestView | None:
         """Return a request as last reported, or placed; None if it is not here."""
         found = self._held(request_id)
@@ -193,13 +217,6 @@ class ReportedInstance(Corrections[str, PendingRequest]):
         if self._held(request_id) is None:
             return ""
         return self._traceparents.get(request_id) or self._rows.traceparent(request_id)
-
-    def detach(self) -> None:
-        """Copy the last report, which may not be replaced for long: see ReportedRows.detached."""
-        self._rows = self._rows.detached()
-        if self.load is not None:
-            load, self.load = self.load, monitor_pb2.InstanceLoad()
-            self.load.CopyFrom(load)
 
     def _held(self, request_id: str) -> RequestView | None:
         """Return a request that was reported here and has not left; None if there is none."""
@@ -216,7 +233,9 @@ class ReportedInstance(Corrections[str, PendingRequest]):
                 yield request_id
 
     def _no_rows(self) -> ReportedRows:
-        return ReportedRows(self.record.instance_id, self.block_tokens, self.record.max_model_len, {})
+        return ReportedRows(
+            self.record.instance_id, self.block_tokens, self.record.max_model_len, _NO_REQUESTS
+        )
 
     # ---- recordings
 

@@ -1,13 +1,13 @@
 """The requests of an instance as last reported and changed since, converted and counted only on access.
 
 A large fleet reports many more requests than policies read: most placements need counts by phase alone. So a
-report's messages are kept as they are, and a view of a request is made when somebody reads it.
+report's columns are kept as they are, and a view of a request is made when somebody reads it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final
 
 from tailrace.cluster import Phase, PhaseLoad, RequestView
@@ -20,9 +20,20 @@ from tailrace.policy.phase_load import (
     phase_share,
     share_of,
 )
+from tailrace.request_columns import (
+    ABSENT,
+    columns_from,
+    full,
+    optional_of,
+    rows_from,
+    traceparents_of,
+    value_of,
+)
 from tailrace.v1 import monitor_pb2, types_pb2
 
+_REASONING: Final = types_pb2.PHASE_REASONING
 _ANSWERING: Final = types_pb2.PHASE_ANSWERING
+_UNSPECIFIED: Final = types_pb2.PHASE_UNSPECIFIED
 # Any other state counts as waiting (tailrace.messages), also one that this version does not know.
 _ON_DEVICE: Final = frozenset(number for number, state in REQUEST_STATES.items() if state not in OFF_DEVICE)
 
@@ -30,111 +41,184 @@ _ON_DEVICE: Final = frozenset(number for number, state in REQUEST_STATES.items()
 class ReportedRows:
     """The requests of one steady report, in its order. Immutable."""
 
-    __slots__ = ("_block_tokens", "_counted", "_instance_id", "_max_model_len", "_prompts", "_rows", "_views")
+    __slots__ = (
+        "_block_tokens",
+        "_columns",
+        "_counted",
+        "_epochs",
+        "_ids",
+        "_index",
+        "_instance_id",
+        "_max_model_len",
+        "_phases",
+        "_prompts",
+        "_traceparents",
+        "_views",
+    )
+    _ids: list[str]
+    _index: dict[str, int]
 
     def __init__(
         self,
         instance_id: str,
         block_tokens: int,
         max_model_len: int,
-        rows: Mapping[str, monitor_pb2.RequestReport],
+        columns: monitor_pb2.RequestColumns,
+        before: ReportedRows | None = None,
     ) -> None:
+        """`columns` must not be changed later. `before`: the instance's previous report, with which this one
+        shares what is equal."""
         self._instance_id = instance_id
         self._block_tokens = block_tokens
         self._max_model_len = max_model_len
-        self._rows = rows
-        # Views made so far, the counts by one quantum, and the prompts; made on first use.
+        ids = columns.request_ids[:]
+        if before is not None and before._ids == ids:
+            # Equal but not the same strings: the new ones are not kept.
+            ids, index = before._ids, before._index
+        else:
+            index = dict(zip(ids, range(len(ids)), strict=True))
+            if len(index) != len(ids):
+                columns = _without_repeated(columns)
+                ids = list(index)
+                index = dict(zip(ids, range(len(ids)), strict=True))
+        self._ids = ids
+        self._index = index
+        self._columns = columns
+        self._phases = full(columns.phases, len(ids), _UNSPECIFIED)
+        self._epochs = full(columns.epochs, len(ids), 0)
+        # Views made so far, the counts by one quantum, and others; made on first use.
         self._views: dict[str, RequestView] = {}
         self._counted: PhaseLoad | None = None
         self._prompts: dict[str, Prompt] | None = None
+        self._traceparents: dict[str, str] | None = None
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._ids)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
+        return iter(self._ids)
 
     def __contains__(self, request_id: object) -> bool:
-        return request_id in self._rows
+        return request_id in self._index
 
-    def messages(self) -> Mapping[str, monitor_pb2.RequestReport]:
-        """Return the reported requests by id, not to be changed."""
-        return self._rows
+    def left_since(self, before: ReportedRows) -> set[str]:
+        """Return the requests that an earlier report of the instance has and this one has not."""
+        return set() if self._ids is before._ids else before._index.keys() - self._index.keys()
+
+    def changed_since(self, before: ReportedRows, others: Collection[str]) -> list[tuple[str, int, Phase]]:
+        """Return id, epoch and phase of requests that an earlier report of the instance does not have, or
+        with another epoch or phase, and of `others` as far as they are here; in the report's order."""
+        index, phases, epochs = self._index, self._phases, self._epochs
+        rows = {row for name in others if (row := index.get(name)) is not None}
+        if self._ids is not before._ids:
+            old_row, old_phases, old_epochs = before._index.get, before._phases, before._epochs
+            for name, row in index.items():
+                old = old_row(name)
+                if old is None or phases[row] != old_phases[old] or epochs[row] != old_epochs[old]:
+                    rows.add(row)
+        elif phases != before._phases or epochs != before._epochs:
+            pairs = zip(phases, before._phases, epochs, before._epochs, strict=True)
+            rows.update(
+                row
+                for row, (phase, old_phase, epoch, old_epoch) in enumerate(pairs)
+                if phase != old_phase or epoch != old_epoch
+            )
+        return [(self._ids[row], epochs[row], PHASES.get(phases[row], Phase.PREFILL)) for row in sorted(rows)]
+
+    def in_order(self, request_ids: Collection[str]) -> list[str]:
+        """Return those of the requests that are in the report, in its order."""
+        index = self._index
+        return sorted((name for name in request_ids if name in index), key=index.__getitem__)
 
     def view(self, request_id: str) -> RequestView:
         """Return the view of a request that is in the report, without migrations open to the scheduler."""
         view = self._views.get(request_id)
         if view is None:
             view = self._views[request_id] = request_view(
-                self._instance_id, self._block_tokens, self._max_model_len, self._rows[request_id], False
+                self._instance_id,
+                self._block_tokens,
+                self._max_model_len,
+                self._columns,
+                self._index[request_id],
             )
         return view
 
     def traceparent(self, request_id: str) -> str:
         """Return the reported trace context; "" if there is none."""
-        row = self._rows.get(request_id)
-        return "" if row is None else row.traceparent
+        if self._traceparents is None:
+            self._traceparents = traceparents_of(self._columns)
+        return self._traceparents.get(request_id, "")
 
     def share(self, request_id: str, quantum_tokens: int) -> PhaseShare:
         """Return what a request that is in the report counts as; see `phase_share`."""
-        return _share(self._rows[request_id], quantum_tokens)
+        row, columns = self._index[request_id], self._columns
+        return share_of(
+            self._phases[row] == _ANSWERING,
+            value_of(columns.demoted, row, False),
+            optional_of(columns.pacer_slack_tokens, row),
+            value_of(columns.phase_tokens, row, 0),
+            value_of(columns.states, row, types_pb2.REQUEST_STATE_UNSPECIFIED) not in _ON_DEVICE,
+            quantum_tokens,
+        )
 
     def phase_load(self, quantum_tokens: int) -> PhaseLoad:
         """Count all requests of the report, as the function `phase_load` does."""
         counted = self._counted
         if counted is None or counted.quantum_tokens != quantum_tokens:
-            counted = self._counted = _count(self._rows.values(), quantum_tokens)
+            counted = self._counted = self._count(quantum_tokens)
         return counted
+
+    def _count(self, quantum_tokens: int) -> PhaseLoad:
+        """Count column by column: without a call, and if possible without a step, for each request."""
+        columns, phases = self._columns, self._phases
+        count, answering = len(phases), phases.count(_ANSWERING)
+        demoted = columns.demoted[:]
+        reasoning = count - answering
+        if demoted:
+            pairs = zip(full(demoted, count, False), phases, strict=True)
+            reasoning -= sum(low and phase != _ANSWERING for low, phase in pairs)
+        if not answering:
+            return PhaseLoad(reasoning, 0, math.inf, quantum_tokens)
+        tokens = full(columns.phase_tokens, count, 0)
+        pairs_of_tokens = zip(tokens, phases, strict=True)
+        fresh = sum(made < quantum_tokens and phase == _ANSWERING for made, phase in pairs_of_tokens)
+        slacks = full(columns.pacer_slack_tokens, count, ABSENT)
+        least = min(
+            (s for s, phase in zip(slacks, phases, strict=True) if s == s and phase == _ANSWERING),
+            default=math.inf,
+        )
+        states = full(columns.states, count, types_pb2.REQUEST_STATE_UNSPECIFIED)
+        if sum(map(states.count, _ON_DEVICE)) < count:
+            rows = zip(phases, states, slacks, tokens, strict=True)
+            if any(
+                phase == _ANSWERING and state not in _ON_DEVICE and slack != slack and not made
+                for phase, state, slack, made in rows
+            ):
+                # One waits off the device for its first token of the answer; see `share_of`.
+                least = -math.inf
+        return PhaseLoad(reasoning, fresh, least, quantum_tokens)
 
     def prompts(self) -> Mapping[str, Prompt]:
         """Return arrival and length of each request in prefill."""
         if self._prompts is None:
-            self._prompts = {
-                request_id: (row.arrival_s, row.prompt_tokens)
-                for request_id, row in self._rows.items()
-                if PHASES.get(row.phase, Phase.PREFILL) is Phase.PREFILL
-            }
+            columns, phases = self._columns, self._phases
+            self._prompts = {}
+            if phases.count(_REASONING) + phases.count(_ANSWERING) < len(phases):
+                arrivals = full(columns.arrival_s, len(phases), 0.0)
+                lengths = full(columns.prompt_tokens, len(phases), 0)
+                self._prompts = {
+                    name: (arrival_s, length)
+                    for name, phase, arrival_s, length in zip(
+                        self._ids, phases, arrivals, lengths, strict=True
+                    )
+                    if phase != _REASONING and phase != _ANSWERING
+                }
         return self._prompts
 
-    def detached(self) -> ReportedRows:
-        """Return a copy whose messages share no memory with others of the same delivery.
 
-        Protobuf frees the memory of a message and of all its parts at once: the last report of one instance
-        would keep the reports of all instances that were delivered with it.
-        """
-        copies = {name: monitor_pb2.RequestReport() for name in self._rows}
-        for name, copy in copies.items():
-            copy.CopyFrom(self._rows[name])
-        return ReportedRows(self._instance_id, self._block_tokens, self._max_model_len, copies)
-
-
-def _share(row: monitor_pb2.RequestReport, quantum_tokens: int) -> PhaseShare:
-    answering = row.phase == _ANSWERING
-    if not answering:
-        return share_of(False, row.demoted, None, 0, False, quantum_tokens)
-    return share_of(
-        True,
-        row.demoted,
-        row.pacer_slack_tokens if row.HasField("pacer_slack_tokens") else None,
-        row.phase_tokens,
-        row.state not in _ON_DEVICE,
-        quantum_tokens,
-    )
-
-
-def _count(rows: Iterable[monitor_pb2.RequestReport], quantum_tokens: int) -> PhaseLoad:
-    reasoning = fresh = 0
-    least = math.inf
-    for row in rows:
-        if row.phase != _ANSWERING:
-            # As `share_of` counts it, without a call for each of a large fleet's requests.
-            reasoning += not row.demoted
-            continue
-        share = _share(row, quantum_tokens)
-        fresh += share.fresh
-        if share.slack_tokens < least:
-            least = share.slack_tokens
-    return PhaseLoad(reasoning, fresh, least, quantum_tokens)
+def _without_repeated(columns: monitor_pb2.RequestColumns) -> monitor_pb2.RequestColumns:
+    """Return each request once, as last named, where it was first named."""
+    return columns_from({row.request_id: row for row in rows_from(columns)}.values())
 
 
 class ReportedRequests(LazyRequests):

@@ -12,10 +12,10 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import add_Tr
 
 from monitor_svc.feed import Feed
 from monitor_svc.reports import Reports
-from monitor_svc.servicer import MonitorServicer
+from monitor_svc.servicer import MONITOR_SERVICE, MonitorServicer, add_to_server
 from monitor_svc.traces import OTLP_SERVICE, OtlpServicer, TraceStore
 from tailrace.service.server import Servicer, serve_grpc
-from tailrace.v1.monitor_pb2_grpc import MonitorStub, add_MonitorServicer_to_server
+from tailrace.v1.monitor_pb2_grpc import MonitorStub
 
 if TYPE_CHECKING:
     from tailrace.v1.monitor_pb2_grpc import MonitorAsyncStub
@@ -33,13 +33,11 @@ class Monitor:
 
 @pytest.fixture
 async def monitor() -> AsyncIterator[Monitor]:
-    """Start a monitor whose subscriber queues hold four reports."""
+    """Start a monitor whose subscriber queues hold four reports of events."""
     reports, traces = Reports(silence_timeout_s=2.0), TraceStore()
-    feed = Feed(reports, queue_max=4)
+    feed = Feed(reports, events_max=4)
     servicers = [
-        Servicer(
-            add_MonitorServicer_to_server, MonitorServicer(reports, feed, traces), "tailrace.v1.Monitor"
-        ),
+        Servicer(add_to_server, MonitorServicer(reports, feed, traces), MONITOR_SERVICE),
         Servicer(add_TraceServiceServicer_to_server, OtlpServicer(traces), OTLP_SERVICE),
     ]
     async with (

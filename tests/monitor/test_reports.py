@@ -11,13 +11,25 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from monitor_svc.feed import Feed
 from monitor_svc.gauges import MonitorGauges
-from monitor_svc.reports import Reports, missed_objectives
+from monitor_svc.received import ReceivedReport
+from monitor_svc.reports import MissedObjectives, Reports, missed_objectives
 from monitor_svc.servicer import MonitorServicer
 from monitor_svc.traces import TraceStore
+from tailrace.request_columns import columns_from
 from tailrace.slo import Slo
 from tailrace.v1 import monitor_pb2, types_pb2
 from tests.monitor.conftest import Monitor
 from tests.streamed import read_message
+
+
+def apply(reports: Reports, report: monitor_pb2.WorkerReport, now_s: float) -> None:
+    """Apply a report as received."""
+    reports.apply(ReceivedReport.of(report), now_s)
+
+
+def decoded(delta: monitor_pb2.EncodedDelta) -> monitor_pb2.StateDelta:
+    """Return a delta as a subscriber reads it."""
+    return monitor_pb2.StateDelta.FromString(delta.SerializeToString())
 
 
 def steady(name: str, seq: int = 0, requests: int = 0, incarnation: str = "1") -> monitor_pb2.WorkerReport:
@@ -47,41 +59,41 @@ def phase_event(name: str, request_id: str, phase: types_pb2.Phase.ValueType) ->
 
 def test_events_are_kept_until_the_next_periodic_report() -> None:
     reports = Reports(2.0)
-    reports.apply(steady("a", requests=1), 0.0)
-    reports.apply(phase_event("a", "r0", types_pb2.PHASE_ANSWERING), 0.1)
-    reports.apply(phase_event("a", "r0", types_pb2.PHASE_UNSPECIFIED), 0.2)
-    (report,) = reports.snapshot().reports
+    apply(reports, steady("a", requests=1), 0.0)
+    apply(reports, phase_event("a", "r0", types_pb2.PHASE_ANSWERING), 0.1)
+    apply(reports, phase_event("a", "r0", types_pb2.PHASE_UNSPECIFIED), 0.2)
+    (report,) = decoded(reports.snapshot()).reports
     assert [e.phase for e in report.phase_events] == [types_pb2.PHASE_UNSPECIFIED]
     assert report.load.running == 1
-    reports.apply(steady("a"), 0.5)
-    (report,) = reports.snapshot().reports
+    apply(reports, steady("a"), 0.5)
+    (report,) = decoded(reports.snapshot()).reports
     assert not report.phase_events
 
 
 def test_an_instance_without_reports_is_silent() -> None:
     reports = Reports(2.0)
-    reports.apply(steady("a"), 0.0)
-    reports.apply(steady("b"), 0.0)
+    apply(reports, steady("a"), 0.0)
+    apply(reports, steady("b"), 0.0)
     assert not reports.update_silent(2.0)
-    reports.apply(steady("b"), 1.0)
+    apply(reports, steady("b"), 1.0)
     assert reports.update_silent(2.5)
     assert reports.silent == {"a"}
     assert not reports.update_silent(2.6)
-    reports.apply(phase_event("a", "r", types_pb2.PHASE_REASONING), 2.7)
+    apply(reports, phase_event("a", "r", types_pb2.PHASE_REASONING), 2.7)
     assert reports.update_silent(2.8)
     assert not reports.silent
 
 
 def test_a_suspended_monitor_extends_the_deadlines() -> None:
     reports = Reports(2.0)
-    reports.apply(steady("a"), 0.0)
+    apply(reports, steady("a"), 0.0)
     reports.extend_deadlines(10.0)
     assert not reports.update_silent(10.5)
 
 
 def test_forgotten_instances_are_removed() -> None:
     reports = Reports(2.0)
-    reports.apply(steady("a"), 0.0)
+    apply(reports, steady("a"), 0.0)
     reports.update_silent(3.0)
     reports.forget(["a", "unknown"])
     assert not reports.instances
@@ -90,8 +102,9 @@ def test_forgotten_instances_are_removed() -> None:
 
 def test_a_new_incarnation_starts_empty() -> None:
     reports = Reports(2.0)
-    reports.apply(steady("a", requests=3), 0.0)
-    reports.apply(
+    apply(reports, steady("a", requests=3), 0.0)
+    apply(
+        reports,
         monitor_pb2.WorkerReport(
             instance_id="a",
             incarnation="2",
@@ -99,13 +112,13 @@ def test_a_new_incarnation_starts_empty() -> None:
         ),
         0.1,
     )
-    (report,) = reports.snapshot().reports
+    (report,) = decoded(reports.snapshot()).reports
     assert report.incarnation == "2"
     assert not report.requests
 
 
 @pytest.mark.parametrize(
-    ("phase", "arrival_s", "output", "reasoning", "interval_ms", "qoe", "expected"),
+    ("phase", "arrival_s", "output", "reasoning", "interval_ms", "qoe", "missed"),
     [
         (types_pb2.PHASE_PREFILL, 99.5, 0, 0, 0, None, []),
         (types_pb2.PHASE_PREFILL, 98.0, 0, 0, 0, None, ["ttft"]),
@@ -125,7 +138,7 @@ def test_missed_objectives(
     reasoning: int,
     interval_ms: float,
     qoe: float | None,
-    expected: list[str],
+    missed: list[str],
 ) -> None:
     request = monitor_pb2.RequestReport(
         phase=phase,
@@ -135,29 +148,55 @@ def test_missed_objectives(
         reasoning_tokens=reasoning,
         qoe=qoe,
     )
-    assert missed_objectives(request, 100.0, Slo(1.0, 0.1, 0.95)) == expected
-    assert missed_objectives(request, 100.0, Slo(None, None)) == []
+    columns = columns_from([request, request])
+    expected = MissedObjectives(**dict.fromkeys(missed, 2))
+    assert missed_objectives(columns, 100.0, Slo(1.0, 0.1, 0.95)) == expected
+    assert missed_objectives(columns, 100.0, Slo(None, None)) == MissedObjectives()
 
 
-async def test_a_lagging_subscriber_gets_a_snapshot() -> None:
+async def test_a_subscriber_overwhelmed_by_events_gets_a_snapshot() -> None:
     reports = Reports(2.0)
-    feed = Feed(reports, queue_max=3)
+    feed = Feed(reports, events_max=3)
     with feed.subscribe() as subscription:
         assert (await subscription.next()).snapshot
-        for seq in range(3):
-            feed.publish(steady("a", seq))
-        delta = await subscription.next()
+        for number in range(3):
+            feed.publish(ReceivedReport.of(phase_event("a", f"r{number}", types_pb2.PHASE_REASONING)))
+        delta = decoded(await subscription.next())
         assert not delta.snapshot
-        assert [r.seq for r in delta.reports] == [0, 1, 2]
-        for seq in range(10):
-            report = steady("a", seq)
+        assert [r.phase_events[0].request_id for r in delta.reports] == ["r0", "r1", "r2"]
+        for number in range(4):
+            report = ReceivedReport.of(phase_event("a", f"r{number}", types_pb2.PHASE_ANSWERING))
             reports.apply(report, 0.0)
             feed.publish(report)
-        delta = await subscription.next()
+        delta = decoded(await subscription.next())
         assert delta.snapshot
-        assert [r.seq for r in delta.reports] == [9]
+        assert [len(r.phase_events) for r in delta.reports] == [4]
     assert feed.resnapshots == 1
     assert feed.subscribers == 0
+
+
+async def test_a_lagging_subscriber_gets_the_latest_state_and_all_news() -> None:
+    feed = Feed(Reports(2.0))
+    with feed.subscribe() as subscription:
+        await subscription.next()
+        ended = monitor_pb2.PhaseEvent(request_id="r0", output_tokens=9)
+        first, second, third = steady("a", 1, requests=2), steady("a", 3, requests=1), steady("a", 4)
+        first.phase_events.append(ended)
+        second.cache.seq = 7
+        reports = (steady("b", 1), first, phase_event("a", "r1", types_pb2.PHASE_ANSWERING), second, third)
+        for report in reports:
+            feed.publish(ReceivedReport.of(report))
+        delta = decoded(await subscription.next())
+    assert [(r.instance_id, r.seq, r.HasField("load")) for r in delta.reports] == [
+        ("b", 1, True),
+        ("a", 1, False),
+        ("a", 0, False),
+        ("a", 3, False),
+        ("a", 4, True),
+    ]
+    _, without_state, _, cached, _ = delta.reports
+    assert list(without_state.phase_events) == [ended] and not without_state.requests
+    assert cached.cache.seq == 7
 
 
 async def test_report_and_watch(monitor: Monitor) -> None:
@@ -166,7 +205,7 @@ async def test_report_and_watch(monitor: Monitor) -> None:
         yield phase_event("a", "r0", types_pb2.PHASE_ANSWERING)
 
     acks = [ack.seq async for ack in monitor.stub.Report(stream())]
-    assert acks == [1, 0]
+    assert acks[-1] == 0
     watch = monitor.stub.Watch(monitor_pb2.WatchRequest(subscriber="test"))
     first = await read_message(watch, monitor_pb2.StateDelta)
     assert first.snapshot
@@ -180,8 +219,8 @@ async def test_report_and_watch(monitor: Monitor) -> None:
     watch.cancel()
 
 
-async def test_the_queue_of_a_subscriber_that_does_not_read_is_bounded(monitor: Monitor) -> None:
-    """It reads nothing while reports exceed all transport buffers, and then gets the current state."""
+async def test_a_subscriber_that_does_not_read_gets_the_latest_state(monitor: Monitor) -> None:
+    """It reads nothing while reports exceed all transport buffers."""
     watch = monitor.stub.Watch(monitor_pb2.WatchRequest(subscriber="slow"))
     assert (await read_message(watch, monitor_pb2.StateDelta)).snapshot
 
@@ -191,15 +230,54 @@ async def test_the_queue_of_a_subscriber_that_does_not_read_is_bounded(monitor: 
 
     async for _ in monitor.stub.Report(stream()):
         pass
-    last, snapshots = 0, 0
+    received: list[int] = []
     async with asyncio.timeout(20):
-        while last < 600:
+        while 600 not in received:
             delta = await read_message(watch, monitor_pb2.StateDelta)
-            snapshots += delta.snapshot
-            last = max([last, *(r.seq for r in delta.reports)])
-    assert snapshots >= 1
-    assert monitor.feed.resnapshots == snapshots
+            received += [r.seq for r in delta.reports]
+    assert len(received) < 600
+    assert received == sorted(received)
     watch.cancel()
+
+
+@pytest.mark.parametrize("reads_columns", [False, True])
+async def test_subscribers_get_requests_in_the_form_they_read(monitor: Monitor, reads_columns: bool) -> None:
+    rows = steady("a", requests=2).requests
+    watch = monitor.stub.Watch(monitor_pb2.WatchRequest(subscriber="test", reads_columns=reads_columns))
+    assert (await read_message(watch, monitor_pb2.StateDelta)).snapshot
+    by_column = steady("a")
+    by_column.request_columns.CopyFrom(columns_from(rows))
+    acks = [ack async for ack in monitor.stub.Report(iter([by_column]))]
+    assert all(ack.reads_columns for ack in acks)
+    (report,) = (await read_message(watch, monitor_pb2.StateDelta)).reports
+    assert report.HasField("request_columns") == reads_columns
+    assert (list(report.requests) == list(rows)) == (not reads_columns)
+    watch.cancel()
+    # A snapshot contains the same.
+    watch = monitor.stub.Watch(monitor_pb2.WatchRequest(subscriber="test", reads_columns=reads_columns))
+    (again,) = (await read_message(watch, monitor_pb2.StateDelta)).reports
+    assert again == report
+    watch.cancel()
+
+
+async def test_an_acknowledgement_stands_for_all_reports_before(monitor: Monitor) -> None:
+    reports = asyncio.Queue[monitor_pb2.WorkerReport]()
+    call = monitor.stub.Report(queued(reports))
+    for seq in range(1, 4):
+        reports.put_nowait(steady("a", seq))
+    acknowledged = 0
+    async with asyncio.timeout(20):
+        while acknowledged < 3:
+            ack = await read_message(call, monitor_pb2.ReportAck)
+            assert ack.seq > acknowledged
+            acknowledged = ack.seq
+    call.cancel()
+
+
+async def queued(reports: asyncio.Queue[monitor_pb2.WorkerReport]) -> AsyncIterator[monitor_pb2.WorkerReport]:
+    """Yield reports without an end."""
+    while True:
+        yield await reports.get()
 
 
 async def test_a_report_without_a_name_is_refused(monitor: Monitor) -> None:
@@ -212,7 +290,7 @@ async def test_a_report_without_a_name_is_refused(monitor: Monitor) -> None:
 def test_gauges_of_instances_and_slos() -> None:
     reports, traces = Reports(2.0), TraceStore()
     feed = Feed(reports)
-    reports.apply(steady("a", 3, requests=2), 0.0)
+    apply(reports, steady("a", 3, requests=2), 0.0)
     registry = CollectorRegistry()
     servicer = MonitorServicer(reports, feed, traces)
     registry.register(MonitorGauges(reports, feed, servicer, traces, lambda: slo))

@@ -11,6 +11,16 @@ from scheduler_svc.monitor_watch import MergedReports
 from tailrace.v1 import monitor_pb2
 
 
+def new_reports(
+    merged: MergedReports, monitor: str, delta: monitor_pb2.StateDelta
+) -> list[monitor_pb2.WorkerReport]:
+    """Apply a monitor's delta; return those of its reports that are new."""
+    new = [report for report in delta.reports if merged.is_new(monitor, report)]
+    encoded = monitor_pb2.EncodedDelta.FromString(delta.SerializeToString())
+    merged.end_delta(monitor, encoded, {report.instance_id for report in delta.reports})
+    return new
+
+
 def report(name: str, seq: int, incarnation: str = "1") -> monitor_pb2.WorkerReport:
     """Return a report with only its position in the sequence."""
     return monitor_pb2.WorkerReport(instance_id=name, incarnation=incarnation, seq=seq)
@@ -26,29 +36,29 @@ def delta(
 def test_a_worker_that_switched_monitors_is_not_silent() -> None:
     merged = MergedReports()
     assert not merged.connected
-    assert len(list(merged.new_reports("m1", delta([report("w", 1)], snapshot=True)))) == 1
-    list(merged.new_reports("m2", delta(snapshot=True)))
-    list(merged.new_reports("m2", delta([report("w", 2)])))
-    list(merged.new_reports("m1", delta(silent=["w"])))
+    assert len(new_reports(merged, "m1", delta([report("w", 1)], snapshot=True))) == 1
+    new_reports(merged, "m2", delta(snapshot=True))
+    new_reports(merged, "m2", delta([report("w", 2)]))
+    new_reports(merged, "m1", delta(silent=["w"]))
     assert merged.silent == frozenset()
-    list(merged.new_reports("m2", delta(silent=["w"])))
+    new_reports(merged, "m2", delta(silent=["w"]))
     assert merged.silent == {"w"}, "now no monitor hears it"
-    list(merged.new_reports("m1", delta([report("w", 3)])))
+    new_reports(merged, "m1", delta([report("w", 3)]))
     assert merged.silent == frozenset()
 
 
 def test_a_monitor_that_never_heard_from_a_worker_does_not_vouch_for_it() -> None:
     merged = MergedReports()
-    list(merged.new_reports("m1", delta([report("w", 1)], snapshot=True)))
-    list(merged.new_reports("m2", delta(snapshot=True)))
-    list(merged.new_reports("m1", delta(silent=["w"])))
+    new_reports(merged, "m1", delta([report("w", 1)], snapshot=True))
+    new_reports(merged, "m2", delta(snapshot=True))
+    new_reports(merged, "m1", delta(silent=["w"]))
     assert merged.silent == {"w"}
 
 
 def test_a_disconnected_monitor_does_not_count() -> None:
     merged = MergedReports()
-    list(merged.new_reports("m1", delta([report("w", 1)], ["w"], snapshot=True)))
-    list(merged.new_reports("m2", delta([report("w", 2)], snapshot=True)))
+    new_reports(merged, "m1", delta([report("w", 1)], ["w"], snapshot=True))
+    new_reports(merged, "m2", delta([report("w", 2)], snapshot=True))
     assert merged.silent == frozenset()
     merged.disconnected("m2")
     assert merged.connected and merged.silent == {"w"}
@@ -58,13 +68,13 @@ def test_a_disconnected_monitor_does_not_count() -> None:
 
 def test_an_old_snapshot_does_not_move_a_worker_back() -> None:
     merged = MergedReports()
-    list(merged.new_reports("m1", delta([report("w", 5)], snapshot=True)))
-    list(merged.new_reports("m2", delta([report("w", 6)], snapshot=True)))
-    assert list(merged.new_reports("m1", delta([report("w", 5)], snapshot=True))) == []
-    again = merged.new_reports("m2", delta([report("w", 6)], snapshot=True))
-    assert len(list(again)) == 1, "the snapshot of its own monitor may contain missed events"
-    restarted = merged.new_reports("m1", delta([report("w", 1, "2")]))
-    assert len(list(restarted)) == 1, "a restarted worker has a new sequence"
+    new_reports(merged, "m1", delta([report("w", 5)], snapshot=True))
+    new_reports(merged, "m2", delta([report("w", 6)], snapshot=True))
+    assert new_reports(merged, "m1", delta([report("w", 5)], snapshot=True)) == []
+    again = new_reports(merged, "m2", delta([report("w", 6)], snapshot=True))
+    assert len(again) == 1, "the snapshot of its own monitor may contain missed events"
+    restarted = new_reports(merged, "m1", delta([report("w", 1, "2")]))
+    assert len(restarted) == 1, "a restarted worker has a new sequence"
 
 
 @given(st.lists(st.tuples(st.sampled_from(["m1", "m2", "m3"]), st.integers(1, 30)), max_size=60))
@@ -72,7 +82,7 @@ def test_reports_never_go_back_between_monitors(received: list[tuple[str, int]])
     merged = MergedReports()
     taken: list[tuple[str, int]] = []
     for monitor, seq in received:
-        taken += [(monitor, r.seq) for r in merged.new_reports(monitor, delta([report("w", seq)]))]
+        taken += [(monitor, r.seq) for r in new_reports(merged, monitor, delta([report("w", seq)]))]
     for number, (monitor, seq) in enumerate(taken[1:], 1):
         before = taken[:number]
         assert monitor == before[-1][0] or seq > max(s for _, s in before)

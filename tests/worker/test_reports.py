@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 import grpc
 
 from tailrace.profiles import load_profile
+from tailrace.request_columns import columns_of
 from tailrace.service.channels import Channels
 from tailrace.v1 import admin_pb2, monitor_pb2, monitor_pb2_grpc, types_pb2
 from worker_agent.carried import Carried, CarriedRequests
@@ -29,6 +30,7 @@ class ScriptedMonitor(monitor_pb2_grpc.MonitorServicer):
 
     def __init__(self) -> None:
         self.reports: asyncio.Queue[monitor_pb2.WorkerReport] = asyncio.Queue()
+        self.reads_columns = True
         # While it is not set, reports are neither read nor acknowledged.
         self.hears = asyncio.Event()
         self.hears.set()
@@ -41,7 +43,7 @@ class ScriptedMonitor(monitor_pb2_grpc.MonitorServicer):
         async for report in requests:
             await self.hears.wait()
             self.reports.put_nowait(report)
-            yield monitor_pb2.ReportAck(seq=report.seq)
+            yield monitor_pb2.ReportAck(seq=report.seq, reads_columns=self.reads_columns)
 
     def Watch(
         self,
@@ -165,8 +167,24 @@ async def test_periodic_reports_are_complete() -> None:
     assert (load.prefilling, load.reasoning, load.answering) == (1, 1, 1)
     assert (load.migrations_in, load.migrations_out, load.migration_bytes_per_s) == (1, 2, 3e6)
     assert load.context_tokens == 360 and load.kv_blocks_used == 24
-    assert [each.request_id for each in second.requests] == ["r1", "r2", "r3"]
-    assert second.requests[1].state == types_pb2.REQUEST_STATE_PAUSED
+    columns = columns_of(second)
+    assert columns.request_ids == ["r1", "r2", "r3"]
+    assert columns.states[1] == types_pb2.REQUEST_STATE_PAUSED
+
+
+async def test_requests_are_reported_by_column_to_monitors_that_read_columns() -> None:
+    monitor, earlier = ScriptedMonitor(), ScriptedMonitor()
+    earlier.reads_columns = False
+    async with serving(monitor) as port, reporting(f"127.0.0.1:{port}", PhaseEvents(), 0.05):
+        # Until the monitor has said what it reads.
+        assert len((await monitor.next_periodic()).requests) == 3
+        while not (report := await monitor.next_periodic()).HasField("request_columns"):
+            pass
+        assert len(report.request_columns.request_ids) == 3 and not report.requests
+        # The next monitor on this address, after a rollback, is an earlier version.
+    async with serving(earlier) as port, reporting(f"127.0.0.1:{port}", PhaseEvents(), 0.05):
+        for _ in range(4):
+            assert len((await earlier.next_periodic()).requests) == 3
 
 
 async def test_periodic_reports_contain_the_values_policies_use() -> None:

@@ -1,0 +1,114 @@
+"""Only rows that may have changed are checked with a report; the model is the same as if all were."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tailrace.cluster import Arrival
+from tailrace.control.reported_cluster import PhaseChange, ReportedCluster
+from tailrace.request_columns import columns_from
+from tailrace.v1 import monitor_pb2, types_pb2
+from tests.scheduler.facts import GONE, event, members, request, steady
+
+# Few, so that the same row is often reported again.
+INSTANCES = ("a", "b")
+NAMES = ("r", "s")
+PHASES = (types_pb2.PHASE_PREFILL, types_pb2.PHASE_REASONING, types_pb2.PHASE_ANSWERING)
+
+instances = st.sampled_from(INSTANCES)
+names = st.sampled_from(NAMES)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A placement of a request on an instance."""
+
+    instance_id: str
+    request_id: str
+
+
+@dataclass(frozen=True)
+class Absent:
+    """An instance that leaves the cluster and comes back with the next step."""
+
+    instance_id: str
+
+
+requests = st.builds(
+    request, names, st.sampled_from(PHASES[1:]), epoch=st.integers(0, 1), output_tokens=st.just(2)
+)
+reports = st.builds(
+    steady, instances, st.lists(requests, max_size=4, unique_by=lambda reported: reported.request_id)
+)
+events = st.builds(
+    event,
+    instances,
+    names,
+    st.sampled_from([*PHASES, GONE]),
+    epoch=st.integers(0, 1),
+    output_tokens=st.just(2),
+)
+steps = st.lists(
+    reports | events | st.builds(Placed, instances, names) | st.builds(Absent, instances),
+    min_size=4,
+    max_size=16,
+)
+
+
+class CheckingAll(ReportedCluster):
+    """Checks every row of each report."""
+
+    def apply(self, report: monitor_pb2.WorkerReport, now_s: float) -> list[PhaseChange]:
+        """Apply a report."""
+        tracked = self.tracked(report.instance_id)
+        if tracked is not None:
+            for row in report.requests:
+                tracked.unsettle(row.request_id)
+        return super().apply(report, now_s)
+
+
+def run(model: ReportedCluster, number: int, step: object) -> object:
+    """Let something happen to the model; return what it says about it."""
+    now_s = number * 0.4
+    model.set_members(members(*INSTANCES), now_s)
+    match step:
+        case Placed(instance_id, request_id):
+            model.place(Arrival(request_id, 100, 1_000, number), instance_id, "f", now_s)
+        case Absent(instance_id):
+            model.set_members(members(*[name for name in INSTANCES if name != instance_id]), now_s)
+        case monitor_pb2.WorkerReport():
+            return model.apply(step, now_s)
+    return None
+
+
+ON_A = steady("a", [request("r")])
+
+
+@example([ON_A, Placed("b", "r"), event("b", "r", GONE), ON_A])
+@example([ON_A, Placed("a", "r"), ON_A])
+@settings(max_examples=500)
+@given(steps)
+def test_the_model_is_the_same_as_if_all_rows_were_checked(steps: list[object]) -> None:
+    model, checking = ReportedCluster(), CheckingAll()
+    for one in (model, checking):
+        one.keep_lengths(60.0, 0.0)
+    for number, step in enumerate(steps):
+        assert run(model, number, step) == run(checking, number, step)
+    assert list(model.requests()) == list(checking.requests())
+    assert model.state() == checking.state()
+
+
+@given(steps)
+def test_columns_are_the_same_as_rows(steps: list[object]) -> None:
+    by_row, by_column = ReportedCluster(), ReportedCluster()
+    for number, step in enumerate(steps):
+        converted = step
+        if isinstance(step, monitor_pb2.WorkerReport) and step.HasField("load"):
+            converted = monitor_pb2.WorkerReport.FromString(step.SerializeToString())
+            converted.request_columns.CopyFrom(columns_from(step.requests))
+            del converted.requests[:]
+        assert run(by_row, number, step) == run(by_column, number, converted)
+    assert by_row.state() == by_column.state()
