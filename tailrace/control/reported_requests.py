@@ -10,9 +10,13 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final
 
+import numpy as np
+
 from tailrace.cluster import Phase, PhaseLoad, RequestView
 from tailrace.control.lazy_requests import LazyRequests
 from tailrace.messages import PHASES, REQUEST_STATES, request_view
+from tailrace.perf.remaining import limited, tokens_left
+from tailrace.policy.columns import ListsMovable, MovableRequests, movable, movable_columns
 from tailrace.policy.phase_load import (
     OFF_DEVICE,
     PhaseShare,
@@ -33,6 +37,7 @@ from tailrace.v1 import monitor_pb2, types_pb2
 
 _REASONING: Final = types_pb2.PHASE_REASONING
 _ANSWERING: Final = types_pb2.PHASE_ANSWERING
+_RUNNING: Final = types_pb2.REQUEST_STATE_RUNNING
 _UNSPECIFIED: Final = types_pb2.PHASE_UNSPECIFIED
 # Any other state counts as waiting (tailrace.messages), also one that this version does not know.
 _ON_DEVICE: Final = frozenset(number for number, state in REQUEST_STATES.items() if state not in OFF_DEVICE)
@@ -215,13 +220,41 @@ class ReportedRows:
                 }
         return self._prompts
 
+    def movable(self, without: Collection[str]) -> MovableRequests:
+        """Return those that may migrate, except those of `without`."""
+        columns, count = self._columns, len(self._ids)
+        states = full(columns.states, count, types_pb2.REQUEST_STATE_UNSPECIFIED)
+        rows = [
+            row
+            for row, (name, phase, state) in enumerate(zip(self._ids, self._phases, states, strict=True))
+            if phase in (_REASONING, _ANSWERING) and state == _RUNNING and name not in without
+        ]
+        prompts = full(columns.prompt_tokens, count, 0)
+        outputs = full(columns.output_tokens, count, 0)
+        most = full(columns.max_tokens, count, 0)
+        predicted = full(columns.predicted_remaining_tokens, count, ABSENT)
+        lefts = (tokens_left(prompts[row], outputs[row], most[row], self._max_model_len) for row in rows)
+        return MovableRequests(
+            [self._ids[row] for row in rows],
+            np.array([prompts[row] + outputs[row] for row in rows], dtype=np.float64),
+            np.array([outputs[row] for row in rows], dtype=np.float64),
+            np.array(
+                [
+                    predicted[row] if predicted[row] != predicted[row] else limited(predicted[row], left)
+                    for row, left in zip(rows, lefts, strict=True)
+                ],
+                dtype=np.float64,
+            ),
+            np.array([self._epochs[row] for row in rows], dtype=np.float64),
+        )
+
 
 def _without_repeated(columns: monitor_pb2.RequestColumns) -> monitor_pb2.RequestColumns:
     """Return each request once, as last named, where it was first named."""
     return columns_from({row.request_id: row for row in rows_from(columns)}.values())
 
 
-class ReportedRequests(LazyRequests):
+class ReportedRequests(ListsMovable, LazyRequests):
     """The requests of an instance at one moment, pending placements last. Immutable."""
 
     __slots__ = ("_changed", "_pending", "_prompts", "_rows")
@@ -247,6 +280,25 @@ class ReportedRequests(LazyRequests):
             self._prompts = [prompt for name, prompt in reported if name not in self._changed]
             self._prompts += [(r.arrival_s, r.prompt_tokens) for r in added]
         return self._prompts
+
+    def movable(self) -> MovableRequests:
+        """Return the requests that may migrate: those as reported first."""
+        reported = self._rows.movable(self._changed)
+        added = list(filter(movable, self._added()))
+        if not added:
+            return reported
+        both = zip(reported[1:], movable_columns(added)[1:], strict=True)
+        names = [*reported.request_ids, *(request.request_id for request in added)]
+        return MovableRequests(names, *(np.concatenate(columns) for columns in both))
+
+    def find(self, request_id: str) -> RequestView:
+        """Return the view of one of the requests. Raise KeyError if it is not among them."""
+        if request_id not in self._changed and request_id in self._rows:
+            return self._rows.view(request_id)
+        for request in self._added():
+            if request.request_id == request_id:
+                return request
+        raise KeyError(request_id)
 
     def _count(self, quantum_tokens: int, without: str) -> PhaseLoad:
         """Correct the count of the report by what has changed."""

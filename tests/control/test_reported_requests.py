@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.cluster import Phase, RequestState, RequestView
 from tailrace.control.reported_requests import ReportedRequests, ReportedRows
+from tailrace.policy.columns import find_request, movable, movable_columns, movable_requests
 from tailrace.policy.phase_load import ListsPrompts, phase_load
 from tailrace.request_columns import columns_from
 from tailrace.v1 import monitor_pb2, types_pb2
@@ -26,6 +28,9 @@ rows = st.builds(
     demoted=st.booleans(),
     arrival_s=st.sampled_from([0.0, 1.0]),
     kv_blocks=st.integers(0, 2),
+    epoch=st.integers(0, 1),
+    max_tokens=st.just(4),
+    predicted_remaining_tokens=st.none() | st.sampled_from([0.0, 2.5, 9.0]),
 )
 views = st.builds(
     RequestView,
@@ -79,6 +84,10 @@ def test_counts_equal_those_of_the_requests(
     for number in (quantum, 200, quantum):
         counted = phase_load(requests, quantum_tokens=number, without=without)
         assert counted == phase_load(held, quantum_tokens=number, without=without)
+    columns, expected = movable_requests(requests), movable_columns(filter(movable, held))
+    rows_of = [sorted(zip(*each, strict=True), key=itemgetter(0)) for each in (columns, expected)]
+    assert repr(rows_of[0]) == repr(rows_of[1])
+    assert all(find_request(requests, r.request_id) == r for r in held)
     assert isinstance(requests, ListsPrompts)
     prompts = [(r.arrival_s, r.prompt_tokens) for r in held if r.phase is Phase.PREFILL]
     assert sorted(requests.prompts()) == sorted(prompts)
