@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from worker_agent.engine.vllm.compilations import Compilations
+from worker_agent.engine.vllm.stats import Compilations
 
 pytestmark = pytest.mark.vllm
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -25,7 +26,7 @@ from tailrace.profiles import Profile
 from tailrace.records import RankRecord
 from tailrace.slo import Slo
 from worker_agent.kv.address import KvShape as KvShape
-from worker_agent.ranks.ranked_memory import RankedMemory
+from worker_agent.ranks.links import RankLinks
 
 Frames = Sequence[bytes]
 
@@ -294,6 +295,29 @@ class Staging(Protocol):
     @property
     def buffer(self) -> object:
         """An object that ucxx accepts, with the buffer protocol or __cuda_array_interface__."""
+
+
+class RankedMemory(Protocol):
+    """What the KV transport of an engine with several ranks needs from the engine.
+
+    Block numbers are the same in each rank. Call on the event loop only.
+    """
+
+    @property
+    def links(self) -> RankLinks:
+        """Return the connections to the ranks."""
+
+    def exported(self, request_id: str, first_block: int, num_blocks: int) -> Sequence[int]:
+        """Return the places of these pinned blocks of an export. Raises EngineRefusal."""
+
+    def receiving(
+        self, request_id: str, first_block: int, num_blocks: int
+    ) -> AbstractContextManager[Sequence[int]]:
+        """Reserve the places of these blocks of an import while they are written.
+
+        Yields fewer places than blocks where the rest has none before the last token is known. Leaving
+        without an error marks the blocks as received. Raises EngineRefusal.
+        """
 
 
 class Engine(Protocol):

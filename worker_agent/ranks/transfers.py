@@ -9,6 +9,7 @@ from functools import partial
 from typing import TypeVar
 
 from tailrace.service.tasks import run_to_completion
+from worker_agent.engine.base import RankedMemory
 from worker_agent.engine.errors import EngineRefusal
 from worker_agent.kv.address import KvAddress, KvTransferError
 from worker_agent.kv.ticket import Ticket
@@ -28,7 +29,6 @@ from worker_agent.ranks.messages import (
     Pull,
     Pulled,
 )
-from worker_agent.ranks.ranked_memory import RankedMemory
 
 _T = TypeVar("_T")
 

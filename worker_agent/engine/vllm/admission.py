@@ -17,9 +17,8 @@ from worker_agent.engine.turns import remaining_prefill_s
 from worker_agent.engine.vllm.imports import Imports
 from worker_agent.engine.vllm.load import LoadedCore
 from worker_agent.engine.vllm.outputs import OutputWriter
-from worker_agent.engine.vllm.pace import Pace
 from worker_agent.engine.vllm.phases import PhaseTracker
-from worker_agent.engine.vllm.requests import Entry, RequestTable
+from worker_agent.engine.vllm.requests import Entry, Pace, RequestTable
 
 _log = logging.getLogger(__name__)
 

@@ -24,13 +24,11 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from worker_agent.engine.host_ledger import HostLedger
-from worker_agent.engine.vllm.host_loads import HostLoads
-from worker_agent.engine.vllm.host_pool import HostPool
+from worker_agent.engine.vllm.host_pool import HostLoads, HostPool
 from worker_agent.engine.vllm.host_tier import HostTier
 from worker_agent.engine.vllm.kv_blocks import KvBlocks
-from worker_agent.engine.vllm.kv_names import kv_names
 from worker_agent.engine.vllm.layouts import layout_name, live_reason, pages
-from worker_agent.engine.vllm.swaps import Swap, SwapMetadata
+from worker_agent.engine.vllm.swaps import Swap, SwapMetadata, kv_names
 
 
 class TailraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]

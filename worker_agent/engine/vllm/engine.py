@@ -31,17 +31,16 @@ from worker_agent.engine.base import (
 )
 from worker_agent.engine.errors import EngineRefusal, KvCorrupt
 from worker_agent.engine.vllm.cache_watch import naming_of
-from worker_agent.engine.vllm.compilations import Compilations
 from worker_agent.engine.vllm.core import EngineParts, EngineThread
 from worker_agent.engine.vllm.engine_ranks import EngineRanks
 from worker_agent.engine.vllm.exports import PauseDone
 from worker_agent.engine.vllm.fingerprint import identity, kv_shape, ready_response
-from worker_agent.engine.vllm.hardware import hardware
 from worker_agent.engine.vllm.kv_blocks import DeviceStaging
 from worker_agent.engine.vllm.load import LoadedCore
 from worker_agent.engine.vllm.orders import use_policy
+from worker_agent.engine.vllm.rank_facts import hardware
 from worker_agent.engine.vllm.settings import VllmSettings
-from worker_agent.engine.vllm.stats import engine_stats
+from worker_agent.engine.vllm.stats import Compilations, engine_stats
 from worker_agent.ranks.messages import Address
 
 _T = TypeVar("_T")

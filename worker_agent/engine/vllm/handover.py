@@ -10,7 +10,6 @@ from vllm.version import __version__ as vllm_version
 from tailrace.handover import LIVE, Handover, Way, by_replay
 from worker_agent.engine.vllm.connectors import connector_reason
 from worker_agent.engine.vllm.internals import TESTED_VERSIONS
-from worker_agent.engine.vllm.parallel import ranks_reason
 
 _log = logging.getLogger(__name__)
 
@@ -37,4 +36,14 @@ def _feature_reason(config: VllmConfig) -> str:
     speculative = config.speculative_config
     if speculative is not None and speculative.method != "ngram":
         return f"speculative decoding by {speculative.method}: its draft model's state cannot be transferred"
-    return ranks_reason(config) or connector_reason(config)
+    return _ranks_reason(config) or connector_reason(config)
+
+
+def _ranks_reason(config: VllmConfig) -> str:
+    """Return why an engine with context parallelism cannot hand over KV live; empty for other engines."""
+    parallel = config.parallel_config
+    for setting in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, setting)
+        if size != 1:
+            return f"{setting} {size}: a block's tokens are spread over the ranks"
+    return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,6 +12,7 @@ import torch
 
 from worker_agent.engine.errors import KvCorrupt
 from worker_agent.engine.vllm.kv_blocks import DeviceStaging, KvBlocks
+from worker_agent.engine.vllm.swaps import Load
 
 # vLLM's own swap space was 4 GiB until version 0.7.
 _DEFAULT_BYTES: Final = 4 << 30
@@ -107,3 +109,34 @@ class HostPool:
         if tag is None:
             raise KvCorrupt(f"nothing was put into slot {slot}")
         self._tags[slot] = (tag[0], name)
+
+
+class HostLoads:
+    """Loads blocks of a pool without blocking engine steps, one load at a time on its own thread.
+
+    Methods are called on the engine thread only.
+    """
+
+    def __init__(self, pool: HostPool) -> None:
+        self._pool = pool
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="kv-from-host")
+        # By request; the result lists the corrupt blocks.
+        self._running: dict[str, Future[list[int]]] = {}
+
+    def start(self, load: Load) -> None:
+        """Queue a load; until it completes, the request must keep its blocks."""
+        swap = load.swap
+        self._running[load.request_id] = self._executor.submit(
+            self._pool.load, swap.slots, swap.block_ids, swap.names
+        )
+
+    def pop_completed(self) -> dict[str, list[int]]:
+        """Return the requests whose loads have completed since the last call, with their corrupt blocks."""
+        done = {name: running.result() for name, running in self._running.items() if running.done()}
+        for name in done:
+            del self._running[name]
+        return done
+
+    def close(self) -> None:
+        """Wait for the current load and cancel those that have not begun."""
+        self._executor.shutdown(wait=True, cancel_futures=True)

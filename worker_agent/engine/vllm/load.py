@@ -30,8 +30,7 @@ from worker_agent.engine.vllm.connector import TailraceConnector
 from worker_agent.engine.vllm.grammars import Grammars
 from worker_agent.engine.vllm.handover import handover_of
 from worker_agent.engine.vllm.hidden_states import HiddenStateTap, StepStates
-from worker_agent.engine.vllm.host_loads import HostLoads
-from worker_agent.engine.vllm.host_pool import HostPool, HostSlot
+from worker_agent.engine.vllm.host_pool import HostLoads, HostPool, HostSlot
 from worker_agent.engine.vllm.host_tier import HostTier
 from worker_agent.engine.vllm.kv_blocks import KvBlocks
 from worker_agent.engine.vllm.layouts import Layout, Place

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Final
 
 import torch
-from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from worker_agent.engine.errors import EngineSettingError
@@ -45,16 +44,6 @@ def prepare_ranks(arguments: Mapping[str, object]) -> int:
         wanted = f"tensor_parallel_size {tensor} x pipeline_parallel_size {stages}"
         raise EngineSettingError(f"{wanted} needs {ranks} devices; this process sees {devices}")
     return ranks
-
-
-def ranks_reason(config: VllmConfig) -> str:
-    """Return why an engine with context parallelism cannot hand over KV live; empty for other engines."""
-    parallel = config.parallel_config
-    for setting in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        size = getattr(parallel, setting)
-        if size != 1:
-            return f"{setting} {size}: a block's tokens are spread over the ranks"
-    return ""
 
 
 def _size(arguments: Mapping[str, object], name: str) -> int:

@@ -11,11 +11,10 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from worker_agent.engine.vllm.batch_rows import BatchRows, rows_of_v1, rows_of_v2
 from worker_agent.engine.vllm.connector import TailraceConnector
-from worker_agent.engine.vllm.hardware import hardware
 from worker_agent.engine.vllm.hidden_states import HiddenStateTap, StepStates
 from worker_agent.engine.vllm.kv_blocks import KvBlocks
 from worker_agent.engine.vllm.other_connectors import tailrace_connector
-from worker_agent.engine.vllm.rank_facts import RankFacts
+from worker_agent.engine.vllm.rank_facts import RankFacts, hardware
 from worker_agent.engine.vllm.request_states import (
     Adoption,
     CachedStates,

@@ -4,15 +4,37 @@ from __future__ import annotations
 
 import time
 
+from torch._dynamo.callback import CallbackArgs, on_compile_end, on_compile_start
 from vllm.v1.request import RequestStatus
 
 from worker_agent.engine.base import EngineStats, RequestStats
 from worker_agent.engine.vllm.cache_watch import CacheWatch, expected_hit_tokens
-from worker_agent.engine.vllm.compilations import Compilations
 from worker_agent.engine.vllm.load import LoadedCore
 from worker_agent.engine.vllm.orders import job_view
 from worker_agent.engine.vllm.outputs import OutputWriter
 from worker_agent.engine.vllm.requests import Entry, RequestTable
+
+
+class Compilations:
+    """Count torch's compilations in this process from now on. Written by the compiling thread, read by any.
+
+    vLLM compiles some functions when a request first needs them, for log-probabilities for example. The
+    engine thread then waits for a C++ or a Triton compiler, on a busy machine for much longer than for any
+    step before, and must not be taken for hung.
+    """
+
+    def __init__(self) -> None:
+        self.finished = 0
+        self.running = False
+        on_compile_start(self._start)
+        on_compile_end(self._end)
+
+    def _start(self, _: CallbackArgs) -> None:
+        self.running = True
+
+    def _end(self, _: CallbackArgs) -> None:
+        self.finished += 1
+        self.running = False
 
 
 def engine_stats(

@@ -1,10 +1,13 @@
-"""KV copies between the device and host memory: what the connector's scheduler side sends its worker side."""
+"""KV copies between the device and host memory: what the connector's scheduler side sends its worker side,
+and the names of the blocks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.v1.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +16,7 @@ class Swap:
 
     block_ids: list[int]
     slots: list[int]
-    # Content names, from the tokens that the scheduler knows now.
+    # See kv_names; from the tokens that the scheduler knows now.
     names: list[bytes]
 
 
@@ -35,3 +38,19 @@ class SwapMetadata(KVConnectorMetadata):  # type: ignore[misc]
     # Requests that read KV loaded in this step.
     swapped_in: set[str] = field(default_factory=set)
     loads: list[Load] = field(default_factory=list)
+
+
+def kv_names(request: Request, tokens: int, block_tokens: int) -> list[bytes]:
+    """Return the name of each block that holds KV of the first `tokens` tokens.
+
+    A full block's name is vLLM's hash of its tokens and all before them. The name of a partial last block is
+    a hash of the previous block's name and its own tokens so far.
+    """
+    full, rest = divmod(tokens, block_tokens)
+    names = [bytes(block_hash) for block_hash in request.block_hashes[:full]]
+    if rest:
+        digest = blake2b(names[-1] if names else b"", digest_size=32)
+        for token_id in request.all_token_ids[full * block_tokens : tokens]:
+            digest.update(int(token_id).to_bytes(8, "little"))
+        names.append(digest.digest())
+    return names
