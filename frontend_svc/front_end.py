@@ -20,7 +20,7 @@ from frontend_svc.api_server.process import ApiServer
 from frontend_svc.api_server.python import python_launch
 from frontend_svc.api_server.rust import rust_launch
 from frontend_svc.api_server.sockets import EngineSockets, is_listening
-from frontend_svc.api_server.spec import ApiServerSpec, Launch
+from frontend_svc.api_server.spec import ARGUMENTS_REFUSED, ApiServerSpec, Launch
 from frontend_svc.engine import FleetEngine
 from frontend_svc.fleet import Members, ServedModel
 from frontend_svc.observer import RequestTraces
@@ -41,6 +41,10 @@ _FAREWELL_S: Final = 2.0
 
 class ApiServerExited(Exception):
     """The API server exited by itself; the message is one line for the operator."""
+
+
+class ArgumentsRefused(ApiServerExited):
+    """The API server refused an argument. It has said which, and why."""
 
 
 async def run_front_end(
@@ -185,5 +189,7 @@ async def _watch(api_server: ApiServer) -> None:
     status = await api_server.wait()
     if api_server.finishing:
         return
+    if status == ARGUMENTS_REFUSED:
+        raise ArgumentsRefused("the API server refused its arguments")
     how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
     raise ApiServerExited(f"the API server {how}")

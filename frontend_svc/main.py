@@ -21,10 +21,10 @@ from frontend_svc.announcer import Announcer
 from frontend_svc.answers.service import answers_servicer, keep_answers
 from frontend_svc.api_server.rust import flags_to_json
 from frontend_svc.api_server.sockets import bind_http, split_address
-from frontend_svc.api_server.spec import DEFAULT_MAX_BODY_BYTES
+from frontend_svc.api_server.spec import ARGUMENTS_REFUSED, DEFAULT_MAX_BODY_BYTES
 from frontend_svc.engine import DEFAULT_WAIT_LIMITS, ApiServerStuck
 from frontend_svc.fleet import ServedModel
-from frontend_svc.front_end import ApiServerExited, run_front_end
+from frontend_svc.front_end import ApiServerExited, ArgumentsRefused, run_front_end
 from frontend_svc.observer import RequestTraces
 from frontend_svc.settings import (
     DEFAULT_KEEP_ANSWERS_BYTES,
@@ -330,7 +330,10 @@ async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -
             known, unknown = failures.split((ApiServerExited, ApiServerStuck))
             if unknown is not None or known is None:
                 raise
-            log.error("%s", _first(known))
+            error = _first(known)
+            if isinstance(error, ArgumentsRefused):
+                raise SystemExit(ARGUMENTS_REFUSED) from None
+            log.error("%s", error)
             raise SystemExit(1) from None
 
 

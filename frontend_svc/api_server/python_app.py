@@ -7,22 +7,14 @@ Follows vLLM's own launcher for API servers whose engines are managed elsewhere
 from __future__ import annotations
 
 import socket
-import sys
 from argparse import Namespace
 from pathlib import Path
 
 import msgspec
 import uvloop
-from vllm import logger as vllm_logger
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.entry import build_and_serve
-from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-from vllm.entrypoints.launchers.launcher import validate_api_server_args
-from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-from vllm.reasoning import ReasoningParserManager
-from vllm.tool_parsers import ToolParserManager
 from vllm.usage.usage_lib import UsageContext
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.system_utils import set_ulimit
 
 from frontend_svc.admission import AdmissionReader
@@ -33,22 +25,13 @@ from frontend_svc.api_server.middleware import GracefulStop, RequireApiKey, Retr
 from frontend_svc.api_server.python import PythonBoot
 from frontend_svc.api_server.stream_start import StreamStart
 from frontend_svc.api_server.tenants import BodyLimit, TenantAdmission, TenantRequests, Tenants
+from frontend_svc.api_server.vllm_arguments import parse_arguments, refuse
 from tailrace.tenancy.file import KeyFile
 from tailrace.wire.setting_errors import one_line
 
 
-def parse_args(arguments: list[str]) -> Namespace:
-    """Parse arguments like `vllm serve`; exit with its error message if they are wrong."""
-    cli_env_setup()
-    parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
-    args: Namespace = parser.parse_args(arguments)
-    if args.model_tag is not None:
-        args.model = args.model_tag
-    # vLLM 0.30 does not have this function.
-    if hasattr(vllm_logger, "configure_logging_from_args"):
-        vllm_logger.configure_logging_from_args(args)
-    validate_parsed_serve_args(args)
-    validate_api_server_args(args)
+def install_middleware(args: Namespace) -> None:
+    """Add ours to the arguments of the app."""
     RequireApiKey.keys = api_keys(args)
     # The last middleware is the outermost.
     ours = (
@@ -63,25 +46,15 @@ def parse_args(arguments: list[str]) -> Namespace:
         TenantAdmission,
     )
     args.middleware = [*args.middleware, *(f"{each.__module__}.{each.__qualname__}" for each in ours)]
-    return args
-
-
-def import_plugins(args: Namespace) -> None:
-    """Import parsers that the user provides."""
-    if args.tool_parser_plugin:
-        ToolParserManager.import_tool_parser(args.tool_parser_plugin)
-    if args.reasoning_parser_plugin:
-        ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
 
 
 async def serve(boot: PythonBoot, args: Namespace) -> None:
     """Serve until SIGTERM, then finish the responses in progress."""
-    import_plugins(args)
     engine_args = AsyncEngineArgs.from_cli_args(args)
     try:
         vllm_config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
     except (TypeError, ValueError, OSError) as error:
-        sys.exit(f"vLLM's API server rejects these settings: {one_line(error)}")
+        refuse(f"vLLM's API server rejects these settings: {one_line(error)}")
     # With a count above one, API servers send every image in full. A single one omits what its engine has
     # seen, but here another engine may get the request.
     vllm_config.parallel_config._api_process_count = 2
@@ -117,7 +90,8 @@ async def serve(boot: PythonBoot, args: Namespace) -> None:
 def run(boot_json: str, arguments: list[str]) -> None:
     """Serve until stopped. `arguments`: those of `vllm serve`."""
     boot = msgspec.json.decode(boot_json, type=PythonBoot)
-    args = parse_args(arguments)
+    args = parse_arguments(arguments)
+    install_middleware(args)
     BodyLimit.max_bytes = KeepAnswers.max_bytes = boot.max_body_bytes
     if boot.api_keys_path:
         TenantAdmission.tenants = Tenants(KeyFile(Path(boot.api_keys_path)))

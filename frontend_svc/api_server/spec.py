@@ -10,6 +10,8 @@ from typing import Final
 READY_TIMEOUT_S: Final = 7 * 24 * 3600
 DEFAULT_MAX_BODY_BYTES: Final = 64 << 20
 """A larger request would exceed what a worker accepts anyway."""
+ARGUMENTS_REFUSED: Final = 2
+"""Exit status of an API server that has said on stderr which argument it refuses; click's, and vllm-rs's."""
 
 
 @dataclass(frozen=True, slots=True)

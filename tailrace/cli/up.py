@@ -21,7 +21,7 @@ from tailrace.local.certificates import issue_certificates
 from tailrace.local.options import MONITOR_TRACES, ClusterOptions, Engine, Front
 from tailrace.local.plan import Plan, certificate_folder, make_plan
 from tailrace.local.ports import LOOPBACK, PortUnavailable, free_ports, require_free
-from tailrace.local.process import PartFailed
+from tailrace.local.process import PartFailed, PartRefused
 from tailrace.local.progress import make_progress
 from tailrace.local.requirements import Missing, loses_precision, require_installed, visible_gpus
 from tailrace.local.start import Starter
@@ -227,6 +227,8 @@ def _start(options: ClusterOptions, folder: RunFolder) -> RunState:
     plan = _plan(options, folder)
     try:
         return asyncio.run(_run(plan, folder, options))
+    except PartRefused as error:
+        raise UsageProblem(f"{error}\nAll started processes were stopped.") from error
     except PartFailed as error:
         raise CliError(f"{error}\nAll started processes were stopped.") from error
     except asyncio.CancelledError:

@@ -19,10 +19,16 @@ _LAST_LINES: Final = 20
 _ERROR: Final = re.compile(r"(?:\S+ \S+ ERROR [\w.]+|Error): (.+)")
 # A front end's last line does not say why its API server has ended.
 _SEE_ABOVE: Final = "the API server "
+# Click's exit status for a wrong command line.
+_USAGE_STATUS: Final = 2
 
 
 class PartFailed(RuntimeError):
     """A part exited or was not ready in time. The message is for users, and includes log lines."""
+
+
+class PartRefused(PartFailed):
+    """A part refuses its command line, which has an argument of the user in it."""
 
 
 class PartProcess:
@@ -57,10 +63,12 @@ class PartProcess:
         )
 
     def check(self) -> None:
-        """Raise PartFailed with the last lines of the log if the part has exited."""
+        """Raise PartFailed with the last lines of the log if the part has exited; PartRefused if because of
+        its command line."""
         code = self._process.poll()
         if code is not None:
-            raise PartFailed(f"{self.spec.name} exited while starting ({_cause(code)}){self._reason()}")
+            kind = PartRefused if code == _USAGE_STATUS else PartFailed
+            raise kind(f"{self.spec.name} exited while starting ({_cause(code)}){self._reason()}")
 
     def timed_out(self) -> PartFailed:
         """Return the error of a part that was not ready in time."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.local.plan import PartSpec, Plan, Tier
-from tailrace.local.process import PartFailed
+from tailrace.local.process import PartFailed, PartRefused
 from tailrace.local.progress import PlainProgress, Step
 from tailrace.local.start import Starter
 from tailrace.local.state import RunFolder, RunState
@@ -69,6 +69,12 @@ async def _fail(plan: Plan, folder: RunFolder) -> tuple[str, RunState]:
 async def test_a_final_error_line_is_the_whole_message(folder: RunFolder, log: str, shown: str) -> None:
     message, _ = await _fail(_plan(_part("worker-1", _exit_with(log, 1))), folder)
     assert message == f"worker-1 exited while starting (exit code 1): {shown} ({folder.logs}/worker-1.log)"
+
+
+async def test_a_part_that_refuses_its_command_line_is_told_from_others(folder: RunFolder) -> None:
+    refusing = _plan(_part("frontend", _exit_with("Error: argument --dtype: invalid choice: 'foo'", 2)))
+    with pytest.raises(PartRefused, match="argument --dtype: invalid choice: 'foo'"):
+        await Starter(refusing, folder, PlainProgress(), cores=2).run(None, "tiny")
 
 
 async def test_other_errors_are_shown_with_the_lines_before(folder: RunFolder) -> None:

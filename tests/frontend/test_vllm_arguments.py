@@ -1,0 +1,99 @@
+"""An argument that vLLM's API server refuses is named in one line, without the usage of all the others."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from frontend_svc.api_server.spec import ARGUMENTS_REFUSED
+from tailrace.service.etcd import local_etcd
+from tailrace.tiny import MODEL_PATH
+
+pytestmark = pytest.mark.vllm
+
+_PLUGIN = """
+from vllm.tool_parsers import ToolParser, ToolParserManager
+
+@ToolParserManager.register_module("ours")
+class Ours(ToolParser):
+    pass
+"""
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Return what is said about the arguments, which must be refused."""
+    from frontend_svc.api_server.vllm_arguments import parse_arguments
+
+    with pytest.raises(SystemExit) as end:
+        parse_arguments([str(MODEL_PATH), *arguments])
+    assert end.value.code == ARGUMENTS_REFUSED
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("Error", "usage"))]
+    assert len(said) == 1
+    return said[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--dtype=foo"], "Error: argument --dtype: invalid choice: 'foo' (choose from 'auto', "),
+        (["--dtype"], "Error: argument --dtype: expected one argument"),
+        (["--max-model-len=many"], "Error: argument --max-model-len: invalid "),
+        (["--no-such-flag=1"], "Error: unrecognized arguments: --no-such-flag=1"),
+        (["--enable-auto-tool-choice"], "Error: --enable-auto-tool-choice requires --tool-call-parser"),
+        (
+            ["--enable-auto-tool-choice", "--tool-call-parser=none"],
+            "Error: invalid tool call parser: none (chose from { ",
+        ),
+        (["--reasoning-parser=none"], "Error: argument --reasoning-parser: invalid choice: 'none' (choose"),
+        (
+            ['--structured-outputs-config={"reasoning_parser": "none"}'],
+            "Error: invalid reasoning parser: none (chose from { ",
+        ),
+    ],
+)
+def test_a_refused_argument_is_named(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], line: str
+) -> None:
+    assert refused(capsys, *arguments).startswith(line)
+
+
+def test_a_message_of_several_lines_becomes_one(capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(capsys, "--compilation-config={x")
+    assert line.startswith("Error: argument --compilation-config/-cc: ")
+    assert line.endswith("Invalid JSON: key must be a string at line 1 column 2")
+
+
+def test_the_parser_of_a_plugin_is_accepted(tmp_path: Path) -> None:
+    from frontend_svc.api_server.vllm_arguments import parse_arguments
+
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text(_PLUGIN)
+    tools = ["--enable-auto-tool-choice", "--tool-call-parser=ours", f"--tool-parser-plugin={plugin}"]
+    assert parse_arguments([str(MODEL_PATH), *tools]).tool_call_parser == "ours"
+
+
+@pytest.mark.parametrize(
+    ("argument", "line"),
+    [
+        ("--dtype=foo", "Error: argument --dtype: invalid choice: 'foo' (choose from "),
+        ("--max-model-len=9999999", "Error: vLLM's API server rejects these settings: "),
+    ],
+    ids=["by the parser", "by the configuration"],
+)
+async def test_the_front_end_ends_with_that_line(tmp_path: Path, argument: str, line: str) -> None:
+    async with local_etcd(tmp_path / "etcd") as etcd:
+        command = [sys.executable, "-m", "frontend_svc.main", "--etcd", etcd.endpoint]
+        process = await asyncio.create_subprocess_exec(
+            *command, "--http", "127.0.0.1:0", "--", argument, stderr=asyncio.subprocess.PIPE
+        )
+        try:
+            _, log = await asyncio.wait_for(process.communicate(), 120)
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+    assert process.returncode == ARGUMENTS_REFUSED
+    assert log.decode().splitlines()[-1].startswith(line)
