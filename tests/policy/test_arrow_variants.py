@@ -208,7 +208,11 @@ def test_both_kinds_survive_arrivals_and_ticks_with_attainment(
 @quick
 @given(view=fleets(least=2, pools=(P, D), all_active=True), arrival=arrivals)
 def test_a_flip_for_an_arrival_is_not_reverted_at_the_next_tick(view: ClusterView, arrival: Arrival) -> None:
-    """By then, the arrival is a prompt of the flipped instance."""
+    """By then, the arrival is a prompt of the flipped instance.
+
+    An arrival that takes all of the TTFT SLO leaves no time for others there, so that the instance may be on
+    its way back by then; it finishes the prompt first.
+    """
     placement = ARROW.place(view, replace(arrival, excluded=frozenset()), 0.0)
     if not isinstance(placement, Place) or not placement.also:
         return
@@ -226,8 +230,10 @@ def test_a_flip_for_an_arrival_is_not_reverted_at_the_next_tick(view: ClusterVie
         context_tokens=chosen.context_tokens + prompt.prompt_tokens,
     )
     view = ClusterView(MappingProxyType({**after.instances, loaded.instance_id: loaded}))
-    assert SetPool(loaded.instance_id, D) not in flips_of(view, 0.0)
-    assert SetPool(loaded.instance_id, Pool.PREFILL_TO_DECODE) not in flips_of(view, 0.0)
+    flips = flips_of(view, 0.0)
+    assert SetPool(loaded.instance_id, D) not in flips
+    if ARROW.loads.prefill_s(chosen, 2 * prompt.prompt_tokens) <= ARROW.ttft_slo_s:
+        assert SetPool(loaded.instance_id, Pool.PREFILL_TO_DECODE) not in flips
 
 
 def test_a_shortage_of_kv_among_decoders_flips_a_prefill_instance() -> None:
