@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import heapq
 import random
-from dataclasses import dataclass
 from typing import Final
+
+import numpy as np
+import numpy.typing as npt
 
 from tailrace.v1 import monitor_pb2, types_pb2
 
@@ -15,31 +17,75 @@ PROMPT_TOKENS: Final = 1_000
 MAX_TOKENS: Final = 16_384
 # Seconds that a placed request needs to its first token.
 _PREFILL_S: Final = 0.3
+_FRONTEND: Final = "frontend"
 
 
-@dataclass(slots=True)
-class _Request:
-    """A request in decode. `began_s`: time of its first token; lengths in tokens."""
+class _Rows:
+    """Properties of the requests, one column of an array for each, in the order of the steady report."""
 
-    request_id: str
-    began_s: float
-    reasoning_tokens: int
-    output_tokens: int
+    def __init__(self) -> None:
+        self.count = 0
+        # Time of the first token; tokens of the output, of its reasoning, and before the present phase.
+        self._values = np.zeros((4, 1))
 
-    def tokens(self, now_s: float) -> int:
+    @property
+    def output_tokens(self) -> npt.NDArray[np.int64]:
+        """Return the lengths of the outputs."""
+        return self._values[1, : self.count].astype(np.int64)
+
+    @property
+    def phase_from(self) -> npt.NDArray[np.int64]:
+        """Return the tokens before each request's present phase."""
+        return self._values[3, : self.count].astype(np.int64)
+
+    def tokens(self, now_s: float) -> npt.NDArray[np.int64]:
         """Return the tokens generated so far; at least one."""
-        return min(self.output_tokens, 1 + int((now_s - self.began_s) * TOKENS_PER_S))
+        began_s, output_tokens = self._values[:2, : self.count]
+        made = 1.0 + np.floor((now_s - began_s) * TOKENS_PER_S)
+        tokens: npt.NDArray[np.float64] = np.minimum(output_tokens, made)
+        return tokens.astype(np.int64)
 
-    def time_of(self, tokens: int) -> float:
-        """Return when the token with this number is generated."""
-        return self.began_s + (tokens - 1) / TOKENS_PER_S
+    def add(self, began_s: float, output_tokens: int) -> None:
+        """Add a request at the end; the first half of its output is reasoning."""
+        if self.count == self._values.shape[1]:
+            self._values = np.concatenate([self._values, np.zeros_like(self._values)], axis=1)
+        self._values[:, self.count] = began_s, output_tokens, output_tokens // 2, 0
+        self.count += 1
+
+    def remove(self, row: int) -> None:
+        """Remove a request."""
+        self._values[:, row : self.count - 1] = self._values[:, row + 1 : self.count]
+        self.count -= 1
+
+    def tokens_of(self, row: int, now_s: float) -> int:
+        """Return the tokens that one request has generated so far."""
+        began_s, output_tokens, _, _ = self._values[:, row].tolist()
+        return min(int(output_tokens), 1 + int((now_s - began_s) * TOKENS_PER_S))
+
+    def length_of(self, row: int) -> int:
+        """Return the length of one request's output."""
+        return int(self._values[1, row])
+
+    def reasons(self, row: int, now_s: float) -> bool:
+        """Return whether a request has not made the last token of its reasoning."""
+        return self.tokens_of(row, now_s) < int(self._values[2, row])
+
+    def answer(self, row: int, now_s: float) -> None:
+        """Begin a request's answer."""
+        self._values[3, row] = self.tokens_of(row, now_s)
+
+    def phase_ends_s(self, row: int, reasons: bool) -> float:
+        """Return when the last token of a request's reasoning, or of its answer, is generated."""
+        began_s, output_tokens, reasoning_tokens, _ = self._values[:, row].tolist()
+        last: float = reasoning_tokens if reasons else output_tokens
+        return float(began_s + (last - 1) / TOKENS_PER_S)
 
 
 class Population:
     """The requests of one instance. Times in seconds of a monotonic clock.
 
-    The steady report is one message whose counts are updated in place, since building a message per request
-    and report would cost more than what is measured.
+    The steady report is one message whose columns are kept, or replaced from arrays, since building it anew
+    for each report would cost more than what is measured.
     """
 
     def __init__(
@@ -51,14 +97,15 @@ class Population:
         self.seq = 0
         self._random = random.Random(seed)
         self._mean_tokens = mean_tokens
-        # In the order of the steady report's requests.
-        self._requests: list[_Request] = []
+        self._ids: list[str] = []
+        self._rows = _Rows()
         self._due: list[tuple[float, str]] = []
         self._steady = monitor_pb2.WorkerReport(instance_id=instance_id, incarnation=incarnation)
+        self._steady.request_columns.frontend_ids.append(_FRONTEND)
         for number in range(requests):
-            request = self._draw(f"{instance_id}-{number}", now_s)
-            request.began_s -= self._random.random() * request.output_tokens / TOKENS_PER_S
-            self._add(request, now_s)
+            output_tokens = self._draw_length()
+            age_s = self._random.random() * output_tokens / TOKENS_PER_S
+            self._add(f"{instance_id}-{number}", now_s - age_s, output_tokens, now_s)
 
     @property
     def next_due_s(self) -> float:
@@ -79,18 +126,17 @@ class Population:
 
     def steady(self, events: list[monitor_pb2.PhaseEvent], now_s: float, wall_s: float) -> bytes:
         """Return the next steady report, encoded."""
-        report = self._steady
-        context = 0
-        for request, message in zip(self._requests, report.requests, strict=True):
-            tokens = request.tokens(now_s)
-            grown = tokens - message.output_tokens
-            message.output_tokens = tokens
-            message.phase_tokens += grown
-            message.kv_blocks = -(-(PROMPT_TOKENS + tokens) // BLOCK_TOKENS)
-            context += PROMPT_TOKENS + tokens
-        load = report.load
-        load.running = len(self._requests)
-        load.kv_blocks_used = -(-context // BLOCK_TOKENS)
+        report, rows = self._steady, self._rows
+        tokens = rows.tokens(now_s)
+        blocks = -(-(PROMPT_TOKENS + tokens) // BLOCK_TOKENS)
+        columns, load = report.request_columns, report.load
+        columns.output_tokens[:] = tokens.tolist()
+        columns.phase_tokens[:] = (tokens - rows.phase_from).tolist()
+        columns.kv_blocks[:] = blocks.tolist()
+        columns.predicted_remaining_tokens[:] = (rows.output_tokens - tokens).tolist()
+        context = PROMPT_TOKENS * len(self._ids) + int(tokens.sum())
+        load.running = len(self._ids)
+        load.kv_blocks_used = int(blocks.sum())
         load.kv_blocks_total = 4 * load.kv_blocks_used + 1
         load.block_tokens = BLOCK_TOKENS
         load.context_tokens = context
@@ -111,55 +157,70 @@ class Population:
         report.seq, report.time_s = self.seq, wall_s
         return report.SerializeToString()
 
-    def _draw(self, request_id: str, now_s: float) -> _Request:
-        output_tokens = 2 + int(2 * self._mean_tokens * self._random.random())
-        return _Request(request_id, now_s, output_tokens // 2, output_tokens)
+    def _draw_length(self) -> int:
+        return 2 + int(2 * self._mean_tokens * self._random.random())
 
-    def _add(self, request: _Request, now_s: float) -> None:
-        self._requests.append(request)
-        reasons = request.tokens(now_s) < request.reasoning_tokens
-        self._steady.requests.add(
-            request_id=request.request_id,
-            frontend_id="frontend",
-            phase=types_pb2.PHASE_REASONING if reasons else types_pb2.PHASE_ANSWERING,
-            state=types_pb2.REQUEST_STATE_RUNNING,
-            prompt_tokens=PROMPT_TOKENS,
-            output_tokens=request.tokens(now_s),
-            max_tokens=MAX_TOKENS,
-            arrival_s=request.began_s,
-            token_interval_ms=1e3 / TOKENS_PER_S,
-            predicted_remaining_tokens=request.output_tokens - request.tokens(now_s),
-        )
-        self._schedule(request, reasons)
+    def _add(self, request_id: str, began_s: float, output_tokens: int, now_s: float) -> None:
+        row = len(self._ids)
+        self._ids.append(request_id)
+        self._rows.add(began_s, output_tokens)
+        reasons = self._rows.reasons(row, now_s)
+        columns = self._steady.request_columns
+        columns.request_ids.append(request_id)
+        columns.frontends.append(0)
+        columns.phases.append(types_pb2.PHASE_REASONING if reasons else types_pb2.PHASE_ANSWERING)
+        columns.states.append(types_pb2.REQUEST_STATE_RUNNING)
+        columns.prompt_tokens.append(PROMPT_TOKENS)
+        columns.max_tokens.append(MAX_TOKENS)
+        columns.arrival_s.append(began_s)
+        columns.token_interval_ms.append(1e3 / TOKENS_PER_S)
+        self._schedule(row, reasons)
 
-    def _schedule(self, request: _Request, reasons: bool) -> None:
-        last = request.reasoning_tokens if reasons else request.output_tokens
-        heapq.heappush(self._due, (request.time_of(last), request.request_id))
+    def _remove(self, row: int) -> None:
+        del self._ids[row]
+        self._rows.remove(row)
+        columns = self._steady.request_columns
+        for column in (
+            columns.request_ids,
+            columns.frontends,
+            columns.phases,
+            columns.states,
+            columns.prompt_tokens,
+            columns.max_tokens,
+            columns.arrival_s,
+            columns.token_interval_ms,
+        ):
+            del column[row]
+
+    def _schedule(self, row: int, reasons: bool) -> None:
+        """Schedule the end of the request's phase: its last token in it."""
+        heapq.heappush(self._due, (self._rows.phase_ends_s(row, reasons), self._ids[row]))
 
     def _advance(self, request_id: str, now_s: float) -> monitor_pb2.PhaseEvent:
-        row = next((n for n, r in enumerate(self._requests) if r.request_id == request_id), None)
-        if row is None:
-            request = self._draw(request_id, now_s)
-            self._add(request, now_s)
-            return self._event(request, self._steady.requests[-1].phase, now_s)
-        request, message = self._requests[row], self._steady.requests[row]
-        if message.phase == types_pb2.PHASE_REASONING:
-            message.phase, message.phase_tokens = types_pb2.PHASE_ANSWERING, 0
-            self._schedule(request, reasons=False)
-            return self._event(request, message.phase, now_s)
-        del self._requests[row], self._steady.requests[row]
-        return self._event(request, types_pb2.PHASE_UNSPECIFIED, now_s)
+        """Let a placed request begin, or a request end its phase; return the event."""
+        if request_id not in self._ids:
+            self._add(request_id, now_s, self._draw_length(), now_s)
+            return self._event(len(self._ids) - 1, self._steady.request_columns.phases[-1], now_s)
+        row = self._ids.index(request_id)
+        phases = self._steady.request_columns.phases
+        if phases[row] == types_pb2.PHASE_REASONING:
+            phases[row] = types_pb2.PHASE_ANSWERING
+            self._rows.answer(row, now_s)
+            self._schedule(row, reasons=False)
+            return self._event(row, types_pb2.PHASE_ANSWERING, now_s)
+        event = self._event(row, types_pb2.PHASE_UNSPECIFIED, now_s)
+        self._remove(row)
+        return event
 
-    def _event(
-        self, request: _Request, phase: types_pb2.Phase.ValueType, now_s: float
-    ) -> monitor_pb2.PhaseEvent:
+    def _event(self, row: int, phase: types_pb2.Phase.ValueType, now_s: float) -> monitor_pb2.PhaseEvent:
+        tokens = self._rows.tokens_of(row, now_s)
         return monitor_pb2.PhaseEvent(
-            request_id=request.request_id,
-            frontend_id="frontend",
+            request_id=self._ids[row],
+            frontend_id=_FRONTEND,
             phase=phase,
             prompt_tokens=PROMPT_TOKENS,
-            output_tokens=request.tokens(now_s),
+            output_tokens=tokens,
             max_tokens=MAX_TOKENS,
             time_s=now_s,
-            predicted_remaining_tokens=request.output_tokens - request.tokens(now_s),
+            predicted_remaining_tokens=self._rows.length_of(row) - tokens,
         )
