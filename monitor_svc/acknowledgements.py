@@ -6,42 +6,51 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Final
 
-# Between two acknowledgements, in seconds. Workers give a monitor up when one is missing for 1.25 s.
-_INTERVAL_S: Final = 0.5
+# Between two acknowledgements, in seconds. Workers give a monitor up when one is missing for 1.25 s. For both
+# sides one costs as much as a report.
+_INTERVAL_S: Final = 0.75
 
 
 class Acknowledgements:
     """Yield the sequence number of the latest report, at once if none was yielded for an interval."""
 
     def __init__(self) -> None:
-        self._latest = 0
-        self._received = asyncio.Event()
-        self._ended = asyncio.Event()
+        self._latest: int | None = None
+        self._yielded: int | None = None
+        self._ended = False
+        self._changed = asyncio.Event()
+        # While it runs, a report waits for its acknowledgement.
+        self._interval: asyncio.TimerHandle | None = None
 
     def received(self, seq: int) -> None:
         """Have a report acknowledged."""
         self._latest = seq
-        self._received.set()
+        if self._interval is None:
+            self._changed.set()
 
     def end(self) -> None:
         """End the iteration after what is left: no more reports will be received."""
-        self._ended.set()
-        self._received.set()
+        self._ended = True
+        if self._interval is not None:
+            self._interval.cancel()
+        self._changed.set()
+
+    def _interval_ended(self) -> None:
+        self._interval = None
+        if self._latest != self._yielded:
+            self._changed.set()
 
     async def __aiter__(self) -> AsyncIterator[int]:
         """Iterate until `end`."""
-        acknowledged = None
         while True:
-            await self._received.wait()
-            self._received.clear()
-            ended, latest = self._ended.is_set(), self._latest
-            if not ended or latest != acknowledged:
+            await self._changed.wait()
+            self._changed.clear()
+            ended, latest = self._ended, self._latest
+            if latest is not None and latest != self._yielded:
+                self._yielded = latest
+                if not ended:
+                    loop = asyncio.get_running_loop()
+                    self._interval = loop.call_later(_INTERVAL_S, self._interval_ended)
                 yield latest
             if ended:
                 return
-            acknowledged = latest
-            try:
-                async with asyncio.timeout(_INTERVAL_S):
-                    await self._ended.wait()
-            except TimeoutError:
-                continue

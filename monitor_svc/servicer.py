@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Final
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from monitor_svc.acknowledgements import Acknowledgements
 from monitor_svc.feed import Feed
@@ -20,8 +21,8 @@ from tailrace.v1 import admin_pb2, monitor_pb2
 MONITOR_SERVICE: Final = "tailrace.v1.Monitor"
 
 
-class UnnamedReportError(Exception):
-    """A report does not say which instance it is from."""
+class InvalidReportError(Exception):
+    """A report cannot be decoded, or does not say which instance it is from."""
 
 
 class MonitorServicer:
@@ -37,28 +38,32 @@ class MonitorServicer:
 
     async def Report(
         self,
-        request_iterator: AsyncIterator[ReceivedReport],
-        context: grpc.aio.ServicerContext[ReceivedReport, monitor_pb2.ReportAck],
+        request_iterator: AsyncIterator[bytes],
+        context: grpc.aio.ServicerContext[bytes, monitor_pb2.ReportAck],
     ) -> AsyncIterator[monitor_pb2.ReportAck]:
-        """Acknowledge reports; one acknowledgement stands for all reports before."""
+        """Receive encoded reports; one acknowledgement stands for all reports before."""
         acknowledgements = Acknowledgements()
         reading = asyncio.create_task(self._read(request_iterator, acknowledgements), name="worker reports")
         try:
             async for seq in acknowledgements:
                 yield monitor_pb2.ReportAck(seq=seq, reads_columns=True)
             await reading
-        except UnnamedReportError as error:
+        except InvalidReportError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
             reading.cancel()
             await asyncio.wait([reading])
 
-    async def _read(self, reports: AsyncIterator[ReceivedReport], acknowledgements: Acknowledgements) -> None:
+    async def _read(self, reports: AsyncIterator[bytes], acknowledgements: Acknowledgements) -> None:
         try:
-            async for received in reports:
+            async for encoded in reports:
+                try:
+                    received = ReceivedReport.decode(encoded)
+                except DecodeError as error:
+                    raise InvalidReportError(f"the request cannot be decoded: {error}") from error
                 report = received.message
                 if not report.instance_id or not report.incarnation:
-                    raise UnnamedReportError("instance_id, incarnation: must not be empty")
+                    raise InvalidReportError("instance_id, incarnation: must not be empty")
                 self._reports.apply(received, time.monotonic())
                 self.reports_received += 1
                 for event in report.phase_events:
@@ -104,7 +109,8 @@ def add_to_server(servicer: MonitorServicer, server: grpc.aio.Server) -> None:
     handlers: dict[str, Handler] = {
         "Report": grpc.stream_stream_rpc_method_handler(
             servicer.Report,
-            request_deserializer=ReceivedReport.decode,
+            # Decoding here costs less than the interceptor for requests that cannot be decoded.
+            request_deserializer=None,
             response_serializer=monitor_pb2.ReportAck.SerializeToString,
         ),
         "Watch": grpc.unary_stream_rpc_method_handler(

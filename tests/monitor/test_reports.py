@@ -280,6 +280,20 @@ async def queued(reports: asyncio.Queue[monitor_pb2.WorkerReport]) -> AsyncItera
         yield await reports.get()
 
 
+async def test_a_report_that_cannot_be_decoded_is_refused(monitor: Monitor) -> None:
+    async with grpc.aio.insecure_channel(monitor.address) as channel:
+        report: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
+            "/tailrace.v1.Monitor/Report"
+        )
+        call = report(iter([b"\x0a\x05x"]))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in call:
+                pass
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert "cannot be decoded" in (caught.value.details() or "")
+    assert not monitor.reports.instances
+
+
 async def test_a_report_without_a_name_is_refused(monitor: Monitor) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async for _ in monitor.stub.Report(iter([monitor_pb2.WorkerReport()])):
