@@ -2,31 +2,49 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 
 from tailrace.cache.index import Tier
-from tailrace.cluster import Phase, RequestView, Stage
+from tailrace.cluster import InstanceView, Phase, RequestView, Stage
 from tailrace.control.reported_cluster import ReportedCluster
+from tailrace.control.reported_instance import ReportedInstance
 from tailrace.messages import INSTANCE_STATE_NUMBERS, PHASE_NUMBERS, REQUEST_STATE_NUMBERS, WAYS, pool_number
 from tailrace.policy import registry
 from tailrace.policy.parameters import Parameter, Value, format_value
+from tailrace.service.tasks import in_slices
 from tailrace.store.membership import Membership
 from tailrace.v1 import admin_pb2, monitor_pb2, types_pb2
 
 
-def instance_infos(state: ReportedCluster, now_s: float) -> list[admin_pb2.InstanceInfo]:
-    """Return all instances; `now_s` is the scheduler's monotonic clock."""
-    return [_instance_info(state, name, now_s) for name in state.view().instances]
+async def instance_infos(state: ReportedCluster, now_s: float) -> list[admin_pb2.InstanceInfo]:
+    """Return all instances; `now_s` is the scheduler's monotonic clock.
+
+    For a large fleet that takes long, and is done in slices between which placements get their turn.
+    """
+    phases: defaultdict[str, Counter[Phase]] = defaultdict(Counter)
+    async for location in in_slices(state.locations()):
+        phases[location.instance_id][location.phase] += 1
+    view = state.view()
+    return [
+        _instance_info(state, tracked, instance, phases[name], now_s)
+        async for name, instance in in_slices(view.instances.items())
+        # It may have left meanwhile.
+        if (tracked := state.tracked(name)) is not None
+    ]
 
 
-def _instance_info(state: ReportedCluster, name: str, now_s: float) -> admin_pb2.InstanceInfo:
-    view, tracked = state.view().instances[name], state.tracked(name)
-    assert tracked is not None
+def _instance_info(
+    state: ReportedCluster,
+    tracked: ReportedInstance,
+    view: InstanceView,
+    phases: Counter[Phase],
+    now_s: float,
+) -> admin_pb2.InstanceInfo:
+    name = view.instance_id
     record = tracked.record
     # Not reported yet: all zero, including the capacity.
     load = tracked.load if tracked.load is not None else monitor_pb2.InstanceLoad()
-    phases = Counter(request.phase for request in state.requests_on(name))
     return admin_pb2.InstanceInfo(
         instance_id=name,
         incarnation=record.incarnation,
@@ -62,6 +80,13 @@ def _instance_info(state: ReportedCluster, name: str, now_s: float) -> admin_pb2
         tensor_parallel_size=record.tensor_parallel_size,
         pipeline_parallel_size=record.pipeline_parallel_size,
     )
+
+
+async def request_infos(
+    state: ReportedCluster, requests: Iterable[RequestView], wall_s: float
+) -> list[admin_pb2.RequestInfo]:
+    """Return these requests, in slices as above; `wall_s` is the time of day."""
+    return [request_info(state, request, wall_s) async for request in in_slices(requests)]
 
 
 def request_info(state: ReportedCluster, request: RequestView, wall_s: float) -> admin_pb2.RequestInfo:

@@ -7,7 +7,7 @@ call's status (`errors.py`).
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import aclosing
 from typing import Final
 
@@ -31,6 +31,7 @@ from scheduler_svc.drainer import drain_events
 from scheduler_svc.migrations import Migrations, MigrationStarter
 from scheduler_svc.recorder import Recorder
 from scheduler_svc.settings import Settings
+from tailrace.cluster import RequestView
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.control.runner import ActivePolicy
 from tailrace.messages import POOLS, given_objectives, pool_number, profile_message, slo_message
@@ -80,7 +81,8 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         context: grpc.aio.ServicerContext[admin_pb2.ListInstancesRequest, admin_pb2.ListInstancesReply],
     ) -> admin_pb2.ListInstancesReply:
         """List instances in id order."""
-        return admin_pb2.ListInstancesReply(instances=listing.instance_infos(self._state, time.monotonic()))
+        infos = await listing.instance_infos(self._state, time.monotonic())
+        return admin_pb2.ListInstancesReply(instances=infos)
 
     async def ListRequests(
         self,
@@ -88,13 +90,11 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         context: grpc.aio.ServicerContext[admin_pb2.ListRequestsRequest, admin_pb2.ListRequestsReply],
     ) -> admin_pb2.ListRequestsReply:
         """List all requests, or those of one instance (NOT_FOUND if it does not exist)."""
+        requests: Iterable[RequestView] = self._state.requests()
         if request.instance_id:
             check_instance(self._state, "instance_id", request.instance_id)
             requests = self._state.requests_on(request.instance_id)
-        else:
-            requests = list(self._state.requests())
-        wall_s = time.time()
-        infos = [listing.request_info(self._state, r, wall_s) for r in requests]
+        infos = await listing.request_infos(self._state, requests, time.time())
         return admin_pb2.ListRequestsReply(requests=infos)
 
     async def ListMigrations(

@@ -396,6 +396,10 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         """Yield every request once, on its current instance."""
         return (request for name in list(self._locations) if (request := self.request(name)) is not None)
 
+    def locations(self) -> list[RequestLocation]:
+        """Return the location of every request, not to be changed."""
+        return list(self._locations.values())
+
     def requests_on(self, instance_id: str) -> list[RequestView]:
         """Return the requests that an instance has now, without those that have moved on but are still
         reported."""

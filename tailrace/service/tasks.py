@@ -1,10 +1,11 @@
-"""Run tasks that end together, and work that cancellation must not interrupt."""
+"""Run tasks that end together, work that cancellation must not interrupt, and long work in slices."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import TypeVar
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from typing import Final, TypeVar
 
 
 async def first_ended(*coroutines: Coroutine[object, object, None]) -> None:
@@ -53,6 +54,23 @@ async def run_to_completion(coroutine: Coroutine[object, object, T]) -> T:
         # An exception keeps the frames that it passed, this one and with it the task, and the task keeps the
         # exception: a circle that would hold buffers and file descriptors until the next collection.
         del task
+
+
+# Longest time for which work in slices keeps the event loop from other tasks.
+_SLICE_S: Final = 0.002
+
+
+async def in_slices(items: Iterable[T]) -> AsyncIterator[T]:
+    """Yield the items; let other tasks run whenever the work on them has taken a slice of time.
+
+    `items` must tolerate what other tasks do meanwhile.
+    """
+    began_s = time.monotonic()
+    for item in items:
+        yield item
+        if time.monotonic() - began_s > _SLICE_S:
+            await asyncio.sleep(0)
+            began_s = time.monotonic()
 
 
 def task_error(task: asyncio.Task[None]) -> BaseException | None:

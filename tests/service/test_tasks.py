@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import weakref
 
 import pytest
 
-from tailrace.service.tasks import first_ended, run_to_completion
+from tailrace.service.tasks import first_ended, in_slices, run_to_completion
 
 
 class Broken(Exception):
@@ -79,3 +80,20 @@ async def test_an_error_keeps_no_frame_alive() -> None:
         assert kept[0]() is None
     finally:
         gc.enable()
+
+
+async def test_long_work_lets_other_tasks_run_between_slices() -> None:
+    ran = asyncio.Event()
+    other = asyncio.ensure_future(_set(ran))
+    seen = 0
+    # Ends only if the other task gets its turn.
+    async for _ in in_slices(itertools.count()):
+        seen += 1
+        if ran.is_set():
+            break
+    assert seen > 1
+    await other
+
+
+async def _set(event: asyncio.Event) -> None:
+    event.set()
