@@ -13,7 +13,8 @@ from typing import Final
 
 from tailrace import __version__
 from tailrace.actions import Place, Refuse
-from tailrace.cluster import Arrival, ClusterView, Incoming, Phase, length_bounds
+from tailrace.cluster import Arrival, Incoming, Phase, Stage, length_bounds
+from tailrace.control.outgrown import OutgrownRequests
 from tailrace.control.recording import (
     FORMAT,
     Arrived,
@@ -50,9 +51,13 @@ class LiveControl:
         self._executor = executor
         # Placements made so far.
         self._placements = 0
-        # Requests that have outgrown their instance's stage: the policy is asked once about each.
-        self._outgrown: dict[str, str] = {}
+        # The policy that was asked about these requests.
+        self._outgrown = OutgrownRequests({})
         self._outgrown_policy: Policy = active.policy
+        self._checked_memberships = 0
+        # The stages for which the bounds, by instance, were computed.
+        self._bounded_stages: tuple[Stage, ...] = ()
+        self._bounds: dict[str, int] = {}
 
     def follow(self, record: PolicyRecord | None, slo: Slo) -> None:
         """Decide by this policy (None: the default) and for these SLOs from now on."""
@@ -121,10 +126,9 @@ class LiveControl:
             return
         for change in changes:
             self._phase_changed(change, at)
-        # A view of the whole cluster after each report would cost more than everything else.
         if self.model.stages:
-            self._check_lengths(self.model.view(), report.instance_id, at)
-        elif self._outgrown:
+            self._check_lengths(report.instance_id, at)
+        else:
             self._outgrown.clear()
 
     def tick(self, at: Moment) -> None:
@@ -146,7 +150,7 @@ class LiveControl:
         model, instances = self.model.state()
         active = self.active
         # Questions put to another policy do not count.
-        outgrown = self._outgrown if self._outgrown_policy is active.policy else {}
+        outgrown = self._outgrown.found if self._outgrown_policy is active.policy else {}
         started = Started(
             format=FORMAT,
             version=__version__,
@@ -155,7 +159,7 @@ class LiveControl:
             default=_recorded_policy(active.default),
             slo=active.slo,
             placements=self._placements,
-            outgrown=dict(outgrown),
+            outgrown=outgrown,
             last_tick_s=self.runner.last_tick_s,
             model=model,
         )
@@ -175,7 +179,8 @@ class LiveControl:
         control.active.switch(policy, started.slo)
         control.model.restore(started.model, instances, started.now_s)
         control._placements = started.placements
-        control._outgrown_policy, control._outgrown = control.active.policy, dict(started.outgrown)
+        control._outgrown_policy = control.active.policy
+        control._outgrown = OutgrownRequests(started.outgrown)
         control.runner.last_tick_s = started.last_tick_s
         return control
 
@@ -197,28 +202,32 @@ class LiveControl:
         if point is not None:
             self.runner.request_changed(point, change.request, at)
 
-    def _check_lengths(self, view: ClusterView, instance_id: str, at: Moment) -> None:
+    def _check_lengths(self, instance_id: str, at: Moment) -> None:
+        """Ask the policy about requests on this instance that have outgrown its stage."""
         if self._outgrown_policy is not self.active.policy:
             # The policy has changed and has not been asked about any request.
             self._outgrown_policy = self.active.policy
             self._outgrown.clear()
-        instance = view.instances.get(instance_id)
-        bound = length_bounds(view.stages).get(instance_id)
-        if instance is None:
+        if self._checked_memberships != self.model.memberships:
+            self._checked_memberships = self.model.memberships
+            self._outgrown.keep_instances(lambda name: self.model.tracked(name) is not None)
+        tracked = self.model.tracked(instance_id)
+        if tracked is None:
             return
-        for request in instance.requests:
-            if bound is None or request.context_tokens < bound:
-                continue
-            if self._outgrown.get(request.request_id) == instance_id:
-                continue
-            self._outgrown[request.request_id] = instance_id
-            # The view for this request includes the decision about the previous one.
-            self.runner.request_changed(Point.LENGTH_BOUNDARY, request, at)
-        here = {request.request_id for request in instance.requests}
-        for request_id, where in list(self._outgrown.items()):
-            # The request has left the instance, or the instance has left.
-            if where not in view.instances or (where == instance_id and request_id not in here):
-                del self._outgrown[request_id]
+        bound = self._length_bound(instance_id)
+        requests = [] if bound is None else tracked.requests().from_context(bound)
+        for request in requests:
+            if self._outgrown.add(request.request_id, instance_id):
+                # The view for this request includes the decision about the previous one.
+                self.runner.request_changed(Point.LENGTH_BOUNDARY, request, at)
+        self._outgrown.keep(instance_id, lambda name: tracked.find(name) is not None)
+
+    def _length_bound(self, instance_id: str) -> int | None:
+        """Return the context from which a request has outgrown this instance's stage; None: it has none."""
+        stages = self.model.stages
+        if stages is not self._bounded_stages:
+            self._bounded_stages, self._bounds = stages, length_bounds(stages)
+        return self._bounds.get(instance_id)
 
 
 def _recorded_policy(record: PolicyRecord) -> RecordedPolicy:

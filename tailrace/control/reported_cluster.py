@@ -122,6 +122,8 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         self._measured: dict[str, tuple[ProfileRecord, Measured]] = {}
         self._view: ClusterView | None = None
         self._groups = ModelGroups({})
+        # Increases with each change of the membership.
+        self.memberships = 0
         # Views of subsets of the instances, each with the full view that it was made from.
         self._partial: dict[frozenset[str], tuple[ClusterView, ClusterView]] = {}
 
@@ -143,6 +145,7 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         self._known = tracked
         self.cache.set_instances(members.instances)
         self._groups = ModelGroups(members.instances)
+        self.memberships += 1
         self._partial.clear()
         self._forget([r for r, location in self._locations.items() if location.instance_id not in tracked])
         self._suspects = members.suspects
@@ -496,17 +499,14 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         instance_id, locations = tracked.record.instance_id, self._locations
         for request_id, epoch, phase in tracked.to_check():
             location = locations.get(request_id)
-            if location is None or not location.equals(instance_id, epoch, phase):
+            if location is None:
+                if not epoch:
+                    self.count_arrival(tracked.reported_prompt_tokens(request_id), now_s)
+                locations[request_id] = RequestLocation(instance_id, epoch, phase)
+            elif not location.equals(instance_id, epoch, phase):
                 request = tracked.find(request_id)
-                if request is None:
-                    continue
-                if location is not None:
+                if request is not None:
                     self._phase_entered(request, changes, now_s)
-                else:
-                    self._count_arrival(request, now_s)
-                    location = locations[request_id] = RequestLocation(
-                        instance_id, request.epoch, request.phase
-                    )
                 if not location.equals(instance_id, epoch, phase):
                     tracked.unsettle(request_id)
 

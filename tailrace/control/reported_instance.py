@@ -102,6 +102,10 @@ class ReportedInstance(Corrections[str, PendingRequest]):
         one: rows that are not as in the report before, and those left unsettled since."""
         return self._to_check
 
+    def reported_prompt_tokens(self, request_id: str) -> int:
+        """Return the length of the prompt of a request of the last steady report."""
+        return self._rows.prompt_tokens(request_id)
+
     def unsettle(self, request_id: str) -> None:
         """Have the request checked with the next steady report, if it is in it."""
         self._unsettled.add(request_id)

@@ -148,6 +148,17 @@ class ReportedRows:
             )
         return view
 
+    def prompt_tokens(self, request_id: str) -> int:
+        """Return the length of the prompt of a request that is in the report."""
+        return value_of(self._columns.prompt_tokens, self._index[request_id], 0)
+
+    def from_context(self, tokens: int) -> list[str]:
+        """Return the requests with a context of at least so many tokens, in the report's order."""
+        columns, count = self._columns, len(self._ids)
+        prompts, outputs = full(columns.prompt_tokens, count, 0), full(columns.output_tokens, count, 0)
+        rows = zip(self._ids, prompts, outputs, strict=True)
+        return [name for name, prompt, output in rows if prompt + output >= tokens]
+
     def traceparent(self, request_id: str) -> str:
         """Return the reported trace context; "" if there is none."""
         if self._traceparents is None:
@@ -290,6 +301,16 @@ class ReportedRequests(ListsMovable, LazyRequests):
         both = zip(reported[1:], movable_columns(added)[1:], strict=True)
         names = [*reported.request_ids, *(request.request_id for request in added)]
         return MovableRequests(names, *(np.concatenate(columns) for columns in both))
+
+    def from_context(self, tokens: int) -> list[RequestView]:
+        """Return the requests with a context of at least so many tokens, in order, without making views of
+        the others."""
+        rows, changed = self._rows, self._changed
+        names = rows.in_order({*rows.from_context(tokens), *changed})
+        held = [changed[name] if name in changed else rows.view(name) for name in names]
+        held += [request for name, request in changed.items() if name not in rows]
+        held += self._pending
+        return [request for request in held if request is not None and request.context_tokens >= tokens]
 
     def find(self, request_id: str) -> RequestView:
         """Return the view of one of the requests. Raise KeyError if it is not among them."""

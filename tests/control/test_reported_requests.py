@@ -88,6 +88,8 @@ def test_counts_equal_those_of_the_requests(
     rows_of = [sorted(zip(*each, strict=True), key=itemgetter(0)) for each in (columns, expected)]
     assert repr(rows_of[0]) == repr(rows_of[1])
     assert all(find_request(requests, r.request_id) == r for r in held)
+    for tokens in (0, 3, 9):
+        assert requests.from_context(tokens) == [r for r in held if r.context_tokens >= tokens]
     assert isinstance(requests, ListsPrompts)
     prompts = [(r.arrival_s, r.prompt_tokens) for r in held if r.phase is Phase.PREFILL]
     assert sorted(requests.prompts()) == sorted(prompts)
