@@ -18,7 +18,7 @@ from tailrace.perf.steps import StepModel
 from tailrace.perf.ttft import TtftPredictor
 from tailrace.policy.tailrace.costs import Costs
 from tailrace.policy.tailrace.offers import FEW, OfferPlanner
-from tailrace.policy.tailrace.queue import Queue, SolePrompts
+from tailrace.policy.tailrace.queue import Queue, QueueColumns
 from tailrace.profiles import load_profile
 from tests.policy.fleets import instance, request
 from tests.policy.tailrace_arrival import cheapest
@@ -83,30 +83,26 @@ def test_patience_is_derived_from_the_first_instance(few: int) -> None:
     assert chosen[False] != chosen[True]
 
 
-QUEUES = st.lists(
-    st.none()
-    | st.tuples(
-        st.lists(st.tuples(st.floats(0.0, 5.0), st.integers(1, 9_000)), max_size=3), st.integers(0, 9_000)
-    ),
-    min_size=1,
-    max_size=5,
-)
+PROMPTS = st.lists(st.tuples(st.floats(0.0, 5.0), st.integers(1, 9_000)), max_size=QueueColumns.DEPTH + 1)
+QUEUES = st.lists(st.none() | st.tuples(PROMPTS, st.integers(0, 9_000)), min_size=1, max_size=5)
 
 
 @given(queues=QUEUES, tokens=st.integers(1, 9_000), now=st.floats(0.0, 9.0))
-def test_sole_prompts_are_before_an_arrival_as_in_their_queue(
+def test_columns_of_queues_have_the_same_prompts_before_an_arrival(
     queues: list[tuple[list[tuple[float, int]], int] | None], tokens: int, now: float
 ) -> None:
-    sole = SolePrompts(len(queues))
+    columns = QueueColumns(len(queues))
     made = [None if each is None or not each[0] else Queue.of(*each, NOMINAL) for each in queues]
+    fit = []
     for position, queue in enumerate(made):
         # Whatever stood there before is replaced.
-        sole.set(position, Queue.of([(1.0, 700)], 300, NOMINAL))
-        sole.set(position, queue)
+        assert columns.set(position, Queue.of([(1.0, 700), (1.0, 70)], 300, NOMINAL))
+        fit.append(columns.set(position, queue))
     own_s = nominal_s(tokens, tokens * tokens)
-    rows = zip(*(column.tolist() for column in sole.before(own_s, now)), strict=True)
-    for queue, row in zip(made, rows, strict=True):
-        if queue is None or len(queue.due) != 1:
+    rows = zip(*(column.tolist() for column in columns.before(own_s, now)), strict=True)
+    for queue, fits, row in zip(made, fit, rows, strict=True):
+        assert fits == (queue is None or len(queue.due) <= QueueColumns.DEPTH)
+        if queue is None or not fits:
             assert row == (0.0, 0.0, 0.0)
         else:
             assert row == pytest.approx(queue.before(now + due_after_s(own_s, queue.queued_s)))

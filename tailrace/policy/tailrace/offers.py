@@ -34,7 +34,7 @@ from tailrace.policy.tailrace.arrival import (
     shortage_s,
 )
 from tailrace.policy.tailrace.costs import Costs, Longest
-from tailrace.policy.tailrace.queue import Queue, SolePrompts
+from tailrace.policy.tailrace.queue import Queue, QueueColumns
 
 # Up to this many instances scalars are faster than arrays.
 FEW: Final = 24
@@ -62,9 +62,9 @@ class OfferPlanner:
         self._table: Floats = np.empty((len(Offer._fields), 0))
         # By position, of instances whose view lists waiting prompts.
         self._queues: dict[int, Queue] = {}
-        # The same, if there are many instances: a single prompt each, and positions of the other queues.
-        self._sole_prompts = SolePrompts(0)
-        self._several_prompts: set[int] = set()
+        # The same, if there are many instances: by column, and the positions of those that do not fit.
+        self._queue_columns = QueueColumns(0)
+        self._long_queues: set[int] = set()
         # Longest contexts; only with a length penalty.
         self._longest: list[int] = []
         self._not_active: set[int] = set()
@@ -154,9 +154,9 @@ class OfferPlanner:
         before = QueueAhead(offered.unlisted, offered.unlisted_s, np.zeros(len(offered.unlisted)))
         if self._queues:
             own_s = nominal_s(prompt_tokens, prompt_tokens * prompt_tokens)
-            ahead, ahead_s, behind = self._sole_prompts.before(own_s, now)
+            ahead, ahead_s, behind = self._queue_columns.before(own_s, now)
             before = QueueAhead(offered.unlisted + ahead, offered.unlisted_s + ahead_s, behind)
-            for position in self._several_prompts:
+            for position in self._long_queues:
                 queue = self._queues[position]
                 known, known_s, after = queue.before(now + due_after_s(own_s, queue.queued_s))
                 before.tokens[position] += known
@@ -242,8 +242,8 @@ class OfferPlanner:
         self._offers = [_EMPTY] * count if few else []
         self._table = np.empty((len(Offer._fields), 0 if few else count))
         self._queues = {}
-        self._sole_prompts = SolePrompts(0 if few else count)
-        self._several_prompts = set()
+        self._queue_columns = QueueColumns(0 if few else count)
+        self._long_queues = set()
         self._longest = [0] * count
         self._not_active = set()
         self._pooled = set()
@@ -301,11 +301,10 @@ class OfferPlanner:
             self._queues[position] = queue
         if self._offers:
             return
-        self._sole_prompts.set(position, queue)
-        if queue is not None and len(queue.due) > 1:
-            self._several_prompts.add(position)
+        if self._queue_columns.set(position, queue):
+            self._long_queues.discard(position)
         else:
-            self._several_prompts.discard(position)
+            self._long_queues.add(position)
 
 
 _EMPTY: Final = Offer[float](*[0.0] * len(Offer._fields))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tailrace.intra.due import PREFILLS, STRETCH, due_after_s, nominal_s
 from tailrace.perf.steps import Floats, StepModel
@@ -66,38 +67,44 @@ class Queue:
         return left, seconds, len(self.due) - place
 
 
-class SolePrompts:
-    """The queues of those instances on which a single prompt waits, by column: most of a large fleet's."""
+class QueueColumns:
+    """The queues of all instances of a cluster by column. Those of more than DEPTH prompts do not fit."""
+
+    DEPTH: Final = 8
 
     def __init__(self, instances: int) -> None:
-        self._columns: Floats = np.repeat(np.array([_NOBODY]).T, instances, axis=1)
+        # As in `Queue`, by prompt and instance. Prompts that do not exist are never due.
+        self._due: Floats = np.full((self.DEPTH, instances), np.inf)
+        self._tokens: Floats = np.zeros((self.DEPTH + 1, instances))
+        self._seconds: Floats = np.zeros((self.DEPTH + 1, instances))
+        self._computed: Floats = np.zeros(instances)
+        self._queued_s: Floats = np.zeros(instances)
+        self._prompts: NDArray[np.intp] = np.zeros(instances, dtype=np.intp)
+        self._positions: NDArray[np.intp] = np.arange(instances)
 
-    def set(self, position: int, queue: Queue | None) -> None:
-        """Set the queue of an instance; one of several prompts, or None, counts as no prompt."""
-        row = _NOBODY
-        if queue is not None and len(queue.due) == 1:
-            row = _SolePrompt(queue.due[0], queue.tokens[1], queue.seconds[1], queue.computed, queue.queued_s)
-        self._columns[:, position] = row
+    def set(self, position: int, queue: Queue | None) -> bool:
+        """Set the queue of an instance; return whether it fits. None, or one that does not: no prompts."""
+        fits = queue is not None and len(queue.due) <= self.DEPTH
+        self._due[:, position] = np.inf
+        self._prompts[position] = 0
+        if queue is not None and fits:
+            prompts = len(queue.due)
+            self._due[:prompts, position] = queue.due
+            self._tokens[: prompts + 1, position] = queue.tokens
+            self._seconds[: prompts + 1, position] = queue.seconds
+            self._computed[position] = queue.computed
+            self._queued_s[position] = queue.queued_s
+            self._prompts[position] = prompts
+        return queue is None or fits
 
     def before(self, own_s: float, now: float) -> tuple[Floats, Floats, Floats]:
         """Return `Queue.before` of every instance, for a prompt that arrives now and takes `own_s` nominal
         seconds."""
-        due, tokens, seconds, computed, queued_s = self._columns
-        served = due <= now + np.minimum(PREFILLS * own_s, STRETCH * (queued_s + own_s))
-        left: Floats = served * np.maximum(0.0, tokens - computed)
-        after: Floats = (due < np.inf) * 1.0 - served
-        return left, seconds * left / tokens, after
-
-
-class _SolePrompt(NamedTuple):
-    """Fields of a `Queue` with one prompt."""
-
-    due: float
-    tokens: float
-    seconds: float
-    computed: float
-    queued_s: float
-
-
-# Never due. One token, because seconds are divided by tokens.
-_NOBODY = _SolePrompt(np.inf, 1.0, 0.0, 0.0, 0.0)
+        limit = now + np.minimum(PREFILLS * own_s, STRETCH * (self._queued_s + own_s))
+        deepest = self._prompts.max(initial=0)
+        places = (self._due[:deepest] <= limit).sum(axis=0)
+        tokens = self._tokens[places, self._positions]
+        left: Floats = np.maximum(0.0, tokens - self._computed)
+        seconds: Floats = self._seconds[places, self._positions] * left / np.maximum(1.0, tokens)
+        after: Floats = (self._prompts - places).astype(np.float64)
+        return left, seconds, after
