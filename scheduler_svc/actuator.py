@@ -19,6 +19,7 @@ from tailrace.actions import Action, CopyPrefix, HandBack, Migrate, Offer, SetPo
 from tailrace.cluster import RequestView, Stage
 from tailrace.control.reported_cluster import PoolOrder, ReportedCluster
 from tailrace.store.client import StoreUnavailable
+from tailrace.telemetry.limited_log import LimitedLog
 from tailrace.v1 import migration_pb2, types_pb2, worker_pb2
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class Actuator:
         self._migration_starter = migration_starter
         self._settings = settings
         self._metrics = metrics
+        self._refusals = LimitedLog(log)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def submit(self, actions: Sequence[Action], policy: str, when_full: WhenFull = WhenFull.REFUSE) -> None:
@@ -121,7 +123,9 @@ class Actuator:
         self._metrics.actions.labels(kind, outcome).inc()
 
     def _record_refusal(self, kind: str, policy: str, error: Exception) -> None:
-        log.info("%s by %s: %s", kind, policy, error)
+        # Without a migration service every order is refused, hundreds a second.
+        of = error.code.name if isinstance(error, AdminError) else type(error).__name__
+        self._refusals.write(logging.INFO, f"{kind} {policy} {of}", f"{kind} by {policy}: {error}")
         self._metrics.actions.labels(kind, "refused").inc()
 
     async def _hand_back(self, action: HandBack) -> str:

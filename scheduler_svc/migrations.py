@@ -20,6 +20,7 @@ from tailrace.records import InstanceRecord
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels, preferred
 from tailrace.store.membership import Membership
+from tailrace.telemetry.limited_log import LimitedLog
 from tailrace.v1 import bidask_pb2, bidask_pb2_grpc, migration_pb2, worker_pb2, worker_pb2_grpc
 from tailrace.v1.migration_pb2_grpc import MigrationStub
 
@@ -38,6 +39,7 @@ class Migrations:
     def __init__(self, members: Membership, channels: Channels) -> None:
         self._members = members
         self._channels = channels
+        self._unreachable = LimitedLog(log)
 
     async def migrate(
         self, request: migration_pb2.MigrateRequest
@@ -61,7 +63,8 @@ class Migrations:
                 # Once it has begun there, it must not be started on another service.
                 if received or error.code() is not grpc.StatusCode.UNAVAILABLE:
                     raise AdminError(error.code(), error.details() or error.code().name) from error
-                log.warning("migration service %s: %s", service.service_id, error.details())
+                reason = f"migration service {service.service_id}: {error.details()}"
+                self._unreachable.write(logging.WARNING, service.service_id, reason)
                 failure = error
             finally:
                 call.cancel()
