@@ -24,6 +24,7 @@ from rich.table import Table
 
 from benchmarks.scenarios import SCENARIOS
 from simulator.cluster import ClusterSpec
+from simulator.estimate import estimate
 from simulator.goodput import attainment
 from simulator.parallel import Task, run_tasks
 from simulator.records import SimResult
@@ -58,8 +59,6 @@ _AZURE_RATES: Final[Mapping[str, Sequence[float]]] = {
     "azure-code": (45.0, 64.0, 83.0),
     "azure-conv": (90.0, 128.0, 165.0),
 }
-# Two-sided 95% quantiles of Student's t, by degrees of freedom.
-_T_QUANTILES: Final = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +140,10 @@ def _flips(result: SimResult) -> int:
 
 
 def _cell(values: Sequence[float]) -> str:
-    mean = float(np.mean(values))
-    if len(values) < 2:
-        return f"{mean:.1%}"
-    half = _T_QUANTILES[min(len(values) - 1, 9)] * float(np.std(values, ddof=1)) / len(values) ** 0.5
-    return f"{100 * mean:.1f} ± {100 * half:.1f}"
+    found = estimate(values)
+    if found.half_width is None:
+        return f"{found.mean:.1%}"
+    return f"{100 * found.mean:.1f} ± {100 * found.half_width:.1f}"
 
 
 def main() -> None:

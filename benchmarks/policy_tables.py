@@ -11,9 +11,7 @@ from rich.table import Table
 
 from benchmarks.contestants import ALL, PAPERS
 from benchmarks.policy_outcome import Outcome
-
-# Two-sided 95% quantiles of Student's t by degrees of freedom.
-_T: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+from simulator.estimate import estimate
 
 Figure = Callable[[Outcome], float]
 # Title, figure, 1 if higher is better, otherwise -1; decimals.
@@ -28,11 +26,8 @@ COLUMNS: Final[tuple[tuple[str, Figure, int, int], ...]] = (
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the mean and the half-width of its 95% confidence interval; NaN for one value."""
-    mean = statistics.fmean(values)
-    if len(values) < 2:
-        return mean, math.nan
-    t = _T[min(len(values) - 2, len(_T) - 1)]
-    return mean, t * statistics.stdev(values) / math.sqrt(len(values))
+    found = estimate(values)
+    return found.mean, math.nan if found.half_width is None else found.half_width
 
 
 def group_table(ground: str, outcomes: Sequence[Outcome]) -> Table:
