@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .PHONY: help install up down test mutants test-features test-models test-vllm test-ranks test-upgrade lint format protos sbom bundle check-gpu docs soak bench-stream bench-transfer bench-swap \
 	bench-control bench-scale \
-	bench-decisions bench-policies bench-cache bench-cache-ahead bench-cache-vllm bench-cache-live bench-cache-router bench-pull bench-real bench-live bench-replays bench-overload bench-overload-simulated bench-validation bench-simulation bench-etcd strangers chaos fuzz claims
+	bench-decisions bench-policies bench-shards bench-cache bench-cache-ahead bench-cache-vllm bench-cache-live bench-cache-router bench-pull bench-real bench-live bench-replays bench-overload bench-overload-simulated bench-validation bench-simulation bench-etcd strangers chaos fuzz claims
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -125,6 +125,9 @@ bench-simulation: install ## Run time of simulations (TAILRACE_DATA=folder with 
 
 bench-policies: install ## Every policy on every paper's workload and on a mix (TAILRACE_DATA=folder with the public data, ARGS=--quick)
 	$(PYTHON) -m benchmarks.policies $(ARGS)
+
+bench-shards: install ## A fleet divided among 2 to 16 schedulers, and placement leases, against one scheduler, simulated (ARGS=--quick)
+	$(PYTHON) -m benchmarks.shards $(ARGS)
 
 bench-cache: install ## Prefix-aware placement on Mooncake's conversations, simulated (TAILRACE_DATA as above)
 	$(PYTHON) -m benchmarks.cache $(ARGS)
