@@ -26,8 +26,14 @@ from benchmarks.chaos.xdp import XdpPrograms, XdpUnavailable
 from benchmarks.etcd_faults.cluster import COUNT, FaultyCluster, member_addresses
 from benchmarks.etcd_faults.namespaces import run
 from tailrace.address import parse_endpoints
-from tailrace.local.certificates import ETCD_ROOT, OPERATOR, transport_of
-from tailrace.local.plan import PartSpec, certificate_folder, span_certificates
+from tailrace.local.certificates import (
+    ETCD_ROOT,
+    OPERATOR,
+    certificate_folder,
+    span_certificates,
+    transport_of,
+)
+from tailrace.local.plan import PartSpec
 from tailrace.local.plan import Tier as StartTier
 from tailrace.local.process import PartFailed, PartProcess
 from tailrace.local.ready import active_instances, is_ready

@@ -16,8 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.chaos.cluster import Cluster, Member
 from benchmarks.chaos.open_files import open_files
 from benchmarks.chaos.schedule import Tier
-from tailrace.local.certificates import OPERATOR
-from tailrace.local.plan import certificate_folder
+from tailrace.local.certificates import OPERATOR, certificate_folder
 from tailrace.security.credentials import AUTHORITIES, CERTIFICATE, KEY
 
 _CALL_S: Final = 5.0

@@ -12,8 +12,8 @@ import psutil
 
 from benchmarks.processes import descendants
 from benchmarks.simulated_cluster import simulated_options
-from tailrace.local.certificates import ETCD_ROOT, OPERATOR
-from tailrace.local.plan import PartSpec, Plan, certificate_folder, make_plan
+from tailrace.local.certificates import ETCD_ROOT, OPERATOR, certificate_folder
+from tailrace.local.plan import PartSpec, Plan, make_plan
 from tailrace.local.ports import LOOPBACK, free_ports
 from tailrace.local.state import RunFolder, RunState
 from tailrace.security.authority import Authority

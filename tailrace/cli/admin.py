@@ -17,8 +17,7 @@ import click
 
 from tailrace.address import MalformedAddress, parse_address
 from tailrace.cli.errors import CliError, Unreachable, UsageProblem, rpc_errors
-from tailrace.local.certificates import OPERATOR
-from tailrace.local.plan import certificate_folder
+from tailrace.local.certificates import OPERATOR, certificate_folder
 from tailrace.local.state import RunFolderUnusable, RunState, find_state
 from tailrace.security.diagnosis import handshake_problem
 from tailrace.security.options import TLS_FOLDER, open_transport

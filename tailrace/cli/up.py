@@ -17,9 +17,9 @@ import click
 from tailrace.cli.errors import CliError, UsageProblem
 from tailrace.cli.greeting import greeting, tailrace_command
 from tailrace.cli.output import note
-from tailrace.local.certificates import issue_certificates
+from tailrace.local.certificates import certificate_folder, issue_certificates
 from tailrace.local.options import MONITOR_TRACES, ClusterOptions, Engine, Front
-from tailrace.local.plan import Plan, certificate_folder, make_plan
+from tailrace.local.plan import Plan, make_plan
 from tailrace.local.ports import LOOPBACK, PortUnavailable, free_ports, require_free
 from tailrace.local.process import PartFailed, PartRefused
 from tailrace.local.progress import make_progress
@@ -30,7 +30,7 @@ from tailrace.local.stop import stop_parts
 from tailrace.model_folder import TOKENIZER_FLAGS, ModelFolderError, require_model, require_tokenizer
 from tailrace.policy.parameters import ParameterError, read_assignments
 from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, load
-from tailrace.security.roles import Role
+from tailrace.security.roles import Identity, Role
 from tailrace.service.etcd import EtcdNotFoundError, EtcdTls, etcd_command
 from tailrace.service.options import KEPT_ANSWERS
 from tailrace.tiny import MODEL_PATH, REASONING_PARSER
@@ -264,7 +264,10 @@ def _plan(options: ClusterOptions, folder: RunFolder) -> Plan:
             [sys.executable, "-m", "tailrace"],
             str(folder.data),
         )
-        issue_certificates(plan)
+        if plan.certificates:
+            issue_certificates(
+                plan.certificates, (Identity(Role(part.role), part.name) for part in plan.parts)
+            )
         return plan
     except (Missing, PortUnavailable, EtcdNotFoundError) as error:
         raise CliError(str(error)) from error

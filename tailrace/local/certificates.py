@@ -1,12 +1,13 @@
-"""The certificates of a local cluster: to issue them, and to connect with them."""
+"""The certificates of a local cluster: where they are, to issue them, and to connect with them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from tailrace.local.plan import Plan, certificate_folder
 from tailrace.local.ports import LOOPBACK
+from tailrace.security.credentials import AUTHORITIES, CERTIFICATE, KEY
 from tailrace.security.folder import CredentialFolder
 from tailrace.security.roles import Identity, Role
 from tailrace.security.transport import PLAIN, TlsTransport, Transport
@@ -15,16 +16,29 @@ OPERATOR: Final = Identity(Role.ADMIN, "local")
 ETCD_ROOT: Final = Identity(Role.ETCD_ROOT, "local")
 
 
-def issue_certificates(plan: Plan) -> None:
-    """Create an authority, and issue certificates for each part, the operator and etcd's root user."""
-    if not plan.certificates:
-        return
+def certificate_folder(certificates: str, role: str, name: str) -> str:
+    """Return the folder of a part's certificate (tailrace/security/authority.py)."""
+    return f"{certificates}/issued/{role}/{name}"
+
+
+def span_certificates(folder: str) -> dict[str, str]:
+    """Return the environment that gives the certificates to OpenTelemetry's exporter."""
+    return {
+        "OTEL_EXPORTER_OTLP_CERTIFICATE": f"{folder}/{AUTHORITIES}",
+        "OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE": f"{folder}/{CERTIFICATE}",
+        "OTEL_EXPORTER_OTLP_CLIENT_KEY": f"{folder}/{KEY}",
+    }
+
+
+def issue_certificates(certificates: str, members: Iterable[Identity]) -> None:
+    """Create an authority in this folder; issue certificates for the members, the operator and etcd's root
+    user."""
     # Imported here, since using certificates needs no signing library.
     from tailrace.security.authority import Authority
 
-    authority = Authority.create(Path(plan.certificates))
-    for part in plan.parts:
-        authority.issue(Identity(Role(part.role), part.name), hosts=[LOOPBACK])
+    authority = Authority.create(Path(certificates))
+    for member in members:
+        authority.issue(member, hosts=[LOOPBACK])
     for identity in (OPERATOR, ETCD_ROOT):
         authority.issue(identity)
 

@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from tailrace.local.certificates import certificate_folder, span_certificates
 from tailrace.local.options import MONITOR_TRACES, ClusterOptions, Engine, Front
 from tailrace.local.ports import LOOPBACK
-from tailrace.security.credentials import AUTHORITIES, CERTIFICATE, KEY
 from tailrace.security.roles import Role
 
 
@@ -190,20 +190,6 @@ def _frontend(options: ClusterOptions, service: Callable[..., PartSpec], number:
 
 def _numbered(name: str, number: int, count: int) -> str:
     return name if count == 1 else f"{name}-{number}"
-
-
-def certificate_folder(certificates: str, role: str, name: str) -> str:
-    """Return the folder of a part's certificate (tailrace/security/authority.py)."""
-    return f"{certificates}/issued/{role}/{name}"
-
-
-def span_certificates(folder: str) -> dict[str, str]:
-    """Return the environment that gives the certificates to OpenTelemetry's exporter."""
-    return {
-        "OTEL_EXPORTER_OTLP_CERTIFICATE": f"{folder}/{AUTHORITIES}",
-        "OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE": f"{folder}/{CERTIFICATE}",
-        "OTEL_EXPORTER_OTLP_CLIENT_KEY": f"{folder}/{KEY}",
-    }
 
 
 def _environment(options: ClusterOptions, monitor: str) -> dict[str, str]:

@@ -18,7 +18,7 @@ import sys
 sys.modules["vllm._C"] = None
 import vllm.platforms
 vllm.platforms.builtin_platform_plugins.clear()
-from frontend_svc.api_server.device import require_no_device
+from frontend_svc.api_server.python_child import require_no_device
 require_no_device()
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
