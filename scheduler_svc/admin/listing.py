@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
 from tailrace.cache.index import Tier
 from tailrace.cluster import InstanceView, Phase, RequestView, Stage
@@ -22,9 +22,9 @@ async def instance_infos(state: ReportedCluster, now_s: float) -> list[admin_pb2
 
     For a large fleet that takes long, and is done in slices between which placements get their turn.
     """
-    phases: defaultdict[str, Counter[Phase]] = defaultdict(Counter)
+    phases: defaultdict[str, list[Phase]] = defaultdict(list)
     async for location in in_slices(state.locations()):
-        phases[location.instance_id][location.phase] += 1
+        phases[location.instance_id].append(location.phase)
     view = state.view()
     return [
         _instance_info(state, tracked, instance, phases[name], now_s)
@@ -38,7 +38,7 @@ def _instance_info(
     state: ReportedCluster,
     tracked: ReportedInstance,
     view: InstanceView,
-    phases: Counter[Phase],
+    phases: Sequence[Phase],
     now_s: float,
 ) -> admin_pb2.InstanceInfo:
     name = view.instance_id
@@ -56,9 +56,9 @@ def _instance_info(
         pool=pool_number(view.pool),
         running=view.running,
         waiting=view.waiting,
-        prefilling=phases[Phase.PREFILL],
-        reasoning=phases[Phase.REASONING],
-        answering=phases[Phase.ANSWERING],
+        prefilling=phases.count(Phase.PREFILL),
+        reasoning=phases.count(Phase.REASONING),
+        answering=phases.count(Phase.ANSWERING),
         kv_blocks_used=load.kv_blocks_used,
         kv_blocks_total=load.kv_blocks_total,
         block_tokens=tracked.block_tokens,
