@@ -118,6 +118,7 @@ class MigrationRun:
                 request_id=record.request_id,
                 source_instance_id=record.source_instance_id,
                 source_address=self._order.source_address,
+                target_instance_id=record.target_instance_id,
                 from_epoch=request.from_epoch,
                 epoch=record.epoch,
                 mode=request.mode or worker_pb2.COPY_MODE_PRE_COPY,

@@ -3,7 +3,8 @@
 etcd, monitor and scheduler are real processes. Synthetic workers, played by one process, report all their
 requests at the interval of real ones and phase changes at once; synthetic front ends place requests through
 the real placement client, at random times. Every placed request appears on its instance, generates tokens and
-finishes there. Orders to migrate fail, because the instances do not exist.
+finishes there. A real migration service has ordered migrations carried out: the synthetic workers hand the
+request over after a moment.
 
 All of them share this machine: the row says what each process used, and by how much the reports were late.
 """
@@ -49,7 +50,7 @@ _CALL_S: Final = 30.0
 _START_S: Final = 120.0
 _POLL_S: Final = 0.25
 _LEASE_S: Final = 7_200.0
-_PARTS: Final = ("monitor", "scheduler", "etcd", "workers")
+_PARTS: Final = ("monitor", "scheduler", "migration", "etcd", "workers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ class Outcome:
     placements: int
     refused: int
     failed: int
+    migrated_per_s: float
     placement_p50_s: float
     placement_p99_s: float
     decision_p50_s: float
@@ -102,6 +104,14 @@ class Failure:
 
 
 @dataclass(slots=True)
+class WorkerFigures:
+    """The largest P99 of a second of the reports' lateness, in seconds, and the requests that migrated."""
+
+    late_s: float = 0.0
+    migrated: int = 0
+
+
+@dataclass(slots=True)
 class ControlPlane:
     """A running control plane with synthetic workers."""
 
@@ -110,8 +120,8 @@ class ControlPlane:
     admin: admin_pb2_grpc.AdminAsyncStub
     workers: asyncio.subprocess.Process
     pids: dict[str, list[int]]
-    # P99 of the lateness of the workers' reports in each second, newest last, and the task that reads them.
-    lateness: list[float]
+    # What the workers say of themselves, and the task that reads it.
+    figures: WorkerFigures
     reading: asyncio.Task[None]
 
     async def set_policy(self, name: str) -> None:
@@ -147,9 +157,12 @@ async def control_plane(load: Load) -> AsyncIterator[ControlPlane]:
     not serve in time."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-control-")))
-        etcd_port, *ports = free_ports(5)
+        etcd_port, workers_port, *ports = free_ports(8)
+        workers_at = f"{LOOPBACK}:{workers_port}"
         etcd = f"{LOOPBACK}:{etcd_port}"
-        monitor, monitor_metrics, scheduler, scheduler_metrics = (f"{LOOPBACK}:{port}" for port in ports)
+        monitor, monitor_metrics, scheduler, scheduler_metrics, migration, migration_metrics = (
+            f"{LOOPBACK}:{port}" for port in ports
+        )
         pids: dict[str, list[int]] = {}
 
         async def start(
@@ -172,18 +185,21 @@ async def control_plane(load: Load) -> AsyncIterator[ControlPlane]:
         stack.push_async_callback(store.close)
         members = await Membership.start(store)
         stack.push_async_callback(members.close)
-        await _register(store, load)
+        await _register(store, load, workers_at)
+        await start("migration", service("migration", migration, migration_metrics))
         await start("monitor", service("monitor", monitor, monitor_metrics))
         await start("scheduler", service("scheduler", scheduler, scheduler_metrics))
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(scheduler))
         admin = admin_pb2_grpc.AdminStub(channel)
         await admin.ListPolicies(admin_pb2.ListPoliciesRequest(), timeout=_START_S, wait_for_ready=True)
         await grpc_ready(monitor)
-        workers = await start("workers", _workers_command(load, monitor), asyncio.subprocess.PIPE)
-        lateness: list[float] = []
-        reading = asyncio.create_task(_read_lateness(workers, lateness))
+        await grpc_ready(migration)
+        command = _workers_command(load, monitor, workers_at)
+        workers = await start("workers", command, asyncio.subprocess.PIPE)
+        figures = WorkerFigures()
+        reading = asyncio.create_task(_read_figures(workers, figures))
         stack.push_async_callback(_cancel, reading)
-        yield ControlPlane(load, members, admin, workers, pids, lateness, reading)
+        yield ControlPlane(load, members, admin, workers, pids, figures, reading)
 
 
 async def grpc_ready(address: str) -> None:
@@ -192,14 +208,14 @@ async def grpc_ready(address: str) -> None:
         await channel.channel_ready()
 
 
-async def _register(store: Store, load: Load) -> None:
+async def _register(store: Store, load: Load, address: str) -> None:
     lease = await store.grant_lease(_LEASE_S)
     for number in range(load.instances):
         record = InstanceRecord(
             instance_id=f"{_PREFIX}{number}",
             incarnation=_INCARNATION,
-            address=f"{LOOPBACK}:1",
-            stream_address=f"{LOOPBACK}:1",
+            address=address,
+            stream_address=address,
             engine="synthetic",
             model="synthetic",
             model_fingerprint="synthetic",
@@ -213,8 +229,8 @@ async def _register(store: Store, load: Load) -> None:
         await store.put_leased(f"instances/{record.instance_id}", msgspec.json.encode(record), lease)
 
 
-def _workers_command(load: Load, monitor: str) -> list[str]:
-    command = [sys.executable, "-m", "benchmarks.control.reporters", "--monitor", monitor]
+def _workers_command(load: Load, monitor: str, listen: str) -> list[str]:
+    command = [sys.executable, "-m", "benchmarks.control.reporters", "--monitor", monitor, "--listen", listen]
     command += ["--prefix", _PREFIX, "--incarnation", _INCARNATION, "--instances", str(load.instances)]
     command += ["--requests", str(load.requests), "--mean-tokens", str(load.mean_tokens)]
     return [*command, "--interval", str(load.interval_s)]
@@ -232,10 +248,12 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
         await process.wait()
 
 
-async def _read_lateness(workers: asyncio.subprocess.Process, lateness: list[float]) -> None:
+async def _read_figures(workers: asyncio.subprocess.Process, figures: WorkerFigures) -> None:
     if workers.stdout is not None:
         while line := await workers.stdout.readline():
-            lateness.append(float(line.split()[1]))
+            _, late_s, migrated = line.split()
+            figures.late_s = max(figures.late_s, float(late_s))
+            figures.migrated += int(migrated)
     raise RuntimeError("the synthetic workers have ended")
 
 
@@ -255,7 +273,7 @@ async def measure(plane: ControlPlane, policy: str, seed: int) -> Outcome:
     latencies: list[float] = []
     decisions: list[float] = []
     counts = {"refused": 0, "failed": 0}
-    del plane.lateness[:]
+    plane.figures.late_s, plane.figures.migrated = 0.0, 0
 
     async def place(number: int) -> None:
         request_id = f"{policy}-{number}"
@@ -294,7 +312,7 @@ async def measure(plane: ControlPlane, policy: str, seed: int) -> Outcome:
         # The workers have ended, and nothing was measured; raises.
         plane.reading.result()
     cpu = {name: (cpu_seconds(pids) - used[name]) / took_s for name, pids in plane.pids.items()}
-    late_s = max(plane.lateness, default=0.0)
+    late_s, migrated = plane.figures.late_s, plane.figures.migrated
     ages = await plane.report_ages()
     return Outcome(
         policy=policy,
@@ -304,6 +322,7 @@ async def measure(plane: ControlPlane, policy: str, seed: int) -> Outcome:
         placements=len(latencies),
         refused=counts["refused"],
         failed=counts["failed"],
+        migrated_per_s=migrated / took_s,
         placement_p50_s=percentile(latencies, 0.5),
         placement_p99_s=percentile(latencies, 0.99),
         decision_p50_s=percentile(decisions, 0.5),
@@ -359,6 +378,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
         "P99 ms",
         "decision P99 ms",
         "not placed",
+        "migrated per s",
         "report age max s",
         "reports late s",
     ):
@@ -375,6 +395,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
             f"{1e3 * o.placement_p99_s:.1f}",
             f"{1e3 * o.decision_p99_s:.2f}",
             f"{o.refused + o.failed}",
+            f"{o.migrated_per_s:.0f}",
             f"{o.report_age_max_s:.2f}",
             f"{o.reports_late_s:.2f}",
             *(f"{o.cpu[name]:.2f}" for name in _PARTS),

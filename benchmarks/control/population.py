@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import random
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -18,6 +19,16 @@ MAX_TOKENS: Final = 16_384
 # Seconds that a placed request needs to its first token.
 _PREFILL_S: Final = 0.3
 _FRONTEND: Final = "frontend"
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A request on its way to another instance. Times in seconds, lengths in tokens."""
+
+    request_id: str
+    phase: types_pb2.Phase.ValueType
+    tokens: int
+    values: tuple[float, ...]
 
 
 class _Rows:
@@ -47,9 +58,17 @@ class _Rows:
 
     def add(self, began_s: float, output_tokens: int) -> None:
         """Add a request at the end; the first half of its output is reasoning."""
+        self.restore((began_s, output_tokens, output_tokens // 2, 0.0))
+
+    def values_of(self, row: int) -> tuple[float, ...]:
+        """Return the properties of one request, for `restore`."""
+        return tuple(self._values[:, row].tolist())
+
+    def restore(self, values: tuple[float, ...]) -> None:
+        """Add a request with these properties at the end."""
         if self.count == self._values.shape[1]:
             self._values = np.concatenate([self._values, np.zeros_like(self._values)], axis=1)
-        self._values[:, self.count] = began_s, output_tokens, output_tokens // 2, 0
+        self._values[:, self.count] = values
         self.count += 1
 
     def remove(self, row: int) -> None:
@@ -99,7 +118,10 @@ class Population:
         self._mean_tokens = mean_tokens
         self._ids: list[str] = []
         self._rows = _Rows()
+        # Ends of phases, and of the prefill of placed requests; entries of requests that have moved stay.
         self._due: list[tuple[float, str]] = []
+        self._placed: set[str] = set()
+        self._news: list[monitor_pb2.PhaseEvent] = []
         self._steady = monitor_pb2.WorkerReport(instance_id=instance_id, incarnation=incarnation)
         self._steady.request_columns.frontend_ids.append(_FRONTEND)
         for number in range(requests):
@@ -114,15 +136,37 @@ class Population:
 
     def place(self, request_id: str, now_s: float) -> None:
         """Add a request whose first token follows after its prefill."""
+        self._placed.add(request_id)
         heapq.heappush(self._due, (now_s + _PREFILL_S, request_id))
 
     def take_events(self, now_s: float) -> list[monitor_pb2.PhaseEvent]:
         """Apply and return the phase changes that are due."""
-        events: list[monitor_pb2.PhaseEvent] = []
+        events, self._news = self._news, []
         while self._due and self._due[0][0] <= now_s:
             _, request_id = heapq.heappop(self._due)
-            events.append(self._advance(request_id, now_s))
+            if (event := self._advance(request_id, now_s)) is not None:
+                events.append(event)
         return events
+
+    def leave(self, request_id: str, now_s: float) -> Moved | None:
+        """Remove a request that moves to another instance; return None if it is not here any more."""
+        if request_id not in self._ids:
+            return None
+        row = self._ids.index(request_id)
+        event = self._event(row, types_pb2.PHASE_UNSPECIFIED, now_s)
+        event.output_tokens = 0
+        self._news.append(event)
+        phase = self._steady.request_columns.phases[row]
+        moved = Moved(request_id, phase, self._rows.tokens_of(row, now_s), self._rows.values_of(row))
+        self._remove(row)
+        return moved
+
+    def join(self, moved: Moved, epoch: int, now_s: float) -> None:
+        """Add a request that has moved here."""
+        self._ids.append(moved.request_id)
+        self._rows.restore(moved.values)
+        self._append(moved.request_id, moved.phase, epoch, now_s)
+        self._news.append(self._event(len(self._ids) - 1, moved.phase, now_s))
 
     def steady(self, events: list[monitor_pb2.PhaseEvent], now_s: float, wall_s: float) -> bytes:
         """Return the next steady report, encoded."""
@@ -165,16 +209,24 @@ class Population:
         self._ids.append(request_id)
         self._rows.add(began_s, output_tokens)
         reasons = self._rows.reasons(row, now_s)
+        phase = types_pb2.PHASE_REASONING if reasons else types_pb2.PHASE_ANSWERING
+        self._append(request_id, phase, 0, began_s)
+
+    def _append(
+        self, request_id: str, phase: types_pb2.Phase.ValueType, epoch: int, arrival_s: float
+    ) -> None:
+        """Add the last request to the report's columns, and schedule the end of its phase."""
         columns = self._steady.request_columns
         columns.request_ids.append(request_id)
         columns.frontends.append(0)
-        columns.phases.append(types_pb2.PHASE_REASONING if reasons else types_pb2.PHASE_ANSWERING)
+        columns.epochs.append(epoch)
+        columns.phases.append(phase)
         columns.states.append(types_pb2.REQUEST_STATE_RUNNING)
         columns.prompt_tokens.append(PROMPT_TOKENS)
         columns.max_tokens.append(MAX_TOKENS)
-        columns.arrival_s.append(began_s)
+        columns.arrival_s.append(arrival_s)
         columns.token_interval_ms.append(1e3 / TOKENS_PER_S)
-        self._schedule(row, reasons)
+        self._schedule(len(self._ids) - 1, phase == types_pb2.PHASE_REASONING)
 
     def _remove(self, row: int) -> None:
         del self._ids[row]
@@ -183,6 +235,7 @@ class Population:
         for column in (
             columns.request_ids,
             columns.frontends,
+            columns.epochs,
             columns.phases,
             columns.states,
             columns.prompt_tokens,
@@ -196,14 +249,23 @@ class Population:
         """Schedule the end of the request's phase: its last token in it."""
         heapq.heappush(self._due, (self._rows.phase_ends_s(row, reasons), self._ids[row]))
 
-    def _advance(self, request_id: str, now_s: float) -> monitor_pb2.PhaseEvent:
-        """Let a placed request begin, or a request end its phase; return the event."""
-        if request_id not in self._ids:
+    def _advance(self, request_id: str, now_s: float) -> monitor_pb2.PhaseEvent | None:
+        """Let a placed request begin, or a request end its phase; return the event.
+
+        None: the request has moved, or this has happened already.
+        """
+        if request_id in self._placed:
+            self._placed.discard(request_id)
             self._add(request_id, now_s, self._draw_length(), now_s)
             return self._event(len(self._ids) - 1, self._steady.request_columns.phases[-1], now_s)
+        if request_id not in self._ids:
+            return None
         row = self._ids.index(request_id)
         phases = self._steady.request_columns.phases
-        if phases[row] == types_pb2.PHASE_REASONING:
+        reasons = phases[row] == types_pb2.PHASE_REASONING
+        if self._rows.phase_ends_s(row, reasons) > now_s:
+            return None
+        if reasons:
             phases[row] = types_pb2.PHASE_ANSWERING
             self._rows.answer(row, now_s)
             self._schedule(row, reasons=False)
@@ -217,6 +279,7 @@ class Population:
         return monitor_pb2.PhaseEvent(
             request_id=self._ids[row],
             frontend_id=_FRONTEND,
+            epoch=self._steady.request_columns.epochs[row],
             phase=phase,
             prompt_tokens=PROMPT_TOKENS,
             output_tokens=tokens,

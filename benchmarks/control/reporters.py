@@ -1,8 +1,10 @@
 """`python -m benchmarks.control.reporters`: synthetic workers that report to a real monitor.
 
-One process plays all instances, each with a report stream of its own. Placements arrive on standard input, a
-line `INSTANCE REQUEST` each; every second a line with the lateness of the steady reports, in seconds, goes to
-standard output. It ends when standard input does.
+One process plays all instances. Each has a report stream of its own; as targets of migrations all have one
+address, and a request that migrates continues on its target after a moment. Placements arrive on standard
+input, a line `INSTANCE REQUEST` each. Every second a line goes to standard output: the number of steady
+reports, by how many seconds they were late (P99), and the number of requests that have migrated. It ends when
+standard input does.
 """
 
 from __future__ import annotations
@@ -13,12 +15,15 @@ import os
 import random
 import sys
 import time
+from collections.abc import AsyncIterator, Mapping
 from typing import Final
 
 import grpc
 import uvloop
 
 from benchmarks.control.population import Population
+from tailrace.security.handlers import Handler
+from tailrace.v1 import types_pb2, worker_pb2
 
 _METHOD: Final = "/tailrace.v1.Monitor/Report"
 # Connections that the streams share; a real fleet has one for each worker.
@@ -26,6 +31,8 @@ _CHANNELS: Final = 16
 _NICENESS: Final = 5
 # Phase changes within this time are sent together, as by workers.
 _GATHER_S: Final = 0.005
+# Seconds that a migration takes.
+_COPY_S: Final = 0.1
 
 
 class Reporter:
@@ -76,6 +83,64 @@ async def _read(call: grpc.aio.StreamStreamCall[bytes, bytes]) -> None:
     raise RuntimeError("the monitor has closed the stream of reports")
 
 
+class Workers:
+    """The part of the Worker service that the migration service and the scheduler call."""
+
+    def __init__(self, reporters: Mapping[str, Reporter]) -> None:
+        self.migrated = 0
+        self._reporters = reporters
+
+    async def import_request(
+        self,
+        request: worker_pb2.ImportRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.ImportRequest, worker_pb2.ImportEvent],
+    ) -> AsyncIterator[worker_pb2.ImportEvent]:
+        """Move a request from its instance to another one."""
+        yield worker_pb2.ImportEvent(state=types_pb2.MIGRATION_STATE_OPEN, way=types_pb2.WAY_LIVE)
+        await asyncio.sleep(_COPY_S)
+        source, target = (
+            self._reporters[name] for name in (request.source_instance_id, request.target_instance_id)
+        )
+        now_s = time.monotonic()
+        moved = source.population.leave(request.request_id, now_s)
+        if moved is None:
+            yield worker_pb2.ImportEvent(state=types_pb2.MIGRATION_STATE_ABORTED, reason="it has finished")
+            return
+        target.population.join(moved, request.epoch, now_s)
+        source.wakeup.set()
+        target.wakeup.set()
+        self.migrated += 1
+        yield worker_pb2.ImportEvent(
+            state=types_pb2.MIGRATION_STATE_COMMITTED, phase=moved.phase, tokens=moved.tokens
+        )
+
+    async def hand_back(
+        self,
+        request: worker_pb2.HandBackPromptsRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.HandBackPromptsRequest, worker_pb2.HandBackPromptsReply],
+    ) -> worker_pb2.HandBackPromptsReply:
+        """Hand back no prompts: none waits."""
+        return worker_pb2.HandBackPromptsReply()
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register the methods."""
+        handlers: dict[str, Handler] = {
+            "Import": grpc.unary_stream_rpc_method_handler(
+                self.import_request,
+                request_deserializer=worker_pb2.ImportRequest.FromString,
+                response_serializer=worker_pb2.ImportEvent.SerializeToString,
+            ),
+            "HandBackPrompts": grpc.unary_unary_rpc_method_handler(
+                self.hand_back,
+                request_deserializer=worker_pb2.HandBackPromptsRequest.FromString,
+                response_serializer=worker_pb2.HandBackPromptsReply.SerializeToString,
+            ),
+        }
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler("tailrace.v1.Worker", handlers),)
+        )
+
+
 async def report_all(options: argparse.Namespace) -> None:
     """Run all reporters until standard input ends."""
     lateness: list[float] = []
@@ -88,6 +153,11 @@ async def report_all(options: argparse.Namespace) -> None:
         )
         for name in (f"{options.prefix}{number}" for number in range(options.instances))
     }
+    workers = Workers(reporters)
+    server = grpc.aio.server()
+    workers.add_to(server)
+    server.add_insecure_port(options.listen)
+    await server.start()
     generator = random.Random(1)
     channels = [
         grpc.aio.insecure_channel(options.monitor, options=[("grpc.use_local_subchannel_pool", 1)])
@@ -101,12 +171,13 @@ async def report_all(options: argparse.Namespace) -> None:
             )
             for number, reporter in enumerate(reporters.values())
         ]
-        running.append(tasks.create_task(_print_lateness(lateness)))
+        running.append(tasks.create_task(_print_figures(lateness, workers)))
         await _read_placements(reporters)
         for task in running:
             task.cancel()
     for channel in channels:
         await channel.close()
+    await server.stop(None)
 
 
 async def _read_placements(reporters: dict[str, Reporter]) -> None:
@@ -121,18 +192,20 @@ async def _read_placements(reporters: dict[str, Reporter]) -> None:
         reporter.wakeup.set()
 
 
-async def _print_lateness(lateness: list[float]) -> None:
+async def _print_figures(lateness: list[float], workers: Workers) -> None:
     while True:
         await asyncio.sleep(1)
         late, lateness[:] = sorted(lateness), []
         worst = late[int(0.99 * (len(late) - 1))] if late else 0.0
-        print(f"{len(late)} {worst:.4f}", flush=True)
+        migrated, workers.migrated = workers.migrated, 0
+        print(f"{len(late)} {worst:.4f} {migrated}", flush=True)
 
 
 def main() -> None:
     """Run the reporters."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--monitor", required=True, metavar="HOST:PORT")
+    parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="address of all instances")
     parser.add_argument("--prefix", required=True, help="instance ids are PREFIX0, PREFIX1, ...")
     parser.add_argument("--incarnation", required=True)
     parser.add_argument("--instances", type=int, required=True)
