@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -70,6 +71,10 @@ class Shutdown:
 
 # Longest duration of a clean shutdown before the process exits anyway.
 _GRACE_S: Final = 15.0
+# When Python looks for reference cycles: after so many objects more than were freed, and how many young
+# collections precede an older one. Services make few cycles and many objects that live for a while; with
+# Python's defaults (700, 10, 10) the scheduler of a large fleet stood still for up to 100 ms at a time.
+_GC_THRESHOLDS: Final = (50_000, 20, 100)
 _LEVEL: Final = "TAILRACE_LOG_LEVEL"
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
@@ -93,6 +98,7 @@ def run_service(main: Callable[[Shutdown], Coroutine[None, None, None]]) -> None
         timeout_s = watchdog_timeout_s()
     except ValueError as error:
         sys.exit(str(error))
+    gc.set_threshold(*_GC_THRESHOLDS)
     # If a native library crashes, the stack trace is the only information.
     faulthandler.enable()
     # gRPC logs every lost connection repeatedly; Tailrace logs what matters of it.
