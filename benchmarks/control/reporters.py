@@ -22,12 +22,13 @@ import grpc
 import uvloop
 
 from benchmarks.control.population import Population
+from benchmarks.control.report_streams import ReportStreams
 from tailrace.security.handlers import Handler
 from tailrace.v1 import types_pb2, worker_pb2
 
 _METHOD: Final = "/tailrace.v1.Monitor/Report"
 # Connections that the streams share; a real fleet has one for each worker.
-_CHANNELS: Final = 16
+_CONNECTIONS: Final = 16
 _NICENESS: Final = 5
 # Phase changes within this time are sent together, as by workers.
 _GATHER_S: Final = 0.005
@@ -45,26 +46,20 @@ class Reporter:
         self._interval_s = interval_s
         self._lateness = lateness
 
-    async def run(self, channel: grpc.aio.Channel, first_s: float) -> None:
-        """Report until cancelled; the first steady report is due at `first_s`."""
-        call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(_METHOD)()
-        acknowledgements = asyncio.create_task(_read(call))
-        try:
-            due_s = first_s
-            while not acknowledgements.done():
-                await self._wait(min(due_s, self.population.next_due_s + _GATHER_S))
-                now_s = time.monotonic()
-                events = self.population.take_events(now_s)
-                if now_s >= due_s:
-                    self._lateness.append(now_s - due_s)
-                    due_s = max(due_s + self._interval_s, now_s)
-                    await call.write(self.population.steady(events, now_s, time.time()))
-                elif events:
-                    await call.write(self.population.changes(events, time.time()))
-            await acknowledgements
-        finally:
-            acknowledgements.cancel()
-            call.cancel()
+    async def run(self, streams: ReportStreams, first_s: float) -> None:
+        """Report until cancelled; the first steady report is due at `first_s`. Raise ConnectionError."""
+        stream = streams.open()
+        due_s = first_s
+        while True:
+            await self._wait(min(due_s, self.population.next_due_s + _GATHER_S))
+            now_s = time.monotonic()
+            events = self.population.take_events(now_s)
+            if now_s >= due_s:
+                self._lateness.append(now_s - due_s)
+                due_s = max(due_s + self._interval_s, now_s)
+                await streams.send(stream, self.population.steady(events, now_s, time.time()))
+            elif events:
+                await streams.send(stream, self.population.changes(events, time.time()))
 
     async def _wait(self, until_s: float) -> None:
         """Wait until the time or until a placement arrives."""
@@ -75,12 +70,6 @@ class Reporter:
             await self.wakeup.wait()
         finally:
             timer.cancel()
-
-
-async def _read(call: grpc.aio.StreamStreamCall[bytes, bytes]) -> None:
-    while await call.read() is not grpc.aio.EOF:
-        pass
-    raise RuntimeError("the monitor has closed the stream of reports")
 
 
 class Workers:
@@ -159,25 +148,28 @@ async def report_all(options: argparse.Namespace) -> None:
     server.add_insecure_port(options.listen)
     await server.start()
     generator = random.Random(1)
-    channels = [
-        grpc.aio.insecure_channel(options.monitor, options=[("grpc.use_local_subchannel_pool", 1)])
-        for _ in range(_CHANNELS)
+    host, _, port = options.monitor.rpartition(":")
+    loop = asyncio.get_running_loop()
+    connections = [
+        (await loop.create_connection(lambda: ReportStreams(options.monitor, _METHOD), host, int(port)))[1]
+        for _ in range(_CONNECTIONS)
     ]
     start_s = time.monotonic()
     async with asyncio.TaskGroup() as tasks:
-        running = [
-            tasks.create_task(
-                reporter.run(channels[number % _CHANNELS], start_s + generator.random() * options.interval)
-            )
-            for number, reporter in enumerate(reporters.values())
-        ]
+        running: list[asyncio.Task[None]] = []
+        for number, reporter in enumerate(reporters.values()):
+            first_s = start_s + generator.random() * options.interval
+            running.append(tasks.create_task(reporter.run(connections[number % _CONNECTIONS], first_s)))
         running.append(tasks.create_task(_print_figures(lateness, workers)))
+        running += [tasks.create_task(_closed(connection)) for connection in connections]
         await _read_placements(reporters)
         for task in running:
             task.cancel()
-    for channel in channels:
-        await channel.close()
     await server.stop(None)
+
+
+async def _closed(streams: ReportStreams) -> None:
+    await asyncio.shield(streams.closed)
 
 
 async def _read_placements(reporters: dict[str, Reporter]) -> None:

@@ -228,6 +228,12 @@ class ReportedInstance(Corrections[str, PendingRequest]):
             return self._changed[request_id]
         return self._rows.view(request_id) if request_id in self._rows else None
 
+    def _holds(self, request_id: str) -> bool:
+        """Return whether a request was reported here and has not left, without making its view."""
+        if request_id in self._changed:
+            return self._changed[request_id] is not None
+        return request_id in self._rows
+
     def _held_ids(self) -> Iterator[str]:
         for request_id in self._rows:
             if request_id not in self._changed:
@@ -325,7 +331,7 @@ class ReportedInstance(Corrections[str, PendingRequest]):
             migrations_in=max(load.migrations_in, len(self.coming)),
             migrations_out=max(load.migrations_out, len(self.leaving)),
             coming_tokens=sum(
-                tokens for request_id, tokens in self.coming_context.items() if self._held(request_id) is None
+                tokens for request_id, tokens in self.coming_context.items() if not self._holds(request_id)
             ),
             migration_tokens_per_s=load.migration_bytes_per_s / kv_bytes
             if load.HasField("migration_bytes_per_s")
