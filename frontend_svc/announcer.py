@@ -9,6 +9,7 @@ from typing import Final
 import msgspec
 
 from tailrace.records import ServiceRecord
+from tailrace.service.tasks import cancel
 from tailrace.store.client import StoreUnavailable
 from tailrace.store.registration import Registration
 
@@ -37,8 +38,7 @@ class Announcer:
     async def close(self) -> None:
         """Stop writing."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+            await cancel(self._task)
             self._task = None
 
     def set_models(self, models: frozenset[str]) -> None:

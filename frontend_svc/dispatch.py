@@ -18,7 +18,7 @@ from frontend_svc.placement import NoPlacement, Placed, Placement
 from frontend_svc.settings import WaitLimits
 from frontend_svc.streams import Stream, StreamTable
 from tailrace.service.message_stream import MIN_MESSAGE_BYTES
-from tailrace.service.tasks import task_error
+from tailrace.service.tasks import cancel, task_error
 from tailrace.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
@@ -109,10 +109,7 @@ class Dispatcher:
 
     async def close(self) -> None:
         """Cancel all placements."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*self._tasks.values())
 
     def _begin(self, stream: Stream, avoid: frozenset[str], forbidden: Callable[[], frozenset[str]]) -> None:
         task = asyncio.create_task(self._run(stream, avoid, forbidden), name=f"place {stream.request_id}")
@@ -269,10 +266,7 @@ class Relocations:
 
     async def close(self) -> None:
         """Cancel all relocations."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*self._tasks.values())
 
     async def _move(self, stream: Stream, instance_id: str) -> None:
         began_s, epoch, avoid = time.monotonic(), stream.epoch, frozenset({instance_id})

@@ -21,7 +21,7 @@ from tailrace.rollout.record import RolloutRecord
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels, preferred
 from tailrace.service.reachability import Reachability
-from tailrace.service.tasks import task_error
+from tailrace.service.tasks import cancel, task_error
 from tailrace.v1 import scheduler_pb2, scheduler_pb2_grpc, worker_pb2
 from tailrace.wire.cache_keys import read_cache_keys
 
@@ -102,8 +102,7 @@ class PlacementClient:
     async def close(self) -> None:
         """Stop; requests that still wait get None."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+            await cancel(self._task)
         await self._reachability.close()
 
     async def _run(self) -> None:

@@ -18,6 +18,7 @@ from scheduler_svc.settings import Settings
 from tailrace.actions import Action, CopyPrefix, HandBack, Migrate, Offer, SetPool, SetStages, WhenFull
 from tailrace.cluster import RequestView, Stage
 from tailrace.control.reported_cluster import PoolOrder, ReportedCluster
+from tailrace.service.tasks import cancel
 from tailrace.store.client import StoreUnavailable
 from tailrace.telemetry.limited_log import LimitedLog
 from tailrace.v1 import migration_pb2, types_pb2, worker_pb2
@@ -82,10 +83,7 @@ class Actuator:
 
     async def close(self) -> None:
         """Cancel all actions. Migrations continue in the migration service."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*self._tasks)
 
     def _begin(self, action: Action, policy: str, when_full: WhenFull) -> Coroutine[None, None, str]:
         """Enter the action into the model; return a coroutine that carries it out and returns its outcome.

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from tailrace.service.tasks import task_error
+from tailrace.service.tasks import cancel, task_error
 from tailrace.v1 import worker_pb2
 from worker_agent.carried import CarriedRequests
 from worker_agent.engine.base import Engine, Held, RequestKey
@@ -52,10 +52,7 @@ class HeldQueries:
 
     async def close(self) -> None:
         """Cancel pending answers."""
-        tasks = list(self._answering.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*self._answering.values())
 
     async def _answer(self, front_end: FrontEnd, query: worker_pb2.HeldQuery) -> None:
         asked = {

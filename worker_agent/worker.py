@@ -17,7 +17,7 @@ from tailrace.service.message_stream import Admission as StreamAdmission
 from tailrace.service.message_stream import serve_streams
 from tailrace.service.options import new_incarnation
 from tailrace.service.server import Servicer, serve_grpc
-from tailrace.service.tasks import task_error
+from tailrace.service.tasks import cancel, task_error
 from tailrace.store.membership import Membership
 from tailrace.store.store import Store
 from tailrace.telemetry.tracing import Tracing
@@ -454,5 +454,4 @@ async def _background(
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await cancel(task)

@@ -14,6 +14,7 @@ from benchmarks.chaos.invariants import InvariantChecker
 from benchmarks.chaos.load import Load
 from benchmarks.chaos.schedule import ROLLOUTS, Fault, Kind, Tier
 from benchmarks.chaos.timeline import Timeline
+from tailrace.service.tasks import cancel
 
 # Longer faults overlap with the next ones.
 _OVERLAP_AFTER_S: Final = 2.0
@@ -52,9 +53,7 @@ class Campaign:
             await self._invariants.wait_connections_closed()
             await self._check_invariants()
         finally:
-            for task in self._active:
-                task.cancel()
-            await asyncio.gather(*self._active, return_exceptions=True)
+            await cancel(*self._active)
 
     async def _inject(self, fault: Fault, which: str, began_s: float) -> None:
         await self._wait_for_preconditions(fault)

@@ -40,6 +40,7 @@ from tailrace.local.ready import active_instances, is_ready
 from tailrace.security.authority import Authority
 from tailrace.security.etcd_rights import etcd_rights
 from tailrace.security.roles import Identity, Role
+from tailrace.service.tasks import cancel
 from tailrace.store.client import EtcdClient
 from tailrace.store.etcd_roles import apply_rights
 from tailrace.tiny import MODEL_PATH, REASONING_PARSER
@@ -455,11 +456,6 @@ async def open_cluster(folder: Path, shape: Shape, timeline: Timeline, logs: Pat
         cluster = Cluster(folder, shape, timeline)
         stack.callback(cluster.stop)
         supervising = asyncio.create_task(cluster.supervise(), name="supervisor")
-        stack.push_async_callback(_cancel, supervising)
+        stack.push_async_callback(cancel, supervising)
         await cluster.start()
         yield cluster
-
-
-async def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait([task])

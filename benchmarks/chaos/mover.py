@@ -13,6 +13,7 @@ import grpc
 
 from benchmarks.chaos.cluster import Cluster
 from benchmarks.chaos.schedule import Tier
+from tailrace.service.tasks import cancel
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, types_pb2
 
 _PERIOD_S: Final = 0.2
@@ -50,9 +51,7 @@ class Mover:
                 moves.add(task)
                 task.add_done_callback(moves.discard)
         finally:
-            for task in moves:
-                task.cancel()
-            await asyncio.gather(*moves, return_exceptions=True)
+            await cancel(*moves)
             for channel, _ in channels:
                 await channel.close()
 

@@ -34,6 +34,7 @@ from benchmarks.etcd_faults.namespaces import (
 )
 from benchmarks.etcd_faults.observe import Observed, observe
 from benchmarks.report import machine, save
+from tailrace.service.tasks import cancel
 
 QUIET = "none"
 UNSUPPORTED = 3
@@ -110,8 +111,7 @@ async def one(
             return Row(fault, role, seen, None if replay is None else await replay)
         finally:
             if replay is not None:
-                replay.cancel()
-                await asyncio.wait([replay])
+                await cancel(replay)
 
 
 def print_rows(rows: list[Row], console: Console) -> None:

@@ -23,6 +23,7 @@ from tailrace.local.plan import PartSpec, Plan, Tier
 from tailrace.local.ports import LOOPBACK, free_ports
 from tailrace.local.start import Starter
 from tailrace.local.state import RunFolder
+from tailrace.service.tasks import cancel
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, types_pb2
 
 WORKERS: Final = 4
@@ -74,8 +75,7 @@ class Fleet:
         try:
             ended = await self._load.replay(f"r{self._replays}-", requests, _PATIENCE_S, lambda number: None)
         finally:
-            polling.cancel()
-            await asyncio.wait([polling])
+            await cancel(polling)
         found.whole = sum(stream.complete for stream in ended)
         found.gap_max_s = max(stream.gap_max_s for stream in ended)
         found.ttft_max_s = max(stream.ttft_s if stream.ttft_s is not None else 999.0 for stream in ended)

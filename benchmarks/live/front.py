@@ -20,6 +20,7 @@ import zmq.asyncio
 
 from simulator.request import SimRequest
 from tailrace import wire
+from tailrace.service.tasks import cancel
 from worker_agent.engine.simulated.settings import SimulatedSettings
 from worker_agent.engine.simulated.vocabulary import read_vocabulary
 
@@ -151,8 +152,7 @@ class LoadGenerator:
             # Requests that have not ended count as lost.
             pass
         finally:
-            reader.cancel()
-            await asyncio.wait([reader])
+            await cancel(reader)
         return list(self._streams.values())
 
     def _message(self, request_id: str, request: SimRequest) -> Callable[[str], bytes]:

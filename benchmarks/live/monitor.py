@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 import grpc
 
 from tailrace.request_columns import columns_of
+from tailrace.service.tasks import cancel
 from tailrace.v1 import monitor_pb2
 from tailrace.v1.monitor_pb2_grpc import MonitorStub
 
@@ -52,5 +53,4 @@ async def subscribed_to(monitor: str) -> AsyncIterator[MonitorSubscriber]:
         try:
             yield subscriber
         finally:
-            reader.cancel()
-            await asyncio.wait([reader])
+            await cancel(reader)

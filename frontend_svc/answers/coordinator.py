@@ -43,7 +43,7 @@ from frontend_svc.answers.store import (
     RemovalReason,
 )
 from frontend_svc.streams import FINISHED, Stream
-from tailrace.service.tasks import task_error
+from tailrace.service.tasks import cancel, task_error
 from tailrace.v1 import answers_pb2
 from tailrace.wire import UtilityCall, detach_buffers, rename_output, utility_failure, utility_result
 
@@ -134,10 +134,7 @@ class AnswerCoordinator:
 
     async def close(self) -> None:
         """Cancel all pending calls and copies."""
-        tasks = list(self._calls)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*self._calls)
         await self._replication.close()
         await self._peers.close()
 

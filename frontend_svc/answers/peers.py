@@ -14,7 +14,7 @@ import grpc
 from tailrace.records import ServiceRecord
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels, Services, format_error
-from tailrace.service.tasks import task_error
+from tailrace.service.tasks import cancel, task_error
 from tailrace.v1 import answers_pb2, answers_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -96,10 +96,7 @@ class Peers:
 
     async def close(self) -> None:
         """Cancel the probes."""
-        probes = [probe for probe in self._unreachable.values() if probe is not None]
-        for probe in probes:
-            probe.cancel()
-        await asyncio.gather(*probes, return_exceptions=True)
+        await cancel(*(probe for probe in self._unreachable.values() if probe is not None))
 
     async def _probe(self, peer: Peer) -> None:
         nothing = answers_pb2.FindAnswerRequest()

@@ -19,7 +19,7 @@ from typing import Final, Protocol
 from frontend_svc.answers.messages import decode_refusal, encode_part
 from frontend_svc.answers.peers import Peer, PeerCallFailed, PeerSilent, PeerUnreachable
 from frontend_svc.answers.store import Answer, AnswerStore, PartRefusal
-from tailrace.service.tasks import task_error
+from tailrace.service.tasks import cancel, task_error
 from tailrace.v1 import answers_pb2
 
 log = logging.getLogger(__name__)
@@ -204,9 +204,7 @@ class Replication:
         """Cancel all calls."""
         tasks = [queue.task for queue in self._queues.values() if queue.task is not None]
         self._queues.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*tasks)
         for answer_id in list(self._key_checks):
             self._resolve_key_check(answer_id, True)
 

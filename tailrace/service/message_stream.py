@@ -29,7 +29,7 @@ from tailrace.service.channels import format_error
 from tailrace.service.listening import ListenError, listen_reason
 from tailrace.service.retransmission import bound_retransmission
 from tailrace.service.socket_writer import SocketWriter
-from tailrace.service.tasks import task_error
+from tailrace.service.tasks import cancel, task_error
 
 log = logging.getLogger(__name__)
 
@@ -419,9 +419,7 @@ async def serve_streams(
         yield f"{host}:{server.sockets[0].getsockname()[1]}"
     finally:
         server.close()
-        for task in serving:
-            task.cancel()
-        await asyncio.gather(*serving, return_exceptions=True)
+        await cancel(*serving)
 
 
 async def _admitted(stream: MessageStream[Received], admission: Admission, peer: str) -> bool:

@@ -14,7 +14,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
-from tailrace.service.tasks import task_error
+from tailrace.service.tasks import cancel, task_error
 
 log = logging.getLogger(__name__)
 
@@ -104,11 +104,7 @@ class Reachability:
 
     async def close(self) -> None:
         """Cancel all probes."""
-        tasks = {*self._probes.values(), *self._cancelled}
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await cancel(*self._probes.values(), *self._cancelled)
 
     async def _probe(self, address: str) -> None:
         """Probe until the address serves."""

@@ -1,4 +1,4 @@
-"""Run tasks that end together, work that cancellation must not interrupt, and long work in slices."""
+"""Run tasks that end together, cancel tasks, and run work that must not be interrupted, or in slices."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from typing import Final, TypeVar
+
+T = TypeVar("T")
 
 
 async def first_ended(*coroutines: Coroutine[object, object, None]) -> None:
@@ -27,7 +29,15 @@ async def first_ended(*coroutines: Coroutine[object, object, None]) -> None:
             raise result
 
 
-T = TypeVar("T")
+async def cancel(*tasks: asyncio.Task[T]) -> None:
+    """Cancel tasks and wait until they have ended.
+
+    Nothing that they raise is raised here. What no one retrieves from a task (`task_error`), asyncio logs.
+    """
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)
 
 
 async def run_to_completion(coroutine: Coroutine[object, object, T]) -> T:

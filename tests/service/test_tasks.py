@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 
-from tailrace.service.tasks import first_ended, in_slices, run_to_completion
+from tailrace.service.tasks import cancel, first_ended, in_slices, run_to_completion
 
 
 class Broken(Exception):
@@ -97,3 +97,49 @@ async def test_long_work_lets_other_tasks_run_between_slices() -> None:
 
 async def _set(event: asyncio.Event) -> None:
     event.set()
+
+
+async def test_cancelled_tasks_have_ended_and_raise_nothing() -> None:
+    ended: list[str] = []
+
+    async def end_slowly(name: str, error: type[BaseException]) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.append(name)
+            raise error
+
+    tasks = [
+        asyncio.create_task(end_slowly("cancelled", asyncio.CancelledError)),
+        asyncio.create_task(end_slowly("broken", Broken)),
+        asyncio.create_task(asyncio.sleep(0)),
+    ]
+    await asyncio.sleep(0)
+    await cancel(*tasks)
+    assert ended == ["cancelled", "broken"] and all(task.done() for task in tasks)
+    assert isinstance(tasks[1].exception(), Broken)
+    await cancel(*tasks)
+    await cancel()
+
+
+async def test_a_caller_that_is_cancelled_does_not_wait_for_the_tasks_that_it_cancels() -> None:
+    stubborn, started = asyncio.Event(), asyncio.Event()
+
+    async def resist() -> None:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await stubborn.wait()
+
+    task = asyncio.create_task(resist())
+    await started.wait()
+    caller = asyncio.create_task(cancel(task))
+    await asyncio.sleep(0)
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert not task.done()
+    stubborn.set()
+    await task

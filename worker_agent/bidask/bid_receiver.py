@@ -22,7 +22,7 @@ from tailrace.bid_ask import (
     ToSender,
     Withdraw,
 )
-from tailrace.service.tasks import task_error
+from tailrace.service.tasks import cancel, task_error
 from tailrace.v1 import bidask_pb2
 from worker_agent.bidask.messages import Wire, encode, no_bid
 from worker_agent.bidask.offer_sender import Post
@@ -69,10 +69,7 @@ class BidReceiver:
 
     async def close(self) -> None:
         """Cancel all fetches."""
-        tasks = list(self._fetching.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*self._fetching.values())
         # Last, because the end of each fetch may have set it again.
         if self._attempts is not None:
             self._attempts.cancel()

@@ -10,6 +10,7 @@ from typing import Final
 
 import grpc
 
+from tailrace.service.tasks import cancel
 from worker_agent.bidask.messages import Wire
 
 log = logging.getLogger(__name__)
@@ -45,10 +46,7 @@ class Peers:
 
     async def close(self) -> None:
         """Drop all queued messages."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*self._tasks.values())
 
     async def _deliver(self, instance_id: str) -> None:
         waiting, failed = self._waiting[instance_id], False

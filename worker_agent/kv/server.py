@@ -7,7 +7,7 @@ import logging
 from functools import partial
 from typing import Final
 
-from tailrace.service.tasks import task_error
+from tailrace.service.tasks import cancel, task_error
 from worker_agent.engine.base import KvShape
 from worker_agent.faults import Faults
 from worker_agent.kv.address import KvAddress, KvTransferError
@@ -101,10 +101,7 @@ class KvServer:
 
     async def close(self) -> None:
         """End every session."""
-        sessions = list(self._sessions.values())
-        for session in sessions:
-            session.cancel()
-        await asyncio.gather(*sessions, return_exceptions=True)
+        await cancel(*self._sessions.values())
 
     def _done(self, session: Session, task: asyncio.Task[None]) -> None:
         session.closed = True

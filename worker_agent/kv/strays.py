@@ -19,6 +19,7 @@ import ucxx
 from ucxx._lib.arr import Array
 from ucxx.types import Tag, TagMask
 
+from tailrace.service.tasks import cancel
 from worker_agent.kv.progress import progress_paused
 
 log = logging.getLogger(__name__)
@@ -38,8 +39,7 @@ async def discarding_strays(count: Callable[[int], None]) -> AsyncIterator[None]
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await cancel(task)
 
 
 async def _sweep(count: Callable[[int], None]) -> None:

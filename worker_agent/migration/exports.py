@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from tailrace.service.tasks import task_error
+from tailrace.service.tasks import cancel, task_error
 from worker_agent.engine.base import RequestKey
 from worker_agent.migration.inbox import Ended, Owned, Released
 from worker_agent.migration.lease import Lease
@@ -35,9 +35,7 @@ class Exports:
 
     async def close(self) -> None:
         """Cancel all; a paused request resumes, or ends with the engine."""
-        for task in self._running.values():
-            task.cancel()
-        await asyncio.gather(*self._running.values(), return_exceptions=True)
+        await cancel(*self._running.values())
 
     def open(self, key: RequestKey) -> bool:
         """Return whether this request is being exported."""

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
-from tailrace.service.tasks import task_error
+from tailrace.service.tasks import cancel, task_error
 from tailrace.v1 import worker_pb2
 from worker_agent.engine.base import RequestKey, Submission
 from worker_agent.migration.parts import TargetParts
@@ -90,9 +90,7 @@ class Imports:
 
     async def close(self) -> None:
         """Cancel all."""
-        for task in self._running.values():
-            task.cancel()
-        await asyncio.gather(*self._running.values(), return_exceptions=True)
+        await cancel(*self._running.values())
 
     # ---- messages of the front end
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tailrace.perf.transfer_rate import TransferRate
-from tailrace.service.tasks import run_to_completion, task_error
+from tailrace.service.tasks import cancel, run_to_completion, task_error
 from tailrace.v1 import cache_pb2
 from worker_agent.engine.base import Engine, KvShape, Pull, RequestKey, Submission
 from worker_agent.engine.errors import EngineRefusal, KvCorrupt
@@ -106,10 +106,7 @@ class Pulls:
 
     async def close(self) -> None:
         """Cancel all pulls; requests that wait are dropped."""
-        tasks = list(self._running.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*self._running.values())
 
     # ---- one pull
 

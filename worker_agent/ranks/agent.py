@@ -21,7 +21,7 @@ import msgspec
 import torch
 from prometheus_client import CollectorRegistry
 
-from tailrace.service.tasks import run_to_completion
+from tailrace.service.tasks import cancel, run_to_completion
 from worker_agent.engine.base import Staging
 from worker_agent.engine.vllm.kv_blocks import KvBlocks
 from worker_agent.faults import Faults
@@ -317,8 +317,7 @@ class RankAgent:
         if transfer is None:
             return
         if transfer.pulling is not None:
-            transfer.pulling.cancel()
-            await asyncio.wait({transfer.pulling})
+            await cancel(transfer.pulling)
         await run_to_completion(transfer.kv.close())
         self._memory.leave(transfer.request_id)
 
