@@ -1,8 +1,8 @@
 """`make bench-shards`: several schedulers, and placement leases, against one scheduler, in the simulator.
 
 How to go beyond one scheduler (docs/fleet-size.md): N instances are divided among 2 to 16 schedulers, of
-which each request asks a random one, its session's, or two and takes the better answer; or one scheduler
-leases placements to eight front ends. All ways serve the same requests under the same policy.
+which each request asks a random one, its session's, the emptier of two, or two and takes the better answer;
+or one scheduler leases placements to eight front ends. All ways serve the same requests under one policy.
 
 Loads are shares of the rate per instance that the policy sustains with one scheduler: the highest, in steps
 of 10%, at which 99% of requests meet their SLOs on 16 instances. Figures are means over seeds with the

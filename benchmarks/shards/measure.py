@@ -96,7 +96,7 @@ def measure(case: Case) -> Outcome:
     first_token = np.array([(r.first_token_s or 0.0) - r.arrival_s for r in done], dtype=np.float64)
     tpot = np.array([r.tpot_s for r in done], dtype=np.float64)
     attained = sum(map(scenario.meets_slos, counted)) / len(counted)
-    calls = policy.calls / len(requests) if isinstance(policy, Leased) else float(case.way.asked)
+    calls = case.way.calls if not isinstance(policy, Leased) else policy.calls / len(requests)
     return Outcome(
         case=case,
         requests=len(counted),

@@ -15,12 +15,12 @@ from tailrace.policy.base import Policy
 Key = Callable[[Arrival], str]
 
 
-def by_request(arrival: Arrival) -> str:
+def request_key(arrival: Arrival) -> str:
     """Return the request's ID: each request goes to a random shard."""
     return arrival.request_id
 
 
-def by_session(arrival: Arrival) -> str:
+def session_key(arrival: Arrival) -> str:
     """Return the session's ID, or the request's if it has none: a session stays on its shards."""
     return arrival.session_id or arrival.request_id
 
@@ -29,41 +29,46 @@ class Sharded(Policy):
     """Ask the schedulers of one or more shards, each of which knows and uses only its own instances.
 
     A shard has every `len(policies)`-th instance, so that shards get equal shares of initial pools. Requests
-    migrate only within their shard. Of several shards' answers, a front end takes the one that the policy
-    prefers, given a choice between these two instances only, as if each answer contained the view of its
-    instance.
+    migrate only within their shard. If several shards are drawn for a request, then either all are asked, and
+    the front end takes the answer that the policy prefers, given a choice between these instances only, as if
+    each answer contained the view of its instance; or, as a load balancer can, it asks the one that has the
+    fewest requests.
     """
 
     def __init__(
         self,
         policies: Sequence[Policy],
-        judge: Policy,
         instance_ids: Iterable[str],
         *,
-        asked: int = 1,
-        key: Key = by_request,
+        drawn: int = 1,
+        judge: Policy | None = None,
+        key: Key = request_key,
     ) -> None:
-        """`policies`: one object per shard; `judge` compares the answers of `asked` shards. Raise ValueError
-        if there are too few instances or shards, or for a policy that plans from the lengths of the cluster's
-        requests."""
+        """`policies`: one object per shard; `judge`: another one, which compares the answers of the `drawn`
+        shards; None: the one with the fewest requests is asked. Raise ValueError if there are too few
+        instances or shards, or for a policy that needs statistics of the cluster's requests."""
         ids = sorted(instance_ids)
         count = len(policies)
-        if not 1 <= asked <= count <= len(ids):
-            raise ValueError(f"{asked} of {count} shards of {len(ids)} instances")
-        if judge.lengths_period_s is not None or judge.prefixes_period_s is not None:
-            raise ValueError(f"{type(judge).__name__} needs statistics of each shard, which are not kept")
+        if not 1 <= drawn <= count <= len(ids):
+            raise ValueError(f"{drawn} of {count} shards of {len(ids)} instances")
+        policy = policies[0]
+        if policy.lengths_period_s is not None or policy.prefixes_period_s is not None:
+            raise ValueError(f"{type(policy).__name__} needs statistics of each shard, which are not kept")
         self._policies = policies
         self._judge = judge
-        self._asked = asked
+        self._drawn = drawn
         self._key = key
         self._shards = [tuple(ids[number::count]) for number in range(count)]
         self._shard_of = {name: number for number, shard in enumerate(self._shards) for name in shard}
-        self.tick_interval_s = judge.tick_interval_s
+        self.tick_interval_s = policy.tick_interval_s
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
         """Return the answer of the shard, or the best of several shards."""
         count = len(self._policies)
-        numbers = [0] if count == 1 else Random(self._key(arrival)).sample(range(count), self._asked)
+        numbers = [0] if count == 1 else Random(self._key(arrival)).sample(range(count), self._drawn)
+        if self._judge is None:
+            number = min(numbers, key=lambda n: sum(view.instances[name].load for name in self._shards[n]))
+            return self._place_in(number, view, arrival, now)
         answers = [self._place_in(number, view, arrival, now) for number in numbers]
         placed = [answer for answer in answers if isinstance(answer, Place)]
         if len(placed) < 2:

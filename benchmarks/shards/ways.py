@@ -9,7 +9,7 @@ from typing import Final
 from benchmarks.cache import WORKLOADS as CACHE_WORKLOADS
 from benchmarks.scenarios import LLAMA, PACE_S, TTFT_S, Scenario, Slo, generated
 from benchmarks.shards.leased import Leased, LeaseTerms
-from benchmarks.shards.sharded import Sharded, by_request, by_session
+from benchmarks.shards.sharded import Sharded, request_key, session_key
 from simulator.cluster import ClusterSpec
 from simulator.setups import Setup
 from tailrace.policy.base import Policy
@@ -20,17 +20,24 @@ from tailrace.policy.deployment import Deployment
 class Way:
     """A way to place the requests of a fleet.
 
-    `shards` schedulers, of which each request asks `asked`, chosen by a hash of the request's ID or
-    (`sticky`) of its session's; or one scheduler that leases placements to front ends.
+    `shards` schedulers, of which `drawn` are drawn for each request, by a hash of its ID or (`sticky`) of its
+    session's; or one scheduler that leases placements to front ends.
     """
 
     name: str
     shards: int = 1
-    asked: int = 1
+    drawn: int = 1
+    # Whether all that are drawn are asked; otherwise the one with the fewest requests.
+    compares: bool = False
     sticky: bool = False
     terms: LeaseTerms | None = None
     # Interval of the workers' reports in seconds.
     report_s: float = 0.5
+
+    @property
+    def calls(self) -> float:
+        """Return the calls of schedulers per placement, without leases."""
+        return float(self.drawn if self.compares else 1)
 
     def policy(self, setup: Setup, deployment: Deployment, spec: ClusterSpec, front_ends: int) -> Policy:
         """Return the policy that imitates it."""
@@ -40,19 +47,35 @@ class Way:
             return setup.policy(deployment)
         return Sharded(
             [setup.policy(deployment) for _ in range(self.shards)],
-            setup.policy(deployment),
             [instance.instance_id for instance in spec.instances],
-            asked=self.asked,
-            key=by_session if self.sticky else by_request,
+            drawn=self.drawn,
+            judge=setup.policy(deployment) if self.compares else None,
+            key=session_key if self.sticky else request_key,
         )
 
 
-def sharded(*counts: int, asked: int = 1, sticky: bool = False) -> list[Way]:
-    """Return ways with so many shards."""
-    how = "random" if asked == 1 else f"best of {asked}"
-    if sticky:
-        how = "by session" if asked == 1 else f"{how} by session"
-    return [Way(f"{count} shards, {how}", count, asked, sticky) for count in counts]
+def sharded(*counts: int) -> list[Way]:
+    """Return ways with so many shards, of which each request asks a random one."""
+    return [Way(f"{count} shards, random", count) for count in counts]
+
+
+def emptier(*counts: int) -> list[Way]:
+    """Return ways in which a load balancer takes the shard with fewer requests of two."""
+    return [Way(f"{count} shards, emptier of 2", count, 2) for count in counts]
+
+
+def compared(*counts: int) -> list[Way]:
+    """Return ways in which front ends ask two shards."""
+    return [Way(f"{count} shards, best of 2", count, 2, compares=True) for count in counts]
+
+
+def by_session(*ways: Way) -> list[Way]:
+    """Return the same ways with shards drawn by session."""
+    names = (way.name.replace("random", "by session") for way in ways)
+    return [
+        replace(way, name=name if way.drawn == 1 else f"{name} by session", sticky=True)
+        for way, name in zip(ways, names, strict=True)
+    ]
 
 
 def leased(*terms: tuple[int, float]) -> list[Way]:
@@ -66,16 +89,16 @@ ALL: Final[tuple[Way, ...]] = (
     ONE,
     _SLOW_REPORTS,
     *sharded(2, 4, 8, 16),
-    *sharded(4, 8, 16, asked=2),
+    *emptier(4, 8, 16),
+    *compared(4, 8, 16),
     *leased((4, 1.0), (16, 1.0), (64, 1.0), (64, 0.1), (64, 4.0)),
 )
 # For long simulations.
-FEW: Final[tuple[Way, ...]] = (ONE, *sharded(4, 16), *sharded(16, asked=2), *leased((16, 1.0)))
+FEW: Final[tuple[Way, ...]] = (ONE, *sharded(4, 16), *emptier(16), *compared(16), *leased((16, 1.0)))
 SESSIONS: Final[tuple[Way, ...]] = (
     ONE,
     *sharded(4, 16),
-    *sharded(4, 16, sticky=True),
-    *sharded(4, 16, asked=2, sticky=True),
+    *by_session(*sharded(4, 16), *emptier(16), *compared(16)),
     *leased((16, 1.0)),
 )
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from benchmarks.shards.leased import Leased, LeaseTerms
 from benchmarks.shards.measure import Case, imbalance, measure
-from benchmarks.shards.sharded import Sharded, by_request, by_session
+from benchmarks.shards.sharded import Sharded, request_key, session_key
 from benchmarks.shards.tables import change, groups, table
-from benchmarks.shards.ways import ALL, ONE, Way
+from benchmarks.shards.ways import ALL, FEW, ONE, SESSIONS
 from simulator.cluster import ClusterSpec
 from simulator.records import SimResult
 from simulator.setups import setup_for
@@ -50,8 +50,8 @@ def placed(policy: Policy, cluster: ClusterView, request: Arrival, now: float = 
     return placement.instance_id
 
 
-def divided(shards: int, asked: int = 1) -> Sharded:
-    return Sharded([LeastLoaded() for _ in range(shards)], LeastLoaded(), IDS, asked=asked)
+def divided(shards: int, drawn: int = 1) -> Sharded:
+    return Sharded([LeastLoaded() for _ in range(shards)], IDS, drawn=drawn, judge=LeastLoaded())
 
 
 def simulated(name: str, wrapped: bool) -> SimResult:
@@ -59,7 +59,7 @@ def simulated(name: str, wrapped: bool) -> SimResult:
     policies = [setup.policy(Deployment(profile=profile)) for _ in range(2)]
     spec = setup.apply(ClusterSpec.uniform(3, profile))
     ids = [instance.instance_id for instance in spec.instances]
-    policy = Sharded(policies[:1], policies[1], ids) if wrapped else policies[0]
+    policy = Sharded(policies[:1], ids, judge=policies[1]) if wrapped else policies[0]
     requests = GENERATORS["alpaca_eval"].requests(150, 10.0, 1)
     return simulate(spec, requests, policy, setup.intra(), seed=1)
 
@@ -98,15 +98,24 @@ def _only(cluster: ClusterView, names: Sequence[str]) -> ClusterView:
 @given(st.lists(st.integers(0, 900_000), min_size=8, max_size=8))
 def test_of_all_shards_asked_the_best_instance_of_the_fleet_is_taken(used: list[int]) -> None:
     cluster = view(*used)
-    assert placed(divided(4, asked=4), cluster, arrival("r")) == placed(LeastLoaded(), cluster, arrival("r"))
+    assert placed(divided(4, drawn=4), cluster, arrival("r")) == placed(LeastLoaded(), cluster, arrival("r"))
+
+
+@given(st.lists(st.integers(0, 50), min_size=8, max_size=8))
+def test_a_load_balancer_takes_the_shard_with_the_fewest_requests(running: list[int]) -> None:
+    instances = {name: InstanceView(name, running=count) for name, count in zip(IDS, running, strict=True)}
+    policy = Sharded([LeastLoaded(), LeastLoaded()], IDS, drawn=2)
+    chosen = placed(policy, ClusterView(MappingProxyType(instances)), arrival("r"))
+    even, odd = sum(running[::2]), sum(running[1::2])
+    assert even == odd or (IDS.index(chosen) % 2 == 1) == (odd < even)
 
 
 def test_a_session_stays_on_its_shard_and_other_requests_spread() -> None:
-    policy = Sharded([LeastLoaded() for _ in range(8)], LeastLoaded(), IDS, key=by_session)
+    policy = Sharded([LeastLoaded() for _ in range(8)], IDS, key=session_key)
     cluster = view(*[0] * 8)
     assert len({placed(policy, cluster, arrival(f"r{n}", "one session")) for n in range(20)}) == 1
     assert len({placed(policy, cluster, arrival(f"r{n}")) for n in range(100)}) == 8
-    assert by_request(arrival("r", "s")) == "r"
+    assert request_key(arrival("r", "s")) == "r"
 
 
 def test_a_shard_does_not_know_what_others_have_cached() -> None:
@@ -117,21 +126,21 @@ def test_a_shard_does_not_know_what_others_have_cached() -> None:
             seen.append(arrival)
             return Place(min(view.instances))
 
-    policy = Sharded([Watching(), Watching()], Watching(), IDS)
+    policy = Sharded([Watching(), Watching()], IDS)
     cached = {name: CachedTokens(64, 64) for name in IDS}
     policy.place(view(*[0] * 8), Arrival("r", 100, 1_000, 0, cached=cached), 0.0)
     assert len(seen) == 1 and set(seen[0].cached) in ({"i0", "i2", "i4", "i6"}, {"i1", "i3", "i5", "i7"})
 
 
-@pytest.mark.parametrize(("shards", "asked"), [(9, 1), (2, 3), (2, 0)])
-def test_impossible_divisions_are_refused(shards: int, asked: int) -> None:
+@pytest.mark.parametrize(("shards", "drawn"), [(9, 1), (2, 3), (2, 0)])
+def test_impossible_divisions_are_refused(shards: int, drawn: int) -> None:
     with pytest.raises(ValueError, match="shards"):
-        divided(shards, asked)
+        divided(shards, drawn)
 
 
 def test_policies_that_plan_from_the_cluster_s_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="statistics"):
-        Sharded([load("cascade")], load("cascade"), IDS)
+        Sharded([load("cascade")], IDS)
 
 
 def test_a_lease_is_used_up_before_the_scheduler_is_asked_again() -> None:
@@ -194,5 +203,5 @@ def test_the_imbalance_is_that_of_the_sampled_times() -> None:
 
 
 def test_names_of_ways_are_distinct() -> None:
-    assert len({way.name for way in ALL}) == len(ALL)
-    assert isinstance(ALL[0], Way)
+    for ways in (ALL, FEW, SESSIONS):
+        assert len({way.name for way in ways}) == len(ways)
