@@ -57,6 +57,7 @@ class ReportedRows:
         "_max_model_len",
         "_phases",
         "_prompts",
+        "_reasoning",
         "_traceparents",
         "_views",
     )
@@ -94,6 +95,7 @@ class ReportedRows:
         # Views made so far, the counts by one quantum, and others; made on first use.
         self._views: dict[str, RequestView] = {}
         self._counted: PhaseLoad | None = None
+        self._reasoning: int | None = None
         self._prompts: dict[str, Prompt] | None = None
         self._traceparents: dict[str, str] | None = None
 
@@ -184,25 +186,34 @@ class ReportedRows:
             counted = self._counted = self._count(quantum_tokens)
         return counted
 
+    @property
+    def reasoning(self) -> int:
+        """Return how many requests count as reasoning, as `phase_load` counts them."""
+        if self._reasoning is None:
+            demoted, phases = self._columns.demoted[:], self._phases
+            self._reasoning = len(phases) - phases.count(_ANSWERING)
+            if demoted:
+                pairs = zip(full(demoted, len(phases), False), phases, strict=True)
+                self._reasoning -= sum(low and phase != _ANSWERING for low, phase in pairs)
+        return self._reasoning
+
+    def reasons(self, request_id: str) -> bool:
+        """Return whether a request that is in the report counts as reasoning."""
+        row = self._index[request_id]
+        return self._phases[row] != _ANSWERING and not value_of(self._columns.demoted, row, False)
+
     def _count(self, quantum_tokens: int) -> PhaseLoad:
         """Count column by column: without a call, and if possible without a step, for each request."""
         columns, phases = self._columns, self._phases
         count, answering = len(phases), phases.count(_ANSWERING)
-        demoted = columns.demoted[:]
-        reasoning = count - answering
-        if demoted:
-            pairs = zip(full(demoted, count, False), phases, strict=True)
-            reasoning -= sum(low and phase != _ANSWERING for low, phase in pairs)
         if not answering:
-            return PhaseLoad(reasoning, 0, math.inf, quantum_tokens)
+            return PhaseLoad(self.reasoning, 0, math.inf, quantum_tokens)
         tokens = full(columns.phase_tokens, count, 0)
-        pairs_of_tokens = zip(tokens, phases, strict=True)
-        fresh = sum(made < quantum_tokens and phase == _ANSWERING for made, phase in pairs_of_tokens)
+        made = [n for n, phase in zip(tokens, phases, strict=True) if phase == _ANSWERING]
+        fresh = sum(map(quantum_tokens.__gt__, made))
         slacks = full(columns.pacer_slack_tokens, count, ABSENT)
-        least = min(
-            (s for s, phase in zip(slacks, phases, strict=True) if s == s and phase == _ANSWERING),
-            default=math.inf,
-        )
+        known = [s for s, phase in zip(slacks, phases, strict=True) if phase == _ANSWERING and s == s]
+        least = min(known, default=math.inf)
         states = full(columns.states, count, types_pb2.REQUEST_STATE_UNSPECIFIED)
         if sum(map(states.count, _ON_DEVICE)) < count:
             rows = zip(phases, states, slacks, tokens, strict=True)
@@ -212,7 +223,7 @@ class ReportedRows:
             ):
                 # One waits off the device for its first token of the answer; see `share_of`.
                 least = -math.inf
-        return PhaseLoad(reasoning, fresh, least, quantum_tokens)
+        return PhaseLoad(self.reasoning, fresh, least, quantum_tokens)
 
     def prompts(self) -> Mapping[str, Prompt]:
         """Return arrival and length of each request in prefill."""
@@ -291,6 +302,13 @@ class ReportedRequests(ListsMovable, LazyRequests):
             self._prompts = [prompt for name, prompt in reported if name not in self._changed]
             self._prompts += [(r.arrival_s, r.prompt_tokens) for r in added]
         return self._prompts
+
+    def reasoning(self) -> int:
+        """Return how many requests count as reasoning."""
+        rows = self._rows
+        gone = sum(rows.reasons(name) for name in self._changed if name in rows)
+        added = sum(r.phase is not Phase.ANSWERING and not r.demoted for r in self._added())
+        return rows.reasoning - gone + added
 
     def movable(self) -> MovableRequests:
         """Return the requests that may migrate: those as reported first."""

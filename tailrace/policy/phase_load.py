@@ -52,6 +52,10 @@ class CountsPhases:
         """Return what the function `phase_load` returns for these requests."""
         raise NotImplementedError
 
+    def reasoning(self) -> int:
+        """Return the count of reasoning requests alone."""
+        return self.phase_load(QUANTUM_TOKENS, "").reasoning
+
 
 def phase_load(
     requests: Iterable[RequestView], *, quantum_tokens: int = QUANTUM_TOKENS, without: str = ""
@@ -75,6 +79,13 @@ def phase_load(
         if share.slack_tokens < least_slack:
             least_slack = share.slack_tokens
     return PhaseLoad(reasoning, fresh, least_slack, quantum_tokens)
+
+
+def reasoning(requests: Iterable[RequestView]) -> int:
+    """Return `phase_load(requests).reasoning`, which no quantum affects."""
+    if isinstance(requests, CountsPhases):
+        return requests.reasoning()
+    return phase_load(requests).reasoning
 
 
 class PhaseShare(NamedTuple):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tailrace.cluster import Phase, RequestState, RequestView
 from tailrace.control.reported_requests import ReportedRequests, ReportedRows
 from tailrace.policy.columns import find_request, movable, movable_columns, movable_requests
-from tailrace.policy.phase_load import ListsPrompts, phase_load
+from tailrace.policy.phase_load import ListsPrompts, phase_load, reasoning
 from tailrace.request_columns import columns_from
 from tailrace.v1 import monitor_pb2, types_pb2
 
@@ -84,6 +84,7 @@ def test_counts_equal_those_of_the_requests(
     for number in (quantum, 200, quantum):
         counted = phase_load(requests, quantum_tokens=number, without=without)
         assert counted == phase_load(held, quantum_tokens=number, without=without)
+    assert reasoning(requests) == reasoning(held)
     columns, expected = movable_requests(requests), movable_columns(filter(movable, held))
     rows_of = [sorted(zip(*each, strict=True), key=itemgetter(0)) for each in (columns, expected)]
     assert repr(rows_of[0]) == repr(rows_of[1])

@@ -20,7 +20,7 @@ from tailrace.cluster import NOTHING_CACHED, CachedTokens, InstanceState, Instan
 from tailrace.intra.due import PREFILLS, due_after_s, nominal_s
 from tailrace.perf.steps import Floats, StepModel, StepTimes
 from tailrace.policy.columns import SeenInstances
-from tailrace.policy.phase_load import phase_load, prompts
+from tailrace.policy.phase_load import prompts, reasoning
 from tailrace.policy.tailrace.arrival import (
     OF_MANY,
     OF_ONE,
@@ -278,7 +278,6 @@ class OfferPlanner:
             tokens = queue.tokens[-1]
         elif position in self._queues:
             self._set_queue(position, None)
-        counted = phase_load(instance.requests)
         future = instance.future_load
         return (
             instance.running,
@@ -288,7 +287,7 @@ class OfferPlanner:
             instance.host_kv_tokens,
             instance.kv_capacity_tokens,
             instance.context_tokens,
-            counted.reasoning,
+            reasoning(instance.requests),
             max(future) if future else -inf,
             len(waiting),
             tokens,
