@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -211,6 +211,43 @@ class HotPrefixes:
     copying: frozenset[str]
 
 
+# Renewals of instances that are remembered: many times those between two decisions.
+_CHANGES_MAX: Final = 8_192
+
+
+class ViewChanges:
+    """Which instances differ between two views that one model made of the same instances.
+
+    It saves caches of what was read from a view from comparing all instances. Versions are numbers of
+    renewals.
+    """
+
+    def __init__(self) -> None:
+        self._renewed: list[str] = []
+        # Renewals that are not remembered any more.
+        self._forgotten = 0
+
+    @property
+    def version(self) -> int:
+        """Return the version of a view made now."""
+        return self._forgotten + len(self._renewed)
+
+    def add(self, instance_ids: Iterable[str]) -> None:
+        """Record that these instances were renewed."""
+        self._renewed.extend(instance_ids)
+        if len(self._renewed) > _CHANGES_MAX:
+            surplus = len(self._renewed) - _CHANGES_MAX // 2
+            del self._renewed[:surplus]
+            self._forgotten += surplus
+
+    def between(self, one: int, other: int) -> set[str] | None:
+        """Return the instances that differ between views of two versions; None: not remembered any more."""
+        first, last = min(one, other), max(one, other)
+        if first < self._forgotten:
+            return None
+        return set(self._renewed[first - self._forgotten : last - self._forgotten])
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterView:
     """Everything that a policy may look at. `instances` iterates in instance-id order."""
@@ -229,6 +266,10 @@ class ClusterView:
     # Only in views for on_tick: prefixes shared by many arrivals of the last `Policy.prefixes_period_s`.
     # None: the policy does not use them.
     hot: HotPrefixes | None = None
+    # Tells in which instances views with the same `changes` differ, by their versions; None: not known.
+    # Affects no decision.
+    changes: ViewChanges | None = field(default=None, compare=False, repr=False)
+    version: int = field(default=0, compare=False, repr=False)
 
     def placeable(self) -> list[InstanceView]:
         """Return instances that may get new requests, in instance-id order."""

@@ -23,6 +23,7 @@ from tailrace.cluster import (
     RequestState,
     RequestView,
     Stage,
+    ViewChanges,
 )
 from tailrace.control.cluster_model import ClusterModel, ModelGroups
 from tailrace.control.hot_prefixes import HotTracker
@@ -121,6 +122,8 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         # By kind of instance, each with the record it was made from.
         self._measured: dict[str, tuple[ProfileRecord, Measured]] = {}
         self._view: ClusterView | None = None
+        # Between views of the same instances.
+        self._changes = ViewChanges()
         self._groups = ModelGroups({})
         # Increases with each change of the membership.
         self.memberships = 0
@@ -324,8 +327,12 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         """Return the cluster now, as an immutable view."""
         if self._view is None:
             self._renew(self._dirty)
+            self._changes.add(self._dirty)
             self._dirty.clear()
-            self._view = ClusterView(MappingProxyType(dict(self._views)), self._stages)
+            views = MappingProxyType(dict(self._views))
+            self._view = ClusterView(
+                views, self._stages, changes=self._changes, version=self._changes.version
+            )
         return self._view
 
     def view_at(self, now_s: float) -> ClusterView:
@@ -577,6 +584,7 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
 
     def _rebuild(self) -> None:
         self._views = {name: self._instance_view(name) for name in self._known}
+        self._changes = ViewChanges()
         self._dirty.clear()
         self._view = None
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.cluster import InstanceView, Phase, RequestState, RequestView
+from tailrace.cluster import ClusterView, InstanceView, Phase, RequestState, RequestView, ViewChanges
 from tailrace.perf.steps import Floats
 
 Mask = NDArray[np.bool_]
@@ -27,31 +27,44 @@ class SeenInstances:
     """The instances of the previous decision, in instance-id order."""
 
     def __init__(self) -> None:
-        self.views: Sequence[InstanceView] = ()
+        self.views: list[InstanceView] = []
         # Positions in `views` by instance id.
         self.at: dict[str, int] = {}
+        self._changes: ViewChanges | None = None
+        self._version = 0
 
-    def changed(self, views: Sequence[InstanceView]) -> list[int] | None:
-        """Return the positions of those that differ from the instances of the previous decision.
+    def changed(self, view: ClusterView) -> list[int] | None:
+        """Return the positions of instances that differ from those of the previous decision.
 
         None: other instances are among them, or in another order; then the previous ones are forgotten.
         """
+        if view.changes is not None and view.changes is self._changes:
+            names = view.changes.between(self._version, view.version)
+            if names is not None:
+                return sorted(map(self.at.__getitem__, names))
+        views = list(view.instances.values())
         if len(self.views) == len(views):
+            # An instance's view is immutable, and compared by identity.
             changed = list(compress(range(len(views)), map(is_not, self.views, views)))
             if all(self.views[n].instance_id == views[n].instance_id for n in changed):
                 return changed
         self.forget()
         return None
 
-    def replace(self, views: Sequence[InstanceView]) -> None:
-        """Remember these instances, once those that changed have been read."""
-        self.views = views
-        if not self.at:
-            self.at = {view.instance_id: n for n, view in enumerate(views)}
+    def replace(self, view: ClusterView, changed: Iterable[int] | None) -> None:
+        """Remember these instances, once those that changed have been read. `changed`: as returned for this
+        view."""
+        if changed is None:
+            self.views = list(view.instances.values())
+            self.at = {name: n for n, name in enumerate(view.instances)}
+        else:
+            for n in changed:
+                self.views[n] = view.instances[self.views[n].instance_id]
+        self._changes, self._version = view.changes, view.version
 
     def forget(self) -> None:
         """Forget all instances."""
-        self.views, self.at = (), {}
+        self.views, self.at, self._changes = [], {}, None
 
 
 class Columns:
@@ -63,17 +76,16 @@ class Columns:
         self._read = read
         self._values: Floats = np.empty((columns, 0))
 
-    def update(self, instances: Iterable[InstanceView]) -> Floats:
-        """Return the columns of these instances, valid until the next call, and not to be changed."""
-        views, read = list(instances), self._read
-        changed = self.seen.changed(views)
+    def update(self, view: ClusterView) -> Floats:
+        """Return the columns of a view's instances, valid until the next call, and not to be changed."""
+        read, changed = self._read, self.seen.changed(view)
         if changed is None:
-            rows = np.array([read(view) for view in views], dtype=np.float64)
-            self._values = rows.reshape(len(views), len(self._values)).T
+            rows = np.array([read(instance) for instance in view.instances.values()], dtype=np.float64)
+            self._values = rows.reshape(len(view.instances), len(self._values)).T
         else:
             for n in changed:
-                self._values[:, n] = read(views[n])
-        self.seen.replace(views)
+                self._values[:, n] = read(view.instances[self.seen.views[n].instance_id])
+        self.seen.replace(view, changed)
         return self._values
 
 

@@ -214,7 +214,7 @@ class Pascal(Policy):
     # ---- columns
 
     def _loads(self, view: ClusterView) -> _Loads[Floats]:
-        return _Loads(*self._columns.update(view.instances.values()))
+        return _Loads(*self._columns.update(view))
 
     def _read(self, instance: InstanceView) -> _Loads[float]:
         load = self.load_of(instance)

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.cluster import Arrival, ClusterView, InstanceView
+from tailrace.cluster import Arrival, ClusterView, InstanceView, ViewChanges
 from tailrace.policy.columns import Columns, SeenInstances, smallest
 from tailrace.policy.pascal import Pascal
 from tests.policy.clusters import clusters
+from tests.policy.fleets import cluster
 
 
 def read(instance: InstanceView) -> tuple[float, float]:
@@ -33,12 +34,11 @@ def test_columns_equal_what_a_new_reader_reads(views: list[dict[str, int]]) -> N
     for loads in views:
         now = {name: InstanceView(name, running=running) for name, running in sorted(loads.items())}
         # An instance that did not change keeps its view.
-        instances = [before[name] if before.get(name) == view else view for name, view in now.items()]
-        before = {view.instance_id: view for view in instances}
-        expected = Columns(read, 2).update(instances)
-        assert columns.update(instances).shape == (2, len(instances))
-        assert np.array_equal(columns.update(instances), expected)
-        assert [view.instance_id for view in columns.seen.views] == list(columns.seen.at)
+        before = {name: before[name] if before.get(name) == view else view for name, view in now.items()}
+        expected = Columns(read, 2).update(ClusterView(before))
+        assert columns.update(ClusterView(before)).shape == (2, len(before))
+        assert np.array_equal(columns.update(ClusterView(before)), expected)
+        assert [view.instance_id for view in columns.seen.views] == list(columns.seen.at) == list(before)
 
 
 def test_only_changed_instances_are_read_again() -> None:
@@ -50,8 +50,8 @@ def test_only_changed_instances_are_read_again() -> None:
 
     columns = Columns(counted, 1)
     first, second = InstanceView("a"), InstanceView("b")
-    columns.update([first, second])
-    columns.update([first, replace(second, running=3)])
+    columns.update(cluster(first, second))
+    columns.update(cluster(first, replace(second, running=3)))
     assert reads == ["a", "b", "b"]
 
 
@@ -62,23 +62,55 @@ def test_an_instance_that_could_not_be_read_is_read_again() -> None:
         return (instance.running,)
 
     columns, first = Columns(refuse, 1), InstanceView("a", running=1)
-    columns.update([first])
+    columns.update(cluster(first))
     broken = InstanceView("a", running=-1)
     for _ in range(2):
         with pytest.raises(ValueError, match="negative"):
-            columns.update([broken])
-    assert columns.update([first]).tolist() == [[1.0]]
+            columns.update(cluster(broken))
+    assert columns.update(cluster(first)).tolist() == [[1.0]]
 
 
 def test_another_order_forgets_all_positions() -> None:
-    first, second = InstanceView("a"), InstanceView("b")
+    views = {name: InstanceView(name) for name in "ab"}
+    first, second = ClusterView(views), ClusterView(dict(reversed(views.items())))
     seen = SeenInstances()
-    assert seen.changed([first, second]) is None
-    seen.replace([first, second])
-    assert seen.changed([first, second]) == []
-    assert seen.changed([second, first]) is None
-    seen.replace([second, first])
+    assert seen.changed(first) is None
+    seen.replace(first, None)
+    assert seen.changed(first) == []
+    assert seen.changed(second) is None
+    seen.replace(second, None)
     assert seen.at == {"b": 0, "a": 1}
+
+
+@given(
+    renewals=st.lists(st.lists(st.sampled_from("abc"), max_size=3), max_size=12),
+    skipped=st.lists(st.booleans(), min_size=12, max_size=12),
+)
+def test_recorded_changes_replace_a_comparison(renewals: list[list[str]], skipped: list[bool]) -> None:
+    changes, columns = ViewChanges(), Columns(read, 2)
+    views = {name: InstanceView(name) for name in "abc"}
+    for number, (renewed, skip) in enumerate(zip(renewals, skipped, strict=False)):
+        views = {
+            name: replace(view, running=number) if name in renewed else view for name, view in views.items()
+        }
+        changes.add(renewed)
+        view = ClusterView(views, changes=changes, version=changes.version)
+        # Any number of views may lie between two decisions.
+        if not skip:
+            assert np.array_equal(columns.update(view), Columns(read, 2).update(ClusterView(views)))
+            assert columns.seen.views == list(views.values())
+
+
+def test_changes_that_are_not_remembered_are_compared() -> None:
+    changes, columns = ViewChanges(), Columns(read, 2)
+    first = ClusterView({"a": InstanceView("a")}, changes=changes, version=changes.version)
+    columns.update(first)
+    for _ in range(10_000):
+        changes.add(["a"])
+    later = ClusterView({"a": InstanceView("a", running=7)}, changes=changes, version=changes.version)
+    assert changes.between(first.version, later.version) is None
+    assert columns.update(later).tolist() == [[7.0], [0.0]]
+    assert changes.between(later.version, later.version) == set()
 
 
 def test_the_first_of_equals_is_the_smallest() -> None:

@@ -339,7 +339,7 @@ def test_prices_are_the_cost_of_one_more_request_of_mean_length(view: ClusterVie
     for penalty, few in itertools.product((None, PENALTY), (0, FEW)):
         costs = Costs(StepModel.of_profile(None), penalty)
         offers = OfferPlanner(costs, few)
-        offers.update(costs, instances)
+        offers.update(costs, view)
         assert offers.prices_s() == {
             i.instance_id: costs.joining_s(i, i.context_tokens // max(1, i.load), costs.expected_tokens)
             for i in instances

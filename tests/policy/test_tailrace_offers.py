@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.cluster import InstanceView, Phase
+from tailrace.cluster import ClusterView, InstanceView, Phase
 from tailrace.intra.due import due_after_s, nominal_s
 from tailrace.perf.length_penalty import load_length_penalty
 from tailrace.perf.measured import Measured
@@ -40,7 +40,7 @@ def measured(name: str, steps: StepModel, backlog_tokens: int = 0) -> InstanceVi
 
 def planned(few: int, instances: Sequence[InstanceView], costs: Costs = COSTS) -> OfferPlanner:
     planner = OfferPlanner(costs, few)
-    planner.update(costs, instances)
+    planner.update(costs, ClusterView({i.instance_id: i for i in instances}))
     return planner
 
 

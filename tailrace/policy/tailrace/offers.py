@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.cluster import NOTHING_CACHED, CachedTokens, InstanceState, InstanceView
+from tailrace.cluster import NOTHING_CACHED, CachedTokens, ClusterView, InstanceState, InstanceView
 from tailrace.intra.due import PREFILLS, due_after_s, nominal_s
 from tailrace.perf.steps import Floats, StepModel, StepTimes
 from tailrace.policy.columns import SeenInstances
@@ -69,6 +69,11 @@ class OfferPlanner:
         self._longest: list[int] = []
         self._not_active: set[int] = set()
         self._pooled: set[int] = set()
+
+    @property
+    def instances(self) -> Sequence[InstanceView]:
+        """Return the instances in instance-id order; valid until the next call of `update`."""
+        return self._seen.views
 
     @property
     def all_active(self) -> bool:
@@ -216,24 +221,40 @@ class OfferPlanner:
 
     # ---- cache
 
-    def update(self, costs: Costs, instances: Sequence[InstanceView]) -> None:
-        """Use these instances, and recompute the offers of those that changed."""
-        changed = self._seen.changed(instances)
-        if changed is None or costs is not self._costs:
+    def update(self, costs: Costs, view: ClusterView) -> None:
+        """Use the instances of this view, and recompute the offers of those that changed."""
+        same = self._seen.changed(view)
+        if costs is not self._costs:
+            same = None
+        if same is None:
+            instances = list(view.instances.values())
             changed = list(range(len(instances)))
             self._reset(costs, len(instances))
-        if not changed:
-            return
-        if self._offers:
-            for n in changed:
-                steps = costs.steps_of(instances[n])
-                self._offers[n] = offer(costs, Reported(*self._read(n, instances[n], steps)), steps, OF_ONE)
         else:
-            self._table[:, np.array(changed, dtype=np.intp)] = self._columns(changed, instances)
+            changed = same
+            names = (self._seen.views[n].instance_id for n in changed)
+            instances = [view.instances[name] for name in names]
+        if changed:
+            self._recompute(changed, instances)
+        self._seen.replace(view, same)
+
+    def _recompute(self, positions: Sequence[int], instances: Sequence[InstanceView]) -> None:
+        """Recompute the offers of these instances, which are at these positions."""
+        costs = self._costs
+        models = [costs.steps_of(instance) for instance in instances]
+        rows = [self._read(*each) for each in zip(positions, instances, models, strict=True)]
+        if self._offers:
+            for n, steps, row in zip(positions, models, rows, strict=True):
+                self._offers[n] = offer(costs, Reported(*row), steps, OF_ONE)
+        else:
+            size = len(Reported._fields)
+            values = np.fromiter(chain.from_iterable(rows), np.float64, count=size * len(rows))
+            reported = Reported(*values.reshape(len(rows), size).T)
+            offers = offer(costs, reported, _stacked(models), OF_MANY)
+            self._table[:, np.array(positions, dtype=np.intp)] = offers
         if costs.penalty is not None:
-            for n in changed:
-                self._longest[n] = Longest.of(instances[n]).tokens
-        self._seen.replace(instances)
+            for n, instance in zip(positions, instances, strict=True):
+                self._longest[n] = Longest.of(instance).tokens
 
     def _reset(self, costs: Costs, count: int) -> None:
         few = count <= self._few
@@ -247,17 +268,6 @@ class OfferPlanner:
         self._longest = [0] * count
         self._not_active = set()
         self._pooled = set()
-
-    def _columns(self, positions: Sequence[int], instances: Sequence[InstanceView]) -> Offer[Floats]:
-        """Compute the offers of the instances at these positions."""
-        costs = self._costs
-        models = [costs.steps_of(instances[position]) for position in positions]
-        pairs = zip(positions, models, strict=True)
-        rows = [self._read(position, instances[position], steps) for position, steps in pairs]
-        size = len(Reported._fields)
-        values = np.fromiter(chain.from_iterable(rows), np.float64, count=size * len(rows))
-        reported = Reported(*values.reshape(len(rows), size).T)
-        return offer(costs, reported, _stacked(models), OF_MANY)
 
     def _read(self, position: int, instance: InstanceView, steps: StepModel) -> tuple[float, ...]:
         """Return the fields of `Reported`, and update the state, pool and queue of the position."""

@@ -110,8 +110,8 @@ class Tailrace(Policy):
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
         """Place the arrival where it costs least, among the prefill instances of the stage for its length."""
         costs, offers, tokens = self.costs, self.offers, arrival.prompt_tokens + arrival.output_tokens
-        instances = list(view.instances.values())
-        offers.update(costs, instances)
+        offers.update(costs, view)
+        instances = offers.instances
         usable: Sequence[InstanceView] = instances
         among: Sequence[InstanceView] | None = None
         # In the common case all instances are candidates, and need not be checked one by one.
@@ -192,7 +192,7 @@ class Tailrace(Policy):
         if pooled(view):
             actions += [a for a in self.arrow.on_tick(view, now) if isinstance(a, SetPool)]
             actions += late_handovers(mover, view, self.decoders)
-        self.offers.update(self.costs, list(view.instances.values()))
+        self.offers.update(self.costs, view)
         price = self.offers.prices_s()
         for group in groups(view, decoders(view.placeable())):
             actions += rebalance(mover, self.costs, price, group)

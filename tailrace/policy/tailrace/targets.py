@@ -125,10 +125,9 @@ class Decoders:
 
     def targets(self, view: ClusterView) -> Targets:
         """Return them as targets. Valid until the next call."""
-        instances = view.instances.values()
-        if len(instances) <= _FEW_KNOWN or self._costs.penalty is not None:
-            return _FewTargets(self._costs, [i for i in instances if _may_decode(i)])
-        usable, step_s, per_token_s = self._columns.update(instances)
+        if len(view.instances) <= _FEW_KNOWN or self._costs.penalty is not None:
+            return _FewTargets(self._costs, [i for i in view.instances.values() if _may_decode(i)])
+        usable, step_s, per_token_s = self._columns.update(view)
         views = self._columns.seen.views
         if usable.all():
             return _ManyTargets(views, step_s, per_token_s)
