@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import tomllib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,26 +22,31 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Final
 
+from benchmarks.mutants.limits import End, Limits, Run, run_limited
 from benchmarks.mutants.mutations import Mutant, mutants_of
 from benchmarks.mutants.targets import TARGETS, Target
 
 ROOT: Final = Path(__file__).parents[2]
 EQUIVALENT: Final = Path(__file__).with_name("equivalent.toml")
 RESULTS: Final = ROOT / "benchmarks" / "results" / "mutants.json"
-# A mutant may loop forever: its time limit is this multiple of the tests' normal duration, plus a constant.
-_TIME_FACTOR: Final = 5
+# A mutant may loop forever: its limit is this multiple of the tests' normal CPU time, plus a constant.
+_CPU_FACTOR: Final = 5
 _EXTRA_S: Final = 30.0
-_BASELINE_TIMEOUT_S: Final = 600.0
+_BASELINE_LIMITS: Final = Limits(cpu_s=600.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of a mutant. `reason`: why no test can notice it, if known."""
+    """Result of a mutant. `reason`: why no test can notice it, if known; it is not run then."""
 
     mutant: Mutant
-    noticed: bool
-    took_s: float
+    run: Run | None = None
     reason: str = ""
+
+    @property
+    def noticed(self) -> bool:
+        """Whether the tests failed, or did not end."""
+        return self.run is not None and (self.run.end is not End.EXITED or self.run.status != 0)
 
 
 class BaselineFails(Exception):
@@ -63,12 +67,12 @@ def main() -> int:
         for target in targets:
             copy = copies.get()
             try:
-                limit_s = _baseline_s(copy, target, args.seed) * _TIME_FACTOR + _EXTRA_S
+                limits = Limits(_baseline_cpu_s(copy, target, args.seed) * _CPU_FACTOR + _EXTRA_S)
             finally:
                 copies.put(copy)
             mutants = mutants_of(ROOT, target.module, args.count, args.seed)
             futures = [
-                pool.submit(_test_mutant, copies, target, mutant, limit_s, args.seed, equivalent)
+                pool.submit(_test_mutant, copies, target, mutant, limits, args.seed, equivalent)
                 for mutant in mutants
             ]
             found = [future.result() for future in futures]
@@ -114,39 +118,34 @@ def _copies(count: int) -> Iterator[SimpleQueue[Path]]:
         yield copies
 
 
-def _baseline_s(copy: Path, target: Target, seed: int) -> float:
-    """Return the seconds that the tests take. Raise BaselineFails if they fail."""
-    start = time.monotonic()
-    done = _run_tests(copy, target, seed, _BASELINE_TIMEOUT_S)
-    if done is None or done.returncode != 0:
-        raise BaselineFails(
-            f"{' '.join(target.tests)}: {'too slow' if done is None else done.stdout[-2_000:]}"
-        )
-    return time.monotonic() - start
+def _baseline_cpu_s(copy: Path, target: Target, seed: int) -> float:
+    """Return the CPU seconds that the tests take. Raise BaselineFails if they fail."""
+    run = _run_tests(copy, target, seed, _BASELINE_LIMITS)
+    if run.end is not End.EXITED or run.status != 0:
+        raise BaselineFails(f"{' '.join(target.tests)}: {run.end.value}: {run.output[-2_000:]}")
+    return run.cpu_s
 
 
 def _test_mutant(
     copies: SimpleQueue[Path],
     target: Target,
     mutant: Mutant,
-    limit_s: float,
+    limits: Limits,
     seed: int,
     equivalent: Sequence[tuple[str, str, str, str]],
 ) -> Verdict:
     for module, before, after, reason in equivalent:
         if (module, before, after) == (mutant.module, mutant.before, mutant.after):
-            return Verdict(mutant, noticed=False, took_s=0.0, reason=reason)
+            return Verdict(mutant, reason=reason)
     copy = copies.get()
     path = copy / target.module
     original = path.read_text()
-    start = time.monotonic()
     try:
         _write(path, mutant.code)
-        done = _run_tests(copy, target, seed, limit_s)
+        return Verdict(mutant, _run_tests(copy, target, seed, limits))
     finally:
         _write(path, original)
         copies.put(copy)
-    return Verdict(mutant, done is None or done.returncode != 0, time.monotonic() - start)
 
 
 def _write(path: Path, code: str) -> None:
@@ -155,24 +154,18 @@ def _write(path: Path, code: str) -> None:
     Path(cache_from_source(str(path))).unlink(missing_ok=True)
 
 
-def _run_tests(
-    copy: Path, target: Target, seed: int, limit_s: float
-) -> subprocess.CompletedProcess[str] | None:
-    """Run tests until the first failure; return None if they took longer than `limit_s`."""
+def _run_tests(copy: Path, target: Target, seed: int, limits: Limits) -> Run:
+    """Run tests until the first failure."""
     pytest = ("-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist")
+    # pytest's own timeout is wall time.
+    no_timeout = ("-o", "timeout=0")
     hypothesis = ("--hypothesis-profile=mutants", f"--hypothesis-seed={seed}")
-    environment = {**os.environ, "PYTHONPATH": str(copy)}
-    try:
-        return subprocess.run(
-            [sys.executable, *pytest, *hypothesis, *target.tests],
-            cwd=copy,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=limit_s,
-        )
-    except subprocess.TimeoutExpired:
-        return None
+    return run_limited(
+        [sys.executable, *pytest, *no_timeout, *hypothesis, *target.tests],
+        copy,
+        {**os.environ, "PYTHONPATH": str(copy)},
+        limits,
+    )
 
 
 def _read_equivalent() -> Sequence[tuple[str, str, str, str]]:
@@ -209,7 +202,8 @@ def _save(verdicts: Sequence[Verdict], seed: int) -> None:
             "after": v.mutant.after,
             "noticed": v.noticed,
             "equivalent_because": v.reason,
-            "seconds": round(v.took_s, 1),
+            "ended": "" if v.run is None else v.run.end.value,
+            "cpu_seconds": 0.0 if v.run is None else round(v.run.cpu_s, 1),
         }
         for v in verdicts
     ]

@@ -27,6 +27,14 @@ def test_a_prediction_never_exceeds_the_limit(predicted: float, left: float) -> 
     assert limited(None, left) is None
 
 
+def test_a_prediction_below_zero_becomes_zero() -> None:
+    assert limited(-0.5, 10.0) == 0.0
+
+
+def test_without_a_known_context_length_only_max_tokens_limits() -> None:
+    assert tokens_left(50, 40, 100) == 60.0
+
+
 def test_a_request_without_prediction_counts_until_its_limit() -> None:
     """One of two requests has 100 tokens left: after those, only the other one counts."""
     requests = [
