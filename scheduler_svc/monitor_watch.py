@@ -94,8 +94,9 @@ class MergedReports:
 KIND: Final = "monitor"
 _RETRY_S: Final = 0.25
 _WATCH: Final = "/tailrace.v1.Monitor/Watch"
-# Reports are processed for so long at a time.
-_SLICE_S: Final = 0.002
+# Reports are processed for so many seconds at a time. A gRPC call takes eight or nine turns of the event
+# loop: while reports wait, slices of 2 ms delay a placement by 17 ms, and these by 3 ms, for 5% fewer reports.
+_SLICE_S: Final = 0.00025
 
 
 class MonitorWatch:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import random
 import sys
 import tempfile
@@ -50,7 +51,7 @@ _CALL_S: Final = 30.0
 _START_S: Final = 120.0
 _POLL_S: Final = 0.25
 _LEASE_S: Final = 7_200.0
-_PARTS: Final = ("monitor", "scheduler", "migration", "etcd", "workers")
+_PARTS: Final = ("monitor", "scheduler", "migration", "etcd", "workers", "front ends")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,7 @@ async def control_plane(load: Load) -> AsyncIterator[ControlPlane]:
         monitor, monitor_metrics, scheduler, scheduler_metrics, migration, migration_metrics = (
             f"{LOOPBACK}:{port}" for port in ports
         )
-        pids: dict[str, list[int]] = {}
+        pids = {"front ends": [os.getpid()]}
 
         async def start(
             name: str, command: Sequence[str], pipes: int | None = None
