@@ -22,8 +22,9 @@ log = logging.getLogger(__name__)
 # Reports without a state, which nothing replaces.
 _EVENTS_MAX: Final = 8_192
 _BATCH_MAX: Final = 128
-# Seconds between two deltas: reports of many instances wake a subscriber once.
-_GATHER_S: Final = 0.005
+# Seconds between two deltas: reports of many instances wake a subscriber once. A delta costs the scheduler as
+# much as ten reports.
+_GATHER_S: Final = 0.01
 
 
 class Subscription:
