@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tailrace.actions import CopyPrefix
 from tailrace.cache.recent import RecentPrefixes
@@ -100,6 +100,33 @@ class RequestLocation:
         return self.phase is phase and self.epoch == epoch and self.instance_id == instance_id
 
 
+class _PartialView(NamedTuple):
+    """A view of some instances, and the view of all that it was made from."""
+
+    view: ClusterView
+    of: ClusterView
+
+
+def _part_of(whole: ClusterView, names: frozenset[str], before: _PartialView | None) -> _PartialView:
+    """Return a view of the instances with these names. `before`: the previous one of the same instances."""
+    changes, changed = ViewChanges(), None
+    if before is not None and before.of.changes is whole.changes is not None:
+        changed = whole.changes.between(before.of.version, whole.version)
+    if before is not None and before.view.changes is not None and changed is not None:
+        changes = before.view.changes
+        instances = dict(before.view.instances)
+        instances.update((name, whole.instances[name]) for name in changed & names)
+        changes.add(changed & names)
+    else:
+        instances = {name: instance for name, instance in whole.instances.items() if name in names}
+    stages = tuple(
+        dataclasses.replace(stage, instance_ids=tuple(n for n in stage.instance_ids if n in names))
+        for stage in whole.stages
+    )
+    view = ClusterView(MappingProxyType(instances), stages, changes=changes, version=changes.version)
+    return _PartialView(view, whole)
+
+
 class ReportedCluster(ClusterModel[ReportedInstance]):
     """Hold everything known of instances and requests."""
 
@@ -128,7 +155,7 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         # Increases with each change of the membership.
         self.memberships = 0
         # Views of subsets of the instances, each with the full view that it was made from.
-        self._partial: dict[frozenset[str], tuple[ClusterView, ClusterView]] = {}
+        self._partial: dict[frozenset[str], _PartialView] = {}
 
     # ---- what happens
 
@@ -481,14 +508,9 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         if len(names) == len(view.instances):
             return view
         made = self._partial.get(names)
-        if made is None or made[0] is not view:
-            instances = {name: instance for name, instance in view.instances.items() if name in names}
-            stages = tuple(
-                dataclasses.replace(stage, instance_ids=tuple(n for n in stage.instance_ids if n in names))
-                for stage in view.stages
-            )
-            made = self._partial[names] = view, ClusterView(MappingProxyType(instances), stages)
-        return made[1]
+        if made is None or made.of is not view:
+            made = self._partial[names] = _part_of(view, names, made)
+        return made.view
 
     def _count_finish(self, tracked: ReportedInstance, event: monitor_pb2.PhaseEvent, now_s: float) -> None:
         """Count a request that finished here; only then the event has its number of tokens."""

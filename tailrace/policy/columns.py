@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 from math import nan
 from operator import is_not
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,6 +88,29 @@ class Columns:
                 self._values[:, n] = read(view.instances[self.seen.views[n].instance_id])
         self.seen.replace(view, changed)
         return self._values
+
+
+T = TypeVar("T")
+
+
+class PerInstances(Generic[T]):
+    """One cache for each set of instances of which a cluster's model makes views, such as those that run one
+    model: otherwise each decision would read all instances anew where several models share a cluster."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        # For all views whose changes are not known.
+        self._unknown = make()
+        self._known: WeakKeyDictionary[ViewChanges, T] = WeakKeyDictionary()
+
+    def of(self, view: ClusterView) -> T:
+        """Return the cache for the view's set of instances."""
+        if view.changes is None:
+            return self._unknown
+        found = self._known.get(view.changes)
+        if found is None:
+            found = self._known[view.changes] = self._make()
+        return found
 
 
 def smallest(values: Floats, among: Mask) -> int:

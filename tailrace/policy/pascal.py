@@ -44,7 +44,7 @@ from tailrace.policy.candidates import (
     footprint_tokens,
     held_tokens_on,
 )
-from tailrace.policy.columns import Columns, Mask, smallest
+from tailrace.policy.columns import Columns, Mask, PerInstances, SeenInstances, smallest
 from tailrace.policy.deployment import Fact
 from tailrace.policy.min_kv import QUEUED_WEIGHT
 from tailrace.policy.parameters import Parameter
@@ -139,19 +139,21 @@ class Pascal(Policy):
         self.cache_aware = cache_aware
         self.nominal = StepModel.of_profile(profile)
         self.pull = pulling(profile, pulls)
-        self._columns = Columns(self._read, len(_Loads._fields))
+        self._columns = PerInstances(lambda: Columns(self._read, len(_Loads._fields)))
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
         """Select an instance by Algorithm 1: of those that meet their SLOs, the smallest KV footprint."""
-        loads = self._loads(view)
-        usable = self._usable(loads, arrival.excluded)
+        loads, seen = self._loads(view)
+        usable = _usable(loads, seen, arrival.excluded)
         if not usable.any():
             return NO_INSTANCE
         eligible = usable & (loads.least_slack > -self.behind_tokens)  # line 3
         if not eligible.any():
             eligible = usable  # lines 4-6
-        footprint = self._less_cached(loads.footprint, arrival) if self.cache_aware else loads.footprint
-        chosen = self._columns.seen.views[smallest(footprint, eligible)]  # line 7
+        footprint = loads.footprint
+        if self.cache_aware:
+            footprint = self._less_cached(footprint, seen, arrival)
+        chosen = seen.views[smallest(footprint, eligible)]  # line 7
         return self.pull(view, arrival, Place(chosen.instance_id))
 
     def on_reasoning_ended(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
@@ -167,8 +169,8 @@ class Pascal(Policy):
 
     def select(self, view: ClusterView, source: InstanceView, request: RequestView) -> InstanceView | None:
         """Select an instance by Algorithm 2; return None without instances."""
-        loads = self._loads(view)
-        here = self._columns.seen.at[source.instance_id]
+        loads, seen = self._loads(view)
+        here = seen.at[source.instance_id]
         reasoning, fresh, slack = (
             loads.reasoning.copy(),
             loads.fresh_answering.copy(),
@@ -186,7 +188,7 @@ class Pascal(Policy):
         tied = eligible & (reasoning == np.where(eligible, reasoning, np.inf).min())
         if tied[here]:
             return source
-        return self._columns.seen.views[smallest(loads.footprint, tied)]  # line 10
+        return seen.views[smallest(loads.footprint, tied)]  # line 10
 
     def stays(self, source: InstanceView, target: InstanceView, request: RequestView) -> bool:
         """Return whether memory rules the migration out (section IV-B, figure 7).
@@ -213,8 +215,9 @@ class Pascal(Policy):
 
     # ---- columns
 
-    def _loads(self, view: ClusterView) -> _Loads[Floats]:
-        return _Loads(*self._columns.update(view))
+    def _loads(self, view: ClusterView) -> tuple[_Loads[Floats], SeenInstances]:
+        columns = self._columns.of(view)
+        return _Loads(*columns.update(view)), columns.seen
 
     def _read(self, instance: InstanceView) -> _Loads[float]:
         load = self.load_of(instance)
@@ -226,21 +229,22 @@ class Pascal(Policy):
             least_slack=load.least_pacer_slack_tokens,
         )
 
-    def _usable(self, loads: _Loads[Floats], excluded: Iterable[str]) -> Mask:
-        """Return which instances may get the arrival."""
-        usable: Mask = loads.active != 0.0
-        for name in excluded:
-            if (position := self._columns.seen.at.get(name)) is not None:
-                usable[position] = False
-        return usable
-
-    def _less_cached(self, footprint: Floats, arrival: Arrival) -> Floats:
+    def _less_cached(self, footprint: Floats, seen: SeenInstances, arrival: Arrival) -> Floats:
         """Return the footprints without the tokens of the arrival that each instance has cached."""
-        seen, less = self._columns.seen, footprint.copy()
+        less = footprint.copy()
         for name in arrival.cached:
             if (position := seen.at.get(name)) is not None:
                 less[position] -= held_tokens_on(arrival, seen.views[position], self.nominal)
         return less
+
+
+def _usable(loads: _Loads[Floats], seen: SeenInstances, excluded: Iterable[str]) -> Mask:
+    """Return which instances may get the arrival."""
+    usable: Mask = loads.active != 0.0
+    for name in excluded:
+        if (position := seen.at.get(name)) is not None:
+            usable[position] = False
+    return usable
 
 
 NO_MIGRATION: Final = Variant(Pascal, {"migration": NEVER})

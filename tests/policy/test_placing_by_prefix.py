@@ -15,9 +15,11 @@ from tailrace.policy.ares.policy import Ares
 from tailrace.policy.arrow.policy import Arrow
 from tailrace.policy.base import Policy
 from tailrace.policy.cascade.policy import Cascade
+from tailrace.policy.columns import PerInstances
 from tailrace.policy.pascal import Pascal
 from tailrace.policy.prefix_affinity import PrefixAffinity
 from tailrace.policy.session import Session
+from tailrace.policy.tailrace.offers import OfferPlanner
 from tailrace.policy.tailrace.policy import Tailrace
 from tests.policy.fleets import cluster, fleets, instance, quick
 
@@ -133,7 +135,7 @@ def test_few_and_many_instances_are_ranked_alike(view: ClusterView, tokens: int,
     }
     with_cached = arrival(tokens, cached=cached)
     by_one, by_columns = Tailrace(), Tailrace()
-    by_columns.offers._few = 0
+    by_columns.offers = PerInstances(lambda: OfferPlanner(by_columns.costs, 0))
     assert by_one.place(view, with_cached, 1.0) == by_columns.place(view, with_cached, 1.0)
 
 

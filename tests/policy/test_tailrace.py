@@ -23,7 +23,7 @@ from tailrace.perf.qoe_model import QoeModel
 from tailrace.perf.steps import StepModel
 from tailrace.perf.ttft import TtftPredictor
 from tailrace.policy.candidates import Ledger, needed_tokens
-from tailrace.policy.columns import movable
+from tailrace.policy.columns import PerInstances, movable
 from tailrace.policy.registry import load
 from tailrace.policy.tailrace.costs import Costs, Longest
 from tailrace.policy.tailrace.moves import MovePlanner, remaining_tokens
@@ -47,6 +47,11 @@ POLICIES = [
     Tailrace(margin=0.0),
 ]
 views = fleets(pools=(None, *Pool)) | fleets(staged=True) | fleets() | clusters()
+
+
+def planning(costs: Costs, few: int) -> PerInstances[OfferPlanner]:
+    """Return planners that evaluate up to `few` instances one by one."""
+    return PerInstances(lambda: OfferPlanner(costs, few))
 
 
 def check(view: ClusterView, actions: Sequence[Action]) -> None:
@@ -319,7 +324,7 @@ def test_placements_follow_the_reference_formula(views: list[ClusterView], lengt
     """Instances are evaluated one by one or as columns; between views, only some send new reports."""
     for penalty, few in itertools.product((None, PENALTY), (0, FEW)):
         policy = Tailrace(penalty=penalty)
-        policy.offers = OfferPlanner(policy.costs, few)
+        policy.offers = planning(policy.costs, few)
         for n, prompt in enumerate(lengths):
             view = views[n % len(views)]
             known = views[(n - 1) % len(views)].instances
@@ -351,7 +356,7 @@ def test_prices_are_the_cost_of_one_more_request_of_mean_length(view: ClusterVie
 def test_within_a_stage_the_cheapest_instance_is_chosen(view: ClusterView, prompt: int) -> None:
     for few in (0, FEW):
         policy = Tailrace()
-        policy.offers = OfferPlanner(policy.costs, few)
+        policy.offers = planning(policy.costs, few)
         placement = policy.place(view, Arrival("new", prompt, 100, 0), 0.0)
         if usable := view.placeable():
             within = within_stage(view, usable, prompt)

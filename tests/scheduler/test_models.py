@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from scheduler_svc.admin.errors import AdminError
 from scheduler_svc.decisions import Traceparents
 from scheduler_svc.migrations import Negotiator
-from tailrace.actions import Offer
+from tailrace.actions import Offer, Place
 from tailrace.cluster import Arrival, Incoming, Stage
 from tailrace.control.cluster_model import ModelGroups
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.model_identity import ModelIdentity
 from tailrace.policy.pulling import most_cached
+from tailrace.policy.registry import load
 from tailrace.records import InstanceRecord, PolicyRecord
 from tailrace.service.channels import Channels
 from tailrace.slo import Slo
@@ -152,3 +155,39 @@ def test_groups_are_cached_in_a_bounded_number() -> None:
         assert groups.running(f"no such model {number}") == frozenset()
     assert groups.running("t:first") is first
     assert len(groups._by_model) == 256
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["report", "arrive", "arrive", "silence", "join"]),
+        st.sampled_from("abcd"),
+        st.integers(0, 4),
+    ),
+    max_size=12,
+)
+
+
+@pytest.mark.parametrize("policy", ["pascal", "tailrace"])
+@given(steps=STEPS)
+def test_what_a_policy_kept_of_another_view_affects_no_placement(
+    policy: str, steps: list[tuple[str, str, int]]
+) -> None:
+    state, used = ReportedCluster(), load(policy)
+    present = two_models()
+    state.set_members(present, 0.0)
+    for number, (step, name, count) in enumerate(steps):
+        if step == "report":
+            state.apply(steady(name, [request(f"{name}{n}") for n in range(count)]), 0.0)
+        elif step == "silence":
+            state.set_silent({name} if count else ())
+        elif step == "join":
+            joined = {**present.instances, f"{name}2": with_model(f"{name}2", FIRST if count else SECOND)}
+            present = Members(instances=joined)
+            state.set_members(present, 0.0)
+        else:
+            view = state.view_of_model((FIRST if count % 2 else SECOND).key if count < 4 else "")
+            arrival = Arrival(f"new-{number}", 100, 1_000, number)
+            placement = used.place(view, arrival, 1.0)
+            assert placement == load(policy).place(view, arrival, 1.0)
+            if isinstance(placement, Place):
+                state.place(arrival, placement.instance_id, "f", 0.0)

@@ -12,7 +12,7 @@ from tailrace.perf.steps import NOMINAL, StepModel
 from tailrace.policy.arrow.policy import FILTER, Arrow
 from tailrace.policy.base import Policy
 from tailrace.policy.candidates import NO_INSTANCE, Ledger, candidates
-from tailrace.policy.columns import movable
+from tailrace.policy.columns import PerInstances, movable
 from tailrace.policy.deployment import Fact
 from tailrace.policy.parameters import Parameter
 from tailrace.policy.tailrace.copies import COPY_AHEAD, PERIOD_S, Copies
@@ -97,10 +97,10 @@ class Tailrace(Policy):
         profile = profile if profile is not None else load_profile(NOMINAL)
         steps = StepModel.of_profile(profile)
         self.costs = Costs(steps, penalty, tpot_slo_s=tpot_slo_s)
-        self.offers = OfferPlanner(self.costs)
+        self.offers = PerInstances(lambda: OfferPlanner(self.costs))
         self.decoders = Decoders(self.costs)
         self.margin = margin
-        self.pulls = Pulls(self.offers, self.costs, pull_margin) if pulls else None
+        self.pulls = Pulls(self.costs, pull_margin) if pulls else None
         self.copies = Copies(self.costs, pull_margin) if copy_ahead else None
         self.prefixes_period_s = PERIOD_S if copy_ahead else None
         self.ttft_slo_s = ttft_slo_s
@@ -109,7 +109,8 @@ class Tailrace(Policy):
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
         """Place the arrival where it costs least, among the prefill instances of the stage for its length."""
-        costs, offers, tokens = self.costs, self.offers, arrival.prompt_tokens + arrival.output_tokens
+        costs, tokens = self.costs, arrival.prompt_tokens + arrival.output_tokens
+        offers = self.offers.of(view)
         offers.update(costs, view)
         instances = offers.instances
         usable: Sequence[InstanceView] = instances
@@ -125,7 +126,7 @@ class Tailrace(Policy):
             among = prefillers(usable)
         chosen, pull_from = offers.cheapest(among, tokens, now, arrival.cached), ""
         if self.pulls is not None and arrival.cached:
-            chosen, pull_from = self.pulls.place(instances, among, arrival, chosen, now)
+            chosen, pull_from = self.pulls.place(offers, among, arrival, chosen, now)
         if offers.pooled:
             own = costs.held_tokens(chosen, arrival.held_on(chosen.instance_id))
             cached = max(own, arrival.reported_tokens(pull_from))
@@ -192,8 +193,9 @@ class Tailrace(Policy):
         if pooled(view):
             actions += [a for a in self.arrow.on_tick(view, now) if isinstance(a, SetPool)]
             actions += late_handovers(mover, view, self.decoders)
-        self.offers.update(self.costs, view)
-        price = self.offers.prices_s()
+        offers = self.offers.of(view)
+        offers.update(self.costs, view)
+        price = offers.prices_s()
         for group in groups(view, decoders(view.placeable())):
             actions += rebalance(mover, self.costs, price, group)
         if self.copies is not None:

@@ -20,15 +20,14 @@ from tailrace.policy.tailrace.offers import OfferPlanner
 class Pulls:
     """Add pulls to placements if they pay by the policy's cost model."""
 
-    def __init__(self, offers: OfferPlanner, costs: Costs, margin: float = 1.0) -> None:
+    def __init__(self, costs: Costs, margin: float = 1.0) -> None:
         """`margin`: minimum saving of a pull, as a multiple of its transfer time."""
-        self._offers = offers
         self._costs = costs
         self._margin = margin
 
     def place(
         self,
-        instances: Sequence[InstanceView],
+        offers: OfferPlanner,
         among: Sequence[InstanceView] | None,
         arrival: Arrival,
         chosen: InstanceView,
@@ -37,13 +36,13 @@ class Pulls:
         """Return the instance for the arrival, and the id of the instance to pull its prefix from (empty: no
         pull).
 
-        `instances`: all that may hold the prefix; `chosen`: the placement without a pull; `among`: as in
-        `OfferPlanner.cheapest`, whose offers must be up to date.
+        `offers`: those of all instances that may hold the prefix, up to date; `chosen`: the placement without
+        a pull; `among`: as in `OfferPlanner.cheapest`.
         """
-        holder = most_cached(arrival, instances)
+        holder = most_cached(arrival, offers.instances)
         if holder is None:
             return chosen, ""
-        held, tokens, offers = arrival.reported_tokens(holder), arrival.context_tokens, self._offers
+        held, tokens = arrival.reported_tokens(holder), arrival.context_tokens
         targets = [chosen]
         if (emptiest := offers.cheapest(among, tokens, now)) is not chosen:
             targets.append(emptiest)

@@ -15,7 +15,7 @@ import numpy as np
 
 from tailrace.cluster import ClusterView, InstanceState, InstanceView
 from tailrace.perf.steps import Floats
-from tailrace.policy.columns import Columns
+from tailrace.policy.columns import Columns, PerInstances
 from tailrace.policy.tailrace.costs import Costs
 from tailrace.policy.tailrace.pooled import decodes
 
@@ -121,14 +121,15 @@ class Decoders:
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
-        self._columns = Columns(self._read, 3)
+        self._columns = PerInstances(lambda: Columns(self._read, 3))
 
     def targets(self, view: ClusterView) -> Targets:
         """Return them as targets. Valid until the next call."""
         if len(view.instances) <= _FEW_KNOWN or self._costs.penalty is not None:
             return _FewTargets(self._costs, [i for i in view.instances.values() if _may_decode(i)])
-        usable, step_s, per_token_s = self._columns.update(view)
-        views = self._columns.seen.views
+        columns = self._columns.of(view)
+        usable, step_s, per_token_s = columns.update(view)
+        views = columns.seen.views
         if usable.all():
             return _ManyTargets(views, step_s, per_token_s)
         positions = usable.nonzero()[0]
