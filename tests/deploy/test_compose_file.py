@@ -10,9 +10,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from tests.deploy.command_lines import parse_serve
 from tests.deploy.compose import DEPLOY, load_compose
-from tests.deploy.stop_times import longest_s
+from tests.deploy.services import longest_s, parse_serve
 
 ROOT = DEPLOY.parent
 SERVICES = load_compose()["services"]

@@ -6,9 +6,8 @@ import msgspec
 import pytest
 
 from tailrace.intra.registry import intra_names
-from tests.worker.by_length import ByLength
+from tests.worker.orders import ByLength, Stingy
 from tests.worker.simulated import SMALL, Fleet, Stream, at_boundary, now, undisturbed
-from tests.worker.stingy import Stingy
 from worker_agent.engine.base import Exported, ExportedPause
 from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.simulated import SimulatedEngine, SimulatedSettings

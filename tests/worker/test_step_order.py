@@ -29,8 +29,7 @@ from tailrace.policy.registry import policy_class
 from tailrace.records import PolicyRecord
 from tailrace.slo import Slo
 from tests.simulator.worlds import INTRA, PROFILE
-from tests.worker.by_length import ByLength
-from tests.worker.stingy import Stingy
+from tests.worker.orders import ByLength, Stingy
 from worker_agent.engine.step_order import Device, StepOrder, StepPlan
 from worker_agent.engine.turns import Turn, arrival_order, view_of
 from worker_agent.intra_switch import IntraSwitch, PolicyOrder, order_of_policy

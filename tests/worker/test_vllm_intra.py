@@ -22,8 +22,7 @@ from tailrace.intra.earliest_due import RANK_TOKENS, EarliestDue
 from tailrace.intra.orders import DecodeFirst, Fcfs, QuantumRoundRobin
 from tailrace.intra.pascal import PascalQueue
 from tailrace.intra.registry import UnknownIntraError
-from tests.worker.by_length import ByLength
-from tests.worker.stingy import Stingy
+from tests.worker.orders import ByLength, Stingy
 from tests.worker.test_vllm_engine import ANSWERING, NO_THINK_END, QUESTION, REASONING, idle, params
 from tests.worker.vllm_front import DEADLINE_S, Front, Stream
 from worker_agent.engine.vllm.engine import VllmEngine

@@ -1,12 +1,16 @@
-"""The maximum time each service takes to stop, by its defaults."""
+"""What a deployed service's command line is parsed to, and how long the service takes to stop."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
+
+import click
 
 from frontend_svc.settings import DRAIN_TIMEOUT_S
 from migration_svc.admission import Admission
 from migration_svc.migration import CopyRules
+from tailrace.cli.serve import serve
 from worker_agent.draining import HANDOVER_S
 from worker_agent.settings import WorkerSettings
 
@@ -17,6 +21,14 @@ _DRAIN_S: Final = {
     "worker": WorkerSettings().drain_timeout_s + HANDOVER_S,
     "migration": Admission().max_wait_s + CopyRules().timeout_s,
 }
+
+
+def parse_serve(arguments: Sequence[str]) -> None:
+    """Parse SERVICE OPTION... as `tailrace serve` would, without running it. Raises click.UsageError."""
+    context = click.Context(serve, info_name="serve")
+    name, command, rest = serve.resolve_command(context, list(arguments))
+    assert command is not None
+    command.make_context(name, rest, parent=context)
 
 
 def longest_s(service: str) -> float:

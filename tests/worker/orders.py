@@ -1,8 +1,16 @@
-"""An order that limits the prompt tokens of each step."""
+"""Batch orders whose effects are easy to see: one that reorders prompts, and one that limits them."""
 
 from __future__ import annotations
 
+from tailrace.intra.base import IntraPolicy, JobView, Rank
 from tailrace.intra.orders import Fcfs
+
+
+class ByLength(IntraPolicy):
+    """Shortest prompt first: a short one overtakes every longer one."""
+
+    def rank(self, job: JobView) -> Rank:
+        return (job.prompt_tokens, job.arrival)
 
 
 class Stingy(Fcfs):
