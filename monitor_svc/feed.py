@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 # Reports without a state, which nothing replaces.
 _EVENTS_MAX: Final = 8_192
+# Instances in a delta.
 _BATCH_MAX: Final = 128
 # Seconds between two deltas: reports of many instances wake a subscriber once. A delta costs the scheduler as
 # much as ten reports.
@@ -28,20 +29,20 @@ _GATHER_S: Final = 0.01
 
 
 class Subscription:
-    """One subscriber's queue.
+    """One subscriber's queue, of instances with something new: a subscriber that lags gets from each in turn
+    its latest state and all phase events.
 
-    Of each instance it holds the latest state only. When it overflows with events, it is replaced by a
-    snapshot.
+    When it overflows with events, it is replaced by a snapshot.
     """
 
     def __init__(self, reports: Reports, events_max: int) -> None:
         self.resnapshots = -1
         self._reports = reports
         self._events_max = events_max
-        # In order of arrival, by a number; and the number of each instance's steady report.
-        self._queue: dict[int, ReceivedReport] = {}
-        self._steady: dict[str, int] = {}
-        self._number = 0
+        # New reports of each instance, in order; at most one of them is steady. Waiting longest first.
+        self._queue: dict[str, list[ReceivedReport]] = {}
+        # How many of them are not steady.
+        self._events = 0
         self._lost_reports = True
         self._sent_s = -math.inf
         self._changed = asyncio.Event()
@@ -50,26 +51,28 @@ class Subscription:
     def offer(self, report: ReceivedReport | None) -> None:
         """Queue a report; None: only the set of silent instances has changed."""
         if report is not None and not self._lost_reports:
-            self._number += 1
+            new = self._queue.setdefault(report.message.instance_id, [])
             if report.steady:
-                self._supersede(report.message.instance_id)
-                self._steady[report.message.instance_id] = self._number
-            self._queue[self._number] = report
-            if len(self._queue) - len(self._steady) > self._events_max:
+                self._supersede(new)
+            else:
+                self._events += 1
+            new.append(report)
+            if self._events > self._events_max:
                 self._queue.clear()
-                self._steady.clear()
+                self._events = 0
                 self._lost_reports = True
         self._changed.set()
 
-    def _supersede(self, instance_id: str) -> None:
+    def _supersede(self, new: list[ReceivedReport]) -> None:
         """Remove the state from the queued report of an instance that now has a later one."""
-        number = self._steady.get(instance_id)
-        if number is not None:
-            news = self._queue[number].superseded()
+        index = next((index for index, report in enumerate(new) if report.steady), None)
+        if index is not None:
+            news = new[index].superseded()
             if news is None:
-                del self._queue[number]
+                del new[index]
             else:
-                self._queue[number] = news
+                new[index] = news
+                self._events += 1
 
     async def next(self) -> monitor_pb2.EncodedDelta:
         """Wait for changes; return the next delta."""
@@ -83,16 +86,14 @@ class Subscription:
             self._changed.clear()
             self.resnapshots += 1
             return self._reports.snapshot()
-        numbers = list(itertools.islice(self._queue, _BATCH_MAX))
-        batch = [self._queue.pop(number) for number in numbers]
-        for report in batch:
-            if report.steady:
-                del self._steady[report.message.instance_id]
+        batch: list[bytes] = []
+        for instance_id in list(itertools.islice(self._queue, _BATCH_MAX)):
+            for report in self._queue.pop(instance_id):
+                self._events -= not report.steady
+                batch.append(report.encoded)
         if not self._queue:
             self._changed.clear()
-        return monitor_pb2.EncodedDelta(
-            reports=[report.encoded for report in batch], silent_instance_ids=sorted(self._reports.silent)
-        )
+        return monitor_pb2.EncodedDelta(reports=batch, silent_instance_ids=sorted(self._reports.silent))
 
 
 class Feed:

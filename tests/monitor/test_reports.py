@@ -183,12 +183,13 @@ async def test_a_lagging_subscriber_gets_the_latest_state_and_all_news() -> None
         first, second, third = steady("a", 1, requests=2), steady("a", 3, requests=1), steady("a", 4)
         first.phase_events.append(ended)
         second.cache.seq = 7
-        reports = (steady("b", 1), first, phase_event("a", "r1", types_pb2.PHASE_ANSWERING), second, third)
-        for report in reports:
+        event = phase_event("a", "r1", types_pb2.PHASE_ANSWERING)
+        for report in (steady("b", 1), first, event, second, third, steady("b", 2)):
             feed.publish(ReceivedReport.of(report))
         delta = decoded(await subscription.next())
+    # Of each instance in order; the one that waits longest first.
     assert [(r.instance_id, r.seq, r.HasField("load")) for r in delta.reports] == [
-        ("b", 1, True),
+        ("b", 2, True),
         ("a", 1, False),
         ("a", 0, False),
         ("a", 3, False),
