@@ -514,9 +514,9 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
 
     def _count_finish(self, tracked: ReportedInstance, event: monitor_pb2.PhaseEvent, now_s: float) -> None:
         """Count a request that finished here; only then the event has its number of tokens."""
-        request = tracked.find(event.request_id)
-        if request is not None and event.output_tokens:
-            self.count_finish(request.prompt_tokens, event.output_tokens, now_s)
+        prompt_tokens = tracked.prompt_tokens(event.request_id) if event.output_tokens else None
+        if prompt_tokens is not None:
+            self.count_finish(prompt_tokens, event.output_tokens, now_s)
 
     def _requests_reported(
         self,

@@ -152,14 +152,14 @@ class ReportedInstance(Corrections[str, PendingRequest]):
     def finish(self, request_id: str) -> None:
         """Remove a request that finished here or left."""
         self.remove_pending(request_id)
-        request = self._held(request_id)
-        if request is None:
+        counted = self._counted(request_id)
+        if counted is None:
             return
         if request_id in self._rows:
             self._changed[request_id] = None
         else:
             del self._changed[request_id]
-        self.remove_request(_as_counted(request))
+        self.remove_request(counted)
 
     def reserve(self, request_id: str, context_tokens: int) -> None:
         """Reserve KV for a migration to this instance that was opened."""
@@ -209,6 +209,14 @@ class ReportedInstance(Corrections[str, PendingRequest]):
         pending = tuple(pending.request for pending in self.pending.values())
         return ReportedRequests(self._rows, dict(self._changed), pending)
 
+    def prompt_tokens(self, request_id: str) -> int | None:
+        """Return the length of the prompt of a request, as last reported or placed; None if it is not
+        here."""
+        if request_id not in self._changed and request_id in self._rows:
+            return self._rows.prompt_tokens(request_id)
+        request = self.find(request_id)
+        return None if request is None else request.prompt_tokens
+
     def find(self, request_id: str) -> RequestView | None:
         """Return a request as last reported, or placed; None if it is not here."""
         found = self._held(request_id)
@@ -228,11 +236,22 @@ class ReportedInstance(Corrections[str, PendingRequest]):
             return self._changed[request_id]
         return self._rows.view(request_id) if request_id in self._rows else None
 
-    def _holds(self, request_id: str) -> bool:
-        """Return whether a request was reported here and has not left, without making its view."""
+    def _counted(self, request_id: str) -> CountedRequest | None:
+        """Return how a request that was reported here is counted, without making its view; None if there is
+        none."""
         if request_id in self._changed:
-            return self._changed[request_id] is not None
-        return request_id in self._rows
+            request = self._changed[request_id]
+            return None if request is None else _as_counted(request)
+        return self._rows.counted(request_id) if request_id in self._rows else None
+
+    def _coming_tokens(self) -> int:
+        """Return the context of requests whose migration to here is open and which are not here yet."""
+        rows, changed = self._rows, self._changed
+        return sum(
+            tokens
+            for name, tokens in self.coming_context.items()
+            if (name not in rows if name not in changed else changed[name] is None)
+        )
 
     def _held_ids(self) -> Iterator[str]:
         for request_id in self._rows:
@@ -330,9 +349,7 @@ class ReportedInstance(Corrections[str, PendingRequest]):
             measured=measured,
             migrations_in=max(load.migrations_in, len(self.coming)),
             migrations_out=max(load.migrations_out, len(self.leaving)),
-            coming_tokens=sum(
-                tokens for request_id, tokens in self.coming_context.items() if not self._holds(request_id)
-            ),
+            coming_tokens=self._coming_tokens() if self.coming_context else 0,
             migration_tokens_per_s=load.migration_bytes_per_s / kv_bytes
             if load.HasField("migration_bytes_per_s")
             else None,

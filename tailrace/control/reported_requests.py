@@ -13,6 +13,7 @@ from typing import Final
 import numpy as np
 
 from tailrace.cluster import Phase, PhaseLoad, RequestView
+from tailrace.control.cluster_model import CountedRequest
 from tailrace.control.lazy_requests import LazyRequests
 from tailrace.messages import PHASES, REQUEST_STATES, request_view
 from tailrace.perf.remaining import limited, tokens_left
@@ -41,6 +42,8 @@ _RUNNING: Final = types_pb2.REQUEST_STATE_RUNNING
 _UNSPECIFIED: Final = types_pb2.PHASE_UNSPECIFIED
 # Any other state counts as waiting (tailrace.messages), also one that this version does not know.
 _ON_DEVICE: Final = frozenset(number for number, state in REQUEST_STATES.items() if state not in OFF_DEVICE)
+# In the batch, as counted.
+_SEATED: Final = (types_pb2.REQUEST_STATE_RUNNING, types_pb2.REQUEST_STATE_PAUSED)
 
 
 class ReportedRows:
@@ -153,6 +156,15 @@ class ReportedRows:
     def prompt_tokens(self, request_id: str) -> int:
         """Return the length of the prompt of a request that is in the report."""
         return value_of(self._columns.prompt_tokens, self._index[request_id], 0)
+
+    def counted(self, request_id: str) -> CountedRequest:
+        """Return how the instance's counts include a request that is in the report."""
+        row, columns = self._index[request_id], self._columns
+        return CountedRequest(
+            value_of(columns.prompt_tokens, row, 0) + value_of(columns.output_tokens, row, 0),
+            value_of(columns.kv_blocks, row, 0) * self._block_tokens,
+            value_of(columns.states, row, types_pb2.REQUEST_STATE_UNSPECIFIED) in _SEATED,
+        )
 
     def from_context(self, tokens: int) -> list[str]:
         """Return the requests with a context of at least so many tokens, in the report's order."""

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.cluster import Phase, RequestState, RequestView
+from tailrace.control.cluster_model import CountedRequest
 from tailrace.control.reported_requests import ReportedRequests, ReportedRows
 from tailrace.policy.columns import find_request, movable, movable_columns, movable_requests
 from tailrace.policy.phase_load import ListsPrompts, phase_load, reasoning
@@ -94,3 +95,13 @@ def test_counts_equal_those_of_the_requests(
     assert isinstance(requests, ListsPrompts)
     prompts = [(r.arrival_s, r.prompt_tokens) for r in held if r.phase is Phase.PREFILL]
     assert sorted(requests.prompts()) == sorted(prompts)
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), rows, min_size=1))
+def test_a_request_is_counted_as_its_view_says(rows: dict[str, monitor_pb2.RequestReport]) -> None:
+    requests = reported(rows)
+    for name in rows:
+        view = requests.view(name)
+        seated = view.state in (RequestState.RUNNING, RequestState.PAUSED)
+        assert requests.counted(name) == CountedRequest(view.context_tokens, view.kv_tokens, seated)
+        assert requests.prompt_tokens(name) == view.prompt_tokens
