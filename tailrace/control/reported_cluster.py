@@ -217,7 +217,7 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         self.cache.apply(report)
         changes: list[PhaseChange] = []
         if report.HasField("load"):
-            gone = tracked.report(report, self._migrating, now_s)
+            gone = tracked.report(report, self._migrating.keys(), now_s)
             for request_id in gone:
                 self._request_left(request_id, report.instance_id)
             self._requests_reported(tracked, changes, now_s)

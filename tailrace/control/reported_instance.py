@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Set
 from typing import Final
 
 from tailrace.cache.follow import CacheState
@@ -62,7 +62,7 @@ class ReportedInstance(Corrections[str, PendingRequest]):
 
     # ---- what happens
 
-    def report(self, report: monitor_pb2.WorkerReport, migrating: Collection[str], now_s: float) -> set[str]:
+    def report(self, report: monitor_pb2.WorkerReport, migrating: Set[str], now_s: float) -> set[str]:
         """Apply a steady report; return the ids of requests that were here and are not any more."""
         load = self.load = report.load
         self.last_report_s = now_s

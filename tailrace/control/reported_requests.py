@@ -7,7 +7,7 @@ report's columns are kept as they are, and a view of a request is made when some
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import Final
 
 import numpy as np
@@ -135,10 +135,10 @@ class ReportedRows:
             )
         return [(self._ids[row], epochs[row], PHASES.get(phases[row], Phase.PREFILL)) for row in sorted(rows)]
 
-    def in_order(self, request_ids: Collection[str]) -> list[str]:
+    def in_order(self, request_ids: Set[str]) -> list[str]:
         """Return those of the requests that are in the report, in its order."""
         index = self._index
-        return sorted((name for name in request_ids if name in index), key=index.__getitem__)
+        return sorted(index.keys() & request_ids, key=index.__getitem__)
 
     def view(self, request_id: str) -> RequestView:
         """Return the view of a request that is in the report, without migrations open to the scheduler."""
