@@ -94,11 +94,11 @@ ALL: Final[tuple[Way, ...]] = (
     *leased((4, 1.0), (16, 1.0), (64, 1.0), (64, 0.1), (64, 4.0)),
 )
 # For long simulations.
-FEW: Final[tuple[Way, ...]] = (ONE, *sharded(4, 16), *emptier(16), *compared(16), *leased((16, 1.0)))
+FEW: Final[tuple[Way, ...]] = (ONE, *sharded(16), *emptier(16), *compared(16), *leased((16, 1.0)))
 SESSIONS: Final[tuple[Way, ...]] = (
     ONE,
-    *sharded(4, 16),
-    *by_session(*sharded(4, 16), *emptier(16), *compared(16)),
+    *sharded(16),
+    *by_session(*sharded(16), *emptier(16), *compared(16)),
     *leased((16, 1.0)),
 )
 
