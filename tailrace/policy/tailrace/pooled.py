@@ -33,4 +33,4 @@ def decodes(instance: InstanceView) -> bool:
 
 def decoders(instances: Iterable[InstanceView]) -> list[InstanceView]:
     """Return the instances on the decode side or in no pool."""
-    return [i for i in instances if i.pool not in PREFILL_SIDE]
+    return [i for i in instances if decodes(i)]
