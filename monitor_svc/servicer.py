@@ -16,6 +16,7 @@ from monitor_svc.received import ReceivedReport, encoded_by_row
 from monitor_svc.reports import Reports
 from monitor_svc.traces import AmbiguousTraceError, TraceStore
 from tailrace.security.handlers import Handler
+from tailrace.service.tasks import cancel
 from tailrace.v1 import admin_pb2, monitor_pb2
 
 MONITOR_SERVICE: Final = "tailrace.v1.Monitor"
@@ -51,8 +52,7 @@ class MonitorServicer:
         except InvalidReportError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
-            reading.cancel()
-            await asyncio.wait([reading])
+            await cancel(reading)
 
     async def _read(self, reports: AsyncIterator[bytes], acknowledgements: Acknowledgements) -> None:
         try:

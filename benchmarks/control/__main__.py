@@ -38,6 +38,7 @@ from tailrace.local.ports import LOOPBACK, free_ports
 from tailrace.records import InstanceRecord
 from tailrace.service.channels import Channels
 from tailrace.service.etcd import etcd_command
+from tailrace.service.tasks import cancel
 from tailrace.store.membership import Membership
 from tailrace.store.store import Store
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, scheduler_pb2
@@ -199,7 +200,7 @@ async def control_plane(load: Load) -> AsyncIterator[ControlPlane]:
         workers = await start("workers", command, asyncio.subprocess.PIPE)
         figures = WorkerFigures()
         reading = asyncio.create_task(_read_figures(workers, figures))
-        stack.push_async_callback(_cancel, reading)
+        stack.push_async_callback(cancel, reading)
         yield ControlPlane(load, members, admin, workers, pids, figures, reading)
 
 
@@ -256,11 +257,6 @@ async def _read_figures(workers: asyncio.subprocess.Process, figures: WorkerFigu
             figures.late_s = max(figures.late_s, float(late_s))
             figures.migrated += int(migrated)
     raise RuntimeError("the synthetic workers have ended")
-
-
-async def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait([task])
 
 
 async def measure(plane: ControlPlane, policy: str, seed: int) -> Outcome:

@@ -66,8 +66,10 @@ async def run_to_completion(coroutine: Coroutine[object, object, T]) -> T:
         del task
 
 
-# Longest time for which work in slices keeps the event loop from other tasks.
-_SLICE_S: Final = 0.002
+# Longest time in seconds for which work in slices keeps the event loop from other tasks. A gRPC call takes
+# eight or nine turns of the loop: slices of 2 ms delay a placement by 17 ms, and these by 3 ms, for 5% of the
+# rate at which reports are processed.
+_SLICE_S: Final = 0.00025
 
 
 async def in_slices(items: Iterable[T]) -> AsyncIterator[T]:
