@@ -8,15 +8,15 @@ from collections.abc import AsyncGenerator, Callable
 from copy import copy
 from functools import partial
 from http import HTTPStatus
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from vllm.config import ObservabilityConfig
 from vllm.exceptions import GracefulHTTPError
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.output_processor import RequestOutputCollector
+from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from frontend_svc.admission import NO_INSTANCE, TOO_MANY_REQUESTS, AdmissionReader, AdmissionState, Refusal
@@ -25,6 +25,9 @@ from frontend_svc.api_server.kept_answers import Call, call_of_task
 from frontend_svc.api_server.tenants import TenantAdmission, Tenants, tenant_of_call
 from tailrace.tenancy.keys import Tenant
 from tailrace.tenancy.share import SHARE_HEADER, Share
+
+# Looked up for every token.
+_ERROR: Final = FinishReason.ERROR
 
 
 class RequestRefused(GracefulHTTPError):  # type: ignore[misc]
@@ -52,6 +55,7 @@ class FleetClient(AsyncLLM):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         # Every request passes through add_request together with the queue for its outputs.
         self.output_processor.add_request = _without_merging(self.output_processor.add_request)
+        _raise_refusals(self.output_processor)
         self.observability_config = copy(self.observability_config)
         self.observability_config.otlp_traces_endpoint = "tailrace"
 
@@ -107,26 +111,20 @@ class FleetClient(AsyncLLM):  # type: ignore[misc]
             share = Share(tenant.name, tenant.weight).encode()
             arguments["trace_headers"] = {**(arguments.get("trace_headers") or {}), SHARE_HEADER: share}
 
-    async def _generate(
+    def _generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, arguments: dict[str, Any]
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield vLLM's outputs; a request that `frontend_svc` refuses raises RequestRefused with its
+        """Return vLLM's outputs; a request that `frontend_svc` refuses raises RequestRefused with its
         status."""
-        outputs = super().generate(prompt, sampling_params, request_id, **arguments)
+        outputs: AsyncGenerator[RequestOutput, None] = super().generate(
+            prompt, sampling_params, request_id, **arguments
+        )
         call = call_of_task.get()
-        try:
-            async for output in outputs:
-                if call is not None:
-                    call.tokens += sum(len(each.token_ids) for each in output.outputs)
-                # With n > 1, one answer may be refused while the others continue.
-                for each in output.outputs:
-                    if each.finish_reason is None:
-                        continue
-                    if (refusal := Refusal.decode(each.stop_reason)) is not None:
-                        raise RequestRefused(refusal)
-                yield output
-        finally:
-            await outputs.aclose()
+        if call is None and sampling_params.n == 1:
+            # The refusal is raised in vLLM's generator (_raise_refusals): one around it would be resumed for
+            # every token.
+            return outputs
+        return _checked(outputs, call)
 
 
 class UnmergedOutputs(RequestOutputCollector):  # type: ignore[misc]
@@ -177,6 +175,53 @@ def _without_merging(add_request: Callable[..., None]) -> Callable[..., None]:
         add_request(request, prompt, parent, index, queue)
 
     return add
+
+
+def _raise_refusals(processor: OutputProcessor) -> None:
+    """Have refusals of requests for one answer raised as RequestRefused by their queues.
+
+    With n > 1, vLLM's generator would not abort the other answers: see `_checked`.
+    """
+    process_outputs = processor.process_outputs
+
+    def process(
+        outputs: list[EngineCoreOutput], *arguments: Any, **named_arguments: Any
+    ) -> OutputProcessorOutput:
+        for output in outputs:
+            if output.finish_reason is _ERROR and (refusal := Refusal.decode(output.stop_reason)) is not None:
+                state = processor.request_states.get(output.request_id)
+                if state is not None and state.parent_req is None and state.queue is not None:
+                    # The queue drops the output that follows.
+                    state.queue.put(RequestRefused(refusal))
+        return process_outputs(outputs, *arguments, **named_arguments)
+
+    processor.process_outputs = process
+
+
+def _refusal_in(output: RequestOutput) -> RequestRefused | None:
+    """Return the refusal of one of the output's answers, if there is one."""
+    for each in output.outputs:
+        if each.finish_reason == str(_ERROR) and (refusal := Refusal.decode(each.stop_reason)) is not None:
+            return RequestRefused(refusal)
+    return None
+
+
+async def _checked(
+    outputs: AsyncGenerator[RequestOutput, None], call: Call | None
+) -> AsyncGenerator[RequestOutput, None]:
+    """Yield the outputs and count their tokens for a kept answer; raise RequestRefused if one is refused.
+
+    With n > 1, one answer may be refused while the others continue.
+    """
+    try:
+        async for output in outputs:
+            if call is not None:
+                call.tokens += sum(len(each.token_ids) for each in output.outputs)
+            if (refused := _refusal_in(output)) is not None:
+                raise refused
+            yield output
+    finally:
+        await outputs.aclose()
 
 
 async def _charged(

@@ -14,6 +14,7 @@ import msgspec
 import uvloop
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.entry import build_and_serve
+from vllm.envs import enable_envs_cache
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.system_utils import set_ulimit
 
@@ -74,6 +75,9 @@ async def serve(boot: PythonBoot, args: Namespace) -> None:
             "output_listener": socket.socket(fileno=boot.output_fd),
         },
     )
+    # vLLM does this when its engine core has started, which here is another process. Its code reads settings
+    # from the environment for every token.
+    enable_envs_cache()
     if boot.keeps_answers:
         KeepAnswers.frontend = FrontendCalls(engine.engine_core.call_utility_async)
     try:
