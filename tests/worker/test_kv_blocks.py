@@ -50,6 +50,17 @@ def test_blocks_arrive_unchanged_and_nothing_else_changes(layout: tuple[int, ...
     assert target.gather(untouched, target.staging(8)) == of_target.gather(untouched, of_target.staging(8))
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_blocks_are_gathered_to_any_rows(layout: tuple[int, ...]) -> None:
+    kv = KvBlocks(tensors(layout, 1), BLOCKS)
+    assert kv.on_host
+    in_order, apart = kv.staging(3), kv.staging(6)
+    apart.bytes.zero_()
+    assert kv.gather_to([7, 0, 3], apart, [4, 1, 5]) == kv.gather([7, 0, 3], in_order)
+    assert torch.equal(apart.bytes[[4, 1, 5]], in_order.bytes)
+    assert not apart.bytes[[0, 2, 3]].any()
+
+
 def test_every_corrupt_byte_is_detected() -> None:
     kv = KvBlocks(tensors(LAYOUTS[0], 1), BLOCKS)
     staging = kv.staging(2)

@@ -256,7 +256,7 @@ async def test_corrupt_blocks_are_recomputed_and_forgotten(
         core = engine._parts.core
         assert core.host_pool is not None
         hashes = core.decode(front.stream(prompt_of(1), sampling()).frames, 0).block_hashes
-        core.host_pool._bytes[core.host.find([bytes(name) for name in hashes])[number], 1, 3] ^= 1
+        core.host_pool._memory.bytes[core.host.find([bytes(name) for name in hashes])[number], 1, 3] ^= 1
 
     await engine._run(lambda parts: corrupt(6))
     before = engine.stats()

@@ -255,7 +255,7 @@ async def test_block_changed_in_host_memory_is_recomputed(
     load = pool.load
 
     def corrupt(slots: Sequence[int], block_ids: Sequence[int], names: Sequence[bytes]) -> list[int]:
-        pool._bytes[slots[0], 0, 0] ^= 1
+        pool._memory.bytes[slots[0], 0, 0] ^= 1
         return load(slots, block_ids, names)
 
     before = engine.stats().host_kv_corrupt_blocks

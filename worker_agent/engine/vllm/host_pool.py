@@ -46,17 +46,23 @@ class HostPool:
         self.block_bytes = kv.num_layers * kv.layer_block_bytes
         self.slots = host_bytes // self.block_bytes
         self.corrupt_blocks = 0
-        self._bytes = torch.empty(
+        memory = torch.empty(
             (self.slots, kv.num_layers, kv.layer_block_bytes),
             dtype=torch.uint8,
             pin_memory=kv.device.type == "cuda",
         )
+        # Row i is slot i.
+        self._memory = DeviceStaging(memory)
         # By slot: (checksum, name).
         self._tags: dict[int, tuple[int, bytes]] = {}
         self._chunk = max(1, _CHUNK_BYTES // self.block_bytes)
 
     def save(self, block_ids: Sequence[int], slots: Sequence[int], names: Sequence[bytes]) -> None:
         """Copy blocks from the device to host memory."""
+        if self._kv.on_host:
+            # The slots are like any other memory: the step that waits for the copy makes only one.
+            self._tag(slots, self._kv.gather_to(block_ids, self._memory, slots), names)
+            return
         staging = self._kv.staging(min(self._chunk, len(slots)))
         for first in range(0, len(slots), self._chunk):
             part = slice(first, first + self._chunk)
@@ -92,16 +98,19 @@ class HostPool:
         """Store the first blocks of `staging`, which have these checksums."""
         with self._kv.stream():
             for row, slot in enumerate(slots):
-                self._bytes[slot].copy_(staging.bytes[row], non_blocking=True)
-        for slot, checksum, name in zip(slots, checksums, names, strict=True):
-            self._tags[slot] = (checksum, name)
+                self._memory.bytes[slot].copy_(staging.bytes[row], non_blocking=True)
+        self._tag(slots, checksums, names)
 
     def read(self, slots: Sequence[int], staging: DeviceStaging) -> list[int]:
         """Copy slots to the front of `staging` and return the checksums that they were stored under."""
         with self._kv.stream():
             for row, slot in enumerate(slots):
-                staging.bytes[row].copy_(self._bytes[slot], non_blocking=True)
+                staging.bytes[row].copy_(self._memory.bytes[slot], non_blocking=True)
         return [self._tags[slot][0] for slot in slots]
+
+    def _tag(self, slots: Sequence[int], checksums: Sequence[int], names: Sequence[bytes]) -> None:
+        for slot, checksum, name in zip(slots, checksums, names, strict=True):
+            self._tags[slot] = (checksum, name)
 
     def set_name(self, slot: int, name: bytes) -> None:
         """Name a block stored before its tokens were known. Raises KvCorrupt if the slot is empty."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -88,13 +88,25 @@ class KvBlocks:
 
     def gather(self, block_ids: Sequence[int], out: DeviceStaging) -> list[int]:
         """Copy these blocks to the front of `out` and return their checksums."""
-        return self._gather_on_host(block_ids, out) if self._rows else self._gather_on_device(block_ids, out)
+        if self._rows:
+            return self._gather_on_host(block_ids, out.bytes.numpy())
+        return self._gather_on_device(block_ids, out)
 
-    def _gather_on_host(self, block_ids: Sequence[int], out: DeviceStaging) -> list[int]:
+    @property
+    def on_host(self) -> bool:
+        """Whether `gather_to` can be used."""
+        return bool(self._rows)
+
+    def gather_to(self, block_ids: Sequence[int], memory: DeviceStaging, rows: Sequence[int]) -> list[int]:
+        """Copy these blocks to these rows of `memory` and return their checksums. Only if `on_host`."""
+        all_rows = memory.bytes.numpy()
+        return self._gather_on_host(block_ids, [all_rows[row] for row in rows])
+
+    def _gather_on_host(self, block_ids: Sequence[int], rows: Iterable[npt.NDArray[np.uint8]]) -> list[int]:
         """Copy each row once, and compute its checksum while it is in the CPU's cache."""
         shape = self._rows[0].shape[1:]
         sums: list[int] = []
-        for row, block_id in zip(out.bytes.numpy(), block_ids, strict=False):
+        for row, block_id in zip(rows, block_ids, strict=False):
             checksum = xxhash.xxh3_64()
             for place, layer in zip(row, self._rows, strict=True):
                 np.copyto(place.reshape(shape), layer[block_id])
