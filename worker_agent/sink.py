@@ -64,17 +64,7 @@ class FrontEndSink:
             if remaining is None:
                 return
             columns = remaining
-        outputs = worker_pb2.StepOutputs(
-            step=columns.step,
-            frames=columns.frames,
-            handles=columns.handles,
-            epochs=columns.epochs,
-            first_indices=columns.first_indices,
-            counts=columns.counts,
-            token_ids=columns.token_ids,
-            flags=columns.flags,
-        )
-        front_end.send(worker_pb2.AttachDown(outputs=outputs))
+        front_end.send(_message(columns))
         if any(columns.flags):
             self._loop.call_soon_threadsafe(self._report_flags, columns)
 
@@ -163,6 +153,21 @@ class FrontEndSink:
         if carried.pace.begun:
             carried.pace.count(output_tokens, time.monotonic())
             self._metrics.qoe.observe(carried.pace.qoe)
+
+
+def _message(columns: StepColumns) -> worker_pb2.AttachDown:
+    """Return the message of a step, filled in place: a constructor copies each message that it is given."""
+    message = worker_pb2.AttachDown()
+    outputs = message.outputs
+    outputs.step = columns.step
+    outputs.frames.extend(columns.frames)
+    outputs.handles.extend(columns.handles)
+    outputs.epochs.extend(columns.epochs)
+    outputs.first_indices.extend(columns.first_indices)
+    outputs.counts.extend(columns.counts)
+    outputs.token_ids.extend(columns.token_ids)
+    outputs.flags.extend(columns.flags)
+    return message
 
 
 def _message_bytes(columns: StepColumns) -> int:

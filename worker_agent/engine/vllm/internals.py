@@ -75,6 +75,7 @@ INTERNALS: Final[Uses] = {
     "vllm.v1.engine:EngineCoreOutputs": "outputs utility_output",
     "vllm.v1.engine:UtilityOutput": "call_id result failure_message",
     "vllm.v1.engine:FinishReason": "ERROR",
+    "vllm.v1.metrics.stats": "PrefillStats",
     "vllm.v1.metrics.stats:PrefillStats": "num_prompt_tokens num_cached_tokens num_external_cached_tokens",
     "vllm.v1.serial_utils": "MsgpackEncoder MsgpackDecoder",
     "vllm.v1.structured_output:StructuredOutputManager": "grammar_init accept_tokens",

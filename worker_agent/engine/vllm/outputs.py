@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from worker_agent.engine.base import OutputFlag, RequestKey, StepColumns
@@ -72,7 +73,11 @@ class OutputWriter:
 
     def _client(self, client: int, message: EngineCoreOutputs, now_s: float) -> StepColumns:
         columns = StepColumns(client, self.steps, self._encode(message))
+        # Bound once: every lookup here is repeated for each request of each step.
         find = self._table.get
+        add_handle, add_epoch = columns.handles.append, columns.epochs.append
+        add_first_index, add_count = columns.first_indices.append, columns.counts.append
+        add_tokens, add_flags = columns.token_ids.extend, columns.flags.append
         # All requests of the last step have the same interval: count it once for all of them.
         shared_ms, sharing = 0.0, 0
         for output in message.outputs:
@@ -81,9 +86,10 @@ class OutputWriter:
                 # All requests of the scheduler are in the table; skipping one would misalign the columns.
                 raise RuntimeError(f"output for unknown request {output.request_id}")
             tokens = output.new_token_ids
+            count = len(tokens)
             flags = 0
-            if tokens:
-                flags = int(entry.phases.advance(tokens))
+            if count:
+                flags = entry.phases.advance(tokens)
                 if flags & _REASONING_ENDED:
                     entry.turn.start_answering(time.time())
                 interval_ms = entry.pace.token(now_s)
@@ -92,22 +98,27 @@ class OutputWriter:
                     shared_ms, sharing = interval_ms, 0
                 sharing += 1
             if output.prefill_stats is not None:
-                self.prompt_tokens += output.prefill_stats.num_prompt_tokens
-                self.cached_prompt_tokens += output.prefill_stats.num_cached_tokens
-                self.loaded_prompt_tokens += output.prefill_stats.num_external_cached_tokens
+                self._count_prompt(output.prefill_stats)
             if output.finish_reason is not None:
                 flags |= _FINISHED
                 self._table.remove(entry)
-            columns.handles.append(entry.key.handle)
-            columns.epochs.append(entry.epoch)
-            columns.first_indices.append(entry.emitted)
-            columns.counts.append(len(tokens))
-            columns.token_ids.extend(tokens)
-            columns.flags.append(flags)
-            entry.emitted += len(tokens)
+            first_index = entry.emitted
+            entry.emitted = first_index + count
+            add_handle(entry.key.handle)
+            add_epoch(entry.epoch)
+            add_first_index(first_index)
+            add_count(count)
+            add_tokens(tokens)
+            add_flags(flags)
         self._count(now_s, shared_ms, sharing)
         self.generated_tokens += len(columns.token_ids)
         return columns
+
+    def _count_prompt(self, stats: PrefillStats) -> None:
+        """Count a prompt whose first token was generated in this step."""
+        self.prompt_tokens += stats.num_prompt_tokens
+        self.cached_prompt_tokens += stats.num_cached_tokens
+        self.loaded_prompt_tokens += stats.num_external_cached_tokens
 
     def _count(self, now_s: float, interval_ms: float, requests: int) -> None:
         """Count an interval for this many requests; 0 means that it was their first token here."""

@@ -12,11 +12,13 @@ from vllm.tokenizers import cached_tokenizer_from_config
 
 from worker_agent.engine.base import EnginePhase, OutputFlag
 
-# Used for every token: module globals are cheaper than enum members.
+# Used for every token: module globals are cheaper than enum members, and plain ints than flags.
 _REASONING: Final = EnginePhase.REASONING
 _ANSWERING: Final = EnginePhase.ANSWERING
-_NOTHING: Final = OutputFlag.NONE
-_ANSWER_BEGUN: Final = OutputFlag.ANSWER_BEGUN
+_NOTHING: Final = int(OutputFlag.NONE)
+_ANSWER_BEGUN: Final = int(OutputFlag.ANSWER_BEGUN)
+_PREFILL_DONE: Final = int(OutputFlag.PREFILL_DONE)
+_REASONING_ENDED: Final = int(OutputFlag.REASONING_ENDED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +93,8 @@ class PhaseTracker:
         """Return to PREFILL because the KV must be recomputed; the next token restores the phase."""
         self.phase = EnginePhase.PREFILL
 
-    def advance(self, token_ids: Sequence[int]) -> OutputFlag:
-        """Advance over the next tokens (at least one) and return the resulting flags."""
+    def advance(self, token_ids: Sequence[int]) -> int:
+        """Advance over the next tokens (at least one) and return the resulting `OutputFlag`s."""
         phase = self.phase
         if phase is _ANSWERING:
             if not self._answer_due:
@@ -101,15 +103,14 @@ class PhaseTracker:
             return _ANSWER_BEGUN
         if phase is _REASONING:
             return self._reason(token_ids)
-        flags = OutputFlag.PREFILL_DONE
         self._answer_due = False
         if not self._reasons:
             self.phase = _ANSWERING
-            return flags | OutputFlag.REASONING_ENDED
+            return _PREFILL_DONE | _REASONING_ENDED
         self.phase = _REASONING
-        return flags | self._reason(token_ids)
+        return _PREFILL_DONE | self._reason(token_ids)
 
-    def _reason(self, token_ids: Sequence[int]) -> OutputFlag:
+    def _reason(self, token_ids: Sequence[int]) -> int:
         ends = self._end_token_ids
         for count, token_id in enumerate(token_ids, 1):
             self.reasoning_tokens += 1
@@ -117,5 +118,5 @@ class PhaseTracker:
                 self._reasons = False
                 self._answer_due = count == len(token_ids)
                 self.phase = _ANSWERING
-                return OutputFlag.REASONING_ENDED
+                return _REASONING_ENDED
         return _NOTHING
