@@ -7,7 +7,8 @@ report's columns are kept as they are, and a view of a request is made when some
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from operator import add
 from typing import Final
 
 import numpy as np
@@ -18,6 +19,7 @@ from tailrace.control.lazy_requests import LazyRequests
 from tailrace.messages import PHASES, REQUEST_STATES, request_view
 from tailrace.perf.remaining import limited, tokens_left
 from tailrace.policy.columns import ListsMovable, MovableRequests, movable, movable_columns
+from tailrace.policy.decoding import DecodingRequests, Lengths, ListsDecoding, decodes, decoding_columns
 from tailrace.policy.phase_load import (
     OFF_DEVICE,
     PhaseShare,
@@ -39,6 +41,7 @@ from tailrace.v1 import monitor_pb2, types_pb2
 _REASONING: Final = types_pb2.PHASE_REASONING
 _ANSWERING: Final = types_pb2.PHASE_ANSWERING
 _RUNNING: Final = types_pb2.REQUEST_STATE_RUNNING
+_PAUSED: Final = types_pb2.REQUEST_STATE_PAUSED
 _UNSPECIFIED: Final = types_pb2.PHASE_UNSPECIFIED
 # Any other state counts as waiting (tailrace.messages), also one that this version does not know.
 _ON_DEVICE: Final = frozenset(number for number, state in REQUEST_STATES.items() if state not in OFF_DEVICE)
@@ -282,13 +285,67 @@ class ReportedRows:
             np.array([self._epochs[row] for row in rows], dtype=np.float64),
         )
 
+    def decoding(self, without: Collection[str]) -> DecodingRequests:
+        """Return those that are past prefill and not migrating, except those of `without`."""
+        contexts, arrivals = self._contexts(), full(self._columns.arrival_s, len(self._ids), 0.0)
+        paused = self._paused()
+        if not without and not paused and not self.in_prefill():
+            return DecodingRequests(self._ids, contexts, arrivals)
+        rows = [
+            row
+            for row, (name, phase) in enumerate(zip(self._ids, self._phases, strict=True))
+            if phase in (_REASONING, _ANSWERING) and name not in without and row not in paused
+        ]
+        return DecodingRequests(
+            [self._ids[row] for row in rows], [contexts[row] for row in rows], [arrivals[row] for row in rows]
+        )
+
+    def any_decoding(self, without: Collection[str]) -> bool:
+        """Return whether any is past prefill and not migrating, except those of `without`."""
+        paused = self._paused()
+        return any(
+            phase in (_REASONING, _ANSWERING) and name not in without and row not in paused
+            for row, (name, phase) in enumerate(zip(self._ids, self._phases, strict=True))
+        )
+
+    def migrating_tokens(self, without: Collection[str]) -> int:
+        """Return the context of those that are migrating away, except those of `without`."""
+        paused = self._paused()
+        if not paused:
+            return 0
+        contexts = self._contexts()
+        return sum(contexts[row] for row in paused if self._ids[row] not in without)
+
+    def _paused(self) -> list[int]:
+        """Return the rows of those that their instance has paused for a migration."""
+        states = self._columns.states[:]
+        if _PAUSED not in states:
+            return []
+        return [row for row, state in enumerate(states[: len(self._ids)]) if state == _PAUSED]
+
+    def in_prefill(self) -> Collection[str]:
+        """Return those in prefill, in the report's order."""
+        return self.prompts().keys()
+
+    def lengths(self, without: Collection[str]) -> tuple[list[int], list[int]]:
+        """Return prompt tokens, and tokens of context, of all but those of `without`."""
+        prompts, contexts = full(self._columns.prompt_tokens, len(self._ids), 0), self._contexts()
+        gone = sorted((row for name in without if (row := self._index.get(name)) is not None), reverse=True)
+        for row in gone:
+            del prompts[row], contexts[row]
+        return prompts, contexts
+
+    def _contexts(self) -> list[int]:
+        columns, count = self._columns, len(self._ids)
+        return list(map(add, full(columns.prompt_tokens, count, 0), full(columns.output_tokens, count, 0)))
+
 
 def _without_repeated(columns: monitor_pb2.RequestColumns) -> monitor_pb2.RequestColumns:
     """Return each request once, as last named, where it was first named."""
     return columns_from({row.request_id: row for row in rows_from(columns)}.values())
 
 
-class ReportedRequests(ListsMovable, LazyRequests):
+class ReportedRequests(ListsMovable, ListsDecoding, LazyRequests):
     """The requests of an instance at one moment, pending placements last. Immutable."""
 
     __slots__ = ("_changed", "_pending", "_prompts", "_rows")
@@ -332,15 +389,53 @@ class ReportedRequests(ListsMovable, LazyRequests):
         names = [*reported.request_ids, *(request.request_id for request in added)]
         return MovableRequests(names, *(np.concatenate(columns) for columns in both))
 
+    def decoding(self) -> DecodingRequests:
+        """Return the requests that are past prefill and not migrating: those as reported first."""
+        reported = self._rows.decoding(self._changed)
+        if not self._changed and not self._pending:
+            return reported
+        added = decoding_columns(self._added())
+        return DecodingRequests(
+            [*reported.request_ids, *added.request_ids],
+            [*reported.context_tokens, *added.context_tokens],
+            [*reported.arrival_s, *added.arrival_s],
+        )
+
+    def any_decoding(self) -> bool:
+        """Return whether any request is past prefill and not migrating."""
+        return self._rows.any_decoding(self._changed) or any(map(decodes, self._added()))
+
+    def migrating_tokens(self) -> int:
+        """Return the context of the requests that are migrating away, in tokens."""
+        added = sum(request.context_tokens for request in self._added() if request.migrating)
+        return self._rows.migrating_tokens(self._changed) + added
+
+    def lengths(self) -> Lengths:
+        """Return the lengths of all requests: those as reported first."""
+        prompts, contexts = self._rows.lengths(self._changed)
+        for request in self._added():
+            prompts.append(request.prompt_tokens)
+            contexts.append(request.context_tokens)
+        return prompts, contexts
+
+    def in_prefill(self) -> list[RequestView]:
+        """Return the requests in prefill, in order."""
+        return [r for r in self._in_order(self._rows.in_prefill()) if r.phase is Phase.PREFILL]
+
     def from_context(self, tokens: int) -> list[RequestView]:
         """Return the requests with a context of at least so many tokens, in order, without making views of
         the others."""
+        found = self._in_order(self._rows.from_context(tokens))
+        return [request for request in found if request.context_tokens >= tokens]
+
+    def _in_order(self, reported: Iterable[str]) -> list[RequestView]:
+        """Return these of the report's requests, and all that are not as in the report, in order."""
         rows, changed = self._rows, self._changed
-        names = rows.in_order({*rows.from_context(tokens), *changed})
+        names = rows.in_order({*reported, *changed})
         held = [changed[name] if name in changed else rows.view(name) for name in names]
         held += [request for name, request in changed.items() if name not in rows]
         held += self._pending
-        return [request for request in held if request is not None and request.context_tokens >= tokens]
+        return [request for request in held if request is not None]
 
     def find(self, request_id: str) -> RequestView:
         """Return the view of one of the requests. Raise KeyError if it is not among them."""

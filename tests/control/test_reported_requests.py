@@ -12,6 +12,7 @@ from tailrace.cluster import Phase, RequestState, RequestView
 from tailrace.control.cluster_model import CountedRequest
 from tailrace.control.reported_requests import ReportedRequests, ReportedRows
 from tailrace.policy.columns import find_request, movable, movable_columns, movable_requests
+from tailrace.policy.decoding import any_decoding, decoding, in_prefill, lengths, migrating_tokens
 from tailrace.policy.phase_load import ListsPrompts, phase_load, reasoning
 from tailrace.request_columns import columns_from
 from tailrace.v1 import monitor_pb2, types_pb2
@@ -92,6 +93,12 @@ def test_counts_equal_those_of_the_requests(
     assert all(find_request(requests, r.request_id) == r for r in held)
     for tokens in (0, 3, 9):
         assert requests.from_context(tokens) == [r for r in held if r.context_tokens >= tokens]
+    for columns_of in (decoding, lengths):
+        found, wanted = (sorted(zip(*columns_of(each), strict=True)) for each in (requests, held))
+        assert found == wanted
+    for answer in (any_decoding, migrating_tokens):
+        assert answer(requests) == answer(held)
+    assert list(in_prefill(requests)) == in_prefill(held)
     assert isinstance(requests, ListsPrompts)
     prompts = [(r.arrival_s, r.prompt_tokens) for r in held if r.phase is Phase.PREFILL]
     assert sorted(requests.prompts()) == sorted(prompts)

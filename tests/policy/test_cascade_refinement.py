@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -23,6 +23,7 @@ from tailrace.policy.cascade.refinement import (
     quantity_split,
     whole,
 )
+from tailrace.policy.decoding import Lengths, lengths
 from tailrace.profiles import load_profile
 from tests.policy.fleets import MAX_LENGTH, fleets, quick
 
@@ -33,6 +34,10 @@ rows = st.lists(
     max_size=40,
 )
 staged = fleets(staged=True)
+
+
+def columns(held: Sequence[tuple[int, int]]) -> Lengths:
+    return [prompt for prompt, _ in held], [context for _, context in held]
 
 
 # ---- QoE
@@ -92,10 +97,19 @@ def test_the_fit_rejects_wrong_shapes_and_no_samples() -> None:
 
 
 @quick
+@given(rows, rows)
+def test_rows_are_sorted_by_length_then_input(
+    one: list[tuple[int, int]], other: list[tuple[int, int]]
+) -> None:
+    ordered = by_length([columns(one), columns(other)])
+    assert ordered.tolist() == [list(row) for row in sorted([*one, *other], key=lambda row: (row[1], row[0]))]
+
+
+@quick
 @given(rows)
 def test_the_optimal_split_has_the_lowest_cost(held: list[tuple[int, int]]) -> None:
     """Prefix sums are compared with Eq. (1) for every split."""
-    ordered = by_length(held)
+    ordered = by_length([columns(held)])
     exact = ordered.astype(np.float64)
 
     def cost(at: int) -> float:
@@ -109,7 +123,7 @@ def test_the_optimal_split_has_the_lowest_cost(held: list[tuple[int, int]]) -> N
 @quick
 @given(rows)
 def test_the_simple_splits_balance_count_and_memory(held: list[tuple[int, int]]) -> None:
-    ordered = by_length(held)
+    ordered = by_length([columns(held)])
     assert quantity_split(ordered, MODEL) == len(held) // 2
     found = memory_split(ordered, MODEL)
     lengths = ordered[:, 1]
@@ -123,7 +137,7 @@ def test_the_simple_splits_balance_count_and_memory(held: list[tuple[int, int]])
 @quick
 @given(rows, st.integers(1, 8))
 def test_a_share_has_an_equal_part_of_the_requests(held: list[tuple[int, int]], parts: int) -> None:
-    part = divided(by_length(held), parts)
+    part = divided(by_length([columns(held)]), parts)
     assert abs(len(part) - len(held) / parts) < 1
     assert [tuple(row) for row in part.tolist()] == sorted(
         (tuple(row) for row in part.tolist()), key=lambda row: row[1]
@@ -133,10 +147,8 @@ def test_a_share_has_an_equal_part_of_the_requests(held: list[tuple[int, int]], 
 # ---- boundaries
 
 
-def held_by(view: ClusterView) -> Mapping[str, list[tuple[int, int]]]:
-    return {
-        name: [(r.prompt_tokens, r.context_tokens) for r in i.requests] for name, i in view.instances.items()
-    }
+def held_by(view: ClusterView) -> Mapping[str, Lengths]:
+    return {name: lengths(i.requests) for name, i in view.instances.items()}
 
 
 @pytest.mark.parametrize("share", [divided, whole])
@@ -153,7 +165,7 @@ def test_refined_stages_cover_all_lengths_with_the_same_instances(
 
 def test_a_boundary_moves_toward_the_split_by_the_moving_average() -> None:
     stages = (Stage(0, 1_000, ("a",)), Stage(1_000, MAX_LENGTH, ("b",)))
-    requests = {"a": [(10, 100)] * 20, "b": [(10, 3_000)] * 20}
+    requests = {"a": columns([(10, 100)] * 20), "b": columns([(10, 3_000)] * 20)}
     at_once = Refinement(MODEL, smoothing=1.0).refine(stages, requests)
     assert at_once[0].hi == at_once[1].lo == 3_000
     tenth = Refinement(MODEL, smoothing=0.1).refine(stages, requests)
@@ -163,7 +175,7 @@ def test_a_boundary_moves_toward_the_split_by_the_moving_average() -> None:
 
 def test_a_boundary_converges_without_overshoot() -> None:
     stages: tuple[Stage, ...] = (Stage(0, 100, ("a",)), Stage(100, MAX_LENGTH, ("b",)))
-    requests = {"a": [(10, 90)] * 20, "b": [(10, 5_000)] * 10 + [(10, 9_000)] * 10}
+    requests = {"a": columns([(10, 90)] * 20), "b": columns([(10, 5_000)] * 10 + [(10, 9_000)] * 10)}
     seen = []
     for _ in range(60):
         stages = Refinement(MODEL).refine(stages, requests)
@@ -176,8 +188,8 @@ def test_a_boundary_converges_without_overshoot() -> None:
 def test_stages_are_weighed_per_instance_or_as_a_whole() -> None:
     """Four instances below and one above: each of the four has as many requests as the one above."""
     stages = (Stage(0, 1_000, ("a", "b", "c", "d")), Stage(1_000, MAX_LENGTH, ("e",)))
-    requests = {name: [(10, 100 + n) for n in range(20)] for name in "abcd"}
-    requests["e"] = [(10, 3_000 + n) for n in range(20)]
+    requests = {name: columns([(10, 100 + n) for n in range(20)]) for name in "abcd"}
+    requests["e"] = columns([(10, 3_000 + n) for n in range(20)])
 
     def boundary(share: Sharing) -> int:
         return Refinement(MODEL, quantity_split, 1.0, share=share).refine(stages, requests)[0].hi
@@ -189,7 +201,7 @@ def test_stages_are_weighed_per_instance_or_as_a_whole() -> None:
 @pytest.mark.parametrize(("count", "frozen"), [(4, True), (5, False)])
 def test_boundaries_are_frozen_under_low_traffic(count: int, frozen: bool) -> None:
     stages = (Stage(0, 1_000, ("a",)), Stage(1_000, MAX_LENGTH, ("b",)))
-    requests = {"a": [(10, 100)] * (count - 2), "b": [(10, 3_000)] * 2}
+    requests = {"a": columns([(10, 100)] * (count - 2)), "b": columns([(10, 3_000)] * 2)}
     assert (Refinement(MODEL).refine(stages, requests) == stages) is frozen
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tailrace.cluster import InstanceView, Phase
+from tailrace.cluster import InstanceView
 from tailrace.perf.ttft import TtftPredictor
+from tailrace.policy.decoding import any_decoding
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ def has_decodes_left(instance: InstanceView) -> bool:
     """
     if instance.running == 0 and instance.waiting == 0:
         return False
-    return any(r.phase is not Phase.PREFILL and not r.migrating for r in instance.requests)
+    return any_decoding(instance.requests)
 
 
 def mean_token_interval_s(instances: Sequence[InstanceView]) -> float:

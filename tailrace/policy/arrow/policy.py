@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from heapq import nsmallest
+from itertools import repeat
 from typing import Final
 
 from tailrace.actions import Action, Place, Placement, Refuse, SetPool
-from tailrace.cluster import Arrival, ClusterView, InstanceView, Phase, Pool, RequestView
+from tailrace.cluster import Arrival, ClusterView, InstanceView, Pool, RequestView
 from tailrace.perf.steps import StepModel, max_running_tokens
 from tailrace.perf.ttft import TtftPredictor
 from tailrace.policy.arrow.attainment import AttainmentModel
@@ -31,6 +32,8 @@ from tailrace.policy.arrow.pools import (
 )
 from tailrace.policy.base import Policy
 from tailrace.policy.candidates import CACHE_AWARE, Ledger, held_tokens_on
+from tailrace.policy.columns import find_request
+from tailrace.policy.decoding import decoding
 from tailrace.policy.deployment import Fact
 from tailrace.policy.parameters import Parameter
 from tailrace.policy.pulling import PULLS, pulling
@@ -286,8 +289,7 @@ class Arrow(Policy):
         """Maintain the pools, flip at most one instance, then retry handovers to decode instances."""
         pools = Pools.of(view)
         moves = [*assign(pools, self.prefill_share), *settle(pools)]
-        for move in moves:
-            pools = pools.after(move)
+        pools = pools.after(*moves)
         flip = repair(pools, self.loads)
         if flip is None:
             flip = self._monitored_flip(pools) if self.flips == PAPER else self._best_flip(pools, now)
@@ -326,17 +328,18 @@ class Arrow(Policy):
 
         Requests on D->P instances stay: such an instance finishes its decodes.
         """
-        waiting = [
-            request
-            for instance in pools.prefill
-            if instance.running > 0
-            for request in instance.requests
-            if request.phase is not Phase.PREFILL and not request.migrating
-        ]
+        waiting: list[tuple[float, str, InstanceView]] = []
+        for instance in pools.prefill:
+            if instance.running > 0:
+                names, _, arrivals_s = decoding(instance.requests)
+                waiting += zip(arrivals_s, names, repeat(instance), strict=False)
         if not waiting:
             return []
         ledger = _ledger(view)
-        oldest = nsmallest(_HANDOVERS, waiting, key=lambda request: (request.arrival_s, request.request_id))
+        oldest = [
+            find_request(instance.requests, name)
+            for _, name, instance in nsmallest(_HANDOVERS, waiting, key=lambda found: found[:2])
+        ]
         actions: list[Action] = []
         for request in oldest:
             actions += self._schedule_decode(pools, request, ledger, may_flip=lambda _: None)

@@ -28,6 +28,7 @@ _FIELDS: Final[Mapping[Pool, str]] = {
     Pool.PREFILL_TO_DECODE: "prefill_to_decode",
     Pool.DECODE_TO_PREFILL: "decode_to_prefill",
 }
+_NAMES: Final = (*_FIELDS.values(), "unpooled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +68,18 @@ class Pools:
         yield from self.decode_to_prefill
         yield from self.unpooled
 
-    def after(self, move: SetPool) -> Pools:
-        """Return these pools after a move. Raise KeyError for an instance that is not among them."""
-        moved = next((i for i in self.members() if i.instance_id == move.instance_id), None)
-        if moved is None:
-            raise KeyError(move.instance_id)
-        fields = {name: _without(getattr(self, name), moved) for name in (*_FIELDS.values(), "unpooled")}
-        to = "unpooled" if move.pool is None else _FIELDS[move.pool]
-        placed = (*fields[to], replace(moved, pool=move.pool))
-        fields[to] = tuple(sorted(placed, key=lambda i: i.instance_id))
-        return Pools(**fields)
+    def after(self, *moves: SetPool) -> Pools:
+        """Return these pools after moves, made in this order. Raise KeyError for an instance that is not
+        among them."""
+        to = {move.instance_id: move.pool for move in moves}
+        moved = [i for i in self.members() if i.instance_id in to]
+        if missing := to.keys() - {i.instance_id for i in moved}:
+            raise KeyError(min(missing))
+        fields = {name: [i for i in getattr(self, name) if i.instance_id not in to] for name in _NAMES}
+        for instance in moved:
+            pool = to[instance.instance_id]
+            fields["unpooled" if pool is None else _FIELDS[pool]].append(replace(instance, pool=pool))
+        return Pools(**{name: tuple(sorted(among, key=_by_id)) for name, among in fields.items()})
 
 
 def to_decode(instance: InstanceView) -> SetPool:
@@ -168,5 +171,5 @@ def _least(instances: Sequence[InstanceView], load: Callable[[InstanceView], flo
     return min(instances, key=lambda i: (load(i), i.load, i.instance_id), default=None)
 
 
-def _without(instances: Sequence[InstanceView], left_out: InstanceView) -> tuple[InstanceView, ...]:
-    return tuple(i for i in instances if i.instance_id != left_out.instance_id)
+def _by_id(instance: InstanceView) -> str:
+    return instance.instance_id

@@ -14,9 +14,11 @@ from zlib import crc32
 
 from tailrace.actions import Action, Migrate, Offer
 from tailrace.bid_ask import TRANSFERS
-from tailrace.cluster import ClusterView, InstanceView, Phase, RequestView, Stage
+from tailrace.cluster import ClusterView, InstanceView, RequestView, Stage
 from tailrace.policy.candidates import Ledger
 from tailrace.policy.cascade.layout import active_in, earliest_stage
+from tailrace.policy.columns import find_request
+from tailrace.policy.decoding import decodes, decoding, migrating_tokens
 
 BOUNDARY = "length boundary"
 OVERLOADED = "overloaded"
@@ -89,7 +91,7 @@ class Handovers:
         """
         leaving: list[tuple[int, RequestView]] = []
         for at, request in requests:
-            if request.context_tokens >= stages[at].hi and movable(request):
+            if request.context_tokens >= stages[at].hi and decodes(request):
                 to = earliest_stage(stages, request.context_tokens)
                 if to > at:
                     leaving.append((to, request))
@@ -123,13 +125,15 @@ class Handovers:
         receivers = _Receivers(peers, self._ledger, limit)
         for sender in outliers:
             # Requests that are already migrating away count as gone.
-            leaving = sum(r.context_tokens for r in sender.requests if r.migrating)
-            excess = demand_tokens(sender) - leaving - mean
-            candidates = [r for r in sender.requests if movable(r) and r.context_tokens <= excess]
-            candidates.sort(key=lambda r: (-r.context_tokens, r.request_id))
-            for request in candidates:
-                length = request.context_tokens
-                if length > excess or not self._ledger.may_send(sender, request):
+            excess = demand_tokens(sender) - migrating_tokens(sender.requests) - mean
+            names, contexts, _ = decoding(sender.requests)
+            candidates = [found for found in zip(contexts, names, strict=True) if found[0] <= excess]
+            candidates.sort(key=lambda found: (-found[0], found[1]))
+            for length, name in candidates:
+                if length > excess or not receivers.may_have_room(length):
+                    continue
+                request = find_request(sender.requests, name)
+                if not self._ledger.may_send(sender, request):
                     continue
                 found = receivers.with_room(request)
                 if found:
@@ -139,11 +143,6 @@ class Handovers:
                     )
                     excess -= length
         return actions
-
-
-def movable(request: RequestView) -> bool:
-    """Return whether a request can be handed over: not during its prefill, which is soon over."""
-    return request.phase is not Phase.PREFILL and not request.migrating
 
 
 class _Receivers:
@@ -160,10 +159,14 @@ class _Receivers:
         # No instance has room for more tokens than this.
         self._max_headroom: float = math.inf
 
+    def may_have_room(self, length: int) -> bool:
+        """Return whether any instance may have room for a request with this context; false: none has."""
+        return length <= self._max_headroom
+
     def with_room(self, request: RequestView) -> list[InstanceView]:
         """Return the instances that have room for the request, in the order given."""
         length = request.context_tokens
-        if length > self._max_headroom:
+        if not self.may_have_room(length):
             return []
         ledger, limit = self._ledger, self._limit
         found = [i for i in self._open if ledger.may_receive(i, request)]

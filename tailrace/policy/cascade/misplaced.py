@@ -10,8 +10,9 @@ import math
 from collections.abc import Sequence
 
 from tailrace.actions import HandBack
-from tailrace.cluster import ClusterView, InstanceView, Phase, RequestState, RequestView
+from tailrace.cluster import ClusterView, InstanceView, RequestState, RequestView
 from tailrace.policy.cascade.layout import active_in, earliest_stage
+from tailrace.policy.decoding import in_prefill
 
 
 def misplaced(view: ClusterView) -> list[HandBack]:
@@ -54,9 +55,7 @@ def misplaced(view: ClusterView) -> list[HandBack]:
 def _prompts(instance: InstanceView) -> Sequence[RequestView]:
     """Return the prompts in order of arrival; those without a known arrival time were just placed, and are
     last."""
-    prompts = [request for request in instance.requests if request.phase is Phase.PREFILL]
-    prompts.sort(key=lambda request: request.arrival_s or math.inf)
-    return prompts
+    return sorted(in_prefill(instance.requests), key=lambda request: request.arrival_s or math.inf)
 
 
 def _waits(request: RequestView) -> bool:

@@ -51,6 +51,7 @@ from tailrace.policy.cascade.refinement import (
     whole,
 )
 from tailrace.policy.cascade.traffic import Traffic
+from tailrace.policy.decoding import Lengths, from_context, lengths
 from tailrace.policy.deployment import Fact
 from tailrace.policy.pulling import pulling
 from tailrace.profiles import Profile, load_profile
@@ -230,7 +231,7 @@ class Cascade(Policy):
         actions += misplaced(view)
         handovers = Handovers(view, self.choose_receiver)
         if periods_elapsed(self.refine_s, view.last_tick_s, now):
-            actions += handovers.outgrown(stages, _requests(view, stages))
+            actions += handovers.outgrown(stages, _outgrown(view, stages))
         if self.rebalances:
             # Without stages the whole cluster is one.
             for peers in [active_in(view, stage) for stage in stages] or [view.placeable()]:
@@ -255,7 +256,7 @@ class Cascade(Policy):
             # After a late tick, apply the n missed steps of the moving average at once.
             smoothing = 1.0 - (1.0 - self.smoothing) ** refinements
             refinement = Refinement(model, self.split, smoothing, share=self.share)
-            return refinement.refine(stages, _rows(members))
+            return refinement.refine(stages, _lengths(members))
         return stages
 
 
@@ -279,13 +280,13 @@ def _members(view: ClusterView) -> list[InstanceView]:
     return [i for i in view.instances.values() if i.state is not InstanceState.DRAINING]
 
 
-def _requests(view: ClusterView, stages: Sequence[Stage]) -> Iterator[tuple[int, RequestView]]:
-    """Yield (stage number, request) for all stages but the last, which no request outgrows."""
+def _outgrown(view: ClusterView, stages: Sequence[Stage]) -> Iterator[tuple[int, RequestView]]:
+    """Yield (stage number, request) for requests that have outgrown their stage: none of the last."""
     for at, stage in enumerate(stages[:-1]):
         for name in stage.instance_ids:
-            for request in view.instances[name].requests:
+            for request in from_context(view.instances[name].requests, stage.hi):
                 yield at, request
 
 
-def _rows(members: Sequence[InstanceView]) -> Mapping[str, list[tuple[int, int]]]:
-    return {i.instance_id: [(r.prompt_tokens, r.context_tokens) for r in i.requests] for i in members}
+def _lengths(members: Sequence[InstanceView]) -> Mapping[str, Lengths]:
+    return {i.instance_id: lengths(i.requests) for i in members}
