@@ -24,6 +24,7 @@ from tailrace.perf.qoe_model import QoeModel
 from tailrace.perf.steps import StepModel
 from tailrace.policy.base import Policy, Variant
 from tailrace.policy.candidates import credit
+from tailrace.policy.cascade.dispatch import LeastDemand, demand_share
 from tailrace.policy.cascade.handover import Handovers, ReceiverChoice, by_bids, demand_tokens, round_robin
 from tailrace.policy.cascade.layout import active_in, earliest_stage, nearest_first, repaired, stage_of
 from tailrace.policy.cascade.misplaced import misplaced
@@ -166,6 +167,7 @@ class Cascade(Policy):
         self.tick_interval_s = tick_interval_s
         self.cache_aware = cache_aware
         self.nominal = StepModel.of_profile(profile)
+        self.least_demand = LeastDemand()
         self.pull = pulling(profile, pulls)
         self.planning = Planning(
             planner=_PLANNERS[layout],
@@ -191,22 +193,35 @@ class Cascade(Policy):
         Without stages, or if no stage has an active instance, the whole cluster is one stage.
         """
         stages = view.stages
+        chosen: InstanceView | None = None
         if stages:
             at = earliest_stage(stages, arrival.prompt_tokens + arrival.output_tokens)
             for number in nearest_first(len(stages), at):
-                usable = [i for i in active_in(view, stages[number]) if i.instance_id not in arrival.excluded]
-                if usable:
-                    return self.pull(view, arrival, Place(self._dispatch(usable, arrival).instance_id))
-        usable = [i for i in view.placeable() if i.instance_id not in arrival.excluded]
-        if not usable:
+                chosen = self._dispatch(view, stages[number], arrival)
+                if chosen is not None:
+                    break
+        if chosen is None:
+            chosen = self._dispatch(view, None, arrival)
+        if chosen is None:
             return Refuse("no active instance")
-        return self.pull(view, arrival, Place(self._dispatch(usable, arrival).instance_id))
+        return self.pull(view, arrival, Place(chosen.instance_id))
 
-    def _dispatch(self, instances: Sequence[InstanceView], arrival: Arrival) -> InstanceView:
+    def _dispatch(self, view: ClusterView, stage: Stage | None, arrival: Arrival) -> InstanceView | None:
+        """Return the instance of the stage (None: of the cluster) for the arrival; None: it has no active
+        one."""
+        by_cache = self.cache_aware and arrival.cached
+        if self.handover != ROUND_ROBIN and not by_cache:
+            if stage is None:
+                return self.least_demand.of_all(view, arrival.excluded)
+            return self.least_demand.of_stage(view, stage, arrival.excluded)
+        active = view.placeable() if stage is None else active_in(view, stage)
+        instances = [i for i in active if i.instance_id not in arrival.excluded]
+        if not instances:
+            return None
         if self.handover == ROUND_ROBIN:
             return instances[arrival.seq % len(instances)]
         held = credit(arrival, self.cache_aware, self.nominal)
-        return min(instances, key=lambda i: _dispatch_key(i, held(i)))
+        return min(instances, key=lambda i: (demand_share(i, held(i)), i.load, i.instance_id))
 
     # ---- section 4.4, inter-stage
 
@@ -267,12 +282,6 @@ IN_A_CHAIN: Final = Variant(Cascade, {"layout": CHAIN})
 NO_PIPELINE: Final = Variant(Cascade, {"layout": ONE_STAGE})
 BY_QUANTITY: Final = Variant(Cascade, {"boundaries": QUANTITY})
 BY_MEMORY: Final = Variant(Cascade, {"boundaries": MEMORY})
-
-
-def _dispatch_key(instance: InstanceView, held_tokens: int) -> tuple[int, int, str]:
-    # In whole thousandths of capacity, so that a few tokens do not outweigh the number of requests.
-    share = (demand_tokens(instance) - held_tokens) * 1_000 // (instance.kv_capacity_tokens or 1)
-    return share, instance.load, instance.instance_id
 
 
 def _members(view: ClusterView) -> list[InstanceView]:
