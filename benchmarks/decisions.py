@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import cycle
 from pathlib import Path
 
 from rich.console import Console
@@ -27,7 +28,7 @@ from benchmarks.loadgen import percentile
 from benchmarks.report import print_json, save
 from tailrace.actions import SetStages
 from tailrace.cache.index import CacheIndex
-from tailrace.cluster import CachedTokens, ClusterView, Phase
+from tailrace.cluster import CachedTokens, ClusterView, Phase, Pool, Stage
 from tailrace.lengths import LengthStatistics
 from tailrace.policy.base import Policy
 from tailrace.policy.cascade.planner import Costs, Plan, exact, heuristic
@@ -157,11 +158,62 @@ def reasoning_ended(policy: Policy) -> Callable[[int], Call]:
 
 
 def tick(policy: Policy) -> Callable[[int], Call]:
-    """Time ARES's Algorithm 1."""
+    """Time a tick without pools and stages, such as ARES's Algorithm 1."""
 
     def prepare(instances: int) -> Call:
         view = cluster(instances)
         return lambda n: policy.on_tick(view, float(n))
+
+    return prepare
+
+
+def pooled(instances: int) -> ClusterView:
+    """Return a cluster of which every fourth instance prefills and the others decode."""
+    view = cluster(instances)
+    pools = (Pool.PREFILL, Pool.DECODE, Pool.DECODE, Pool.DECODE)
+    members = zip(view.instances.items(), cycle(pools), strict=False)
+    return replace(view, instances={name: replace(i, pool=pool) for (name, i), pool in members})
+
+
+def prefill_done(policy: Policy) -> Callable[[int], Call]:
+    """Time the dispatch to decode instances of each request of prefill instances in turn."""
+
+    def prepare(instances: int) -> Call:
+        view = pooled(instances)
+        done = [r for i in view.instances.values() if i.pool is Pool.PREFILL for r in i.requests]
+        return lambda n: policy.on_prefill_done(view, done[n % len(done)], 0.0)
+
+    return prepare
+
+
+def pooled_tick(policy: Policy) -> Callable[[int], Call]:
+    """Time a tick while prefill instances still have 100 requests each to hand over."""
+
+    def prepare(instances: int) -> Call:
+        view = pooled(instances)
+        return lambda n: policy.on_tick(view, float(n))
+
+    return prepare
+
+
+def staged(instances: int) -> ClusterView:
+    """Return a cluster of four stages of equally many instances."""
+    view = cluster(instances)
+    names, cuts = list(view.instances), (0, 1_000, 2_000, 4_000, 131_072)
+    quarter = len(names) // 4
+    members = (tuple(names[first : first + quarter]) for first in range(0, 4 * quarter, quarter))
+    return replace(view, stages=tuple(map(Stage, cuts[:-1], cuts[1:], members)))
+
+
+def length_boundary(policy: Policy) -> Callable[[int], Call]:
+    """Time the handover of each request of the first stage that has outgrown it, in turn."""
+
+    def prepare(instances: int) -> Call:
+        view = staged(instances)
+        first = view.stages[0]
+        held = [r for name in first.instance_ids for r in view.instances[name].requests]
+        grown = [request for request in held if request.context_tokens >= first.hi]
+        return lambda n: policy.on_length_boundary(view, grown[n % len(grown)], 0.0)
 
     return prepare
 
@@ -215,6 +267,10 @@ def cases() -> list[Case]:
         Case("reasoning ended: tailrace", reasoning_ended(load("tailrace"))),
         Case("tick: ares_no_prediction", tick(load("ares_no_prediction"))),
         Case("tick: ares", tick(load("ares"))),
+        Case("prefill done: ares", prefill_done(load("ares"))),
+        Case("prefill done: arrow", prefill_done(load("arrow"))),
+        Case("length boundary: cascade", length_boundary(load("cascade"))),
+        Case("tick: arrow", pooled_tick(load("arrow"))),
         Case("plan: cascade, heuristic", planning(heuristic)),
         Case("plan: cascade, exact", planning(exact), SIZES[:3]),
         Case("tick: cascade, replanning", planned_tick(Cascade()), SIZES[:3]),
