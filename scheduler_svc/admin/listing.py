@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from tailrace.cache.index import Tier
 from tailrace.cluster import InstanceView, Phase, RequestView, Stage
@@ -80,13 +80,6 @@ def _instance_info(
         tensor_parallel_size=record.tensor_parallel_size,
         pipeline_parallel_size=record.pipeline_parallel_size,
     )
-
-
-async def request_infos(
-    state: ReportedCluster, requests: Iterable[RequestView], wall_s: float
-) -> list[admin_pb2.RequestInfo]:
-    """Return these requests, in slices as above; `wall_s` is the time of day."""
-    return [request_info(state, request, wall_s) async for request in in_slices(requests)]
 
 
 def request_info(state: ReportedCluster, request: RequestView, wall_s: float) -> admin_pb2.RequestInfo:

@@ -7,7 +7,7 @@ call's status (`errors.py`).
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Final
 
@@ -17,6 +17,7 @@ from scheduler_svc.admin import listing
 from scheduler_svc.admin.errors import AdminError
 from scheduler_svc.admin.forward import RECORD_S
 from scheduler_svc.admin.relay import fetch_trace, profile_events
+from scheduler_svc.admin.request_pages import request_page
 from scheduler_svc.admin.rollout_calls import RolloutCalls
 from scheduler_svc.admin.shadowing import Shadowing
 from scheduler_svc.admin.validation import (
@@ -31,7 +32,6 @@ from scheduler_svc.drainer import drain_events
 from scheduler_svc.migrations import Migrations, MigrationStarter
 from scheduler_svc.recorder import Recorder
 from scheduler_svc.settings import Settings
-from tailrace.cluster import RequestView
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.control.runner import ActivePolicy
 from tailrace.messages import POOLS, given_objectives, pool_number, profile_message, slo_message
@@ -89,13 +89,8 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         request: admin_pb2.ListRequestsRequest,
         context: grpc.aio.ServicerContext[admin_pb2.ListRequestsRequest, admin_pb2.ListRequestsReply],
     ) -> admin_pb2.ListRequestsReply:
-        """List all requests, or those of one instance (NOT_FOUND if it does not exist)."""
-        requests: Iterable[RequestView] = self._state.requests()
-        if request.instance_id:
-            check_instance(self._state, "instance_id", request.instance_id)
-            requests = self._state.requests_on(request.instance_id)
-        infos = await listing.request_infos(self._state, requests, time.time())
-        return admin_pb2.ListRequestsReply(requests=infos)
+        """List a page of the requests, of one instance or phase if asked for."""
+        return await request_page(self._state, request, time.time())
 
     async def ListMigrations(
         self,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any, TypeVar
+from itertools import chain
+from typing import Any, Final, TypeVar
 
 import click
 from google.protobuf.message import Message
@@ -13,8 +14,18 @@ from rich.live import Live
 from rich.table import Table
 
 from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, admin_option, connect
-from tailrace.cli.output import Output, console, output_option, print_figures, print_json
-from tailrace.cli.plain import JsonValue, enum_word, to_plain, to_plain_list
+from tailrace.cli.long_table import lines
+from tailrace.cli.output import (
+    Output,
+    console,
+    note,
+    output_option,
+    print_figures,
+    print_json,
+    print_json_list,
+)
+from tailrace.cli.plain import JsonValue, enum_word, enum_words, to_plain, to_plain_list
+from tailrace.cli.request_pages import Listing, pages
 from tailrace.cli.tables import (
     INSTANCES,
     MIGRATIONS,
@@ -35,19 +46,30 @@ from tailrace.v1.admin_pb2 import (
     ListInstancesRequest,
     ListPoliciesRequest,
     ListProfilesRequest,
-    ListRequestsRequest,
     ListServicesRequest,
     ListStagesRequest,
     PolicyInfo,
     PolicyParameter,
+    RequestInfo,
+    RequestOrder,
 )
 from tailrace.v1.migration_pb2 import ListMigrationsRequest
-from tailrace.v1.types_pb2 import Pool
+from tailrace.v1.types_pb2 import Phase, Pool
 
 F = TypeVar("F", bound=Callable[..., Any])
 RowT = TypeVar("RowT", bound=Message)
 
-_WATCH_INTERVAL_S = 1.0
+_WATCH_INTERVAL_S: Final = 1.0
+_ROWS: Final = 500
+"""Most requests in a table unless the user says otherwise."""
+_SHORT: Final = 100
+"""Rows up to which a table is rich's, which fits it to the terminal."""
+_HINT: Final = "tailrace get instances lists the instances"
+_PHASES: Final = {word: Phase.ValueType(number) for word, number in enum_words(Phase.DESCRIPTOR).items()}
+_ORDERS: Final = {
+    "instance": RequestOrder.REQUEST_ORDER_UNSPECIFIED,
+    "age": RequestOrder.REQUEST_ORDER_OLDEST,
+}
 
 
 @click.group(epilog="Example: tailrace get requests --watch")
@@ -89,19 +111,57 @@ def stages(output: Output, watch: bool, admin: str | None) -> None:
     )
 
 
-@get.command(epilog="Example: tailrace get requests --instance worker-0")
+@get.command(epilog="Example: tailrace get requests --instance worker-0 --phase reasoning --limit 20")
 @click.option("--instance", default="", metavar="INSTANCE", help="Only requests on this instance.")
+@click.option("--phase", type=click.Choice(list(_PHASES)), help="Only requests in this phase.")
+@click.option(
+    "--sort",
+    type=click.Choice(list(_ORDERS)),
+    default="instance",
+    show_default=True,
+    help="instance: by instance and id; age: the oldest first.",
+)
+@click.option(
+    "--limit",
+    type=click.IntRange(min=0),
+    help=f"Maximum number; 0: all. Default: {_ROWS} in a table, all with -o json.",
+)
 @_options
-def requests(instance: str, output: Output, watch: bool, admin: str | None) -> None:
-    """Running requests: instance, phase, epoch, lengths in tokens."""
-    request = ListRequestsRequest(instance_id=instance)
-    _show(
-        REQUESTS,
-        lambda admin: admin.stub.ListRequests(request, timeout=CALL_TIMEOUT_S).requests,
-        output,
-        watch,
-        admin,
+def requests(
+    instance: str,
+    phase: str | None,
+    sort: str,
+    limit: int | None,
+    output: Output,
+    watch: bool,
+    admin: str | None,
+) -> None:
+    """Running requests: instance, phase, epoch, lengths in tokens.
+
+    If there are more than the limit, the last line, on stderr, says how many. Many requests are fetched in
+    pages, each as of its own moment, and written as they arrive.
+    """
+    most = (_ROWS if output is Output.TABLE else 0) if limit is None else limit
+    listing = Listing(
+        instance, _PHASES[phase] if phase else Phase.PHASE_UNSPECIFIED, _ORDERS[sort], most or None
     )
+    with connect(admin) as connection, connection.errors(_HINT):
+        if watch:
+            _watch(
+                lambda: _requests_table(connection, listing),
+                lambda: {
+                    REQUESTS.name: to_plain_list(
+                        r for p in pages(connection.stub, listing) for r in p.requests
+                    )
+                },
+                output,
+            )
+        elif output is Output.JSON:
+            print_json_list(
+                REQUESTS.name, (to_plain(r) for p in pages(connection.stub, listing) for r in p.requests)
+            )
+        else:
+            _print_requests(connection, listing)
 
 
 @get.command(epilog="Example: tailrace get migrations --limit 5")
@@ -243,30 +303,67 @@ def _show(
     address: str | None,
     plain: Callable[[Sequence[RowT]], list[JsonValue]] = to_plain_list,
 ) -> None:
-    with connect(address) as admin, admin.errors("tailrace get instances lists the instances"):
+    with connect(address) as admin, admin.errors(_HINT):
         if watch:
-            _watch(view, lambda: fetch(admin), output, plain)
+            _watch(lambda: view.table(fetch(admin)), lambda: {view.name: plain(fetch(admin))}, output)
         elif output is Output.JSON:
             print_json({view.name: plain(fetch(admin))})
         else:
-            print_figures(view.table(fetch(admin)))
+            _print_table(view, fetch(admin))
 
 
-def _watch(
-    view: View[RowT],
-    fetch: Callable[[], Sequence[RowT]],
-    output: Output,
-    plain: Callable[[Sequence[RowT]], list[JsonValue]],
-) -> None:
-    """Show the view every second until Ctrl-C."""
+def _print_table(view: View[RowT], rows: Sequence[RowT]) -> None:
+    if len(rows) <= _SHORT:
+        print_figures(view.table(rows))
+        return
+    for line in lines(view, [rows]):
+        click.echo(line)
+
+
+def _print_requests(admin: Admin, listing: Listing) -> None:
+    fetched = pages(admin.stub, listing)
+    first = next(fetched)
+    if first.last:
+        _print_table(REQUESTS, first.requests)
+        shown, total = len(first.requests), first.total
+    else:
+        shown = total = 0
+
+        def rows() -> Iterator[list[RequestInfo]]:
+            nonlocal shown, total
+            for page in chain([first], fetched):
+                shown, total = shown + len(page.requests), page.total
+                yield page.requests
+
+        for line in lines(REQUESTS, rows()):
+            click.echo(line)
+    if listing.limit is not None and shown < total:
+        note(_more(shown, total))
+
+
+def _requests_table(admin: Admin, listing: Listing) -> Table:
+    found = list(pages(admin.stub, listing))
+    table = REQUESTS.table(request for page in found for request in page.requests)
+    shown, total = len(table.rows), found[-1].total
+    if listing.limit is not None and shown < total:
+        table.caption, table.caption_justify = _more(shown, total), "left"
+    return table
+
+
+def _more(shown: int, total: int) -> str:
+    return f"{shown} of {total} requests; --limit 0 lists all"
+
+
+def _watch(table: Callable[[], Table], document: Callable[[], dict[str, JsonValue]], output: Output) -> None:
+    """Show the table, or the document, every second until Ctrl-C."""
     try:
         if output is Output.JSON:
             while True:
-                print_json({view.name: plain(fetch())})
+                print_json(document())
                 time.sleep(_WATCH_INTERVAL_S)
-        with Live(view.table(fetch()), console=console(), auto_refresh=False) as live:
+        with Live(table(), console=console(), auto_refresh=False) as live:
             while True:
                 time.sleep(_WATCH_INTERVAL_S)
-                live.update(view.table(fetch()), refresh=True)
+                live.update(table(), refresh=True)
     except KeyboardInterrupt:
         return

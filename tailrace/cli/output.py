@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import click
@@ -48,6 +48,18 @@ def output_option(first: Output = Output.TABLE, *more: Output) -> Callable[[F], 
 def print_json(value: dict[str, JsonValue]) -> None:
     """Print a JSON object; on one line unless stdout is a terminal, so that `--watch` prints JSON lines."""
     click.echo(json.dumps(value, indent=2 if sys.stdout.isatty() else None))
+
+
+def print_json_list(name: str, values: Iterable[dict[str, JsonValue]]) -> None:
+    """Print a JSON object whose only key has a list, each element as it arrives."""
+    on_terminal = sys.stdout.isatty()
+    separator = "\n" if on_terminal else ""
+    click.echo(f"{{{separator}{json.dumps(name)}: [", nl=False)
+    for value in values:
+        text = json.dumps(value, indent=2 if on_terminal else None)
+        click.echo(separator + text, nl=False)
+        separator = ",\n" if on_terminal else ", "
+    click.echo("]}")
 
 
 def print_figures(renderable: RenderableType) -> None:

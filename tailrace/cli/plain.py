@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from google.protobuf.descriptor import EnumDescriptor as PurePythonEnum
@@ -29,6 +30,7 @@ def to_plain_list(messages: Iterable[Message]) -> list[JsonValue]:
     return [to_plain(message) for message in messages]
 
 
+@lru_cache(maxsize=1_024)
 def enum_word(enum: EnumDescriptor, number: int) -> str | None:
     """Return `prefill` for `POOL_PREFILL`, None for `..._UNSPECIFIED`, the number for an unknown value."""
     value = enum.values_by_number.get(number)

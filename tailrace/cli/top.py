@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,13 +20,14 @@ from rich.text import Text
 from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, admin_option, connect
 from tailrace.cli.output import Output, console, output_option, print_figures, print_json
 from tailrace.cli.plain import JsonValue, to_plain, to_plain_list
+from tailrace.cli.request_pages import Listing, first_page
 from tailrace.cli.tables import bytes_text, instance_word, migration_word, phase_word, pool_word
 from tailrace.v1.admin_pb2 import (
     InstanceInfo,
     ListInstancesRequest,
     ListPoliciesRequest,
-    ListRequestsRequest,
     RequestInfo,
+    RequestOrder,
 )
 from tailrace.v1.admin_pb2_grpc import AdminStub
 from tailrace.v1.migration_pb2 import ListMigrationsRequest, MigrationRecord
@@ -32,7 +35,8 @@ from tailrace.v1.migration_pb2 import ListMigrationsRequest, MigrationRecord
 _INTERVAL_S: Final = 1.0
 _RATE_WINDOW: Final = 5
 """Number of samples over which the token rate is computed."""
-_REQUESTS: Final = 20
+_INSTANCES: Final = 32
+_OLDEST: Final = Listing(order=RequestOrder.REQUEST_ORDER_OLDEST, limit=20)
 _MIGRATIONS: Final = 5
 _BAR_WIDTH: Final = 20
 _ID_WIDTH: Final = 28
@@ -45,7 +49,9 @@ class Sample:
     taken_s: float
     policy: str
     instances: tuple[InstanceInfo, ...]
+    # The oldest, and how many there are in all.
     requests: tuple[RequestInfo, ...]
+    requests_total: int
     migrations: tuple[MigrationRecord, ...]
 
 
@@ -56,7 +62,8 @@ class Sample:
 def top(once: bool, output: Output, admin: str | None) -> None:
     """Show instances, requests and recent migrations, refreshed every second until Ctrl-C.
 
-    With -o json: one object per refresh, with the same data.
+    Of a large fleet: the 32 instances with the most KV in use, and the 20 oldest requests. With -o json: one
+    object per refresh, with the same requests and migrations, and all instances.
     """
     with connect(admin) as connection, connection.errors():
         history: deque[Sample] = deque([_sample(connection)], maxlen=_RATE_WINDOW)
@@ -96,11 +103,13 @@ def _live(admin: Admin, history: deque[Sample]) -> None:
 def _sample(admin: Admin) -> Sample:
     stub = admin.stub
     policies = stub.ListPolicies(ListPoliciesRequest(), timeout=CALL_TIMEOUT_S).policies
+    oldest = first_page(stub, _OLDEST)
     return Sample(
         taken_s=time.monotonic(),
         policy=next((policy.name for policy in policies if policy.active), "-"),
         instances=tuple(stub.ListInstances(ListInstancesRequest(), timeout=CALL_TIMEOUT_S).instances),
-        requests=tuple(stub.ListRequests(ListRequestsRequest(), timeout=CALL_TIMEOUT_S).requests),
+        requests=tuple(oldest.requests),
+        requests_total=oldest.total,
         migrations=_recent(stub),
     )
 
@@ -129,6 +138,7 @@ def figures(history: deque[Sample]) -> dict[str, JsonValue]:
         "tokens_per_s": sum(rates.values()),
         "instances": instances,
         "requests": to_plain_list(now.requests),
+        "requests_total": now.requests_total,
         "migrations": to_plain_list(now.migrations),
     }
 
@@ -139,7 +149,7 @@ def frame(history: deque[Sample]) -> RenderableType:
     rates = token_rates(history[0], now)
     heading = Text.assemble(
         ("tailrace", "bold"),
-        f"  policy {now.policy}  instances {len(now.instances)}  requests {len(now.requests)}"
+        f"  policy {now.policy}  instances {len(now.instances)}  requests {now.requests_total}"
         f"  {sum(rates.values()):.0f} tokens/s",
     )
     return Group(
@@ -192,14 +202,14 @@ def _instances(sample: Sample, rates: dict[str, float]) -> Table:
         ("TOKENS/S", True),
         ("MS/TOKEN", True),
     )
-    for instance in sample.instances:
-        total = max(1, instance.kv_blocks_total)
+    for instance in _fullest(sample.instances):
+        share = _kv_share(instance)
         table.add_row(
             instance.instance_id,
             instance_word(instance.state),
             pool_word(instance.pool),
-            ProgressBar(total=total, completed=instance.kv_blocks_used, width=_BAR_WIDTH),
-            f"{100 * instance.kv_blocks_used / total:.0f}%",
+            ProgressBar(total=1.0, completed=share, width=_BAR_WIDTH),
+            f"{100 * share:.0f}%",
             str(instance.running),
             str(instance.waiting),
             str(instance.prefilling),
@@ -208,7 +218,18 @@ def _instances(sample: Sample, rates: dict[str, float]) -> Table:
             f"{rates[instance.instance_id]:.0f}",
             f"{instance.token_interval_ms:.1f}",
         )
-    return table
+    return _with_more(table, len(sample.instances))
+
+
+def _fullest(instances: Sequence[InstanceInfo]) -> list[InstanceInfo]:
+    """Return the instances with the most KV in use, as many as are shown, in the order given."""
+    places = range(len(instances))
+    fullest = heapq.nlargest(_INSTANCES, places, key=lambda place: _kv_share(instances[place]))
+    return [instances[place] for place in sorted(fullest)]
+
+
+def _kv_share(instance: InstanceInfo) -> float:
+    return instance.kv_blocks_used / max(1, instance.kv_blocks_total)
 
 
 def _requests(sample: Sample) -> Table:
@@ -222,8 +243,7 @@ def _requests(sample: Sample) -> Table:
         ("REASONING", True),
         ("AGE", True),
     )
-    oldest_first = sorted(sample.requests, key=lambda request: -request.age_s)
-    for request in oldest_first[:_REQUESTS]:
+    for request in sample.requests:
         table.add_row(
             _short(request.request_id),
             request.instance_id + (" moving" if request.migrating else ""),
@@ -234,8 +254,13 @@ def _requests(sample: Sample) -> Table:
             str(request.reasoning_tokens),
             f"{request.age_s:.1f} s",
         )
-    if len(oldest_first) > _REQUESTS:
-        table.caption = f"and {len(oldest_first) - _REQUESTS} more"
+    return _with_more(table, sample.requests_total)
+
+
+def _with_more(table: Table, total: int) -> Table:
+    """Add a line that says how many rows are not shown."""
+    if table.row_count < total:
+        table.caption = f"and {total - table.row_count} more"
         table.caption_justify = "left"
     return table
 

@@ -437,6 +437,20 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         """Return the location of every request, not to be changed."""
         return list(self._locations.values())
 
+    def arrivals_on(self, instance_id: str, phase: Phase | None = None) -> list[tuple[str, float]]:
+        """Return id and arrival (time of day in seconds; 0: not known) of the requests that `requests_on`
+        returns, without making views; only of those in the phase, if one is given."""
+        tracked = self._known.get(instance_id)
+        if tracked is None:
+            return []
+        return [
+            (request_id, arrival_s)
+            for request_id, arrival_s in tracked.arrivals()
+            if (location := self._locations.get(request_id)) is not None
+            and location.instance_id == instance_id
+            and (phase is None or location.phase is phase)
+        ]
+
     def requests_on(self, instance_id: str) -> list[RequestView]:
         """Return the requests that an instance has now, without those that have moved on but are still
         reported."""

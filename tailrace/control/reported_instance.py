@@ -209,6 +209,18 @@ class ReportedInstance(Corrections[str, PendingRequest]):
         pending = tuple(pending.request for pending in self.pending.values())
         return ReportedRequests(self._rows, dict(self._changed), pending)
 
+    def arrivals(self) -> Iterator[tuple[str, float]]:
+        """Yield id and arrival (time of day in seconds; 0: not known) of each request here, without making
+        views."""
+        for request_id, arrival_s in self._rows.arrivals():
+            if request_id not in self._changed:
+                yield request_id, arrival_s
+        for request_id, request in self._changed.items():
+            if request is not None:
+                yield request_id, request.arrival_s
+        for request_id, pending in self.pending.items():
+            yield request_id, pending.request.arrival_s
+
     def prompt_tokens(self, request_id: str) -> int | None:
         """Return the length of the prompt of a request, as last reported or placed; None if it is not
         here."""

@@ -160,6 +160,10 @@ class ReportedRows:
         """Return the length of the prompt of a request that is in the report."""
         return value_of(self._columns.prompt_tokens, self._index[request_id], 0)
 
+    def arrivals(self) -> Iterator[tuple[str, float]]:
+        """Yield the id of each request and the time of day when it arrived, without making views."""
+        return zip(self._ids, full(self._columns.arrival_s, len(self._ids), 0.0), strict=True)
+
     def counted(self, request_id: str) -> CountedRequest:
         """Return how the instance's counts include a request that is in the report."""
         row, columns = self._index[request_id], self._columns

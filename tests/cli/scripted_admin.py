@@ -36,6 +36,8 @@ class Script:
     recorded: list[bytes] = field(default_factory=list)
     shadow: admin.Shadow = field(default_factory=lambda: admin.Shadow(policy="pascal"))
     slo: admin.Slo = field(default_factory=lambda: admin.Slo(ttft_s=2.0, tpot_s=0.15))
+    # Requests are listed as by a scheduler of an earlier version: all of an instance in one reply.
+    without_pages: bool = False
     # Method name to its error status.
     errors: dict[str, tuple[grpc.StatusCode, str]] = field(default_factory=dict)
     # Trailing metadata of these errors.
@@ -66,9 +68,22 @@ class ScriptedAdmin(admin_pb2_grpc.AdminServicer):
         self, request: admin.ListRequestsRequest, context: grpc.ServicerContext
     ) -> admin.ListRequestsReply:
         self._record("ListRequests", request, context)
-        wanted = request.instance_id
+        found = [
+            row
+            for row in self.script.requests
+            if request.instance_id in ("", row.instance_id) and request.phase in (0, row.phase)
+        ]
+        if self.script.without_pages:
+            found = [row for row in self.script.requests if request.instance_id in ("", row.instance_id)]
+            return admin.ListRequestsReply(requests=found)
+        if request.order == admin.REQUEST_ORDER_OLDEST:
+            found.sort(key=lambda row: -row.age_s)
+        begin = int(request.page_token or 0)
+        end = begin + (request.page_size or len(found))
         return admin.ListRequestsReply(
-            requests=[r for r in self.script.requests if not wanted or r.instance_id == wanted]
+            requests=found[begin:end],
+            total_size=len(found),
+            next_page_token=str(end) if end < len(found) else "",
         )
 
     def ListMigrations(

@@ -11,7 +11,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
 from tailrace.cli.main import main
 from tailrace.cli.top import Sample, token_rates
-from tailrace.v1.admin_pb2 import InstanceInfo
+from tailrace.v1.admin_pb2 import REQUEST_ORDER_OLDEST, InstanceInfo, ListRequestsRequest, RequestInfo
 from tests.cli.conftest import Run
 from tests.cli.scripted_admin import Script
 
@@ -44,9 +44,42 @@ def test_top_works_without_a_migration_service(run: Run, script: Script) -> None
     assert "worker-0" in result.stdout and "committed" not in result.stdout
 
 
+def test_top_of_a_large_fleet_shows_the_oldest_requests_and_the_fullest_instances(
+    run: Run, script: Script
+) -> None:
+    del script.instances[1:]
+    script.instances += [
+        InstanceInfo(instance_id=f"more-{i:02}", kv_blocks_used=i, kv_blocks_total=1_000) for i in range(40)
+    ]
+    script.requests += [RequestInfo(request_id=f"later-{i:02}", age_s=i) for i in range(30)]
+    rows = run("top", "--once").stdout
+    (asked,) = (r for r in script.received if isinstance(r, ListRequestsRequest))
+    assert (asked.page_size, asked.order) == (20, REQUEST_ORDER_OLDEST)
+    assert "requests 32" in rows and "and 12 more" in rows
+    assert "later-10" in rows and "later-09" not in rows
+    assert "instances 41" in rows and "and 9 more" in rows
+    # In their order, the one that is fuller than all others included.
+    assert rows.index("worker-0") < rows.index("more-09") < rows.index("more-39")
+    assert "more-08" not in rows
+
+
+def test_top_as_json_counts_all_requests(run: Run, script: Script) -> None:
+    script.requests += [RequestInfo(request_id=f"later-{i:02}", age_s=i) for i in range(30)]
+    document = json.loads(run("top", "--once", "-o", "json").stdout)
+    assert (len(document["requests"]), document["requests_total"]) == (20, 32)
+
+
+def test_top_with_a_scheduler_that_lists_all_requests(run: Run, script: Script) -> None:
+    script.without_pages = True
+    script.requests += [RequestInfo(request_id=f"later-{i:02}", age_s=i) for i in range(30)]
+    document = json.loads(run("top", "--once", "-o", "json").stdout)
+    assert document["requests"][0]["request_id"] == "later-29"
+    assert (len(document["requests"]), document["requests_total"]) == (20, 32)
+
+
 def _sample(at_s: float, **tokens: int) -> Sample:
     instances = tuple(InstanceInfo(instance_id=i, generated_tokens=n) for i, n in tokens.items())
-    return Sample(at_s, "p", instances, (), ())
+    return Sample(at_s, "p", instances, (), 0, ())
 
 
 def test_rates_are_derived_from_counters() -> None:
