@@ -53,10 +53,12 @@ def wait_until_up(url: str, process: subprocess.Popen[bytes], seconds: float) ->
     return False
 
 
-def _run_to_end(command: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> None:
+def _run_to_end(
+    command: Sequence[str], environment: Mapping[str, str], timeout_s: float, folder: Path | None
+) -> None:
     """Run a command that cleans up after itself when interrupted; interrupt it if this process is. Raise
     CalledProcessError if it fails, TimeoutExpired if it takes too long."""
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
+    with subprocess.Popen(command, env=environment, cwd=folder, stdout=subprocess.DEVNULL) as process:
         try:
             status = process.wait(timeout=timeout_s)
         except BaseException:  # whatever ends the wait, a signal too
@@ -70,15 +72,26 @@ def _run_to_end(command: Sequence[str], environment: Mapping[str, str], timeout_
 class TailraceCluster(Server):
     """`tailrace up` with its own run folder."""
 
-    def __init__(self, name: str, arguments: Sequence[str], front: str = "python") -> None:
-        """`arguments`: further options of `tailrace up`."""
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        front: str = "python",
+        checkout: Path | None = None,
+    ) -> None:
+        """`arguments`: further options of `tailrace up`. `checkout`: run this other checkout's, from its
+        `.venv`."""
         self.name = name
         self._folder = tempfile.TemporaryDirectory(prefix="tailrace-bench-")
         (port,) = free_ports(1)
         self.url = f"http://127.0.0.1:{port}"
         self._env = {**os.environ, "TAILRACE_RUN_DIR": self._folder.name}
-        command = [sys.executable, "-m", "tailrace", "up", "--port", str(port), "--front", front, *arguments]
-        _run_to_end(command, self._env, timeout_s=900)
+        python = sys.executable if checkout is None else str(checkout / ".venv" / "bin" / "python")
+        # The working directory is first on the interpreter's path.
+        self._checkout = checkout
+        self._tailrace = [python, "-m", "tailrace"]
+        command = [*self._tailrace, "up", "--port", str(port), "--front", front, *arguments]
+        _run_to_end(command, self._env, timeout_s=900, folder=checkout)
         self._state = json.loads((Path(self._folder.name) / "state.json").read_text())
 
     @property
@@ -105,8 +118,14 @@ class TailraceCluster(Server):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        command = [sys.executable, "-m", "tailrace", "down"]
-        subprocess.run(command, env=self._env, check=True, stdout=subprocess.DEVNULL, timeout=120)
+        subprocess.run(
+            [*self._tailrace, "down"],
+            env=self._env,
+            cwd=self._checkout,
+            check=True,
+            stdout=subprocess.DEVNULL,
+            timeout=120,
+        )
         self._folder.cleanup()
 
 

@@ -1,7 +1,8 @@
 """`make bench-stream`: one worker behind Tailrace against plain `vllm serve`, with the same API server and
 engine.
 
-With `--against clear`: Tailrace with certificates against Tailrace without.
+With `--against clear`: Tailrace with certificates against Tailrace without. With `--against FOLDER`: this
+checkout against another one in which `make install` has been run, for instance an earlier revision.
 
 Both servers of a pair run side by side, and each load is applied to one and then to the other, several times.
 The printed ratios are within each pair of adjacent measurements, so that drift of the machine's speed
@@ -91,8 +92,13 @@ def compare(
         pairs: list[tuple[Figures, Figures]] = []
         for number in range(rounds):
             console.print(f"  {concurrency} streams, round {number + 1} of {rounds}", style="dim")
-            first = measure(ours, concurrency, tokens, number)
-            pairs.append((first, measure(theirs, concurrency, tokens, number)))
+            # Alternate which is first, so that whatever the first leaves behind does not count against one.
+            if number % 2:
+                second = measure(theirs, concurrency, tokens, number)
+                pairs.append((measure(ours, concurrency, tokens, number), second))
+            else:
+                first = measure(ours, concurrency, tokens, number)
+                pairs.append((first, measure(theirs, concurrency, tokens, number)))
         ratios: dict[str, float] = {}
         for figure in ("tokens_per_s", *_LOWER_IS_BETTER):
             a, b = [getattr(p[0], figure) for p in pairs], [getattr(p[1], figure) for p in pairs]
@@ -152,11 +158,26 @@ def _pair(against: str, engine: str, front: str, rust: Path) -> Iterator[tuple[S
             yield ours, theirs
         return
     common += ["--engine", engine]
+    if against != "clear":
+        with (
+            TailraceCluster(f"this checkout, {front}", common, front) as ours,
+            TailraceCluster(f"{against}, {front}", common, front, _installed(Path(against))) as other,
+        ):
+            yield ours, other
+        return
     with (
         TailraceCluster(f"with certificates, {front}", [*common, "--tls"], front) as ours,
         TailraceCluster(f"in the clear, {front}", common, front) as clear,
     ):
         yield ours, clear
+
+
+def _installed(checkout: Path) -> Path:
+    """Return the checkout's absolute path. Exit if nothing is installed in it."""
+    python = checkout.absolute() / ".venv" / "bin" / "python"
+    if not python.exists():
+        raise SystemExit(f"--against: {python} does not exist; run `make install` in {checkout}")
+    return checkout.absolute()
 
 
 def main() -> int:
@@ -168,11 +189,12 @@ def main() -> int:
     parser.add_argument("--fronts", nargs="+", choices=["python", "rust"], default=["python", "rust"])
     parser.add_argument(
         "--against",
-        choices=["vllm", "clear"],
         default="vllm",
-        help="vllm: plain vllm serve; clear: Tailrace without certificates, against Tailrace with them",
+        metavar="vllm|clear|FOLDER",
+        help="vllm: plain vllm serve; clear: Tailrace without certificates, against Tailrace with them; "
+        "a folder: another checkout of Tailrace, installed",
     )
-    parser.add_argument("--engine", choices=["vllm", "simulated"], default="vllm", help="for --against clear")
+    parser.add_argument("--engine", choices=["vllm", "simulated"], default="vllm", help="unless against vllm")
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
     options = parser.parse_args()
     console = Console(stderr=options.output == "json")
@@ -186,7 +208,8 @@ def main() -> int:
         with _pair(options.against, options.engine, front, rust) as (ours, theirs):
             pairs.append(compare(ours, theirs, options.streams, options.tokens, options.rounds, console))
     figures: dict[str, object] = {"tokens_per_stream": options.tokens, "pairs": pairs}
-    path = save("stream" if options.against == "vllm" else "stream-tls", figures)
+    name = {"vllm": "stream", "clear": "stream-tls"}.get(options.against, "stream-revisions")
+    path = save(name, figures)
     if options.output == "json":
         print(json.dumps(figures))
     console.print(f"figures: {path}")
