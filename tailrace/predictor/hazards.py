@@ -52,14 +52,13 @@ def quantile(
 
     `after` (n,): of those that have made so many tokens, how many more.
     """
-    steps = (hazards * (edges[1:] - edges[:-1])).cumsum(1)
-    done = torch.zeros_like(hazards[:, 0]) if after is None else cumulative(hazards, edges, after)
-    wanted = done - math.log1p(-level)
-    bins = torch.searchsorted(steps, wanted[:, None])[:, 0]
-    beyond = bins >= hazards.shape[1]
-    bins = bins.clamp_max(hazards.shape[1] - 1)
-    before = torch.where(bins > 0, steps.gather(1, (bins - 1).clamp_min(0)[:, None])[:, 0], 0.0)
-    here = hazards.gather(1, bins[:, None])[:, 0].clamp_min(_LEAST)
-    tokens = edges[bins] + (wanted - before) / here
-    tokens = torch.where(beyond, edges[-1], tokens.minimum(edges[-1]))
+    widths = edges[1:] - edges[:-1]
+    in_bin = hazards * widths
+    before = in_bin.cumsum(1) - in_bin
+    wanted = torch.full_like(before[:, :1], -math.log1p(-level))
+    if after is not None:
+        wanted += cumulative(hazards, edges, after)[:, None]
+    # The part of each bin that lies below the quantile: all of those before its own, none of those after.
+    parts = ((wanted - before) / in_bin.clamp_min(_LEAST)).clamp(0.0, 1.0)
+    tokens = parts @ widths
     return tokens if after is None else (tokens - after).clamp_min(0.0)
