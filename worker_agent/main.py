@@ -112,7 +112,7 @@ class EngineDied(RuntimeError):
     type=click.IntRange(0),
     help="Host memory for KV, in bytes: for preempted requests, and in the remaining space for prefixes "
     "evicted from the device; 0: both are recomputed.  [default: 4 GiB, or an eighth of the "
-    "machine's memory if that is less]",
+    "machine's memory if that is less; on a CPU engine, for preempted requests only]",
 )
 @click.option(
     "--stream-port",

@@ -34,6 +34,8 @@ def vllm_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         fleet.start_control()
         for name in VLLM_WORKERS:
             options = [*VLLM_OPTIONS[name], "--engine-arg", "max_logprobs=-1", "--kv-blocks", VLLM_KV_BLOCKS]
+            # On a CPU engine evicted prefixes stay in host memory only if this is given.
+            options += ["--host-kv-bytes", str(1 << 30)]
             # Tests hold a pull while other processes of the cluster restart, on a machine of any speed.
             options += ["--pull-timeout", "120"]
             fleet.start_worker(name, options, wait=False)

@@ -1199,6 +1199,17 @@ async def test_invalid_input_from_a_peer_does_not_end_the_engine(engine: VllmEng
 # ---- utility calls
 
 
+async def test_a_cpu_engine_keeps_evicted_prefixes_only_if_told_to(engine: VllmEngine) -> None:
+    """Without `host_kv_bytes`, only preempted requests use host memory."""
+
+    def facts(parts: EngineParts) -> tuple[str, bool, int]:
+        core = parts.core
+        return core.no_host_tier_reason, core.block_pool.metrics_collector is None, core.host.total
+
+    reason, unobserved, slots = await engine._run(facts)
+    assert "--host-kv-bytes" in reason and unobserved and slots
+
+
 async def test_utility_calls(engine: VllmEngine, front: Front) -> None:
     encoder, decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreOutputs)
     for call_id, method in ((1, "get_supported_tasks"), (2, "sleep")):

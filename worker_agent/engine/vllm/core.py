@@ -17,7 +17,6 @@ from worker_agent.engine.vllm.admission import Admission
 from worker_agent.engine.vllm.cache_watch import CacheWatch
 from worker_agent.engine.vllm.exports import Exports
 from worker_agent.engine.vllm.fetches import Fetch, Fetches
-from worker_agent.engine.vllm.host_pool import default_host_bytes
 from worker_agent.engine.vllm.imports import Import, Imports
 from worker_agent.engine.vllm.length_watch import LengthWatch
 from worker_agent.engine.vllm.load import LoadedCore
@@ -128,10 +127,7 @@ class EngineThread:
             self._died(f"{type(error).__name__}: {error}")
 
     def _load(self) -> EngineParts:
-        host_bytes = self._settings.host_kv_bytes
-        core = LoadedCore(
-            vllm_config(self._settings), default_host_bytes() if host_bytes is None else host_bytes
-        )
+        core = LoadedCore(vllm_config(self._settings), self._settings.host_kv_bytes)
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         if core.ranked and self._settings.predictor:
             _log.warning("lengths are not predicted on an engine of %d ranks", len(core.ranks))

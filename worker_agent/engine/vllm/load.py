@@ -30,7 +30,7 @@ from worker_agent.engine.vllm.connector import TailraceConnector
 from worker_agent.engine.vllm.grammars import Grammars
 from worker_agent.engine.vllm.handover import handover_of
 from worker_agent.engine.vllm.hidden_states import HiddenStateTap, StepStates
-from worker_agent.engine.vllm.host_pool import HostLoads, HostPool, HostSlot
+from worker_agent.engine.vllm.host_pool import HostLoads, HostPool, HostSlot, default_host_bytes
 from worker_agent.engine.vllm.host_tier import HostTier
 from worker_agent.engine.vllm.kv_blocks import KvBlocks
 from worker_agent.engine.vllm.layouts import Layout, Place
@@ -66,8 +66,12 @@ class LoadedCore:
     ranks: list[RankFacts]
     marks: ReasoningMarks | None
 
-    def __init__(self, config: VllmConfig, host_kv_bytes: int) -> None:
-        """Load the model; takes seconds to minutes. `host_kv_bytes`: host memory for KV."""
+    def __init__(self, config: VllmConfig, host_kv_bytes: int | None) -> None:
+        """Load the model; takes seconds to minutes.
+
+        `host_kv_bytes`: host memory for KV; None: `default_host_bytes`, which a CPU engine uses for preempted
+        requests only.
+        """
         # Block hashes identify KV across workers, so their chains must all start from the same seed.
         os.environ.setdefault("PYTHONHASHSEED", "0")
         self.config = config
@@ -100,12 +104,13 @@ class LoadedCore:
             self._kv = connector.blocks
             # Another connector may store the KV of preempted requests; then both would load it.
             swaps = self.layout.plain and not self.scheduler.other_connectors
-            pool = HostPool(self._kv, host_kv_bytes if swaps else 0)
+            host_bytes = default_host_bytes() if host_kv_bytes is None else host_kv_bytes
+            pool = HostPool(self._kv, host_bytes if swaps else 0)
             self.host = HostLedger(pool.slots, pool.block_bytes)
             connector.pool = self.host_pool = pool
         self.scheduler.tailrace_connector.ledger = self.host
         # Why evicted prefixes are not cached in host memory; empty if they are.
-        self.no_host_tier_reason = self._no_host_tier_reason()
+        self.no_host_tier_reason = self._no_host_tier_reason(host_kv_bytes is not None)
         if not self.no_host_tier_reason:
             assert isinstance(connector, TailraceConnector) and self.host_pool is not None
             tier = HostTier(self.host, self.kv, self.host_pool, self.block_tokens)
@@ -141,7 +146,7 @@ class LoadedCore:
         """Blocks in use; blocks that only the prefix cache holds count as free. Any thread."""
         return self.kv_blocks_total - int(self.block_pool.get_num_free_blocks())
 
-    def _no_host_tier_reason(self) -> str:
+    def _no_host_tier_reason(self, host_bytes_configured: bool) -> str:
         if self.ranked:
             return "several ranks"
         if self.handover.way is not Way.LIVE:
@@ -152,7 +157,12 @@ class LoadedCore:
             return "other KV connectors"
         if not self.finds_by_name:
             return "no prefix caching, or blocks that are not hashed individually"
-        return "" if self.host.total else "no host memory for KV"
+        if not self.host.total:
+            return "no host memory for KV"
+        if not host_bytes_configured and self.kv.device.type == "cpu":
+            # Each copy would take time from a step, to move KV within the same memory.
+            return "the KV cache of a CPU engine is host memory itself (--host-kv-bytes turns it on)"
+        return ""
 
     # ---- steps
 

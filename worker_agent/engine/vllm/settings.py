@@ -39,7 +39,7 @@ class VllmSettings:
     kv_blocks: int | None = None
     kv_bytes: int | None = None
     # Host memory for the KV of preempted requests and of evicted prefixes, in bytes; 0: they are recomputed.
-    # None: 4 GiB, or an eighth of the machine's memory if that is less.
+    # None: 4 GiB, or an eighth of the machine's memory if that is less; CPU: for preempted requests only.
     host_kv_bytes: int | None = None
     # CPU: threads per step. They wait for each other, so if workers share cores, more than one thread each
     # makes steps many times slower.
