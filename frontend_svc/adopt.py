@@ -116,8 +116,8 @@ class Adoptions:
         current = stream is not None and stream.owner == source and stream.epoch == query.epoch
         if current:
             self._refuse_pending(query.handle, "the source continues")
-        answer = worker_pb2.Ownership(handle=query.handle, epoch=query.epoch, current=current)
-        self._outbox.send(source, worker_pb2.AttachUp(ownership=answer))
+        ownership = worker_pb2.Ownership(handle=query.handle, epoch=query.epoch, current=current)
+        self._outbox.send(source, worker_pb2.AttachUp(ownership=ownership))
 
     def close(self) -> None:
         """Cancel the timers."""

@@ -234,7 +234,7 @@ class Carrier:
         if size <= MIN_MESSAGE_BYTES:
             return None
         # With no instance attached there is no limit to check: the request waits for one.
-        limits = [self._workers.max_message_bytes(each) for each in self._workers.attached()]
+        limits = [self._workers.max_message_bytes(instance_id) for instance_id in self._workers.attached()]
         if limits and size > max(limits):
             return Refusal(413, f"The request has {size} bytes; instances accept at most {max(limits)}.")
         return None
@@ -386,12 +386,12 @@ class Carrier:
         separate = [at for at, entry in enumerate(accepted) if self._sent_separately(handles[entry])]
         try:
             frames = list(step.frames) if keep is None else filter_outputs(list(step.frames), keep)
-            rest, messages = split_outputs(frames, separate) if separate else (frames, [])
+            forwarded, messages = split_outputs(frames, separate) if separate else (frames, [])
         except (msgspec.DecodeError, ValueError, IndexError) as error:
             self._fail_unreadable(instance_id, step, verdict, error)
             return
         if len(separate) < len(accepted):
-            self._output.send(rest)
+            self._output.send(forwarded)
         if not separate:
             return
         ends = list(accumulate(counts))

@@ -166,7 +166,9 @@ class Dispatcher:
         if size <= MIN_MESSAGE_BYTES:
             return frozenset(self._busy)
         outbox = self._outbox
-        small = (each for each in outbox.attached() if outbox.max_message_bytes(each) < size)
+        small = (
+            instance_id for instance_id in outbox.attached() if outbox.max_message_bytes(instance_id) < size
+        )
         return frozenset(self._busy).union(small)
 
     def submit(self, stream: Stream, instance_id: str, pull: worker_pb2.Pull | None = None) -> bool:

@@ -74,9 +74,9 @@ class PushSocket:
         flags, size = await self._receive(2)
         if flags & _LONG:
             size = int.from_bytes(bytes([size]) + await self._receive(7), "big")
-        answer = await self._receive(size)
-        if not flags & _COMMAND or not answer.startswith(b"\x05READY"):
-            raise HandshakeFailed(f"expected READY, got {answer[:64]!r}")
+        command = await self._receive(size)
+        if not flags & _COMMAND or not command.startswith(b"\x05READY"):
+            raise HandshakeFailed(f"expected READY, got {command[:64]!r}")
         self._writer = SocketWriter(self._socket, self._drained)
 
     def send(self, frames: Sequence[bytes]) -> None:

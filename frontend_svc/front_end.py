@@ -191,5 +191,5 @@ async def _watch(api_server: ApiServer) -> None:
         return
     if status == ARGUMENTS_REFUSED:
         raise ArgumentsRefused("the API server refused its arguments")
-    how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
-    raise ApiServerExited(f"the API server {how}")
+    ending = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
+    raise ApiServerExited(f"the API server {ending}")

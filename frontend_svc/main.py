@@ -217,12 +217,12 @@ def command(
     elif not _asks_for_key(vllm_arguments):
         common.check_exposed(http)
     if fair_backlog and api_keys is None:
-        why = (
+        problem = (
             "not supported by vllm-rs; use --front python and --api-keys"
             if front == Front.RUST.value
             else "requires --api-keys"
         )
-        raise click.UsageError(f"--fair-backlog: {why}")
+        raise click.UsageError(f"--fair-backlog: {problem}")
     if keep_answers and front != Front.PYTHON.value:
         raise click.UsageError(
             "--keep-answers: not supported by vllm-rs, which has no middleware; use --front python"
@@ -351,8 +351,8 @@ def _check_keys(file: Path, front: Front, vllm_arguments: tuple[str, ...]) -> No
 
 def _asks_for_key(vllm_arguments: tuple[str, ...]) -> bool:
     """Return whether vLLM's own API server requires an API key."""
-    given = any(argument.partition("=")[0] == "--api-key" for argument in vllm_arguments)
-    return given or bool(os.environ.get("VLLM_API_KEY"))
+    has_key_flag = any(argument.partition("=")[0] == "--api-key" for argument in vllm_arguments)
+    return has_key_flag or bool(os.environ.get("VLLM_API_KEY"))
 
 
 def _served_model(settings: Settings) -> ServedModel:
@@ -389,9 +389,9 @@ def _flag(settings: Settings, name: str) -> str:
 
 def _is_shared(common: CommonOptions, settings: Settings, members: Membership) -> bool:
     """Return whether another front end of this cluster is known to use the HTTP address."""
-    ours = common.advertised(settings.http)
+    advertised = common.advertised(settings.http)
     return any(
-        kind == KIND and service_id != common.member_id and record.http_address == ours
+        kind == KIND and service_id != common.member_id and record.http_address == advertised
         for (kind, service_id), record in members.services.items()
     )
 
@@ -407,16 +407,16 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return _first(error) if isinstance(error, BaseExceptionGroup) else error
 
 
-def _vllm_rs(given: Path | None) -> Path:
+def _vllm_rs(configured: Path | None) -> Path:
     """Return the path of the executable. Raise click.ClickException if it does not exist."""
-    found = str(given) if given is not None else shutil.which("vllm-rs")
-    if found is None:
-        found = str(Path(sysconfig.get_path("scripts")) / "vllm-rs")
-    if not Path(found).is_file():
+    path = str(configured) if configured is not None else shutil.which("vllm-rs")
+    if path is None:
+        path = str(Path(sysconfig.get_path("scripts")) / "vllm-rs")
+    if not Path(path).is_file():
         raise click.ClickException(
-            f"no vllm-rs at {found}; `make install FRONT=rust` extracts it from vLLM's wheel"
+            f"no vllm-rs at {path}; `make install FRONT=rust` extracts it from vLLM's wheel"
         )
-    return Path(found).absolute()
+    return Path(path).absolute()
 
 
 if __name__ == "__main__":

@@ -155,12 +155,12 @@ class RequestTraces:
             },
             kind=SpanKind.SERVER,
         )
-        own = traceparent_of(root)
-        if not own:
+        root_context = traceparent_of(root)
+        if not root_context:
             # Not sampled: there are no spans here, but the client's own context is still propagated.
             return traceparent
-        self._open[stream.handle] = _Trace(root, own)
-        return own
+        self._open[stream.handle] = _Trace(root, root_context)
+        return root_context
 
     def placed(self, stream: Stream, placed: Placed, seconds: float) -> None:
         """Record the placement and open the span of the stream's phase."""

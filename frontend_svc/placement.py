@@ -92,12 +92,12 @@ class PlacementClient:
 
     async def place(self, request: scheduler_pb2.PlaceRequest) -> scheduler_pb2.PlaceReply | None:
         """Return the reply of the first scheduler that answers, the leader first; None if none does."""
-        answer: _PendingReply = asyncio.get_running_loop().create_future()
-        self._waiting.append((request, answer))
+        pending: _PendingReply = asyncio.get_running_loop().create_future()
+        self._waiting.append((request, pending))
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="place calls")
             self._task.add_done_callback(_log_failure)
-        return await answer
+        return await pending
 
     async def close(self) -> None:
         """Stop; requests that still wait get None."""
@@ -111,14 +111,14 @@ class PlacementClient:
             while self._waiting:
                 batch, self._waiting = self._waiting[:_BATCH_MAX], self._waiting[_BATCH_MAX:]
                 replies = await self._call([request for request, _ in batch])
-                for (_, answer), reply in zip(batch, replies, strict=True):
-                    _resolve(answer, reply)
+                for (_, pending), reply in zip(batch, replies, strict=True):
+                    _resolve(pending, reply)
         finally:
             # No await between the last check of the queue and this: a request that arrives later starts a new
             # task.
             self._task = None
-            for _, answer in (*batch, *self._waiting):
-                _resolve(answer, None)
+            for _, pending in (*batch, *self._waiting):
+                _resolve(pending, None)
             self._waiting.clear()
 
     async def _call(
@@ -147,10 +147,10 @@ class PlacementClient:
         return [address for address in addresses if self._reachability.usable(address)]
 
 
-def _resolve(answer: _PendingReply, reply: scheduler_pb2.PlaceReply | None) -> None:
+def _resolve(pending: _PendingReply, reply: scheduler_pb2.PlaceReply | None) -> None:
     """Set the result unless it is set already or the caller was cancelled."""
-    if not answer.done():
-        answer.set_result(reply)
+    if not pending.done():
+        pending.set_result(reply)
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

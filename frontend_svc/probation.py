@@ -144,7 +144,7 @@ class Probation:
         def at_capacity() -> frozenset[str]:
             if self._clock() >= until_s:
                 return frozenset()
-            others = (each.owner for each in self._active.values() if each is not stream)
+            others = (active.owner for active in self._active.values() if active is not stream)
             counts = Counter(owner for owner in others if owner is not None)
             return frozenset(owner for owner, count in counts.items() if count >= self._width)
 

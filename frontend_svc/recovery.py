@@ -177,7 +177,9 @@ class Recovery:
         """Drop incarnations of instances that are gone: each new instance has a name of its own."""
         known = {*self._workers.attached(), *self._unexplained}
         if len(self._incarnations) > len(known):
-            self._incarnations = {name: it for name, it in self._incarnations.items() if name in known}
+            self._incarnations = {
+                name: incarnation for name, incarnation in self._incarnations.items() if name in known
+            }
 
     def _engine_died(self, case: _UnexplainedLoss) -> None:
         """Count the death against its suspects; end the one that is a suspect for the second time, if it is
@@ -239,7 +241,7 @@ class Recovery:
 
     def _within_bounds(self, streams: Iterable[Stream], instance_id: str) -> list[Stream]:
         """Return the streams that may be restarted; give up the others."""
-        kept = []
+        restarted = []
         for stream in streams:
             if not self._table.is_live(stream):
                 continue
@@ -248,8 +250,8 @@ class Recovery:
             elif stream.losses > MAX_LOSSES:
                 self._give_up(stream, f"its instance was lost {stream.losses} times in a row")
             else:
-                kept.append(stream)
-        return kept
+                restarted.append(stream)
+        return restarted
 
     def _send_cleared(self, stream: Stream) -> None:
         """Tell the stream's instance, so that it may accept another front end's suspects."""

@@ -96,12 +96,12 @@ class MonitorServicer:
         if not request.id:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "id: must not be empty")
         try:
-            found = self._traces.find(request.id)
+            trace = self._traces.find(request.id)
         except AmbiguousTraceError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"id: {error}")
-        if found is None:
+        if trace is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"id: no spans of {request.id!r} are held")
-        return admin_pb2.GetTraceReply(traces_data=found.SerializeToString())
+        return admin_pb2.GetTraceReply(traces_data=trace.SerializeToString())
 
 
 def add_to_server(servicer: MonitorServicer, server: grpc.aio.Server) -> None:

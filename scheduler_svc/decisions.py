@@ -149,12 +149,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         context: grpc.aio.ServicerContext[scheduler_pb2.PlaceManyRequest, scheduler_pb2.PlaceManyReply],
     ) -> scheduler_pb2.PlaceManyReply:
         """Place several requests in order."""
-        for number, each in enumerate(request.requests):
-            if not each.request_id:
+        for number, item in enumerate(request.requests):
+            if not item.request_id:
                 await context.abort(
                     grpc.StatusCode.INVALID_ARGUMENT, f"requests[{number}].request_id: must not be empty"
                 )
-        return scheduler_pb2.PlaceManyReply(replies=[self._place(each) for each in request.requests])
+        return scheduler_pb2.PlaceManyReply(replies=[self._place(item) for item in request.requests])
 
     def _place(self, request: scheduler_pb2.PlaceRequest) -> scheduler_pb2.PlaceReply:
         excluded = request.excluded_instance_ids

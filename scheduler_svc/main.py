@@ -79,14 +79,14 @@ _DRAIN_S: Final = 10.0
 def command(common: CommonOptions, policy: str, assignments: tuple[str, ...], audit_log: Path | None) -> None:
     """Decide where requests run; run a second scheduler as a standby."""
     try:
-        given = read_assignments(assignments)
-        load(policy, parameters=given)
-        values = all_parameters(policy, given)
+        parameters = read_assignments(assignments)
+        load(policy, parameters=parameters)
+        values = all_parameters(policy, parameters)
     except ParameterError as error:
         raise click.BadParameter(str(error), param_hint="--set") from error
     except (UnknownPolicyError, UnusablePolicyError) as error:
         raise click.BadParameter(str(error), param_hint="--policy") from error
-    default = PolicyRecord(name=policy, parameters={name: values[name] for name in given})
+    default = PolicyRecord(name=policy, parameters={name: values[name] for name in parameters})
     run_service(lambda shutdown: serve(common, default, shutdown, audit_log))
 
 

@@ -48,8 +48,8 @@ class OrphanedRecords:
 
     def due(self, members: Members, now_s: float) -> list[str]:
         """Return ids of instances whose records must be removed. A suspect instance is not gone."""
-        gone = (members.drained | members.pools.keys()) - members.instances.keys()
-        self._gone_since = {name: self._gone_since.get(name, now_s) for name in gone}
+        absent = (members.drained | members.pools.keys()) - members.instances.keys()
+        self._gone_since = {name: self._gone_since.get(name, now_s) for name in absent}
         return sorted(name for name, since_s in self._gone_since.items() if now_s - since_s >= self._keep_s)
 
 

@@ -28,8 +28,8 @@ _ATTEMPTS: Final = 5
 class Conflict(AdminError):
     """Another writer changed the value meanwhile."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__(grpc.StatusCode.ABORTED, f"{what} was changed concurrently; try again")
+    def __init__(self, record: str) -> None:
+        super().__init__(grpc.StatusCode.ABORTED, f"{record} was changed concurrently; try again")
 
 
 class Settings:
@@ -72,7 +72,7 @@ class Settings:
         except msgspec.MsgspecError:
             return None
 
-    async def change_slo(self, given: Mapping[str, float]) -> tuple[Slo, Slo]:
+    async def change_slo(self, changes: Mapping[str, float]) -> tuple[Slo, Slo]:
         """Change objectives by name (`tailrace.slo.OBJECTIVES`); return the SLOs before and after.
 
         Raise Conflict or ParameterError.
@@ -80,7 +80,7 @@ class Settings:
         for _ in range(_ATTEMPTS):
             present = await self._store.get("slo")
             before = _slo(present)
-            slo = changed_slo(before, given)
+            slo = changed_slo(before, changes)
             if await self._swap("slo", present, encode_slo(slo)):
                 return before, slo
         raise Conflict("slo")

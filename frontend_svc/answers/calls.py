@@ -104,7 +104,7 @@ def parse_run_name(name: str) -> tuple[str, int] | None:
 def parse_event_id(event_id: str) -> tuple[str, int, int] | None:
     """Return the answer id, run and number of an event, or None if `event_id` is not one."""
     name, _, number = event_id.rpartition(".")
-    found = parse_run_name(name) if len(event_id) <= _EVENT_ID_MAX else None
-    if found is None or not (number.isascii() and number.isdigit() and len(number) <= _DIGITS_MAX):
+    run = parse_run_name(name) if len(event_id) <= _EVENT_ID_MAX else None
+    if run is None or not (number.isascii() and number.isdigit() and len(number) <= _DIGITS_MAX):
         return None
-    return (*found, int(number))
+    return (*run, int(number))

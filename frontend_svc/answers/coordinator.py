@@ -152,9 +152,9 @@ class AnswerCoordinator:
 
         `request_id`: vLLM's internal id, which contains `external_id` and differs in each run.
         """
-        found = parse_run_name(name)
-        delivery = None if found is None else self._deliveries.get(found[0])
-        if found is None or delivery is None or delivery.run != found[1] or not delivery.current:
+        parsed = parse_run_name(name)
+        delivery = None if parsed is None else self._deliveries.get(parsed[0])
+        if parsed is None or delivery is None or delivery.run != parsed[1] or not delivery.current:
             return SUPERSEDED
         part = request_id[: request_id.find(external_id) + len(external_id)]
         delivery.request_ids[part] = request_id
@@ -204,9 +204,9 @@ class AnswerCoordinator:
 
     def stream_failed(self, handle: int) -> None:
         """Drop a stream and remove its answer, which must not be run again."""
-        found = self._streams.pop(handle, None)
-        if found is not None:
-            self._remove(found[1].answer, RemovalReason.FAILED)
+        entry = self._streams.pop(handle, None)
+        if entry is not None:
+            self._remove(entry[1].answer, RemovalReason.FAILED)
 
     # ---- calls of the API server
 
@@ -282,11 +282,11 @@ class AnswerCoordinator:
 
     # ---- runs, for requests that open answers
 
-    def begin_run(self, answer: Answer, arrival: int, replica: str, has: int | None) -> None:
+    def begin_run(self, answer: Answer, arrival: int, replica: str, replica_entries: int | None) -> None:
         """Begin a run for the request with this arrival number, and end the one in progress."""
         self._end_current_run(answer.head.answer_id)
         self._deliveries[answer.head.answer_id] = Delivery(answer, arrival)
-        self._replication.begin(answer, replica, has)
+        self._replication.begin(answer, replica, replica_entries)
 
     def is_superseded(self, answer_id: str, arrival: int) -> bool:
         """Return whether a later request has begun a run already, while this one was still looking for the
@@ -315,14 +315,14 @@ class AnswerCoordinator:
                 self.store.remove(answer, RemovalReason.EXPIRED)
         for message in request.parts:
             part = decode_part(message)
-            here = self.store.get(part.answer_id)
-            served = here is not None and here.served_here
-            taken = self.store.apply_part(part, self._clock())
-            if isinstance(taken, PartRefusal):
-                reply.refused.add(answer_id=part.answer_id, reason=REFUSAL_REASONS[taken])
-            if served and here is not None and not here.served_here:
+            local = self.store.get(part.answer_id)
+            served = local is not None and local.served_here
+            applied = self.store.apply_part(part, self._clock())
+            if isinstance(applied, PartRefusal):
+                reply.refused.add(answer_id=part.answer_id, reason=REFUSAL_REASONS[applied])
+            if served and local is not None and not local.served_here:
                 # Also if the part itself was refused for lack of room.
-                self._replication.stop(here)
+                self._replication.stop(local)
                 self._end_current_run(part.answer_id)
         return reply
 
@@ -424,9 +424,9 @@ class AnswerCoordinator:
             if not future.done():
                 future.set_result(None)
 
-    def _remove(self, answer: Answer, why: RemovalReason | None) -> None:
+    def _remove(self, answer: Answer, reason: RemovalReason | None) -> None:
         self._replication.discard(answer)
-        self.store.remove(answer, why)
+        self.store.remove(answer, reason)
 
     def _reply(self, frames: Sequence[bytes]) -> None:
         assert self._sink is not None

@@ -49,10 +49,10 @@ _LOST: Final = _denial(
 class AnswerRuns(Protocol):
     """The runs of answers at this front end (implemented by the coordinator)."""
 
-    def begin_run(self, answer: Answer, arrival: int, replica: str, has: int | None) -> None:
+    def begin_run(self, answer: Answer, arrival: int, replica: str, replica_entries: int | None) -> None:
         """Begin a run for the request with this arrival number, and end the one in progress.
 
-        `replica`: the front end that should have the copy; `has`: the number of entries that it has already.
+        `replica`: the front end that should have the copy, which has `replica_entries` entries already.
         """
 
     def is_superseded(self, answer_id: str, arrival: int) -> bool:

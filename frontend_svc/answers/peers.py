@@ -169,7 +169,7 @@ class Peers:
         return answers_pb2_grpc.AnswersStub(self._channels.get(peer.address, Role.FRONTEND))
 
     def _compatible_peers(self) -> list[Peer]:
-        return [Peer(each.service_id, each.incarnation, each.address) for each in self._records()]
+        return [Peer(record.service_id, record.incarnation, record.address) for record in self._records()]
 
     def _records(self) -> Sequence[ServiceRecord]:
         return [

@@ -120,10 +120,10 @@ class Replication:
             for answer in self._store
         )
 
-    def begin(self, answer: Answer, prefer: str = "", has: int | None = None) -> None:
+    def begin(self, answer: Answer, prefer: str = "", replica_entries: int | None = None) -> None:
         """Begin to copy a run that begins here.
 
-        `prefer`: the front end that should have the copy; `has`: the number of entries that it has already.
+        `prefer`: the front end that should have the copy; `replica_entries`: how many entries it has already.
         """
         self.stop(answer)
         peer = None if answer.removed else self._peers.choose_replica(_replica_key(answer), prefer)
@@ -133,9 +133,9 @@ class Replication:
         copy = self._copies[answer.head.answer_id] = _Copy(answer, peer)
         # A resuming client sends the number of its run, so no event of this run may be delivered before the
         # second front end knows the run.
-        if has is not None and peer.frontend_id == prefer:
-            copy.has_head, copy.entries = True, has
-            self._on_released(answer, has)
+        if replica_entries is not None and peer.frontend_id == prefer:
+            copy.has_head, copy.entries = True, replica_entries
+            self._on_released(answer, replica_entries)
         self._enqueue(copy)
 
     async def confirm_key(self, answer: Answer) -> bool:
@@ -267,7 +267,7 @@ class Replication:
                 self._continue_without_copy(copy)
             return True
         self._on_called(self._clock() - began_s)
-        refused = {each.answer_id: decode_refusal(each.reason) for each in reply.refused}
+        refused = {refusal.answer_id: decode_refusal(refusal.reason) for refusal in reply.refused}
         for copy, entries, complete in sent:
             self._acknowledge(copy, entries, complete, refused.get(copy.answer.head.answer_id))
         return True

@@ -188,8 +188,8 @@ class AnswerStore:
 
     def removal_reason(self, tenant: str, answer_id: str) -> RemovalReason | None:
         """Return why the tenant's answer was removed; None if it was never here, or removed too long ago."""
-        owner, why = self._removed.get(answer_id, ("", None))
-        return why if owner == tenant else None
+        owner, reason = self._removed.get(answer_id, ("", None))
+        return reason if owner == tenant else None
 
     # ---- served here
 
@@ -231,8 +231,8 @@ class AnswerStore:
         answer.complete = answer.complete or complete
         self._touch(answer, now_s)
 
-    def remove(self, answer: Answer, why: RemovalReason | None) -> None:
-        """Remove an answer. `why` None: leave no trace of it, so that it counts as unknown."""
+    def remove(self, answer: Answer, reason: RemovalReason | None) -> None:
+        """Remove an answer. `reason` None: leave no trace of it, so that it counts as unknown."""
         if answer.removed:
             return
         answer.removed = True
@@ -240,8 +240,8 @@ class AnswerStore:
         del self._answers[answer.head.answer_id]
         if answer.head.key:
             del self._by_key[answer.head.tenant, answer.head.key]
-        if why is not None:
-            self._removed[answer.head.answer_id] = (answer.head.tenant, why)
+        if reason is not None:
+            self._removed[answer.head.answer_id] = (answer.head.tenant, reason)
             if len(self._removed) > _REMOVED_MAX:
                 self._removed.popitem(last=False)
 
@@ -254,13 +254,13 @@ class AnswerStore:
         if answer is None:
             if part.head is None or part.first_entry:
                 # Do not request again what was removed for lack of room: it would displace the next answer.
-                _, why = self._removed.get(part.answer_id, ("", None))
-                no_room = why is RemovalReason.NO_ROOM
+                _, reason = self._removed.get(part.answer_id, ("", None))
+                no_room = reason is RemovalReason.NO_ROOM
                 return PartRefusal.FULL if no_room else PartRefusal.GAP
-            made = self._create_copy(part, part.head, now_s)
-            if isinstance(made, PartRefusal):
-                return made
-            answer = made
+            copy = self._create_copy(part, part.head, now_s)
+            if isinstance(copy, PartRefusal):
+                return copy
+            answer = copy
         elif part.run < answer.run or (part.run == answer.run and not _is_copy_of(answer, part)):
             return PartRefusal.SUPERSEDED
         elif part.first_entry > len(answer.entries):

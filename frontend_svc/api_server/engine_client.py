@@ -200,8 +200,11 @@ def _raise_refusals(processor: OutputProcessor) -> None:
 
 def _refusal_in(output: RequestOutput) -> RequestRefused | None:
     """Return the refusal of one of the output's answers, if there is one."""
-    for each in output.outputs:
-        if each.finish_reason == str(_ERROR) and (refusal := Refusal.decode(each.stop_reason)) is not None:
+    for completion in output.outputs:
+        if (
+            completion.finish_reason == str(_ERROR)
+            and (refusal := Refusal.decode(completion.stop_reason)) is not None
+        ):
             return RequestRefused(refusal)
     return None
 
@@ -216,7 +219,7 @@ async def _checked(
     try:
         async for output in outputs:
             if call is not None:
-                call.tokens += sum(len(each.token_ids) for each in output.outputs)
+                call.tokens += sum(len(completion.token_ids) for completion in output.outputs)
             if (refused := _refusal_in(output)) is not None:
                 raise refused
             yield output
@@ -234,18 +237,18 @@ async def _charged(
 
     A refused request is not charged for its prompt: nothing was computed.
     """
-    made = 0
+    generated = 0
     try:
         async for output in outputs:
-            now = sum(len(each.token_ids) for each in output.outputs)
-            made = made + now if delta else now
+            new_tokens = sum(len(completion.token_ids) for completion in output.outputs)
+            generated = generated + new_tokens if delta else new_tokens
             yield output
     except RequestRefused:
-        if not made:
+        if not generated:
             prompt_tokens = 0
         raise
     finally:
-        charge(prompt_tokens + made)
+        charge(prompt_tokens + generated)
         await outputs.aclose()
 
 

@@ -103,9 +103,12 @@ class _Response(msgspec.Struct):
     def tool_ids(self) -> list[str]:
         """Return the ids in order."""
         messages = [
-            each for choice in self.choices for each in (choice.delta, choice.message) if each is not None
+            message
+            for choice in self.choices
+            for message in (choice.delta, choice.message)
+            if message is not None
         ]
-        return [call.id for each in messages for call in each.tool_calls or () if call.id]
+        return [call.id for message in messages for call in message.tool_calls or () if call.id]
 
 
 _bodies = msgspec.json.Decoder(_Body)
@@ -219,16 +222,18 @@ class KeepAnswers:
         call = Call(opened, replayed_tokens=opened.tokens)
         connection = _ClientConnection(receive)
         response = _KeptResponse(call, frontend, send, connection)
-        others = [(name, value) for name, value in scope["headers"] if name not in _OURS]
-        ours = [
+        client_headers = [(name, value) for name, value in scope["headers"] if name not in _OURS]
+        own_headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(opened.body)).encode()),
             (b"x-request-id", opened.request_name.encode("latin-1")),
         ]
         token = call_of_task.set(call)
         try:
-            again = replay_body(opened.body, connection.receive)
-            await self._app({**scope, "headers": [*others, *ours]}, again, response.send)
+            receive_body = replay_body(opened.body, connection.receive)
+            await self._app(
+                {**scope, "headers": [*client_headers, *own_headers]}, receive_body, response.send
+            )
         finally:
             call_of_task.reset(token)
             closing = CloseCall(
@@ -380,11 +385,11 @@ class _KeptResponse:
         if _TOOL_CALLS not in text:
             return text
         try:
-            found = _responses.decode(text.removeprefix(b"data:"))
+            response = _responses.decode(text.removeprefix(b"data:"))
         except msgspec.MsgspecError:
             return text
         opened = self._call.opened
-        for drawn in found.tool_ids():
+        for drawn in response.tool_ids():
             number, self._tool_ids = self._tool_ids, self._tool_ids + 1
             if number < len(opened.notes):
                 text = text.replace(msgspec.json.encode(drawn), opened.notes[number], 1)
@@ -451,5 +456,5 @@ def _digest(body: bytes) -> bytes:
 
 def _request_name(headers: dict[bytes, bytes], parsed: _Body | None) -> str:
     """Return the request id that the client chose, or an empty string."""
-    given = headers.get(b"x-request-id", b"").decode("latin-1")
-    return given or (parsed.request_id if parsed is not None else None) or ""
+    request_id = headers.get(b"x-request-id", b"").decode("latin-1")
+    return request_id or (parsed.request_id if parsed is not None else None) or ""

@@ -98,8 +98,8 @@ OPEN_PATHS: Final = frozenset({"/health", "/ping", "/version", "/load", "/metric
 
 def api_keys(args: Namespace) -> list[str]:
     """Return the keys as vLLM takes them: from --api-key, else from VLLM_API_KEY."""
-    given: list[str] = args.api_key or [os.environ.get("VLLM_API_KEY", "")]
-    return [key for key in given if key]
+    keys: list[str] = args.api_key or [os.environ.get("VLLM_API_KEY", "")]
+    return [key for key in keys if key]
 
 
 class RequireApiKey:
@@ -126,8 +126,8 @@ class RequireApiKey:
         await self._app(scope, receive, send)
 
     def _has_key(self, scope: Message) -> bool:
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        scheme, _, token = given.partition(b" ")
+        authorization = dict(scope["headers"]).get(b"authorization", b"")
+        scheme, _, token = authorization.partition(b" ")
         # Compare all keys, each in constant time, so that the duration reveals nothing.
         matches = [secrets.compare_digest(token, key.encode()) for key in self.keys]
         return scheme.lower() == b"bearer" and any(matches)

@@ -35,7 +35,7 @@ def install_middleware(args: Namespace) -> None:
     """Add ours to the arguments of the app."""
     RequireApiKey.keys = api_keys(args)
     # The last middleware is the outermost.
-    ours = (
+    middleware = (
         StreamStart,
         KeepAnswers,
         RetryAfter,
@@ -46,7 +46,7 @@ def install_middleware(args: Namespace) -> None:
         RequireApiKey,
         TenantAdmission,
     )
-    args.middleware = [*args.middleware, *(f"{each.__module__}.{each.__qualname__}" for each in ours)]
+    args.middleware = [*args.middleware, *(f"{kind.__module__}.{kind.__qualname__}" for kind in middleware)]
 
 
 async def serve(boot: PythonBoot, args: Namespace) -> None:

@@ -61,7 +61,7 @@ def rust_arguments(spec: ApiServerSpec) -> dict[str, JsonValue]:
 
 def flags_to_json(flags: Sequence[str]) -> dict[str, JsonValue]:
     """Convert `--max-model-len 4096 --enable-auto-tool-choice` to {"max_model_len": 4096, ...: true}."""
-    found: dict[str, JsonValue] = {}
+    arguments: dict[str, JsonValue] = {}
     position = 0
     while position < len(flags):
         flag, equals, inline = flags[position].partition("=")
@@ -74,12 +74,12 @@ def flags_to_json(flags: Sequence[str]) -> dict[str, JsonValue]:
             position += 1
         name = flag.removeprefix("--").replace("-", "_")
         if not values:
-            found.update({name.removeprefix("no_"): False} if name.startswith("no_") else {name: True})
+            arguments.update({name.removeprefix("no_"): False} if name.startswith("no_") else {name: True})
         elif len(values) > 1 or name in _LISTS:
-            found[name] = [_value(value) for value in values]
+            arguments[name] = [_value(value) for value in values]
         else:
-            found[name] = _value(values[0])
-    return found
+            arguments[name] = _value(values[0])
+    return arguments
 
 
 def _value(text: str) -> JsonValue:

@@ -55,8 +55,8 @@ class Tenants:
 
     def owner(self, scope: Message) -> Tenant | None:
         """Return the tenant of the request's key, or None."""
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        scheme, _, token = given.partition(b" ")
+        authorization = dict(scope["headers"]).get(b"authorization", b"")
+        scheme, _, token = authorization.partition(b" ")
         if scheme.lower() != b"bearer":
             return None
         return self._keys.index().owner(token.decode("latin-1").strip())

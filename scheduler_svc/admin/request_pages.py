@@ -61,21 +61,21 @@ async def request_page(
         raise _invalid(f"order: there is no order {request.order}")
     size = min(request.page_size, PAGE_MAX) or None
     # One more than the page has shows whether there is another page.
-    wanted = None if size is None else size + 1
-    places: Sequence[tuple[str | float, str]]
+    limit = None if size is None else size + 1
+    positions: Sequence[tuple[str | float, str]]
     if request.order == admin_pb2.REQUEST_ORDER_OLDEST:
-        places, total = await _oldest(state, request, _after(request, float), wanted)
+        positions, total = await _oldest(state, request, _after(request, float), limit)
     else:
-        places, total = await _by_instance(state, request, _after(request, str), wanted)
-    shown = places[:size]
+        positions, total = await _by_instance(state, request, _after(request, str), limit)
+    shown = positions[:size]
     infos = [
-        request_info(state, found, wall_s)
+        request_info(state, tracked, wall_s)
         async for _, request_id in in_slices(shown)
         # It may have finished meanwhile.
-        if (found := state.request(request_id)) is not None
+        if (tracked := state.request(request_id)) is not None
     ]
     reply = admin_pb2.ListRequestsReply(requests=infos, total_size=total)
-    if len(shown) < len(places):
+    if len(shown) < len(positions):
         token = _Token(request.instance_id, request.phase, request.order, *shown[-1])
         reply.next_page_token = base64.urlsafe_b64encode(msgspec.json.encode(token)).decode()
     return reply
@@ -85,18 +85,20 @@ async def _by_instance(
     state: ReportedCluster,
     request: admin_pb2.ListRequestsRequest,
     after: tuple[str, str] | None,
-    wanted: int | None,
+    limit: int | None,
 ) -> tuple[list[tuple[str, str]], int]:
-    """Return instance and id of the first `wanted` requests after that one, and how many there are in all."""
+    """Return instance and id of the first `limit` requests after that one, and how many there are in all."""
     phase = PHASES.get(request.phase)
-    places: list[tuple[str, str]] = []
+    positions: list[tuple[str, str]] = []
     async for name in in_slices(_instances(state, request)):
-        if wanted is not None and len(places) >= wanted:
+        if limit is not None and len(positions) >= limit:
             break
         if after is None or name >= after[0]:
-            here = sorted((name, request_id) for request_id, _ in state.arrivals_on(name, phase))
-            places += here if after is None else [place for place in here if place > after]
-    return places[:wanted], await _count(state, request.instance_id, phase)
+            on_instance = sorted((name, request_id) for request_id, _ in state.arrivals_on(name, phase))
+            positions += (
+                on_instance if after is None else [position for position in on_instance if position > after]
+            )
+    return positions[:limit], await _count(state, request.instance_id, phase)
 
 
 async def _count(state: ReportedCluster, instance_id: str, phase: Phase | None) -> int:
@@ -113,9 +115,9 @@ async def _oldest(
     state: ReportedCluster,
     request: admin_pb2.ListRequestsRequest,
     after: tuple[float, str] | None,
-    wanted: int | None,
+    limit: int | None,
 ) -> tuple[list[tuple[float, str]], int]:
-    """Return arrival and id of the oldest `wanted` requests after that one, and how many there are in all.
+    """Return arrival and id of the oldest `limit` requests after that one, and how many there are in all.
 
     Those whose arrival is not known, because no report shows them yet, are the last.
     """
@@ -125,10 +127,10 @@ async def _oldest(
     async for name in in_slices(_instances(state, request)):
         arrivals = state.arrivals_on(name, phase)
         total += len(arrivals)
-        places = ((arrival_s or _UNKNOWN_S, request_id) for request_id, arrival_s in arrivals)
-        later = sorted(place for place in places if after is None or place > after)
+        positions = ((arrival_s or _UNKNOWN_S, request_id) for request_id, arrival_s in arrivals)
+        later = sorted(position for position in positions if after is None or position > after)
         # Both are sorted already.
-        oldest = list(islice(heapq.merge(oldest, later), wanted))
+        oldest = list(islice(heapq.merge(oldest, later), limit))
     return oldest, total
 
 
@@ -144,8 +146,8 @@ def _after(request: admin_pb2.ListRequestsRequest, kind: type[T]) -> tuple[T, st
         token = msgspec.json.decode(base64.urlsafe_b64decode(request.page_token), type=_Token)
     except (binascii.Error, ValueError) as error:
         raise _invalid("page_token: must be the next_page_token of a reply") from error
-    asked = (request.instance_id, request.phase, request.order)
-    if (token.instance_id, token.phase, token.order) != asked or not isinstance(token.after, kind):
+    listing = (request.instance_id, request.phase, request.order)
+    if (token.instance_id, token.phase, token.order) != listing or not isinstance(token.after, kind):
         raise _invalid("page_token: is of a listing with another instance_id, phase or order")
     return token.after, token.request_id
 

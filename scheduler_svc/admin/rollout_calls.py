@@ -145,7 +145,7 @@ def _model(name: str, facts: FleetFacts, rollout: RolloutRecord | None) -> admin
     takes = {rollout.in_force} if rollout is not None else {front.key for front in fronts}
 
     def taken(key: str) -> bool:
-        return any(covers(each, key) for each in takes)
+        return any(covers(model, key) for model in takes)
 
     keys = {
         instance.key
@@ -201,7 +201,7 @@ def _check(field: str, value: str) -> None:
         raise AdminError(grpc.StatusCode.INVALID_ARGUMENT, f"{field}: must not be empty")
 
 
-def _prepare_s(given: float) -> float:
-    if not 0 <= given <= _PREPARE_MAX_S:
+def _prepare_s(requested_s: float) -> float:
+    if not 0 <= requested_s <= _PREPARE_MAX_S:
         raise AdminError(grpc.StatusCode.INVALID_ARGUMENT, f"prepare_s: from 0 to {_PREPARE_MAX_S:.0f}")
-    return given or PREPARE_S
+    return requested_s or PREPARE_S

@@ -109,8 +109,8 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
     ) -> admin_pb2.ListPoliciesReply:
         """List installed policies; without `all` neither baselines nor variants."""
         infos = listing.policy_infos(self._active.name, self._active.values)
-        wanted = [info for info in infos if request.all or listing.listed_by_default(info)]
-        return admin_pb2.ListPoliciesReply(policies=wanted)
+        listed = [info for info in infos if request.all or listing.listed_by_default(info)]
+        return admin_pb2.ListPoliciesReply(policies=listed)
 
     async def ListStages(
         self,
@@ -255,10 +255,10 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         context: grpc.aio.ServicerContext[admin_pb2.AdminMigrateRequest, migration_pb2.MigrationRecord],
     ) -> AsyncIterator[migration_pb2.MigrationRecord]:
         """Migrate a request and stream its records; disconnecting does not abort the migration."""
-        found = find_request(self._state, request.request_id)
+        matches = find_request(self._state, request.request_id)
         check_instance(self._state, "target_instance_id", request.target_instance_id)
         records = self._migration_starter.move(
-            found,
+            matches,
             request.target_instance_id,
             request.reason or OPERATOR,
             OPERATOR,
