@@ -158,17 +158,17 @@ class EtcdClient:
             log.warning("etcd member %s failed: %s", member.endpoint, reason)
 
     def mark_answering(self, member: Member) -> None:
-        """Record that a member works."""
+        """Record that a member answered."""
         if member.failed:
             member.failed = False
             log.info("etcd member %s responds", member.endpoint)
 
-    async def call(self, method: Method[Request, Reply], request: Request, what: str) -> Answer[Reply]:
-        """Call one member after the other. `what` names the call in errors.
+    async def call(self, method: Method[Request, Reply], request: Request, action: str) -> Answer[Reply]:
+        """Call one member after the other. `action` names the call in errors.
 
         Raise StoreUnavailable if none answered in time, Rejected if etcd refuses.
         """
-        return await self._failover(lambda member, left_s: member.unary(method, request, left_s), what)
+        return await self._failover(lambda member, left_s: member.unary(method, request, left_s), action)
 
     async def keep_alive(self, lease: int) -> int:
         """Renew a lease; return the seconds that it has now, 0 if it has expired. Raise StoreUnavailable."""
@@ -193,13 +193,13 @@ class EtcdClient:
         return (await self.call(RANGE, request, "read the revision")).reply.header
 
     async def _failover(
-        self, attempt: Callable[[Member, float], Awaitable[_Result]], what: str
+        self, attempt: Callable[[Member, float], Awaitable[_Result]], action: str
     ) -> Answer[_Result]:
         call = _Call(self, list(self._members), attempt)
         try:
             return await call.run()
         except _NoAnswer as error:
-            raise StoreUnavailable(f"etcd: {what}: {error}") from error.__cause__
+            raise StoreUnavailable(f"etcd: {action}: {error}") from error.__cause__
 
 
 class _NoAnswer(Exception):
@@ -260,13 +260,13 @@ class _Call(Generic[_Result]):
                 await asyncio.wait(self._pending)
 
     def _begin(self, left_s: float) -> None:
-        """Start an attempt at the next idle member; if all are busy, at the next in turn once more."""
-        asked = set(self._pending.values())
+        """Start an attempt at the next idle member; if all are busy, at the next one in order again."""
+        busy = set(self._pending.values())
         count = len(self._members)
-        turns = [(self._next_member + step) % count for step in range(count)]
-        turn = next((turn for turn in turns if self._members[turn] not in asked), turns[0])
-        self._next_member = turn + 1
-        member = self._members[turn]
+        order = [(self._next_member + step) % count for step in range(count)]
+        position = next((position for position in order if self._members[position] not in busy), order[0])
+        self._next_member = position + 1
+        member = self._members[position]
 
         async def ask() -> _Result:
             return await self._attempt(member, left_s)
@@ -310,7 +310,7 @@ class _Call(Generic[_Result]):
 
 
 def _is_answer(error: grpc.aio.AioRpcError) -> bool:
-    """Return whether every member would answer so."""
+    """Return whether every member would give this answer."""
     # A member's quota alarm applies to the whole cluster.
     return error.code() not in _MEMBER_FAILED or "space exceeded" in (error.details() or "")
 

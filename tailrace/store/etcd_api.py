@@ -1,4 +1,4 @@
-"""etcd's public v3 gRPC API: its methods, and the requests that we send."""
+"""etcd's public v3 gRPC API: the methods and requests that Tailrace uses."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tailrace.v1 import etcd_pb2
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
-_Asked = TypeVar("_Asked", bound=Message)
-_Answered = TypeVar("_Answered", bound=Message)
+_RequestMessage = TypeVar("_RequestMessage", bound=Message)
+_ReplyMessage = TypeVar("_ReplyMessage", bound=Message)
 
 # A member without a leader refuses at once, and ends streams that it can no longer serve, instead of keeping
 # silent.
@@ -22,15 +22,17 @@ REQUIRE_LEADER: Final = (("hasleader", "true"),)
 
 @dataclass(frozen=True, slots=True)
 class Method(Generic[Request, Reply]):
-    """A method of etcd's, and how its messages are written and read."""
+    """A method of etcd's API, and how its messages are encoded and decoded."""
 
     path: str
     encode: Callable[[Request], bytes]
     decode: Callable[[bytes], Reply]
 
 
-def method(path: str, request: type[_Asked], reply: type[_Answered]) -> Method[_Asked, _Answered]:
-    """The method at this path, with the messages that it takes and gives."""
+def method(
+    path: str, request: type[_RequestMessage], reply: type[_ReplyMessage]
+) -> Method[_RequestMessage, _ReplyMessage]:
+    """Return the method at this path with these message types."""
     return Method(path, request.SerializeToString, reply.FromString)
 
 
@@ -50,31 +52,31 @@ WATCH: Final = method("/etcdserverpb.Watch/Watch", etcd_pb2.WatchRequest, etcd_p
 
 
 def prefix_end(prefix: bytes) -> bytes:
-    """The first key after all that begin with the prefix, which must not be empty."""
-    kept = prefix.rstrip(b"\xff")
+    """Return the first key after all keys that begin with the prefix, which must not be empty."""
+    stripped = prefix.rstrip(b"\xff")
     # Of a prefix of 0xff alone nothing is after it: etcd writes that as one zero byte.
-    return kept[:-1] + bytes([kept[-1] + 1]) if kept else b"\0"
+    return stripped[:-1] + bytes([stripped[-1] + 1]) if stripped else b"\0"
 
 
 def put_op(key: bytes, value: bytes, lease: int = 0) -> etcd_pb2.RequestOp:
-    """Set a value in a transaction; lease 0: it stays until it is deleted."""
+    """Return the operation that sets a value; with lease 0 it stays until it is deleted."""
     return etcd_pb2.RequestOp(request_put=etcd_pb2.PutRequest(key=key, value=value, lease=lease))
 
 
 def delete_op(key: bytes) -> etcd_pb2.RequestOp:
-    """Delete one key in a transaction."""
+    """Return the operation that deletes one key."""
     return etcd_pb2.RequestOp(request_delete_range=etcd_pb2.DeleteRangeRequest(key=key))
 
 
 def get_op(key: bytes) -> etcd_pb2.RequestOp:
-    """Read one key in a transaction."""
+    """Return the operation that reads one key."""
     return etcd_pb2.RequestOp(request_range=etcd_pb2.RangeRequest(key=key))
 
 
 def unchanged(key: bytes, present: etcd_pb2.KeyValue | None) -> etcd_pb2.Compare:
-    """True while nobody has written the key since it was read so (None: there was none).
+    """Return the condition that nobody has written the key since it was read as `present` (None: no key).
 
-    By its revision and not by its value: a value may come back, a revision never does.
+    It compares revisions, not values: a value may come back, a revision never does.
     """
     return etcd_pb2.Compare(
         result=etcd_pb2.Compare.EQUAL,
@@ -85,13 +87,13 @@ def unchanged(key: bytes, present: etcd_pb2.KeyValue | None) -> etcd_pb2.Compare
 
 
 def watch_prefix_request(prefix: bytes) -> etcd_pb2.WatchRequest:
-    """Watch all keys that begin with the prefix, from now on."""
+    """Return the request to watch all keys that begin with the prefix, from now on."""
     create = etcd_pb2.WatchCreateRequest(key=prefix, range_end=prefix_end(prefix), progress_notify=True)
     return etcd_pb2.WatchRequest(create_request=create)
 
 
 def progress_request() -> etcd_pb2.WatchRequest:
-    """Ask how far the member is; the answer comes on the watch's own stream."""
+    """Return the request for the member's current revision; the reply comes on the watch's own stream."""
     return etcd_pb2.WatchRequest(progress_request=etcd_pb2.WatchProgressRequest())
 
 

@@ -1,4 +1,4 @@
-"""Sets etcd's users and roles up, one of each a role of ours."""
+"""Set up etcd's users and roles: one of each per Tailrace role."""
 
 from __future__ import annotations
 
@@ -31,36 +31,41 @@ _Span = tuple[bytes, bytes]
 
 
 async def apply_rights(client: EtcdClient, rights: Iterable[Rights], cluster: str) -> list[str]:
-    """Make users, roles and permissions as they should be, and turn etcd's authentication on.
+    """Create or correct users, roles and permissions, and enable etcd's authentication.
 
-    Gives a line for each change; none where all is so already. The client must be root's once authentication
-    is on. Raises StoreUnavailable, Rejected.
+    Return one line per change; none if nothing had to change. Once authentication is enabled, the client must
+    be root's. Raise StoreUnavailable or Rejected.
     """
     changes: list[str] = []
-    changes += await _give(client, _ROOT, "root")
-    for each in rights:
-        role = role_name(each.role, cluster)
-        changes += await _fill(client, role, each)
-        changes += await _give(client, etcd_user(each.role), role)
-    await client.call(AUTH_ENABLE, etcd_pb2.AuthEnableRequest(), "turn authentication on")
+    changes += await _ensure_user(client, _ROOT, "root")
+    for role_rights in rights:
+        role = role_name(role_rights.role, cluster)
+        changes += await _ensure_role(client, role, role_rights)
+        changes += await _ensure_user(client, etcd_user(role_rights.role), role)
+    await client.call(AUTH_ENABLE, etcd_pb2.AuthEnableRequest(), "enable authentication")
     return changes
 
 
 def role_name(role: Role, cluster: str) -> str:
-    """In etcd, which several clusters may share."""
+    """Return the name of a role in etcd, which several clusters may share."""
     return f"tailrace-{cluster}-{role.value}"
 
 
-async def _give(client: EtcdClient, user: str, role: str) -> Iterable[str]:
-    """Have the user, and the role given to it."""
+async def _ensure_user(client: EtcdClient, user: str, role: str) -> Iterable[str]:
+    """Create user and role where missing, and grant the role to the user; return one line per change."""
     changes = []
-    present = await _found(client, USER_GET, etcd_pb2.AuthUserGetRequest(name=user), f"look up user {user}")
+    present = await _get_or_none(
+        client, USER_GET, etcd_pb2.AuthUserGetRequest(name=user), f"look up user {user}"
+    )
     if present is None:
         options = etcd_pb2.UserAddOptions(no_password=True)
         request = etcd_pb2.AuthUserAddRequest(name=user, options=options)
         await client.call(USER_ADD, request, f"add user {user}")
         changes.append(f"user {user} added")
-    if await _found(client, ROLE_GET, etcd_pb2.AuthRoleGetRequest(role=role), f"look up role {role}") is None:
+    if (
+        await _get_or_none(client, ROLE_GET, etcd_pb2.AuthRoleGetRequest(role=role), f"look up role {role}")
+        is None
+    ):
         await client.call(ROLE_ADD, etcd_pb2.AuthRoleAddRequest(name=role), f"add role {role}")
         changes.append(f"role {role} added")
     if present is None or role not in present.roles:
@@ -70,27 +75,29 @@ async def _give(client: EtcdClient, user: str, role: str) -> Iterable[str]:
     return changes
 
 
-async def _fill(client: EtcdClient, role: str, rights: Rights) -> list[str]:
-    """Have the role, with these permissions and no others."""
+async def _ensure_role(client: EtcdClient, role: str, rights: Rights) -> list[str]:
+    """Create the role if it is missing, and give it exactly these permissions; return one line per change."""
     changes = []
-    present = await _found(client, ROLE_GET, etcd_pb2.AuthRoleGetRequest(role=role), f"look up role {role}")
+    present = await _get_or_none(
+        client, ROLE_GET, etcd_pb2.AuthRoleGetRequest(role=role), f"look up role {role}"
+    )
     if present is None:
         await client.call(ROLE_ADD, etcd_pb2.AuthRoleAddRequest(name=role), f"add role {role}")
         changes.append(f"role {role} added")
-    wanted = {(key, end): kind for key, end, kind in _permissions(rights)}
-    has: dict[_Span, etcd_pb2.Permission.Type.ValueType] = {}
+    required = {(key, end): kind for key, end, kind in _permissions(rights)}
+    granted: dict[_Span, etcd_pb2.Permission.Type.ValueType] = {}
     if present is not None:
-        has = {(perm.key, perm.range_end): perm.perm_type for perm in present.perm}
-    for (key, end), kind in wanted.items():
-        if has.get((key, end)) != kind:
+        granted = {(perm.key, perm.range_end): perm.perm_type for perm in present.perm}
+    for (key, end), kind in required.items():
+        if granted.get((key, end)) != kind:
             perm = etcd_pb2.Permission(perm_type=kind, key=key, range_end=end)
             grant = etcd_pb2.AuthRoleGrantPermissionRequest(name=role, perm=perm)
             await client.call(ROLE_GRANT, grant, f"grant {role} {key.decode()}")
             changes.append(f"role {role}: {_kind_name(kind)} {key.decode()}")
-    for key, end in has.keys() - wanted.keys():
+    for key, end in granted.keys() - required.keys():
         revoke = etcd_pb2.AuthRoleRevokePermissionRequest(role=role, key=key, range_end=end)
         await client.call(ROLE_REVOKE, revoke, f"revoke from {role} {key.decode(errors='replace')}")
-        changes.append(f"role {role}: no more {key.decode(errors='replace')}")
+        changes.append(f"role {role}: no longer {key.decode(errors='replace')}")
     return changes
 
 
@@ -107,11 +114,12 @@ def _kind_name(kind: etcd_pb2.Permission.Type.ValueType) -> str:
     return etcd_pb2.Permission.Type.Name(kind).lower()
 
 
-async def _found(
-    client: EtcdClient, method: Method[Request, Reply], request: Request, what: str
+async def _get_or_none(
+    client: EtcdClient, method: Method[Request, Reply], request: Request, action: str
 ) -> Reply | None:
+    """Return the reply, or None if the user or role does not exist."""
     try:
-        return (await client.call(method, request, what)).reply
+        return (await client.call(method, request, action)).reply
     except Rejected as error:
         if error.code is grpc.StatusCode.FAILED_PRECONDITION and "not found" in str(error):
             return None

@@ -1,4 +1,5 @@
-"""What names a request's KV blocks, read from vLLM's EngineCoreRequest: tokens, and what goes with them."""
+"""Everything that names a request's KV blocks, read from vLLM's EngineCoreRequest: its tokens and extra
+keys."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ _NIL = b"\xc0"
 
 @dataclass(frozen=True, slots=True)
 class CacheKeys:
-    """Of one request. `session_id` is empty when the client named no session."""
+    """What names the KV blocks of one request. `session_id` is empty if the client named no session."""
 
     keys: Keys
     session_id: str
@@ -66,12 +67,12 @@ class CacheKeys:
     _prompt: bytes
 
     def tokens(self) -> Sequence[int]:
-        """The prompt's tokens; decoding them is most of the work. Raises msgspec.DecodeError."""
+        """Return the prompt's tokens. Decoding them is most of the work. Raise msgspec.DecodeError."""
         return (_token_ids.decode(self._prompt) or ()) if self._prompt else ()
 
 
 def read_cache_keys(frames: Frames) -> CacheKeys | None:
-    """Of an ADD's data frames; None: a message that is not as expected."""
+    """Read the keys from an ADD's data frames; return None if the message is malformed."""
     if not frames:
         return None
     try:

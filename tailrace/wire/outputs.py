@@ -51,7 +51,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """One step's outputs for one front end. timestamp: seconds of the engine's monotonic clock."""
+    """One step's outputs for one front end. `timestamp`: seconds of the engine's monotonic clock."""
 
     engine_index: int = 0
     outputs: list[EngineCoreOutput] = []
@@ -65,7 +65,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
 
 
 class OutputHead(msgspec.Struct, array_like=True, gc=False):
-    """The leading fields of one output: all that is needed to name it."""
+    """The leading fields of one output: enough to identify it."""
 
     request_id: str
     new_token_ids: list[int]
@@ -79,12 +79,12 @@ _names = msgspec.msgpack.Decoder(list[str] | None)
 
 
 def read_outputs(frames: Frames) -> EngineCoreOutputs:
-    """Decode a message. Raises msgspec.DecodeError when it is none."""
+    """Decode a message. Raise msgspec.DecodeError if it is not a message of outputs."""
     return _outputs.decode(head_frame(frames))
 
 
 def encode_outputs(outputs: Sequence[EngineCoreOutput], finished: Sequence[str] = ()) -> list[bytes]:
-    """A message of these outputs, stamped now, as vLLM's engine core 0 would send it."""
+    """Encode a message of these outputs, with the current time, as vLLM's engine core 0 would send it."""
     message = EngineCoreOutputs(
         0, list(outputs), timestamp=time.monotonic(), finished_requests=list(finished) or None
     )
@@ -94,8 +94,9 @@ def encode_outputs(outputs: Sequence[EngineCoreOutput], finished: Sequence[str] 
 def filter_outputs(frames: Frames, keep: Sequence[bool]) -> list[bytes]:
     """Drop the outputs whose entry of `keep` is False; everything else stays byte for byte.
 
-    The auxiliary buffers are all kept, so that the indices of those still referred to stay right. Raises
-    ValueError when `keep` has not one entry an output, msgspec.DecodeError when this is no such message.
+    All auxiliary buffers are kept, so that the indices of those still referred to stay valid. Raise
+    ValueError unless `keep` has one entry per output, msgspec.DecodeError if this is not a message of
+    outputs.
     """
     fields = _raw_list.decode(head_frame(frames))
     outputs = _raw_list.decode(fields[1])
@@ -113,11 +114,12 @@ def filter_outputs(frames: Frames, keep: Sequence[bool]) -> list[bytes]:
     return [_encoder.encode(rebuild_handler), *frames[1:]]
 
 
-def split_outputs(frames: Frames, apart: Sequence[int]) -> tuple[list[bytes], list[list[bytes]]]:
-    """Take the outputs at these positions into messages of their own: the rest, and those in the same order.
+def split_outputs(frames: Frames, positions: Sequence[int]) -> tuple[list[bytes], list[list[bytes]]]:
+    """Move the outputs at these positions into messages of their own; return the remaining message, and those
+    in the given order.
 
-    Every output stays byte for byte, and every message keeps all auxiliary buffers. Raises IndexError when
-    there is no such position, msgspec.DecodeError when this is no such message.
+    Every output stays byte for byte, and every message keeps all auxiliary buffers. Raise IndexError if there
+    is no such position, msgspec.DecodeError if this is not a message of outputs.
     """
     fields = _raw_list.decode(head_frame(frames))
     outputs = _raw_list.decode(fields[1])
@@ -125,27 +127,27 @@ def split_outputs(frames: Frames, apart: Sequence[int]) -> tuple[list[bytes], li
     ended = set(finished or ())
     aux = list(frames[1:])
     messages: list[list[bytes]] = []
-    for position in apart:
+    for position in positions:
         output = outputs[position]
         name = _head.decode(output).request_id
         names = [name] if name in ended else None
         ended.discard(name)
         messages.append([_encoder.encode([fields[0], [output], NIL, *fields[3:4], NIL, names]), *aux])
-    left_out = set(apart)
-    rest: list[msgspec.Raw | list[msgspec.Raw] | list[str] | None] = [*fields]
-    rest[1] = [output for position, output in enumerate(outputs) if position not in left_out]
+    left_out = set(positions)
+    remaining_fields: list[msgspec.Raw | list[msgspec.Raw] | list[str] | None] = [*fields]
+    remaining_fields[1] = [output for position, output in enumerate(outputs) if position not in left_out]
     if finished is not None:
-        rest[_FINISHED_REQUESTS] = [name for name in finished if name in ended] or None
-    return [_encoder.encode(rest), *aux], messages
+        remaining_fields[_FINISHED_REQUESTS] = [name for name in finished if name in ended] or None
+    return [_encoder.encode(remaining_fields), *aux], messages
 
 
 def error_outputs(request_ids: Iterable[str]) -> list[bytes]:
-    """A message that ends these requests with an internal error (500 to the user)."""
+    """Encode a message that ends these requests with an internal error (500 to the user)."""
     return _finish(request_ids, FinishReason.ERROR)
 
 
 def abort_outputs(request_ids: Iterable[str]) -> list[bytes]:
-    """A message that ends these requests as aborted."""
+    """Encode a message that ends these requests as aborted."""
     return _finish(request_ids, FinishReason.ABORT)
 
 
@@ -155,12 +157,11 @@ def _finish(request_ids: Iterable[str], reason: FinishReason) -> list[bytes]:
 
 
 def shrink_outputs(frames: Frames, limit_bytes: int) -> tuple[list[bytes], list[int]]:
-    """Take out the largest outputs until the rest has at most `limit_bytes`.
+    """Remove the largest outputs until the message has at most `limit_bytes`.
 
-    Returns the message that is left and the positions of the outputs that were taken out, in ascending
-    order. The auxiliary buffers of what was taken out become empty, so that the indices of the others
-    stay right. Everything else stays byte for byte. Raises msgspec.DecodeError when this is no message of
-    outputs.
+    Return the remaining message and the positions of the removed outputs, in ascending order. The auxiliary
+    buffers of removed outputs become empty, so that the indices of the others stay valid. Everything else
+    stays byte for byte. Raise msgspec.DecodeError if this is not a message of outputs.
     """
     excess = sum(map(len, frames)) - limit_bytes
     if excess <= 0:
@@ -187,18 +188,18 @@ def shrink_outputs(frames: Frames, limit_bytes: int) -> tuple[list[bytes], list[
 
 
 def detach_buffers(frames: Frames) -> list[bytes]:
-    """Empty the auxiliary buffers that no output of this message refers to. Raises msgspec.DecodeError."""
+    """Empty the auxiliary buffers that no output of this message refers to. Raise msgspec.DecodeError."""
     if len(frames) == 1:
         return list(frames)
     outputs = _raw_list.decode(_raw_list.decode(head_frame(frames))[1])
-    used = set[int]().union(*(_buffers(msgspec.msgpack.decode(each), len(frames)) for each in outputs))
+    used = set[int]().union(*(_buffers(msgspec.msgpack.decode(output), len(frames)) for output in outputs))
     return [frame if index == 0 or index in used else b"" for index, frame in enumerate(frames)]
 
 
 def rename_output(frames: Frames, request_id: str) -> list[bytes]:
-    """A message of one output as one of another request; the rest stays byte for byte.
+    """Return a message of one output as a message of another request; everything else stays byte for byte.
 
-    Raises msgspec.DecodeError when this is no such message, ValueError when it has not one output.
+    Raise msgspec.DecodeError if this is not such a message, ValueError unless it has one output.
     """
     fields = _raw_list.decode(head_frame(frames))
     (output,) = _raw_list.decode(fields[1])
@@ -212,15 +213,18 @@ def rename_output(frames: Frames, request_id: str) -> list[bytes]:
 
 
 def _buffers(value: object, frames: int) -> set[int]:
-    """Indices of the auxiliary buffers that a decoded output refers to: arrays are (dtype, shape, index)."""
+    """Return the indices of the auxiliary buffers that a decoded output refers to: arrays are (dtype,
+    shape, index)."""
     if isinstance(value, dict):
-        return set[int]().union(*(_buffers(each, frames) for each in value.values()))
+        return set[int]().union(*(_buffers(element, frames) for element in value.values()))
     if not isinstance(value, list | tuple):
         return set()
     if _is_array(value):
         index = value[2]
         return {index} if isinstance(index, int) and 0 < index < frames else set()
-    return set[int]().union(*(_buffers(each, frames) for each in value if isinstance(each, list | dict)))
+    return set[int]().union(
+        *(_buffers(element, frames) for element in value if isinstance(element, list | dict))
+    )
 
 
 def _is_array(value: Sequence[object]) -> bool:

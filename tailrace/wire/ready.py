@@ -1,7 +1,7 @@
 """Start and end of an engine core, as its API server sees them.
 
-An API server that is given its sockets' addresses by a launcher does no handshake: each engine core connects
-a DEALER, whose identity is its index as two little-endian bytes, to the API server's ROUTER, and sends one
+An API server that gets its sockets' addresses from a launcher does no handshake. Each engine core connects a
+DEALER, whose identity is its index as two little-endian bytes, to the API server's ROUTER, and sends one
 ReadyResponse; then it connects a PUSH to the API server's PULL and sends outputs.
 """
 
@@ -50,7 +50,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def read_ready(payload: bytes) -> ReadyResponse:
-    """Decode a ready response. Raises msgspec.DecodeError."""
+    """Decode a ready response. Raise msgspec.DecodeError."""
     return _decoder.decode(payload)
 
 
@@ -60,10 +60,10 @@ def write_ready(response: ReadyResponse) -> bytes:
 
 
 def engine_identity(index: int) -> bytes:
-    """ZMQ identity of an engine core's DEALER socket."""
+    """Return the ZMQ identity of an engine core's DEALER socket."""
     return index.to_bytes(2, "little")
 
 
 def is_dead(frames: Frames) -> bool:
-    """Whether this message of an engine core is its last."""
+    """Return whether this message of an engine core is its last."""
     return len(frames) == 1 and frames[0] == ENGINE_CORE_DEAD

@@ -14,7 +14,7 @@ Frames = Sequence[bytes]
 
 
 def head_frame(frames: Frames) -> bytes:
-    """Frame 0. Raises msgspec.DecodeError when there is none."""
+    """Return frame 0. Raise msgspec.DecodeError if there is none."""
     if not frames:
         raise msgspec.DecodeError("the message has no frames")
     return frames[0]
@@ -62,7 +62,7 @@ class SamplingParams(
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, gc=False):
-    """A request in full, but for the tensors of multi-modal inputs and embeddings."""
+    """A complete request, except for the tensors of multi-modal inputs and embeddings."""
 
     request_id: str
     prompt_token_ids: list[int] | None
@@ -115,7 +115,7 @@ class _Head(msgspec.Struct, array_like=True, gc=False):
 
 
 class RequestHead(msgspec.Struct, frozen=True, gc=False):
-    """What a front end needs of each request. Lengths in tokens."""
+    """What a front end needs to know of each request. Lengths in tokens."""
 
     request_id: str
     # 0 when the prompt is given as embeddings.
@@ -152,7 +152,7 @@ _aborts = msgspec.msgpack.Decoder(list[str])
 def read_request(frames: Frames) -> RequestHead:
     """Read the head of an ADD's data frames; the prompt is counted, not decoded.
 
-    Raises msgspec.DecodeError (msgspec.ValidationError among them) when it is no request.
+    Raise msgspec.DecodeError (msgspec.ValidationError among them) if it is not a request.
     """
     head = _heads.decode(head_frame(frames))
     sampling = head.sampling_params
@@ -176,17 +176,17 @@ def read_request(frames: Frames) -> RequestHead:
 
 
 def read_full_request(frames: Frames) -> EngineCoreRequest:
-    """Decode an ADD's data frames. Raises msgspec.DecodeError when it is no request."""
+    """Decode an ADD's data frames. Raise msgspec.DecodeError if it is not a request."""
     return _requests.decode(head_frame(frames))
 
 
 def read_abort(frames: Frames) -> list[str]:
-    """The request ids of an ABORT's data frames. Raises msgspec.DecodeError."""
+    """Return the request ids of an ABORT's data frames. Raise msgspec.DecodeError."""
     return _aborts.decode(head_frame(frames))
 
 
 def _read_extras(extra_args: msgspec.Raw) -> tuple[float | None, str]:
-    """Return the pace in milliseconds a token, None if not given, and what is wrong with Tailrace's
+    """Return the pace in milliseconds per token (None: not set), and what is wrong with Tailrace's
     arguments."""
     if len(memoryview(extra_args)) < 2:
         return None, ""
@@ -214,7 +214,7 @@ def _read_extras(extra_args: msgspec.Raw) -> tuple[float | None, str]:
 
 
 def _array_length(head: bytes) -> int:
-    """Length that a msgpack array's first bytes state; 0 for nil.
+    """Return the length that a msgpack array's first bytes state; 0 for nil.
 
     Format: https://github.com/msgpack/msgpack/blob/master/spec.md#array-format-family
     """
@@ -231,7 +231,7 @@ def _array_length(head: bytes) -> int:
 
 
 class UtilityCall(msgspec.Struct, array_like=True, gc=False):
-    """One call; call_id is any unsigned 64-bit number of the caller's."""
+    """One call. `call_id` is an unsigned 64-bit number that the caller chooses."""
 
     client_index: int
     call_id: int
@@ -245,18 +245,18 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def read_utility(frames: Frames) -> UtilityCall:
-    """Decode a UTILITY's data frames. Raises msgspec.DecodeError."""
+    """Decode a UTILITY's data frames. Raise msgspec.DecodeError."""
     return _calls.decode(head_frame(frames))
 
 
 def utility_result(call_id: int, result: object) -> list[bytes]:
-    """The answer of a call that succeeded; `result` must be made of what msgpack knows."""
+    """Encode the reply to a call that succeeded; `result` must consist of types that msgpack has."""
     # vLLM's UtilityResult is (type information or nil, value).
     return _answer([call_id, None, [None, result]])
 
 
 def utility_failure(call_id: int, message: str) -> list[bytes]:
-    """The answer of a call that failed; the caller raises an exception with this message."""
+    """Encode the reply to a call that failed; the caller raises an exception with this message."""
     return _answer([call_id, message, None])
 
 

@@ -10,8 +10,10 @@ def one_line(error: Exception) -> str:
     messages of its checks."""
     if not isinstance(error, ValidationError):
         return " ".join(str(error).split())
-    found: dict[str, list[str]] = {}
-    for each in error.errors():
-        name = f"{each['loc'][0]} {each['input']!r}: " if each["loc"] else ""
-        found.setdefault(name, []).append(" ".join(each["msg"].removeprefix("Value error, ").split()))
-    return "; ".join(f"{name}{', or '.join(messages)}" for name, messages in found.items())
+    messages_by_field: dict[str, list[str]] = {}
+    for detail in error.errors():
+        name = f"{detail['loc'][0]} {detail['input']!r}: " if detail["loc"] else ""
+        messages_by_field.setdefault(name, []).append(
+            " ".join(detail["msg"].removeprefix("Value error, ").split())
+        )
+    return "; ".join(f"{name}{', or '.join(messages)}" for name, messages in messages_by_field.items())

@@ -16,7 +16,7 @@ import pytest
 from tailrace.address import parse_endpoints
 from tailrace.service.etcd import find_etcd, local_etcd
 from tailrace.store.client import EtcdClient, Member
-from tailrace.store.store import Held, Store, StoreUnavailable
+from tailrace.store.store import LeasedValue, Store, StoreUnavailable
 from tailrace.v1 import etcd_pb2
 from tests.ports import free_port
 from tests.store.etcd_proxy import LEASE_GRANT, TXN, EtcdProxy, etcd_proxy
@@ -106,7 +106,7 @@ async def test_a_leased_value_with_a_lost_reply_is_owned(etcd: str, cluster: str
         prefer(store, proxy.endpoint)
         proxy.lost.append(TXN)
         assert await store.create_leased("leader/x", b"1", lease)
-        assert await store.get_leased("leader/x") == Held(b"1", lease)
+        assert await store.get_leased("leader/x") == LeasedValue(b"1", lease)
         assert await store.create_leased("leader/x", b"1", lease), "creating it again succeeds"
         other = await store.grant_lease(60)
         assert not await store.create_leased("leader/x", b"1", other)
