@@ -1,4 +1,5 @@
-"""How lengths are distributed of which some are only known to be larger, and how far quantiles hold."""
+"""The distribution of lengths of which some are censored (known only to be larger), and the calibration of
+quantiles."""
 
 from __future__ import annotations
 
@@ -15,35 +16,34 @@ Values = NDArray[np.float64]
 
 
 class KaplanMeier:
-    """The Kaplan-Meier estimate: how values are distributed of which some are only known to be larger.
-
-    Each is exact (`ended`) or a lower bound.
-    """
+    """The Kaplan-Meier estimate of a distribution from exact values (`ended`) and censored ones (lower
+    bounds)."""
 
     def __init__(self, values: Values, ended: NDArray[np.bool_]) -> None:
-        """Raises ValueError for no exact value."""
+        """Raise ValueError if no value is exact."""
         if not ended.any():
-            raise ValueError("no exact value among them")
+            raise ValueError("there is no exact value")
         self._at = np.unique(values[ended])
         ordered = np.sort(values)
-        # Those not smaller: a lower bound that equals an exact value is taken to be longer.
+        # All values not below it: a lower bound that equals an exact value is assumed to be larger.
         at_risk = len(values) - ordered.searchsorted(self._at, "left")
         ends = np.sort(values[ended])
         deaths = ends.searchsorted(self._at, "right") - ends.searchsorted(self._at, "left")
         self._survival = np.cumprod(1.0 - deaths / at_risk)
 
     def share_within(self, value: float) -> float:
-        """The share of values that are no larger."""
-        found = int(self._at.searchsorted(value, "right"))
-        return float(1.0 - self._survival[found - 1]) if found else 0.0
+        """Return the share of values that are at most `value`."""
+        rank = int(self._at.searchsorted(value, "right"))
+        return float(1.0 - self._survival[rank - 1]) if rank else 0.0
 
-    def median_after(self, given: Values) -> Values:
-        """Of the values above each of `given`, the median; the largest exact one where that is not known."""
-        found = self._at.searchsorted(given, "right")
-        left = np.concatenate(([1.0], self._survival))[found]
-        # Survival falls: search in its mirror image.
-        at = (-self._survival).searchsorted(-0.5 * left, "left")
-        medians: Values = np.maximum(self._at[np.minimum(at, len(self._at) - 1)], given)
+    def median_after(self, thresholds: Values) -> Values:
+        """Return, for each of `thresholds`, the median of the values above it; the largest exact value if
+        it is unknown."""
+        rank = self._at.searchsorted(thresholds, "right")
+        surviving = np.concatenate(([1.0], self._survival))[rank]
+        # Survival decreases: search its negation, which increases.
+        at = (-self._survival).searchsorted(-0.5 * surviving, "left")
+        medians: Values = np.maximum(self._at[np.minimum(at, len(self._at) - 1)], thresholds)
         return medians
 
 
@@ -53,15 +53,20 @@ LEVELS: Final = (0.1, 0.25, 0.5, 0.75, 0.9)
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """How many of the samples had no more to come than the quantile `level` said: `level` of them, if the
-    quantiles are right."""
+    """The share of samples whose remaining length was within the predicted quantile `level`.
+
+    If the quantiles are calibrated, `share` equals `level`.
+    """
 
     level: float
     share: float
 
 
 def coverage(predictor: Predictor, samples: Samples) -> list[Coverage]:
-    """By the rank of each sample in what was predicted for it; that of one that was cut off is known to be
-    above the rank of what came. Raises ValueError when all were cut off."""
+    """Return the coverage of each of LEVELS, from the rank of each sample in its predicted distribution.
+
+    A truncated sample's rank is known to be above that of the tokens that it generated. Raise ValueError if
+    all samples were truncated.
+    """
     ranks = KaplanMeier(predictor.share_within(samples.hidden, samples.remaining), samples.ended)
     return [Coverage(level, ranks.share_within(level)) for level in LEVELS]

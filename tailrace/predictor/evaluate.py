@@ -1,7 +1,9 @@
-"""How good a predictor is, against two that see less, how far its quantiles hold, and what asking it costs.
+"""Evaluate a predictor: its errors against two simpler ones, the calibration of its quantiles, and the cost
+of a call.
 
-Requests that were cut off are among those that are tested. Of them it is known what the error is at least: by
-how much the prediction is shorter than what came. So mean errors are lower bounds wherever some were cut off.
+Truncated requests are among those tested. Of them only a lower bound of the error is known: by how much the
+prediction is below the tokens generated. Mean errors are therefore lower bounds wherever some requests were
+truncated.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ Values = NDArray[np.float64]
 class ErrorRow:
     """Mean absolute errors, in tokens, of samples with `generated_from` <= generated < `generated_to`.
 
-    Of `cut_off` of the requests only the least error is known, and the least that was to come.
+    `cut_off` of the requests were truncated: their errors and remaining lengths are lower bounds.
     """
 
     generated_from: int
@@ -53,7 +55,7 @@ class ErrorRow:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one call for a batch of `batch` states, against the steps of the engine between two calls."""
+    """The time of one call for `batch` states, and that of the engine's steps between two calls."""
 
     batch: int
     call_s: float
@@ -62,16 +64,16 @@ class Cost:
 
     @property
     def share(self) -> float:
-        """Of step time."""
+        """Return the cost of a call as a share of the step time."""
         return self.call_s / (self.interval_steps * self.step_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Errors on requests that training has not seen.
+    """Errors on requests that were not used in training.
 
-    `same_requests` holds, row by row, only the samples of the longest quarter of the test requests, so that
-    rows differ in what has been generated and not in the requests; the paper's Figure 7 does the same.
+    `same_requests` has only samples of the longest quarter of the test requests, so that its rows differ in
+    the tokens generated and not in the requests; the paper's Figure 7 does the same.
     """
 
     test_requests: int
@@ -85,11 +87,11 @@ class Evaluation:
 
 
 def evaluate(predictor: Predictor, split: Split) -> Evaluation:
-    """Test on the split's test part; the two others are trained on its training part.
+    """Evaluate on the split's test part, against two baselines that are fitted to its training part.
 
-    lengths_alone: nothing is known of a request but how much it has made; the median of those training
-    requests that were longer. prompt_only: a network like the predictor's sees the state of the last prompt
-    token, once, and says the median of such requests that are longer than what has been made.
+    lengths_alone knows only how many tokens a request has generated, and predicts the median of the training
+    requests that were longer. prompt_only is a network like the predictor's that gets only the state of the
+    last prompt token, and predicts the median of such requests, given the tokens generated so far.
     """
     test = split.test
     predictions = {
@@ -113,7 +115,7 @@ def evaluate(predictor: Predictor, split: Split) -> Evaluation:
 
 
 def _lengths_alone(split: Split) -> Values:
-    """Predicted remaining lengths of the test samples, from how long the training requests were."""
+    """Predict the remaining lengths of the test samples from the lengths of the training requests."""
     first = split.training.first()
     known = KaplanMeier(first.remaining.astype(np.float64), first.ended)
     generated = split.test.generated.astype(np.float64)
@@ -121,10 +123,10 @@ def _lengths_alone(split: Split) -> Values:
 
 
 def _prompt_only(predictor: Predictor, split: Split) -> Values:
-    """Predicted remaining lengths of the test samples, from the prompt and how much has been made."""
+    """Predict the remaining lengths of the test samples from the prompt and the tokens generated so far."""
     prompts = split.training.first()
-    # A sample a request is few: smaller batches, and as many steps as the predictor may take. What comes out
-    # then depends on the first weights and the widths, so the best of several on the validation requests.
+    # One sample per request is few: use smaller batches, and as many steps as the predictor may take. The
+    # result then depends on initial weights and widths, so take the best of several by validation loss.
     longer = max(1, round(len(split.training) / len(prompts) * _PROMPT_BATCH / TrainingOptions().batch))
     base = TrainingOptions(batch=_PROMPT_BATCH)
     base = replace(base, epochs=base.epochs * longer, patience=base.patience * longer)
@@ -142,12 +144,12 @@ def _prompt_only(predictor: Predictor, split: Split) -> Values:
     rows = torch.tensor([row_of[request] for request in test.request.tolist()])
     with torch.inference_mode():
         hazards = network(torch.from_numpy(first.hidden))[rows]
-        made = torch.from_numpy(test.generated).float()
-        return np.asarray(quantile(hazards, network.edges, POINT, made).numpy(), dtype=np.float64)
+        generated = torch.from_numpy(test.generated).float()
+        return np.asarray(quantile(hazards, network.edges, POINT, generated).numpy(), dtype=np.float64)
 
 
 def _silent(_: Epoch) -> None:
-    """Nobody listens."""
+    """Ignore the progress of training."""
 
 
 def _rows(samples: Samples, predictions: dict[str, Values], among: NDArray[np.bool_]) -> list[ErrorRow]:
@@ -180,7 +182,7 @@ def _row(
 
 
 def _cost(predictor: Predictor, samples: Samples) -> Cost:
-    """The median call, in this process, on the device where the weights are."""
+    """Measure the median call in this process, on the device of the predictor's weights."""
     batch = max(1, round(samples.origin.batch))
     states = torch.from_numpy(np.resize(samples.hidden, (batch, samples.hidden_size)))
     seconds = []

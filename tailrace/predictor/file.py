@@ -25,11 +25,11 @@ loss that the paper trains with is least."""
 
 
 class PredictorFileError(ValueError):
-    """The file holds no predictor; the message names the file and the field."""
+    """The file does not contain a valid predictor; the message names the file and the field."""
 
 
 class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a predictor is for."""
+    """What a predictor was trained for."""
 
     format: str
     # Of the samples: the model as it was named when they were collected.
@@ -44,25 +44,25 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Predictor:
-    """A network with its weights, ready to be asked."""
+    """A trained network, ready for use."""
 
     description: Description
     network: HazardMlp
 
     def remaining(self, hidden: NDArray[np.float32], level: float = POINT) -> NDArray[np.float32]:
-        """The quantile `level` of the tokens still to come, at least 0, for states (n, d).
+        """Return the quantile `level` of the remaining tokens, at least 0, for states (n, d).
 
-        No more than the longest remaining length that training has seen.
+        It is at most the longest remaining length in the training samples.
         """
         return np.asarray(self.remaining_on_device(torch.from_numpy(hidden), level).numpy())
 
     def remaining_on_device(self, hidden: torch.Tensor, level: float = POINT) -> torch.Tensor:
-        """The same for a tensor where the network's weights are."""
+        """Return the same for a tensor on the device of the network's weights."""
         with torch.inference_mode():
             return quantile(self.network(hidden.float()), self.network.edges, level)
 
     def share_within(self, hidden: NDArray[np.float32], tokens: NDArray[np.int32]) -> NDArray[np.float64]:
-        """The probability that no more than `tokens` (n,) are still to come."""
+        """Return the probability that at most `tokens` (n,) remain."""
         with torch.inference_mode():
             hazards = self.network(torch.from_numpy(hidden))
             total = cumulative(hazards, self.network.edges, torch.from_numpy(tokens).float())
@@ -70,7 +70,7 @@ class Predictor:
 
 
 def save_predictor(predictor: Predictor, path: Path) -> None:
-    """Raises OSError."""
+    """Write a predictor to a safetensors file. Raise OSError."""
     state = {
         name: value.detach().cpu().contiguous() for name, value in predictor.network.state_dict().items()
     }
@@ -78,7 +78,7 @@ def save_predictor(predictor: Predictor, path: Path) -> None:
 
 
 def load_predictor(path: Path, device: str = "cpu") -> Predictor:
-    """Raises PredictorFileError."""
+    """Load a predictor onto a device. Raise PredictorFileError."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -97,17 +97,19 @@ def load_predictor(path: Path, device: str = "cpu") -> Predictor:
     if min(description.hidden_size, *description.widths, description.bins) < 1:
         raise PredictorFileError(f"{path}: description: hidden_size, widths and bins must be positive")
     network = HazardMlp(description.hidden_size, description.widths, description.bins)
-    for name, own in network.state_dict().items():
-        if name not in state or state[name].shape != own.shape:
-            found = tuple(state[name].shape) if name in state else "nothing"
-            raise PredictorFileError(f"{path}: {name}: shape {tuple(own.shape)} expected, found {found}")
+    for name, parameter in network.state_dict().items():
+        if name not in state or state[name].shape != parameter.shape:
+            shape = tuple(state[name].shape) if name in state else "nothing"
+            raise PredictorFileError(
+                f"{path}: {name}: shape {tuple(parameter.shape)} expected, found {shape}"
+            )
         if not torch.isfinite(state[name]).all():
-            raise PredictorFileError(f"{path}: {name}: not a number in it")
+            raise PredictorFileError(f"{path}: {name}: contains a value that is not a finite number")
     unknown = sorted(state.keys() - network.state_dict().keys())
     if unknown:
         raise PredictorFileError(f"{path}: {unknown[0]}: unknown")
     edges = state["edges"]
     if edges[0] != 0.0 or not (edges[1:] > edges[:-1]).all():
-        raise PredictorFileError(f"{path}: edges: numbers that rise from 0 expected")
+        raise PredictorFileError(f"{path}: edges: must increase from 0")
     network.load_state_dict(state)
     return Predictor(description, network.requires_grad_(False).eval().to(device))

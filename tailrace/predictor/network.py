@@ -1,4 +1,5 @@
-"""The predictor's network: ARES, section 4.2, Eq. (2), a 4-layer MLP with ReLU, which gives hazards."""
+"""The predictor's network: the 4-layer MLP with ReLU of ARES, section 4.2, Eq. (2), with hazards as
+outputs."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ PAPER_WIDTHS: Final = (2048, 512, 64)
 
 
 def widths_for(hidden_size: int) -> tuple[int, int, int]:
-    """The paper's widths in proportion to the hidden size, as multiples of 32 and never below 64."""
+    """Return the paper's widths in proportion to the hidden size, as multiples of 32, at least 64."""
     first, second, third = (
         min(width, max(64, round(width * hidden_size / 3584 / 32) * 32)) for width in PAPER_WIDTHS
     )
@@ -22,10 +23,10 @@ def widths_for(hidden_size: int) -> tuple[int, int, int]:
 
 
 class HazardMlp(nn.Module):  # type: ignore[misc]
-    """States (n, d) to the hazard per token of each bin (n, bins); see `hazards`.
+    """Map states (n, d) to the hazard per token of each bin, (n, bins); see `hazards`.
 
-    Beyond the paper's equation: biases, inputs that are standardised by the training samples' mean and
-    deviation, and one output a bin where the paper has the length.
+    Beyond the paper's equation, it has biases, inputs standardized by the training samples' mean and
+    deviation, and one output per bin where the paper predicts the length.
     """
 
     def __init__(self, hidden_size: int, widths: tuple[int, int, int], bins: int = BINS) -> None:
@@ -37,7 +38,8 @@ class HazardMlp(nn.Module):  # type: ignore[misc]
         self.layers = nn.ModuleList(nn.Linear(sizes[i], sizes[i + 1]) for i in range(4))
 
     def fit_inputs(self, hidden: torch.Tensor, remaining: torch.Tensor, ended: torch.Tensor) -> None:
-        """Set what standardises inputs, and the bins; start from one hazard for all, that of the samples."""
+        """Fit input standardization and bins to the samples, and start from their mean hazard in every
+        bin."""
         self.mean.copy_(hidden.mean(0))
         self.deviation.copy_(hidden.std(0, correction=0).clamp_min(1e-6))
         self.edges.copy_(edges_for(float(remaining.max()), len(self.edges) - 1))
@@ -48,7 +50,7 @@ class HazardMlp(nn.Module):  # type: ignore[misc]
             self.layers[-1].bias.copy_(in_bin + (-(-in_bin).expm1()).log())
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hazards per token."""
+        """Return the hazards per token, (n, bins)."""
         x = (hidden - self.mean) / self.deviation
         for layer in self.layers[:-1]:
             x = torch.relu(layer(x))

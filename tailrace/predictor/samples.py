@@ -1,4 +1,4 @@
-"""What a predictor is trained on: hidden states with the number of tokens that were still to come."""
+"""Training samples of a predictor: hidden states, each with the number of tokens that followed."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ FORMAT: Final = "tailrace-length-samples-2"
 
 
 class SamplesError(ValueError):
-    """The file holds no samples; the message names the file and the field."""
+    """The file does not contain valid samples; the message names the file and the field."""
 
 
 class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How samples were made."""
+    """How samples were collected."""
 
     format: str
     model: str
     # Output tokens of a request between two of its samples.
     interval: int
-    # Of the engine's steps while they were made, without those that only began a prompt: mean duration and
-    # mean number of requests.
+    # Mean duration in seconds and mean batch size of the engine's steps during collection, without steps
+    # that only began a prompt.
     step_s: float
     batch: float
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Sample i: the state `hidden[i]` of request `request[i]` with `generated[i]` output tokens so far and
-    `remaining[i]` to come. Shapes (n, d) and (n,). State 0 of a request is that of its last prompt token.
+    """Sample i: the state `hidden[i]` of request `request[i]` with `generated[i]` output tokens and
+    `remaining[i]` to come.
 
-    Where `ended[i]` is false the request was cut off, by max_tokens or the model's longest context:
-    `remaining[i]` tokens did come, and more would have.
+    Shapes (n, d) and (n,). State 0 of a request is that of its last prompt token. If `ended[i]` is false, the
+    request was truncated by max_tokens or the model's longest context: `remaining[i]` tokens followed, and
+    more would have.
     """
 
     origin: Origin
@@ -52,27 +53,27 @@ class Samples:
 
     @property
     def hidden_size(self) -> int:
-        """Width of a state."""
+        """Return the width of a state."""
         return int(self.hidden.shape[1])
 
-    def of(self, chosen: NDArray[np.bool_]) -> Samples:
-        """The chosen ones, in order."""
+    def select(self, mask: NDArray[np.bool_]) -> Samples:
+        """Return the samples for which `mask` is set, in order."""
         return Samples(
             self.origin,
-            self.hidden[chosen],
-            self.request[chosen],
-            self.generated[chosen],
-            self.remaining[chosen],
-            self.ended[chosen],
+            self.hidden[mask],
+            self.request[mask],
+            self.generated[mask],
+            self.remaining[mask],
+            self.ended[mask],
         )
 
     def first(self) -> Samples:
-        """What is known of each request when nothing has been generated."""
-        return self.of(self.generated == 0)
+        """Return the sample of each request before its first output token."""
+        return self.select(self.generated == 0)
 
 
 def write_samples(samples: Samples, path: Path) -> None:
-    """Write a safetensors file. Raises OSError."""
+    """Write samples to a safetensors file. Raise OSError."""
     from safetensors.numpy import save_file
 
     save_file(
@@ -89,7 +90,7 @@ def write_samples(samples: Samples, path: Path) -> None:
 
 
 def read_samples(path: Path) -> Samples:
-    """Read what write_samples wrote. Raises SamplesError."""
+    """Read a file written by write_samples. Raise SamplesError."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -103,12 +104,12 @@ def read_samples(path: Path) -> Samples:
     columns = {name: _column(path, tensors, name) for name in names}
     hidden = tensors.get("hidden")
     if hidden is None or hidden.ndim != 2 or not np.issubdtype(hidden.dtype, np.floating):
-        raise SamplesError(f"{path}: hidden: rows of numbers expected")
+        raise SamplesError(f"{path}: hidden: must be a matrix of floating-point numbers")
     for name, values in columns.items():
         if len(values) != len(hidden):
             raise SamplesError(f"{path}: {name}: {len(values)} values for {len(hidden)} rows of hidden")
     if not np.isfinite(hidden).all():
-        raise SamplesError(f"{path}: hidden: not a number in it")
+        raise SamplesError(f"{path}: hidden: contains a value that is not a finite number")
     ended = columns.pop("ended").astype(np.bool_)
     return Samples(origin, hidden.astype(np.float32), **columns, ended=ended)
 
@@ -129,9 +130,9 @@ def _origin(path: Path, metadata: Mapping[str, str]) -> Origin:
 def _column(path: Path, tensors: Mapping[str, NDArray[np.generic]], name: str) -> NDArray[np.int32]:
     values = tensors.get(name)
     if values is None or values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
-        raise SamplesError(f"{path}: {name}: a list of whole numbers expected")
+        raise SamplesError(f"{path}: {name}: must be a vector of integers")
     if values.size and int(np.min(values.astype(np.int64))) < 0:
-        raise SamplesError(f"{path}: {name}: a negative number in it")
+        raise SamplesError(f"{path}: {name}: contains a negative number")
     return values.astype(np.int32)
 
 
@@ -141,7 +142,7 @@ VALIDATION: Final = 0.15
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The three parts; no request is in two of them."""
+    """Three disjoint sets of requests."""
 
     training: Samples
     validation: Samples
@@ -149,10 +150,10 @@ class Split:
 
 
 def split_by_request(samples: Samples, seed: int) -> Split:
-    """Split by a shuffle that only the seed decides (ARES, section 4.4: 70%, 15%, 15%).
+    """Split the requests at random, determined by the seed (ARES, section 4.4: 70%, 15%, 15%).
 
-    States of one request resemble each other: one whose samples were on both sides would be recognised rather
-    than predicted. Raises ValueError for fewer than 10 requests.
+    States of one request resemble each other: a request with samples in two parts would be recognized, not
+    predicted. Raise ValueError for fewer than 10 requests.
     """
     requests = np.unique(samples.request)
     if len(requests) < 10:
@@ -160,7 +161,7 @@ def split_by_request(samples: Samples, seed: int) -> Split:
     shuffled = np.random.default_rng(seed).permutation(requests)
     first, second = int(len(requests) * TRAINING), int(len(requests) * (TRAINING + VALIDATION))
     parts = (
-        samples.of(np.isin(samples.request, chosen))
+        samples.select(np.isin(samples.request, chosen))
         for chosen in (shuffled[:first], shuffled[first:second], shuffled[second:])
     )
     return Split(*parts)

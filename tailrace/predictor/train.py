@@ -1,8 +1,9 @@
-"""Training as in ARES, section 4.4: AdamW, early stopping by the validation loss; the loss is another.
+"""Train a predictor as in ARES, section 4.4: AdamW, and early stopping by the validation loss, but with
+another loss.
 
-The paper minimises the L1 loss in tokens, whose minimum is the median. With requests that were cut off it is
-not known, and without them it is the median of the shorter ones. Here the loss is the negative logarithm of
-the likelihood of what is known (`hazards`), and the prediction the median of the distribution that it gives.
+The paper minimizes the L1 loss in tokens, whose minimum is the median. The lengths of truncated requests are
+unknown, and without them it would be the median of the shorter requests. Here the loss is the negative
+log-likelihood of what is known (`hazards`), and the prediction is the median of the resulting distribution.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tailrace.predictor.samples import Samples, split_by_request
 
 @dataclass(frozen=True, slots=True)
 class TrainingOptions:
-    """The paper's choices; rate and batch size are inside the ranges that it searches."""
+    """The paper's choices; learning rate and batch size are within the ranges that it searches."""
 
     epochs: int = 100
     patience: int = 10
@@ -34,18 +35,18 @@ class TrainingOptions:
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """Mean negative log-likelihoods after one pass over the training samples."""
+    """The losses (mean negative log-likelihoods) after one pass over the training samples."""
 
     number: int
     training_loss: float
     validation_loss: float
-    # Mean absolute error of the median in tokens. Of a sample that was cut off, what it is at least.
+    # Mean absolute error of the median, in tokens; a lower bound for truncated requests.
     validation_mae: float
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """The predictor of the best epoch, and how it went."""
+    """The predictor of the best epoch, and the losses of all epochs."""
 
     predictor: Predictor
     epochs: list[Epoch]
@@ -53,7 +54,7 @@ class Trained:
 
 
 def train(samples: Samples, options: TrainingOptions, report: Callable[[Epoch], None]) -> Trained:
-    """Split by request and train; `report` hears of each epoch. Raises ValueError for too few requests."""
+    """Split by request and train; call `report` after each epoch. Raise ValueError for too few requests."""
     parts = split_by_request(samples, options.seed)
     return train_on(parts.training, parts.validation, options, report)
 
@@ -61,20 +62,21 @@ def train(samples: Samples, options: TrainingOptions, report: Callable[[Epoch], 
 def train_on(
     training: Samples, validation: Samples, options: TrainingOptions, report: Callable[[Epoch], None]
 ) -> Trained:
-    """Train on one part, stop by the other. The result depends on the arguments alone."""
+    """Train on one part and stop early by the other. The result depends only on the arguments.
+
+    Raise ValueError if no training request ended by itself, or `options.epochs` is below 1.
+    """
     draw = torch.Generator().manual_seed(options.seed)
     widths = options.widths or widths_for(training.hidden_size)
     network = _seeded_network(training.hidden_size, widths, options.seed)
     if not training.ended.any():
-        raise ValueError(
-            "no request of the training part ended by itself: raise --max-tokens and collect again"
-        )
+        raise ValueError("all training requests were truncated: raise --max-tokens and collect samples again")
     hidden, remaining, ended = _tensors(training)
-    seen, truth, exact = _tensors(validation)
+    validation_hidden, truth, exact = _tensors(validation)
     network.fit_inputs(hidden, remaining, ended)
     optimizer = torch.optim.AdamW(network.parameters(), lr=options.rate)
     epochs: list[Epoch] = []
-    best, kept = None, network.state_dict()
+    best, best_weights = None, network.state_dict()
     for number in range(1, options.epochs + 1):
         total = 0.0
         for rows in torch.randperm(len(hidden), generator=draw).split(options.batch):
@@ -85,18 +87,18 @@ def train_on(
             optimizer.step()
             total += loss.item() * len(rows)
         with torch.inference_mode():
-            hazards = network(seen)
+            hazards = network(validation_hidden)
             loss = negative_log_likelihood(hazards, network.edges, truth, exact).mean()
             error = least_error(quantile(hazards, network.edges, POINT), truth, exact).mean()
         epochs.append(Epoch(number, total / len(hidden), loss.item(), error.item()))
         report(epochs[-1])
         if best is None or epochs[-1].validation_loss < best.validation_loss:
-            best, kept = epochs[-1], copy.deepcopy(network.state_dict())
+            best, best_weights = epochs[-1], copy.deepcopy(network.state_dict())
         elif number - best.number >= options.patience:
             break
     if best is None:
         raise ValueError("epochs must be 1 or more")
-    network.load_state_dict(kept)
+    network.load_state_dict(best_weights)
     description = Description(
         FORMAT, training.origin.model, training.hidden_size, widths, options.seed, len(network.edges) - 1
     )
@@ -104,7 +106,7 @@ def train_on(
 
 
 def least_error(predicted: torch.Tensor, known: torch.Tensor, ended: torch.Tensor) -> torch.Tensor:
-    """Absolute error of each prediction; for one that was cut off, how much the prediction is too short."""
+    """Return the absolute error of each prediction; for truncated requests, its lower bound."""
     short = known - predicted
     return torch.where(ended, short.abs(), short.clamp_min(0.0))
 

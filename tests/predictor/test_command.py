@@ -48,7 +48,7 @@ def test_cut_off_requests_are_collected(tmp_path: Path) -> None:
     assert document["requests"] == 12
     assert 0 < document["cut_off"] < 12
     samples_of = read_samples(out)
-    cut_off = samples_of.of(~samples_of.ended)
+    cut_off = samples_of.select(~samples_of.ended)
     assert (cut_off.generated + cut_off.remaining == 300).all()
     assert len(cut_off.first()) == document["cut_off"]
 

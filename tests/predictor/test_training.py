@@ -104,7 +104,7 @@ def test_cut_off_requests_do_not_bias_predictions(truth: Truth, censored: Traine
     """A third of the requests are cut off. Without them, the median would be a third too short."""
     share = 1.0 - truth.samples.first().ended.mean()
     assert 0.25 < share < 0.5
-    complete = truth.samples.of(truth.samples.ended)
+    complete = truth.samples.select(truth.samples.ended)
     dropped = train(complete, replace(OPTIONS, batch=128), lambda _: None)
     assert _bias(dropped, truth, 0.5) < -0.25
     assert abs(_bias(censored, truth, 0.5)) < 0.08
@@ -130,7 +130,7 @@ def test_errors_of_cut_off_requests_are_lower_bounds() -> None:
 
 
 def test_training_requires_a_finished_request(truth: Truth) -> None:
-    longer = truth.samples.of(~truth.samples.ended)
+    longer = truth.samples.select(~truth.samples.ended)
     with pytest.raises(ValueError, match="raise --max-tokens"):
         train(longer, OPTIONS, lambda _: None)
 
@@ -168,7 +168,7 @@ def _rewrite(predictor: Predictor, path: Path, changes: Mapping[str, object]) ->
         ({"mean": torch.zeros(3)}, r"mean: shape \(8,\) expected"),
         ({"layers.2.weight": torch.full((16, 32), float("nan"))}, r"layers\.2\.weight: not a number"),
         ({"layers.4.weight": torch.zeros(1)}, r"layers\.4\.weight: unknown"),
-        ({"edges": torch.ones(33)}, "edges: numbers that rise"),
+        ({"edges": torch.ones(33)}, "edges: must increase"),
         ({"format": "other"}, r"description\.format: 'other'"),
         ({"format": "tailrace-length-predictor-1"}, "train it again"),
         ({"hidden_size": "wide"}, r"description: .*hidden_size"),
