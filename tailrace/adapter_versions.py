@@ -55,8 +55,8 @@ def engine_name(name: str, path: str, version: str) -> str:
 
 
 def _files(folder: Path) -> list[Path]:
-    found = {file for pattern in (_CONFIG, *WEIGHT_FILES) for file in folder.glob(pattern)}
-    return sorted(found)
+    files = {file for pattern in (_CONFIG, *WEIGHT_FILES) for file in folder.glob(pattern)}
+    return sorted(files)
 
 
 def _file_signature(file: Path) -> tuple[str, int, int, int]:

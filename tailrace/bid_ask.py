@@ -203,10 +203,10 @@ class Sender:
 
         The request is ignored, and stays where it is, without receivers or if `OFFERS_MAX` are buffered.
         """
-        asked = sorted(set(receivers) - {self.name})
-        if not asked or request_id in self._offers or len(self._offers) >= OFFERS_MAX:
+        receiver_names = sorted(set(receivers) - {self.name})
+        if not receiver_names or request_id in self._offers or len(self._offers) >= OFFERS_MAX:
             return []
-        self._offers[request_id] = _Offer(tokens, asked, most_tokens)
+        self._offers[request_id] = _Offer(tokens, receiver_names, most_tokens)
         self._load += tokens
         self._unasked.append(request_id)
         return self._ask_next()
@@ -373,10 +373,10 @@ class Space:
     load: int
 
 
-def _fits(asked: Ask | Award, space: Space) -> bool:
-    if asked.tokens > space.free_tokens:
+def _fits(message: Ask | Award, space: Space) -> bool:
+    if message.tokens > space.free_tokens:
         return False
-    return asked.most_tokens is None or space.load + asked.tokens <= asked.most_tokens
+    return message.most_tokens is None or space.load + message.tokens <= message.most_tokens
 
 
 class Receiver:

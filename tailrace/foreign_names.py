@@ -43,23 +43,23 @@ def _missing_of(owner: str, text: str) -> Iterator[str]:
             raise
         yield module_name
         return
-    found: object = module
+    module_or_class: object = module
     if class_name:
-        found = getattr(module, class_name, None)
-        if found is None:
+        module_or_class = getattr(module, class_name, None)
+        if module_or_class is None:
             yield owner
             return
-    known = _names_of(found)
+    known = _names_of(module_or_class)
     between = "." if class_name else ":"
     for name, parameters in _NAME.findall(text):
-        if name not in known and not hasattr(found, name):
+        if name not in known and not hasattr(module_or_class, name):
             yield f"{owner}{between}{name}"
         elif parameters:
-            taken = _parameters(getattr(found, name))
+            accepted = _parameters(getattr(module_or_class, name))
             yield from (
-                f"{owner}{between}{name}({each})"
-                for each in re.findall(r"\w+", parameters)
-                if taken is not None and each not in taken
+                f"{owner}{between}{name}({parameter})"
+                for parameter in re.findall(r"\w+", parameters)
+                if accepted is not None and parameter not in accepted
             )
 
 
@@ -67,9 +67,9 @@ def _parameters(function: object) -> set[str] | None:
     """Return the names of the parameters; None if any are accepted."""
     assert callable(function)
     parameters = inspect.signature(function).parameters.values()
-    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return None
-    return {each.name for each in parameters}
+    return {parameter.name for parameter in parameters}
 
 
 def _names_of(owner: object) -> set[str]:
@@ -77,12 +77,12 @@ def _names_of(owner: object) -> set[str]:
     objects."""
     if isinstance(owner, ModuleType) or not inspect.isclass(owner):
         return set(dir(owner))
-    found = set(dir(owner))
+    names = set(dir(owner))
     for base in owner.__mro__:
-        found.update(vars(base).get("__annotations__", {}))
+        names.update(vars(base).get("__annotations__", {}))
         for member in vars(base).values():
-            found.update(_stored_by(member))
-    return found
+            names.update(_stored_by(member))
+    return names
 
 
 def _stored_by(member: object) -> Iterator[str]:

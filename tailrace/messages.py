@@ -112,24 +112,30 @@ def slo_message(slo: Slo) -> admin_pb2.Slo:
 
 def slo_of(message: admin_pb2.Slo) -> Slo:
     """Return the SLO of a message."""
-    given = given_objectives(message)
-    return Slo(given.get("ttft"), given.get("tpot"), given.get("qoe"), given.get("pace"), given.get("admit"))
+    objectives = given_objectives(message)
+    return Slo(
+        objectives.get("ttft"),
+        objectives.get("tpot"),
+        objectives.get("qoe"),
+        objectives.get("pace"),
+        objectives.get("admit"),
+    )
 
 
 def given_objectives(message: admin_pb2.Slo) -> dict[str, float]:
     """Return the objectives of a message, by the names of `tailrace.slo.OBJECTIVES`."""
-    given: dict[str, float] = {}
+    objectives: dict[str, float] = {}
     if message.HasField("ttft_s"):
-        given["ttft"] = message.ttft_s
+        objectives["ttft"] = message.ttft_s
     if message.HasField("tpot_s"):
-        given["tpot"] = message.tpot_s
+        objectives["tpot"] = message.tpot_s
     if message.HasField("qoe"):
-        given["qoe"] = message.qoe
+        objectives["qoe"] = message.qoe
     if message.HasField("pace_s"):
-        given["pace"] = message.pace_s
+        objectives["pace"] = message.pace_s
     if message.HasField("admit"):
-        given["admit"] = message.admit
-    return given
+        objectives["admit"] = message.admit
+    return objectives
 
 
 def profile_message(record: ProfileRecord) -> profile_pb2.MeasuredProfile:

@@ -130,11 +130,11 @@ def sampled_digest(file: Path) -> str:
 
 
 def _text(folder: Path) -> str:
-    found = [_config(folder / "config.json")]
-    found += [
+    parts = [_config(folder / "config.json")]
+    parts += [
         f"{name} {file_digest(folder / name)}" for name in _TOKENIZER_FILES if (folder / name).is_file()
     ]
-    return _digest(found)
+    return _digest(parts)
 
 
 def _config(file: Path) -> str:

@@ -24,8 +24,8 @@ def plugins(group: str) -> Mapping[str, EntryPoint]:
 def load_plugin(point: EntryPoint) -> object:
     """Return what an entry point names. Raise PluginError."""
     try:
-        found: object = point.load()
+        plugin: object = point.load()
     # A third-party package may fail in any way; the process must survive that.
     except Exception as error:
         raise PluginError(f"({point.value}) cannot be loaded: {type(error).__name__}: {error}") from error
-    return found
+    return plugin

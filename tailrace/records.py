@@ -167,19 +167,20 @@ PROFILES: Final = "profiles/"
 
 
 def encode_policy(record: PolicyRecord) -> bytes:
-    """A policy at its defaults is stored as its name alone, which every version reads."""
+    """Encode a policy record. A policy at its defaults is stored as its name alone, which every version
+    can read."""
     return msgspec.json.encode(record) if record.parameters else record.name.encode()
 
 
 def decode_policy(value: bytes) -> PolicyRecord | None:
-    """None: no policy is set. Raises msgspec.MsgspecError."""
+    """Decode a policy record; None: no policy is set. Raise msgspec.MsgspecError."""
     if value.startswith(b"{"):
         return msgspec.json.decode(value, type=PolicyRecord)
     return PolicyRecord(name=value.decode(errors="replace")) if value else None
 
 
 def encode_slo(slo: Slo) -> bytes:
-    """As JSON."""
+    """Encode the SLOs as JSON."""
     record = SloRecord(ttft_s=slo.ttft_s, tpot_s=slo.tpot_s, qoe=slo.qoe, pace_s=slo.pace_s, admit=slo.admit)
     return msgspec.json.encode(record)
 
@@ -191,7 +192,8 @@ def decode_slo(value: bytes) -> Slo:
 
 
 def profile_kind(engine: str, model: str, model_fingerprint: str, hardware: str, step_tokens: int) -> str:
-    """The name that equal instances have in common: words, and a digest of all that must be equal."""
+    """Return the name that instances of equal speed share: readable words, and a digest of everything that
+    must be equal."""
     facts = msgspec.json.encode([engine, model_fingerprint, hardware, step_tokens])
     words = (_word(engine), _word(model.rstrip("/").rpartition("/")[2]), _word(hardware)[:24].rstrip("-"))
     return "-".join([*filter(None, words), blake2b(facts, digest_size=4).hexdigest()])

@@ -64,7 +64,7 @@ class Slo:
             return False
         return self.qoe is None or answer.qoe >= self.qoe
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """Describe the objectives for a reader."""
         parts = []
         if self.ttft_s is not None:
@@ -131,13 +131,13 @@ OBJECTIVES: Final = (
 )
 
 
-def changed_slo(slo: Slo, given: Mapping[str, Value]) -> Slo:
+def changed_slo(slo: Slo, changes: Mapping[str, Value]) -> Slo:
     """Return the SLO with some objectives changed, by the names of OBJECTIVES; 0 removes one.
 
     Raise ParameterError for unknown names and invalid values.
     """
-    values = parse_parameters("slo", OBJECTIVES, given)
-    return replace(slo, **{FIELDS[name]: float(values[name]) or None for name in given})
+    values = parse_parameters("slo", OBJECTIVES, changes)
+    return replace(slo, **{FIELDS[name]: float(values[name]) or None for name in changes})
 
 
 def objectives(slo: Slo) -> dict[str, float | None]:
@@ -147,8 +147,8 @@ def objectives(slo: Slo) -> dict[str, float | None]:
 
 def assignments(slo: Slo) -> str:
     """Return the objectives as `tailrace set slo` takes them."""
-    asked = [f"{name}={value:g}" for name, value in objectives(slo).items() if value is not None]
-    return " ".join(asked) or "nothing asked for"
+    pairs = [f"{name}={value:g}" for name, value in objectives(slo).items() if value is not None]
+    return " ".join(pairs) or "nothing asked for"
 
 
 # Fields of Slo, and of its message, by the names of OBJECTIVES.

@@ -106,9 +106,9 @@ class CacheFollower:
         for tier in Tier:
             self.index.replace(instance_id, names.get(tier, ()), tier)
         followed.seq = seq
-        kept = list(followed.kept)
+        updates = list(followed.kept)
         followed.kept.clear()
-        for number, changes in kept:
+        for number, changes in updates:
             self.update(instance_id, incarnation, number, changes)
 
     def state(self, instance_id: str) -> CacheState | None:
@@ -117,11 +117,11 @@ class CacheFollower:
         if followed is None:
             return None
         held = tuple(Change(tier, sorted(self.index.names(instance_id, tier))) for tier in Tier)
-        kept = tuple(
+        updates = tuple(
             (seq, tuple(Change(c.tier, list(c.stored), list(c.removed)) for c in changes))
             for seq, changes in followed.kept
         )
-        return CacheState(followed.incarnation, followed.seq, kept, held)
+        return CacheState(followed.incarnation, followed.seq, updates, held)
 
     def restore(self, instance_id: str, state: CacheState) -> None:
         """Continue from a recorded state."""

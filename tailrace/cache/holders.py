@@ -99,24 +99,24 @@ class Holders:
     def holders(self, names: Sequence[int]) -> list[int]:
         """Return the set of holders of each name, up to the first name without a holder."""
         get = self._by_name.get
-        found: list[int] = []
+        sets: list[int] = []
         for name in names:
             holders = get(name)
             if holders is None:
                 break
-            found.append(holders)
-        return found
+            sets.append(holders)
+        return sets
 
     def union(self, other: Holders, names: Sequence[int]) -> list[int]:
         """Return the set of holders of each name in either tier, up to the first name without a holder."""
-        here, there = self._by_name.get, other._by_name.get
-        found: list[int] = []
+        get_own, get_other = self._by_name.get, other._by_name.get
+        sets: list[int] = []
         for name in names:
-            holders = here(name, 0) | there(name, 0)
+            holders = get_own(name, 0) | get_other(name, 0)
             if not holders:
                 break
-            found.append(holders)
-        return found
+            sets.append(holders)
+        return sets
 
     def _remove(self, bit: int, names: Iterable[int]) -> int:
         """Remove a slot's bit from names; return the number of names that had it."""
@@ -130,7 +130,7 @@ class Holders:
             if before == bit:
                 del by_name[name]
             else:
-                rest = before ^ bit
-                by_name[name] = shared.setdefault(rest, rest)
+                remaining = before ^ bit
+                by_name[name] = shared.setdefault(remaining, remaining)
             count += 1
         return count

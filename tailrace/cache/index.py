@@ -103,10 +103,10 @@ class CacheIndex:
         if not len(self._host):
             if not device:
                 return _NOTHING
-            found: dict[str, HeldBlocks] = {}
+            held: dict[str, HeldBlocks] = {}
             for holders, blocks in _runs(device):
-                found.update(dict.fromkeys(self._named(holders), HeldBlocks(blocks, blocks)))
-            return found
+                held.update(dict.fromkeys(self._named(holders), HeldBlocks(blocks, blocks)))
+            return held
         both = self._device.union(self._host, names)
         on_device = {name: blocks for holders, blocks in _runs(device) for name in self._named(holders)}
         return {

@@ -60,9 +60,9 @@ def short(block_hash: bytes) -> int:
 
 
 def block_names(
-    tokens: Sequence[int], naming: Naming, keys: Keys = NO_KEYS, most: int = BLOCKS_MAX
+    tokens: Sequence[int], naming: Naming, keys: Keys = NO_KEYS, limit: int = BLOCKS_MAX
 ) -> list[int]:
-    """Return the names of the first `most` full blocks of these tokens; none if the algorithm is unsupported.
+    """Return the names of the first `limit` full blocks of the tokens; none if the algorithm is unsupported.
 
     The block of the last token is excluded: it is always computed, even if all KV is cached.
     """
@@ -70,12 +70,12 @@ def block_names(
     if naming.algorithm != ALGORITHM or size < 1:
         return []
     hasher = BlockHasher(naming, keys)
-    before = hasher.first
+    parent_hash = hasher.first
     names: list[int] = []
-    for number in range(min((len(tokens) - 1) // size, most)):
+    for number in range(min((len(tokens) - 1) // size, limit)):
         begin = number * size
-        before = hasher.next_hash(before, tokens[begin : begin + size], begin)
-        names.append(short(before))
+        parent_hash = hasher.next_hash(parent_hash, tokens[begin : begin + size], begin)
+        names.append(short(parent_hash))
     return names
 
 
@@ -89,10 +89,10 @@ class BlockHasher:
         self.first = _hash(naming.seed)
         self._extra = _keys_of_blocks(keys, naming.block_tokens)
 
-    def next_hash(self, before: bytes, tokens: Sequence[int], begin: int) -> bytes:
+    def next_hash(self, parent_hash: bytes, tokens: Sequence[int], begin: int) -> bytes:
         """Return the hash of a full block from the hash of the block before it, its tokens, and the position
         of its first token."""
-        return _hash((before, tuple(tokens), self._extra(begin) if self._extra else None))
+        return _hash((parent_hash, tuple(tokens), self._extra(begin) if self._extra else None))
 
 
 def _hash(value: object) -> bytes:
@@ -106,16 +106,16 @@ def _keys_of_blocks(keys: Keys, size: int) -> Callable[[int], tuple[object, ...]
         return None
 
     def extra(begin: int) -> tuple[object, ...] | None:
-        found: list[object] = []
+        extra_keys: list[object] = []
         if keys.adapter is not None:
-            found.append(("lora", *keys.adapter))
-        found.extend(
+            extra_keys.append(("lora", *keys.adapter))
+        extra_keys.extend(
             ("mm", image.identifier, image.offset - begin)
             for image in keys.images
             if image.offset < begin + size and begin < image.offset + image.length
         )
         if begin == 0 and keys.salt:
-            found.append(("cache_salt", keys.salt))
-        return tuple(found) or None
+            extra_keys.append(("cache_salt", keys.salt))
+        return tuple(extra_keys) or None
 
     return extra

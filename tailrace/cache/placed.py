@@ -25,27 +25,27 @@ def merge_placed(
     """Return the leading blocks that each instance holds or is about to hold."""
     if not placed:
         return held
-    found = dict(held)
+    merged = dict(held)
     for name, coming in placed.items():
-        there = found.get(name)
-        if there is None or there.device < coming.device:
-            found[name] = HeldBlocks(coming.device, max(coming.total, 0 if there is None else there.total))
-    return found
+        known = merged.get(name)
+        if known is None or known.device < coming.device:
+            merged[name] = HeldBlocks(coming.device, max(coming.total, 0 if known is None else known.total))
+    return merged
 
 
 def cached_tokens(
-    held: Mapping[str, HeldBlocks], placed: Mapping[str, HeldBlocks], block_tokens: int, most: int
+    held: Mapping[str, HeldBlocks], placed: Mapping[str, HeldBlocks], block_tokens: int, limit: int
 ) -> Mapping[str, CachedTokens]:
-    """Return the same in tokens, at most `most`, with the reported part of each."""
-    found: dict[str, CachedTokens] = {}
+    """Return the same in tokens, at most `limit`, with the reported part of each."""
+    tokens: dict[str, CachedTokens] = {}
     for name, blocks in merge_placed(held, placed).items():
         reported = held.get(name)
-        found[name] = CachedTokens(
-            min(blocks.device * block_tokens, most),
-            min(blocks.total * block_tokens, most),
-            0 if reported is None else min(reported.total * block_tokens, most),
+        tokens[name] = CachedTokens(
+            min(blocks.device * block_tokens, limit),
+            min(blocks.total * block_tokens, limit),
+            0 if reported is None else min(reported.total * block_tokens, limit),
         )
-    return found
+    return tokens
 
 
 class PlacedPrefixes:
@@ -86,15 +86,15 @@ class PlacedPrefixes:
         _, instance_id, names = self._placed.popleft()
         self._names -= len(names)
         counts = self._counts[instance_id]
-        gone: list[int] = []
+        removed: list[int] = []
         for name in names:
-            left = counts[name] - 1
-            if left:
-                counts[name] = left
+            remaining = counts[name] - 1
+            if remaining:
+                counts[name] = remaining
             else:
                 del counts[name]
-                gone.append(name)
-        self.index.change(instance_id, (), gone)
+                removed.append(name)
+        self.index.change(instance_id, (), removed)
         if not counts:
             del self._counts[instance_id]
             self.index.forget(instance_id)

@@ -68,19 +68,19 @@ class RecentPrefixes:
         """Return the arrival of this request if it is remembered, else None."""
         return next((a for a in self._arrivals if a.request_id == request_id), None)
 
-    def shared(self, now_s: float, most: int) -> list[SharedPrefix]:
-        """Return at most `most` prefixes of at least two arrivals each, in descending order of weight."""
+    def shared(self, now_s: float, limit: int) -> list[SharedPrefix]:
+        """Return at most `limit` prefixes of at least two arrivals each, in descending order of weight."""
         self._forget(now_s)
         at_depth: dict[int, SharedPrefix] = {}
         for arrival in reversed(self._arrivals):
             names, depth = arrival.names, 1
             while depth <= len(names):
-                found = at_depth.get(names[depth - 1])
-                if found is None:
+                shared = at_depth.get(names[depth - 1])
+                if shared is None:
                     at_depth[names[depth - 1]] = SharedPrefix(names, arrival.block_tokens, [arrival])
                 else:
-                    found.names = found.names[: common_blocks(found.names, names, depth)]
-                    found.arrivals.append(arrival)
+                    shared.names = shared.names[: common_blocks(shared.names, names, depth)]
+                    shared.arrivals.append(arrival)
                 depth *= 2
         # A prefix found at several depths counts once.
         by_end: dict[int, SharedPrefix] = {}
@@ -88,22 +88,22 @@ class RecentPrefixes:
             known = by_end.get(prefix.names[-1])
             if len(prefix.arrivals) > 1 and (known is None or len(known.arrivals) < len(prefix.arrivals)):
                 by_end[prefix.names[-1]] = prefix
-        return sorted(by_end.values(), key=lambda p: (-p.weight, p.names[-1]))[:most]
+        return sorted(by_end.values(), key=lambda p: (-p.weight, p.names[-1]))[:limit]
 
     def _forget(self, now_s: float) -> None:
         while self._arrivals and now_s - self._arrivals[0].at_s > self.period_s:
             self._arrivals.popleft()
 
 
-def common_blocks(one: Sequence[int], other: Sequence[int], at_least: int = 0) -> int:
+def common_blocks(first: Sequence[int], second: Sequence[int], at_least: int = 0) -> int:
     """Return the number of leading blocks that two prompts have in common, by bisection.
 
     `at_least`: number of blocks that are known to be equal.
     """
-    low, high = at_least, min(len(one), len(other))
+    low, high = at_least, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
-        if one[middle - 1] == other[middle - 1]:
+        if first[middle - 1] == second[middle - 1]:
             low = middle
         else:
             high = middle - 1

@@ -82,7 +82,9 @@ class ActivePolicy:
             return
         policy = load(record.name, parameters=record.parameters, slo=slo)
         values = all_parameters(record.name, record.parameters)
-        log.info("policy %s -> %s; SLO: %s", _format_record(self.record), _format_record(record), slo.words())
+        log.info(
+            "policy %s -> %s; SLO: %s", _format_record(self.record), _format_record(record), slo.describe()
+        )
         if record != self.record:
             self._refused = None
         self.record, self.policy, self.values, self.slo = record, policy, values, slo

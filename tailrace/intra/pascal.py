@@ -67,10 +67,10 @@ class PascalQueue(IntraPolicy):
     def rank_holds(self, job: JobView) -> int:
         """Return the tokens until the quantum ends or the request is demoted."""
         queue, used = self._turn(job)
-        left = self.quantum_tokens - used % self.quantum_tokens
+        remaining = self.quantum_tokens - used % self.quantum_tokens
         if queue == HIGH and self.demotion_tokens is not None:
-            left = min(left, self.demotion_tokens + 1 - job.context_tokens)
-        return left
+            remaining = min(remaining, self.demotion_tokens + 1 - job.context_tokens)
+        return remaining
 
     def demoted(self, job: JobView) -> bool:
         """Return whether the request is reasoning beyond `demotion_tokens`; a long prompt alone does not

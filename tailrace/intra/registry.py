@@ -74,9 +74,9 @@ def _order_class(name: str) -> type[IntraPolicy]:
     if point is None:
         raise UnknownIntraError(f"unknown order {name!r}; known: {', '.join(intra_names())}")
     try:
-        found = load_plugin(point)
+        order = load_plugin(point)
     except PluginError as error:
         raise UnknownIntraError(f"order {name!r} {error}") from error
-    if not (isinstance(found, type) and issubclass(found, IntraPolicy)):
+    if not (isinstance(order, type) and issubclass(order, IntraPolicy)):
         raise UnknownIntraError(f"order {name!r} ({point.value}) is not a tailrace.intra.base.IntraPolicy")
-    return found
+    return order

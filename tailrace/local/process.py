@@ -84,10 +84,10 @@ class PartProcess:
         """Return the error with which the part ended, if that is the last line of its log, else the last
         lines."""
         last = self._last_lines()
-        found = _ERROR.match(last[-1]) if last else None
-        if found is None or found[1].startswith(_SEE_ABOVE) or any("Traceback" in line for line in last):
+        match = _ERROR.match(last[-1]) if last else None
+        if match is None or match[1].startswith(_SEE_ABOVE) or any("Traceback" in line for line in last):
             return self._log_tail()
-        return f": {found[1]} ({self.log})"
+        return f": {match[1]} ({self.log})"
 
     def _log_tail(self) -> str:
         last = self._last_lines()

@@ -163,12 +163,12 @@ class Starter:
     async def _see_workers(self) -> None:
         """Wait until the scheduler lists every worker, so that requests can be placed on any of them."""
         expected = {member for spec in self._plan.tier(Tier.WORKER) for member in spec.members}
-        seen: set[str] = set()
+        active: set[str] = set()
         try:
             async with asyncio.timeout(_SETTLE_TIMEOUT_S):
-                while not expected <= seen:
-                    seen = set(await active_instances(self._plan.admin, self._transport))
+                while not expected <= active:
+                    active = set(await active_instances(self._plan.admin, self._transport))
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
-            missing = ", ".join(sorted(expected - seen))
+            missing = ", ".join(sorted(expected - active))
             raise PartFailed(f"the scheduler does not see {missing}; logs: {self._folder.logs}") from None

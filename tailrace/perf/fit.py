@@ -38,22 +38,22 @@ def fit_times(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> Fit:
     weighed = matrix / times[:, None]
     # Columns differ by ten orders of magnitude; scaling them to norm one keeps the problem well-conditioned.
     scale = np.linalg.norm(weighed, axis=0)
-    kept = [column for column in range(matrix.shape[1]) if scale[column] > 0.0]
-    found = np.zeros(matrix.shape[1])
-    while kept:
-        solved = np.linalg.lstsq(weighed[:, kept] / scale[kept], np.ones_like(times), rcond=None)[0]
+    columns = [column for column in range(matrix.shape[1]) if scale[column] > 0.0]
+    coefficients = np.zeros(matrix.shape[1])
+    while columns:
+        solved = np.linalg.lstsq(weighed[:, columns] / scale[columns], np.ones_like(times), rcond=None)[0]
         worst = int(np.argmin(solved))
         if solved[worst] >= 0.0:
-            found[kept] = solved / scale[kept]
+            coefficients[columns] = solved / scale[columns]
             break
-        kept.pop(worst)
-    error = float(np.abs(weighed @ found - 1.0).mean())
-    return Fit(tuple(float(value) for value in found), error, len(times))
+        columns.pop(worst)
+    error = float(np.abs(weighed @ coefficients - 1.0).mean())
+    return Fit(tuple(float(value) for value in coefficients), error, len(times))
 
 
 def r_squared(predicted: Sequence[float], measured: Sequence[float]) -> float:
     """Return the coefficient of determination: the share of the variance that the prediction explains."""
-    found, truth = np.array(predicted), np.array(measured)
+    estimates, truth = np.array(predicted), np.array(measured)
     spread = float(((truth - truth.mean()) ** 2).sum())
-    left = float(((truth - found) ** 2).sum())
-    return 1.0 - left / spread if spread > 0.0 else float(left == 0.0)
+    residual = float(((truth - estimates) ** 2).sum())
+    return 1.0 - residual / spread if spread > 0.0 else float(residual == 0.0)

@@ -41,16 +41,16 @@ class TtftPredictor:
         matrix = np.stack([np.ones_like(tokens), tokens, tokens**2], axis=1) / seconds[:, None]
         # Columns differ by ten orders of magnitude; scaling to norm one keeps the problem well-conditioned.
         scale = np.linalg.norm(matrix, axis=0)
-        kept = [0, 1, 2]
-        found = np.zeros(3)
-        while kept:
-            solved = np.linalg.lstsq(matrix[:, kept] / scale[kept], np.ones_like(tokens), rcond=None)[0]
+        columns = [0, 1, 2]
+        coefficients = np.zeros(3)
+        while columns:
+            solved = np.linalg.lstsq(matrix[:, columns] / scale[columns], np.ones_like(tokens), rcond=None)[0]
             worst = int(np.argmin(solved))
             if solved[worst] >= 0.0:
-                found[kept] = solved / scale[kept]
+                coefficients[columns] = solved / scale[columns]
                 break
-            kept.pop(worst)
-        return TtftPredictor(float(found[0]), float(found[1]), float(found[2]))
+            columns.pop(worst)
+        return TtftPredictor(float(coefficients[0]), float(coefficients[1]), float(coefficients[2]))
 
     @staticmethod
     def of_profile(profile: Profile, chunk_tokens: int = 2048) -> TtftPredictor:

@@ -107,10 +107,10 @@ class PerInstances(Generic[T]):
         """Return the cache for the view's set of instances."""
         if view.changes is None:
             return self._unknown
-        found = self._known.get(view.changes)
-        if found is None:
-            found = self._known[view.changes] = self._make()
-        return found
+        value = self._known.get(view.changes)
+        if value is None:
+            value = self._known[view.changes] = self._make()
+        return value
 
 
 def smallest(values: Floats, among: Mask) -> int:

@@ -67,55 +67,55 @@ class Parameter:
         """Describe the allowed values in words."""
         if self.choices:
             return f"one of {', '.join(self.choices)}"
-        words = _TYPE_NAMES[self.type]
+        description = _TYPE_NAMES[self.type]
         if self.minimum is not None and self.maximum is not None:
-            return f"{words} from {self.minimum:g} to {self.maximum:g}"
+            return f"{description} from {self.minimum:g} to {self.maximum:g}"
         if self.minimum is not None:
-            return f"{words} of at least {self.minimum:g}"
+            return f"{description} of at least {self.minimum:g}"
         if self.maximum is not None:
-            return f"{words} of at most {self.maximum:g}"
-        return words
+            return f"{description} of at most {self.maximum:g}"
+        return description
 
-    def parse(self, given: Value) -> Value:
+    def parse(self, value: Value) -> Value:
         """Convert a word of a command line or a JSON value to the parameter's type.
 
         Raise ValueError, whose message is `allowed`.
         """
-        value = self._convert(given)
+        converted = self._convert(value)
         in_range = True
-        if isinstance(value, str):
-            in_range = not self.choices or value in self.choices
-        elif not isinstance(value, bool):
+        if isinstance(converted, str):
+            in_range = not self.choices or converted in self.choices
+        elif not isinstance(converted, bool):
             in_range = (
-                math.isfinite(value)
-                and (self.minimum is None or value >= self.minimum)
-                and (self.maximum is None or value <= self.maximum)
+                math.isfinite(converted)
+                and (self.minimum is None or converted >= self.minimum)
+                and (self.maximum is None or converted <= self.maximum)
             )
         if not in_range:
             raise ValueError(self.allowed)
-        return value
+        return converted
 
-    def _convert(self, given: Value) -> Value:
+    def _convert(self, value: Value) -> Value:
         try:
-            if self.type is str and isinstance(given, str):
-                return given
+            if self.type is str and isinstance(value, str):
+                return value
             if self.type is bool:
-                return given if isinstance(given, bool) else _BOOLEANS[str(given).lower()]
-            if self.type is float and not isinstance(given, bool):
-                return float(given)
-            if self.type is int and not isinstance(given, bool):
+                return value if isinstance(value, bool) else _BOOLEANS[str(value).lower()]
+            if self.type is float and not isinstance(value, bool):
+                return float(value)
+            if self.type is int and not isinstance(value, bool):
                 # JSON and protobuf have no integers of their own: 500.0 is 500.
-                if isinstance(given, float) and given.is_integer():
-                    return int(given)
-                if isinstance(given, (int, str)):
-                    return int(given)
+                if isinstance(value, float) and value.is_integer():
+                    return int(value)
+                if isinstance(value, (int, str)):
+                    return int(value)
         except (ValueError, KeyError, OverflowError):
             pass
         raise ValueError(self.allowed)
 
 
 def parse_parameters(
-    owner: str, declared: Iterable[Parameter], given: Mapping[str, Value]
+    owner: str, declared: Iterable[Parameter], assigned: Mapping[str, Value]
 ) -> dict[str, Value]:
     """Return a value for every declared parameter: the given one, else the default.
 
@@ -123,20 +123,20 @@ def parse_parameters(
     declared or a value that is not allowed.
     """
     by_name = {parameter.name: parameter for parameter in declared}
-    for name in given:
+    for name in assigned:
         if name not in by_name:
             known = f"its parameters: {', '.join(sorted(by_name))}" if by_name else "it has no parameters"
             raise ParameterError(f"{owner} has no parameter {name!r}; {known}")
     values: dict[str, Value] = {}
     for name, parameter in by_name.items():
-        if name not in given:
+        if name not in assigned:
             values[name] = parameter.default
             continue
         try:
-            values[name] = parameter.parse(given[name])
+            values[name] = parameter.parse(assigned[name])
         except ValueError as error:
             raise ParameterError(
-                f"{owner}, parameter {name!r}: {format_value(given[name])!r} is not allowed; "
+                f"{owner}, parameter {name!r}: {format_value(assigned[name])!r} is not allowed; "
                 f"it is {error}{f' ({parameter.unit})' if parameter.unit else ''}"
             ) from error
     return values
@@ -149,14 +149,14 @@ def format_value(value: Value) -> str:
     return repr(value) if isinstance(value, float) else str(value)
 
 
-def read_assignments(words: Iterable[str]) -> dict[str, str]:
+def read_assignments(assignments: Iterable[str]) -> dict[str, str]:
     """Parse `key=value` words into a dict. Raise ParameterError."""
-    found: dict[str, str] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
+    values: dict[str, str] = {}
+    for assignment in assignments:
+        key, equals, value = assignment.partition("=")
         if not (key and equals):
-            raise ParameterError(f"{word!r} is not key=value")
-        if key in found:
+            raise ParameterError(f"{assignment!r} is not key=value")
+        if key in values:
             raise ParameterError(f"{key!r} is given twice")
-        found[key] = value
-    return found
+        values[key] = value
+    return values

@@ -68,15 +68,15 @@ def most_cached(arrival: Arrival, instances: Sequence[InstanceView]) -> str | No
     Draining instances count, since they can still send KV; suspect ones and those that the front end cannot
     reach do not. None: no instance has reported any.
     """
-    least, found = 0, None
+    least, holder = 0, None
     for instance in instances:
         held = arrival.cached.get(instance.instance_id)
         if held is None or held.reported <= least or instance.state is InstanceState.SUSPECT:
             continue
         # Front ends also exclude draining instances, which they do reach.
         if instance.state is InstanceState.DRAINING or instance.instance_id not in arrival.excluded:
-            least, found = held.reported, instance.instance_id
-    return found
+            least, holder = held.reported, instance.instance_id
+    return holder
 
 
 def pull_s(instance: InstanceView, tokens: int, open_s: float, nominal_s: float) -> float:

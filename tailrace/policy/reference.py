@@ -40,12 +40,12 @@ pace: an answer that is behind it marks its instance as failing.
 def reference() -> str:
     """Return the page in Markdown."""
     parts = [_INTRODUCTION, *_table(OBJECTIVES, ())]
-    ours = {name: found for name in names() if _is_ours(found := variant(name))}
+    own_variants = {name: entry for name in names() if _is_built_in(entry := variant(name))}
     plain: list[str] = []
-    for name, found in ours.items():
-        kind = found.policy
+    for name, entry in own_variants.items():
+        kind = entry.policy
         parameters = declared_parameters(kind, kind.batch_order)
-        if found.parameters:
+        if entry.parameters:
             continue
         if not parameters:
             plain.append(name)
@@ -56,18 +56,24 @@ def reference() -> str:
         if kind.batch_order != ENGINE_ORDER:
             parts += [f"Batch order: `{kind.batch_order}`.", ""]
         parts += _table(parameters, {p.name for p in intra_parameters(kind.batch_order)})
-        variants = [(other, of) for other, of in ours.items() if of.policy is kind and of.parameters]
+        variants = [
+            (other, other_variant)
+            for other, other_variant in own_variants.items()
+            if other_variant.policy is kind and other_variant.parameters
+        ]
         if variants:
             parts += ["", "| name | stands for |", "|---|---|"]
-        for other, of in variants:
-            words = " ".join(f"{key}={format_value(value)}" for key, value in of.parameters.items())
+        for other, other_variant in variants:
+            words = " ".join(
+                f"{key}={format_value(value)}" for key, value in other_variant.parameters.items()
+            )
             parts.append(f"| `{other}` | `{name} {words}` |")
     parts += ["", "## Without parameters", "", ", ".join(f"`{name}`" for name in plain) + "."]
     return "\n".join(parts) + "\n"
 
 
-def _is_ours(found: Variant) -> bool:
-    return found.policy.__module__.startswith("tailrace.")
+def _is_built_in(variant: Variant) -> bool:
+    return variant.policy.__module__.startswith("tailrace.")
 
 
 def _table(parameters: Sequence[Parameter], of_order: Iterable[str]) -> list[str]:
@@ -77,10 +83,12 @@ def _table(parameters: Sequence[Parameter], of_order: Iterable[str]) -> list[str
         "|---|---|---|---|---|---|",
     ]
     for p in parameters:
-        what = f"{p.description}; batch order" if p.name in order else p.description
+        description = f"{p.description}; batch order" if p.name in order else p.description
         allowed = p.allowed.removeprefix("an integer").removeprefix("a number").strip()
         kind = f"{p.type_name} {allowed}" if allowed and p.type is not bool else p.type_name
-        rows.append(f"| `{p.name}` | {kind} | `{format_value(p.default)}` | {p.unit} | {what} | {p.source} |")
+        rows.append(
+            f"| `{p.name}` | {kind} | `{format_value(p.default)}` | {p.unit} | {description} | {p.source} |"
+        )
     return rows
 
 

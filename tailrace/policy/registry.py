@@ -35,9 +35,9 @@ def load(name: str, *, parameters: Mapping[str, Value] = NO_PARAMETERS, slo: Slo
     for parameters that it does not accept.
     """
     deployment = Deployment() if slo is None else Deployment(slo)
-    found = variant(name)
-    given = {**found.parameters, **parameters}
-    return make_policy(name, found.policy, found.policy.batch_order, given, deployment)
+    resolved = variant(name)
+    merged = {**resolved.parameters, **parameters}
+    return make_policy(name, resolved.policy, resolved.policy.batch_order, merged, deployment)
 
 
 def policy_class(name: str) -> type[Policy]:
@@ -58,13 +58,13 @@ def variant(name: str) -> Variant:
     if point is None:
         raise UnknownPolicyError(f"unknown policy {name!r}; installed: {', '.join(names())}")
     try:
-        found = load_plugin(point)
+        plugin = load_plugin(point)
     except PluginError as error:
         raise UnusablePolicyError(f"policy {name!r} {error}") from error
-    if isinstance(found, Variant):
-        return found
-    if isinstance(found, type) and issubclass(found, Policy):
-        return Variant(found, NO_PARAMETERS)
+    if isinstance(plugin, Variant):
+        return plugin
+    if isinstance(plugin, type) and issubclass(plugin, Policy):
+        return Variant(plugin, NO_PARAMETERS)
     raise UnusablePolicyError(f"policy {name!r} ({point.value}) is not a tailrace.policy.base.Policy")
 
 
@@ -73,22 +73,22 @@ def declared_parameters(kind: type[Policy], order: str) -> tuple[Parameter, ...]
 
     Raise UnusablePolicyError if the order is not installed.
     """
-    own = {parameter.name for parameter in kind.parameters}
+    own_names = {parameter.name for parameter in kind.parameters}
     try:
         of_order = intra_parameters(order)
     except UnknownIntraError as error:
         raise UnusablePolicyError(f"{kind.__qualname__}: batch_order: {error}") from error
-    return (*kind.parameters, *(p for p in of_order if p.name not in own))
+    return (*kind.parameters, *(p for p in of_order if p.name not in own_names))
 
 
-def all_parameters(name: str, given: Mapping[str, Value]) -> dict[str, Value]:
+def all_parameters(name: str, parameters: Mapping[str, Value]) -> dict[str, Value]:
     """Return every parameter of a policy and its batch order with its value: the given one, else the default.
 
     Raise UnknownPolicyError, UnusablePolicyError or ParameterError.
     """
-    found = variant(name)
-    declared = declared_parameters(found.policy, found.policy.batch_order)
-    return parse_parameters(f"policy {name!r}", declared, {**found.parameters, **given})
+    resolved = variant(name)
+    declared = declared_parameters(resolved.policy, resolved.policy.batch_order)
+    return parse_parameters(f"policy {name!r}", declared, {**resolved.parameters, **parameters})
 
 
 def parameters_of(name: str) -> tuple[Parameter, ...]:
@@ -106,9 +106,9 @@ def make_policy(
     Raise UnusablePolicyError or ParameterError.
     """
     values = parse_parameters(f"policy {name!r}", declared_parameters(kind, order), parameters)
-    own = {parameter.name: values[parameter.name] for parameter in kind.parameters}
+    own_values = {parameter.name: values[parameter.name] for parameter in kind.parameters}
     try:
-        return kind(**own, **deployment.facts(kind.needs))
+        return kind(**own_values, **deployment.facts(kind.needs))
     # The package may be third-party, and raise anything.
     except Exception as error:
         if parameters and isinstance(error, ValueError):

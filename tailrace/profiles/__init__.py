@@ -119,7 +119,7 @@ class ProfileError(Exception):
 
 
 def built_in_profiles() -> list[str]:
-    """Names of the profiles that come with Tailrace."""
+    """Return the names of the profiles that come with Tailrace."""
     return sorted(path.stem for path in BUILT_IN.glob("*.json"))
 
 

@@ -135,7 +135,7 @@ def _describe_draining(record: RolloutRecord, fleet: FleetFacts) -> str:
     now = [name for name in record.draining if name in old and not old[name].empty]
     later = [name for name in old if name not in record.draining]
     plural = "" if requests == 1 else "s"
-    words = f"{requests} request{plural} left on {fingerprint(record.before)}, {moving} moving"
+    text = f"{requests} request{plural} left on {fingerprint(record.before)}, {moving} moving"
     if now:
-        words += f"; draining {list_some(now)}"
-    return f"{words}; {len(later)} to drain" if later else words
+        text += f"; draining {list_some(now)}"
+    return f"{text}; {len(later)} to drain" if later else text

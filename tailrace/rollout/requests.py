@@ -206,14 +206,14 @@ def _target(to: str, fleet: FleetFacts) -> str:
 def _model_in_use(model: str, new: str, fronts: Iterable[FrontEndFacts], fleet: FleetFacts) -> str:
     """Return the key of the model that takes new requests while no record decides, as exact as instances
     allow."""
-    found: set[str] = set()
+    keys_in_use: set[str] = set()
     for front in fronts:
         keys = {i.key for i in fleet.instances.values() if front.would_use(i)}
-        found |= keys or ({front.key} if front.has_weights else set())
-    models = group_by_weights(found)
+        keys_in_use |= keys or ({front.key} if front.has_weights else set())
+    models = group_by_weights(keys_in_use)
     if len(models) > 1:
         # An operator has already started front ends of the new model.
-        models = [each for each in models if not each.include(new)]
+        models = [candidate for candidate in models if not candidate.include(new)]
     match models:
         case [only]:
             # Of two precisions, the one that is not new: instances of the new one take requests as soon as
@@ -226,7 +226,7 @@ def _model_in_use(model: str, new: str, fronts: Iterable[FrontEndFacts], fleet: 
             )
         case _:
             raise _not_possible_now(
-                f"front ends serve several models as {model}: {_format_models(found, fleet)}; "
+                f"front ends serve several models as {model}: {_format_models(keys_in_use, fleet)}; "
                 "stop those of all but one"
             )
 
@@ -250,8 +250,8 @@ def _check_warm(key: str, fleet: FleetFacts) -> None:
 
 def _check_adapters(new: str, before: str, fleet: FleetFacts) -> None:
     """Check that requests that name an adapter keep an instance."""
-    taken = any(old.takes_adapters for old in fleet.warm_retiring(before, new))
-    if taken and not any(instance.takes_adapters for instance in fleet.warm(new)):
+    takes_adapters = any(old.takes_adapters for old in fleet.warm_retiring(before, new))
+    if takes_adapters and not any(instance.takes_adapters for instance in fleet.warm(new)):
         raise _not_possible_now(
             f"instances of {fingerprint(before)} take LoRA adapters, "
             f"and no warm one of {fingerprint(new)} does; start one that does (--engine-arg enable_lora=true)"

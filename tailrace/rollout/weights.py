@@ -35,7 +35,7 @@ class SameWeights:
 
 def group_by_weights(keys: Iterable[str]) -> list[SameWeights]:
     """Return one group for each set of weights, in key order."""
-    found: dict[str, set[str]] = {}
+    groups: dict[str, set[str]] = {}
     for key in keys:
-        found.setdefault(":".join(key.split(":")[:2]), set()).add(key)
-    return [SameWeights(short, frozenset(found[short])) for short in sorted(found)]
+        groups.setdefault(":".join(key.split(":")[:2]), set()).add(key)
+    return [SameWeights(short, frozenset(groups[short])) for short in sorted(groups)]

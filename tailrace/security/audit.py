@@ -173,8 +173,8 @@ def _on_behalf_of(context: Context) -> str:
             return ""
     except NoIdentity:
         return ""
-    found = [value for key, value in context.invocation_metadata() or () if key == ON_BEHALF_OF]
-    return str(found[-1]) if found else ""
+    callers = [value for key, value in context.invocation_metadata() or () if key == ON_BEHALF_OF]
+    return str(callers[-1]) if callers else ""
 
 
 def _request_fields(request: object) -> dict[str, object]:

@@ -146,7 +146,7 @@ class Authority:
 
         Raises AuthorityProblem, OSError.
         """
-        return [self.issue(each.identity, days, each.hosts) for each in self.issued()]
+        return [self.issue(issued.identity, days, issued.hosts) for issued in self.issued()]
 
     def supersede(self, days: float = AUTHORITY_DAYS) -> None:
         """Sign with a new key from now on, and trust the old authority until `retire`.
@@ -166,13 +166,13 @@ class Authority:
 
         Raises AuthorityProblem while the folder holds a certificate that another authority signed; OSError.
         """
-        ours = x509.SubjectKeyIdentifier.from_public_key(self._key.public_key()).digest
-        for each in self.issued():
-            certificate = x509.load_pem_x509_certificate((each.folder / CERTIFICATE).read_bytes())
+        own_key_id = x509.SubjectKeyIdentifier.from_public_key(self._key.public_key()).digest
+        for issued in self.issued():
+            certificate = x509.load_pem_x509_certificate((issued.folder / CERTIFICATE).read_bytes())
             by = certificate.extensions.get_extension_for_class(x509.AuthorityKeyIdentifier).value
-            if by.key_identifier != ours:
+            if by.key_identifier != own_key_id:
                 raise AuthorityProblem(
-                    f"{each.identity} has a certificate of the older authority (tailrace certs rotate)"
+                    f"{issued.identity} has a certificate of the older authority (tailrace certs rotate)"
                 )
         del self._trusted[1:]
         self._save()
@@ -182,15 +182,15 @@ class Authority:
         return self.folder / _ISSUED / identity.role.value / identity.name
 
     def _bundle(self) -> bytes:
-        return b"".join(each.public_bytes(serialization.Encoding.PEM) for each in self._trusted)
+        return b"".join(issued.public_bytes(serialization.Encoding.PEM) for issued in self._trusted)
 
     def _save(self) -> None:
         _replace(self.folder / _AUTHORITY_KEY, _key_pem(self._key), 0o600)
         _replace(self.folder / AUTHORITIES, self._bundle(), 0o644)
 
     def _distribute_bundle(self) -> None:
-        for each in self.issued():
-            _replace(each.folder / AUTHORITIES, self._bundle(), 0o644)
+        for issued in self.issued():
+            _replace(issued.folder / AUTHORITIES, self._bundle(), 0o644)
 
 
 def _self_signed(days: float) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
@@ -270,7 +270,7 @@ def _read(path: Path) -> Issued:
         identity = identity_of(names.get_values_for_type(x509.UniformResourceIdentifier))
     except (OSError, ValueError, x509.ExtensionNotFound) as error:
         raise AuthorityProblem(f"{path}: {error}") from error
-    own = server_name(identity.role)
-    hosts = [name for name in names.get_values_for_type(x509.DNSName) if name != own]
+    expected_name = server_name(identity.role)
+    hosts = [name for name in names.get_values_for_type(x509.DNSName) if name != expected_name]
     hosts += map(str, names.get_values_for_type(x509.IPAddress))
     return Issued(identity, path.parent, certificate.not_valid_after_utc, tuple(hosts))

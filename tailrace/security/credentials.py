@@ -121,14 +121,14 @@ def _as_peer_sees_it(server: ssl.SSLContext, certificate: bytes, key: bytes) -> 
     context.verify_mode = ssl.CERT_NONE
     _load_chain(context, certificate, key)
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    ours = context.wrap_bio(to_client, to_server)
-    theirs = server.wrap_bio(to_server, to_client, server_side=True)
-    for end in (ours, theirs, ours, theirs):
+    client = context.wrap_bio(to_client, to_server)
+    server_side = server.wrap_bio(to_server, to_client, server_side=True)
+    for end in (client, server_side, client, server_side):
         try:
             end.do_handshake()
         except ssl.SSLWantReadError:
             continue
-    return theirs.getpeercert() or {}
+    return server_side.getpeercert() or {}
 
 
 def _loading_problem(error: ssl.SSLError) -> str:

@@ -127,22 +127,22 @@ class CredentialFolder:
             self._warn_s = now_s + _DAY_S
 
     def _read_stamp(self) -> _Stamp:
-        found: list[tuple[int, int, int]] = []
+        stamp: list[tuple[int, int, int]] = []
         for name in (AUTHORITIES, CERTIFICATE, KEY):
             try:
                 status = (self._path / name).stat()
             except OSError:
-                found.append((0, 0, 0))
+                stamp.append((0, 0, 0))
             else:
-                found.append((status.st_mtime_ns, status.st_ino, status.st_size))
-        return tuple(found)
+                stamp.append((status.st_mtime_ns, status.st_ino, status.st_size))
+        return tuple(stamp)
 
     def _read(self) -> Credentials:
         credentials = read_credentials(self._path)
         if credentials.identity.role not in self._roles:
-            needed = " or ".join(sorted(role.value for role in self._roles))
+            allowed_roles = " or ".join(sorted(role.value for role in self._roles))
             raise UnusableCredentials(
-                f"{self._path / CERTIFICATE}: its role is {credentials.identity.role.value}; {needed} "
+                f"{self._path / CERTIFICATE}: its role is {credentials.identity.role.value}; {allowed_roles} "
                 "is required here"
             )
         return credentials

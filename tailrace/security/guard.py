@@ -20,8 +20,8 @@ _URIS: Final = "peer_uri"
 
 def caller(context: Context) -> Identity:
     """Return the caller's identity from its verified certificate. Raises NoIdentity."""
-    found = context.auth_context().get(_URIS, ())
-    return identity_of(uri.decode(errors="replace") for uri in found)
+    uris = context.auth_context().get(_URIS, ())
+    return identity_of(uri.decode(errors="replace") for uri in uris)
 
 
 class Guard(grpc.aio.ServerInterceptor):

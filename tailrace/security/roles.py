@@ -63,10 +63,10 @@ class Identity:
 
 def identity_of(uris: Iterable[str]) -> Identity:
     """Return the one identity among a certificate's URIs. Raises NoIdentity."""
-    ours = [uri.removeprefix(_SCHEME) for uri in uris if uri.startswith(_SCHEME)]
-    if len(ours) != 1:
-        raise NoIdentity(f"the certificate has {len(ours) or 'no'} names of the form {_SCHEME}ROLE/NAME")
-    role, _, name = ours[0].partition("/")
+    role_uris = [uri.removeprefix(_SCHEME) for uri in uris if uri.startswith(_SCHEME)]
+    if len(role_uris) != 1:
+        raise NoIdentity(f"the certificate has {len(role_uris) or 'no'} names of the form {_SCHEME}ROLE/NAME")
+    role, _, name = role_uris[0].partition("/")
     try:
         return Identity(Role(role), name)
     except NoIdentity:

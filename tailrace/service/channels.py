@@ -53,13 +53,13 @@ class Services(Protocol):
 
 def preferred(members: Services, kind: str) -> list[ServiceRecord]:
     """Return the leader if one is known, then the others by id; each address once."""
-    found: dict[str, ServiceRecord] = {}
+    by_kind: dict[str, ServiceRecord] = {}
     if (leader := members.leaders.get(kind)) is not None:
-        found[leader.address] = leader
-    for (each, _), record in sorted(members.services.items(), key=_key):
-        if each == kind:
-            found.setdefault(record.address, record)
-    return list(found.values())
+        by_kind[leader.address] = leader
+    for (service_kind, _), record in sorted(members.services.items(), key=_key):
+        if service_kind == kind:
+            by_kind.setdefault(record.address, record)
+    return list(by_kind.values())
 
 
 def first_address(members: Services, kind: str) -> str | None:

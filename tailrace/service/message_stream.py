@@ -215,18 +215,18 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports do not derive from asyncio's classes.
         self._transport = cast(asyncio.Transport, transport)
-        made = self._transport.get_extra_info("socket")
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_AFTER_S)
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_EVERY_S)
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
-        bound_retransmission(made, _RETRANSMIT_S, _GIVE_UP_S)
+        transport_socket = self._transport.get_extra_info("socket")
+        transport_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        transport_socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        transport_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_AFTER_S)
+        transport_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_EVERY_S)
+        transport_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+        bound_retransmission(transport_socket, _RETRANSMIT_S, _GIVE_UP_S)
         # The transport reads and the writer writes: each has a descriptor of its own.
-        own = socket.socket(fileno=os.dup(made.fileno()))
-        own.setblocking(False)
+        duplicate = socket.socket(fileno=os.dup(transport_socket.fileno()))
+        duplicate.setblocking(False)
         # If writing fails, the transport notices as well and ends the reader.
-        self._writer = SocketWriter(own, lambda error: self._writable.set())
+        self._writer = SocketWriter(duplicate, lambda error: self._writable.set())
         self._writable.set()
         if self.tls is None:
             self.on_open()

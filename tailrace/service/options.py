@@ -151,16 +151,16 @@ def _address(context: click.Context, parameter: click.Parameter, value: str) -> 
 
 def _host(context: click.Context, parameter: click.Parameter, value: str) -> str:
     """Validate HOST, without a port; return an IPv6 address in brackets."""
-    bare = value[1:-1] if _BRACKETED.fullmatch(value) else value
+    host = value[1:-1] if _BRACKETED.fullmatch(value) else value
     try:
-        address = ipaddress.ip_address(bare)
+        address = ipaddress.ip_address(host)
     except ValueError as error:
         if re.search(r"[\s:/\[\]]", value):
             raise click.BadParameter(
                 f"{value!r}: a host name or an address without a port expected"
             ) from error
         return value
-    return f"[{bare}]" if address.version == 6 else bare
+    return f"[{host}]" if address.version == 6 else host
 
 
 def _endpoints(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:

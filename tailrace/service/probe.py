@@ -61,11 +61,11 @@ def main(
     click.echo("healthy")
 
 
-def _role(transport: Transport, given: str | None) -> Role:
+def _role(transport: Transport, role_name: str | None) -> Role:
     """Return the given role, or this process's own: mostly a process probes itself."""
-    if given is None and isinstance(transport, TlsTransport):
+    if role_name is None and isinstance(transport, TlsTransport):
         return transport.folder.current().identity.role
-    return Role(given) if given is not None else Role.WORKER
+    return Role(role_name) if role_name is not None else Role.WORKER
 
 
 def check_grpc(
@@ -83,8 +83,8 @@ def check_grpc(
         try:
             reply = HealthStub(channel).Check(HealthCheckRequest(service=service), timeout=timeout_s)
         except grpc.RpcError as error:
-            why = error.code().name if isinstance(error, grpc.Call) else str(error)
-            raise Unhealthy(f"{address}: {why}") from error
+            reason = error.code().name if isinstance(error, grpc.Call) else str(error)
+            raise Unhealthy(f"{address}: {reason}") from error
     if reply.status != HealthCheckResponse.SERVING:
         raise Unhealthy(f"{address}: {HealthCheckResponse.ServingStatus.Name(reply.status)}")
 

@@ -122,12 +122,12 @@ def _renewing_context(transport: Transport) -> ssl.SSLContext | None:
             tls.context = current
 
     # A separate context, since the callback must not be set on one that is in use elsewhere.
-    own = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    own.minimum_version = ssl.TLSVersion.TLSv1_3
-    own.verify_mode = ssl.CERT_REQUIRED
-    own.num_tickets = 0
-    own.sni_callback = take_current
-    return own
+    renewing = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    renewing.minimum_version = ssl.TLSVersion.TLSv1_3
+    renewing.verify_mode = ssl.CERT_REQUIRED
+    renewing.num_tickets = 0
+    renewing.sni_callback = take_current
+    return renewing
 
 
 def _register_expiry(registry: CollectorRegistry, transport: TlsTransport) -> None:

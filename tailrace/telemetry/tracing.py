@@ -156,11 +156,11 @@ def record_span(
     A non-empty `error` marks it as failed. Return its traceparent, for children recorded in the same way.
     """
     span = start_span(tracer, name, traceparent, start_ns=start_ns, attributes=attributes)
-    own = traceparent_of(span)
+    span_traceparent = traceparent_of(span)
     if error:
         fail(span, error)
     span.end(end_ns)
-    return own
+    return span_traceparent
 
 
 def fail(span: Span, message: str) -> None:

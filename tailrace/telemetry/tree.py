@@ -176,5 +176,5 @@ def _ms(nanoseconds: int) -> float:
     return round(nanoseconds / 1e6, 3)
 
 
-def _count(number: int, one: str, many: str = "") -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"
+def _count(number: int, singular: str, plural: str = "") -> str:
+    return f"{number} {singular if number == 1 else plural or singular + 's'}"

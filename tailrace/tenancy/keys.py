@@ -70,7 +70,7 @@ class TenantKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def with_tenant(self, tenant: Tenant) -> TenantKeys:
         """Return a copy with this tenant, replacing an older one of its name."""
-        others = [each for each in self.tenants if each.name != tenant.name]
+        others = [other for other in self.tenants if other.name != tenant.name]
         return msgspec.structs.replace(self, tenants=(*others, tenant))
 
     def with_key(self, tenant: str, created: str) -> tuple[TenantKeys, str]:
@@ -82,12 +82,12 @@ class TenantKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def without_key(self, key_id: str) -> TenantKeys:
         """Return a copy without a key, and without its tenant if that was its last key. Raise KeyError."""
-        left = tuple(key for key in self.keys if key.key_id != key_id)
-        if len(left) == len(self.keys):
+        remaining = tuple(key for key in self.keys if key.key_id != key_id)
+        if len(remaining) == len(self.keys):
             raise KeyError(key_id)
-        named = {key.tenant for key in left}
+        named = {key.tenant for key in remaining}
         tenants = tuple(tenant for tenant in self.tenants if tenant.name in named)
-        return TenantKeys(tenants=tenants, keys=left)
+        return TenantKeys(tenants=tenants, keys=remaining)
 
 
 class KeyIndex:

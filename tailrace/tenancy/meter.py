@@ -33,9 +33,9 @@ class _Bucket:
         self.level = min(capacity, self.level + max(0.0, gained))
         self.refilled_s = max(self.refilled_s, now_s)
 
-    def wait_s(self, needed: float, per_minute: float) -> int:
-        """Return the seconds until the bucket contains `needed`."""
-        return max(1, math.ceil((needed - self.level) * _MINUTE_S / per_minute))
+    def wait_s(self, tokens: float, per_minute: float) -> int:
+        """Return the seconds until the bucket contains `tokens`."""
+        return max(1, math.ceil((tokens - self.level) * _MINUTE_S / per_minute))
 
 
 @dataclass(slots=True)

@@ -77,8 +77,8 @@ def test_block_names_depend_on_algorithm_and_salt() -> None:
     tokens = list(range(100))
     naming = Naming(algorithm="sha256", seed="0", block_tokens=16)
     assert len(block_names(tokens, naming)) == 6
-    assert len(block_names(tokens, naming, most=4)) == 4
-    assert block_names(tokens, naming)[:4] == block_names(tokens, naming, most=4)
+    assert len(block_names(tokens, naming, limit=4)) == 4
+    assert block_names(tokens, naming)[:4] == block_names(tokens, naming, limit=4)
     assert block_names(tokens, Naming(algorithm="xxhash", seed="0", block_tokens=16)) == []
     assert block_names(tokens, naming, Keys(salt="a")) != block_names(tokens, naming, Keys(salt="b"))
     assert read_cache_keys([b"\x93\x01\x02\x03"]) is None

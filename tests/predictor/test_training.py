@@ -166,7 +166,7 @@ def _rewrite(predictor: Predictor, path: Path, changes: Mapping[str, object]) ->
     ("changes", "field"),
     [
         ({"mean": torch.zeros(3)}, r"mean: shape \(8,\) expected"),
-        ({"layers.2.weight": torch.full((16, 32), float("nan"))}, r"layers\.2\.weight: not a number"),
+        ({"layers.2.weight": torch.full((16, 32), float("nan"))}, r"layers\.2\.weight: contains"),
         ({"layers.4.weight": torch.zeros(1)}, r"layers\.4\.weight: unknown"),
         ({"edges": torch.ones(33)}, "edges: must increase"),
         ({"format": "other"}, r"description\.format: 'other'"),

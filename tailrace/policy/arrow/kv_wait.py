@@ -64,8 +64,8 @@ class KvWait:
     @cached_property
     def _remaining_tokens(self) -> float:
         """Return the mean number of output tokens left per request; at least one."""
-        found = list(islice(_decoding(self._decoders), SAMPLE))
-        return max(1.0, mean_remaining_tokens(found)) if found else 1.0
+        sample = list(islice(_decoding(self._decoders), SAMPLE))
+        return max(1.0, mean_remaining_tokens(sample)) if sample else 1.0
 
     def _rate(self, instance: InstanceView, tokens: int) -> float:
         """Return the rate at which requests that hold `tokens` of KV free it by ending, in tokens per

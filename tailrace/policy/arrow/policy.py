@@ -319,7 +319,7 @@ class Arrow(Policy):
             for move in moves
             if move is not None
         ]
-        gain, move = max(gains, key=lambda found: found[0], default=(0.0, None))
+        gain, move = max(gains, key=lambda candidate: candidate[0], default=(0.0, None))
         return move if gain > 0.0 else None
 
     def _waiting_to_decode(self, view: ClusterView, pools: Pools) -> list[Action]:
@@ -338,7 +338,7 @@ class Arrow(Policy):
         ledger = _ledger(view)
         oldest = [
             find_request(instance.requests, name)
-            for _, name, instance in nsmallest(_HANDOVERS, waiting, key=lambda found: found[:2])
+            for _, name, instance in nsmallest(_HANDOVERS, waiting, key=lambda candidate: candidate[:2])
         ]
         actions: list[Action] = []
         for request in oldest:
@@ -381,14 +381,14 @@ class Arrow(Policy):
 def _least_delay(
     instances: Sequence[InstanceView], delay_s: Callable[[InstanceView], float]
 ) -> tuple[float, InstanceView | None]:
-    least, found = float("inf"), None
+    least, best = float("inf"), None
     # Of equal delays choose the fewest requests, which spreads a burst over idle prefill instances, then the
     # first in id order.
     for instance in instances:
         delay = delay_s(instance)
-        if found is None or (delay, instance.load) < (least, found.load):
-            least, found = delay, instance
-    return least, found
+        if best is None or (delay, instance.load) < (least, best.load):
+            least, best = delay, instance
+    return least, best
 
 
 def _decode_interval_s(pools: Pools) -> float:

@@ -146,11 +146,11 @@ def assign(pools: Pools, prefill_share: float) -> list[SetPool]:
     total = pools.able_to_prefill + pools.able_to_decode - len(pools.unpooled)
     if total < 2:
         return []
-    wanted = min(total - 1, max(1, round(total * prefill_share)))
+    prefill_count = min(total - 1, max(1, round(total * prefill_share)))
     prefill = len(pools.prefill) + len(pools.decode_to_prefill)
     moves: list[SetPool] = []
     for instance in pools.unpooled:
-        if prefill < wanted:
+        if prefill < prefill_count:
             moves.append(to_prefill(instance))
             prefill += 1
         else:

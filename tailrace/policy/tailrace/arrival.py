@@ -96,10 +96,10 @@ def offer(
     mean_tokens = reported.context // bounds.larger(1.0, requests)
     joining_s = joining_s_per_token = mean_slowdown_s = 0.0 * step_s
     if costs.penalty is None:
-        each = decode_weight * costs.expected_tokens
+        per_request = decode_weight * costs.expected_tokens
         joined_s = steps.decode_s(requests, held)
-        joining_s = each * (joined_s + (requests + 1.0) * steps.per_request_s)
-        joining_s_per_token = each * (requests + 1.0) * steps.per_kv_token_s
+        joining_s = per_request * (joined_s + (requests + 1.0) * steps.per_request_s)
+        joining_s_per_token = per_request * (requests + 1.0) * steps.per_kv_token_s
         mean_s = steps.per_request_s + steps.per_kv_token_s * mean_tokens
         mean_slowdown_s = joined_s + (requests + 1.0) * mean_s
     unlisted = bounds.larger(0.0, reported.backlog - reported.prompt_tokens)

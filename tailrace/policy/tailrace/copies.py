@@ -91,10 +91,10 @@ class Copies:
         # Overload is measured as the wait for a first token plus the cost of decoding one more request.
         loads = {i.instance_id: self._costs.first_token_s(i, 0) + price[i.instance_id] for i in targets}
         target = min(targets, key=lambda i: (loads[i.instance_id], i.instance_id))
-        own = prefix.cached.get(target.instance_id, NOTHING_HELD)
-        steps, lacking = self._costs.steps_of(target), tokens - own.total
+        target_tokens = prefix.cached.get(target.instance_id, NOTHING_HELD)
+        steps, lacking = self._costs.steps_of(target), tokens - target_tokens.total
         transfer_s = pull_s(target, lacking, self._costs.open_s, self._costs.transfer_s(target, lacking))
-        saved_s = steps.compute_s(tokens) - steps.compute_s(self._costs.held_tokens(target, own))
+        saved_s = steps.compute_s(tokens) - steps.compute_s(self._costs.held_tokens(target, target_tokens))
         # A copy must make the next arrival better off at the target by more than the transfer takes.
         load_s = self._costs.first_token_s(holder, 0) + price[holder.instance_id]
         # Expect as many arrivals as in the last period, and half of them at the target.
@@ -110,12 +110,16 @@ class Copies:
 def _only_holder(view: ClusterView, prefix: HotPrefix) -> InstanceView | None:
     """Return the instance that holds the prefix and has a request that begins with it; None if another
     instance holds at least half as much."""
-    holder, most = None, 0
+    holder, most_blocks = None, 0
     for instance_id in sorted(prefix.requests):
         instance, held = view.instances.get(instance_id), prefix.cached.get(instance_id, NOTHING_HELD)
-        if instance is not None and instance.state is not InstanceState.SUSPECT and held.reported > most:
-            holder, most = instance, held.reported
+        if (
+            instance is not None
+            and instance.state is not InstanceState.SUSPECT
+            and held.reported > most_blocks
+        ):
+            holder, most_blocks = instance, held.reported
     if holder is None:
         return None
     others = (held for name, held in prefix.cached.items() if name != holder.instance_id)
-    return None if any(2 * held.total >= most for held in others) else holder
+    return None if any(2 * held.total >= most_blocks for held in others) else holder

@@ -87,14 +87,14 @@ class MovePlanner:
         for slowdown_s, position, target in targets.by_slowdown(tokens):
             if least is not None and remaining * slowdown_s > least.cost_s:
                 break
-            there = self._after.get(target.instance_id, target)
-            cost_s = remaining * costs.slowdown_s(there, tokens, self._longest_at(target).tokens)
+            reserved = self._after.get(target.instance_id, target)
+            cost_s = remaining * costs.slowdown_s(reserved, tokens, self._longest_at(target).tokens)
             # The wait for KV is not negative, so this part alone mostly decides.
             if least is not None and (cost_s, position) >= least[:2]:
                 continue
             if self._opposed(source, target) or not ledger.may_receive(target, request):
                 continue
-            cost_s += costs.joining_shortage_s(there, tokens, remaining)
+            cost_s += costs.joining_shortage_s(reserved, tokens, remaining)
             if least is None or (cost_s, position) < least[:2]:
                 least = CheapestTarget(cost_s, position, target)
         return least
@@ -110,10 +110,10 @@ class MovePlanner:
         required_s = self._margin * (1 + request.epoch) * costs.transfer_s(source, tokens) + least_gain_s
         if saved_s - remaining * targets.least_slowdown_s(tokens) <= required_s:
             return None
-        found = self.cheapest(request, source, targets)
-        if found is None or saved_s - found.cost_s <= required_s:
+        move = self.cheapest(request, source, targets)
+        if move is None or saved_s - move.cost_s <= required_s:
             return None
-        return Move(request, found.instance, saved_s - found.cost_s - required_s + least_gain_s)
+        return Move(request, move.instance, saved_s - move.cost_s - required_s + least_gain_s)
 
     def best_of(self, source: InstanceView, targets: Targets) -> Move | None:
         """Return the move of a request of the source that gains most; applies rules 1 to 4.
@@ -154,8 +154,8 @@ class MovePlanner:
         """Reserve room for a move and return it; later decisions take it into account."""
         name = target.instance_id
         self._reserved.add((request.instance_id, name))
-        there = with_request(self._after.get(name, target), request)
-        self._after[name] = replace(there, running=there.running + 1)
+        reserved = with_request(self._after.get(name, target), request)
+        self._after[name] = replace(reserved, running=reserved.running + 1)
         return self._ledger.reserve(request, target, reason)
 
     def _longest_at(self, instance: InstanceView) -> Longest:

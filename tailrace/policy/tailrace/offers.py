@@ -101,10 +101,10 @@ class OfferPlanner:
         if among is not None:
             positions = [self._seen.at[instance.instance_id] for instance in among]
         if self._offers:
-            found = self._cheapest_of_few(positions, prompt_tokens, now, cached)
+            position = self._cheapest_of_few(positions, prompt_tokens, now, cached)
         else:
-            found = self._cheapest_of_many(positions, prompt_tokens, now, cached)
-        return self._seen.views[found]
+            position = self._cheapest_of_many(positions, prompt_tokens, now, cached)
+        return self._seen.views[position]
 
     def prices_s(self) -> dict[str, float]:
         """Return the cost of decoding one more request of mean length, by instance."""
@@ -167,8 +167,8 @@ class OfferPlanner:
                 before.tokens[position] += known
                 before.seconds[position] += known_s
                 before.after[position] = after
-        found: Floats | float = self._usable_tokens(cached) if cached else 0.0
-        cost_s = cost_without_shortage_s(offered, prompt_tokens, found, before, patience_s, OF_MANY)
+        usable_tokens: Floats | float = self._usable_tokens(cached) if cached else 0.0
+        cost_s = cost_without_shortage_s(offered, prompt_tokens, usable_tokens, before, patience_s, OF_MANY)
         shortages_s = shortage_s(costs, offered, prompt_tokens + costs.expected_tokens, OF_MANY)
         all_of_them = len(positions) == len(self._seen.views) and isinstance(positions, range)
         if costs.penalty is None and all_of_them:
@@ -192,7 +192,7 @@ class OfferPlanner:
     ) -> int:
         """Add the terms of a length penalty, cheapest instances first, until no other can be cheaper."""
         costs = self._costs
-        least, found = (inf, 0), positions[0]
+        least, cheapest = (inf, 0), positions[0]
         for rank in sorted(range(len(positions)), key=costs_s.__getitem__):
             position, total_s = positions[rank], costs_s[rank]
             if total_s > least[0]:
@@ -201,18 +201,18 @@ class OfferPlanner:
             total_s += decode_weights[rank] * costs.expected_tokens * slowdown_s
             total_s += shortages_s[rank]
             if (total_s, rank) < least:
-                least, found = (total_s, rank), position
-        return found
+                least, cheapest = (total_s, rank), position
+        return cheapest
 
     def _usable_tokens(self, cached: Mapping[str, CachedTokens]) -> Floats:
         """Return the cached tokens of an arrival on each instance, as equivalent tokens on its device."""
         costs, instances = self._costs, self._seen.views
-        found = np.zeros(len(instances))
+        tokens = np.zeros(len(instances))
         for name, held in cached.items():
             position = self._seen.at.get(name)
             if position is not None:
-                found[position] = costs.held_tokens(instances[position], held)
-        return found
+                tokens[position] = costs.held_tokens(instances[position], held)
+        return tokens
 
     def _patience_s(self, own_s: float) -> float:
         """Return the wait that counts double. It is the user's, so one value for all instances, by the

@@ -128,8 +128,8 @@ class Tailrace(Policy):
         if self.pulls is not None and arrival.cached:
             chosen, pull_from = self.pulls.place(offers, among, arrival, chosen, now)
         if offers.pooled:
-            own = costs.held_tokens(chosen, arrival.held_on(chosen.instance_id))
-            cached = max(own, arrival.reported_tokens(pull_from))
+            cached_tokens = costs.held_tokens(chosen, arrival.held_on(chosen.instance_id))
+            cached = max(cached_tokens, arrival.reported_tokens(pull_from))
             if costs.first_token_s(chosen, tokens, cached) > self.ttft_slo_s:
                 flipped = self.arrow.place(view, arrival, now)
                 if isinstance(flipped, Place) and flipped.also:
@@ -149,11 +149,11 @@ class Tailrace(Policy):
             return flips
         mover, active = self._mover(view), view.placeable()
         targets = [*decoders(active), *(i for i in active if i.instance_id in flipped)]
-        found = mover.cheapest(request, source, Targets.of(self.costs, targets))
-        return flips if found is None else [*flips, mover.reserve(request, found.instance, "prefill done")]
+        best = mover.cheapest(request, source, Targets.of(self.costs, targets))
+        return flips if best is None else [*flips, mover.reserve(request, best.instance, "prefill done")]
 
     def on_reasoning_ended(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
-        """Where the answer costs least, if moving there pays."""
+        """Move the request to the instance where its answer costs least, if that pays off."""
         source = view.instances.get(request.instance_id)
         if source is None:
             return ()
@@ -179,8 +179,8 @@ class Tailrace(Policy):
         targets = Targets.of(self.costs, [i for i in later if i.instance_id in allowed])
         mover = self._mover(view)
         if self.costs.penalty is None:
-            found = mover.cheapest(request, source, targets)
-            target = None if found is None else found.instance
+            best = mover.cheapest(request, source, targets)
+            target = None if best is None else best.instance
         else:
             move = mover.best(request, source, targets)
             target = None if move is None else move.target

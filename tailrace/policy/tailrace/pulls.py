@@ -49,9 +49,9 @@ class Pulls:
         equivalent: dict[str, CachedTokens] = {}
         pulling: set[str] = set()
         for instance in targets:
-            own = arrival.held_on(instance.instance_id)
-            cached = self._costs.held_tokens(instance, own)
-            with_pull = self.equivalent_tokens(instance, own, held)
+            own_cached = arrival.held_on(instance.instance_id)
+            cached = self._costs.held_tokens(instance, own_cached)
+            with_pull = self.equivalent_tokens(instance, own_cached, held)
             if with_pull is not None:
                 cached = with_pull
                 pulling.add(instance.instance_id)
@@ -61,20 +61,20 @@ class Pulls:
         best = offers.cheapest(targets, tokens, now, equivalent)
         return best, holder if best.instance_id in pulling else ""
 
-    def equivalent_tokens(self, instance: InstanceView, own: CachedTokens, held: int) -> int | None:
+    def equivalent_tokens(self, instance: InstanceView, cached: CachedTokens, held: int) -> int | None:
         """Return the tokens on the instance's device that would save as much as pulling what it lacks of the
         `held` tokens; None: a pull does not pay.
 
-        The instance holds `own` of them, and loads those that are in its host memory.
+        The instance holds `cached` of them, and loads those that are in its host memory.
         """
-        if held <= own.total:
+        if held <= cached.total:
             return None
         steps = self._costs.steps_of(instance)
-        lacking = held - own.total
+        lacking = held - cached.total
         nominal_s = self._costs.transfer_s(instance, lacking)
         transfer_s = pull_s(instance, lacking, self._costs.open_s, nominal_s)
-        loading_s = load_s(steps, own.total - own.device)
-        without_s = steps.compute_s(self._costs.held_tokens(instance, own))
+        loading_s = load_s(steps, cached.total - cached.device)
+        without_s = steps.compute_s(self._costs.held_tokens(instance, cached))
         if steps.compute_s(held) - loading_s - without_s < self._margin * transfer_s:
             return None
         return equivalent_tokens(steps, held, transfer_s + loading_s)

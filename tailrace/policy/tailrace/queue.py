@@ -44,13 +44,13 @@ class Queue:
             known.append((arrived_s + due_after_s(own_s, queued_s), length))
             queued_s += own_s
         dues, tokens, seconds = [], [0], [0.0]
-        computed = left = max(0, sum(length for _, length in known) - backlog_tokens)
+        computed = remaining = max(0, sum(length for _, length in known) - backlog_tokens)
         for due, length in sorted(known):
             dues.append(due)
             tokens.append(tokens[-1] + length)
             seconds.append(seconds[-1] + steps.compute_s(length))
-            done = min(left, length)
-            left -= done
+            done = min(remaining, length)
+            remaining -= done
             queued_s -= nominal_s(done, done * done)
         return Queue(tuple(dues), tuple(tokens), tuple(seconds), computed, queued_s)
 
@@ -60,11 +60,11 @@ class Queue:
 
         Computed tokens belong to the first prompts.
         """
-        place = bisect_right(self.due, due)
-        tokens = self.tokens[place]
-        left = max(0, tokens - self.computed)
-        seconds = self.seconds[place] * left / tokens if left else 0.0
-        return left, seconds, len(self.due) - place
+        position = bisect_right(self.due, due)
+        tokens = self.tokens[position]
+        remaining = max(0, tokens - self.computed)
+        seconds = self.seconds[position] * remaining / tokens if remaining else 0.0
+        return remaining, seconds, len(self.due) - position
 
 
 class QueueColumns:
@@ -102,9 +102,9 @@ class QueueColumns:
         seconds."""
         limit = now + np.minimum(PREFILLS * own_s, STRETCH * (self._queued_s + own_s))
         deepest = self._prompts.max(initial=0)
-        places = (self._due[:deepest] <= limit).sum(axis=0)
-        tokens = self._tokens[places, self._positions]
-        left: Floats = np.maximum(0.0, tokens - self._computed)
-        seconds: Floats = self._seconds[places, self._positions] * left / np.maximum(1.0, tokens)
-        after: Floats = (self._prompts - places).astype(np.float64)
-        return left, seconds, after
+        positions = (self._due[:deepest] <= limit).sum(axis=0)
+        tokens = self._tokens[positions, self._positions]
+        remaining: Floats = np.maximum(0.0, tokens - self._computed)
+        seconds: Floats = self._seconds[positions, self._positions] * remaining / np.maximum(1.0, tokens)
+        after: Floats = (self._prompts - positions).astype(np.float64)
+        return remaining, seconds, after

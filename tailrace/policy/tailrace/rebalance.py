@@ -58,14 +58,14 @@ def rebalance(
     sources = nlargest(SOURCES, instances, key=lambda i: (price[i.instance_id], i.instance_id))
     targets = nsmallest(TARGETS, instances, key=lambda i: (price[i.instance_id], i.instance_id))
     moves: list[Migrate] = []
-    taken: set[str] = set()
+    chosen: set[str] = set()
     for source in sources:
         cheaper = [t for t in targets if price[t.instance_id] < price[source.instance_id]]
-        cheaper = [t for t in cheaper if t.instance_id not in taken][:BIDDERS]
+        cheaper = [t for t in cheaper if t.instance_id not in chosen][:BIDDERS]
         if not cheaper or source.migrations_out:
             continue
         best = mover.best_of(source, Targets.of(costs, cheaper))
         if best is not None:
             moves.append(mover.reserve(best.request, best.target, "rebalance"))
-            taken.add(best.target.instance_id)
+            chosen.add(best.target.instance_id)
     return moves

@@ -41,5 +41,5 @@ def groups(view: ClusterView, instances: Sequence[InstanceView]) -> list[list[In
 
 def _active(view: ClusterView, stage: Stage) -> list[InstanceView]:
     active = InstanceState.ACTIVE
-    found = (view.instances.get(name) for name in stage.instance_ids)
-    return [i for i in found if i is not None and i.state is active]
+    members = (view.instances.get(name) for name in stage.instance_ids)
+    return [i for i in members if i is not None and i.state is active]

@@ -98,7 +98,10 @@ class _ManyTargets(Targets):
         return float(self._slowdowns_s(tokens).min(initial=np.inf))
 
     def least_terms(self) -> tuple[float, float]:
-        terms = (float(each.min(initial=np.inf)) * _BELOW for each in (self._step_s, self._per_token_s))
+        terms = (
+            float(terms_of_targets.min(initial=np.inf)) * _BELOW
+            for terms_of_targets in (self._step_s, self._per_token_s)
+        )
         return next(terms), next(terms)
 
     def by_slowdown(self, tokens: int) -> Iterator[Candidate]:
