@@ -104,9 +104,9 @@ class Batch:
             tokens = self.tokens_of(job)
             if tokens >= job.rank_until:
                 job.rank_at(tokens, intra)
-            left = job.rank_until - tokens
-            if left < least:
-                least = left
+            remaining = job.rank_until - tokens
+            if remaining < least:
+                least = remaining
         return least
 
     def claims(self, intra: IntraPolicy) -> list[Claim[Job]]:

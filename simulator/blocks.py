@@ -43,15 +43,15 @@ class DecodeBlocks:
     def allocated(self, boundary: int, steps: int) -> int:
         """Return the number of blocks that the batch allocates in this many steps from a boundary."""
         size = self.block_tokens
-        cycles, rest = divmod(steps, size)
-        taken = cycles * self.requests
-        if rest:
+        cycles, remainder = divmod(steps, size)
+        blocks = cycles * self.requests
+        if remainder:
             # Residues -boundary, -boundary - 1, ... (mod size), `rest` of them.
             counts = self._by_residue
             end = -boundary % size + 1
-            begin = end - rest
-            taken += sum(counts[begin:end]) if begin >= 0 else sum(counts[:end]) + sum(counts[begin:])
-        return taken
+            begin = end - remainder
+            blocks += sum(counts[begin:end]) if begin >= 0 else sum(counts[:end]) + sum(counts[begin:])
+        return blocks
 
     def advance(self, boundary: int, steps: int) -> None:
         """Account for this many steps from a boundary."""
@@ -65,10 +65,10 @@ class DecodeBlocks:
         if not requests or requests * -(-limit // size) <= free:
             return limit
         steps = free // requests * size
-        left = free % requests
+        remaining = free % requests
         counts = self._by_residue
         # A cycle allocates `requests` > left blocks, so this ends within one cycle.
-        while left >= 0 and steps < limit:
-            left -= counts[-(boundary + steps) % size]
+        while remaining >= 0 and steps < limit:
+            remaining -= counts[-(boundary + steps) % size]
             steps += 1
         return min(steps, limit)

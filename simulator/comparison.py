@@ -52,8 +52,8 @@ class Plan:
         options = replace(self.options, rate_per_s=rate, seed=seed)
         if workload in self.starts_s:
             options = replace(options, start_s=self.starts_s[workload][self.seeds.index(seed)])
-        given = self.parameters.get(policy, ())
-        return Scenario(policy, workload, options, self.fleet, self.slo, self.predicts, given)
+        parameters = self.parameters.get(policy, ())
+        return Scenario(policy, workload, options, self.fleet, self.slo, self.predicts, parameters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ def section_starts_s(workload: Workload, count: int, seeds: int) -> list[float]:
     say nothing about other sections.
     """
     spare = max(0, len(workload.requests) - count)
-    return [workload.requests[spare * place // max(1, seeds - 1)].arrival_s for place in range(seeds)]
+    return [workload.requests[spare * index // max(1, seeds - 1)].arrival_s for index in range(seeds)]
 
 
 def _name(scenario: Scenario) -> str:

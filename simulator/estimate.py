@@ -72,5 +72,5 @@ def best_of(values: Mapping[str, Sequence[float]], sign: int) -> Best | None:
 
 
 def _indistinguishable(ours: Sequence[float], theirs: Sequence[float]) -> bool:
-    gap = estimate([mine - other for mine, other in zip(ours, theirs, strict=True)])
+    gap = estimate([own - other for own, other in zip(ours, theirs, strict=True)])
     return gap.mean <= (gap.half_width or 0.0)

@@ -149,8 +149,8 @@ class Instance:
     def used_blocks_at(self, boundary: int) -> int:
         """Return the blocks in use or reserved on the device at a boundary of the current run."""
         batch = self._batch
-        taken = batch.blocks.allocated(batch.boundary, boundary - batch.boundary)
-        return batch.blocks.used + taken + self._other_blocks
+        used_blocks = batch.blocks.allocated(batch.boundary, boundary - batch.boundary)
+        return batch.blocks.used + used_blocks + self._other_blocks
 
     def decode_tokens_at(self, boundary: int) -> int:
         """Return the context tokens of the decoding batch at a boundary of the current run."""
@@ -628,19 +628,19 @@ class Instance:
         computing."""
         cache, names, limit = self.cache, job.request.unit_names, self._findable_units(job)
         assert cache is not None
-        found = cache.count_leading(names, limit)
-        if not self.host.caches or found == limit or names[found] not in self.host:
-            return found
+        cached = cache.count_leading(names, limit)
+        if not self.host.caches or cached == limit or names[cached] not in self.host:
+            return cached
         total, unit = self.count_leading(names[:limit]), job.request.unit_tokens
-        load_s = self._swap_s(len(cache.missing(names[found:total])) * cache.unit_blocks)
-        return total if load_s < self._time.chunk_s(found * unit, total * unit) else found
+        load_s = self._swap_s(len(cache.missing(names[cached:total])) * cache.unit_blocks)
+        return total if load_s < self._time.chunk_s(cached * unit, total * unit) else cached
 
     def _credit_cached(self, job: Job) -> None:
         """Count what is cached now as computed, since the job will probably find it when admitted."""
         if self.cache is not None:
-            found = self._available_units(job) * job.request.unit_tokens
-            self._prompts.subtract(job, found - job.prefill_done)
-            job.prefill_done = found
+            cached = self._available_units(job) * job.request.unit_tokens
+            self._prompts.subtract(job, cached - job.prefill_done)
+            job.prefill_done = cached
 
     def _acquire_prefix(self, job: Job) -> float:
         """Take references to the cached prefix of an admitted job. Return the seconds to load its part in

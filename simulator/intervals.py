@@ -42,12 +42,12 @@ class RecentIntervals:
     def mean_s(self, now: float, run: StepRun, steps: int, requests: int) -> float:
         """Return the mean including `steps` steps of the current run, without adding them; 0.0 if no token
         was recent."""
-        seen = RecentIntervals()
-        seen._second, seen._now, seen._before = self._second, self._now, self._before
-        seen._advance_to(_second_of(now))
-        seen.add(run, steps, requests)
-        tokens = seen._before[0] + seen._now[0]
-        return (seen._before[1] + seen._now[1]) / tokens if tokens else 0.0
+        recent = RecentIntervals()
+        recent._second, recent._now, recent._before = self._second, self._now, self._before
+        recent._advance_to(_second_of(now))
+        recent.add(run, steps, requests)
+        tokens = recent._before[0] + recent._now[0]
+        return (recent._before[1] + recent._now[1]) / tokens if tokens else 0.0
 
     def _advance_to(self, second: int) -> None:
         if second > self._second:

@@ -82,9 +82,9 @@ class CompletedJobs:
 
 def _record_of(job: Job, gaps: _Gaps) -> RequestRecord:
     request = job.request
-    answer = tpot = quality = gap_p99 = gap_max = None
+    ttfat_s = tpot = quality = gap_p99 = gap_max = None
     if job.finish_s is not None and job.first_answer_s is not None:
-        answer = job.first_answer_s - request.arrival_s
+        ttfat_s = job.first_answer_s - request.arrival_s
         quality, gap_p99, gap_max = gaps.qoe, gaps.p99_s, gaps.max_s
         tpot = 0.0
         if request.answer_tokens > 1:
@@ -100,7 +100,7 @@ def _record_of(job: Job, gaps: _Gaps) -> RequestRecord:
         first_token_s=job.first_token_s,
         first_answer_s=job.first_answer_s,
         finish_s=job.finish_s,
-        ttft_s=answer,
+        ttft_s=ttfat_s,
         tpot_s=tpot,
         qoe=quality,
         gap_p99_s=gap_p99,
@@ -130,12 +130,12 @@ def _gaps(jobs: list[Job], begins: list[int], times: TokenTimes, tpot_target_s: 
     gaps = np.array([job.request.answer_tokens - 1 for job in jobs])
     # With fewer than a hundred gaps, the 99th percentile is the largest.
     p99_s = np.where(gaps < _GAPS_FOR_P99, max_s, _weighted_p99(times, before_s, starts, gaps))
-    found: dict[Job, _Gaps] = {}
+    gaps_by_job: dict[Job, _Gaps] = {}
     spans = pairwise([*begins, len(times)])
     for job, p99, max_gap_s, span in zip(jobs, p99_s.tolist(), max_s.tolist(), spans, strict=True):
         quality = qoe(_runs(times, *span), tpot_target_s) if max_gap_s > tpot_target_s else 1.0
-        found[job] = _Gaps(p99, max_gap_s, quality)
-    return found
+        gaps_by_job[job] = _Gaps(p99, max_gap_s, quality)
+    return gaps_by_job
 
 
 def _weighted_p99(times: TokenTimes, before_s: Floats, starts: Ints, gaps: Ints) -> Floats:

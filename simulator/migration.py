@@ -181,10 +181,10 @@ class Migrations:
         return ""
 
     def _reserve_or_wait(
-        self, migration: Migration, now: float, then: Callable[[Migration, float], None]
+        self, migration: Migration, now: float, continuation: Callable[[Migration, float], None]
     ) -> bool:
         """Return whether room on the target is reserved now. If not, the migration either waits for room, to
-        continue with `then`, or is closed."""
+        continue with `continuation`, or is closed."""
         if self._spec.when_full is not WhenFull.WAIT:
             return self._reserve_or_abort(migration, now)
         target = migration.target
@@ -194,7 +194,7 @@ class Migrations:
         used = source.used_blocks_at(source.boundary) * source.block_tokens
         view = ImportView(self._sequence, migration.requested_tokens, used)
         rank = self._intra.import_rank(view)
-        migration.import_entry = (rank, self._reservation_attempt(migration, then))
+        migration.import_entry = (rank, self._reservation_attempt(migration, continuation))
         insort(target.imports, migration.import_entry, key=_rank_of)
         self._abort_if_stuck(migration, lambda: not migration.blocks, MigrationOutcome.NO_ROOM, now)
         return False
@@ -212,15 +212,15 @@ class Migrations:
         return False
 
     def _reservation_attempt(
-        self, migration: Migration, then: Callable[[Migration, float], None]
+        self, migration: Migration, continuation: Callable[[Migration, float], None]
     ) -> Callable[[float], bool]:
         def take(now: float) -> bool:
-            taken = self._try_reserve(migration, now)
-            if taken:
+            reserved = self._try_reserve(migration, now)
+            if reserved:
                 migration.import_entry = None
                 # Scheduled, because the target is planning its next run now.
-                self._events.schedule(now, self._unless_closed(migration, then))
-            return taken
+                self._events.schedule(now, self._unless_closed(migration, continuation))
+            return reserved
 
         return take
 
@@ -242,9 +242,9 @@ class Migrations:
     ) -> None:
         """Close the migration if it is still stuck when its patience ends."""
 
-        def end(then: float) -> None:
+        def end(later: float) -> None:
             if not migration.closed and stuck():
-                self._abort(migration, outcome, f"waited {self._spec.patience_s:g} s", then)
+                self._abort(migration, outcome, f"waited {self._spec.patience_s:g} s", later)
 
         self._events.schedule(now + self._spec.patience_s, end)
 
@@ -265,11 +265,11 @@ class Migrations:
     # ---- rounds
 
     def _unless_closed(
-        self, migration: Migration, then: Callable[[Migration, float], None]
+        self, migration: Migration, continuation: Callable[[Migration, float], None]
     ) -> Callable[[float], None]:
         def step(now: float) -> None:
             if not migration.closed:
-                then(migration, now)
+                continuation(migration, now)
 
         return step
 
@@ -288,14 +288,14 @@ class Migrations:
             return
         # The KV of the latest token is computed by the next step.
         full = (self._context(migration, now) - 1) // source.block_tokens
-        left = full - migration.copied
+        remaining = full - migration.copied
         if migration.rounds >= self._spec.max_rounds or (
-            left <= self._spec.pause_blocks and migration.rounds
+            remaining <= self._spec.pause_blocks and migration.rounds
         ):
             source.at_boundary(self._unless_closed(migration, self._pause), now)
             return
         migration.rounds += 1
-        self._send(migration, left, now, self._precopy)
+        self._send(migration, remaining, now, self._precopy)
 
     def _cached_blocks(self, migration: Migration, now: float) -> int:
         """Return the full blocks that the target's prefix cache holds already, which need not be copied."""
@@ -303,8 +303,8 @@ class Migrations:
         if cache is None or migration.on_host or not request.unit_names:
             return 0
         units = (self._context(migration, now) - 1) // request.unit_tokens
-        found = cache.count_leading(request.unit_names, units)
-        return found * request.unit_tokens // migration.source.block_tokens
+        cached = cache.count_leading(request.unit_names, units)
+        return cached * request.unit_tokens // migration.source.block_tokens
 
     def _copy_from_host(self, migration: Migration, now: float) -> None:
         """Copy everything in one round: KV in host memory does not change."""
@@ -328,12 +328,12 @@ class Migrations:
         self._send(migration, job.blocks - migration.copied, now, self._schedule_commit)
 
     def _send(
-        self, migration: Migration, blocks: int, now: float, then: Callable[[Migration, float], None]
+        self, migration: Migration, blocks: int, now: float, continuation: Callable[[Migration, float], None]
     ) -> None:
         def arrived(at: float) -> None:
             migration.copied += blocks
             target.incoming.add(size, at - now)
-            then(migration, at)
+            continuation(migration, at)
 
         migration.sent += blocks
         source, target = migration.source, migration.target
@@ -367,8 +367,8 @@ class Migrations:
         assert paused_s is not None
         needed = blocks_for(job.prompt + job.tokens, target.block_tokens)
 
-        def arrive(then: float) -> None:
-            job.pause_s += then - paused_s
+        def arrive(later: float) -> None:
+            job.pause_s += later - paused_s
             if migration.on_host:
                 target.unreserve_host(blocks - needed)
                 target.receive_on_host(job, needed)

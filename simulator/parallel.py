@@ -143,20 +143,20 @@ class _Worker(Generic[T]):
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
         self.task: Task[T] | None = None
-        self.link, theirs = context.Pipe()
-        self._process: BaseProcess = context.Process(target=_work, args=(theirs,), daemon=True)
+        self.link, child_end = context.Pipe()
+        self._process: BaseProcess = context.Process(target=_work, args=(child_end,), daemon=True)
         self._process.start()
         # Only the child may hold its end open, or closing it would go unnoticed here.
-        theirs.close()
+        child_end.close()
 
     def result(self) -> _Success[T] | _Failure:
         """Return the result of its task; a process that died has failed."""
         try:
-            answer: _Success[T] | _Failure = self.link.recv()
+            result: _Success[T] | _Failure = self.link.recv()
         except EOFError:
             self._process.join(_GRACE_S)
             return _Failure(f"its process ended with code {self._process.exitcode}", "")
-        return answer
+        return result
 
     def end(self) -> None:
         """Terminate it at once, whatever it is doing."""

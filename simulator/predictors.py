@@ -49,10 +49,10 @@ class NoisyPredictor:
     def remaining(self, request: SimRequest, output_tokens: int) -> float:
         """Return the predicted tokens still to come."""
         at = output_tokens - output_tokens % self.every
-        rest = request.output_tokens - at
+        remaining = request.output_tokens - at
         lean = self.b0 * math.exp(-at / self.fade)
         error = self.spread * _normal(self.seed, request.request_id, at // self.hold)
-        predicted = (1.0 - lean) * rest + lean * self.mean_output + error
+        predicted = (1.0 - lean) * remaining + lean * self.mean_output + error
         return max(0.0, predicted - (output_tokens - at))
 
 

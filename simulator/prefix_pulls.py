@@ -53,18 +53,20 @@ class PrefixPulls:
             target.submit(job, now)
             return
         names = request.unit_names[: (job.prompt - 1) // request.unit_tokens]
-        have = target.count_leading(names)
-        if have == len(names):
+        held = target.count_leading(names)
+        if held == len(names):
             target.submit(job, now)
             return
-        place = target.instance_id, names[have]
-        coming = self._coming.get(place)
+        position = target.instance_id, names[held]
+        coming = self._coming.get(position)
         if coming is not None:
             coming.jobs.append(job)
         elif holder is None:
             target.submit(job, now)
         else:
-            self._coming[place] = pull = _Pull(holder, target, names[have:], request.unit_tokens, now, [job])
+            self._coming[position] = pull = _Pull(
+                holder, target, names[held:], request.unit_tokens, now, [job]
+            )
             self._events.schedule(now + self._ask_s, lambda later: self._send(pull, later))
 
     def copy(
@@ -82,10 +84,10 @@ class PrefixPulls:
         """
         cache = target.cache
         units = request.unit_names[: tokens // request.unit_tokens] if request.unit_names else ()
-        have = target.count_leading(units)
-        missing = units[have:]
+        held = target.count_leading(units)
+        missing = units[held:]
         blocks = len(missing) * request.unit_tokens // target.block_tokens
-        busy = target.migrations_in or any(place[0] == target.instance_id for place in self._coming)
+        busy = target.migrations_in or any(position[0] == target.instance_id for position in self._coming)
         free = target.total_blocks - target.used_blocks_at(target.boundary)
         if cache is None or not missing or busy or blocks > free:
             on_done(now)

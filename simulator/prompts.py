@@ -71,11 +71,11 @@ class Prompts:
             return 0.0, 0.0, NEVER
         time = self._time
         job = self.placed[0][1]
-        left = job.prefill_total - job.prefill_done
-        if left >= budget:
+        remaining = job.prefill_total - job.prefill_done
+        if remaining >= budget:
             self.chunks = [(job, budget)]
             start = job.prefill_done
-            return time.chunk_s(start, start + budget), time.chunk_growth_s(budget), left // budget
+            return time.chunk_s(start, start + budget), time.chunk_growth_s(budget), remaining // budget
         seconds = 0.0
         for _, job in self.placed:
             start = job.prefill_done

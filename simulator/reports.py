@@ -160,17 +160,17 @@ def forecast(
     for report in due:
         rows = report.rows
         counts.append(len(rows))
-        tokens += [job.prompt + made for job, made, _, _ in rows]
+        tokens += [job.prompt + generated for job, generated, _, _ in rows]
         longest = report.max_model_len
-        for job, made, _, _ in rows:
+        for job, generated, _, _ in rows:
             # `tokens_left`, inlined: this runs for each request of each report.
-            left = max_tokens - made
-            room = longest - job.prompt - made
-            if room < left:
-                left = room
-            predicted = None if predictor is None else predictor.remaining(job.request, made)
-            if predicted is None or predicted > left:
-                predicted = left if left > 0 else 0.0
+            limit = max_tokens - generated
+            room = longest - job.prompt - generated
+            if room < limit:
+                limit = room
+            predicted = None if predictor is None else predictor.remaining(job.request, generated)
+            if predicted is None or predicted > limit:
+                predicted = limit if limit > 0 else 0.0
             remaining.append(predicted)
     for report, future in zip(due, load.of_each(tokens, remaining, counts), strict=True):
         report.future = future

@@ -30,7 +30,7 @@ from tailrace.policy.parameters import NO_PARAMETERS, Parameter, Value, parse_pa
 from tailrace.policy.pascal import Pascal
 from tailrace.slo import Slo
 
-# Predictors that any policy's workers can be given.
+# Predictors that the workers of any policy can use.
 NONE: Final = "none"
 NOISY: Final = "noisy"
 ORACLE: Final = "oracle"
@@ -56,29 +56,29 @@ class Setup:
     # One of PREDICTIONS.
     predicts: str = NONE
     # Parameters of the policy and of the order inside an instance that differ from their defaults.
-    given: Mapping[str, Value] = field(default_factory=dict)
+    assigned: Mapping[str, Value] = field(default_factory=dict)
 
     def policy(self, deployment: Deployment) -> Policy:
         """Create the policy. Raise UnknownSetupError or ParameterError."""
         kind = _variant(self.policy_name).policy
         try:
-            return registry.make_policy(self.name, kind, self.intra_name, self.given, deployment)
+            return registry.make_policy(self.name, kind, self.intra_name, self.assigned, deployment)
         except registry.UnusablePolicyError as error:
             raise UnknownSetupError(str(error)) from error
 
     def intra(self, slo: Slo | None = None) -> IntraPolicy:
         """Create the order inside an instance; vLLM's own is FCFS. Raise ParameterError."""
-        own = {parameter.name for parameter in intra_parameters(self.intra_name)}
-        given = {name: value for name, value in self.given.items() if name in own}
-        return make_intra(self.intra_name, given, slo) or Fcfs()
+        intra_names = {parameter.name for parameter in intra_parameters(self.intra_name)}
+        values = {name: value for name, value in self.assigned.items() if name in intra_names}
+        return make_intra(self.intra_name, values, slo) or Fcfs()
 
-    def with_parameters(self, given: Mapping[str, Value]) -> Setup:
+    def with_parameters(self, changes: Mapping[str, Value]) -> Setup:
         """Return the setup with these parameters, parsed. Raise UnknownSetupError or ParameterError.
 
         What the policy declares with these parameters applies, such as other pool sizes.
         """
-        values = parse_parameters(f"policy {self.name!r}", self.parameters(), given)
-        setup = replace(self, given={**self.given, **{name: values[name] for name in given}})
+        values = parse_parameters(f"policy {self.name!r}", self.parameters(), changes)
+        setup = replace(self, assigned={**self.assigned, **{name: values[name] for name in changes}})
         # Reject values that contradict each other.
         setup.intra()
         return setup._declared()
@@ -175,10 +175,10 @@ def setup_for(name: str) -> Setup:
     if ":" not in name and name not in registry.names():
         known = ", ".join(setup_names())
         raise UnknownSetupError(f"unknown policy {name!r}; known: {known}; or your own as module:Class")
-    found = _variant(name)
-    kind = found.policy
+    variant = _variant(name)
+    kind = variant.policy
     migration = _MIGRATIONS.get(kind) or MigrationSpec(when_full=kind.when_full)
-    setup = Setup(name, name, kind.batch_order, migration=migration, given=dict(found.parameters))
+    setup = Setup(name, name, kind.batch_order, migration=migration, assigned=dict(variant.parameters))
     return setup._declared()
 
 
@@ -190,13 +190,13 @@ def _variant(name: str) -> Variant:
             raise UnknownSetupError(str(error)) from error
     module, _, attribute = name.partition(":")
     try:
-        found: object = getattr(import_module(module), attribute)
+        variant: object = getattr(import_module(module), attribute)
     except ImportError as error:
         raise UnknownSetupError(f"policy {name!r}: {error}") from error
     except AttributeError as error:
         raise UnknownSetupError(f"policy {name!r}: {module} has no {attribute}") from error
-    if isinstance(found, Variant):
-        return found
-    if isinstance(found, type) and issubclass(found, Policy):
-        return Variant(found, NO_PARAMETERS)
+    if isinstance(variant, Variant):
+        return variant
+    if isinstance(variant, type) and issubclass(variant, Policy):
+        return Variant(variant, NO_PARAMETERS)
     raise UnknownSetupError(f"policy {name!r} is not a class derived from tailrace.policy.base.Policy")

@@ -76,12 +76,12 @@ class StepLog:
         to.counts += runs.counts[low:high]
         # Only the first and the last run are cut.
         to.counts[-1] = min(to.counts[-1], end - boundaries[high - 1])
-        made = start - boundaries[low]
-        if made:
-            to.counts[first] -= made
+        skipped = start - boundaries[low]
+        if skipped:
+            to.counts[first] -= skipped
             increment_s = to.increment_s[first]
-            to.first_s[first] += to.interval_s[first] * made + increment_s * (made * (made - 1) // 2)
-            to.interval_s[first] += increment_s * made
+            to.first_s[first] += to.interval_s[first] * skipped + increment_s * (skipped * (skipped - 1) // 2)
+            to.interval_s[first] += increment_s * skipped
 
 
 class TokenTimes:

@@ -415,8 +415,8 @@ class Views(ClusterModel[_InstanceState]):
             for job in pending:
                 by_job.setdefault(job, (job, 0, JobState.QUEUED, 0))
             rows = by_job.values()
-        done, here = JobState.DONE, instance.instance_id
-        return (row for row in rows if row[0].instance_id == here and row[0].state is not done)
+        done, instance_id = JobState.DONE, instance.instance_id
+        return (row for row in rows if row[0].instance_id == instance_id and row[0].state is not done)
 
     def phase_load(self, rows: Iterable[Row], at_s: float, quantum_tokens: int, without: str) -> PhaseLoad:
         """Count rows as tailrace.policy.phase_load counts views of them."""
@@ -505,8 +505,8 @@ class Views(ClusterModel[_InstanceState]):
         predictor = self._spec.predictor
         if predictor is None:
             return None
-        left = tokens_left(job.prompt, tokens, self._spec.max_tokens, max_model_len)
-        return limited(predictor.remaining(job.request, tokens), left)
+        remaining = tokens_left(job.prompt, tokens, self._spec.max_tokens, max_model_len)
+        return limited(predictor.remaining(job.request, tokens), remaining)
 
 
 def _reserved(migration: Migration, report: Report) -> bool:

@@ -79,10 +79,12 @@ def claims_command(
     began = time.monotonic()
     with simulation_errors(), task_bar("checking") as progress:
         checked = [
-            one for one in check(needed, processes=processes, progress=progress) if one.claim.claim_id in ids
+            checked_claim
+            for checked_claim in check(needed, processes=processes, progress=progress)
+            if checked_claim.claim.claim_id in ids
         ]
     result: dict[str, JsonValue] = {
-        "claims": [_plain(one) for one in checked],
+        "claims": [_plain(checked_claim) for checked_claim in checked],
         "verdicts": dict(_count(checked)),
         "effort": effort.name,
         "seconds": round(time.monotonic() - began, 1),
@@ -114,29 +116,29 @@ def _table(checked: Sequence[CheckedClaim]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("ID", "CLAIM", "PAPER'S", "OURS", "VERDICT", "WHY"):
         table.add_column(heading)
-    for one in checked:
-        verdict = one.finding.verdict
-        words = f"[{_STYLES[verdict]}]{verdict.value}[/]"
+    for checked_claim in checked:
+        verdict = checked_claim.finding.verdict
+        cell = f"[{_STYLES[verdict]}]{verdict.value}[/]"
         table.add_row(
-            one.claim.claim_id,
-            one.claim.statement,
-            one.claim.number,
-            one.finding.ours,
-            words,
-            one.finding.why,
+            checked_claim.claim.claim_id,
+            checked_claim.claim.statement,
+            checked_claim.claim.number,
+            checked_claim.finding.ours,
+            cell,
+            checked_claim.finding.why,
         )
     return table
 
 
 def _count(checked: Sequence[CheckedClaim]) -> dict[str, int]:
-    counts = Counter(one.finding.verdict for one in checked)
+    counts = Counter(checked_claim.finding.verdict for checked_claim in checked)
     return {verdict.value: counts[verdict] for verdict in Verdict if counts[verdict]}
 
 
-def _plain(one: CheckedClaim) -> dict[str, JsonValue]:
-    finding = one.finding
+def _plain(checked_claim: CheckedClaim) -> dict[str, JsonValue]:
+    finding = checked_claim.finding
     return {
-        **_plain_claim(one.claim),
+        **_plain_claim(checked_claim.claim),
         "ours": finding.ours,
         "verdict": finding.verdict.value,
         "why": finding.why,
@@ -157,7 +159,7 @@ def _plain_claim(claim: Claim) -> dict[str, JsonValue]:
 
 def _plain_figures(figures: Figures) -> dict[str, JsonValue]:
     return {
-        name: float(value) if isinstance(value, int | float) else [float(part) for part in value]
+        name: float(value) if isinstance(value, int | float) else [float(element) for element in value]
         for name, value in figures.items()
     }
 

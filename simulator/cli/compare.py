@@ -148,7 +148,7 @@ def compare_command(
             for name in policies:
                 if plan.parameters[name]:
                     click.echo(f"{name}: {format_parameters(plan.parameters[name])}")
-            click.echo(f"SLO: {plan.slo.words()}; seeds: {seeds}; ± half of a 95% interval (Student's t)")
+            click.echo(f"SLO: {plan.slo.describe()}; seeds: {seeds}; ± half of a 95% interval (Student's t)")
             click.echo("*: the best mean; =: not distinguishable from it, paired by seed")
 
 

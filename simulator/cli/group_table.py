@@ -92,6 +92,6 @@ def _mark(best: Best | None, cell: Cell) -> str:
     return " *" if best.name == cell.policy else " =" if cell.policy in best.tied else "  "
 
 
-def _heading(words: str, between: str) -> str:
+def _heading(text: str, between: str) -> str:
     """Split a heading where its cells are split: `TTFT` above `P99 S`."""
-    return words if between == " " else words.replace(" ", "\n", 1)
+    return text if between == " " else text.replace(" ", "\n", 1)

@@ -195,9 +195,9 @@ def check_policy(name: str, option: str) -> None:
     A `module:Class` may be in the working directory, which is searched after everything that is installed;
     worker processes search it too.
     """
-    here = str(Path.cwd())
-    if ":" in name and here not in sys.path:
-        sys.path.append(here)
+    folder = str(Path.cwd())
+    if ":" in name and folder not in sys.path:
+        sys.path.append(folder)
     try:
         setup_for(name)
     except UnknownSetupError as error:
@@ -231,26 +231,26 @@ def parameters_of(
 ) -> dict[str, tuple[tuple[str, Value], ...]]:
     """Return the parameters of each policy, checked. Raise UsageProblem."""
     try:
-        given = _assign(read_assignments(assignments), policies)
-        setups = {policy: setup_for(policy).with_parameters(given[policy]) for policy in policies}
+        assigned = _assign(read_assignments(assignments), policies)
+        setups = {policy: setup_for(policy).with_parameters(assigned[policy]) for policy in policies}
     except (ParameterError, UnknownSetupError) as error:
         raise UsageProblem(f"--set: {error}") from error
-    return {policy: tuple(setup.given.items()) for policy, setup in setups.items()}
+    return {policy: tuple(setup.assigned.items()) for policy, setup in setups.items()}
 
 
 def _assign(assigned: dict[str, str], policies: Sequence[str]) -> dict[str, dict[str, Value]]:
     """Assign options to policies. Raise ParameterError or UnknownSetupError."""
-    given: dict[str, dict[str, Value]] = {policy: {} for policy in policies}
+    by_policy: dict[str, dict[str, Value]] = {policy: {} for policy in policies}
     known = {policy: {p.name for p in setup_for(policy).parameters()} for policy in policies}
     # Options for one policy override options for all.
     for key, value in sorted(assigned.items(), key=lambda entry: ":" in entry[0]):
         policy, colon, name = key.rpartition(":")
-        if colon and policy not in given:
+        if colon and policy not in by_policy:
             raise ParameterError(f"{key}: {policy!r} is not one of {', '.join(policies)}")
         targets = [policy] if colon else [p for p in policies if name in known[p]] or list(policies)
         for target in targets:
-            given[target][name] = value
-    return given
+            by_policy[target][name] = value
+    return by_policy
 
 
 @contextmanager
@@ -268,8 +268,8 @@ def task_bar(label: str) -> Iterator[Callable[[Progress], None]]:
         bar = bars.add_task(label, total=1.0)
 
         def advance(progress: Progress) -> None:
-            words = f"{label} {progress.done}/{progress.total} {progress.name}"
-            bars.update(bar, completed=progress.share, description=words)
+            status = f"{label} {progress.done}/{progress.total} {progress.name}"
+            bars.update(bar, completed=progress.share, description=status)
 
         yield advance
 

@@ -120,14 +120,14 @@ def simulate_command(
         case Output.CSV:
             click.echo(_csv(outcome), nl=False)
         case _:
-            click.echo(f"{_called(scenario)} on {outcome.source}")
+            click.echo(f"{_describe(scenario)} on {outcome.source}")
             print_figures(_table(outcome))
-            click.echo(f"SLO: {scenario.slo.words()}")
+            click.echo(f"SLO: {scenario.slo.describe()}")
 
 
-def _called(scenario: Scenario) -> str:
-    given = format_parameters(scenario.parameters)
-    return f"{scenario.policy} ({given})" if given else scenario.policy
+def _describe(scenario: Scenario) -> str:
+    parameters = format_parameters(scenario.parameters)
+    return f"{scenario.policy} ({parameters})" if parameters else scenario.policy
 
 
 def _table(outcome: Outcome) -> Table:
@@ -158,10 +158,10 @@ def _plain(outcome: Outcome) -> dict[str, JsonValue]:
 def _csv(outcome: Outcome) -> str:
     text = io.StringIO()
     figures = plain(outcome.figures.as_dict())
-    given = format_parameters(outcome.scenario.parameters)
+    parameters = format_parameters(outcome.scenario.parameters)
     columns = {
         "policy": outcome.scenario.policy,
-        "parameters": given,
+        "parameters": parameters,
         "workload": outcome.scenario.workload,
         **figures,
     }

@@ -129,21 +129,21 @@ def stacked_bars(label: str, y_label: str, counts: Mapping[str, Sequence[int]], 
     """
     drawing = Drawing(WIDTH, _BARS_HEIGHT, label)
     bins = max((len(column) for column in counts.values()), default=1)
-    totals = [float(sum(column[place] for column in counts.values())) for place in range(bins)]
+    totals = [float(sum(column[index] for column in counts.values())) for index in range(bins)]
     time = within(0.0, end_s, INNER_START, INNER_END)
     upward = linear(totals, _BARS_HEIGHT - BOTTOM, TOP)
     draw_frame(drawing, time, upward, "time (s)", y_label)
-    for place in range(bins):
-        start_s, stop_s = end_s * place / bins, end_s * (place + 1) / bins
+    for index in range(bins):
+        start_s, stop_s = end_s * index / bins, end_s * (index + 1) / bins
         left, right = time.place(start_s), time.place(stop_s)
         below = 0.0
         for series, (name, column) in enumerate(counts.items()):
-            if not column[place]:
+            if not column[index]:
                 continue
-            low, high = upward.place(below), upward.place(below + column[place])
-            title = f"{name}: {column[place]} from {start_s:.4g} to {stop_s:.4g} s"
+            low, high = upward.place(below), upward.place(below + column[index])
+            title = f"{name}: {column[index]} from {start_s:.4g} to {stop_s:.4g} s"
             drawing.rect(left, high, max(right - left - 1, 1), low - high, f"f{series % PALETTE}", title)
-            below += column[place]
+            below += column[index]
     return drawing.render()
 
 
@@ -161,24 +161,24 @@ def stage_chart(changes: Sequence[StageChange], end_s: float) -> str:
     draw_frame(drawing, time, length, "time (s)", "context (tokens)")
     ends = [*(change.at_s for change in changes[1:]), end_s]
     for change, until_s in zip(changes, ends, strict=True):
-        for place, stage in enumerate(change.stages):
-            _band(drawing, time, length, change.at_s, until_s, place, stage)
+        for index, stage in enumerate(change.stages):
+            _band(drawing, time, length, change.at_s, until_s, index, stage)
     return drawing.render()
 
 
 def _band(
-    drawing: Drawing, time: Scale, length: Scale, start_s: float, end_s: float, place: int, stage: Stage
+    drawing: Drawing, time: Scale, length: Scale, start_s: float, end_s: float, index: int, stage: Stage
 ) -> None:
     left, right = time.place(start_s), time.place(end_s)
     low, high = length.place(max(stage.lo, _SHORTEST)), length.place(stage.hi)
     count = len(stage.instance_ids)
     range_ = f"{tick_text(stage.lo)} to {tick_text(stage.hi)} tokens"
     title = f"{range_}: {', '.join(stage.instance_ids)} from {start_s:.4g} s"
-    drawing.rect(left, high, right - left, low - high, f"soft f{place % PALETTE}", title)
-    drawing.line(left, high, right, high, f"path s{place % PALETTE}")
+    drawing.rect(left, high, right - left, low - high, f"soft f{index % PALETTE}", title)
+    drawing.line(left, high, right, high, f"path s{index % PALETTE}")
     if right - left > 60 and low - high > 16:
-        words = f"{count} instance{'' if count == 1 else 's'}"
-        drawing.text((left + right) / 2, (low + high) / 2 + 4.5, words, anchor="middle")
+        label = f"{count} instance{'' if count == 1 else 's'}"
+        drawing.text((left + right) / 2, (low + high) / 2 + 4.5, label, anchor="middle")
 
 
 _AXIS: Final = 52.0
@@ -212,9 +212,9 @@ def strip_chart(label: str, rows: Sequence[Row], end_s: float) -> str:
     drawing = Drawing(WIDTH, bottom + _AXIS, label)
     time = within(0.0, end_s, INNER_START, INNER_END)
     named = max(1, round(_NAME / height))
-    for place, row in enumerate(rows):
-        top = 6.0 + place * height
-        if place % named == 0:
+    for index, row in enumerate(rows):
+        top = 6.0 + index * height
+        if index % named == 0:
             drawing.text(INNER_START - 8, top + height / 2 + 4.5, row.name, anchor="end")
         for span in row.spans:
             start, end = time.place(span.start_s), time.place(span.end_s)

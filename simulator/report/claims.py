@@ -25,25 +25,25 @@ _SUBTITLE: Final = (
 
 def claims_report(checked: Sequence[CheckedClaim]) -> str:
     """Return the report as an HTML document."""
-    counts = Counter(one.finding.verdict for one in checked)
+    counts = Counter(claim.finding.verdict for claim in checked)
     body = [cards([(verdict.value, f"{counts[verdict]}") for verdict in Verdict if counts[verdict]])]
-    for paper in dict.fromkeys(one.claim.paper for one in checked):
-        body += [heading(paper), _table([one for one in checked if one.claim.paper == paper])]
+    for paper in dict.fromkeys(claim.claim.paper for claim in checked):
+        body += [heading(paper), _table([claim for claim in checked if claim.claim.paper == paper])]
     return page("The papers' claims, in the simulator", _SUBTITLE, body)
 
 
 def _table(checked: Sequence[CheckedClaim]) -> str:
     rows = []
-    for one in checked:
-        sign, kind = _SIGNS[one.finding.verdict]
+    for claim in checked:
+        sign, kind = _SIGNS[claim.finding.verdict]
         rows.append(
             [
-                Cell(one.claim.claim_id),
-                Cell(one.claim.statement, one.claim.where),
-                Cell(one.claim.number),
-                Cell(one.finding.ours),
-                Cell(f"{sign} {one.finding.verdict.value}", standing=kind),
-                Cell(one.finding.why),
+                Cell(claim.claim.claim_id),
+                Cell(claim.claim.statement, claim.claim.where),
+                Cell(claim.claim.number),
+                Cell(claim.finding.ours),
+                Cell(f"{sign} {claim.finding.verdict.value}", standing=kind),
+                Cell(claim.finding.why),
             ]
         )
     return table(["", "claim", "paper's", "ours", "verdict", "why"], rows, text_columns=(1, 2, 3, 4, 5))

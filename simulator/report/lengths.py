@@ -78,8 +78,10 @@ def distribution(points: Mapping[str, Sequence[Sequence[TtftPoint]]]) -> str:
         if not values:
             continue
         shares = np.linspace(0.5, 99.5, _QUANTILES)
-        places = np.percentile(values, shares)
-        drawn = [Point(max(float(at), 1e-3), float(share)) for at, share in zip(places, shares, strict=True)]
+        quantiles = np.percentile(values, shares)
+        drawn = [
+            Point(max(float(at), 1e-3), float(share)) for at, share in zip(quantiles, shares, strict=True)
+        ]
         # Too many points for markers.
         lines.append(Line(name, series, drawn))
     if not lines:

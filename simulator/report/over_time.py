@@ -60,7 +60,7 @@ def pool_membership(detail: Detail) -> str:
         by_instance[change.instance_id].append(change)
     rows = [Row(name, _pool_spans(changes, detail.end_s)) for name, changes in by_instance.items()]
     seen = {change.pool for change in series.pools}
-    legend = colour_legend([words for pool, words in _POOLS.items() if pool in seen])
+    legend = colour_legend([label for pool, label in _POOLS.items() if pool in seen])
     flips = len(series.pools) - len(series.instance_ids)
     changes = "No instance changed its pool" if not flips else f"{flips} changes of pool"
     caption = f"One row per instance. {changes}; an instance that changes finishes the work it has."
@@ -88,8 +88,8 @@ def migrations(detail: Detail) -> str:
     reasons = [reason for reason, _ in Counter(m.reason for m in asked).most_common()]
     counts: dict[str, list[int]] = {reason: [0] * _BARS for reason in reasons}
     for migration in committed:
-        place = min(int(migration.end_s / detail.end_s * _BARS), _BARS - 1)
-        counts[migration.reason][place] += 1
+        bin_index = min(int(migration.end_s / detail.end_s * _BARS), _BARS - 1)
+        counts[migration.reason][bin_index] += 1
     width_s = detail.end_s / _BARS
     legend = colour_legend([(reason, f"f{n % PALETTE}") for n, reason in enumerate(reasons)])
     caption = f"Committed migrations, one bar per {width_s:.3g} s."
@@ -99,10 +99,10 @@ def migrations(detail: Detail) -> str:
     return picture + _table(asked, reasons)
 
 
-def _table(asked: Sequence[MigrationRecord], reasons: Sequence[str]) -> str:
+def _table(records: Sequence[MigrationRecord], reasons: Sequence[str]) -> str:
     rows = []
     for reason in reasons:
-        those = [m for m in asked if m.reason == reason]
+        those = [m for m in records if m.reason == reason]
         done = [m for m in those if m.outcome is MigrationOutcome.COMMITTED]
         pauses = [m.pause_s * 1e3 for m in done]
         rows.append(
@@ -128,20 +128,20 @@ def _thinned(times: np.ndarray[tuple[int], np.dtype[np.float64]]) -> list[int]:
     """Return the indices of at most _COLUMNS samples, evenly spaced."""
     if len(times) <= _COLUMNS:
         return list(range(len(times)))
-    return [round(place) for place in np.linspace(0, len(times) - 1, _COLUMNS).tolist()]
+    return [round(index) for index in np.linspace(0, len(times) - 1, _COLUMNS).tolist()]
 
 
 def _runs(at_s: Sequence[float], levels: Sequence[int], shares: Sequence[float], end_s: float) -> list[Span]:
     """Merge consecutive samples with the same level into spans."""
     spans: list[Span] = []
     first = 0
-    for place in range(1, len(levels) + 1):
-        if place < len(levels) and levels[place] == levels[first]:
+    for index in range(1, len(levels) + 1):
+        if index < len(levels) and levels[index] == levels[first]:
             continue
-        until = at_s[place] if place < len(levels) else end_s
-        mean = sum(shares[first:place]) / (place - first)
+        until = at_s[index] if index < len(levels) else end_s
+        mean = sum(shares[first:index]) / (index - first)
         spans.append(Span(at_s[first], until, f"h{levels[first]}", f"{mean:.0%} at {at_s[first]:.4g} s"))
-        first = place
+        first = index
     return spans
 
 
@@ -149,6 +149,6 @@ def _pool_spans(changes: Sequence[PoolChange], end_s: float) -> list[Span]:
     ends = [*(change.at_s for change in changes[1:]), end_s]
     spans = []
     for change, until in zip(changes, ends, strict=True):
-        words, kind = _POOLS[change.pool]
-        spans.append(Span(change.at_s, until, kind, f"{words} from {change.at_s:.4g} to {until:.4g} s"))
+        label, kind = _POOLS[change.pool]
+        spans.append(Span(change.at_s, until, kind, f"{label} from {change.at_s:.4g} to {until:.4g} s"))
     return spans

@@ -102,33 +102,33 @@ def page(title: str, subtitle: str, body: Sequence[str]) -> str:
     )
 
 
-def heading(words: str, lead: str = "") -> str:
+def heading(text: str, lead: str = "") -> str:
     """Return a section's title with an introduction."""
-    return f"<h2>{escape(words)}</h2>" + (f'<p class="dim">{escape(lead)}</p>' if lead else "")
+    return f"<h2>{escape(text)}</h2>" + (f'<p class="dim">{escape(lead)}</p>' if lead else "")
 
 
-def subheading(words: str) -> str:
+def subheading(text: str) -> str:
     """Return a title within a section."""
-    return f"<h3>{escape(words)}</h3>"
+    return f"<h3>{escape(text)}</h3>"
 
 
-def paragraph(words: str) -> str:
+def paragraph(text: str) -> str:
     """Return a paragraph of text."""
-    return f"<p>{escape(words)}</p>"
+    return f"<p>{escape(text)}</p>"
 
 
 def cards(rows: Sequence[tuple[str, str]]) -> str:
     """Return the key figures, each (label, value)."""
     inner = "".join(
-        f'<div class="card"><b>{escape(value)}</b><span>{escape(what)}</span></div>' for what, value in rows
+        f'<div class="card"><b>{escape(value)}</b><span>{escape(label)}</span></div>' for label, value in rows
     )
     return f'<div class="cards">{inner}</div>'
 
 
 def figure(picture: str, caption: str = "", legend: str = "") -> str:
     """Return a chart with its legend above and its caption below."""
-    words = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
-    return f"<figure>{legend}{picture}{words}</figure>"
+    caption_html = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
+    return f"<figure>{legend}{picture}{caption_html}</figure>"
 
 
 def line_legend(names: Sequence[tuple[str, int]]) -> str:
@@ -157,11 +157,11 @@ def table(
 ) -> str:
     """Return a table. The first column is names; `text_columns` are wrapped text, the others figures."""
     head = "".join(
-        f"<th{_text_class(place in text_columns)}>{escape(words)}</th>"
-        for place, words in enumerate(headings)
+        f"<th{_text_class(column in text_columns)}>{escape(words)}</th>"
+        for column, words in enumerate(headings)
     )
     body = "".join(
-        "<tr>" + "".join(_cell(cell, place in text_columns) for place, cell in enumerate(row)) + "</tr>"
+        "<tr>" + "".join(_cell(cell, column in text_columns) for column, cell in enumerate(row)) + "</tr>"
         for row in rows
     )
     words = f"<caption>{escape(caption)}</caption>" if caption else ""

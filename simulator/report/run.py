@@ -24,7 +24,7 @@ def run_report(outcome: Outcome) -> str:
     }
     points = {scenario.policy: [outcome.points]}
     body = [
-        cards([(shown[what], _without_unit(value)) for what, value in rows if what in shown]),
+        cards([(shown[label], _without_unit(value)) for label, value in rows if label in shown]),
         heading("Time to first token"),
         by_reasoning(points),
         by_prompt(points),
@@ -45,7 +45,7 @@ def run_report(outcome: Outcome) -> str:
         table(
             ["figure", "value"],
             [[Cell(name), Cell(value)] for name, value in rows],
-            f"SLO: {scenario.slo.words()}",
+            f"SLO: {scenario.slo.describe()}",
         ),
         heading("What was simulated"),
         table(["setting", "value"], [[Cell(name), Cell(value)] for name, value in setup_rows(scenario)]),

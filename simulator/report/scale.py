@@ -83,15 +83,15 @@ def _ticks(low: float, high: float, about: int) -> list[float]:
 def _log_ticks(low: float, high: float, about: int) -> list[float]:
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for digits in ((1.0, 2.0, 5.0), (1.0, 3.0), (1.0,)):
-        found = [
+        ticks = [
             digit * 10.0**decade
             for decade in decades
             for digit in digits
             if low * (1 - 1e-9) <= digit * 10.0**decade <= high * (1 + 1e-9)
         ]
-        if len(found) <= about + 2:
-            return found
-    return found[:: -(-len(found) // about)]
+        if len(ticks) <= about + 2:
+            return ticks
+    return ticks[:: -(-len(ticks) // about)]
 
 
 def _round_down(value: float) -> float:

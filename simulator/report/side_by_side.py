@@ -42,7 +42,7 @@ def comparison_report(comparison: Comparison) -> str:
     count = len(plan.seeds)
     subtitle = (
         f"{', '.join(plan.policies)} · {describe_instances(plan.fleet)} · "
-        f"{count} seed{'' if count == 1 else 's'} · SLO: {plan.slo.words()}"
+        f"{count} seed{'' if count == 1 else 's'} · SLO: {plan.slo.describe()}"
     )
     body = [_winners(comparison)]
     names = [_groups(comparison, workload)[0].name for workload in plan.workloads]
@@ -148,10 +148,10 @@ def _standing(best: Best | None, cell: Entry, among: int) -> Literal["", "best",
     return "best" if best.name == cell.policy else "tied" if cell.policy in best.tied else ""
 
 
-def _heading(words: str) -> str:
+def _heading(heading_text: str) -> str:
     """Format `TTFT P99 S` as `TTFT P99 (s)`."""
-    what, _, unit = words.rpartition(" ")
-    return f"{what} ({unit.lower()})" if what else words.lower()
+    label, _, unit = heading_text.rpartition(" ")
+    return f"{label} ({unit.lower()})" if label else heading_text.lower()
 
 
 def _at(group: Group) -> str:

@@ -32,21 +32,21 @@ class Drawing:
 
     def rect(self, x: float, y: float, width: float, height: float, kind: str, title: str = "") -> None:
         """Add a filled rectangle; `title` is its tooltip."""
-        place = f'x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}"'
+        geometry = f'x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}"'
         inner = f"<title>{escape(title)}</title></rect>" if title else "</rect>"
-        self._parts.append(f'<rect class="{kind}" {place}>{inner}')
+        self._parts.append(f'<rect class="{kind}" {geometry}>{inner}')
 
-    def text(self, x: float, y: float, words: str, kind: str = "tick", anchor: str = "start") -> None:
+    def text(self, x: float, y: float, content: str, kind: str = "tick", anchor: str = "start") -> None:
         """Add text at a baseline; `anchor`: start, middle or end."""
         self._parts.append(
-            f'<text class="{kind}" x="{_n(x)}" y="{_n(y)}" text-anchor="{anchor}">{escape(words)}</text>'
+            f'<text class="{kind}" x="{_n(x)}" y="{_n(y)}" text-anchor="{anchor}">{escape(content)}</text>'
         )
 
-    def upright(self, x: float, y: float, words: str) -> None:
+    def upright(self, x: float, y: float, content: str) -> None:
         """Add the label of a vertical axis, centred at a point."""
         self._parts.append(
             f'<text class="label" transform="translate({_n(x)} {_n(y)}) rotate(-90)" '
-            f'text-anchor="middle">{escape(words)}</text>'
+            f'text-anchor="middle">{escape(content)}</text>'
         )
 
     def marker(self, x: float, y: float, series: int, title: str) -> None:

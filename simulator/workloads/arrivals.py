@@ -97,8 +97,8 @@ def clipped(workload: Workload, clip: Clip) -> Workload:
     """Return the part of the workload selected by `clip`. Raise WorkloadError if it is empty."""
     requests = clip.cut(workload.requests)
     if not requests:
-        raise WorkloadError(f"{workload.name}: no requests{clip.words()}")
-    return Workload(workload.name, requests, workload.source + clip.words())
+        raise WorkloadError(f"{workload.name}: no requests{clip.describe()}")
+    return Workload(workload.name, requests, workload.source + clip.describe())
 
 
 def merged(name: str, workloads: Sequence[Workload]) -> Workload:

@@ -61,7 +61,7 @@ class Clip:
                     break
         return kept
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """Describe the section, to be appended to a source: " from ... to ..., of those the first ..."."""
         parts = []
         if self.start_s or self.duration_s is not None:

@@ -26,20 +26,20 @@ def fit(workload: Workload, max_model_len: int) -> FitResult:
     """
     if max_model_len < 2:
         raise WorkloadError(f"no request fits into {max_model_len} tokens")
-    kept, clipped, dropped = [], 0, 0
+    fitting, clipped, dropped = [], 0, 0
     for request in workload.requests:
         room = max_model_len - request.output_tokens
         if room < 1:
             dropped += 1
         elif request.prompt_tokens > room:
             clipped += 1
-            kept.append(replace(request, prompt_tokens=room))
+            fitting.append(replace(request, prompt_tokens=room))
         else:
-            kept.append(request)
-    if not kept:
+            fitting.append(request)
+    if not fitting:
         raise WorkloadError(f"{workload.name}: no request fits into {max_model_len} tokens")
     source = workload.source
     if clipped or dropped:
-        of = len(workload.requests)
-        source += f"; to fit {max_model_len} tokens {clipped} of {of} prompts cut, {dropped} left out"
-    return FitResult(Workload(workload.name, kept, source), clipped, dropped)
+        total = len(workload.requests)
+        source += f"; to fit {max_model_len} tokens {clipped} of {total} prompts cut, {dropped} left out"
+    return FitResult(Workload(workload.name, fitting, source), clipped, dropped)

@@ -58,10 +58,10 @@ def lognormal_of_mean(mean: float, sigma: float, count: int, rng: np.random.Gene
 
 def blend(parts: Sequence[tuple[float, DrawLengths]], count: int, rng: np.random.Generator) -> Lengths:
     """Draw the lengths of `count` requests, each of a kind with its probability (probabilities sum to 1)."""
-    which = rng.choice(len(parts), size=count, p=[share for share, _ in parts])
+    kinds = rng.choice(len(parts), size=count, p=[share for share, _ in parts])
     prompt, reasoning, answer = (np.zeros(count, np.int64) for _ in range(3))
     for index, (_, draw) in enumerate(parts):
-        mine = which == index
-        drawn = draw(int(mine.sum()), rng)
-        prompt[mine], reasoning[mine], answer[mine] = drawn.prompt, drawn.reasoning, drawn.answer
+        of_kind = kinds == index
+        drawn = draw(int(of_kind.sum()), rng)
+        prompt[of_kind], reasoning[of_kind], answer[of_kind] = drawn.prompt, drawn.reasoning, drawn.answer
     return Lengths(prompt, reasoning, answer)

@@ -33,31 +33,35 @@ def load(path: Path, clip: Clip = EVERYTHING) -> Workload:
 
 
 def _rows(path: Path) -> Iterator[Row]:
-    for line, entry in read_objects(path):
+    for line_number, entry in read_objects(path):
         yield Row(
-            line=line,
-            request_id=f"mooncake-{line}",
-            arrival_s=parse_seconds(required_field(entry, "timestamp", path, line), path, line, "timestamp")
+            line=line_number,
+            request_id=f"mooncake-{line_number}",
+            arrival_s=parse_seconds(
+                required_field(entry, "timestamp", path, line_number), path, line_number, "timestamp"
+            )
             / 1e3,
             prompt_tokens=parse_tokens(
-                required_field(entry, "input_length", path, line), path, line, "input_length"
+                required_field(entry, "input_length", path, line_number), path, line_number, "input_length"
             ),
             reasoning_tokens=0,
             answer_tokens=parse_tokens(
-                required_field(entry, "output_length", path, line), path, line, "output_length"
+                required_field(entry, "output_length", path, line_number), path, line_number, "output_length"
             ),
-            unit_names=_names(entry, path, line),
+            unit_names=_names(entry, path, line_number),
             unit_tokens=_UNIT_TOKENS,
         )
 
 
-def _names(entry: Mapping[str, object], path: Path, line: int) -> tuple[int, ...]:
+def _names(entry: Mapping[str, object], path: Path, line_number: int) -> tuple[int, ...]:
     """Return the names of whole units; empty for traces without hash ids."""
     ids = entry.get("hash_ids", [])
     if not isinstance(ids, list):
-        raise field_error(path, line, "hash_ids", "not a list")
+        raise field_error(path, line_number, "hash_ids", "not a list")
     units = (
-        parse_tokens(required_field(entry, "input_length", path, line), path, line, "input_length")
+        parse_tokens(
+            required_field(entry, "input_length", path, line_number), path, line_number, "input_length"
+        )
         // _UNIT_TOKENS
     )
-    return tuple(parse_tokens(each, path, line, "hash_ids") for each in ids[:units])
+    return tuple(parse_tokens(name, path, line_number, "hash_ids") for name in ids[:units])

@@ -60,14 +60,14 @@ def lengths(count: int, rng: np.random.Generator) -> Lengths:
     """Draw the lengths of `count` requests, each with at least one token of reasoning and of answer."""
     population = clients()
     weights = np.array([client.weight for client in population])
-    which = rng.choice(len(population), size=count, p=weights / weights.sum())
+    chosen = rng.choice(len(population), size=count, p=weights / weights.sum())
     shares = rng.random((3, count))
     prompt, output, reasoning = (np.empty(count) for _ in range(3))
     for index, client in enumerate(population):
-        mine = which == index
-        prompt[mine] = client.prompt_tokens.at(shares[0, mine])
-        output[mine] = client.output_tokens.at(shares[1, mine])
-        reasoning[mine] = client.reasoning_share.at(shares[2, mine])
+        of_client = chosen == index
+        prompt[of_client] = client.prompt_tokens.at(shares[0, of_client])
+        output[of_client] = client.output_tokens.at(shares[1, of_client])
+        reasoning[of_client] = client.reasoning_share.at(shares[2, of_client])
     total: Tokens = tokens(output, least=2)
     thought = np.clip(tokens(total * reasoning), 1, total - 1)
     return Lengths(tokens(prompt), thought, total - thought)

@@ -61,20 +61,20 @@ def resolve_workload(spec: str, options: WorkloadOptions) -> Workload:
     if len(parts) == 1:
         workload = _resolve_part(spec.strip(), options)
     else:
-        shared = [_resolve_part(part, _share(options, place, len(parts))) for place, part in enumerate(parts)]
+        shared = [_resolve_part(part, _share(options, index, len(parts))) for index, part in enumerate(parts)]
         workload = merged(",".join(part.name for part in shared), shared)
     if options.max_model_len is not None:
         workload = fit(workload, options.max_model_len).workload
     return workload
 
 
-def _share(options: WorkloadOptions, place: int, parts: int) -> WorkloadOptions:
+def _share(options: WorkloadOptions, index: int, total: int) -> WorkloadOptions:
     """Return the options of one of several parts: its share of count and rate, and its own seed."""
     count = options.count
     if count is not None:
-        count = count // parts + (place < count % parts)
-    rate = None if options.rate_per_s is None else options.rate_per_s / parts
-    seed = int(np.random.SeedSequence([options.seed, place]).generate_state(1)[0])
+        count = count // total + (index < count % total)
+    rate = None if options.rate_per_s is None else options.rate_per_s / total
+    seed = int(np.random.SeedSequence([options.seed, index]).generate_state(1)[0])
     return replace(options, count=count, rate_per_s=rate, seed=seed)
 
 
@@ -122,7 +122,7 @@ def _generate(generator: Generator | SessionGenerator, options: WorkloadOptions)
         count = math.ceil(mean + 8.0 * spread) + 8
     requests = clip.cut(generator.requests(count, rate, options.seed))
     if not requests:
-        raise WorkloadError(f"{generator.name}: nothing arrives{clip.words()} at {rate:g} requests/s")
+        raise WorkloadError(f"{generator.name}: nothing arrives{clip.describe()} at {rate:g} requests/s")
     arriving = f"{generator.arrivals}, {rate:g}/s, seed {options.seed}"
     source = f"{generator.summary}; {len(requests)} requests, {arriving}"
     return Workload(generator.name, requests, source)

@@ -66,12 +66,12 @@ def open_text(path: Path) -> Iterator[TextIO]:
         raise WorkloadError(f"{path}: {error.strerror or error}") from error
 
 
-def field_error(path: Path, line: int, field: str, problem: str) -> WorkloadError:
+def field_error(path: Path, line_number: int, field: str, problem: str) -> WorkloadError:
     """Return the error for a field of a row."""
-    return WorkloadError(f"{path}, line {line}, field {field!r}: {problem}")
+    return WorkloadError(f"{path}, line {line_number}, field {field!r}: {problem}")
 
 
-def parse_tokens(value: object, path: Path, line: int, field: str) -> int:
+def parse_tokens(value: object, path: Path, line_number: int, field: str) -> int:
     """Parse a number of tokens from text or JSON. Raise WorkloadError."""
     number: int | None = None
     if isinstance(value, str):
@@ -80,15 +80,15 @@ def parse_tokens(value: object, path: Path, line: int, field: str) -> int:
     elif isinstance(value, int) and not isinstance(value, bool):
         number = value
     if number is None:
-        raise field_error(path, line, field, f"not a whole number: {value!r}")
+        raise field_error(path, line_number, field, f"not a whole number: {value!r}")
     if number < 0:
-        raise field_error(path, line, field, f"negative: {number}")
+        raise field_error(path, line_number, field, f"negative: {number}")
     if number > MAX_TOKENS:
-        raise field_error(path, line, field, f"more than {MAX_TOKENS} tokens: {number}")
+        raise field_error(path, line_number, field, f"more than {MAX_TOKENS} tokens: {number}")
     return number
 
 
-def parse_seconds(value: object, path: Path, line: int, field: str) -> float:
+def parse_seconds(value: object, path: Path, line_number: int, field: str) -> float:
     """Parse a non-negative time from text or JSON, without converting its unit. Raise WorkloadError."""
     number = math.nan
     if isinstance(value, (str, int, float)) and not isinstance(value, bool):
@@ -97,9 +97,9 @@ def parse_seconds(value: object, path: Path, line: int, field: str) -> float:
         except (ValueError, OverflowError):
             number = math.nan
     if not math.isfinite(number):
-        raise field_error(path, line, field, f"not a number: {value!r}")
+        raise field_error(path, line_number, field, f"not a number: {value!r}")
     if number < 0.0:
-        raise field_error(path, line, field, f"negative: {value}")
+        raise field_error(path, line_number, field, f"negative: {value}")
     return number
 
 
@@ -112,12 +112,12 @@ def make_workload(path: Path, rows: Iterable[Row], form: Format, clip: Clip) -> 
 
     def requests() -> Iterator[SimRequest]:
         nonlocal failed
-        before = 0.0
+        previous_s = 0.0
         for row in rows:
-            if row.arrival_s < before:
-                problem = f"{row.arrival_s:.6f} s is before the row above it ({before:.6f} s)"
+            if row.arrival_s < previous_s:
+                problem = f"{row.arrival_s:.6f} s is before the row above it ({previous_s:.6f} s)"
                 raise field_error(path, row.line, form.time_field, problem)
-            before = row.arrival_s
+            previous_s = row.arrival_s
             if row.prompt_tokens and row.answer_tokens:
                 yield SimRequest(
                     row.request_id,
@@ -131,17 +131,18 @@ def make_workload(path: Path, rows: Iterable[Row], form: Format, clip: Clip) -> 
             else:
                 failed += 1
 
-    kept = clip.cut(requests())
-    if not kept:
-        raise WorkloadError(f"{path}: no requests{clip.words()}")
-    if kept[-1].arrival_s > SPAN_MAX_S:
+    selected = clip.cut(requests())
+    if not selected:
+        raise WorkloadError(f"{path}: no requests{clip.describe()}")
+    if selected[-1].arrival_s > SPAN_MAX_S:
         raise WorkloadError(
-            f"{path}, field {form.time_field!r}: the last request arrives {kept[-1].arrival_s:.6g} s after "
-            f"the start, more than {SPAN_MAX_S:.0e} s; if the times are dates, select a window with --start"
+            f"{path}, field {form.time_field!r}: the last request arrives {selected[-1].arrival_s:.6g} s "
+            f"after the start, more than {SPAN_MAX_S:.0e} s; if the times are dates, "
+            "select a window with --start"
         )
     left_out = f", {failed} failed ones left out" if failed else ""
-    source = f"{form.name} {path.name}: {len(kept)} requests{clip.words()}{left_out}"
-    return Workload(path.stem, kept, source)
+    source = f"{form.name} {path.name}: {len(selected)} requests{clip.describe()}{left_out}"
+    return Workload(path.stem, selected, source)
 
 
 def read_cells(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
@@ -159,7 +160,7 @@ def read_cells(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[s
             missing = [name for name in columns if name not in header]
             if missing:
                 raise WorkloadError(f"{path}, line 1: no column {', '.join(missing)}; there are {header}")
-            places = [header.index(name) for name in columns]
+            indices = [header.index(name) for name in columns]
             for row in reader:
                 if not row:
                     continue
@@ -167,7 +168,7 @@ def read_cells(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[s
                     raise WorkloadError(
                         f"{path}, line {reader.line_num}: {len(row)} cells for {len(header)} columns"
                     )
-                yield reader.line_num, [row[place].strip() for place in places]
+                yield reader.line_num, [row[index].strip() for index in indices]
         except csv.Error as error:
             raise WorkloadError(f"{path}, line {reader.line_num}: {error}") from error
 
@@ -176,20 +177,20 @@ def read_objects(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
     """Yield (line, object) for each line that is not blank. Raise WorkloadError for anything but an
     object."""
     with open_text(path) as lines:
-        for line, text in enumerate(lines, start=1):
+        for line_number, text in enumerate(lines, start=1):
             if not text.strip():
                 continue
             try:
                 value: object = json.loads(text)
             except (ValueError, RecursionError) as error:
-                raise WorkloadError(f"{path}, line {line}: not JSON: {error}") from error
+                raise WorkloadError(f"{path}, line {line_number}: not JSON: {error}") from error
             if not isinstance(value, dict):
-                raise WorkloadError(f"{path}, line {line}: not a JSON object")
-            yield line, value
+                raise WorkloadError(f"{path}, line {line_number}: not a JSON object")
+            yield line_number, value
 
 
-def required_field(entry: Mapping[str, object], name: str, path: Path, line: int) -> object:
+def required_field(entry: Mapping[str, object], name: str, path: Path, line_number: int) -> object:
     """Return the value of a required field. Raise WorkloadError if it is missing."""
     if name not in entry:
-        raise field_error(path, line, name, "missing")
+        raise field_error(path, line_number, name, "missing")
     return entry[name]

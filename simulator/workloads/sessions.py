@@ -143,6 +143,6 @@ def _names(total: int, ends: tuple[tuple[int, int], ...], owner: int) -> tuple[i
     names: list[int] = []
     for unit in range(total // UNIT_TOKENS):
         end = (unit + 1) * UNIT_TOKENS
-        of = next((part for part, part_end in ends if end <= part_end), owner)
-        names.append(of << _UNITS_BITS | unit)
+        name = next((part for part, part_end in ends if end <= part_end), owner)
+        names.append(name << _UNITS_BITS | unit)
     return tuple(names)

@@ -79,8 +79,8 @@ def test_no_requests_have_no_attainment() -> None:
 
 
 def test_slos_are_described_in_words() -> None:
-    assert Slo(2.0, 0.15).words() == "TTFT within 2 s + 0.15 s a reasoning token, TPOT within 0.15 s"
-    assert Slo(None, None, 0.95).words() == "QoE of at least 0.95"
+    assert Slo(2.0, 0.15).describe() == "TTFT within 2 s + 0.15 s a reasoning token, TPOT within 0.15 s"
+    assert Slo(None, None, 0.95).describe() == "QoE of at least 0.95"
 
 
 @pytest.mark.parametrize(
