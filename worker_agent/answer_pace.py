@@ -1,9 +1,9 @@
 """Track how a user can read an answer: pacer slack and QoE (tailrace/qoe.py).
 
-The worker knows when each token was made, and policies see its reports; the front end knows more only when an
-instance is lost, and then passes it on in its Submit. Nothing is done per token: the first answering token is
-timed exactly, the others are counted when a report is due and treated as evenly spaced since the previous
-count. Slack is exact; QoE does not see stalls shorter than a report's interval.
+The worker knows when each token was generated, and policies see its reports. The front end knows more only
+when an instance is lost, and then includes it in its Submit. There is no work per token: the first answering
+token is timed exactly, the others are counted when a report is due and treated as evenly spaced since the
+previous count. Slack is exact; QoE does not see stalls shorter than a report's interval.
 """
 
 from __future__ import annotations
@@ -67,16 +67,18 @@ class AnswerPace:
             digested_sum_s=state.digested_sum_s,
         )
 
-    def go_on(self, left: worker_pb2.AnswerPace, output_tokens: int, now_s: float) -> None:
+    def go_on(self, previous: worker_pb2.AnswerPace, output_tokens: int, now_s: float) -> None:
         """Continue from the previous worker's state, recorded at `output_tokens` output tokens."""
         self._pacer.resume(
-            PacerState(left.ready, now_s - left.since_first_s, left.digested_s, left.digested_sum_s)
+            PacerState(
+                previous.ready, now_s - previous.since_first_s, previous.digested_s, previous.digested_sum_s
+            )
         )
         self._counted, self._sampled_s = output_tokens, now_s
 
     def recover(self, answer_tokens: int, answering_s: float, output_tokens: int, now_s: float) -> None:
-        """Continue after an instance was lost: `answer_tokens` were made in `answering_s` seconds, says the
-        front end."""
+        """Continue after an instance was lost: the front end reports `answer_tokens` generated in
+        `answering_s` seconds."""
         if answer_tokens <= 0:
             return
         self.begin(output_tokens - answer_tokens, now_s - answering_s)

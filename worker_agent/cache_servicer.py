@@ -1,4 +1,5 @@
-"""The Cache service over gRPC: what a worker's prefix cache holds, and how it is copied from and to there."""
+"""The gRPC Cache service: list the blocks in a worker's prefix cache, lend them, and copy prefixes into
+it."""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ _TIERS: Final = {Tier.DEVICE: cache_pb2.CACHE_TIER_DEVICE, Tier.HOST: cache_pb2.
 
 
 def update_of(book: CacheBook) -> cache_pb2.CacheUpdate:
-    """What is to be told next; it counts as told from now on."""
+    """Return the changes since the last update and mark them as reported."""
     seq, changes = book.take()
     return cache_pb2.CacheUpdate(seq=seq, changes=_messages(changes))
 
 
 def listing_of(book: CacheBook | None, incarnation: str) -> cache_pb2.ListCacheReply:
-    """All that is held; None: nothing ever is."""
+    """Return all cached blocks; none if `book` is None."""
     seq, held = (0, []) if book is None else book.snapshot()
     return cache_pb2.ListCacheReply(incarnation=incarnation, seq=seq, held=_messages(held))
 
@@ -40,12 +41,12 @@ def _messages(changes: Sequence[Change]) -> list[cache_pb2.CacheChange]:
 
 
 class CacheServicer(cache_pb2_grpc.CacheServicer):
-    """One worker's."""
+    """Implement the Cache service of one worker."""
 
     def __init__(
         self, incarnation: str, book: CacheBook | None, engine: Engine, loans: Loans, copies: Copies
     ) -> None:
-        """`book` None: the engine keeps no prefixes, or does not tell of them."""
+        """`book` None: the engine caches no prefixes, or does not report them."""
         self._engine = engine
         self._loans = loans
         self._copies = copies
@@ -57,7 +58,7 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
         request: cache_pb2.ListCacheRequest,
         context: grpc.aio.ServicerContext[cache_pb2.ListCacheRequest, cache_pb2.ListCacheReply],
     ) -> cache_pb2.ListCacheReply:
-        """All that is held."""
+        """List all cached blocks."""
         return listing_of(self._book, self._incarnation)
 
     async def Lend(  # type: ignore[override]
@@ -65,7 +66,7 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
         request: cache_pb2.LendRequest,
         context: grpc.aio.ServicerContext[cache_pb2.LendRequest, cache_pb2.Lent],
     ) -> None:
-        """Blocks for another worker; who has copied them hangs up."""
+        """Lend blocks to another worker until it ends the call."""
         left_s = context.time_remaining()
         lent_s = LOAN_MAX_S if left_s is None else min(left_s, LOAN_MAX_S)
         try:
@@ -82,7 +83,7 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
         request: cache_pb2.PromptRequest,
         context: grpc.aio.ServicerContext[cache_pb2.PromptRequest, cache_pb2.PromptReply],
     ) -> cache_pb2.PromptReply:
-        """As it was submitted."""
+        """Return a request as it was submitted."""
         try:
             return cache_pb2.PromptReply(frames=await self._engine.submitted(request.request_id))
         except EngineRefusal as error:
@@ -93,6 +94,6 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
         request: cache_pb2.CopyRequest,
         context: grpc.aio.ServicerContext[cache_pb2.CopyRequest, cache_pb2.CopyReply],
     ) -> cache_pb2.CopyReply:
-        """A caller who goes away ends it."""
+        """Copy a prefix into this worker's cache; cancelled when the caller disconnects."""
         outcome = await self._copies.copy(request)
         return cache_pb2.CopyReply(outcome=outcome.result, blocks=outcome.blocks)

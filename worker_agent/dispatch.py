@@ -94,8 +94,8 @@ class Admission:
             return
         self._metrics.submitted += 1
         # Before the engine has it, because the request may crash this process.
-        taken = worker_pb2.Taken(handle=submission.key.handle, epoch=submission.epoch)
-        front_end.send(worker_pb2.AttachDown(taken=taken))
+        reply = worker_pb2.Taken(handle=submission.key.handle, epoch=submission.epoch)
+        front_end.send(worker_pb2.AttachDown(taken=reply))
         carried = self._carried.add(
             submission.key,
             submission.request_id,

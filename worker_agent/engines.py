@@ -93,7 +93,7 @@ def with_tiny_models_defaults(options: EngineOptions) -> EngineOptions:
     )
 
 
-def _vllm(given: EngineOptions) -> Engine:
+def _vllm(engine_options: EngineOptions) -> Engine:
     from worker_agent.engine.vllm.internals import VllmLacks, require_internals
 
     with collector_paused():
@@ -104,7 +104,7 @@ def _vllm(given: EngineOptions) -> Engine:
         from worker_agent.engine.vllm.engine import VllmEngine
         from worker_agent.engine.vllm.settings import VllmSettings
 
-    options = with_tiny_models_defaults(given)
+    options = with_tiny_models_defaults(engine_options)
     return VllmEngine(
         VllmSettings(
             model=options.model or "",

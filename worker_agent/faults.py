@@ -56,7 +56,7 @@ class Faults:
 
     @classmethod
     def from_environment(cls, instance_id: str) -> Faults:
-        """Raises RuntimeError when the variable is not as described."""
+        """Read the faults of TAILRACE_FAULTS. Raise RuntimeError if it is malformed."""
         text = os.environ.get(VARIABLE, "")
         if not text:
             return cls()
@@ -66,7 +66,7 @@ class Faults:
         return cls([spec for spec in _read(text) if spec.instance in ("", instance_id)])
 
     async def hold(self, point: str) -> None:
-        """Stop here if told to."""
+        """Stop at this point if a fault says so."""
         seconds = self._hold_s(point)
         if seconds is None:
             return
@@ -77,7 +77,8 @@ class Faults:
             await asyncio.sleep(min(left_s, _POLL_S))
 
     def corrupt(self, staging: Staging, size: int) -> None:
-        """Flip one of the first `size` bytes, which are about to be sent, if told to. Host memory only."""
+        """Flip one of the first `size` bytes, which are about to be sent, if a fault says so. Host memory
+        only."""
         if not any(spec.corrupt == "kv" for spec in self._armed()):
             return
         armed_at = 0 if self._file is None else self._file.stat().st_mtime_ns

@@ -49,12 +49,14 @@ class HandBacks:
 
     def prompts(self, request_ids: Collection[str], now_s: float) -> int:
         """Hand back those of the requests that wait here without a token; return how many."""
-        wanted = set(request_ids)
+        requested = set(request_ids)
         return self._hand_back_named(
             {
                 request.request_id
                 for request in self._stats().requests
-                if request.request_id in wanted and request.state == "waiting" and not request.output_tokens
+                if request.request_id in requested
+                and request.state == "waiting"
+                and not request.output_tokens
             },
             now_s,
         )

@@ -55,17 +55,17 @@ class HeldQueries:
         await cancel(*self._answering.values())
 
     async def _answer(self, front_end: FrontEnd, query: worker_pb2.HeldQuery) -> None:
-        asked = {
+        keys = {
             RequestKey(front_end.client, handle): epoch
             for handle, epoch in zip(query.handles, query.epochs, strict=False)
         }
         try:
-            held = await self._engine.find_held(list(asked))
+            held = await self._engine.find_held(list(keys))
         except EngineRefusal as refusal:
             # The engine has failed or is in a long step; both are reported in other ways.
             log.debug("no answer to front end %s: %s", front_end.frontend_id, refusal)
             return
-        missing = {key: epoch for key, epoch in asked.items() if not self._has(key, epoch, held.get(key))}
+        missing = {key: epoch for key, epoch in keys.items() if not self._has(key, epoch, held.get(key))}
         reply = worker_pb2.HeldReply(
             missing_handles=[key.handle for key in missing], missing_epochs=list(missing.values())
         )

@@ -67,9 +67,9 @@ def order_of_policy(record: PolicyRecord | None) -> Order:
         return ENGINE_ORDER, NO_PARAMETERS
     policy = variant(record.name)
     name = policy.policy.batch_order
-    taken = {parameter.name for parameter in intra_parameters(name)}
-    given = {**policy.parameters, **record.parameters}
-    return name, {key: value for key, value in given.items() if key in taken}
+    accepted = {parameter.name for parameter in intra_parameters(name)}
+    values = {**policy.parameters, **record.parameters}
+    return name, {key: value for key, value in values.items() if key in accepted}
 
 
 class PolicyOrder:

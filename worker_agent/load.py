@@ -72,8 +72,8 @@ def _remaining(request: RequestStats) -> float:
     """Return the predicted remaining tokens, or without a prediction the most that the request may still
     make."""
     predicted = request.predicted_remaining_tokens
-    left = tokens_left(request.prompt_tokens, request.output_tokens, request.max_tokens)
-    return left if predicted is None else predicted
+    remaining = tokens_left(request.prompt_tokens, request.output_tokens, request.max_tokens)
+    return remaining if predicted is None else predicted
 
 
 def _add_profiled(load: monitor_pb2.InstanceLoad, stats: EngineStats, speeds: Speeds) -> None:

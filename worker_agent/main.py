@@ -1,4 +1,4 @@
-"""`tailrace serve worker`."""
+"""`tailrace serve worker`: run one engine, or several simulated ones, as members of the fleet."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from worker_agent.worker import EngineStartError, RunningWorker, SharedServices,
 log = logging.getLogger(__name__)
 
 _DEFAULTS: Final = WorkerSettings()
-# For what is told before a drain, and for whatever its own bounds do not hold.
+# Time for announcing the drain, and for work that has no bound of its own.
 _MARGIN_S: Final = 10.0
 
 
 class EngineDied(RuntimeError):
-    """An engine failed for good, or another worker has taken its id."""
+    """An engine failed permanently, or another worker has taken its id."""
 
 
 @click.command("worker")
@@ -183,7 +183,7 @@ class EngineDied(RuntimeError):
 )
 @click.option(
     "--pull-timeout",
-    # Nobody lends for longer.
+    # No holder lends for longer.
     type=click.FloatRange(min=0, min_open=True, max=LOAN_MAX_S),
     default=_DEFAULTS.pull_timeout_s,
     show_default=True,

@@ -1,4 +1,4 @@
-"""What a worker counts. Plain integers on the data path, read only when somebody scrapes."""
+"""A worker's metrics. The data path only increments plain integers, which are read at each scrape."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _QOE_BUCKETS: Final = (0.5, 0.8, 0.9, 0.95, 0.99, 0.999)
 
 
 class WorkerHistograms:
-    """Shared by all workers of a process."""
+    """The histograms that all workers of a process share."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.pause_seconds = Histogram(
@@ -49,7 +49,7 @@ class WorkerHistograms:
 
 
 class WorkerMetrics:
-    """One worker's counters."""
+    """The counters of one worker."""
 
     def __init__(self, histograms: WorkerHistograms) -> None:
         self.tokens = 0
@@ -67,10 +67,10 @@ class WorkerMetrics:
         self.kv_received_bytes = 0
         self.kv_received_blocks = 0
         self.kv_held_blocks = 0
-        # Prefixes that were to come from other workers, by outcome (prefixes/pulls.py), and what came.
+        # Pulls of prefixes from other workers, by outcome (prefixes/pulls.py), and the tokens pulled.
         self.pulls: Counter[str] = Counter()
         self.pulled_tokens = 0
-        # Prefixes that were to be copied to here ahead of need, by outcome (prefixes/copies.py).
+        # Copies of prefixes to this worker in advance, by outcome (prefixes/copies.py).
         self.copies: Counter[str] = Counter()
         self.kv_checksum_failures = 0
         self.kv_identity_failures = 0
@@ -80,18 +80,18 @@ class WorkerMetrics:
 
 
 class WorkerCollector(Collector):
-    """All workers of this process, summed: the scrape target is the process."""
+    """Export the sums over all workers of this process, which is the scrape target."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._workers: list[tuple[WorkerMetrics, Callable[[], EngineStats]]] = []
         registry.register(self)
 
     def add(self, metrics: WorkerMetrics, stats: Callable[[], EngineStats]) -> None:
-        """One more worker."""
+        """Add a worker."""
         self._workers.append((metrics, stats))
 
     def collect(self) -> Iterable[Metric]:
-        """The plain counters in Prometheus' form."""
+        """Yield the counters in Prometheus' form."""
         yield from self._engine()
         workers = [metrics for metrics, _ in self._workers]
         yield _count("submitted_requests", "Requests submitted.", sum(w.submitted for w in workers))
@@ -112,8 +112,8 @@ class WorkerCollector(Collector):
 
     def _engine(self) -> Iterable[Metric]:
         stats = [read() for _, read in self._workers]
-        phases = Counter(request.phase for each in stats for request in each.requests)
-        states = Counter(request.state for each in stats for request in each.requests)
+        phases = Counter(request.phase for engine_stats in stats for request in engine_stats.requests)
+        states = Counter(request.state for engine_stats in stats for request in engine_stats.requests)
         by_phase = GaugeMetricFamily("tailrace_worker_requests", "Requests here.", labels=["phase"])
         for phase in EnginePhase:
             by_phase.add_metric([phase.value], phases[phase])

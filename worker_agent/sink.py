@@ -183,11 +183,11 @@ def _message_bytes(columns: StepColumns) -> int:
 
 def _without(columns: StepColumns, dropped: Sequence[int]) -> StepColumns:
     """Return the columns without these entries; the caller sets the frames."""
-    gone = set(dropped)
+    excluded = set(dropped)
     remaining = StepColumns(columns.client, columns.step, [])
     offset = 0
     for entry, count in enumerate(columns.counts):
-        if entry not in gone:
+        if entry not in excluded:
             remaining.handles.append(columns.handles[entry])
             remaining.epochs.append(columns.epochs[entry])
             remaining.first_indices.append(columns.first_indices[entry])

@@ -62,10 +62,10 @@ class KnownSpeeds:
     """
 
     def __init__(
-        self, own: Profile | None, settings: WorkerSettings, kind: str, membership: Membership
+        self, profile: Profile | None, settings: WorkerSettings, kind: str, membership: Membership
     ) -> None:
         self._given = settings.profile is not None
-        self._profile = settings.profile or own
+        self._profile = settings.profile or profile
         self._kind = kind
         self._membership = membership
         # The inputs of the present speeds.

@@ -23,7 +23,7 @@ class Coordinator:
     def __init__(
         self,
         name: str,
-        here: Callable[[str], bool],
+        is_here: Callable[[str], bool],
         space: Callable[[], Space],
         reserved: Callable[[str], bool],
         fetch: Fetch,
@@ -40,7 +40,7 @@ class Coordinator:
         self._name = name
         self._addresses: OrderedDict[str, str] = OrderedDict()
         self._peers = Peers(send, self._lost)
-        self._offers = OfferSender(name, here, self._post, outcomes)
+        self._offers = OfferSender(name, is_here, self._post, outcomes)
         self._receiver = BidReceiver(name, space, reserved, fetch, self._post)
 
     @property
@@ -50,7 +50,7 @@ class Coordinator:
 
     @property
     def to_fetch(self) -> int:
-        """Requests that were won and are not here yet."""
+        """Return the number of requests that were won but are not here yet."""
         return len(self._receiver)
 
     async def close(self) -> None:

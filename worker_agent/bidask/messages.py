@@ -33,8 +33,10 @@ def encode(message: Message) -> Wire:
     wire = Wire(request_id=message.request_id)
     match message:
         case Ask():
-            asked = bidask_pb2.Ask(tokens=message.tokens, load=message.load, most_tokens=message.most_tokens)
-            wire.ask.CopyFrom(asked)
+            wire_ask = bidask_pb2.Ask(
+                tokens=message.tokens, load=message.load, most_tokens=message.most_tokens
+            )
+            wire.ask.CopyFrom(wire_ask)
         case Bid():
             wire.bid.CopyFrom(bidask_pb2.Bid(load=message.load, earliest_s=message.earliest_s))
         case Award():

@@ -62,12 +62,12 @@ class OfferSender:
         offer = _Offer(request, {r.instance_id: r.address for r in request.receivers})
         self._offers[request_id] = offer
         limit = request.most_tokens if request.HasField("most_tokens") else None
-        asks = self._sender.offer(request_id, request.tokens, offer.addresses, limit)
+        messages = self._sender.offer(request_id, request.tokens, offer.addresses, limit)
         if not self._sender.has(request_id):
             del self._offers[request_id]
             return bidask_pb2.OfferReply(reason="no receiver to ask, or too many requests are on offer")
         try:
-            self._send(asks)
+            self._send(messages)
             async with asyncio.timeout(OFFER_S):
                 await offer.over.wait()
         except TimeoutError:
@@ -75,8 +75,8 @@ class OfferSender:
         finally:
             self._outcomes["taken" if offer.taker else "kept"] += 1
             self._forget(request_id)
-        why = "" if offer.taker else ("it did not move" if offer.winner else "no receiver bids")
-        return bidask_pb2.OfferReply(taker_instance_id=offer.taker, reason=why)
+        reason = "" if offer.taker else ("it did not move" if offer.winner else "no receiver bids")
+        return bidask_pb2.OfferReply(taker_instance_id=offer.taker, reason=reason)
 
     def take(self, message: Bid | Start | Starving | Done) -> None:
         """Handle a receiver's message."""

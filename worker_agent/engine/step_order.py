@@ -136,9 +136,9 @@ class StepOrder(Generic[M]):
             decoding.sort(key=self.rank)
         returning = [member for member in grants.admit if self._swapped(member)]
         decodes = len(decoding) + len(returning) + device.entering
-        wanted = decodes + self.policy.prefill_budget(device.step_tokens, decodes)
+        budget = decodes + self.policy.prefill_budget(device.step_tokens, decodes)
         # The engine must make progress even if the policy allows a single prompt no tokens.
-        step_tokens = max(1, min(device.step_tokens, wanted))
+        step_tokens = max(1, min(device.step_tokens, budget))
         fresh = [(self.rank(member), member) for member in grants.admit if not self._swapped(member)]
         follow = bool(grants.admit or device.entering)
         share = _share(prompts, fresh, max(0, step_tokens - decodes), follow)

@@ -67,17 +67,19 @@ class KvAddress:
         return bool(self.host) and self.host == other.host
 
 
-def addresses_of(messages: Sequence[worker_pb2.KvAddress], ours: Sequence[KvAddress]) -> list[KvAddress]:
+def addresses_of(
+    messages: Sequence[worker_pb2.KvAddress], own_addresses: Sequence[KvAddress]
+) -> list[KvAddress]:
     """Decode the peer's addresses, one per rank; return none if it has a different number of ranks.
 
     Raise KvTransferError as `address_of` does.
     """
-    if len(messages) != len(ours):
+    if len(messages) != len(own_addresses):
         return []
-    return [address_of(message, own) for message, own in zip(messages, ours, strict=True)]
+    return [address_of(message, own) for message, own in zip(messages, own_addresses, strict=True)]
 
 
-def address_of(message: worker_pb2.KvAddress, ours: KvAddress) -> KvAddress:
+def address_of(message: worker_pb2.KvAddress, own_address: KvAddress) -> KvAddress:
     """Decode a peer's address.
 
     Raise KvTransferError unless it is intact and of our version of UCX: UCX aborts the process on an address
@@ -85,9 +87,9 @@ def address_of(message: worker_pb2.KvAddress, ours: KvAddress) -> KvAddress:
     """
     if not 0 < len(message.worker) <= _BYTES_MAX or message.digest != _digest(message.worker):
         raise KvTransferError("the peer sent no UCX address")
-    if message.ucx_version != ours.ucx_version:
-        raise KvTransferError(f"UCX {message.ucx_version} there, {ours.ucx_version} here")
-    if message.worker[0] != ours.worker[0]:
+    if message.ucx_version != own_address.ucx_version:
+        raise KvTransferError(f"UCX {message.ucx_version} there, {own_address.ucx_version} here")
+    if message.worker[0] != own_address.worker[0]:
         raise KvTransferError("the peer's UCX address has an unknown format")
     return KvAddress(message.worker, message.ucx_version, message.host, message.sealed)
 

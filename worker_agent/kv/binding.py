@@ -45,10 +45,10 @@ class PortRange:
     @classmethod
     def parse(cls, text: str) -> PortRange:
         """Parse LOW-HIGH. Raise BindingError."""
-        found = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text)
-        if found is None or not 0 < int(found[1]) <= int(found[2]) < 65536:
+        match = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text)
+        if match is None or not 0 < int(match[1]) <= int(match[2]) < 65536:
             raise BindingError(f"{text!r}: LOW-HIGH expected, two ports, the lower one first")
-        return cls(int(found[1]), int(found[2]))
+        return cls(int(match[1]), int(match[2]))
 
     def __str__(self) -> str:
         return f"{self.low}-{self.high}"
@@ -86,22 +86,24 @@ def ucx_options(
             "%s=%s: KV transfer uses these devices, regardless of --listen", _DEVICES, environment[_DEVICES]
         )
         return options | {"NET_DEVICES": environment[_DEVICES]}
-    wanted = _resolved(host)
-    if any(each.is_unspecified for each in wanted):
+    addresses = _resolved(host)
+    if any(address.is_unspecified for address in addresses):
         return options
-    loopback = any(each.is_loopback for each in wanted)
-    found = next((each for each in interfaces if each.address in wanted), None)
-    if found is None and loopback:
-        found = next((each for each in interfaces if each.address.is_loopback), None)
-    if found is None:
+    loopback = any(address.is_loopback for address in addresses)
+    interface = next((i for i in interfaces if i.address in addresses), None)
+    if interface is None and loopback:
+        interface = next((i for i in interfaces if i.address.is_loopback), None)
+    if interface is None:
         raise BindingError(f"KV transfer cannot be bound to {host}: no network device here has that address")
-    version = found.address.version
+    version = interface.address.version
     first = next(
-        each.address for each in interfaces if each.device == found.device and each.address.version == version
+        i.address for i in interfaces if i.device == interface.device and i.address.version == version
     )
-    if first != found.address:
-        log.warning("UCX binds to the first address of %s: %s, not %s", found.device, first, found.address)
-    options["NET_DEVICES"] = ",".join([found.device, *([] if loopback else rdma)])
+    if first != interface.address:
+        log.warning(
+            "UCX binds to the first address of %s: %s, not %s", interface.device, first, interface.address
+        )
+    options["NET_DEVICES"] = ",".join([interface.device, *([] if loopback else rdma)])
     options["TCP_AF_PRIO"] = "inet6,inet" if version == 6 else "inet,inet6"
     return options
 
@@ -113,15 +115,15 @@ def interfaces() -> list[Interface]:
 
 def rdma_devices() -> list[str]:
     """Return the active ports of RDMA devices as UCX names them: mlx5_0:1."""
-    found = []
+    ports = []
     for state in sorted(_INFINIBAND.glob("*/ports/*/state")):
         try:
             active = "ACTIVE" in state.read_text()
         except OSError:
             continue
         if active:
-            found.append(f"{state.parents[2].name}:{state.parent.name}")
-    return found
+            ports.append(f"{state.parents[2].name}:{state.parent.name}")
+    return ports
 
 
 def _resolved(host: str) -> set[IpAddress]:
@@ -129,26 +131,26 @@ def _resolved(host: str) -> set[IpAddress]:
     if name in ("", "*"):
         return {ipaddress.IPv4Address(0)}
     try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise BindingError(f"KV transfer cannot be bound to {host}: {error.strerror or error}") from error
-    return {ipaddress.ip_address(str(each[4][0]).partition("%")[0]) for each in found}
+    return {ipaddress.ip_address(str(info[4][0]).partition("%")[0]) for info in infos}
 
 
 def _ipv4() -> list[Interface]:
     buffer = array.array("B", bytes(_INTERFACES_MAX * _IFREQ_BYTES))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
         answer = fcntl.ioctl(
-            asked.fileno(), _SIOCGIFCONF, struct.pack("iL", len(buffer), buffer.buffer_info()[0])
+            query.fileno(), _SIOCGIFCONF, struct.pack("iL", len(buffer), buffer.buffer_info()[0])
         )
     (size,) = struct.unpack_from("i", answer)
     data = buffer.tobytes()[:size]
-    found = []
+    addresses = []
     for at in range(0, size, _IFREQ_BYTES):
         # An alias has its device's name with a suffix: eth0:1.
         name = data[at : at + 16].partition(b"\0")[0].decode().partition(":")[0]
-        found.append(Interface(name, ipaddress.IPv4Address(data[at + 20 : at + 24])))
-    return found
+        addresses.append(Interface(name, ipaddress.IPv4Address(data[at + 20 : at + 24])))
+    return addresses
 
 
 def _ipv6() -> list[Interface]:
@@ -157,4 +159,4 @@ def _ipv6() -> list[Interface]:
     except OSError:
         return []
     fields = [line.split() for line in lines]
-    return [Interface(each[5], ipaddress.IPv6Address(bytes.fromhex(each[0]))) for each in fields]
+    return [Interface(line[5], ipaddress.IPv6Address(bytes.fromhex(line[0]))) for line in fields]

@@ -189,7 +189,7 @@ class KvTransfer:
             header = decode_header(head, self._shape, chunk.first, chunk.num_blocks)
             start = chunk.first - first_block
             if list(header.hashes) != list(hashes[start : start + chunk.num_blocks]):
-                raise KvIdentityError(f"blocks {chunk.first}+{chunk.num_blocks} are not those asked for")
+                raise KvIdentityError(f"blocks {chunk.first}+{chunk.num_blocks} are not the requested ones")
             if chunk.data_message is not None:
                 await self._wait(chunk.data_message)
             if chunk.sealed is not None:

@@ -89,11 +89,11 @@ class Slots:
         """Create the slots; return None if the KV is not in host memory. Raise OSError."""
         segment = segments.take(size)
         stagings = [memory.staging_over(part) for part in np.split(segment.memory, WINDOW)]
-        found = [each for each in stagings if each is not None]
-        if len(found) < WINDOW:
+        buffers = [staging for staging in stagings if staging is not None]
+        if len(buffers) < WINDOW:
             segments.give_back(segment)
             return None
-        return cls(segment, found)
+        return cls(segment, buffers)
 
     def next(self) -> Staging:
         """Return the slot for the next chunk."""
@@ -255,9 +255,9 @@ class Conversation:
         of_pool = None if request.kind is RequestKind.SHARED else staging
         self._in_flight.append(_Chunk(of_pool, num_blocks, messages))
 
-    async def _await_sent(self, left: int) -> None:
-        """Wait until at most `left` chunks are in flight; return the buffers of the others to the pool."""
-        while self._in_flight and (len(self._in_flight) > left or self._in_flight[0].done):
+    async def _await_sent(self, remaining: int) -> None:
+        """Wait until at most `remaining` chunks are in flight; return the other buffers to the pool."""
+        while self._in_flight and (len(self._in_flight) > remaining or self._in_flight[0].done):
             chunk = self._in_flight.popleft()
             async with asyncio.timeout(_SEND_S):
                 for message in chunk.messages:

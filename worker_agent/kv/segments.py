@@ -119,8 +119,8 @@ class Mappings:
             return self._mapped[name]
         descriptor = os.open(f"/proc/{name.process}/fd/{name.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            found = os.fstat(descriptor)
-            if (found.st_ino, found.st_size) != (name.inode, name.size):
+            status = os.fstat(descriptor)
+            if (status.st_ino, status.st_size) != (name.inode, name.size):
                 raise OSError("another file has taken the segment's place")
             if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                 raise OSError("the segment could shrink")

@@ -59,12 +59,12 @@ async def discard_strays() -> int:
     for dropped in range(_BATCH_MAX):
         # Any tag.
         with progress_paused():
-            found = worker.tag_probe(Tag(0), TagMask(0), remove=True)
-        if not found.matched:
+            message = worker.tag_probe(Tag(0), TagMask(0), remove=True)
+        if not message.matched:
             return dropped
         # Receiving into a buffer that is too small completes the message as truncated, also for its sender.
         # If the sender is gone, the receive is cancelled.
-        request = worker.tag_recv_with_handle(_SINK, found)
+        request = worker.tag_recv_with_handle(_SINK, message)
         with contextlib.suppress(ucxx.exceptions.UCXError):
             async with asyncio.timeout(_RECEIVE_S):
                 await request.wait()

@@ -67,9 +67,9 @@ def start_ucx(options: Mapping[str, str]) -> None:
         try:
             ucxx.init(options=dict(options), progress_mode="thread", enable_python_future=True)
         except ucxx.exceptions.UCXError as error:
-            taken = "; are the ports of --kv-ports taken?" if "TCP_PORT_RANGE" in options else ""
+            hint = "; are the ports of --kv-ports taken?" if "TCP_PORT_RANGE" in options else ""
             raise BindingError(
-                f"UCX did not start with {dict(options)}: {format_error(error)}{taken}"
+                f"UCX did not start with {dict(options)}: {format_error(error)}{hint}"
             ) from error
         # Restart the progress thread with our polling interval.
         with progress_paused():
@@ -174,8 +174,8 @@ class Channel:
         except ucxx.exceptions.UCXError as error:
             log.warning("closing a KV connection: %s", format_error(error))
         if self._under_way:
-            _, left = await asyncio.wait(self._under_way, timeout=_DRAIN_S)
-            for message in left:
+            _, pending = await asyncio.wait(self._under_way, timeout=_DRAIN_S)
+            for message in pending:
                 log.warning("a KV message did not complete with its connection")
                 message.cancel()
 

@@ -89,7 +89,7 @@ def decode_request(data: bytes) -> Request:
     """Decode a request. Raise KvTransferError if it is malformed."""
     magic, version, kind, first, count = _REQUEST.unpack(data)
     if magic != _MAGIC or version != _VERSION or kind not in _KINDS:
-        raise KvTransferError("a peer that speaks another protocol")
+        raise KvTransferError("the peer speaks another protocol")
     if kind in (RequestKind.BLOCKS, RequestKind.SHARED, RequestKind.SEALED) and not count:
         raise KvTransferError("a request for no blocks")
     return Request(RequestKind(kind), first, count)
@@ -107,7 +107,7 @@ def encode_header(
     checksums: Sequence[int],
 ) -> bytes:
     """Encode the header of a chunk whose data follows. Raise KvTransferError for a hash that is too long."""
-    if any(len(each) > _HASH_MAX for each in hashes):
+    if any(len(block_hash) > _HASH_MAX for block_hash in hashes):
         raise KvTransferError(f"a block hash of more than {_HASH_MAX} bytes")
     head = _head(shape, OK, first_block, len(hashes))
     return head + b"".join(
@@ -127,13 +127,13 @@ def decode_header(data: bytes, shape: KvShape, first_block: int, num_blocks: int
     """
     magic, version, status, first, count, first_layer, layers, layer_bytes, digest = _HEADER.unpack_from(data)
     if magic != _MAGIC or version != _VERSION:
-        raise KvTransferError("a peer that speaks another protocol")
+        raise KvTransferError("the peer speaks another protocol")
     if status != OK:
         raise KvTransferError(_REFUSALS.get(status, f"refused with status {status}"))
     if (first, count) != (first_block, num_blocks):
-        raise KvIdentityError(f"blocks {first}+{count} came, {first_block}+{num_blocks} were asked for")
+        raise KvIdentityError(f"received blocks {first}+{count}, requested {first_block}+{num_blocks}")
     if (first_layer, layers, layer_bytes) != (0, shape.num_layers, shape.layer_block_bytes):
-        raise KvIdentityError(f"layers {first_layer}+{layers} of {layer_bytes} bytes a block came")
+        raise KvIdentityError(f"received layers {first_layer}+{layers} of {layer_bytes} bytes per block")
     if digest != _fingerprint_digest(shape):
         raise KvIdentityError("received KV of another model")
     hashes: list[bytes] = []

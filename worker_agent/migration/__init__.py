@@ -1,1 +1,1 @@
-"""Live migration: source.py serves Export, target.py serves Import. docs/migration.md tells the whole."""
+"""Live migration: source.py serves Export, target.py serves Import. See docs/migration.md."""

@@ -120,10 +120,10 @@ class Imports:
             incoming.client_gone(client)
 
     def _named(self, request_id: str) -> Import | None:
-        return next((each for each in self._running if each.request_id == request_id), None)
+        return next((incoming for incoming in self._running if incoming.request_id == request_id), None)
 
     def _migration(self, migration_id: str) -> Import | None:
-        return next((each for each in self._running if each.migration_id == migration_id), None)
+        return next((incoming for incoming in self._running if incoming.migration_id == migration_id), None)
 
     def _done(self, incoming: Import, task: asyncio.Task[None]) -> None:
         del self._running[incoming]

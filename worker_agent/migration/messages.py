@@ -30,20 +30,20 @@ def kv_layout(shape: KvShape) -> worker_pb2.KvLayout:
     )
 
 
-def layout_difference(ours: KvShape, theirs: worker_pb2.KvLayout) -> str:
+def layout_difference(own: KvShape, peer: worker_pb2.KvLayout) -> str:
     """Return why the two cannot exchange KV, naming the settings that differ; empty if they can."""
-    if ours.block_tokens != theirs.block_tokens:
-        return f"KV blocks of {theirs.block_tokens} tokens against {ours.block_tokens} (block_size)"
+    if own.block_tokens != peer.block_tokens:
+        return f"KV blocks of {peer.block_tokens} tokens against {own.block_tokens} (block_size)"
     for setting in ("tensor_parallel_size", "pipeline_parallel_size"):
         # 0: a worker of a version without parallelism.
-        there, here = getattr(theirs, setting) or 1, getattr(ours, setting)
-        if there != here:
-            return f"{setting} {there} against {here}"
-    if ours.model_fingerprint != theirs.model_fingerprint:
+        peer_value, own_value = getattr(peer, setting) or 1, getattr(own, setting)
+        if peer_value != own_value:
+            return f"{setting} {peer_value} against {own_value}"
+    if own.model_fingerprint != peer.model_fingerprint:
         return "the models' KV, its format (kv_cache_dtype), its layout or the versions of vLLM differ"
-    if (ours.num_layers, ours.layer_block_bytes) != (theirs.num_layers, theirs.layer_block_bytes):
-        source = f"{theirs.num_layers} layers of {theirs.layer_block_bytes} bytes a block"
-        return f"{source} against {ours.num_layers} of {ours.layer_block_bytes}"
+    if (own.num_layers, own.layer_block_bytes) != (peer.num_layers, peer.layer_block_bytes):
+        source = f"{peer.num_layers} layers of {peer.layer_block_bytes} bytes a block"
+        return f"{source} against {own.num_layers} of {own.layer_block_bytes}"
     return ""
 
 

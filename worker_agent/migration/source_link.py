@@ -80,7 +80,7 @@ class GrpcSourceLink:
         self._call.cancel()
 
     def _read(self) -> asyncio.Task[object]:
-        """The read under way, or a new one."""
+        """Return the pending read, or begin a new one."""
         if self._reading is None or self._reading.done():
             self._reading = asyncio.create_task(self._read_one(), name="export answer")
             self._reading.add_done_callback(_look)

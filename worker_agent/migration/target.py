@@ -1,9 +1,9 @@
 """The target of a migration: one import, from the source's snapshot to the first token of its own.
 
-copying    can be cancelled, times out; every failure drops the reservation and ends the export,
-           upon which the source resumes
-adopting   the front end has been asked: only its reply decides
-over       committed, or aborted
+copying   can be cancelled and times out; every failure drops the reservation and ends the export, whereupon
+          the source resumes
+adopting  the front end has been asked; only its reply decides
+over      committed, or aborted
 """
 
 from __future__ import annotations

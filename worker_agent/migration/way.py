@@ -50,7 +50,7 @@ def identity_message(identity: ModelIdentity | None) -> worker_pb2.ModelIdentity
 
 
 def _identity(opened: worker_pb2.ExportOpened) -> ModelIdentity | None:
-    """None: a source of a version that does not tell."""
+    """Return the source's identity; None if its version does not send one."""
     model = opened.model
     return ModelIdentity(model.text, model.weights, model.precision) if opened.HasField("model") else None
 
@@ -59,7 +59,7 @@ _STOP_BLOCKS: Final = 2
 _ROUNDS: Final = 8
 _ROUNDS_MAX: Final = 32
 _TIMEOUT_MAX_S: Final = 600.0
-# Less than a source waits for a target that says nothing (WorkerSettings.export_idle_s).
+# Less than a source waits for a silent target (WorkerSettings.export_idle_s).
 _ROOM_WAIT_MAX_S: Final = 25.0
 
 

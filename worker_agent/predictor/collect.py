@@ -91,8 +91,8 @@ def collect(prompts: Sequence[Prompt], options: CollectOptions, report: Callable
         decoding = 0 if -1 in states.generated else len(states.generated)
         due = [row for row, generated in enumerate(states.generated) if generated % options.interval == 0]
         if due:
-            kept = states.hidden[due].float().cpu().numpy()
-            for row, state in zip(due, kept, strict=True):
+            rows = states.hidden[due].float().cpu().numpy()
+            for row, state in zip(due, rows, strict=True):
                 # vLLM appends a suffix to request ids.
                 request = requests[states.request_ids[row].partition("-")[0]]
                 if states.generated[row] not in request.generated[-1:]:  # again after a preemption

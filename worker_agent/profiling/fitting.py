@@ -40,8 +40,8 @@ def profile_of(
             [seconds for _, seconds in samples.ttft],
         )
         decode = fit_times(
-            [(1.0, each.requests, each.kv_tokens) for each in samples.decode],
-            [each.seconds for each in samples.decode],
+            [(1.0, sample.requests, sample.kv_tokens) for sample in samples.decode],
+            [sample.seconds for sample in samples.decode],
         )
     except ValueError as error:
         raise TooFewSamples(str(error)) from error
@@ -94,12 +94,12 @@ def kind_of(info: EngineInfo) -> str:
 
 
 def _curve(samples: list[tuple[int, float]]) -> TtftRecord:
-    found = TtftPredictor.fit(samples)
-    predicted = [found.prefill_s(tokens) for tokens, _ in samples]
+    predictor = TtftPredictor.fit(samples)
+    predicted = [predictor.prefill_s(tokens) for tokens, _ in samples]
     return TtftRecord(
-        base_s=found.base_s,
-        per_token_s=found.per_token_s,
-        per_token_squared_s=found.per_token_squared_s,
+        base_s=predictor.base_s,
+        per_token_s=predictor.per_token_s,
+        per_token_squared_s=predictor.per_token_squared_s,
         r_squared=r_squared(predicted, [seconds for _, seconds in samples]),
         samples=len(samples),
     )
@@ -113,17 +113,17 @@ def _qoe(results: list[ProbeResult]) -> QoeRecord | None:
     """
     if len(results) < _QOE_SAMPLES:
         return None
-    batches = np.array([each.features for each in results])
-    latencies = np.array([_ALPHA * each.ttft_s + each.tpot_s for each in results])
-    kept = np.ones(batches.shape[1])
-    while kept.any():
-        found = QoeModel.fit(batches * kept, latencies)
+    batches = np.array([result.features for result in results])
+    latencies = np.array([_ALPHA * result.ttft_s + result.tpot_s for result in results])
+    mask = np.ones(batches.shape[1])
+    while mask.any():
+        fitted = QoeModel.fit(batches * mask, latencies)
         # An excluded coefficient is 0 except for rounding errors, which may be negative.
-        d0, d1, d2, d3, d4 = (float(value) for value in np.where(kept > 0.0, found.d, 0.0))
+        d0, d1, d2, d3, d4 = (float(value) for value in np.where(mask > 0.0, fitted.d, 0.0))
         model = QoeModel((d0, d1, d2, d3, d4))
         worst = int(np.argmin(model.d))
         if model.d[worst] >= 0.0:
             error = mean_relative_error(model.requests(batches), latencies)
             return QoeRecord(d=model.d, error=error, samples=len(results))
-        kept[worst] = 0.0
+        mask[worst] = 0.0
     return None

@@ -98,11 +98,11 @@ async def _curve(
 async def _run(engine: Engine, probes: Probes, batch: Batch) -> None:
     """Keep the batch in flight until all its requests have ended (CascadeInfer, section 4.1)."""
     observed = probes.begin()
-    left = batch.requests * batch.rounds
-    while left or len(probes):
-        while left and len(probes) < batch.requests:
+    remaining = batch.requests * batch.rounds
+    while remaining or len(probes):
+        while remaining and len(probes) < batch.requests:
             probes.submit(engine, batch.prompt_tokens, batch.output_tokens)
-            left -= 1
+            remaining -= 1
         await probes.ended(len(observed.results) + 1)
 
 

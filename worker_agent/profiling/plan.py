@@ -35,31 +35,31 @@ class Batch:
 
 def prompt_lengths(info: EngineInfo) -> list[int]:
     """Return the prompt lengths for the TTFT curve: 16, 32, ... and the longest that fits."""
-    most = min(info.max_model_len - 2, _room(info))
-    lengths = list(_spread(_SHORTEST, most, 2))
-    if not lengths or lengths[-1] < most:
-        lengths.append(most)
+    longest = min(info.max_model_len - 2, _room(info))
+    lengths = list(_spread(_SHORTEST, longest, 2))
+    if not lengths or lengths[-1] < longest:
+        lengths.append(longest)
     return lengths
 
 
 def batches(info: EngineInfo) -> list[Batch]:
     """Return the batches of all sizes and lengths that fit, by their total tokens."""
-    found: list[Batch] = []
+    planned: list[Batch] = []
     for requests in _spread(1, min(info.max_num_seqs, _LONGEST_BATCH), _FACTOR):
         for prompt in _spread(2 * _SHORTEST, info.max_model_len, _FACTOR):
             # The prompts of a batch take several steps, during which the first ones already decode.
             mixed = -(-requests * prompt // info.step_tokens)
             batch = Batch(requests, prompt, _DECODE_STEPS + 2 * mixed)
             if prompt + batch.output_tokens <= info.max_model_len and batch.tokens <= _room(info):
-                found.append(batch)
-    return sorted(found, key=lambda batch: batch.tokens)
+                planned.append(batch)
+    return sorted(planned, key=lambda batch: batch.tokens)
 
 
 def _room(info: EngineInfo) -> int:
     return int(_KV_SHARE * info.kv_blocks_total * info.kv_shape.block_tokens)
 
 
-def _spread(first: int, most: int, factor: int) -> Iterator[int]:
-    while first <= most:
+def _spread(first: int, longest: int, factor: int) -> Iterator[int]:
+    while first <= longest:
         yield first
         first *= factor

@@ -220,7 +220,7 @@ class RankLinks:
         await link.wait_until_silent(self._pulse)
         self._report_lost(link, "is gone" if link.lost else "answers no more")
 
-    def _report_lost(self, link: RankLink, what: str) -> None:
+    def _report_lost(self, link: RankLink, description: str) -> None:
         if not self._stopped:
             self._stopped = True
-            self._on_lost(link.rank, what)
+            self._on_lost(link.rank, description)

@@ -102,7 +102,7 @@ class RankedTransfer:
                 # No rank may still be writing when this returns.
                 await run_to_completion(self.close())
                 raise
-        size = sum(each.bytes for each in pulled)
+        size = sum(part.bytes for part in pulled)
         self._metrics.kv_received_blocks += len(hashes)
         self._metrics.kv_received_bytes += size
         return size
@@ -162,7 +162,7 @@ class RankedTransport:
         except BaseException:
             await run_to_completion(self._end(number, False))
             raise
-        tickets = [Ticket(each.ticket) for each in opened]
+        tickets = [Ticket(session.ticket) for session in opened]
         return RankedSession(
             request_id, self._memory, tickets, partial(self._announce, number), partial(self._end, number)
         )
@@ -186,16 +186,16 @@ class RankedTransport:
         command = Announce(number, first_block, list(hashes), list(block_ids))
         await _gather_all(link.ask(command, Done) for link in self._memory.links)
 
-    async def _end(self, number: int, taken: bool) -> None:
-        calls = [link.ask(End(number, taken), Ended) for link in self._memory.links]
+    async def _end(self, number: int, committed: bool) -> None:
+        calls = [link.ask(End(number, committed), Ended) for link in self._memory.links]
         ended = _results_or_raise(await asyncio.gather(*calls, return_exceptions=True))
-        self._metrics.kv_sent_blocks += max((each.blocks for each in ended), default=0)
-        self._metrics.kv_sent_bytes += sum(each.bytes for each in ended)
+        self._metrics.kv_sent_blocks += max((session.blocks for session in ended), default=0)
+        self._metrics.kv_sent_bytes += sum(session.bytes for session in ended)
 
 
 async def _gather_all(calls: Iterable[Awaitable[_T]]) -> list[_T]:
     """Return all results, or raise the first error and cancel the rest."""
-    tasks = [asyncio.ensure_future(each) for each in calls]
+    tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
     except asyncio.CancelledError:

@@ -22,8 +22,8 @@ class Clock(Protocol):
     def time(self) -> float:
         """Return the monotonic time in seconds."""
 
-    def call_at(self, when: float, callback: Callable[[], object]) -> Timer:
-        """Call `callback` once, at `when` or soon after."""
+    def call_at(self, at_s: float, callback: Callable[[], object]) -> Timer:
+        """Call `callback` once, at `at_s` or soon after."""
 
 
 class WatchedClock:
@@ -39,14 +39,14 @@ class WatchedClock:
         """Clock.time."""
         return self._clock.time()
 
-    def call_at(self, when: float, callback: Callable[[], object]) -> Timer:
+    def call_at(self, at_s: float, callback: Callable[[], object]) -> Timer:
         """Clock.call_at."""
 
         def call() -> None:
-            self._on_delay(self._clock.time() - when)
+            self._on_delay(self._clock.time() - at_s)
             callback()
 
-        return self._clock.call_at(when, call)
+        return self._clock.call_at(at_s, call)
 
 
 T = TypeVar("T")

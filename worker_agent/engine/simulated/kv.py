@@ -95,17 +95,17 @@ class KvCodec:
             end = start + len(part)
             expected = self._scratch[: len(part) * size]
             self._expand(part, expected)
-            found = self._checksums(data[start * size : end * size])
-            for block, ours, theirs, model in zip(
+            computed = self._checksums(data[start * size : end * size])
+            for block, actual, sent, model in zip(
                 range(first_block + start, first_block + end),
-                found,
+                computed,
                 checksums[start:end],
                 self._checksums(expected),
                 strict=True,
             ):
-                if ours != theirs:
+                if actual != sent:
                     raise KvCorrupt(f"block {block} arrived damaged")
-                if ours != model:
+                if actual != model:
                     raise KvCorrupt(f"block {block} is not a block of this model")
         return seeds
 

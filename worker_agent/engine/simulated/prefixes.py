@@ -113,8 +113,8 @@ class Prefixes:
         self, fetch_id: str, first_block: int, num_blocks: int, received: Staging, checksums: Sequence[int]
     ) -> None:
         """Engine.write_blocks."""
-        found = self._fetches[fetch_id]
-        missing = found.names[found.cached :]
+        fetch = self._fetches[fetch_id]
+        missing = fetch.names[fetch.cached :]
         names = missing[first_block : first_block + num_blocks]
         if len(names) != num_blocks:
             raise EngineRefusal(f"blocks {first_block}..{first_block + num_blocks - 1} do not come")
@@ -124,20 +124,20 @@ class Prefixes:
         wrong = np.flatnonzero(self._codec.read(data, checksums, first_block) != seeds_of(names))
         if wrong.size:
             raise KvCorrupt(f"block {first_block + int(wrong[0])} does not match its name")
-        found.written.update(range(first_block, first_block + num_blocks))
+        fetch.written.update(range(first_block, first_block + num_blocks))
 
     def keep(self, fetch_id: str, blocks: int) -> None:
         """Engine.fetch_keep."""
-        found = self._fetches.get(fetch_id)
-        if found is None or not found.written.issuperset(range(blocks)):
+        fetch = self._fetches.get(fetch_id)
+        if fetch is None or not fetch.written.issuperset(range(blocks)):
             raise EngineRefusal(f"{fetch_id}: its blocks have not arrived")
-        count = found.cached + blocks
-        kept, found.blocks = found.blocks[:count], found.blocks[count:]
-        self._pool.release(kept, found.names[:count])
-        found.names, found.cached = [], 0
+        count = fetch.cached + blocks
+        kept, fetch.blocks = fetch.blocks[:count], fetch.blocks[count:]
+        self._pool.release(kept, fetch.names[:count])
+        fetch.names, fetch.cached = [], 0
 
     def drop_fetch(self, fetch_id: str) -> None:
         """Engine.fetch_drop; blocks that were cached before return to the cache."""
-        found = self._fetches.pop(fetch_id, None)
-        if found is not None:
-            self._pool.release(found.blocks, found.names[: found.cached])
+        fetch = self._fetches.pop(fetch_id, None)
+        if fetch is not None:
+            self._pool.release(fetch.blocks, fetch.names[: fetch.cached])

@@ -180,8 +180,8 @@ def predicted_remaining(request: Request, error: float | None) -> float | None:
     if error is None:
         return None
     generated = len(request.outputs)
-    left = max(0, request.finish_at + 1 - generated)
+    remaining = max(0, request.finish_at + 1 - generated)
     draw = int.from_bytes(request.script.identity[16:24], "little") / _HALF - 1.0
     # The request's length limit includes the model's context length.
     most = tokens_left(len(request.prompt), generated, request.length_limit)
-    return limited(left * (1.0 + error * draw), most)
+    return limited(remaining * (1.0 + error * draw), most)

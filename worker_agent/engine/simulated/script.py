@@ -65,8 +65,8 @@ class Script:
         self.eos = -1 if sampling.eos_token_id is None or sampling.ignore_eos else sampling.eos_token_id
         self.stops: frozenset[int] = frozenset(sampling.stop_token_ids or ())
 
-        asked = self._asked_lengths(sampling)
-        reasoning, answer = asked.reasoning_tokens, asked.answer_tokens
+        lengths = self._asked_lengths(sampling)
+        reasoning, answer = lengths.reasoning_tokens, lengths.answer_tokens
         if reasoning is None:
             reasoning = _draw(self._key[0:8], settings.reasoning_mean_tokens)
         if answer is None:
