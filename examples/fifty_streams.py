@@ -1,10 +1,10 @@
-"""Fifty streams at once, moved about at random, with seeds, penalties and logprobs: all must come out equal.
+"""Stream fifty chats at once, with seeds, penalties and logprobs, while they are migrated at random.
 
     make up
     .venv/bin/python -m examples.fifty_streams
 
-Each request runs twice: once left alone (all fifty together), once while random requests are migrated to
-random instances as fast as the migration service admits. Exits 1 unless all are equal.
+Each request runs twice: once undisturbed (all fifty together), once while random requests are migrated to
+random instances as fast as the migration service admits. Exits with 1 unless all pairs of answers are equal.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 from openai import OpenAI
 
-from examples.fleet import Chat, Fleet, local_url, stream_chat, told_plainly
+from examples.fleet import Chat, Fleet, exit_on_connection_error, local_url, stream_chat
 from tailrace.cli.admin import connect
 from tailrace.tiny.task import make_task
 from tailrace.v1 import types_pb2
 
 
 def variants(count: int) -> list[tuple[str, dict[str, object]]]:
-    """(prompt, sampling options) of each stream: greedy, seeded, penalized, with and without logprobs."""
-    made: list[tuple[str, dict[str, object]]] = []
+    """Return prompt and sampling options of each stream: greedy, seeded, penalized, with and without
+    logprobs."""
+    streams: list[tuple[str, dict[str, object]]] = []
     for seed in range(count):
         options: dict[str, object] = {"temperature": 0.0, "max_tokens": 700}
         kind = seed % 5
@@ -39,19 +40,19 @@ def variants(count: int) -> list[tuple[str, dict[str, object]]]:
             options |= {"frequency_penalty": 0.2, "presence_penalty": 0.1, "max_tokens": 300}
         elif kind == 4:
             options |= {"logprobs": True}
-        made.append((make_task(seed).prompt, options))
-    return made
+        streams.append((make_task(seed).prompt, options))
+    return streams
 
 
 def run_all(client: OpenAI, model: str, work: list[tuple[str, dict[str, object]]]) -> list[Chat]:
-    """All streams at once, in the order of `work`."""
+    """Run all streams at once; return the results in the order of `work`."""
     with ThreadPoolExecutor(max_workers=len(work)) as pool:
         futures = [pool.submit(stream_chat, client, model, prompt, options) for prompt, options in work]
         return [future.result(timeout=600) for future in futures]
 
 
 class Mover:
-    """Migrates random requests to random instances until told to stop."""
+    """Migrate random requests to random instances until the block ends."""
 
     def __init__(self, fleet: Fleet, seed: int) -> None:
         self._fleet = fleet
@@ -90,7 +91,7 @@ class Mover:
 
 
 def main() -> int:
-    """Run both rounds; 0 when every stream is equal."""
+    """Run both rounds; return 0 if every stream is equal."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--url", default=local_url(), help="OpenAI API (default: the local cluster's)")
     parser.add_argument("--admin", default=None, help="admin API, HOST:PORT (default: the local cluster's)")
@@ -98,12 +99,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the choice of migrations")
     options = parser.parse_args()
 
-    with told_plainly(options.url), connect(options.admin) as admin:
+    with exit_on_connection_error(options.url), connect(options.admin) as admin:
         return run(options, Fleet(admin.stub))
 
 
 def run(options: argparse.Namespace, fleet: Fleet) -> int:
-    """Both rounds; 0 when they are equal."""
+    """Run both rounds; return 0 if every stream is equal and some were migrated."""
     client = OpenAI(base_url=options.url, api_key="none", timeout=600, max_retries=0)
     model = client.models.list().data[0].id
     work = variants(options.streams)

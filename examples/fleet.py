@@ -1,4 +1,4 @@
-"""What the examples share: the admin API of the local cluster, and one streamed chat with all it gave."""
+"""Helpers of the examples: the admin API of the local cluster, and one streamed chat with its result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Prompt: TypeAlias = str | Sequence[Mapping[str, object]]
 
 
 def local_url() -> str:
-    """Base URL of the local cluster's API; of its default port when none runs here."""
+    """Return the base URL of the local cluster's API, or of its default port if no cluster runs here."""
     try:
         state = find_state()
     except RunFolderUnusable as problem:
@@ -31,8 +31,8 @@ def local_url() -> str:
 
 
 @contextmanager
-def told_plainly(url: str) -> Iterator[None]:
-    """Ends the script with one line when there is nothing to talk to."""
+def exit_on_connection_error(url: str) -> Iterator[None]:
+    """End the script with one line if the cluster does not answer."""
     try:
         yield
     except CliError as problem:
@@ -42,7 +42,7 @@ def told_plainly(url: str) -> Iterator[None]:
 
 
 def kill_part(part: Part) -> None:
-    """SIGKILL to a process of the local cluster and what belongs to it, as when its machine crashes."""
+    """Send SIGKILL to a process of the local cluster and its children, as if its machine had crashed."""
     for pid in part.identity.session_members():
         try:
             os.kill(pid, signal.SIGKILL)
@@ -51,24 +51,24 @@ def kill_part(part: Part) -> None:
 
 
 class Fleet:
-    """The admin API: where requests are, and moving them."""
+    """The admin API: find requests, and migrate them."""
 
     def __init__(self, admin: admin_pb2_grpc.AdminStub) -> None:
         self._admin = admin
 
     def instances(self) -> list[str]:
-        """Ids of the active instances."""
+        """Return the ids of the active instances."""
         reply = self._admin.ListInstances(admin_pb2.ListInstancesRequest(), timeout=5)
         active = types_pb2.INSTANCE_STATE_ACTIVE
         return sorted(i.instance_id for i in reply.instances if i.state == active)
 
     def find(self, request_id: str) -> admin_pb2.RequestInfo | None:
-        """The running request whose id contains `request_id`."""
+        """Return the running request whose id contains `request_id`, or None."""
         reply = self._admin.ListRequests(admin_pb2.ListRequestsRequest(), timeout=5)
         return next((r for r in reply.requests if request_id in r.request_id), None)
 
     def requests(self) -> list[admin_pb2.RequestInfo]:
-        """Every running request."""
+        """Return all running requests."""
         return list(self._admin.ListRequests(admin_pb2.ListRequestsRequest(), timeout=5).requests)
 
     def migrate(
@@ -78,7 +78,7 @@ class Fleet:
         reason: str = "example",
         mode: worker_pb2.CopyMode.ValueType = worker_pb2.COPY_MODE_PRE_COPY,
     ) -> migration_pb2.MigrationRecord:
-        """Move a request and wait for the outcome; the last record says how it went."""
+        """Migrate a request and wait for the outcome; return the last record, which has it."""
         request = admin_pb2.AdminMigrateRequest(
             request_id=request_id, target_instance_id=target, reason=reason, mode=mode
         )
@@ -90,7 +90,7 @@ class Fleet:
 
 @dataclass
 class Chat:
-    """What a streamed chat gave."""
+    """The result of a streamed chat."""
 
     request_id: str = ""
     reasoning: str = ""
@@ -102,7 +102,7 @@ class Chat:
     logprobs: list[tuple[str, float]] = field(default_factory=list)
 
     def same_text_and_usage(self, other: Chat) -> bool:
-        """Equal in everything a client can see, but for the last bits of a logprob."""
+        """Return whether a client would see the same, apart from the last bits of a logprob."""
         return (
             self.reasoning == other.reasoning
             and self.answer == other.answer
@@ -149,7 +149,7 @@ def stream_chat(
 
 
 class Once:
-    """Runs each of some actions once, in threads of their own, when its condition first holds."""
+    """Run each action once, in a thread of its own, when its condition first holds."""
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
@@ -164,6 +164,6 @@ class Once:
             self._threads.append(thread)
 
     def join(self) -> None:
-        """Wait for all that were started."""
+        """Wait for all threads that were started."""
         for thread in self._threads:
             thread.join(timeout=60)

@@ -1,10 +1,11 @@
-"""Move an answer while it streams, then kill -9 the worker that has it, and show that it is the same answer.
+"""Migrate an answer while it streams, then kill -9 the worker that has it, and show that it is the same
+answer.
 
     make up
     .venv/bin/python -m examples.kill_a_worker [--svg FILE]
 
-The text is coloured by the instance that it came from. Exits 1 if the answer differs from that of the same
-request left alone. The killed worker is started again in the end.
+The text is coloured by the instance that generated it. Exits with 1 if the answer differs from that of the
+same request undisturbed. The killed worker is restarted at the end.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from openai import OpenAI
 from rich.console import Console
 from rich.text import Text
 
-from examples.fleet import Chat, Fleet, Once, kill_part, local_url, stream_chat, told_plainly
+from examples.fleet import Chat, Fleet, Once, exit_on_connection_error, kill_part, local_url, stream_chat
 from tailrace.cli.admin import connect
 from tailrace.local.restart import find_parts
 from tailrace.local.state import Part, find_state
@@ -53,7 +54,7 @@ class Recording:
         self._last_s = 0.0
 
     def add(self, chat: Chat) -> None:
-        """Take in what has come since the last call."""
+        """Add what has arrived since the last call."""
         now_s = time.monotonic()
         if self._last_s:
             self.longest_gap_s = max(self.longest_gap_s, now_s - self._last_s)
@@ -66,28 +67,28 @@ class Recording:
         self._shown = len(whole)
 
     def text(self) -> Text:
-        """All of it, in the instances' colours, on few lines so that it can be seen at once."""
+        """Return the whole text in the instances' colours, on few lines so that it can be seen at once."""
         return Text.assemble(
             *((piece.replace("\n", " "), self._colours.get(name, "white")) for name, piece in self._pieces)
         )
 
     def name(self, instance: str) -> str:
-        """The instance in its colour, as rich markup."""
+        """Return the instance in its colour, as rich markup."""
         return f"[{self._colours.get(instance, 'white')}]{instance}[/]"
 
 
 def main() -> int:
-    """0 when the answer is the undisturbed one."""
+    """Return 0 if the answer equals the undisturbed one."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--url", default=local_url(), help="OpenAI API (default: the local cluster's)")
     parser.add_argument("--svg", type=Path, help="leave a picture of what was printed here")
     options = parser.parse_args()
-    with told_plainly(options.url), connect(None) as admin:
+    with exit_on_connection_error(options.url), connect(None) as admin:
         return run(options.url, options.svg, Fleet(admin.stub))
 
 
 def run(url: str, svg: Path | None, fleet: Fleet) -> int:
-    """Ask twice, alone and disturbed; 0 when both answers are equal."""
+    """Send the request twice, undisturbed and disturbed; return 0 if both answers are equal."""
     console = Console(record=svg is not None, width=_COLUMNS if svg is not None else None, highlight=False)
     client = OpenAI(base_url=url, api_key="none", timeout=120)
     model = client.models.list().data[0].id
@@ -101,8 +102,8 @@ def run(url: str, svg: Path | None, fleet: Fleet) -> int:
     killed: list[str] = []
 
     def where(chat: Chat) -> str:
-        found = fleet.find(chat.request_id)
-        return found.instance_id if found is not None else ""
+        request = fleet.find(chat.request_id)
+        return request.instance_id if request is not None else ""
 
     def move(chat: Chat) -> None:
         source = where(chat)
@@ -133,9 +134,9 @@ def run(url: str, svg: Path | None, fleet: Fleet) -> int:
     def watch(chat: Chat) -> None:
         recording.here = recording.here or where(chat)
         recording.add(chat)
-        came = len(chat.reasoning) + len(chat.answer)
-        once.when("move", came > MOVE_AT * length, lambda: move(chat))
-        once.when("kill", came > KILL_AT * length, lambda: kill(chat))
+        length_now = len(chat.reasoning) + len(chat.answer)
+        once.when("move", length_now > MOVE_AT * length, lambda: move(chat))
+        once.when("kill", length_now > KILL_AT * length, lambda: kill(chat))
 
     disturbed = stream_chat(client, model, PROMPT, SAMPLING, on_progress=watch)
     once.join()
@@ -156,7 +157,7 @@ def run(url: str, svg: Path | None, fleet: Fleet) -> int:
 
 
 def part_of(name: str) -> Part:
-    """A process of the local cluster. SystemExit when this cluster has none of that name."""
+    """Return a process of the local cluster. Raise SystemExit if there is none of that name."""
     state = find_state()
     parts = find_parts(state) if state is not None else {}
     if name not in parts:

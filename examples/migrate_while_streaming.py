@@ -1,10 +1,10 @@
-"""Stream one long answer, move it between instances three times meanwhile, and show it is the same answer.
+"""Stream one long answer, migrate it three times meanwhile, and show that it is the same answer.
 
     make up
     .venv/bin/python -m examples.migrate_while_streaming
 
-Prints rounds, bytes and pause of each migration; exits 1 if the text or the usage differs from that of the
-same request left alone.
+Prints rounds, bytes and pause of each migration. Exits with 1 if text or usage differs from that of the same
+request undisturbed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 
 from openai import OpenAI
 
-from examples.fleet import Chat, Fleet, Once, local_url, stream_chat, told_plainly
+from examples.fleet import Chat, Fleet, Once, exit_on_connection_error, local_url, stream_chat
 from tailrace.cli.admin import connect
 from tailrace.tiny.task import task
 from tailrace.v1 import migration_pb2, types_pb2
@@ -25,19 +25,19 @@ GREEDY = {"temperature": 0.0}
 
 
 def main() -> int:
-    """Run both; 0 when they are equal and all three migrations were committed."""
+    """Run both rounds; return 0 if they are equal and all three migrations were committed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--url", default=local_url(), help="OpenAI API (default: the local cluster's)")
     parser.add_argument("--admin", default=None, help="admin API, HOST:PORT (default: the local cluster's)")
     parser.add_argument("--prompt", default=PROMPT)
     options = parser.parse_args()
 
-    with told_plainly(options.url), connect(options.admin) as admin:
+    with exit_on_connection_error(options.url), connect(options.admin) as admin:
         return run(options, Fleet(admin.stub))
 
 
 def run(options: argparse.Namespace, fleet: Fleet) -> int:
-    """Both rounds; 0 when they are equal."""
+    """Run both rounds; return 0 if they are equal and all migrations were committed."""
     client = OpenAI(base_url=options.url, api_key="none", timeout=120)
     model = client.models.list().data[0].id
 
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace, fleet: Fleet) -> int:
 
 
 def describe(record: migration_pb2.MigrationRecord) -> str:
-    """One line for one migration."""
+    """Describe one migration in one line."""
     state = types_pb2.MigrationState.Name(record.state).removeprefix("MIGRATION_STATE_").lower()
     phase = types_pb2.Phase.Name(record.phase).removeprefix("PHASE_").lower()
     return (

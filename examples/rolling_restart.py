@@ -4,12 +4,12 @@
     .venv/bin/python -m examples.rolling_restart            # SIGTERM, as `systemctl restart` does
     .venv/bin/python -m examples.rolling_restart --kill     # kill -9
 
-Fifty clients stream one chat after the other, each over a connection of its own, and never try anything
-again. Each answer is compared with the one that the same request gave before anything was restarted. Two
-front ends share the HTTP port, so that new requests find one while the other is restarted. A front end that
-is killed takes the streams that it carries with it; no other stream may break.
+Fifty clients stream one chat after another, each over a new connection, and never retry. Each answer is
+compared with the one that the same request got before anything was restarted. Two front ends share the HTTP
+port, so that new requests find one while the other is restarted. A front end that is killed takes its own
+streams with it; no other stream may break.
 
-Prints a row for each process; exits 1 when an answer differs, or a request failed that must not.
+Prints a row for each process. Exits with 1 if an answer differs, or a request failed that must not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from openai import OpenAI
 
 from examples.fifty_streams import run_all, variants
-from examples.fleet import Chat, kill_part, local_url, stream_chat, told_plainly
+from examples.fleet import Chat, exit_on_connection_error, kill_part, local_url, stream_chat
 from tailrace.local.plan import Tier
 from tailrace.local.process import PartFailed
 from tailrace.local.progress import PlainProgress, Step
@@ -38,7 +38,7 @@ from tailrace.local.state import RunFolder, RunFolderBusy, RunFolderUnusable, Ru
 Work = Sequence[tuple[str, dict[str, object]]]
 
 _STREAM_S = 600.0
-# Until every stream flows again after a restart, before the next one.
+# Time for streams to flow again after a restart, before the next one.
 _FLOW_S = 120.0
 _ADOPTIONS = "tailrace_frontend_adoptions_total"
 _RECOVERIES = "tailrace_frontend_recoveries_total"
@@ -50,14 +50,14 @@ _HEAD = (
 
 
 def direct_client(url: str) -> OpenAI:
-    """A client that connects anew for each request, and tries nothing twice."""
+    """Return a client that uses a new connection for each request, and never retries."""
     once = {"Connection": "close"}
     return OpenAI(base_url=url, api_key="none", max_retries=0, timeout=_STREAM_S, default_headers=once)
 
 
 @dataclass
 class Tally:
-    """What became of the requests that ended in some time."""
+    """The requests that ended during some period."""
 
     finished: int = 0
     different: int = 0
@@ -65,7 +65,7 @@ class Tally:
 
 
 class Load:
-    """One thread a client: its request over and over, each answer compared, until it is left."""
+    """Clients, one thread each, that repeat their request and compare each answer, until the block ends."""
 
     def __init__(self, client: OpenAI, model: str, work: Work, expected: Sequence[Chat]) -> None:
         self._client = client
@@ -73,11 +73,11 @@ class Load:
         self._lock = threading.Lock()
         self._tally = Tally()
         self._stop = threading.Event()
-        # Of each client: whether a token of its present request has come.
+        # By client: whether its current request has a token.
         self._flows = [False] * len(work)
         self._threads = [
-            threading.Thread(target=self._run, args=(number, *asked, answer), daemon=True)
-            for number, (asked, answer) in enumerate(zip(work, expected, strict=True))
+            threading.Thread(target=self._run, args=(number, *item, answer), daemon=True)
+            for number, (item, answer) in enumerate(zip(work, expected, strict=True))
         ]
 
     def __enter__(self) -> Load:
@@ -92,17 +92,17 @@ class Load:
 
     @property
     def clients(self) -> int:
-        """How many there are."""
+        """Return the number of clients."""
         return len(self._threads)
 
     def take(self) -> Tally:
-        """What ended since this was last asked."""
+        """Return the tally since the last call."""
         with self._lock:
             tally, self._tally = self._tally, Tally()
         return tally
 
     def wait_flowing(self) -> int:
-        """Until nearly every client has a stream that flows; how many have."""
+        """Wait until nearly every client's stream has a token; return how many have."""
         until_s = time.monotonic() + _FLOW_S
         while (flowing := sum(self._flows)) < 0.9 * len(self._flows) and time.monotonic() < until_s:
             time.sleep(0.01)
@@ -118,7 +118,7 @@ class Load:
                 chat = stream_chat(self._client, self._model, prompt, options, flows)
             except Exception as error:  # noqa: BLE001 - whatever a client can see counts
                 self._note(error=f"{type(error).__name__}: {error}")
-                # Whoever is refused at once would be counted a hundred times a second.
+                # A client that is refused at once would otherwise be counted a hundred times a second.
                 self._stop.wait(0.5)
             else:
                 self._note(different=not chat.same_text_and_usage(expected))
@@ -139,8 +139,8 @@ class Row:
     name: str
     stopping_s: float
     starting_s: float
-    # Clients; those whose stream flowed when it was told to stop; those whose stream a front end carried that
-    # was killed.
+    # Number of clients; of those whose stream flowed when the restart began; and, if a front end was killed,
+    # of the streams that it carried.
     clients: int
     streams: int
     own: int
@@ -150,13 +150,13 @@ class Row:
 
     @property
     def allowed(self) -> int:
-        """Errors that may be: when a front end is killed, of its own streams and of requests on their way to
-        it."""
+        """Return the number of errors allowed: if a front end was killed, its streams and the requests on
+        their way to it."""
         return self.own + self.clients - self.streams if self.own else 0
 
 
 class Counters:
-    """What front ends count, over restarts of them."""
+    """The front ends' counters, across restarts."""
 
     def __init__(self, state: RunState) -> None:
         self._addresses = {
@@ -166,7 +166,7 @@ class Counters:
         }
 
     def read(self, metric: str) -> dict[str, float]:
-        """A metric's sum over its labels, by front end."""
+        """Return a metric's sum over its labels, by front end."""
         return {name: sum(_samples(address, metric)) for name, address in self._addresses.items()}
 
 
@@ -186,17 +186,17 @@ def _samples(address: str, metric: str) -> Iterator[float]:
             yield float(value)
 
 
-def grown(before: dict[str, float], after: dict[str, float]) -> int:
-    """How much counters grew in sum; those of one that was restarted began at nothing."""
+def increase(before: dict[str, float], after: dict[str, float]) -> int:
+    """Return the total increase of counters; those of a restarted front end began at 0."""
     total = 0.0
     for name, now in after.items():
-        was = before.get(name, 0.0)
-        total += now - was if was <= now else now
+        previous = before.get(name, 0.0)
+        total += now - previous if previous <= now else now
     return int(total)
 
 
 class Campaign:
-    """Restarts parts under a load, and keeps the rows."""
+    """Restart processes under a load, and count what clients notice."""
 
     def __init__(
         self, folder: RunFolder, state: RunState, counters: Counters, load: Load, kill: bool
@@ -208,7 +208,7 @@ class Campaign:
         self._kill = kill
 
     def restart(self, name: str) -> Row:
-        """Restart one part while all clients stream. Raises PartFailed."""
+        """Restart one process while all clients stream. Raise PartFailed."""
         part = find_parts(self._state)[name]
         streams = self._load.wait_flowing()
         self._load.take()
@@ -217,73 +217,74 @@ class Campaign:
         if self._kill:
             own = int(self._counters.read(_STREAMS).get(name, 0.0)) if part.tier == Tier.FRONTEND else 0
             kill_part(part)
-        took = asyncio.run(self._restarter.restart(name))
-        # What was under way when it ended must end well, too.
+        durations = asyncio.run(self._restarter.restart(name))
+        # Requests in progress when it exited must end correctly, too.
         self._load.wait_flowing()
         after = {metric: self._counters.read(metric) for metric in before}
         return Row(
             name=name,
-            stopping_s=took.stopping_s,
-            starting_s=took.starting_s,
+            stopping_s=durations.stopping_s,
+            starting_s=durations.starting_s,
             clients=self._load.clients,
             streams=streams,
             own=own,
             tally=self._load.take(),
-            moved=grown(before[_ADOPTIONS], after[_ADOPTIONS]),
-            recomputed=grown(before[_RECOVERIES], after[_RECOVERIES]),
+            moved=increase(before[_ADOPTIONS], after[_ADOPTIONS]),
+            recomputed=increase(before[_RECOVERIES], after[_RECOVERIES]),
         )
 
 
 class _Silent(PlainProgress):
     def show(self, name: str, step: Step) -> None:
-        """The table tells it."""
+        """Show nothing: the table has it."""
 
 
-def line(cells: Iterable[object]) -> str:
-    """A row of the table, as Markdown."""
+def markdown_row(cells: Iterable[object]) -> str:
+    """Return a row of the table, as Markdown."""
     return f"| {' | '.join(str(cell) for cell in cells)} |"
 
 
-def shown(row: Row) -> str:
-    """One restart as a row of the table."""
+def format_row(row: Row) -> str:
+    """Return one restart as a row of the table."""
     errors = str(len(row.tally.errors))
     if row.own:
         errors += f" (it carried {row.own})"
     seconds = (f"{row.stopping_s:.1f}", f"{row.starting_s:.1f}")
     counts = (row.streams, row.tally.finished, row.moved, row.recomputed, errors, row.tally.different)
-    return line((row.name, *seconds, *counts))
+    return markdown_row((row.name, *seconds, *counts))
 
 
 def run(folder: RunFolder, state: RunState, names: Sequence[str], work: Work, kill: bool) -> list[Row]:
-    """Restart these parts under this work; prints and returns the rows. Raises PartFailed."""
+    """Restart these processes under this load; print and return the rows. Raise PartFailed."""
     client, model = direct_client(f"{state.http}/v1"), state.model
     print(f"{len(work)} streams, undisturbed ...", flush=True)
     expected = run_all(client, model, list(work))
     print(f"  {sum(chat.completion_tokens for chat in expected):,} tokens")
-    how = "killed" if kill else "told to stop"
+    how = "killed" if kill else "stopped"
     print(f"the same repeatedly, while each process is {how} and restarted:\n")
-    print(line(_HEAD), line("---" for _ in _HEAD), sep="\n", flush=True)
+    print(markdown_row(_HEAD), markdown_row("---" for _ in _HEAD), sep="\n", flush=True)
     rows: list[Row] = []
     with Load(client, model, work, expected) as load:
         campaign = Campaign(folder, state, Counters(state), load, kill)
         for name in names:
             rows.append(campaign.restart(name))
-            print(shown(rows[-1]), flush=True)
-    # What was still under way has ended since; it belongs to nothing that was restarted.
+            print(format_row(rows[-1]), flush=True)
+    # Requests that ended since then belong to no restart.
     last = load.take()
     rows.append(Row("(after it)", 0.0, 0.0, len(work), len(work), 0, last, 0, 0))
-    print(shown(rows[-1]))
+    print(format_row(rows[-1]))
     return rows
 
 
 def failed(rows: Sequence[Row]) -> bool:
-    """Whether a client saw what it must not."""
+    """Return whether a client saw something that it must not."""
     return any(len(row.tally.errors) > row.allowed or row.tally.different for row in rows)
 
 
 @contextmanager
 def local_cluster() -> Iterator[tuple[RunFolder, RunState]]:
-    """The one of this folder, held for the block; ends the script with a line when there is none."""
+    """Yield this folder's local cluster, locked for the block; end the script with one line if there is
+    none."""
     folder = RunFolder.default()
     try:
         with folder.locked():
@@ -296,20 +297,22 @@ def local_cluster() -> Iterator[tuple[RunFolder, RunState]]:
 
 
 def main() -> int:
-    """Restart everything once; 0 when no client noticed."""
+    """Restart everything once; return 0 if no client noticed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("names", nargs="*", help="processes to restart (default: all)")
     parser.add_argument("--streams", type=int, default=50)
     parser.add_argument("--kill", action="store_true", help="kill -9 instead of SIGTERM")
     options = parser.parse_args()
-    with told_plainly(local_url()), local_cluster() as (folder, state):
+    with exit_on_connection_error(local_url()), local_cluster() as (folder, state):
         names = options.names or list(find_parts(state))
         rows = run(folder, state, names, variants(options.streams), options.kill)
     for error in itertools.islice((error for row in rows for error in row.tally.errors), 10):
         print(f"  {error}")
     tallies = [row.tally for row in rows]
-    finished, different = sum(each.finished for each in tallies), sum(each.different for each in tallies)
-    print(f"\n{finished} answers, {different} different; {sum(len(each.errors) for each in tallies)} errors")
+    finished, different = sum(tally.finished for tally in tallies), sum(tally.different for tally in tallies)
+    print(
+        f"\n{finished} answers, {different} different; {sum(len(tally.errors) for tally in tallies)} errors"
+    )
     return 1 if failed(rows) else 0
 
 

@@ -1,4 +1,4 @@
-"""Decisions of the policy on clusters made by hand: no simulator, no services."""
+"""Test the policy's decisions on clusters made by hand: no simulator, no services."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tailrace.cluster import Arrival, ClusterView, InstanceView, Phase, RequestS
 
 
 def cluster(**used: int) -> ClusterView:
-    """Instances of 1,000 tokens of KV each, with so many of them in use."""
+    """Return instances with 1,000 tokens of KV each, of which this many are in use."""
     instances = {
         name: InstanceView(name, kv_capacity_tokens=1_000, kv_used_tokens=tokens)
         for name, tokens in sorted(used.items())
@@ -25,7 +25,7 @@ def test_arrivals_go_where_most_is_free() -> None:
     assert Headroom().place(cluster(a=600, b=200, c=700), ARRIVAL, now=0.0) == Place("b")
 
 
-def test_without_instances_the_user_is_told() -> None:
+def test_without_instances_requests_are_refused() -> None:
     assert isinstance(Headroom().place(ClusterView({}), ARRIVAL, now=0.0), Refuse)
 
 

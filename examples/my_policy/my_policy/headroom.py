@@ -1,4 +1,4 @@
-"""Headroom: begin where most KV is free, and answer elsewhere when the own instance is nearly full."""
+"""Headroom: prefill where most KV is free, and answer elsewhere if that instance is nearly full by then."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tailrace.policy.parameters import Parameter
 
 
 class Headroom(Policy):
-    """Two decisions of the five: where to prefill, and where to answer."""
+    """Decide two of the five points: where to prefill, and where to answer."""
 
     parameters = (
         Parameter(
@@ -34,14 +34,14 @@ class Headroom(Policy):
         self.roomy = roomy
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
-        """The instance with most KV left once its queue is prefilled; of equals the first by id."""
+        """Choose the instance with most KV left once its queue is prefilled; of equals the first by id."""
         instances = [i for i in view.placeable() if i.instance_id not in arrival.excluded]
         if not instances:
             return Refuse("no active instance")
         return Place(max(instances, key=_free_after_queue).instance_id)
 
     def on_reasoning_ended(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
-        """The answer begins: stay, unless it is tight here and there is room somewhere else."""
+        """Migrate the answer if this instance is nearly full and another one has room."""
         home = view.instances[request.instance_id]
         if request.migrating or _share_in_use(home) <= self.full:
             return ()
