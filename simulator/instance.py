@@ -149,8 +149,8 @@ class Instance:
     def used_blocks_at(self, boundary: int) -> int:
         """Return the blocks in use or reserved on the device at a boundary of the current run."""
         batch = self._batch
-        used_blocks = batch.blocks.allocated(batch.boundary, boundary - batch.boundary)
-        return batch.blocks.used + used_blocks + self._other_blocks
+        growth = batch.blocks.allocated(batch.boundary, boundary - batch.boundary)
+        return batch.blocks.used + growth + self._other_blocks
 
     def decode_tokens_at(self, boundary: int) -> int:
         """Return the context tokens of the decoding batch at a boundary of the current run."""
