@@ -181,7 +181,7 @@ class Parts:
             settings,
             migration_starter,
             migrations,
-            Recorder(self.control),
+            Recorder(self.control, leading),
             Shadowing(self.control, self.metrics),
             RolloutCalls(self._rollouts, service.members, settings),
         )

@@ -29,8 +29,10 @@ _BYTES_MAX: Final = 128 * 1024 * 1024
 class Recorder:
     """Record on request; costs nothing otherwise."""
 
-    def __init__(self, control: LiveControl, bytes_max: int = _BYTES_MAX) -> None:
+    def __init__(self, control: LiveControl, leading: asyncio.Event, bytes_max: int = _BYTES_MAX) -> None:
+        """`leading` is set while this scheduler leads."""
         self._control = control
+        self._leading = leading
         self._bytes_max = bytes_max
         self._lines: list[bytes] = []
         self._bytes = 0
@@ -39,13 +41,19 @@ class Recorder:
         self._overflowed = False
 
     async def record(self, seconds: float) -> AsyncGenerator[list[bytes]]:
-        """Yield lines for `seconds` seconds. Raise AdminError while another recording is in progress.
+        """Yield lines for `seconds` seconds.
+
+        Raise AdminError: FAILED_PRECONDITION while another recording is in progress; ABORTED if this
+        scheduler stops leading, after the lines until then.
 
         Starting a recording makes the model recount its state, which a replay of another recording would not
         know of.
         """
         if self._recording:
-            raise AdminError(grpc.StatusCode.FAILED_PRECONDITION, "a recording is in progress already")
+            raise AdminError(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "a recording is in progress already; try again when it has ended",
+            )
         self._recording, self._overflowed = True, False
         self._lines, self._bytes = [], 0
         model, watchers = self._control.model, self._control.runner.watchers
@@ -63,6 +71,11 @@ class Recorder:
                 except TimeoutError:
                     break
                 yield self._take()
+                if not self._leading.is_set():
+                    raise AdminError(
+                        grpc.StatusCode.ABORTED,
+                        "this scheduler does not lead any more; record again to follow the new leader",
+                    )
             yield self._take()
         finally:
             model.tap = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO, Any
 
 import click
@@ -35,14 +36,17 @@ class Unreachable(CliError):
 
 
 @contextmanager
-def file_errors(*problems: type[Exception]) -> Iterator[None]:
-    """Convert `problems`, whose messages are for users, and OSErrors of files to CliErrors."""
+def file_errors(*problems: type[Exception], path: Path | None = None) -> Iterator[None]:
+    """Convert `problems`, whose messages are for users, and OSErrors of files to CliErrors.
+
+    `path`: the file, if `problems` do not name it; nor do OSErrors of reading and writing an open file.
+    """
     try:
         yield
     except problems as error:
-        raise CliError(str(error)) from error
+        raise CliError(f"{path}: {error}" if path else str(error)) from error
     except OSError as error:
-        raise CliError(f"{error.filename}: {error.strerror}") from error
+        raise CliError(f"{error.filename or path}: {error.strerror}") from error
 
 
 @contextmanager

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 import click
 
@@ -31,18 +32,28 @@ def record(file: Path, seconds: float, admin: str | None) -> None:
     """Write the leading scheduler's state, its inputs from now on, and its decisions to FILE.
 
     The format is JSON lines with IDs, lengths, phases and hashes of KV blocks, without the text of any prompt
-    or answer. tailrace replay FILE runs a policy on them again.
+    or answer. tailrace replay FILE runs a policy on them again. FILE is replaced as soon as the recording
+    begins; if it ends early, what FILE has by then can be replayed.
     """
     lines = 0
-    with connect(admin) as connection, connection.errors(), file_errors(), file.open("wb") as target:
+    with connect(admin) as connection, file_errors(path=file), ExitStack() as opened:
         call = connection.stub.Record(RecordRequest(seconds=seconds), timeout=seconds + _MARGIN_S)
+        target: BinaryIO | None = None
         try:
-            for reply in call:
-                for line in reply.lines:
-                    target.write(line + b"\n")
-                lines += len(reply.lines)
+            with connection.errors():
+                for reply in call:
+                    if target is None:
+                        # Not earlier: a recording that does not begin must not empty the file of another.
+                        target = opened.enter_context(file.open("wb"))
+                    # At once, so that Ctrl-C does not separate an input from the decisions on it.
+                    target.write(b"".join(line + b"\n" for line in reply.lines))
+                    lines += len(reply.lines)
         except KeyboardInterrupt:
             call.cancel()
+        except CliError as error:
+            if not lines:
+                raise
+            raise CliError(f"{file}: {lines} lines, then the recording ended: {error.message}") from error
     if not lines:
         raise CliError(f"{file}: nothing was recorded")
     note(f"{file}: {lines} lines")

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import click
 import msgspec
+from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from tailrace.actions import Place, Refuse
 from tailrace.cli.errors import CliError, UsageProblem, file_errors
@@ -72,7 +74,8 @@ def replay(file: Path, policy: str | None, assignments: tuple[str, ...], show: i
         raise UsageProblem("--set requires --policy")
     record = None if policy is None else _policy(policy, assignments)
     printer = _DifferencePrinter(show)
-    with file_errors(InvalidRecordingError), file.open("rb") as lines:
+    unusable = (UnknownPolicyError, UnusablePolicyError, ParameterError)
+    with file_errors(InvalidRecordingError, *unusable, path=file), file.open("rb") as lines:
         events = decode(lines)
         run, different = (
             _replay_recorded(events, printer) if record is None else _replay_other(events, record, printer)
@@ -82,8 +85,10 @@ def replay(file: Path, policy: str | None, assignments: tuple[str, ...], show: i
         print_json(_plain(run, record, different))
     else:
         print_figures(_table(run, record, different))
-    if run.cut_short:
-        note(f"{file}: the recording ends early, because its reader could not keep up")
+    if run.ends_early:
+        note(f"{file}: the recording ends early: {run.ends_early}")
+    if not run.decisions:
+        note(f"{file}: no decision was recorded")
     if record is None and total:
         raise CliError(f"{total} of {run.decisions.total()} decisions differ")
 
@@ -145,6 +150,7 @@ def _plain(run: Replay, record: PolicyRecord | None, different: Counter[str]) ->
         "recorded": run.policies,
         "policy": run.policies if record is None else record.name,
         "seconds": run.seconds,
+        "ends_early": run.ends_early or None,
         "points": {
             point: {
                 "decisions": run.decisions[point],
@@ -156,10 +162,11 @@ def _plain(run: Replay, record: PolicyRecord | None, different: Counter[str]) ->
     }
 
 
-def _table(run: Replay, record: PolicyRecord | None, different: Counter[str]) -> Table:
+def _table(run: Replay, record: PolicyRecord | None, different: Counter[str]) -> RenderableType:
     called = "the recorded policy" if record is None else record.name
-    title = f"{run.policies}, {run.seconds:.1f} s; replayed with: {called}"
-    table = Table(title=title, title_justify="left", box=None)
+    # Not the table's own title, which would be wrapped to the table's width.
+    title = Text(f"{run.policies or 'no policy'}, {run.seconds:.1f} s; replayed with: {called}")
+    table = Table(box=None)
     table.add_column("decision point")
     for heading in ("decisions", "with actions", "different"):
         table.add_column(heading, justify="right")
@@ -167,4 +174,4 @@ def _table(run: Replay, record: PolicyRecord | None, different: Counter[str]) ->
         counts = run.decisions[point], run.acting[point], different[point]
         table.add_row(point, *map(str, counts))
     table.add_row("all", *(str(c.total()) for c in (run.decisions, run.acting, different)))
-    return table
+    return Group(title, table)

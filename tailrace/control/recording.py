@@ -254,6 +254,10 @@ class RecordingOverflow(_Event, frozen=True, tag="too_much"):
     """The last line, if the reader was too slow."""
 
 
+class BrokenOff(_Event, frozen=True, tag="broken_off"):
+    """Decoded in place of a last line that was not written completely; never written itself."""
+
+
 Event: TypeAlias = (
     Started
     | InstanceKnown
@@ -273,8 +277,17 @@ Event: TypeAlias = (
     | CopySettled
     | Decided
     | RecordingOverflow
+    | BrokenOff
 )
 Tap: TypeAlias = Callable[[Event], None]
+
+
+class _Beginning(msgspec.Struct):
+    """What every format's first line has."""
+
+    event: str
+    format: int
+    version: str
 
 
 encode: Final = msgspec.json.Encoder().encode
@@ -282,17 +295,44 @@ _DECODER: Final = msgspec.json.Decoder(Event)
 
 
 def decode(lines: Iterable[bytes]) -> Iterator[Event]:
-    """Decode a recording's lines. Raise InvalidRecordingError, which names the line."""
+    """Decode a recording's lines. Raise InvalidRecordingError, which names the line.
+
+    An incomplete last line, without its line end, is what a full disk or a killed recorder leaves: it yields
+    BrokenOff.
+    """
     for number, line in enumerate(lines, 1):
+        if number == 1:
+            _check_format(line)
         try:
             event: Event = _DECODER.decode(line)
         except msgspec.MsgspecError as error:
+            if number > 1 and not line.endswith(b"\n"):
+                yield BrokenOff()
+                return
             raise InvalidRecordingError(f"line {number}: {error}") from error
-        if isinstance(event, Started) and event.format not in _READ:
+        if number > 1 and isinstance(event, Started):
             raise InvalidRecordingError(
-                f"format {event.format}, of Tailrace {event.version}; this one reads {_READ[0]} to {FORMAT}"
+                f"line {number}: another recording begins; replay each from its own file"
             )
         yield event
+
+
+def _check_format(line: bytes) -> None:
+    """Raise InvalidRecordingError unless this is the first line of a recording that can be read.
+
+    Only what every format has is decoded: the rest of a later one may not be readable.
+    """
+    try:
+        beginning = msgspec.json.decode(line, type=_Beginning)
+    except msgspec.MsgspecError as error:
+        raise InvalidRecordingError(f"line 1: not the start of a recording ({error})") from error
+    if beginning.event != "started":
+        raise InvalidRecordingError("line 1: not the start of a recording")
+    if beginning.format not in _READ:
+        raise InvalidRecordingError(
+            f"format {beginning.format}, of Tailrace {beginning.version}; this one reads {_READ[0]} to "
+            f"{FORMAT}; replay it with that version"
+        )
 
 
 FAILED: Final = msgspec.Raw(b"null")

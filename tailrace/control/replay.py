@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
+from google.protobuf.message import DecodeError
 
 from tailrace.actions import Action, Placement, WhenFull
 from tailrace.control.live import LiveControl
 from tailrace.control.recording import (
     Arrived,
+    BrokenOff,
     CacheListed,
     CopyOrdered,
     CopySettled,
@@ -101,12 +103,14 @@ class Replay:
         self._policies: dict[str, None] = {}
         # Recorded seconds so far.
         self.seconds = 0.0
-        # Whether the recording ended because its reader was too slow.
-        self.cut_short = False
+        # Why the recording ends early; empty: it does not.
+        self.ends_early = ""
         self.control = self._start()
 
     def _start(self) -> LiveControl:
         started = self._events.pop()
+        if started is None:
+            raise InvalidRecordingError("empty: nothing was recorded")
         if not isinstance(started, Started):
             raise InvalidRecordingError("line 1: not the start of a recording")
         instances: list[InstanceKnown] = []
@@ -130,7 +134,10 @@ class Replay:
     def run(self) -> None:
         """Replay to the end. Raise InvalidRecordingError."""
         while (event := self._events.pop()) is not None:
-            self._feed(event)
+            try:
+                self._feed(event)
+            except DecodeError as error:
+                raise InvalidRecordingError(f"the message in {type(event).__name__}: {error}") from error
 
     def _feed(self, event: Event) -> None:
         control, model = self.control, self.control.model
@@ -168,9 +175,11 @@ class Replay:
                 # The policy was not asked in the replay.
                 self._count(Replayed(event.point, event.request_id, event.policy, event.answer, None))
             case RecordingOverflow():
-                self.cut_short = True
+                self.ends_early = "its reader could not keep up"
+            case BrokenOff():
+                self.ends_early = "its last line is incomplete, as after a full disk or a killed recorder"
             case Started() | InstanceKnown():
-                raise InvalidRecordingError("a second beginning")
+                raise InvalidRecordingError("an instance's state after the beginning")
 
     def _at(self, event: Reported | Arrived | Ticked) -> Moment:
         self.seconds = event.now_s - self._began_s
@@ -190,6 +199,9 @@ class Replay:
 
     def _match_recorded(self, point: Point, request_id: str, policy: str, answer: msgspec.Raw) -> None:
         recorded = self._events.peek()
+        if recorded is None or isinstance(recorded, (RecordingOverflow, BrokenOff)):
+            # The recording ends between an input and the decisions on it.
+            return
         then: msgspec.Raw | None = None
         asked = point.value, request_id
         if isinstance(recorded, Decided) and (recorded.point, recorded.request_id) == asked:

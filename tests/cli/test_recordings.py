@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
+import grpc
 import pytest
 from click.testing import CliRunner, Result
 
@@ -55,9 +57,35 @@ def test_record_without_a_line_is_an_error(run: Run, tmp_path: Path) -> None:
     assert result.exit_code == 1 and "nothing was recorded" in result.stderr
 
 
-def test_record_to_an_unwritable_path_is_an_error(run: Run, tmp_path: Path) -> None:
+def test_record_to_an_unwritable_path_is_an_error(
+    run: Run, script: Script, lines: list[bytes], tmp_path: Path
+) -> None:
+    script.recorded = lines
     result = run("record", str(tmp_path / "no" / "folder"))
     assert result.exit_code == 1 and "no/folder: No such file or directory" in result.stderr
+    full = run("record", "/dev/full")
+    assert full.exit_code == 1 and full.stderr == "tailrace: /dev/full: No space left on device\n"
+
+
+def test_a_recording_that_does_not_begin_keeps_the_file(run: Run, script: Script, file: Path) -> None:
+    before = file.read_bytes()
+    script.recording_ends = (grpc.StatusCode.FAILED_PRECONDITION, "a recording is in progress already")
+    result = run("record", str(file))
+    assert result.exit_code == 1 and result.stderr == "tailrace: a recording is in progress already\n"
+    assert file.read_bytes() == before
+
+
+def test_a_recording_that_ends_early_is_kept(
+    run: Run, script: Script, lines: list[bytes], tmp_path: Path
+) -> None:
+    script.recorded, script.recording_ends = lines, (grpc.StatusCode.ABORTED, "it does not lead any more")
+    path = tmp_path / "new.jsonl"
+    result = run("record", str(path))
+    assert result.exit_code == 1
+    expected = f"{path}: {len(lines)} lines, then the recording ended: it does not lead any more"
+    assert result.stderr == f"tailrace: {expected}\n"
+    assert path.read_bytes().splitlines() == lines
+    assert replay(str(path)).exit_code == 0
 
 
 def test_replay_finds_no_difference(file: Path) -> None:
@@ -92,6 +120,34 @@ def test_replay_fails_if_a_decision_differs(lines: list[bytes], tmp_path: Path) 
     assert '{"place":"x","also":[]}' in result.stderr and "decisions differ" in result.stderr
 
 
+def test_an_incomplete_recording_is_replayed_up_to_its_end(file: Path) -> None:
+    whole = json.loads(replay(str(file), "-o", "json").stdout)
+    assert whole["ends_early"] is None
+    file.write_bytes(file.read_bytes()[:-20])
+    result = replay(str(file), "-o", "json")
+    assert result.exit_code == 0
+    reason = "its last line is incomplete, as after a full disk or a killed recorder"
+    assert result.stderr == f"{file}: the recording ends early: {reason}\n"
+    part = json.loads(result.stdout)
+    assert part["ends_early"] == reason
+    decisions = [sum(point["decisions"] for point in of["points"].values()) for of in (part, whole)]
+    assert 0 < decisions[0] <= decisions[1]
+
+
+def test_decisions_that_were_not_recorded_any_more_are_not_compared(lines: list[bytes], file: Path) -> None:
+    at = max(n for n, line in enumerate(lines) if line.startswith(b'{"event":"arrival"'))
+    file.write_bytes(b"\n".join(lines[: at + 1]) + b"\n")
+    result = replay(str(file))
+    assert result.exit_code == 0 and result.stderr == ""
+
+
+def test_a_recording_without_decisions(lines: list[bytes], file: Path) -> None:
+    file.write_bytes(lines[0] + b"\n")
+    result = replay(str(file))
+    assert result.exit_code == 0 and result.stderr == f"{file}: no decision was recorded\n"
+    assert result.stdout.startswith("no policy, 0.0 s; replayed with: the recorded policy\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -109,9 +165,30 @@ def test_replay_of_an_invalid_recording_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text("hello\n")
     result = replay(str(path))
-    assert result.exit_code == 1 and "line 1: " in result.stderr
+    assert result.exit_code == 1 and f"{path}: line 1: not the start of a recording" in result.stderr
+    path.write_bytes(b"")
+    result = replay(str(path))
+    assert result.exit_code == 1 and result.stderr == f"tailrace: {path}: empty: nothing was recorded\n"
     missing = replay(str(tmp_path / "gone"))
     assert missing.exit_code == 1 and "No such file" in missing.stderr
+
+
+@pytest.mark.parametrize("arguments", [(), ("--policy", "ares")])
+def test_replay_without_the_recorded_policy_is_an_error(
+    lines: list[bytes], file: Path, arguments: tuple[str, ...]
+) -> None:
+    other = [lines[0].replace(b'"arrow"', b'"ours"'), *lines[1:]]
+    file.write_bytes(b"\n".join(other) + b"\n")
+    result = replay(str(file), *arguments)
+    assert result.exit_code == 1 and f"{file}: unknown policy 'ours'; installed: " in result.stderr
+
+
+def test_replay_of_a_garbled_report_is_an_error(lines: list[bytes], file: Path) -> None:
+    at = next(n for n, line in enumerate(lines) if line.startswith(b'{"event":"report"'))
+    lines[at] = re.sub(rb'"report":"[^"]*"', b'"report":"AAAA"', lines[at])
+    file.write_bytes(b"\n".join(lines) + b"\n")
+    result = replay(str(file))
+    assert result.exit_code == 1 and f"{file}: the message in Reported: " in result.stderr
 
 
 def test_set_shadow(run: Run, script: Script) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 
 import msgspec
@@ -25,7 +26,7 @@ from tailrace.control.shadow import Comparison, Shadow, Verdict, outcome
 from tailrace.policy.least_loaded import LeastLoaded
 from tailrace.records import PolicyRecord
 from tailrace.slo import Slo
-from tests.control.recorded import RandomRun
+from tests.control.recorded import INSTANCES, RandomRun
 
 POLICIES = (
     "pascal",
@@ -109,6 +110,22 @@ def test_a_missing_question_is_reported() -> None:
     assert len(unasked) == ticks and not any(each.same for each in unasked)
 
 
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 1 << 20), data=st.data())
+def test_a_recording_may_end_anywhere_after_its_state(seed: int, data: st.DataObject) -> None:
+    run = run_of("arrow", seed, before=20, after=30)
+    whole = b"".join(line + b"\n" for line in run.lines)
+    state = sum(len(line) + 1 for line in run.lines[: 1 + len(INSTANCES)])
+    part = whole[: data.draw(st.integers(state, len(whole)))]
+    replayed: list[Replayed] = []
+    replay = Replay(decode(io.BytesIO(part)), replayed.append)
+    replay.run()
+    assert all(each.same for each in replayed)
+    # A line that lacks nothing but its end is complete.
+    complete = part.endswith(b"\n") or part.split(b"\n")[-1] in run.lines
+    assert bool(replay.ends_early) is not complete
+
+
 def test_a_shadow_gets_every_question_of_the_active_policy() -> None:
     run = run_of("round_robin", 3)
     compared: list[Comparison] = []
@@ -155,10 +172,17 @@ def test_reasons_are_not_compared() -> None:
 def test_an_invalid_recording_is_reported_with_its_line() -> None:
     run = run_of("least_loaded", 5, 0, 3)
     with pytest.raises(InvalidRecordingError, match="line 2: "):
-        list(decode([run.lines[0], b"{}"]))
+        list(decode([run.lines[0], b"{}\n"]))
+    with pytest.raises(InvalidRecordingError, match="line 2: another recording begins"):
+        list(decode([run.lines[0], run.lines[0]]))
     with pytest.raises(InvalidRecordingError, match="line 1: not the start"):
         Replay(decode(run.lines[-1:]), lambda replayed: None)
+    with pytest.raises(InvalidRecordingError, match="empty"):
+        Replay(decode([]), lambda replayed: None)
     later = run.lines[0].replace(b'"format":2', b'"format":3')
     with pytest.raises(InvalidRecordingError, match=r"format 3, of Tailrace .*; this one reads 1 to 2"):
         list(decode([later]))
+    # Also if the rest of the line is not as this version expects it.
+    with pytest.raises(InvalidRecordingError, match="format 3"):
+        list(decode([later.replace(b'"slo"', b'"aims"')]))
     assert isinstance(next(decode(run.lines)), Started)
