@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import base64
 import binascii
-import heapq
+import math
 from collections.abc import Sequence
-from itertools import islice
 from typing import Final, TypeVar
 
 import grpc
@@ -68,11 +67,15 @@ async def request_page(
     else:
         positions, total = await _by_instance(state, request, _after(request, str), limit)
     shown = positions[:size]
+    # Each once, also if it was found on two instances, because it moved from one to the other meanwhile.
+    request_ids = dict.fromkeys(request_id for _, request_id in shown)
     infos = [
         request_info(state, tracked, wall_s)
-        async for _, request_id in in_slices(shown)
-        # It may have finished meanwhile.
+        async for request_id in in_slices(request_ids)
+        # It may have finished, left the instance or entered another phase meanwhile.
         if (tracked := state.request(request_id)) is not None
+        and request.instance_id in ("", tracked.instance_id)
+        and tracked.phase is PHASES.get(request.phase, tracked.phase)
     ]
     reply = admin_pb2.ListRequestsReply(requests=infos, total_size=total)
     if len(shown) < len(positions):
@@ -122,16 +125,25 @@ async def _oldest(
     Those whose arrival is not known, because no report shows them yet, are the last.
     """
     phase = PHASES.get(request.phase)
-    oldest: list[tuple[float, str]] = []
+    begin, end = after or (-math.inf, ""), (math.inf, "")
+    # By id: a request may be found on two instances, see above.
+    candidates: dict[str, float] = {}
     total = 0
     async for name in in_slices(_instances(state, request)):
         arrivals = state.arrivals_on(name, phase)
         total += len(arrivals)
-        positions = ((arrival_s or _UNKNOWN_S, request_id) for request_id, arrival_s in arrivals)
-        later = sorted(position for position in positions if after is None or position > after)
-        # Both are sorted already.
-        oldest = list(islice(heapq.merge(oldest, later), limit))
-    return oldest, total
+        for request_id, known_s in arrivals:
+            arrival_s = known_s or _UNKNOWN_S
+            if begin < (arrival_s, request_id) < end:
+                candidates[request_id] = min(arrival_s, candidates.get(request_id, arrival_s))
+        if limit is not None and len(candidates) > 2 * limit:
+            oldest = _by_arrival(candidates)[:limit]
+            candidates, end = {request_id: arrival_s for arrival_s, request_id in oldest}, oldest[-1]
+    return _by_arrival(candidates)[:limit], total
+
+
+def _by_arrival(arrivals: dict[str, float]) -> list[tuple[float, str]]:
+    return sorted((arrival_s, request_id) for request_id, arrival_s in arrivals.items())
 
 
 def _instances(state: ReportedCluster, request: admin_pb2.ListRequestsRequest) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain
 from typing import Any, Final, TypeVar
 
@@ -161,7 +161,7 @@ def requests(
                 REQUESTS.name, (to_plain(r) for p in pages(connection.stub, listing) for r in p.requests)
             )
         else:
-            _print_requests(connection, listing)
+            _print_requests(connection, listing, _requests_view(listing))
 
 
 @get.command(epilog="Example: tailrace get migrations --limit 5")
@@ -320,11 +320,18 @@ def _print_table(view: View[RowT], rows: Sequence[RowT]) -> None:
         click.echo(line)
 
 
-def _print_requests(admin: Admin, listing: Listing) -> None:
+def _requests_view(listing: Listing) -> View[RequestInfo]:
+    """Return REQUESTS with a caption that names the filters: other requests may be running."""
+    phase = enum_word(Phase.DESCRIPTOR, listing.phase)
+    where = f" on {listing.instance_id}" if listing.instance_id else ""
+    return replace(REQUESTS, empty=f"no requests are {f'in phase {phase}' if phase else 'running'}{where}")
+
+
+def _print_requests(admin: Admin, listing: Listing, view: View[RequestInfo]) -> None:
     fetched = pages(admin.stub, listing)
     first = next(fetched)
     if first.last:
-        _print_table(REQUESTS, first.requests)
+        _print_table(view, first.requests)
         shown, total = len(first.requests), first.total
     else:
         shown = total = 0
@@ -335,7 +342,7 @@ def _print_requests(admin: Admin, listing: Listing) -> None:
                 shown, total = shown + len(page.requests), page.total
                 yield page.requests
 
-        for line in lines(REQUESTS, rows()):
+        for line in lines(view, rows()):
             click.echo(line)
     if listing.limit is not None and shown < total:
         note(_more(shown, total))
@@ -343,7 +350,7 @@ def _print_requests(admin: Admin, listing: Listing) -> None:
 
 def _requests_table(admin: Admin, listing: Listing) -> Table:
     found = list(pages(admin.stub, listing))
-    table = REQUESTS.table(request for page in found for request in page.requests)
+    table = _requests_view(listing).table(request for page in found for request in page.requests)
     shown, total = len(table.rows), found[-1].total
     if listing.limit is not None and shown < total:
         table.caption, table.caption_justify = _more(shown, total), "left"

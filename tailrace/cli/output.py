@@ -6,6 +6,7 @@ import enum
 import json
 import sys
 from collections.abc import Callable, Iterable
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 import click
@@ -51,11 +52,16 @@ def print_json(value: dict[str, JsonValue]) -> None:
 
 
 def print_json_list(name: str, values: Iterable[dict[str, JsonValue]]) -> None:
-    """Print a JSON object whose only key has a list, each element as it arrives."""
+    """Print a JSON object whose only key has a list, each element as it arrives.
+
+    If the first one cannot be had, nothing is printed.
+    """
+    arriving = iter(values)
+    first = list(islice(arriving, 1))
     on_terminal = sys.stdout.isatty()
     separator = "\n" if on_terminal else ""
     click.echo(f"{{{separator}{json.dumps(name)}: [", nl=False)
-    for value in values:
+    for value in chain(first, arriving):
         text = json.dumps(value, indent=2 if on_terminal else None)
         click.echo(separator + text, nl=False)
         separator = ",\n" if on_terminal else ", "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import grpc
 import pytest
 
 from tailrace.cli.long_table import lines
@@ -94,6 +95,30 @@ def test_a_scheduler_without_pages(run: Run, script: Script) -> None:
     rows = result.stdout.splitlines()[1:]
     assert [row.split()[0] for row in rows] == ["chatcmpl-0009", "chatcmpl-0006"]
     assert result.stderr == "2 of 4 requests; --limit 0 lists all\n"
+
+
+@pytest.mark.parametrize("arguments", [(), ("--limit", "3"), ("--watch",)])
+def test_json_of_a_listing_that_fails_is_not_begun(
+    run: Run, script: Script, arguments: tuple[str, ...]
+) -> None:
+    script.errors["ListRequests"] = (grpc.StatusCode.NOT_FOUND, "instance_id: no instance 'x'")
+    result = run("get", "requests", "--instance", "x", "-o", "json", *arguments)
+    assert result.exit_code == 1 and result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "caption"),
+    [
+        (("--phase", "prefill"), "no requests are in phase prefill"),
+        (("--instance", "worker-9"), "no requests are running on worker-9"),
+        (("--instance", "worker-0", "--phase", "prefill"), "no requests are in phase prefill on worker-0"),
+    ],
+)
+def test_an_empty_table_names_the_filters(
+    run: Run, script: Script, arguments: tuple[str, ...], caption: str
+) -> None:
+    script.requests = many(5)
+    assert run("get", "requests", *arguments).stdout.splitlines()[1:] == [caption]
 
 
 @pytest.mark.parametrize("arguments", [("--limit", "-1"), ("--phase", "sleeping"), ("--sort", "size")])

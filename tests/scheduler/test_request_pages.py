@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+from random import Random
 
 import grpc
 import pytest
@@ -11,7 +13,14 @@ from scheduler_svc.admin.errors import AdminError
 from scheduler_svc.admin.request_pages import PAGE_MAX, request_page
 from tailrace.cluster import Arrival
 from tailrace.control.reported_cluster import ReportedCluster
-from tailrace.v1.admin_pb2 import REQUEST_ORDER_OLDEST, ListRequestsReply, ListRequestsRequest
+from tailrace.service import tasks
+from tailrace.v1.admin_pb2 import (
+    REQUEST_ORDER_OLDEST,
+    REQUEST_ORDER_UNSPECIFIED,
+    ListRequestsReply,
+    ListRequestsRequest,
+    RequestOrder,
+)
 from tests.scheduler.facts import ANSWERING, GONE, PREFILL, REASONING, event, members, request, steady
 
 NOW_S = 100.0
@@ -112,6 +121,63 @@ async def test_placements_that_are_not_reported_yet_are_the_youngest() -> None:
     assert (ids[0], ids[-1], reply.total_size) == ("b3", "c", 11)
     ids, _ = await page(state, ListRequestsRequest(phase=PREFILL))
     assert ids == ["c"]
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3])
+@pytest.mark.parametrize("order", [REQUEST_ORDER_UNSPECIFIED, REQUEST_ORDER_OLDEST])
+async def test_a_request_that_moves_while_a_page_is_made_is_listed_once(
+    monkeypatch: pytest.MonkeyPatch, order: RequestOrder.ValueType, turns: int
+) -> None:
+    monkeypatch.setattr(tasks, "_SLICE_S", -1.0)
+    state = fleet()
+    asked = asyncio.create_task(page(state, ListRequestsRequest(order=order)))
+    # One turn reads one instance, the first one of the page first.
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    state.apply(event("b", "a0", REASONING, epoch=1), 1.0)
+    ids, _ = await asked
+    assert sorted(ids) == ["a0", "a1", "a2", "a3", "a4", "a5", "b0", "b1", "b2", "b3"]
+
+
+async def test_a_request_that_leaves_the_phase_while_a_page_is_made_is_not_listed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tasks, "_SLICE_S", -1.0)
+    state = fleet()
+    asked = asyncio.create_task(page(state, ListRequestsRequest(phase=REASONING)))
+    await asyncio.sleep(0)
+    state.apply(event("a", "a0", ANSWERING), 1.0)
+    ids, _ = await asked
+    assert ids == ["a2", "a4", "b0", "b2"]
+
+
+async def test_a_request_that_leaves_the_instance_while_a_page_is_made_is_not_listed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tasks, "_SLICE_S", -1.0)
+    state = fleet()
+    asked = asyncio.create_task(page(state, ListRequestsRequest(instance_id="a")))
+    await asyncio.sleep(0)
+    state.apply(event("b", "a0", REASONING, epoch=1), 1.0)
+    ids, _ = await asked
+    assert ids == ["a1", "a2", "a3", "a4", "a5"]
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 100, 1_000])
+async def test_pages_by_age_of_many_instances(size: int) -> None:
+    draw = Random(5)
+    state = ReportedCluster()
+    state.set_members(members(*"abcdefgh"), 0.0)
+    expected: list[tuple[float, str]] = []
+    for name in "abcdefgh":
+        rows = [request(f"{name}{i:02}") for i in range(25)]
+        for row in rows:
+            # Several arrive at the same time.
+            row.arrival_s = float(draw.randint(1, 40))
+            expected.append((row.arrival_s, row.request_id))
+        state.apply(steady(name, rows), 0.0)
+    pages = await all_pages(state, ListRequestsRequest(page_size=size, order=REQUEST_ORDER_OLDEST))
+    assert [name for ids in pages for name in ids] == [name for _, name in sorted(expected)]
 
 
 async def test_a_page_has_a_limit_of_its_own() -> None:
