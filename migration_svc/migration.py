@@ -46,11 +46,12 @@ class CopyRules:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A requested migration with the addresses of both ends."""
+    """A requested migration with the addresses of both ends, and the target's incarnation there."""
 
     request: migration_pb2.MigrateRequest
     source_address: str
     target_address: str
+    target_incarnation: str
 
 
 class MigrationRun:
@@ -119,6 +120,7 @@ class MigrationRun:
                 source_instance_id=record.source_instance_id,
                 source_address=self._order.source_address,
                 target_instance_id=record.target_instance_id,
+                target_incarnation=self._order.target_incarnation,
                 from_epoch=request.from_epoch,
                 epoch=record.epoch,
                 mode=request.mode or worker_pb2.COPY_MODE_PRE_COPY,

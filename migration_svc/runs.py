@@ -194,10 +194,11 @@ def _order(request: migration_pb2.MigrateRequest, instances: Mapping[str, Instan
             raise InvalidMigration(f"{field}: must not be empty")
     if request.source_instance_id == request.target_instance_id:
         raise InvalidMigration(f"target_instance_id: the request is on {request.target_instance_id} already")
-    addresses = []
+    ends = []
     for field in ("source_instance_id", "target_instance_id"):
         record = instances.get(getattr(request, field))
         if record is None:
             raise UnknownInstance(f"{field}: no instance {getattr(request, field)!r}")
-        addresses.append(record.address)
-    return Order(request, *addresses)
+        ends.append(record)
+    source, target = ends
+    return Order(request, source.address, target.address, target.incarnation)

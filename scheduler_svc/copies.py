@@ -43,6 +43,7 @@ class Copier:
             holder_instance_id=copy.holder_id,
             holder_address=holder.record.address,
             tokens=copy.tokens,
+            target_instance_id=copy.target_id,
         )
         return self._copy(copy.target_id, target.record.address, request)
 

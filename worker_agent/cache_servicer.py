@@ -15,6 +15,7 @@ from tailrace.cache.index import Tier
 from tailrace.v1 import cache_pb2, cache_pb2_grpc
 from worker_agent.engine.base import Engine
 from worker_agent.engine.errors import EngineRefusal
+from worker_agent.id_claim import Addressee
 from worker_agent.prefixes.copies import Copies
 from worker_agent.prefixes.loans import LOAN_MAX_S, LoanRefused, Loans
 
@@ -44,13 +45,13 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
     """Implement the Cache service of one worker."""
 
     def __init__(
-        self, incarnation: str, book: CacheBook | None, engine: Engine, loans: Loans, copies: Copies
+        self, own: Addressee, book: CacheBook | None, engine: Engine, loans: Loans, copies: Copies
     ) -> None:
         """`book` None: the engine caches no prefixes, or does not report them."""
         self._engine = engine
         self._loans = loans
         self._copies = copies
-        self._incarnation = incarnation
+        self._own = own
         self._book = book
 
     async def ListBlocks(
@@ -59,7 +60,7 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
         context: grpc.aio.ServicerContext[cache_pb2.ListCacheRequest, cache_pb2.ListCacheReply],
     ) -> cache_pb2.ListCacheReply:
         """List all cached blocks."""
-        return listing_of(self._book, self._incarnation)
+        return listing_of(self._book, self._own.incarnation)
 
     async def Lend(  # type: ignore[override]
         self,
@@ -95,5 +96,7 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
         context: grpc.aio.ServicerContext[cache_pb2.CopyRequest, cache_pb2.CopyReply],
     ) -> cache_pb2.CopyReply:
         """Copy a prefix into this worker's cache; cancelled when the caller disconnects."""
+        if refusal := self._own.refusal(request.target_instance_id):
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
         outcome = await self._copies.copy(request)
         return cache_pb2.CopyReply(outcome=outcome.result, blocks=outcome.blocks)

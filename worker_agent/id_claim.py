@@ -1,9 +1,11 @@
-"""Ensure one worker per instance id: a second one is refused, and one that was replaced stops."""
+"""Ensure one worker per instance id: a second one is refused, one that was replaced stops, and calls to
+another one that had this worker's address are refused."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -17,6 +19,31 @@ _POLL_S: Final = 0.25
 _CONNECT_S: Final = 1.0
 # Time beyond the lease for a renewal, and for etcd to notice its end.
 _MARGIN_S: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Addressee:
+    """The instance that a worker is, for calls that name the one they are meant for.
+
+    A caller may have the address of a worker that has stopped; meanwhile another one may listen there.
+    """
+
+    instance_id: str
+    incarnation: str
+
+    def refusal(self, instance_id: str, incarnation: str = "") -> str:
+        """Return why a call to this instance is refused; "": it is meant for this one, or names none."""
+        if instance_id not in ("", self.instance_id):
+            return (
+                f"this is {self.instance_id}, not {instance_id}, which had this address before; "
+                "try again in a few seconds"
+            )
+        if incarnation not in ("", self.incarnation):
+            return (
+                f"{self.instance_id} has been restarted: this is incarnation {self.incarnation}, "
+                f"not {incarnation}; try again in a few seconds"
+            )
+        return ""
 
 
 class IdInUse(Exception):

@@ -13,6 +13,7 @@ from tailrace.security.handlers import Context
 from tailrace.store.client import StoreUnavailable
 from tailrace.v1 import profile_pb2, worker_pb2, worker_pb2_grpc
 from worker_agent.hand_backs import HandBacks
+from worker_agent.id_claim import Addressee
 from worker_agent.migration.exports import Exports
 from worker_agent.migration.imports import ImportRefused, Imports
 from worker_agent.migration.lease import Lease
@@ -27,7 +28,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     expects iterators.
     """
 
-    def __init__(self, exports: Exports, imports: Imports, hand_backs: HandBacks, profiler: Profiler) -> None:
+    def __init__(
+        self,
+        own: Addressee,
+        exports: Exports,
+        imports: Imports,
+        hand_backs: HandBacks,
+        profiler: Profiler,
+    ) -> None:
+        self._own = own
         self._hand_backs = hand_backs
         self._exports = exports
         self._imports = imports
@@ -91,6 +100,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         context: grpc.aio.ServicerContext[profile_pb2.ProfileRequest, profile_pb2.ProfileEvent],
     ) -> None:
         """Profile the engine; ends when the caller disconnects."""
+        if refusal := self._own.refusal(request.instance_id):
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
         # 0: the default.
         await _require_seconds(context, budget_s=request.budget_s)
         try:

@@ -36,7 +36,7 @@ from worker_agent.engines import kv_transport
 from worker_agent.faults import Faults
 from worker_agent.frontends import FrontEnds, send_heartbeats
 from worker_agent.hand_backs import HandBacks
-from worker_agent.id_claim import replaced_message, wait_until_free
+from worker_agent.id_claim import Addressee, replaced_message, wait_until_free
 from worker_agent.intra_switch import follow_batch_order
 from worker_agent.kv.address import KvTransferError
 from worker_agent.kv.segments import SharedMemory
@@ -153,7 +153,7 @@ class _WorkerBuilder:
         self._settings = settings
         self._died = died
         self._stack = stack
-        self._incarnation = new_incarnation()
+        self._own = Addressee(instance_id, new_incarnation())
         self._faults = Faults.from_environment(instance_id)
         self._front_ends = FrontEnds()
         self._carried = CarriedRequests(lambda: shared.membership.slo.reading_s)
@@ -218,6 +218,7 @@ class _WorkerBuilder:
         )
         self._exports = Exports(
             SourceParts(
+                own=self._own,
                 engine=self._engine,
                 info=self._info,
                 blocks=self._transport,
@@ -232,7 +233,7 @@ class _WorkerBuilder:
         self._stack.push_async_callback(self._exports.close)
         self._imports = Imports(
             TargetParts(
-                instance_id=self._instance_id,
+                own=self._own,
                 engine=self._engine,
                 info=self._info,
                 puller=self._transport,
@@ -268,7 +269,7 @@ class _WorkerBuilder:
         identity = self._info.identity
         self._hello = worker_pb2.WorkerHello(
             instance_id=self._instance_id,
-            incarnation=self._incarnation,
+            incarnation=self._own.incarnation,
             ready_response=self._info.ready_response,
             max_message_bytes=self._settings.max_message_bytes,
             model="" if identity is None else identity.key,
@@ -288,7 +289,7 @@ class _WorkerBuilder:
     def open_bidding(self) -> None:
         """Create the bid-ask coordinator."""
         self._coordinator = coordinator_of(
-            self._instance_id,
+            self._own,
             self._engine,
             self._info.kv_shape.block_tokens,
             self._carried,
@@ -324,13 +325,13 @@ class _WorkerBuilder:
         servicers = [
             Servicer(
                 add_WorkerServicer_to_server,
-                WorkerServicer(self._exports, self._imports, self._hand_backs, self._profiler),
+                WorkerServicer(self._own, self._exports, self._imports, self._hand_backs, self._profiler),
                 "tailrace.v1.Worker",
             ),
             Servicer(add_BidAskServicer_to_server, BidAskServicer(self._coordinator), "tailrace.v1.BidAsk"),
             Servicer(
                 add_CacheServicer_to_server,
-                CacheServicer(self._incarnation, self._info.cache, self._engine, loans, copies),
+                CacheServicer(self._own, self._info.cache, self._engine, loans, copies),
                 "tailrace.v1.Cache",
             ),
         ]
@@ -367,7 +368,7 @@ class _WorkerBuilder:
         """Join the fleet. Raise IdInUse or StoreUnavailable."""
         record = instance_record(
             self._instance_id,
-            self._incarnation,
+            self._own.incarnation,
             self._address,
             self._stream_address,
             self._shared.metrics_address,
@@ -403,7 +404,7 @@ class _WorkerBuilder:
         speeds = KnownSpeeds(self._info.profile, self._settings, self._profiler.kind, self._shared.membership)
         return Reports(
             self._instance_id,
-            self._incarnation,
+            self._own.incarnation,
             self._info.kv_shape.block_tokens,
             self._stats,
             lambda: MigrationLoad(self._imports.with_room, len(self._exports), self._incoming.bytes_per_s),

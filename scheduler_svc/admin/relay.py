@@ -54,7 +54,9 @@ async def profile_events(
             grpc.StatusCode.INVALID_ARGUMENT, "budget_s: must be a number of seconds; 0: the default"
         )
     call = WorkerStub(channels.get(record.address, Role.WORKER)).Profile(
-        profile_pb2.ProfileRequest(force=request.force, budget_s=request.budget_s),
+        profile_pb2.ProfileRequest(
+            force=request.force, budget_s=request.budget_s, instance_id=request.instance_id
+        ),
         timeout=(request.budget_s or _BUDGET_S) + _MARGIN_S,
     )
     try:

@@ -98,6 +98,7 @@ async def test_committed_migration_is_recorded_with_its_cost() -> None:
         assert (last.bytes, len(last.rounds), last.pause_ms, last.epoch) == (3000, 3, 4.0, 4)
         request = await b.worker.imports.get()
         assert (request.from_epoch, request.epoch, request.source_address) == (3, 4, b.instances["a"].address)
+        assert (request.target_instance_id, request.target_incarnation) == ("b", "1")
         assert b.history.list("r", 0) == [last]
 
 

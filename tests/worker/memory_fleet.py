@@ -26,6 +26,7 @@ from worker_agent.engine.base import RequestKey, Submission
 from worker_agent.engine.simulated import SimulatedEngine, SimulatedSettings
 from worker_agent.faults import Faults
 from worker_agent.frontends import FrontEnds
+from worker_agent.id_claim import Addressee
 from worker_agent.kv.address import KvAddress, KvTransferError
 from worker_agent.kv.client import Deliver
 from worker_agent.kv.sessions import Session
@@ -243,8 +244,10 @@ class Node:
             )
         )
         admission = Admission(pulls, self.front_ends, self.carried, self.metrics, 1000)
+        own = Addressee(str(self.number), "1")
         self.exports = Exports(
             SourceParts(
+                own,
                 self.engine,
                 info,
                 self.blocks,
@@ -258,7 +261,7 @@ class Node:
         )
         self.imports = Imports(
             TargetParts(
-                str(self.number),
+                own,
                 self.engine,
                 info,
                 puller,
@@ -503,7 +506,9 @@ class Fleet:
         request = worker_pb2.ImportRequest(
             migration_id=f"m{self._migrations}",
             request_id=self.front_end.request_id,
+            source_instance_id=str(source),
             source_address=str(source),
+            target_instance_id=str(target),
             from_epoch=self.front_end.epoch,
             epoch=self.front_end.epoch + 1,
             mode=mode,

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
+import grpc
 import pytest
 
 from tailrace.bid_ask import Space
@@ -21,6 +22,7 @@ from worker_agent.bidask import offer_sender
 from worker_agent.bidask.assembly import BidAskServicer, send_over
 from worker_agent.bidask.bid_receiver import Won
 from worker_agent.bidask.coordinator import Coordinator
+from worker_agent.id_claim import Addressee
 
 WAIT_S = 20.0
 
@@ -85,7 +87,7 @@ class Market:
             return True
 
         coordinator = Coordinator(
-            worker.name,
+            Addressee(worker.name, "1"),
             lambda request_id: request_id in worker.requests,
             lambda: Space(worker.free, round(worker.load)),
             lambda request_id: request_id in worker.reserved or request_id in worker.requests,
@@ -166,6 +168,28 @@ async def test_unreachable_receivers_do_not_delay_the_auction(market: Market) ->
     # These ports refuse connections.
     reply = await market.offer("s", "r", 500, "127.0.0.1:9", "a")
     assert reply.taker_instance_id == "a"
+
+
+async def test_a_receiver_whose_address_another_worker_has_now_does_not_get_the_request(
+    market: Market,
+) -> None:
+    source = await market.add(Worker("s", requests={"r"}))
+    newcomer = await market.add(Worker("new"))
+    market.coordinators["old"] = market.coordinators["new"]
+    reply = await market.offer("s", "r", 500, "old")
+    assert (reply.taker_instance_id, reply.reason) == ("", "no receiver bids")
+    assert source.requests == {"r"} and not newcomer.fetched
+    stub = BidAskStub(market.channels.get(market.coordinators["new"].address, Role.WORKER))
+    award = bidask_pb2.BidAskMessage(
+        sender_id="s", sender_address="127.0.0.1:9", request_id="r", receiver_id="old"
+    )
+    award.award.tokens = 500
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Tell(award, timeout=WAIT_S)
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert (caught.value.details() or "").startswith("this is new, not old, which had this address before")
+    del market.coordinators["old"]
+    assert not newcomer.fetched and not market.coordinators["new"].to_fetch
 
 
 async def test_room_is_counted_once_during_a_fetch(market: Market) -> None:

@@ -15,7 +15,14 @@ import pytest
 import pytest_asyncio
 
 from tailrace.store.store import Store
-from tailrace.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+from tailrace.v1 import (
+    cache_pb2,
+    cache_pb2_grpc,
+    profile_pb2,
+    types_pb2,
+    worker_pb2,
+    worker_pb2_grpc,
+)
 from tests.worker.scripted_front_end import ScriptedFrontEnd, Stream
 from tests.worker.worker_processes import WorkerProcess, committed, migrate, worker_process
 
@@ -437,3 +444,48 @@ async def test_imports_ended_during_the_pause_release_the_source(
 
         assert pair.front_end.queries == queries, "no ownership query was needed"
         await pair.wait_drained(target)
+
+
+async def test_calls_meant_for_another_instance_are_refused(pair: Pair, undisturbed: list[int]) -> None:
+    """Another worker has got the address of one that stopped, or the same one was restarted there."""
+    stream = await pair.submit(0, **LONG)
+    await stream.until(5)
+    right = pair.workers[1].records[0]
+    for named, message in (
+        ({"target_instance_id": "gone"}, "this is right, not gone, which had this address before"),
+        (
+            {"target_instance_id": "right", "target_incarnation": "old"},
+            f"right has been restarted: this is incarnation {right.incarnation}, not old",
+        ),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await pair.move(stream, 0, 1, **named)
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert (caught.value.details() or "").startswith(message)
+    events = await pair.move(stream, 0, 1, source_instance_id="gone")
+    assert [event.state for event in events] == [types_pb2.MIGRATION_STATE_ABORTED]
+    assert events[0].reason.startswith("source: this is left, not gone, which had this address before")
+
+    worker = worker_pb2_grpc.WorkerStub(pair.channels[1])
+    cache = cache_pb2_grpc.CacheStub(pair.channels[1])
+    profile = worker.Profile(profile_pb2.ProfileRequest(instance_id="gone"), timeout=10)
+    copy = cache.Copy(cache_pb2.CopyRequest(request_id="r", target_instance_id="gone"), timeout=10)
+    for call in (profile.read(), copy):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert "this is right, not gone" in (caught.value.details() or "")
+
+    assert stream.owner == "left"
+    committed(
+        await pair.move(
+            stream,
+            0,
+            1,
+            source_instance_id="left",
+            target_instance_id="right",
+            target_incarnation=right.incarnation,
+        )
+    )
+    assert await stream.end() == undisturbed
+    assert stream.owner == "right"

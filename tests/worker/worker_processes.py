@@ -135,12 +135,18 @@ async def migrate(
     migration_id: str = "",
     mode: worker_pb2.CopyMode.ValueType = worker_pb2.COPY_MODE_PRE_COPY,
     timeout_s: float = 10.0,
+    source_instance_id: str = "",
+    target_instance_id: str = "",
+    target_incarnation: str = "",
 ) -> list[worker_pb2.ImportEvent]:
     """Import a request into the worker behind the channel and return all events."""
     request = worker_pb2.ImportRequest(
         migration_id=migration_id or f"{request_id}/{from_epoch + 1}",
         request_id=request_id,
+        source_instance_id=source_instance_id,
         source_address=source_address,
+        target_instance_id=target_instance_id,
+        target_incarnation=target_incarnation,
         from_epoch=from_epoch,
         epoch=from_epoch + 1,
         mode=mode,

@@ -12,12 +12,13 @@ from tailrace.bid_ask import Space
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.v1 import bidask_pb2, bidask_pb2_grpc
-from worker_agent.bidask.coordinator import Coordinator
+from worker_agent.bidask.coordinator import Coordinator, MeantForAnother
 from worker_agent.bidask.fetching import Fetching
 from worker_agent.bidask.messages import UnknownMessage, Wire
 from worker_agent.bidask.peers import Send
 from worker_agent.carried import CarriedRequests
 from worker_agent.engine.base import Engine, EngineStats
+from worker_agent.id_claim import Addressee
 from worker_agent.metrics import WorkerMetrics
 from worker_agent.migration.imports import Imports
 
@@ -48,6 +49,9 @@ class BidAskServicer(bidask_pb2_grpc.BidAskServicer):
             self._coordinator.take(request)
         except UnknownMessage as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"unknown message: {error}")
+        except MeantForAnother as error:
+            # The sender takes it for lost, which the one that it meant is.
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return bidask_pb2.BidAskReply()
 
 
@@ -55,7 +59,7 @@ _SEND_S: Final = 2.0
 
 
 def coordinator_of(
-    instance_id: str,
+    own: Addressee,
     engine: Engine,
     block_tokens: int,
     carried: CarriedRequests,
@@ -79,11 +83,11 @@ def coordinator_of(
         return replace(known, free_tokens=0) if draining() else known
 
     return Coordinator(
-        instance_id,
+        own,
         here,
         space,
         lambda request_id: imports.reserved(request_id) or here(request_id),
-        Fetching(instance_id, channels, migration_service),
+        Fetching(own.instance_id, channels, migration_service),
         send_over(channels),
         metrics.offers,
     )

@@ -12,9 +12,14 @@ from worker_agent.bidask.bid_receiver import BidReceiver, Fetch
 from worker_agent.bidask.messages import UnknownMessage, Wire, decode
 from worker_agent.bidask.offer_sender import OfferSender
 from worker_agent.bidask.peers import Peers, Send
+from worker_agent.id_claim import Addressee
 
 # Workers whose addresses are remembered, to reply to their messages.
 _ADDRESSES_MAX: Final = 4_096
+
+
+class MeantForAnother(Exception):
+    """A message to another worker, which had this one's address; the message names both."""
 
 
 class Coordinator:
@@ -22,7 +27,7 @@ class Coordinator:
 
     def __init__(
         self,
-        name: str,
+        own: Addressee,
         is_here: Callable[[str], bool],
         space: Callable[[], Space],
         reserved: Callable[[str], bool],
@@ -37,11 +42,11 @@ class Coordinator:
         """
         # This worker's address; set once it serves.
         self.address = ""
-        self._name = name
+        self._own = own
         self._addresses: OrderedDict[str, str] = OrderedDict()
         self._peers = Peers(send, self._lost)
-        self._offers = OfferSender(name, is_here, self._post, outcomes)
-        self._receiver = BidReceiver(name, space, reserved, fetch, self._post)
+        self._offers = OfferSender(own.instance_id, is_here, self._post, outcomes)
+        self._receiver = BidReceiver(own.instance_id, space, reserved, fetch, self._post)
 
     @property
     def on_offer(self) -> int:
@@ -64,7 +69,9 @@ class Coordinator:
         return await self._offers.offer(request)
 
     def take(self, wire: Wire) -> None:
-        """Handle another worker's message. Raise UnknownMessage."""
+        """Handle another worker's message. Raise UnknownMessage or MeantForAnother."""
+        if refusal := self._own.refusal(wire.receiver_id):
+            raise MeantForAnother(refusal)
         if not wire.sender_id or not wire.sender_address:
             raise UnknownMessage("no sender")
         self._addresses[wire.sender_id] = wire.sender_address
@@ -83,7 +90,8 @@ class Coordinator:
     def _post(self, instance_id: str, address: str, wire: Wire) -> None:
         address = address or self._addresses.get(instance_id, "")
         if address:
-            wire.sender_id, wire.sender_address = self._name, self.address
+            wire.sender_id, wire.sender_address = self._own.instance_id, self.address
+            wire.receiver_id = instance_id
             self._peers.send(instance_id, address, wire)
 
     def _lost(self, instance_id: str) -> None:

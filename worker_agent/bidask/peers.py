@@ -10,6 +10,7 @@ from typing import Final
 
 import grpc
 
+from tailrace.service.channels import format_error
 from tailrace.service.tasks import cancel
 from worker_agent.bidask.messages import Wire
 
@@ -55,7 +56,7 @@ class Peers:
                 address, message = waiting.popleft()
                 await self._send_message(address, message)
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
-            log.info("%s does not respond: %s", instance_id, error)
+            log.info("no message reaches %s: %s", instance_id, format_error(error))
             failed = True
         finally:
             del self._tasks[instance_id]

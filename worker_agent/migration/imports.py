@@ -51,6 +51,8 @@ class Imports:
         """Begin an import. Raise ImportRefused."""
         if self._refusal:
             raise ImportRefused(self._refusal)
+        if refusal := self._parts.own.refusal(request.target_instance_id, request.target_incarnation):
+            raise ImportRefused(refusal)
         if not request.migration_id or not request.request_id or not request.source_address:
             raise ImportRefused("migration_id, request_id and source_address must be given")
         if request.epoch <= request.from_epoch:

@@ -10,6 +10,7 @@ from worker_agent.carried import CarriedRequests
 from worker_agent.engine.base import Engine, EngineInfo, Submission
 from worker_agent.faults import Faults
 from worker_agent.frontends import FrontEnds
+from worker_agent.id_claim import Addressee
 from worker_agent.metrics import WorkerMetrics
 from worker_agent.migration.blocks import BlockPuller, BlockSource
 from worker_agent.migration.link_budget import LinkBudget
@@ -22,7 +23,7 @@ from worker_agent.settings import WorkerSettings
 class TargetParts:
     """Parts used by an import."""
 
-    instance_id: str
+    own: Addressee
     engine: Engine
     info: EngineInfo
     puller: BlockPuller
@@ -45,6 +46,7 @@ class TargetParts:
 class SourceParts:
     """Parts used by an export."""
 
+    own: Addressee
     engine: Engine
     info: EngineInfo
     # Sends the blocks.

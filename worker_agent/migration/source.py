@@ -88,6 +88,9 @@ class Export:
             self._fail("the first command must open the export")
             return
         opening = command.open
+        if refusal := self._parts.own.refusal(opening.source_instance_id):
+            self._fail(refusal)
+            return
         self._request_id = opening.request_id
         try:
             exported = await run_to_completion(self._parts.engine.export_open(self._request_id))

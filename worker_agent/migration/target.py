@@ -253,7 +253,8 @@ class Import:
         command = worker_pb2.ExportOpen(
             migration_id=self.migration_id,
             request_id=self.request_id,
-            target_instance_id=self._parts.instance_id,
+            source_instance_id=self._request.source_instance_id,
+            target_instance_id=self._parts.own.instance_id,
             kv_addresses=[address.message() for address in self._parts.puller.addresses],
         )
         event = await self._source.ask(worker_pb2.ExportCommand(open=command))
