@@ -18,6 +18,7 @@ from tailrace.cli.long_table import lines
 from tailrace.cli.output import (
     Output,
     console,
+    fit,
     note,
     output_option,
     print_figures,
@@ -34,6 +35,7 @@ from tailrace.cli.tables import (
     PROFILES,
     REQUESTS,
     SERVICES,
+    SHRINKING,
     STAGES,
     View,
 )
@@ -368,9 +370,10 @@ def _watch(table: Callable[[], Table], document: Callable[[], dict[str, JsonValu
             while True:
                 print_json(document())
                 time.sleep(_WATCH_INTERVAL_S)
-        with Live(table(), console=console(), auto_refresh=False) as live:
+        terminal = console()
+        with Live(fit(table(), terminal.width, SHRINKING), console=terminal, auto_refresh=False) as live:
             while True:
                 time.sleep(_WATCH_INTERVAL_S)
-                live.update(table(), refresh=True)
+                live.update(fit(table(), terminal.width, SHRINKING), refresh=True)
     except KeyboardInterrupt:
         return

@@ -5,19 +5,24 @@ from __future__ import annotations
 import enum
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, islice
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import click
+from rich.cells import cell_len
 from rich.console import Console, RenderableType
+from rich.table import Column, Table
 
 from tailrace.cli.plain import JsonValue
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_WIDE = 240
-"""Width of a table written to a pipe, so that nothing is truncated."""
+_WIDE: Final = 240
+"""Least width of what is written to a pipe."""
+_WIDTH_MAX: Final = 10_000
+# Spaces between two columns of a table without borders.
+_GAP: Final = 2
 
 
 class Output(enum.StrEnum):
@@ -69,19 +74,59 @@ def print_json_list(name: str, values: Iterable[dict[str, JsonValue]]) -> None:
 
 
 def print_figures(renderable: RenderableType) -> None:
-    """Print a table or text to stdout; without trailing spaces unless stdout is a terminal."""
+    """Print a table or text to stdout, without trailing spaces.
+
+    What cannot wrap and is wider than the terminal continues on its next line: nothing is cut off.
+    """
     target = console()
-    if target.is_terminal:
-        target.print(renderable)
-        return
+    unlimited = target.options.update(max_width=_WIDTH_MAX)
+    target.width = max(target.width, target.measure(renderable, options=unlimited).minimum)
     with target.capture() as captured:
         target.print(renderable)
     for line in captured.get().splitlines():
         click.echo(line.rstrip())
 
 
+def full_width(table: Table) -> Table:
+    """Give the columns of a table with all of its rows the width of their texts, whatever the terminal's;
+    return it."""
+    for column in table.columns:
+        column.min_width = _natural_width(column)
+    return table
+
+
+def fit(table: Table, width: int, shrinking: Mapping[str, int]) -> Table:
+    """Fit a table without borders, with all of its rows, to a live view of this width; return it.
+
+    Columns in `shrinking` give way first, to so many characters each, by heading; then columns are left out
+    from the right. Rich would cut off every text somewhere.
+    """
+    widths = [_natural_width(column) for column in table.columns]
+    excess = sum(widths) + _GAP * (len(widths) - 1) - width
+    for at, column in enumerate(table.columns):
+        if (least := shrinking.get(str(column.header))) is not None:
+            cut = max(0, min(excess, widths[at] - least))
+            widths[at], excess = widths[at] - cut, excess - cut
+        column.min_width = column.max_width = widths[at]
+    while excess > 0 and len(widths) > 1:
+        table.columns.pop()
+        excess -= widths.pop() + _GAP
+    return table
+
+
+def _natural_width(column: Column) -> int:
+    """Return the width of a column's widest line, heading included."""
+    return max(_cell_width(cell) for cell in (column.header, *column.cells))
+
+
+def _cell_width(cell: RenderableType) -> int:
+    if isinstance(cell, str):
+        return max(map(cell_len, cell.split("\n")))
+    return console().measure(cell).maximum
+
+
 def console() -> Console:
-    """Return a console on stdout that does not truncate if stdout is a pipe."""
+    """Return a console on stdout; if that is a pipe, one of a width that rarely truncates."""
     return Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from google.protobuf.message import Message
 from rich.table import Table
 
+from tailrace.cli.output import full_width
 from tailrace.cli.plain import enum_word
 from tailrace.v1.admin_pb2 import InstanceInfo, PolicyInfo, RequestInfo, ServiceInfo
 from tailrace.v1.migration_pb2 import MigrationRecord
@@ -19,6 +20,10 @@ from tailrace.v1.types_pb2 import InstanceState, MigrationState, Phase, Pool, Re
 RowT = TypeVar("RowT", bound=Message)
 
 NOTHING = "-"
+REQUEST: Final = "REQUEST"
+"""Heading of ids of requests."""
+SHRINKING: Final[Mapping[str, int]] = {REQUEST: 16}
+"""Columns that give way in a narrow live view: 16 characters tell most ids apart."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class View(Generic[RowT]):
         if not table.rows:
             table.caption = self.empty
             table.caption_justify = "left"
-        return table
+        return full_width(table)
 
 
 def pool_word(pool: int) -> str:
@@ -139,7 +144,7 @@ POOLS = View[InstanceInfo](
 REQUESTS = View[RequestInfo](
     name="requests",
     columns=(
-        Column("REQUEST", lambda r: r.request_id),
+        Column(REQUEST, lambda r: r.request_id),
         Column("INSTANCE", lambda r: r.instance_id),
         Column("PHASE", lambda r: phase_word(r.phase)),
         Column("STATE", lambda r: "migrating" if r.migrating else request_word(r.state)),
@@ -159,7 +164,7 @@ MIGRATIONS = View[MigrationRecord](
     name="migrations",
     columns=(
         Column("MIGRATION", lambda m: m.migration_id),
-        Column("REQUEST", lambda m: m.request_id),
+        Column(REQUEST, lambda m: m.request_id),
         Column("FROM", lambda m: m.source_instance_id),
         Column("TO", lambda m: m.target_instance_id),
         Column("STATE", lambda m: migration_word(m.state)),

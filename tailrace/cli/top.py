@@ -18,10 +18,18 @@ from rich.table import Table
 from rich.text import Text
 
 from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, admin_option, connect
-from tailrace.cli.output import Output, console, output_option, print_figures, print_json
+from tailrace.cli.output import Output, console, fit, full_width, output_option, print_figures, print_json
 from tailrace.cli.plain import JsonValue, to_plain, to_plain_list
 from tailrace.cli.request_pages import Listing, first_page
-from tailrace.cli.tables import bytes_text, instance_word, migration_word, phase_word, pool_word
+from tailrace.cli.tables import (
+    REQUEST,
+    SHRINKING,
+    bytes_text,
+    instance_word,
+    migration_word,
+    phase_word,
+    pool_word,
+)
 from tailrace.v1.admin_pb2 import (
     InstanceInfo,
     ListInstancesRequest,
@@ -40,6 +48,7 @@ _OLDEST: Final = Listing(order=RequestOrder.REQUEST_ORDER_OLDEST, limit=20)
 _MIGRATIONS: Final = 5
 _BAR_WIDTH: Final = 20
 _ID_WIDTH: Final = 28
+_SHRINKING: Final = {**SHRINKING, "MIGRATION OF": SHRINKING[REQUEST], "KV": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +97,18 @@ def _lines(admin: Admin, history: deque[Sample]) -> None:
 
 
 def _live(admin: Admin, history: deque[Sample]) -> None:
+    terminal = console()
     try:
         with Live(
-            frame(history), console=console(), auto_refresh=False, screen=console().is_terminal
+            frame(history, terminal.width),
+            console=terminal,
+            auto_refresh=False,
+            screen=terminal.is_terminal,
         ) as live:
             while True:
                 time.sleep(_INTERVAL_S)
                 history.append(_sample(admin))
-                live.update(frame(history), refresh=True)
+                live.update(frame(history, terminal.width), refresh=True)
     except KeyboardInterrupt:
         return
 
@@ -143,8 +156,9 @@ def figures(history: deque[Sample]) -> dict[str, JsonValue]:
     }
 
 
-def frame(history: deque[Sample]) -> RenderableType:
-    """Render the last sample; rates are over the whole history (at least one sample)."""
+def frame(history: deque[Sample], width: int | None = None) -> RenderableType:
+    """Render the last sample, to fit `width` if one is given; rates are over the whole history (at least one
+    sample)."""
     now = history[-1]
     rates = token_rates(history[0], now)
     heading = Text.assemble(
@@ -152,9 +166,14 @@ def frame(history: deque[Sample]) -> RenderableType:
         f"  policy {now.policy}  instances {len(now.instances)}  requests {now.requests_total}"
         f"  {sum(rates.values()):.0f} tokens/s",
     )
-    return Group(
-        heading, Text(), _instances(now, rates), Text(), _requests(now), Text(), _recent_migrations(now)
-    )
+    tables = [_instances(now, rates), _requests(now), _recent_migrations(now)]
+    for table in tables:
+        if width is None:
+            full_width(table)
+        else:
+            fit(table, width, _SHRINKING)
+    instances, requests, migrations = tables
+    return Group(heading, Text(), instances, Text(), requests, Text(), migrations)
 
 
 def token_rates(first: Sample, last: Sample) -> dict[str, float]:
@@ -234,7 +253,7 @@ def _kv_share(instance: InstanceInfo) -> float:
 
 def _requests(sample: Sample) -> Table:
     table = _grid(
-        ("REQUEST", False),
+        (REQUEST, False),
         ("INSTANCE", False),
         ("PHASE", False),
         ("EPOCH", True),

@@ -99,7 +99,8 @@ def test_a_service_behind_the_admin_api_does_not_respond(run: Run, script: Scrip
 
 def test_no_cluster_in_this_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("TAILRACE_ADMIN", raising=False)
+    for name in ("TAILRACE_ADMIN", "TAILRACE_RUN_DIR"):
+        monkeypatch.delenv(name, raising=False)
     result = CliRunner().invoke(main, ["get", "instances"])
     assert result.exit_code == 3
     assert "tailrace up" in _single_line(result.stderr)
