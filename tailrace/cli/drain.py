@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 import click
+import grpc
 
 from tailrace.cli.admin import admin_option, connect
 from tailrace.cli.errors import CliError
@@ -28,14 +29,23 @@ from tailrace.v1.admin_pb2 import DrainEvent, DrainRequest
 def drain(instance: str, undrain: bool, timeout_s: float, output: Output, admin: str | None) -> None:
     """Stop placing requests on INSTANCE and hand over its requests; returns when it is empty.
 
-    Ctrl-C stops the waiting, not the drain.
+    Ctrl-C and --timeout stop the waiting, not the drain.
     """
     request = DrainRequest(instance_id=instance, undrain=undrain)
     last: DrainEvent | None = None
     with connect(admin) as connection, connection.errors(_HINT):
-        for event in connection.stub.Drain(request, timeout=timeout_s):
-            note(event.message or f"{instance}: {event.remaining} requests left")
-            last = event
+        try:
+            for event in connection.stub.Drain(request, timeout=timeout_s):
+                note(event.message or f"{instance}: {event.remaining} requests left")
+                last = event
+        except grpc.RpcError as error:
+            expired = isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            if last is None or not expired:
+                raise
+            raise CliError(
+                f"{instance}: not empty after {timeout_s:g} s ({last.remaining} requests left); the drain "
+                "continues, and the same command waits for it again"
+            ) from error
     if last is None or not last.done:
         raise CliError(f"{instance}: the event stream ended before it was empty; the drain continues")
     if output is Output.JSON:

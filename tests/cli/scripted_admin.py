@@ -34,8 +34,8 @@ class Script:
     rollout_events: list[admin.RolloutEvent] = field(default_factory=list)
     traces: bytes = b""
     recorded: list[bytes] = field(default_factory=list)
-    # The error after these lines, if any.
-    recording_ends: tuple[grpc.StatusCode, str] | None = None
+    # The error after a recording's lines, or a drain's events.
+    stream_ends: tuple[grpc.StatusCode, str] | None = None
     shadow: admin.Shadow = field(default_factory=lambda: admin.Shadow(policy="pascal"))
     slo: admin.Slo = field(default_factory=lambda: admin.Slo(ttft_s=2.0, tpot_s=0.15))
     # Requests are listed as by a scheduler of an earlier version: all of an instance in one reply.
@@ -145,6 +145,8 @@ class ScriptedAdmin(admin_pb2_grpc.AdminServicer):
     def Drain(self, request: admin.DrainRequest, context: grpc.ServicerContext) -> Iterator[admin.DrainEvent]:
         self._record("Drain", request, context)
         yield from self.script.drain_events
+        if self.script.stream_ends is not None:
+            context.abort(*self.script.stream_ends)
 
     def Rollout(self, request: admin.RolloutRequest, context: grpc.ServicerContext) -> admin.RolloutInfo:
         self._record("Rollout", request, context)
@@ -192,8 +194,8 @@ class ScriptedAdmin(admin_pb2_grpc.AdminServicer):
         self._record("Record", request, context)
         for line in self.script.recorded:
             yield admin.RecordedLines(lines=[line])
-        if self.script.recording_ends is not None:
-            context.abort(*self.script.recording_ends)
+        if self.script.stream_ends is not None:
+            context.abort(*self.script.stream_ends)
 
     def SetShadow(
         self, request: admin.SetShadowRequest, context: grpc.ServicerContext

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import grpc
 import pytest
 
 from tailrace.v1 import admin_pb2, types_pb2, worker_pb2
@@ -174,6 +175,17 @@ def test_drain_json(run: Run) -> None:
 def test_undrain(run: Run, script: Script) -> None:
     assert "takes new requests again" in run("drain", "worker-0", "--undrain").stdout
     assert script.received == [admin_pb2.DrainRequest(instance_id="worker-0", undrain=True)]
+
+
+def test_a_drain_that_takes_too_long_is_an_error(run: Run, script: Script) -> None:
+    del script.drain_events[1:]
+    script.stream_ends = (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+    result = run("drain", "worker-0", "--timeout", "20")
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1] == (
+        "tailrace: worker-0: not empty after 20 s (2 requests left); the drain continues, "
+        "and the same command waits for it again"
+    )
 
 
 def test_an_interrupted_drain_is_an_error(run: Run, script: Script) -> None:

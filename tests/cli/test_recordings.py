@@ -69,7 +69,7 @@ def test_record_to_an_unwritable_path_is_an_error(
 
 def test_a_recording_that_does_not_begin_keeps_the_file(run: Run, script: Script, file: Path) -> None:
     before = file.read_bytes()
-    script.recording_ends = (grpc.StatusCode.FAILED_PRECONDITION, "a recording is in progress already")
+    script.stream_ends = (grpc.StatusCode.FAILED_PRECONDITION, "a recording is in progress already")
     result = run("record", str(file))
     assert result.exit_code == 1 and result.stderr == "tailrace: a recording is in progress already\n"
     assert file.read_bytes() == before
@@ -78,7 +78,7 @@ def test_a_recording_that_does_not_begin_keeps_the_file(run: Run, script: Script
 def test_a_recording_that_ends_early_is_kept(
     run: Run, script: Script, lines: list[bytes], tmp_path: Path
 ) -> None:
-    script.recorded, script.recording_ends = lines, (grpc.StatusCode.ABORTED, "it does not lead any more")
+    script.recorded, script.stream_ends = lines, (grpc.StatusCode.ABORTED, "it does not lead any more")
     path = tmp_path / "new.jsonl"
     result = run("record", str(path))
     assert result.exit_code == 1

@@ -467,6 +467,26 @@ async def test_drain_and_undrain(control: Control) -> None:
     await until(lambda: _both_active(admin))
 
 
+async def test_waiting_for_a_drain_ends_when_it_is_undone(control: Control) -> None:
+    admin = await control.admin()
+    await report_running(control, admin, "one")
+    draining = admin.Drain(admin_pb2.DrainRequest(instance_id="a"), timeout=WAIT_S)
+
+    async def is_draining() -> bool:
+        reply = await admin.ListInstances(admin_pb2.ListInstancesRequest(), timeout=5)
+        return reply.instances[0].state == types_pb2.INSTANCE_STATE_DRAINING
+
+    await until(is_draining)
+    # Its requests cannot be moved: no worker imports them.
+    undraining = admin.Drain(admin_pb2.DrainRequest(instance_id="a", undrain=True), timeout=WAIT_S)
+    assert (await read_message(undraining, admin_pb2.DrainEvent)).done
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        while (await read_message(draining, admin_pb2.DrainEvent)).remaining:
+            pass
+    assert caught.value.code() is grpc.StatusCode.ABORTED
+    assert caught.value.details() == "a takes new requests again: somebody undrained it"
+
+
 async def test_a_silent_instance_is_suspect(control: Control) -> None:
     admin, scheduler = await control.admin(), await control.scheduler()
     await until(lambda: _both_active(admin))
