@@ -48,10 +48,6 @@ class ListsDecoding:
         """Return what the function `in_prefill` returns for these requests."""
         raise NotImplementedError
 
-    def from_context(self, tokens: int) -> Sequence[RequestView]:
-        """Return what the function `from_context` returns for these requests."""
-        raise NotImplementedError
-
 
 def decodes(request: RequestView) -> bool:
     """Return whether a request is past prefill and not migrating."""
@@ -99,10 +95,3 @@ def in_prefill(requests: Sequence[RequestView]) -> Sequence[RequestView]:
     if isinstance(requests, ListsDecoding):
         return requests.in_prefill()
     return [r for r in requests if r.phase is Phase.PREFILL]
-
-
-def from_context(requests: Sequence[RequestView], tokens: int) -> Sequence[RequestView]:
-    """Return the requests with a context of at least so many tokens, in their order."""
-    if isinstance(requests, ListsDecoding):
-        return requests.from_context(tokens)
-    return [r for r in requests if r.context_tokens >= tokens]

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import Final
 
-import numpy as np
-
 from tailrace.cluster import ClusterView, InstanceState, InstanceView, Stage
-from tailrace.policy.cascade.handover import demand_tokens
-from tailrace.policy.columns import Columns, Mask, PerInstances, SeenInstances, smallest
+from tailrace.perf.steps import Floats
+from tailrace.policy.cascade.layout import StageMembers
+from tailrace.policy.cascade.room import demand_tokens
+from tailrace.policy.columns import Columns, PerInstances
 
-# Stages whose members are remembered: those of a few layouts.
-_STAGES_MAX: Final = 64
+# More requests than an instance has. Shares of demand are below 2**32, so that a rank is exact.
+_REQUESTS_MAX: Final = 1 << 20
 
 
 def demand_share(instance: InstanceView, held_tokens: int = 0) -> int:
@@ -28,54 +29,48 @@ class LeastDemand:
     then the id."""
 
     def __init__(self) -> None:
-        self._members = PerInstances(_Members)
+        self._ranks = PerInstances(_Ranks)
 
     def of_stage(self, view: ClusterView, stage: Stage, excluded: Collection[str]) -> InstanceView | None:
         """Return an active instance of the stage; None: it has none."""
-        return self._members.of(view).choose(view, stage, excluded)
+        return self._ranks.of(view).choose(view, stage, excluded)
 
     def of_all(self, view: ClusterView, excluded: Collection[str]) -> InstanceView | None:
         """Return an active instance; None: there is none."""
-        return self._members.of(view).choose(view, None, excluded)
+        return self._ranks.of(view).choose(view, None, excluded)
 
 
-class _Members:
-    """The columns of one set of instances, and the members of the stages that were asked for."""
+class _Ranks:
+    """The ranks of one set of instances."""
 
     def __init__(self) -> None:
-        self._columns = Columns(_read, 3)
-        self._stages: list[tuple[Stage, Mask]] = []
-        # Positions for which these masks were made.
-        self._at: dict[str, int] = {}
+        self._columns = Columns(_rank, 1)
+        self._members = StageMembers()
 
     def choose(
         self, view: ClusterView, stage: Stage | None, excluded: Collection[str]
     ) -> InstanceView | None:
-        active, share, load = self._columns.update(view)
+        ranks: Floats = self._columns.update(view)[0]
         seen = self._columns.seen
-        usable: Mask = active != 0.0
-        for name in excluded:
-            if (position := seen.at.get(name)) is not None:
-                usable[position] = False
-        if stage is not None:
-            usable &= self._in_stage(stage, seen)
-        if not usable.any():
-            return None
-        usable &= share == share[smallest(share, usable)]
-        return seen.views[smallest(load, usable)]
-
-    def _in_stage(self, stage: Stage, seen: SeenInstances) -> Mask:
-        if self._at is not seen.at or len(self._stages) >= _STAGES_MAX:
-            self._at, self._stages = seen.at, []
-        # By identity: to compare stages is to compare the names of all their instances.
-        for known, mask in self._stages:
-            if known is stage:
-                return mask
-        mask = np.zeros(len(seen.views), dtype=np.bool_)
-        mask[[seen.at[name] for name in stage.instance_ids if name in seen.at]] = True
-        self._stages.append((stage, mask))
-        return mask
+        if excluded:
+            ranks = ranks.copy()
+            ranks[[seen.at[name] for name in excluded if name in seen.at]] = math.inf
+        if stage is None:
+            if not len(ranks):
+                return None
+            first = int(ranks.argmin())
+        else:
+            members = self._members.of(stage, seen)
+            if not len(members):
+                return None
+            among = ranks[members]
+            # A stage may name its instances in any order.
+            first = int(members[among == among.min()].min())
+        return seen.views[first] if ranks[first] < math.inf else None
 
 
-def _read(instance: InstanceView) -> tuple[float, float, float]:
-    return float(instance.state is InstanceState.ACTIVE), demand_share(instance), instance.load
+def _rank(instance: InstanceView) -> tuple[float]:
+    """Return a number that orders instances by share of demand, then by requests; infinite: not active."""
+    if instance.state is not InstanceState.ACTIVE:
+        return (math.inf,)
+    return (float(demand_share(instance) * _REQUESTS_MAX + instance.load),)

@@ -8,153 +8,182 @@ instances, which know their own state exactly, then choose the receiver by bid-a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop
+from typing import Final, Protocol
 from zlib import crc32
 
 from tailrace.actions import Action, Migrate, Offer
 from tailrace.bid_ask import TRANSFERS
 from tailrace.cluster import ClusterView, InstanceView, RequestView, Stage
-from tailrace.policy.candidates import Ledger
-from tailrace.policy.cascade.layout import active_in, earliest_stage
+from tailrace.policy.cascade.layout import Positions, earliest_stage
+from tailrace.policy.cascade.room import Room, RoomOfInstances
 from tailrace.policy.columns import find_request
 from tailrace.policy.decoding import decodes, decoding, migrating_tokens
 
 BOUNDARY = "length boundary"
 OVERLOADED = "overloaded"
 
-
-def demand_tokens(instance: InstanceView, ledger: Ledger | None = None) -> int:
-    """Return the request-memory demand of an instance: KV used, queued and reserved (section 4.4)."""
-    reserved = ledger.reserved_tokens(instance) if ledger is not None else 0
-    return instance.kv_used_tokens + instance.prefill_backlog_tokens + reserved
+# Handovers open at once, beyond which a tick orders none. A scheduler carries out 512 actions at a time and
+# drops the others, whatever they are: an eighth is left for stages and prompts.
+HANDOVERS_MAX: Final = 448
 
 
 class ReceiverChoice(Protocol):
     """A rule that chooses the receiver of a request from a non-empty list."""
 
     def __call__(
-        self,
-        receivers: Sequence[InstanceView],
-        request: RequestView,
-        ledger: Ledger,
-        reason: str,
-        most_tokens: int | None,
+        self, receivers: Positions, request: RequestView, room: Room, reason: str, most_tokens: int | None
     ) -> Action:
-        """Return the action, reserved in the ledger."""
+        """Return the action, with its room reserved."""
         ...
 
 
 def by_bids(
-    receivers: Sequence[InstanceView],
-    request: RequestView,
-    ledger: Ledger,
-    reason: str,
-    most_tokens: int | None,
+    receivers: Positions, request: RequestView, room: Room, reason: str, most_tokens: int | None
 ) -> Offer:
-    """Offer the request to all receivers; the ledger reserves it on the one with the least demand."""
-    least = min(receivers, key=lambda i: (demand_tokens(i, ledger), i.instance_id))
-    preferred = ledger.reserve(request, least, reason)
-    others = (i.instance_id for i in receivers if i is not least)
-    return Offer(request.request_id, request.instance_id, (preferred.target_id, *others), reason, most_tokens)
+    """Offer the request to all receivers; room is reserved on the one with the least demand."""
+    least = room.least_demand(receivers)
+    room.reserve(request, least)
+    order = [least, *receivers[receivers != least].tolist()]
+    names = tuple([room.instances[n].instance_id for n in order])
+    return Offer(request.request_id, request.instance_id, names, reason, most_tokens)
 
 
 def round_robin(
-    receivers: Sequence[InstanceView],
-    request: RequestView,
-    ledger: Ledger,
-    reason: str,
-    most_tokens: int | None,
+    receivers: Positions, request: RequestView, room: Room, reason: str, most_tokens: int | None
 ) -> Migrate:
     """Migrate the request to a receiver regardless of load (section 6.5's round robin).
 
     A policy is stateless, so a hash of the request id takes the place of a counter.
     """
-    return ledger.reserve(request, receivers[crc32(request.request_id.encode()) % len(receivers)], reason)
+    target = int(receivers[crc32(request.request_id.encode()) % len(receivers)])
+    room.reserve(request, target)
+    return Migrate(request.request_id, request.instance_id, room.instances[target].instance_id, reason)
 
 
 class Handovers:
-    """The handovers of one decision, which share a ledger."""
+    """The handovers of one decision, which share its room."""
 
-    def __init__(self, view: ClusterView, choose_receiver: ReceiverChoice) -> None:
+    def __init__(self, view: ClusterView, rooms: RoomOfInstances, choose_receiver: ReceiverChoice) -> None:
         self._view = view
         self._choose_receiver = choose_receiver
         # Offers queue at their sender; direct migrations observe section 5's limit of three transfers.
-        limit = None if choose_receiver is by_bids else TRANSFERS
-        self._ledger = Ledger(view.instances, transfers_in=limit, transfers_out=limit)
+        self._room = rooms.of(view, None if choose_receiver is by_bids else TRANSFERS)
 
-    def outgrown(self, stages: Sequence[Stage], requests: Iterable[tuple[int, RequestView]]) -> list[Action]:
+    def crossed(self, stages: Sequence[Stage], at: int, request: RequestView) -> list[Action]:
+        """Hand over a request that has outgrown the stage with this number to the one that covers it now."""
+        context = request.context_tokens
+        to = earliest_stage(stages, context)
+        if context < stages[at].hi or to <= at or not decodes(request):
+            return []
+        source = self._view.instances[request.instance_id]
+        return self._hand_over(source, request, self._receivers(stages[to]), BOUNDARY, None)
+
+    def outgrown(self, stages: Sequence[Stage]) -> list[Action]:
         """Hand over the requests that have outgrown their stage to the stage that covers them now.
 
-        `requests`: pairs of (number of the current stage, request). Longest first: they disturb their batch
-        the most.
+        Longest first: they disturb their batch the most. At most `HANDOVERS_MAX` are open afterwards.
         """
-        leaving: list[tuple[int, RequestView]] = []
-        for at, request in requests:
-            if request.context_tokens >= stages[at].hi and decodes(request):
-                to = earliest_stage(stages, request.context_tokens)
-                if to > at:
-                    leaving.append((to, request))
-        leaving.sort(key=lambda found: (-found[1].context_tokens, found[1].request_id))
+        leaving = list(self._leaving(stages))
+        heapify(leaving)
         receivers: dict[int, _Receivers] = {}
         actions: list[Action] = []
-        for to, request in leaving:
-            if not self._ledger.may_send(self._view.instances[request.instance_id], request):
+        while leaving and self._room.handovers < HANDOVERS_MAX:
+            shortness, name, _, at, source = heappop(leaving)
+            to = earliest_stage(stages, -shortness)
+            if to <= at:
                 continue
             if to not in receivers:
-                receivers[to] = _Receivers(active_in(self._view, stages[to]), self._ledger)
-            found = receivers[to].with_room(request)
-            if found:
-                actions.append(self._choose_receiver(found, request, self._ledger, BOUNDARY, None))
+                receivers[to] = self._receivers(stages[to])
+            if receivers[to].may_have_room(-shortness):
+                request = find_request(source.requests, name)
+                actions += self._hand_over(source, request, receivers[to], BOUNDARY, None)
         return actions
 
-    def rebalance(self, peers: Sequence[InstanceView], outlier: float) -> list[Action]:
+    def _leaving(self, stages: Sequence[Stage]) -> Iterator[tuple[int, str, int, int, InstanceView]]:
+        """Yield (less the context, id, number, number of the stage, source) for requests that decode beyond
+        the end of their stage; none of the last."""
+        number = 0
+        for at, stage in enumerate(stages[:-1]):
+            for name in stage.instance_ids:
+                source = self._view.instances[name]
+                names, contexts, _ = decoding(source.requests)
+                for request_id, context in zip(names, contexts, strict=True):
+                    if context >= stage.hi:
+                        yield -context, request_id, number, at, source
+                        number += 1
+
+    def rebalance(self, stage: Stage | None, outlier: float) -> list[Action]:
         """Hand over requests from overloaded instances of one stage to their peers, most overloaded first.
 
-        An instance is overloaded above `outlier` times the mean demand. The paper leaves open which requests
-        move, and how many. Here: the longest ones that do not take the sender below the stage's mean, which
-        needs the fewest transfers, to peers that do not become overloaded by them.
+        Without a stage the whole cluster is one. An instance is overloaded above `outlier` times the mean
+        demand. The paper leaves open which requests move, and how many. Here: the longest ones that do not
+        take the sender below the stage's mean, which needs the fewest transfers, to peers that do not become
+        overloaded by them. At most `HANDOVERS_MAX` are open afterwards.
         """
+        room = self._room
+        peers = room.active(stage)
         if len(peers) < 2:
             return []
-        mean = sum(map(demand_tokens, peers)) / len(peers)
+        demand = room.demand[peers]
+        mean = float(demand.sum()) / len(peers)
         limit = outlier * mean
         actions: list[Action] = []
-        outliers = [i for i in peers if demand_tokens(i) > limit]
-        outliers.sort(key=lambda i: (-demand_tokens(i), i.instance_id))
-        receivers = _Receivers(peers, self._ledger, limit)
-        for sender in outliers:
+        outliers = sorted(
+            (-load, n) for n, load in zip(peers.tolist(), demand.tolist(), strict=True) if load > limit
+        )
+        receivers = _Receivers(peers, room, limit)
+        for less_demand, position in outliers:
+            sender = room.instances[position]
             # Requests that are already migrating away count as gone.
-            excess = demand_tokens(sender) - migrating_tokens(sender.requests) - mean
+            excess = -less_demand - migrating_tokens(sender.requests) - mean
             names, contexts, _ = decoding(sender.requests)
             candidates = [found for found in zip(contexts, names, strict=True) if found[0] <= excess]
             candidates.sort(key=lambda found: (-found[0], found[1]))
             for length, name in candidates:
+                if room.handovers >= HANDOVERS_MAX:
+                    return actions
                 if length > excess or not receivers.may_have_room(length):
                     continue
                 request = find_request(sender.requests, name)
-                if not self._ledger.may_send(sender, request):
-                    continue
-                found = receivers.with_room(request)
-                if found:
-                    most_tokens = math.floor(limit)
-                    actions.append(
-                        self._choose_receiver(found, request, self._ledger, OVERLOADED, most_tokens)
-                    )
+                ordered = self._hand_over(sender, request, receivers, OVERLOADED, math.floor(limit))
+                if ordered:
+                    actions += ordered
                     excess -= length
         return actions
+
+    def _receivers(self, stage: Stage) -> _Receivers:
+        return _Receivers(self._room.active(stage), self._room)
+
+    def _hand_over(
+        self,
+        source: InstanceView,
+        request: RequestView,
+        receivers: _Receivers,
+        reason: str,
+        most_tokens: int | None,
+    ) -> list[Action]:
+        """Return the handover of one request; [] if it may not be sent or no receiver has room."""
+        if not self._room.may_send(source, request):
+            return []
+        found = receivers.with_room(request)
+        if not len(found):
+            return []
+        return [self._choose_receiver(found, request, self._room, reason, most_tokens)]
 
 
 class _Receivers:
     """Instances that may receive requests, queried for many requests in turn.
 
-    Within a decision instances only fill up, so those that are full need not be checked again.
+    Within a decision instances only fill up, so once none had room for a request, a longer one need not be
+    compared with all of them.
     """
 
-    def __init__(self, instances: Sequence[InstanceView], ledger: Ledger, limit: float = math.inf) -> None:
+    def __init__(self, among: Positions, room: Room, limit: float = math.inf) -> None:
         """`limit`: maximum demand of a receiver including the request, in tokens."""
-        self._open = list(instances)
-        self._ledger = ledger
+        self._among = among
+        self._room = room
         self._limit = limit
         # No instance has room for more tokens than this.
         self._max_headroom: float = math.inf
@@ -163,20 +192,11 @@ class _Receivers:
         """Return whether any instance may have room for a request with this context; false: none has."""
         return length <= self._max_headroom
 
-    def with_room(self, request: RequestView) -> list[InstanceView]:
+    def with_room(self, request: RequestView) -> Positions:
         """Return the instances that have room for the request, in the order given."""
-        length = request.context_tokens
-        if not self.may_have_room(length):
-            return []
-        ledger, limit = self._ledger, self._limit
-        found = [i for i in self._open if ledger.may_receive(i, request)]
-        if limit < math.inf:
-            found = [i for i in found if demand_tokens(i, ledger) + length <= limit]
-        if not found:
-            self._open = [i for i in self._open if ledger.accepts_transfers(i)]
-            self._max_headroom = max(map(self._headroom, self._open), default=-1.0)
-        return found
-
-    def _headroom(self, instance: InstanceView) -> float:
-        ledger = self._ledger
-        return min(ledger.free_tokens(instance), self._limit - demand_tokens(instance, ledger))
+        if self.may_have_room(request.context_tokens):
+            found: Positions = self._among[self._room.for_request(request, self._limit)[self._among]]
+            if len(found):
+                return found
+            self._max_headroom = self._room.headroom(self._among, self._limit)
+        return self._among[:0]

@@ -5,8 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tailrace.cluster import ClusterView, InstanceState, InstanceView, Stage
+from tailrace.policy.columns import SeenInstances
+
+# Positions of instances in a view.
+Positions = NDArray[np.intp]
+
+# Stages whose members are remembered: those of a few layouts.
+_STAGES_MAX: Final = 64
 
 
 def earliest_stage(stages: Sequence[Stage], length: int) -> int:
@@ -27,6 +38,27 @@ def active_in(view: ClusterView, stage: Stage) -> list[InstanceView]:
     active = InstanceState.ACTIVE
     found = (view.instances.get(name) for name in stage.instance_ids)
     return [i for i in found if i is not None and i.state is active]
+
+
+class StageMembers:
+    """The positions of stages' instances among the instances seen last, in each stage's order."""
+
+    def __init__(self) -> None:
+        self._stages: list[tuple[Stage, Positions]] = []
+        # Positions by instance id for which these were found.
+        self._at: dict[str, int] = {}
+
+    def of(self, stage: Stage, seen: SeenInstances) -> Positions:
+        """Return the members of a stage that are known."""
+        if self._at is not seen.at or len(self._stages) >= _STAGES_MAX:
+            self._at, self._stages = seen.at, []
+        # By identity: to compare stages is to compare the names of all their instances.
+        for known, members in self._stages:
+            if known is stage:
+                return members
+        members = np.array([seen.at[name] for name in stage.instance_ids if name in seen.at], dtype=np.intp)
+        self._stages.append((stage, members))
+        return members
 
 
 def nearest_first(count: int, at: int) -> list[int]:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from tailrace.actions import Action, Place, Placement, Refuse, SetStages, WhenFull
@@ -25,7 +25,7 @@ from tailrace.perf.steps import StepModel
 from tailrace.policy.base import Policy, Variant
 from tailrace.policy.candidates import credit
 from tailrace.policy.cascade.dispatch import LeastDemand, demand_share
-from tailrace.policy.cascade.handover import Handovers, ReceiverChoice, by_bids, demand_tokens, round_robin
+from tailrace.policy.cascade.handover import Handovers, ReceiverChoice, by_bids, round_robin
 from tailrace.policy.cascade.layout import active_in, earliest_stage, nearest_first, repaired, stage_of
 from tailrace.policy.cascade.misplaced import misplaced
 from tailrace.policy.cascade.parameters import (
@@ -51,8 +51,9 @@ from tailrace.policy.cascade.refinement import (
     quantity_split,
     whole,
 )
+from tailrace.policy.cascade.room import RoomOfInstances, demand_tokens
 from tailrace.policy.cascade.traffic import Traffic
-from tailrace.policy.decoding import Lengths, from_context, lengths
+from tailrace.policy.decoding import Lengths, lengths
 from tailrace.policy.deployment import Fact
 from tailrace.policy.pulling import pulling
 from tailrace.profiles import Profile, load_profile
@@ -168,6 +169,7 @@ class Cascade(Policy):
         self.cache_aware = cache_aware
         self.nominal = StepModel.of_profile(profile)
         self.least_demand = LeastDemand()
+        self.rooms = RoomOfInstances()
         self.pull = pulling(profile, pulls)
         self.planning = Planning(
             planner=_PLANNERS[layout],
@@ -233,7 +235,7 @@ class Cascade(Policy):
         at = stage_of(view.stages, request.instance_id)
         if at is None:
             return ()
-        return Handovers(view, self.choose_receiver).outgrown(view.stages, [(at, request)])
+        return self._handovers(view).crossed(view.stages, at, request)
 
     # ---- tick
 
@@ -244,14 +246,16 @@ class Cascade(Policy):
         actions: list[Action] = [SetStages(stages)] if stages != view.stages else []
         # By the current stages, which placements use until the new ones are set.
         actions += misplaced(view)
-        handovers = Handovers(view, self.choose_receiver)
+        handovers = self._handovers(view)
         if periods_elapsed(self.refine_s, view.last_tick_s, now):
-            actions += handovers.outgrown(stages, _outgrown(view, stages))
+            actions += handovers.outgrown(stages)
         if self.rebalances:
-            # Without stages the whole cluster is one.
-            for peers in [active_in(view, stage) for stage in stages] or [view.placeable()]:
-                actions += handovers.rebalance(peers, self.outlier)
+            for stage in stages or (None,):
+                actions += handovers.rebalance(stage, self.outlier)
         return actions
+
+    def _handovers(self, view: ClusterView) -> Handovers:
+        return Handovers(view, self.rooms, self.choose_receiver)
 
     def _stages(self, view: ClusterView, now: float) -> tuple[Stage, ...]:
         members = _members(view)
@@ -287,14 +291,6 @@ BY_MEMORY: Final = Variant(Cascade, {"boundaries": MEMORY})
 def _members(view: ClusterView) -> list[InstanceView]:
     """Return the instances that stages consist of: not draining ones, but suspect ones, which may recover."""
     return [i for i in view.instances.values() if i.state is not InstanceState.DRAINING]
-
-
-def _outgrown(view: ClusterView, stages: Sequence[Stage]) -> Iterator[tuple[int, RequestView]]:
-    """Yield (stage number, request) for requests that have outgrown their stage: none of the last."""
-    for at, stage in enumerate(stages[:-1]):
-        for name in stage.instance_ids:
-            for request in from_context(view.instances[name].requests, stage.hi):
-                yield at, request
 
 
 def _lengths(members: Sequence[InstanceView]) -> Mapping[str, Lengths]:
