@@ -18,7 +18,15 @@ from tailrace.control.cluster_model import CountedRequest
 from tailrace.control.lazy_requests import LazyRequests
 from tailrace.messages import PHASES, REQUEST_STATES, request_view
 from tailrace.perf.remaining import limited, tokens_left
-from tailrace.policy.columns import ListsMovable, MovableRequests, movable, movable_columns
+from tailrace.policy.columns import (
+    ExpectedLengths,
+    ListsExpectedLengths,
+    ListsMovable,
+    MovableRequests,
+    expected_length_columns,
+    movable,
+    movable_columns,
+)
 from tailrace.policy.decoding import DecodingRequests, Lengths, ListsDecoding, decodes, decoding_columns
 from tailrace.policy.phase_load import (
     OFF_DEVICE,
@@ -339,6 +347,24 @@ class ReportedRows:
             del prompts[row], contexts[row]
         return prompts, contexts
 
+    def expected_lengths(self, without: Collection[str]) -> ExpectedLengths:
+        """Return tokens so far and expected remaining tokens of all but those of `without`."""
+        columns, count = self._columns, len(self._ids)
+        contexts = np.array(self._contexts(), dtype=np.float64)
+        outputs = np.array(full(columns.output_tokens, count, 0), dtype=np.float64)
+        most = np.array(full(columns.max_tokens, count, 0), dtype=np.float64)
+        predicted = np.array(full(columns.predicted_remaining_tokens, count, ABSENT), dtype=np.float64)
+        # As `tokens_left` and `limited`: only predictions are capped by the length of the model.
+        left = np.maximum(np.where(most > 0.0, most - outputs, np.inf), 0.0)
+        capped = left
+        if self._max_model_len > 0:
+            capped = np.minimum(left, np.maximum(self._max_model_len - contexts, 0.0))
+        remaining = np.where(np.isnan(predicted), left, np.maximum(np.minimum(predicted, capped), 0.0))
+        gone = [row for name in without if (row := self._index.get(name)) is not None]
+        if gone:
+            contexts, remaining = np.delete(contexts, gone), np.delete(remaining, gone)
+        return ExpectedLengths(contexts, remaining)
+
     def _contexts(self) -> list[int]:
         columns, count = self._columns, len(self._ids)
         return list(map(add, full(columns.prompt_tokens, count, 0), full(columns.output_tokens, count, 0)))
@@ -349,7 +375,7 @@ def _without_repeated(columns: monitor_pb2.RequestColumns) -> monitor_pb2.Reques
     return columns_from({row.request_id: row for row in rows_from(columns)}.values())
 
 
-class ReportedRequests(ListsMovable, ListsDecoding, LazyRequests):
+class ReportedRequests(ListsMovable, ListsExpectedLengths, ListsDecoding, LazyRequests):
     """The requests of an instance at one moment, pending placements last. Immutable."""
 
     __slots__ = ("_changed", "_pending", "_prompts", "_rows")
@@ -421,6 +447,14 @@ class ReportedRequests(ListsMovable, ListsDecoding, LazyRequests):
             prompts.append(request.prompt_tokens)
             contexts.append(request.context_tokens)
         return prompts, contexts
+
+    def expected_lengths(self) -> ExpectedLengths:
+        """Return the lengths of all requests: those as reported first."""
+        reported = self._rows.expected_lengths(self._changed)
+        if not self._changed and not self._pending:
+            return reported
+        added = expected_length_columns(self._added())
+        return ExpectedLengths(*(np.concatenate(both) for both in zip(reported, added, strict=True)))
 
     def in_prefill(self) -> list[RequestView]:
         """Return the requests in prefill, in order."""

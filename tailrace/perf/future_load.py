@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tailrace.perf.horizon import HORIZON, Horizon, floats
+from tailrace.perf.horizon import HORIZON, Floats, Horizon, floats
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class FutureLoad:
         return self.of_each(tokens, remaining, (len(tokens),))[0]
 
     def of_each(
-        self, tokens: Sequence[int], remaining: Sequence[float], counts: Sequence[int]
+        self, tokens: Sequence[int] | Floats, remaining: Sequence[float] | Floats, counts: Sequence[int]
     ) -> list[tuple[float, ...]]:
         """Return the same for several instances; `counts`: number of consecutive requests of each."""
         loads = self.horizon.contributions(floats(tokens), floats(remaining))

@@ -61,7 +61,7 @@ class Horizon:
         return loads
 
 
-def floats(values: Sequence[float]) -> Floats:
+def floats(values: Sequence[float] | Floats) -> Floats:
     """Return the values as an array."""
     return np.array(values, dtype=np.float64)
 

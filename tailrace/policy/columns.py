@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.cluster import ClusterView, InstanceView, Phase, RequestState, RequestView, ViewChanges
+from tailrace.perf.remaining import expected_remaining
 from tailrace.perf.steps import Floats
 
 Mask = NDArray[np.bool_]
@@ -171,6 +172,41 @@ def movable_columns(requests: Iterable[RequestView]) -> MovableRequests:
         np.array([r.output_tokens for r in among], dtype=np.float64),
         np.array([nan if tokens is None else tokens for tokens in predicted], dtype=np.float64),
         np.array([r.epoch for r in among], dtype=np.float64),
+    )
+
+
+class ExpectedLengths(NamedTuple):
+    """Requests of an instance by column: tokens so far, and expected remaining tokens, infinite if
+    unbounded."""
+
+    context_tokens: Floats
+    remaining_tokens: Floats
+
+
+class ListsExpectedLengths:
+    """A collection of requests that lists these without creating a view of each. Not abstract, like
+    ListsMovable."""
+
+    __slots__ = ()
+
+    def expected_lengths(self) -> ExpectedLengths:
+        """Return what the function `expected_lengths` returns for these requests."""
+        raise NotImplementedError
+
+
+def expected_lengths(requests: Sequence[RequestView]) -> ExpectedLengths:
+    """Return the lengths of all requests, in any order."""
+    if isinstance(requests, ListsExpectedLengths):
+        return requests.expected_lengths()
+    return expected_length_columns(requests)
+
+
+def expected_length_columns(requests: Iterable[RequestView]) -> ExpectedLengths:
+    """Return the lengths of these requests, in their order."""
+    among = list(requests)
+    return ExpectedLengths(
+        np.array([r.context_tokens for r in among], dtype=np.float64),
+        np.array([expected_remaining(r) for r in among], dtype=np.float64),
     )
 
 

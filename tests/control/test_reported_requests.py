@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from tailrace.cluster import Phase, RequestState, RequestView
 from tailrace.control.cluster_model import CountedRequest
 from tailrace.control.reported_requests import ReportedRequests, ReportedRows
-from tailrace.policy.columns import find_request, movable, movable_columns, movable_requests
+from tailrace.policy.columns import (
+    expected_length_columns,
+    expected_lengths,
+    find_request,
+    movable,
+    movable_columns,
+    movable_requests,
+)
 from tailrace.policy.decoding import any_decoding, decoding, in_prefill, lengths, migrating_tokens
 from tailrace.policy.phase_load import ListsPrompts, phase_load, reasoning
 from tailrace.request_columns import columns_from
@@ -91,6 +98,8 @@ def test_counts_equal_those_of_the_requests(
     rows_of = [sorted(zip(*each, strict=True), key=itemgetter(0)) for each in (columns, expected)]
     assert repr(rows_of[0]) == repr(rows_of[1])
     assert all(find_request(requests, r.request_id) == r for r in held)
+    growing, wanted_growing = expected_lengths(requests), expected_length_columns(held)
+    assert sorted(zip(*growing, strict=True)) == sorted(zip(*wanted_growing, strict=True))
     for tokens in (0, 3, 9):
         assert requests.from_context(tokens) == [r for r in held if r.context_tokens >= tokens]
     for columns_of in (decoding, lengths):

@@ -181,6 +181,20 @@ def test_algorithm_1_equals_brute_force(
         assert move.gain == pytest.approx(chosen, abs=tolerance)
 
 
+@given(view=clusters(active=True, least=1))
+def test_loads_that_workers_do_not_report_are_those_that_they_would_report(view: ClusterView) -> None:
+    silent = [dataclasses.replace(i, future_load=()) for i in view.instances.values()]
+    reporting = [
+        dataclasses.replace(
+            i, future_load=FutureLoad()([(r.context_tokens, expected_remaining(r)) for r in i.requests])
+        )
+        for i in silent
+    ]
+    expected = collect(reporting, HORIZON).tokens
+    for instances in (silent, [*silent[:1], *reporting[1:]]):
+        np.testing.assert_array_equal(collect(instances, HORIZON).tokens, expected)
+
+
 @pytest.mark.parametrize("horizon", HORIZONS)
 @given(view=clusters(active=True, least=2))
 def test_loads_after_a_move_match_the_variance(horizon: Horizon, view: ClusterView) -> None:

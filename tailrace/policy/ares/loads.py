@@ -11,7 +11,7 @@ import numpy as np
 from tailrace.cluster import InstanceView
 from tailrace.perf.future_load import FutureLoad
 from tailrace.perf.horizon import Floats, Horizon, floats
-from tailrace.perf.remaining import expected_remaining
+from tailrace.policy.columns import expected_lengths
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def collect(instances: Sequence[InstanceView], horizon: Horizon) -> Loads:
     width = horizon.points + 1
     rows = [instance.future_load for instance in instances]
     if set(map(len, rows)) != {width}:
-        rows = [_simulated(instance, horizon) for instance in instances]
+        rows = _completed(instances, horizon)
     values = np.fromiter(chain.from_iterable(rows), np.float64, count=width * len(rows))
     tokens: Floats = values.reshape(len(rows), width)
     held = floats([instance.context_tokens for instance in instances])
@@ -49,14 +49,22 @@ def collect(instances: Sequence[InstanceView], horizon: Horizon) -> Loads:
     return Loads(instances, horizon, np.maximum(tokens, 0.0))
 
 
-def _simulated(instance: InstanceView, horizon: Horizon) -> tuple[float, ...]:
-    """Return the reported future load; simulate it if the worker reports none, or another horizon."""
-    reported = instance.future_load
-    if len(reported) == horizon.points + 1:
-        return reported
+def _completed(instances: Sequence[InstanceView], horizon: Horizon) -> list[tuple[float, ...]]:
+    """Return the reported future loads; simulate those of workers that report none, or another horizon."""
+    rows = [instance.future_load for instance in instances]
+    missing = [n for n, row in enumerate(rows) if len(row) != horizon.points + 1]
     if not horizon.points:
-        return (float(instance.context_tokens),)
-    return FutureLoad(horizon).simulate(
-        [request.context_tokens for request in instance.requests],
-        [expected_remaining(request) for request in instance.requests],
+        for n in missing:
+            rows[n] = (float(instances[n].context_tokens),)
+    if not missing or not horizon.points:
+        return rows
+    # All at once: a simulation of one instance takes as long as one of a dozen.
+    lengths = [expected_lengths(instances[n].requests) for n in missing]
+    simulated = FutureLoad(horizon).of_each(
+        np.concatenate([each.context_tokens for each in lengths]),
+        np.concatenate([each.remaining_tokens for each in lengths]),
+        [len(each.context_tokens) for each in lengths],
     )
+    for n, row in zip(missing, simulated, strict=True):
+        rows[n] = row
+    return rows
