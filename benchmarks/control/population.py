@@ -10,6 +10,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from tailrace.perf.horizon import HORIZON
 from tailrace.v1 import monitor_pb2, types_pb2
 
 TOKENS_PER_S: Final = 20.0
@@ -177,7 +178,13 @@ class Population:
         columns.output_tokens[:] = tokens.tolist()
         columns.phase_tokens[:] = (tokens - rows.phase_from).tolist()
         columns.kv_blocks[:] = blocks.tolist()
-        columns.predicted_remaining_tokens[:] = (rows.output_tokens - tokens).tolist()
+        remaining = rows.output_tokens - tokens
+        columns.predicted_remaining_tokens[:] = remaining.tolist()
+        # As `FutureLoad`, with less work: the synthetic workers share the cores with what is measured.
+        growth = HORIZON.contributions(
+            (PROMPT_TOKENS + tokens).astype(np.float64), remaining.astype(np.float64)
+        )
+        load.future_load[:] = growth.sum(axis=0).tolist()
         context = PROMPT_TOKENS * len(self._ids) + int(tokens.sum())
         load.running = len(self._ids)
         load.kv_blocks_used = int(blocks.sum())
