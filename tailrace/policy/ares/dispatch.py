@@ -12,9 +12,21 @@ no more decodes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
-from tailrace.cluster import ClusterView, InstanceView, Phase, Pool, RequestState, RequestView
+import numpy as np
+
+from tailrace.cluster import (
+    ClusterView,
+    InstanceState,
+    InstanceView,
+    Phase,
+    Pool,
+    RequestState,
+    RequestView,
+)
+from tailrace.policy.columns import Columns, Mask, PerInstances, smallest
 
 _NO_DECODE = (Pool.PREFILL, Pool.DECODE_TO_PREFILL)
 _NO_PREFILL = (Pool.DECODE, Pool.PREFILL_TO_DECODE)
@@ -39,6 +51,41 @@ def least_backlog(instances: Sequence[InstanceView], held: Callable[[InstanceVie
     `held`: function from an instance to the arrival's cached tokens there.
     """
     return min(instances, key=lambda i: (i.prefill_backlog_tokens - held(i), i.load))
+
+
+def kv_load(instance: InstanceView) -> int:
+    """Return the KV load in tokens, used and queued."""
+    return instance.kv_used_tokens + instance.prefill_backlog_tokens
+
+
+class LeastKvLoad:
+    """Select the decode instance with the least KV load that has room for a request, by column."""
+
+    def __init__(self) -> None:
+        self._columns = PerInstances(lambda: Columns(_read, 4))
+
+    def for_request(self, view: ClusterView, request: RequestView) -> InstanceView | None:
+        """Return the instance, the first by id of equals; None: none but the request's own has room."""
+        columns = self._columns.of(view)
+        load, free, longest, block = columns.update(view)
+        tokens = request.context_tokens
+        # As `candidates.fits_device`.
+        fits: Mask = (np.ceil(tokens / block) + 1.0) * block <= free
+        fits &= tokens < longest
+        source = columns.seen.at.get(request.instance_id)
+        if source is not None:
+            fits[source] = False
+        return columns.seen.views[smallest(load, fits)] if fits.any() else None
+
+
+def _read(instance: InstanceView) -> tuple[float, ...]:
+    able = instance.state is InstanceState.ACTIVE and instance.pool not in _NO_DECODE
+    return (
+        kv_load(instance),
+        instance.kv_free_tokens if able else -1,
+        instance.max_model_len if instance.max_model_len > 0 else math.inf,
+        max(1, instance.block_tokens),
+    )
 
 
 def must_hand_over(source: InstanceView, request: RequestView) -> bool:

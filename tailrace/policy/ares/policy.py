@@ -17,7 +17,9 @@ from tailrace.perf.horizon import HORIZON, NOW, Horizon, floats
 from tailrace.perf.remaining import expected_remaining, tokens_left
 from tailrace.perf.steps import StepModel
 from tailrace.policy.ares.dispatch import (
+    LeastKvLoad,
     decoders,
+    kv_load,
     least_backlog,
     must_hand_over,
     prefillers,
@@ -133,6 +135,7 @@ class Ares(Policy):
         self.cache_aware = cache_aware
         self.nominal = StepModel.of_profile(profile)
         self.pull = pulling(profile, pulls)
+        self.least_kv_load = LeastKvLoad()
         self.migrations_per_tick = migrations_per_tick
         horizon = Horizon(horizon_tokens, horizon_points, horizon_end_weight)
         self.horizon = horizon if self.predictions else NOW
@@ -158,6 +161,9 @@ class Ares(Policy):
         source = view.instances.get(request.instance_id)
         if source is None or not must_hand_over(source, request):
             return ()
+        if self.dispatch == KV_LOAD:
+            target = self.least_kv_load.for_request(view, request)
+            return () if target is None else (_handover(request, target),)
         action = self.hand_over(decoders(view.placeable()), source, request)
         return () if action is None else (action,)
 
@@ -185,7 +191,7 @@ class Ares(Policy):
         weights[k] x_k N_i,k. Without a horizon that is the least current load. `instances` must not be empty.
         """
         if self.dispatch == KV_LOAD:
-            return min(instances, key=_kv_load)
+            return min(instances, key=kv_load)
         added = self.horizon.contributions(floats([tokens]), floats([remaining]))[0]
         loads = collect(instances, self.horizon).tokens
         return instances[int((loads @ (self.horizon.weights * added)).argmin())]
@@ -211,7 +217,7 @@ class Ares(Policy):
             return None
         safe = [i for i in with_room if self.is_memory_safe(i, request)]
         target = self.choose(safe or with_room, tokens, expected_remaining(request))
-        return Migrate(request.request_id, here, target.instance_id, "prefill done")
+        return _handover(request, target)
 
     def retry_handovers(self, view: ClusterView, instances: list[InstanceView]) -> list[Migrate]:
         """Hand over requests that decode on prefill instances; update `instances` with them."""
@@ -228,8 +234,8 @@ class Ares(Policy):
         return actions
 
 
-def _kv_load(instance: InstanceView) -> int:
-    return instance.kv_used_tokens + instance.prefill_backlog_tokens
+def _handover(request: RequestView, target: InstanceView) -> Migrate:
+    return Migrate(request.request_id, request.instance_id, target.instance_id, "prefill done")
 
 
 NO_PREDICTION: Final = Variant(Ares, {"rescheduling": CURRENT_LOAD})

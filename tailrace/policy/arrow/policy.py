@@ -11,7 +11,7 @@ from itertools import repeat
 from typing import Final
 
 from tailrace.actions import Action, Place, Placement, Refuse, SetPool
-from tailrace.cluster import Arrival, ClusterView, InstanceView, Pool, RequestView
+from tailrace.cluster import Arrival, ClusterView, InstanceState, InstanceView, Pool, RequestView
 from tailrace.perf.steps import StepModel, max_running_tokens
 from tailrace.perf.ttft import TtftPredictor
 from tailrace.policy.arrow.attainment import AttainmentModel
@@ -30,6 +30,7 @@ from tailrace.policy.arrow.pools import (
     try_move_idle_to_decode,
     try_move_prefill_to_decode,
 )
+from tailrace.policy.arrow.targets import DecodeTargets, PrefillTargets
 from tailrace.policy.base import Policy
 from tailrace.policy.candidates import CACHE_AWARE, Ledger, held_tokens_on
 from tailrace.policy.columns import find_request
@@ -43,6 +44,9 @@ from tailrace.profiles import Profile, load_profile
 PROFILE: Final = "llama-3.1-8b-h100"
 # Maximum number of handovers per tick, which take a few milliseconds with a thousand instances.
 _HANDOVERS: Final = 64
+
+# Pools whose requests decode elsewhere (Algorithm 2).
+_HANDS_OVER: Final = (Pool.PREFILL, Pool.DECODE_TO_PREFILL)
 
 # Values of the parameter `room`.
 QUEUE: Final = "queue"
@@ -187,6 +191,8 @@ class Arrow(Policy):
             TtftPredictor.of_profile(profile),
             max_running_tokens(profile, tpot_slo_s, profiled_context_tokens),
         )
+        self.prefill_targets = PrefillTargets(self.loads)
+        self.decode_targets = DecodeTargets(needs_room=room == FILTER)
         self.attainment = AttainmentModel(self.loads, ttft_slo_s, tpot_slo_s, flip_gain, kv_wait)
 
     # ---- Alg. 1
@@ -200,24 +206,29 @@ class Arrow(Policy):
         return self.pull(view, arrival, self._dispatch(view, arrival, now))
 
     def _dispatch(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
+        tokens = arrival.prompt_tokens + arrival.output_tokens
+        if self.kv_wait or (self.cache_aware and arrival.cached):
+            pools = Pools.of(view, arrival.excluded)
+            delay_s = self._delay_model(pools, tokens, arrival)
+            first = _least_delay(pools.prefill + pools.unpooled, delay_s)
+            second = _least_delay(pools.decode_to_prefill, delay_s)
+        else:
+            first, second = self.prefill_targets.least_delays(view, arrival.excluded)
+        for delay, target in (first, second):
+            if target is not None and delay + self.loads.prefill_s(target, tokens) <= self.ttft_slo_s:
+                return Place(target.instance_id)
         pools = Pools.of(view, arrival.excluded)
-        tokens, prefill_s = arrival.prompt_tokens + arrival.output_tokens, self.loads.prefill_s
-        delay_s = self._delay_model(pools, tokens)
-        if self.cache_aware and arrival.cached:
-            delay_s = self._net_of_cache(delay_s, arrival)
-        delay_1, t_1 = _least_delay(pools.prefill + pools.unpooled, delay_s)
-        if t_1 is not None and delay_1 + prefill_s(t_1, tokens) <= self.ttft_slo_s:
-            return Place(t_1.instance_id)
-        delay_2, t_2 = _least_delay(pools.decode_to_prefill, delay_s)
-        if t_2 is not None and delay_2 + prefill_s(t_2, tokens) <= self.ttft_slo_s:
-            return Place(t_2.instance_id)
+        t_1, t_2 = first[1], second[1]
         # Without any prefill instance, a flip is necessary: the overload guard does not apply.
         no_prefill = t_1 is None and t_2 is None
         move = try_move_decode_to_prefill(pools)
         if move is not None and (no_prefill or self._may_flip_to_prefill(pools, move, arrival, now)):
             return Place(move.instance_id, (move,))
         # "return t_1". The paper excludes empty pools; then any instance will do, as all can do any work.
-        fallback = t_1 or t_2 or _least_delay(tuple(pools.members()), delay_s)[1]
+        fallback = t_1 or t_2
+        if fallback is None:
+            delay_s = self._delay_model(pools, tokens, arrival)
+            fallback = _least_delay(tuple(pools.members()), delay_s)[1]
         return Place(fallback.instance_id) if fallback is not None else Refuse("no active instance")
 
     def _may_flip_to_prefill(self, pools: Pools, move: SetPool, arrival: Arrival, now: float) -> bool:
@@ -231,6 +242,15 @@ class Arrow(Policy):
 
     def on_prefill_done(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
         """Schedule the decode by Algorithm 2; () leaves the request where it was prefilled."""
+        source = view.instances.get(request.instance_id)
+        if source is None or source.state is not InstanceState.ACTIVE or source.pool not in _HANDS_OVER:
+            return ()
+        if request.migrating:
+            return ()
+        ledger = _ledger(view)
+        for target in self.decode_targets.least_tokens(view, request):
+            if target is not None and self._within_slo(target, ledger):
+                return (ledger.reserve(request, target, "prefill done"),)
         return self._schedule_decode(
             Pools.of(view), request, _ledger(view), may_flip=lambda pools: self._flip_to_decode(pools, now)
         )
@@ -250,7 +270,7 @@ class Arrow(Policy):
         """
         source_id = request.instance_id
         source = next((i for i in pools.members() if i.instance_id == source_id), None)
-        if source is None or source.pool not in (Pool.PREFILL, Pool.DECODE_TO_PREFILL):
+        if source is None or source.pool not in _HANDS_OVER:
             return []
         if not ledger.may_send(source, request):
             return []
@@ -347,13 +367,18 @@ class Arrow(Policy):
 
     # ---- load
 
-    def _delay_model(self, pools: Pools, tokens: int) -> Callable[[InstanceView], float]:
+    def _delay_model(self, pools: Pools, tokens: int, arrival: Arrival) -> Callable[[InstanceView], float]:
         """Return a function from an instance to the predicted seconds until the prefill of a prompt of
-        `tokens` starts there."""
-        delay_s = self.loads.prefill_delay_s
-        if not self.kv_wait:
-            return delay_s
-        wait = KvWait(pools, self.tpot_slo_s)
+        `tokens` starts there, less what its prefix cache saves if that counts."""
+        delay_s: Callable[[InstanceView], float] = self.loads.prefill_delay_s
+        if self.kv_wait:
+            delay_s = self._with_kv_wait(pools, tokens)
+        if self.cache_aware and arrival.cached:
+            return self._net_of_cache(delay_s, arrival)
+        return delay_s
+
+    def _with_kv_wait(self, pools: Pools, tokens: int) -> Callable[[InstanceView], float]:
+        delay_s, wait = self.loads.prefill_delay_s, KvWait(pools, self.tpot_slo_s)
         return lambda instance: max(delay_s(instance), wait.wait_s(instance, tokens))
 
     def _net_of_cache(
