@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 from math import nan
 from operator import is_not
-from typing import Generic, NamedTuple, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -23,6 +23,15 @@ from tailrace.perf.remaining import expected_remaining
 from tailrace.perf.steps import Floats
 
 Mask = NDArray[np.bool_]
+
+
+# Instances from which a comparison by column takes less time than one by one.
+COLUMNS_MIN: Final = 32
+
+
+def has_many(view: ClusterView) -> bool:
+    """Return whether the view has so many instances that comparing them by column pays."""
+    return len(view.instances) >= COLUMNS_MIN
 
 
 class SeenInstances:

@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.cluster import ClusterView, InstanceView, Pool
+from tailrace.cluster import Arrival, ClusterView, InstanceView, Pool
 from tailrace.perf.ttft import TtftPredictor
+from tailrace.policy import columns
 from tailrace.policy.ares.dispatch import LeastKvLoad, decoders, kv_load
+from tailrace.policy.ares.policy import Ares
 from tailrace.policy.arrow.load import LoadModel, running_tokens
-from tailrace.policy.arrow.policy import PROFILE
+from tailrace.policy.arrow.policy import PROFILE, Arrow
 from tailrace.policy.arrow.pools import Pools
 from tailrace.policy.arrow.targets import DecodeTargets, PrefillTargets
 from tailrace.policy.candidates import Ledger, fits_device
@@ -25,6 +27,7 @@ LOADS = LoadModel(TtftPredictor.of_profile(load_profile(PROFILE)), 100_000)
 PREFILL = PrefillTargets(LOADS)
 DECODE = {needs_room: DecodeTargets(needs_room) for needs_room in (False, True)}
 LEAST_KV_LOAD = LeastKvLoad()
+POLICIES = (Arrow(), Arrow(ttft_slo_s=0.5, tpot_slo_s=0.05), Arrow(room="filter"), Ares())
 
 
 def varied(seed: int, view: ClusterView) -> ClusterView:
@@ -84,3 +87,20 @@ def test_ares_decodes_where_the_kv_load_is_the_least(view: ClusterView) -> None:
         with_room = [i for i in others if fits_device(i, request.context_tokens)]
         expected = min(with_room, key=kv_load, default=None)
         assert LEAST_KV_LOAD.for_request(view, request) is expected
+
+
+@quick
+@given(view=VIEWS, prompt=st.integers(1, 50_000), excluded=st.frozensets(st.sampled_from(["w0", "w1"])))
+def test_the_number_of_instances_from_which_columns_are_used_affects_no_decision(
+    view: ClusterView, prompt: int, excluded: frozenset[str]
+) -> None:
+    arrival = Arrival("new", prompt, 100, 0, excluded=excluded)
+    requests = [r for i in view.instances.values() for r in i.requests]
+    for policy in POLICIES:
+        decided = []
+        for least in (0, 1_000):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(columns, "COLUMNS_MIN", least)
+                handovers = [list(policy.on_prefill_done(view, r, 0.0)) for r in requests]
+                decided.append((policy.place(view, arrival, 0.0), handovers))
+        assert decided[0] == decided[1]

@@ -29,6 +29,7 @@ from tailrace.policy.ares.loads import collect
 from tailrace.policy.ares.rescheduling import PARAMETERS, Rescheduling
 from tailrace.policy.base import Policy, Variant
 from tailrace.policy.candidates import CACHE_AWARE, NO_INSTANCE, candidates, credit, fits_device, with_request
+from tailrace.policy.columns import has_many
 from tailrace.policy.deployment import Fact
 from tailrace.policy.parameters import Parameter
 from tailrace.policy.pulling import PULLS, pulling
@@ -161,7 +162,7 @@ class Ares(Policy):
         source = view.instances.get(request.instance_id)
         if source is None or not must_hand_over(source, request):
             return ()
-        if self.dispatch == KV_LOAD:
+        if self.dispatch == KV_LOAD and has_many(view):
             target = self.least_kv_load.for_request(view, request)
             return () if target is None else (_handover(request, target),)
         action = self.hand_over(decoders(view.placeable()), source, request)

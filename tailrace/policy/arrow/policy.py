@@ -30,10 +30,10 @@ from tailrace.policy.arrow.pools import (
     try_move_idle_to_decode,
     try_move_prefill_to_decode,
 )
-from tailrace.policy.arrow.targets import DecodeTargets, PrefillTargets
+from tailrace.policy.arrow.targets import DecodeTargets, LeastDelay, PrefillTargets
 from tailrace.policy.base import Policy
 from tailrace.policy.candidates import CACHE_AWARE, Ledger, held_tokens_on
-from tailrace.policy.columns import find_request
+from tailrace.policy.columns import find_request, has_many
 from tailrace.policy.decoding import decoding
 from tailrace.policy.deployment import Fact
 from tailrace.policy.parameters import Parameter
@@ -207,13 +207,7 @@ class Arrow(Policy):
 
     def _dispatch(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
         tokens = arrival.prompt_tokens + arrival.output_tokens
-        if self.kv_wait or (self.cache_aware and arrival.cached):
-            pools = Pools.of(view, arrival.excluded)
-            delay_s = self._delay_model(pools, tokens, arrival)
-            first = _least_delay(pools.prefill + pools.unpooled, delay_s)
-            second = _least_delay(pools.decode_to_prefill, delay_s)
-        else:
-            first, second = self.prefill_targets.least_delays(view, arrival.excluded)
+        first, second = self._least_delays(view, arrival, tokens)
         for delay, target in (first, second):
             if target is not None and delay + self.loads.prefill_s(target, tokens) <= self.ttft_slo_s:
                 return Place(target.instance_id)
@@ -231,6 +225,20 @@ class Arrow(Policy):
             fallback = _least_delay(tuple(pools.members()), delay_s)[1]
         return Place(fallback.instance_id) if fallback is not None else Refuse("no active instance")
 
+    def _least_delays(
+        self, view: ClusterView, arrival: Arrival, tokens: int
+    ) -> tuple[LeastDelay, LeastDelay]:
+        """Return t_1 and t_2 of Algorithm 1 with their delays."""
+        looks_further = self.kv_wait or (self.cache_aware and arrival.cached)
+        if has_many(view) and not looks_further:
+            return self.prefill_targets.least_delays(view, arrival.excluded)
+        pools = Pools.of(view, arrival.excluded)
+        delay_s = self._delay_model(pools, tokens, arrival)
+        return (
+            _least_delay(pools.prefill + pools.unpooled, delay_s),
+            _least_delay(pools.decode_to_prefill, delay_s),
+        )
+
     def _may_flip_to_prefill(self, pools: Pools, move: SetPool, arrival: Arrival, now: float) -> bool:
         """Apply Algorithm 1's overload guard, or its replacement with flips=attainment."""
         if self.flips == PAPER:
@@ -242,15 +250,16 @@ class Arrow(Policy):
 
     def on_prefill_done(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
         """Schedule the decode by Algorithm 2; () leaves the request where it was prefilled."""
-        source = view.instances.get(request.instance_id)
-        if source is None or source.state is not InstanceState.ACTIVE or source.pool not in _HANDS_OVER:
-            return ()
-        if request.migrating:
-            return ()
-        ledger = _ledger(view)
-        for target in self.decode_targets.least_tokens(view, request):
-            if target is not None and self._within_slo(target, ledger):
-                return (ledger.reserve(request, target, "prefill done"),)
+        if has_many(view):
+            source = view.instances.get(request.instance_id)
+            if source is None or source.state is not InstanceState.ACTIVE or source.pool not in _HANDS_OVER:
+                return ()
+            ledger = _ledger(view)
+            if not ledger.may_send(source, request):
+                return ()
+            for found in self.decode_targets.least_tokens(view, request):
+                if found is not None and self._within_slo(found, ledger):
+                    return (ledger.reserve(request, found, "prefill done"),)
         return self._schedule_decode(
             Pools.of(view), request, _ledger(view), may_flip=lambda pools: self._flip_to_decode(pools, now)
         )
@@ -403,9 +412,7 @@ class Arrow(Policy):
         return sum(map(running_tokens, decoders)) / limit if limit > 0 else float("inf")
 
 
-def _least_delay(
-    instances: Sequence[InstanceView], delay_s: Callable[[InstanceView], float]
-) -> tuple[float, InstanceView | None]:
+def _least_delay(instances: Sequence[InstanceView], delay_s: Callable[[InstanceView], float]) -> LeastDelay:
     least, best = float("inf"), None
     # Of equal delays choose the fewest requests, which spreads a burst over idle prefill instances, then the
     # first in id order.
