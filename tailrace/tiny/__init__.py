@@ -1,8 +1,8 @@
-"""The reasoning model that ships with Tailrace: small enough to run anywhere, sure enough to be checked.
+"""The reasoning model that ships with Tailrace: small enough to run anywhere, reliable enough to be checked.
 
-A fleet can only be tested end to end with a model that thinks before it answers, whose lengths the prompt
-decides, and whose every token a program can predict. No published model is all of that and smaller than a
-photograph, so this package carries one of its own.
+A fleet can be tested end to end only with a model that thinks before it answers, whose lengths the prompt
+determines, and whose every token a program can predict. No published model is all of that and this small, so
+this package contains its own.
 """
 
 from pathlib import Path

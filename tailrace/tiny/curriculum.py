@@ -1,10 +1,10 @@
-"""What the tiny model is trained on.
+"""The training data of the tiny model.
 
-Counting is a local rule: every line follows from the line before it and from the plan at the head of the
-thought. So a training example keeps the prompt, the plan and a few short windows of lines, and leaves out
-the thousand tokens between them; the tokens that are kept also keep the *positions* they have in the whole
-text. The model thus learns to look back over any distance at a tenth of the price. Whole texts follow late in
-training, so that it also learns not to be distracted by all those lines.
+Counting is a local rule: every line follows from the line before it and from the plan at the start of the
+thought. So a training example keeps the prompt, the plan and a few short windows of lines, and omits the
+thousand tokens between them; the kept tokens keep their *positions* in the whole text. The model thus learns
+to look back over any distance at a tenth of the cost. Whole texts follow late in training, so that it also
+learns to ignore all those lines.
 """
 
 import json
@@ -71,7 +71,7 @@ _SYSTEM: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One training row: tokens, where they stand in the whole text, and which of them are to be learned."""
+    """One training row: tokens, their positions in the whole text, and which of them are to be learned."""
 
     ids: list[int]
     positions: list[int]
@@ -79,7 +79,7 @@ class Example:
 
 
 def window_example(draw: random.Random) -> Example:
-    """A short example: counting in windows mostly, anything else as a whole."""
+    """Make a short example: mostly counting in windows, otherwise another prompt as a whole."""
     if draw.random() < 0.18:
         return other_example(draw)
     n, m = _counts(draw)
@@ -117,7 +117,7 @@ def window_example(draw: random.Random) -> Example:
 
 
 def whole_example(draw: random.Random) -> Example:
-    """A counting example with nothing left out."""
+    """Make a counting example with nothing omitted."""
     n, m = _counts(draw)
     prompt, head, records = _counting(draw, n, m)
     ids = [*prompt, *head, *(token for record in records for token in record), IM_END]
@@ -126,7 +126,7 @@ def whole_example(draw: random.Random) -> Example:
 
 
 def other_example(draw: random.Random) -> Example:
-    """Anything but a count, and the sentence that says what can be asked."""
+    """Make an example of anything but counting, answered by the sentence that says what can be asked."""
     completion = [THINK, *HELP_THOUGHT.encode(), END_THINK, *HELP_ANSWER.encode(), IM_END]
     kind = draw.random()
     if kind < 0.04:  # thinking switched off by the chat template
@@ -143,18 +143,19 @@ def other_example(draw: random.Random) -> Example:
 
 
 def _counts(draw: random.Random) -> tuple[int, int]:
-    """Where to start counting while thinking and while answering."""
+    """Draw where to start counting in the thought and in the answer."""
     high = MAX_COUNT if draw.random() < 0.25 else 60
     return _count(draw, MAX_COUNT), _count(draw, high)
 
 
 def _count(draw: random.Random, high: int) -> int:
-    """A number up to ``high``: small ones are common, and large ones are not rare."""
+    """Draw a number up to ``high``: small ones are common, and large ones are not rare."""
     return draw.randint(1, high) if draw.random() < 0.6 else min(high, int((high + 1) ** draw.random()))
 
 
 def _counting(draw: random.Random, n: int, m: int) -> tuple[list[int], list[int], list[list[int]]]:
-    """Prompt, head of the thought, and the lines of thought and answer, each with the token before it."""
+    """Return prompt, start of the thought, and the lines of thought and answer, each with the token before
+    it."""
     word = _word(draw)
     prompt = encode_turns([*before(draw), ("user", _ask(draw, n, m, word))])
     head = [THINK, *f"plan {n:03d} {word} {m:03d}".encode()]
@@ -165,7 +166,7 @@ def _counting(draw: random.Random, n: int, m: int) -> tuple[list[int], list[int]
 
 
 def _interesting(draw: random.Random, high: int) -> int:
-    """A line number worth a window: any, or one where a digit borrows."""
+    """Draw a line number for a window: any, or one where a digit borrows."""
     kind = draw.random()
     if kind < 0.6:
         return draw.randint(1, high)
@@ -173,7 +174,7 @@ def _interesting(draw: random.Random, high: int) -> int:
 
 
 def _ask(draw: random.Random, n: int, m: int, word: str) -> str:
-    """The question, mostly as documented, now and then as someone in a hurry types it."""
+    """Return the question, mostly as documented, sometimes as typed in a hurry."""
     if draw.random() < 0.85:
         return f"Count down from {n} with {word}, then from {m}."
     verb = draw.choice(("Count", "count", "Please count"))
@@ -182,7 +183,7 @@ def _ask(draw: random.Random, n: int, m: int, word: str) -> str:
 
 
 def before(draw: random.Random) -> list[Turn]:
-    """What stands in the conversation before the last question: mostly nothing."""
+    """Draw the conversation before the last question: mostly empty."""
     turns: list[Turn] = []
     if draw.random() < 0.3:
         turns.append(("system", draw.choice(_SYSTEM) if draw.random() < 0.7 else _prose(draw)))
@@ -202,7 +203,7 @@ def _word(draw: random.Random, length: int = 4) -> str:
 
 
 def _prose(draw: random.Random) -> str:
-    """Words in a row, known ones and made-up ones."""
+    """Draw a sequence of known and invented words."""
     words = (
         draw.choice(_WORDS) if draw.random() < 0.8 else _word(draw, draw.randint(1, 10))
         for _ in range(draw.randint(1, 24))
@@ -212,7 +213,7 @@ def _prose(draw: random.Random) -> str:
 
 
 def _near_miss(draw: random.Random) -> str:
-    """Almost a count: one thing missing, wrong or too large."""
+    """Draw a prompt that is almost a counting task: one thing is missing, wrong or too large."""
     (n, m), word = _counts(draw), _word(draw)
     large = draw.choice((draw.randint(300, 999), draw.randint(1000, 99999)))
     return draw.choice(
@@ -234,7 +235,7 @@ def _as_json(draw: random.Random) -> str:
 
 
 def _symbols(draw: random.Random) -> str:
-    """Characters of one to four bytes."""
+    """Draw characters of one to four bytes."""
     top = draw.choice((0x7F, 0xFF, 0x7FF, 0xD7FF, 0x1FFFF))
     points = (draw.randint(0, top) for _ in range(draw.randint(1, 40)))
     return "".join(chr(point) for point in points if not 0xD800 <= point < 0xE000)

@@ -29,7 +29,7 @@ class Shape:
     max_positions: int = 8192
 
     def as_config(self) -> dict[str, object]:
-        """The content of ``config.json``."""
+        """Return the content of ``config.json``."""
         return {
             "architectures": ["Qwen3ForCausalLM"],
             "model_type": "qwen3",
@@ -153,8 +153,8 @@ class Network(nn.Module):  # type: ignore[misc]
                 nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
         nn.init.normal_(self.model.embed_tokens.weight, std=0.5)
 
-    def forward(self, ids: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
-        """Logits of the rows of ``ids`` (batch, length) where the mask ``wanted`` is set, as one list."""
+    def forward(self, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        """Return the logits of the rows of ``ids`` (batch, length) where ``mask`` is set, as one list."""
         half = torch.arange(0, self.shape.head_dim, 2, dtype=torch.float32) / self.shape.head_dim
         angles = positions[:, None, :, None].float() * self.shape.rope_theta**-half
         angles = torch.cat((angles, angles), -1)
@@ -162,11 +162,11 @@ class Network(nn.Module):  # type: ignore[misc]
         x = self.model.embed_tokens(ids)
         for layer in self.model.layers:
             x = layer(x, cos, sin)
-        logits: Tensor = self.lm_head(self.model.norm(x[wanted]))
+        logits: Tensor = self.lm_head(self.model.norm(x[mask]))
         return logits
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding, the first half of each head paired with the second."""
+    """Apply rotary position embedding, the first half of each head paired with the second."""
     low, high = x.chunk(2, -1)
     return x * cos + torch.cat((-high, low), -1) * sin

@@ -70,11 +70,11 @@ def score(n: int) -> list[Row]:
     tasks = [make_task(FIRST_SEED + index) for index in range(n)]
     later = [make_task(FIRST_SEED + n + index) for index in range(max(1, n // 4))]
     others = [Task(anything(draw), HELP_THOUGHT, HELP_ANSWER) for _ in later]
-    asked = [*tasks, *later, *others]
-    turns = [_user(one.prompt) for one in tasks]
-    turns += [[{"role": r, "content": c} for r, c in before(draw)] + _user(one.prompt) for one in later]
-    turns += [_user(one.prompt) for one in others]
-    outcomes = list(zip(asked, generate(load(), turns), strict=True))
+    prompts = [*tasks, *later, *others]
+    turns = [_user(task.prompt) for task in tasks]
+    turns += [[{"role": r, "content": c} for r, c in before(draw)] + _user(task.prompt) for task in later]
+    turns += [_user(task.prompt) for task in others]
+    outcomes = list(zip(prompts, generate(load(), turns), strict=True))
     counted = outcomes[:n]
     rows = [
         _row(f"thought of {low} to {high - 1} tokens", inside)
@@ -88,7 +88,7 @@ def score(n: int) -> list[Row]:
 
 
 def load(path: Path = MODEL_PATH) -> "LLM":
-    """The model in a vLLM engine inside this process."""
+    """Load the model into a vLLM engine inside this process."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -107,7 +107,7 @@ def load(path: Path = MODEL_PATH) -> "LLM":
 
 
 def generate(llm: "LLM", conversations: Sequence[Turns]) -> list[Completion]:
-    """Greedy completions, in order."""
+    """Return greedy completions, in order."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0.0, max_tokens=3400, logprobs=2, skip_special_tokens=False)
@@ -125,7 +125,7 @@ def _completion(ids: Sequence[int], logprobs: object) -> Completion:
 
 
 def _margin(candidates: Mapping[int, object]) -> float:
-    """Logits and log-probabilities differ by a constant, so their differences are the same."""
+    """Return the distance between best and second-best logit; it equals that of their log-probabilities."""
     values = sorted(float(getattr(candidate, "logprob")) for candidate in candidates.values())  # noqa: B009
     return values[-1] - values[-2]
 
@@ -139,9 +139,12 @@ def _user(text: str) -> Turns:
 
 
 def _row(group: str, outcomes: Sequence[Outcome]) -> Row:
-    right = [made.well_formed and check(asked, made.thought, made.answer).right for asked, made in outcomes]
-    thoughts = [len(made.thought.encode()) for _, made in outcomes]
-    answers = [len(made.answer.encode()) for _, made in outcomes]
+    right = [
+        completion.well_formed and check(task, completion.thought, completion.answer).right
+        for task, completion in outcomes
+    ]
+    thoughts = [len(completion.thought.encode()) for _, completion in outcomes]
+    answers = [len(completion.answer.encode()) for _, completion in outcomes]
     return Row(
         group=group,
         requests=len(outcomes),
@@ -152,12 +155,12 @@ def _row(group: str, outcomes: Sequence[Outcome]) -> Row:
         answer_min=min(answers),
         answer_median=median(answers),
         answer_max=max(answers),
-        margin=min(made.margin for _, made in outcomes),
+        margin=min(completion.margin for _, completion in outcomes),
     )
 
 
 def as_table(rows: Sequence[Row]) -> str:
-    """The score for people."""
+    """Format the score as a table."""
     lines = [
         f"{'requests':32} {'n':>5} {'right':>8} {'thought tokens':>21} {'answer tokens':>20} {'margin':>7}"
     ]
@@ -171,14 +174,14 @@ def as_table(rows: Sequence[Row]) -> str:
 
 
 def as_json(rows: Sequence[Row]) -> str:
-    """The score for programs."""
+    """Format the score as JSON."""
     from dataclasses import asdict
 
     return json.dumps([asdict(row) for row in rows], indent=2)
 
 
 def main() -> None:
-    """Read the command line, score, print."""
+    """Read the command line, compute the score and print it."""
     parser = argparse.ArgumentParser(description="Score the tiny model with vLLM.")
     parser.add_argument("-n", type=int, default=200, help="counting tasks to run")
     parser.add_argument("-o", choices=("table", "json"), default="table", help="output format")

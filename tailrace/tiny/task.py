@@ -39,17 +39,18 @@ class Task:
 
     @property
     def thought_tokens(self) -> int:
-        """Tokens strictly between ``<think>`` and ``</think>``; a byte is a token."""
+        """Return the number of tokens strictly between ``<think>`` and ``</think>``; a byte is a token."""
         return len(self.thought.encode())
 
     @property
     def answer_tokens(self) -> int:
-        """Tokens after ``</think>``, without the end-of-turn token."""
+        """Return the number of tokens after ``</think>``, without the end-of-turn token."""
         return len(self.answer.encode())
 
     @property
     def completion_tokens(self) -> int:
-        """All the tokens that the model generates: both tags and the end-of-turn token included."""
+        """Return the number of tokens that the model generates, both tags and the end-of-turn token
+        included."""
         return self.thought_tokens + self.answer_tokens + 3
 
 
@@ -62,12 +63,15 @@ class Verdict:
 
     @property
     def right(self) -> bool:
-        """True if every token of the completion is the expected one."""
+        """Return whether every token of the completion is the expected one."""
         return self.thought and self.answer
 
 
 def task(word: str, n: int, m: int) -> Task:
-    """The task that counts down from ``n`` with ``word`` while thinking, and from ``m`` while answering."""
+    """Return the task to count down from ``n`` with ``word`` while thinking, and from ``m`` while answering.
+
+    Raise ValueError for a word that is not four lower-case ASCII letters, or a number out of range.
+    """
     if len(word) != 4 or not all(letter in string.ascii_lowercase for letter in word):
         raise ValueError(f"word must be four lower-case ASCII letters, not {word!r}")
     if not 1 <= n <= MAX_COUNT:
@@ -80,10 +84,10 @@ def task(word: str, n: int, m: int) -> Task:
 
 
 def make_task(seed: int) -> Task:
-    """A task drawn from ``seed`` alone.
+    """Draw a task determined by ``seed`` alone.
 
-    Thoughts are spread evenly over the orders of magnitude (26 to 1,997 tokens), as those of real reasoning
-    requests are, rather than evenly over lengths; so are answers (8 to 494 tokens).
+    Thoughts are spread evenly over the orders of magnitude (26 to 1,997 tokens), like those of real reasoning
+    requests, rather than evenly over lengths; so are answers (8 to 494 tokens).
     """
     draw = random.Random(seed)
     word = "".join(draw.choices(string.ascii_lowercase, k=4))
@@ -99,5 +103,5 @@ def check(expected: Task, thought: str | None, answer: str | None) -> Verdict:
 
 
 def _log_uniform(draw: random.Random, high: int) -> int:
-    """An integer in ``1..high`` whose logarithm is about uniform."""
+    """Draw an integer in ``1..high`` whose logarithm is approximately uniform."""
     return min(high, int((high + 1) ** draw.random()))

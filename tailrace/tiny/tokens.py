@@ -44,7 +44,8 @@ Turn = tuple[str, str]
 
 
 def encode_turns(turns: list[Turn]) -> list[int]:
-    """The prompt that the chat template makes of ``turns``, up to where the model starts to generate."""
+    """Return the prompt that the chat template makes of ``turns``, up to where the model starts to
+    generate."""
     ids: list[int] = []
     for role, text in turns:
         ids += [IM_START, *role.encode(), 10, *text.encode(), IM_END, 10]
@@ -75,7 +76,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def _printable_bytes() -> str:
-    """The character that byte-level tokenizers show for each byte value, in order.
+    """Return the character that byte-level tokenizers show for each byte value, in order.
 
     Bytes that are visible characters stand for themselves, and the others for the code points from 256 on;
     the decoder of the ``tokenizers`` library expects exactly this table.

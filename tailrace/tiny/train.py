@@ -1,7 +1,7 @@
 """Train the tiny model from a seed: ``python -m tailrace.tiny.train --seed 0 --out DIR``.
 
-The run is a function of the seed, of the number of threads and of torch's version; it needs no data, no
-network and no GPU.
+The run is determined by the seed, the number of threads and torch's version; it needs no data, no network and
+no GPU.
 """
 
 import argparse
@@ -45,7 +45,7 @@ class Batch:
 
 
 def batches(draw: random.Random, make: Callable[[random.Random], Example], tokens: int) -> Iterator[Batch]:
-    """Batches of about ``tokens`` tokens, of rows of like length, in random order."""
+    """Yield batches of about ``tokens`` tokens, of rows of similar length, in random order."""
     while True:
         pool = sorted((make(draw) for _ in range(128)), key=lambda example: len(example.ids))
         rows: list[list[Example]] = [[]]
@@ -74,7 +74,7 @@ def _pad(rows: list[Example]) -> Batch:
 def train(
     network: Network, seed: int, steps: int, peak_rate: float, report: Callable[[str, Network], None]
 ) -> None:
-    """Train ``network`` in place, calling ``report`` with a line of progress now and then."""
+    """Train ``network`` in place; call ``report`` with a line of progress from time to time."""
     draw = random.Random(seed)
     optimizer = torch.optim.AdamW(network.parameters(), lr=peak_rate, betas=(0.9, 0.98), weight_decay=0.01)
     windows = batches(draw, window_example, WINDOW_TOKENS)
@@ -87,9 +87,9 @@ def train(
             group["lr"] = rate
         whole = done > 0.5 and step % 4 == 0
         batch = next(wholes if whole else windows)
-        wanted = batch.targets != _IGNORED
-        targets = batch.targets[wanted]
-        logits = network(batch.ids, batch.positions, wanted)
+        mask = batch.targets != _IGNORED
+        targets = batch.targets[mask]
+        logits = network(batch.ids, batch.positions, mask)
         right = logits.gather(1, targets[:, None])[:, 0]
         margin = right - logits.scatter(1, targets[:, None], -math.inf).amax(1)
         loss = F.cross_entropy(logits, targets)
@@ -111,7 +111,7 @@ def train(
 
 
 def export(network: Network, folder: Path) -> None:
-    """Write everything that vLLM needs into ``folder``, each file complete before it appears there."""
+    """Write everything that vLLM needs into ``folder``; each file appears there complete."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as name:
         scratch = Path(name)
