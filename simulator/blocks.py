@@ -46,7 +46,7 @@ class DecodeBlocks:
         cycles, remainder = divmod(steps, size)
         blocks = cycles * self.requests
         if remainder:
-            # Residues -boundary, -boundary - 1, ... (mod size), `rest` of them.
+            # Residues -boundary, -boundary - 1, ... (mod size), `remainder` of them.
             counts = self._by_residue
             end = -boundary % size + 1
             begin = end - remainder
@@ -67,7 +67,7 @@ class DecodeBlocks:
         steps = free // requests * size
         remaining = free % requests
         counts = self._by_residue
-        # A cycle allocates `requests` > left blocks, so this ends within one cycle.
+        # A cycle allocates `requests` > `remaining` blocks, so this ends within one cycle.
         while remaining >= 0 and steps < limit:
             remaining -= counts[-(boundary + steps) % size]
             steps += 1

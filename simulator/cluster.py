@@ -42,7 +42,7 @@ class InstanceSpec:
 
     @property
     def kv_blocks(self) -> int:
-        """KV blocks on the device."""
+        """Return the number of KV blocks on the device."""
         tokens = (
             self.profile.kv_capacity_tokens if self.kv_capacity_tokens is None else self.kv_capacity_tokens
         )
@@ -50,7 +50,7 @@ class InstanceSpec:
 
     @property
     def block_bytes(self) -> int:
-        """Size of one KV block, in bytes."""
+        """Return the size of one KV block, in bytes."""
         return self.block_tokens * self.profile.kv_bytes_per_token
 
 

@@ -84,7 +84,7 @@ class Group:
 
     @property
     def name(self) -> str:
-        """The workload's name for display."""
+        """Return the workload's name for display."""
         return self.cells[0].outcomes[0].scenario.workload_name
 
     def best(self, figure: str) -> Best | None:

@@ -31,12 +31,12 @@ class HostMemory:
 
     @property
     def caches(self) -> bool:
-        """Whether units evicted from the device are cached."""
+        """Return whether units evicted from the device are cached."""
         return 0 < self._unit <= self.total_blocks
 
     @property
     def cached_blocks(self) -> int:
-        """Blocks of cached units."""
+        """Return the number of blocks of cached units."""
         return len(self._cached) * self._unit
 
     def reserve(self, blocks: int) -> bool:

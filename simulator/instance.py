@@ -129,17 +129,17 @@ class Instance:
 
     @property
     def boundary(self) -> int:
-        """Steps completed before the current run."""
+        """Return the number of steps completed before the current run."""
         return self._batch.boundary
 
     @property
     def decoding(self) -> Mapping[Job, int]:
-        """Jobs of the decoding batch, each with its context length minus the boundary."""
+        """Return the jobs of the decoding batch, each with its context length minus the boundary."""
         return self._batch.jobs
 
     @property
     def prefilling(self) -> Sequence[tuple[Rank, Job]]:
-        """Jobs with prefill space on the device, by rank."""
+        """Return the jobs with prefill space on the device, by rank."""
         return self._prompts.placed
 
     def boundary_at(self, now: float) -> int:
@@ -183,17 +183,17 @@ class Instance:
 
     @property
     def host_capacity_blocks(self) -> int:
-        """Capacity of host memory, in blocks."""
+        """Return the capacity of host memory, in blocks."""
         return self.host.total_blocks
 
     @property
     def host_blocks(self) -> int:
-        """Blocks of swapped-out requests in host memory; cached blocks give way to them."""
+        """Return the blocks of swapped-out requests in host memory; cached blocks yield to them."""
         return self.host.swapped_blocks
 
     @property
     def is_empty(self) -> bool:
-        """Whether it holds no request and reserves no memory."""
+        """Return whether it holds no request and reserves no memory."""
         return not (
             self._run.steps
             or self._batch.jobs
@@ -206,7 +206,7 @@ class Instance:
 
     @property
     def slots_taken(self) -> int:
-        """Batch slots that are occupied, held back or reserved."""
+        """Return the number of batch slots that are occupied, held back or reserved."""
         return len(self._batch) + len(self._prompts.placed) + len(self.paused) + self._reserved_slots
 
     # ---- commands, allowed at any time

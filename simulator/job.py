@@ -163,7 +163,7 @@ class Job:
 
     @property
     def answering_s(self) -> float:
-        """When it began to answer; meaningless before."""
+        """Return when it began to answer, in seconds; meaningless before."""
         return (self.reasoning_end_s if self.reasoning else self.first_token_s) or 0.0
 
     def rank_at(self, tokens: int, intra: IntraPolicy) -> Rank:

@@ -59,7 +59,7 @@ class PrefixCache:
 
     @property
     def unit_blocks(self) -> int:
-        """Blocks of a named unit."""
+        """Return the number of blocks of a named unit."""
         return self._unit
 
     def count_leading(self, names: Sequence[int], limit: int) -> int:

@@ -59,17 +59,17 @@ class RequestRecord:
 
     @property
     def output_tokens(self) -> int:
-        """Reasoning and answer tokens together."""
+        """Return the number of reasoning and answer tokens."""
         return self.reasoning_tokens + self.answer_tokens
 
     @property
     def instance_id(self) -> str | None:
-        """The last instance on which it was placed; None if it was refused."""
+        """Return the last instance on which it was placed; None if it was refused."""
         return self.placements[-1].instance_id if self.placements else None
 
     @property
     def latency_s(self) -> float | None:
-        """Arrival to last token; None if it did not finish."""
+        """Return the seconds from arrival to last token; None if it did not finish."""
         return None if self.finish_s is None else self.finish_s - self.arrival_s
 
 

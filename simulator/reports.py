@@ -76,7 +76,7 @@ class Report:
 
     @property
     def max_model_len(self) -> int:
-        """Longest context that the engine accepts, in tokens."""
+        """Return the longest context that the engine accepts, in tokens."""
         return self._instance.spec.max_model_len
 
     def read_counts(self) -> None:
@@ -112,7 +112,7 @@ class Report:
 
     @property
     def rows(self) -> list[Row]:
-        """The instance's requests."""
+        """Return the instance's requests."""
         if self._rows is None:
             self.read_counts()
             instance, boundary, decoding = self._instance, self.boundary, JobState.DECODING
@@ -130,7 +130,7 @@ class Report:
 
     @property
     def by_job(self) -> Mapping[Job, Row]:
-        """The instance's requests by job."""
+        """Return the instance's requests by job."""
         if self._by_job is None:
             self._by_job = {row[0]: row for row in self.rows}
         return self._by_job

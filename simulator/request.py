@@ -36,12 +36,13 @@ class SimRequest:
 
     @property
     def named_prompt_units(self) -> int:
-        """Named units that lie entirely in the prompt without its last token, which is always computed."""
+        """Return the named units that lie entirely in the prompt without its last token, which is always
+        computed."""
         if not self.unit_names:
             return 0
         return min(len(self.unit_names), (self.prompt_tokens - 1) // self.unit_tokens)
 
     @property
     def output_tokens(self) -> int:
-        """Reasoning and answer tokens together."""
+        """Return the number of reasoning and answer tokens."""
         return self.reasoning_tokens + self.answer_tokens

@@ -64,7 +64,7 @@ class Scenario:
 
     @property
     def workload_name(self) -> str:
-        """The workload for display: files without their directories."""
+        """Return the workload for display: files without their directories."""
         parts = (part.strip().partition(":") for part in self.workload.split(","))
         return ", ".join(f"{form}{colon}{PurePath(path).name}" for form, colon, path in parts)
 
@@ -145,7 +145,7 @@ class Outcome:
 
     @property
     def tails(self) -> dict[int, float]:
-        """Tail TTFT in seconds by reasoning length, with PASCAL's bins and percentiles."""
+        """Return the tail TTFT in seconds by reasoning length, with PASCAL's bins and percentiles."""
         return tail_by_bin((reasoning, ttft_s) for reasoning, _, ttft_s in self.points)
 
 

@@ -162,7 +162,7 @@ class _InstanceState(Corrections[Job, Pending]):
 
     @property
     def idle(self) -> bool:
-        """Whether the instance is empty and no event has changed that since its report."""
+        """Return whether the instance is empty and no event has changed that since its report."""
         return (
             self.report.empty
             and not self.pending
@@ -314,7 +314,7 @@ class Views(ClusterModel[_InstanceState]):
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """Stages in force."""
+        """Return the stages in force."""
         return self._stages
 
     def set_stages(self, stages: tuple[Stage, ...]) -> None:

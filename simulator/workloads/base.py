@@ -44,7 +44,7 @@ class Clip:
 
     @property
     def end_s(self) -> float:
-        """The end of the window, exclusive."""
+        """Return the end of the window, exclusive."""
         return math.inf if self.duration_s is None else self.start_s + self.duration_s
 
     def cut(self, requests: Iterable[SimRequest]) -> list[SimRequest]:

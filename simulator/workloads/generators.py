@@ -57,7 +57,7 @@ class SessionGenerator:
 
     @property
     def arrival_cv(self) -> float:
-        """Requests of one session are clustered: root of the mean square of turns over their mean."""
+        """Return the coefficient of variation due to sessions: RMS of the turns over their mean."""
         return math.sqrt(2.0 * self.shape.turns - 1.0)
 
     @property

@@ -46,7 +46,7 @@ class WorkloadOptions:
 
     @property
     def clip(self) -> Clip:
-        """The selected section of the workload. Raise WorkloadError if it is always empty."""
+        """Return the selected section of the workload. Raise WorkloadError if it is always empty."""
         return Clip(self.start_s, self.duration_s, self.count)
 
 

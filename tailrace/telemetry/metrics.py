@@ -151,9 +151,10 @@ def _may_read(writer: asyncio.StreamWriter) -> bool:
 
 
 def serve_metrics(address: str, registry: CollectorRegistry, transport: Transport = PLAIN) -> MetricsServer:
-    """Listen on HOST:PORT (--metrics; port 0: any free one, see `.address`). Call it in a running event loop.
+    """Serve the registry on HOST:PORT (--metrics; port 0: any free one, see `.address`).
 
-    Raise ListenError if the address cannot be bound, ValueError if it is malformed.
+    Call it in a running event loop. Raise ListenError if the address cannot be bound, ValueError if it is
+    malformed.
     """
     if isinstance(transport, TlsTransport):
         _register_expiry(registry, transport)

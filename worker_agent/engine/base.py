@@ -197,7 +197,7 @@ class RequestStats:
 
     @property
     def phase_tokens(self) -> int:
-        """Tokens generated in the current phase."""
+        """Return the tokens generated in the current phase."""
         answering = self.phase is EnginePhase.ANSWERING
         return self.output_tokens - self.reasoning_tokens if answering else self.output_tokens
 
@@ -294,7 +294,7 @@ class Staging(Protocol):
 
     @property
     def buffer(self) -> object:
-        """An object that ucxx accepts, with the buffer protocol or __cuda_array_interface__."""
+        """Return an object that ucxx accepts, with the buffer protocol or __cuda_array_interface__."""
 
 
 class RankedMemory(Protocol):

@@ -55,12 +55,12 @@ class HostLedger:
 
     @property
     def used(self) -> int:
-        """Slots that belong to requests, or are pinned but no longer cached."""
+        """Return the slots that belong to requests, or are pinned but no longer cached."""
         return self._allocated - len(self._cached)
 
     @property
     def cached(self) -> int:
-        """Slots with cached blocks."""
+        """Return the slots with cached blocks."""
         return len(self._cached)
 
     @property

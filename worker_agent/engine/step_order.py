@@ -20,19 +20,19 @@ class Member(Hashable, Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens."""
+        """Return the number of prompt and output tokens."""
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens."""
+        """Return the number of output tokens."""
 
     @property
     def num_output_placeholders(self) -> int:
-        """Output tokens that steps in flight will generate, not included in `num_output_tokens`."""
+        """Return the number of output tokens that steps in flight will add to `num_output_tokens`."""
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens whose KV is on the device, or will be when the steps in flight have ended."""
+        """Return the tokens whose KV is on the device, or will be when the steps in flight have ended."""
 
 
 M = TypeVar("M", bound=Member)

@@ -59,7 +59,7 @@ class Against:
 
     @property
     def share(self) -> bool:
-        """Whether the figure is a share of the requests, which may be zero."""
+        """Return whether the figure is a share of the requests, which may be zero."""
         return self.figure.startswith("attainment")
 
     def verdict(self, change: float) -> Verdict:

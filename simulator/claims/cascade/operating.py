@@ -66,7 +66,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Name of the run."""
+        """Return the name of the run."""
         return f"cascade-heavy/{self.policy}/{self.penalty}/{self.load:g}/{self.seed}"
 
 

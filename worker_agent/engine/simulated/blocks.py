@@ -31,12 +31,12 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Number of free blocks."""
+        """Return the number of free blocks."""
         return len(self._returned) + len(self._named) + self.total - self._next_unused
 
     @property
     def used(self) -> int:
-        """Number of blocks in use."""
+        """Return the number of blocks in use."""
         return self._next_unused - len(self._returned) - len(self._named)
 
     def blocks_for(self, tokens: int) -> int:

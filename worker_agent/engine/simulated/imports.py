@@ -38,7 +38,7 @@ class _Import:
 
     @property
     def reserved(self) -> int:
-        """Number of reserved blocks."""
+        """Return the number of reserved blocks."""
         return len(self.request.blocks if self.slots is None else self.slots)
 
 

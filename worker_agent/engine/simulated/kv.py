@@ -39,7 +39,7 @@ class HostStaging:
 
     @property
     def buffer(self) -> object:
-        """The numpy array."""
+        """Return the numpy array."""
         return self.array
 
 

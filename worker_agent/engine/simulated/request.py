@@ -120,50 +120,50 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens."""
+        """Return the number of prompt and output tokens."""
         return self.total
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens."""
+        """Return the number of output tokens."""
         return len(self.outputs)
 
     @property
     def num_output_placeholders(self) -> int:
-        """Always 0, because a step begins only after the previous one has ended."""
+        """Return 0, because a step begins only after the previous one has ended."""
         return 0
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens whose KV exists."""
+        """Return the tokens whose KV exists."""
         return self.computed
 
     @property
     def view(self) -> JobView:
-        """The request as an intra-instance policy sees it."""
+        """Return the request as an intra-instance policy sees it."""
         reasons = self.reasons and self.reasoning_end is None
         return view_of(self.turn, reasons, len(self.prompt), len(self.outputs), self.reasoning_tokens)
 
     @property
     def decodes(self) -> bool:
-        """Whether all tokens but the latest are computed and the latest is an output."""
+        """Return whether all tokens but the latest are computed and the latest is an output."""
         return bool(self.outputs) and self.computed == self.total - 1
 
     @property
     def exporting(self) -> bool:
-        """Whether an export is open; such requests are preempted last."""
+        """Return whether an export is open; such requests are preempted last."""
         return self.exported_outputs is not None
 
     @property
     def decode_phase(self) -> EnginePhase:
-        """The phase when the prompt is computed."""
+        """Return the phase when the prompt is computed."""
         if self.reasons and self.reasoning_end is None:
             return EnginePhase.REASONING
         return EnginePhase.ANSWERING
 
     @property
     def reasoning_tokens(self) -> int:
-        """Output tokens up to the end of the reasoning."""
+        """Return the output tokens up to the end of the reasoning."""
         if not self.reasons:
             return 0
         return len(self.outputs) if self.reasoning_end is None else self.reasoning_end + 1

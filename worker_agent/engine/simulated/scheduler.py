@@ -29,7 +29,7 @@ class Step:
 
     @property
     def tokens(self) -> int:
-        """Tokens that the step computes."""
+        """Return the tokens that the step computes."""
         return len(self.decodes) + sum(tokens for _, tokens in self.chunks)
 
 
@@ -81,7 +81,7 @@ class Scheduler:
 
     @property
     def free_slots(self) -> int:
-        """Number of requests that may still be added to the batch."""
+        """Return the number of requests that may still be added to the batch."""
         return self._max_num_seqs - len(self.running) - self.held
 
     def use_policy(self, policy: IntraPolicy | None) -> None:

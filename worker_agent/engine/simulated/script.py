@@ -96,7 +96,7 @@ class Script:
 
     @property
     def identity(self) -> bytes:
-        """Digest of everything but the settings that the tokens depend on."""
+        """Return a digest of everything that the tokens depend on, except for the settings."""
         return self._key
 
     def token(self, index: int) -> int:
