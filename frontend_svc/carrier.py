@@ -275,7 +275,7 @@ class Carrier:
 
     def send_output(self, handle: int, frames: Sequence[bytes], tokens: int, last: bool) -> None:
         """See ApiServerSink."""
-        if self._pacer.paces(handle):
+        if self._pacer.is_paced(handle):
             self._pacer.put(handle, frames, tokens, last)
         else:
             self._output.send(frames)
@@ -345,7 +345,7 @@ class Carrier:
             return
         self._liveness.step_received(instance_id, step.step, time.monotonic())
         if self._answers is not None:
-            self._answers.heard_instance()
+            self._answers.instance_heard()
         if self._pacer or self._answers:
             self._send_split(instance_id, step, verdict)
         elif verdict.keep is None:
@@ -398,7 +398,7 @@ class Carrier:
         for at, message in zip(separate, messages, strict=True):
             entry = accepted[at]
             handle, flag, end = handles[entry], flags[entry], ends[entry]
-            if self._answers is not None and self._answers.keeps(handle):
+            if self._answers is not None and self._answers.is_kept(handle):
                 self._answers.append_output(
                     handle, message, list(step.token_ids[end - counts[entry] : end]), flag
                 )
@@ -406,9 +406,9 @@ class Carrier:
                 self._pacer.put(handle, message, counts[entry], bool(flag & FINISHED))
 
     def _sent_separately(self, handle: int) -> bool:
-        if self._answers is not None and self._answers.keeps(handle):
+        if self._answers is not None and self._answers.is_kept(handle):
             return True
-        return self._pacer.paces(handle)
+        return self._pacer.is_paced(handle)
 
     def _send_filtered(
         self, instance_id: str, step: worker_pb2.StepOutputs, verdict: StepVerdict, keep: list[bool]
@@ -526,7 +526,7 @@ class Carrier:
         if self._answers is not None:
             self._answers.stream_ended(stream.handle)
         frames = _error(stream.request_id, refusal)
-        if self._pacer.paces(stream.handle):
+        if self._pacer.is_paced(stream.handle):
             self._pacer.put(stream.handle, frames, 0, True)
         else:
             self._output.send(frames)

@@ -74,7 +74,7 @@ class Pacer:
         self._by_handle[stream.handle] = _Paced(stream.request_id, stream.pace_s, due_s)
         self._by_request[stream.request_id] = stream.handle
 
-    def paces(self, handle: int) -> bool:
+    def is_paced(self, handle: int) -> bool:
         """Return whether outputs of this stream must go through the pacer."""
         return handle in self._by_handle
 

@@ -42,7 +42,7 @@ class CacheSync:
 
     async def run_once(self) -> None:
         """Fetch the caches that are due now."""
-        instance_ids = self._state.cache.follower.wanted
+        instance_ids = self._state.cache.follower.incomplete
         now_s = asyncio.get_running_loop().time()
         self._retry_at_s = {name: at_s for name, at_s in self._retry_at_s.items() if at_s > now_s}
         due = [name for name in instance_ids if name not in self._retry_at_s][:_PARALLEL_MAX]

@@ -112,7 +112,7 @@ class TokenTimes:
             np.frombuffer(self.counts, np.int64),
         )
 
-    def each(self) -> Floats:
+    def all_s(self) -> Floats:
         """Return the time of every token; for tests and small cases."""
         rows = [
             first + interval * np.arange(n) + increment * (np.arange(n) * (np.arange(n) - 1) // 2)

@@ -69,7 +69,7 @@ class Draining:
         """Hand back requests without KV while the instance drains; run until cancelled."""
         while True:
             if self.active:
-                self._hand_backs.without_kv(_now_s())
+                self._hand_backs.hand_back_without_kv(_now_s())
             await asyncio.sleep(_POLL_S)
 
     async def stop(
@@ -93,7 +93,7 @@ class Draining:
         if await self._emptied(timeout_s):
             return
         log.warning("%s: %d requests left after %g s", self._instance_id, len(self._carried), timeout_s)
-        self._hand_backs.everything(_now_s())
+        self._hand_backs.hand_back_all(_now_s())
         if not await self._emptied(HANDOVER_S):
             log.warning("%s: %d requests found no other instance", self._instance_id, len(self._carried))
 

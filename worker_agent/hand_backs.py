@@ -37,7 +37,7 @@ class HandBacks:
         # When each was last handed back, in seconds of the caller's clock.
         self._handed_back_s: dict[RequestKey, float] = {}
 
-    def without_kv(self, now_s: float) -> None:
+    def hand_back_without_kv(self, now_s: float) -> None:
         """Hand back requests without KV here: waiting prompts, and preempted requests whose KV was
         dropped."""
         idle = {
@@ -47,7 +47,7 @@ class HandBacks:
         }
         self._hand_back_named(idle, now_s)
 
-    def prompts(self, request_ids: Collection[str], now_s: float) -> int:
+    def hand_back_prompts(self, request_ids: Collection[str], now_s: float) -> int:
         """Hand back those of the requests that wait here without a token; return how many."""
         requested = set(request_ids)
         return self._hand_back_named(
@@ -61,7 +61,7 @@ class HandBacks:
             now_s,
         )
 
-    def everything(self, now_s: float) -> None:
+    def hand_back_all(self, now_s: float) -> None:
         """Hand back everything that is left here, including requests that are being migrated."""
         self._hand_back([key for key, _ in self._carried.items()], now_s)
 

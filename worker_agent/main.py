@@ -333,7 +333,7 @@ async def serve(
     # Both are bound once the engine is loaded, which can take minutes.
     require_listenable("--listen", common.listen)
     require_listenable("--stream-port", f"{common.listen.rpartition(':')[0]}:{settings.stream_port}")
-    names = numbered(common.member_id, count)
+    names = consecutive_ids(common.member_id, count)
     registry = new_registry("worker", common.member_id)
     collector, histograms = WorkerCollector(registry), WorkerHistograms(registry)
     engines = [make_engine(options, histograms.step_late_seconds.observe) for _ in names]
@@ -391,7 +391,7 @@ def _ucx_options(common: CommonOptions, settings: WorkerSettings) -> dict[str, s
     return options
 
 
-def numbered(first: str, count: int) -> list[str]:
+def consecutive_ids(first: str, count: int) -> list[str]:
     """Return `count` ids starting with `first`: worker-5, worker-6; node-08, node-09; worker, worker-1."""
     stem, dash, number = first.rpartition("-")
     if not dash or not (number.isascii() and number.isdecimal()):

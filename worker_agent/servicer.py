@@ -91,7 +91,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         context: grpc.aio.ServicerContext[worker_pb2.HandBackPromptsRequest, worker_pb2.HandBackPromptsReply],
     ) -> worker_pb2.HandBackPromptsReply:
         """Hand prompts back to their front ends, which place them again."""
-        count = self._hand_backs.prompts(request.request_ids, asyncio.get_running_loop().time())
+        count = self._hand_backs.hand_back_prompts(request.request_ids, asyncio.get_running_loop().time())
         return worker_pb2.HandBackPromptsReply(handed_back=count)
 
     async def Profile(  # type: ignore[override]

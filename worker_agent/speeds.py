@@ -29,17 +29,17 @@ class Speeds:
     def of(profile: Profile, tpot_s: float) -> Speeds:
         """Return the quantities for an engine's own profile. `tpot_s`: longest time between two tokens, in
         seconds."""
-        return Speeds._of(TtftPredictor.of_profile(profile), profile, tpot_s)
+        return Speeds._with_limit(TtftPredictor.of_profile(profile), profile, tpot_s)
 
     @staticmethod
     def measured(record: ProfileRecord, tpot_s: float) -> Speeds:
         """Return the quantities for a profile measured on engines of its kind."""
         curve = record.ttft
         ttft = TtftPredictor(curve.base_s, curve.per_token_s, curve.per_token_squared_s)
-        return Speeds._of(ttft, record.profile, tpot_s)
+        return Speeds._with_limit(ttft, record.profile, tpot_s)
 
     @staticmethod
-    def _of(ttft: TtftPredictor, profile: Profile, tpot_s: float) -> Speeds:
+    def _with_limit(ttft: TtftPredictor, profile: Profile, tpot_s: float) -> Speeds:
         return Speeds(ttft, max_running_tokens(profile, tpot_s, CONTEXT_TOKENS))
 
     def prefill_delay_s(self, backlog_tokens: int, prompts: Sequence[int]) -> float:
@@ -68,11 +68,11 @@ class KnownSpeeds:
         self._profile = settings.profile or profile
         self._kind = kind
         self._membership = membership
-        # The inputs of the present speeds.
+        # The inputs of the current speeds.
         self._source: tuple[ProfileRecord | None, float] | None = None
         self._speeds: Speeds | None = None
 
-    def now(self) -> Speeds | None:
+    def current(self) -> Speeds | None:
         """Return the speeds, or None if there is no profile. Fits are made once for each record and TPOT."""
         record = None if self._given else self._membership.profiles.get(self._kind)
         if record is None and self._source is not None:
@@ -80,10 +80,10 @@ class KnownSpeeds:
             record = self._source[0]
         source = record, slo_tpot_s(self._membership)
         if source != self._source:
-            self._source, self._speeds = source, self._made(*source)
+            self._source, self._speeds = source, self._speeds_of(*source)
         return self._speeds
 
-    def _made(self, record: ProfileRecord | None, tpot_s: float) -> Speeds | None:
+    def _speeds_of(self, record: ProfileRecord | None, tpot_s: float) -> Speeds | None:
         if record is not None:
             return Speeds.measured(record, tpot_s)
         return None if self._profile is None else Speeds.of(self._profile, tpot_s)

@@ -410,7 +410,7 @@ class _WorkerBuilder:
             lambda: MigrationLoad(self._imports.with_room, len(self._exports), self._incoming.bytes_per_s),
             self._carried,
             self._events,
-            speeds.now,
+            speeds.current,
             lambda: [record.address for record in preferred(self._shared.membership, "monitor")],
             self._shared.channels,
             self._settings.report_s,

@@ -174,7 +174,7 @@ class AnswerCoordinator:
         """Return whether any stream produces an answer."""
         return bool(self._streams)
 
-    def keeps(self, handle: int) -> bool:
+    def is_kept(self, handle: int) -> bool:
         """Return whether outputs of this stream must go to `append_output`."""
         return handle in self._streams
 
@@ -194,9 +194,9 @@ class AnswerCoordinator:
         model = stream.model if stream.accepted == len(token_ids) else ""
         self._append(answer, Entry(part, tuple(token_ids), flags, tuple(detach_buffers(frames)), model))
 
-    def heard_instance(self) -> None:
+    def instance_heard(self) -> None:
         """Note that an instance sent outputs, of any stream."""
-        self._replication.heard_instance()
+        self._replication.instance_heard()
 
     def stream_ended(self, handle: int) -> None:
         """Drop a stream that ended without a last output: its client disconnected, or it was given up."""

@@ -155,7 +155,7 @@ class Replication:
         if copy is not None and not copy.refused:
             self._enqueue(copy)
 
-    def heard_instance(self) -> None:
+    def instance_heard(self) -> None:
         """Note that an instance was heard, so this front end is not the one that receives nothing."""
         if self._deaf_since_s is not None:
             self._release_held()

@@ -63,9 +63,9 @@ async def request_page(
     limit = None if size is None else size + 1
     positions: Sequence[tuple[str | float, str]]
     if request.order == admin_pb2.REQUEST_ORDER_OLDEST:
-        positions, total = await _oldest(state, request, _after(request, float), limit)
+        positions, total = await _oldest(state, request, _page_start(request, float), limit)
     else:
-        positions, total = await _by_instance(state, request, _after(request, str), limit)
+        positions, total = await _by_instance(state, request, _page_start(request, str), limit)
     shown = positions[:size]
     # Each once, also if it was found on two instances, because it moved from one to the other meanwhile.
     request_ids = dict.fromkeys(request_id for _, request_id in shown)
@@ -150,8 +150,8 @@ def _instances(state: ReportedCluster, request: admin_pb2.ListRequestsRequest) -
     return [request.instance_id] if request.instance_id else sorted(state.view().instances)
 
 
-def _after(request: admin_pb2.ListRequestsRequest, kind: type[T]) -> tuple[T, str] | None:
-    """Return the place of the last request of the page before; None: there is none."""
+def _page_start(request: admin_pb2.ListRequestsRequest, kind: type[T]) -> tuple[T, str] | None:
+    """Return the position of the last request of the previous page; None: there is none."""
     if not request.page_token:
         return None
     try:

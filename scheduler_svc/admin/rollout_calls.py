@@ -144,13 +144,14 @@ def _model(name: str, facts: FleetFacts, rollout: RolloutRecord | None) -> admin
     fronts = facts.serving(name)
     takes = {rollout.in_force} if rollout is not None else {front.key for front in fronts}
 
-    def taken(key: str) -> bool:
+    def takes_requests(key: str) -> bool:
         return any(covers(model, key) for model in takes)
 
     keys = {
         instance.key
         for instance in facts.instances.values()
-        if instance.key and (taken(instance.key) or (rollout is not None and rollout.has_model(instance.key)))
+        if instance.key
+        and (takes_requests(instance.key) or (rollout is not None and rollout.has_model(instance.key)))
     }
     # Candidates for a rollout: models with the front ends' tokenizer.
     keys |= {
@@ -158,12 +159,15 @@ def _model(name: str, facts: FleetFacts, rollout: RolloutRecord | None) -> admin
         for instance in facts.instances.values()
         if instance.key and any(text_of(instance.key) == text_of(front.key) for front in fronts)
     }
-    exact = sorted(key for key in keys if taken(key))
+    exact = sorted(key for key in keys if takes_requests(key))
     return admin_pb2.ModelInfo(
         name=name,
         frontend_ids=sorted(front.frontend_id for front in fronts),
         takes=fingerprint(exact[0]) if len(exact) == 1 else "",
-        versions=[_version(key, facts, taken(key)) for key in sorted(keys, key=lambda k: (not taken(k), k))],
+        versions=[
+            _version(key, facts, takes_requests(key))
+            for key in sorted(keys, key=lambda k: (not takes_requests(k), k))
+        ],
         rollout=None if rollout is None else _info(rollout, describe(rollout, facts)),
     )
 

@@ -64,7 +64,7 @@ def _winners(comparison: Comparison) -> str:
         if best is None:
             continue
         alike = f"; not distinguishable: {', '.join(sorted(best.tied))}" if best.tied else ""
-        rows.append((f"most goodput on {group.name}{_at(group)}{alike}", best.name))
+        rows.append((f"most goodput on {group.name}{_rate_suffix(group)}{alike}", best.name))
     return cards(rows)
 
 
@@ -76,12 +76,12 @@ def _workload(comparison: Comparison, groups: Sequence[Group]) -> list[str]:
         body += [_against_rate(groups, *figure_) for figure_ in _AGAINST_RATE]
     body += [_table(group) for group in groups]
     points = {cell.policy: [outcome.points for outcome in cell.outcomes] for cell in last.cells}
-    body += [subheading(f"Time to first token{_at(last)}"), *_lengths(points)]
+    body += [subheading(f"Time to first token{_rate_suffix(last)}"), *_lengths(points)]
     seed = comparison.plan.seeds[0]
     for cell in last.cells:
         detail = cell.outcomes[0].detail
         if detail is not None:
-            body.append(subheading(f"{cell.policy} over time{_at(last)}, seed {seed}"))
+            body.append(subheading(f"{cell.policy} over time{_rate_suffix(last)}, seed {seed}"))
             body += [kv_use(detail), pool_membership(detail), stages(detail), migrations(detail)]
     return body
 
@@ -119,7 +119,7 @@ def _table(group: Group) -> str:
         row = [Cell(cell.policy)]
         for name in _COLUMNS:
             value = cell.estimate(name)
-            standing = _standing(bests[name], cell, len(group.cells))
+            standing = _highlight(bests[name], cell, len(group.cells))
             row.append(Cell(mean_text(name, value), half_text(name, value), standing))
         row += [Cell(f"{cell.estimate(name).mean:,.0f}") for name in ("migrations", "refused")]
         rows.append(row)
@@ -130,8 +130,8 @@ def _table(group: Group) -> str:
         "refused",
     ]
     caption = (
-        f"{len(group.cells[0].outcomes)} seeds{_at(group)}: mean ± half of a 95% interval (Student's "
-        "t). Bold: the best mean; coloured: those not distinguishable from it, paired by seed."
+        f"{len(group.cells[0].outcomes)} seeds{_rate_suffix(group)}: mean ± half of a 95% interval "
+        "(Student's t). Bold: the best mean; coloured: those not distinguishable from it, paired by seed."
     )
     return table(headings, rows, caption)
 
@@ -141,7 +141,7 @@ def _groups(comparison: Comparison, workload: str) -> list[Group]:
     return [group for group in comparison.groups if group.workload == workload]
 
 
-def _standing(best: Best | None, cell: Entry, among: int) -> Literal["", "best", "tied"]:
+def _highlight(best: Best | None, cell: Entry, among: int) -> Literal["", "best", "tied"]:
     # Highlight nothing if all policies are tied.
     if best is None or len(best.tied) == among - 1:
         return ""
@@ -154,5 +154,5 @@ def _heading(heading_text: str) -> str:
     return f"{label} ({unit.lower()})" if label else heading_text.lower()
 
 
-def _at(group: Group) -> str:
+def _rate_suffix(group: Group) -> str:
     return "" if group.rate is None else f" at {group.rate:g}/s"

@@ -57,7 +57,7 @@ class CacheFollower:
         self.snapshots = 0
 
     @property
-    def wanted(self) -> list[str]:
+    def incomplete(self) -> list[str]:
         """Return the instances that need a snapshot because an update is missing."""
         return [name for name, followed in self._followed.items() if followed.seq is None]
 

@@ -68,7 +68,7 @@ class FleetFacts:
     # By the model's public name.
     rollouts: Mapping[str, RolloutRecord] = field(default_factory=dict)
 
-    def users(self, instance: InstanceFacts) -> list[str]:
+    def names_using(self, instance: InstanceFacts) -> list[str]:
         """Return the public names whose new requests go to this instance's model."""
         fronts = self.frontends.values()
         return sorted({front.name for front in fronts if front.name and front.uses(instance, self.rollouts)})

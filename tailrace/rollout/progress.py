@@ -68,7 +68,7 @@ def old_instances(record: RolloutRecord, fleet: FleetFacts) -> dict[str, Instanc
 
 
 def _shared_by(record: RolloutRecord, instance: InstanceFacts, fleet: FleetFacts) -> list[str]:
-    return [name for name in fleet.users(instance) if name != record.model]
+    return [name for name in fleet.names_using(instance) if name != record.model]
 
 
 def describe(record: RolloutRecord, fleet: FleetFacts) -> str:

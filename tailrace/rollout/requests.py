@@ -213,7 +213,7 @@ def _model_in_use(model: str, new: str, fronts: Iterable[FrontEndFacts], fleet: 
     models = group_by_weights(keys_in_use)
     if len(models) > 1:
         # An operator has already started front ends of the new model.
-        models = [candidate for candidate in models if not candidate.include(new)]
+        models = [candidate for candidate in models if not candidate.includes(new)]
     match models:
         case [only]:
             # Of two precisions, the one that is not new: instances of the new one take requests as soon as

@@ -24,7 +24,7 @@ class SameWeights:
         """Return the key that covers them: the exact one if there is only one, else the short one."""
         return next(iter(self.keys)) if len(self.keys) == 1 else self.short
 
-    def include(self, key: str) -> bool:
+    def includes(self, key: str) -> bool:
         """Return whether the model of this key has these weights."""
         return covers(self.short, key)
 

@@ -94,9 +94,9 @@ class Election:
 
     async def _wait_until_vacant(self) -> None:
         """Wait until there is no leader, or etcd shows this process as the leader."""
-        await self._until(lambda value: value in (None, self._value))
+        await self._wait_until(lambda value: value in (None, self._value))
 
-    async def _until(self, condition: Callable[[bytes | None], bool]) -> None:
+    async def _wait_until(self, condition: Callable[[bytes | None], bool]) -> None:
         async with aclosing(self._store.watch_prefix(self._key)) as watch:
             async for mapping in watch:
                 if condition(mapping.get(self._key)):
@@ -110,7 +110,9 @@ class Election:
         log.info("%s leads", self._name)
         self.following.clear()
         self.leading.hold_until(until_s)
-        replaced = asyncio.create_task(self._until(lambda value: value != self._value), name="leadership")
+        replaced = asyncio.create_task(
+            self._wait_until(lambda value: value != self._value), name="leadership"
+        )
         try:
             while (left_s := until_s - lease_clock()) > 0:
                 await asyncio.wait([replaced], timeout=min(left_s, self._ttl_s / 4))

@@ -289,7 +289,7 @@ def _leaving(
         return frozenset()
     fronts = [front for front in front_end_facts(services).values() if front.name]
 
-    def leaves(name: str) -> bool:
+    def is_leaving(name: str) -> bool:
         record = instances[name]
         if record.model_identity is None:
             return False
@@ -298,7 +298,7 @@ def _leaving(
             return False
         return not any(front.uses(InstanceFacts(name, key, record.model), rollouts) for front in fronts)
 
-    return frozenset(filter(leaves, named))
+    return frozenset(filter(is_leaving, named))
 
 
 def _withdrawn(tombstone: bytes | None, record: InstanceRecord) -> bool:

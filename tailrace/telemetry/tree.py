@@ -93,7 +93,7 @@ def _table(trace: Trace) -> Table:
 def _add(table: Table, node: Node, zero_ns: int, lead: str, indent: str, *, client: bool = False) -> None:
     name = Text(lead, style="dim")
     name.append(node.name, style="not dim bold red" if node.error is not None else "not dim bold")
-    about = _about(node)
+    about = _attributes_text(node)
     if client:
         about.append(" (continues the client's trace)", style="dim")
     table.add_row(
@@ -108,7 +108,7 @@ def _add(table: Table, node: Node, zero_ns: int, lead: str, indent: str, *, clie
 
 def _add_all(table: Table, nodes: Sequence[Node], events: Sequence[Event], zero_ns: int, indent: str) -> None:
     """Add the spans and events of one level, in order of time."""
-    level: list[Node | Event] = sorted([*nodes, *events], key=_when)
+    level: list[Node | Event] = sorted([*nodes, *events], key=_time_ns)
     for number, item in enumerate(level):
         last = number == len(level) - 1
         lead = indent + ("└─ " if last else "├─ ")
@@ -120,21 +120,25 @@ def _add_all(table: Table, nodes: Sequence[Node], events: Sequence[Event], zero_
                 "",
                 f"+{_ms(item.at_ns - zero_ns):,.1f}",
                 "",
-                Text(" ".join(f"{_short(key)}={_shown(key, v)}" for key, v in item.attributes.items())),
+                Text(
+                    " ".join(
+                        f"{_short_key(key)}={_format_value(key, v)}" for key, v in item.attributes.items()
+                    )
+                ),
             )
 
 
-def _when(item: Node | Event) -> int:
+def _time_ns(item: Node | Event) -> int:
     return item.start_ns if isinstance(item, Node) else item.at_ns
 
 
-def _about(node: Node) -> Text:
+def _attributes_text(node: Node) -> Text:
     text = Text()
     if node.error is not None:
         text.append(f"ERROR {node.error}".rstrip(), style="bold red")
     for key, value in _ordered(node):
-        text.append(f"{' ' if text else ''}{_short(key)}=", style="dim")
-        text.append(_shown(key, value))
+        text.append(f"{' ' if text else ''}{_short_key(key)}=", style="dim")
+        text.append(_format_value(key, value))
     return text
 
 
@@ -150,11 +154,11 @@ def _ordered(node: Node) -> Iterator[tuple[str, Value]]:
             yield key, value
 
 
-def _short(key: str) -> str:
+def _short_key(key: str) -> str:
     return key.removeprefix(_PREFIX).removeprefix("migration.")
 
 
-def _shown(key: str, value: Value) -> str:
+def _format_value(key: str, value: Value) -> str:
     if key == attributes.MIGRATION_BYTES and isinstance(value, int):
         return _bytes(value)
     if isinstance(value, float):

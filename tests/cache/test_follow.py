@@ -94,9 +94,9 @@ class BookToFollower(RuleBasedStateMachine):
         for update in (self.book.take(), self.book.take()):
             self.updates.append((str(self.incarnation), *update))
             settled.update("w", str(self.incarnation), *update)
-        if settled.wanted:
+        if settled.incomplete:
             settled.snapshot("w", str(self.incarnation), *self.book.snapshot())
-        assert not settled.wanted
+        assert not settled.incomplete
         _, held = self.book.snapshot()
         expected = {change.tier: set(change.stored) for change in held}
         for tier in Tier:
@@ -117,19 +117,19 @@ def test_updates_during_a_snapshot_request_are_not_lost() -> None:
     follower = CacheFollower(CacheIndex())
     follower.keep({"w": "a"})
     follower.update("w", "a", 5, [Change(Tier.DEVICE, [5])])
-    assert follower.wanted == ["w"]
+    assert follower.incomplete == ["w"]
     follower.update("w", "a", 6, [Change(Tier.DEVICE, [6], [1])])
     follower.snapshot("w", "a", 5, [Change(Tier.DEVICE, [1, 5])])
-    assert follower.wanted == [] and follower.index.names("w") == {5, 6}
+    assert follower.incomplete == [] and follower.index.names("w") == {5, 6}
 
 
 def test_an_empty_update_reveals_a_gap() -> None:
     follower = CacheFollower(CacheIndex())
     follower.keep({"w": "a"})
     follower.update("w", "a", 0, [])
-    assert follower.wanted == []
+    assert follower.incomplete == []
     follower.update("w", "a", 1, [])
-    assert follower.wanted == ["w"]
+    assert follower.incomplete == ["w"]
 
 
 def test_removed_instances_hold_nothing() -> None:

@@ -157,7 +157,7 @@ class RandomRun:
             report.request_columns.CopyFrom(columns_from(there))
             del report.requests[:]
         self.take(report)
-        if name in self.control.model.cache.follower.wanted and self.draw.random() < 0.5:
+        if name in self.control.model.cache.follower.incomplete and self.draw.random() < 0.5:
             listed = cache_pb2.ListCacheReply(incarnation="1", seq=self.cache_seq[name], held=[change])
             self.control.model.cache_listed(name, listed)
 

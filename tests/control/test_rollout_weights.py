@@ -16,7 +16,7 @@ def test_each_key_is_only_in_the_group_of_its_weights(keys: frozenset[str]) -> N
     groups = group_by_weights(keys)
     assert sorted(key for group in groups for key in group.keys) == sorted(keys)
     for key in keys:
-        (of_it,) = [group for group in groups if group.include(key)]
+        (of_it,) = [group for group in groups if group.includes(key)]
         assert key in of_it.keys
         assert covers(of_it.key, key)
 
@@ -28,4 +28,4 @@ def test_one_precision_has_its_own_key_and_several_share_one() -> None:
     one = both.without("text:a:x")
     assert one.without("text:a:y") == one
     assert both.without("text:b:x") == both
-    assert both.include("text:a:z") and not both.include("text:ab:x")
+    assert both.includes("text:a:z") and not both.includes("text:ab:x")

@@ -263,7 +263,7 @@ def generate(front: FrontEnd, stream: Stream, count: int, network: Network) -> N
     """Generate tokens for a stream, as an instance does."""
     token_ids = [next(network.tokens) for _ in range(min(count, LENGTH - stream.accepted))]
     flags = 0 if stream.accepted else PREFILL_DONE
-    front.coordinator.heard_instance()
+    front.coordinator.instance_heard()
     stream.token_ids.extend(token_ids)
     finished = stream.accepted >= LENGTH
     output = EngineCoreOutput(
@@ -272,7 +272,7 @@ def generate(front: FrontEnd, stream: Stream, count: int, network: Network) -> N
     if finished:
         flags |= FINISHED
         front.table.close(stream)
-    if front.coordinator.keeps(stream.handle):
+    if front.coordinator.is_kept(stream.handle):
         front.coordinator.append_output(stream.handle, encode_outputs([output]), token_ids, flags)
 
 

@@ -33,13 +33,13 @@ def test_reports_update_the_cache_and_a_listing_repairs_gaps() -> None:
     # The last token is always computed.
     assert lookup(state, prompt_tokens=64)["b"] == CachedTokens(63, 63, 63)
     report_stored(state, "a", 3, NAMES[3:])
-    assert state.cache.follower.wanted == ["a"]
+    assert state.cache.follower.incomplete == ["a"]
     incarnation = state.cache.follower._followed["a"].incarnation
     listing = cache_pb2.ListCacheReply(incarnation=incarnation, seq=2)
     listing.held.add(tier=cache_pb2.CACHE_TIER_HOST, stored=NAMES[2:3])
     listing.held.add(tier=cache_pb2.CACHE_TIER_DEVICE, stored=NAMES[:2])
     state.cache.listed("a", listing)
-    assert state.cache.follower.wanted == []
+    assert state.cache.follower.incomplete == []
     # Host memory can be pulled from, too.
     assert lookup(state)["a"] == CachedTokens(32, 64, 64)
     state.set_members(members("b"), 0.0)

@@ -82,7 +82,7 @@ def test_token_times_between_boundaries(runs: list[tuple[int, float, float]], da
     end = data.draw(st.integers(start + 1, len(ends)))
     times = TokenTimes()
     log.copy(start, end, times)
-    np.testing.assert_allclose(times.each(), ends[start:end], rtol=1e-12)
+    np.testing.assert_allclose(times.all_s(), ends[start:end], rtol=1e-12)
     assert last_s(*times.columns())[-1] == pytest.approx(ends[end - 1])
 
 

@@ -80,7 +80,7 @@ class Watched(Simulation):
         if job.history:
             times = TokenTimes()
             job.copy_times(0, times)
-            self.token_times[job.request.request_id] = times.each()
+            self.token_times[job.request.request_id] = times.all_s()
         super()._complete(job)
 
 

@@ -19,7 +19,7 @@ from worker_agent.engines import (
     with_tiny_models_defaults,
 )
 from worker_agent.faults import VARIABLE, Faults
-from worker_agent.main import command, numbered
+from worker_agent.main import command, consecutive_ids
 
 
 def test_engine_arguments_are_json_or_strings() -> None:
@@ -95,5 +95,5 @@ async def test_each_worker_of_a_process_is_registered(
     ],
 )
 def test_worker_ids_are_numbered_from_the_given_one(first: str, ids: list[str]) -> None:
-    assert numbered(first, 2) == ids
-    assert numbered(first, 1) == [first]
+    assert consecutive_ids(first, 2) == ids
+    assert consecutive_ids(first, 1) == [first]

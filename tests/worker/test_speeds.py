@@ -84,11 +84,11 @@ class Members:
 def test_max_running_tokens_follow_the_slo_of_the_deployment() -> None:
     members, profile = Members(), load_profile("llama-3.1-8b-h100")
     known = KnownSpeeds(profile, WorkerSettings(), "kind", cast("Membership", members))
-    assert known.now() == Speeds.of(profile, 0.15)
-    assert known.now() is known.now()
+    assert known.current() == Speeds.of(profile, 0.15)
+    assert known.current() is known.current()
     members.slo = Slo(2.0, 0.02)
-    assert known.now() == Speeds.of(profile, 0.02)
+    assert known.current() == Speeds.of(profile, 0.02)
     members.slo = Slo(2.0, None)
-    assert known.now() == Speeds.of(profile, 0.15)
+    assert known.current() == Speeds.of(profile, 0.15)
     nobody = KnownSpeeds(None, WorkerSettings(), "kind", cast("Membership", members))
-    assert nobody.now() is None
+    assert nobody.current() is None

@@ -75,7 +75,7 @@ def coordinator_of(
     bid.
     """
 
-    def here(request_id: str) -> bool:
+    def is_here(request_id: str) -> bool:
         return carried.by_id(request_id) is not None
 
     def space() -> Space:
@@ -84,9 +84,9 @@ def coordinator_of(
 
     return Coordinator(
         own,
-        here,
+        is_here,
         space,
-        lambda request_id: imports.reserved(request_id) or here(request_id),
+        lambda request_id: imports.reserved(request_id) or is_here(request_id),
         Fetching(own.instance_id, channels, migration_service),
         send_over(channels),
         metrics.offers,

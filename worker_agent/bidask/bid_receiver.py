@@ -87,24 +87,24 @@ class BidReceiver:
                     self._won[request_id] = Won(
                         request_id, sender, message.tokens, wire.award, time.monotonic()
                     )
-                self._say(self._receiver.on_award(message))
+                self._post_all(self._receiver.on_award(message))
             case Busy():
-                self._say(self._receiver.on_busy(message))
+                self._post_all(self._receiver.on_busy(message))
             case Grant():
                 self._granted(message)
             case Withdraw():
-                self._say(self._receiver.on_withdraw(message))
-        self._tidy()
+                self._post_all(self._receiver.on_withdraw(message))
+        self._drop_finished()
 
     def lost(self, sender: str) -> None:
         """Handle a sender that does not answer. What is being fetched from it ends by itself."""
-        self._say(self._receiver.lost(sender))
-        self._tidy()
+        self._post_all(self._receiver.lost(sender))
+        self._drop_finished()
 
     def _granted(self, grant: Grant) -> None:
         won = self._won.get(grant.request_id)
         if won is None or won.sender != grant.sender or not self._receiver.on_grant(grant):
-            self._say([(grant.sender, Done(self._receiver.name, grant.request_id, False))])
+            self._post_all([(grant.sender, Done(self._receiver.name, grant.request_id, False))])
             return
         if grant.request_id in self._fetching:
             return
@@ -115,7 +115,7 @@ class BidReceiver:
     def _fetched(self, request_id: str, task: asyncio.Task[None]) -> None:
         self._fetching.pop(request_id, None)
         # Drop what was won and is not fetched any more now, not with the next message.
-        self._tidy()
+        self._drop_finished()
         if (error := task_error(task)) is not None:
             log.error("fetching %s failed", request_id, exc_info=error)
 
@@ -128,8 +128,8 @@ class BidReceiver:
                 messages = self._receiver.finished(won.request_id, accepted)
             else:
                 messages = [(won.sender, Done(self._receiver.name, won.request_id, accepted))]
-            self._say(messages)
-            self._tidy()
+            self._post_all(messages)
+            self._drop_finished()
         if accepted:
             self._receiver.transferred(won.tokens, time.monotonic() - began_s)
 
@@ -140,10 +140,10 @@ class BidReceiver:
             # The sender has given it up by now, and its message was lost.
             if now_s - won.won_s > OFFER_S and won.request_id not in self._fetching:
                 self._receiver.on_withdraw(Withdraw(won.sender, won.request_id))
-        self._say(self._receiver.attempt())
-        self._tidy()
+        self._post_all(self._receiver.attempt())
+        self._drop_finished()
 
-    def _tidy(self) -> None:
+    def _drop_finished(self) -> None:
         queue = set(self._receiver.queue)
         self._won = {
             request_id: won
@@ -155,6 +155,6 @@ class BidReceiver:
         if queue and self._attempts is None:
             self._attempts = asyncio.get_running_loop().call_later(ATTEMPT_S, self._attempt)
 
-    def _say(self, messages: Sequence[tuple[str, ToSender]]) -> None:
+    def _post_all(self, messages: Sequence[tuple[str, ToSender]]) -> None:
         for sender, message in messages:
             self._post(sender, self._addresses.get(sender, ""), encode(message))

@@ -85,7 +85,7 @@ class Slots:
         self._used = 0
 
     @classmethod
-    def of(cls, segments: Segments, size: int, memory: KvMemory) -> Slots | None:
+    def create(cls, segments: Segments, size: int, memory: KvMemory) -> Slots | None:
         """Create the slots; return None if the KV is not in host memory. Raise OSError."""
         segment = segments.take(size)
         stagings = [memory.staging_over(part) for part in np.split(segment.memory, WINDOW)]
@@ -207,7 +207,7 @@ class Conversation:
             return NO_SEGMENT
         try:
             size = WINDOW * self._pool.chunk_blocks * self._shape.block_bytes
-            self._slots = Slots.of(self._segments, size, self._memory)
+            self._slots = Slots.create(self._segments, size, self._memory)
         except OSError as error:
             log.warning("no shared memory with a target: %s", format_error(error))
         return NO_SEGMENT if self._slots is None else self._slots.segment.name.encode()

@@ -39,13 +39,13 @@ class Exports:
 
     def open(self, key: RequestKey) -> bool:
         """Return whether this request is being exported."""
-        return self._of(key) is not None
+        return self._find(key) is not None
 
     # ---- messages of the front end
 
     def handle_release(self, key: RequestKey, epoch: int) -> bool:
         """Release an exported request; return False if it is not being exported in that epoch."""
-        export = self._of(key)
+        export = self._find(key)
         if export is None or export.epoch != epoch or export.decided:
             return False
         export.lease.inbox.signal(Released())
@@ -53,13 +53,13 @@ class Exports:
 
     def handle_ownership(self, key: RequestKey, epoch: int, current: bool) -> None:
         """Pass on the reply to an OwnershipQuery."""
-        export = self._of(key)
+        export = self._find(key)
         if export is not None and export.epoch == epoch:
             export.lease.inbox.signal(Owned(current))
 
     def request_aborted(self, key: RequestKey) -> None:
         """End the export of a request that the front end has aborted."""
-        export = self._of(key)
+        export = self._find(key)
         if export is not None:
             export.lease.inbox.signal(Ended("the request was aborted"))
 
@@ -68,7 +68,7 @@ class Exports:
             if export.key is not None and export.key.client == client:
                 export.lease.inbox.signal(Ended("its front end is gone"))
 
-    def _of(self, key: RequestKey) -> Export | None:
+    def _find(self, key: RequestKey) -> Export | None:
         return next((export for export in self._running if export.key == key), None)
 
     def _done(self, export: Export, task: asyncio.Task[None]) -> None:

@@ -174,7 +174,7 @@ class Export:
     ) -> Outcome | None:
         match command.WhichOneof("body"):
             case "more" if not self.paused:
-                return await self._more(session, command.more.have_blocks)
+                return await self._send_more_blocks(session, command.more.have_blocks)
             case "pause" if not self.paused:
                 return await self._pause(session, command.pause)
             case "end" if command.end.committed and self.paused:
@@ -185,7 +185,7 @@ class Export:
             case other:
                 return await self._on_target_lost(f"unexpected command {other}")
 
-    async def _more(self, session: BlockSession | None, have_blocks: int) -> Outcome | None:
+    async def _send_more_blocks(self, session: BlockSession | None, have_blocks: int) -> Outcome | None:
         await self._parts.faults.hold("export:pre_copy")
         try:
             hashes = await run_to_completion(self._parts.engine.export_more(self._request_id, have_blocks))

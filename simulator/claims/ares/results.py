@@ -51,23 +51,23 @@ class Results:
         self._figures = figures
         self._seeds = seeds
 
-    def each(self, dataset: str, arm: str, level: str, name: str) -> list[float]:
+    def per_seed(self, dataset: str, arm: str, level: str, name: str) -> list[float]:
         """Return a figure for each seed."""
         return [number(self._figures[run_name(dataset, arm, level, seed)], name) for seed in self._seeds]
 
     def estimate(self, dataset: str, arm: str, level: str, name: str) -> Estimate:
         """Return a figure's mean over seeds, with its spread."""
-        return estimate(self.each(dataset, arm, level, name))
+        return estimate(self.per_seed(dataset, arm, level, name))
 
     def ratio(self, dataset: str, arms: tuple[str, str], level: str, name: str) -> Estimate:
         """Return the ratio of a figure between two schedulers on the same requests."""
-        first, second = (self.each(dataset, arm, level, name) for arm in arms)
+        first, second = (self.per_seed(dataset, arm, level, name) for arm in arms)
         return estimate([ours / theirs for ours, theirs in zip(first, second, strict=True)])
 
     def curve(self, dataset: str, arm: str, name: str) -> dict[str, list[float]]:
         """Return a positive figure's geometric means over the loads, which limit the influence of one
         seed."""
-        means = [geometric_mean(self.each(dataset, arm, load_level(load), name)) for load in self.loads]
+        means = [geometric_mean(self.per_seed(dataset, arm, load_level(load), name)) for load in self.loads]
         return {"loads": list(self.loads), f"{arm}_{name}": means}
 
     def match(self, dataset: str, arm: str, name: str, wanted: float) -> Matched:
@@ -84,7 +84,7 @@ class Results:
     def at_load(self, dataset: str, arm: str, load: float, name: str) -> list[float]:
         """Return a positive figure of each seed between two loads of the curve, interpolated in its
         logarithm."""
-        lines = [self.each(dataset, arm, load_level(at), name) for at in self.loads]
+        lines = [self.per_seed(dataset, arm, load_level(at), name) for at in self.loads]
         rows = np.log(np.array(lines)).T
         return [math.exp(float(np.interp(load, self.loads, row))) for row in rows]
 

@@ -127,14 +127,14 @@ class Results:
         """Return the loads at which a scheduler ran."""
         return tuple(load for load in LOADS[penalty] if self.has(policy, penalty, load))
 
-    def each(self, policy: str, penalty: str, load: float, name: str) -> list[float]:
+    def per_seed(self, policy: str, penalty: str, load: float, name: str) -> list[float]:
         """Return a figure for each seed."""
         seeds = seeds_of(self._effort, policy, penalty, load)
         return [number(self._figures[Cell(policy, penalty, load, seed).name], name) for seed in seeds]
 
     def estimate(self, policy: str, penalty: str, load: float, name: str) -> Estimate:
         """Return a figure's mean over seeds, with its spread."""
-        return estimate(self.each(policy, penalty, load, name))
+        return estimate(self.per_seed(policy, penalty, load, name))
 
     def change(self, baseline: str, penalty: str, load: float, name: str, least: float = 0.0) -> Estimate:
         """Return ours over the baseline's on the same requests, less 1; the baseline's counts as at least
@@ -142,7 +142,7 @@ class Results:
 
         Uses the seeds that both ran on: the seeds of one are the first of the other's.
         """
-        ours, theirs = (self.each(policy, penalty, load, name) for policy in (OURS, baseline))
+        ours, theirs = (self.per_seed(policy, penalty, load, name) for policy in (OURS, baseline))
         return estimate([a / max(b, least) - 1.0 for a, b in zip(ours, theirs, strict=False)])
 
     def requests(self, policy: str, penalty: str, load: float) -> float:

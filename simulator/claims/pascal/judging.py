@@ -109,9 +109,9 @@ def judge_throughput(claim: Claim, results: Results) -> Finding:
     found: dict[str, Estimate] = {}
     for dataset in (ALPACA, ARENA):
         for level in LEVELS:
-            pascal = results.each(dataset, "pascal", level, "tokens_per_s")
+            pascal = results.per_seed(dataset, "pascal", level, "tokens_per_s")
             for baseline in _BASELINES:
-                theirs = results.each(dataset, baseline, level, "tokens_per_s")
+                theirs = results.per_seed(dataset, baseline, level, "tokens_per_s")
                 pairs = zip(pascal, theirs, strict=True)
                 found[f"{dataset}_{level}_vs_{baseline}"] = estimate(
                     [ours / other - 1.0 for ours, other in pairs]
@@ -208,7 +208,9 @@ def judge_adaptive(slo: Claim, latency: Claim, results: Results, curves: Results
 
 def _relative(results: Results, arm: str, other: str, name: str) -> Estimate:
     """Return a figure of one scheduler over another's, less one, seed by seed (AlpacaEval2.0, high)."""
-    pairs = zip(results.each(ALPACA, arm, HIGH, name), results.each(ALPACA, other, HIGH, name), strict=True)
+    pairs = zip(
+        results.per_seed(ALPACA, arm, HIGH, name), results.per_seed(ALPACA, other, HIGH, name), strict=True
+    )
     return estimate([one / two - 1.0 for one, two in pairs])
 
 

@@ -45,14 +45,14 @@ class Results:
         self._figures = figures
         self._seeds = seeds
 
-    def each(self, dataset: str, arm: str, level: str, name: str) -> list[float]:
+    def per_seed(self, dataset: str, arm: str, level: str, name: str) -> list[float]:
         """Return a figure for each seed."""
         runs = [self._figures[run_name(dataset, arm, level, seed)] for seed in self._seeds]
         return [number(run, name) for run in runs]
 
     def estimate(self, dataset: str, arm: str, level: str, name: str) -> Estimate:
         """Return a figure's mean over seeds, with its spread."""
-        return estimate(self.each(dataset, arm, level, name))
+        return estimate(self.per_seed(dataset, arm, level, name))
 
     def curve(self, dataset: str, arm: str, name: str) -> dict[str, list[float]]:
         """Return the loads at which the scheduler ran, with a figure's means and their spreads."""
@@ -66,7 +66,7 @@ class Results:
 
     def mean(self, dataset: str, arm: str, level: str, name: str) -> float:
         """Return a figure's mean over seeds."""
-        return float(np.mean(self.each(dataset, arm, level, name)))
+        return float(np.mean(self.per_seed(dataset, arm, level, name)))
 
     def compare(self, dataset: str, theirs: str, level: str = HIGH) -> Comparison:
         """Compare PASCAL's tails with another scheduler's."""

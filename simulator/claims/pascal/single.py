@@ -106,11 +106,11 @@ def judge(effort: Effort, figures: Mapping[str, Figures]) -> Sequence[Finding]:
     """Judge P13 and P14."""
     seeds = effort.seeds(SEEDS)
 
-    def each(dataset: str, arm: str, name: str, load: float = LOAD) -> list[float]:
+    def per_seed(dataset: str, arm: str, name: str, load: float = LOAD) -> list[float]:
         return [number(figures[_run_name(dataset, arm, load, seed)], name) for seed in seeds]
 
     def ratios(arm: str, name: str) -> Estimate:
-        pairs = zip(each(_REASONING, arm, name), each(_REASONING, "oracle", name), strict=True)
+        pairs = zip(per_seed(_REASONING, arm, name), per_seed(_REASONING, "oracle", name), strict=True)
         return estimate([theirs / oracle for theirs, oracle in pairs])
 
     latency = {
@@ -129,7 +129,7 @@ def judge(effort: Effort, figures: Mapping[str, Figures]) -> Sequence[Finding]:
         spreads_of(latency),
     )
     attained = {
-        f"{name}_{arm}": estimate(each(_ANSWERING, arm, name))
+        f"{name}_{arm}": estimate(per_seed(_ANSWERING, arm, name))
         for arm in _INTRA
         for name in ("attained", "attained_long")
     }
@@ -137,9 +137,9 @@ def judge(effort: Effort, figures: Mapping[str, Figures]) -> Sequence[Finding]:
     for arm in _INTRA:
         for name in ("attained", "attained_long"):
             curves[f"curve_{name}_{arm}"] = [
-                estimate(each(_ANSWERING, arm, name, load)).mean for load in LOADS
+                estimate(per_seed(_ANSWERING, arm, name, load)).mean for load in LOADS
             ]
-    holding = [load for load in LOADS if _p14_holds(each, load)]
+    holding = [load for load in LOADS if _p14_holds(per_seed, load)]
     second = Finding(
         P14.claim_id,
         f"{format_estimate(attained['attained_rr'], '.0%')} vs "
@@ -156,18 +156,18 @@ def judge(effort: Effort, figures: Mapping[str, Figures]) -> Sequence[Finding]:
     return first, second
 
 
-def _p14(each: Callable[[str, str, str, float], list[float]], load: float) -> list[bool]:
+def _p14(per_seed: Callable[[str, str, str, float], list[float]], load: float) -> list[bool]:
     """Return whether RR attains more than FCFS, and at 2048 tokens as much as the oracle."""
 
     def mean(arm: str, name: str) -> float:
-        return estimate(each(_ANSWERING, arm, name, load)).mean
+        return estimate(per_seed(_ANSWERING, arm, name, load)).mean
 
     long = mean("rr", "attained_long") >= mean("oracle", "attained_long") - 0.05
     return [mean("rr", "attained") > mean("fcfs", "attained"), long]
 
 
-def _p14_holds(each: Callable[[str, str, str, float], list[float]], load: float) -> bool:
-    return all(_p14(each, load))
+def _p14_holds(per_seed: Callable[[str, str, str, float], list[float]], load: float) -> bool:
+    return all(_p14(per_seed, load))
 
 
 def _over_loads(holding: Sequence[float]) -> Verdict:
