@@ -146,7 +146,7 @@ class Adoptions:
                 self._commit(stream, source, target, adopt)
 
     def _commit(self, stream: Stream, source: str, target: str, adopt: worker_pb2.Adopt) -> None:
-        # If the target cannot be told, nobody would run the request: then it stays with the source.
+        # If the target cannot be notified, no engine would run the request: then it stays with the source.
         accepted = worker_pb2.AdoptReply(migration_id=adopt.migration_id, handle=adopt.handle, accepted=True)
         if not self._outbox.send(target, worker_pb2.AttachUp(adopt_reply=accepted)):
             return

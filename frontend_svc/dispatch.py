@@ -206,7 +206,7 @@ class Dispatcher:
         if self._tasks.get(stream.handle) is task:
             del self._tasks[stream.handle]
         if (error := task_error(task)) is not None:
-            # A bug here must not leave the client waiting for ever.
+            # A bug here must not leave the client waiting forever.
             log.error("placing %s failed", stream.request_id, exc_info=error)
             self._sink.on_unplaced(stream, "internal error", 0.0)
 

@@ -1,4 +1,4 @@
-"""Find streams that nobody runs: those without a token for longer than their instance's steps explain.
+"""Find streams that no engine runs: those without a token for longer than their instance's steps explain.
 
 The owner is asked whether it still has them. It replies on the stream that carries its outputs, after all of
 them: what it does not have at that point, it will not send.

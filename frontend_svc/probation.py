@@ -10,7 +10,7 @@ Other front ends have suspects too and do not know of these: a worker accepts su
 time (worker_agent/dispatch.py) and rejects the others.
 
 Clearing all suspects takes as long as their prompts take one after the other. If that is too long (long
-queues, or very many streams), the number per instance doubles every WIDEN_S seconds: nobody waits for ever
+queues, or very many streams), the number per instance doubles every WIDEN_S seconds: nobody waits forever
 because of a crash that may have had other reasons.
 """
 

@@ -132,7 +132,7 @@ class _InstanceState(Corrections[Job, Pending]):
             after = self._decoding(context)
             self.add_request(job, after)
         else:
-            after = CountedRequest(max(context, before.context_tokens), before.kv_tokens, seated=True)
+            after = CountedRequest(max(context, before.context_tokens), before.kv_tokens, has_slot=True)
             self.change_request(before, after)
         self.updates[job] = after
 
@@ -153,7 +153,7 @@ class _InstanceState(Corrections[Job, Pending]):
 
     def _decoding(self, context_tokens: int) -> CountedRequest:
         size = self.instance.block_tokens
-        return CountedRequest(context_tokens, blocks_for(context_tokens, size) * size, seated=True)
+        return CountedRequest(context_tokens, blocks_for(context_tokens, size) * size, has_slot=True)
 
     def _prefill_s(self, job: Job) -> float:
         """Return the seconds of prefill that its placement did not expect to find cached."""

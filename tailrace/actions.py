@@ -9,7 +9,7 @@ from tailrace.cluster import Pool, Stage
 
 
 class WhenFull(enum.Enum):
-    """What happens to a migration whose target has no room: too little free KV, or no free seat in the
+    """What happens to a migration whose target has no room: too little free KV, or no free slot in the
     batch."""
 
     # Wait at the target in order of arrival while the request decodes at its source (Arrow's queue of KV

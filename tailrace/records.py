@@ -17,10 +17,10 @@ from tailrace.slo import Slo
 
 
 class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the processes that run an engine together."""
+    """One of the processes of a multi-device engine."""
 
     process: int
-    # Its device, in words.
+    # A description of its device.
     hardware: str = ""
 
 
@@ -28,7 +28,7 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     """`instances/<id>`, leased: a worker that is a member of the fleet."""
 
     instance_id: str
-    # Fresh at each start of the worker; tells a restarted worker from the one that died.
+    # New at each start of the worker; distinguishes a restarted worker from its predecessor.
     incarnation: str
     # gRPC address, host:port.
     address: str
@@ -37,9 +37,9 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     metrics_address: str = ""
     engine: str
     model: str
-    # Digest of what two engines must share to exchange KV.
+    # Digest of everything that must be equal for two engines to exchange KV.
     model_fingerprint: str
-    # What they must share to go on with each other's answers; None: a version that does not tell.
+    # What must be equal for two engines to continue each other's answers; None: an earlier version.
     model_identity: ModelIdentity | None = None
     block_tokens: int
     kv_blocks_total: int
@@ -47,20 +47,20 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     kv_bytes_per_token: int
     started_s: float
-    # The measured profile that is for it, `profiles/<kind>`; empty: it was given a profile of its own.
+    # The measured profile that applies to it, `profiles/<kind>`; empty: the worker has a profile of its own.
     profile_kind: str = ""
-    # How it names its blocks; None: it keeps no prefixes, or does not tell of them.
+    # How it names its blocks; None: it caches no prefixes, or does not report them.
     block_naming: Naming | None = None
-    # It was told to stop: it hands over what it has, and gets nothing new.
+    # Whether it is stopping: it hands over its requests, and gets no new ones.
     draining: bool = False
-    # How its requests go to and from others of its kind.
+    # How requests migrate between it and others of its kind.
     handover: Handover = LIVE
-    # It runs embedding, scoring and the like; False: it generates text.
+    # Whether it serves embedding, scoring and the like instead of generating text.
     pooling: bool = False
-    # Requests may name a LoRA adapter.
+    # Whether requests may name a LoRA adapter.
     takes_adapters: bool = False
-    # Processes that run it together, by rank: stage after stage, and in each the parts of its layers. None:
-    # it has one device.
+    # Its processes by rank: pipeline stage by stage, tensor-parallel ranks within each. Empty: it has one
+    # device.
     ranks: list[RankRecord] = []
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -78,15 +78,15 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     # gRPC address, host:port.
     address: str
     metrics_address: str = ""
-    # Of front ends only: where users reach it; what they call the model; the model as the front end was told
-    # (--model), and its key; and the keys of the models to whose instances it is connected.
+    # Front ends only: HTTP address, public model name, --model and its key, and the keys of the models to
+    # whose instances it is connected.
     http_address: str = ""
     model_name: str = ""
     model: str = ""
     model_key: str = ""
     connected_models: list[str] = []
-    # Front ends that keep answers: digest of all that an answer depends on beside its log. Those with the
-    # same one can go on with each other's answers. Empty: it keeps none.
+    # Front ends only: digest of everything besides the log that a kept answer depends on. Front ends with
+    # equal digests can continue each other's answers. Empty: answers are not kept.
     answers: str = ""
 
 
@@ -99,14 +99,14 @@ class StageRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PolicyRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """`policy`: which policy decides, and those of its parameters that are not at their defaults."""
+    """`policy`: the active policy, and those of its parameters that differ from their defaults."""
 
     name: str
     parameters: dict[str, Value] = {}
 
 
 class SloRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """`slo`: the deployment's objectives; null: not asked for."""
+    """`slo`: the deployment's objectives; null: not set."""
 
     ttft_s: float | None
     tpot_s: float | None
@@ -126,7 +126,7 @@ class TtftRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QoeRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """D_0 .. D_4 of CascadeInfer's Eq. (1), seconds an output token; `error`: mean relative."""
+    """D_0 .. D_4 of CascadeInfer's Eq. (1), in seconds per output token; `error`: mean relative error."""
 
     d: tuple[float, float, float, float, float]
     error: float
@@ -134,29 +134,29 @@ class QoeRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProfileRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """`profiles/<kind>`: what measuring an instance gave; equal instances share it."""
+    """`profiles/<kind>`: the measurements of one instance, shared by equal instances."""
 
     kind: str
     engine: str
     model: str
     model_fingerprint: str
     hardware: str
-    # Most tokens of a step.
+    # Maximum tokens of a step.
     step_tokens: int
-    # Tailrace's.
+    # Version of Tailrace.
     version: str
-    # Which instance was measured, when (seconds since the epoch), and for how long.
+    # Which instance was measured, when (seconds since the epoch), and for how long (seconds).
     instance_id: str
     measured_s: float
     took_s: float
-    # Step times; the errors are mean relative ones, and of how many samples.
+    # Step times, with the mean relative errors of the fits and the numbers of samples.
     profile: Profile
     prefill_error: float
     prefill_samples: int
     decode_error: float
     decode_samples: int
     ttft: TtftRecord
-    # Arrow's Max Running Tokens at this time a step, no more than the KV cache holds.
+    # Arrow's Max Running Tokens at this step time, at most the capacity of the KV cache.
     tpot_s: float
     max_running_tokens: int
     # None: there were too few samples.
@@ -186,7 +186,7 @@ def encode_slo(slo: Slo) -> bytes:
 
 
 def decode_slo(value: bytes) -> Slo:
-    """Raises msgspec.MsgspecError."""
+    """Decode the SLOs. Raise msgspec.MsgspecError."""
     record = msgspec.json.decode(value, type=SloRecord)
     return Slo(record.ttft_s, record.tpot_s, record.qoe, record.pace_s, record.admit)
 

@@ -110,7 +110,7 @@ class FrontEnd:
             self.disconnect(f"took nothing of {self._down.unsent_bytes} bytes for {STALL_S:g} s")
 
     async def wait_closed(self) -> None:
-        """Wait until the stream has ended, whoever ended it."""
+        """Wait until the stream has ended, at either end."""
         await self.closed.wait()
 
     def disconnect(self, reason: str) -> None:

@@ -1,7 +1,7 @@
 """Answer front ends that ask whether this worker still has their requests.
 
 A front end asks about a stream without a token for long. The engine's state counts, not the worker's own
-records: what the engine does not have, nobody runs.
+records: what the engine does not have does not run.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ _ENDED: Final = (grpc.aio.AioRpcError, _Closed, _MonitorChanged, TimeoutError, a
 
 
 class Reports:
-    """Report while `run` runs, reconnecting for ever. Nothing on the data path waits for it.
+    """Report while `run` runs, reconnecting forever. Nothing on the data path waits for it.
 
     One monitor gets the reports: the leader, or the next that can be reached. Schedulers watch all monitors,
     so a worker that is cut off from one monitor stays active.

@@ -212,7 +212,7 @@ class AnswerCoordinator:
 
     def handle_call(self, call: UtilityCall) -> None:
         """Handle one of calls.METHODS."""
-        # An answer whose run is not closed would be kept for ever: closing is cheap and never refused.
+        # An answer whose run is not closed would be kept forever: closing is cheap and never refused.
         if len(self._calls) >= _CALLS_MAX and call.method != CLOSE:
             self._reply(utility_failure(call.call_id, f"{_CALLS_MAX} calls are pending already"))
             return

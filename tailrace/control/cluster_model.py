@@ -103,8 +103,8 @@ class CountedRequest:
 
     context_tokens: int
     kv_tokens: int
-    # Running or paused; False: waiting for a seat in the batch.
-    seated: bool
+    # Running or paused; False: waiting for a slot in the batch.
+    has_slot: bool
 
 
 @dataclass(slots=True)
@@ -204,7 +204,7 @@ class Corrections(Generic[K, P]):
 
         KV that was reserved for its migration and is in a report is not counted again.
         """
-        self._count_seat(request, 1)
+        self._count_slot(request, 1)
         self.context_change += request.context_tokens
         reserved = self.coming.get(key)
         if reserved != 0:
@@ -214,18 +214,18 @@ class Corrections(Generic[K, P]):
 
     def change_request(self, before: CountedRequest, after: CountedRequest) -> None:
         """Update a request that is in the counts. Its KV stays as counted until the next report."""
-        self._count_seat(before, -1)
-        self._count_seat(after, 1)
+        self._count_slot(before, -1)
+        self._count_slot(after, 1)
         self.context_change += after.context_tokens - before.context_tokens
 
     def remove_request(self, request: CountedRequest) -> None:
         """Remove a request that is in the counts."""
-        self._count_seat(request, -1)
+        self._count_slot(request, -1)
         self.context_change -= request.context_tokens
         self.kv_change -= request.kv_tokens
 
-    def _count_seat(self, request: CountedRequest, by: int) -> None:
-        if request.seated:
+    def _count_slot(self, request: CountedRequest, by: int) -> None:
+        if request.has_slot:
             self.running_change += by
         else:
             self.waiting_change += by

@@ -22,7 +22,7 @@ class Room:
     total_blocks: int
     # Negative: the running requests' next tokens need that many more blocks than there are.
     free_blocks: int
-    free_seats: int
+    free_slots: int
     # Prompt tokens that the step may compute.
     prompt_tokens: int
 
@@ -108,7 +108,7 @@ class _Admission(Generic[Name]):
         self._running = running
         self._total = room.total_blocks
         self._free = room.free_blocks
-        self._seats = room.free_seats
+        self._slots = room.free_slots
         self._grants = grants
         self._watermark = int(policy.watermark * room.total_blocks)
         # Blocks that others may be given while passing one request.
@@ -138,7 +138,7 @@ class _Admission(Generic[Name]):
             return False
         self._grants.admit.append(claim.name)
         self._free -= claim.blocks
-        self._seats -= 1
+        self._slots -= 1
         if self._passed:
             self._given += claim.blocks
             self._allowance -= claim.blocks
@@ -150,7 +150,7 @@ class _Admission(Generic[Name]):
 
     def _fits(self, claim: Claim[Name], short: int) -> bool:
         """Return whether there is room for the claim, preempting requests of lower level if necessary."""
-        if short <= 0 and self._seats > 0:
+        if short <= 0 and self._slots > 0:
             return True
         if not self._policy.preemptive:
             return False
@@ -158,17 +158,17 @@ class _Admission(Generic[Name]):
         if self._victims is None:
             # Later claims rank behind this one, so they can preempt only a subset of these.
             self._victims = _last_first([other for other in self._running() if takes_from(rank, other.rank)])
-        end, seats = self._taken, self._seats
-        while short > 0 or seats < 1:
+        end, slots = self._taken, self._slots
+        while short > 0 or slots < 1:
             if end >= len(self._victims) or not takes_from(rank, self._victims[end].rank):
                 return False
             short -= self._victims[end].blocks
-            seats += 1
+            slots += 1
             end += 1
         for victim in self._victims[self._taken : end]:
             self._grants.preempt.append(victim.name)
             self._free += victim.blocks
-        self._taken, self._seats = end, seats
+        self._taken, self._slots = end, slots
         return True
 
     def _pass_over(self, claim: Claim[Name]) -> None:
@@ -176,7 +176,7 @@ class _Admission(Generic[Name]):
         self.continues = (
             claim.passed_blocks < self._limit
             and len(self._passed) < LOOKAHEAD
-            and (self._seats > 0 or self._policy.preemptive)
+            and (self._slots > 0 or self._policy.preemptive)
         )
         if not self.continues:
             return

@@ -56,7 +56,7 @@ class Registration:
         self._replaced.append(callback)
 
     async def start(self) -> None:
-        """Write the value, whoever had the key before, and begin to renew it. Raise StoreUnavailable."""
+        """Write the value, replacing any previous one, and begin to renew it. Raise StoreUnavailable."""
         self._lease = await self._store.grant_lease(self._ttl_s)
         await self._store.put_leased(self.key, self._value, self._lease)
         self._task = asyncio.create_task(self._keep_alive(), name=f"registration {self.key}")

@@ -28,7 +28,7 @@ class FinishReason(enum.IntEnum):
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """One request's outputs in one step. Fields that nobody here reads are kept as raw msgpack."""
+    """One request's outputs in one step. Fields that are not read here stay raw msgpack."""
 
     request_id: str
     new_token_ids: list[int]

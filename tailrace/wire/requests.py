@@ -57,7 +57,7 @@ class SamplingParams(
     prompt_logprobs: int | None = None
     eos_token_id: int | None = None
     all_stop_token_ids: list[int] = []
-    # A map that vLLM hands on to whoever wants it; nil when there is none.
+    # A map that vLLM passes on unread; nil if there is none.
     extra_args: msgspec.Raw = msgspec.Raw(b"\xc0")
 
 
@@ -134,7 +134,7 @@ class RequestHead(msgspec.Struct, frozen=True, gc=False):
     trace_headers: dict[str, str] | None
     # The id that the user sees or gave.
     external_req_id: str | None
-    # Whether the prompt already closes the reasoning; None when nobody has said.
+    # Whether the prompt already ends the reasoning; None: unknown.
     reasoning_ended: bool | None
     # Milliseconds a token at which the user wants to be shown the answer (`tailrace_pace_tpot_ms` among the
     # sampling parameters' extra_args, which are `vllm_xargs` over HTTP); 0: at once; None: not said.

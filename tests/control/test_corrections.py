@@ -19,9 +19,9 @@ class Cluster:
     reserved: dict[int, int] = field(default_factory=dict)
 
     @property
-    def seated(self) -> int:
-        """Return the number of requests with a seat."""
-        return sum(request.seated for request in self.held.values())
+    def has_slot(self) -> int:
+        """Return the number of requests with a slot."""
+        return sum(request.has_slot for request in self.held.values())
 
 
 class Machine(RuleBasedStateMachine):
@@ -51,13 +51,13 @@ class Machine(RuleBasedStateMachine):
         self.corrections.add_pending(key, Pending(tokens, self.cached[key], float(key)))
 
     @precondition(lambda self: self.pending)
-    @rule(data=st.data(), generated=st.integers(0, 20), seated=st.booleans())
-    def begin(self, data: st.DataObject, generated: int, seated: bool) -> None:
+    @rule(data=st.data(), generated=st.integers(0, 20), has_slot=st.booleans())
+    def begin(self, data: st.DataObject, generated: int, has_slot: bool) -> None:
         key = data.draw(st.sampled_from(sorted(self.pending)))
         context = self.pending.pop(key) + generated
         assert self.corrections.remove_pending(key) is not None
         assert self.corrections.remove_pending(key) is None
-        self.now.held[key] = CountedRequest(context, context, seated)
+        self.now.held[key] = CountedRequest(context, context, has_slot)
         self.corrections.add_request(key, self.now.held[key])
 
     @precondition(lambda self: self.now.held)
@@ -67,12 +67,12 @@ class Machine(RuleBasedStateMachine):
         self.corrections.remove_request(self.now.held.pop(key))
 
     @precondition(lambda self: self.now.held)
-    @rule(data=st.data(), generated=st.integers(0, 20), seated=st.booleans())
-    def change(self, data: st.DataObject, generated: int, seated: bool) -> None:
+    @rule(data=st.data(), generated=st.integers(0, 20), has_slot=st.booleans())
+    def change(self, data: st.DataObject, generated: int, has_slot: bool) -> None:
         key = data.draw(st.sampled_from(sorted(self.now.held)))
         before = self.now.held[key]
         after = self.now.held[key] = CountedRequest(
-            before.context_tokens + generated, before.kv_tokens, seated
+            before.context_tokens + generated, before.kv_tokens, has_slot
         )
         self.corrections.change_request(before, after)
 
@@ -88,7 +88,7 @@ class Machine(RuleBasedStateMachine):
         """The request begins here; its migration is closed later."""
         key = data.draw(st.sampled_from(sorted(self.now.reserved)))
         tokens = self.now.reserved.pop(key)
-        self.now.held[key] = CountedRequest(tokens, tokens, seated=True)
+        self.now.held[key] = CountedRequest(tokens, tokens, has_slot=True)
         self.corrections.add_request(key, self.now.held[key])
 
     @precondition(lambda self: self.coming)
@@ -113,15 +113,15 @@ class Machine(RuleBasedStateMachine):
     def counts_equal_the_true_state(self) -> None:
         reported = self.reported
         counts = self.corrections.counts(
-            reported.seated,
-            len(reported.held) - reported.seated,
+            reported.has_slot,
+            len(reported.held) - reported.has_slot,
             sum(request.context_tokens for request in reported.held.values()),
             sum(request.kv_tokens for request in reported.held.values()) + sum(reported.reserved.values()),
         )
         pending = sum(self.pending.values())
         assert counts == (
-            self.now.seated,
-            len(self.now.held) - self.now.seated + len(self.pending),
+            self.now.has_slot,
+            len(self.now.held) - self.now.has_slot + len(self.pending),
             sum(request.context_tokens for request in self.now.held.values()) + pending,
             sum(request.kv_tokens for request in self.now.held.values()) + sum(self.now.reserved.values()),
         )
@@ -137,14 +137,14 @@ TestCorrections.settings = settings(max_examples=60, stateful_step_count=40, dea
 def test_counts_are_never_negative() -> None:
     """A finished request can be reported again after a report that already excludes it."""
     corrections: Corrections[str, Pending] = Corrections()
-    corrections.remove_request(CountedRequest(10, 16, seated=True))
-    corrections.remove_request(CountedRequest(10, 16, seated=False))
+    corrections.remove_request(CountedRequest(10, 16, has_slot=True))
+    corrections.remove_request(CountedRequest(10, 16, has_slot=False))
     assert corrections.counts(0, 0, 0, 0) == (0, 0, 0, 0)
 
 
 def test_each_count_is_bounded_separately() -> None:
     corrections: Corrections[str, Pending] = Corrections()
-    corrections.remove_request(CountedRequest(10, 16, seated=True))
+    corrections.remove_request(CountedRequest(10, 16, has_slot=True))
     assert corrections.counts(1, 1, 10, 16) == (0, 1, 0, 0)
     assert corrections.counts(2, 1, 11, 17) == (1, 1, 1, 1)
     corrections.add_pending("p", Pending(5, 2, 0.0))
@@ -158,7 +158,7 @@ def test_a_report_keeps_pending_placements_and_migrations() -> None:
     corrections.add_pending("p", Pending(5, 2, 0.0))
     corrections.open_arrival("in", 32, 20)
     corrections.open_departure("out")
-    corrections.add_request("r", CountedRequest(7, 16, seated=False))
+    corrections.add_request("r", CountedRequest(7, 16, has_slot=False))
     corrections.reset_changes()
     assert (corrections.pending_tokens, corrections.pending_cached_tokens) == (5, 2)
     assert (corrections.coming, corrections.coming_context, corrections.leaving) == (

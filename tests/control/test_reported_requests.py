@@ -118,6 +118,6 @@ def test_a_request_is_counted_as_its_view_says(rows: dict[str, monitor_pb2.Reque
     requests = reported(rows)
     for name in rows:
         view = requests.view(name)
-        seated = view.state in (RequestState.RUNNING, RequestState.PAUSED)
-        assert requests.counted(name) == CountedRequest(view.context_tokens, view.kv_tokens, seated)
+        has_slot = view.state in (RequestState.RUNNING, RequestState.PAUSED)
+        assert requests.counted(name) == CountedRequest(view.context_tokens, view.kv_tokens, has_slot)
         assert requests.prompt_tokens(name) == view.prompt_tokens

@@ -27,8 +27,8 @@ PASSING: list[IntraPolicy] = [
 PROMPT_TOKENS = 2_048
 
 
-def room(total: int, free: int, seats: int) -> Room:
-    return Room(total, free, seats, PROMPT_TOKENS)
+def room(total: int, free: int, slots: int) -> Room:
+    return Room(total, free, slots, PROMPT_TOKENS)
 
 
 @st.composite
@@ -47,16 +47,16 @@ def claims(draw: st.DrawFn, prefix: str) -> list[Claim[str]]:
     running=claims("r"),
     waiting=claims("w"),
     spare=st.integers(-8, 30),
-    seats=st.integers(0, 4),
+    slots=st.integers(0, 4),
 )
 def test_invariants_of_allocation(
-    policy: IntraPolicy, running: list[Claim[str]], waiting: list[Claim[str]], spare: int, seats: int
+    policy: IntraPolicy, running: list[Claim[str]], waiting: list[Claim[str]], spare: int, slots: int
 ) -> None:
     waiting = sorted(waiting, key=lambda claim: claim.rank)
     held = sum(claim.blocks for claim in running)
     total = max(held + spare, 12)
     free = total - held if spare >= 0 else spare
-    grants: Grants[str] = allocate(policy, lambda: running, waiting, room(total, free, seats))
+    grants: Grants[str] = allocate(policy, lambda: running, waiting, room(total, free, slots))
     by_name = {claim.name: claim for claim in [*running, *waiting]}
     freed = sum(by_name[name].blocks for name in grants.preempt)
     taken = sum(by_name[name].blocks for name in grants.admit)
@@ -70,7 +70,7 @@ def test_invariants_of_allocation(
     # Preemptions start with the last rank.
     last_first = sorted(running, key=lambda claim: claim.rank, reverse=True)
     assert grants.preempt == [claim.name for claim in last_first[: len(grants.preempt)]]
-    assert len(grants.admit) <= seats + len(grants.preempt)
+    assert len(grants.admit) <= slots + len(grants.preempt)
     if free < 0:
         assert not grants.admit
         assert not grants.passed
@@ -95,15 +95,15 @@ def test_invariants_of_allocation(
     running=claims("r"),
     waiting=claims("w"),
     spare=st.integers(0, 30),
-    seats=st.integers(0, 4),
+    slots=st.integers(0, 4),
 )
 def test_blocks_that_pass_a_request_are_counted(
-    policy: IntraPolicy, running: list[Claim[str]], waiting: list[Claim[str]], spare: int, seats: int
+    policy: IntraPolicy, running: list[Claim[str]], waiting: list[Claim[str]], spare: int, slots: int
 ) -> None:
     waiting = sorted(waiting, key=lambda claim: claim.rank)
     total = max(sum(claim.blocks for claim in running) + spare, 12)
     free = total - sum(claim.blocks for claim in running)
-    grants: Grants[str] = allocate(policy, lambda: running, waiting, room(total, free, seats))
+    grants: Grants[str] = allocate(policy, lambda: running, waiting, room(total, free, slots))
     limit = int(policy.pass_over * total)
     passed = dict(grants.passed)
     admitted = [claim for claim in waiting if claim.name in grants.admit]
@@ -126,14 +126,14 @@ def test_blocks_that_pass_a_request_are_counted(
     running=claims("r"),
     waiting=claims("w"),
     spare=st.integers(0, 30),
-    seats=st.integers(0, 4),
+    slots=st.integers(0, 4),
 )
 def test_a_request_that_fits_waits_only_behind_ones_it_must_not_pass(
-    policy: IntraPolicy, running: list[Claim[str]], waiting: list[Claim[str]], spare: int, seats: int
+    policy: IntraPolicy, running: list[Claim[str]], waiting: list[Claim[str]], spare: int, slots: int
 ) -> None:
     waiting = sorted(waiting, key=lambda claim: claim.rank)
     total = max(sum(claim.blocks for claim in running) + spare, 12)
-    at_start = room(total, total - sum(claim.blocks for claim in running), seats)
+    at_start = room(total, total - sum(claim.blocks for claim in running), slots)
     limit, watermark = int(policy.pass_over * total), int(policy.watermark * total)
     blocks = {claim.name: claim.blocks for claim in [*running, *waiting]}
     admitted = allocate(policy, lambda: running, waiting, at_start).admit
@@ -144,7 +144,7 @@ def test_a_request_that_fits_waits_only_behind_ones_it_must_not_pass(
         before: Grants[str] = allocate(policy, lambda: running, waiting[:number], at_start)
         free = at_start.free_blocks + sum(blocks[name] for name in before.preempt)
         free -= sum(blocks[name] for name in before.admit)
-        places = seats + len(before.preempt) - len(before.admit)
+        places = slots + len(before.preempt) - len(before.admit)
         short = min(claim.blocks + watermark, total) - free
         if policy.preemptive and (short > 0 or places < 1):
             victims = [other for other in running if policy.takes_from(claim.rank, other.rank)]
@@ -287,12 +287,12 @@ def test_a_full_device_is_not_a_shortage() -> None:
     assert (grants.preempt, grants.admit) == (["r"], [])
 
 
-@pytest.mark.parametrize("seats", [0, 1])
-def test_a_seat_is_preempted_like_memory(seats: int) -> None:
+@pytest.mark.parametrize("slots", [0, 1])
+def test_a_slot_is_preempted_like_memory(slots: int) -> None:
     running = [Claim((1, 0), "r", 1)]
-    grants = allocate(QuantumRoundRobin(), lambda: running, [Claim((0, 1), "w", 1)], room(100, 90, seats))
+    grants = allocate(QuantumRoundRobin(), lambda: running, [Claim((0, 1), "w", 1)], room(100, 90, slots))
     assert grants.admit == ["w"]
-    assert grants.preempt == ([] if seats else ["r"])
+    assert grants.preempt == ([] if slots else ["r"])
 
 
 def test_only_the_shortage_is_preempted() -> None:
@@ -303,7 +303,7 @@ def test_only_the_shortage_is_preempted() -> None:
     assert grants.preempt == ["c", "b"]
 
 
-def test_without_a_seat_only_the_first_request_is_read() -> None:
+def test_without_a_slot_only_the_first_request_is_read() -> None:
     read: list[str] = []
 
     def waiting() -> Iterator[Claim[str]]:

@@ -169,20 +169,20 @@ def test_finer_edges_allow_any_cut_and_change_no_cost(rows: list[tuple[int, int]
 
 
 def test_stage_work_equals_the_fluid_limit() -> None:
-    """One stage with equal requests, once with all KV in use and once with all seats in use."""
+    """One stage with equal requests, once with all KV in use and once with all slots in use."""
     traffic = Traffic.of_history([(1_000, 200)] * 60, 60.0)
     edges = bucket_edges(131_072)
     profile, mean = PROFILE, 1_100.0
     prefill_s = (profile.prefill.ms_per_token * 1_000 + profile.prefill.ms_per_token_squared * 1e6) / 1e3
-    for capacity, seats in ((110_000.0, 1_024.0), (1e9, 50.0)):
-        batch = min(capacity / mean, seats)
+    for capacity, slots in ((110_000.0, 1_024.0), (1e9, 50.0)):
+        batch = min(capacity / mean, slots)
         step_s = (
             profile.decode.base_ms
             + profile.decode.ms_per_request * batch
             + profile.decode.ms_per_kv_token * batch * mean
         ) / 1e3
         work = stage_work(
-            traffic, edges, replace(ENGINES, kv_capacity_tokens=capacity, seats=seats), Slowdown()
+            traffic, edges, replace(ENGINES, kv_capacity_tokens=capacity, slots=slots), Slowdown()
         )
         # One request per second: its prompt and its share of 200 steps.
         assert work[0, -1] == pytest.approx(prefill_s + 200 * step_s / batch, rel=0.01)

@@ -20,11 +20,11 @@ from tests.simulator.worlds import INTRA, PROFILE, Watched, assert_empty, worklo
     requests=workloads(),
     kv_tokens=st.sampled_from([330, 500, 2_000]),
     host_tokens=st.sampled_from([0, 200, 10_000]),
-    seats=st.sampled_from([2, 5, 64]),
+    slots=st.sampled_from([2, 5, 64]),
     budget=st.sampled_from([7, 64, 512]),
 )
 def test_token_times_equal_those_of_the_naive_simulation(
-    intra: str, requests: list[SimRequest], kv_tokens: int, host_tokens: int, seats: int, budget: int
+    intra: str, requests: list[SimRequest], kv_tokens: int, host_tokens: int, slots: int, budget: int
 ) -> None:
     spec = ClusterSpec.uniform(
         1,
@@ -32,7 +32,7 @@ def test_token_times_equal_those_of_the_naive_simulation(
         kv_capacity_tokens=kv_tokens,
         block_tokens=8,
         host_kv_bytes=host_tokens * PROFILE.kv_bytes_per_token,
-        max_num_seqs=seats,
+        max_num_seqs=slots,
         chunk_budget_tokens=budget,
     )
     simulation = Watched(spec, requests, RoundRobin(), INTRA[intra])

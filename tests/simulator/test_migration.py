@@ -130,7 +130,7 @@ def test_the_source_decodes_during_the_copy_and_pauses_only_for_the_rest() -> No
 
 
 def test_waiting_prompts_do_not_block_imports() -> None:
-    """As in the engines, a seat without a running request is free, however many prompts wait for KV."""
+    """As in the engines, a slot without a running request is free, however many prompts wait for KV."""
     spec = _spec(1_000, WhenFull.REFUSE, 1e9, 0.5)
     long = [SimRequest(f"long{n}", 0.0, 800, 0, 100) for n in range(6)]
     simulation = Watched(spec, [*long, SimRequest("r", 0.01, 40, 0, 60)], ByName(), INTRA["fcfs"])

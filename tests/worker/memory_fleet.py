@@ -521,7 +521,7 @@ class Fleet:
             return
 
     def crowd(self, number: int) -> None:
-        """Fill every seat of a node with requests of another client, for about two seconds."""
+        """Fill every slot of a node with requests of another client, for about two seconds."""
         for _ in range(ENGINE.max_num_seqs):
             self._other_requests += 1
             request_id = f"stranger-{self._other_requests}"

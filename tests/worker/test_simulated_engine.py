@@ -587,7 +587,7 @@ def test_import_without_room_leaves_no_reservation() -> None:
 
 
 def test_waiting_prompts_do_not_block_migrated_requests() -> None:
-    """As in vLLM, prompts that wait for KV have no seat, so a migrated request that fits is accepted."""
+    """As in vLLM, prompts that wait for KV have no slot, so a migrated request that fits is accepted."""
     fleet = Fleet(SMALL, SMALL)
     request_id = _decoding(fleet)
     hog = fleet.submit(1, [7] * 48, max_tokens=20, ignore_eos=True)

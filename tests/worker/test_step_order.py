@@ -135,7 +135,7 @@ def worker_plan(
     policy: IntraPolicy,
     state: list[Facts],
     total: int,
-    seats: int,
+    slots: int,
     exempt: frozenset[int] = frozenset(),
     entering: int = 0,
 ) -> StepPlan[Member]:
@@ -148,7 +148,7 @@ def worker_plan(
     held = sum(-(-m.num_computed_tokens // BLOCK) for m in running)
     prompts = [m for m in running if m.facts.place == "prefilling"]
     promised = sum(m.facts.blocks - -(-m.num_computed_tokens // BLOCK) for m in prompts)
-    device = Device(total, total - held, promised, seats - len(running), entering, STEP_TOKENS)
+    device = Device(total, total - held, promised, slots - len(running), entering, STEP_TOKENS)
     return order_for(policy, exempt).plan(running, waiting, device)
 
 
@@ -164,11 +164,11 @@ def computed(plan: StepPlan[Member]) -> dict[int, int]:
 
 
 def simulator_grants(
-    policy: IntraPolicy, state: list[Facts], total: int, seats: int, monkeypatch: pytest.MonkeyPatch
+    policy: IntraPolicy, state: list[Facts], total: int, slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> Grants[Job]:
     """Return the simulator's decisions, as its instance makes them at a step boundary."""
     spec = InstanceSpec(
-        "i", PROFILE, total * BLOCK, BLOCK, max_num_seqs=seats, chunk_budget_tokens=STEP_TOKENS
+        "i", PROFILE, total * BLOCK, BLOCK, max_num_seqs=slots, chunk_budget_tokens=STEP_TOKENS
     )
     instance = Instance(spec, policy, EventQueue(), IgnoringListener())
     for each in state:
@@ -228,10 +228,10 @@ def test_worker_decides_as_the_simulator(name: str, monkeypatch: pytest.MonkeyPa
 
     @settings(max_examples=150, deadline=None)
     @given(facts(), st.integers(-6, 40), st.integers(-1, 3))
-    def check(state: list[Facts], spare: int, seats: int) -> None:
+    def check(state: list[Facts], spare: int, slots: int) -> None:
         running = [each for each in state if each.place in ("decoding", "prefilling")]
         total = max(1, sum(each.blocks for each in running) + spare)
-        places = max(1, len(running) + seats)
+        places = max(1, len(running) + slots)
         plan = worker_plan(policy, state, total, places)
         grants = simulator_grants(policy, state, total, places, monkeypatch)
         assert [m.facts.arrival for m in plan.preempt] == [job.order for job in grants.preempt]

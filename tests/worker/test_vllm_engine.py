@@ -643,7 +643,7 @@ async def test_resumed_request_is_unchanged(engine: VllmEngine, front: Front) ->
 
 
 async def test_resume_into_a_full_batch(engine: VllmEngine, front: Front) -> None:
-    """A paused request keeps its seat, however many requests wait."""
+    """A paused request keeps its slot, however many requests wait."""
     paused = front.stream(ANSWERING, params())
     front.submit(engine, paused)
     await take_out(engine, front, paused, 5)
@@ -748,7 +748,7 @@ async def test_waiting_prompts_do_not_block_migrated_requests(engine: VllmEngine
     hog = front.stream(list(range(32, 128)) * 12, params(max_tokens=600, min_tokens=600))
     front.submit(engine, hog)
     await front.until_tokens(hog, 2)
-    # As many as the engine has seats, each longer than the KV that the hog leaves.
+    # As many as the engine has slots, each longer than the KV that the hog leaves.
     for number in range(16):
         front.submit(engine, front.stream([number, *range(32, 128)] * 20, params(max_tokens=5)))
     await front.until_tokens(hog, 5)
@@ -760,8 +760,8 @@ async def test_waiting_prompts_do_not_block_migrated_requests(engine: VllmEngine
     engine.abort_client(0)
 
 
-async def test_import_is_refused_without_a_free_seat(engine: VllmEngine, front: Front) -> None:
-    """Every seat is used, reserved or kept for a paused request."""
+async def test_import_is_refused_without_a_free_slot(engine: VllmEngine, front: Front) -> None:
+    """Every slot is used, reserved or kept for a paused request."""
     paused, stream = (front.stream(ANSWERING, params()) for _ in range(2))
     for one in (paused, stream):
         front.submit(engine, one)
@@ -781,7 +781,7 @@ async def test_import_is_refused_without_a_free_seat(engine: VllmEngine, front: 
     engine.abort_client(0)
 
 
-async def test_waiting_import_gets_a_seat_before_waiting_prompts(engine: VllmEngine, front: Front) -> None:
+async def test_waiting_import_gets_a_slot_before_waiting_prompts(engine: VllmEngine, front: Front) -> None:
     stream = front.stream(ANSWERING, params(max_tokens=60))
     front.submit(engine, stream)
     bundle = await take_out(engine, front, stream, 20)
@@ -799,7 +799,7 @@ async def test_waiting_import_gets_a_seat_before_waiting_prompts(engine: VllmEng
     assert [entry.state for entry in engine.stats().requests].count("waiting") == 4
     engine.abort([crowd[0].key])
     await waits
-    # The import got the seat: four prompts still wait.
+    # The import got the slot: four prompts still wait.
     assert [entry.state for entry in engine.stats().requests].count("waiting") == 4
     await engine.import_reserve(stream.request_id, bundle.have)
     await bundle.write()

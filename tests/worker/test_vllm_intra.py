@@ -41,7 +41,7 @@ THINKING = {"logit_bias": NO_THINK_END}
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def started() -> AsyncIterator[tuple[VllmEngine, Front]]:
-    """An engine with memory for all requests but only two seats, so that the order matters."""
+    """An engine with memory for all requests but only two slots, so that the order matters."""
     engine = VllmEngine(
         VllmSettings(
             model=str(MODEL_PATH),
@@ -122,7 +122,7 @@ async def test_reasoning_preempts_answering(engine: VllmEngine, front: Front) ->
 
 
 async def test_long_reasoning_is_demoted(engine: VllmEngine, front: Front) -> None:
-    """Beyond the threshold it ranks as an answer, and a new reasoning request takes its seat."""
+    """Beyond the threshold it ranks as an answer, and a new reasoning request takes its slot."""
     await serve_by(engine, PascalQueue(demotion_tokens=len(REASONING) + 20))
     old = [front.stream(REASONING, params(max_tokens=120, **THINKING)) for _ in range(SEATS)]
     submit_together(engine, front, old)
@@ -157,7 +157,7 @@ async def test_quanta_alternate(engine: VllmEngine, front: Front) -> None:
 
 
 async def test_answer_far_ahead_of_its_reader_yields(engine: VllmEngine, front: Front) -> None:
-    """Two answers fill the batch; once they are far enough ahead, a prompt takes the seat of one."""
+    """Two answers fill the batch; once they are far enough ahead, a prompt takes the slot of one."""
     await serve_by(engine, EarliestDue(lead_s=100.0, pace_s=10.0))
     swaps = engine.stats().swaps_in
     answers = [front.stream(ANSWERING, params(max_tokens=120)) for _ in range(SEATS)]

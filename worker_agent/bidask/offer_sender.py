@@ -125,8 +125,7 @@ class OfferSender:
         for receiver, message in messages:
             offer = self._offers.get(message.request_id)
             if offer is None:
-                # A reply about a request that is not on offer: the coordinator knows the address of whoever
-                # asked.
+                # A reply about a request that is not on offer: the coordinator knows the sender's address.
                 self._post(receiver, "", encode(message))
                 continue
             wire = encode(message)

@@ -8,7 +8,7 @@ class EngineRefusal(Exception):
 
 
 class NoRoom(EngineRefusal):
-    """There is no room for an import: not enough free KV, or no free seat in the batch."""
+    """There is no room for an import: not enough free KV, or no free slot in the batch."""
 
 
 class KvCorrupt(Exception):

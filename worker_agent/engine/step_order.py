@@ -46,7 +46,7 @@ class Device:
     free_blocks: int
     # Free blocks that partly computed prompts will still need.
     promised_blocks: int
-    free_seats: int
+    free_slots: int
     # Requests that already have KV and a slot and decode from this step on.
     entering: int
     # Most tokens that a step may compute.
@@ -114,7 +114,7 @@ class StepOrder(Generic[M]):
         room = Room(
             device.total_blocks,
             device.free_blocks - device.promised_blocks - growth,
-            device.free_seats,
+            device.free_slots,
             self.policy.prefill_budget(device.step_tokens, len(decoding) + device.entering),
         )
         grants = allocate(

@@ -161,8 +161,8 @@ class RankAgent:
         writer.close()
 
     async def _end_orphaned(self) -> NoReturn:
-        """End this process: without a worker nobody else would, and it must not go on holding a device."""
-        # On a separate thread: closing UCX, or waiting for a copy, can block the event loop for ever.
+        """End this process: without a worker nothing else would, and it must not keep holding a device."""
+        # On a separate thread: closing UCX, or waiting for a copy, can block the event loop forever.
         threading.Timer(2 * _ORPHAN_S, self._exit).start()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ORPHAN_S):

@@ -2,7 +2,7 @@
 
 Eq. (1) models the latencies of batches and has no limit on throughput. A step with B requests and K tokens
 takes T = d0 + d1 B + d2 K and makes B tokens. At best an instance's KV or batch is full, so that a token of a
-request with m tokens of context takes at least d0 max(m / capacity, 1 / seats) + d1 + d2 m seconds of an
+request with m tokens of context takes at least d0 max(m / capacity, 1 / slots) + d1 + d2 m seconds of an
 instance. Adding prefill gives the work of a stage, in instance-seconds per second. A stage of k instances
 with more work than k falls behind, whatever its batches are.
 """
@@ -32,14 +32,14 @@ class Engines:
     step_s: tuple[float, float, float]
     kv_capacity_tokens: float
     # Maximum requests in a batch; infinite: unknown.
-    seats: float
+    slots: float
 
     @staticmethod
     def of(members: Sequence[InstanceView], profile: Profile) -> Engines:
         """Average the measured instances; if none was measured, use `profile`."""
         profiles = [i.measured.profile for i in members if i.measured is not None] or [profile]
         capacities = [i.kv_capacity_tokens for i in members if i.kv_capacity_tokens]
-        seats = [i.max_num_seqs for i in members if i.max_num_seqs]
+        slots = [i.max_num_seqs for i in members if i.max_num_seqs]
         prompt = [(p.prefill.ms_per_token, p.prefill.ms_per_token_squared) for p in profiles]
         step = [(p.decode.base_ms, p.decode.ms_per_request, p.decode.ms_per_kv_token) for p in profiles]
         per_token, per_square = np.mean(prompt, axis=0) / 1e3
@@ -48,7 +48,7 @@ class Engines:
             (float(per_token), float(per_square)),
             (float(base), float(per_request), float(per_kv_token)),
             float(np.mean(capacities)) if capacities else float(profile.kv_capacity_tokens),
-            float(np.mean(seats)) if seats else float("inf"),
+            float(np.mean(slots)) if slots else float("inf"),
         )
 
 
@@ -71,7 +71,7 @@ def stage_work(traffic: Traffic, edges: Ints, engines: Engines, slowdown: Slowdo
     prefill_between = _between(prefill)
     tokens, contexts = _between(made[:, 0]), _between(made[:, 3])
     base, per_request, per_kv_token = engines.step_s
-    batches = np.maximum(contexts / engines.kv_capacity_tokens, tokens / engines.seats)
+    batches = np.maximum(contexts / engines.kv_capacity_tokens, tokens / engines.slots)
     decode = base * batches + per_request * tokens + per_kv_token * slowdown.attention * contexts
     return np.asarray(prefill_between + slowdown.step * decode, dtype=np.float64)
 

@@ -207,7 +207,7 @@ class Scheduler:
             free_blocks=self.pool.free,
             # A prompt gets all its blocks at its start.
             promised_blocks=0,
-            free_seats=self.free_slots,
+            free_slots=self.free_slots,
             entering=0,
             step_tokens=self._max_batched_tokens,
         )

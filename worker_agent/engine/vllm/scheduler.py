@@ -159,7 +159,7 @@ class PausingScheduler(VllmScheduler):  # type: ignore[misc]
                 total_blocks=self.kv_cache_manager.block_pool.num_gpu_blocks - 1,
                 free_blocks=free_blocks,
                 promised_blocks=self._inflight_prefill_reserved_blocks(),
-                free_seats=self.max_num_active_reqs - len(self.running) - entering,
+                free_slots=self.max_num_active_reqs - len(self.running) - entering,
                 entering=entering,
                 step_tokens=limit,
             ),
