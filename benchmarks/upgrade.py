@@ -28,7 +28,7 @@ _ENGINES: Final = ("--", "--engine-arg", "speed=0.5")
 
 
 def check_out(revision: str, folder: Path) -> None:
-    """Write the files of a revision into a folder, with its generated modules. Raises CalledProcessError."""
+    """Write the files of a revision into a folder, with its generated modules. Raise CalledProcessError."""
     archive = subprocess.run(["git", "archive", revision], cwd=_ROOT, check=True, capture_output=True)
     subprocess.run(["tar", "-x"], cwd=folder, input=archive.stdout, check=True)
     _run(folder, {}, "scripts/gen_protos.py")
@@ -36,7 +36,7 @@ def check_out(revision: str, folder: Path) -> None:
 
 @contextmanager
 def local_cluster(code: Path, environment: Mapping[str, str]) -> Iterator[None]:
-    """Run a local cluster of this code for the block. Raises CalledProcessError, TimeoutExpired."""
+    """Run a local cluster of this code for the block. Raise CalledProcessError, TimeoutExpired."""
     (port,) = free_ports(1)
     try:
         _run(code, environment, "-m", "tailrace", "up", *_UP, "--port", str(port), *_ENGINES)

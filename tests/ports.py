@@ -34,7 +34,7 @@ _PORTS: Final = _candidates()
 def free_port() -> int:
     """Return a free TCP port on loopback that no other test chooses soon.
 
-    Raises RuntimeError if all ports are in use.
+    Raise RuntimeError if all ports are in use.
     """
     for port in islice(_PORTS, _PORTS_PER_WORKER):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:

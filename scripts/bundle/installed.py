@@ -41,7 +41,7 @@ def installed_pins(
 ) -> list[Pin]:
     """Pins of all that `requirements` lead to, at the versions in this environment, by name.
 
-    `find` returns a package's version and requirements, and raises PackageNotFoundError. Raises NotInstalled.
+    `find` returns a package's version and requirements, and raises PackageNotFoundError. Raise NotInstalled.
     """
     look = find or _find
     skipped = set(without)

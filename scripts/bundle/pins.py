@@ -30,7 +30,7 @@ class LockError(ValueError):
 
 
 def locked(lock: Path, target: Target) -> list[Pin]:
-    """Pins of a lock file (`scripts/lock.sh`) for `target`, in the file's order. Raises LockError."""
+    """Pins of a lock file (`scripts/lock.sh`) for `target`, in the file's order. Raise LockError."""
     pins: dict[str, Pin] = {}
     for entry in lock.read_text().replace("\\\n", " ").splitlines():
         if not entry.strip() or entry.startswith("#"):

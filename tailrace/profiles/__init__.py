@@ -124,7 +124,7 @@ def built_in_profiles() -> list[str]:
 
 
 def load_profile(name: str) -> Profile:
-    """Load a built-in profile by name, or the JSON file at the path `name`. Raises ProfileError."""
+    """Load a built-in profile by name, or the JSON file at the path `name`. Raise ProfileError."""
     path = BUILT_IN / f"{name}.json" if name in built_in_profiles() else Path(name)
     try:
         return msgspec.json.decode(path.read_bytes(), type=Profile)

@@ -63,7 +63,7 @@ class AuditFile:
     """Append entries as JSON lines to a file, or write them to the process's log when there is no file."""
 
     def __init__(self, path: Path | None) -> None:
-        """Open `path` for appending; None selects the process's log. Raises OSError when it cannot be
+        """Open `path` for appending; None selects the process's log. Raise OSError when it cannot be
         opened."""
         self._file = None if path is None else LineFile(path)
 

@@ -63,7 +63,7 @@ class Authority:
 
     @classmethod
     def create(cls, folder: Path, days: float = AUTHORITY_DAYS) -> Authority:
-        """Create an authority in `folder`. Raises AuthorityProblem when it already holds one, OSError."""
+        """Create an authority in `folder`. Raise AuthorityProblem when it already holds one, OSError."""
         if (folder / _AUTHORITY_KEY).exists():
             raise AuthorityProblem(f"{folder} already has an authority (new-authority replaces it)")
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -74,7 +74,7 @@ class Authority:
 
     @classmethod
     def load(cls, folder: Path) -> Authority:
-        """Load the authority from `folder`. Raises AuthorityProblem when it is missing or damaged."""
+        """Load the authority from `folder`. Raise AuthorityProblem when it is missing or damaged."""
         try:
             key = serialization.load_pem_private_key((folder / _AUTHORITY_KEY).read_bytes(), None)
             trusted = x509.load_pem_x509_certificates((folder / AUTHORITIES).read_bytes())
@@ -100,7 +100,7 @@ class Authority:
         """Create a key and a certificate for the identity, replacing any that it has.
 
         `hosts`: names and addresses under which foreign clients reach it (those of etcd's members, or of a
-        monitor that receives spans). Raises AuthorityProblem, OSError.
+        monitor that receives spans). Raise AuthorityProblem, OSError.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         now = datetime.datetime.now(datetime.UTC)
@@ -138,13 +138,13 @@ class Authority:
         return Issued(identity, folder, certificate.not_valid_after_utc, tuple(hosts))
 
     def issued(self) -> list[Issued]:
-        """Return all certificates in the folder, by role and name. Raises AuthorityProblem."""
+        """Return all certificates in the folder, by role and name. Raise AuthorityProblem."""
         return [_read(path) for path in sorted(self.folder.glob(f"{_ISSUED}/*/*/{CERTIFICATE}"))]
 
     def rotate(self, days: float = CERTIFICATE_DAYS) -> list[Issued]:
         """Reissue every certificate to the same identity and hosts.
 
-        Raises AuthorityProblem, OSError.
+        Raise AuthorityProblem, OSError.
         """
         return [self.issue(issued.identity, days, issued.hosts) for issued in self.issued()]
 
@@ -152,7 +152,7 @@ class Authority:
         """Sign with a new key from now on, and trust the old authority until `retire`.
 
         Every process must trust the new authority before it meets a certificate signed by it, so this
-        replaces the trust bundles only; `rotate` replaces the certificates. Raises AuthorityProblem, OSError.
+        replaces the trust bundles only; `rotate` replaces the certificates. Raise AuthorityProblem, OSError.
         """
         if len(self._trusted) > 1:
             raise AuthorityProblem("an older authority is still trusted (tailrace certs retire-authority)")
@@ -164,7 +164,7 @@ class Authority:
     def retire(self) -> None:
         """Trust the signing authority only.
 
-        Raises AuthorityProblem while the folder holds a certificate that another authority signed; OSError.
+        Raise AuthorityProblem while the folder holds a certificate that another authority signed; OSError.
         """
         own_key_id = x509.SubjectKeyIdentifier.from_public_key(self._key.public_key()).digest
         for issued in self.issued():

@@ -51,7 +51,7 @@ class Credentials:
 
 
 def read_credentials(folder: Path) -> Credentials:
-    """Read `ca.crt`, `tls.crt` and `tls.key` (Kubernetes's names for them). Raises UnusableCredentials."""
+    """Read `ca.crt`, `tls.crt` and `tls.key` (Kubernetes's names for them). Raise UnusableCredentials."""
     try:
         authorities, certificate, key = (
             (folder / name).read_bytes() for name in (AUTHORITIES, CERTIFICATE, KEY)
@@ -83,7 +83,7 @@ def uris_of(certificate: Mapping[str, object]) -> list[str]:
 
 
 def client_context(authorities: bytes, certificate: bytes, key: bytes) -> ssl.SSLContext:
-    """Return the context of a connecting end. Raises ssl.SSLError, ValueError."""
+    """Return the context of a connecting end. Raise ssl.SSLError, ValueError."""
     return _filled(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), authorities, certificate, key)
 
 
@@ -115,7 +115,7 @@ def _load_chain(context: ssl.SSLContext, certificate: bytes, key: bytes) -> None
 
 
 def _as_peer_sees_it(server: ssl.SSLContext, certificate: bytes, key: bytes) -> Mapping[str, object]:
-    """Return the certificate as a server verifies it. Raises ssl.SSLError."""
+    """Return the certificate as a server verifies it. Raise ssl.SSLError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

@@ -47,7 +47,7 @@ class CredentialFolder:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Load the credentials. Raises UnusableCredentials.
+        """Load the credentials. Raise UnusableCredentials.
 
         `roles`: the roles that the certificate may have. `clock`: monotonic time in seconds; `wall_clock`:
         seconds since the Unix epoch.

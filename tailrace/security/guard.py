@@ -19,7 +19,7 @@ _URIS: Final = "peer_uri"
 
 
 def caller(context: Context) -> Identity:
-    """Return the caller's identity from its verified certificate. Raises NoIdentity."""
+    """Return the caller's identity from its verified certificate. Raise NoIdentity."""
     uris = context.auth_context().get(_URIS, ())
     return identity_of(uri.decode(errors="replace") for uri in uris)
 

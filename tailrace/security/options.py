@@ -62,7 +62,7 @@ def insecure_option(function: F) -> F:
 def open_transport(folder: Path | None, roles: frozenset[Role]) -> Transport:
     """Open the transport of a process: unencrypted when `folder` is None, else mutual TLS.
 
-    `roles`: the roles that the certificate may have. Raises click.ClickException.
+    `roles`: the roles that the certificate may have. Raise click.ClickException.
     """
     if folder is None:
         return PLAIN

@@ -62,7 +62,7 @@ class Identity:
 
 
 def identity_of(uris: Iterable[str]) -> Identity:
-    """Return the one identity among a certificate's URIs. Raises NoIdentity."""
+    """Return the one identity among a certificate's URIs. Raise NoIdentity."""
     role_uris = [uri.removeprefix(_SCHEME) for uri in uris if uri.startswith(_SCHEME)]
     if len(role_uris) != 1:
         raise NoIdentity(f"the certificate has {len(role_uris) or 'no'} names of the form {_SCHEME}ROLE/NAME")

@@ -47,7 +47,7 @@ class TlsSession:
 
     @property
     def peer(self) -> Identity:
-        """Return the peer's identity; valid once established. Raises NoIdentity."""
+        """Return the peer's identity; valid once established. Raise NoIdentity."""
         return identity_of(uris_of(self._tls.getpeercert() or {}))
 
     def begin(self, write: Callable[[bytes], None]) -> None:
@@ -75,7 +75,7 @@ class TlsSession:
                     write(self._outgoing.read())
 
     def send(self, data: bytes, write: Callable[[bytes], None]) -> None:
-        """Encrypt and write. Raises ssl.SSLError and whatever `write` raises."""
+        """Encrypt and write. Raise ssl.SSLError and whatever `write` raises."""
         with self._lock:
             self._tls.write(data)
             write(self._outgoing.read())

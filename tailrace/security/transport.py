@@ -39,7 +39,7 @@ class Transport(Protocol):
         """Return a channel to an etcd member, whose certificate carries its host name and not a role."""
 
     def listen(self, server: grpc.aio.Server, address: str) -> int:
-        """Make a server listen on HOST:PORT and return the port. Raises RuntimeError on failure."""
+        """Make a server listen on HOST:PORT and return the port. Raise RuntimeError on failure."""
 
     def interceptors(self) -> Sequence[grpc.aio.ServerInterceptor]:
         """Return the interceptors that authorize each call to a server."""

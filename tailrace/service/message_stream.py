@@ -380,7 +380,7 @@ async def serve_streams(
 ) -> AsyncIterator[str]:
     """Serve each connection to HOST:PORT (port 0: any free one) until `serve` returns or the block ends.
 
-    Yields HOST:PORT as listened on. At the end open streams are closed. An exception of `serve` is logged and
+    Yield HOST:PORT as listened on. At the end open streams are closed. An exception of `serve` is logged and
     ends its stream only. Raise ListenError.
     """
     loop = asyncio.get_running_loop()

@@ -145,7 +145,7 @@ class Store:
         )
 
     async def compare_and_delete(self, key: str, expected: bytes) -> bool:
-        """Delete a value if it is `expected`; return whether it was. Raises like compare_and_swap."""
+        """Delete a value if it is `expected`; return whether it was. Raise as compare_and_swap does."""
         return await self._write(
             key, [delete_op(self._key(key))], f"compare and delete {key}", _has_value(expected), _deleted
         )

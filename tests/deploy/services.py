@@ -24,7 +24,7 @@ _DRAIN_S: Final = {
 
 
 def parse_serve(arguments: Sequence[str]) -> None:
-    """Parse SERVICE OPTION... as `tailrace serve` would, without running it. Raises click.UsageError."""
+    """Parse SERVICE OPTION... as `tailrace serve` would, without running it. Raise click.UsageError."""
     context = click.Context(serve, info_name="serve")
     name, command, rest = serve.resolve_command(context, list(arguments))
     assert command is not None

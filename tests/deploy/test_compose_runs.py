@@ -43,7 +43,7 @@ class Cluster:
         self._folder = folder
 
     def start(self) -> None:
-        """Start all services, each after its dependencies are healthy. Raises RuntimeError, TimeoutError."""
+        """Start all services, each after its dependencies are healthy. Raise RuntimeError, TimeoutError."""
         for name, service in self.services.items():
             for other, condition in service.depends_on.items():
                 if condition == "service_healthy":

@@ -308,15 +308,15 @@ class RankedMemory(Protocol):
         """Return the connections to the ranks."""
 
     def exported(self, request_id: str, first_block: int, num_blocks: int) -> Sequence[int]:
-        """Return the places of these pinned blocks of an export. Raises EngineRefusal."""
+        """Return the places of these pinned blocks of an export. Raise EngineRefusal."""
 
     def receiving(
         self, request_id: str, first_block: int, num_blocks: int
     ) -> AbstractContextManager[Sequence[int]]:
         """Reserve the places of these blocks of an import while they are written.
 
-        Yields fewer places than blocks where the rest has none before the last token is known. Leaving
-        without an error marks the blocks as received. Raises EngineRefusal.
+        Yield fewer places than blocks where the rest has none before the last token is known. Leaving
+        without an error marks the blocks as received. Raise EngineRefusal.
         """
 
 
@@ -324,7 +324,7 @@ class Engine(Protocol):
     """One engine. For threading, see the module's docstring."""
 
     async def start(self, sink: EngineSink) -> EngineInfo:
-        """Load the model and start stepping. Raises RuntimeError, saying what to change, if that fails."""
+        """Load the model and start stepping. Raise RuntimeError, saying what to change, if that fails."""
 
     async def stop(self) -> None:
         """Stop stepping and free everything."""
@@ -347,7 +347,7 @@ class Engine(Protocol):
         self, name: str, parameters: Mapping[str, Value] = NO_PARAMETERS, slo: Slo | None = None
     ) -> None:
         """Order requests by this intra-instance policy (a name in tailrace.intra.registry) for these SLOs,
-        from the next step on. Raises UnknownIntraError, ParameterError."""
+        from the next step on. Raise UnknownIntraError, ParameterError."""
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the engine; cheap enough for every report."""
@@ -356,7 +356,7 @@ class Engine(Protocol):
         """Return those of these requests that the engine has waiting, running or paused, not being imported.
 
         Submissions made before the call are included, and outputs generated before the answer have been
-        delivered. Raises EngineRefusal.
+        delivered. Raise EngineRefusal.
         """
 
     # ---- source of a migration. At most one export per request; all methods may raise EngineRefusal.
@@ -369,7 +369,7 @@ class Engine(Protocol):
         hashes."""
 
     async def export_pause(self, request_id: str, have_blocks: int) -> ExportedPause:
-        """Stop scheduling the request. Returns after all its tokens have been delivered to the sink. Refused
+        """Stop scheduling the request. Return after all its tokens have been delivered to the sink. Refused
         if the request has finished."""
 
     async def export_stop(self, request_id: str) -> ExportedPause:
@@ -401,11 +401,11 @@ class Engine(Protocol):
         """Check that the request could be recomputed here, starting now. Reserves nothing: the request is
         submitted after the front end has accepted.
 
-        Raises EngineRefusal if this engine cannot run it (adapter, length), NoRoom while there is no room.
+        Raise EngineRefusal if this engine cannot run it (adapter, length), NoRoom while there is no room.
         """
 
     async def import_open(self, exported: Exported, key: RequestKey, epoch: int) -> None:
-        """Reserve room for the request's current tokens and one block more. Raises EngineRefusal, or NoRoom
+        """Reserve room for the request's current tokens and one block more. Raise EngineRefusal, or NoRoom
         if there is none or other imports wait for it; then nothing is reserved."""
 
     async def import_queue(self, exported: Exported, key: RequestKey, epoch: int) -> None:
@@ -417,7 +417,7 @@ class Engine(Protocol):
     def import_cached(self, request_id: str) -> int:
         """Return how many leading blocks of the export were in the prefix cache when room was reserved.
 
-        They are part of the reservation and must be neither transferred nor written. Raises EngineRefusal.
+        They are part of the reservation and must be neither transferred nor written. Raise EngineRefusal.
         """
 
     async def import_reserve(self, request_id: str, num_blocks: int) -> None:
@@ -428,12 +428,12 @@ class Engine(Protocol):
     ) -> None:
         """Verify received blocks by read_blocks' checksums and copy them into the reservation.
 
-        Raises KvCorrupt, without having written anything, if one does not match.
+        Raise KvCorrupt, without having written anything, if one does not match.
         """
 
     async def import_prepare(self, request_id: str, pause: ExportedPause) -> None:
         """Rebuild the request's tokens, sampling and grammar state after all KV has arrived. It does not run
-        yet. Raises EngineRefusal, KvCorrupt."""
+        yet. Raise EngineRefusal, KvCorrupt."""
 
     async def import_activate(self, request_id: str) -> None:
         """Run the request, from the next token on, after the front end has accepted the epoch."""
@@ -445,28 +445,28 @@ class Engine(Protocol):
     # those of a fetch. Both take its ID instead of a request's and count its blocks from 0.
 
     async def submitted(self, request_id: str) -> Frames:
-        """Return a request as it was submitted. Raises EngineRefusal if it is not on this engine."""
+        """Return a request as it was submitted. Raise EngineRefusal if it is not on this engine."""
 
     async def loan_open(self, loan_id: str, names: Sequence[bytes]) -> int:
         """Pin the blocks of the prefix cache with these names, up to the first missing one, and return how
-        many. Raises EngineRefusal."""
+        many. Raise EngineRefusal."""
 
     async def loan_end(self, loan_id: str) -> None:
         """Unpin the blocks; unknown loans are ignored."""
 
     async def fetch_missing(self, submission: Submission) -> list[bytes]:
         """Return the names of the prompt's blocks after those in the prefix cache, without reserving
-        anything. Raises EngineRefusal as fetch_open does."""
+        anything. Raise EngineRefusal as fetch_open does."""
 
     async def fetch_open(self, fetch_id: str, submission: Submission, max_tokens: int) -> list[bytes]:
         """Pin the cached blocks of the request's first `max_tokens` and allocate blocks for the missing ones.
 
-        Returns the names of the missing blocks; if there are none, reserves nothing. Raises EngineRefusal if
+        Return the names of the missing blocks; if there are none, reserves nothing. Raise EngineRefusal if
         the request or the engine does not support fetching, NoRoom.
         """
 
     async def fetch_keep(self, fetch_id: str, blocks: int) -> None:
-        """Add the first `blocks` received blocks to the prefix cache. Raises EngineRefusal."""
+        """Add the first `blocks` received blocks to the prefix cache. Raise EngineRefusal."""
 
     async def fetch_drop(self, fetch_id: str) -> None:
         """Unpin the blocks; those in the prefix cache may be evicted. Unknown fetches are ignored."""

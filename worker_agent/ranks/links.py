@@ -78,7 +78,7 @@ class RankLink:
     async def ask(self, command: Command, kind: type[_A], seconds: float | None = COMMAND_S) -> _A:
         """Send a command and return the rank's answer, which must be of type `kind`.
 
-        `seconds`: the timeout; None leaves the deadline to the caller. Raises RankLost, and the error that
+        `seconds`: the timeout; None leaves the deadline to the caller. Raise RankLost, and the error that
         the rank reported.
         """
         if self.lost:
@@ -161,7 +161,7 @@ class RankLinks:
         self._server = await asyncio.start_unix_server(self._accept, self.path)
 
     async def wait_for_all(self, seconds: float) -> None:
-        """Wait until every rank has connected, then stop accepting. Raises RuntimeError after `seconds`."""
+        """Wait until every rank has connected, then stop accepting. Raise RuntimeError after `seconds`."""
         try:
             async with asyncio.timeout(seconds):
                 await self._complete.wait()

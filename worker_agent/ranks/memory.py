@@ -71,7 +71,7 @@ class RankMemory:
     ) -> None:
         """Verify received blocks and copy them to `block_ids`; keep those beyond for `settle`.
 
-        Raises KvCorrupt before anything is written.
+        Raise KvCorrupt before anything is written.
         """
         assert isinstance(received, DeviceStaging)
         unplaced = self._unplaced.get(request_id)

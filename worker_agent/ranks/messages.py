@@ -207,7 +207,7 @@ def encode(message: msgspec.Struct) -> bytes:
 async def read_frame(reader: asyncio.StreamReader) -> bytes:
     """Read the next message.
 
-    Raises asyncio.IncompleteReadError at the end of the stream, ValueError when the message is too large.
+    Raise asyncio.IncompleteReadError at the end of the stream, ValueError if the message is too large.
     """
     (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     if size > _BYTES_MAX:

@@ -78,7 +78,7 @@ class RankedTransfer:
         self._closed = False
 
     async def connect(self, sources: Sequence[KvAddress], tickets: Sequence[Ticket]) -> None:
-        """Connect every rank to the same rank of the source. Raises KvTransferError, having undone
+        """Connect every rank to the same rank of the source. Raise KvTransferError, having undone
         everything."""
         calls = [
             link.ask(Connect(self._number, self._request_id, source, ticket.secret), Done)
@@ -138,7 +138,7 @@ class RankedTransport:
     ) -> RankedTransport:
         """Start UCX in every rank with these options, and start watching the ranks.
 
-        `sealed`: KV is encrypted before it leaves the host. Raises KvTransferError.
+        `sealed`: KV is encrypted before it leaves the host. Raise KvTransferError.
         """
 
         async def begin(link: RankLink) -> KvAddress:
@@ -214,7 +214,7 @@ async def _gather_all(calls: Iterable[Awaitable[_T]]) -> list[_T]:
 
 
 def _results_or_raise(answers: Sequence[_T | BaseException]) -> list[_T]:
-    """Return the results of the ranks that answered. Raises any error that is no KvTransferError."""
+    """Return the results of the ranks that answered. Raise any error that is no KvTransferError."""
     for answer in answers:
         if isinstance(answer, BaseException) and not isinstance(answer, KvTransferError):
             raise answer

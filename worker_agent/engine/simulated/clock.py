@@ -59,7 +59,7 @@ class Boundary:
         self._pending: list[Callable[[], None]] = []
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Call `function` at the end of the step and return its result. Raises its EngineRefusal."""
+        """Call `function` at the end of the step and return its result. Raise its EngineRefusal."""
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def run() -> None:

@@ -76,7 +76,7 @@ class SimulatedEngine:
     def __init__(
         self, settings: SimulatedSettings, *, faults: Faults | None = None, clock: Clock | None = None
     ) -> None:
-        """`clock` defaults to the running event loop. Raises RuntimeError for invalid settings."""
+        """`clock` defaults to the running event loop. Raise RuntimeError for invalid settings."""
         self.faults = faults or Faults(die_on_prompt=tuple(settings.dies_of.encode("ascii")) or None)
         self._settings = settings
         try:
@@ -373,27 +373,27 @@ class SimulatedEngine:
 
     async def export_pause(self, request_id: str, have_blocks: int) -> ExportedPause:
         """Engine.export_pause."""
-        asked_s = self._live_clock().time()
+        requested_s = self._live_clock().time()
         if self._step is not None:
-            return await self._boundary.call(lambda: self._pause(request_id, have_blocks, asked_s))
-        return self._pause(request_id, have_blocks, asked_s)
+            return await self._boundary.call(lambda: self._pause(request_id, have_blocks, requested_s))
+        return self._pause(request_id, have_blocks, requested_s)
 
-    def _pause(self, request_id: str, have_blocks: int, asked_s: float) -> ExportedPause:
+    def _pause(self, request_id: str, have_blocks: int, requested_s: float) -> ExportedPause:
         now_s = self._live_clock().time()
         interval_ms, _ = self._intervals.mean_and_p99_ms(now_s)
-        return self._exports.pause(request_id, have_blocks, interval_ms, now_s - asked_s)
+        return self._exports.pause(request_id, have_blocks, interval_ms, now_s - requested_s)
 
     async def export_stop(self, request_id: str) -> ExportedPause:
         """Engine.export_stop."""
-        asked_s = self._live_clock().time()
+        requested_s = self._live_clock().time()
         if self._step is not None:
-            return await self._boundary.call(lambda: self._stop_request(request_id, asked_s))
-        return self._stop_request(request_id, asked_s)
+            return await self._boundary.call(lambda: self._stop_request(request_id, requested_s))
+        return self._stop_request(request_id, requested_s)
 
-    def _stop_request(self, request_id: str, asked_s: float) -> ExportedPause:
+    def _stop_request(self, request_id: str, requested_s: float) -> ExportedPause:
         now_s = self._live_clock().time()
         interval_ms, _ = self._intervals.mean_and_p99_ms(now_s)
-        return self._exports.stop(request_id, interval_ms, now_s - asked_s)
+        return self._exports.stop(request_id, interval_ms, now_s - requested_s)
 
     async def export_resume(self, request_id: str) -> None:
         """Engine.export_resume."""
@@ -463,7 +463,7 @@ class SimulatedEngine:
         await self._imports.write(request_id, first_block, num_blocks, received, checksums)
 
     async def import_prepare(self, request_id: str, pause: ExportedPause) -> None:
-        """Engine.import_prepare. Raises KvCorrupt if the blocks do not match the tokens."""
+        """Engine.import_prepare. Raise KvCorrupt if the blocks do not match the tokens."""
         self._imports.prepare(request_id, pause)
 
     async def import_activate(self, request_id: str) -> None:

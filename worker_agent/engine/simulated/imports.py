@@ -70,7 +70,7 @@ class Imports:
         scheduler, pool = self._scheduler, self._scheduler.pool
         blocks = min(pool.blocks_for(request.total) + 1, pool.total)
         if scheduler.free_slots < 1 or pool.free < blocks:
-            raise NoRoom(f"{blocks} KV blocks and a place in the batch are needed")
+            raise NoRoom(f"{blocks} KV blocks and a batch slot are needed")
 
     def open(self, exported: Exported, key: RequestKey, epoch: int) -> None:
         """Engine.import_open."""
@@ -189,7 +189,7 @@ class Imports:
         return None if incoming is None else incoming.request
 
     def _request(self, exported: Exported, key: RequestKey, epoch: int) -> Request:
-        """Decode the request. Raises EngineRefusal if this engine could not run it."""
+        """Decode the request. Raise EngineRefusal if this engine could not run it."""
         if self._faults.refuse_import is not None:
             raise EngineRefusal(self._faults.refuse_import)
         try:
@@ -210,7 +210,7 @@ class Imports:
         return request
 
     def _reserve_import(self, request: Request, exported: Exported) -> None:
-        """Reserve room and register the import. Raises NoRoom."""
+        """Reserve room and register the import. Raise NoRoom."""
         incoming = self._reserve_blocks(request, exported.block_hashes)
         request.phase = exported.phase
         self._scheduler.hold(request, State.IMPORTING)
@@ -219,7 +219,7 @@ class Imports:
 
     def _reserve_blocks(self, request: Request, names: Sequence[bytes]) -> _Import:
         """Reserve blocks of the device, starting with those cached under these names, or slots of host
-        memory. Raises NoRoom."""
+        memory. Raise NoRoom."""
         scheduler, pool = self._scheduler, self._scheduler.pool
         blocks = min(pool.blocks_for(request.total) + 1, pool.total)
         if scheduler.free_slots > 0 and blocks <= pool.free:
@@ -251,7 +251,7 @@ class Imports:
 
 
 def check_state(request: Request, output_tokens: int, sampling_state: bytes) -> None:
-    """Check that the request continues here as it would have at its source. Raises EngineRefusal."""
+    """Check that the request continues here as it would have at its source. Raise EngineRefusal."""
     try:
         state = _state.decode(sampling_state)
     except msgspec.DecodeError as error:

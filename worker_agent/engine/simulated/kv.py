@@ -44,7 +44,7 @@ class HostStaging:
 
 
 def staged_bytes(staging_buffer: object, size: int) -> Bytes:
-    """Return the first `size` bytes of a staging buffer. Raises ValueError if it is shorter."""
+    """Return the first `size` bytes of a staging buffer. Raise ValueError if it is shorter."""
     view = np.frombuffer(staging_buffer, np.uint8)  # type: ignore[call-overload]
     if view.size < size:
         raise ValueError(f"staging holds {view.size} bytes, {size} are needed")
@@ -84,7 +84,7 @@ class KvCodec:
     def read(self, data: Bytes, checksums: Sequence[int], first_block: int) -> Words:
         """Return the seeds of received blocks, numbered from `first_block`.
 
-        Raises KvCorrupt for bytes that do not match their checksum or do not belong to this model.
+        Raise KvCorrupt for bytes that do not match their checksum or do not belong to this model.
         """
         size = self.block_bytes
         if self._scratch is None:

@@ -42,7 +42,7 @@ class RequestReader:
         frontend_id: str,
         traceparent: str,
     ) -> Request:
-        """Decode a request. Raises UnrunnableError."""
+        """Decode a request. Raise UnrunnableError."""
         try:
             message = wire.read_full_request(frames)
         except msgspec.DecodeError as error:

@@ -100,7 +100,7 @@ class Script:
         return self._key
 
     def token(self, index: int) -> int:
-        """Return token `index` of the output. Raises ValueError if every possible token is forbidden."""
+        """Return token `index` of the output. Raise ValueError if every possible token is forbidden."""
         if index == self.end_think_at or index == self._think_at:
             tags = self._vocabulary
             tag = tags.end_think if index == self.end_think_at else tags.think

@@ -45,7 +45,7 @@ class RequestTable:
         return [request for request in self._by_id.values() if request.key.client == client]
 
     def known(self, request_id: str) -> Request:
-        """Return the request with this ID. Raises EngineRefusal if there is none."""
+        """Return the request with this ID. Raise EngineRefusal if there is none."""
         request = self._by_id.get(request_id)
         if request is None:
             raise EngineRefusal(f"request {request_id} is not on this engine")

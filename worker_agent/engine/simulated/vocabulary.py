@@ -38,7 +38,7 @@ class Vocabulary:
 
 @lru_cache(maxsize=16)
 def read_vocabulary(folder: str, think: str, end_think: str) -> Vocabulary:
-    """Read a byte-level tokenizer's `tokenizer.json`. Raises RuntimeError, saying what is missing."""
+    """Read a byte-level tokenizer's `tokenizer.json`. Raise RuntimeError, saying what is missing."""
     path = Path(folder) / "tokenizer.json"
     try:
         file = msgspec.json.decode(path.read_bytes(), type=_TokenizerFile)
