@@ -95,7 +95,7 @@ class Carrier:
         """Wire the parts together; nothing starts before the first message.
 
         `on_full(full)` is called with whether new requests would be refused with 429. `pace_s`: seconds per
-        token at which answers are shown if the request does not set it; 0 shows tokens as they are made.
+        token at which answers are shown if the request does not set it; 0 shows tokens as they are generated.
         `answers`: None if no answers are kept.
         """
         self._table = table

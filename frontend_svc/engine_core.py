@@ -24,7 +24,7 @@ from tailrace.wire import RequestType, UtilityCall, engine_identity, read_abort,
 log = logging.getLogger(__name__)
 
 
-# An API server that reads none of its pending outputs for so long is stuck.
+# An API server that reads none of its pending outputs for this long is stuck.
 STALL_S: Final = 30.0
 # So is one for which so many bytes wait: several replies of the largest size.
 _UNSENT_LIMIT_BYTES: Final = 1 << 30

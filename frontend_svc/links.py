@@ -73,7 +73,7 @@ HEARTBEAT_S: Final = 0.5
 # A worker that sends nothing for SILENCE_S is lost; its stream stays open for GRACE_S more.
 SILENCE_S: Final = 3.0
 GRACE_S: Final = 2.0
-# A worker that reads none of the bytes that wait for it for so long is disconnected.
+# A worker that reads none of the bytes that wait for it for this long is disconnected.
 STALL_S: Final = 10.0
 # Seconds for a worker to answer the hello.
 HELLO_S: Final = 5.0
@@ -236,7 +236,7 @@ class Link:
             self._append(_HEARTBEAT)
 
     def reconnect(self, reason: str) -> None:
-        """End the stream, upon which the worker aborts everything that came over it, and open a new one."""
+        """End the stream and open a new one; the worker then aborts everything that came over the old one."""
         self._break_reason = reason
         self._broken.set()
 
@@ -410,8 +410,7 @@ class WorkerLinks:
         self._group: asyncio.TaskGroup | None = None
 
     async def run(self) -> None:
-        """Keep the links until cancelled, then close all streams, upon which workers free this front end's
-        requests.
+        """Keep the links until cancelled, then close all streams; workers then free its requests.
 
         Unexpected exceptions of a link or its sink are raised here.
         """

@@ -186,7 +186,7 @@ class Placement:
     """Ask a scheduler; while none answers, choose the attached instance with the fewest streams of this front
     end.
 
-    A stream that already has tokens continues on the model that made them, or not at all.
+    A stream that already has tokens continues on the model that generated them, or not at all.
     """
 
     def __init__(

@@ -80,7 +80,7 @@ class Stream:
     traceparent: str = ""
     owner: str | None = None
     epoch: int = 0
-    # Key of the model that makes its tokens; no other model may continue it. Empty: unknown.
+    # Key of the model that generates its tokens; no other model may continue it. Empty: unknown.
     model: str = ""
     # Accepted tokens; the next index is the length. Needed to continue on another instance.
     token_ids: array[int] = field(default_factory=lambda: array("I"))
@@ -205,7 +205,7 @@ class StreamTable:
     def restore(self, stream: Stream, token_ids: Iterable[int], flags: int, model: str) -> None:
         """Continue a new stream with the tokens of an earlier one of the same request.
 
-        `flags`: all flags of the earlier stream; `model`: key of the model that made the tokens.
+        `flags`: all flags of the earlier stream; `model`: key of the model that generated the tokens.
         """
         stream.token_ids.extend(token_ids)
         stream.model = model

@@ -73,14 +73,14 @@ class RequestView:
     arrival_s: float = 0.0
     token_interval_s: float = 0.0
     frontend_id: str = ""
-    # Whether a migration of it is open; another must not be started.
+    # Whether it is being migrated; another migration must not be started.
     migrating: bool = False
     # Tokens ready for the user beyond what the user should have read by now (PASCAL's token pacer). None:
     # unknown; negative: behind.
     pacer_slack_tokens: float | None = None
-    # Predicted tokens still to come (ARES, section 4). None: no prediction.
+    # Predicted remaining tokens (ARES, section 4). None: no prediction.
     predicted_remaining_tokens: float | None = None
-    # Tokens made in the current phase; below one quantum the request is "fresh" (PASCAL, Alg. 2's a_i).
+    # Tokens generated in the current phase; below one quantum the request is "fresh" (PASCAL, Alg. 2's a_i).
     phase_tokens: int = 0
     # A reasoning request that the intra-instance scheduler treats as answering (PASCAL, section IV-C).
     demoted: bool = False
@@ -148,7 +148,7 @@ class InstanceView:
     coming_tokens: int = 0
     # Tokens of KV per second that recent migrations to it have reached. None: none yet.
     migration_tokens_per_s: float | None = None
-    # Live and simulated, views of requests are made only on access: most decisions need counts alone
+    # Live and simulated, views of requests are created only on access: most decisions need only counts
     # (tailrace.policy.phase_load).
     requests: Sequence[RequestView] = ()
 
@@ -254,19 +254,17 @@ class ClusterView:
 
     instances: Mapping[str, InstanceView]
     stages: tuple[Stage, ...] = ()
-    # Only in views for on_tick: the time of this policy's previous tick, by the clock of its `now`. None:
-    # this is the first since this scheduler began to decide by this policy (CascadeInfer counts its periods
-    # so).
+    # Only in views for on_tick: the time of this policy's previous tick, by the clock of `now`, from which
+    # CascadeInfer counts its periods. None: the first tick since this scheduler began to use this policy.
     last_tick_s: float | None = None
     # Only in views for on_tick: lengths of the requests of the last `Policy.lengths_period_s`, or of a
-    # shorter time if this scheduler has not decided by this policy for so long. None: the policy does not use
-    # them.
+    # shorter time if this scheduler has used this policy for less. None: the policy does not use them.
     lengths: LengthStatistics | None = None
 
     # Only in views for on_tick: prefixes shared by many arrivals of the last `Policy.prefixes_period_s`.
     # None: the policy does not use them.
     hot: HotPrefixes | None = None
-    # Tells in which instances views with the same `changes` differ, by their versions; None: not known.
+    # Says by versions in which instances views with the same `changes` differ; None: unknown.
     # Affects no decision.
     changes: ViewChanges | None = field(default=None, compare=False, repr=False)
     version: int = field(default=0, compare=False, repr=False)
@@ -301,7 +299,7 @@ class Arrival:
     cached: Mapping[str, CachedTokens] = field(default_factory=_nothing_cached)
     # Names of its leading blocks (tailrace.cache.names), if known.
     block_names: Sequence[int] = ()
-    # The conversation that it belongs to; empty: not known.
+    # The conversation that it belongs to; empty: unknown.
     session_id: str = ""
     # It has been on an instance before.
     admitted: bool = False

@@ -13,7 +13,7 @@ class Way(enum.Enum):
 
     # Its KV is transferred.
     LIVE = "live"
-    # The target recomputes its KV from the tokens made so far.
+    # The target recomputes its KV from the tokens generated so far.
     REPLAY = "replay"
     # It cannot move.
     STAYS = "stays"

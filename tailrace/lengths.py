@@ -105,7 +105,7 @@ class LengthWindow:
         self._arrived.add((prompt_tokens,))
 
     def finished(self, prompt_tokens: int, output_tokens: int, now_s: float) -> None:
-        """Add a request that made its last token; an aborted one does not count."""
+        """Add a request that generated its last token; an aborted one does not count."""
         self._turn(now_s)
         self._finished.add((prompt_tokens, output_tokens))
 

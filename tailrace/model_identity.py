@@ -36,7 +36,7 @@ class ModelIdentity(msgspec.Struct, frozen=True):
 
     `text`: digest of configuration and tokenizer. `weights`: digest of the weights; empty if they are not
     available, as on a machine with the tokenizer only. `precision`: number formats of weights, arithmetic and
-    KV that an engine was told to use; empty for a front end, which does not choose them.
+    KV that an engine is configured to use; empty for a front end, which does not choose them.
     """
 
     text: str

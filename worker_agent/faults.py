@@ -3,12 +3,12 @@
 Its value is a JSON object, or a list of them; or @PATH, a file that holds one and is read at every fault
 point, so that a test can arm and disarm a running worker by writing and removing it:
 
-    {"hold": "import:paused", "seconds": 30}     stop at this point of a migration for so long
+    {"hold": "import:paused", "seconds": 30}     stop at this point of a migration for 30 seconds
     {"corrupt": "kv"}                            flip one byte of the next block that is sent, once
 
 "instance": "worker-1" in any of them confines it to one worker. Points: `import:` (target) or `export:`
 (source) with `open`, `pre_copy`, `paused`, `adopt`; and `import:adopted` (accepted, not yet running). A point
-that holds says so in the log, so that a test can kill the process then; it goes on early when disarmed.
+that holds says so in the log, so that a test can kill the process then; it continues early when disarmed.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from tailrace.v1 import worker_pb2
 log = logging.getLogger(__name__)
 
 
-# A front end that reads none of its pending bytes for so long is disconnected.
+# A front end that reads none of its pending bytes for this long is disconnected.
 STALL_S: Final = 10.0
 # A front end of the same id but another incarnation is refused while the older one sent anything within this
 # time.

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 _BACKOFF_S: Final = (0.1, 0.2, 0.5, 1.0)
 # Phase changes within this time are sent together.
 _GATHER_S: Final = 0.005
-# A monitor that accepts or acknowledges no report for so long is given up; the stream is opened again.
+# A monitor that accepts or acknowledges no report for this long is given up; the stream is opened again.
 _WRITE_S: Final = 5.0
 # The same if there is another monitor. By default monitors declare an instance silent after two seconds.
 _ACKNOWLEDGE_S: Final = 1.25

@@ -31,7 +31,7 @@ class WorkerSettings:
     report_s: float = 0.5
     # Time to live of the etcd lease.
     lease_ttl_s: float = 10.0
-    # A front end from which nothing arrives for so long is disconnected.
+    # A front end from which nothing arrives for this long is disconnected.
     frontend_silence_s: float = 10.0
     # Timeout of an import whose request does not set one.
     import_timeout_s: float = 10.0
@@ -39,7 +39,7 @@ class WorkerSettings:
     pull_timeout_s: float = 5.0
     # A source that is paused longer asks the front end whether to resume.
     pause_limit_s: float = 10.0
-    # An export whose target is silent for so long before the pause is ended.
+    # An export whose target is silent for this long before the pause is ended.
     export_idle_s: float = 30.0
     # The engine's batch order: a name of tailrace.intra.registry, or intra_switch.BY_POLICY.
     intra: str = ENGINE_ORDER

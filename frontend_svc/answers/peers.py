@@ -34,7 +34,7 @@ Reply = TypeVar("Reply")
 
 
 def rendezvous_rank(key: str, frontend_id: str) -> int:
-    """Return a front end's rank for a key; of several the highest is chosen (rendezvous hashing)."""
+    """Return a front end's rank for a key; the highest rank is chosen (rendezvous hashing)."""
     return int.from_bytes(blake2b(f"{key}\0{frontend_id}".encode(), digest_size=8).digest())
 
 

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 # Target size of a call; a single answer may exceed it.
 _BATCH_BYTES: Final = 1 << 20
-# A front end that hears neither its peer nor any instance for so long continues without a copy.
+# A front end that hears neither its peer nor any instance for this long continues without a copy.
 _ALONE_S: Final = 5.0
 
 
@@ -44,8 +44,8 @@ class _Copy:
 
     answer: Answer
     peer: Peer
-    # Whether delivery waits for this copy. It does not wait for a copy that replaces a lost one (or none)
-    # until that has the log as it was when copying began: before, it protects no more than no copy would.
+    # Whether delivery waits for this copy. A copy that replaces a lost one (or none) is of no use before it
+    # has all that was in the log when copying began, so until then delivery does not wait for it.
     blocks_delivery: bool = True
     has_head: bool = False
     entries: int = 0

@@ -62,7 +62,7 @@ class Entry:
     flags: int
     # vLLM's EngineCoreOutputs with this output only; for a note, the note.
     frames: tuple[bytes, ...]
-    # In the first entry of a part: key of the model that made its tokens.
+    # In the first entry of a part: key of the model that generated its tokens.
     model: str = ""
 
     @property

@@ -20,7 +20,7 @@ _BACKLOG: Final = 16
 # Bound of the retransmission interval towards clients: above any usual round-trip time, and short enough that
 # a stream continues within two seconds of a network outage.
 _RETRANSMIT_S: Final = 2.0
-# A client that acknowledges nothing, or takes nothing, for so long is disconnected.
+# A client that acknowledges nothing, or takes nothing, for this long is disconnected.
 _GIVE_UP_S: Final = 300.0
 
 

@@ -35,7 +35,7 @@ T = TypeVar("T", str, float)
 
 
 class _Token(msgspec.Struct, array_like=True, frozen=True):
-    """What a page token holds: what was asked for, and the last request listed, by instance or arrival."""
+    """The contents of a page token: the listing, and its last request so far, by instance or arrival."""
 
     instance_id: str
     phase: int
@@ -47,7 +47,7 @@ class _Token(msgspec.Struct, array_like=True, frozen=True):
 async def request_page(
     state: ReportedCluster, request: admin_pb2.ListRequestsRequest, wall_s: float
 ) -> admin_pb2.ListRequestsReply:
-    """Return the page that is asked for; `wall_s` is the time of day.
+    """Return the requested page; `wall_s` is the time of day.
 
     Raise AdminError: NOT_FOUND for an unknown instance, INVALID_ARGUMENT for an unknown phase or order, and a
     page token that is none or of another listing.

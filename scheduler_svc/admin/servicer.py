@@ -89,7 +89,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         request: admin_pb2.ListRequestsRequest,
         context: grpc.aio.ServicerContext[admin_pb2.ListRequestsRequest, admin_pb2.ListRequestsReply],
     ) -> admin_pb2.ListRequestsReply:
-        """List a page of the requests, of one instance or phase if asked for."""
+        """List a page of requests, of one instance or phase if given."""
         return await request_page(self._state, request, time.time())
 
     async def ListMigrations(

@@ -65,7 +65,7 @@ class JobView:
     phase: Phase
     prompt_tokens: int
     output_tokens: int
-    # Output tokens made in the current phase; 0 while prefilling.
+    # Output tokens generated in the current phase; 0 while prefilling.
     phase_tokens: int
     # When it arrived at the fleet, in seconds of a clock that all instances share.
     arrived_s: float = 0.0

@@ -42,7 +42,7 @@ def expected_remaining(request: RequestView) -> float:
 def mean_remaining_tokens(requests: Sequence[RequestView]) -> float:
     """Return the mean remaining output tokens of `requests`, which must not be empty.
 
-    A request without a prediction is expected to make as many more tokens as it has made so far. That holds
+    A request without a prediction is expected to generate as many more tokens as it has so far. That holds
     on average in a steady state for any distribution of lengths, since the age and the residual life of a
     renewal process have the same distribution.
     """

@@ -105,7 +105,7 @@ T = TypeVar("T")
 
 class PerInstances(Generic[T]):
     """One cache for each set of instances of which a cluster's model makes views, such as those that run one
-    model: otherwise each decision would read all instances anew where several models share a cluster."""
+    model: otherwise each decision would read all instances again where several models share a cluster."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make

@@ -1,4 +1,4 @@
-"""Length-prefixed protobuf messages over one TCP connection, in the clear or inside TLS.
+"""Length-prefixed protobuf messages over one TCP connection, unencrypted or inside TLS.
 
 The data path's transport: one message per engine step and front end is a few hundred small messages per
 second, and gRPC's Python binding uses several times the CPU for each (docs/decisions/0007).
@@ -91,11 +91,11 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
         """`received`: class of the incoming messages.
 
         A message larger than `max_message_bytes` breaks the stream: the sender has to respect the announced
-        limit. `tls` None: in the clear.
+        limit. `tls` None: unencrypted.
         """
         self._parse = received.FromString
         self._max_message_bytes = max_message_bytes
-        # None: in the clear.
+        # None: unencrypted.
         self.tls = tls
         # Set once messages may be sent, or the stream has ended.
         self._opened = asyncio.Event()
@@ -360,14 +360,14 @@ class Admission:
     """Who may open a stream, and how others are refused."""
 
     transport: Transport
-    # Ignored in the clear.
+    # Ignored without TLS.
     roles: frozenset[Role]
     # Builds the message that tells a refused client the reason.
     refusal: Callable[[str], Message]
 
 
 NO_ADMISSION: Final = Admission(PLAIN, frozenset(Role), cast(Callable[[str], Message], str))
-"""For streams in the clear: no client is refused."""
+"""For streams without TLS: no client is refused."""
 
 
 @asynccontextmanager

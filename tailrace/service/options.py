@@ -37,7 +37,7 @@ class CommonOptions:
     # Host under which others reach this process; empty: the one it listens on.
     advertise: str
     transport: Transport = PLAIN
-    # Whether it may listen in the clear beyond loopback.
+    # Whether it may listen beyond loopback without TLS.
     insecure: bool = False
 
     def advertised(self, address: str) -> str:

@@ -34,12 +34,12 @@ class LeaseExpired(StoreUnavailable):
 
 # Deadline of a call with all of its attempts.
 _DEADLINE_S: Final = 3.0
-# When an attempt has no answer for so long (or a share of the deadline, with many members), the same request
-# is also sent to the next member, and the first answer counts.
+# After this long without an answer (or a share of the deadline, with many members), a request is also sent to
+# the next member, and the first answer counts.
 _HEDGE_S: Final = 1.0
 # Pause between two rounds through all members, while a member is alive but the cluster has no leader yet.
 _ROUND_S: Final = 0.2
-# If no member can be reached, the call continues for so long: until gRPC has tried to connect once more.
+# If no member can be reached, the call continues for this long, so that gRPC tries to connect once more.
 _UNREACHABLE_S: Final = 1.25
 
 _CHANNEL_OPTIONS: Final = (

@@ -27,7 +27,7 @@ CACHED_TOKENS: Final = "tailrace.cached_tokens"
 """Prompt tokens whose KV the chosen instance was known to hold."""
 OUTPUT_TOKENS: Final = "tailrace.output_tokens"
 TOKENS: Final = "tailrace.tokens"
-"""Tokens made in the span, or tokens whose KV it moved."""
+"""Tokens generated in the span, or tokens whose KV it moved."""
 
 PULL_HOLDER: Final = "tailrace.pull.holder"
 """The instance from which a prefix is pulled."""

@@ -49,7 +49,7 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The stored part of a key."""
 
-    # Part of the key itself, in the clear.
+    # Part of the key itself, in plain text.
     key_id: str
     # SHA-256 of the whole key, hexadecimal. The key has 256 random bits, so a slow hash would add nothing.
     sha256: str

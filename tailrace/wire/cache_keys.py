@@ -63,7 +63,7 @@ class CacheKeys:
 
     keys: Keys
     session_id: str
-    # As it came; empty: a prompt of embeddings, whose blocks have no names that could be told from here.
+    # Undecoded; empty: a prompt of embeddings, whose blocks cannot be named here.
     _prompt: bytes
 
     def tokens(self) -> Sequence[int]:

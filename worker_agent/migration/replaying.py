@@ -1,6 +1,6 @@
 """The target's side of a replay: nothing is copied.
 
-The source stops the request and sends the tokens it has made; once the front end has accepted, they are
+The source stops the request and sends the tokens it has generated; once the front end has accepted, they are
 recomputed here.
 """
 

@@ -83,7 +83,7 @@ class ProbeResult:
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """A pure decode step: every request made a token, none its first one."""
+    """A pure decode step: every request generated a token, none its first one."""
 
     seconds: float
     requests: int
@@ -114,7 +114,7 @@ class Observations:
 class Probes:
     """An EngineSink that takes the outputs of probes, and passes everything else on to `inner`."""
 
-    # Whether to fail if a user's request makes a token meanwhile.
+    # Whether to fail if a user's request generates a token meanwhile.
     exclusive = True
 
     def __init__(self, inner: EngineSink, clock: Callable[[], float], seed: int = 0) -> None:

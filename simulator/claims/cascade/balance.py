@@ -136,8 +136,8 @@ def spread(policy: str, seconds: float, seed: int) -> Figures:
 
 
 def tokens_by_instance(result: SimResult, counted: Sequence[RequestRecord]) -> Counter[str]:
-    """Return the output tokens of these requests by instance; tokens made during a migration count for its
-    target."""
+    """Return the output tokens of these requests by instance; those generated during a migration count for
+    its target."""
     moves: dict[str, list[tuple[str, int]]] = {}
     for move in result.migrations:
         if move.outcome is MigrationOutcome.COMMITTED:
@@ -147,7 +147,7 @@ def tokens_by_instance(result: SimResult, counted: Sequence[RequestRecord]) -> C
         if not record.placements:
             continue
         moved = moves.get(record.request_id, [])
-        # A prompt that was handed back made no token where it was first placed.
+        # A prompt that was handed back generated no token where it was first placed.
         began = record.placements[-1 - len(moved)].instance_id
         places = [(began, record.prompt_tokens), *moved]
         ends = [*(start for _, start in places[1:]), record.prompt_tokens + record.output_tokens]
