@@ -55,8 +55,8 @@ class History:
 
     def list(self, request_id: str, limit: int) -> list[migration_pb2.MigrationRecord]:
         """Return the newest `limit` records (0: all) of a request ("": of all), newest first."""
-        found = [r for r in reversed(self._records.values()) if request_id in ("", r.request_id)]
-        return found[:limit] if limit else found
+        records = [r for r in reversed(self._records.values()) if request_id in ("", r.request_id)]
+        return records[:limit] if limit else records
 
 
 # Updates queued for a slow watcher; it may miss older ones, but never the last.

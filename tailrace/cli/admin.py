@@ -141,7 +141,7 @@ def _numeric_target(parts: list[str], endpoints: list[tuple[str, int]]) -> str:
 
     Names that cannot be resolved are skipped. If there is an IPv6 address, IPv4 ones are mapped into IPv6.
     """
-    found: list[tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]] = []
+    targets: list[tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]] = []
     unknown: list[str] = []
     for part, (host, port) in zip(parts, endpoints, strict=True):
         try:
@@ -151,12 +151,12 @@ def _numeric_target(parts: list[str], endpoints: list[tuple[str, int]]) -> str:
         else:
             # IPv4 first: a name such as localhost has both, and a service often listens only there.
             hosts = sorted((str(info[4][0]) for info in infos), key=lambda text: ":" in text)
-            found.append((ipaddress.ip_address(hosts[0]), port))
-    if not found:
+            targets.append((ipaddress.ip_address(hosts[0]), port))
+    if not targets:
         raise Unreachable(f"no admin API: {'; '.join(unknown)}")
-    if all(address.version == 4 for address, _ in found):
-        return "ipv4:" + ",".join(f"{address}:{port}" for address, port in found)
+    if all(address.version == 4 for address, _ in targets):
+        return "ipv4:" + ",".join(f"{address}:{port}" for address, port in targets)
     return "ipv6:" + ",".join(
         f"[::ffff:{address}]:{port}" if address.version == 4 else f"[{address}]:{port}"
-        for address, port in found
+        for address, port in targets
     )

@@ -142,18 +142,18 @@ def list_(folder: Path, output: Output) -> None:
     """Show the certificates and the authority, their expiry dates, and how many days are left."""
     with file_errors(AuthorityProblem):
         authority = Authority.load(folder)
-        found = authority.issued()
+        certificates = authority.issued()
     now = datetime.datetime.now(datetime.UTC)
     if output is Output.JSON:
         print_json(
             {
                 "authority": _validity(authority.not_after, now),
-                "certificates": [_plain(issued, now) for issued in found],
+                "certificates": [_plain(issued, now) for issued in certificates],
             }
         )
         return
     table = Table("ROLE", "NAME", "VALID UNTIL", "DAYS LEFT", "HOSTS", "FOLDER", box=None)
-    for issued in found:
+    for issued in certificates:
         identity, end = issued.identity, issued.not_after
         hosts, days = " ".join(issued.hosts), _days_left(end, now)
         table.add_row(identity.role.value, identity.name, _day(end), days, hosts, str(issued.folder))
@@ -186,5 +186,5 @@ def _days_left(not_after: datetime.datetime, now: datetime.datetime) -> str:
     return f"{days:.1f}" if days > 0 else "expired"
 
 
-def _day(when: datetime.datetime) -> str:
-    return f"{when:%Y-%m-%d %H:%M:%SZ}"
+def _day(time: datetime.datetime) -> str:
+    return f"{time:%Y-%m-%d %H:%M:%SZ}"

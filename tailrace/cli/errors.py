@@ -88,8 +88,8 @@ def _translate(error: grpc.RpcError, address: str, hint: str, diagnose: Callable
         case grpc.StatusCode.INVALID_ARGUMENT:
             return UsageProblem(_with_hint(details or "invalid argument", hint))
         case grpc.StatusCode.UNKNOWN | grpc.StatusCode.INTERNAL:
-            what = details or code.name.lower()
-            return CliError(f"the admin API at {address} failed: {what}; see the scheduler's log")
+            detail = details or code.name.lower()
+            return CliError(f"the admin API at {address} failed: {detail}; see the scheduler's log")
         case _:
             return CliError(_with_hint(details or code.name.lower().replace("_", " "), hint))
 

@@ -46,7 +46,7 @@ def etcd_roles(set_up: bool, etcd: str, cluster: str, tls: Path | None, output: 
     rights = etcd_rights(cluster)
     if set_up:
         try:
-            endpoints = [str(each) for each in parse_endpoints(part.strip() for part in etcd.split(","))]
+            endpoints = [*map(str, parse_endpoints(part.strip() for part in etcd.split(",")))]
         except ValueError as error:
             raise UsageProblem(str(error)) from error
         if tls is None:
@@ -59,12 +59,15 @@ def etcd_roles(set_up: bool, etcd: str, cluster: str, tls: Path | None, output: 
         for change in changes or ["nothing to change"]:
             note(change)
     if output is Output.JSON:
-        print_json({"rights": [_plain(each, cluster) for each in rights]})
+        print_json({"rights": [_plain(role_rights, cluster) for role_rights in rights]})
         return
     table = Table("USER", "ROLE", "READS", "READS AND WRITES", box=None)
-    for each in rights:
+    for role_rights in rights:
         table.add_row(
-            etcd_user(each.role), role_name(each.role, cluster), "\n".join(each.reads), "\n".join(each.writes)
+            etcd_user(role_rights.role),
+            role_name(role_rights.role, cluster),
+            "\n".join(role_rights.reads),
+            "\n".join(role_rights.writes),
         )
     print_figures(table)
 

@@ -67,9 +67,9 @@ def make(tenant: str, models: str | None, no_key: bool, file: Path, **limits: fl
 
     The given limits apply to the tenant from now on, for all its keys.
     """
-    given: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
+    changes: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
     if models is not None:
-        given["models"] = tuple(part.strip() for part in models.split(",") if part.strip())
+        changes["models"] = tuple(part.strip() for part in models.split(",") if part.strip())
     if not tenant or len(tenant) > 100:
         raise UsageProblem("a tenant's name must have 1 to 100 characters")
     with file_errors(KeyFileUnusable), locked_key_file(file) as replace:
@@ -78,7 +78,7 @@ def make(tenant: str, models: str | None, no_key: bool, file: Path, **limits: fl
         if no_key and before is None:
             raise UsageProblem(f"there is no tenant {tenant!r}")
         fields = {} if before is None else {name: getattr(before, name) for name in before.__struct_fields__}
-        tenant_keys = tenant_keys.with_tenant(Tenant(**{**fields, "name": tenant, **given}))
+        tenant_keys = tenant_keys.with_tenant(Tenant(**{**fields, "name": tenant, **changes}))
         key = ""
         if not no_key:
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

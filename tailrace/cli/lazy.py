@@ -68,11 +68,11 @@ class LazyGroup(click.Group):
 
     def _points(self) -> dict[str, EntryPoint]:
         """Return the plugins' entry points; built-in commands take precedence."""
-        found = entry_points(group=self._plugins)
-        return {point.name: point for point in found if point.name not in self._lazy}
+        points = entry_points(group=self._plugins)
+        return {point.name: point for point in points if point.name not in self._lazy}
 
 
-def _checked(command: object, place: str) -> click.Command:
+def _checked(command: object, module: str) -> click.Command:
     if not isinstance(command, click.Command):
-        raise TypeError(f"{place} is not a click command")
+        raise TypeError(f"{module} is not a click command")
     return command

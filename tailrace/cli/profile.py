@@ -52,11 +52,11 @@ def profile(
     """
     with connect(admin) as connection, connection.errors(_HINT):
         names = instances or _one_of_each_kind(connection)
-        found = [_measured(connection, name, force, budget_s) for name in names]
+        profiles = [_measured(connection, name, force, budget_s) for name in names]
     if output is Output.JSON:
-        print_json({PROFILES.name: to_plain_list(found)})
+        print_json({PROFILES.name: to_plain_list(profiles)})
     else:
-        print_figures(PROFILES.table(found))
+        print_figures(PROFILES.table(profiles))
 
 
 def _one_of_each_kind(connection: Admin) -> Sequence[str]:

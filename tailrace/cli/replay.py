@@ -95,11 +95,11 @@ def replay(file: Path, policy: str | None, assignments: tuple[str, ...], show: i
 
 def _policy(name: str, assignments: Sequence[str]) -> PolicyRecord:
     try:
-        given = read_assignments(assignments)
-        values = all_parameters(name, given)
+        parameters = read_assignments(assignments)
+        values = all_parameters(name, parameters)
     except (ParameterError, UnknownPolicyError, UnusablePolicyError) as error:
         raise UsageProblem(str(error)) from error
-    return PolicyRecord(name=name, parameters={key: values[key] for key in given})
+    return PolicyRecord(name=name, parameters={key: values[key] for key in parameters})
 
 
 def _replay_recorded(events: Iterator[Event], printer: _DifferencePrinter) -> tuple[Replay, Counter[str]]:
@@ -107,8 +107,8 @@ def _replay_recorded(events: Iterator[Event], printer: _DifferencePrinter) -> tu
 
     def on_replayed(replayed: Replayed) -> None:
         if not replayed.same:
-            then, now = _text(replayed.recorded), _text(replayed.replayed)
-            printer.show(replayed.point, replayed.request_id, then, now)
+            recorded, now = _text(replayed.recorded), _text(replayed.replayed)
+            printer.show(replayed.point, replayed.request_id, recorded, now)
 
     run = Replay(events, on_replayed)
     run.run()

@@ -48,15 +48,15 @@ def pages(stub: AdminStub, listing: Listing) -> Iterator[Page]:
             page_token=token,
         )
         reply = stub.ListRequests(request, timeout=CALL_TIMEOUT_S)
-        found = list(reply.requests)
-        if found and not reply.total_size:
-            found = _as_asked(found, listing)
-            yield Page(found[:left], len(found), last=True)
+        requests = list(reply.requests)
+        if requests and not reply.total_size:
+            requests = _as_asked(requests, listing)
+            yield Page(requests[:left], len(requests), last=True)
             return
-        left = None if left is None else max(0, left - len(found))
+        left = None if left is None else max(0, left - len(requests))
         token = reply.next_page_token
         last = not token or left == 0
-        yield Page(found, reply.total_size, last)
+        yield Page(requests, reply.total_size, last)
         if last:
             return
 
@@ -66,9 +66,9 @@ def first_page(stub: AdminStub, listing: Listing) -> Page:
     return next(pages(stub, listing))
 
 
-def _as_asked(found: list[RequestInfo], listing: Listing) -> list[RequestInfo]:
+def _as_asked(requests: list[RequestInfo], listing: Listing) -> list[RequestInfo]:
     if listing.phase:
-        found = [request for request in found if request.phase == listing.phase]
+        requests = [request for request in requests if request.phase == listing.phase]
     if listing.order == RequestOrder.REQUEST_ORDER_OLDEST:
-        found.sort(key=lambda request: -request.age_s)
-    return found
+        requests.sort(key=lambda request: -request.age_s)
+    return requests

@@ -131,18 +131,18 @@ def undo(model: str, prepare_s: float, timeout_s: float, output: Output, admin: 
 def status(model: str | None, output: Output, admin: str | None) -> None:
     """Show models by name and fingerprint, which one takes new requests, and the progress of rollouts."""
     with connect(admin) as connection, connection.errors():
-        found = connection.stub.ListModels(ListModelsRequest(), timeout=CALL_TIMEOUT_S).models
-    models = [each for each in found if model in (None, each.name)]
+        listed = connection.stub.ListModels(ListModelsRequest(), timeout=CALL_TIMEOUT_S).models
+    models = [listed_model for listed_model in listed if model in (None, listed_model.name)]
     if model is not None and not models:
-        names = ", ".join(each.name for each in found) or "none"
+        names = ", ".join(listed_model.name for listed_model in listed) or "none"
         raise CliError(f"no front end serves {model!r}; they serve: {names}")
     if output is Output.JSON:
-        print_json({"models": [_plain(each) for each in models]})
+        print_json({"models": [_plain(listed_model) for listed_model in models]})
         return
     print_figures(_table(models))
-    for each in models:
-        if each.HasField("rollout"):
-            click.echo(f"{each.name}: {each.rollout.message}")
+    for listed_model in models:
+        if listed_model.HasField("rollout"):
+            click.echo(f"{listed_model.name}: {listed_model.rollout.message}")
 
 
 @rollout.command(epilog="Example: tailrace rollout forget chat")
@@ -207,11 +207,11 @@ def _events(connection: Admin, model: str, begun: RolloutInfo, timeout_s: float)
             time.sleep(min(_AGAIN_S, max(0.0, until_s - time.monotonic())))
 
 
-def _tell(model: str, found: RolloutInfo, output: Output) -> None:
+def _tell(model: str, rollout: RolloutInfo, output: Output) -> None:
     if output is Output.JSON:
-        print_json({"model": model, "rollout": to_plain(found)})
+        print_json({"model": model, "rollout": to_plain(rollout)})
     else:
-        click.echo(f"{model}: {found.message}")
+        click.echo(f"{model}: {rollout.message}")
 
 
 def _plain(model: ModelInfo) -> dict[str, JsonValue]:

@@ -46,22 +46,22 @@ def policy(name: str, parameters: tuple[str, ...], output: Output, admin: str | 
 
     Parameters that you omit revert to their defaults; tailrace get policies -o json lists them all.
     """
-    given = _assignments(parameters)
+    assignments = _assignments(parameters)
     with connect(admin) as connection, connection.errors("tailrace get policies lists them"):
-        request = SetPolicyRequest(name=name, parameters=given)
+        request = SetPolicyRequest(name=name, parameters=assignments)
         reply = connection.stub.SetPolicy(request, timeout=CALL_TIMEOUT_S)
     previous = dict(reply.previous_parameters)
     if output is Output.JSON:
         print_json(
             {
                 "policy": name,
-                "parameters": {**given},
+                "parameters": {**assignments},
                 "previous": reply.previous or None,
                 "previous_parameters": {**previous},
             }
         )
         return
-    click.echo(f"policy: {_called(name, given)}, previous: {_called(reply.previous or '-', previous)}")
+    click.echo(f"policy: {_called(name, assignments)}, previous: {_called(reply.previous or '-', previous)}")
 
 
 @set_.command(epilog="Example: tailrace set shadow pascal")
@@ -74,12 +74,12 @@ def shadow(name: str, parameters: tuple[str, ...], output: Output, admin: str | 
 
     tailrace get shadow shows the counts. The shadow policy lasts until another scheduler leads.
     """
-    given = _assignments(parameters)
-    asked = "" if name == _NO_SHADOW else name
+    assignments = _assignments(parameters)
+    policy_name = "" if name == _NO_SHADOW else name
     with connect(admin) as connection, connection.errors("tailrace get policies lists them"):
-        request = SetShadowRequest(name=asked, parameters=given)
+        request = SetShadowRequest(name=policy_name, parameters=assignments)
         reply = connection.stub.SetShadow(request, timeout=CALL_TIMEOUT_S)
-    _print_change(output, {"shadow": asked or None, "previous": reply.previous or None})
+    _print_change(output, {"shadow": policy_name or None, "previous": reply.previous or None})
 
 
 @set_.command(epilog="Example: tailrace set slo ttft=2 tpot=0.15 qoe=0.95")
@@ -163,9 +163,9 @@ def _stage(number: int, record: StageRecord) -> Stage:
         raise UsageProblem(f"stage {number} [{record.lo}, {record.hi}): {error}") from error
 
 
-def _assignments(words: Iterable[str]) -> dict[str, str]:
+def _assignments(texts: Iterable[str]) -> dict[str, str]:
     try:
-        return read_assignments(words)
+        return read_assignments(texts)
     except ParameterError as error:
         raise UsageProblem(str(error)) from error
 

@@ -183,8 +183,8 @@ MIGRATIONS = View[MigrationRecord](
 
 def _what_it_does(policy: PolicyInfo) -> str:
     """Return the policy's summary; for a variant, followed by the parameters that it sets."""
-    words = [f"{name}={value}" for name, value in sorted(policy.stands_for.items())]
-    return f"{policy.summary}; {' '.join(words)}" if words else policy.summary
+    assignments = [f"{name}={value}" for name, value in sorted(policy.stands_for.items())]
+    return f"{policy.summary}; {' '.join(assignments)}" if assignments else policy.summary
 
 
 POLICIES = View[PolicyInfo](

@@ -195,13 +195,13 @@ def _policy_parameters(policy: str | None, assignments: Sequence[str]) -> dict[s
             raise UsageProblem("--set requires --policy")
         return {}
     try:
-        given = read_assignments(assignments)
-        load(policy, parameters=given)
+        assignments_by_name = read_assignments(assignments)
+        load(policy, parameters=assignments_by_name)
     except ParameterError as error:
         raise UsageProblem(f"--set: {error}") from error
     except (UnknownPolicyError, UnusablePolicyError) as error:
         raise UsageProblem(f"--policy: {error}") from error
-    return given
+    return assignments_by_name
 
 
 def _already_up(folder: RunFolder) -> RunState | None:
@@ -218,8 +218,8 @@ def _already_up(folder: RunFolder) -> RunState | None:
         folder.forget()
         return None
     if ended or not state.ready:
-        what = f"{', '.join(ended)} ended" if ended else "it never became ready"
-        raise CliError(f"a cluster is already running, but incomplete ({what}); tailrace down stops it")
+        problem = f"{', '.join(ended)} ended" if ended else "it never became ready"
+        raise CliError(f"a cluster is already running, but incomplete ({problem}); tailrace down stops it")
     return state
 
 
@@ -276,8 +276,8 @@ def _plan(options: ClusterOptions, folder: RunFolder) -> Plan:
 
 
 def _etcd_command(folder: RunFolder, tls: bool, port: int, health_port: int) -> Sequence[str]:
-    own = Path(certificate_folder(str(folder.data / "certs"), Role.ETCD.value, "etcd"))
-    return etcd_command(folder.data / "etcd", port, EtcdTls(own, health_port) if tls else None)
+    certificates = Path(certificate_folder(str(folder.data / "certs"), Role.ETCD.value, "etcd"))
+    return etcd_command(folder.data / "etcd", port, EtcdTls(certificates, health_port) if tls else None)
 
 
 async def _run(plan: Plan, folder: RunFolder, options: ClusterOptions) -> RunState:

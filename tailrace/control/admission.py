@@ -61,8 +61,8 @@ class TtftAdmission:
         delay_s = instance.prefill_delay_s
         if delay_s is None:
             delay_s = ttft.backlog_s(instance.prefill_backlog_tokens, instance.waiting)
-        found = arrival.found_tokens(instance.instance_id, pull_from)
-        own_s = ttft.prefill_s(arrival.context_tokens) - ttft.saved_s(found)
+        found_tokens = arrival.found_tokens(instance.instance_id, pull_from)
+        own_s = ttft.prefill_s(arrival.context_tokens) - ttft.saved_s(found_tokens)
         # Cached blocks that are in use by other requests need no further KV. Which are is unknown: assume
         # all.
         needed_tokens = arrival.context_tokens - arrival.cached_tokens(instance.instance_id)

@@ -267,24 +267,24 @@ class ModelGroups:
 
     def running(self, model: str) -> frozenset[str]:
         """Return the instances that run the model of this key (tailrace.model_identity)."""
-        found = self._by_model.get(model)
-        if found is None:
-            found = frozenset(n for n, r in self._instances.items() if is_model(r.model_identity, model))
+        members = self._by_model.get(model)
+        if members is None:
+            members = frozenset(n for n, r in self._instances.items() if is_model(r.model_identity, model))
             if len(self._by_model) < _CACHED_MODELS_MAX:
-                self._by_model[model] = found
-        return found
+                self._by_model[model] = members
+        return members
 
     def able_to_continue(self, instance_id: str) -> frozenset[str]:
         """Return the instances that can continue this one's answers, live or by replay; itself among them."""
-        found = self._by_continuation.get(instance_id)
-        if found is None:
+        members = self._by_continuation.get(instance_id)
+        if members is None:
             record = self._instances.get(instance_id)
             if record is None:
                 return _NO_INSTANCES
             identity = record.model_identity
             alike = {n for n, r in self._instances.items() if not difference(identity, r.model_identity)}
-            found = self._by_continuation[instance_id] = self.exchanging_kv(instance_id) | alike
-        return found
+            members = self._by_continuation[instance_id] = self.exchanging_kv(instance_id) | alike
+        return members
 
     def exchanging_kv(self, instance_id: str) -> frozenset[str]:
         """Return the instances that can take KV from this one; itself among them."""

@@ -73,10 +73,10 @@ class HotTracker:
         recent = self._recent
         if recent is None or copy.target_id in self._copies:
             return False
-        found = recent.find(copy.request_id)
-        if found is None:
+        arrival = recent.find(copy.request_id)
+        if arrival is None:
             return False
-        names = found.names[: copy.tokens // found.block_tokens]
+        names = arrival.names[: copy.tokens // arrival.block_tokens]
         self._copies[copy.target_id] = OpenCopy(copy.target_id, names, now_s + _COPY_TIMEOUT_S)
         return True
 
@@ -93,10 +93,10 @@ class HotTracker:
         if self._recent is None:
             return None
         self._drop_expired(now_s)
-        found = (self._view_of(shared, now_s) for shared in self._recent.shared(now_s, _PREFIXES_MAX))
+        views = (self._view_of(shared, now_s) for shared in self._recent.shared(now_s, _PREFIXES_MAX))
         return HotPrefixes(
             self._recent.period_s,
-            tuple(prefix for prefix in found if prefix is not None),
+            tuple(prefix for prefix in views if prefix is not None),
             frozenset(self._copies),
         )
 

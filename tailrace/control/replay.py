@@ -234,5 +234,5 @@ def _policy(event: PolicyFollowed) -> PolicyRecord | None:
 
 def points(counts: Iterable[str]) -> list[str]:
     """Return decision points in their order."""
-    found = set(counts)
-    return [point.value for point in Point if point.value in found]
+    seen = set(counts)
+    return [point.value for point in Point if point.value in seen]

@@ -188,8 +188,8 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         self._pools = members.pools
         self._stages = members.stages
         self._measured = {
-            kind: made
-            if (made := self._measured.get(kind)) is not None and made[0] is record
+            kind: cached
+            if (cached := self._measured.get(kind)) is not None and cached[0] is record
             else (record, Measured.of(record))
             for kind, record in members.profiles.items()
         }
@@ -521,10 +521,10 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         view = self.view()
         if len(names) == len(view.instances):
             return view
-        made = self._partial.get(names)
-        if made is None or made.of is not view:
-            made = self._partial[names] = _part_of(view, names, made)
-        return made.view
+        partial = self._partial.get(names)
+        if partial is None or partial.of is not view:
+            partial = self._partial[names] = _part_of(view, names, partial)
+        return partial.view
 
     def _count_finish(self, tracked: ReportedInstance, event: monitor_pb2.PhaseEvent, now_s: float) -> None:
         """Count a request that finished here; only then the event has its number of tokens."""

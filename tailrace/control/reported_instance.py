@@ -231,10 +231,10 @@ class ReportedInstance(Corrections[str, PendingRequest]):
 
     def find(self, request_id: str) -> RequestView | None:
         """Return a request as last reported, or placed; None if it is not here."""
-        found = self._held(request_id)
-        if found is None and (pending := self.pending.get(request_id)) is not None:
-            found = pending.request
-        return found
+        held = self._held(request_id)
+        if held is None and (pending := self.pending.get(request_id)) is not None:
+            held = pending.request
+        return held
 
     def traceparent(self, request_id: str) -> str:
         """Return the trace context that this instance reports for a request; "" if it is not traced."""

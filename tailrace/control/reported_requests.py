@@ -236,8 +236,8 @@ class ReportedRows:
         if not answering:
             return PhaseLoad(self.reasoning, 0, math.inf, quantum_tokens)
         tokens = full(columns.phase_tokens, count, 0)
-        made = [n for n, phase in zip(tokens, phases, strict=True) if phase == _ANSWERING]
-        fresh = sum(map(quantum_tokens.__gt__, made))
+        output_tokens = [n for n, phase in zip(tokens, phases, strict=True) if phase == _ANSWERING]
+        fresh = sum(map(quantum_tokens.__gt__, output_tokens))
         slacks = full(columns.pacer_slack_tokens, count, ABSENT)
         known = [s for s, phase in zip(slacks, phases, strict=True) if phase == _ANSWERING and s == s]
         least = min(known, default=math.inf)
@@ -245,8 +245,8 @@ class ReportedRows:
         if sum(map(states.count, _ON_DEVICE)) < count:
             rows = zip(phases, states, slacks, tokens, strict=True)
             if any(
-                phase == _ANSWERING and state not in _ON_DEVICE and slack != slack and not made
-                for phase, state, slack, made in rows
+                phase == _ANSWERING and state not in _ON_DEVICE and slack != slack and not output_tokens
+                for phase, state, slack, output_tokens in rows
             ):
                 # One waits off the device for its first token of the answer; see `share_of`.
                 least = -math.inf
@@ -463,8 +463,8 @@ class ReportedRequests(ListsMovable, ListsExpectedLengths, ListsDecoding, LazyRe
     def from_context(self, tokens: int) -> list[RequestView]:
         """Return the requests with a context of at least so many tokens, in order, without making views of
         the others."""
-        found = self._in_order(self._rows.from_context(tokens))
-        return [request for request in found if request.context_tokens >= tokens]
+        rows = self._in_order(self._rows.from_context(tokens))
+        return [request for request in rows if request.context_tokens >= tokens]
 
     def _in_order(self, reported: Iterable[str]) -> list[RequestView]:
         """Return these of the report's requests, and all that are not as in the report, in order."""

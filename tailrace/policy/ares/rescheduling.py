@@ -222,10 +222,10 @@ class Rescheduling:
         order = np.argsort(-bounds, kind="stable")
         best: Move | None = None
         for first in range(0, len(order), _SOURCES):
-            some = order[first : first + _SOURCES]
-            if best is not None and bounds[some[0]] <= best.gain:
+            batch = order[first : first + _SOURCES]
+            if best is not None and bounds[batch[0]] <= best.gain:
                 break
-            move = self.select(loads, self.enumerate(loads, over[some], targets))
+            move = self.select(loads, self.enumerate(loads, over[batch], targets))
             if move is not None and (best is None or move.gain > best.gain):
                 best = move
         if best is None or not self.least_gain:

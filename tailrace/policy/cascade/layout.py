@@ -36,8 +36,8 @@ def stage_of(stages: Sequence[Stage], instance_id: str) -> int | None:
 def active_in(view: ClusterView, stage: Stage) -> list[InstanceView]:
     """Return the active instances of a stage, in its order."""
     active = InstanceState.ACTIVE
-    found = (view.instances.get(name) for name in stage.instance_ids)
-    return [i for i in found if i is not None and i.state is active]
+    members = (view.instances.get(name) for name in stage.instance_ids)
+    return [i for i in members if i is not None and i.state is active]
 
 
 class StageMembers:

@@ -24,7 +24,7 @@ def misplaced(view: ClusterView) -> list[HandBack]:
     stages = view.stages
     # Prompt tokens queued at the members of each stage, including those moved there by this decision.
     queues: dict[int, list[int]] = {}
-    found: list[HandBack] = []
+    hand_backs: list[HandBack] = []
     for at, stage in enumerate(stages):
         for instance in active_in(view, stage):
             if not instance.waiting:
@@ -32,7 +32,7 @@ def misplaced(view: ClusterView) -> list[HandBack]:
             prompts = _prompts(instance)
             # Tokens of the prompts behind the current one.
             after = sum(request.context_tokens for request in prompts)
-            given = 0
+            handed_back_tokens = 0
             leaving: list[str] = []
             for request in prompts:
                 after -= request.context_tokens
@@ -41,15 +41,15 @@ def misplaced(view: ClusterView) -> list[HandBack]:
                     continue
                 if to not in queues:
                     queues[to] = [i.prefill_backlog_tokens for i in active_in(view, stages[to])]
-                before = instance.prefill_backlog_tokens - given - after - request.context_tokens
+                before = instance.prefill_backlog_tokens - handed_back_tokens - after - request.context_tokens
                 least = min(queues[to], default=before)
                 if least < before:
                     queues[to][queues[to].index(least)] += request.context_tokens
-                    given += request.context_tokens
+                    handed_back_tokens += request.context_tokens
                     leaving.append(request.request_id)
             if leaving:
-                found.append(HandBack(instance.instance_id, tuple(leaving)))
-    return found
+                hand_backs.append(HandBack(instance.instance_id, tuple(leaving)))
+    return hand_backs
 
 
 def _prompts(instance: InstanceView) -> Sequence[RequestView]:

@@ -46,10 +46,10 @@ class Plan:
         if len(instance_ids) != sum(self.counts):
             raise ValueError(f"{len(instance_ids)} instances for a plan of {sum(self.counts)}")
         stages: list[Stage] = []
-        given = 0
+        assigned = 0
         for lo, hi, count in zip(self.cuts[:-1], self.cuts[1:], self.counts, strict=True):
-            stages.append(Stage(lo, hi, tuple(instance_ids[given : given + count])))
-            given += count
+            stages.append(Stage(lo, hi, tuple(instance_ids[assigned : assigned + count])))
+            assigned += count
         return tuple(stages)
 
 
@@ -157,16 +157,16 @@ def exact(costs: Costs, instances: int) -> Plan:
     for end in range(1, ends - 1):
         least = np.full(instances + 1, np.inf)
         for start in range(0, end, batch):
-            some = slice(start, min(start + batch, end))
-            totals = np.add(before[some], stages[some, end, None, :], out=sums[: some.stop - start])
+            chunk = slice(start, min(start + batch, end))
+            totals = np.add(before[chunk], stages[chunk, end, None, :], out=sums[: chunk.stop - start])
             np.minimum(least, totals.min(axis=(0, 2)), out=least)
         reach[end, instances:] = least + costs.cut[end]
-    found = _trace(costs, before, stages)
-    if found is None:
+    plan = _trace(costs, before, stages)
+    if plan is None:
         unlimited = copy.copy(costs)
         unlimited.most_work = math.inf
         return exact(unlimited, instances)
-    return found
+    return plan
 
 
 def _trace(costs: Costs, before: Floats, stages: Floats) -> Plan | None:

@@ -77,11 +77,11 @@ def whole(rows: Rows, parts: int) -> Rows:
     return rows
 
 
-def by_length(found: Iterable[Lengths]) -> Rows:
+def by_length(lengths: Iterable[Lengths]) -> Rows:
     """Return all requests as rows sorted by length, then input."""
     prompts: list[int] = []
     contexts: list[int] = []
-    for prompt_tokens, context_tokens in found:
+    for prompt_tokens, context_tokens in lengths:
         prompts += prompt_tokens
         contexts += context_tokens
     rows = np.array((prompts, contexts), dtype=np.int64)
@@ -139,6 +139,6 @@ class Refinement:
         if not len(rows):
             return now
         rows = rows[np.lexsort((rows[:, 0], rows[:, 1]))]
-        wanted = int(rows[self.split(rows, self.model), 1])
-        smoothed = round((1.0 - self.smoothing) * now + self.smoothing * wanted)
+        target = int(rows[self.split(rows, self.model), 1])
+        smoothed = round((1.0 - self.smoothing) * now + self.smoothing * target)
         return min(max(smoothed, lower.lo + 1), upper.hi - 1)

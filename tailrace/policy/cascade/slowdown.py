@@ -36,8 +36,8 @@ class Slowdown:
             for hi in range(lo + 1, ends):
                 if requests[hi] <= requests[lo]:
                     continue
-                wanted = requests[lo] + at * (requests[hi] - requests[lo])
-                lengths = np.interp(wanted, requests[lo : hi + 1], workload.edges[lo : hi + 1])
+                quantiles = requests[lo] + at * (requests[hi] - requests[lo])
+                lengths = np.interp(quantiles, requests[lo : hi + 1], workload.edges[lo : hi + 1])
                 whole = np.maximum(1, lengths).astype(np.int64)
                 step[lo, hi] = penalty.step_factor(whole)
                 attention[lo, hi] = penalty.attention_factor(whole)

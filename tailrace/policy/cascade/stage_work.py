@@ -67,9 +67,9 @@ def stage_work(traffic: Traffic, edges: Ints, engines: Engines, slowdown: Slowdo
     prefill = np.bincount(bucket_of(edges, traffic.inputs), weights=per_s * prompts_s, minlength=buckets)
     # Tokens made per second, and the sum of their contexts, by bucket of length.
     tokens_per_s = float(per_s @ traffic.outputs)
-    made = traffic.in_flight(edges, tokens_per_s).sums
+    generated = traffic.in_flight(edges, tokens_per_s).sums
     prefill_between = _between(prefill)
-    tokens, contexts = _between(made[:, 0]), _between(made[:, 3])
+    tokens, contexts = _between(generated[:, 0]), _between(generated[:, 3])
     base, per_request, per_kv_token = engines.step_s
     batches = np.maximum(contexts / engines.kv_capacity_tokens, tokens / engines.slots)
     decode = base * batches + per_request * tokens + per_kv_token * slowdown.attention * contexts

@@ -54,12 +54,12 @@ class Traffic:
         arrived = np.bincount(arrived_at, weights=prompt_weights, minlength=buckets)
         finished = np.bincount(finished_at, weights=weights, minlength=buckets)
         share = np.divide(arrived, finished, out=np.zeros(buckets), where=finished > 0)
-        alone = finished[arrived_at] == 0
+        without_finished = finished[arrived_at] == 0
         mean_output = float(weights @ outputs / weights.sum())
         traffic = Traffic(
-            np.concatenate([inputs, prompts[alone]]).astype(np.float64),
-            np.concatenate([outputs, np.full(int(alone.sum()), mean_output)]),
-            np.concatenate([weights * share[finished_at], prompt_weights[alone]]),
+            np.concatenate([inputs, prompts[without_finished]]).astype(np.float64),
+            np.concatenate([outputs, np.full(int(without_finished.sum()), mean_output)]),
+            np.concatenate([weights * share[finished_at], prompt_weights[without_finished]]),
             statistics.seconds,
         )
         return traffic if float(traffic.weights @ traffic.outputs) > 0.0 else None

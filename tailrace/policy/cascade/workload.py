@@ -47,8 +47,8 @@ def bucket_edges(max_length: int, growth: float = 2.0, first: int = 2) -> Ints:
 
 def bucket_of(edges: Ints, lengths: Ints | Floats) -> Ints:
     """Return the bucket number of each length; beyond the last edge, the last bucket."""
-    found = np.searchsorted(edges, lengths, side="right") - 1
-    return np.clip(found, 0, len(edges) - 2).astype(np.int64)
+    buckets = np.searchsorted(edges, lengths, side="right") - 1
+    return np.clip(buckets, 0, len(edges) - 2).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ class Workload:
         """
         prompt = np.asarray(inputs, dtype=np.float64)
         output = np.asarray(outputs, dtype=np.float64)
-        many = np.ones(len(prompt)) if weights is None else weights
-        total = float((many * output).sum())
+        counts = np.ones(len(prompt)) if weights is None else weights
+        total = float((counts * output).sum())
         if total <= 0.0:
             raise ValueError("a workload needs requests with output")
         lo = np.minimum(edges[:-1], edges[-1]).astype(np.float64)
@@ -101,7 +101,7 @@ class Workload:
         start = np.maximum(prompt[:, None], lo)
         end = np.minimum((prompt + output)[:, None], hi)
         steps = np.maximum(0.0, end - start)
-        weight = steps * (many * (in_flight / total))[:, None]
+        weight = steps * (counts * (in_flight / total))[:, None]
         middle = (start + end) / 2
         sums = np.stack(
             [
@@ -114,5 +114,5 @@ class Workload:
         )
         inner = edges.astype(np.float64)
         passing = (prompt[:, None] < inner) & (inner < (prompt + output)[:, None])
-        density = (many @ passing) * (in_flight / total)
+        density = (counts @ passing) * (in_flight / total)
         return Workload(edges, sums, density.astype(np.float64))
