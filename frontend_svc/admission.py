@@ -50,10 +50,10 @@ class Refusal:
 
 
 NO_INSTANCE: Final = Refusal(503, "No instance can take this request now.")
-"""Nothing in the fleet can take the request at present."""
+"""No instance in the fleet can take the request now."""
 
-STOPPING: Final = Refusal(503, "The front end stops before the answer is complete; try again.")
-"""The time in which the front end lets streams finish is over."""
+STOPPING: Final = Refusal(503, "The front end stopped before the answer was complete; try again.")
+"""The drain timeout, within which streams may finish, is over."""
 
 CANNOT_GO_ON: Final = Refusal(
     503, "The answer cannot continue: no instance of the model that began it can take it."

@@ -330,7 +330,7 @@ async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -
             known, unknown = failures.split((ApiServerExited, ApiServerStuck))
             if unknown is not None or known is None:
                 raise
-            error = _first(known)
+            error = _first_leaf(known)
             if isinstance(error, ArgumentsRefused):
                 raise SystemExit(ARGUMENTS_REFUSED) from None
             log.error("%s", error)
@@ -401,10 +401,10 @@ def _host_port(name: tuple[str, int]) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+def _first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """Return a leaf of the exception group."""
     error = group.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+    return _first_leaf(error) if isinstance(error, BaseExceptionGroup) else error
 
 
 def _vllm_rs(configured: Path | None) -> Path:

@@ -34,15 +34,15 @@ def _denial(status: int, message: str) -> Denial:
 
 
 _TOO_LARGE: Final = _denial(
-    413, "This request is too large to be kept, whatever else is: send it without Idempotency-Key."
+    413, "This request is too large for its answer to be kept: send it without Idempotency-Key."
 )
 _UNKNOWN: Final = _denial(404, "No answer with this Last-Event-ID is known here.")
-_EXPIRED: Final = _denial(410, "The answer with this Last-Event-ID is not kept any more.")
+_EXPIRED: Final = _denial(410, "The answer with this Last-Event-ID is no longer kept.")
 _OTHER_BODY: Final = _denial(422, "This Idempotency-Key was used for another request.")
 _SUPERSEDED_DENIAL: Final = _denial(409, SUPERSEDED.message)
 _LOST: Final = _denial(
     409,
-    "The front end that had the rest of this answer is gone: what is kept ends before this Last-Event-ID.",
+    "The front end that had the rest of this answer is gone: the kept part ends before this Last-Event-ID.",
 )
 
 
@@ -100,7 +100,7 @@ class AnswerOpener:
     async def _resume(self, call: OpenCall, arrival: int) -> Opened | Denial:
         event = parse_event_id(call.last_event_id)
         if event is None:
-            return _denial(400, "This Last-Event-ID is not one of an answer that is kept.")
+            return _denial(400, "This Last-Event-ID does not belong to a kept answer.")
         answer_id, run, number = event
         query = AnswerQuery(call.tenant, answer_id)
         located = await locate(query, self._store, self._holders)
@@ -110,7 +110,7 @@ class AnswerOpener:
         if not locations:
             return _EXPIRED if located.expired else _UNKNOWN
         if locations[0].path != call.path or (call.body and locations[0].digest != call.digest):
-            return _denial(422, "The answer with this Last-Event-ID is one to another request.")
+            return _denial(422, "This Last-Event-ID belongs to the answer of another request.")
         if call.key and call.key != locations[0].key:
             return _OTHER_BODY
         for location in locations:
@@ -168,7 +168,7 @@ class AnswerOpener:
             settled = await self._confirm_key(answer)
             if settled is not None:
                 return settled
-        return _denial(409, "Another request with this Idempotency-Key has just come; try again.")
+        return _denial(409, "Another request with this Idempotency-Key has just arrived; try again.")
 
     async def _confirm_key(self, answer: Answer) -> Opened | Denial | None:
         """Open the answer's run once no other front end has its key. Return None if another one has it."""

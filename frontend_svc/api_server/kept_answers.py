@@ -418,24 +418,30 @@ def _parse_body(body: bytes) -> _Body | None:
 def _denial_reason(key: str, event_id: str, parsed: _Body | None, has_body: bool) -> Denial | None:
     """Return why this request's answer cannot be kept, or None."""
 
-    def bad(message: str) -> Denial:
+    def invalid(message: str) -> Denial:
         return Denial(status=400, kind="BadRequestError", message=message)
 
     if len(key) > _KEY_LENGTH_MAX or not key.isprintable():
-        return bad(f"An Idempotency-Key has at most {_KEY_LENGTH_MAX} printable characters.")
+        return invalid(f"Idempotency-Key: at most {_KEY_LENGTH_MAX} printable characters are allowed.")
     if parsed is None:
         # A resuming client need not repeat the body.
-        return None if event_id and not has_body else bad("The body is not a JSON object as this API has it.")
+        return (
+            None
+            if event_id and not has_body
+            else invalid("The body is not a valid JSON object for this API.")
+        )
     if parsed.request_id and not _is_header(parsed.request_id):
-        return bad("A request_id of an answer that is kept has printable characters of Latin-1 alone.")
+        return invalid("request_id: only printable Latin-1 characters are allowed if the answer is kept.")
     if parsed.use_beam_search:
-        return bad("A beam search cannot be kept: send it without Idempotency-Key.")
-    if parsed.stream and isinstance(parsed.prompt, list) and not _is_one(parsed.prompt):
-        return bad("A stream of answers to several prompts cannot be kept: send it without Idempotency-Key.")
+        return invalid("A beam search cannot be resumed: send it without Idempotency-Key.")
+    if parsed.stream and isinstance(parsed.prompt, list) and not _is_single_prompt(parsed.prompt):
+        return invalid(
+            "A stream of answers to several prompts cannot be resumed: send it without Idempotency-Key."
+        )
     return None
 
 
-def _is_one(prompt: list[msgspec.Raw]) -> bool:
+def _is_single_prompt(prompt: list[msgspec.Raw]) -> bool:
     """Return whether the prompt is token ids, or one prompt in a list."""
     return len(prompt) == 1 or bytes(prompt[0])[:1].isdigit() if prompt else True
 

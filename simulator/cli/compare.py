@@ -27,8 +27,8 @@ from simulator.cli.options import (
     write_report,
 )
 from simulator.comparison import BETTER, Cell, Comparison, Group, Plan, compare, section_starts_s
+from simulator.report.descriptions import format_parameters
 from simulator.report.side_by_side import comparison_report
-from simulator.report.words import format_parameters
 from simulator.workloads.resolve import WorkloadOptions, resolve_workload
 from tailrace.cli.errors import UsageProblem
 from tailrace.cli.output import Output, console, note, output_option, print_figures, print_json

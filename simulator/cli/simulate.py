@@ -25,8 +25,8 @@ from simulator.cli.options import (
     workload_options,
     write_report,
 )
+from simulator.report.descriptions import format_parameters
 from simulator.report.run import run_report
-from simulator.report.words import format_parameters
 from simulator.scenario import Outcome, Scenario, run_scenario
 from simulator.summary import summary_rows
 from simulator.workloads.resolve import WorkloadOptions

@@ -10,6 +10,7 @@ from simulator.comparison import Comparison, Group
 from simulator.estimate import Best
 from simulator.figure_text import FIGURE_FORMATS, half_text, mean_text
 from simulator.report.charts import Axis, Line, Point, line_chart
+from simulator.report.descriptions import describe_instances, setup_rows
 from simulator.report.lengths import TtftPoint, by_prompt, by_reasoning, distribution
 from simulator.report.over_time import kv_use, migrations, pool_membership, stages
 from simulator.report.page import (
@@ -22,7 +23,6 @@ from simulator.report.page import (
     subheading,
     table,
 )
-from simulator.report.words import describe_instances, setup_rows
 
 _COLUMNS: Final = (
     *("attainment", "goodput_per_s", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s"),
