@@ -160,7 +160,7 @@ def _page_start(request: admin_pb2.ListRequestsRequest, kind: type[T]) -> tuple[
         raise _invalid("page_token: must be the next_page_token of a reply") from error
     listing = (request.instance_id, request.phase, request.order)
     if (token.instance_id, token.phase, token.order) != listing or not isinstance(token.after, kind):
-        raise _invalid("page_token: is of a listing with another instance_id, phase or order")
+        raise _invalid("page_token: belongs to a listing with another instance_id, phase or order")
     return token.after, token.request_id
 
 

@@ -207,5 +207,7 @@ def _check(field: str, value: str) -> None:
 
 def _prepare_s(requested_s: float) -> float:
     if not 0 <= requested_s <= _PREPARE_MAX_S:
-        raise AdminError(grpc.StatusCode.INVALID_ARGUMENT, f"prepare_s: from 0 to {_PREPARE_MAX_S:.0f}")
+        raise AdminError(
+            grpc.StatusCode.INVALID_ARGUMENT, f"prepare_s: must be from 0 to {_PREPARE_MAX_S:.0f}"
+        )
     return requested_s or PREPARE_S

@@ -152,7 +152,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
     ) -> AsyncIterator[admin_pb2.RecordedLines]:
         """Record on the leader; ends when the caller disconnects."""
         if not 0 < request.seconds <= RECORD_S:
-            raise AdminError(grpc.StatusCode.INVALID_ARGUMENT, f"seconds: from 0 to {RECORD_S:.0f}")
+            raise AdminError(grpc.StatusCode.INVALID_ARGUMENT, f"seconds: must be from 0 to {RECORD_S:.0f}")
         async with aclosing(self._recorder.record(request.seconds)) as recording:
             async for lines in recording:
                 yield admin_pb2.RecordedLines(lines=lines)

@@ -46,9 +46,9 @@ def _rows(path: Path) -> Iterator[Row]:
             raise field_error(path, line, unknown[0], f"unknown; known are {', '.join(sorted(_FIELDS))}")
         request_id = entry.get("request_id", f"row-{line}")
         if not isinstance(request_id, str) or not request_id:
-            raise field_error(path, line, "request_id", f"not a text: {request_id!r}")
+            raise field_error(path, line, "request_id", f"not a string: {request_id!r}")
         if request_id in seen:
-            raise field_error(path, line, "request_id", f"{request_id!r} was there before")
+            raise field_error(path, line, "request_id", f"{request_id!r} appears twice")
         seen.add(request_id)
         prompt, answer = (
             _at_least_one(entry, name, path, line) for name in ("prompt_tokens", "answer_tokens")

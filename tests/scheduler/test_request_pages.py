@@ -199,9 +199,18 @@ async def test_wrong_requests_are_refused() -> None:
         (ListRequestsRequest(page_token="x"), "page_token: must be"),
         (ListRequestsRequest(page_token="é"), "page_token: must be"),
         (ListRequestsRequest(page_token="e30="), "page_token: must be"),
-        (ListRequestsRequest(page_token=token, instance_id="a"), "page_token: is of a listing with another"),
-        (ListRequestsRequest(page_token=token, phase=REASONING), "page_token: is of a listing with another"),
-        (ListRequestsRequest(page_token=token, order=REQUEST_ORDER_OLDEST), "page_token: is of a listing"),
+        (
+            ListRequestsRequest(page_token=token, instance_id="a"),
+            "page_token: belongs to a listing with another",
+        ),
+        (
+            ListRequestsRequest(page_token=token, phase=REASONING),
+            "page_token: belongs to a listing with another",
+        ),
+        (
+            ListRequestsRequest(page_token=token, order=REQUEST_ORDER_OLDEST),
+            "page_token: belongs to a listing",
+        ),
     ]
     for asked, details in bad:
         with pytest.raises(AdminError) as caught:

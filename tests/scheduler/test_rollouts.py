@@ -373,7 +373,11 @@ async def test_invalid_calls_are_refused_with_the_reason(control: Control, admin
     refusals: list[tuple[Awaitable[object], grpc.StatusCode, str]] = [
         (admin.Rollout(Request(to="x"), timeout=5), invalid, "model: must not be empty"),
         (admin.Rollout(Request(model="chat"), timeout=5), invalid, "to: must not be empty"),
-        (admin.Rollout(Request(model="chat", to="x", prepare_s=-1), timeout=5), invalid, "prepare_s: from 0"),
+        (
+            admin.Rollout(Request(model="chat", to="x", prepare_s=-1), timeout=5),
+            invalid,
+            "prepare_s: must be from 0",
+        ),
         (admin.Rollout(Request(model="cat", to="x"), timeout=5), unknown, "they serve: chat"),
         (admin.Rollout(Request(model="chat", to="x"), timeout=5), unknown, "no instance runs 'x'"),
         (

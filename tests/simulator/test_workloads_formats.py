@@ -138,11 +138,11 @@ def with_field(name: str, value: str) -> str:
         (jsonl.load, with_field("arrival_s", "1e999"), "line 1, field 'arrival_s': not a number"),
         (jsonl.load, with_field("arrival_s", "1" * 400), "line 1, field 'arrival_s': not a number"),
         (jsonl.load, with_field("reasoning", "7"), "line 1, field 'reasoning': unknown; known are"),
-        (jsonl.load, with_field("request_id", "7"), "line 1, field 'request_id': not a text"),
+        (jsonl.load, with_field("request_id", "7"), "line 1, field 'request_id': not a string"),
         (
             jsonl.load,
             "\n".join([with_field("request_id", '"a"')] * 2),
-            "line 2, field 'request_id': 'a' was there before",
+            "line 2, field 'request_id': 'a' appears twice",
         ),
         (
             jsonl.load,

@@ -192,8 +192,8 @@ def evaluate_command(samples_file: Path, predictor_file: Path, output: Output) -
         samples = read_samples(samples_file)
         if samples.hidden_size != predictor.description.hidden_size:
             raise click.ClickException(
-                f"{samples_file}: hidden: states of {samples.hidden_size} numbers, "
-                f"the predictor takes {predictor.description.hidden_size}"
+                f"{samples_file}: hidden: states have {samples.hidden_size} dimensions, "
+                f"the predictor expects {predictor.description.hidden_size}"
             )
         evaluation = evaluate(predictor, split_by_request(samples, predictor.description.split_seed))
     except (PredictorFileError, SamplesError, ValueError) as error:

@@ -247,7 +247,7 @@ class RankAgent:
             case Ping():
                 return Done()
             case _:
-                raise KvTransferError(f"a rank does not {type(command).__name__} here")
+                raise KvTransferError(f"unexpected command {type(command).__name__}")
 
     async def _open(self, transport: _Transport, command: Open) -> Opened:
         with transport.opening(command.export) as cancelled:
