@@ -7,7 +7,7 @@ import logging
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Final
 
 from migration_svc.admission import Admission
@@ -124,6 +124,35 @@ class Runs:
         The migration continues whether or not they are read. Raise InvalidMigration, UnknownInstance or
         Stopping.
         """
+        updates: Updates = asyncio.Queue(_WATCH_LIMIT)
+        record = self._begin(request, instances, lambda changed: _offer(updates, changed))
+        _offer(updates, record)
+        return _watch(updates)
+
+    def begin(
+        self,
+        request: migration_pb2.MigrateRequest,
+        instances: Mapping[str, InstanceRecord],
+        on_end: Callable[[migration_pb2.MigrationRecord], None],
+    ) -> None:
+        """Begin a migration of which only the end is of interest; `on_end` gets the final record, which it
+        must not change.
+
+        Raise InvalidMigration, UnknownInstance or Stopping; then it is not called.
+        """
+
+        def changed(record: migration_pb2.MigrationRecord) -> None:
+            if record.state in ENDED:
+                on_end(record)
+
+        self._begin(request, instances, changed)
+
+    def _begin(
+        self,
+        request: migration_pb2.MigrateRequest,
+        instances: Mapping[str, InstanceRecord],
+        on_change: Callable[[migration_pb2.MigrationRecord], None],
+    ) -> migration_pb2.MigrationRecord:
         if not self._admitting:
             raise Stopping
         order = _order(request, instances)
@@ -139,16 +168,14 @@ class Runs:
             opened_s=time.time(),
         )
         self._history.add(record)
-        updates: Updates = asyncio.Queue(_WATCH_LIMIT)
-        _offer(updates, record)
-        run = MigrationRun(record, order, self._rules, lambda changed: _offer(updates, changed))
+        run = MigrationRun(record, order, self._rules, on_change)
         task = asyncio.create_task(
             run.run(self._admission, self._channels, self._journal, self._metrics, self._traces),
             name=f"migration {record.migration_id}",
         )
         self._tasks.add(task)
         task.add_done_callback(self._done)
-        return _watch(updates)
+        return record
 
     def stop_admitting(self) -> None:
         """Begin no more migrations; the ones in progress continue."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 
 import grpc
 
+from migration_svc.many import ManyMigrations
 from migration_svc.runs import History, InvalidMigration, Runs, Stopping, UnknownInstance
 from tailrace.records import InstanceRecord
+from tailrace.service.tasks import cancel
 from tailrace.v1 import migration_pb2, migration_pb2_grpc
 
 
@@ -37,6 +40,21 @@ class MigrationServicer(migration_pb2_grpc.MigrationServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         async for record in updates:
             yield record
+
+    async def MigrateMany(
+        self,
+        request_iterator: AsyncIterator[migration_pb2.MigrateManyRequest],
+        context: grpc.aio.ServicerContext[migration_pb2.MigrateManyRequest, migration_pb2.MigrateManyReply],
+    ) -> AsyncIterator[migration_pb2.MigrateManyReply]:
+        """Stream the ends of migrations; those that have begun continue if the caller disconnects."""
+        many = ManyMigrations(self._runs, self._instances)
+        reading = asyncio.create_task(many.read(request_iterator), name="requested migrations")
+        try:
+            async for reply in many.replies():
+                yield reply
+            await reading
+        finally:
+            await cancel(reading)
 
     async def ListMigrations(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Final
 
 import grpc
@@ -21,7 +21,6 @@ from tailrace.control.reported_cluster import PoolOrder, ReportedCluster
 from tailrace.service.tasks import cancel
 from tailrace.store.client import StoreUnavailable
 from tailrace.telemetry.limited_log import LimitedLog
-from tailrace.v1 import migration_pb2, types_pb2, worker_pb2
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +150,7 @@ class Actuator:
         request = self._state.request(action.request_id)
         if request is None or request.instance_id != action.source_id:
             return _outdated()
-        return _final_outcome(self._move(request, action, policy, when_full))
+        return _outcome(self._order(request, action, policy, when_full))
 
     def _begin_offer(self, action: Offer, policy: str, when_full: WhenFull) -> Coroutine[None, None, str]:
         request = self._state.request(action.request_id)
@@ -169,29 +168,25 @@ class Actuator:
         when_full: WhenFull,
     ) -> str:
         try:
-            return "committed" if await offered else "aborted"
+            return await _outcome(offered)
         except BidAskUnsupported as error:
             log.debug("%s does not support bid-ask; migrating to the first receiver instead", error)
         first = Migrate(action.request_id, action.source_id, action.receiver_ids[0], action.reason)
-        return await _final_outcome(self._move(request, first, policy, when_full))
+        return await _outcome(self._order(request, first, policy, when_full))
 
-    def _move(
+    def _order(
         self, request: RequestView, action: Migrate, policy: str, when_full: WhenFull
-    ) -> AsyncGenerator[migration_pb2.MigrationRecord]:
-        mode = worker_pb2.COPY_MODE_PRE_COPY
-        return self._migration_starter.move(request, action.target_id, action.reason, policy, mode, when_full)
+    ) -> Coroutine[None, None, bool]:
+        return self._migration_starter.order(request, action.target_id, action.reason, policy, when_full)
 
 
 async def _outdated() -> str:
     return "outdated"
 
 
-async def _final_outcome(records: AsyncGenerator[migration_pb2.MigrationRecord]) -> str:
-    """Return how the migration of these records ended."""
-    last = types_pb2.MIGRATION_STATE_UNSPECIFIED
-    async for record in records:
-        last = record.state
-    return "committed" if last == types_pb2.MIGRATION_STATE_COMMITTED else "aborted"
+async def _outcome(migrated: Coroutine[None, None, bool]) -> str:
+    """Return how a migration ended."""
+    return "committed" if await migrated else "aborted"
 
 
 def without_swaps(actions: Sequence[Action]) -> list[Action]:

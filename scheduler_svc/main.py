@@ -121,6 +121,7 @@ async def serve(
                 finally:
                     await membership.aclose()
                     await parts.actuator.close()
+                    await parts.migrations.close()
 
 
 @asynccontextmanager
@@ -152,7 +153,7 @@ class Parts:
         self._leading = leading
         settings = self._settings = Settings(service.store)
         traceparents = Traceparents()
-        migrations = Migrations(service.members, service.channels)
+        migrations = self.migrations = Migrations(service.members, service.channels)
         migration_starter = MigrationStarter(self.state, migrations, traceparents)
         negotiator = Negotiator(self.state, service.channels, traceparents)
         recaller = Recaller(self.state, service.channels)

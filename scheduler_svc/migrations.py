@@ -10,18 +10,19 @@ import grpc
 
 from scheduler_svc.admin.errors import AdminError
 from scheduler_svc.decisions import Traceparents
+from scheduler_svc.migration_stream import MigrationStream, StreamLost
 from tailrace.actions import Offer, WhenFull
 from tailrace.bid_ask import OFFER_S
 from tailrace.cluster import InstanceState, Phase, RequestView
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.handover import Way, between
 from tailrace.model_identity import difference
-from tailrace.records import InstanceRecord
+from tailrace.records import InstanceRecord, ServiceRecord
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels, preferred
 from tailrace.store.membership import Membership
 from tailrace.telemetry.limited_log import LimitedLog
-from tailrace.v1 import bidask_pb2, bidask_pb2_grpc, migration_pb2, worker_pb2, worker_pb2_grpc
+from tailrace.v1 import bidask_pb2, bidask_pb2_grpc, migration_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 from tailrace.v1.migration_pb2_grpc import MigrationStub
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,8 @@ KIND: Final = "migration"
 # Longer than a migration may wait and run; the service ends it before.
 _MIGRATE_S: Final = 180.0
 _LIST_S: Final = 3.0
+_UNAVAILABLE: Final = grpc.StatusCode.UNAVAILABLE
+_STATUS: Final = {status.value[0]: status for status in grpc.StatusCode}
 
 
 class Migrations:
@@ -40,6 +43,8 @@ class Migrations:
         self._members = members
         self._channels = channels
         self._unreachable = LimitedLog(log)
+        # By address and incarnation, so that a service that was upgraded in place is asked again.
+        self._streams: dict[tuple[str, str], MigrationStream] = {}
 
     async def migrate(
         self, request: migration_pb2.MigrateRequest
@@ -61,14 +66,51 @@ class Migrations:
                 return
             except grpc.aio.AioRpcError as error:
                 # Once it has begun there, it must not be started on another service.
-                if received or error.code() is not grpc.StatusCode.UNAVAILABLE:
+                if received or error.code() is not _UNAVAILABLE:
                     raise AdminError(error.code(), error.details() or error.code().name) from error
-                reason = f"migration service {service.service_id}: {error.details()}"
-                self._unreachable.write(logging.WARNING, service.service_id, reason)
+                self._log_unreachable(service, error)
                 failure = error
             finally:
                 call.cancel()
         raise _unavailable(failure)
+
+    async def run(self, request: migration_pb2.MigrateRequest) -> bool:
+        """Migrate, over a stream that all such migrations share; return whether it was committed.
+
+        Raise AdminError if it has not begun, or its end cannot be known.
+        """
+        failure: Exception | None = None
+        for service in preferred(self._members, KIND):
+            stream = self._stream_to(service)
+            try:
+                await stream.opened()
+            except (grpc.aio.AioRpcError, StreamLost) as error:
+                if stream.unsupported:
+                    return await self._run_alone(request)
+                if isinstance(error, grpc.aio.AioRpcError) and error.code() is not _UNAVAILABLE:
+                    raise AdminError(error.code(), error.details() or error.code().name) from error
+                self._log_unreachable(service, error)
+                failure = error
+                continue
+            try:
+                end = await stream.migrate(request, _MIGRATE_S)
+            except StreamLost as error:
+                # Once it may have begun there, it must not be started on another service.
+                lost = f"migration service {service.service_id}: {error}"
+                raise AdminError(_UNAVAILABLE, lost) from error
+            if not end.code:
+                return end.state == types_pb2.MIGRATION_STATE_COMMITTED
+            refused = AdminError(_STATUS[end.code], end.error)
+            if refused.code is not _UNAVAILABLE:
+                raise refused
+            failure = refused
+        raise _unavailable(failure)
+
+    async def close(self) -> None:
+        """End all streams; migrations continue in the migration service."""
+        streams, self._streams = list(self._streams.values()), {}
+        for stream in streams:
+            await stream.close()
 
     async def recent(self, request: migration_pb2.ListMigrationsRequest) -> migration_pb2.ListMigrationsReply:
         """Return the most recent migrations. Raise AdminError."""
@@ -81,10 +123,38 @@ class Migrations:
                 failure = error
         raise _unavailable(failure)
 
+    def _stream_to(self, service: ServiceRecord) -> MigrationStream:
+        key = service.address, service.incarnation
+        stream = self._streams.get(key)
+        if stream is None or (stream.broken and not stream.unsupported):
+            # Streams to services that have gone are broken, too.
+            self._streams = {k: each for k, each in self._streams.items() if not each.broken}
+            channel = self._channels.get(service.address, Role.MIGRATION)
+            stream = self._streams[key] = MigrationStream(MigrationStub(channel))
+        return stream
 
-def _unavailable(failure: grpc.aio.AioRpcError | None) -> AdminError:
-    why = "none is registered" if failure is None else failure.details() or failure.code().name
-    return AdminError(grpc.StatusCode.UNAVAILABLE, f"no migration service responds: {why}")
+    async def _run_alone(self, request: migration_pb2.MigrateRequest) -> bool:
+        """Migrate by a call of its own, as services of earlier versions require."""
+        state = types_pb2.MIGRATION_STATE_UNSPECIFIED
+        async for record in self.migrate(request):
+            state = record.state
+        return state == types_pb2.MIGRATION_STATE_COMMITTED
+
+    def _log_unreachable(self, service: ServiceRecord, error: Exception) -> None:
+        reason = f"migration service {service.service_id}: {_reason(error)}"
+        self._unreachable.write(logging.WARNING, service.service_id, reason)
+
+
+def _unavailable(failure: Exception | None) -> AdminError:
+    why = "none is registered" if failure is None else _reason(failure)
+    return AdminError(_UNAVAILABLE, f"no migration service responds: {why}")
+
+
+def _reason(error: Exception) -> str:
+    """Return gRPC's details, or its status without any, or what another error says."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        return error.details() or error.code().name
+    return str(error)
 
 
 _PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
@@ -112,23 +182,46 @@ class MigrationStarter:
         Raise AdminError, immediately or while iterating. `when_full` HOST acts like REFUSE here: whether host
         memory may take a request is up to the target's batch order.
         """
+        return self._migrate(self._enter(request, target_id, reason, policy, mode, when_full))
+
+    def order(
+        self, request: RequestView, target_id: str, reason: str, policy: str, when_full: WhenFull
+    ) -> Coroutine[None, None, bool]:
+        """As `move`, with copy rounds, for a caller that needs to know only whether it was committed: that
+        costs a fraction."""
+        mode = worker_pb2.COPY_MODE_PRE_COPY
+        return self._order(self._enter(request, target_id, reason, policy, mode, when_full))
+
+    def _enter(
+        self,
+        request: RequestView,
+        target_id: str,
+        reason: str,
+        policy: str,
+        mode: worker_pb2.CopyMode.ValueType,
+        when_full: WhenFull,
+    ) -> migration_pb2.MigrateRequest:
         self.check(request, target_id)
         if not self._state.migration_opened(request, target_id):
             raise AdminError(_PRECONDITION, f"request {request.request_id}: a migration of it is open")
-        return self._migrate(
-            migration_pb2.MigrateRequest(
-                request_id=request.request_id,
-                source_instance_id=request.instance_id,
-                target_instance_id=target_id,
-                from_epoch=request.epoch,
-                reason=reason,
-                policy=policy,
-                mode=mode,
-                traceparent=self._traceparents.get(request.request_id)
-                or self._state.traceparent(request.request_id),
-                wait_for_room=when_full is WhenFull.WAIT,
-            )
+        return migration_pb2.MigrateRequest(
+            request_id=request.request_id,
+            source_instance_id=request.instance_id,
+            target_instance_id=target_id,
+            from_epoch=request.epoch,
+            reason=reason,
+            policy=policy,
+            mode=mode,
+            traceparent=self._traceparents.get(request.request_id)
+            or self._state.traceparent(request.request_id),
+            wait_for_room=when_full is WhenFull.WAIT,
         )
+
+    async def _order(self, request: migration_pb2.MigrateRequest) -> bool:
+        try:
+            return await self._migrations.run(request)
+        finally:
+            self._state.migration_closed(request.request_id)
 
     async def _migrate(
         self, request: migration_pb2.MigrateRequest

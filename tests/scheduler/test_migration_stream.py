@@ -1,0 +1,197 @@
+"""Many migrations over one stream: each gets its own end, whatever becomes of the stream and the service."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import pytest
+
+from migration_svc.servicer import MigrationServicer
+from scheduler_svc.admin.errors import AdminError
+from scheduler_svc.migrations import Migrations
+from tailrace.records import ServiceRecord
+from tailrace.service.channels import Channels
+from tailrace.service.server import Servicer, serve_grpc
+from tailrace.v1 import migration_pb2, migration_pb2_grpc, types_pb2
+from tests.migration.scripted_worker import commit
+from tests.migration.test_runs import Bench, bench
+from tests.ports import free_port
+
+WAIT_S = 20.0
+ADD = migration_pb2_grpc.add_MigrationServicer_to_server
+
+
+@dataclass
+class Services:
+    """The migration services that are registered, the leader first."""
+
+    services: dict[tuple[str, str], ServiceRecord] = field(default_factory=dict)
+    leaders: dict[str, ServiceRecord] = field(default_factory=dict)
+
+    def register(self, address: str) -> None:
+        name = f"m{len(self.services)}"
+        record = ServiceRecord(kind="migration", service_id=name, incarnation=name, address=address)
+        self.services["migration", name] = record
+
+
+@dataclass
+class Caller:
+    """A scheduler's side, and the services that it knows."""
+
+    known: Services
+    migrations: Migrations
+    stack: AsyncExitStack
+
+    async def serve(
+        self, servicer: MigrationServicer, add: Callable[[Any, grpc.aio.Server], None] = ADD
+    ) -> None:
+        served = [Servicer(add, servicer, "tailrace.v1.Migration")]
+        server = await self.stack.enter_async_context(serve_grpc("127.0.0.1:0", served))
+        self.known.register(server.address)
+
+    async def run(self, request_id: str = "r", target: str = "b") -> bool:
+        async with asyncio.timeout(WAIT_S):
+            return await self.migrations.run(request(request_id, target))
+
+
+@asynccontextmanager
+async def caller() -> AsyncIterator[Caller]:
+    async with AsyncExitStack() as stack:
+        channels = Channels()
+        stack.push_async_callback(channels.close)
+        known = Services()
+        migrations = Migrations(known, channels)  # type: ignore[arg-type]
+        stack.push_async_callback(migrations.close)
+        yield Caller(known, migrations, stack)
+
+
+def request(request_id: str = "r", target: str = "b") -> migration_pb2.MigrateRequest:
+    return migration_pb2.MigrateRequest(
+        request_id=request_id, source_instance_id="a", target_instance_id=target, reason="test"
+    )
+
+
+def servicer(of: Bench) -> MigrationServicer:
+    return MigrationServicer(of.runs, of.history, lambda: of.instances)
+
+
+class Counting(MigrationServicer):
+    """Counts the streams, and the migrations that have calls of their own."""
+
+    streams = calls = 0
+
+    async def MigrateMany(
+        self,
+        request_iterator: AsyncIterator[migration_pb2.MigrateManyRequest],
+        context: grpc.aio.ServicerContext[migration_pb2.MigrateManyRequest, migration_pb2.MigrateManyReply],
+    ) -> AsyncIterator[migration_pb2.MigrateManyReply]:
+        self.streams += 1
+        async for reply in super().MigrateMany(request_iterator, context):
+            yield reply
+
+    async def Migrate(
+        self,
+        request: migration_pb2.MigrateRequest,
+        context: grpc.aio.ServicerContext[migration_pb2.MigrateRequest, migration_pb2.MigrationRecord],
+    ) -> AsyncIterator[migration_pb2.MigrationRecord]:
+        self.calls += 1
+        async for record in super().Migrate(request, context):
+            yield record
+
+
+def add_earlier(servicer: Counting, server: grpc.aio.Server) -> None:
+    """Register the service as a version without MigrateMany does."""
+    migrate = grpc.unary_stream_rpc_method_handler(
+        servicer.Migrate,
+        request_deserializer=migration_pb2.MigrateRequest.FromString,
+        response_serializer=migration_pb2.MigrationRecord.SerializeToString,
+    )
+    handlers = grpc.method_handlers_generic_handler("tailrace.v1.Migration", {"Migrate": migrate})
+    server.add_generic_rpc_handlers((handlers,))
+
+
+async def test_many_migrations_share_a_stream_and_each_gets_its_own_end() -> None:
+    async with bench() as b, caller() as c:
+        b.worker.script = commit()
+        counting = Counting(b.runs, b.history, lambda: b.instances)
+        await c.serve(counting)
+        several = await asyncio.gather(*(c.run(f"r{n}") for n in range(20)))
+        assert several == [True] * 20
+        with pytest.raises(AdminError, match="no instance 'z'") as unknown:
+            await c.run(target="z")
+        assert unknown.value.code is grpc.StatusCode.NOT_FOUND
+        with pytest.raises(AdminError, match="on a already") as invalid:
+            await c.run(target="a")
+        assert invalid.value.code is grpc.StatusCode.INVALID_ARGUMENT
+        b.worker.script = []
+        assert await c.run() is False
+        assert (counting.streams, counting.calls) == (1, 0)
+
+
+async def test_a_migration_goes_on_when_its_stream_breaks_and_is_not_begun_again() -> None:
+    async with bench() as b, bench() as other, caller() as c:
+        b.worker.script = ["hang"]
+        async with serve_grpc("127.0.0.1:0", [Servicer(ADD, servicer(b), "tailrace.v1.Migration")]) as first:
+            c.known.register(first.address)
+            await c.serve(servicer(other))
+            running = asyncio.create_task(c.run())
+            async with asyncio.timeout(WAIT_S):
+                await b.worker.imports.get()
+        with pytest.raises(AdminError, match="m0") as lost:
+            await running
+        assert lost.value.code is grpc.StatusCode.UNAVAILABLE
+        assert [r.state for r in b.history.list("r", 0)] == [types_pb2.MIGRATION_STATE_QUEUED]
+        assert not other.history.list("", 0)
+        # What comes later is for the service that answers.
+        other.worker.script = commit()
+        assert await c.run("later")
+
+
+async def test_a_service_that_is_not_reached_or_stops_is_passed_over() -> None:
+    async with bench() as stopping, bench() as b, caller() as c:
+        b.worker.script = commit()
+        c.known.register(f"127.0.0.1:{free_port()}")
+        with pytest.raises(AdminError, match="no migration service responds"):
+            await c.run()
+        stopping.runs.stop_admitting()
+        await c.serve(servicer(stopping))
+        with pytest.raises(AdminError, match="this migration service is stopping"):
+            await c.run()
+        await c.serve(servicer(b))
+        assert await c.run()
+        assert not stopping.history.list("", 0)
+
+
+async def test_a_service_of_an_earlier_version_is_called_for_each_migration() -> None:
+    async with bench() as b, caller() as c:
+        b.worker.script = commit()
+        earlier = Counting(b.runs, b.history, lambda: b.instances)
+        await c.serve(earlier, add_earlier)
+        assert await c.run("one")
+        assert await c.run("two")
+        assert (earlier.streams, earlier.calls) == (0, 2)
+
+
+async def test_ends_are_sent_before_the_stream_ends() -> None:
+    async with bench() as b, caller() as c:
+        b.worker.script = commit()
+        await c.serve(servicer(b))
+        [(_, record)] = c.known.services.items()
+        async with grpc.aio.insecure_channel(record.address) as channel, asyncio.timeout(WAIT_S):
+            stub = migration_pb2_grpc.MigrationStub(channel)
+            several = [migration_pb2.NumberedMigration(number=n, request=request(f"r{n}")) for n in range(5)]
+            replies = [
+                reply
+                async for reply in stub.MigrateMany(
+                    iter([migration_pb2.MigrateManyRequest(migrations=several)])
+                )
+            ]
+        assert not replies[0].ended
+        ended = [end for reply in replies for end in reply.ended]
+        assert sorted(end.number for end in ended) == [0, 1, 2, 3, 4]
+        assert {end.state for end in ended} == {types_pb2.MIGRATION_STATE_COMMITTED}
