@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import itertools
+import time
 import weakref
 
 import pytest
@@ -93,6 +94,28 @@ async def test_long_work_lets_other_tasks_run_between_slices() -> None:
             break
     assert seen > 1
     await other
+
+
+async def test_a_call_of_several_turns_is_done_between_two_slices() -> None:
+    turns = 0
+
+    async def call() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    other = asyncio.create_task(call())
+    await asyncio.sleep(0)
+    before, longest = turns, 0
+    async for _ in in_slices(range(50)):
+        longest, before = max(longest, turns - before), turns
+        # More than a slice.
+        began_s = time.monotonic()
+        while time.monotonic() - began_s < 0.001:
+            pass
+    await cancel(other)
+    assert longest >= 8
 
 
 async def _set(event: asyncio.Event) -> None:
