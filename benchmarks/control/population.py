@@ -125,6 +125,10 @@ class Population:
         self._news: list[monitor_pb2.PhaseEvent] = []
         self._steady = monitor_pb2.WorkerReport(instance_id=instance_id, incarnation=incarnation)
         self._steady.request_columns.frontend_ids.append(_FRONTEND)
+        # At the start a quarter is in use; an instance that is sent ever more requests becomes full.
+        load = self._steady.load
+        load.block_tokens = BLOCK_TOKENS
+        load.kv_blocks_total = 4 * requests * -(-(PROMPT_TOKENS + mean_tokens // 2) // BLOCK_TOKENS)
         for number in range(requests):
             output_tokens = self._draw_length()
             age_s = self._random.random() * output_tokens / TOKENS_PER_S
@@ -188,8 +192,6 @@ class Population:
         context = PROMPT_TOKENS * len(self._ids) + int(tokens.sum())
         load.running = len(self._ids)
         load.kv_blocks_used = int(blocks.sum())
-        load.kv_blocks_total = 4 * load.kv_blocks_used + 1
-        load.block_tokens = BLOCK_TOKENS
         load.context_tokens = context
         load.token_interval_ms_mean = 1e3 / TOKENS_PER_S
         del report.phase_events[:]
