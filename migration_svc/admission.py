@@ -13,8 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-LIMIT_PER_DIRECTION = 3
-"""Open migrations an instance may send, and as many it may receive (CascadeInfer, section 5)."""
+from tailrace.handover import TRANSFERS
 
 
 class NotAdmitted(Exception):
@@ -31,9 +30,7 @@ class _Waiting:
 class Admission:
     """Grant slots to migrations. All calls on one event loop."""
 
-    def __init__(
-        self, limit: int = LIMIT_PER_DIRECTION, queue_limit: int = 256, max_wait_s: float = 10.0
-    ) -> None:
+    def __init__(self, limit: int = TRANSFERS, queue_limit: int = 256, max_wait_s: float = 10.0) -> None:
         """`queue_limit`: migrations that may wait; `max_wait_s`: seconds for which each may."""
         self._limit = limit
         self._queue_limit = queue_limit

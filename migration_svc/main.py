@@ -10,13 +10,14 @@ from typing import Final
 
 import click
 
-from migration_svc.admission import LIMIT_PER_DIRECTION, Admission
+from migration_svc.admission import Admission
 from migration_svc.journal import Journal
 from migration_svc.metrics import MigrationMetrics
 from migration_svc.migration import CopyRules
 from migration_svc.runs import History, Runs
 from migration_svc.servicer import MigrationServicer
 from migration_svc.traces import MigrationTraces
+from tailrace.handover import TRANSFERS
 from tailrace.service.options import CommonOptions, common_options, file_of
 from tailrace.service.runtime import Shutdown, open_service, run_service
 from tailrace.service.server import Servicer, serve_grpc
@@ -41,7 +42,7 @@ _MARGIN_S: Final = 10.0
 @click.option(
     "--limit",
     type=click.IntRange(min=1),
-    default=LIMIT_PER_DIRECTION,
+    default=TRANSFERS,
     show_default=True,
     help="Maximum open migrations per instance in each direction.",
 )

@@ -15,7 +15,17 @@ from scheduler_svc.copies import Copier
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.migrations import BidAskUnsupported, MigrationStarter, Negotiator, Recaller
 from scheduler_svc.settings import Settings
-from tailrace.actions import Action, CopyPrefix, HandBack, Migrate, Offer, SetPool, SetStages, WhenFull
+from tailrace.actions import (
+    Action,
+    CopyPrefix,
+    HandBack,
+    Migrate,
+    Offer,
+    SetPool,
+    SetStages,
+    WhenFull,
+    could_only_wait,
+)
 from tailrace.cluster import RequestView, Stage
 from tailrace.control.reported_cluster import PoolOrder, ReportedCluster
 from tailrace.service.tasks import cancel
@@ -150,6 +160,12 @@ class Actuator:
         request = self._state.request(action.request_id)
         if request is None or request.instance_id != action.source_id:
             return _outdated()
+        target = self._state.tracked(action.target_id)
+        if target is not None and could_only_wait(when_full, len(target.coming)):
+            raise AdminError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{len(target.coming)} migrations to {action.target_id} are open",
+            )
         return _outcome(self._order(request, action, policy, when_full))
 
     def _begin_offer(self, action: Offer, policy: str, when_full: WhenFull) -> Coroutine[None, None, str]:

@@ -12,7 +12,7 @@ from typing import Final
 import grpc
 
 from scheduler_svc.admin.errors import AdminError
-from tailrace.actions import Migrate
+from tailrace.actions import ORDERED_MAX, Migrate
 from tailrace.cluster import InstanceState, InstanceView, Phase, RequestState, RequestView
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.control.runner import Executor
@@ -20,9 +20,6 @@ from tailrace.v1 import admin_pb2
 
 REASON: Final = "drain"
 _POLL_S: Final = 0.25
-# Open migrations per source. The migration service runs three at a time by default; targets of further ones
-# are chosen when their turn is near.
-_OPEN_MAX: Final = 8
 # A request that could not be moved is retried after this long, doubling up to the maximum.
 _RETRY_FIRST_S: Final = 2.0
 _RETRY_MAX_S: Final = 16.0
@@ -55,22 +52,28 @@ class Drainer:
         """Start the migrations that are due."""
         view = self._state.view()
         draining = [i for i in view.instances.values() if i.state is InstanceState.DRAINING]
-        # Tokens sent to each target in this pass, so that one instance's requests do not all choose the same
-        # target.
+        # Tokens sent to each target in this pass, and migrations, so that one instance's requests do not all
+        # choose the same target.
         sent: Counter[str] = Counter()
+        ordered: Counter[str] = Counter()
         for instance in draining:
             moves: list[Migrate] = []
             requests = self._state.requests_on(instance.instance_id)
             # Prefer active instances that can take the KV; if there are none, those that can recompute it.
             targets = self._state.view_of_kv(instance.instance_id).placeable()
             targets = targets or self._state.view_for_replay(instance.instance_id).placeable()
-            allowed = _OPEN_MAX - sum(request.migrating for request in requests)
+            # Beyond, targets are chosen when their turn is near.
+            allowed = ORDERED_MAX - sum(request.migrating for request in requests)
             for request in requests:
                 if len(moves) >= allowed:
                     break
-                target = _least_utilized(targets, sent) if self._due(request, now_s) else None
+                if not self._due(request, now_s):
+                    continue
+                near = [i for i in targets if i.migrations_in + ordered[i.instance_id] < ORDERED_MAX]
+                target = _least_utilized(near, sent)
                 if target is not None:
                     sent[target] += request.context_tokens
+                    ordered[target] += 1
                     moves.append(Migrate(request.request_id, instance.instance_id, target, REASON))
                     self._record_attempt(request, now_s)
             self._executor.submit(moves, REASON)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from simulator.hooks import FutureLoad, LengthPenalty, LengthPredictor
 from tailrace.actions import WhenFull
 from tailrace.cluster import Pool, Stage
+from tailrace.handover import TRANSFERS
 from tailrace.profiles import Profile
 from tailrace.slo import READING_S
 
@@ -70,7 +71,7 @@ class MigrationSpec:
     """Live migration in rounds (design, section 6), admitted as by the live migration service."""
 
     # Concurrent migrations per instance and direction; others wait.
-    limit: int = 3
+    limit: int = TRANSFERS
     # How many migrations may wait for admission in the whole cluster, and how long, here and at the target.
     queue_limit: int = 256
     patience_s: float = 10.0

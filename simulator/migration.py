@@ -20,7 +20,7 @@ from simulator.instance import Instance
 from simulator.job import Job, JobState
 from simulator.network import Network
 from simulator.records import MigrationOutcome, MigrationRecord, PlacementRecord
-from tailrace.actions import Migrate, WhenFull
+from tailrace.actions import Migrate, WhenFull, could_only_wait
 from tailrace.intra.base import ImportView, IntraPolicy, Rank
 
 # Called when a migration has closed: whether it was committed, and when.
@@ -132,6 +132,11 @@ class Migrations:
         at the end."""
         source = self._instances.get(action.source_id)
         refusal = self._refusal(action, job, source, target)
+        # A target that fetches a request has its own limit.
+        if on_closed is None and could_only_wait(
+            self._spec.when_full, target.migrations_in, self._spec.limit
+        ):
+            refusal = refusal or f"{target.migrations_in} migrations to {target.instance_id} are open"
         if source is None or refusal:
             self._record_refusal(action, job, refusal, now)
             if on_closed is not None:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Final
 
 from tailrace.cluster import Pool, Stage
+from tailrace.handover import TRANSFERS
 
 
 class WhenFull(enum.Enum):
     """What happens to a migration whose target has no room: too little free KV, or no free slot in the
-    batch."""
+    batch.
+
+    With WAIT it also waits behind any number of other migrations to the target. With the others it is refused
+    at once if it could only wait (`could_only_wait`): by its turn the policy might choose another target.
+    """
 
     # Wait at the target in order of arrival while the request decodes at its source (Arrow's queue of KV
     # migrations, section 5.4).
@@ -19,6 +25,19 @@ class WhenFull(enum.Enum):
     REFUSE = "refuse"
     # Move the request into the target's host memory, where it waits for its turn (PASCAL).
     HOST = "host"
+
+
+# Open migrations to an instance, those that wait for their turn included, beyond which one could only wait:
+# three run at a time by default, and the turn of the others is near.
+ORDERED_MAX: Final = 8
+
+
+def could_only_wait(when_full: WhenFull, ordered: int, transfers: int = TRANSFERS) -> bool:
+    """Return whether a migration to an instance must be refused for the `ordered` open ones to it.
+
+    `transfers`: how many migrations to an instance run at a time.
+    """
+    return when_full is not WhenFull.WAIT and ordered >= max(ORDERED_MAX, transfers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,10 +30,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from tailrace.handover import TRANSFERS
+
 # "keeps the three receivers with the earliest transmission start times"
 EARLIEST: Final = 3
-# Maximum number of concurrent transfers (section 5).
-TRANSFERS: Final = 3
 # Busy replies for one request after which its receiver reports starvation. The paper names no number.
 STARVATION: Final = 3
 # Requests that a sender may buffer; further ones stay where they are. The paper names no number.

@@ -28,6 +28,10 @@ class Handover(msgspec.Struct, frozen=True):
 
 LIVE: Final = Handover()
 
+TRANSFERS: Final = 3
+"""Open migrations that an instance may send, and as many that it may receive, by default ("capped at three
+parallel transfers": CascadeInfer, section 5)."""
+
 
 def by_replay(reason: str) -> Handover:
     """Return a handover by replay, with its reason."""

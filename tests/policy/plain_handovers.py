@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from zlib import crc32
 
 from tailrace.actions import Action, Offer
-from tailrace.bid_ask import TRANSFERS
 from tailrace.cluster import ClusterView, InstanceView, RequestView, Stage
+from tailrace.handover import TRANSFERS
 from tailrace.policy.candidates import Ledger
 from tailrace.policy.cascade.layout import active_in, earliest_stage
 from tailrace.policy.decoding import decodes

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from tailrace.bid_ask import (
     OFFERS_MAX,
-    TRANSFERS,
     Ask,
     Award,
     Bid,
@@ -30,6 +29,7 @@ from tailrace.bid_ask import (
     Withdraw,
     choose,
 )
+from tailrace.handover import TRANSFERS
 from tests.policy.fleets import quick
 
 # More than this many steps for so few requests is a loop.

@@ -16,7 +16,7 @@ from scheduler_svc.decisions import Decider, Traceparents
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.migrations import Migrations, MigrationStarter, Negotiator, Recaller
 from scheduler_svc.settings import Settings
-from tailrace.actions import Action, HandBack, Migrate, SetPool
+from tailrace.actions import ORDERED_MAX, Action, HandBack, Migrate, SetPool, WhenFull
 from tailrace.cluster import ClusterView, Pool, RequestView, Stage
 from tailrace.control.live import LiveControl
 from tailrace.control.reported_cluster import ReportedCluster
@@ -198,3 +198,17 @@ async def test_instances_are_asked_to_hand_prompts_back(
     scheduler.actuator.submit([HandBack("a", ("r", "q")), HandBack("b", ())], "test")
     await scheduler.finish_actions()
     assert recalled == [("a", ("r", "q")), ("b", ())]
+
+
+async def test_a_migration_that_could_only_wait_is_refused_at_once_unless_the_policy_waits(
+    scheduler: Scheduler,
+) -> None:
+    several = [request(f"r{n}", REASONING) for n in range(2 * ORDERED_MAX + 2)]
+    scheduler.state.apply(steady("a", several), 2.0)
+    moves = [Migrate(each.request_id, "a", "b", "test") for each in several]
+    for when_full in (WhenFull.REFUSE, WhenFull.HOST):
+        scheduler.actuator.submit(moves[: ORDERED_MAX + 1], "test", when_full)
+        assert scheduler.incoming == [0, ORDERED_MAX, 0]
+    scheduler.actuator.submit(moves[ORDERED_MAX + 1 :], "test", WhenFull.WAIT)
+    assert scheduler.incoming == [0, len(moves) - 1, 0]
+    await scheduler.finish_actions()

@@ -20,8 +20,8 @@ from simulator.records import MigrationOutcome, SimResult
 from simulator.request import SimRequest
 from simulator.simulation import simulate
 from tailrace.actions import Action, Offer, Place, Placement, WhenFull
-from tailrace.bid_ask import TRANSFERS
 from tailrace.cluster import Arrival, ClusterView, InstanceView, RequestView, Stage
+from tailrace.handover import TRANSFERS
 from tailrace.intra.orders import Fcfs
 from tailrace.policy.base import Policy
 from tailrace.policy.least_loaded import LeastLoaded

@@ -15,7 +15,7 @@ from simulator.events import NEVER
 from simulator.instance import Instance
 from simulator.records import MigrationOutcome, SimResult
 from simulator.request import SimRequest
-from tailrace.actions import Action, Migrate, Place, Placement, WhenFull
+from tailrace.actions import ORDERED_MAX, Action, Migrate, Place, Placement, WhenFull
 from tailrace.cluster import Arrival, ClusterView, RequestView, Stage
 from tailrace.intra.pascal import PascalQueue
 from tailrace.policy.base import Policy
@@ -107,6 +107,23 @@ class MoveAfterPrefill(Policy):
 
     def on_prefill_done(self, view: ClusterView, request: RequestView, now: float) -> list[Action]:
         return [Migrate(request.request_id, request.instance_id, "i001", "test")]
+
+
+@pytest.mark.parametrize(("when_full", "refused"), [(WhenFull.WAIT, 0), (WhenFull.HOST, 4)])
+def test_migrations_that_could_only_wait_are_refused_at_once_unless_the_policy_waits(
+    when_full: WhenFull, refused: int
+) -> None:
+    # Their prompts end in one step, and a transfer takes longer than all the tokens.
+    requests = [SimRequest(f"r{n}", 0.0, 16, 0, 20) for n in range(ORDERED_MAX + 4)]
+    spec = replace(_spec(10_000, when_full, 1e5, 0.5), stages=())
+    spec = replace(
+        spec, instances=tuple(replace(i, max_num_seqs=64, chunk_budget_tokens=512) for i in spec.instances)
+    )
+    result = Watched(spec, requests, MoveAfterPrefill(), INTRA["fcfs"]).run(None)
+    assert len(result.migrations) == len(requests)
+    at_once = [m for m in result.migrations if m.detail == "8 migrations to i001 are open"]
+    assert len(at_once) == refused
+    assert all(m.outcome is MigrationOutcome.REFUSED and m.end_s == m.requested_s for m in at_once)
 
 
 def test_the_source_decodes_during_the_copy_and_pauses_only_for_the_rest() -> None:

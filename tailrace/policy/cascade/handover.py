@@ -14,8 +14,8 @@ from typing import Final, Protocol
 from zlib import crc32
 
 from tailrace.actions import Action, Migrate, Offer
-from tailrace.bid_ask import TRANSFERS
 from tailrace.cluster import ClusterView, InstanceView, RequestView, Stage
+from tailrace.handover import TRANSFERS
 from tailrace.policy.cascade.layout import Positions, earliest_stage
 from tailrace.policy.cascade.room import Room, RoomOfInstances
 from tailrace.policy.columns import find_request

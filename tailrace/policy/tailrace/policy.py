@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 from tailrace.actions import Action, Place, Placement, SetPool
 from tailrace.cluster import Arrival, ClusterView, InstanceView, RequestView
+from tailrace.handover import TRANSFERS
 from tailrace.perf.length_penalty import FittedLengthPenalty
 from tailrace.perf.steps import NOMINAL, StepModel
 from tailrace.policy.arrow.policy import FILTER, Arrow
@@ -25,9 +25,6 @@ from tailrace.policy.tailrace.rebalance import late_handovers, rebalance
 from tailrace.policy.tailrace.staged import groups, next_stage, within_stage
 from tailrace.policy.tailrace.targets import Decoders, Targets
 from tailrace.profiles import Profile, load_profile
-
-# Maximum open migrations per instance and direction: the migration service's default limit.
-_TRANSFERS: Final = 3
 
 
 class Tailrace(Policy):
@@ -203,4 +200,4 @@ class Tailrace(Policy):
         return actions
 
     def _mover(self, view: ClusterView) -> MovePlanner:
-        return MovePlanner(self.costs, Ledger(view.instances, _TRANSFERS, _TRANSFERS), self.margin)
+        return MovePlanner(self.costs, Ledger(view.instances, TRANSFERS, TRANSFERS), self.margin)
