@@ -7,6 +7,7 @@ finishes there. A real migration service has ordered migrations carried out: the
 request over after a moment.
 
 All of them share this machine: the row says what each process used, and by how much the reports were late.
+The synthetic workers, which in a fleet have machines of their own, run at a lower priority than the rest.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.control.population import MAX_TOKENS, PROMPT_TOKENS, TOKENS_PER_S
+from benchmarks.control.reporters import NICENESS
 from benchmarks.loadgen import percentile
 from benchmarks.processes import cpu_seconds
 from benchmarks.report import print_json, save
@@ -366,7 +368,8 @@ async def measure_all(
 
 def table(outcomes: Sequence[Outcome]) -> Table:
     """Return a table with a row per policy and size."""
-    result = Table(title="Placements while a fleet reports")
+    title = f"Placements while a fleet reports, its synthetic workers at niceness {NICENESS}"
+    result = Table(title=title)
     for heading in ("instances", "requests", "per s"):
         result.add_column(heading, justify="right")
     result.add_column("policy", no_wrap=True)

@@ -29,7 +29,7 @@ from tailrace.v1 import types_pb2, worker_pb2
 _METHOD: Final = "/tailrace.v1.Monitor/Report"
 # Connections that the streams share; a real fleet has one for each worker.
 _CONNECTIONS: Final = 16
-_NICENESS: Final = 5
+NICENESS: Final = 10
 # Phase changes within this time are sent together, as by workers.
 _GATHER_S: Final = 0.005
 # Seconds that a migration takes.
@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument("--mean-tokens", type=int, required=True, help="of an output")
     parser.add_argument("--interval", type=float, required=True, help="seconds between steady reports")
     # In a real fleet they are other machines: what they take must not come before the control plane's own.
-    os.nice(_NICENESS)
+    os.nice(NICENESS)
     uvloop.run(report_all(parser.parse_args()))
 
 
