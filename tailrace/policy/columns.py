@@ -92,7 +92,8 @@ class Columns:
         read, changed = self._read, self.seen.changed(view)
         if changed is None:
             rows = np.array([read(instance) for instance in view.instances.values()], dtype=np.float64)
-            self._values = rows.reshape(len(view.instances), len(self._values)).T
+            # Each column in one piece: policies compute with whole columns at each decision.
+            self._values = np.ascontiguousarray(rows.reshape(len(view.instances), len(self._values)).T)
         else:
             for n in changed:
                 self._values[:, n] = read(view.instances[self.seen.views[n].instance_id])

@@ -7,13 +7,24 @@ import itertools
 import random
 from collections.abc import Sequence
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.actions import Action, Migrate, Place, Refuse, SetPool
-from tailrace.cluster import Arrival, ClusterView, InstanceState, InstanceView, Phase, Pool, Stage
+from tailrace.cluster import (
+    Arrival,
+    ClusterView,
+    InstanceState,
+    InstanceView,
+    Phase,
+    Pool,
+    RequestView,
+    Stage,
+)
+from tailrace.handover import TRANSFERS
 from tailrace.intra.due import due_s, nominal_s
 from tailrace.intra.earliest_due import EarliestDue
 from tailrace.intra.registry import make_intra
@@ -404,6 +415,25 @@ def test_delaying_answering_costs_less_than_delaying_reasoning() -> None:
     reasoning = instance("w0", tuple(request(f"r{n}", "w0", phase=Phase.REASONING) for n in range(4)))
     answering = instance("w1", tuple(request(f"r{n}", "w1") for n in range(4)))
     assert Tailrace().place(cluster(reasoning, answering), Arrival("new", 500, 100, 0), 0.0) == Place("w1")
+
+
+def test_a_tick_examines_no_request_in_vain_that_no_instance_may_receive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    examined: list[str] = []
+    best = MovePlanner.best
+
+    def counted(mover: MovePlanner, request: RequestView, *others: Any) -> Any:
+        examined.append(request.request_id)
+        return best(mover, request, *others)
+
+    monkeypatch.setattr(MovePlanner, "best", counted)
+    view = crowded()
+    assert Tailrace().on_tick(view, 0.0) and examined
+    examined.clear()
+    receiving = dataclasses.replace(view.instances["w1"], migrations_in=TRANSFERS)
+    assert not Tailrace().on_tick(cluster(view.instances["w0"], receiving), 0.0)
+    assert not examined
 
 
 def test_a_migration_must_save_more_than_its_transfer_costs() -> None:

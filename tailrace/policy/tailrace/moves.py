@@ -77,6 +77,10 @@ class MovePlanner:
         """Return whether rule 1 and the limit on transfers allow the request to move."""
         return self._ledger.may_send(source, request)
 
+    def may_receive_from(self, source: InstanceView, target: InstanceView) -> bool:
+        """Return whether rule 2 and the limit on transfers allow any request of the source to move there."""
+        return self._ledger.accepts_transfers(target) and not self._opposed(source, target)
+
     def cheapest(self, request: RequestView, source: InstanceView, targets: Targets) -> CheapestTarget | None:
         """Return the target where the request costs least, the first of equals; applies rules 1 to 3."""
         if not self.may_send(source, request):

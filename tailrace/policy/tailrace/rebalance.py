@@ -62,9 +62,11 @@ def rebalance(
     for source in sources:
         cheaper = [t for t in targets if price[t.instance_id] < price[source.instance_id]]
         cheaper = [t for t in cheaper if t.instance_id not in chosen][:BIDDERS]
-        if not cheaper or source.migrations_out:
+        # Otherwise every request of the source is examined in vain.
+        accepting = [target for target in cheaper if mover.may_receive_from(source, target)]
+        if not accepting or source.migrations_out:
             continue
-        best = mover.best_of(source, Targets.of(costs, cheaper))
+        best = mover.best_of(source, Targets.of(costs, accepting))
         if best is not None:
             moves.append(mover.reserve(best.request, best.target, "rebalance"))
             chosen.add(best.target.instance_id)
