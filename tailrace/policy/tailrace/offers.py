@@ -155,7 +155,8 @@ class OfferPlanner:
         self, positions: Sequence[int], prompt_tokens: int, now: float, cached: Mapping[str, CachedTokens]
     ) -> int:
         costs, offered = self._costs, Offer(*self._table)
-        patience_s = self._patience_s(float(prefill_s(offered, prompt_tokens)[positions[0]]))
+        first = Offer[float](*self._table[:, positions[0]].tolist())
+        patience_s = self._patience_s(prefill_s(first, prompt_tokens))
         before = QueueAhead(offered.unlisted, offered.unlisted_s, np.zeros(len(offered.unlisted)))
         if self._queues:
             own_s = nominal_s(prompt_tokens, prompt_tokens * prompt_tokens)

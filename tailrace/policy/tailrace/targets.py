@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from math import inf
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from tailrace.cluster import ClusterView, InstanceState, InstanceView
+from tailrace.handover import TRANSFERS
 from tailrace.perf.steps import Floats
 from tailrace.policy.columns import Columns, PerInstances
 from tailrace.policy.tailrace.costs import Costs
@@ -22,9 +24,8 @@ from tailrace.policy.tailrace.pooled import decodes
 # Up to this many instances it is faster to examine all: if their terms must be computed first, and if not.
 _FEW: Final = 24
 _FEW_KNOWN: Final = 8
-# Targets that are sorted first. Those to which three migrations are open are examined in vain, and on a busy
-# fleet they are the cheapest ones.
-_FIRST: Final = 32
+# Targets that are sorted first.
+_FIRST: Final = 8
 # Makes up for rounding: no move may be missed by a bound.
 _BELOW: Final = 1.0 - 1e-9
 
@@ -88,12 +89,16 @@ class _FewTargets(Targets):
 
 
 class _ManyTargets(Targets):
-    """Targets of which few are examined. `step_s`, `per_token_s`: terms of the slowdown at each."""
+    """Targets of which few are examined. `step_s`, `per_token_s`: terms of the slowdown at each; infinite
+    where the request may not move."""
 
     def __init__(self, instances: Sequence[InstanceView], step_s: Floats, per_token_s: Floats) -> None:
         self._instances = instances
         self._step_s = step_s
         self._per_token_s = per_token_s
+        # The latest slowdowns, for this many tokens: a request's least one is asked for first.
+        self._tokens = 0
+        self._latest_s: Floats | None = None
 
     def least_slowdown_s(self, tokens: int) -> float:
         return float(self._slowdowns_s(tokens).min(initial=np.inf))
@@ -113,36 +118,42 @@ class _ManyTargets(Targets):
         )
         for part in (parted[:_FIRST], parted[_FIRST:]):
             for n in part[slowdowns_s[part].argsort(kind="stable")].tolist():
-                yield Candidate(float(slowdowns_s[n]), n, self._instances[n])
+                slowdown_s = float(slowdowns_s[n])
+                if slowdown_s == inf:
+                    return
+                yield Candidate(slowdown_s, n, self._instances[n])
 
     def _slowdowns_s(self, tokens: int) -> Floats:
-        slowdowns_s: Floats = (self._step_s + self._per_token_s * tokens) * _BELOW
-        return slowdowns_s
+        if self._latest_s is None or tokens != self._tokens:
+            self._tokens, self._latest_s = tokens, (self._step_s + self._per_token_s * tokens) * _BELOW
+        return self._latest_s
 
 
 class Decoders:
-    """The active instances that may decode, with the terms of their slowdown by column."""
+    """The active instances that may decode and to which another migration may be opened, with the terms of
+    their slowdown by column.
+
+    On a busy fleet those to which no more may be opened are the cheapest, and would be examined in vain by
+    each decision.
+    """
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
-        self._columns = PerInstances(lambda: Columns(self._read, 3))
+        self._columns = PerInstances(lambda: Columns(self._read, 2))
 
     def targets(self, view: ClusterView) -> Targets:
         """Return them as targets. Valid until the next call."""
         if len(view.instances) <= _FEW_KNOWN or self._costs.penalty is not None:
-            return _FewTargets(self._costs, [i for i in view.instances.values() if _may_decode(i)])
+            return _FewTargets(self._costs, [i for i in view.instances.values() if _may_receive(i)])
         columns = self._columns.of(view)
-        usable, step_s, per_token_s = columns.update(view)
-        views = columns.seen.views
-        if usable.all():
-            return _ManyTargets(views, step_s, per_token_s)
-        positions = usable.nonzero()[0]
-        among = [views[n] for n in positions.tolist()]
-        return _ManyTargets(among, step_s[positions], per_token_s[positions])
+        step_s, per_token_s = columns.update(view)
+        return _ManyTargets(columns.seen.views, step_s, per_token_s)
 
-    def _read(self, instance: InstanceView) -> tuple[float, float, float]:
-        return float(_may_decode(instance)), *self._costs.slowdown_terms(instance)
+    def _read(self, instance: InstanceView) -> tuple[float, float]:
+        if not _may_receive(instance):
+            return inf, 0.0
+        return self._costs.slowdown_terms(instance)
 
 
-def _may_decode(instance: InstanceView) -> bool:
-    return instance.state is InstanceState.ACTIVE and decodes(instance)
+def _may_receive(instance: InstanceView) -> bool:
+    return instance.state is InstanceState.ACTIVE and decodes(instance) and instance.migrations_in < TRANSFERS
