@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.cluster import ClusterView, InstanceView, Phase
+from tailrace.cluster import ClusterView, InstanceView, Phase, RequestView
 from tailrace.intra.due import due_after_s, nominal_s
 from tailrace.perf.length_penalty import load_length_penalty
 from tailrace.perf.measured import Measured
@@ -83,26 +83,67 @@ def test_patience_is_derived_from_the_first_instance(few: int) -> None:
     assert chosen[False] != chosen[True]
 
 
-PROMPTS = st.lists(st.tuples(st.floats(0.0, 5.0), st.integers(1, 9_000)), max_size=QueueColumns.DEPTH + 1)
+PROMPTS = st.lists(st.tuples(st.floats(0.0, 5.0), st.integers(1, 9_000)), max_size=9)
 QUEUES = st.lists(st.none() | st.tuples(PROMPTS, st.integers(0, 9_000)), min_size=1, max_size=5)
 
 
-@given(queues=QUEUES, tokens=st.integers(1, 9_000), now=st.floats(0.0, 9.0))
+@given(
+    queues=QUEUES,
+    tokens=st.integers(1, 9_000),
+    now=st.floats(0.0, 9.0),
+    depth=st.sampled_from([1, 4, 8]),
+    doublings=st.integers(0, 2),
+)
 def test_columns_of_queues_have_the_same_prompts_before_an_arrival(
-    queues: list[tuple[list[tuple[float, int]], int] | None], tokens: int, now: float
+    queues: list[tuple[list[tuple[float, int]], int] | None],
+    tokens: int,
+    now: float,
+    depth: int,
+    doublings: int,
 ) -> None:
-    columns = QueueColumns(len(queues))
+    columns = QueueColumns(len(queues), depth)
     made = [None if each is None or not each[0] else Queue.of(*each, NOMINAL) for each in queues]
     fit = []
     for position, queue in enumerate(made):
         # Whatever stood there before is replaced.
-        assert columns.set(position, Queue.of([(1.0, 700), (1.0, 70)], 300, NOMINAL))
+        columns.set(position, Queue.of([(1.0, 700), (1.0, 70)], 300, NOMINAL))
         fit.append(columns.set(position, queue))
+    for _ in range(doublings):
+        assert columns.deepen()
+        fit = [fits or columns.set(n, made[n]) for n, fits in enumerate(fit)]
+    assert columns.depth == depth << doublings
     own_s = nominal_s(tokens, tokens * tokens)
     rows = zip(*(column.tolist() for column in columns.before(own_s, now)), strict=True)
     for queue, fits, row in zip(made, fit, rows, strict=True):
-        assert fits == (queue is None or len(queue.due) <= QueueColumns.DEPTH)
+        assert fits == (queue is None or len(queue.due) <= columns.depth)
         if queue is None or not fits:
             assert row == (0.0, 0.0, 0.0)
         else:
             assert row == pytest.approx(queue.before(now + due_after_s(own_s, queue.queued_s)))
+
+
+def test_columns_of_queues_are_bounded() -> None:
+    columns = QueueColumns(2, QueueColumns.DEEPEST // 2)
+    assert columns.deepen()
+    assert not columns.deepen()
+    assert columns.depth == QueueColumns.DEEPEST
+
+
+def waiting(where: str, number: int, tokens: int) -> RequestView:
+    """Return a prompt that waits on an instance, the `number`-th to arrive."""
+    prompt = request(f"{where}-{number}", where, tokens, phase=Phase.PREFILL)
+    return replace(prompt, arrival_s=0.01 * number)
+
+
+@pytest.mark.parametrize("prompts", [4, 20, 300])
+def test_long_queues_are_planned_alike_by_column_and_one_by_one(prompts: int) -> None:
+    """More of them than are kept one by one, shorter and longer than the deepest columns."""
+    names = [f"i{n:02}" for n in range(FEW + 10)]
+    instances = [
+        instance(name, tuple(waiting(name, k, 100 + 7 * n + k) for k in range(prompts + n % 3)))
+        for n, name in enumerate(names)
+    ]
+    few, many = planned(len(instances), instances), planned(2, instances)
+    for tokens in (1, 50, 900, 9_000):
+        for now in (0.0, 1.0, 30.0):
+            assert few.cheapest(None, tokens, now) is many.cheapest(None, tokens, now)

@@ -313,8 +313,11 @@ class OfferPlanner:
             return
         if self._queue_columns.set(position, queue):
             self._long_queues.discard(position)
-        else:
-            self._long_queues.add(position)
+            return
+        self._long_queues.add(position)
+        while len(self._long_queues) > self._few and self._queue_columns.deepen():
+            fit = {n for n in self._long_queues if self._queue_columns.set(n, self._queues[n])}
+            self._long_queues -= fit
 
 
 _EMPTY: Final = Offer[float](*[0.0] * len(Offer._fields))

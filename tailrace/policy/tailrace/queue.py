@@ -68,23 +68,40 @@ class Queue:
 
 
 class QueueColumns:
-    """The queues of all instances of a cluster by column. Those of more than DEPTH prompts do not fit."""
+    """The queues of all instances of a cluster by column. Those of more than `depth` prompts do not fit."""
 
-    DEPTH: Final = 8
+    # Bounds the memory: three numbers per prompt and instance.
+    DEEPEST: Final = 256
 
-    def __init__(self, instances: int) -> None:
+    def __init__(self, instances: int, depth: int = 8) -> None:
         # As in `Queue`, by prompt and instance. Prompts that do not exist are never due.
-        self._due: Floats = np.full((self.DEPTH, instances), np.inf)
-        self._tokens: Floats = np.zeros((self.DEPTH + 1, instances))
-        self._seconds: Floats = np.zeros((self.DEPTH + 1, instances))
+        self._due: Floats = np.full((depth, instances), np.inf)
+        self._tokens: Floats = np.zeros((depth + 1, instances))
+        self._seconds: Floats = np.zeros((depth + 1, instances))
         self._computed: Floats = np.zeros(instances)
         self._queued_s: Floats = np.zeros(instances)
         self._prompts: NDArray[np.intp] = np.zeros(instances, dtype=np.intp)
         self._positions: NDArray[np.intp] = np.arange(instances)
 
+    @property
+    def depth(self) -> int:
+        """Return the length of the longest queue that fits."""
+        return len(self._due)
+
+    def deepen(self) -> bool:
+        """Double the depth, and return True; False if it is the largest. Queues that did not fit are still
+        missing."""
+        depth, instances = self._due.shape
+        if depth >= self.DEEPEST:
+            return False
+        self._due = np.concatenate((self._due, np.full((depth, instances), np.inf)))
+        self._tokens = np.concatenate((self._tokens, np.zeros((depth, instances))))
+        self._seconds = np.concatenate((self._seconds, np.zeros((depth, instances))))
+        return True
+
     def set(self, position: int, queue: Queue | None) -> bool:
         """Set the queue of an instance; return whether it fits. None, or one that does not: no prompts."""
-        fits = queue is not None and len(queue.due) <= self.DEPTH
+        fits = queue is not None and len(queue.due) <= self.depth
         self._due[:, position] = np.inf
         self._prompts[position] = 0
         if queue is not None and fits:
