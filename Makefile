@@ -92,9 +92,9 @@ test-upgrade: install ## Upgrade a running local cluster from an older revision,
 	@test -n "$(FROM)" || { echo "from which revision? make test-upgrade FROM=v0.1.0" >&2; exit 2; }
 	$(PYTHON) -m benchmarks.upgrade $(FROM) $(ARGS)
 
-test-ranks: ## Engines with two ranks: kill -9 of a rank during a stream and in each step of a migration
+test-ranks: ## Engines with two ranks, on one machine and on two (namespaces): kill -9 of a rank during a stream and in each step of a migration
 	@scripts/install.sh --rust
-	$(PYTHON) -m pytest -m slow tests/e2e/test_ranks.py tests/worker/test_vllm_ranks.py --timeout 1200
+	$(PYTHON) -m pytest -m slow tests/e2e/test_ranks.py tests/e2e/test_nodes.py tests/worker/test_vllm_ranks.py --timeout 1800
 
 bench-stream: ## Throughput through the front ends against plain vllm serve (ARGS="--against clear": overhead of mutual TLS)
 	@scripts/install.sh --rust

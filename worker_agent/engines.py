@@ -42,6 +42,8 @@ class EngineOptions:
     tensor_parallel_size: int | None = None
     pipeline_parallel_size: int | None = None
     host_kv_bytes: int | None = None
+    # How long the other nodes of an engine on several machines may take to join, in seconds (vLLM only).
+    nodes_timeout_s: float = 600.0
     # vLLM only.
     async_scheduling: bool | None = None
     # File of a length predictor (vLLM only). None: the tiny model has its own, others have none. Empty: none.
@@ -118,6 +120,7 @@ def _vllm(engine_options: EngineOptions) -> Engine:
             async_scheduling=options.async_scheduling,
             tensor_parallel_size=options.tensor_parallel_size or 1,
             pipeline_parallel_size=options.pipeline_parallel_size or 1,
+            nodes_timeout_s=options.nodes_timeout_s,
             engine_args=options.arguments,
         )
     )

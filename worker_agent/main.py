@@ -23,6 +23,7 @@ from tailrace.store.store import Store
 from tailrace.telemetry.metrics import new_registry, serve_metrics
 from tailrace.telemetry.tracing import configure
 from worker_agent.draining import HANDOVER_S
+from worker_agent.engine.errors import EngineSettingError
 from worker_agent.engines import EngineOptionError, EngineOptions, make_engine, read_argument
 from worker_agent.id_claim import IdInUse
 from worker_agent.intra_switch import BY_POLICY
@@ -32,6 +33,8 @@ from worker_agent.kv.strays import discarding_strays
 from worker_agent.kv.transport import start_ucx, stop_ucx
 from worker_agent.metrics import WorkerCollector, WorkerHistograms, WorkerMetrics
 from worker_agent.migration.link_budget import SHARE
+from worker_agent.nodes.network import untrusted_reason
+from worker_agent.nodes.span import worker_span
 from worker_agent.prefixes.loans import LOAN_MAX_S
 from worker_agent.settings import WorkerSettings
 from worker_agent.worker import EngineStartError, RunningWorker, SharedServices, running_worker
@@ -99,6 +102,14 @@ class EngineDied(RuntimeError):
     multiple=True,
     metavar="NAME=VALUE",
     help="Any other engine argument; can be repeated.",
+)
+@click.option(
+    "--nodes-timeout",
+    type=click.FloatRange(min=1),
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long the other machines of an engine (--engine-arg nnodes=N, vLLM only) may take to join.",
 )
 @click.option(
     "--intra",
@@ -223,6 +234,7 @@ def command(
     async_scheduling: bool | None,
     predictor: str | None,
     arguments: tuple[str, ...],
+    nodes_timeout: float,
     intra: str,
     host_kv_bytes: int | None,
     stream_port: int,
@@ -266,8 +278,11 @@ def command(
             async_scheduling=async_scheduling,
             predictor=predictor,
             arguments=dict(map(read_argument, arguments)),
+            nodes_timeout_s=nodes_timeout,
         )
-    except EngineOptionError as error:
+        if kind == "vllm":
+            _check_span(options, common.insecure)
+    except (EngineOptionError, EngineSettingError) as error:
         raise click.UsageError(str(error)) from error
     settings = WorkerSettings(
         stream_port=stream_port,
@@ -287,6 +302,20 @@ def command(
         migration_bandwidth_share=migration_bandwidth_share,
     )
     run_service(lambda shutdown: _serve_or_log_error(common, options, count, settings, shutdown))
+
+
+def _check_span(options: EngineOptions, insecure: bool) -> None:
+    """Raise EngineSettingError if the settings of an engine on several machines do not fit together, and
+    EngineOptionError if others could take part in it."""
+    span = worker_span(
+        {
+            "tensor_parallel_size": options.tensor_parallel_size or 1,
+            "pipeline_parallel_size": options.pipeline_parallel_size or 1,
+            **options.arguments,
+        }
+    )
+    if span is not None and not insecure and (reason := untrusted_reason(span.meeting)):
+        raise EngineOptionError(reason)
 
 
 def _ports(text: str | None) -> PortRange | None:

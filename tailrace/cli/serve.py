@@ -22,6 +22,7 @@ _SUMMARIES: Final = {
     "frontend": "Serve the fleet to users through vLLM's own API server.",
     "migration": "Execute migrations; run a second service as a standby.",
     "monitor": "Collect worker reports and publish the cluster's state; run a second monitor as a standby.",
+    "ranks": "Run an engine's ranks on another machine than its worker.",
     "scheduler": "Decide where requests run; run a second scheduler as a standby.",
     "worker": "Run an engine as a member of the fleet.",
 }

@@ -26,6 +26,9 @@ class Fleet:
     def __init__(self, root: Path, engine: str) -> None:
         self.root = root
         self.engine = engine
+        # Workers of real engines are forked from a process that has imported vLLM. All forks share one
+        # resource tracker: a test that checks what a worker leaves in shared memory turns this off.
+        self.forks_workers = engine == "vllm"
         self.processes: dict[str, Process] = {}
         self.addresses: dict[str, str] = {}
         self.metrics_ports: dict[str, int] = {}
@@ -74,6 +77,11 @@ class Fleet:
         if wait:
             self.wait_healthy(name, 180)
         return process
+
+    def start_command(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> Process:
+        """Start a process of the fleet that serves no gRPC."""
+        log = self.root / f"{name}.log"
+        return self._start(name, lambda: Process.launch(name, command, log, env))
 
     def start_frontend(
         self,
@@ -139,7 +147,7 @@ class Fleet:
             *arguments,
         ]
         log = self.root / f"{name}.log"
-        if self.engine == "vllm" and kind == "worker":
+        if self.forks_workers and kind == "worker":
             return self._start(name, lambda: Process.fork_tailrace(name, command, log, env))
         return self._start(name, lambda: Process.launch(name, tailrace(*command), log, env))
 
@@ -161,7 +169,7 @@ class Fleet:
         for name in ended:
             self.restart(name)
         for name in ended:
-            if name != "etcd":
+            if name in self.addresses:
                 self.wait_healthy(name, timeout_s)
 
     # ---- observing

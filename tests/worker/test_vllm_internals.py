@@ -8,6 +8,7 @@ import builtins
 import concurrent.futures
 import importlib
 import logging
+import multiprocessing.process
 import queue
 import threading
 from collections import Counter, deque
@@ -40,7 +41,13 @@ OTHERS = (
     *(value for value in vars(builtins).values() if isinstance(value, type)),
     *(Counter, deque, Path, np.ndarray, torch.Tensor, torch.Generator, torch.nn.Module, torch.device),
     *(threading.Thread, queue.Queue, queue.SimpleQueue, logging.Logger, concurrent.futures.Future),
-    *(asyncio.AbstractEventLoop, torch.cuda.Stream, torch.Event, torch.UntypedStorage),
+    *(
+        asyncio.AbstractEventLoop,
+        multiprocessing.process.BaseProcess,
+        torch.cuda.Stream,
+        torch.Event,
+        torch.UntypedStorage,
+    ),
 )
 OF_OTHERS = {name for each in OTHERS for name in dir(each)} | {
     # From hashlib, xxhash, and a transformers configuration.

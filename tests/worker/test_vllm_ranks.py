@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,11 +11,15 @@ import pytest
 from benchmarks.models.cell import MOVES
 from benchmarks.models.cells import Cell
 from benchmarks.models.lanes import run_cell
+from tailrace.handover import by_replay
 from tailrace.tiny import MODEL_PATH
 
 pytest.importorskip("vllm", reason="the vLLM engine is not installed")
 
-from worker_agent.engine.vllm.settings import VllmSettings, vllm_config
+from worker_agent.engine.vllm.handover import handover_of
+from worker_agent.engine.vllm.node_ranks import encode_settings, folder_key, node_settings
+from worker_agent.engine.vllm.settings import Json, VllmSettings, vllm_config
+from worker_agent.ranks.orphan import WORKER_PID
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -36,25 +42,65 @@ async def test_streams_moved_between_ranks_are_unchanged(cell: Cell, tmp_path: P
     assert (result.equal, result.live) == (STREAMS, MOVES * STREAMS)
 
 
+TWO_NODES: dict[str, Json] = {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": 29_600}
+
+
+@pytest.fixture
+def ranks_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore what an engine with several ranks sets."""
+    for name in ("VLLM_WORKER_MULTIPROC_METHOD", "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS", WORKER_PID):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("ranks_environment")
+def test_requests_of_an_engine_on_two_nodes_move_by_replay() -> None:
+    settings = VllmSettings(model=str(MODEL_PATH), tensor_parallel_size=2, engine_args=TWO_NODES)
+    assert handover_of(vllm_config(settings)) == by_replay("ranks on 2 nodes")
+
+
+def test_nodes_get_the_settings_of_their_worker() -> None:
+    settings = VllmSettings(model="there", tensor_parallel_size=2, kv_blocks=9, engine_args=TWO_NODES)
+    encoded = encode_settings(settings)
+    node = replace(settings, engine_args={**TWO_NODES, "node_rank": 1})
+    assert node_settings(encoded, 1, None) == node
+    assert node_settings(encoded, 1, "here") == replace(node, model="here")
+
+
+def test_models_are_compared_by_their_files(tmp_path: Path) -> None:
+    copy = shutil.copytree(MODEL_PATH, tmp_path / "copy")
+    assert folder_key(str(copy)) == folder_key(str(MODEL_PATH)) != ""
+    (copy / "config.json").write_text("{}")
+    assert folder_key(str(copy)) != folder_key(str(MODEL_PATH))
+    assert folder_key("a-name/on-a-hub") == ""
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({"tensor_parallel_size": 3}, "must be divisible by tensor parallel size"),
         ({"engine_args": {"data_parallel_size": 2}}, "data_parallel_size 2: start one worker for each"),
-        ({"engine_args": {"nnodes": 2}}, "nnodes 2: a worker's ranks are on one machine"),
+        ({"engine_args": {"nnodes": 2}}, "nnodes 2: does not divide tensor_parallel_size 1 x pipeline_"),
+        (
+            {
+                "tensor_parallel_size": 4,
+                "engine_args": TWO_NODES,
+            },
+            "on 2 nodes needs exactly 2 devices on each; this process sees 1",
+        ),
+        (
+            {"engine_args": {"distributed_executor_backend": "ray"}},
+            "distributed_executor_backend ray: cannot be set, the worker starts its ranks with vLLM's `mp` ",
+        ),
+        ({"engine_args": {"worker_extension_cls": "a.B"}}, "worker_extension_cls a.B: cannot be set"),
         ({"engine_args": {"tensor_parallel_size": "two"}}, "tensor_parallel_size 'two': a number of devices"),
         ({"engine_args": {"dtype": "foo"}}, "dtype 'foo': Input should be 'auto', 'half', "),
         ({"max_model_len": 1_000_000}, r"max_model_len \(1000000\) is greater than "),
         ({"engine_args": {"max_model_length": 512}}, "no engine argument max_model_length"),
     ],
 )
-def test_impossible_settings_are_reported_in_one_line(
-    settings: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("VLLM_WORKER_MULTIPROC_METHOD", "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"):
-        # Set as the engine does, and restored afterwards.
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
+@pytest.mark.usefixtures("ranks_environment")
+def test_impossible_settings_are_reported_in_one_line(settings: dict[str, object], said: str) -> None:
     with pytest.raises(RuntimeError, match=said) as error:
         vllm_config(VllmSettings(model=str(MODEL_PATH), **settings))  # type: ignore[arg-type]
     assert "\n" not in str(error.value)

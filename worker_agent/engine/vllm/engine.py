@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from vllm.version import __version__ as vllm_version
 
 from tailrace.intra.registry import make_intra
 from tailrace.policy.parameters import NO_PARAMETERS, Value
@@ -37,10 +38,14 @@ from worker_agent.engine.vllm.exports import PauseDone
 from worker_agent.engine.vllm.fingerprint import identity, kv_shape, ready_response
 from worker_agent.engine.vllm.kv_blocks import DeviceStaging
 from worker_agent.engine.vllm.load import LoadedCore
+from worker_agent.engine.vllm.node_ranks import encode_settings, folder_key
 from worker_agent.engine.vllm.orders import use_policy
 from worker_agent.engine.vllm.rank_facts import hardware
 from worker_agent.engine.vllm.settings import VllmSettings
 from worker_agent.engine.vllm.stats import Compilations, engine_stats
+from worker_agent.nodes.gathering import Nodes
+from worker_agent.nodes.network import use_network_of
+from worker_agent.nodes.span import NodeSpan, worker_span
 from worker_agent.ranks.messages import Address
 
 _T = TypeVar("_T")
@@ -49,6 +54,7 @@ _log = logging.getLogger(__name__)
 
 _START_DEADLINE_S = 1800.0
 _STOP_DEADLINE_S = 30.0
+_DEAD_STOP_DEADLINE_S = 2.0
 _RANKS_DEADLINE_S = 60.0
 # A command waits for the step in progress, and a long prompt on a slow machine makes a long step.
 _COMMAND_DEADLINE_S = 30.0
@@ -67,6 +73,8 @@ class VllmEngine:
         self._compilations = Compilations()
         # None if there is one rank.
         self._ranks: EngineRanks | None = None
+        # None if the engine is on this machine alone.
+        self._nodes: Nodes | None = None
         # Bounded by the worker's limits on concurrent exports and imports.
         self._waiting: set[Future[Any]] = set()
 
@@ -74,9 +82,12 @@ class VllmEngine:
         """Load the model and start stepping. Raises RuntimeError, saying what to change, if that fails."""
         self._sink = sink
         self._loop = asyncio.get_running_loop()
+        span = worker_span(self._settings.parallel_arguments)
+        if span is not None:
+            self._nodes = await self._gather_nodes(span)
         try:
             async with asyncio.timeout(_START_DEADLINE_S):
-                self._parts = await asyncio.wrap_future(self._thread.start())
+                self._parts = await self._load()
         except TimeoutError:
             raise RuntimeError(f"vLLM did not start within {_START_DEADLINE_S:.0f} s") from None
         except Exception as error:
@@ -84,6 +95,9 @@ class VllmEngine:
         core = self._parts.core
         if core.ranked:
             self._ranks = await self._serve_ranks(core)
+        if span is not None and self._nodes is not None:
+            self._nodes.loaded({span.of_rank(each.rank): each.meeting for each in core.ranks})
+            self._nodes.lost.add_done_callback(self._node_lost)
         return EngineInfo(
             engine="vllm",
             model=self._settings.model,
@@ -100,9 +114,7 @@ class VllmEngine:
             takes_adapters=core.config.lora_config is not None,
             cache=None if self._parts.cache is None else self._parts.cache.book,
             naming=None if self._parts.cache is None else naming_of(core),
-            ranks=[RankRecord(process=each.process, hardware=each.hardware) for each in core.ranks]
-            if core.ranked
-            else [],
+            ranks=_rank_records(core, span),
             ranked=self._ranks,
         )
 
@@ -113,12 +125,18 @@ class VllmEngine:
                 await self._ranks.links.stop()
             await self._stop_thread()
         finally:
+            if self._nodes is not None:
+                await (self._nodes.close() if self._dead else self._nodes.stop())
             if self._ranks is not None:
                 # A worker that exits leaves no rank behind, even one that hangs.
                 await asyncio.to_thread(self._ranks.clear)
 
     async def _stop_thread(self) -> None:
-        if not await asyncio.to_thread(self._thread.stop, _STOP_DEADLINE_S):
+        if self._dead:
+            # It may wait for a rank that is gone; vLLM does so for minutes if that was on another machine.
+            if not await asyncio.to_thread(self._thread.stop, _DEAD_STOP_DEADLINE_S):
+                _log.warning("the engine thread still waits for its ranks")
+        elif not await asyncio.to_thread(self._thread.stop, _STOP_DEADLINE_S):
             raise TimeoutError("the engine thread did not end")
 
     # ---- the data path
@@ -330,6 +348,36 @@ class VllmEngine:
 
     # ---- internals
 
+    async def _gather_nodes(self, span: NodeSpan) -> Nodes:
+        """Have every other node join, and start its ranks. Raises RuntimeError."""
+        settings = self._settings
+        model = await asyncio.to_thread(folder_key, settings.model)
+        nodes = Nodes(span, vllm_version)
+        await nodes.gather(settings.nodes_timeout_s)
+        use_network_of(nodes.address)
+        nodes.start(encode_settings(settings), model)
+        return nodes
+
+    async def _load(self) -> EngineParts:
+        """Load the model on the engine thread. Raises RuntimeError if another node leaves meanwhile."""
+        loading = asyncio.ensure_future(asyncio.wrap_future(self._thread.start()))
+        if self._nodes is None:
+            return await loading
+        lost = self._nodes.lost
+        either: set[asyncio.Future[Any]] = {loading, lost}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if lost.done():
+            loading.cancel()
+            raise RuntimeError(f"{lost.result()}, and its log says why")
+        return loading.result()
+
+    def _node_lost(self, lost: asyncio.Future[str]) -> None:
+        """End the engine: its ranks here may wait for those that are gone."""
+        if not lost.cancelled():
+            self._die(lost.result())
+            if self._ranks is not None:
+                self._ranks.kill()
+
     async def _serve_ranks(self, core: LoadedCore) -> EngineRanks:
         """Have every rank connect, to transfer its part of the KV. Raises RuntimeError."""
         ranks = EngineRanks(self._parts, self._die)
@@ -418,9 +466,24 @@ class VllmEngine:
         self._sink.on_engine_dead(reason)
 
 
+def _rank_records(core: LoadedCore, span: NodeSpan | None) -> list[RankRecord]:
+    """Describe the ranks, each with its process ID on its machine. Empty for an engine with one rank."""
+    if not core.ranked:
+        return []
+    return [
+        RankRecord(
+            process=each.process,
+            hardware=each.hardware if span is None else f"node {span.of_rank(each.rank)}: {each.hardware}",
+        )
+        for each in core.ranks
+    ]
+
+
 def _hardware(core: LoadedCore, cpu_threads: int | None) -> str:
     if core.ranked:
-        return f"{len(core.ranks)} x {core.ranks[0].hardware}"
+        # Steps take longer if the ranks exchange their results over a network.
+        where = f" on {core.nodes} nodes" if core.nodes > 1 else ""
+        return f"{len(core.ranks)} x {core.ranks[0].hardware}{where}"
     return hardware(core.kv.device, cpu_threads)
 
 

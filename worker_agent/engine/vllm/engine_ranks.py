@@ -20,7 +20,7 @@ _JOIN_S: Final = 5.0
 
 
 class EngineRanks:
-    """RankedMemory of a vLLM engine. Event loop only.
+    """RankedMemory of a vLLM engine: its ranks on this machine. Event loop only.
 
     When one rank dies, the others are killed: vLLM's own watch would first wait for the ranks that wait for
     it.
@@ -30,8 +30,9 @@ class EngineRanks:
         """`died` is called once, when a rank exits or hangs without having been stopped."""
         self._parts = parts
         self._died = died
-        self._processes = frozenset(rank.process for rank in parts.core.ranks)
-        self._links = RankLinks(len(parts.core.ranks), self._lost)
+        ranks = parts.core.local_ranks
+        self._processes = frozenset(rank.process for rank in ranks)
+        self._links = RankLinks(len(ranks), self._lost)
 
     @property
     def links(self) -> RankLinks:

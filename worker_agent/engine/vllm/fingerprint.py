@@ -44,6 +44,9 @@ def _fingerprint(core: LoadedCore) -> str:
         "model_runner": 1 if core.keeps_generators else 2,
         "weights": _weights(model),
     }
+    if core.nodes > 1:
+        # Part of their KV is where no worker can read it.
+        facts["nodes"] = core.nodes
     canonical = json.dumps(facts, sort_keys=True, default=str).encode()
     return hashlib.blake2b(canonical, digest_size=16).hexdigest()
 

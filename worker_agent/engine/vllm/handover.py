@@ -40,8 +40,11 @@ def _feature_reason(config: VllmConfig) -> str:
 
 
 def _ranks_reason(config: VllmConfig) -> str:
-    """Return why an engine with context parallelism cannot hand over KV live; empty for other engines."""
+    """Return why an engine with these ranks cannot hand over KV live; empty if it can."""
     parallel = config.parallel_config
+    if parallel.nnodes > 1:
+        # The worker controls its ranks' transfers over sockets of this machine.
+        return f"ranks on {parallel.nnodes} nodes"
     for setting in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, setting)
         if size != 1:

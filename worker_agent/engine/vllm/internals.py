@@ -31,7 +31,7 @@ INTERNALS: Final[Uses] = {
         tensor_parallel_size pipeline_parallel_size
         distributed_executor_backend worker_extension_cls kv_transfer_config""",
     "vllm.config": """
-        ModelConfig VllmConfig
+        ModelConfig ParallelConfig VllmConfig
         KVTransferConfig(kv_connector, kv_connector_module_path, kv_role, kv_load_failure_policy)""",
     "vllm.config:VllmConfig": """
         model_config cache_config scheduler_config parallel_config device_config lora_config
@@ -46,7 +46,7 @@ INTERNALS: Final[Uses] = {
         async_scheduling scheduler_cls max_num_seqs max_num_batched_tokens long_prefill_token_threshold""",
     "vllm.config:ParallelConfig": """
         tensor_parallel_size pipeline_parallel_size decode_context_parallel_size
-        prefill_context_parallel_size""",
+        prefill_context_parallel_size nnodes node_rank""",
     "vllm.config:DeviceConfig": "device device_type",
     "vllm.config:LoRAConfig": "max_loras",
     "vllm.config:SpeculativeConfig": "method",
@@ -60,6 +60,8 @@ INTERNALS: Final[Uses] = {
     # ---- the engine core, in this process
     "vllm.v1.executor": "Executor",
     "vllm.v1.executor:Executor": "get_class",
+    "vllm.v1.executor.multiproc_executor": "MultiprocExecutor(monitor_workers)",
+    "vllm.v1.executor.multiproc_executor:WorkerProcHandle": "proc rank",
     "vllm.v1.engine.core": "EngineCore EngineCoreProc",
     "vllm.v1.engine.core:EngineCore": """
         scheduler step_fn post_step batch_queue mm_receiver_cache request_block_hasher
@@ -168,7 +170,8 @@ INTERNALS: Final[Uses] = {
     "vllm.distributed.kv_transfer.kv_connector.v1.base:SupportsHMA": "request_finished_all_groups",
     # ---- the model runner
     "vllm.model_executor.layers.logits_processor": "LogitsProcessor",
-    "vllm.v1.worker.gpu_worker:Worker": "use_v2_model_runner model_runner rank distributed_init_method",
+    "vllm.v1.worker.gpu_worker:Worker": """
+        use_v2_model_runner model_runner rank distributed_init_method parallel_config""",
     "vllm.distributed": "get_pp_group",
     "vllm.distributed.parallel_state:GroupCoordinator": "is_first_rank",
     "vllm.v1.worker.gpu_model_runner": "GPUModelRunner",

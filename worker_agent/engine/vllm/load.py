@@ -135,6 +135,16 @@ class LoadedCore:
         return len(self.ranks) > 1
 
     @property
+    def nodes(self) -> int:
+        """Number of machines that the ranks are on."""
+        return int(self.config.parallel_config.nnodes)
+
+    @property
+    def local_ranks(self) -> list[RankFacts]:
+        """The ranks on this machine."""
+        return self.ranks[: len(self.ranks) // self.nodes]
+
+    @property
     def kv(self) -> KvBlocks:
         """The KV of an engine with one rank. Any thread. Raises EngineRefusal if it has several."""
         if self._kv is None:
@@ -331,10 +341,10 @@ class LoadedCore:
         """Whether the prefix cache indexes blocks of the main group by their `block_name`.
 
         False with another KV connector, which may name blocks before it has loaded them, and reads free
-        blocks.
+        blocks; and with ranks on several nodes, of which the worker reaches only its own.
         """
         named = bool(self.block_pool.enable_caching) and self.scheduler.hash_block_size == self.block_tokens
-        return named and not self.scheduler.other_connectors
+        return named and not self.scheduler.other_connectors and self.nodes == 1
 
     @property
     def promised_blocks(self) -> int:

@@ -10,27 +10,39 @@ import torch
 from vllm.platforms import current_platform
 
 from worker_agent.engine.errors import EngineSettingError
+from worker_agent.nodes.span import NodeSpan, parallel_size, read_span
 from worker_agent.ranks.orphan import WORKER_PID
 
 # Settings of vLLM that workers do not support, and what to do instead.
 _ALONE: Final = {
     "data_parallel_size": "start one worker for each data-parallel rank, each with its own devices",
-    "nnodes": "a worker's ranks are on one machine",
+}
+# What the worker sets itself, and why it has to.
+_OURS: Final = {
+    "distributed_executor_backend": "the worker starts its ranks with vLLM's `mp` executor",
+    "worker_extension_cls": "the worker has an extension of its own",
 }
 _BINDING: Final = "VLLM_CPU_OMP_THREADS_BIND"
 _THREADS: Final = "OMP_NUM_THREADS"
 
 
 def prepare_ranks(arguments: Mapping[str, object]) -> int:
-    """Return the number of ranks that vLLM's engine arguments imply, and prepare the environment for them.
+    """Return the number of ranks that vLLM's engine arguments imply, on all machines, and prepare the
+    environment for those on this one.
 
     Raises EngineSettingError, naming the setting, for unsupported values.
     """
     for name, instead in _ALONE.items():
         if arguments.get(name, 1) != 1:
             raise EngineSettingError(f"{name} {arguments[name]}: {instead}")
-    tensor, stages = _size(arguments, "tensor_parallel_size"), _size(arguments, "pipeline_parallel_size")
+    for name, reason in _OURS.items():
+        if arguments.get(name) is not None:
+            raise EngineSettingError(f"{name} {arguments[name]}: cannot be set, {reason}")
+    tensor = parallel_size(arguments, "tensor_parallel_size")
+    stages = parallel_size(arguments, "pipeline_parallel_size")
     ranks = tensor * stages
+    span = read_span(arguments)
+    here = ranks if span is None else span.local_ranks
     if ranks == 1:
         return 1
     # This process has threads, and a lock that one holds during a fork would never be released in the child.
@@ -39,15 +51,20 @@ def prepare_ranks(arguments: Mapping[str, object]) -> int:
     if current_platform.is_cpu():
         # By default, vLLM binds each rank to its own NUMA node.
         os.environ.setdefault(_BINDING, "nobind")
-        os.environ.setdefault(_THREADS, str(max(1, len(os.sched_getaffinity(0)) // ranks)))
-    elif (devices := torch.accelerator.device_count()) < ranks:
-        wanted = f"tensor_parallel_size {tensor} x pipeline_parallel_size {stages}"
-        raise EngineSettingError(f"{wanted} needs {ranks} devices; this process sees {devices}")
+        os.environ.setdefault(_THREADS, str(max(1, len(os.sched_getaffinity(0)) // here)))
+    _require_devices(f"tensor_parallel_size {tensor} x pipeline_parallel_size {stages}", here, span)
     return ranks
 
 
-def _size(arguments: Mapping[str, object], name: str) -> int:
-    size = arguments.get(name, 1)
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise EngineSettingError(f"{name} {size!r}: a number of devices expected")
-    return size
+def _require_devices(wanted: str, ranks: int, span: NodeSpan | None) -> None:
+    """Raise EngineSettingError if this machine cannot have so many ranks."""
+    cpu = current_platform.is_cpu()
+    devices = 1 if cpu else torch.accelerator.device_count()
+    if span is not None and devices != ranks:
+        # vLLM derives from its number of devices which ranks share a machine.
+        wanted = f"{wanted} on {span.nodes} nodes needs exactly {ranks} devices on each"
+    elif devices < ranks and not cpu:
+        wanted = f"{wanted} needs {ranks} devices"
+    else:
+        return
+    raise EngineSettingError(f"{wanted}; this process sees {devices}")

@@ -25,6 +25,8 @@ from worker_agent.engine.vllm.request_states import (
 from worker_agent.ranks.orphan import OrphanWatch
 
 if TYPE_CHECKING:
+    from vllm.config import ParallelConfig
+
     from worker_agent.ranks.memory import RankMemory
     from worker_agent.ranks.messages import Address
 
@@ -40,6 +42,7 @@ class RunnerExtension:
         model_runner: Any
         rank: int
         distributed_init_method: str
+        parallel_config: ParallelConfig
         tailrace_memory: RankMemory
 
     def tailrace_connector(self) -> TailraceConnector:
@@ -64,8 +67,11 @@ class RunnerExtension:
 
     def tailrace_serve(self, address: Address) -> None:
         """Transfer this rank's part of the KV on behalf of the worker at this address; for engines with
-        several ranks."""
+        several ranks. A rank on another node than the worker transfers none."""
         self._tailrace_stage_input()
+        if self.parallel_config.node_rank:
+            # Its parent, which follows the worker, goes on being watched.
+            return
         # Imported here because it loads UCX into the process.
         from worker_agent.ranks.agent import start_agent
 

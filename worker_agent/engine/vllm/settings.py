@@ -58,6 +58,17 @@ class VllmSettings:
     predictor: str = ""
     # Any other field of vLLM's EngineArgs.
     engine_args: Mapping[str, Json] = field(default_factory=dict)
+    # How long the other nodes of an engine on several machines may take to join.
+    nodes_timeout_s: float = 600.0
+
+    @property
+    def parallel_arguments(self) -> Mapping[str, object]:
+        """The engine arguments that tell how many ranks and machines the engine has, and others."""
+        return {
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "pipeline_parallel_size": self.pipeline_parallel_size,
+            **self.engine_args,
+        }
 
 
 def vllm_config(settings: VllmSettings) -> VllmConfig:

@@ -1,0 +1,144 @@
+"""`tailrace serve ranks`: the ranks of an engine on a machine that is not its worker's."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import click
+
+from tailrace.address import MalformedAddress, parse_address
+from tailrace.collector import collector_paused
+from tailrace.security.options import insecure_option
+from tailrace.service.runtime import Shutdown, run_service
+from worker_agent.engine.errors import EngineSettingError
+from worker_agent.nodes.joining import NodeRefused, follow, join
+from worker_agent.nodes.network import untrusted_reason, use_network_of
+
+log = logging.getLogger(__name__)
+
+_END_S: Final = 2.0
+
+
+class NodeEnded(RuntimeError):
+    """The engine of this node has ended; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOptions:
+    """Settings from the command line."""
+
+    worker: str
+    node: int
+    model: str | None
+    join_timeout_s: float
+
+
+def _address(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    """Validate HOST:PORT."""
+    try:
+        parse_address(value)
+    except MalformedAddress as error:
+        raise click.BadParameter(f"{value!r}: {str(error) or 'HOST:PORT expected'}") from error
+    return value
+
+
+@click.command("ranks")
+@click.option(
+    "--worker",
+    required=True,
+    metavar="HOST:PORT",
+    callback=_address,
+    help="The worker's master_addr and master_port.",
+)
+@click.option(
+    "--node", type=click.IntRange(1), required=True, help="Number of this machine; the worker's is 0."
+)
+@click.option("--model", help="The model's folder here.  [default: the worker's --model]")
+@click.option(
+    "--join-timeout",
+    type=click.FloatRange(min=1),
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait for the worker and the other nodes.",
+)
+@insecure_option
+def command(worker: str, node: int, model: str | None, join_timeout: float, insecure: bool) -> None:
+    """Run an engine's ranks on another machine than its worker."""
+    if not insecure and (reason := untrusted_reason(worker)):
+        raise click.UsageError(reason)
+    options = NodeOptions(worker, node, model, join_timeout)
+    run_service(lambda shutdown: _serve_or_log_error(options, shutdown))
+
+
+async def _serve_or_log_error(options: NodeOptions, shutdown: Shutdown) -> None:
+    """Serve until the engine ends or the process is told to stop; log what an operator can fix as one line.
+
+    Never returns: the interpreter would need seconds to unload an engine's modules.
+    """
+    status = 0
+    try:
+        await serve(options)
+    except asyncio.CancelledError:
+        log.info("stopped")
+    except (NodeRefused, NodeEnded, EngineSettingError) as error:
+        log.error("%s", error)
+        status = 1
+    logging.shutdown()
+    os._exit(status)
+
+
+async def serve(options: NodeOptions) -> None:
+    """Run the ranks until the worker stops its engine.
+
+    Raises NodeRefused, EngineSettingError, and NodeEnded if the worker or a rank is gone.
+    """
+    with collector_paused():
+        from vllm.version import __version__ as vllm_version
+
+        from worker_agent.engine.vllm.node_ranks import NodeRanks, folder_key, node_settings
+    stream, start = await join(options.worker, options.node, vllm_version, options.join_timeout_s)
+    log.info("node %d of the engine at %s", options.node, options.worker)
+    settings = node_settings(start.settings, options.node, options.model)
+    model = await asyncio.to_thread(folder_key, settings.model)
+    if start.model and model and start.model != model:
+        raise NodeEnded(f"--model {settings.model}: its files differ from those of the worker's model")
+    use_network_of(stream.own)
+    ranks = NodeRanks(settings)
+
+    def loaded(meeting: str) -> None:
+        ranks.meeting = meeting
+        log.info("the engine is loaded")
+
+    following = asyncio.create_task(follow(stream, loaded), name="worker")
+    running = asyncio.create_task(_run(ranks.run), name="ranks")
+    try:
+        await asyncio.wait({following, running}, return_when=asyncio.FIRST_COMPLETED)
+        if not following.done():
+            raise NodeEnded(await running)
+        if not following.result():
+            raise NodeEnded(f"the worker at {options.worker} is gone")
+        log.info("the worker has stopped its engine")
+    finally:
+        # The worker notices by this that its engine is lost, before anything else takes time.
+        stream.close()
+        following.cancel()
+        await asyncio.to_thread(ranks.clear)
+        # Their threads are of no use any more, and end with the process if not before.
+        await asyncio.wait({following, running}, timeout=_END_S)
+
+
+async def _run(ranks: Callable[[], str]) -> str:
+    """Run the ranks in a thread. Raises EngineSettingError, and NodeEnded for everything else."""
+    try:
+        return await asyncio.to_thread(ranks)
+    except EngineSettingError:
+        raise
+    except Exception as error:
+        log.debug("the ranks did not start", exc_info=error)
+        raise NodeEnded(f"the ranks did not start: {error}") from error
