@@ -15,6 +15,7 @@ from tests.deploy.services import longest_s, parse_serve
 
 SYSTEMD = DEPLOY / "systemd"
 UNITS = sorted(SYSTEMD.glob("*.service"))
+WITH_DEVICES = ("tailrace-ranks@.service", "tailrace-worker@.service")
 
 
 def _environment_file(path: Path) -> dict[str, str]:
@@ -31,6 +32,7 @@ def test_there_is_a_unit_for_every_service() -> None:
         "tailrace-frontend.service",
         "tailrace-migration.service",
         "tailrace-monitor.service",
+        "tailrace-ranks@.service",
         "tailrace-scheduler.service",
         "tailrace-worker@.service",
     ]
@@ -88,15 +90,17 @@ def test_a_unit_is_not_killed_while_it_drains(unit: Path) -> None:
     assert float(given) > longest_s(unit.name)
 
 
-def test_a_worker_may_use_devices() -> None:
+@pytest.mark.parametrize("unit", WITH_DEVICES)
+def test_engines_may_use_devices(unit: str) -> None:
     # Either would hide the GPU: ProtectClock implies a list of allowed devices.
-    worker = SYSTEMD / "tailrace-worker@.service"
+    worker = SYSTEMD / unit
     assert _settings(worker, "PrivateDevices") == _settings(worker, "ProtectClock") == []
 
 
-def test_a_worker_finds_its_gpu_after_a_reboot() -> None:
+@pytest.mark.parametrize("unit", WITH_DEVICES)
+def test_engines_find_their_gpu_after_a_reboot(unit: str) -> None:
     """NoNewPrivileges forbids the setuid helper that creates device nodes: it runs before, privileged."""
-    worker = SYSTEMD / "tailrace-worker@.service"
+    worker = SYSTEMD / unit
     (prepare,) = _settings(worker, "ExecStartPre")
     assert prepare.startswith("-+") and "nvidia-modprobe" in prepare
     assert "nvidia-persistenced.service" in _settings(worker, "After")[0].split()
