@@ -1,0 +1,228 @@
+"""How the ranks of a deployment meet: all connect to rank 0, which waits until everyone has come.
+
+The links stay open. They carry the calls of waves, and their end tells that a rank is lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from worker_agent.data_parallel.messages import Hello, Link, LinkLost, Message, Refusal, Welcome
+
+_log = logging.getLogger(__name__)
+
+_RETRY_S: Final = 0.5
+_CONNECT_S: Final = 5.0
+# Connections whose rank is not known yet; more are closed.
+_MAX_STRANGERS: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank stands. `host` and `port`: where rank 0 listens.
+
+    `settings`: those that must be equal on all ranks, for example sizes.
+    """
+
+    host: str
+    port: int
+    rank: int
+    size: int
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What a rank has once all have come.
+
+    `links`: to every other rank, by number, on rank 0; to rank 0 on the others. `ports`: see Welcome.
+    """
+
+    links: Mapping[int, Link]
+    ports: Sequence[int]
+
+
+class MeetingError(Exception):
+    """The ranks did not meet; the message is one line that says which rank or setting is wrong."""
+
+
+def meet(place: Place, ports: Sequence[int], deadline_s: float) -> Meeting:
+    """Wait for all ranks, for at most `deadline_s` seconds. Raise MeetingError. Blocks.
+
+    `ports`: see Welcome; only those of rank 0 count.
+    """
+    until_s = time.monotonic() + deadline_s
+    if place.rank == 0:
+        return _Host(place, deadline_s, until_s).gather(ports)
+    return _visit(place, deadline_s, until_s)
+
+
+class _Host:
+    """Rank 0 while it waits for the others."""
+
+    def __init__(self, place: Place, deadline_s: float, until_s: float) -> None:
+        self._place = place
+        self._deadline_s = deadline_s
+        self._until_s = until_s
+        self._links: dict[int, Link] = {}
+        self._strangers: set[Link] = set()
+        self._selector = selectors.DefaultSelector()
+
+    def gather(self, ports: Sequence[int]) -> Meeting:
+        place = self._place
+        try:
+            server = socket.create_server((place.host, place.port), family=_family(place))
+        except OSError as error:
+            raise MeetingError(
+                f"rank 0 cannot listen on {_address(place)} (data_parallel_address, data_parallel_rpc_port): "
+                f"{error.strerror or error}"
+            ) from error
+        with server, self._selector:
+            # A connection may be gone again by the time it is accepted.
+            server.setblocking(False)
+            self._selector.register(server, selectors.EVENT_READ)
+            try:
+                while len(self._links) < place.size - 1:
+                    self._wait(server)
+                for rank, link in self._links.items():
+                    self._welcome(rank, link, ports)
+            except MeetingError:
+                self._close(self._links.values())
+                raise
+            finally:
+                self._close(self._strangers)
+        return Meeting(self._links, ports)
+
+    def _wait(self, server: socket.socket) -> None:
+        left_s = self._until_s - time.monotonic()
+        if left_s <= 0:
+            missing = [rank for rank in range(1, self._place.size) if rank not in self._links]
+            ranks = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing))
+            raise MeetingError(
+                f"{ranks} of data_parallel_size {self._place.size} did not come to {_address(self._place)} "
+                f"within {self._deadline_s:.0f} s"
+            )
+        for key, _ in self._selector.select(left_s):
+            if key.fileobj is server:
+                self._accept(server)
+            elif isinstance(key.fileobj, Link):
+                self._read(key.fileobj)
+
+    def _accept(self, server: socket.socket) -> None:
+        try:
+            connection, _ = server.accept()
+        except (BlockingIOError, ConnectionError):
+            return
+        if len(self._strangers) >= _MAX_STRANGERS:
+            connection.close()
+            return
+        link = Link(connection)
+        self._strangers.add(link)
+        self._selector.register(link, selectors.EVENT_READ)
+
+    def _read(self, link: Link) -> None:
+        try:
+            for message in link.receive():
+                self._hear(link, message)
+        except LinkLost as lost:
+            self._drop(link, lost)
+
+    def _hear(self, link: Link, message: Message) -> None:
+        if not isinstance(message, Hello) or link not in self._strangers:
+            raise LinkLost("sent something else than one hello")
+        if reason := self._refusal(message):
+            _log.warning("rank %d is refused: %s", message.rank, reason)
+            link.send(Refusal(reason))
+            raise LinkLost("was refused")
+        self._strangers.discard(link)
+        self._links[message.rank] = link
+        _log.info("rank %d of %d has come", message.rank, self._place.size)
+
+    def _refusal(self, hello: Hello) -> str:
+        """Return why the rank cannot take part; empty if it can."""
+        wrong = [
+            f"{name} {hello.settings.get(name)} against {value} on rank 0"
+            for name, value in self._place.settings.items()
+            if hello.settings.get(name) != value
+        ]
+        if wrong:
+            return "; ".join(wrong)
+        if not 0 < hello.rank < self._place.size:
+            return f"data_parallel_rank {hello.rank} is not one of 1 to {self._place.size - 1}"
+        if hello.rank in self._links:
+            return f"another worker is rank {hello.rank} already (data_parallel_rank)"
+        return ""
+
+    def _drop(self, link: Link, lost: LinkLost) -> None:
+        self._selector.unregister(link)
+        link.close()
+        self._strangers.discard(link)
+        for rank in [rank for rank, each in self._links.items() if each is link]:
+            _log.warning("rank %d %s before all ranks had come", rank, lost)
+            del self._links[rank]
+
+    def _welcome(self, rank: int, link: Link, ports: Sequence[int]) -> None:
+        try:
+            link.send(Welcome(ports))
+        except LinkLost as lost:
+            raise MeetingError(f"rank {rank} {lost}, as all ranks had come") from lost
+
+    @staticmethod
+    def _close(links: Iterable[Link]) -> None:
+        for link in links:
+            link.close()
+
+
+def _visit(place: Place, deadline_s: float, until_s: float) -> Meeting:
+    """Connect to rank 0 and wait for its welcome; start again if it goes, as it may restart meanwhile."""
+    last = "nobody listens"
+    while (left_s := until_s - time.monotonic()) > 0:
+        try:
+            link = Link(socket.create_connection((place.host, place.port), min(left_s, _CONNECT_S)))
+        except OSError as error:
+            last = str(error.strerror or error)
+        else:
+            try:
+                link.send(Hello(place.rank, place.settings))
+                return Meeting({0: link}, _await_welcome(link, until_s))
+            except LinkLost as lost:
+                last = f"rank 0 {lost}"
+                link.close()
+            except MeetingError:
+                link.close()
+                raise
+        time.sleep(max(0.0, min(_RETRY_S, until_s - time.monotonic())))
+    raise MeetingError(
+        f"rank {place.rank} did not meet all {place.size} ranks at {_address(place)} (data_parallel_address, "
+        f"data_parallel_rpc_port) within {deadline_s:.0f} s: {last}"
+    )
+
+
+def _await_welcome(link: Link, until_s: float) -> Sequence[int]:
+    with selectors.DefaultSelector() as selector:
+        selector.register(link, selectors.EVENT_READ)
+        while (left_s := until_s - time.monotonic()) > 0:
+            if not selector.select(left_s):
+                break
+            for message in link.receive():
+                if isinstance(message, Refusal):
+                    raise MeetingError(message.reason)
+                if isinstance(message, Welcome):
+                    return message.ports
+                raise LinkLost("did not answer hello")
+    raise LinkLost("waits for other ranks")
+
+
+def _address(place: Place) -> str:
+    host = f"[{place.host}]" if ":" in place.host else place.host
+    return f"{host}:{place.port}"
+
+
+def _family(place: Place) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in place.host else socket.AF_INET
