@@ -306,7 +306,7 @@ def command(
 
 def _check_span(options: EngineOptions, insecure: bool) -> None:
     """Raise EngineSettingError if the settings of an engine on several machines do not fit together, and
-    EngineOptionError if others could take part in it."""
+    EngineOptionError if others could take part in it, or in a data-parallel deployment."""
     span = worker_span(
         {
             "tensor_parallel_size": options.tensor_parallel_size or 1,
@@ -314,8 +314,15 @@ def _check_span(options: EngineOptions, insecure: bool) -> None:
             **options.arguments,
         }
     )
-    if span is not None and not insecure and (reason := untrusted_reason(span.meeting)):
-        raise EngineOptionError(reason)
+    meetings = [] if span is None else [span.meeting]
+    if options.arguments.get("data_parallel_size", 1) != 1:
+        # vLLM's default is a loopback address.
+        address = str(options.arguments.get("data_parallel_address", "127.0.0.1"))
+        port = options.arguments.get("data_parallel_rpc_port", 0)
+        meetings.append(f"{f'[{address}]' if ':' in address else address}:{port}")
+    for meeting in meetings:
+        if not insecure and (reason := untrusted_reason(meeting)):
+            raise EngineOptionError(reason)
 
 
 def _ports(text: str | None) -> PortRange | None:

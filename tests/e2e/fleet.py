@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,8 @@ class Fleet:
         # Read by every worker at each fault point, so that a test can arm a fault in a running fleet.
         self.faults = root / "faults.json"
         self._etcd_port = free_port()
+        # Folder with plugins of vLLM for the workers; empty: none.
+        self.plugins = ""
         # Number of logged holds at each fault point when it was last waited for.
         self._held: dict[str, int] = {}
         self._launches: dict[str, Callable[[], Process]] = {}
@@ -147,7 +150,11 @@ class Fleet:
             *arguments,
         ]
         log = self.root / f"{name}.log"
-        if self.forks_workers and kind == "worker":
+        if kind == "worker" and self.plugins:
+            # A process forked from one without them would not find them.
+            path = os.pathsep.join(filter(None, [self.plugins, os.environ.get("PYTHONPATH", "")]))
+            env = {**env, "PYTHONPATH": path}
+        elif self.forks_workers and kind == "worker":
             return self._start(name, lambda: Process.fork_tailrace(name, command, log, env))
         return self._start(name, lambda: Process.launch(name, tailrace(*command), log, env))
 

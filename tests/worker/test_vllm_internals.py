@@ -33,7 +33,7 @@ FOLDER = Path(package.__path__[0])
 ROOT = FOLDER.parents[2]
 LISTS = (
     *(internals.INTERNALS, internals.WAITING, internals.WAITING_030, internals.RUNNER_V2),
-    *(internals.MULTI, internals.OFFLOADING),
+    *(internals.MULTI, internals.OFFLOADING, internals.DATA_PARALLEL),
 )
 
 # Attributes of objects of other packages that these modules use.

@@ -79,7 +79,31 @@ def test_models_are_compared_by_their_files(tmp_path: Path) -> None:
     ("settings", "said"),
     [
         ({"tensor_parallel_size": 3}, "must be divisible by tensor parallel size"),
-        ({"engine_args": {"data_parallel_size": 2}}, "data_parallel_size 2: start one worker for each"),
+        (
+            {"engine_args": {"data_parallel_size": 2}},
+            "data_parallel_size 2: .*data_parallel_rank says which",
+        ),
+        ({"engine_args": {"data_parallel_size": "2"}}, "data_parallel_size '2': must be a number of ranks"),
+        (
+            {"engine_args": {"data_parallel_rank": 1}},
+            "data_parallel_rank 1: data_parallel_size says of how many",
+        ),
+        (
+            {"engine_args": {"data_parallel_size": 2, "data_parallel_rank": 2}},
+            "data_parallel_rank 2: with data_parallel_size 2, ranks are 0 to 1",
+        ),
+        (
+            {"engine_args": {"data_parallel_size": 4, "data_parallel_size_local": 2}},
+            "data_parallel_size_local 2: each worker is one data-parallel rank",
+        ),
+        (
+            {"engine_args": {"data_parallel_size": 2, "data_parallel_rank": 1, "nnodes": 2}},
+            "nnodes 2: data-parallel ranks that span machines are not supported",
+        ),
+        (
+            {"engine_args": {"data_parallel_size": 2, "data_parallel_rank": 1}},
+            "Non-MoE models do not support external data parallel mode",
+        ),
         ({"engine_args": {"nnodes": 2}}, "nnodes 2: does not divide tensor_parallel_size 1 x pipeline_"),
         (
             {

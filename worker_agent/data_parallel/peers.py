@@ -52,11 +52,6 @@ class Peers:
         self._thread = threading.Thread(target=self._run, name="data-parallel-peers", daemon=True)
         self._thread.start()
 
-    @property
-    def loss(self) -> str:
-        """Which rank is lost; empty if none. Any thread."""
-        return self._loss
-
     def start(self, wave: int) -> None:
         """Call all other ranks to a wave that this one has started. Any thread."""
         self._send_all(Start(wave), but=self._rank)

@@ -25,11 +25,12 @@ def use_network_of(address: str) -> None:
 
 
 def untrusted_reason(meeting: str) -> str:
-    """Return why an engine whose nodes meet at HOST:PORT runs only with --insecure; empty if it need not."""
+    """Return why an engine whose nodes, or data-parallel ranks, meet at HOST:PORT runs only with --insecure;
+    empty if it need not."""
     if not exposed([meeting]):
         return ""
     return (
-        f"{meeting}: vLLM's connections between the nodes of an engine are neither encrypted nor "
-        "authenticated, with certificates or without: give --insecure in a network that only trusted "
-        "machines can reach"
+        f"{meeting}: vLLM's connections between the nodes of an engine, or between data-parallel ranks, are "
+        "neither encrypted nor authenticated, with certificates or without: give --insecure in a network "
+        "that only trusted machines can reach"
     )

@@ -8,19 +8,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 
 from worker_agent.engine.base import StepColumns
 from worker_agent.engine.errors import EngineSettingError
 from worker_agent.engine.vllm.admission import Admission
 from worker_agent.engine.vllm.cache_watch import CacheWatch
+from worker_agent.engine.vllm.data_parallel import prepare_data_parallel
 from worker_agent.engine.vllm.exports import Exports
 from worker_agent.engine.vllm.fetches import Fetch, Fetches
 from worker_agent.engine.vllm.imports import Import, Imports
 from worker_agent.engine.vllm.length_watch import LengthWatch
 from worker_agent.engine.vllm.load import LoadedCore
 from worker_agent.engine.vllm.loans import Loans
+from worker_agent.engine.vllm.lockstep import Lockstep
 from worker_agent.engine.vllm.outputs import OutputWriter
 from worker_agent.engine.vllm.pinned import Pinned
 from worker_agent.engine.vllm.requests import RequestTable
@@ -73,7 +75,8 @@ class EngineThread:
         deliver: Callable[[list[StepColumns]], None],
         died: Callable[[str], None],
     ) -> None:
-        """`deliver` and `died` are called on the engine thread; `died` at most once, as the last call."""
+        """`deliver` is called on the engine thread. `died` is called there or on the thread that watches
+        other data-parallel ranks; its first call counts."""
         self._settings = settings
         self._deliver = deliver
         self._died = died
@@ -81,6 +84,8 @@ class EngineThread:
         self._started: Future[EngineParts] = Future()
         self._thread = threading.Thread(target=self._run, name="vllm-engine", daemon=True)
         self._stopping = False
+        # With other data-parallel ranks; set once by the engine thread.
+        self._lockstep: Lockstep | None = None
 
     def start(self) -> Future[EngineParts]:
         """Load the model on the engine thread, because vLLM pins the loading thread to its cores."""
@@ -109,25 +114,63 @@ class EngineThread:
         except EngineSettingError as error:
             # For an operator, who needs the line and not the stack.
             _log.debug("the vLLM engine did not start", exc_info=error)
-            self._started.set_exception(error)
+            self._fail_start(error)
             return
         except Exception as error:  # noqa: BLE001 - thread boundary: passed to the caller of `start`
-            _log.exception("the vLLM engine did not start")
-            self._started.set_exception(error)
+            if not self._lost_peer():
+                _log.exception("the vLLM engine did not start")
+                self._fail_start(error)
             return
-        self._started.set_result(parts)
+        try:
+            self._started.set_result(parts)
+        except InvalidStateError:
+            _log.debug("a peer was lost while the vLLM engine started")
+            return
         try:
             while not self._stopping:
                 self._run_once(parts)
             if parts.watch is not None:
                 parts.watch.close()
+            if self._lockstep is not None:
+                self._lockstep.close("was stopped")
             parts.core.core.shutdown()
+            if self._lockstep is not None:
+                self._lockstep.free()
         except Exception as error:  # noqa: BLE001 - thread boundary: reported as the engine's death
+            if self._lost_peer():
+                _log.debug("a step failed without a peer", exc_info=error)
+                return
             _log.exception("the vLLM engine failed")
-            self._died(f"{type(error).__name__}: {error}")
+            reason = f"{type(error).__name__}: {error}"
+            if self._lockstep is not None:
+                self._lockstep.close(f"has failed ({reason})")
+            self._died(reason)
+
+    def _fail_start(self, error: Exception) -> None:
+        if self._lockstep is not None:
+            self._lockstep.close("did not start")
+        try:
+            self._started.set_exception(error)
+        except InvalidStateError:
+            # The loss of a peer was reported first.
+            _log.debug("the vLLM engine did not start either", exc_info=error)
+
+    def _lost_peer(self) -> str:
+        return "" if self._lockstep is None else self._lockstep.lost_peer()
+
+    def _lose_peer(self, reason: str) -> None:
+        """Report the loss of a data-parallel rank, called on the thread of the links. The engine thread may
+        wait in a collective for the lost rank, without end on a GPU."""
+        try:
+            self._started.set_exception(RuntimeError(reason))
+        except InvalidStateError:
+            self._died(reason)
 
     def _load(self) -> EngineParts:
-        core = LoadedCore(vllm_config(self._settings), self._settings.host_kv_bytes)
+        config = vllm_config(self._settings)
+        if prepare_data_parallel(config):
+            self._lockstep = Lockstep(config, self.post, self._lose_peer)
+        core = LoadedCore(config, self._settings.host_kv_bytes, self._lockstep)
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         if core.ranked and self._settings.predictor:
             _log.warning("lengths are not predicted on an engine of %d ranks", len(core.ranks))
@@ -169,7 +212,17 @@ class EngineThread:
             self._wait(_IDLE_STEP_DELAY_S)
 
     def _step(self, parts: EngineParts) -> bool:
-        """Begin a step, complete one, or both; return False if there was nothing to do."""
+        """Step, in lockstep with other data-parallel ranks if there are any; return False if there was
+        nothing to do."""
+        if self._lockstep is None:
+            return self._step_engine(parts)[1]
+        self._lockstep.begin(parts.core.core)
+        executed, progressed = self._step_engine(parts) if parts.core.has_work else (False, False)
+        return self._lockstep.end(parts.core.core, executed) or progressed
+
+    def _step_engine(self, parts: EngineParts) -> tuple[bool, bool]:
+        """Begin a step, complete one, or both; return whether it ran a forward pass, and whether there was
+        anything to do."""
         core = parts.core.core
         if parts.watch is not None:
             parts.watch.before_step()
@@ -178,7 +231,7 @@ class EngineThread:
         core.post_step(executed)
         if outputs is None:
             # The first step of a pipeline has begun, and none has ended yet.
-            return bool(executed)
+            return bool(executed), bool(executed)
         parts.core.after_step()
         parts.writer.times.add(time.monotonic() - began_s, parts.core.scheduler.processed_tokens)
         columns = parts.writer.step(outputs)
@@ -186,7 +239,7 @@ class EngineThread:
             self._deliver(columns)
         parts.exports.on_step_end()
         parts.loans.on_step_end()
-        return bool(executed or columns)
+        return bool(executed), bool(executed or columns)
 
     def _wait(self, timeout_s: float | None) -> None:
         """Wait for the next command, at most `timeout_s` (None: without limit), and run it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from pathlib import Path
@@ -67,7 +68,11 @@ def _weights(model: ModelConfig) -> list[tuple[str, ...]]:
 
 
 def ready_response(core: LoadedCore) -> bytes:
-    """Return vLLM's EngineCoreReadyResponse for an API server, in msgpack."""
+    """Return vLLM's EngineCoreReadyResponse for an API server, in msgpack.
+
+    To the API server the fleet is one engine core, so a data-parallel rank must not look like one of several.
+    """
     from vllm.v1.engine.core import EngineCoreProc
 
-    return msgspec.msgpack.encode(EngineCoreProc._make_ready_response(core.core))
+    response = EngineCoreProc._make_ready_response(core.core)
+    return msgspec.msgpack.encode(dataclasses.replace(response, data_parallel_size=1))

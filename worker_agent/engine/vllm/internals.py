@@ -173,6 +173,7 @@ INTERNALS: Final[Uses] = {
     "vllm.v1.worker.gpu_worker:Worker": """
         use_v2_model_runner model_runner rank distributed_init_method parallel_config""",
     "vllm.distributed": "get_pp_group",
+    "vllm.distributed.utils": "stateless_destroy_torch_distributed_process_group",
     "vllm.distributed.parallel_state:GroupCoordinator": "is_first_rank",
     "vllm.v1.worker.gpu_model_runner": "GPUModelRunner",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner": """
@@ -215,6 +216,19 @@ RUNNER_V2: Final[Uses] = {
 }
 """Needed if the configuration uses Model Runner V2, which cannot be imported everywhere."""
 
+DATA_PARALLEL: Final[Uses] = {
+    "vllm.config:ParallelConfig": """
+        data_parallel_size data_parallel_rank data_parallel_rank_local data_parallel_master_ip
+        data_parallel_master_port _data_parallel_master_port_list data_parallel_rpc_port
+        enable_expert_parallel all2all_backend enable_eplb dp_sync_interval
+        stateless_init_dp_group has_unfinished_dp""",
+    "vllm.config:ModelConfig": "is_moe",
+    "vllm.config:SchedulerConfig": "prefill_schedule_interval",
+    "vllm.v1.engine.core:EngineCore": "execute_dummy_batch _should_throttle_prefills",
+    "vllm.v1.core.sched.scheduler:Scheduler": "has_unfinished_requests",
+}
+"""Needed for data-parallel ranks."""
+
 MULTI: Final[Uses] = {
     "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:MultiConnector": "sub_connectors",
     "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:MultiKVConnectorMetadata": "metadata",
@@ -243,6 +257,11 @@ def require_internals() -> None:
 def require_runner_v2() -> None:
     """Raise VllmLacks unless vLLM has all names needed with Model Runner V2."""
     _refuse(missing(RUNNER_V2))
+
+
+def require_data_parallel() -> None:
+    """Raise VllmLacks unless vLLM has all names needed for data-parallel ranks."""
+    _refuse(missing(DATA_PARALLEL))
 
 
 def require_multi() -> None:

@@ -34,6 +34,7 @@ from worker_agent.engine.vllm.host_pool import HostLoads, HostPool, HostSlot, de
 from worker_agent.engine.vllm.host_tier import HostTier
 from worker_agent.engine.vllm.kv_blocks import KvBlocks
 from worker_agent.engine.vllm.layouts import Layout, Place
+from worker_agent.engine.vllm.lockstep import Lockstep
 from worker_agent.engine.vllm.phases import ReasoningMarks, load_marks
 from worker_agent.engine.vllm.rank_facts import RankFacts
 from worker_agent.engine.vllm.request_states import Adoption, Rewind
@@ -50,10 +51,17 @@ _COPY_POLL_S = 0.001
 
 
 class InProcessCore(EngineCore):  # type: ignore[misc]
-    """EngineCore with the two attributes of its process variant that vLLM's ready response reads."""
+    """EngineCore with what its process variants add for vLLM's ready response and for data-parallel ranks."""
 
     frontend_stats_publish_address = None
     engine_index = 0
+
+    def __init__(self, config: VllmConfig, lockstep: Lockstep | None) -> None:
+        self.lockstep = lockstep
+        super().__init__(config, Executor.get_class(config), log_stats=False)
+
+    def _should_throttle_prefills(self) -> bool:
+        return self.lockstep is not None and self.lockstep.throttles_prefills
 
 
 class LoadedCore:
@@ -66,20 +74,23 @@ class LoadedCore:
     ranks: list[RankFacts]
     marks: ReasoningMarks | None
 
-    def __init__(self, config: VllmConfig, host_kv_bytes: int | None) -> None:
+    def __init__(
+        self, config: VllmConfig, host_kv_bytes: int | None, lockstep: Lockstep | None = None
+    ) -> None:
         """Load the model; takes seconds to minutes.
 
         `host_kv_bytes`: host memory for KV; None: `default_host_bytes`, which a CPU engine uses for preempted
-        requests only.
+        requests only. `lockstep`: with other data-parallel ranks, which load at the same time.
         """
         # Block hashes identify KV across workers, so their chains must all start from the same seed.
         os.environ.setdefault("PYTHONHASHSEED", "0")
         self.config = config
+        self.lockstep = lockstep
         self.handover = handover_of(config)
         # Requests to a pooling model have a single output.
         self.pooling: bool = config.model_config.runner_type != "generate"
         try:
-            self.core = InProcessCore(config, Executor.get_class(config), log_stats=False)
+            self.core = InProcessCore(config, lockstep)
         except (ValueError, OSError) as error:
             # Found only with the model at hand: no room for the KV of one request, missing files, ...
             raise EngineSettingError(one_line(error)) from error
@@ -178,6 +189,11 @@ class LoadedCore:
 
     @property
     def busy(self) -> bool:
+        """Whether to step: for this engine's own work, or for that of other data-parallel ranks."""
+        return self.has_work or (self.lockstep is not None and self.lockstep.running)
+
+    @property
+    def has_work(self) -> bool:
         """Whether there is a step to begin or a step in flight to complete."""
         return bool(self.scheduler.has_requests() or self.core.batch_queue)
 

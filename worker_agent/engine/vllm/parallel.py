@@ -13,10 +13,6 @@ from worker_agent.engine.errors import EngineSettingError
 from worker_agent.nodes.span import NodeSpan, parallel_size, read_span
 from worker_agent.ranks.orphan import WORKER_PID
 
-# Settings of vLLM that workers do not support, and what to do instead.
-_ALONE: Final = {
-    "data_parallel_size": "start one worker for each data-parallel rank, each with its own devices",
-}
 # What the worker sets itself, and why it has to.
 _OURS: Final = {
     "distributed_executor_backend": "the worker starts its ranks with vLLM's `mp` executor",
@@ -32,9 +28,6 @@ def prepare_ranks(arguments: Mapping[str, object]) -> int:
 
     Raises EngineSettingError, naming the setting, for unsupported values.
     """
-    for name, instead in _ALONE.items():
-        if arguments.get(name, 1) != 1:
-            raise EngineSettingError(f"{name} {arguments[name]}: {instead}")
     for name, reason in _OURS.items():
         if arguments.get(name) is not None:
             raise EngineSettingError(f"{name} {arguments[name]}: cannot be set, {reason}")

@@ -15,6 +15,7 @@ from tailrace.model_folder import ModelFolderError, require_model
 from tailrace.wire.setting_errors import one_line
 from worker_agent.engine.errors import EngineSettingError
 from worker_agent.engine.vllm.connectors import transfer_config
+from worker_agent.engine.vllm.data_parallel import check_data_parallel
 from worker_agent.engine.vllm.internals import require_multi, require_runner_v2
 from worker_agent.engine.vllm.parallel import prepare_ranks
 
@@ -109,6 +110,7 @@ def vllm_config(settings: VllmSettings) -> VllmConfig:
             arguments["kv_cache_memory_bytes"] = _CPU_KV_BYTES
     arguments = {name: value for name, value in arguments.items() if value is not None}
     arguments |= settings.engine_args
+    check_data_parallel(arguments)
     ranks = prepare_ranks(arguments)
     try:
         transfer = transfer_config(arguments)

@@ -62,7 +62,10 @@ def engine_stats(
         swaps_refused=core.host.refused,
         host_kv_corrupt_blocks=0 if core.host_pool is None else core.host_pool.corrupt_blocks,
         prefill_backlog_tokens=backlog,
-        expected_step_s=writer.times.expected_s(max(core.scheduler.scheduled_tokens, ahead)),
+        # A step in lockstep takes as long as that of the data-parallel rank with the longest.
+        expected_step_s=None
+        if core.lockstep is not None
+        else writer.times.expected_s(max(core.scheduler.scheduled_tokens, ahead)),
         compilations=compilations.finished,
         compiling=compilations.running,
         steps=writer.steps,

@@ -1,0 +1,85 @@
+"""Steps of a data-parallel rank of a mixture of experts, in lockstep with the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from vllm.config import ParallelConfig, VllmConfig
+from vllm.distributed.utils import stateless_destroy_torch_distributed_process_group
+
+from worker_agent.data_parallel.waves import Waves
+from worker_agent.engine.vllm.data_parallel import meet_peers
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.core import EngineCore
+
+# The first error of a lost rank may come from a collective; its link tells a moment later which one it is.
+_LOSS_NOTICE_S = 2.0
+
+
+class Lockstep:
+    """vLLM's protocol (`DPEngineCoreProc.run_busy_loop`) around each step. Engine thread only, except where
+    stated otherwise.
+
+    Every forward pass belongs to a wave, in which each rank runs as many: `begin`, vLLM's step, `end`. Steps
+    without a forward pass (results of an earlier one, news for the model runner) need no wave.
+    """
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        post: Callable[[Callable[[], None]], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        """Meet the other ranks; blocks. Raise EngineSettingError if they do not meet.
+
+        `post` runs a command on the engine thread, `on_lost` is called on another thread: see Peers.
+        """
+        parallel = config.parallel_config
+        self._waves = Waves(parallel.dp_sync_interval)
+        self._prefill_interval: int = config.scheduler_config.prefill_schedule_interval
+        self.peers = meet_peers(config, lambda wave: post(lambda: self._waves.call(wave)), on_lost)
+        # Of its own, between the engines' processes, before the model runners form theirs: vLLM's order.
+        self._group = parallel.stateless_init_dp_group()
+
+    @property
+    def running(self) -> bool:
+        """Whether this rank has to step, with or without work."""
+        return self._waves.running
+
+    @property
+    def throttles_prefills(self) -> bool:
+        """Whether the next step begins no prompt (vLLM's `prefill_schedule_interval`)."""
+        return self._prefill_interval > 1 and self._waves.steps % self._prefill_interval != 0
+
+    def begin(self, core: EngineCore) -> None:
+        """Prepare a step: if there is work and no wave, start one on all ranks."""
+        if not self._waves.running and core.scheduler.has_unfinished_requests():
+            self.peers.start(self._waves.start())
+
+    def end(self, core: EngineCore, executed: bool) -> bool:
+        """Complete a step, after its outputs are delivered; return whether this rank ran a forward pass.
+
+        `executed`: whether the step ran one. If not, and a wave is in progress, the others expect a dummy.
+        """
+        if not self._waves.running:
+            return executed
+        if not executed:
+            core.execute_dummy_batch()
+        if self._waves.step():
+            unfinished = core.scheduler.has_unfinished_requests()
+            self._waves.compare(ParallelConfig.has_unfinished_dp(self._group, unfinished))
+        return True
+
+    def lost_peer(self) -> str:
+        """Return which rank is lost, for a step that failed; empty if none. Any thread; blocks for 2 s."""
+        return self.peers.lost_within(_LOSS_NOTICE_S)
+
+    def close(self, how: str) -> None:
+        """Tell the others that this rank `how` (`was stopped`), which ends the deployment. Any thread."""
+        self.peers.leave(how)
+
+    def free(self) -> None:
+        """Free the process group, after `close`."""
+        stateless_destroy_torch_distributed_process_group(self._group)
