@@ -3,26 +3,22 @@ answers."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import grpc
 import msgspec
 
-from frontend_svc.fleet import Fleet, Members, prefill_instances, usable_instances
+from frontend_svc.fleet import Fleet, prefill_instances, usable_instances
 from frontend_svc.links import Outbox
+from frontend_svc.placement_client import PlacementClient
 from frontend_svc.streams import Stream, StreamTable
 from tailrace.adapter_versions import engine_name
 from tailrace.cache.names import Naming, block_names
 from tailrace.rollout.record import RolloutRecord
-from tailrace.security.roles import Role
-from tailrace.service.channels import Channels, preferred
-from tailrace.service.reachability import Reachability
-from tailrace.service.tasks import cancel, task_error
-from tailrace.v1 import scheduler_pb2, scheduler_pb2_grpc, worker_pb2
+from tailrace.service.channels import Channels
+from tailrace.v1 import scheduler_pb2, worker_pb2
 from tailrace.wire.cache_keys import read_cache_keys
 
 log = logging.getLogger(__name__)
@@ -58,104 +54,6 @@ def prefix_of(stream: Stream, naming: Naming | None) -> Prefix:
         name, path = keys.adapter
         keys = keys._replace(adapter=(engine_name(name, path, stream.adapter_version), path))
     return Prefix(block_names(tokens, naming, keys), naming.block_tokens, read.session_id)
-
-
-_DEADLINE_S: Final = 1.0
-# Requests per call. A scheduler decides on all of them before it does anything else, which takes some 50 ms
-# for a full batch; smaller batches would make a burst of a thousand wait for many sequential calls.
-_BATCH_MAX: Final = 512
-
-_PendingReply = asyncio.Future[scheduler_pb2.PlaceReply | None]
-
-
-class PlacementClient:
-    """Send placement requests to the schedulers, one call at a time; requests that arrive meanwhile share the
-    next call.
-
-    A call costs both ends about a millisecond whatever it carries, which in a burst is most of the cost of
-    placing.
-    """
-
-    def __init__(
-        self, members: Members, channels: Channels, reachability: Reachability | None = None
-    ) -> None:
-        """Keep `reachability` (a new one by default) and close it with this client."""
-        self._members = members
-        self._channels = channels
-        # A scheduler that did not answer is probed in the background, so that only one call waits for its
-        # deadline.
-        self._reachability = (
-            reachability if reachability is not None else Reachability(channels, Role.SCHEDULER)
-        )
-        self._waiting: list[tuple[scheduler_pb2.PlaceRequest, _PendingReply]] = []
-        self._task: asyncio.Task[None] | None = None
-
-    async def place(self, request: scheduler_pb2.PlaceRequest) -> scheduler_pb2.PlaceReply | None:
-        """Return the reply of the first scheduler that answers, the leader first; None if none does."""
-        pending: _PendingReply = asyncio.get_running_loop().create_future()
-        self._waiting.append((request, pending))
-        if self._task is None:
-            self._task = asyncio.create_task(self._run(), name="place calls")
-            self._task.add_done_callback(_log_failure)
-        return await pending
-
-    async def close(self) -> None:
-        """Stop; requests that still wait get None."""
-        if self._task is not None:
-            await cancel(self._task)
-        await self._reachability.close()
-
-    async def _run(self) -> None:
-        batch: list[tuple[scheduler_pb2.PlaceRequest, _PendingReply]] = []
-        try:
-            while self._waiting:
-                batch, self._waiting = self._waiting[:_BATCH_MAX], self._waiting[_BATCH_MAX:]
-                replies = await self._call([request for request, _ in batch])
-                for (_, pending), reply in zip(batch, replies, strict=True):
-                    _resolve(pending, reply)
-        finally:
-            # No await between the last check of the queue and this: a request that arrives later starts a new
-            # task.
-            self._task = None
-            for _, pending in (*batch, *self._waiting):
-                _resolve(pending, None)
-            self._waiting.clear()
-
-    async def _call(
-        self, requests: list[scheduler_pb2.PlaceRequest]
-    ) -> list[scheduler_pb2.PlaceReply] | list[None]:
-        for address in self._schedulers():
-            stub = scheduler_pb2_grpc.SchedulerStub(self._channels.get(address, Role.SCHEDULER))
-            try:
-                reply = await stub.PlaceMany(
-                    scheduler_pb2.PlaceManyRequest(requests=requests), timeout=_DEADLINE_S
-                )
-            except grpc.aio.AioRpcError as error:
-                log.warning("scheduler at %s: %s", address, error.code().name)
-            else:
-                if len(reply.replies) == len(requests):
-                    self._reachability.succeeded(address)
-                    return list(reply.replies)
-                log.error("scheduler at %s: %d replies to %d", address, len(reply.replies), len(requests))
-            self._reachability.failed(address)
-        return [None] * len(requests)
-
-    def _schedulers(self) -> list[str]:
-        """Return addresses of the schedulers that are worth a call now."""
-        addresses = [record.address for record in preferred(self._members, "scheduler")]
-        self._reachability.keep_only(addresses)
-        return [address for address in addresses if self._reachability.usable(address)]
-
-
-def _resolve(pending: _PendingReply, reply: scheduler_pb2.PlaceReply | None) -> None:
-    """Set the result unless it is set already or the caller was cancelled."""
-    if not pending.done():
-        pending.set_result(reply)
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    if (error := task_error(task)) is not None:
-        log.error("placement calls failed", exc_info=error)
 
 
 # The scheduler may choose an instance that has just been lost; it is asked again up to this many times.

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
@@ -121,6 +121,12 @@ def newer_rollout(request: scheduler_pb2.PlaceRequest, rollouts: Mapping[str, Ro
 _NONE_EXCLUDED: Final[frozenset[str]] = frozenset()
 
 
+def _unnamed(request: scheduler_pb2.PlaceManyRequest) -> str:
+    """Return an error that names the first request without an ID; empty if all have one."""
+    missing = (n for n, each in enumerate(request.requests) if not each.request_id)
+    return next((f"requests[{n}].request_id: must not be empty" for n in missing), "")
+
+
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     """Serve placements on leader and standby alike: they need the last known state, not leadership."""
 
@@ -149,12 +155,23 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         context: grpc.aio.ServicerContext[scheduler_pb2.PlaceManyRequest, scheduler_pb2.PlaceManyReply],
     ) -> scheduler_pb2.PlaceManyReply:
         """Place several requests in order."""
-        for number, item in enumerate(request.requests):
-            if not item.request_id:
-                await context.abort(
-                    grpc.StatusCode.INVALID_ARGUMENT, f"requests[{number}].request_id: must not be empty"
-                )
-        return scheduler_pb2.PlaceManyReply(replies=[self._place(item) for item in request.requests])
+        if unnamed := _unnamed(request):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, unnamed)
+        return self._place_many(request)
+
+    async def PlaceStream(
+        self,
+        requests: AsyncIterator[scheduler_pb2.PlaceManyRequest],
+        context: grpc.aio.ServicerContext[scheduler_pb2.PlaceManyRequest, scheduler_pb2.PlaceManyReply],
+    ) -> AsyncIterator[scheduler_pb2.PlaceManyReply]:
+        """Place the requests of each message in order, and reply to it."""
+        async for request in requests:
+            if unnamed := _unnamed(request):
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, unnamed)
+            yield self._place_many(request)
+
+    def _place_many(self, request: scheduler_pb2.PlaceManyRequest) -> scheduler_pb2.PlaceManyReply:
+        return scheduler_pb2.PlaceManyReply(replies=[self._place(each) for each in request.requests])
 
     def _place(self, request: scheduler_pb2.PlaceRequest) -> scheduler_pb2.PlaceReply:
         excluded = request.excluded_instance_ids

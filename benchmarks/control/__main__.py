@@ -35,7 +35,7 @@ from benchmarks.control.reporters import NICENESS
 from benchmarks.loadgen import percentile
 from benchmarks.processes import cpu_seconds
 from benchmarks.report import print_json, save
-from frontend_svc.placement import PlacementClient
+from frontend_svc.placement_client import PlacementClient
 from tailrace.local.ports import LOOPBACK, free_ports
 from tailrace.records import InstanceRecord
 from tailrace.service.channels import Channels

@@ -11,7 +11,8 @@ import pytest
 from msgspec.structs import replace
 
 from frontend_svc.fleet import Fleet
-from frontend_svc.placement import NoPlacement, Placed, Placement, PlacementClient
+from frontend_svc.placement import NoPlacement, Placed, Placement
+from frontend_svc.placement_client import PlacementClient
 from frontend_svc.streams import TEXT_GENERATION, Requirements, Stream, StreamTable
 from tailrace.cluster import Pool
 from tailrace.records import ServiceRecord
@@ -39,7 +40,7 @@ class AttachedOutbox:
 
 
 class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
-    """Scheduler that replies by the function `answer`, or never if it is None."""
+    """Scheduler of an earlier version, which replies by the function `answer`, or never if it is None."""
 
     def __init__(
         self, answer: Callable[[scheduler_pb2.PlaceRequest], scheduler_pb2.PlaceReply] | None
@@ -71,6 +72,43 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
             raise AssertionError
         await self.open.wait()
         return scheduler_pb2.PlaceManyReply(replies=[self.answer(each) for each in request.requests])
+
+    async def PlaceStream(
+        self,
+        requests: AsyncIterator[scheduler_pb2.PlaceManyRequest],
+        context: grpc.aio.ServicerContext[scheduler_pb2.PlaceManyRequest, scheduler_pb2.PlaceManyReply],
+    ) -> AsyncIterator[scheduler_pb2.PlaceManyReply]:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED)
+        yield scheduler_pb2.PlaceManyReply()
+
+
+class StreamingScheduler(Scheduler):
+    """Scheduler that is asked over streams, each of which it ends after so many replies."""
+
+    def __init__(
+        self,
+        answer: Callable[[scheduler_pb2.PlaceRequest], scheduler_pb2.PlaceReply] | None,
+        replies_per_stream: int = 1 << 30,
+    ) -> None:
+        super().__init__(answer)
+        self.replies_per_stream = replies_per_stream
+        self.streams = 0
+        self.ended = asyncio.Event()
+
+    async def PlaceStream(
+        self,
+        requests: AsyncIterator[scheduler_pb2.PlaceManyRequest],
+        context: grpc.aio.ServicerContext[scheduler_pb2.PlaceManyRequest, scheduler_pb2.PlaceManyReply],
+    ) -> AsyncIterator[scheduler_pb2.PlaceManyReply]:
+        self.streams += 1
+        try:
+            for _ in range(self.replies_per_stream):
+                request = await anext(requests, None)
+                if request is None:
+                    return
+                yield await self.PlaceMany(request, context)
+        finally:
+            self.ended.set()
 
 
 @asynccontextmanager
@@ -255,6 +293,99 @@ async def test_unreachable_leader_is_asked_once_until_it_serves_again(channels: 
             while len(hung.place_requests) == 1:
                 await calls.place(scheduler_pb2.PlaceRequest(request_id="again"))
         await calls.close()
+
+
+async def place(client: PlacementClient, request_id: str) -> str:
+    """Return the instance that the client gets for a request."""
+    reply = await client.place(scheduler_pb2.PlaceRequest(request_id=request_id))
+    assert reply is not None
+    return reply.instance_id
+
+
+async def test_placements_share_a_stream(channels: Channels) -> None:
+    members = StaticMembers()
+    leader = StreamingScheduler(
+        lambda request: scheduler_pb2.PlaceReply(instance_id=f"on-{request.request_id}")
+    )
+    async with scheduler(members, "s0", leader):
+        client = PlacementClient(members, channels)
+        leader.open.clear()
+        first = asyncio.create_task(place(client, "r0"))
+        await leader.called.wait()
+        later = [asyncio.create_task(place(client, f"r{n}")) for n in range(1, 40)]
+        await asyncio.sleep(0)
+        leader.open.set()
+        assert await asyncio.gather(first, *later) == [f"on-r{n}" for n in range(40)]
+        assert await place(client, "r40") == "on-r40"
+        assert (leader.streams, leader.calls) == (1, [1, 39, 1])
+        await client.close()
+        async with asyncio.timeout(15):
+            await leader.ended.wait()
+
+
+async def test_a_stream_that_has_ended_is_opened_again(channels: Channels) -> None:
+    """As after a restart of the scheduler, which then is not taken for one that cannot be reached."""
+    members, reachability = StaticMembers(), Reachability(channels, Role.SCHEDULER)
+    leader, standby = StreamingScheduler(placed_on("a"), replies_per_stream=2), Scheduler(placed_on("b"))
+    async with scheduler(members, "s0", leader), scheduler(members, "s1", standby):
+        client = PlacementClient(members, channels, reachability)
+        assert [await place(client, f"r{n}") for n in range(6)] == ["a"] * 6
+        assert leader.streams == 3 and not standby.calls
+        assert reachability.usable(members.services["scheduler", "s0"].address)
+        await client.close()
+
+
+async def test_the_next_scheduler_is_asked_if_a_stream_hangs(channels: Channels) -> None:
+    members = StaticMembers()
+    hung, standby = StreamingScheduler(None), StreamingScheduler(placed_on("b"))
+    async with scheduler(members, "s0", hung), scheduler(members, "s1", standby):
+        client = PlacementClient(members, channels)
+        assert [await place(client, f"r{n}") for n in range(3)] == ["b"] * 3
+        assert (hung.calls, standby.streams, standby.calls) == ([1], 1, [1, 1, 1])
+        async with asyncio.timeout(15):
+            await hung.ended.wait()
+        await client.close()
+
+
+async def test_a_scheduler_of_an_earlier_version_gets_a_call_per_message(channels: Channels) -> None:
+    members = StaticMembers()
+    earlier = Scheduler(placed_on("a"))
+    async with scheduler(members, "s0", earlier):
+        client = PlacementClient(members, channels)
+        assert [await place(client, f"r{n}") for n in range(3)] == ["a"] * 3
+        assert earlier.calls == [1, 1, 1]
+        await client.close()
+
+
+async def test_a_new_channel_gets_a_new_stream() -> None:
+    """After a certificate has been renewed, the scheduler sees the new one."""
+    members, leader = StaticMembers(), StreamingScheduler(placed_on("a"))
+    first, second = Channels(), Channels()
+    async with scheduler(members, "s0", leader):
+        client = PlacementClient(members, first)
+        assert [await place(client, "r0"), await place(client, "r1")] == ["a", "a"]
+        client._channels = second
+        assert [await place(client, "r2"), await place(client, "r3")] == ["a", "a"]
+        assert leader.streams == 2
+        async with asyncio.timeout(15):
+            await leader.ended.wait()
+        await client.close()
+    await first.close()
+    await second.close()
+
+
+async def test_a_scheduler_that_has_left_loses_its_stream(channels: Channels) -> None:
+    members = StaticMembers()
+    left, stays = StreamingScheduler(placed_on("a")), StreamingScheduler(placed_on("b"))
+    async with scheduler(members, "s0", left), scheduler(members, "s1", stays):
+        client = PlacementClient(members, channels)
+        assert await place(client, "r0") == "a"
+        del members.services["scheduler", "s0"]
+        members.leaders["scheduler"] = members.services["scheduler", "s1"]
+        assert await place(client, "r1") == "b"
+        async with asyncio.timeout(15):
+            await left.ended.wait()
+        await client.close()
 
 
 async def test_fallback_chooses_the_least_loaded_prefill_instance(channels: Channels) -> None:

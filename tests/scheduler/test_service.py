@@ -99,6 +99,16 @@ async def test_place_and_list(control: Control) -> None:
         scheduler.PlaceMany(scheduler_pb2.PlaceManyRequest(requests=several), timeout=5)
     )
     assert (code, details) == (grpc.StatusCode.INVALID_ARGUMENT, "requests[4].request_id: must not be empty")
+    stream = scheduler.PlaceStream(timeout=WAIT_S)
+    for batch in ("p", "q"):
+        named = [scheduler_pb2.PlaceRequest(request_id=f"{batch}{n}") for n in range(2)]
+        await stream.write(scheduler_pb2.PlaceManyRequest(requests=named))
+        reply = await stream.read()
+        assert isinstance(reply, scheduler_pb2.PlaceManyReply)
+        assert sorted(each.instance_id for each in reply.replies) == ["a", "b"]
+    await stream.write(scheduler_pb2.PlaceManyRequest(requests=several))
+    code, details = await call_error(stream.read())
+    assert (code, details) == (grpc.StatusCode.INVALID_ARGUMENT, "requests[4].request_id: must not be empty")
     await report_running(control, admin, "x")
     info = (await requests(admin))["x"]
     assert (info.instance_id, info.phase, info.prompt_tokens) == ("a", REASONING, 100)
