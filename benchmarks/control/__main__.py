@@ -27,11 +27,11 @@ from typing import Final
 
 import grpc
 import msgspec
+import uvloop
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.control.population import MAX_TOKENS, PROMPT_TOKENS, TOKENS_PER_S
-from benchmarks.control.reporters import NICENESS
 from benchmarks.loadgen import percentile
 from benchmarks.processes import cpu_seconds
 from benchmarks.report import print_json, save
@@ -368,7 +368,7 @@ async def measure_all(
 
 def table(outcomes: Sequence[Outcome]) -> Table:
     """Return a table with a row per policy and size."""
-    title = f"Placements while a fleet reports, its synthetic workers at niceness {NICENESS}"
+    title = "Placements while a fleet reports (synthetic workers: idle scheduling class)"
     result = Table(title=title)
     for heading in ("instances", "requests", "per s"):
         result.add_column(heading, justify="right")
@@ -424,7 +424,7 @@ def main() -> None:
         Load(instances, options.requests, options.rate, options.seconds, options.interval)
         for instances in options.instances
     ]
-    outcomes, failures = asyncio.run(measure_all(loads, options.policies, options.seed, console))
+    outcomes, failures = uvloop.run(measure_all(loads, options.policies, options.seed, console))
     figures: dict[str, object] = {
         "rows": [asdict(outcome) for outcome in outcomes],
         "not_measured": [asdict(failure) for failure in failures],
