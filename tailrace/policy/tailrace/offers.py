@@ -38,6 +38,8 @@ from tailrace.policy.tailrace.queue import Queue, QueueColumns
 
 # Up to this many instances scalars are faster than arrays.
 FEW: Final = 24
+# Up to this many changed ones, too, even where there are many.
+_FEW_CHANGED: Final = 8
 _COEFFICIENTS: Final = attrgetter(
     "prefill_base_s",
     "per_token_s",
@@ -244,9 +246,13 @@ class OfferPlanner:
         costs = self._costs
         models = [costs.steps_of(instance) for instance in instances]
         rows = [self._read(*each) for each in zip(positions, instances, models, strict=True)]
-        if self._offers:
+        if self._offers or len(rows) <= _FEW_CHANGED:
             for n, steps, row in zip(positions, models, rows, strict=True):
-                self._offers[n] = offer(costs, Reported(*row), steps, OF_ONE)
+                offered = offer(costs, Reported(*row), steps, OF_ONE)
+                if self._offers:
+                    self._offers[n] = offered
+                else:
+                    self._table[:, n] = offered
         else:
             size = len(Reported._fields)
             values = np.fromiter(chain.from_iterable(rows), np.float64, count=size * len(rows))
