@@ -7,7 +7,8 @@ finishes there. A real migration service has ordered migrations carried out: the
 request over after a moment.
 
 All of them share this machine: the row says what each process used, and by how much the reports were late.
-The synthetic workers, which in a fleet have machines of their own, run at a lower priority than the rest.
+The synthetic workers, which in a fleet have machines of their own, get only the CPU time that the rest leaves.
+The monitor runs at the priority of its systemd unit.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ _CALL_S: Final = 30.0
 _START_S: Final = 120.0
 _POLL_S: Final = 0.25
 _LEASE_S: Final = 7_200.0
+# As in deploy/systemd/tailrace-monitor.service.
+_MONITOR_NICENESS: Final = 5
 _PARTS: Final = ("monitor", "scheduler", "migration", "etcd", "workers", "front ends")
 
 
@@ -180,9 +183,9 @@ async def control_plane(load: Load) -> AsyncIterator[ControlPlane]:
             pids[name] = [process.pid]
             return process
 
-        def service(kind: str, listen: str, metrics: str) -> list[str]:
-            command = [sys.executable, "-m", "tailrace", "serve", kind, "--etcd", etcd, "--id", kind]
-            return [*command, "--listen", listen, "--metrics", metrics]
+        def service(kind: str, listen: str, metrics: str, niceness: int = 0) -> list[str]:
+            command = ["nice", "-n", str(niceness), sys.executable, "-m", "tailrace", "serve", kind]
+            return [*command, "--etcd", etcd, "--id", kind, "--listen", listen, "--metrics", metrics]
 
         await start("etcd", etcd_command(folder / "etcd", etcd_port))
         store = await Store.connect([etcd], _CLUSTER)
@@ -191,7 +194,7 @@ async def control_plane(load: Load) -> AsyncIterator[ControlPlane]:
         stack.push_async_callback(members.close)
         await _register(store, load, workers_at)
         await start("migration", service("migration", migration, migration_metrics))
-        await start("monitor", service("monitor", monitor, monitor_metrics))
+        await start("monitor", service("monitor", monitor, monitor_metrics, _MONITOR_NICENESS))
         await start("scheduler", service("scheduler", scheduler, scheduler_metrics))
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(scheduler))
         admin = admin_pb2_grpc.AdminStub(channel)
@@ -368,7 +371,7 @@ async def measure_all(
 
 def table(outcomes: Sequence[Outcome]) -> Table:
     """Return a table with a row per policy and size."""
-    title = "Placements while a fleet reports (synthetic workers: idle scheduling class)"
+    title = "Placements while a fleet reports (monitor: niceness 5; synthetic workers: idle class)"
     result = Table(title=title)
     for heading in ("instances", "requests", "per s"):
         result.add_column(heading, justify="right")
