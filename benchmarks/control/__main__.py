@@ -7,7 +7,7 @@ finishes there. A real migration service has ordered migrations carried out: the
 request over after a moment.
 
 All of them share this machine: the row says what each process used, and by how much the reports were late.
-The synthetic workers, which in a fleet have machines of their own, get only the CPU time that the rest leaves.
+The synthetic workers, which in a fleet have machines of their own, get only the CPU time that is left over.
 The monitor runs at the priority of its systemd unit.
 """
 
