@@ -22,7 +22,7 @@ from tests.e2e.processes import wait_until
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
 
 PROMPT = encode_turns([("user", task("wxyz", 60, 20).prompt)])
-TOKENS = 400
+TOKENS = 800
 TRIES = 5
 GENERATED = "tailrace_worker_generated_tokens_total"
 ENDED = ("the export has ended", "has finished", "is not running here", "is not on this engine")
@@ -39,10 +39,12 @@ def texts(answer: Completion) -> list[tuple[int, str, str | None]]:
 
 def run_and_move(fleet: Fleet, ask: Callable[[], Completion], requests: int) -> tuple[Completion, int]:
     """Return the answer, and how many of its requests were moved while they ran."""
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1 + requests) as pool:
         answer = pool.submit(ask)
-        count = sum(_move(fleet, name, source) for name, source in _wait_running(fleet, answer, requests))
-        return answer.result(timeout=120), count
+        running = _wait_running(fleet, answer, requests)
+        # All at once, so that the last one has not ended by its turn.
+        moves = [pool.submit(_move, fleet, name, source) for name, source in running]
+        return answer.result(timeout=120), sum(move.result(timeout=120) for move in moves)
 
 
 def _wait_running(fleet: Fleet, answer: Future[Completion], requests: int) -> list[tuple[str, str]]:
