@@ -6,7 +6,8 @@ checkout against another one in which `make install` has been run, for instance 
 
 Both servers of a pair run side by side, and each load is applied to one and then to the other, several times.
 The printed ratios are within each pair of adjacent measurements, so that drift of the machine's speed
-cancels.
+cancels. The server that is started first is a few percent slower, even against itself, so half of the rounds
+are run with one started first and half with the other.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import asyncio
 import json
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -77,31 +78,72 @@ def _figures(name: str, results: Sequence[StreamResult], used: dict[str, float])
     )
 
 
-def compare(
-    ours: Server, theirs: Server, concurrencies: Sequence[int], tokens: int, rounds: int, console: Console
-) -> dict[str, object]:
-    """Apply all loads to both servers; return medians of each, and medians of the paired ratios ours /
-    theirs."""
-    table = Table(title=f"{ours.name} against {theirs.name} (medians of {rounds}; ratio = ours / theirs)")
-    for column in ("streams", "figure", ours.name, theirs.name, "ratio", "range of ratios"):
-        table.add_column(column, justify="left" if column == "figure" else "right")
-    loads: list[dict[str, object]] = []
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two servers that can be started in either order."""
+
+    ours: Callable[[], Server]
+    theirs: Callable[[], Server]
+
+    @contextmanager
+    def started(self, ours_first: bool) -> Iterator[tuple[Server, Server]]:
+        """Run ours and theirs for the block."""
+        with ExitStack() as stack:
+            if ours_first:
+                ours = stack.enter_context(self.ours())
+                yield ours, stack.enter_context(self.theirs())
+            else:
+                theirs = stack.enter_context(self.theirs())
+                yield stack.enter_context(self.ours()), theirs
+
+
+Rounds = dict[int, list[tuple[Figures, Figures]]]
+
+
+def apply_loads(
+    ours: Server,
+    theirs: Server,
+    concurrencies: Sequence[int],
+    tokens: int,
+    numbers: Sequence[int],
+    pairs: Rounds,
+) -> None:
+    """Apply all loads to both servers in turn, once per round number, and add the figures to `pairs`."""
     for server in (ours, theirs):
         measure(server, max(concurrencies), 32, -1)  # warm up
     for concurrency in concurrencies:
-        pairs: list[tuple[Figures, Figures]] = []
-        for number in range(rounds):
-            console.print(f"  {concurrency} streams, round {number + 1} of {rounds}", style="dim")
+        for number in numbers:
             # Alternate which is first, so that whatever the first leaves behind does not count against one.
             if number % 2:
                 second = measure(theirs, concurrency, tokens, number)
-                pairs.append((measure(ours, concurrency, tokens, number), second))
+                pairs[concurrency].append((measure(ours, concurrency, tokens, number), second))
             else:
                 first = measure(ours, concurrency, tokens, number)
-                pairs.append((first, measure(theirs, concurrency, tokens, number)))
+                pairs[concurrency].append((first, measure(theirs, concurrency, tokens, number)))
+
+
+def compare(
+    servers: Pair, concurrencies: Sequence[int], tokens: int, rounds: int, console: Console
+) -> dict[str, object]:
+    """Apply all loads to both servers; return medians of each, and medians of the paired ratios ours /
+    theirs."""
+    pairs: Rounds = {concurrency: [] for concurrency in concurrencies}
+    for ours_first in (True, False):
+        numbers = range(0, rounds, 2) if ours_first else range(1, rounds, 2)
+        with servers.started(ours_first) as (ours, theirs):
+            names = ours.name, theirs.name
+            which = names[0] if ours_first else names[1]
+            console.print(f"  {len(numbers)} rounds, {which} started first", style="dim")
+            # Each half alternates, too.
+            apply_loads(ours, theirs, concurrencies, tokens, [n // 2 for n in numbers], pairs)
+    table = Table(title=f"{names[0]} against {names[1]} (medians of {rounds}; ratio = ours / theirs)")
+    for column in ("streams", "figure", *names, "ratio", "range of ratios"):
+        table.add_column(column, justify="left" if column == "figure" else "right")
+    loads: list[dict[str, object]] = []
+    for concurrency, measured in pairs.items():
         ratios: dict[str, float] = {}
         for figure in ("tokens_per_s", *_LOWER_IS_BETTER):
-            a, b = [getattr(p[0], figure) for p in pairs], [getattr(p[1], figure) for p in pairs]
+            a, b = [getattr(p[0], figure) for p in measured], [getattr(p[1], figure) for p in measured]
             paired = [x / y for x, y in zip(a, b, strict=True) if y]
             ratios[figure] = statistics.median(paired) if paired else float("nan")
             spread = f"{min(paired):.2f} - {max(paired):.2f}" if paired else ""
@@ -118,13 +160,13 @@ def compare(
             {
                 "concurrency": concurrency,
                 "ratios": ratios,
-                "ours": [asdict(p[0]) for p in pairs],
-                "theirs": [asdict(p[1]) for p in pairs],
+                "ours": [asdict(p[0]) for p in measured],
+                "theirs": [asdict(p[1]) for p in measured],
             }
         )
     console.print(table)
     _print_parts(loads, console)
-    return {"ours": ours.name, "theirs": theirs.name, "loads": loads}
+    return {"ours": names[0], "theirs": names[1], "loads": loads}
 
 
 def _number(value: float) -> str:
@@ -146,30 +188,25 @@ def _print_parts(loads: Sequence[dict[str, object]], console: Console) -> None:
         console.print(f"  CPU ms per 1,000 tokens at {load}: {spent}")
 
 
-@contextmanager
-def _pair(against: str, engine: str, front: str, rust: Path) -> Iterator[tuple[Server, Server]]:
-    """Run the two servers of a comparison for the block."""
+def _pair(against: str, engine: str, front: str, rust: Path) -> Pair:
+    """Return the two servers of a comparison."""
     common = ["--workers", "1", "--no-traces"]
     if against == "vllm":
-        with (
-            TailraceCluster(f"tailrace, {front}", common, front) as ours,
-            VllmServe(f"vllm serve, {front}", rust if front == "rust" else None) as theirs,
-        ):
-            yield ours, theirs
-        return
+        return Pair(
+            lambda: TailraceCluster(f"tailrace, {front}", common, front),
+            lambda: VllmServe(f"vllm serve, {front}", rust if front == "rust" else None),
+        )
     common += ["--engine", engine]
-    if against != "clear":
-        with (
-            TailraceCluster(f"this checkout, {front}", common, front) as ours,
-            TailraceCluster(f"{against}, {front}", common, front, _installed(Path(against))) as other,
-        ):
-            yield ours, other
-        return
-    with (
-        TailraceCluster(f"with certificates, {front}", [*common, "--tls"], front) as ours,
-        TailraceCluster(f"in the clear, {front}", common, front) as clear,
-    ):
-        yield ours, clear
+    if against == "clear":
+        return Pair(
+            lambda: TailraceCluster(f"with certificates, {front}", [*common, "--tls"], front),
+            lambda: TailraceCluster(f"in the clear, {front}", common, front),
+        )
+    other = _installed(Path(against))
+    return Pair(
+        lambda: TailraceCluster(f"this checkout, {front}", common, front),
+        lambda: TailraceCluster(f"{against}, {front}", common, front, other),
+    )
 
 
 def _installed(checkout: Path) -> Path:
@@ -185,7 +222,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--tokens", type=int, default=256, help="tokens of each stream")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=6, help="half of them with each server started first")
     parser.add_argument("--fronts", nargs="+", choices=["python", "rust"], default=["python", "rust"])
     parser.add_argument(
         "--against",
@@ -205,8 +242,8 @@ def main() -> int:
         if front == "rust" and not rust.exists():
             console.print("no vllm-rs (scripts/install.sh --rust installs it): skipping the Rust pair")
             continue
-        with _pair(options.against, options.engine, front, rust) as (ours, theirs):
-            pairs.append(compare(ours, theirs, options.streams, options.tokens, options.rounds, console))
+        servers = _pair(options.against, options.engine, front, rust)
+        pairs.append(compare(servers, options.streams, options.tokens, options.rounds, console))
     figures: dict[str, object] = {"tokens_per_stream": options.tokens, "pairs": pairs}
     name = {"vllm": "stream", "clear": "stream-tls"}.get(options.against, "stream-revisions")
     path = save(name, figures)
