@@ -110,6 +110,10 @@ class Failure:
     reason: str
 
 
+class WorkersEnded(Exception):
+    """The process of the synthetic workers has ended."""
+
+
 @dataclass(slots=True)
 class WorkerFigures:
     """The largest P99 of a second of the reports' lateness, in seconds, and the requests that migrated."""
@@ -154,7 +158,8 @@ class ControlPlane:
 
     def placed(self, instance_id: str, request_id: str) -> None:
         """Let a placed request appear on its instance."""
-        if self.workers.stdin is not None:
+        # Once the workers have ended, `measure` says so.
+        if self.workers.stdin is not None and not self.workers.stdin.is_closing():
             self.workers.stdin.write(f"{instance_id} {request_id}\n".encode())
 
 
@@ -261,7 +266,7 @@ async def _read_figures(workers: asyncio.subprocess.Process, figures: WorkerFigu
             _, late_s, migrated = line.split()
             figures.late_s = max(figures.late_s, float(late_s))
             figures.migrated += int(migrated)
-    raise RuntimeError("the synthetic workers have ended")
+    raise WorkersEnded("the synthetic workers have ended")
 
 
 async def measure(plane: ControlPlane, policy: str, seed: int) -> Outcome:
@@ -361,6 +366,10 @@ async def measure_all(
                 except grpc.aio.AioRpcError as error:
                     failures.append(Failure(policy, load.instances, error.details() or error.code().name))
                     console.print(failures[-1], style="dim")
+                except WorkersEnded as error:
+                    failures.append(Failure(policy, load.instances, str(error)))
+                    console.print(failures[-1], style="dim")
+                    break
                 except TimeoutError:
                     failures.append(Failure(policy, load.instances, "reports of all instances never arrived"))
                     console.print(failures[-1], style="dim")
