@@ -8,12 +8,21 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from openai import OpenAI
 
 from examples.fleet import Chat, Prompt, stream_chat
+from tailrace.tiny.task import Task
 from tests.e2e.fleet import MODEL
 
 
 def client(http: str) -> OpenAI:
     """Return a client without retries, so that a test sees every failure."""
     return OpenAI(base_url=f"{http}/v1", api_key="none", timeout=120, max_retries=0)
+
+
+def assert_expected(chat: Chat, expected: Task) -> None:
+    """Check reasoning, answer, finish reason and usage."""
+    assert chat.reasoning.strip() == expected.thought
+    assert chat.answer.strip() == expected.answer
+    assert chat.finish_reason == "stop"
+    assert chat.completion_tokens == expected.completion_tokens
 
 
 class Chats:

@@ -19,9 +19,9 @@ import psutil
 import pytest
 
 from examples.fleet import Chat
-from tailrace.tiny.task import Task, task
+from tailrace.tiny.task import task
 from tailrace.v1 import types_pb2
-from tests.e2e.chats import Chats
+from tests.e2e.chats import Chats, assert_expected
 from tests.e2e.fleet import Fleet
 from tests.e2e.processes import wait_until
 
@@ -66,12 +66,6 @@ def chats(fleet: Fleet) -> Iterator[Chats]:
     clients = Chats(fleet.http)
     yield clients
     clients.close()
-
-
-def assert_expected(chat: Chat, expected: Task) -> None:
-    assert chat.reasoning.strip() == expected.thought
-    assert chat.answer.strip() == expected.answer
-    assert chat.completion_tokens == expected.completion_tokens
 
 
 def streaming_on(fleet: Fleet, chats: Chats, worker: str) -> tuple[str, Callable[[], Chat]]:

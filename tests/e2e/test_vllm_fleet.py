@@ -18,9 +18,9 @@ import openai
 import pytest
 
 from examples.fleet import Chat
-from tailrace.tiny.task import Task, task
+from tailrace.tiny.task import task
 from tailrace.v1 import admin_pb2, migration_pb2, types_pb2
-from tests.e2e.chats import Chats, client
+from tests.e2e.chats import Chats, assert_expected, client
 from tests.e2e.conftest import VLLM_MAX_MESSAGE_BYTES, VLLM_WORKERS
 from tests.e2e.fleet import MODEL, Fleet
 from tests.e2e.processes import wait_until
@@ -41,14 +41,6 @@ LONGER = task("wxyz", 120, 100)
 # Never read to its end.
 ENDLESS = task("wxyz", 299, 299)
 TEN = [task(f"ab{chr(97 + n)}d", 60 + n, 15 + n) for n in range(10)]
-
-
-def assert_expected(chat: Chat, expected: Task) -> None:
-    """Check reasoning, answer, finish reason and usage."""
-    assert chat.reasoning.strip() == expected.thought
-    assert chat.answer.strip() == expected.answer
-    assert chat.finish_reason == "stop"
-    assert chat.completion_tokens == expected.completion_tokens
 
 
 class Progress:

@@ -14,10 +14,9 @@ import psutil
 import pytest
 
 from benchmarks.etcd_faults.namespaces import ip, prepare, run
-from examples.fleet import Chat
-from tailrace.tiny.task import Task, task
+from tailrace.tiny.task import task
 from tailrace.v1 import types_pb2
-from tests.e2e.chats import Chats
+from tests.e2e.chats import Chats, assert_expected
 from tests.e2e.fleet import Fleet
 from tests.e2e.processes import tailrace, wait_until
 from tests.e2e.test_ranks import is_running, streaming_on, unused_memory, wait_decoding
@@ -78,12 +77,6 @@ def chats(session: Fleet) -> Iterator[Chats]:
     clients = Chats(session.http)
     yield clients
     clients.close()
-
-
-def assert_expected(chat: Chat, expected: Task) -> None:
-    assert chat.reasoning.strip() == expected.thought
-    assert chat.answer.strip() == expected.answer
-    assert chat.completion_tokens == expected.completion_tokens
 
 
 def ranks_of(fleet: Fleet) -> list[int]:
