@@ -25,6 +25,7 @@ from frontend_svc.engine import FleetEngine
 from frontend_svc.fleet import Members, ServedModel
 from frontend_svc.observer import RequestTraces
 from frontend_svc.settings import Front, Settings
+from tailrace.address import format_address
 from tailrace.cluster import Phase
 from tailrace.service.channels import Channels
 from tailrace.service.runtime import Shutdown
@@ -167,9 +168,8 @@ class _Drain:
 
 
 def _launch(settings: Settings, http: socket.socket, sockets: EngineSockets, admission: Path) -> Launch:
-    host, port = http.getsockname()[:2]
     spec = ApiServerSpec(
-        http_address=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+        http_address=format_address(*http.getsockname()[:2]),
         model=settings.model,
         served_model_name=settings.served_model_name,
         reasoning_parser=settings.reasoning_parser,

@@ -35,6 +35,7 @@ from frontend_svc.settings import (
     Settings,
     WaitLimits,
 )
+from tailrace.address import format_address
 from tailrace.model_folder import TOKENIZER_FLAGS, ModelFolderError, require_model, require_tokenizer
 from tailrace.model_identity import identify_model
 from tailrace.records import ServiceRecord
@@ -397,8 +398,7 @@ def _is_shared(common: CommonOptions, settings: Settings, members: Membership) -
 
 
 def _host_port(name: tuple[str, int]) -> str:
-    host, port = name[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return format_address(*name[:2])
 
 
 def _first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -14,6 +14,11 @@ class MalformedAddress(ValueError):
     """A text is not HOST:PORT. Its message is a hint about IPv6 addresses, or empty."""
 
 
+def format_address(host: str, port: int) -> str:
+    """Return HOST:PORT, with an IPv6 address in brackets: the inverse of `parse_address`."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def parse_address(text: str, min_port: int = 1) -> tuple[str, int]:
     """Parse HOST:PORT or [IPV6]:PORT; return the host without brackets, and the port.
 
@@ -44,7 +49,7 @@ class Endpoint:
     port: int
 
     def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return format_address(self.host, self.port)
 
     @property
     def target(self) -> str:

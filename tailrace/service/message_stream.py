@@ -27,7 +27,7 @@ from tailrace.security.session import TlsSession
 from tailrace.security.transport import PLAIN, Transport
 from tailrace.service.channels import format_error
 from tailrace.service.listening import ListenError, listen_reason
-from tailrace.service.retransmission import bound_retransmission
+from tailrace.service.retransmission import bound_retransmission, probe_when_idle
 from tailrace.service.socket_writer import SocketWriter
 from tailrace.service.tasks import cancel, task_error
 
@@ -217,10 +217,7 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
         self._transport = cast(asyncio.Transport, transport)
         transport_socket = self._transport.get_extra_info("socket")
         transport_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        transport_socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        transport_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_AFTER_S)
-        transport_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_EVERY_S)
-        transport_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+        probe_when_idle(transport_socket, _PROBE_AFTER_S, _PROBE_EVERY_S, _PROBES)
         bound_retransmission(transport_socket, _RETRANSMIT_S, _GIVE_UP_S)
         # The transport reads and the writer writes: each has a descriptor of its own.
         duplicate = socket.socket(fileno=os.dup(transport_socket.fileno()))

@@ -1,4 +1,4 @@
-"""Let a TCP connection continue soon after a network outage.
+"""Let a TCP connection continue soon after a network outage, and notice a peer that has vanished.
 
 While nothing is acknowledged, the kernel doubles the interval between retransmissions, from about 0.2 s up to
 two minutes (RFC 6298, section 5.5). After an outage, a connection with unacknowledged data therefore stays
@@ -15,6 +15,19 @@ from typing import Final
 _TCP_RTO_MAX_MS: Final = 44
 # The answer of a kernel without the option.
 _UNSUPPORTED: Final = frozenset({errno.ENOPROTOOPT, errno.EOPNOTSUPP})
+
+
+def probe_when_idle(sock: socket.socket, after_s: int, every_s: int, probes: int) -> None:
+    """Have the kernel probe the other end of an idle connection, after `after_s` seconds and then every
+    `every_s` seconds, and end the connection once `probes` in a row are not answered.
+
+    So a peer whose host or network has vanished is noticed after `after_s + every_s * probes` seconds. One
+    that only does not read still answers.
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, after_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, probes)
 
 
 def bound_retransmission(sock: socket.socket, interval_s: float, give_up_s: float) -> bool:

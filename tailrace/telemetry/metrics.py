@@ -21,6 +21,7 @@ from typing import Final, Self
 from prometheus_client import CollectorRegistry, Gauge, GCCollector, Info, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
+from tailrace.address import format_address
 from tailrace.security.access import METRICS
 from tailrace.security.credentials import uris_of
 from tailrace.security.roles import NoIdentity, identity_of
@@ -57,7 +58,7 @@ class MetricsServer:
 
     def __init__(self, listener: socket.socket, registry: CollectorRegistry, transport: Transport) -> None:
         host, port = listener.getsockname()[:2]
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.address = format_address(host, port)
         self._registry = registry
         self._transport = transport
         self._serving = asyncio.get_running_loop().create_task(self._serve(listener), name="metrics")

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from tailrace.address import format_address
 from worker_agent.data_parallel.messages import Hello, Link, LinkLost, Message, Refusal, Welcome
 
 _log = logging.getLogger(__name__)
@@ -35,6 +36,11 @@ class Place:
     rank: int
     size: int
     settings: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT where rank 0 listens."""
+        return format_address(self.host, self.port)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +86,7 @@ class _Host:
             server = socket.create_server((place.host, place.port), family=_family(place))
         except OSError as error:
             raise MeetingError(
-                f"rank 0 cannot listen on {_address(place)} (data_parallel_address, data_parallel_rpc_port): "
+                f"rank 0 cannot listen on {place.address} (data_parallel_address, data_parallel_rpc_port): "
                 f"{error.strerror or error}"
             ) from error
         with server, self._selector:
@@ -105,7 +111,7 @@ class _Host:
             missing = [rank for rank in range(1, self._place.size) if rank not in self._links]
             ranks = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing))
             raise MeetingError(
-                f"{ranks} of data_parallel_size {self._place.size} did not come to {_address(self._place)} "
+                f"{ranks} of data_parallel_size {self._place.size} did not come to {self._place.address} "
                 f"within {self._deadline_s:.0f} s"
             )
         for key, _ in self._selector.select(left_s):
@@ -199,7 +205,7 @@ def _visit(place: Place, deadline_s: float, until_s: float) -> Meeting:
                 raise
         time.sleep(max(0.0, min(_RETRY_S, until_s - time.monotonic())))
     raise MeetingError(
-        f"rank {place.rank} did not meet all {place.size} ranks at {_address(place)} (data_parallel_address, "
+        f"rank {place.rank} did not meet all {place.size} ranks at {place.address} (data_parallel_address, "
         f"data_parallel_rpc_port) within {deadline_s:.0f} s: {last}"
     )
 
@@ -217,11 +223,6 @@ def _await_welcome(link: Link, until_s: float) -> Sequence[int]:
                     return message.ports
                 raise LinkLost("did not answer hello")
     raise LinkLost("waits for other ranks")
-
-
-def _address(place: Place) -> str:
-    host = f"[{place.host}]" if ":" in place.host else place.host
-    return f"{host}:{place.port}"
 
 
 def _family(place: Place) -> socket.AddressFamily:

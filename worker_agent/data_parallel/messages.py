@@ -9,6 +9,8 @@ from typing import Final, TypeAlias
 
 import msgspec
 
+from tailrace.service.retransmission import probe_when_idle
+
 _MAX_LINE_BYTES: Final = 1 << 16
 # A peer reads its links all the time, and messages are tens of bytes.
 _SEND_DEADLINE_S: Final = 5.0
@@ -63,10 +65,7 @@ class Link:
         """Take over a connected TCP socket."""
         connection.settimeout(_SEND_DEADLINE_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _SILENCE_S // _PROBE_S - 1)
+        probe_when_idle(connection, _PROBE_S, _PROBE_S, _SILENCE_S // _PROBE_S - 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_S * 1000)
         self._connection = connection
         self._sending = threading.Lock()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from typing import Final, TypeAlias
 
 import msgspec
 
+from tailrace.service.retransmission import probe_when_idle
 from worker_agent.ranks.messages import encode, read_frame
 
 # A peer whose machine or network fails silently is lost after 20 s. The kernels exchange these probes, so
@@ -64,11 +64,7 @@ class NodeStream:
         # Of the other end, and of this one.
         self.peer: str = writer.get_extra_info("peername")[0]
         self.own: str = writer.get_extra_info("sockname")[0]
-        made = writer.get_extra_info("socket")
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_AFTER_S)
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_EVERY_S)
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+        probe_when_idle(writer.get_extra_info("socket"), _PROBE_AFTER_S, _PROBE_EVERY_S, _PROBES)
 
     async def read_join(self) -> Join:
         """Read a node's first message. Raises as `read_frame` does, and ValueError for anything else."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from tailrace.address import format_address
 from worker_agent.engine.errors import EngineSettingError
 
 NODES: Final = "nnodes"
@@ -30,7 +31,7 @@ class NodeSpan:
     @property
     def meeting(self) -> str:
         """HOST:PORT where the nodes join the worker."""
-        return f"{f'[{self.address}]' if ':' in self.address else self.address}:{self.port}"
+        return format_address(self.address, self.port)
 
     def of_rank(self, rank: int) -> int:
         """Return the node that runs this rank."""
