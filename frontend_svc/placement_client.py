@@ -164,14 +164,16 @@ class _PlacementStream:
         Raise grpc.aio.AioRpcError or _StreamEnded if the stream has broken, TimeoutError if there is no reply
         in time. After any of them, and after a cancellation, the stream cannot be used again.
         """
-        async with asyncio.timeout(_DEADLINE_S):
-            if self._call.done():
-                raise _StreamEnded
-            try:
+        if self._call.done():
+            raise _StreamEnded
+        try:
+            async with asyncio.timeout(_DEADLINE_S):
                 await self._call.write(message)
-            except asyncio.InvalidStateError:
-                raise _StreamEnded from None
-            reply = await self._call.read()
+                reply = await self._call.read()
+        except asyncio.InvalidStateError:
+            raise _StreamEnded from None
+        except TimeoutError:
+            raise TimeoutError(f"no reply within {_DEADLINE_S:g} s") from None
         if not isinstance(reply, scheduler_pb2.PlaceManyReply):
             raise _StreamEnded
         return reply

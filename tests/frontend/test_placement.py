@@ -335,13 +335,17 @@ async def test_a_stream_that_has_ended_is_opened_again(channels: Channels) -> No
         await client.close()
 
 
-async def test_the_next_scheduler_is_asked_if_a_stream_hangs(channels: Channels) -> None:
+async def test_the_next_scheduler_is_asked_if_a_stream_hangs(
+    channels: Channels, caplog: pytest.LogCaptureFixture
+) -> None:
     members = StaticMembers()
     hung, standby = StreamingScheduler(None), StreamingScheduler(placed_on("b"))
     async with scheduler(members, "s0", hung), scheduler(members, "s1", standby):
         client = PlacementClient(members, channels)
         assert [await place(client, f"r{n}") for n in range(3)] == ["b"] * 3
         assert (hung.calls, standby.streams, standby.calls) == ([1], 1, [1, 1, 1])
+        address = members.services["scheduler", "s0"].address
+        assert f"scheduler at {address}: no reply within 1 s" in caplog.text
         async with asyncio.timeout(15):
             await hung.ended.wait()
         await client.close()
