@@ -31,7 +31,7 @@ from tailrace.control.reported_cluster import PhaseChange, ReportedCluster
 from tailrace.control.runner import ActivePolicy, Calls, Executor, Moment, Point, PolicyRunner
 from tailrace.control.shadow import Shadow
 from tailrace.policy.base import Policy
-from tailrace.records import PolicyRecord
+from tailrace.records import PolicyRecord, suspended
 from tailrace.slo import Slo
 from tailrace.v1 import monitor_pb2
 
@@ -66,7 +66,11 @@ class LiveControl:
         self.active.follow(record, slo)
         if self.shadow is not None:
             self.shadow.follow_slo(slo)
-        self.model.hot.track(self.active.policy.prefixes_period_s)
+        self.model.hot.track(self.active.declared.prefixes_period_s)
+
+    def suspend(self, why: str) -> None:
+        """Let `least_loaded` decide instead of the policy in force from now on, until another one is set."""
+        self.follow(suspended(self.active.record, why), self.active.slo)
 
     def follow_shadow(self, shadow: Shadow | None) -> None:
         """Ask this shadow policy the same questions from now on; None: ask none."""
@@ -120,7 +124,7 @@ class LiveControl:
         """
         if self.model.tap is not None:
             self.model.tap(Reported(report.SerializeToString(), deciding, at.model_s, at.policy_s))
-        self.model.keep_lengths(self.active.policy.lengths_period_s, at.model_s)
+        self.model.keep_lengths(self.active.declared.lengths_period_s, at.model_s)
         changes = self.model.apply(report, at.model_s)
         if not deciding:
             return
@@ -171,10 +175,7 @@ class LiveControl:
     ) -> LiveControl:
         """Build a control from a recorded state. Raise UnknownPolicyError, UnusablePolicyError or
         ParameterError."""
-        policy, default = (
-            PolicyRecord(name=record.name, parameters=record.parameters)
-            for record in (started.policy, started.default)
-        )
+        policy, default = (read_policy(record) for record in (started.policy, started.default))
         control = LiveControl(ReportedCluster(), ActivePolicy(default, started.slo), executor, calls)
         control.active.switch(policy, started.slo)
         control.model.restore(started.model, instances, started.now_s)
@@ -231,4 +232,9 @@ class LiveControl:
 
 
 def _recorded_policy(record: PolicyRecord) -> RecordedPolicy:
-    return RecordedPolicy(record.name, dict(record.parameters))
+    return RecordedPolicy(record.name, dict(record.parameters), record.suspended)
+
+
+def read_policy(recorded: RecordedPolicy) -> PolicyRecord:
+    """Return the policy that was recorded."""
+    return PolicyRecord(name=recorded.name, parameters=recorded.parameters, suspended=recorded.suspended)

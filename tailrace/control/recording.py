@@ -58,6 +58,8 @@ class RecordedPolicy(msgspec.Struct, frozen=True):
 
     name: str
     parameters: dict[str, Value] = {}
+    # As in PolicyRecord.
+    suspended: str = ""
 
 
 class RecordedWhere(msgspec.Struct, frozen=True):

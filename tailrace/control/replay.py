@@ -10,7 +10,7 @@ import msgspec
 from google.protobuf.message import DecodeError
 
 from tailrace.actions import Action, Placement, WhenFull
-from tailrace.control.live import LiveControl
+from tailrace.control.live import LiveControl, read_policy
 from tailrace.control.recording import (
     Arrived,
     BrokenOff,
@@ -36,7 +36,7 @@ from tailrace.control.recording import (
     recorded_actions,
     recorded_placement,
 )
-from tailrace.control.runner import GuardedCalls, Moment, PlaceQuestion, Point, Question, Watcher
+from tailrace.control.runner import Moment, PlaceQuestion, Point, Question, Watcher, patient_guard
 from tailrace.records import PolicyRecord
 from tailrace.v1 import cache_pb2, monitor_pb2
 
@@ -82,14 +82,6 @@ class _Events:
         return event
 
 
-class _NoMetrics:
-    def observe_duration(self, point: Point, seconds: float) -> None:
-        """Ignore durations."""
-
-    def failed(self, policy: str, point: Point) -> None:
-        """Ignore failures, which the comparison shows."""
-
-
 class Replay:
     """Replay a recording once. The counters are by decision point."""
 
@@ -118,7 +110,7 @@ class Replay:
             instances.append(event)
             self._events.pop()
         self._began_s = started.now_s
-        control = LiveControl.restored(started, instances, self, GuardedCalls(_NoMetrics()))
+        control = LiveControl.restored(started, instances, self, patient_guard())
         control.runner.watchers.append(self)
         return control
 
@@ -226,10 +218,7 @@ class Replay:
 
 
 def _policy(event: PolicyFollowed) -> PolicyRecord | None:
-    followed = event.policy
-    if followed is None:
-        return None
-    return PolicyRecord(name=followed.name, parameters=followed.parameters)
+    return None if event.policy is None else read_policy(event.policy)
 
 
 def points(counts: Iterable[str]) -> list[str]:

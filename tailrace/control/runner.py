@@ -5,29 +5,40 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import math
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, TypeVar
 
-from tailrace.actions import Action, Place, Placement, Refuse, WhenFull
-from tailrace.cluster import Arrival, ClusterView, HotPrefixes, InstanceState, RequestView
+from tailrace.actions import Action, Placement, Refuse, WhenFull
+from tailrace.cluster import Arrival, ClusterView, HotPrefixes, RequestView
 from tailrace.control.admission import TtftAdmission
+from tailrace.control.answers import BadAnswer, checked_actions, checked_placement
 from tailrace.lengths import LengthStatistics
+from tailrace.plugins import describe_error
 from tailrace.policy.base import Policy
 from tailrace.policy.least_loaded import LeastLoaded
 from tailrace.policy.parameters import ParameterError, Value, format_value
 from tailrace.policy.registry import (
+    Declared,
     UnknownPolicyError,
     UnusablePolicyError,
     all_parameters,
+    declared,
     load,
     names,
+    problem_of,
 )
 from tailrace.records import PolicyRecord
 from tailrace.slo import Slo
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 class ActivePolicy:
@@ -38,15 +49,25 @@ class ActivePolicy:
         """Load the default. Raise UnknownPolicyError, UnusablePolicyError or ParameterError."""
         self.slo = slo or Slo()
         self.record = self.default = default
-        self.policy: Policy = load(default.name, parameters=default.parameters, slo=self.slo)
+        self.policy = _load(default, self.slo)
         # All parameters in force, including those of the batch order.
         self.values: Mapping[str, Value] = all_parameters(default.name, default.parameters)
         self._refused: PolicyRecord | None = None
 
     @property
+    def policy(self) -> Policy:
+        """Return the policy that decides."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        self._policy, self.declared = policy, declared(self.record.name, policy)
+
+    @property
     def name(self) -> str:
-        """Return the policy's name."""
-        return self.record.name
+        """Return the name of the policy that decides: `least_loaded` while the one that was set is
+        suspended."""
+        return FALLBACK if self.record.suspended else self.record.name
 
     @property
     def admission(self) -> TtftAdmission | None:
@@ -80,28 +101,41 @@ class ActivePolicy:
         """
         if (record, slo) == (self.record, self.slo):
             return
-        policy = load(record.name, parameters=record.parameters, slo=slo)
-        values = all_parameters(record.name, record.parameters)
+        policy = _load(record, slo)
+        # Those of a suspended policy's batch order, which the workers keep.
+        values = self.values
+        if not record.suspended:
+            values = all_parameters(record.name, record.parameters)
         log.info(
             "policy %s -> %s; SLO: %s", _format_record(self.record), _format_record(record), slo.describe()
         )
         if record != self.record:
             self._refused = None
-        self.record, self.policy, self.values, self.slo = record, policy, values, slo
+        self.policy = policy
+        self.record, self.values, self.slo = record, values, slo
+
+
+FALLBACK: Final = "least_loaded"
+"""The policy that decides where another one failed, or is suspended."""
+
+
+def _load(record: PolicyRecord, slo: Slo) -> Policy:
+    """Create the policy that decides for this record. Raise as `load` does."""
+    return LeastLoaded() if record.suspended else load(record.name, parameters=record.parameters, slo=slo)
 
 
 def _format_record(record: PolicyRecord) -> str:
-    return " ".join([record.name, *(f"{name}={format_value(v)}" for name, v in record.parameters.items())])
+    values = [f"{name}={format_value(value)}" for name, value in record.parameters.items()]
+    suspended = [f"(suspended: {record.suspended})"] if record.suspended else []
+    return " ".join([record.name, *values, *suspended])
 
 
 async def warm_up() -> None:
     """Import all policies in a thread, so that the first switch to one does not delay placements by its
     import."""
     for name in await asyncio.to_thread(names):
-        try:
-            await asyncio.to_thread(load, name)
-        except (UnknownPolicyError, UnusablePolicyError) as error:
-            log.warning("%s", error)
+        if problem := await asyncio.to_thread(problem_of, name):
+            log.warning("%s", problem)
 
 
 class Point(enum.Enum):
@@ -132,9 +166,14 @@ class PlaceQuestion:
     arrival: Arrival
     now_s: float
 
-    def ask(self, policy: Policy) -> Placement:
-        """Return the policy's placement."""
-        return policy.place(self.view, self.arrival, self.now_s)
+    @property
+    def point(self) -> Point:
+        """Return the decision point."""
+        return Point.PLACE
+
+    def put_to(self, policy: Policy) -> Placement:
+        """Return the policy's placement, checked. Raise BadAnswer, or what the policy raises."""
+        return checked_placement(self.view, self.arrival, policy.place(self.view, self.arrival, self.now_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +185,12 @@ class Question:
     request: RequestView | None
     now_s: float
 
-    def ask(self, policy: Policy) -> Sequence[Action]:
-        """Return the policy's actions."""
+    def put_to(self, policy: Policy) -> tuple[Action, ...]:
+        """Return the policy's actions, all of them made and checked. Raise BadAnswer, or what the policy
+        raises."""
+        return checked_actions(self.view, self.request, self._call(policy))
+
+    def _call(self, policy: Policy) -> object:
         request = self.request
         if request is None:
             return policy.on_tick(self.view, self.now_s)
@@ -158,6 +201,28 @@ class Question:
                 return policy.on_reasoning_ended(self.view, request, self.now_s)
             case _:
                 return policy.on_length_boundary(self.view, request, self.now_s)
+
+
+class Asked(Protocol[T_co]):
+    """A question to a policy (PlaceQuestion or Question)."""
+
+    @property
+    def point(self) -> Point: ...
+    def put_to(self, policy: Policy) -> T_co: ...
+
+
+def ask(policy: Policy, question: Asked[T]) -> T:
+    """Return the policy's answer, checked. Every policy, in force or not, is asked here.
+
+    Raise BadAnswer and nothing else: what a policy raises, even SystemExit, KeyboardInterrupt or
+    CancelledError, is no reason to end what asks it.
+    """
+    try:
+        return question.put_to(policy)
+    except BadAnswer:
+        raise
+    except BaseException as error:
+        raise BadAnswer(f"raised {describe_error(error)}") from error
 
 
 _METHODS: Final = {
@@ -186,6 +251,8 @@ class PolicyInForce(Protocol):
     @property
     def policy(self) -> Policy: ...
     @property
+    def declared(self) -> Declared: ...
+    @property
     def admission(self) -> TtftAdmission | None: ...
 
 
@@ -198,7 +265,7 @@ class Executor(Protocol):
 
 
 class Calls(Protocol):
-    """Call a policy; decides what happens if it raises, or chooses an instance that it must not use."""
+    """Ask a policy; decides what happens if its answer is bad."""
 
     def place(self, policy_in_force: PolicyInForce, question: PlaceQuestion) -> Placement: ...
     def decide(self, policy_in_force: PolicyInForce, question: Question) -> Sequence[Action] | None:
@@ -214,15 +281,30 @@ class Watcher(Protocol):
 
 
 class PlainCalls:
-    """Call the policy directly: an exception ends the run."""
+    """Ask the policy, and end the run at a bad answer: what it would be replaced by is no result of this
+    policy."""
 
     def place(self, policy_in_force: PolicyInForce, question: PlaceQuestion) -> Placement:
-        """Return the policy's placement."""
-        return question.ask(policy_in_force.policy)
+        """Return the policy's placement. Raise PolicyFailed."""
+        return self._ask(policy_in_force, question)
 
     def decide(self, policy_in_force: PolicyInForce, question: Question) -> Sequence[Action] | None:
-        """Return the policy's actions."""
-        return question.ask(policy_in_force.policy)
+        """Return the policy's actions. Raise PolicyFailed."""
+        return self._ask(policy_in_force, question)
+
+    def _ask(self, policy_in_force: PolicyInForce, question: Asked[T]) -> T:
+        try:
+            return ask(policy_in_force.policy, question)
+        except BadAnswer as error:
+            if isinstance(error.__cause__, KeyboardInterrupt):
+                # Ctrl-C, since this process runs in a terminal.
+                raise error.__cause__ from None
+            name, point = policy_in_force.name, question.point.value
+            raise PolicyFailed(f"policy {name} at {point}: {error}") from error
+
+
+class PolicyFailed(RuntimeError):
+    """A policy gave a bad answer in a run that can only end then; the message names both."""
 
 
 class PolicyRunner:
@@ -298,64 +380,155 @@ class PolicyRunner:
         for watcher in self.watchers:
             watcher.decided(name, question, actions)
         if actions:
-            self._executor.submit(actions, name, self._policy_in_force.policy.when_full)
+            self._executor.submit(actions, name, self._policy_in_force.declared.when_full)
 
 
 class CallMetrics(Protocol):
     """Count calls of policies."""
 
     def observe_duration(self, point: Point, seconds: float) -> None: ...
-    def failed(self, policy: str, point: Point) -> None: ...
+    def failed(self, policy: str, point: Point, why: str) -> None:
+        """Count and log a bad answer, or one that came too late."""
+        ...
 
 
-class GuardedCalls:
-    """Call a policy in a live scheduler, where every request needs a placement whatever the policy does.
+class LoggedOnce:
+    """Count nothing, and log the first bad answer of a policy at each decision point."""
 
-    If the policy fails, or chooses an instance that it must not use, `least_loaded` decides instead.
+    def __init__(self) -> None:
+        self._logged: set[tuple[str, Point]] = set()
+
+    def observe_duration(self, point: Point, seconds: float) -> None:
+        """Ignore durations."""
+
+    def failed(self, policy: str, point: Point, why: str) -> None:
+        """Log the first one."""
+        if (policy, point) not in self._logged:
+            self._logged.add((policy, point))
+            log.warning("policy %s at %s: %s", policy, point.value, why)
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """When a policy is suspended."""
+
+    # Seconds for a placement, and for any other question about one request.
+    call_s: float = 0.05
+    # For a tick, as a share of the policy's interval.
+    tick_share: float = 0.5
+    # How many answers in a row at one decision point may be bad or late.
+    failures: int = 5
+
+
+DEFAULT_BUDGETS: Final = Budgets()
+
+
+class Call(NamedTuple):
+    """A call of a policy's code in progress, for whoever watches that it ends."""
+
+    # The policy that was asked, or the record of the one that is being loaded.
+    of: PolicyInForce | PolicyRecord
+    # The decision point, or "load".
+    what: str
+
+
+class Guard:
+    """Ask a policy in a live scheduler, where every request needs a placement whatever the policy does.
+
+    `least_loaded` places instead of a policy that gives a bad answer; elsewhere nothing is done. After some
+    such answers in a row `on_suspend` is called with the reason.
+
+    A late answer is used. It counts as bad only if the one before was late, too, and if it is late without
+    the time in which this thread waited for a core: on a busy machine one call in thousands takes longer
+    than any budget, and no policy is to blame.
     """
 
-    def __init__(self, metrics: CallMetrics) -> None:
+    def __init__(
+        self,
+        metrics: CallMetrics,
+        budgets: Budgets = DEFAULT_BUDGETS,
+        waited_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """`waited_s`: returns for how many seconds this thread has been ready to run, but did not."""
         self._metrics = metrics
+        self._budgets = budgets
+        self._waited_s = waited_s
         self._fallback = LeastLoaded()
+        # Bad answers in a row of this policy, by point; those with none are absent.
+        self._policy: Policy | None = None
+        self._in_a_row: dict[Point, int] = {}
+        self.on_suspend: Callable[[str], None] = lambda why: None
+        # The call in progress, and the one that its watcher found to be much too late.
+        self.call: Call | None = None
+        self.stuck: Call | None = None
 
     def place(self, policy_in_force: PolicyInForce, question: PlaceQuestion) -> Placement:
         """Return the policy's placement, or that of `least_loaded`."""
-        began_s = time.perf_counter()
-        try:
-            placement = question.ask(policy_in_force.policy)
-        except Exception:
-            log.exception("policy %s failed to place; using least_loaded instead", policy_in_force.name)
-        else:
-            if not isinstance(placement, Place) or may_place(
-                question.view, question.arrival, placement.instance_id
-            ):
-                return placement
-            log.error(
-                "policy %s chose %s, which may not be used", policy_in_force.name, placement.instance_id
-            )
-        finally:
-            self._metrics.observe_duration(Point.PLACE, time.perf_counter() - began_s)
-        self._metrics.failed(policy_in_force.name, Point.PLACE)
-        return question.ask(self._fallback)
+        placement = self.ask(policy_in_force, question)
+        return ask(self._fallback, question) if placement is None else placement
 
     def decide(self, policy_in_force: PolicyInForce, question: Question) -> Sequence[Action] | None:
         """Return the policy's actions; None if it failed."""
+        return self.ask(policy_in_force, question)
+
+    def another(self) -> Guard:
+        """Return a guard with the same budgets for a policy that decides nothing."""
+        return Guard(LoggedOnce(), self._budgets, self._waited_s)
+
+    @contextmanager
+    def loading(self, record: PolicyRecord) -> Iterator[None]:
+        """Show the watcher that a policy is loaded during the block."""
+        self.call = Call(record, "load")
+        try:
+            yield
+        finally:
+            self.call = None
+
+    def ask(self, policy_in_force: PolicyInForce, question: Asked[T]) -> T | None:
+        """Return the policy's answer; None if it is bad."""
+        policy, point = policy_in_force.policy, question.point
+        if policy is not self._policy:
+            self._policy = policy
+            self._in_a_row.clear()
+        in_a_row = self._in_a_row.get(point, 0)
+        waited_s = self._waited_s() if in_a_row else 0.0
+        call = self.call = Call(policy_in_force, point.value)
+        answer: T | None = None
+        why = ""
         began_s = time.perf_counter()
         try:
-            return question.ask(policy_in_force.policy)
-        except Exception:
-            log.exception("policy %s failed at %s", policy_in_force.name, question.point.value)
-            self._metrics.failed(policy_in_force.name, question.point)
-            return None
-        finally:
-            self._metrics.observe_duration(question.point, time.perf_counter() - began_s)
+            answer = ask(policy, question)
+        except BadAnswer as error:
+            why = str(error)
+        took_s = time.perf_counter() - began_s
+        self.call = None
+        self._metrics.observe_duration(point, took_s)
+        if not why:
+            budget_s = self._budget_s(policy_in_force, point)
+            if in_a_row and took_s > budget_s:
+                took_s -= self._waited_s() - waited_s
+            if took_s <= budget_s:
+                if in_a_row:
+                    del self._in_a_row[point]
+                return answer
+            why = f"took {took_s * 1e3:.0f} ms; its budget is {budget_s * 1e3:g} ms"
+            if not in_a_row and call is not self.stuck:
+                # Watched more closely from now on.
+                self._in_a_row[point] = 1
+                return answer
+        self._in_a_row[point] = in_a_row + 1
+        self._metrics.failed(policy_in_force.name, point, why)
+        if in_a_row + 1 >= self._budgets.failures or call is self.stuck:
+            times = f", {in_a_row + 1} times in a row" if in_a_row else ""
+            self.on_suspend(f"{point.value}: {why}{times}")
+        return answer
+
+    def _budget_s(self, policy_in_force: PolicyInForce, point: Point) -> float:
+        interval_s = policy_in_force.declared.tick_interval_s if point is Point.TICK else None
+        return self._budgets.call_s if interval_s is None else interval_s * self._budgets.tick_share
 
 
-def may_place(view: ClusterView, arrival: Arrival, instance_id: str) -> bool:
-    """Return whether the arrival may go to this instance."""
-    instance = view.instances.get(instance_id)
-    return (
-        instance is not None
-        and instance.state is InstanceState.ACTIVE
-        and instance_id not in arrival.excluded
-    )
+def patient_guard() -> Guard:
+    """Return a guard that suspends no policy, and counts nothing: a replay must not depend on the machine's
+    speed."""
+    return Guard(LoggedOnce(), Budgets(math.inf, math.inf, sys.maxsize))

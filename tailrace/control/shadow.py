@@ -4,20 +4,16 @@ counted."""
 from __future__ import annotations
 
 import enum
-import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, TypeVar
+from typing import Final
 
 from tailrace.actions import Action, CopyPrefix, Migrate, Offer, Place, Placement, Refuse
-from tailrace.control.runner import ActivePolicy, PlaceQuestion, Point, Question
-from tailrace.records import PolicyRecord
+from tailrace.control.runner import ActivePolicy, Asked, Guard, PlaceQuestion, Point, Question, patient_guard
+from tailrace.records import PolicyRecord, suspended
 from tailrace.slo import Slo
 
-log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 Answer = Placement | Sequence[Action] | None
 
 
@@ -26,7 +22,7 @@ class Verdict(enum.Enum):
 
     SAME = "same"
     DIFFERENT = "different"
-    # One of the two raised.
+    # One of the two gave no answer, or a bad one.
     FAILED = "failed"
 
 
@@ -44,50 +40,62 @@ class Comparison:
 
 class Shadow:
     """Watch a PolicyRunner and ask another policy. Ticks and length statistics are those of the policy in
-    force."""
+    force.
 
-    def __init__(self, record: PolicyRecord, slo: Slo, on_compared: Callable[[Comparison], None]) -> None:
-        """`on_compared` is called with each comparison.
+    A shadow that the guard suspends is not asked any more.
+    """
+
+    def __init__(
+        self,
+        record: PolicyRecord,
+        slo: Slo,
+        on_compared: Callable[[Comparison], None],
+        guard: Guard | None = None,
+    ) -> None:
+        """`on_compared` is called with each comparison; `guard` asks this policy alone (None: one that does
+        not suspend it).
 
         Raise UnknownPolicyError, UnusablePolicyError or ParameterError.
         """
         self.active = ActivePolicy(record, slo)
         self.counts: Counter[tuple[Point, Verdict]] = Counter()
+        self.guard = guard or patient_guard()
+        self.guard.on_suspend = self._suspend
         self._on_compared = on_compared
-        self._logged: set[Point] = set()
+
+    @property
+    def suspended(self) -> str:
+        """Return why it is not asked any more; empty: it is."""
+        return self.active.record.suspended
+
+    def _suspend(self, why: str) -> None:
+        self.active.follow(suspended(self.active.record, why), self.active.slo)
 
     def follow_slo(self, slo: Slo) -> None:
         """Plan for these SLOs from now on."""
-        self.active.follow(None, slo)
+        self.active.follow(self.active.record, slo)
 
     def placed(self, policy: str, question: PlaceQuestion, placement: Placement) -> None:
         """Compare a placement."""
-        other = self._ask(Point.PLACE, lambda: question.ask(self.active.policy))
-        self._compare(Point.PLACE, question.arrival.request_id, policy, placement, other)
+        self._compare(question, question.arrival.request_id, policy, placement)
 
     def decided(self, policy: str, question: Question, actions: Sequence[Action] | None) -> None:
         """Compare any other decision."""
-        other = self._ask(question.point, lambda: question.ask(self.active.policy))
         request_id = "" if question.request is None else question.request.request_id
-        self._compare(question.point, request_id, policy, actions, other)
+        self._compare(question, request_id, policy, actions)
 
-    def _compare(self, point: Point, request_id: str, policy: str, decided: Answer, shadow: Answer) -> None:
+    def _compare(
+        self, question: Asked[Placement | Sequence[Action]], request_id: str, policy: str, decided: Answer
+    ) -> None:
+        if self.suspended:
+            return
+        shadow, point = self.guard.ask(self.active, question), question.point
         if decided is None or shadow is None:
             verdict = Verdict.FAILED
         else:
             verdict = Verdict.SAME if outcome(decided) == outcome(shadow) else Verdict.DIFFERENT
         self.counts[point, verdict] += 1
         self._on_compared(Comparison(point, request_id, policy, decided, shadow, verdict))
-
-    def _ask(self, point: Point, ask: Callable[[], T]) -> T | None:
-        """Return the answer, or None if the policy raised, which is logged once per decision point."""
-        try:
-            return ask()
-        except Exception:
-            if point not in self._logged:
-                self._logged.add(point)
-                log.warning("shadow policy %s fails at %s", self.active.name, point.value, exc_info=True)
-            return None
 
 
 _NO_REASON: Final = ""

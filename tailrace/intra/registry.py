@@ -13,8 +13,8 @@ from tailrace.intra.base import ENGINE_ORDER, IntraPolicy
 from tailrace.intra.earliest_due import EarliestDue
 from tailrace.intra.orders import DecodeFirst, Fcfs, QuantumRoundRobin
 from tailrace.intra.pascal import PascalQueue
-from tailrace.plugins import PluginError, load_plugin, plugins
-from tailrace.policy.deployment import Deployment
+from tailrace.plugins import PluginError, describe_error, load_plugin, plugins, wrong_declaration
+from tailrace.policy.deployment import Deployment, Fact
 from tailrace.policy.parameters import NO_PARAMETERS, Parameter, ParameterError, Value, parse_parameters
 from tailrace.slo import Slo
 
@@ -50,11 +50,15 @@ def make_intra(
     values = parse_parameters(f"order {name!r}", intra_parameters(name), parameters)
     if name == ENGINE_ORDER:
         return None
+    kind, facts = _order_class(name), intra_facts(name, slo or Slo())
     try:
-        return _order_class(name)(**values, **intra_facts(name, slo or Slo()))
-    except ValueError as error:
-        # Each value is valid, but not in combination with the others.
-        raise ParameterError(f"order {name!r}: {error}") from error
+        return kind(**values, **facts)
+    # The package may be third-party, and raise anything, SystemExit included.
+    except BaseException as error:
+        if isinstance(error, ValueError):
+            # Each value is valid, but not in combination with the others.
+            raise ParameterError(f"order {name!r}: {error}") from error
+        raise UnknownIntraError(f"order {name!r} cannot be created: {describe_error(error)}") from error
 
 
 def intra_facts(name: str, slo: Slo) -> dict[str, object]:
@@ -79,4 +83,6 @@ def _order_class(name: str) -> type[IntraPolicy]:
         raise UnknownIntraError(f"order {name!r} {error}") from error
     if not (isinstance(order, type) and issubclass(order, IntraPolicy)):
         raise UnknownIntraError(f"order {name!r} ({point.value}) is not a tailrace.intra.base.IntraPolicy")
+    if wrong := wrong_declaration(order, {"parameters": Parameter, "needs": Fact}):
+        raise UnknownIntraError(f"order {name!r} ({point.value}): {wrong}")
     return order

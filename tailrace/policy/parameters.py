@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
+from tailrace.bounded import shown
+
 Value: TypeAlias = bool | int | float | str
 NO_PARAMETERS: Final[Mapping[str, Value]] = MappingProxyType({})
 
@@ -126,7 +128,7 @@ def parse_parameters(
     for name in assigned:
         if name not in by_name:
             known = f"its parameters: {', '.join(sorted(by_name))}" if by_name else "it has no parameters"
-            raise ParameterError(f"{owner} has no parameter {name!r}; {known}")
+            raise ParameterError(f"{owner} has no parameter {shown(name)}; {known}")
     values: dict[str, Value] = {}
     for name, parameter in by_name.items():
         if name not in assigned:
@@ -136,7 +138,7 @@ def parse_parameters(
             values[name] = parameter.parse(assigned[name])
         except ValueError as error:
             raise ParameterError(
-                f"{owner}, parameter {name!r}: {format_value(assigned[name])!r} is not allowed; "
+                f"{owner}, parameter {name!r}: {shown(format_value(assigned[name]))} is not allowed; "
                 f"it is {error}{f' ({parameter.unit})' if parameter.unit else ''}"
             ) from error
     return values
@@ -155,8 +157,8 @@ def read_assignments(assignments: Iterable[str]) -> dict[str, str]:
     for assignment in assignments:
         key, equals, value = assignment.partition("=")
         if not (key and equals):
-            raise ParameterError(f"{assignment!r} is not key=value")
+            raise ParameterError(f"{shown(assignment)} is not key=value")
         if key in values:
-            raise ParameterError(f"{key!r} is given twice")
+            raise ParameterError(f"{shown(key)} is given twice")
         values[key] = value
     return values

@@ -16,7 +16,7 @@ from tailrace.control.recording import (
     recorded_placement,
 )
 from tailrace.control.reported_cluster import ReportedCluster
-from tailrace.control.runner import ActivePolicy, GuardedCalls, Moment, PlaceQuestion, Point, Question
+from tailrace.control.runner import ActivePolicy, Guard, Moment, PlaceQuestion, Point, Question
 from tailrace.policy.parameters import parse_parameters, read_assignments
 from tailrace.policy.registry import parameters_of
 from tailrace.records import PolicyRecord
@@ -36,8 +36,8 @@ class NoMetrics:
     def observe_duration(self, point: Point, seconds: float) -> None:
         """Discard the duration."""
 
-    def failed(self, policy: str, point: Point) -> None:
-        raise AssertionError(f"{policy} failed at {point}")
+    def failed(self, policy: str, point: Point, why: str) -> None:
+        raise AssertionError(f"{policy} failed at {point}: {why}")
 
 
 class RandomRun:
@@ -62,7 +62,7 @@ class RandomRun:
         name, *given = policy.split()
         parameters = parse_parameters(name, parameters_of(name), read_assignments(given))
         active = ActivePolicy(PolicyRecord(name=name, parameters=parameters))
-        self.control = LiveControl(ReportedCluster(), active, self, GuardedCalls(NoMetrics()))
+        self.control = LiveControl(ReportedCluster(), active, self, Guard(NoMetrics()))
         self.control.follow(None, Slo())
         self.set_members()
 

@@ -10,19 +10,20 @@ import pytest
 from tailrace.actions import Action, Migrate, Place, Placement, Refuse, WhenFull
 from tailrace.cluster import Arrival, ClusterView, HotPrefixes, InstanceState, RequestView
 from tailrace.control.admission import TtftAdmission
+from tailrace.control.answers import may_place
 from tailrace.control.runner import (
-    GuardedCalls,
+    Guard,
     Moment,
     PlaceQuestion,
     PlainCalls,
     Point,
     PolicyRunner,
     Question,
-    may_place,
 )
 from tailrace.lengths import LengthStatistics
 from tailrace.perf.ttft import TtftPredictor
 from tailrace.policy.base import Policy
+from tailrace.policy.registry import Declared, declared
 from tests.policy.fleets import cluster, instance, request
 
 ARRIVAL = Arrival("r", 10, 10, 0)
@@ -70,7 +71,7 @@ class Model:
 
     def __init__(self) -> None:
         self.requested: list[tuple[str, float]] = []
-        self.view = cluster(instance("a"), instance("b"))
+        self.view = cluster(instance("a", (REQUEST,)), instance("b"))
 
     def view_at(self, now_s: float) -> ClusterView:
         self.requested.append(("all", now_s))
@@ -96,6 +97,10 @@ class Active:
 
     def __init__(self, policy: Policy, admission: TtftAdmission | None = None) -> None:
         self.policy, self.name, self.admission = policy, type(policy).__name__, admission
+
+    @property
+    def declared(self) -> Declared:
+        return declared(self.name, self.policy)
 
 
 class Log:
@@ -127,7 +132,7 @@ class CallLog:
         assert 0.0 <= seconds < 60.0
         self.calls.append(point)
 
-    def failed(self, policy: str, point: Point) -> None:
+    def failed(self, policy: str, point: Point, why: str) -> None:
         self.failures.append((policy, point))
 
 
@@ -185,7 +190,8 @@ def test_actions_of_a_late_placement_are_submitted() -> None:
     log = Log()
     late = TtftAdmission(0.5)
     model = Model()
-    model.view = cluster(replace(instance("a"), ttft=TtftPredictor(1.0, 0.0, 0.0)))
+    loaded = replace(instance("a", (REQUEST,)), ttft=TtftPredictor(1.0, 0.0, 0.0))
+    model.view = cluster(loaded, instance("b"))
     runner = PolicyRunner(model, Active(Moving(), late), log, PlainCalls())
     runner.watchers.append(log)
     refused = runner.place(ARRIVAL, "m", Moment(1.0, 2.0))
@@ -225,7 +231,7 @@ def test_a_tick_sees_the_time_of_the_last_one_of_the_same_policy() -> None:
 
 def test_a_failed_policy_is_replaced_by_the_fallback_and_counted() -> None:
     metrics, view = CallLog(), cluster(instance("a", (REQUEST,)), instance("b"))
-    calls = GuardedCalls(metrics)
+    calls = Guard(metrics)
     assert calls.place(Active(Broken()), PlaceQuestion(view, ARRIVAL, 0.0)) == Place("b")
     assert calls.decide(Active(Broken()), Question(Point.PREFILL_DONE, view, REQUEST, 0.0)) is None
     assert metrics.failures == [("Broken", Point.PLACE), ("Broken", Point.PREFILL_DONE)]
@@ -239,7 +245,7 @@ def test_a_failed_policy_is_replaced_by_the_fallback_and_counted() -> None:
 
 def test_valid_decisions_pass_unchanged() -> None:
     metrics, view = CallLog(), cluster(instance("a", (REQUEST,)), instance("b"))
-    calls = GuardedCalls(metrics)
+    calls = Guard(metrics)
     assert calls.place(Active(Everywhere()), PlaceQuestion(view, ARRIVAL, 0.0)) == Place("a")
     question = Question(Point.PREFILL_DONE, view, REQUEST, 0.0)
     assert calls.decide(Active(Everywhere()), question) == (replace(MOVE, reason="prefill done"),)
@@ -256,7 +262,7 @@ class Refusing(Policy):
 
 def test_refusals_pass_and_invalid_placements_are_replaced() -> None:
     metrics = CallLog()
-    calls = GuardedCalls(metrics)
+    calls = Guard(metrics)
     view = cluster(instance("a", state=InstanceState.DRAINING), instance("b"))
     assert calls.place(Active(Refusing()), PlaceQuestion(view, ARRIVAL, 0.0)) == Refuse("full")
     assert metrics.failures == []
