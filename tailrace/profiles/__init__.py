@@ -11,6 +11,8 @@ from typing import Final
 
 import msgspec
 
+from tailrace.bounded import read_regular, shown
+
 BUILT_IN: Final[Path] = Path(__file__).resolve().parent
 
 
@@ -127,9 +129,9 @@ def load_profile(name: str) -> Profile:
     """Load a built-in profile by name, or the JSON file at the path `name`. Raise ProfileError."""
     path = BUILT_IN / f"{name}.json" if name in built_in_profiles() else Path(name)
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Profile)
+        return msgspec.json.decode(read_regular(path), type=Profile)
     except OSError as error:
         known = ", ".join(built_in_profiles())
-        raise ProfileError(f"no profile {name!r}: {error.strerror}; built in are {known}") from error
+        raise ProfileError(f"no profile {shown(name)}: {error.strerror}; built in are {known}") from error
     except msgspec.DecodeError as error:
         raise ProfileError(f"profile {name!r}: {error}") from error

@@ -8,15 +8,19 @@ first token.
 from __future__ import annotations
 
 import enum
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
+from msgspec import Meta
 from msgspec.structs import replace
 
 from tailrace.model_identity import covers, text_of
 
 PREPARE_S: Final = 60.0
 """Default time, in seconds, for instances and front ends to get ready for the new model."""
+
+
+_Time = Annotated[float, Meta(ge=0.0, le=1e15)]
 
 
 class RolloutState(enum.StrEnum):
@@ -50,15 +54,15 @@ class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
     draining: list[str] = []
     # Whether it undoes another rollout.
     undoes: bool = False
-    begun_s: float
+    begun_s: _Time
     # Seconds after which preparing has failed, measured by each leader from when it first saw the rollout.
-    prepare_s: float = PREPARE_S
+    prepare_s: _Time = PREPARE_S
     # Number of instances of the new model that must be warm before new requests go there.
-    min_warm: int = 1
-    switched_s: float = 0.0
+    min_warm: Annotated[int, Meta(ge=0, le=2**53)] = 1
+    switched_s: _Time = 0.0
     # When the last instance began to drain.
-    step_s: float = 0.0
-    ended_s: float = 0.0
+    step_s: _Time = 0.0
+    ended_s: _Time = 0.0
     # Why it failed.
     reason: str = ""
 

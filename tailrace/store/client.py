@@ -15,7 +15,17 @@ import grpc
 from tailrace.address import Endpoint
 from tailrace.security.renewed_channel import RenewedChannel
 from tailrace.security.transport import PLAIN, Transport
-from tailrace.store.etcd_api import LEASE_KEEP_ALIVE, RANGE, REQUIRE_LEADER, Method, Reply, Request
+from tailrace.service.tasks import cancel
+from tailrace.store.etcd_api import (
+    LEASE_KEEP_ALIVE,
+    RANGE,
+    REQUIRE_LEADER,
+    Method,
+    Reply,
+    Request,
+    prefix_end,
+)
+from tailrace.telemetry.incidents import unreadable
 from tailrace.v1 import etcd_pb2
 
 log = logging.getLogger(__name__)
@@ -42,7 +52,16 @@ _ROUND_S: Final = 0.2
 # If no member can be reached, the call continues for this long, so that gRPC tries to connect once more.
 _UNREACHABLE_S: Final = 1.25
 
+# Keys of one page of a listing, which usually have some 800 bytes each; and the largest message that is read.
+# A page that is larger is asked for again with fewer keys.
+_PAGE_KEYS: Final = 1_000
+_MESSAGE_BYTES: Final = 16 << 20
+_TOO_LARGE: Final = "larger than max"
+# Largest listing: 300,000 instances, and what a process can hold.
+_LISTING_BYTES: Final = 256 << 20
+
 _CHANNEL_OPTIONS: Final = (
+    ("grpc.max_receive_message_length", _MESSAGE_BYTES),
     # A name with several addresses stands for several members: calls use the next that answers.
     ("grpc.lb_policy_name", "round_robin"),
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
@@ -192,6 +211,56 @@ class EtcdClient:
         request = etcd_pb2.RangeRequest(key=b"/tailrace", count_only=True)
         return (await self.call(RANGE, request, "read the revision")).reply.header
 
+    async def list_prefix(
+        self, prefix: bytes, action: str
+    ) -> tuple[dict[bytes, bytes], etcd_pb2.ResponseHeader]:
+        """Return all values under a prefix as of one revision, which the header tells, in key order.
+
+        Raise StoreUnavailable also if there is too much under it, or Rejected.
+        """
+        values: dict[bytes, bytes] = {}
+        first: etcd_pb2.ResponseHeader | None = None
+        request = etcd_pb2.RangeRequest(key=prefix, range_end=prefix_end(prefix), limit=_PAGE_KEYS)
+        size = 0
+        while True:
+            try:
+                reply = (await self.call(RANGE, request, action)).reply
+            except Rejected as error:
+                if not (_is_too_large(error) and await self._shorten(request, action)):
+                    raise
+                continue
+            if first is None:
+                first = reply.header
+                # The following pages show the same state.
+                request.revision = first.revision
+            for kv in reply.kvs:
+                values[kv.key] = kv.value
+                size += len(kv.key) + len(kv.value)
+            if size > _LISTING_BYTES:
+                raise StoreUnavailable(
+                    f"etcd: {action}: there are more than {_LISTING_BYTES >> 20} MiB under {prefix!r}; "
+                    "delete what does not belong there"
+                )
+            if not reply.more:
+                return values, first
+            request.key = reply.kvs[-1].key + b"\0"
+            request.limit = min(_PAGE_KEYS, 2 * request.limit)
+
+    async def _shorten(self, request: etcd_pb2.RangeRequest, action: str) -> bool:
+        """Make a page that is too large smaller, or skip its only key; return False if it is empty."""
+        if request.limit > 1:
+            request.limit //= 2
+            return True
+        key = etcd_pb2.RangeRequest()
+        key.CopyFrom(request)
+        key.keys_only = True
+        reply = (await self.call(RANGE, key, action)).reply
+        if not reply.kvs:
+            return False
+        unreadable("value in etcd", repr(reply.kvs[0].key), f"it has more than {_MESSAGE_BYTES} bytes")
+        request.key = reply.kvs[0].key + b"\0"
+        return True
+
     async def _failover(
         self, attempt: Callable[[Member, float], Awaitable[_Result]], action: str
     ) -> Answer[_Result]:
@@ -254,10 +323,9 @@ class _Call(Generic[_Result]):
                 self._client.demote(member, "no answer in time")
             raise _NoAnswer(self._reasons_text()) from self._cause
         finally:
-            for task in self._pending:
-                task.cancel()
-            if self._pending:
-                await asyncio.wait(self._pending)
+            # It has this call in its frames.
+            self._cause = None
+            await cancel(*self._pending)
 
     def _begin(self, left_s: float) -> None:
         """Start an attempt at the next idle member; if all are busy, at the next one in order again."""
@@ -293,7 +361,10 @@ class _Call(Generic[_Result]):
             self._client.mark_answering(member)
             return True
         if not isinstance(error, (grpc.aio.AioRpcError, *CALL_FAILURES)):
-            raise error
+            try:
+                raise error
+            finally:
+                del error, task
         if isinstance(error, grpc.aio.AioRpcError) and _is_answer(error):
             raise Rejected(error.code(), error.details() or "") from error
         reason = short_error(error)
@@ -311,8 +382,13 @@ class _Call(Generic[_Result]):
 
 def _is_answer(error: grpc.aio.AioRpcError) -> bool:
     """Return whether every member would give this answer."""
-    # A member's quota alarm applies to the whole cluster.
-    return error.code() not in _MEMBER_FAILED or "space exceeded" in (error.details() or "")
+    # A member's quota alarm applies to the whole cluster, and a reply is equally large from each.
+    details = error.details() or ""
+    return error.code() not in _MEMBER_FAILED or "space exceeded" in details or _TOO_LARGE in details
+
+
+def _is_too_large(error: Rejected) -> bool:
+    return error.code is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE in str(error)
 
 
 # How a call or stream ends other than by a status: the channel was closed, or the stream was over already.

@@ -6,15 +6,15 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable
 from contextlib import aclosing
 from typing import Final
 
 import msgspec
 
 from tailrace.records import ServiceRecord
+from tailrace.service.tasks import cancel, supervise
 from tailrace.store.leadership import Leadership, lease_clock
-from tailrace.store.store import LeaseExpired, Store, StoreUnavailable
+from tailrace.store.store import LeasedValue, LeaseExpired, Store, StoreUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,8 @@ class Election:
     before the lease can have expired by this process's clock, and as soon as etcd shows another leader or
     none. The latter should not happen, but before 3.4.31 and 3.5.13 an etcd member that was suspended while
     it led revokes live leases. In addition, leaders write by compare-and-swap. A leader that could not reach
-    etcd for a while leads again as soon as it can, if its lease still holds.
+    etcd for a while leads again as soon as it can, if its lease still holds. A value without a lease is no
+    leader's, and is replaced: nothing else would ever remove it.
     """
 
     def __init__(
@@ -59,13 +60,12 @@ class Election:
 
     def start(self) -> None:
         """Begin to campaign."""
-        self._task = asyncio.create_task(self._campaign(), name=f"election {self._key}")
+        self._task = supervise("election", self._campaign, self._key)
 
     async def close(self) -> None:
         """Stop, and resign so that the next candidate leads at once."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+            await cancel(self._task)
         if self._lease is not None:
             with contextlib.suppress(StoreUnavailable):
                 await self._store.revoke_lease(self._lease)
@@ -73,33 +73,39 @@ class Election:
     async def _campaign(self) -> None:
         while True:
             try:
-                await self._wait_until_vacant()
+                stray = await self._wait_until_vacant()
                 requested_s = lease_clock()
                 # Reuse the last attempt's lease if it still holds: our own key may be attached to it.
                 if self._lease is None or not await self._store.renew_lease(self._lease):
                     requested_s = lease_clock()
                     self._lease = await self._store.grant_lease(self._ttl_s)
                 # A lease that wins nothing expires by itself: nothing is attached to it.
-                if await self._store.create_leased(self._key, self._value, self._lease):
+                if await self._store.swap_leased(self._key, stray, self._value, self._lease):
                     await self._lead(self._lease, requested_s)
             except LeaseExpired:
                 self._lease = None
             except StoreUnavailable as error:
                 log.debug("election %s: %s", self._key, error)
                 await asyncio.sleep(_RETRY_S * _random.uniform(0.5, 1.5))
-            except Exception:
-                # Without this task the process would silently never lead again.
-                log.exception("election %s", self._key)
-                await asyncio.sleep(_RETRY_S)
 
-    async def _wait_until_vacant(self) -> None:
-        """Wait until there is no leader, or etcd shows this process as the leader."""
-        await self._wait_until(lambda value: value in (None, self._value))
-
-    async def _wait_until(self, condition: Callable[[bytes | None], bool]) -> None:
+    async def _wait_until_vacant(self) -> LeasedValue | None:
+        """Wait until there is no leader, or etcd shows this process as the leader; return the value that is
+        in the leader's place without a lease, if there is one."""
         async with aclosing(self._store.watch_prefix(self._key)) as watch:
             async for mapping in watch:
-                if condition(mapping.get(self._key)):
+                if mapping.get(self._key) in (None, self._value):
+                    break
+                present = await self._store.get_leased(self._key)
+                if present is not None and not present.lease:
+                    log.warning("%s has a value without a lease, which is replaced", self._key)
+                    return present
+        return None
+
+    async def _wait_until_replaced(self) -> None:
+        """Wait until etcd shows another value than this process's."""
+        async with aclosing(self._store.watch_prefix(self._key)) as watch:
+            async for mapping in watch:
+                if mapping.get(self._key) != self._value:
                     return
 
     async def _lead(self, lease: int, renewed_s: float) -> None:
@@ -110,9 +116,7 @@ class Election:
         log.info("%s leads", self._name)
         self.following.clear()
         self.leading.hold_until(until_s)
-        replaced = asyncio.create_task(
-            self._wait_until(lambda value: value != self._value), name="leadership"
-        )
+        replaced = asyncio.create_task(self._wait_until_replaced(), name="leadership")
         try:
             while (left_s := until_s - lease_clock()) > 0:
                 await asyncio.wait([replaced], timeout=min(left_s, self._ttl_s / 4))

@@ -88,7 +88,9 @@ def unchanged(key: bytes, present: etcd_pb2.KeyValue | None) -> etcd_pb2.Compare
 
 def watch_prefix_request(prefix: bytes) -> etcd_pb2.WatchRequest:
     """Return the request to watch all keys that begin with the prefix, from now on."""
-    create = etcd_pb2.WatchCreateRequest(key=prefix, range_end=prefix_end(prefix), progress_notify=True)
+    create = etcd_pb2.WatchCreateRequest(
+        key=prefix, range_end=prefix_end(prefix), progress_notify=True, fragment=True
+    )
     return etcd_pb2.WatchRequest(create_request=create)
 
 

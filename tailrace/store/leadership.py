@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Callable
 from typing import Literal
 
 
@@ -24,6 +25,19 @@ class Leadership(asyncio.Event):
     def __init__(self) -> None:
         super().__init__()
         self._until_s = -math.inf
+        self._on_end: list[Callable[[], None]] = []
+
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """Call back at the end of each term, before another one can begin. It must not block or raise."""
+        self._on_end.append(callback)
+
+    def clear(self) -> None:
+        """Do not lead any more."""
+        led = super().is_set()
+        super().clear()
+        if led:
+            for callback in self._on_end:
+                callback()
 
     def hold_until(self, until_s: float) -> None:
         """Lead until `until_s` (lease_clock), or until `clear`."""

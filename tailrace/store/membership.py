@@ -3,41 +3,48 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Final, TypeVar
-
-import msgspec
+from typing import Final, TypeVar, cast
 
 from tailrace.cluster import Pool, Stage
 from tailrace.records import (
     PROFILES,
+    AdapterRecord,
     InstanceRecord,
     PolicyRecord,
     ProfileRecord,
     ServiceRecord,
-    StageRecord,
-    decode_policy,
-    decode_slo,
 )
 from tailrace.rollout.facts import FrontEndFacts, InstanceFacts
 from tailrace.rollout.record import RolloutRecord
+from tailrace.service.tasks import cancel, supervise
 from tailrace.slo import Slo
+from tailrace.store.reading import (
+    UnreadableRecord,
+    read_named,
+    read_policy,
+    read_pool,
+    read_record,
+    read_slo,
+    read_stages,
+)
 from tailrace.store.store import TOMBSTONES, Store
+from tailrace.telemetry.incidents import guarded, unreadable
 
 log = logging.getLogger(__name__)
 
 _HOLD_S: Final = 60.0
 _FRONTEND: Final = "frontend"
 
-_Record = TypeVar("_Record", InstanceRecord, ServiceRecord, ProfileRecord, RolloutRecord)
+_Record = TypeVar("_Record", AdapterRecord, InstanceRecord, ServiceRecord, ProfileRecord, RolloutRecord)
+_Value = TypeVar("_Value")
 
 
 class Membership:
-    """Follow instances, services, leaders, pools, drains, stages, profiles, rollouts, policy and SLOs by one
-    watch.
+    """Follow instances, services, leaders, pools, drains, stages, profiles, rollouts, adapters, policy and
+    SLOs by one watch.
 
     An instance whose key vanished without a withdrawal is held as a suspect for `hold_s` seconds, then
     dropped. While etcd cannot be reached everything stays as it was.
@@ -48,10 +55,8 @@ class Membership:
         self._hold_s = hold_s
         self._task: asyncio.Task[None] | None = None
         self._listeners: list[Callable[[], None]] = []
-        # Decoded records by key, with the bytes they were decoded from.
-        self._decoded: dict[
-            str, tuple[bytes, InstanceRecord | ServiceRecord | ProfileRecord | RolloutRecord]
-        ] = {}
+        # What was read by key, with the bytes that it was read from; None: they are unreadable.
+        self._read: dict[str, tuple[bytes, object]] = {}
         self._suspects: dict[str, asyncio.TimerHandle] = {}
         self._instances: dict[str, InstanceRecord] = {}
         self._services: dict[tuple[str, str], ServiceRecord] = {}
@@ -66,13 +71,16 @@ class Membership:
         self._profiles: dict[str, ProfileRecord] = {}
         self._rollouts: dict[str, RolloutRecord] = {}
         self._unread_rollouts: frozenset[str] = frozenset()
+        self._adapters: dict[str, AdapterRecord] = {}
+        # What was written by this revision has been read.
+        self.revision = 0
 
     @classmethod
     async def start(cls, store: Store, hold_s: float = _HOLD_S) -> Membership:
         """Read etcd once; return a membership that follows it."""
         membership = cls(store, hold_s)
         first = asyncio.Event()
-        membership._task = asyncio.create_task(membership._follow(first), name="membership")
+        membership._task = supervise("membership", lambda: membership._follow(first))
         try:
             await first.wait()
         except asyncio.CancelledError:
@@ -85,9 +93,7 @@ class Membership:
         for timer in self._suspects.values():
             timer.cancel()
         if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await cancel(self._task)
 
     @property
     def instances(self) -> Mapping[str, InstanceRecord]:
@@ -155,6 +161,11 @@ class Membership:
         return self._unread_rollouts
 
     @property
+    def adapters(self) -> Mapping[str, AdapterRecord]:
+        """Return the LoRA adapters that were loaded at run time, of all models, by key."""
+        return MappingProxyType(self._adapters)
+
+    @property
     def suspects(self) -> frozenset[str]:
         """Return ids of instances whose key vanished without a withdrawal."""
         return frozenset(self._suspects)
@@ -166,40 +177,45 @@ class Membership:
     # ---- following
 
     async def _follow(self, first: asyncio.Event) -> None:
-        async for mapping in self._store.watch_prefix(""):
+        async for mapping, revision in self._store.watch_revisions(""):
+            self.revision = revision
             self._apply(mapping)
             first.set()
             self._notify()
 
     def _notify(self) -> None:
         for listener in self._listeners:
-            try:
+            # Other listeners and later changes must still be processed.
+            with guarded("membership", "listener"):
                 listener()
-            except Exception:
-                # Other listeners and later changes must still be processed.
-                log.exception("a listener to membership failed")
 
     def _apply(self, mapping: Mapping[str, bytes]) -> None:
-        self._decoded = {key: entry for key, entry in self._decoded.items() if key in mapping}
+        self._read = {key: entry for key, entry in self._read.items() if key in mapping}
         instances: dict[str, InstanceRecord] = {}
         services: dict[tuple[str, str], ServiceRecord] = {}
         leaders: dict[str, ServiceRecord] = {}
         profiles: dict[str, ProfileRecord] = {}
         rollouts: dict[str, RolloutRecord] = {}
+        pools: dict[str, Pool] = {}
         unread: set[str] = set()
+        adapters: dict[str, AdapterRecord] = {}
         for key, value in mapping.items():
             area, _, name = key.partition("/")
-            if area == "instances" and (instance := self._decode(key, value, InstanceRecord)):
+            if area == "instances" and (instance := self._named(key, value, InstanceRecord)):
                 instances[name] = instance
-            elif area == "services" and (service := self._decode(key, value, ServiceRecord)):
+            elif area == "services" and (service := self._named(key, value, ServiceRecord)):
                 services[(service.kind, service.service_id)] = service
-            elif area == "leader" and (leader := self._decode(key, value, ServiceRecord)):
+            elif area == "leader" and (leader := self._named(key, value, ServiceRecord)):
                 leaders[name] = leader
-            elif key.startswith(PROFILES) and (profile := self._decode(key, value, ProfileRecord)):
+            elif key.startswith(PROFILES) and (profile := self._named(key, value, ProfileRecord)):
                 profiles[name] = profile
+            elif area == "pools" and (pool := self._value(key, value, read_pool)):
+                pools[name] = pool
+            elif area == "adapters" and (adapter := self._named(key, value, AdapterRecord)):
+                adapters[key] = adapter
             elif area == "rollouts":
                 # If it cannot be read, keep the previous one: requests must not change their model.
-                rollout = self._decode(key, value, RolloutRecord) or self._rollouts.get(name)
+                rollout = self._named(key, value, RolloutRecord) or self._rollouts.get(name)
                 if rollout is None:
                     unread.add(name)
                 else:
@@ -211,30 +227,41 @@ class Membership:
         self._profiles = profiles
         self._rollouts = rollouts
         self._unread_rollouts = frozenset(unread)
-        self._pools = _pools(mapping)
+        self._pools = pools
+        self._adapters = adapters
         # Drained by an operator; stopping by themselves; and drained by a rollout.
         self._drained = frozenset(key.partition("/")[2] for key in mapping if key.startswith("drains/"))
         stopping = {name for name, record in self._instances.items() if record.draining}
         stopped = self._drained | stopping
         self._leaving = _leaving(self._instances, services, rollouts) - stopped
         self._draining = stopped | self._leaving
-        self._stages = _stages(mapping.get("stages"))
-        with _keep_on_error("policy"):
-            self._policy = decode_policy(mapping.get("policy", b""))
-        with _keep_on_error("slo"):
-            self._slo = decode_slo(mapping["slo"]) if mapping.get("slo") else Slo()
+        # A setting that cannot be read stays as it was.
+        stages = self._value("stages", mapping.get("stages", b""), read_stages)
+        self._stages = self._stages if stages is None else stages
+        if not (policy := mapping.get("policy", b"")):
+            self._policy = None
+        else:
+            self._policy = self._value("policy", policy, read_policy) or self._policy
+        if not (slo := mapping.get("slo", b"")):
+            self._slo = Slo()
+        else:
+            self._slo = self._value("slo", slo, read_slo) or self._slo
 
-    def _decode(self, key: str, value: bytes, kind: type[_Record]) -> _Record | None:
-        known = self._decoded.get(key)
-        if known is not None and known[0] == value and isinstance(known[1], kind):
-            return known[1]
-        try:
-            record = msgspec.json.decode(value, type=kind)
-        except msgspec.MsgspecError as error:
-            log.warning("etcd key %s is not a %s: %s", key, kind.__name__, error)
-            return None
-        self._decoded[key] = (value, record)
-        return record
+    def _named(self, key: str, value: bytes, kind: type[_Record]) -> _Record | None:
+        """Return the record at a key, or None if it is unreadable."""
+        return self._value(key, value, lambda value: read_named(kind, key, value))
+
+    def _value(self, key: str, value: bytes, read: Callable[[bytes], _Value]) -> _Value | None:
+        """Return what is at a key, None if it is unreadable. An unchanged value remains the same object."""
+        known = self._read.get(key)
+        if known is None or known[0] != value:
+            found: _Value | None = None
+            try:
+                found = read(value)
+            except UnreadableRecord as error:
+                unreadable(f"{key.partition('/')[0]} record", key, error)
+            known = self._read[key] = (value, found)
+        return cast("_Value | None", known[1])
 
     def _hold_vanished(self, instances: dict[str, InstanceRecord], mapping: Mapping[str, bytes]) -> None:
         """Add vanished instances that were not withdrawn to `instances`; start and stop their timers."""
@@ -245,7 +272,7 @@ class Membership:
         for name, record in self._instances.items():
             if name in instances:
                 continue
-            if _withdrawn(mapping.get(f"{TOMBSTONES}instances/{name}"), record):
+            if self._is_withdrawn(record, mapping):
                 if (timer := self._suspects.pop(name, None)) is not None:
                     timer.cancel()
                 continue
@@ -254,6 +281,14 @@ class Membership:
                 log.warning("instance %s vanished; held as a suspect for %.0f s", name, self._hold_s)
                 loop = asyncio.get_running_loop()
                 self._suspects[name] = loop.call_later(self._hold_s, self._drop, name)
+
+    def _is_withdrawn(self, record: InstanceRecord, mapping: Mapping[str, bytes]) -> bool:
+        """Return whether the incarnation in the record has withdrawn."""
+        key = f"{TOMBSTONES}instances/{record.instance_id}"
+        if key not in mapping:
+            return False
+        tombstone = self._value(key, mapping[key], lambda value: read_record(InstanceRecord, value))
+        return tombstone is not None and tombstone.incarnation == record.incarnation
 
     def _drop(self, name: str) -> None:
         log.warning("instance %s did not come back; dropped", name)
@@ -299,45 +334,3 @@ def _leaving(
         return not any(front.uses(InstanceFacts(name, key, record.model), rollouts) for front in fronts)
 
     return frozenset(filter(is_leaving, named))
-
-
-def _withdrawn(tombstone: bytes | None, record: InstanceRecord) -> bool:
-    """Return whether the incarnation in the record has withdrawn."""
-    if tombstone is None:
-        return False
-    try:
-        withdrawn_record = msgspec.json.decode(tombstone, type=InstanceRecord)
-    except msgspec.MsgspecError:
-        return False
-    return withdrawn_record.incarnation == record.incarnation
-
-
-@contextlib.contextmanager
-def _keep_on_error(key: str) -> Iterator[None]:
-    """Log a decoding error of the block, which then changes nothing."""
-    try:
-        yield
-    except msgspec.MsgspecError as error:
-        log.warning("etcd key %s cannot be read, keeping the previous value: %s", key, error)
-
-
-def _pools(mapping: Mapping[str, bytes]) -> dict[str, Pool]:
-    pools: dict[str, Pool] = {}
-    for key, value in mapping.items():
-        if key.startswith("pools/"):
-            try:
-                pools[key.partition("/")[2]] = Pool(value.decode())
-            except ValueError:
-                log.warning("etcd key %s: %r is not a pool", key, value)
-    return pools
-
-
-def _stages(value: bytes | None) -> tuple[Stage, ...]:
-    if not value:
-        return ()
-    try:
-        records = msgspec.json.decode(value, type=list[StageRecord])
-    except msgspec.MsgspecError as error:
-        log.warning("etcd key stages: %s", error)
-        return ()
-    return tuple(Stage(r.lo, r.hi, tuple(r.instance_ids)) for r in records)

@@ -8,8 +8,9 @@ import random
 from collections.abc import Callable
 from typing import Final
 
+from tailrace.service.tasks import cancel, supervise
 from tailrace.store.client import LeaseExpired, StoreUnavailable
-from tailrace.store.store import Store
+from tailrace.store.store import LeasedValue, Store
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,8 @@ class Registration:
     """A leased key: renew the lease, and write the value again when the lease was lost.
 
     A key that another process has taken meanwhile (a restarted worker of the same name) is left to it, and
-    taken back only once it is free; `on_replaced` reports that.
+    taken back only once it is free; `on_replaced` reports that. A value without a lease is no process's, and
+    is replaced.
     """
 
     def __init__(self, store: Store, key: str, value: bytes, ttl_s: float) -> None:
@@ -40,6 +42,7 @@ class Registration:
         self._value = value
         self._ttl_s = ttl_s
         self._lease = 0
+        self._pause_s = ttl_s / 3
         self._task: asyncio.Task[None] | None = None
         self._replaced: list[Callable[[bytes], None]] = []
         # The other process's value that was last reported.
@@ -59,7 +62,7 @@ class Registration:
         """Write the value, replacing any previous one, and begin to renew it. Raise StoreUnavailable."""
         self._lease = await self._store.grant_lease(self._ttl_s)
         await self._store.put_leased(self.key, self._value, self._lease)
-        self._task = asyncio.create_task(self._keep_alive(), name=f"registration {self.key}")
+        self._task = supervise("registration", self._keep_alive, self.key)
         self._store.before_close(self.withdraw)
 
     async def update(self, value: bytes) -> None:
@@ -70,7 +73,7 @@ class Registration:
         async with self._writing:
             before, self._value = self._value, value
             held = await self._store.get_leased(self.key)
-            if held is not None and held.value != before and held.lease != self._lease:
+            if held is not None and held.value != before and self._is_of_another(held):
                 self._notify_replaced(held.value)
             else:
                 await self._store.swap_leased(self.key, held, value, self._lease)
@@ -80,8 +83,7 @@ class Registration:
         expires."""
         if self._task is None:
             return
-        self._task.cancel()
-        await asyncio.wait([self._task])
+        await cancel(self._task)
         self._task = None
         try:
             await self._store.withdraw(self.key, self._value, _TOMBSTONE_TTL_S)
@@ -91,26 +93,22 @@ class Registration:
         self._store.forget_close(self.withdraw)
 
     async def _keep_alive(self) -> None:
-        pause_s = self._ttl_s / 3
         while True:
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(self._pause_s)
+            # However this attempt fails, the next one must come before the lease ends.
+            self._pause_s = _RETRY_S * _random.uniform(0.5, 1.5)
             try:
                 await self._renew()
-                pause_s = self._ttl_s / 3
+                self._pause_s = self._ttl_s / 3
             except StoreUnavailable as error:
                 log.warning("keeping %s: %s", self.key, error)
-                pause_s = _RETRY_S * _random.uniform(0.5, 1.5)
-            except Exception:
-                # Without this task the process would leave the fleet while it still serves.
-                log.exception("keeping %s", self.key)
-                pause_s = _RETRY_S
 
     async def _renew(self) -> None:
         """Renew the lease, and check that the value is still there. Raise StoreUnavailable."""
         async with self._writing:
             alive = await self._store.renew_lease(self._lease)
             held = await self._store.get_leased(self.key)
-            if held is not None and held.lease != self._lease and held.value != self._value:
+            if held is not None and held.value != self._value and self._is_of_another(held):
                 self._notify_replaced(held.value)
                 return
             if alive and held is not None and (held.value, held.lease) == (self._value, self._lease):
@@ -122,6 +120,9 @@ class Registration:
                 await self._store.swap_leased(self.key, held, self._value, self._lease)
             except LeaseExpired:
                 log.warning("lease of %s was lost again", self.key)
+
+    def _is_of_another(self, held: LeasedValue) -> bool:
+        return held.lease not in (0, self._lease)
 
     def _notify_replaced(self, other: bytes) -> None:
         if other == self._reported_value:

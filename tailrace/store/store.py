@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final
@@ -27,17 +27,22 @@ from tailrace.store.etcd_api import (
     Request,
     delete_op,
     get_op,
-    prefix_end,
     put_op,
     unchanged,
 )
 from tailrace.store.watch import PrefixWatch
+from tailrace.telemetry.incidents import unreadable
 from tailrace.v1 import etcd_pb2
 
 TOMBSTONES: Final = "withdrawn/"
 """`withdrawn/<key>` holds, for a while, the value that its owner withdrew. It lets a reader tell a withdrawal
 from the death of a process; both only delete the key."""
 
+LONGEST_KEY: Final = 1_024
+"""Longest key that is read, in characters."""
+
+# Unreadable keys that are counted.
+_UNNAMED: Final = 10_000
 _CONNECT_S: Final = 15.0
 _RETRY_S: Final = 0.25
 # Attempts of a write that loses to other writes of the same key.
@@ -65,6 +70,8 @@ class Store:
     def __init__(self, client: EtcdClient, cluster: str) -> None:
         self._client = client
         self._prefix = f"/tailrace/{cluster}/"
+        # Unreadable keys that were counted.
+        self._unnamed: set[bytes] = set()
         self._before_close: list[Callable[[], Awaitable[None]]] = []
 
     @classmethod
@@ -114,27 +121,29 @@ class Store:
 
     async def get_prefix(self, prefix: str) -> dict[str, bytes]:
         """Return all values whose keys begin with the prefix, by relative key, in key order."""
-        start = self._key(prefix)
-        request = etcd_pb2.RangeRequest(key=start, range_end=prefix_end(start))
-        reply = (await self._call(RANGE, request, f"list {prefix}")).reply
-        return {self._relative(kv.key): kv.value for kv in reply.kvs}
+        try:
+            values, _ = await self._client.list_prefix(self._key(prefix), f"list {prefix}")
+        except Rejected as error:
+            raise StoreUnavailable(f"etcd: list {prefix}: {error}") from error
+        return self._by_name(values)
 
-    async def put(self, key: str, value: bytes) -> None:
-        """Set a value that stays until it is deleted."""
-        await self._write(key, [put_op(self._key(key), value)], f"put {key}", _any, _is_value(value))
+    async def put(self, key: str, value: bytes) -> int:
+        """Set a value that stays until it is deleted; return the revision of the write."""
+        return await self._write(key, [put_op(self._key(key), value)], f"put {key}", _any, _is_value(value))
 
-    async def delete(self, key: str) -> None:
-        """Delete a value, if there is one."""
-        await self._write(
+    async def delete(self, key: str) -> int:
+        """Delete a value; return the revision of the write, 0 if there was none."""
+        return await self._write(
             key, [delete_op(self._key(key))], f"delete {key}", lambda present: present is not None, _deleted
         )
 
-    async def compare_and_swap(self, key: str, expected: bytes | None, value: bytes) -> bool:
-        """Set a value if the current one is `expected` (None: there is none); return whether it was.
+    async def compare_and_swap(self, key: str, expected: bytes | None, value: bytes) -> int:
+        """Set a value if the current one is `expected` (None: there is none); return the revision of the
+        write, 0 if it was another value.
 
-        If a reply was lost, True may also mean that another process has set the same value; a caller that
-        must tell these apart has to write values of its own. Raise StoreUnavailable also if a reply was lost
-        and others have written since.
+        If a reply was lost, the write may also be that of another process that has set the same value; a
+        caller that must tell these apart has to write values of its own. Raise StoreUnavailable also if a
+        reply was lost and others have written since.
         """
         return await self._write(
             key,
@@ -146,9 +155,10 @@ class Store:
 
     async def compare_and_delete(self, key: str, expected: bytes) -> bool:
         """Delete a value if it is `expected`; return whether it was. Raise as compare_and_swap does."""
-        return await self._write(
+        deleted = await self._write(
             key, [delete_op(self._key(key))], f"compare and delete {key}", _has_value(expected), _deleted
         )
+        return deleted > 0
 
     async def delete_orphaned(self, keys: Sequence[str], owner: str) -> bool:
         """Delete these values if there is none at `owner`; return whether there was none."""
@@ -172,9 +182,15 @@ class Store:
         without its data), everything is read again, so all that happened in the meantime appears as one
         change.
         """
+        async with aclosing(self.watch_revisions(prefix)) as changes:
+            async for values, _ in changes:
+                yield values
+
+    async def watch_revisions(self, prefix: str) -> AsyncGenerator[tuple[dict[str, bytes], int]]:
+        """Yield as `watch_prefix` does, each with a revision: what was written by then is in the values."""
         async with aclosing(PrefixWatch(self._client, self._key(prefix)).values()) as changes:
-            async for values in changes:
-                yield {self._relative(key): value for key, value in values.items()}
+            async for values, revision in changes:
+                yield self._by_name(values), revision
 
     # ---- leases
 
@@ -248,8 +264,20 @@ class Store:
     def _key(self, relative: str) -> bytes:
         return (self._prefix + relative).encode()
 
-    def _relative(self, key: bytes) -> str:
-        return key.decode(errors="replace")[len(self._prefix) :]
+    def _by_name(self, values: Mapping[bytes, bytes]) -> dict[str, bytes]:
+        """Return values by relative key. Leave out keys that nothing here can have written."""
+        named: dict[str, bytes] = {}
+        for key, value in values.items():
+            try:
+                name = key.decode()[len(self._prefix) :]
+            except UnicodeDecodeError:
+                name = ""
+            if name.isprintable() and 0 < len(name) <= LONGEST_KEY:
+                named[name] = value
+            elif key not in self._unnamed and len(self._unnamed) < _UNNAMED:
+                self._unnamed.add(key)
+                unreadable("key in etcd", repr(key), "it is not a short printable text")
+        return named
 
     async def _read(self, key: str) -> _Present:
         request = etcd_pb2.RangeRequest(key=self._key(key))
@@ -263,8 +291,9 @@ class Store:
         action: str,
         accept: Callable[[_Present], bool],
         was_carried_out: Callable[[_Present, _Present], bool | None],
-    ) -> bool:
-        """Carry out the operations once if `accept` accepts what is at the key; return whether it did.
+    ) -> int:
+        """Carry out the operations once if `accept` accepts what is at the key; return the revision, 0 if it
+        did not.
 
         They are conditional on the revision at which the key was read, and change it. So a request that was
         sent several times is carried out once at most, and one that arrives late does nothing. If an attempt
@@ -276,18 +305,18 @@ class Store:
         for _ in range(_ATTEMPTS):
             before = await self._read(key)
             if not accept(before):
-                return False
+                return 0
             request = etcd_pb2.TxnRequest(
                 compare=[unchanged(name, before)], success=operations, failure=[get_op(name)]
             )
             answer = await self._call(TXN, request, action)
             if answer.reply.succeeded:
-                return True
+                return answer.reply.header.revision
             if answer.attempts > 1:
                 kvs = answer.reply.responses[0].response_range.kvs
                 carried_out = was_carried_out(before, kvs[0] if kvs else None)
                 if carried_out:
-                    return True
+                    return kvs[0].mod_revision if kvs else answer.reply.header.revision
                 if carried_out is None:
                     raise StoreUnavailable(
                         f"etcd: {action}: it is unknown whether it was done; the key has changed since"

@@ -10,15 +10,17 @@ from typing import Final
 
 import grpc
 
+from tailrace.service.tasks import cancel
 from tailrace.store.client import (
     CALL_FAILURES,
     EtcdClient,
     Member,
+    Rejected,
     StoreUnavailable,
     StreamEnded,
     short_error,
 )
-from tailrace.store.etcd_api import RANGE, WATCH, prefix_end, progress_request, watch_prefix_request
+from tailrace.store.etcd_api import WATCH, progress_request, watch_prefix_request
 from tailrace.v1 import etcd_pb2
 
 log = logging.getLogger(__name__)
@@ -55,8 +57,9 @@ class PrefixWatch:
         self._changed = asyncio.Event()
         self._progress = asyncio.Event()
 
-    async def values(self) -> AsyncGenerator[dict[bytes, bytes]]:
-        """Yield all values by key: at once, then after each change.
+    async def values(self) -> AsyncGenerator[tuple[dict[bytes, bytes], int]]:
+        """Yield all values by key, and the revision of the last change that they contain: at once, then after
+        each change.
 
         Changes between two yields are merged. While etcd cannot be reached nothing is yielded; once it is
         back (even with a compacted history, or without its data) everything is read again.
@@ -64,15 +67,17 @@ class PrefixWatch:
         following = asyncio.create_task(self._follow(), name=f"watch of {self._prefix!r}")
         following.add_done_callback(lambda _: self._changed.set())
         shown: dict[bytes, bytes] | None = None
+        shown_revision = 0
         try:
             while True:
                 await self._changed.wait()
                 self._changed.clear()
                 if following.done():
                     following.result()
-                if self._values != shown:
-                    shown = dict(self._values)
-                    yield dict(shown)
+                # A write of the value that is there already changes the revision alone.
+                if self._values != shown or self._event_revision != shown_revision:
+                    shown, shown_revision = dict(self._values), self._event_revision
+                    yield dict(shown), shown_revision
         finally:
             following.cancel()
             await asyncio.wait([following])
@@ -87,6 +92,8 @@ class PrefixWatch:
                 )
             except StoreUnavailable as error:
                 log.debug("watch of %r: %s", self._prefix, error)
+            except Rejected as error:
+                log.warning("watch of %r: %s", self._prefix, error)
             except (grpc.aio.AioRpcError, *CALL_FAILURES) as error:
                 self._client.demote(member, f"watch: {short_error(error)}")
             await asyncio.sleep(_RETRY_S * random.uniform(0.5, 1.5))
@@ -111,11 +118,10 @@ class PrefixWatch:
             stream.cancel()
 
     async def _list(self) -> None:
-        request = etcd_pb2.RangeRequest(key=self._prefix, range_end=prefix_end(self._prefix))
-        reply = (await self._client.call(RANGE, request, f"list {self._prefix.decode()}")).reply
-        self._values = {kv.key: kv.value for kv in reply.kvs}
-        self._listed_revision = self._event_revision = self._revision = reply.header.revision
-        self._cluster_id = reply.header.cluster_id
+        values, header = await self._client.list_prefix(self._prefix, f"list {self._prefix.decode()}")
+        self._values = values
+        self._listed_revision = self._event_revision = self._revision = header.revision
+        self._cluster_id = header.cluster_id
         self._changed.set()
 
     async def _read_events(self, stream: _Stream) -> None:
@@ -174,15 +180,18 @@ async def _first_ended(*tasks: asyncio.Task[None]) -> None:
     Raise what ended it; StreamEnded if gRPC cancelled it, as it does when the channel is closed.
     """
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            if task.cancelled():
-                raise StreamEnded("the channel was closed")
-            task.result()
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        ended = [_error_of(task) for task in tasks if task.done()]
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+        await cancel(*tasks)
+    errors = [error for error in ended if error is not None]
+    del tasks, ended
+    if errors:
+        raise errors.pop(0)
+
+
+def _error_of(task: asyncio.Task[None]) -> BaseException | None:
+    return StreamEnded("the channel was closed") if task.cancelled() else task.exception()
 
 
 async def _read(stream: _Stream) -> etcd_pb2.WatchResponse:

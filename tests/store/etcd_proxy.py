@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import grpc
 
 from tailrace.v1 import etcd_pb2
+from tests.waiting import WAIT_S
 
 TXN = "/etcdserverpb.KV/Txn"
 LEASE_GRANT = "/etcdserverpb.Lease/LeaseGrant"
@@ -67,7 +68,7 @@ class EtcdProxy(grpc.GenericRpcHandler):
             if path in self.held:
                 self.arrived.set()
                 await self.release.wait()
-            return await call(request, timeout=10)
+            return await call(request, timeout=WAIT_S)
 
         if path in self.held:
             late = asyncio.create_task(forward())

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tailrace.store.store import Store, StoreUnavailable
 from tests.store.etcd_proxy import etcd_proxy
+from tests.waiting import WAIT_S
 
 NAME = "etcd-of-a-test"
 
@@ -26,7 +27,7 @@ async def main(hosts: Path, port: str, etcd: str) -> None:
         store = await Store.connect([f"{NAME}:{port}"], "moved")
         await store.put("policy", b"before")
     await asyncio.to_thread(hosts.write_text, f"127.0.0.3 {NAME}\n")
-    async with etcd_proxy(etcd, f"127.0.0.3:{port}") as second, asyncio.timeout(15):
+    async with etcd_proxy(etcd, f"127.0.0.3:{port}") as second, asyncio.timeout(WAIT_S):
         while not second.calls:
             try:
                 await store.put("policy", b"after")

@@ -12,6 +12,7 @@ from tailrace.service.etcd import local_etcd
 from tailrace.store.election import Election
 from tailrace.store.store import Store
 from tests.store.waiting import until
+from tests.waiting import WAIT_S
 
 
 def record(name: str) -> ServiceRecord:
@@ -21,7 +22,7 @@ def record(name: str) -> ServiceRecord:
 
 async def wait_until_leading(election: Election) -> None:
     """Wait until the candidate leads."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         await election.leading.wait()
 
 
@@ -37,6 +38,21 @@ async def test_one_candidate_leads_and_hands_over(store: Store) -> None:
     assert not first.leading.is_set()
     await second.close()
     assert await store.get("leader/scheduler") is None
+
+
+async def test_a_value_without_a_lease_is_no_leader(store: Store) -> None:
+    """Neither before an election, nor in place of the leader's."""
+    await store.put("leader/scheduler", b"\xff")
+    election = Election(store, record("a"))
+    election.start()
+    for stray in (b"7", msgspec.json.encode(record("b"))):
+        await wait_until_leading(election)
+        await store.put("leader/scheduler", stray)
+        async with asyncio.timeout(WAIT_S):
+            await election.following.wait()
+    await wait_until_leading(election)
+    assert await store.get("leader/scheduler") == msgspec.json.encode(record("a"))
+    await election.close()
 
 
 async def test_takeover_when_the_leader_is_killed(etcd: str, store: Store, cluster: str) -> None:
@@ -63,7 +79,7 @@ async def test_a_leader_steps_down_before_its_lease_can_expire(tmp_path: Path) -
         loop = asyncio.get_running_loop()
         etcd.freeze()
         frozen_s = loop.time()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             await election.following.wait()
         assert loop.time() - frozen_s < 2.0
         etcd.thaw()
@@ -101,7 +117,7 @@ async def test_a_leader_whose_lease_is_revoked_steps_down_at_once(store: Store) 
     await wait_until_leading(election)
     assert election._lease is not None
     await store.revoke_lease(election._lease)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         await election.following.wait()
     await wait_until_leading(election)
     await election.close()

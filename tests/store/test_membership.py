@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import pytest
 
+from tailrace.address import parse_endpoints
 from tailrace.cluster import Pool, Stage
 from tailrace.model_identity import ModelIdentity
 from tailrace.records import (
@@ -13,16 +17,20 @@ from tailrace.records import (
     PolicyRecord,
     ServiceRecord,
     StageRecord,
-    decode_policy,
     encode_policy,
     encode_slo,
 )
 from tailrace.rollout.record import RolloutRecord, RolloutState
 from tailrace.service.etcd import local_etcd
 from tailrace.slo import Slo
+from tailrace.store.client import EtcdClient
+from tailrace.store.etcd_api import TXN, put_op
 from tailrace.store.membership import Membership
+from tailrace.store.reading import read_policy
 from tailrace.store.registration import register
 from tailrace.store.store import Store
+from tailrace.telemetry.incidents import UNREADABLE
+from tailrace.v1 import etcd_pb2
 from tests.store.waiting import wait_for_members
 
 
@@ -96,8 +104,8 @@ async def test_policy_and_slos(store: Store) -> None:
 def test_a_policy_with_defaults_is_stored_in_the_oldest_format() -> None:
     plain = PolicyRecord(name="pascal")
     assert encode_policy(plain) == b"pascal"
-    assert decode_policy(b"pascal") == plain
-    assert decode_policy(b"") is None
+    assert read_policy(b"pascal") == plain
+    assert read_policy(b"") is None
 
 
 async def test_unreadable_records_are_skipped(store: Store) -> None:
@@ -110,6 +118,99 @@ async def test_unreadable_records_are_skipped(store: Store) -> None:
     assert members.pools == {}
     assert members.stages == ()
     await members.close()
+
+
+async def test_nothing_in_etcd_stops_the_membership(etcd: str, store: Store, cluster: str) -> None:
+    """Neither what was there before, nor what comes: each is skipped, named and counted, the rest goes on."""
+    odd = {
+        "instances/a": b"\xff\xfe",
+        "instances/deep": b"[" * 100_000,
+        "instances/other": encoded("a"),
+        "instances/": encoded("a"),
+        "instances": b"{}",
+        "services/scheduler": b'"\xff"',
+        "services/a/b/c": b"{}",
+        "leader/scheduler": encoded("a"),
+        "pools/a": b"\xff",
+        "profiles/k": b'{"kind":"k"}',
+        "rollouts/tiny": b'{"state":"of a later version"}',
+        "adapters/tiny/a": b'{"model":"tiny","name":"b","path":"/a"}',
+        "policy": b"\xff",
+        "slo": b'{"ttft_s":-1,"tpot_s":null,"qoe":null,"pace_s":null}',
+        "stages": b'[{"lo":5,"hi":1,"instance_ids":[]}]',
+        "withdrawn/instances/a": b"\xff",
+        "": b"x",
+        "of a later version/x": bytes(1_000_000),
+    }
+    client = EtcdClient(parse_endpoints([etcd]))
+    keys = (b"\xff\xfe", b"instances/\xff", b"drains/\x00\x1b[2J", b"x" * 2_000)
+    members = await Membership.start(store)
+    for part in (0, 1):
+        before = sum(sample.value for metric in UNREADABLE.collect() for sample in metric.samples)
+        for key, value in list(odd.items())[part::2]:
+            await store.put(key, value)
+        for odd_key in keys[part::2]:
+            put = etcd_pb2.TxnRequest(success=[put_op(f"/tailrace/{cluster}/".encode() + odd_key, b"x")])
+            await client.call(TXN, put, "put")
+        await store.put(f"instances/w{part}", encoded(f"w{part}"))
+        # One that follows the changes, and one that starts amid them.
+        await wait_for_members(members, lambda part=part: f"w{part}" in members.instances)  # type: ignore[misc]
+        other = await Membership.start(store)
+        for seen in (members, other):
+            assert list(seen.instances) == [f"w{n}" for n in range(part + 1)]
+            assert (seen.services, seen.leaders, seen.pools, seen.stages) == ({}, {}, {}, ())
+            assert (seen.policy, seen.slo, seen.drained, seen.adapters) == (None, Slo(), frozenset(), {})
+        await other.close()
+        after = sum(sample.value for metric in UNREADABLE.collect() for sample in metric.samples)
+        assert after - before >= 5
+    assert members.unread_rollouts == {"tiny"}
+    await members.close()
+    await client.close()
+
+
+async def test_a_mistake_in_following_is_counted_and_following_goes_on(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members = await Membership.start(store)
+    failed = asyncio.Event()
+    hold = Membership._hold_vanished
+
+    def fail_once(*arguments: Any) -> None:
+        if not failed.is_set():
+            failed.set()
+            raise ZeroDivisionError
+        hold(*arguments)
+
+    monkeypatch.setattr(Membership, "_hold_vanished", fail_once)
+    await store.put("instances/a", encoded("a"))
+    await wait_for_members(members, lambda: "a" in members.instances)
+    assert failed.is_set()
+    await members.close()
+
+
+async def test_more_than_a_message_holds_is_read_page_by_page(etcd: str, store: Store, cluster: str) -> None:
+    """Several times gRPC's default limit of 4 MiB, with values next to etcd's own limit among small ones."""
+    client = EtcdClient(parse_endpoints([etcd]))
+    large = {f"profiles/large{n}": bytes(1_400_000) for n in range(14)}
+    for key, value in large.items():
+        await store.put(key, value)
+    names = [f"w{n:04}" for n in range(1_500)]
+    for start in range(0, len(names), 100):
+        puts = [
+            put_op(f"/tailrace/{cluster}/instances/{n}".encode(), encoded(n)) for n in names[start:][:100]
+        ]
+        await client.call(TXN, etcd_pb2.TxnRequest(success=puts), "put")
+    members = await Membership.start(store)
+    assert list(members.instances) == names and members.profiles == {}
+    # Changes of that size, too.
+    for key, value in large.items():
+        await store.put(key, value + b"x")
+    await store.put("pools/a", b"decode")
+    await wait_for_members(members, lambda: "a" in members.pools)
+    assert list(members.instances) == names
+    assert len(await store.get_prefix("")) == len(names) + len(large) + 1
+    await members.close()
+    await client.close()
 
 
 async def test_a_withdrawn_instance_is_dropped_at_once(store: Store) -> None:
@@ -153,6 +254,20 @@ async def test_an_earlier_withdrawal_does_not_hide_a_vanished_instance(store: St
     await wait_for_members(members, lambda: bool(members.instances))
     await store.delete("instances/a")
     await wait_for_members(members, lambda: members.suspects == {"a"})
+    await members.close()
+
+
+async def test_an_unreadable_withdrawal_is_counted_and_none(store: Store) -> None:
+    before = UNREADABLE.labels("withdrawn record")._value.get()
+    await store.put("instances/a", encoded("a"))
+    await store.put("withdrawn/instances/a", b"\xff")
+    members = await Membership.start(store)
+    await store.delete("instances/a")
+    await wait_for_members(members, lambda: members.suspects == {"a"})
+    await store.put("pools/b", b"decode")
+    await wait_for_members(members, lambda: bool(members.pools))
+    assert members.suspects == {"a"}
+    assert UNREADABLE.labels("withdrawn record")._value.get() == before + 1
     await members.close()
 
 
@@ -243,3 +358,15 @@ async def test_a_rollout_drains_instances_while_they_run_the_old_model(store: St
 def encoded_with_model(name: str, identity: ModelIdentity, incarnation: str = "1") -> bytes:
     """Return a record with this model as in etcd."""
     return msgspec.json.encode(msgspec.structs.replace(instance(name, incarnation), model_identity=identity))
+
+
+async def test_a_write_of_the_same_value_is_followed(store: Store) -> None:
+    """Whoever sets a setting to what it is already waits for the revision of that write."""
+    await store.put("policy", b'{"name": "pascal"}')
+    membership = await Membership.start(store)
+    try:
+        before = membership.revision
+        await store.put("policy", b'{"name": "pascal"}')
+        await wait_for_members(membership, lambda: membership.revision > before)
+    finally:
+        await membership.close()
