@@ -8,17 +8,18 @@ import importlib.util
 import os
 import shutil
 import signal
+import ssl
 import subprocess
 import time
-import urllib.request
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from tailrace.local.ports import free_ports
 from tailrace.security.credentials import AUTHORITIES, CERTIFICATE, KEY
+from tailrace.security.roles import Role, etcd_user
+from tailrace.service.probe import Unhealthy, check_http
 
 _START_S: Final = 20.0
 _STOP_S: Final = 5.0
@@ -52,34 +53,10 @@ def _is_launcher(program: Path) -> bool:
         return file.read(2) == b"#!"
 
 
-@dataclass(frozen=True, slots=True)
-class EtcdTls:
-    """TLS settings for etcd; clients are users by their common names."""
-
-    # Folder of a certificate of role etcd: ca.crt, tls.crt, tls.key.
-    folder: Path
-    # Port of the plain-text health endpoint.
-    health_port: int
-
-    def arguments(self, port: int) -> dict[str, str]:
-        """Return etcd's command-line arguments."""
-        client, peer = f"https://127.0.0.1:{port}", "https://127.0.0.1:0"
-        arguments = {
-            "listen-client-urls": client,
-            "advertise-client-urls": client,
-            # Clients are served on the peer port as well.
-            "listen-peer-urls": peer,
-            "initial-advertise-peer-urls": peer,
-            "initial-cluster": f"local={peer}",
-            "listen-metrics-urls": f"http://127.0.0.1:{self.health_port}",
-        }
-        return arguments | certificate_arguments(self.folder)
-
-
 def certificate_arguments(folder: Path) -> dict[str, str]:
     """Return the arguments with which etcd shows the folder's certificate to clients and peers, and requires
-    theirs."""
-    arguments: dict[str, str] = {}
+    theirs; peers must be etcd, since clients have certificates of the same authority."""
+    arguments = {"peer-cert-allowed-cn": etcd_user(Role.ETCD), "enable-grpc-gateway": "false"}
     for side in ("", "peer-"):
         arguments[f"{side}cert-file"] = str(folder / CERTIFICATE)
         arguments[f"{side}key-file"] = str(folder / KEY)
@@ -88,12 +65,17 @@ def certificate_arguments(folder: Path) -> dict[str, str]:
     return arguments
 
 
-def etcd_command(data_dir: Path, port: int, tls: EtcdTls | None = None) -> list[str]:
+def etcd_command(data_dir: Path, port: int, tls: Path | None = None) -> list[str]:
     """Return the command of a one-member etcd on loopback with its data in a folder. Raise
-    EtcdNotFoundError."""
-    client = f"http://127.0.0.1:{port}"
+    EtcdNotFoundError.
+
+    `tls`: folder of a certificate of role etcd (ca.crt, tls.crt, tls.key); clients are users by their common
+    names.
+    """
+    scheme = "http" if tls is None else "https"
+    client = f"{scheme}://127.0.0.1:{port}"
     # A single member has no peers: any free port will do.
-    peer = "http://127.0.0.1:0"
+    peer = f"{scheme}://127.0.0.1:0"
     arguments = {
         "name": "local",
         "data-dir": str(data_dir),
@@ -106,16 +88,34 @@ def etcd_command(data_dir: Path, port: int, tls: EtcdTls | None = None) -> list[
         "auto-compaction-retention": "1h",
         "logger": "zap",
         "log-level": "warn",
-        **({} if tls is None else tls.arguments(port)),
+        **({} if tls is None else certificate_arguments(tls)),
     }
     return [str(find_etcd()), *(f"--{name}={value}" for name, value in arguments.items())]
+
+
+def check_etcd(address: str, timeout_s: float, tls: Path | None = None) -> None:
+    """Raise Unhealthy unless the member at HOST:PORT can write.
+
+    `tls`: folder of its certificate, which it also accepts as a client's: a health address of its own would
+    need none, and would show all metrics to everyone.
+    """
+    if tls is None:
+        check_http(f"http://{address}/health", timeout_s)
+        return
+    # Not one of Tailrace's contexts: etcd 3.5.0 to 3.5.7 does not speak TLS 1.3.
+    try:
+        context = ssl.create_default_context(cafile=str(tls / AUTHORITIES))
+        context.load_cert_chain(tls / CERTIFICATE, tls / KEY)
+    except OSError as error:
+        raise Unhealthy(f"{tls}: {error}") from error
+    check_http(f"https://{address}/health", timeout_s, context)
 
 
 class LocalEtcd:
     """Control an etcd process that can be killed, frozen and restarted on the same data and port."""
 
     def __init__(
-        self, data_dir: Path, port: int, arguments: Sequence[str] = (), tls: EtcdTls | None = None
+        self, data_dir: Path, port: int, arguments: Sequence[str] = (), tls: Path | None = None
     ) -> None:
         """`arguments`: additional ones for etcd."""
         self.data_dir = data_dir
@@ -123,6 +123,11 @@ class LocalEtcd:
         self._arguments = arguments
         self._tls = tls
         self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Return the ID of the process that was started last."""
+        return None if self._process is None else self._process.pid
 
     @property
     def endpoint(self) -> str:
@@ -145,11 +150,10 @@ class LocalEtcd:
         if self._process is None or self._process.poll() is not None:
             raise EtcdStartError(f"etcd exited; see {self.data_dir}.log")
         try:
-            port = self.port if self._tls is None else self._tls.health_port
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1) as reply:
-                return b'"true"' in reply.read()
-        except OSError:
+            check_etcd(self.endpoint, 1.0, self._tls)
+        except Unhealthy:
             return False
+        return True
 
     async def start(self) -> None:
         """Start or restart it and wait until it answers. Raise EtcdStartError."""
@@ -192,7 +196,7 @@ class LocalEtcd:
 
 @asynccontextmanager
 async def local_etcd(
-    data_dir: Path, port: int = 0, arguments: Sequence[str] = (), tls: EtcdTls | None = None
+    data_dir: Path, port: int = 0, arguments: Sequence[str] = (), tls: Path | None = None
 ) -> AsyncIterator[LocalEtcd]:
     """Run etcd (port 0: any free one) for the duration of the block; its data stays."""
     etcd = LocalEtcd(data_dir, port or free_ports(1)[0], arguments, tls)

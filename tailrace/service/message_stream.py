@@ -30,9 +30,11 @@ from tailrace.service.listening import ListenError, listen_reason
 from tailrace.service.retransmission import bound_retransmission, probe_when_idle
 from tailrace.service.socket_writer import SocketWriter
 from tailrace.service.tasks import cancel, task_error
+from tailrace.telemetry.incidents import loop_failed, loop_named
 
 log = logging.getLogger(__name__)
 
+_LOOP: Final = loop_named("streams")
 DEFAULT_MAX_MESSAGE_BYTES: Final = 64 << 20
 """Default of the largest message that an end accepts; each end announces its own in its hello."""
 MIN_MESSAGE_BYTES: Final = 1 << 20
@@ -156,8 +158,13 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
                 raise
         finally:
             self._handle = None
-        if self._handle_error is not None:
-            raise self._handle_error
+            # Not kept: it has this stream in its frames.
+            error, self._handle_error = self._handle_error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error
 
     def _call(self, handle: Callable[[Received], None], message: Received) -> None:
         try:
@@ -394,7 +401,7 @@ async def serve_streams(
     def done(task: asyncio.Task[None]) -> None:
         serving.discard(task)
         if (error := task_error(task)) is not None:
-            log.error("a stream's server failed", exc_info=error)
+            loop_failed(_LOOP, "", error)
 
     class Accepted(MessageStream[Received]):
         def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import ipaddress
 import math
+import os
 import re
 import socket
 import uuid
@@ -17,10 +18,13 @@ from typing import Final
 import click
 
 from tailrace.address import MalformedAddress, parse_address, parse_endpoints
+from tailrace.bounded import shown
 from tailrace.security.options import exposed, insecure_option, open_transport, tls_option
 from tailrace.security.roles import Role
 from tailrace.security.transport import PLAIN, Transport
+from tailrace.telemetry.log_format import FORMATS, VARIABLE, log_as
 
+_SECONDS_MAX: Final = 1e9
 _BRACKETED: Final = re.compile(r"\[[^\[\]]+\]")
 
 
@@ -90,8 +94,8 @@ class ZeroOrSeconds(click.ParamType[float]):
             seconds = float(value)
         except ValueError:
             seconds = math.nan
-        if not math.isfinite(seconds) or (seconds != 0 and seconds < self._min_s):
-            self.fail(f"{value!r}: 0 or at least {self._min_s:g} seconds expected", param, ctx)
+        if not seconds <= _SECONDS_MAX or (seconds != 0 and seconds < self._min_s):
+            self.fail(f"{shown(value)}: 0 or at least {self._min_s:g} seconds expected", param, ctx)
         return seconds
 
 
@@ -120,6 +124,7 @@ def common_options(kind: str) -> Callable[[Callable[..., None]], Callable[..., N
             advertise: str,
             tls: Path | None,
             insecure: bool,
+            log_format: str,
             **rest: object,
         ) -> None:
             common = CommonOptions(
@@ -133,6 +138,8 @@ def common_options(kind: str) -> Callable[[Callable[..., None]], Callable[..., N
                 insecure=insecure,
             )
             common.check_exposed(listen, metrics)
+            log_as(kind, common.member_id)
+            os.environ[VARIABLE] = log_format
             function(common, **rest)
 
         return _with_options(wrapper)
@@ -230,6 +237,15 @@ def _with_options(function: Callable[..., None]) -> Callable[..., None]:
                 metavar="HOST",
                 callback=_host,
                 help="Host by which others reach this process, if not the one it listens on.",
+            ),
+            click.option(
+                "--log-format",
+                envvar=VARIABLE,
+                show_envvar=True,
+                type=click.Choice(FORMATS),
+                default=FORMATS[0],
+                show_default=True,
+                help="json: each line of the log is an object, also those of vLLM.",
             ),
         ]
     ):

@@ -8,6 +8,7 @@ usage.
 from __future__ import annotations
 
 import http.client
+import ssl
 import sys
 import urllib.error
 import urllib.request
@@ -19,6 +20,7 @@ import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
+from tailrace.numeric import RealRange
 from tailrace.security.options import open_transport, tls_option
 from tailrace.security.roles import MEMBERS, Role
 from tailrace.security.transport import PLAIN, TlsTransport, Transport
@@ -34,7 +36,7 @@ class Unhealthy(Exception):
 @click.option("--http", "url", metavar="URL", help="Also GET this; anything but 200 is unhealthy.")
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0, min_open=True),
+    type=RealRange(min=0, min_open=True),
     default=3.0,
     show_default=True,
     metavar="SECONDS",
@@ -89,10 +91,10 @@ def check_grpc(
         raise Unhealthy(f"{address}: {HealthCheckResponse.ServingStatus.Name(reply.status)}")
 
 
-def check_http(url: str, timeout_s: float) -> None:
-    """Raise Unhealthy unless a GET of the URL returns 200 within the time."""
+def check_http(url: str, timeout_s: float, context: ssl.SSLContext | None = None) -> None:
+    """Raise Unhealthy unless a GET of the URL returns 200 within the time. `context`: for https."""
     try:
-        with urllib.request.urlopen(url, timeout=timeout_s) as reply:
+        with urllib.request.urlopen(url, timeout=timeout_s, context=context) as reply:
             status = reply.status
     except urllib.error.HTTPError as error:
         status = error.code

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Awaitable, Callable, Collection
+from functools import partial
 from typing import Final
 
 import grpc
@@ -14,34 +14,9 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
-from tailrace.service.tasks import cancel, task_error
+from tailrace.service.tasks import cancel, run_once
 
 log = logging.getLogger(__name__)
-
-
-class Backoff:
-    """Double the delay from `first_s` to `max_s`, drawing each from the upper half of its range.
-
-    The random draw spreads out processes that lost the same peer at the same moment.
-    """
-
-    def __init__(self, first_s: float, max_s: float, draw: Callable[[], float] = random.random) -> None:
-        """`draw` returns numbers in [0, 1)."""
-        self._first_s = first_s
-        self._max_s = max_s
-        self._draw = draw
-        self._failures = 0
-
-    def next_s(self) -> float:
-        """Return the seconds to wait before the next attempt; at most `max_s`."""
-        whole_s = min(self._max_s, self._first_s * 2.0**self._failures)
-        if whole_s < self._max_s:
-            self._failures += 1
-        return whole_s * (1.0 + self._draw()) / 2.0
-
-    def reset(self) -> None:
-        """Start with the shortest delay again after a success."""
-        self._failures = 0
 
 
 _CHECK_S: Final = 1.0
@@ -85,9 +60,7 @@ class Reachability:
         if address in self._probes:
             return
         self._failures[address] = self._failures.get(address, 0) + 1
-        task = asyncio.create_task(self._probe(address), name=f"probe of {address}")
-        self._probes[address] = task
-        task.add_done_callback(_log_failure)
+        self._probes[address] = run_once("probes of services", partial(self._probe, address), address)
 
     def succeeded(self, address: str) -> None:
         """Record that the address has worked."""
@@ -129,8 +102,3 @@ async def is_serving(channel: grpc.aio.Channel) -> bool:
         # The server has no health service, but is reachable.
         return error.code() is grpc.StatusCode.UNIMPLEMENTED
     return bool(reply.status == HealthCheckResponse.SERVING)
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    if (error := task_error(task)) is not None:
-        log.error("probing failed", exc_info=error)

@@ -27,6 +27,7 @@ from tailrace.store.client import StoreUnavailable
 from tailrace.store.membership import Membership
 from tailrace.store.registration import register
 from tailrace.store.store import Store
+from tailrace.telemetry.log_format import start_logging
 from tailrace.telemetry.membership import MembershipMetrics
 from tailrace.telemetry.metrics import new_registry, serve_metrics
 from tailrace.telemetry.tracing import Tracing, configure
@@ -89,12 +90,8 @@ def run_service(main: Callable[[Shutdown], Coroutine[None, None, None]]) -> None
     level = os.environ.get(_LEVEL, "INFO").upper()
     if level not in logging.getLevelNamesMapping():
         sys.exit(f"{_LEVEL}: {level!r} is none of {', '.join(logging.getLevelNamesMapping())}")
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=level,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
     try:
+        start_logging(level)
         timeout_s = watchdog_timeout_s()
     except ValueError as error:
         sys.exit(str(error))

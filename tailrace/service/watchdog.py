@@ -1,18 +1,25 @@
-"""Exit a process whose event loop is blocked, so that its supervisor restarts it.
+"""End or restart a process that hangs: its event loop is blocked, or a call of foreign code does not return.
 
 A service that hangs answers nothing, yet its process is alive: neither systemd nor a container engine
-restarts it. The timer runs in a C thread of `faulthandler` and needs neither the event loop nor the
-interpreter lock.
+restarts it. The loop's timer runs in a C thread of `faulthandler` and needs neither the event loop nor the
+interpreter lock. Calls are watched by a Python thread, which can say which one it was.
 """
 
 from __future__ import annotations
 
 import asyncio
 import faulthandler
+import fcntl
+import logging
 import os
-from collections.abc import Iterator
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, NoReturn
+
+log = logging.getLogger(__name__)
 
 TIMEOUT: Final = "TAILRACE_WATCHDOG_S"
 """Environment variable: seconds for which the event loop may be blocked; 0 disables the watchdog."""
@@ -20,6 +27,9 @@ TIMEOUT: Final = "TAILRACE_WATCHDOG_S"
 # Importing an engine blocks the loop for a minute on a slow, shared machine.
 _DEFAULT_S: Final = 300.0
 _BEATS: Final = 10
+
+# Whether this process is a service that may be ended.
+_watching = False
 
 
 def watchdog_timeout_s() -> float:
@@ -43,6 +53,7 @@ def watched_loop(timeout_s: float) -> Iterator[None]:
     If the loop is blocked for `timeout_s`, the stacks of all threads go to stderr and the process exits with
     code 1.
     """
+    global _watching
     if timeout_s == 0.0:
         yield
         return
@@ -55,9 +66,114 @@ def watched_loop(timeout_s: float) -> Iterator[None]:
         timer = loop.call_later(timeout_s / _BEATS, beat)
 
     beat()
+    _watching = True
     try:
         yield
     finally:
+        _watching = False
         if timer is not None:
             timer.cancel()
         faulthandler.cancel_dump_traceback_later()
+
+
+_BEAT_S: Final = 0.25
+LATE_S: Final = 1.0
+"""Seconds after which a watched call is reported as late."""
+HUNG_S: Final = 3.0
+"""Seconds after which a watched call is taken for one that never returns."""
+# What counts of a time in which the call waited for a core throughout: on a machine that is much too small
+# for its processes, too, a call that never returns is found.
+_LEAST_SHARE: Final = 0.2
+
+
+@contextmanager
+def watched_calls(
+    current: Callable[[], object | None],
+    on_late: Callable[[object], None],
+    on_hung: Callable[[object, float], None],
+    hung_s: float = HUNG_S,
+) -> Iterator[None]:
+    """Watch calls that this thread makes during the block, if it is in a block of `watched_loop`.
+
+    `current` returns the call in progress, an object of its own for each, or None. A call is timed while the
+    process runs and without the time in which its thread waited for a core: a process that was stopped, or a
+    busy machine, makes no call late. `on_late` is called in the watching thread after LATE_S, `on_hung` with
+    the seconds after `hung_s`.
+    """
+    if not _watching:
+        yield
+        return
+    stopped = threading.Event()
+    arguments = (stopped, threading.get_native_id(), hung_s, current, on_late, on_hung)
+    # A daemon: it must not keep a process alive whose main thread has ended.
+    thread = threading.Thread(target=_watch_calls, args=arguments, name="watchdog", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join()
+
+
+def _watch_calls(
+    stopped: threading.Event,
+    thread_id: int,
+    hung_s: float,
+    current: Callable[[], object | None],
+    on_late: Callable[[object], None],
+    on_hung: Callable[[object, float], None],
+) -> None:
+    last: object | None = None
+    own_s = seen_s = waited_s = 0.0
+    while not stopped.wait(_BEAT_S):
+        call = current()
+        now_s, now_waited_s = time.monotonic(), waited_for_core_s(thread_id)
+        if call is None or call is not last:
+            own_s = 0.0
+        else:
+            # A beat that took much longer was one in which this thread did not run either.
+            passed_s = min(now_s - seen_s, 2 * _BEAT_S)
+            own_s += max(passed_s * _LEAST_SHARE, passed_s - (now_waited_s - waited_s))
+            if own_s >= LATE_S:
+                on_late(call)
+            if own_s >= hung_s:
+                on_hung(call, own_s)
+                own_s = 0.0
+        last, seen_s, waited_s = call, now_s, now_waited_s
+
+
+def waited_for_core_s(thread_id: int | None = None) -> float:
+    """Return for how many seconds a thread of this process (None: this one) was ready to run, but another
+    one had the core. 0 where the kernel does not say."""
+    of = threading.get_native_id() if thread_id is None else thread_id
+    try:
+        with open(f"/proc/self/task/{of}/schedstat", "rb") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+def restart_process() -> NoReturn:
+    """Run this process's command again in its place, with the present environment.
+
+    It keeps its process id, so whoever started it, supervisor or not, need not start it again. May be called
+    from any thread.
+    """
+    try:
+        sys.stderr.flush()
+        for name in os.listdir("/proc/self/fd"):
+            descriptor = int(name)
+            if descriptor > 2:
+                _close_at_exec(descriptor)
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    finally:
+        # Could not be run again: whoever watches this process sees it end.
+        os._exit(1)
+
+
+def _close_at_exec(descriptor: int) -> None:
+    try:
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFD)
+        fcntl.fcntl(descriptor, fcntl.F_SETFD, flags | fcntl.FD_CLOEXEC)
+    except OSError:
+        return  # closed meanwhile

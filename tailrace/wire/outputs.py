@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Iterable, Sequence
+from typing import Annotated
 
 import msgspec
 
@@ -15,6 +16,9 @@ NIL = msgspec.Raw(b"\xc0")
 
 _FINISHED_REQUESTS = 5
 """Position of finished_requests in EngineCoreOutputs."""
+_SCHEDULER_STATS = 2
+# By position in EngineCoreOutput: prefill_stats, num_nans_in_logits; with what says nothing.
+_STATISTICS = {11: NIL, 13: msgspec.Raw(b"\x00")}
 
 
 class FinishReason(enum.IntEnum):
@@ -64,6 +68,41 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     weight_version: str | None = None
 
 
+_U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+
+
+class _ReadableOutput(msgspec.Struct, array_like=True, gc=False):
+    """The fields of one output that every API server reads, as narrow as vllm-rs reads them."""
+
+    request_id: str
+    new_token_ids: list[_U32]
+    new_logprobs: msgspec.Raw = NIL
+    new_prompt_logprobs_tensors: msgspec.Raw = NIL
+    pooling_output: msgspec.Raw = NIL
+    finish_reason: FinishReason | None = None
+    stop_reason: _U32 | str | None = None
+    events: msgspec.Raw = NIL
+    kv_transfer_params: msgspec.Raw = NIL
+    ec_transfer_params: msgspec.Raw = NIL
+    trace_headers: dict[str, str] | None = None
+    prefill_stats: dict[str, _U32] | None = None
+    routed_experts: msgspec.Raw = NIL
+    num_nans_in_logits: _U32 = 0
+
+
+class _ReadableOutputs(msgspec.Struct, array_like=True, gc=False):
+    """The same of one step's outputs. The statistics of an engine are its front end's to tell."""
+
+    engine_index: _U32
+    outputs: list[_ReadableOutput]
+    scheduler_stats: None = None
+    timestamp: float = 0.0
+    utility_output: None = None
+    finished_requests: list[str] | None = None
+    wave_complete: _U32 | None = None
+    start_wave: _U32 | None = None
+
+
 class OutputHead(msgspec.Struct, array_like=True, gc=False):
     """The leading fields of one output: enough to identify it."""
 
@@ -71,9 +110,22 @@ class OutputHead(msgspec.Struct, array_like=True, gc=False):
     new_token_ids: list[int]
 
 
+class OutputEnd(msgspec.Struct, array_like=True, gc=False):
+    """The fields of one output that tell whether it is a request's last."""
+
+    request_id: str
+    new_token_ids: msgspec.Raw = NIL
+    new_logprobs: msgspec.Raw = NIL
+    new_prompt_logprobs_tensors: msgspec.Raw = NIL
+    pooling_output: msgspec.Raw = NIL
+    finish_reason: int | None = None
+
+
 _encoder = msgspec.msgpack.Encoder()
 _outputs = msgspec.msgpack.Decoder(EngineCoreOutputs)
+_readable = msgspec.msgpack.Decoder(_ReadableOutputs)
 _raw_list = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_end = msgspec.msgpack.Decoder(OutputEnd)
 _head = msgspec.msgpack.Decoder(OutputHead)
 _names = msgspec.msgpack.Decoder(list[str] | None)
 
@@ -81,6 +133,33 @@ _names = msgspec.msgpack.Decoder(list[str] | None)
 def read_outputs(frames: Frames) -> EngineCoreOutputs:
     """Decode a message. Raise msgspec.DecodeError if it is not a message of outputs."""
     return _outputs.decode(head_frame(frames))
+
+
+def check_outputs(frames: Frames) -> None:
+    """Raise msgspec.DecodeError unless API servers can read this message of outputs.
+
+    One that cannot read a message gives all of its requests up.
+    """
+    _readable.decode(head_frame(frames))
+
+
+def without_statistics(frames: Frames) -> list[bytes]:
+    """Return a message of outputs without the engine's statistics, which no answer depends on.
+
+    Everything else stays byte for byte. Raise msgspec.DecodeError if this is not a message of outputs.
+    """
+    fields: list[msgspec.Raw | list[msgspec.Raw] | list[list[msgspec.Raw]]] = [
+        *_raw_list.decode(head_frame(frames))
+    ]
+    outputs = [_raw_list.decode(output) for output in _raw_list.decode(fields[1])]  # type: ignore[arg-type]
+    for output in outputs:
+        for position, nothing in _STATISTICS.items():
+            if len(output) > position:
+                output[position] = nothing
+    fields[1] = outputs
+    if len(fields) > _SCHEDULER_STATS:
+        fields[_SCHEDULER_STATS] = NIL
+    return [_encoder.encode(fields), *frames[1:]]
 
 
 def encode_outputs(outputs: Sequence[EngineCoreOutput], finished: Sequence[str] = ()) -> list[bytes]:
@@ -141,6 +220,44 @@ def split_outputs(frames: Frames, positions: Sequence[int]) -> tuple[list[bytes]
     return [_encoder.encode(remaining_fields), *aux], messages
 
 
+def stats_outputs(running: int, waiting: int, kv_usage: float) -> list[bytes]:
+    """Encode a message without outputs whose SchedulerStats have these values; `kv_usage` is from 0 to 1."""
+    # vllm-rs reads it only if it is complete.
+    stats = {
+        "num_running_reqs": running,
+        "num_waiting_reqs": waiting,
+        "num_skipped_waiting_reqs": 0,
+        "num_kv_fetch_reqs_by_stage": {},
+        "step_counter": 0,
+        "current_wave": 0,
+        "kv_cache_usage": kv_usage,
+        "iteration_details": None,
+        "prefix_cache_stats": {
+            "reset": False,
+            "requests": 0,
+            "queries": 0,
+            "hits": 0,
+            "preempted_requests": 0,
+            "preempted_queries": 0,
+            "preempted_hits": 0,
+            "hits_by_source": {},
+        },
+        "connector_prefix_cache_stats": None,
+        "kv_cache_eviction_events": [],
+        "spec_decoding_stats": None,
+        "kv_connector_stats": None,
+        "ec_connector_stats": None,
+        "waiting_lora_adapters": {},
+        "running_lora_adapters": {},
+        "cudagraph_stats": None,
+        "perf_stats": None,
+    }
+    message = EngineCoreOutputs(
+        scheduler_stats=msgspec.Raw(_encoder.encode(stats)), timestamp=time.monotonic()
+    )
+    return [_encoder.encode(message)]
+
+
 def error_outputs(request_ids: Iterable[str]) -> list[bytes]:
     """Encode a message that ends these requests with an internal error (500 to the user)."""
     return _finish(request_ids, FinishReason.ERROR)
@@ -156,16 +273,17 @@ def _finish(request_ids: Iterable[str], reason: FinishReason) -> list[bytes]:
     return encode_outputs([EngineCoreOutput(name, [], finish_reason=reason) for name in names], names)
 
 
-def shrink_outputs(frames: Frames, limit_bytes: int) -> tuple[list[bytes], list[int]]:
+def shrink_outputs(frames: Frames, limit_bytes: int) -> tuple[list[bytes], dict[int, int]]:
     """Remove the largest outputs until the message has at most `limit_bytes`.
 
-    Return the remaining message and the positions of the removed outputs, in ascending order. The auxiliary
+    Return the remaining message and the positions of the removed outputs, in ascending order, with their
+    bytes. The auxiliary
     buffers of removed outputs become empty, so that the indices of the others stay valid. Everything else
     stays byte for byte. Raise msgspec.DecodeError if this is not a message of outputs.
     """
     excess = sum(map(len, frames)) - limit_bytes
     if excess <= 0:
-        return list(frames), []
+        return list(frames), {}
     outputs = _raw_list.decode(_raw_list.decode(head_frame(frames))[1])
     buffers = [_buffers(msgspec.msgpack.decode(output), len(frames)) for output in outputs]
     sizes = [
@@ -183,7 +301,7 @@ def shrink_outputs(frames: Frames, limit_bytes: int) -> tuple[list[bytes], list[
     left = filter_outputs(frames, keep)
     return (
         [b"" if index in dropped else frame for index, frame in enumerate(left)],
-        [position for position, kept in enumerate(keep) if not kept],
+        {position: sizes[position] for position, kept in enumerate(keep) if not kept},
     )
 
 
@@ -210,6 +328,34 @@ def rename_output(frames: Frames, request_id: str) -> list[bytes]:
     if len(fields) > _FINISHED_REQUESTS and _names.decode(fields[_FINISHED_REQUESTS]) is not None:
         rebuild_handler[_FINISHED_REQUESTS] = [request_id]
     return [_encoder.encode(rebuild_handler), *frames[1:]]
+
+
+def rename_outputs(frames: Frames, names: dict[str, str]) -> list[bytes]:
+    """Return a message of outputs with other names for the requests in `names`; drop a name from it with the
+    request's last output.
+
+    Everything else stays byte for byte. Raise msgspec.DecodeError if this is not a message of outputs.
+    """
+    fields: list[msgspec.Raw | list[msgspec.Raw] | list[str]] = [*_raw_list.decode(head_frame(frames))]
+    outputs = _raw_list.decode(fields[1])  # type: ignore[arg-type]
+    ended: dict[str, str] = {}
+    for position, output in enumerate(outputs):
+        head = _end.decode(output)
+        name = names.get(head.request_id)
+        if name is None:
+            continue
+        values: list[msgspec.Raw | str] = [*_raw_list.decode(output)]
+        values[0] = name
+        outputs[position] = msgspec.Raw(_encoder.encode(values))
+        if head.finish_reason is not None:
+            ended[head.request_id] = names.pop(head.request_id)
+    fields[1] = outputs
+    if len(fields) > _FINISHED_REQUESTS:
+        finished = _names.decode(fields[_FINISHED_REQUESTS])  # type: ignore[arg-type]
+        if finished is not None:
+            known = {**names, **ended}
+            fields[_FINISHED_REQUESTS] = [known.get(name, name) for name in finished]
+    return [_encoder.encode(fields), *frames[1:]]
 
 
 def _buffers(value: object, frames: int) -> set[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 import time
 from collections.abc import Sequence
 from typing import Final
@@ -28,6 +29,14 @@ _PACE: Final = "tailrace_pace_tpot_ms"
 _PACE_MAX_MS: Final = 60_000.0
 # Characters of a wrong value that its refusal repeats.
 _SHOWN_MAX: Final = 40
+
+
+# Positions in EngineCoreRequest.
+_TRACE_HEADERS: Final = 14
+_EXTERNAL_REQ_ID: Final = 16
+_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+# What everybody has to pass on; more may be dropped.
+_TRACESTATE_MAX: Final = 512
 
 
 class RequestType(bytes, enum.Enum):
@@ -112,6 +121,9 @@ class _Head(msgspec.Struct, array_like=True, gc=False):
     resumable: bool = False
     external_req_id: str | None = None
     reasoning_ended: bool | None = None
+    reasoning_parser_kwargs: msgspec.Raw = msgspec.Raw(b"\xc0")
+    abort_immediately: bool = False
+    session_id: str | None = None
 
 
 class RequestHead(msgspec.Struct, frozen=True, gc=False):
@@ -136,6 +148,8 @@ class RequestHead(msgspec.Struct, frozen=True, gc=False):
     external_req_id: str | None
     # Whether the prompt already ends the reasoning; None: unknown.
     reasoning_ended: bool | None
+    # The conversation, as the user calls it.
+    session_id: str | None
     # Milliseconds a token at which the user wants to be shown the answer (`tailrace_pace_tpot_ms` among the
     # sampling parameters' extra_args, which are `vllm_xargs` over HTTP); 0: at once; None: not said.
     pace_tpot_ms: float | None
@@ -143,6 +157,8 @@ class RequestHead(msgspec.Struct, frozen=True, gc=False):
     wrong_extra: str = ""
 
 
+_raw_list = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_headers = msgspec.msgpack.Decoder(dict[str, str] | None)
 _extras = msgspec.msgpack.Decoder(dict[str, msgspec.Raw] | None)
 _heads = msgspec.msgpack.Decoder(_Head)
 _requests = msgspec.msgpack.Decoder(EngineCoreRequest)
@@ -170,9 +186,38 @@ def read_request(frames: Frames) -> RequestHead:
         trace_headers=head.trace_headers,
         external_req_id=head.external_req_id,
         reasoning_ended=head.reasoning_ended,
+        session_id=head.session_id,
         pace_tpot_ms=pace_tpot_ms,
         wrong_extra=wrong_extra,
     )
+
+
+def for_engines(frames: Frames, request_id: str) -> list[bytes]:
+    """Return an ADD's data frames for engines: under this id, and without what is the API server's own.
+
+    That is the id that the user chose, and all trace headers but a valid trace context: an engine repeats
+    them with every token. Everything else stays byte for byte. Raise msgspec.DecodeError.
+    """
+    fields: list[msgspec.Raw | str | dict[str, str] | None] = [*_raw_list.decode(head_frame(frames))]
+    fields[0] = request_id
+    if len(fields) > _TRACE_HEADERS:
+        fields[_TRACE_HEADERS] = trace_context(_headers.decode(fields[_TRACE_HEADERS])) or None  # type: ignore[arg-type]
+    if len(fields) > _EXTERNAL_REQ_ID:
+        fields[_EXTERNAL_REQ_ID] = None
+    return [_encoder.encode(fields), *frames[1:]]
+
+
+def trace_context(headers: dict[str, str] | None) -> dict[str, str]:
+    """Return the W3C trace context in these headers; what is not valid is left out, as W3C asks for.
+
+    https://www.w3.org/TR/trace-context/
+    """
+    headers = headers or {}
+    parent, state = headers.get("traceparent", ""), headers.get("tracestate", "")
+    if not _TRACEPARENT.fullmatch(parent):
+        return {}
+    keeps_state = state and len(state) <= _TRACESTATE_MAX and state.isprintable()
+    return {"traceparent": parent, "tracestate": state} if keeps_state else {"traceparent": parent}
 
 
 def read_full_request(frames: Frames) -> EngineCoreRequest:

@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.service.reachability import Backoff
+from tailrace.service.tasks import Backoff
 
 
 @given(st.integers(0, 2**32), st.integers(1, 200))

@@ -8,6 +8,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.service.server import serve_grpc
+from tests.waiting import WAIT_S
 
 HOUR_S = 3600.0
 
@@ -27,14 +28,14 @@ async def test_unused_channels_are_closed_and_connected_ones_kept() -> None:
     channels = Channels(clock=clock)
     async with serve_grpc("127.0.0.1:0", []) as server:
         live = channels.get(server.address, Role.WORKER)
-        await HealthStub(live).Check(HealthCheckRequest(), timeout=10)
+        await HealthStub(live).Check(HealthCheckRequest(), timeout=WAIT_S)
         gone = channels.get("127.0.0.1:1", Role.WORKER)
         assert channels.get("127.0.0.1:1", Role.WORKER) is gone and len(channels) == 2
         clock.now_s += HOUR_S
         channels.get("127.0.0.1:2", Role.WORKER)
         assert len(channels) == 2
         assert channels.get(server.address, Role.WORKER) is live
-        await HealthStub(live).Check(HealthCheckRequest(), timeout=10)
+        await HealthStub(live).Check(HealthCheckRequest(), timeout=WAIT_S)
     await channels.close()
     assert len(channels) == 0
 

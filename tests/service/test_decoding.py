@@ -11,6 +11,7 @@ import pytest
 
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.v1 import monitor_pb2, monitor_pb2_grpc, worker_pb2, worker_pb2_grpc
+from tests.waiting import WAIT_S
 
 NO_MESSAGE = b"\x0f"
 
@@ -42,7 +43,7 @@ class Worker:
         request: worker_pb2.CancelImportRequest,
         context: grpc.aio.ServicerContext[worker_pb2.CancelImportRequest, worker_pb2.CancelImportReply],
     ) -> worker_pb2.CancelImportReply:
-        return worker_pb2.CancelImportReply(cancelled=True)
+        return worker_pb2.CancelImportReply()
 
     async def Export(
         self,
@@ -81,7 +82,7 @@ async def _call(
     multicallable = channel.stream_stream(
         f"/tailrace.v1.{method}", request_serializer=_raw, response_deserializer=_raw
     )
-    call = multicallable(iter(requests), timeout=20)
+    call = multicallable(iter(requests), timeout=WAIT_S)
     replies: list[bytes] = []
     try:
         while (reply := await call.read()) is not grpc.aio.EOF:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tailrace.service.listening import ListenError
 from tailrace.service.message_stream import MessageStream, StreamBroken, connect_stream, serve_streams
 from tailrace.v1 import worker_pb2
+from tests.waiting import WAIT_S
 
 Down = MessageStream[worker_pb2.AttachDown]
 Up = MessageStream[worker_pb2.AttachUp]
@@ -33,7 +34,7 @@ async def ends() -> AsyncIterator[tuple[Down, Up, str]]:
         served.put_nowait(stream)
         await over.wait()
 
-    async with asyncio.timeout(20), serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve) as address:
+    async with asyncio.timeout(WAIT_S), serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve) as address:
         client = await connect_stream(address, worker_pb2.AttachDown)
         try:
             yield client, await served.get(), address
@@ -170,7 +171,7 @@ async def test_an_undecodable_message_is_an_error() -> None:
         served.put_nowait(stream)
         await asyncio.Event().wait()
 
-    async with asyncio.timeout(20), serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve) as address:
+    async with asyncio.timeout(WAIT_S), serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve) as address:
         host, _, port = address.rpartition(":")
         _, writer = await asyncio.open_connection(host, int(port))
         writer.write((3).to_bytes(4, "little") + b"\xff\xff\xff")

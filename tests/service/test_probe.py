@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from tailrace.service.probe import main
 from tailrace.service.server import serve_grpc
 from tailrace.telemetry.metrics import serve_metrics
+from tests.waiting import WAIT_S
 
 
 async def _probe(*arguments: str) -> Result:
@@ -49,5 +50,5 @@ async def test_the_probe_runs_as_a_module() -> None:
     async with serve_grpc("127.0.0.1:0", []) as server:
         command = [sys.executable, "-m", "tailrace.service.probe", server.address]
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-        stdout, _ = await asyncio.wait_for(process.communicate(), 30)
+        stdout, _ = await asyncio.wait_for(process.communicate(), WAIT_S)
     assert (process.returncode, stdout) == (0, b"healthy\n")

@@ -12,8 +12,7 @@ from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.service.reachability import Reachability, is_serving
 from tailrace.service.server import serve_grpc
-
-WAIT_S = 10.0
+from tests.waiting import WAIT_S
 
 
 class Checks:

@@ -17,6 +17,7 @@ from frontend_svc.api_server.sockets import bind_http
 from tailrace.service.message_stream import MessageStream, connect_stream, serve_streams
 from tailrace.service.retransmission import bound_retransmission
 from tailrace.v1 import worker_pb2
+from tests.waiting import WAIT_S
 
 # Linux, include/uapi/linux/tcp.h, asm-generic/socket.h and filter.h.
 TCP_RTO_MAX_MS = 44
@@ -64,7 +65,7 @@ def test_a_connection_continues_soon_after_an_outage() -> None:
             lose_everything(client)
             accepted.sendall(b"token")
         (bounded_client, _), (client, accepted) = pairs
-        until_s = time.monotonic() + 60
+        until_s = time.monotonic() + WAIT_S
         while doublings(accepted) < 4:
             assert time.monotonic() < until_s
             time.sleep(0.01)
@@ -93,7 +94,7 @@ async def test_both_ends_of_a_message_stream_have_both_bounds() -> None:
         served.put_nowait(stream)
         await over.wait()
 
-    async with asyncio.timeout(20), serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve) as address:
+    async with asyncio.timeout(WAIT_S), serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve) as address:
         client = await connect_stream(address, worker_pb2.AttachDown)
         for end in (client, await served.get()):
             assert end._transport is not None

@@ -10,6 +10,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from tests.waiting import WAIT_S
+
 # A service that prints its state; MODE selects the behaviour of its drain.
 SERVICE = """
 import asyncio, sys
@@ -56,12 +58,12 @@ class Service:
 
     async def line(self) -> str:
         assert self._process.stdout is not None
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(WAIT_S):
             return (await self._process.stdout.readline()).decode().strip()
 
     async def wait(self) -> tuple[list[str], str, int | None]:
         """Return the remaining output lines, the log and the exit code."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(WAIT_S):
             out, err = await self._process.communicate()
         return out.decode().split(), err.decode(), self._process.returncode
 

@@ -10,6 +10,7 @@ import pytest
 import uvloop
 
 from tailrace.service.socket_writer import SocketWriter
+from tests.waiting import WAIT_S
 
 _THREADS = 3
 _RECORDS = 400
@@ -57,7 +58,7 @@ async def write_from_threads_to_a_late_reader() -> list[tuple[int, int]]:
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
 def test_records_arrive_complete_and_in_order_per_thread(run: object) -> None:
     assert callable(run)
-    seen = run(asyncio.wait_for(write_from_threads_to_a_late_reader(), 60))
+    seen = run(asyncio.wait_for(write_from_threads_to_a_late_reader(), WAIT_S))
     for thread in range(_THREADS):
         assert [number for each, number in seen if each == thread] == list(range(_RECORDS))
 
@@ -83,7 +84,7 @@ async def test_lost_buffered_data_is_reported() -> None:
     while not writer.buffered_bytes:
         writer.write(b"x" * (1 << 20))
     theirs.close()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT_S):
         assert isinstance(await reported, OSError)
     assert writer.buffered_bytes == 0
     writer.close()

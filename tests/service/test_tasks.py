@@ -11,7 +11,18 @@ import weakref
 
 import pytest
 
-from tailrace.service.tasks import cancel, first_ended, in_slices, run_to_completion
+from tailrace.service import tasks
+from tailrace.service.tasks import (
+    cancel,
+    first_ended,
+    in_slices,
+    run_once,
+    run_to_completion,
+    supervise,
+    supervised,
+)
+from tests.counting import failures_of
+from tests.waiting import WAIT_S
 
 
 class Broken(Exception):
@@ -40,7 +51,7 @@ async def test_the_first_error_is_raised_without_cancelling_the_caller() -> None
 
 
 async def test_the_others_are_cancelled_when_one_returns() -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT_S):
         await first_ended(asyncio.sleep(0), asyncio.Event().wait())  # type: ignore[arg-type]
 
 
@@ -166,3 +177,109 @@ async def test_a_caller_that_is_cancelled_does_not_wait_for_the_tasks_that_it_ca
     assert not task.done()
     stubborn.set()
     await task
+
+
+@pytest.fixture
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "_RESTART_FIRST_S", 0.0)
+    monkeypatch.setattr(tasks, "_RESTART_MAX_S", 0.0)
+
+
+async def fail_in_a_group() -> None:
+    """Leave `cancelling()` of this task at 1 on Python 3.11 and 3.12 though nobody cancelled it."""
+    async with asyncio.TaskGroup() as group:
+        group.create_task(fail())
+
+
+async def cancelled_by_a_library() -> None:
+    """Raise as gRPC does in a call whose channel is closed."""
+    raise asyncio.CancelledError
+
+
+async def overflow_the_stack() -> None:
+    await overflow_the_stack()
+
+
+@pytest.mark.usefixtures("no_pauses")
+@pytest.mark.parametrize(
+    "failing", [fail, fail_in_a_group, cancelled_by_a_library, overflow_the_stack], ids=lambda f: f.__name__
+)
+async def test_a_loop_that_fails_is_counted_and_starts_again(
+    failing: tasks.Loop, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = f"loop {failing.__name__}"
+    runs = itertools.count(1)
+    done = asyncio.Event()
+
+    async def loop() -> None:
+        if next(runs) == 4:
+            done.set()
+            await asyncio.Event().wait()
+        await failing()
+
+    task = supervise(name, loop, "of a test")
+    assert failures_of(name) == 0
+    await asyncio.wait_for(done.wait(), WAIT_S)
+    assert failures_of(name) == 3
+    # The others of the same kind are counted only.
+    assert [name in record.message for record in caplog.records].count(True) == 1
+    assert "of a test" in caplog.text
+    await cancel(task)
+    assert task.cancelled()
+    assert failures_of(name) == 3
+
+
+@pytest.mark.usefixtures("no_pauses")
+async def test_a_cancelled_loop_ends_whatever_it_raises_then() -> None:
+    started = asyncio.Event()
+
+    async def fails_when_cancelled() -> None:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise Broken
+
+    async with supervised({"fails when cancelled": fails_when_cancelled}):
+        await started.wait()
+    assert failures_of("fails when cancelled") == 1
+
+
+async def test_a_loop_that_returns_is_not_started_again() -> None:
+    async def returns() -> None:
+        return
+
+    await asyncio.wait_for(supervise("returns", returns), WAIT_S)
+    assert failures_of("returns") == 0
+
+
+async def test_one_failing_loop_does_not_end_the_others() -> None:
+    failed = asyncio.Event()
+    turns = 0
+    later = asyncio.Event()
+
+    async def fails() -> None:
+        failed.set()
+        raise Broken
+
+    async def works() -> None:
+        nonlocal turns
+        await failed.wait()
+        while turns < 10:
+            turns += 1
+            await asyncio.sleep(0)
+        later.set()
+
+    async with supervised({"fails beside": fails, "works": works}):
+        await asyncio.wait_for(later.wait(), WAIT_S)
+    assert failures_of("works") == 0 < failures_of("fails beside")
+
+
+async def test_a_task_that_runs_once_and_fails_is_counted_and_stays_ended(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    task = run_once("runs once", fail, "of a test")
+    assert failures_of("runs once") == 0
+    await asyncio.wait_for(task, WAIT_S)
+    assert failures_of("runs once") == 1
+    assert "runs once (of a test) failed" in caplog.text

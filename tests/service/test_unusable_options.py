@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from tailrace.service.etcd import local_etcd
+from tests.waiting import WAIT_S
 
 # Workers use the default engine: the port is checked before a model is loaded.
 COMMANDS = [
@@ -24,7 +25,7 @@ async def _run_service(*arguments: str) -> tuple[int | None, str]:
         sys.executable, "-m", "tailrace", "serve", *arguments, stderr=asyncio.subprocess.PIPE
     )
     try:
-        _, log = await asyncio.wait_for(process.communicate(), 60)
+        _, log = await asyncio.wait_for(process.communicate(), WAIT_S)
     finally:
         if process.returncode is None:
             process.kill()

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from tailrace.service.watchdog import TIMEOUT, watchdog_timeout_s
+from tailrace.service.watchdog import TIMEOUT, waited_for_core_s, watchdog_timeout_s
+from tests.waiting import WAIT_S
 
 _SERVICE = """
 import asyncio, sys, time
@@ -33,7 +34,7 @@ def _run(mode: str, timeout: str) -> subprocess.CompletedProcess[str]:
         env={TIMEOUT: timeout, "PYTHONPATH": ":".join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=WAIT_S,
     )
 
 
@@ -54,3 +55,53 @@ def test_an_invalid_timeout_names_the_variable(text: str, monkeypatch: pytest.Mo
     monkeypatch.setenv(TIMEOUT, text)
     with pytest.raises(ValueError, match=f"{TIMEOUT}: '{text}'"):
         watchdog_timeout_s()
+
+
+_CALLING = """
+import asyncio, os, sys, time
+from tailrace.service import watchdog
+from tailrace.service.runtime import run_service
+
+calls = []
+
+def on_hung(call, seconds):
+    print(f"{call} hung", flush=True)
+    os.environ["RUN"] = "second"
+    watchdog.restart_process()
+
+async def main(shutdown):
+    print(os.getpid(), os.environ.get("RUN", "first"), flush=True)
+    current = lambda: calls[-1] if calls else None
+    with watchdog.watched_calls(current, lambda call: print(call, "late", flush=True), on_hung, 1.5):
+        for number in range(3):
+            calls.append(f"short {number}")
+            await asyncio.sleep(0)
+            calls.pop()
+        if os.environ.get("RUN") == "second":
+            return
+        calls.append("endless")
+        while True:
+            pass
+
+run_service(main)
+"""
+
+
+def test_a_call_that_hangs_restarts_the_process_in_its_place() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", _CALLING],
+        env={"PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+    )
+    assert result.returncode == 0, result.stderr
+    first, *events, second = result.stdout.splitlines()
+    assert first.split() == [second.split()[0], "first"] and second.endswith("second")
+    assert events[0] == "endless late" and events[-1] == "endless hung"
+
+
+def test_the_wait_for_a_core_is_known() -> None:
+    # Of this thread, and of one that there is not.
+    assert waited_for_core_s() >= 0.0
+    assert waited_for_core_s(2**22) == 0.0

@@ -47,6 +47,7 @@ def _request(vllm_engine: Any, prompt: list[int] | None, **sampling: Any) -> Any
         trace_headers={"traceparent": "00-ab-cd-01"},
         external_req_id="mine",
         reasoning_ended=True,
+        session_id="talk",
     )
 
 
@@ -98,8 +99,34 @@ def test_request_head(vllm_engine: Any, serial: Any, length: int) -> None:
         trace_headers={"traceparent": "00-ab-cd-01"},
         external_req_id="mine",
         reasoning_ended=True,
+        session_id="talk",
         pace_tpot_ms=None,
     )
+
+
+def test_request_for_engines_differs_in_ids_alone(vllm_engine: Any, serial: Any) -> None:
+    request = _request(vllm_engine, [7] * 20_000, max_tokens=99, logit_bias={3: 1.0})
+    frames = wire.for_engines(_encode(serial, request), "ours")
+    decoded = serial.MsgpackDecoder(vllm_engine.EngineCoreRequest).decode(frames)
+    request.request_id, request.external_req_id, request.trace_headers = "ours", None, None
+    assert frames == _encode(serial, request)
+    assert decoded.request_id == "ours" and decoded.session_id == "talk"
+
+
+def test_outputs_are_renamed(vllm_engine: Any, serial: Any) -> None:
+    def message(first: str, second: str) -> list[bytes]:
+        outputs = [
+            vllm_engine.EngineCoreOutput(first, [1], finish_reason=vllm_engine.FinishReason.STOP),
+            vllm_engine.EngineCoreOutput(second, [2], trace_headers={"traceparent": "t"}),
+        ]
+        return _encode(
+            serial, vllm_engine.EngineCoreOutputs(outputs=outputs, timestamp=1.0, finished_requests={first})
+        )
+
+    names = {"a": "x" * 300, "b": "y", "c": "z"}
+    assert wire.rename_outputs(message("a", "b"), names) == message("x" * 300, "y")
+    assert names == {"b": "y", "c": "z"}
+    assert wire.rename_outputs(message("a", "d"), names) == message("a", "d")
 
 
 @pytest.mark.parametrize(
@@ -330,7 +357,7 @@ def test_too_large_message_loses_only_its_largest_output(vllm_engine: Any, seria
     message = vllm_engine.EngineCoreOutputs(outputs=[output("a", 5), output("large", 1000), output("b", 7)])
     frames = _encode(serial, message)
     left, dropped = wire.shrink_outputs(frames, 100_000)
-    assert dropped == [1] and sum(map(len, left)) < 30_000
+    assert list(dropped) == [1] and dropped[1] > 1_000_000 and sum(map(len, left)) < 30_000
     decoded = serial.MsgpackDecoder(vllm_engine.EngineCoreOutputs).decode(left)
     assert [each.request_id for each in decoded.outputs] == ["a", "b"]
     for each, tokens in zip(decoded.outputs, (5, 7), strict=True):
