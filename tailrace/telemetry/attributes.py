@@ -6,6 +6,8 @@ from typing import Final
 
 REQUEST_ID: Final = "tailrace.request_id"
 """The request's id as in `tailrace get requests`; traces are looked up by it."""
+CLIENT_REQUEST_ID: Final = "tailrace.client_request_id"
+"""The id that the client sees, perhaps of its own choice; only in a request's first span."""
 
 INSTANCE: Final = "tailrace.instance"
 """Id of the instance on which the span's work was done."""

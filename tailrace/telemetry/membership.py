@@ -14,6 +14,7 @@ from tailrace.records import InstanceRecord, ServiceRecord
 from tailrace.rollout.record import RolloutRecord, RolloutState
 
 _NO_POOL: Final = "none"
+_KINDS: Final = ("frontend", "scheduler", "monitor", "migration")
 
 
 class Members(Protocol):
@@ -61,7 +62,9 @@ class MembershipMetrics(Collector):
             pools.add_metric([pool], counts[pool])
         yield pools
         services = GaugeMetricFamily("tailrace_cluster_services", "Services by kind.", labels=["kind"])
-        for kind, count in Counter(kind for kind, _ in members.services).items():
+        kinds = Counter(dict.fromkeys(_KINDS, 0))
+        kinds.update(kind for kind, _ in members.services)
+        for kind, count in kinds.items():
             services.add_metric([kind], count)
         yield services
         present = members.instances.keys()

@@ -14,12 +14,15 @@ import asyncio
 import logging
 import socket
 import ssl
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from http import HTTPStatus
+from types import MappingProxyType
 from typing import Final, Self
 
 from prometheus_client import CollectorRegistry, Gauge, GCCollector, Info, ProcessCollector
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from tailrace.address import format_address
 from tailrace.security.access import METRICS
@@ -27,22 +30,28 @@ from tailrace.security.credentials import uris_of
 from tailrace.security.roles import NoIdentity, identity_of
 from tailrace.security.transport import PLAIN, TlsTransport, Transport
 from tailrace.service.listening import ListenError, listen_reason
+from tailrace.service.tasks import cancel, supervise
+from tailrace.telemetry.incidents import LOOP_FAILURES, UNREADABLE, guarded, loop_named
 from tailrace.telemetry.tracing import package_version
+
+Page = tuple[HTTPStatus, str, bytes]
+"""A reply: status, content type and body."""
 
 _LOG: Final = logging.getLogger(__name__)
 _REQUEST_TIMEOUT_S: Final = 5.0
 _BACKLOG: Final = 16
 _HEAD_LINES: Final = 64
-_FORBIDDEN: Final = (
+_OF_MODEL: Final = ("tailrace_frontend_", "tailrace_worker_")
+_FORBIDDEN: Final[Page] = (
     HTTPStatus.FORBIDDEN,
     "text/plain",
     b"a telemetry, viewer or admin certificate is needed\n",
 )
 
 
-def new_registry(service: str, instance: str) -> CollectorRegistry:
+def new_registry(service: str, instance: str) -> ServiceRegistry:
     """Create a registry with the process's own metrics (CPU, memory, files) and `tailrace_build_info`."""
-    registry = CollectorRegistry()
+    registry = ServiceRegistry()
     ProcessCollector(registry=registry)
     GCCollector(registry=registry)
     build = Info("tailrace_build", "What runs here.", registry=registry)
@@ -50,24 +59,72 @@ def new_registry(service: str, instance: str) -> CollectorRegistry:
     tasks = Gauge("tailrace_process_tasks", "Tasks of the event loop that have not ended.", registry=registry)
     # Called in the event loop; see the module.
     tasks.set_function(lambda: float(len(asyncio.all_tasks())))
+    registry.register(LOOP_FAILURES)
+    registry.register(UNREADABLE)
     return registry
 
 
-class MetricsServer:
-    """Serve a registry over HTTP, at any path, in the running event loop."""
+_SCRAPE: Final = loop_named("metrics")
 
-    def __init__(self, listener: socket.socket, registry: CollectorRegistry, transport: Transport) -> None:
+
+class ServiceRegistry(CollectorRegistry):
+    """A registry whose scrapes leave out what cannot be collected now, and count it as a loop's failure; it
+    labels the series of what serves one model, a front end or a worker, with it."""
+
+    model = ""
+    """Set once it is known; until then the series have no such label."""
+
+    def register(self, collector: Collector) -> None:
+        """See CollectorRegistry."""
+        super().register(_Guarded(collector))
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all families."""
+        for metric in super().collect():
+            if self.model and metric.name.startswith(_OF_MODEL):
+                metric.samples = [
+                    s._replace(labels={**s.labels, "model": self.model}) for s in metric.samples
+                ]
+            yield metric
+
+
+class _Guarded(Collector):
+    """A collector that never raises."""
+
+    def __init__(self, collector: Collector) -> None:
+        self._collector = collector
+        if (describe := getattr(collector, "describe", None)) is not None:
+            self.describe = describe
+
+    def collect(self) -> Iterable[Metric]:
+        metrics: list[Metric] = []
+        with guarded(_SCRAPE, type(self._collector).__name__):
+            metrics.extend(self._collector.collect())
+        return metrics
+
+
+class MetricsServer:
+    """Serve a registry over HTTP in the running event loop, at any path that has no page of its own."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        registry: CollectorRegistry,
+        transport: Transport,
+        pages: Mapping[str, Callable[[], Page]],
+    ) -> None:
         host, port = listener.getsockname()[:2]
         self.address = format_address(host, port)
         self._registry = registry
         self._transport = transport
-        self._serving = asyncio.get_running_loop().create_task(self._serve(listener), name="metrics")
+        self._pages = pages
+        self._listener = listener
+        self._serving = supervise("metrics server", self._serve)
 
     async def close(self) -> None:
         """Stop listening. Scrapes in progress are aborted."""
-        self._serving.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._serving
+        await cancel(self._serving)
+        self._listener.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -75,7 +132,9 @@ class MetricsServer:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _serve(self, listener: socket.socket) -> None:
+    async def _serve(self) -> None:
+        # A server closes its socket when it ends; clients of the next one wait at the listener meanwhile.
+        listener = self._listener.dup()
         try:
             server = await asyncio.start_server(
                 self._answer,
@@ -93,8 +152,8 @@ class MetricsServer:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(_REQUEST_TIMEOUT_S):
-                method, accept = await _read_head(reader)
-                reply = self._reply(method, accept) if _may_read(writer) else _http(*_FORBIDDEN)
+                method, path, accept = await _read_head(reader)
+                reply = self._reply(method, path, accept) if _may_read(writer) else _http(*_FORBIDDEN)
                 writer.write(reply)
                 await writer.drain()
         except (TimeoutError, OSError, ValueError, asyncio.IncompleteReadError) as error:
@@ -102,12 +161,16 @@ class MetricsServer:
         finally:
             writer.close()
 
-    def _reply(self, method: str, accept: str) -> bytes:
+    def _reply(self, method: str, path: str, accept: str) -> bytes:
         if method not in ("GET", "HEAD"):
             return _http(HTTPStatus.METHOD_NOT_ALLOWED, "text/plain", b"")
-        encode, content_type = choose_encoder(accept)
-        body = encode(self._registry)
-        reply = _http(HTTPStatus.OK, content_type, body)
+        page = self._pages.get(path)
+        if page is not None:
+            status, content_type, body = page()
+        else:
+            encode, content_type = choose_encoder(accept)
+            status, body = HTTPStatus.OK, encode(self._registry)
+        reply = _http(status, content_type, body)
         return reply[: len(reply) - len(body)] if method == "HEAD" else reply
 
 
@@ -137,7 +200,7 @@ def _register_expiry(registry: CollectorRegistry, transport: TlsTransport) -> No
         "When this process's certificate ends, in seconds since the Unix epoch.",
         registry=registry,
     )
-    expiry.set_function(lambda: transport.folder.current().not_after_s)
+    expiry.set_function(lambda: transport.folder.current().end_s)
 
 
 def _may_read(writer: asyncio.StreamWriter) -> bool:
@@ -151,11 +214,16 @@ def _may_read(writer: asyncio.StreamWriter) -> bool:
         return False
 
 
-def serve_metrics(address: str, registry: CollectorRegistry, transport: Transport = PLAIN) -> MetricsServer:
+def serve_metrics(
+    address: str,
+    registry: CollectorRegistry,
+    transport: Transport = PLAIN,
+    pages: Mapping[str, Callable[[], Page]] = MappingProxyType({}),
+) -> MetricsServer:
     """Serve the registry on HOST:PORT (--metrics; port 0: any free one, see `.address`).
 
-    Call it in a running event loop. Raise ListenError if the address cannot be bound, ValueError if it is
-    malformed.
+    `pages`: what else is served, by path. Call it in a running event loop. Raise ListenError if the address
+    cannot be bound, ValueError if it is malformed.
     """
     if isinstance(transport, TlsTransport):
         _register_expiry(registry, transport)
@@ -168,11 +236,12 @@ def serve_metrics(address: str, registry: CollectorRegistry, transport: Transpor
         listener = socket.create_server((host, int(port)), family=family, backlog=_BACKLOG)
     except OSError as error:
         raise ListenError.of("--metrics", address, listen_reason(error)) from error
-    return MetricsServer(listener, registry, transport)
+    return MetricsServer(listener, registry, transport, pages)
 
 
-async def _read_head(reader: asyncio.StreamReader) -> tuple[str, str]:
-    """Return the method and the Accept header of an HTTP request. Raise ValueError if it is malformed."""
+async def _read_head(reader: asyncio.StreamReader) -> tuple[str, str, str]:
+    """Return the method, the path and the Accept header of an HTTP request. Raise ValueError if it is
+    malformed."""
     request = (await reader.readline()).decode("latin-1").split()
     if len(request) != 3:
         raise ValueError("not an HTTP request")
@@ -180,7 +249,7 @@ async def _read_head(reader: asyncio.StreamReader) -> tuple[str, str]:
     for _ in range(_HEAD_LINES):
         line = (await reader.readline()).decode("latin-1").strip()
         if not line:
-            return request[0], accept
+            return request[0], request[1].partition("?")[0], accept
         name, _, value = line.partition(":")
         if name.lower() == "accept":
             accept = value.strip()

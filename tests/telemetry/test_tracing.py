@@ -25,6 +25,7 @@ from tailrace.telemetry.tracing import (
     start_span,
     traceparent_of,
 )
+from tests.waiting import WAIT_S
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -65,7 +66,7 @@ async def test_spans_arrive_with_their_times_and_parents(collector: _Collector) 
     record_span(tracer, "prefill", under, 2_000, 3_000, error="out of blocks")
     root.end(9_000)
     await tracing.shutdown()
-    resource = collector.received.get(timeout=5).resource_spans[0]
+    resource = collector.received.get(timeout=WAIT_S).resource_spans[0]
     about = {pair.key: pair.value.string_value for pair in resource.resource.attributes}
     assert (about["service.name"], about["service.instance.id"]) == ("tailrace-worker", "w-1")
     prefill, request = resource.scope_spans[0].spans

@@ -1,0 +1,106 @@
+"""What went wrong in a process without ending it: counted, and logged at most once a minute per kind.
+
+The counters belong to the process; `new_registry` exports them.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from prometheus_client import Counter
+
+from tailrace.bounded import printable
+from tailrace.telemetry.limited_log import LimitedLog
+
+LOOP_FAILURES: Final = Counter(
+    "tailrace_loop_failures",
+    "Unexpected exceptions of loops and tasks, without which the process goes on; a loop is started again.",
+    ["loop"],
+    registry=None,
+)
+UNREADABLE: Final = Counter(
+    "tailrace_unreadable",
+    "Records in etcd and messages of other processes that cannot be read, and were skipped.",
+    ["what"],
+    registry=None,
+)
+# Known beforehand, so that the first one is an increase; membership says `... record` by what it reads.
+UNREADABLE_KINDS: Final = (
+    "key in etcd",
+    "value in etcd",
+    *(
+        f"{area} record"
+        for area in [
+            "instances",
+            "services",
+            "leader",
+            "profiles",
+            "pools",
+            "rollouts",
+            "adapters",
+            "stages",
+            "policy",
+            "slo",
+            "withdrawn",
+        ]
+    ),
+    "answer of a rank",
+    "message of a front end",
+    "message of a worker",
+    "report of a worker",
+    "message of the API server",
+    "outputs of a worker",
+    "rollout of a scheduler",
+)
+for _kind in UNREADABLE_KINDS:
+    UNREADABLE.labels(_kind)
+
+_SHOWN: Final = 200
+
+_limited: Final = LimitedLog(logging.getLogger(__name__), interval_s=60.0)
+
+
+def loop_named(name: str) -> str:
+    """Return the name of a loop or a kind of tasks, and export its counter, so that the first failure is an
+    increase."""
+    LOOP_FAILURES.labels(name)
+    return name
+
+
+def loop_failed(loop: str, which: str, error: BaseException) -> None:
+    """Count and log an unexpected exception of a loop or task.
+
+    `loop` is one of few names, `which` says more.
+    """
+    LOOP_FAILURES.labels(loop).inc()
+    text = "".join(traceback.format_exception(error)).rstrip()
+    name = f"{loop} ({shown(which)})" if which else loop
+    _limited.write(logging.ERROR, f"{loop} {type(error).__name__}", f"{name} failed; it goes on: {text}")
+
+
+@contextmanager
+def guarded(loop: str, which: str = "") -> Iterator[None]:
+    """Count and log an unexpected exception of the block as one of the loop, which goes on after it."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - see above
+        loop_failed(loop, which, error)
+
+
+def unreadable(what: str, which: str, reason: object) -> None:
+    """Count and log something from outside that is skipped. `what` is one of UNREADABLE_KINDS, `which` names
+    it."""
+    UNREADABLE.labels(what).inc()
+    _limited.write(
+        logging.WARNING, f"unreadable {what}", f"{what} {shown(which)} is skipped: {shown(reason)}"
+    )
+
+
+def shown(text: object) -> str:
+    """Return a text from outside in one short printable line."""
+    line = str(text)
+    return printable(line if len(line) <= _SHOWN else f"{line[:_SHOWN]}... ({len(line)} characters)")
