@@ -1,18 +1,20 @@
-"""The cluster's own certificate authority, kept in a folder.
+"""The cluster's own certificate authorities, kept in a folder.
 
-    DIR/ca.key, DIR/ca.crt        the authority; ca.crt holds every trusted one, the signing one first
-    DIR/issued/ROLE/NAME/         ca.crt, tls.crt and tls.key: the credentials of one process
+    DIR/ca.key, DIR/ca.crt              the cluster's; ca.crt holds every trusted one, the signing one first
+    DIR/etcd-ca.key, DIR/etcd-ca.crt    etcd's; it signs for etcd's servers and for its clients, the members
+    DIR/issued/ROLE/NAME/               ca.crt, tls.crt and tls.key: the credentials of one process
+    DIR/issued/ROLE/NAME/etcd/          the same, with which a member connects to etcd
 
-Keys are readable by their owner only. Each file is replaced atomically.
+etcd checks no user on some methods (alarms, leases, compaction): its authority must sign for members alone.
+New keys are readable by their owner only. A file that is replaced keeps its owner and mode.
 """
 
 from __future__ import annotations
 
 import datetime
 import ipaddress
-import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -21,13 +23,18 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from tailrace.security.credentials import AUTHORITIES, CERTIFICATE, KEY
+from tailrace.replaced_file import replace_file
+from tailrace.security.credentials import AUTHORITIES, CERTIFICATE, FOR_ETCD, KEY
 from tailrace.security.roles import MEMBERS, Identity, Role, etcd_user, identity_of, server_name
 
 AUTHORITY_DAYS: Final = 3650.0
 CERTIFICATE_DAYS: Final = 90.0
 
-_AUTHORITY_KEY: Final = "ca.key"
+# Names of the authorities' files, without .key and .crt.
+_CLUSTER: Final = "ca"
+_ETCD: Final = "etcd-ca"
+# Roles that deal with etcd alone.
+_ETCDS_OWN: Final = frozenset({Role.ETCD, Role.ETCD_ROOT})
 _ISSUED: Final = "issued"
 # Certificates are backdated by this, so that a clock that is behind accepts a new one at once.
 _SKEW: Final = datetime.timedelta(minutes=5)
@@ -53,58 +60,52 @@ class Issued:
 class Authority:
     """Signs certificates for one cluster."""
 
-    def __init__(
-        self, folder: Path, key: ec.EllipticCurvePrivateKey, trusted: list[x509.Certificate]
-    ) -> None:
+    def __init__(self, folder: Path, cluster: _Signer, etcd: _Signer | None) -> None:
         self.folder = folder
-        self._key = key
-        # The first is the certificate of `key`.
-        self._trusted = trusted
+        self._cluster = cluster
+        # None in a folder that was made when etcd had no authority of its own: `supersede` gives it one.
+        self._etcd = etcd
 
     @classmethod
     def create(cls, folder: Path, days: float = AUTHORITY_DAYS) -> Authority:
         """Create an authority in `folder`. Raise AuthorityProblem when it already holds one, OSError."""
-        if (folder / _AUTHORITY_KEY).exists():
+        if (folder / f"{_CLUSTER}.key").exists():
             raise AuthorityProblem(f"{folder} already has an authority (new-authority replaces it)")
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        key, certificate = _self_signed(days)
-        authority = cls(folder, key, [certificate])
+        authority = cls(folder, _Signer.create(days), _Signer.create(days))
         authority._save()
         return authority
 
     @classmethod
     def load(cls, folder: Path) -> Authority:
         """Load the authority from `folder`. Raise AuthorityProblem when it is missing or damaged."""
-        try:
-            key = serialization.load_pem_private_key((folder / _AUTHORITY_KEY).read_bytes(), None)
-            trusted = x509.load_pem_x509_certificates((folder / AUTHORITIES).read_bytes())
-        except FileNotFoundError as error:
-            raise AuthorityProblem(f"no authority in {folder} (tailrace certs init creates one)") from error
-        except (OSError, ValueError, TypeError) as error:
-            raise AuthorityProblem(f"{folder}: {error}") from error
-        if not isinstance(key, ec.EllipticCurvePrivateKey) or trusted[0].public_key() != key.public_key():
-            raise AuthorityProblem(f"{folder}: {_AUTHORITY_KEY} is not the key of the first of {AUTHORITIES}")
-        return cls(folder, key, trusted)
+        has_etcd = (folder / f"{_ETCD}.key").exists()
+        return cls(folder, _Signer.load(folder, _CLUSTER), _Signer.load(folder, _ETCD) if has_etcd else None)
 
     @property
     def not_after(self) -> datetime.datetime:
-        """Return when the signing authority's certificate expires."""
-        return self._trusted[0].not_valid_after_utc
+        """Return when the first of the signing authorities' certificates expires."""
+        return min(signer.not_after for signer in self._signers())
 
     @property
     def trusted(self) -> int:
         """Return the number of trusted authorities: two while one replaces the other."""
-        return len(self._trusted)
+        return len(self._cluster.trusted)
+
+    @property
+    def separates_etcd(self) -> bool:
+        """Return whether etcd has an authority of its own."""
+        return self._etcd is not None
 
     def issue(self, identity: Identity, days: float = CERTIFICATE_DAYS, hosts: Sequence[str] = ()) -> Issued:
-        """Create a key and a certificate for the identity, replacing any that it has.
+        """Create a key and a certificate for the identity, replacing any that it has; for a member also those
+        for etcd.
 
         `hosts`: names and addresses under which foreign clients reach it (those of etcd's members, or of a
         monitor that receives spans). Raise AuthorityProblem, OSError.
         """
-        key = ec.generate_private_key(ec.SECP256R1())
-        now = datetime.datetime.now(datetime.UTC)
-        end = min(now + datetime.timedelta(days=days), self.not_after)
+        folder = self._folder_of(identity)
+        end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
         try:
             names = [*_names(identity), *map(_host, hosts)]
         except ValueError as error:
@@ -112,29 +113,10 @@ class Authority:
         purposes = [ExtendedKeyUsageOID.CLIENT_AUTH]
         if identity.role in _SERVERS:
             purposes.insert(0, ExtendedKeyUsageOID.SERVER_AUTH)
-        certificate = (
-            x509.CertificateBuilder()
-            .subject_name(_common_name(etcd_user(identity.role)))
-            .issuer_name(self._trusted[0].subject)
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - _SKEW)
-            .not_valid_after(end)
-            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(_usage(signs_certificates=False), critical=True)
-            .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
-            .add_extension(x509.SubjectAlternativeName(names), critical=False)
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-            .add_extension(
-                x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False
-            )
-            .sign(self._key, hashes.SHA256())
-        )
-        folder = self._folder_of(identity)
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _replace(folder / AUTHORITIES, self._bundle(), 0o644)
-        _replace(folder / KEY, _key_pem(key), 0o600)
-        _replace(folder / CERTIFICATE, certificate.public_bytes(serialization.Encoding.PEM), 0o644)
+        certificate = self._signer_of(identity.role).issue(folder, identity, end, names, purposes)
+        if self._etcd is not None and identity.role in MEMBERS:
+            uri = x509.UniformResourceIdentifier(identity.uri)
+            self._etcd.issue(folder / FOR_ETCD, identity, end, [uri], [ExtendedKeyUsageOID.CLIENT_AUTH])
         return Issued(identity, folder, certificate.not_valid_after_utc, tuple(hosts))
 
     def issued(self) -> list[Issued]:
@@ -149,48 +131,151 @@ class Authority:
         return [self.issue(issued.identity, days, issued.hosts) for issued in self.issued()]
 
     def supersede(self, days: float = AUTHORITY_DAYS) -> None:
-        """Sign with a new key from now on, and trust the old authority until `retire`.
+        """Sign with new keys from now on, and trust the old authorities until `retire`.
 
-        Every process must trust the new authority before it meets a certificate signed by it, so this
+        Every process must trust the new authorities before it meets a certificate signed by them, so this
         replaces the trust bundles only; `rotate` replaces the certificates. Raise AuthorityProblem, OSError.
         """
-        if len(self._trusted) > 1:
+        if any(len(signer.trusted) > 1 for signer in self._signers()):
             raise AuthorityProblem("an older authority is still trusted (tailrace certs retire-authority)")
-        self._key, certificate = _self_signed(days)
-        self._trusted.insert(0, certificate)
+        if self._etcd is None:
+            # Until now the cluster's has signed for etcd.
+            self._etcd = _Signer(self._cluster.key, self._cluster.trusted)
+            for issued in self.issued():
+                if issued.identity.role in MEMBERS:
+                    (issued.folder / FOR_ETCD).mkdir(exist_ok=True, mode=0o700)
+                    for name, mode in ((KEY, 0o600), (CERTIFICATE, 0o644)):
+                        replace_file(
+                            issued.folder / FOR_ETCD / name, (issued.folder / name).read_bytes(), mode
+                        )
+        self._cluster, self._etcd = self._cluster.superseded(days), self._etcd.superseded(days)
         self._save()
-        self._distribute_bundle()
+        self._distribute_bundles()
 
     def retire(self) -> None:
-        """Trust the signing authority only.
+        """Trust the signing authorities only.
 
         Raise AuthorityProblem while the folder holds a certificate that another authority signed; OSError.
         """
-        own_key_id = x509.SubjectKeyIdentifier.from_public_key(self._key.public_key()).digest
         for issued in self.issued():
-            certificate = x509.load_pem_x509_certificate((issued.folder / CERTIFICATE).read_bytes())
-            by = certificate.extensions.get_extension_for_class(x509.AuthorityKeyIdentifier).value
-            if by.key_identifier != own_key_id:
-                raise AuthorityProblem(
-                    f"{issued.identity} has a certificate of the older authority (tailrace certs rotate)"
-                )
-        del self._trusted[1:]
+            for folder, signer in self._credentials_of(issued):
+                if not signer.has_signed(folder / CERTIFICATE):
+                    raise AuthorityProblem(
+                        f"{issued.identity} has a certificate of the older authority (tailrace certs rotate)"
+                    )
+        for signer in self._signers():
+            del signer.trusted[1:]
         self._save()
-        self._distribute_bundle()
+        self._distribute_bundles()
+
+    def _signers(self) -> list[_Signer]:
+        return [self._cluster] if self._etcd is None else [self._cluster, self._etcd]
+
+    def _signer_of(self, role: Role) -> _Signer:
+        return self._etcd if self._etcd is not None and role in _ETCDS_OWN else self._cluster
+
+    def _credentials_of(self, issued: Issued) -> Iterable[tuple[Path, _Signer]]:
+        """Yield the folders of the identity's credentials, and who signs each."""
+        yield issued.folder, self._signer_of(issued.identity.role)
+        if self._etcd is not None and issued.identity.role in MEMBERS:
+            yield issued.folder / FOR_ETCD, self._etcd
 
     def _folder_of(self, identity: Identity) -> Path:
         return self.folder / _ISSUED / identity.role.value / identity.name
 
-    def _bundle(self) -> bytes:
-        return b"".join(issued.public_bytes(serialization.Encoding.PEM) for issued in self._trusted)
-
     def _save(self) -> None:
-        _replace(self.folder / _AUTHORITY_KEY, _key_pem(self._key), 0o600)
-        _replace(self.folder / AUTHORITIES, self._bundle(), 0o644)
+        for signer, name in zip(self._signers(), (_CLUSTER, _ETCD), strict=False):
+            replace_file(self.folder / f"{name}.key", _key_pem(signer.key), 0o600)
+            replace_file(self.folder / f"{name}.crt", signer.bundle(), 0o644)
 
-    def _distribute_bundle(self) -> None:
+    def _distribute_bundles(self) -> None:
         for issued in self.issued():
-            _replace(issued.folder / AUTHORITIES, self._bundle(), 0o644)
+            for folder, signer in self._credentials_of(issued):
+                replace_file(folder / AUTHORITIES, signer.bundle(), 0o644)
+
+
+@dataclass(frozen=True, slots=True)
+class _Signer:
+    """A key that signs certificates, and the authorities to be trusted beside it."""
+
+    key: ec.EllipticCurvePrivateKey = field(repr=False)
+    # The first is the certificate of `key`.
+    trusted: list[x509.Certificate]
+
+    @classmethod
+    def create(cls, days: float) -> _Signer:
+        key, certificate = _self_signed(days)
+        return cls(key, [certificate])
+
+    @classmethod
+    def load(cls, folder: Path, name: str) -> _Signer:
+        """Load NAME.key and NAME.crt. Raise AuthorityProblem."""
+        try:
+            key = serialization.load_pem_private_key((folder / f"{name}.key").read_bytes(), None)
+            trusted = x509.load_pem_x509_certificates((folder / f"{name}.crt").read_bytes())
+        except FileNotFoundError as error:
+            raise AuthorityProblem(f"no authority in {folder} (tailrace certs init creates one)") from error
+        except (OSError, ValueError, TypeError) as error:
+            raise AuthorityProblem(f"{folder}: {error}") from error
+        if not isinstance(key, ec.EllipticCurvePrivateKey) or trusted[0].public_key() != key.public_key():
+            raise AuthorityProblem(f"{folder}: {name}.key is not the key of the first of {name}.crt")
+        return cls(key, trusted)
+
+    @property
+    def not_after(self) -> datetime.datetime:
+        return self.trusted[0].not_valid_after_utc
+
+    def bundle(self) -> bytes:
+        return b"".join(trusted.public_bytes(serialization.Encoding.PEM) for trusted in self.trusted)
+
+    def superseded(self, days: float) -> _Signer:
+        """Return one with a new key that trusts this one's authorities too."""
+        key, certificate = _self_signed(days)
+        return _Signer(key, [certificate, *self.trusted])
+
+    def issue(
+        self,
+        folder: Path,
+        identity: Identity,
+        end: datetime.datetime,
+        names: Sequence[x509.GeneralName],
+        purposes: Sequence[x509.ObjectIdentifier],
+    ) -> x509.Certificate:
+        """Write a key and a certificate for it to the folder. Raise OSError."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        certificate = (
+            x509.CertificateBuilder()
+            .subject_name(_common_name(etcd_user(identity.role)))
+            .issuer_name(self.trusted[0].subject)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(datetime.datetime.now(datetime.UTC) - _SKEW)
+            .not_valid_after(min(end, self.not_after))
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage(signs_certificates=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key()), critical=False
+            )
+            .sign(self.key, hashes.SHA256())
+        )
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        replace_file(folder / AUTHORITIES, self.bundle(), 0o644)
+        replace_file(folder / KEY, _key_pem(key), 0o600)
+        replace_file(folder / CERTIFICATE, certificate.public_bytes(serialization.Encoding.PEM), 0o644)
+        return certificate
+
+    def has_signed(self, path: Path) -> bool:
+        """Return whether this key signed the certificate. Raise AuthorityProblem if it cannot be read."""
+        own_key_id = x509.SubjectKeyIdentifier.from_public_key(self.key.public_key()).digest
+        try:
+            certificate = x509.load_pem_x509_certificate(path.read_bytes())
+            by = certificate.extensions.get_extension_for_class(x509.AuthorityKeyIdentifier).value
+        except (OSError, ValueError, x509.ExtensionNotFound) as error:
+            raise AuthorityProblem(f"{path}: {error}") from error
+        return by.key_identifier == own_key_id
 
 
 def _self_signed(days: float) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
@@ -249,18 +334,6 @@ def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-
-
-def _replace(path: Path, content: bytes, mode: int) -> None:
-    """Replace the file atomically: a concurrent reader sees either the old content or the new."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.unlink(missing_ok=True)
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with open(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(descriptor)
-    partial.replace(path)
 
 
 def _read(path: Path) -> Issued:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import ssl
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +20,8 @@ CERTIFICATE: Final = "tls.crt"
 """PEM certificate, followed by intermediate ones if there are any."""
 KEY: Final = "tls.key"
 """Its PEM private key, not encrypted."""
+FOR_ETCD: Final = "etcd"
+"""Subfolder with a member's credentials towards etcd, of etcd's authority; without it, the others serve."""
 
 
 class UnusableCredentials(Exception):
@@ -40,6 +42,13 @@ class Credentials:
     # For accepting and for connecting; both verify the peer's certificate.
     server_context: ssl.SSLContext = field(repr=False)
     client_context: ssl.SSLContext = field(repr=False)
+    # Those towards etcd, if they differ.
+    etcd: Credentials | None = None
+
+    @property
+    def end_s(self) -> float:
+        """Return when the first of the certificates ends, in seconds since the Unix epoch."""
+        return self.not_after_s if self.etcd is None else min(self.not_after_s, self.etcd.not_after_s)
 
     def for_channels(self) -> grpc.ChannelCredentials:
         """Return the credentials of a gRPC client."""
@@ -51,7 +60,23 @@ class Credentials:
 
 
 def read_credentials(folder: Path) -> Credentials:
-    """Read `ca.crt`, `tls.crt` and `tls.key` (Kubernetes's names for them). Raise UnusableCredentials."""
+    """Read `ca.crt`, `tls.crt` and `tls.key` (Kubernetes's names for them), and the subfolder for etcd.
+
+    Raise UnusableCredentials.
+    """
+    own = _read_set(folder)
+    if not (folder / FOR_ETCD).is_dir():
+        return own
+    etcd = _read_set(folder / FOR_ETCD)
+    if etcd.identity.role is not own.identity.role:
+        raise UnusableCredentials(
+            f"{folder / FOR_ETCD / CERTIFICATE}: its role is {etcd.identity.role.value}, not "
+            f"{own.identity.role.value}"
+        )
+    return replace(own, etcd=etcd)
+
+
+def _read_set(folder: Path) -> Credentials:
     try:
         authorities, certificate, key = (
             (folder / name).read_bytes() for name in (AUTHORITIES, CERTIFICATE, KEY)

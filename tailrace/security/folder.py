@@ -12,6 +12,7 @@ from typing import Final
 from tailrace.security.credentials import (
     AUTHORITIES,
     CERTIFICATE,
+    FOR_ETCD,
     KEY,
     Credentials,
     UnusableCredentials,
@@ -106,7 +107,7 @@ class CredentialFolder:
         self._stamp = stamp
         self._version += 1
         self._warn_s = self._clock()
-        log.info("%s: new certificate, valid until %s", self._path, _day(self._credentials.not_after_s))
+        log.info("%s: new certificate, valid until %s", self._path, _day(self._credentials.end_s))
 
     def _warn_of_end(self) -> None:
         """Log that the certificate ends soon or has ended, once a day."""
@@ -114,10 +115,11 @@ class CredentialFolder:
         if now_s < self._warn_s:
             return
         in_use = self._credentials
-        lifetime_s, left_s = in_use.not_after_s - in_use.not_before_s, in_use.not_after_s - self._wall_clock()
+        lifetime_s, left_s = in_use.end_s - in_use.not_before_s, in_use.end_s - self._wall_clock()
         if left_s > min(_WARN_S, _WARN_SHARE * lifetime_s):
             return
-        certificate, end = self._path / CERTIFICATE, _day(in_use.not_after_s)
+        folder = self._path if in_use.end_s == in_use.not_after_s else self._path / FOR_ETCD
+        certificate, end = folder / CERTIFICATE, _day(in_use.end_s)
         if left_s > 0.0:
             log.warning("%s expires in %.1f days, at %s", certificate, left_s / _DAY_S, end)
             # The next one at the latest when it has expired.
@@ -128,9 +130,10 @@ class CredentialFolder:
 
     def _read_stamp(self) -> _Stamp:
         stamp: list[tuple[int, int, int]] = []
-        for name in (AUTHORITIES, CERTIFICATE, KEY):
+        files = (AUTHORITIES, CERTIFICATE, KEY)
+        for path in (*map(self._path.joinpath, files), *map((self._path / FOR_ETCD).joinpath, files)):
             try:
-                status = (self._path / name).stat()
+                status = path.stat()
             except OSError:
                 stamp.append((0, 0, 0))
             else:

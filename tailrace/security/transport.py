@@ -112,7 +112,8 @@ class TlsTransport:
         )
 
     def etcd_channel(self, target: str, options: ChannelOptions) -> grpc.aio.Channel:
-        return grpc.aio.secure_channel(target, self.folder.current().for_channels(), options=options)
+        current = self.folder.current()
+        return grpc.aio.secure_channel(target, (current.etcd or current).for_channels(), options=options)
 
     def listen(self, server: grpc.aio.Server, address: str) -> int:
         configuration = _ServerConfiguration(self.folder)

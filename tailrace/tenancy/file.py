@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from typing import Final
 
 import msgspec
 
+from tailrace.bounded import read_regular
+from tailrace.replaced_file import replace_file
 from tailrace.tenancy.keys import KeyIndex, TenantKeys
 
 log = logging.getLogger(__name__)
@@ -26,7 +29,8 @@ class KeyFileUnusable(Exception):
 
 
 class KeyFile:
-    """Follow the file. While it is unusable, the last usable keys stay in force."""
+    """Follow the file. While it is unusable, it is read again at each check, and the last usable keys stay in
+    force."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         """Read the file. `clock`: seconds. Raise KeyFileUnusable."""
@@ -35,48 +39,85 @@ class KeyFile:
         self._stamp = _stamp(path)
         self._index = KeyIndex(read_keys(path))
         self._next_check_s = clock() + _POLL_S
+        # Why the file is unusable; empty if it is not.
+        self._problem = ""
 
     def index(self) -> KeyIndex:
         """Return the keys in force now."""
-        now_s = self._clock()
-        if now_s >= self._next_check_s:
-            self._next_check_s = now_s + _POLL_S
-            stamp = _stamp(self._path)
-            if stamp != self._stamp:
-                self._stamp = stamp
-                try:
-                    self._index = KeyIndex(read_keys(self._path))
-                except KeyFileUnusable as error:
-                    log.error("%s; the previous keys stay in force", error)
+        self._check()
         return self._index
+
+    def problem(self) -> str:
+        """Return why the file is unusable now; empty if it is not."""
+        self._check()
+        return self._problem
+
+    def _check(self) -> None:
+        now_s = self._clock()
+        if now_s < self._next_check_s:
+            return
+        self._next_check_s = now_s + _POLL_S
+        stamp = _stamp(self._path)
+        if stamp == self._stamp and not self._problem:
+            return
+        try:
+            self._index = KeyIndex(read_keys(self._path))
+        except KeyFileUnusable as error:
+            if str(error) != self._problem:
+                log.error("%s; the previous keys stay in force, revoked ones included", error)
+            self._problem = str(error)
+            return
+        if self._problem:
+            log.warning("%s: readable again; its keys are in force", self._path)
+        self._stamp, self._problem = stamp, ""
 
 
 def read_keys(path: Path) -> TenantKeys:
     """Read the file. Raise KeyFileUnusable."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=TenantKeys)
+        return msgspec.json.decode(read_regular(path), type=TenantKeys)
     except OSError as error:
         raise KeyFileUnusable(f"{path}: {error.strerror}") from error
     except msgspec.MsgspecError as error:
         raise KeyFileUnusable(f"{path}: {error}") from error
 
 
+def readers_problem(path: Path) -> str:
+    """Return why front ends may be unable to read the file; empty if nothing suggests it.
+
+    Raise OSError.
+    """
+    status = path.stat()
+    others = status.st_mode & (stat.S_IROTH | (stat.S_IRGRP if status.st_gid else 0))
+    if status.st_uid or others or any(name.startswith("system.posix_acl") for name in _attributes(path)):
+        return ""
+    return (
+        f"{path}: only root can read it; a front end that runs as another user keeps the keys that it read "
+        "before, revoked ones included (chgrp to its group)"
+    )
+
+
 @contextmanager
 def locked_key_file(path: Path) -> Iterator[Callable[[TenantKeys], None]]:
-    """Lock the file for the block; yield a function that replaces it atomically. Raise OSError."""
-    with path.with_name(f".{path.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    """Lock the file's folder for the block; yield a function that replaces the file (see replace_file). Raise
+    OSError."""
+    folder = os.open(path.resolve().parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
 
         def replace(tenant_keys: TenantKeys) -> None:
-            partial = path.with_name(f".{path.name}.partial")
-            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o640)
-            with open(descriptor, "wb") as file:
-                file.write(msgspec.json.format(msgspec.json.encode(tenant_keys)) + b"\n")
-                file.flush()
-                os.fsync(descriptor)
-            partial.replace(path)
+            replace_file(path, msgspec.json.format(msgspec.json.encode(tenant_keys)) + b"\n", 0o640)
 
         yield replace
+    finally:
+        os.close(folder)
+
+
+def _attributes(path: Path) -> list[str]:
+    try:
+        return os.listxattr(path)
+    except OSError:
+        return []
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:

@@ -31,10 +31,11 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     name: str
     # Names of models or adapters as clients send them; empty: all.
     models: tuple[str, ...] = ()
+    # Counted by sequence, as concurrency is: of three prompts with four answers each, twelve.
     requests_per_minute: float = 0.0
     # Prompts and answers together.
     tokens_per_minute: float = 0.0
-    # Requests in progress.
+    # Sequences in progress.
     concurrency: int = 0
     # vLLM's priority: a smaller one is served first, if the engines order requests by priority.
     priority: int = 0
@@ -44,6 +45,16 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     weight: Annotated[float, msgspec.Meta(ge=MIN_WEIGHT, le=MAX_WEIGHT)] = 1.0
     # How much of its rates it may save up and use at once.
     burst_seconds: Annotated[float, msgspec.Meta(ge=MIN_BURST_S, le=MAX_BURST_S)] = MAX_BURST_S
+    # Tenants with the same name here share what the fleet caches of their prompts; empty: shared with nobody.
+    shared_cache: str = ""
+
+    def cache_salt(self, client_salt: str | None) -> str:
+        """Return the salt of the tenant's prompts in prefix caches. `client_salt`: the client's own.
+
+        vLLM accepts no slash from clients, so no other salt equals it, with or without a key.
+        """
+        kind, name = ("shared", self.shared_cache) if self.shared_cache else ("tenant", self.name)
+        return f"/{kind}/{len(name)}/{name}/{client_salt or ''}"
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

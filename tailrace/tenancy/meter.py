@@ -9,13 +9,13 @@ from typing import Final
 from tailrace.tenancy.keys import Tenant
 
 _MINUTE_S: Final = 60.0
-# Retry interval when concurrency is the limit: when a request ends is unknown.
-_BUSY_S: Final = 1.0
+BUSY_S: Final = 1
+"""Retry interval when a limit on what is in progress is reached: when a request ends is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class LimitExceeded:
-    """Why a request is refused, and after how many seconds it is worth retrying."""
+    """Why a request is refused, and after how many seconds it is worth retrying; 0: never."""
 
     reason: str
     retry_after_s: int
@@ -51,11 +51,15 @@ class Meter:
 
     _by_tenant: dict[str, _Usage] = field(default_factory=dict)
 
-    def refusal(self, tenant: Tenant, now_s: float) -> LimitExceeded | None:
-        """Return why a request that begins now is refused, or None. Count nothing."""
+    def refusal(self, tenant: Tenant, now_s: float, sequences: int = 1) -> LimitExceeded | None:
+        """Return why a request of so many sequences that begins now is refused, or None. Count nothing."""
         usage = self._by_tenant.setdefault(tenant.name, _Usage())
-        if tenant.concurrency and usage.running >= tenant.concurrency:
-            return LimitExceeded(f"{tenant.concurrency} requests are in progress", math.ceil(_BUSY_S))
+        if tenant.concurrency and usage.running + sequences > tenant.concurrency:
+            if sequences > tenant.concurrency:
+                return LimitExceeded(f"{sequences} sequences of {tenant.concurrency} at a time", 0)
+            return LimitExceeded(
+                f"{usage.running} of {tenant.concurrency} sequences at a time are in progress", BUSY_S
+            )
         tokens = _refilled(usage.tokens, tenant.tokens_per_minute, tenant.burst_seconds, now_s)
         usage.tokens = tokens
         if tokens is not None and tokens.level <= 0.0:
@@ -63,24 +67,28 @@ class Meter:
             return LimitExceeded(f"more than {tenant.tokens_per_minute:g} tokens per minute", wait_s)
         requests = _refilled(usage.requests, tenant.requests_per_minute, tenant.burst_seconds, now_s)
         usage.requests = requests
-        if requests is not None and requests.level < 1.0:
-            wait_s = requests.wait_s(1.0, tenant.requests_per_minute)
-            return LimitExceeded(f"more than {tenant.requests_per_minute:g} requests per minute", wait_s)
+        if requests is not None and requests.level < sequences:
+            reason = f"more than {tenant.requests_per_minute:g} requests per minute"
+            capacity = _capacity(tenant.requests_per_minute, tenant.burst_seconds)
+            if sequences > capacity:
+                return LimitExceeded(f"{reason}, or {capacity:g} at once, of which this is {sequences}", 0)
+            return LimitExceeded(reason, requests.wait_s(sequences, tenant.requests_per_minute))
         return None
 
-    def begin(self, tenant: Tenant, now_s: float) -> LimitExceeded | None:
-        """Count a request until `end`; return why it is refused, in which case it is not counted, or None.
+    def begin(self, tenant: Tenant, now_s: float, sequences: int = 1) -> LimitExceeded | None:
+        """Count a request of so many sequences until `end`; return why it is refused, in which case it is not
+        counted, or None.
 
         Tokens are charged once they are known (`charge`): a tenant that has overdrawn waits until the quota
         has caught up.
         """
-        refused = self.refusal(tenant, now_s)
+        refused = self.refusal(tenant, now_s, sequences)
         if refused is not None:
             return refused
         usage = self._by_tenant[tenant.name]
         if usage.requests is not None:
-            usage.requests.level -= 1.0
-        usage.running += 1
+            usage.requests.level -= sequences
+        usage.running += sequences
         return None
 
     def charge(self, tenant: Tenant, tokens: int, now_s: float) -> None:
@@ -90,12 +98,12 @@ class Meter:
         if usage.tokens is not None:
             usage.tokens.level -= tokens
 
-    def end(self, tenant: Tenant) -> None:
-        """End a request that `begin` counted."""
-        self._by_tenant[tenant.name].running -= 1
+    def end(self, tenant: Tenant, sequences: int = 1) -> None:
+        """End sequences that `begin` counted."""
+        self._by_tenant[tenant.name].running -= sequences
 
     def running(self, tenant: Tenant) -> int:
-        """Return the number of requests in progress."""
+        """Return the number of sequences in progress."""
         usage = self._by_tenant.get(tenant.name)
         return 0 if usage is None else usage.running
 
@@ -104,9 +112,13 @@ def _refilled(bucket: _Bucket | None, per_minute: float, burst_s: float, now_s: 
     """Return the bucket refilled until now; None without a limit."""
     if not per_minute:
         return None
-    # However small the quota, one request may be saved up for, or none would ever be admitted.
-    capacity = max(1.0, per_minute * burst_s / _MINUTE_S)
+    capacity = _capacity(per_minute, burst_s)
     if bucket is None:
         return _Bucket(capacity, now_s)
     bucket.refill(per_minute, capacity, now_s)
     return bucket
+
+
+def _capacity(per_minute: float, burst_s: float) -> float:
+    # However small the quota, one request may be saved up for, or none would ever be admitted.
+    return max(1.0, per_minute * burst_s / _MINUTE_S)

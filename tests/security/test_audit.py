@@ -22,6 +22,7 @@ from tailrace.telemetry.audit import LOGS_ENDPOINT, audit_export
 from tailrace.v1 import admin_pb2, admin_pb2_grpc
 from tests.full_disk import files_end_at
 from tests.security.conftest import transport
+from tests.waiting import WAIT_S
 
 
 class Admin(admin_pb2_grpc.AdminServicer):
@@ -78,7 +79,7 @@ async def admin(
 ) -> AsyncIterator[admin_pb2_grpc.AdminAsyncStub]:
     servicer = Servicer(admin_pb2_grpc.add_AdminServicer_to_server, _admin(), "tailrace.v1.Admin")
     async with (
-        asyncio.timeout(30),
+        asyncio.timeout(WAIT_S),
         serve_grpc("127.0.0.1:0", [servicer], server, [Auditing(*sinks)]) as running,
         client.channel(running.address, Role.SCHEDULER, ()) as channel,
     ):
@@ -89,12 +90,12 @@ async def test_changes_are_logged_and_reads_are_not(authority: Authority) -> Non
     audit = AuditSink()
     own = transport(authority, Role.ADMIN, "alice")
     async with admin(transport(authority, Role.SCHEDULER), own, audit) as stub:
-        await stub.GetSlo(admin_pb2.GetSloRequest(), timeout=10)
+        await stub.GetSlo(admin_pb2.GetSloRequest(), timeout=WAIT_S)
         forged = ((ON_BEHALF_OF, "admin/bob"),)
-        await stub.SetPool(admin_pb2.SetPoolRequest(instance_id="w"), timeout=10, metadata=forged)
+        await stub.SetPool(admin_pb2.SetPoolRequest(instance_id="w"), timeout=WAIT_S, metadata=forged)
         with pytest.raises(grpc.aio.AioRpcError):
-            await stub.SetPool(admin_pb2.SetPoolRequest(instance_id="none"), timeout=10)
-        async for _ in stub.Drain(admin_pb2.DrainRequest(instance_id="w"), timeout=10):
+            await stub.SetPool(admin_pb2.SetPoolRequest(instance_id="none"), timeout=WAIT_S)
+        async for _ in stub.Drain(admin_pb2.DrainRequest(instance_id="w"), timeout=WAIT_S):
             pass
     assert audit.summaries() == [
         ("admin/alice", "", "SetPool", "OK", ""),
@@ -111,9 +112,9 @@ async def test_refused_calls_are_logged(authority: Authority) -> None:
     own = transport(authority, Role.VIEWER, "eve")
     async with admin(transport(authority, Role.SCHEDULER), own, audit) as stub:
         with pytest.raises(grpc.aio.AioRpcError):
-            await stub.SetPool(admin_pb2.SetPoolRequest(instance_id="w"), timeout=10)
+            await stub.SetPool(admin_pb2.SetPoolRequest(instance_id="w"), timeout=WAIT_S)
         with pytest.raises(grpc.aio.AioRpcError):
-            await stub.Rollout(admin_pb2.RolloutRequest(model="chat", to="9f2c"), timeout=10)
+            await stub.Rollout(admin_pb2.RolloutRequest(model="chat", to="9f2c"), timeout=WAIT_S)
     for (who, _, what, outcome, details), expected_method in zip(
         audit.summaries(), ("SetPool", "Rollout"), strict=True
     ):
@@ -127,7 +128,7 @@ async def test_forwarded_call_logs_the_original_caller(authority: Authority) -> 
     own = transport(authority, Role.SCHEDULER, "standby")
     async with admin(transport(authority, Role.SCHEDULER), own, audit) as stub:
         passed_on = ((ON_BEHALF_OF, "admin/alice"),)
-        await stub.SetPool(admin_pb2.SetPoolRequest(instance_id="w"), timeout=10, metadata=passed_on)
+        await stub.SetPool(admin_pb2.SetPoolRequest(instance_id="w"), timeout=WAIT_S, metadata=passed_on)
     assert audit.summaries() == [("scheduler/standby", "admin/alice", "SetPool", "OK", "")]
 
 
@@ -136,7 +137,7 @@ async def test_cancelled_call_is_logged(instance_id: str) -> None:
     """Also while the server is sending: gRPC must not be queried about a call that has ended."""
     audit = AuditSink()
     async with admin(PLAIN, PLAIN, audit) as stub:
-        call = stub.Drain(admin_pb2.DrainRequest(instance_id=instance_id), timeout=10)
+        call = stub.Drain(admin_pb2.DrainRequest(instance_id=instance_id), timeout=WAIT_S)
         async for _ in call:
             call.cancel()
             break
@@ -152,7 +153,7 @@ async def test_lines_are_json_and_appended(tmp_path: Path) -> None:
     for _ in range(2):
         file = AuditFile(path)
         async with admin(PLAIN, PLAIN, file) as stub:
-            await stub.SetPool(admin_pb2.SetPoolRequest(instance_id="w"), timeout=10)
+            await stub.SetPool(admin_pb2.SetPoolRequest(instance_id="w"), timeout=WAIT_S)
         file.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["what"] for line in lines] == ["SetPool", "SetPool"]
@@ -220,9 +221,9 @@ async def test_entries_are_exported_as_opentelemetry_logs(monkeypatch: pytest.Mo
     assert export is not None
     audit = AuditSink()
     async with admin(PLAIN, PLAIN, audit) as stub:
-        await stub.SetPool(admin_pb2.SetPoolRequest(instance_id="w"), timeout=10)
+        await stub.SetPool(admin_pb2.SetPoolRequest(instance_id="w"), timeout=WAIT_S)
     export.write(audit.entries[0])
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_S):
         request = await logs.received.get()
     (record,) = request.resource_logs[0].scope_logs[0].log_records
     values = {each.key: each.value.string_value for each in record.attributes}

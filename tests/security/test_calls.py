@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import pytest
@@ -15,13 +16,14 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from tailrace.security.authority import Authority
 from tailrace.security.credentials import read_credentials
 from tailrace.security.diagnosis import handshake_problem
-from tailrace.security.roles import Identity, Role
+from tailrace.security.roles import Identity, Role, server_name
 from tailrace.security.transport import PLAIN, Transport
 from tailrace.service.channels import Channels
 from tailrace.service.probe import Unhealthy, check_grpc
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.v1 import profile_pb2, worker_pb2, worker_pb2_grpc
 from tests.security.conftest import EXPIRED_DAYS, transport
+from tests.waiting import WAIT_S
 
 
 class Worker(worker_pb2_grpc.WorkerServicer):
@@ -37,7 +39,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         context: grpc.aio.ServicerContext[worker_pb2.CancelImportRequest, worker_pb2.CancelImportReply],
     ) -> worker_pb2.CancelImportReply:
         self.calls.append("CancelImport")
-        return worker_pb2.CancelImportReply(cancelled=True)
+        return worker_pb2.CancelImportReply()
 
     async def Import(  # type: ignore[override]
         self,
@@ -77,7 +79,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
 async def serving(own: Transport) -> AsyncIterator[tuple[Worker, str]]:
     worker = Worker()
     servicer = Servicer(worker_pb2_grpc.add_WorkerServicer_to_server, worker, "tailrace.v1.Worker")
-    async with asyncio.timeout(30), serve_grpc("127.0.0.1:0", [servicer], own) as server:
+    async with asyncio.timeout(WAIT_S), serve_grpc("127.0.0.1:0", [servicer], own) as server:
         yield worker, server.address
 
 
@@ -86,21 +88,29 @@ async def call_all(channels: Channels, address: str) -> list[str]:
     worker = worker_pb2_grpc.WorkerStub(channels.get(address, Role.WORKER))
     ends: list[str] = []
     try:
-        await worker.CancelImport(worker_pb2.CancelImportRequest(), timeout=10)
+        await worker.CancelImport(worker_pb2.CancelImportRequest(), timeout=WAIT_S)
         ends.append("OK")
     except grpc.aio.AioRpcError as error:
         ends.append(f"{error.code().name}: {error.details()}")
-    imported = worker.Import(worker_pb2.ImportRequest(), timeout=10)
-    exported = worker.Export(iter([worker_pb2.ExportCommand()]), timeout=10)
-    for read in (imported.read, exported.read):
-        try:
-            assert await read() is not grpc.aio.EOF
-            ends.append("OK")
-        except grpc.aio.AioRpcError as error:
-            ends.append(f"{error.code().name}: {error.details()}")
-    imported.cancel()
-    exported.cancel()
+    ends.append(await first_reply(worker.Import(worker_pb2.ImportRequest(), timeout=WAIT_S)))
+    for _ in range(5):
+        end = await first_reply(worker.Export(iter([worker_pb2.ExportCommand()]), timeout=WAIT_S))
+        # A write that fails before the refusal has been read hides it: grpc.aio gives its own status.
+        if end != "INTERNAL: Internal error from Core":
+            break
+    ends.append(end)
     return ends
+
+
+async def first_reply(call: grpc.aio.UnaryStreamCall[Any, Any] | grpc.aio.StreamStreamCall[Any, Any]) -> str:
+    """Return OK if there is one, else the status."""
+    try:
+        assert await call.read() is not grpc.aio.EOF
+        return "OK"
+    except grpc.aio.AioRpcError as error:
+        return f"{error.code().name}: {error.details()}"
+    finally:
+        call.cancel()
 
 
 @pytest.mark.parametrize(
@@ -108,7 +118,7 @@ async def call_all(channels: Channels, address: str) -> list[str]:
     [
         (Role.MIGRATION, [True, True, False]),
         (Role.WORKER, [False, False, True]),
-        *((role, [False] * 3) for role in (Role.FRONTEND, Role.MONITOR, Role.ADMIN, Role.ETCD_ROOT)),
+        *((role, [False] * 3) for role in (Role.FRONTEND, Role.MONITOR, Role.ADMIN)),
     ],
 )
 async def test_each_method_is_for_its_roles(authority: Authority, role: Role, permitted: list[bool]) -> None:
@@ -131,9 +141,31 @@ async def test_each_method_is_for_its_roles(authority: Authority, role: Role, pe
                 )
                 assert name not in worker.calls
         # Every role may check its health.
-        reply = await HealthStub(channels.get(address, Role.WORKER)).Check(HealthCheckRequest(), timeout=10)
+        reply = await HealthStub(channels.get(address, Role.WORKER)).Check(
+            HealthCheckRequest(), timeout=WAIT_S
+        )
         assert reply.status == HealthCheckResponse.SERVING
         await channels.close()
+
+
+@pytest.mark.parametrize("role", [Role.ETCD, Role.ETCD_ROOT])
+async def test_etcds_certificates_are_not_of_the_clusters_authority(authority: Authority, role: Role) -> None:
+    channels = Channels(transport(authority, role, "caller"))
+    async with serving(transport(authority, Role.WORKER)) as (worker, address):
+        ends = await call_all(channels, address)
+        await channels.close()
+    assert all(end.startswith("UNAVAILABLE") for end in ends) and not worker.calls
+
+
+async def test_grpc_negotiates_tls_1_3(authority: Authority) -> None:
+    own = transport(authority, Role.MIGRATION).folder.current().client_context
+    async with serving(transport(authority, Role.WORKER)) as (_, address):
+        host, _, port = address.rpartition(":")
+        _, writer = await asyncio.open_connection(
+            host, int(port), ssl=own, server_hostname=server_name(Role.WORKER)
+        )
+        assert writer.get_extra_info("ssl_object").version() == "TLSv1.3"
+        writer.close()
 
 
 async def test_calls_without_a_certificate_fail(authority: Authority) -> None:
@@ -193,7 +225,7 @@ async def test_certificate_rotation_interrupts_no_call(authority: Authority) -> 
     channels = Channels(client)
     async with serving(server) as (worker, address):
         stub = worker_pb2_grpc.WorkerStub(channels.get(address, Role.WORKER))
-        stream = stub.Import(worker_pb2.ImportRequest(), timeout=20)
+        stream = stub.Import(worker_pb2.ImportRequest(), timeout=WAIT_S)
         await stream.read()
         first = channels.get(address, Role.WORKER)
         authority.supersede()
@@ -201,7 +233,9 @@ async def test_certificate_rotation_interrupts_no_call(authority: Authority) -> 
         authority.retire()
         second = channels.get(address, Role.WORKER)
         assert second is not first
-        await worker_pb2_grpc.WorkerStub(second).CancelImport(worker_pb2.CancelImportRequest(), timeout=10)
+        await worker_pb2_grpc.WorkerStub(second).CancelImport(
+            worker_pb2.CancelImportRequest(), timeout=WAIT_S
+        )
         worker.go_on.set()
         assert await stream.read() is not grpc.aio.EOF
         assert await stream.read() is grpc.aio.EOF

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -143,6 +144,16 @@ def test_authority_is_replaced_in_three_steps(authority: Authority) -> None:
     assert [each.identity for each in newer] == [each.identity for each in older]
     assert newer[0].authorities != older[0].authorities
     assert newer[0].authorities.count(b"BEGIN CERTIFICATE") == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="changes owners")
+def test_reissued_files_keep_their_owners(authority: Authority) -> None:
+    """A service that reads the folder as its own user still can when root has reissued its certificate."""
+    folder = authority.issue(Identity(Role.WORKER, "w")).folder
+    for path in (folder, *folder.iterdir()):
+        os.chown(path, 65534, 65534)
+    authority.rotate()
+    assert {(path.stat().st_uid, path.stat().st_gid) for path in folder.iterdir()} == {(65534, 65534)}
 
 
 def test_second_authority_does_not_overwrite_the_first(authority: Authority) -> None:

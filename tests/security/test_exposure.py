@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from click.testing import CliRunner
 
@@ -46,6 +49,70 @@ def test_insecure_option_allows_other_addresses(options: list[str], monkeypatch:
     # Past the check of the address, it fails at the unknown policy.
     arguments = ["serve", "scheduler", "--listen", "0.0.0.0:0", *options, "--policy", "magic"]
     assert "unknown policy 'magic'" in CliRunner().invoke(main, arguments).stderr
+
+
+def _served(authority: Authority, *arguments: str) -> str:
+    """Return the refusal of a front end with a certificate; without another one, of --fair-backlog."""
+    own = str(authority.issue(Identity(Role.FRONTEND, "f")).folder)
+    command = ["serve", "frontend", "--tls", own, "--listen", "0.0.0.0:0", "--fair-backlog", "1"]
+    result = CliRunner().invoke(main, [*command, *arguments])
+    assert result.exit_code == 2
+    return result.stderr
+
+
+@pytest.mark.parametrize("front", ["python", "rust"])
+@pytest.mark.parametrize("key", [[], ["--api-key", ""], ["--api-key="], ["--api-key", "--port=1"]])
+def test_certificate_does_not_open_the_users_port(
+    authority: Authority, front: str, key: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    refused = _served(authority, "--http", "0.0.0.0:8000", "--front", front, "--", *key)
+    assert "--http 0.0.0.0:8000 can be reached from other machines" in refused
+    assert all(way in refused for way in ("--api-keys", "VLLM_API_KEY", "127.0.0.1", "--insecure"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment"),
+    [
+        (["--http", "127.0.0.1:8000"], ""),
+        (["--http", "0.0.0.0:8000", "--insecure"], ""),
+        (["--http", "0.0.0.0:8000"], "secret"),
+        (["--http", "0.0.0.0:8000", "--", "--api-key"], "secret"),
+        (["--http", "0.0.0.0:8000", "--", "--api-key", "secret"], ""),
+        (["--http", "0.0.0.0:8000", "--", "--api_key=secret"], ""),
+    ],
+)
+def test_users_port_is_judged_by_its_own_protection(
+    authority: Authority, arguments: list[str], environment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", environment)
+    assert "--fair-backlog" in _served(authority, *arguments)
+
+
+def test_empty_key_argument_hides_the_one_of_the_environment(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in vLLM, whose API server then requires none."""
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    refused = _served(authority, "--http", "0.0.0.0:8000", "--", "--api-key", "")
+    assert "can be reached from other machines" in refused
+
+
+def test_documented_front_ends_beyond_loopback_require_keys() -> None:
+    root = Path(__file__).resolve().parents[2]
+    pages = [root / "README.md", *root.glob("docs/*.md"), *root.glob("deploy/**/*.md")]
+    lines = [line for page in pages for line in page.read_text().splitlines() if "serve frontend" in line]
+    beyond = [
+        line for line in lines if (http := re.search(r"--http[ =](\S+)", line)) and not is_loopback(http[1])
+    ]
+    assert beyond and all("--api-keys" in line for line in beyond)
+
+
+def test_empty_variable_names_no_key_file(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a unit's own file switches off the one that all units share."""
+    monkeypatch.setenv("TAILRACE_API_KEYS", "")
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    assert "--fair-backlog: requires --api-keys" in _served(authority, "--http", "0.0.0.0:8000")
 
 
 def test_certificate_with_the_right_role_allows_any_address(authority: Authority) -> None:

@@ -20,9 +20,10 @@ from tailrace.security.transport import Transport
 from tailrace.service.channels import FROM_SERVER, Channels
 from tailrace.service.server import GrpcServer, Servicer, serve_grpc
 from tailrace.store.client import StoreUnavailable
-from tailrace.v1 import admin_pb2, admin_pb2_grpc, types_pb2
+from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2
 from tests.security.conftest import transport
 from tests.security.test_audit import AuditSink
+from tests.waiting import WAIT_S
 
 
 class Admin:
@@ -31,26 +32,26 @@ class Admin:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    async def SetPool(
+    async def SetShadow(
         self,
-        request: admin_pb2.SetPoolRequest,
-        context: grpc.aio.ServicerContext[admin_pb2.SetPoolRequest, admin_pb2.SetPoolReply],
-    ) -> admin_pb2.SetPoolReply:
-        if request.instance_id == "none":
+        request: admin_pb2.SetShadowRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.SetShadowRequest, admin_pb2.SetShadowReply],
+    ) -> admin_pb2.SetShadowReply:
+        if request.name == "none":
             raise AdminError(grpc.StatusCode.NOT_FOUND, f"{self._name} has no such instance")
-        if request.instance_id == "unstored":
+        if request.name == "unstored":
             raise StoreUnavailable(f"{self._name} has no etcd")
-        return admin_pb2.SetPoolReply(previous=types_pb2.POOL_PREFILL)
+        return admin_pb2.SetShadowReply(previous="before")
 
-    async def Drain(
+    async def Migrate(
         self,
-        request: admin_pb2.DrainRequest,
-        context: grpc.aio.ServicerContext[admin_pb2.DrainRequest, admin_pb2.DrainEvent],
-    ) -> AsyncIterator[admin_pb2.DrainEvent]:
-        yield admin_pb2.DrainEvent(message=self._name)
-        if request.instance_id == "none":
+        request: admin_pb2.AdminMigrateRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.AdminMigrateRequest, migration_pb2.MigrationRecord],
+    ) -> AsyncIterator[migration_pb2.MigrationRecord]:
+        yield migration_pb2.MigrationRecord(reason=self._name)
+        if request.request_id == "none":
             raise AdminError(grpc.StatusCode.NOT_FOUND, f"{self._name} has no such instance")
-        yield admin_pb2.DrainEvent(message=self._name, done=True)
+        yield migration_pb2.MigrationRecord(reason=self._name, bytes=1)
 
     async def ListServices(
         self,
@@ -105,7 +106,7 @@ async def pair(authority: Authority, caller: Role) -> AsyncIterator[Pair]:
     other = transport(authority, Role.SCHEDULER, "stands-by")
     client = transport(authority, caller, "alice")
     async with (
-        asyncio.timeout(30),
+        asyncio.timeout(WAIT_S),
         scheduler("leads", own, members, audit, leads=True) as leader,
         scheduler("stands-by", other, members, AuditSink(), leads=False) as standby,
         client.channel(standby.address, Role.SCHEDULER, ()) as channel,
@@ -122,7 +123,7 @@ def is_server_status(error: grpc.aio.AioRpcError) -> bool:
 
 
 async def refused(
-    call: grpc.aio.UnaryUnaryCall[admin_pb2.SetPoolRequest, admin_pb2.SetPoolReply],
+    call: grpc.aio.UnaryUnaryCall[admin_pb2.SetShadowRequest, admin_pb2.SetShadowReply],
 ) -> tuple[grpc.StatusCode, str, bool]:
     """Return the status, its details, and whether the server itself set it."""
     with pytest.raises(grpc.aio.AioRpcError) as failure:
@@ -132,26 +133,28 @@ async def refused(
 
 async def test_leader_executes_forwarded_calls_for_the_caller(authority: Authority) -> None:
     async with pair(authority, Role.ADMIN) as both:
-        reply = await both.admin.SetPool(admin_pb2.SetPoolRequest(instance_id="w"), timeout=10)
-        events = [e async for e in both.admin.Drain(admin_pb2.DrainRequest(instance_id="w"), timeout=10)]
-        services = (await both.admin.ListServices(admin_pb2.ListServicesRequest(), timeout=10)).services
+        reply = await both.admin.SetShadow(admin_pb2.SetShadowRequest(name="w"), timeout=WAIT_S)
+        events = [
+            e async for e in both.admin.Migrate(admin_pb2.AdminMigrateRequest(request_id="w"), timeout=WAIT_S)
+        ]
+        services = (await both.admin.ListServices(admin_pb2.ListServicesRequest(), timeout=WAIT_S)).services
 
-    assert reply.previous == types_pb2.POOL_PREFILL
-    assert [(e.message, e.done) for e in events] == [("leads", False), ("leads", True)]
+    assert reply.previous == "before"
+    assert [(e.reason, e.bytes) for e in events] == [("leads", 0), ("leads", 1)]
     # The standby itself answers what any scheduler can.
     assert [s.kind for s in services] == ["stands-by"]
     assert both.audit.summaries() == [
-        ("scheduler/stands-by", "admin/alice", "SetPool", "OK", ""),
-        ("scheduler/stands-by", "admin/alice", "Drain", "begun", ""),
-        ("scheduler/stands-by", "admin/alice", "Drain", "OK", ""),
+        ("scheduler/stands-by", "admin/alice", "SetShadow", "OK", ""),
+        ("scheduler/stands-by", "admin/alice", "Migrate", "begun", ""),
+        ("scheduler/stands-by", "admin/alice", "Migrate", "OK", ""),
     ]
 
 
 async def test_viewer_cannot_make_changes_through_the_standby(authority: Authority) -> None:
     async with pair(authority, Role.VIEWER) as both:
-        code, _, _ = await refused(both.admin.SetPool(admin_pb2.SetPoolRequest(instance_id="w"), timeout=10))
+        code, _, _ = await refused(both.admin.SetShadow(admin_pb2.SetShadowRequest(name="w"), timeout=WAIT_S))
         with pytest.raises(grpc.aio.AioRpcError) as failure:
-            async for _ in both.admin.Drain(admin_pb2.DrainRequest(instance_id="w"), timeout=10):
+            async for _ in both.admin.Migrate(admin_pb2.AdminMigrateRequest(request_id="w"), timeout=WAIT_S):
                 pass
 
     assert code is failure.value.code() is grpc.StatusCode.PERMISSION_DENIED
@@ -160,14 +163,16 @@ async def test_viewer_cannot_make_changes_through_the_standby(authority: Authori
 
 async def test_refusals_of_the_leader_are_returned_unchanged(authority: Authority) -> None:
     async with pair(authority, Role.ADMIN) as both:
-        missing = await refused(both.admin.SetPool(admin_pb2.SetPoolRequest(instance_id="none"), timeout=10))
+        missing = await refused(both.admin.SetShadow(admin_pb2.SetShadowRequest(name="none"), timeout=WAIT_S))
         unstored = await refused(
-            both.admin.SetPool(admin_pb2.SetPoolRequest(instance_id="unstored"), timeout=10)
+            both.admin.SetShadow(admin_pb2.SetShadowRequest(name="unstored"), timeout=WAIT_S)
         )
         seen = []
         with pytest.raises(grpc.aio.AioRpcError) as failure:
-            async for event in both.admin.Drain(admin_pb2.DrainRequest(instance_id="none"), timeout=10):
-                seen += [event.message]
+            async for event in both.admin.Migrate(
+                admin_pb2.AdminMigrateRequest(request_id="none"), timeout=WAIT_S
+            ):
+                seen += [event.reason]
 
     assert missing == (grpc.StatusCode.NOT_FOUND, "leads has no such instance", True)
     assert unstored[0] is grpc.StatusCode.UNAVAILABLE
@@ -182,10 +187,10 @@ async def test_unreachable_leader_is_named(authority: Authority) -> None:
         both.members.leaders["scheduler"] = ServiceRecord(
             kind="scheduler", service_id="leads", incarnation="1", address="127.0.0.1:1"
         )
-        request = admin_pb2.SetPoolRequest(instance_id="w")
-        unreachable = await refused(both.admin.SetPool(request, timeout=10))
+        request = admin_pb2.SetShadowRequest(name="w")
+        unreachable = await refused(both.admin.SetShadow(request, timeout=WAIT_S))
         both.members.leaders.clear()
-        no_leader = await refused(both.admin.SetPool(request, timeout=10))
+        no_leader = await refused(both.admin.SetShadow(request, timeout=WAIT_S))
 
     assert (
         (unreachable[0], unreachable[2])

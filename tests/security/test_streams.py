@@ -28,6 +28,7 @@ from tailrace.service.message_stream import (
 )
 from tailrace.v1 import worker_pb2
 from tests.security.conftest import EXPIRED_DAYS, transport
+from tests.waiting import WAIT_S
 
 Down = MessageStream[worker_pb2.AttachDown]
 Up = MessageStream[worker_pb2.AttachUp]
@@ -53,7 +54,7 @@ async def echo_worker(worker: Transport) -> AsyncIterator[str]:
 
     admission = Admission(worker, frozenset({Role.FRONTEND}), refusal)
     async with (
-        asyncio.timeout(20),
+        asyncio.timeout(WAIT_S),
         serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve, admission=admission) as address,
     ):
         yield address
@@ -120,7 +121,7 @@ async def test_worker_without_tls_is_refused(authority: Authority) -> None:
         await stream.read()
 
     frontend = transport(authority, Role.FRONTEND)
-    async with asyncio.timeout(20), serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve) as address:
+    async with asyncio.timeout(WAIT_S), serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve) as address:
         with pytest.raises(StreamRefused, match="the peer does not speak TLS"):
             await connect_stream(address, worker_pb2.AttachDown, tls=frontend.dial(Role.WORKER))
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tailrace.cli.main import main
 from tailrace.tenancy.file import KeyFile, KeyFileUnusable, read_keys
@@ -46,6 +48,29 @@ def test_secret_is_not_stored(file: Path) -> None:
     assert file.stat().st_mode & 0o007 == 0
     listed = run(file, "list", "-o", "json").stdout
     assert secret not in listed and json.loads(listed)["keys"][0]["key_id"] in key
+
+
+def test_caches_are_shared_by_choice_only(file: Path) -> None:
+    for tenant in ("a", "b", "c"):
+        make(file, tenant)
+    for tenant in ("b", "c"):
+        run(file, "make", tenant, "--no-key", "--shared-cache", "a")
+    a, b, c = read_keys(file).tenants
+    assert len({a.cache_salt(None), b.cache_salt(None), a.cache_salt("x"), b.cache_salt("x")}) == 4
+    assert [b.cache_salt(salt) for salt in (None, "x")] == [c.cache_salt(salt) for salt in (None, "x")]
+    run(file, "make", "c", "--no-key", "--shared-cache", "")
+    assert read_keys(file).tenant("c") == Tenant(name="c")
+
+
+@given(*[st.tuples(st.text(), st.text(), st.none() | st.text("/abc1", min_size=1))] * 2)
+def test_salts_of_different_caches_differ(
+    first: tuple[str, str, str | None], second: tuple[str, str, str | None]
+) -> None:
+    salts = [Tenant(name=name, shared_cache=cache).cache_salt(salt) for name, cache, salt in (first, second)]
+    caches = [(cache or name, bool(cache), salt) for name, cache, salt in (first, second)]
+    assert (salts[0] == salts[1]) == (caches[0] == caches[1])
+    # No client that a front end without keys serves can send it: see vLLM's validate_cache_salt.
+    assert salts[0].startswith("/")
 
 
 def test_limits_belong_to_the_tenant(file: Path) -> None:
@@ -128,6 +153,13 @@ def test_incompatible_options_are_refused(file: Path, arguments: list[str], mess
     make(file, "a")
     result = CliRunner().invoke(main, ["serve", "frontend", "--api-keys", str(file), *arguments])
     assert result.exit_code == 2 and message in result.stderr
+
+
+def test_responses_of_all_tenants_are_not_stored_together(file: Path) -> None:
+    make(file, "a")
+    command = ["serve", "frontend", "--api-keys", str(file)]
+    result = CliRunner().invoke(main, command, env={"VLLM_ENABLE_RESPONSES_API_STORE": "1"})
+    assert result.exit_code == 2 and "VLLM_ENABLE_RESPONSES_API_STORE" in result.stderr
 
 
 @pytest.mark.parametrize(
