@@ -85,7 +85,7 @@ class Placer:
             counter = self._metrics.refused_late if placement.final else self._metrics.refusals
             counter.inc()
             return Decision("", policy, placement.reason or "refused", seconds, placement.final)
-        self._metrics.placements.labels(policy, placement.instance_id).inc()
+        self._metrics.placed(policy, placement.instance_id)
         cached = arrival.found_tokens(placement.instance_id, placement.pull_from)
         self._metrics.placed_tokens.inc(arrival.context_tokens)
         self._metrics.placed_cached_tokens.inc(cached)
@@ -228,6 +228,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
 
 # How soon a newly set policy with another tick interval is noticed.
 _POLL_S: Final = 1.0
+# Shortest time between two ticks, whatever interval a policy declares.
+_REST_S: Final = 0.001
 
 
 class Decider:
@@ -242,22 +244,27 @@ class Decider:
         self._control.reported(report, Moment(now_s, time.time()), deciding=self._leading.is_set())
 
     async def run_ticks(self) -> None:
-        """Call on_tick at the policy's interval while leading; run until cancelled."""
-        ticked_s = time.monotonic()
+        """Call on_tick at the policy's interval while leading; run until cancelled.
+
+        After a tick the loop is left to others for at least as long as the tick took.
+        """
+        ticked_s = rested_s = time.monotonic()
         while True:
             if not self._leading.is_set():
                 self._control.forget_ticks()
                 await self._leading.wait()
-            interval_s = self._control.active.policy.tick_interval_s
+            interval_s = self._control.active.declared.tick_interval_s
             if interval_s is None:
                 await asyncio.sleep(_POLL_S)
                 continue
-            left_s = ticked_s + interval_s - time.monotonic()
+            left_s = max(ticked_s + interval_s, rested_s) - time.monotonic()
             if left_s > 0:
                 await asyncio.sleep(min(left_s, _POLL_S))
                 continue
             ticked_s = time.monotonic()
             self.tick()
+            ended_s = time.monotonic()
+            rested_s = ended_s + max(ended_s - ticked_s, _REST_S)
 
     def tick(self) -> None:
         """Run one tick now."""

@@ -112,19 +112,16 @@ _REPORT_LAG_S: Final = 1.0
 async def drain_events(state: ReportedCluster, instance_id: str) -> AsyncIterator[admin_pb2.DrainEvent]:
     """Yield an event at each change, the last one when the instance is empty or has left the cluster.
 
-    Raise AdminError ABORTED if it is undrained meanwhile.
+    The drain is in force already, on all schedulers. Raise AdminError ABORTED if it is undrained meanwhile.
     """
     began_s = time.monotonic()
-    # Not at once: etcd has to tell first.
-    seen_draining = False
     last_sent: tuple[int, int, bool] | None = None
     while (tracked := state.tracked(instance_id)) is not None:
         requests = state.requests_on(instance_id)
         moving = sum(request.migrating for request in requests)
         view = state.view().instances[instance_id]
         suspect = view.state is InstanceState.SUSPECT
-        seen_draining = seen_draining or view.state is InstanceState.DRAINING
-        if seen_draining and view.state is InstanceState.ACTIVE:
+        if view.state is InstanceState.ACTIVE:
             raise AdminError(
                 grpc.StatusCode.ABORTED, f"{instance_id} takes new requests again: somebody undrained it"
             )

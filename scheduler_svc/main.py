@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
+import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -15,6 +17,7 @@ import click
 from scheduler_svc.actuator import Actuator
 from scheduler_svc.admin.errors import AdminErrors
 from scheduler_svc.admin.forward import LeaderForwarding, LeaderRoute
+from scheduler_svc.admin.in_force import InForce
 from scheduler_svc.admin.rollout_calls import RolloutCalls
 from scheduler_svc.admin.servicer import AdminServicer
 from scheduler_svc.admin.shadowing import Shadowing
@@ -22,6 +25,7 @@ from scheduler_svc.cache_sync import CacheSync
 from scheduler_svc.copies import Copier
 from scheduler_svc.decisions import Decider, Placer, SchedulerServicer, Traceparents
 from scheduler_svc.drainer import Drainer
+from scheduler_svc.following import Following
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.migrations import Migrations, MigrationStarter, Negotiator, Recaller
 from scheduler_svc.monitor_watch import MonitorWatch
@@ -31,16 +35,20 @@ from scheduler_svc.rollouts import Rollouts
 from scheduler_svc.settings import Settings
 from tailrace.control.live import LiveControl
 from tailrace.control.reported_cluster import ReportedCluster
-from tailrace.control.runner import ActivePolicy, GuardedCalls, warm_up
+from tailrace.control.runner import DEFAULT_BUDGETS, ActivePolicy, Budgets, Call, Guard, warm_up
+from tailrace.numeric import RealRange
 from tailrace.policy.parameters import ParameterError, read_assignments
 from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, all_parameters, load
-from tailrace.records import PolicyRecord
+from tailrace.records import PolicyRecord, encode_policy, suspended
 from tailrace.security.audit import AuditFile, Auditing
 from tailrace.service.options import CommonOptions, common_options, file_of
 from tailrace.service.runtime import ServiceContext, Shutdown, open_service, run_service
 from tailrace.service.server import Servicer, serve_grpc
+from tailrace.service.tasks import Loop, supervised
+from tailrace.service.watchdog import restart_process, waited_for_core_s, watched_calls
 from tailrace.store.election import Election
 from tailrace.store.leadership import Leadership
+from tailrace.store.reading import read_policy
 from tailrace.telemetry.audit import audit_export
 from tailrace.v1.admin_pb2_grpc import add_AdminServicer_to_server
 from tailrace.v1.scheduler_pb2_grpc import add_SchedulerServicer_to_server
@@ -49,6 +57,8 @@ log = logging.getLogger(__name__)
 
 KIND: Final = "scheduler"
 DEFAULT_POLICY: Final = "least_loaded"
+HUNG: Final = "TAILRACE_HUNG_POLICY"
+"""Environment variable from one run of this process to the next: the policy whose call did not return."""
 # Resigning leadership takes two calls to etcd.
 _DRAIN_S: Final = 10.0
 
@@ -76,8 +86,34 @@ _DRAIN_S: Final = 10.0
     metavar="FILE",
     help="Append an audit log of admin API changes, as JSON lines.  [default: to the log]",
 )
-def command(common: CommonOptions, policy: str, assignments: tuple[str, ...], audit_log: Path | None) -> None:
+@click.option(
+    "--call-budget",
+    "call_budget_s",
+    type=RealRange(min=0.001, max=10.0),
+    default=DEFAULT_BUDGETS.call_s,
+    show_default=True,
+    metavar="SECONDS",
+    help="A policy that takes longer for a placement, several times in a row, is suspended.",
+)
+@click.option(
+    "--tick-budget",
+    "tick_budget_share",
+    type=RealRange(min=0.01, max=10.0),
+    default=DEFAULT_BUDGETS.tick_share,
+    show_default=True,
+    metavar="SHARE",
+    help="The same for its ticks, as a share of its tick interval.",
+)
+def command(
+    common: CommonOptions,
+    policy: str,
+    assignments: tuple[str, ...],
+    audit_log: Path | None,
+    call_budget_s: float,
+    tick_budget_share: float,
+) -> None:
     """Decide where requests run; run a second scheduler as a standby."""
+    hung = read_policy(os.environ.pop(HUNG, "").encode())
     try:
         parameters = read_assignments(assignments)
         load(policy, parameters=parameters)
@@ -87,16 +123,25 @@ def command(common: CommonOptions, policy: str, assignments: tuple[str, ...], au
     except (UnknownPolicyError, UnusablePolicyError) as error:
         raise click.BadParameter(str(error), param_hint="--policy") from error
     default = PolicyRecord(name=policy, parameters={name: values[name] for name in parameters})
-    run_service(lambda shutdown: serve(common, default, shutdown, audit_log))
+    budgets = Budgets(call_budget_s, tick_budget_share)
+    run_service(lambda shutdown: serve(common, default, shutdown, audit_log, budgets, hung))
 
 
 async def serve(
-    common: CommonOptions, policy: PolicyRecord, shutdown: Shutdown, audit_log: Path | None = None
+    common: CommonOptions,
+    policy: PolicyRecord,
+    shutdown: Shutdown,
+    audit_log: Path | None = None,
+    budgets: Budgets = DEFAULT_BUDGETS,
+    hung: PolicyRecord | None = None,
 ) -> None:
-    """Run the scheduler until cancelled. Raise StoreUnavailable, ListenError or OSError."""
+    """Run the scheduler until cancelled. Raise StoreUnavailable, ListenError or OSError.
+
+    `hung`: the policy, suspended, that made this process restart because a call did not return.
+    """
     async with open_service(KIND, common) as service:
         leading = Leadership()
-        parts = Parts(service, policy, leading)
+        parts = Parts(service, policy, leading, budgets, hung)
         route = LeaderRoute(common.member_id, service.members, service.channels, leading)
         allowed = [AdminErrors(), LeaderForwarding(route)]
         async with (
@@ -141,7 +186,14 @@ async def auditing(name: str, path: Path | None) -> AsyncIterator[Auditing]:
 class Parts:
     """Build and connect the scheduler's parts."""
 
-    def __init__(self, service: ServiceContext, policy: PolicyRecord, leading: asyncio.Event) -> None:
+    def __init__(
+        self,
+        service: ServiceContext,
+        policy: PolicyRecord,
+        leading: Leadership,
+        budgets: Budgets,
+        hung: PolicyRecord | None,
+    ) -> None:
         self.metrics = SchedulerMetrics(service.registry)
         self.metrics.leading.set_function(lambda: float(leading.is_set()))
         self.state = ReportedCluster()
@@ -161,7 +213,13 @@ class Parts:
         self.actuator = Actuator(
             self.state, migration_starter, negotiator, recaller, copier, settings, self.metrics
         )
-        self.control = LiveControl(self.state, self.active, self.actuator, GuardedCalls(self.metrics))
+        guard = self._guard = Guard(self.metrics, budgets, waited_for_core_s)
+        self.control = LiveControl(self.state, self.active, self.actuator, guard)
+        self._following = Following(self.control, service.members, settings, guard)
+        guard.on_suspend = self._following.suspend
+        self.metrics.policy_suspended.set_function(lambda: float(bool(self.active.record.suspended)))
+        if hung is not None:
+            self._following.suspend_record(hung)
         self._follow_members()
         service.members.add_listener(self._follow_members)
         self._decider = Decider(self.control, leading)
@@ -172,19 +230,23 @@ class Parts:
         )
         self._cache_sync = CacheSync(self.state, service.channels)
         self._rollouts = Rollouts(service.members, self.state, settings.swap_rollout, leading)
+        shadowing = Shadowing(self.control, self.metrics, guard)
+        leading.on_end(shadowing.end)
+        leading.on_end(self.control.forget_ticks)
         placer = Placer(self.control, self.metrics)
         admin = AdminServicer(
             self.state,
             service.members,
             service.channels,
             self.active,
-            self.control.follow,
+            self._following,
             settings,
             migration_starter,
             migrations,
             Recorder(self.control, leading),
-            Shadowing(self.control, self.metrics),
+            shadowing,
             RolloutCalls(self._rollouts, service.members, settings),
+            InForce(service.common.member_id, service.members, service.channels),
         )
         self.servicers = [
             Servicer(
@@ -197,18 +259,52 @@ class Parts:
 
     async def run(self) -> None:
         """Run until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(warm_up(), name="policies")
-            tasks.create_task(self._watch.run(), name="monitor")
-            tasks.create_task(self._cache_sync.run(), name="prefix caches")
-            tasks.create_task(self._decider.run_ticks(), name="ticks")
-            tasks.create_task(self._drainer.run(), name="drains")
-            tasks.create_task(self._rollouts.run(), name="rollouts")
-            tasks.create_task(
-                remove_orphaned_records(self._members, self._settings.delete_orphaned_records, self._leading),
-                name="orphaned records",
-            )
+        loops: dict[str, Loop] = {
+            "policies": warm_up,
+            "suspensions": self._following.run,
+            "monitors": self._watch.run,
+            "prefix caches": self._cache_sync.run,
+            "ticks": self._decider.run_ticks,
+            "drains": self._drainer.run,
+            "rollouts": self._rollouts.run,
+            "orphaned records": lambda: remove_orphaned_records(
+                self._members, self._settings.delete_orphaned_records, self._leading
+            ),
+        }
+        with watched_calls(self._current_call, self._on_late, self._on_hung):
+            async with supervised(loops):
+                await asyncio.get_running_loop().create_future()
 
     def _follow_members(self) -> None:
         self.state.set_members(self._members, time.monotonic())
-        self.control.follow(self._members.policy, self._members.slo)
+        self.metrics.keep_instances(self._members.instances)
+        self._following.follow()
+        self.metrics.in_force(self.active.name)
+
+    # ---- calls of policies that take too long, seen from the watchdog's thread
+
+    def _guards(self) -> list[Guard]:
+        shadow = self.control.shadow
+        return [self._guard] if shadow is None else [self._guard, shadow.guard]
+
+    def _current_call(self) -> object | None:
+        return next((call for guard in self._guards() if (call := guard.call) is not None), None)
+
+    def _on_late(self, call: object) -> None:
+        for guard in self._guards():
+            if guard.call is call:
+                guard.stuck = guard.call
+
+    def _on_hung(self, call: object, seconds: float) -> None:
+        """Restart without the policy: a call cannot be ended in any other way."""
+        assert isinstance(call, Call)
+        what, name = call.what, call.of.name
+        log.critical(
+            "policy %s has not returned from %s for %.1f s: restarting without it", name, what, seconds
+        )
+        faulthandler.dump_traceback()
+        record = self.active.record if call.of is self.active else call.of
+        if isinstance(record, PolicyRecord):
+            why = f"{what}: did not return within {seconds:.1f} s"
+            os.environ[HUNG] = encode_policy(suspended(record, why)).decode()
+        restart_process()

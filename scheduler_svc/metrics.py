@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Container, Mapping, Sequence
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from tailrace.actions import PULL_OUTCOMES, Action, CopyPrefix, HandBack, Migrate, Offer, SetPool, SetStages
 from tailrace.control.runner import Point
+from tailrace.telemetry.limited_log import LimitedLog
 
+log = logging.getLogger(__name__)
+
+# Seconds between two lines about the errors of a policy at a decision point.
+_ERRORS_S: Final = 60.0
 _SECONDS: Final = (10e-6, 20e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 50e-3, 0.1, 0.5)
+# Of actions that were begun (actuator.py), besides those that any action may have.
+_OUTCOMES: Final[Mapping[type[Action], Sequence[str]]] = {
+    Migrate: ("committed", "aborted", "outdated"),
+    Offer: ("committed", "aborted", "outdated"),
+    HandBack: ("done", "outdated"),
+    CopyPrefix: PULL_OUTCOMES,
+    SetPool: ("done",),
+    SetStages: ("done",),
+}
 
 
 class SchedulerMetrics:
     """Hold one scheduler's metrics."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self._errors = LimitedLog(log, _ERRORS_S)
+        # Series of `placements` by instance and policy.
+        self._placed: dict[str, dict[str, Counter]] = {}
         self.placements = Counter(
             "tailrace_scheduler_placements",
             "Requests placed.",
@@ -72,8 +92,13 @@ class SchedulerMetrics:
         )
         self.policy_errors = Counter(
             "tailrace_scheduler_policy_errors",
-            "Policy calls that raised or named a disallowed instance.",
+            "Questions that a policy answered badly or, several times in a row, late.",
             ["policy", "point"],
+            registry=registry,
+        )
+        self.policy_suspended = Gauge(
+            "tailrace_scheduler_policy_suspended",
+            "1 while least_loaded decides because the policy that was set is suspended.",
             registry=registry,
         )
         self.shadow_decisions = Counter(
@@ -87,10 +112,39 @@ class SchedulerMetrics:
             "tailrace_scheduler_monitor_connected", "1 while a monitor's watch is open.", registry=registry
         )
 
+        # From the start: of a series that appears with its first event, `increase()` misses that event.
+        for point in Point:
+            self.decision_seconds.labels(point.value)
+        for action, outcomes in _OUTCOMES.items():
+            for outcome in (*outcomes, "refused", "failed", "dropped"):
+                self.actions.labels(action.__name__, outcome)
+
+    def in_force(self, policy: str) -> None:
+        """Export the errors of the policy that decides from now on, although there are none yet."""
+        for point in Point:
+            self.policy_errors.labels(policy, point.value)
+
     def observe_duration(self, point: Point, seconds: float) -> None:
         """Record how long a call of the policy took."""
         self.decision_seconds.labels(point.value).observe(seconds)
 
-    def failed(self, policy: str, point: Point) -> None:
-        """Count a call of the policy that raised, or placed on an instance that it must not use."""
+    def failed(self, policy: str, point: Point, why: str) -> None:
+        """Count a bad answer of a policy, and log it."""
         self.policy_errors.labels(policy, point.value).inc()
+        self._errors.write(
+            logging.ERROR, f"{policy} {point.value}", f"policy {policy} at {point.value}: {why}"
+        )
+
+    def placed(self, policy: str, instance_id: str) -> None:
+        """Count a placement."""
+        by_policy = self._placed.setdefault(instance_id, {})
+        counter = by_policy.get(policy)
+        if counter is None:
+            counter = by_policy[policy] = self.placements.labels(policy, instance_id)
+        counter.inc()
+
+    def keep_instances(self, known: Container[str]) -> None:
+        """Remove the series of other instances: each restart of a worker may have a new name."""
+        for gone in [name for name in self._placed if name not in known]:
+            for policy in self._placed.pop(gone):
+                self.placements.remove(policy, gone)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import grpc
 
 from tailrace.service.channels import format_error
-from tailrace.service.tasks import cancel, first_ended
+from tailrace.service.tasks import cancel, first_ended, run_once
 from tailrace.v1 import migration_pb2
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class MigrationStream:
         self._unsent: list[migration_pb2.NumberedMigration] = []
         self._changed = asyncio.Event()
         self._open: dict[int, asyncio.Future[migration_pb2.MigrationEnd]] = {}
-        self._task = asyncio.create_task(self._run(), name="migrations")
+        self._task = run_once("stream of migrations", self._run)
 
     @property
     def broken(self) -> bool:
@@ -76,6 +76,8 @@ class MigrationStream:
             raise StreamLost(f"it has not ended within {within_s:g} s") from None
         finally:
             self._open.pop(number, None)
+            # It keeps an error, whose frames have it.
+            del end
 
     async def close(self) -> None:
         """End the call; migrations continue in the service."""

@@ -15,7 +15,7 @@ from tailrace.actions import Offer, WhenFull
 from tailrace.bid_ask import OFFER_S
 from tailrace.cluster import InstanceState, Phase, RequestView
 from tailrace.control.reported_cluster import ReportedCluster
-from tailrace.handover import Way, between
+from tailrace.handover import MIGRATE_MAX_S, Way, between
 from tailrace.model_identity import difference
 from tailrace.records import InstanceRecord, ServiceRecord
 from tailrace.security.roles import Role
@@ -29,8 +29,6 @@ log = logging.getLogger(__name__)
 
 
 KIND: Final = "migration"
-# Longer than a migration may wait and run; the service ends it before.
-_MIGRATE_S: Final = 180.0
 _LIST_S: Final = 3.0
 _UNAVAILABLE: Final = grpc.StatusCode.UNAVAILABLE
 _STATUS: Final = {status.value[0]: status for status in grpc.StatusCode}
@@ -53,11 +51,11 @@ class Migrations:
 
         Raise AdminError.
         """
-        failure: grpc.aio.AioRpcError | None = None
+        failure: str | None = None
         for service in preferred(self._members, KIND):
             received = False
             call = MigrationStub(self._channels.get(service.address, Role.MIGRATION)).Migrate(
-                request, timeout=_MIGRATE_S
+                request, timeout=MIGRATE_MAX_S
             )
             try:
                 async for record in call:
@@ -69,7 +67,7 @@ class Migrations:
                 if received or error.code() is not _UNAVAILABLE:
                     raise AdminError(error.code(), error.details() or error.code().name) from error
                 self._log_unreachable(service, error)
-                failure = error
+                failure = _reason(error)
             finally:
                 call.cancel()
         raise _unavailable(failure)
@@ -79,7 +77,7 @@ class Migrations:
 
         Raise AdminError if it has not begun, or its end cannot be known.
         """
-        failure: Exception | None = None
+        failure: str | None = None
         for service in preferred(self._members, KIND):
             stream = self._stream_to(service)
             try:
@@ -90,20 +88,20 @@ class Migrations:
                 if isinstance(error, grpc.aio.AioRpcError) and error.code() is not _UNAVAILABLE:
                     raise AdminError(error.code(), error.details() or error.code().name) from error
                 self._log_unreachable(service, error)
-                failure = error
+                failure = _reason(error)
                 continue
             try:
-                end = await stream.migrate(request, _MIGRATE_S)
+                end = await stream.migrate(request, MIGRATE_MAX_S)
             except StreamLost as error:
                 # Once it may have begun there, it must not be started on another service.
                 lost = f"migration service {service.service_id}: {error}"
                 raise AdminError(_UNAVAILABLE, lost) from error
             if not end.code:
                 return end.state == types_pb2.MIGRATION_STATE_COMMITTED
-            refused = AdminError(_STATUS[end.code], end.error)
+            refused = AdminError(_STATUS.get(end.code, grpc.StatusCode.UNKNOWN), end.error)
             if refused.code is not _UNAVAILABLE:
                 raise refused
-            failure = refused
+            failure = _reason(refused)
         raise _unavailable(failure)
 
     async def close(self) -> None:
@@ -114,13 +112,13 @@ class Migrations:
 
     async def recent(self, request: migration_pb2.ListMigrationsRequest) -> migration_pb2.ListMigrationsReply:
         """Return the most recent migrations. Raise AdminError."""
-        failure: grpc.aio.AioRpcError | None = None
+        failure: str | None = None
         for service in preferred(self._members, KIND):
             stub = MigrationStub(self._channels.get(service.address, Role.MIGRATION))
             try:
                 return await stub.ListMigrations(request, timeout=_LIST_S)
             except grpc.aio.AioRpcError as error:
-                failure = error
+                failure = _reason(error)
         raise _unavailable(failure)
 
     def _stream_to(self, service: ServiceRecord) -> MigrationStream:
@@ -145,9 +143,8 @@ class Migrations:
         self._unreachable.write(logging.WARNING, service.service_id, reason)
 
 
-def _unavailable(failure: Exception | None) -> AdminError:
-    why = "none is registered" if failure is None else _reason(failure)
-    return AdminError(_UNAVAILABLE, f"no migration service responds: {why}")
+def _unavailable(failure: str | None) -> AdminError:
+    return AdminError(_UNAVAILABLE, f"no migration service responds: {failure or 'none is registered'}")
 
 
 def _reason(error: Exception) -> str:

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import grpc
@@ -15,8 +16,9 @@ from scheduler_svc.metrics import SchedulerMetrics
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels, preferred
-from tailrace.service.tasks import cancel, in_slices, task_error
+from tailrace.service.tasks import cancel, in_slices, run_once, supervise
 from tailrace.store.membership import Membership
+from tailrace.telemetry.incidents import unreadable
 from tailrace.v1 import monitor_pb2
 
 log = logging.getLogger(__name__)
@@ -95,6 +97,8 @@ class MergedReports:
 
 KIND: Final = "monitor"
 _RETRY_S: Final = 0.25
+# Their name as loops.
+_WATCHES: Final = "monitor watches"
 _WATCH: Final = "/tailrace.v1.Monitor/Watch"
 
 
@@ -128,7 +132,7 @@ class MonitorWatch:
                 self._changed.clear()
                 addresses = {record.address for record in preferred(self._members, KIND)}
                 for address in addresses - watches.keys():
-                    watches[address] = asyncio.create_task(self._watch(address), name=f"watch of {address}")
+                    watches[address] = supervise(_WATCHES, partial(self._watch, address), address)
                 removed = [watches.pop(address) for address in watches.keys() - addresses]
                 await cancel(*removed)
                 self._merged.keep_only(self._members.instances.keys())
@@ -139,14 +143,13 @@ class MonitorWatch:
     async def _watch(self, address: str) -> None:
         """Watch one monitor until cancelled."""
         while True:
-            reading = asyncio.create_task(self._read(address), name=f"reading {address}")
+            # A task of its own: gRPC cancels a call whose channel is replaced.
+            reading = run_once(_WATCHES, partial(self._read, address), address)
             try:
                 await asyncio.wait([reading])
             finally:
+                # If it failed, the next watch begins with a snapshot.
                 await cancel(reading)
-                if (error := task_error(reading)) is not None:
-                    # A report could not be processed: the next watch begins with a snapshot.
-                    log.error("reading the monitor at %s failed", address, exc_info=error)
                 self._merged.disconnected(address)
                 self._update_silent()
             await asyncio.sleep(_RETRY_S)
@@ -172,10 +175,15 @@ class MonitorWatch:
         """Process a delta report by report; between slices of it, waiting placements get their turn."""
         reported: set[str] = set()
         async for encoded in in_slices(delta.reports):
-            report = monitor_pb2.WorkerReport.FromString(encoded)
-            reported.add(report.instance_id)
-            if self._merged.is_new(address, report):
-                self._on_report(report, time.monotonic())
+            instance_id = ""
+            try:
+                report = monitor_pb2.WorkerReport.FromString(encoded)
+                instance_id = report.instance_id
+                reported.add(instance_id)
+                if self._merged.is_new(address, report):
+                    self._on_report(report, time.monotonic())
+            except Exception as error:  # noqa: BLE001 - whatever a worker's bytes lead to
+                unreadable("report of a worker", f"{instance_id or 'without a name'} by {address}", error)
         self._merged.end_delta(address, delta, reported)
         self._update_silent()
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Final, Protocol
 
-from scheduler_svc.settings import Conflict
+from scheduler_svc.admin.errors import AdminError
 from tailrace.cluster import InstanceState
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.control.reported_instance import ReportedInstance
@@ -18,6 +18,7 @@ from tailrace.rollout.progress import advance, describe
 from tailrace.rollout.record import RolloutRecord, RolloutState
 from tailrace.store.client import StoreUnavailable
 from tailrace.store.membership import Membership, front_end_facts
+from tailrace.telemetry.incidents import guarded
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,9 @@ class Rollouts:
                 await self._leading.wait()
             for record in list(self._members.rollouts.values()):
                 if record.under_way:
-                    await self._step(record)
+                    # One that cannot go on must not hold up the others.
+                    with guarded("rollouts", record.model):
+                        await self._step(record)
             await asyncio.sleep(_POLL_S)
 
     def facts(self) -> FleetFacts:
@@ -80,8 +83,9 @@ class Rollouts:
             return
         try:
             await self._swap(record.model, record, following)
-        except (Conflict, StoreUnavailable) as error:
-            # Another writer was faster, or etcd is unreachable: decide again from what is there next time.
+        except (AdminError, StoreUnavailable) as error:
+            # Another writer was faster, its record is a later version's, or etcd is unreachable: decide again
+            # from what is there next time.
             log.debug("rollout of %s: %s", record.model, error)
             return
         if following.state is not record.state:

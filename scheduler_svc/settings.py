@@ -13,13 +13,20 @@ from tailrace.cluster import Pool, Stage
 from tailrace.records import (
     PolicyRecord,
     StageRecord,
-    decode_policy,
-    decode_slo,
     encode_policy,
     encode_slo,
+    resumed,
 )
 from tailrace.rollout.record import RolloutRecord
 from tailrace.slo import Slo, changed_slo
+from tailrace.store.reading import (
+    UnreadableRecord,
+    read_named,
+    read_policy,
+    read_pool,
+    read_slo,
+    read_stages,
+)
 from tailrace.store.store import Store
 
 _ATTEMPTS: Final = 5
@@ -49,31 +56,50 @@ class Settings:
         """Move an instance to a pool from any other; return the previous one. Raise Conflict."""
         previous = await self._replace(f"pools/{instance_id}", None if pool is None else pool.value.encode())
         try:
-            return Pool(previous.decode()) if previous else None
-        except ValueError:
+            return read_pool(previous) if previous else None
+        except UnreadableRecord:
             return None
 
     async def swap_stages(self, expected: tuple[Stage, ...], stages: tuple[Stage, ...]) -> None:
-        """Replace the stages if they are still the expected ones. Raise Conflict."""
+        """Replace the stages if they are still the expected ones.
+
+        Raise Conflict, or AdminError if the present ones cannot be read.
+        """
         present = await self._store.get("stages")
-        if _decode(present) != expected or not await self._swap("stages", present, _encode(stages)):
+        try:
+            current = read_stages(present or b"")
+        except UnreadableRecord as error:
+            raise _of_another_version("stages in etcd", error) from error
+        if current != expected or not await self._swap("stages", present, _encode(stages)):
             raise Conflict("stages")
 
     async def set_stages(self, stages: tuple[Stage, ...]) -> None:
         """Replace the stages. Raise Conflict."""
         await self._replace("stages", _encode(stages))
 
-    async def set_policy(self, record: PolicyRecord) -> PolicyRecord | None:
-        """Set the policy and its parameters in one step; return the previous record or None. Raise
-        Conflict."""
-        previous = await self._replace("policy", encode_policy(record))
-        try:
-            return decode_policy(previous or b"")
-        except msgspec.MsgspecError:
-            return None
+    async def set_policy(self, record: PolicyRecord) -> tuple[PolicyRecord | None, int]:
+        """Set the policy and its parameters in one step; return the previous record or None, and the revision
+        of the write. Raise Conflict."""
+        for _ in range(_ATTEMPTS):
+            present = await self._store.get("policy")
+            if revision := await self._store.compare_and_swap("policy", present, encode_policy(record)):
+                return _policy(present), revision
+        raise Conflict("policy")
 
-    async def change_slo(self, changes: Mapping[str, float]) -> tuple[Slo, Slo]:
-        """Change objectives by name (`tailrace.slo.OBJECTIVES`); return the SLOs before and after.
+    async def suspend_policy(self, record: PolicyRecord, default: PolicyRecord) -> int:
+        """Write the record of a suspended policy if it is the policy set (or the default, if none is);
+        return the revision of the write, 0 if another one is. Raise Conflict."""
+        for _ in range(_ATTEMPTS):
+            present = await self._store.get("policy")
+            if (_policy(present) or default) != resumed(record):
+                return 0
+            if revision := await self._store.compare_and_swap("policy", present, encode_policy(record)):
+                return revision
+        raise Conflict("policy")
+
+    async def change_slo(self, changes: Mapping[str, float]) -> tuple[Slo, Slo, int]:
+        """Change objectives by name (`tailrace.slo.OBJECTIVES`); return the SLOs before and after, and the
+        revision of the write.
 
         Raise Conflict or ParameterError.
         """
@@ -81,8 +107,8 @@ class Settings:
             present = await self._store.get("slo")
             before = _slo(present)
             slo = changed_slo(before, changes)
-            if await self._swap("slo", present, encode_slo(slo)):
-                return before, slo
+            if revision := await self._store.compare_and_swap("slo", present, encode_slo(slo)):
+                return before, slo, revision
         raise Conflict("slo")
 
     async def drain(self, instance_id: str) -> None:
@@ -141,36 +167,43 @@ class Settings:
 
     async def _swap(self, key: str, expected: bytes | None, value: bytes | None) -> bool:
         if value is not None:
-            return await self._store.compare_and_swap(key, expected, value)
+            return await self._store.compare_and_swap(key, expected, value) > 0
         return expected is None or await self._store.compare_and_delete(key, expected)
+
+
+def _policy(value: bytes | None) -> PolicyRecord | None:
+    try:
+        return read_policy(value or b"")
+    except UnreadableRecord:
+        # An unreadable value is replaced.
+        return None
 
 
 def _slo(value: bytes | None) -> Slo:
     try:
-        return decode_slo(value) if value else Slo()
-    except msgspec.MsgspecError:
+        return read_slo(value) if value else Slo()
+    except UnreadableRecord:
         # An unreadable value is replaced.
         return Slo()
 
 
 def _rollout(model: str, value: bytes | None) -> RolloutRecord | None:
     try:
-        return msgspec.json.decode(value, type=RolloutRecord) if value else None
-    except msgspec.MsgspecError as error:
-        # Probably of a later version: overwriting it would send requests to another model than it says.
-        raise AdminError(
-            grpc.StatusCode.FAILED_PRECONDITION,
-            f"the rollout of {model} (rollouts/{model} in etcd) cannot be read by this version: {error}; "
-            "use schedulers of the version that wrote it",
-        ) from error
+        return read_named(RolloutRecord, f"rollouts/{model}", value) if value else None
+    except UnreadableRecord as error:
+        # Overwriting it would send requests to another model than it says.
+        raise _of_another_version(f"the rollout of {model} (rollouts/{model} in etcd)", error) from error
 
 
-def _encode(stages: tuple[Stage, ...]) -> bytes:
-    return msgspec.json.encode(
-        [StageRecord(lo=s.lo, hi=s.hi, instance_ids=list(s.instance_ids)) for s in stages]
+def _of_another_version(record: str, error: UnreadableRecord) -> AdminError:
+    return AdminError(
+        grpc.StatusCode.FAILED_PRECONDITION,
+        f"{record} cannot be read by this version: {error}; use schedulers of the version that wrote it",
     )
 
 
-def _decode(value: bytes | None) -> tuple[Stage, ...]:
-    records = msgspec.json.decode(value, type=list[StageRecord]) if value else []
-    return tuple(Stage(r.lo, r.hi, tuple(r.instance_ids)) for r in records)
+def _encode(stages: tuple[Stage, ...]) -> bytes:
+    """Encode the stages as JSON."""
+    return msgspec.json.encode(
+        [StageRecord(lo=s.lo, hi=s.hi, instance_ids=list(s.instance_ids)) for s in stages]
+    )

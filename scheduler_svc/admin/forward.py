@@ -29,22 +29,21 @@ LEADER_METHODS: Final[Mapping[str, float]] = MappingProxyType(
     {
         f"{ADMIN}{method}": timeout_s
         for method, timeout_s in {
-            "SetPolicy": _WRITE_S,
-            "SetSlo": _WRITE_S,
-            "SetPool": _WRITE_S,
-            "SetStages": _WRITE_S,
             "SetShadow": _WRITE_S,
             "GetShadow": _WRITE_S,
             "Record": RECORD_S + _WRITE_S,
             "Migrate": _STREAM_S,
-            "Drain": _STREAM_S,
             "Rollout": _WRITE_S,
             "UndoRollout": _WRITE_S,
             "ForgetRollout": _WRITE_S,
         }.items()
     }
 )
-"""Methods that only the leading scheduler carries out, with their deadlines in seconds."""
+"""Methods that only the leading scheduler carries out, with their deadlines in seconds.
+
+Settings are no such methods: any scheduler that reaches etcd writes them, so that a leader which does not
+answer can be given another policy.
+"""
 
 
 KIND: Final = "scheduler"

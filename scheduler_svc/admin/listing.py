@@ -12,6 +12,7 @@ from tailrace.control.reported_instance import ReportedInstance
 from tailrace.messages import INSTANCE_STATE_NUMBERS, PHASE_NUMBERS, REQUEST_STATE_NUMBERS, WAYS, pool_number
 from tailrace.policy import registry
 from tailrace.policy.parameters import Parameter, Value, format_value
+from tailrace.records import PolicyRecord
 from tailrace.service.tasks import in_slices
 from tailrace.store.membership import Membership
 from tailrace.v1 import admin_pb2, monitor_pb2, types_pb2
@@ -108,22 +109,20 @@ def request_info(state: ReportedCluster, request: RequestView, wall_s: float) ->
     )
 
 
-def policy_infos(active: str, values: Mapping[str, Value]) -> list[admin_pb2.PolicyInfo]:
+def policy_infos(active: PolicyRecord, values: Mapping[str, Value]) -> list[admin_pb2.PolicyInfo]:
     """Return all installed policies; `values`: the parameters of the active one.
 
     A policy that cannot be loaded is listed with the reason.
     """
     infos = []
     for name in registry.names():
-        info = admin_pb2.PolicyInfo(name=name, active=name == active)
-        try:
+        info = admin_pb2.PolicyInfo(name=name, active=name == active.name)
+        info.suspended = active.suspended if info.active else ""
+        info.summary = registry.problem_of(name)
+        if not info.summary:
             variant = registry.variant(name)
-            kind = variant.policy
-            info.summary = registry.load(name).summary
-            declared = registry.parameters_of(name)
-        except (registry.UnknownPolicyError, registry.UnusablePolicyError) as error:
-            info.summary = str(error)
-        else:
+            kind, declared = variant.policy, registry.parameters_of(name)
+            info.summary = kind.summary
             in_force = values if info.active else {}
             info.parameters.extend(_parameter(p, in_force.get(p.name)) for p in declared)
             info.batch_order = kind.batch_order

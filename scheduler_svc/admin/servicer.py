@@ -7,7 +7,7 @@ call's status (`errors.py`).
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Final
 
@@ -16,6 +16,7 @@ import grpc
 from scheduler_svc.admin import listing
 from scheduler_svc.admin.errors import AdminError
 from scheduler_svc.admin.forward import RECORD_S
+from scheduler_svc.admin.in_force import InForce
 from scheduler_svc.admin.relay import fetch_trace, profile_events
 from scheduler_svc.admin.request_pages import request_page
 from scheduler_svc.admin.rollout_calls import RolloutCalls
@@ -25,19 +26,17 @@ from scheduler_svc.admin.validation import (
     check_instance,
     find_request,
     format_parameters,
-    policy_record,
     read_stages,
 )
 from scheduler_svc.drainer import drain_events
+from scheduler_svc.following import Following
 from scheduler_svc.migrations import Migrations, MigrationStarter
 from scheduler_svc.recorder import Recorder
 from scheduler_svc.settings import Settings
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.control.runner import ActivePolicy
 from tailrace.messages import POOLS, given_objectives, pool_number, profile_message, slo_message
-from tailrace.records import PolicyRecord
 from tailrace.service.channels import Channels
-from tailrace.slo import Slo
 from tailrace.store.membership import Membership
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, profile_pb2, types_pb2, worker_pb2
 
@@ -53,25 +52,27 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         members: Membership,
         channels: Channels,
         active: ActivePolicy,
-        follow: Callable[[PolicyRecord | None, Slo], None],
+        following: Following,
         settings: Settings,
         migration_starter: MigrationStarter,
         migrations: Migrations,
         recorder: Recorder,
         shadowing: Shadowing,
         rollouts: RolloutCalls,
+        in_force: InForce,
     ) -> None:
         self._state = state
         self._members = members
         self._channels = channels
         self._active = active
-        self._follow = follow
+        self._following = following
         self._settings = settings
         self._migration_starter = migration_starter
         self._migrations = migrations
         self._recorder = recorder
         self._shadowing = shadowing
         self._rollouts = rollouts
+        self._in_force = in_force
 
     # ---- reads
 
@@ -108,7 +109,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         context: grpc.aio.ServicerContext[admin_pb2.ListPoliciesRequest, admin_pb2.ListPoliciesReply],
     ) -> admin_pb2.ListPoliciesReply:
         """List installed policies; without `all` neither baselines nor variants."""
-        infos = listing.policy_infos(self._active.name, self._active.values)
+        infos = listing.policy_infos(self._active.record, self._active.values)
         listed = [info for info in infos if request.all or listing.listed_by_default(info)]
         return admin_pb2.ListPoliciesReply(policies=listed)
 
@@ -126,7 +127,9 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         context: grpc.aio.ServicerContext[admin_pb2.ListServicesRequest, admin_pb2.ListServicesReply],
     ) -> admin_pb2.ListServicesReply:
         """List services by kind and id."""
-        return admin_pb2.ListServicesReply(services=listing.service_infos(self._members))
+        return admin_pb2.ListServicesReply(
+            services=listing.service_infos(self._members), revision=self._members.revision
+        )
 
     async def GetTrace(
         self,
@@ -199,10 +202,10 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         request: admin_pb2.SetPolicyRequest,
         context: grpc.aio.ServicerContext[admin_pb2.SetPolicyRequest, admin_pb2.SetPolicyReply],
     ) -> admin_pb2.SetPolicyReply:
-        """Set the policy: immediately here, on other schedulers once etcd's watch delivers it."""
-        record, default = policy_record(request, self._active.slo), self._active.record
-        previous = await self._settings.set_policy(record) or default
-        self._follow(record, self._active.slo)
+        """Set the policy; reply once every scheduler follows it."""
+        in_force = self._active.record
+        previous = await self._following.set_policy(request) or in_force
+        await self._in_force.wait("the policy", self._following.caught_up)
         return admin_pb2.SetPolicyReply(
             previous=previous.name, previous_parameters=format_parameters(previous.parameters)
         )
@@ -220,9 +223,9 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         request: admin_pb2.SetSloRequest,
         context: grpc.aio.ServicerContext[admin_pb2.SetSloRequest, admin_pb2.SetSloReply],
     ) -> admin_pb2.SetSloReply:
-        """Change SLOs: immediately here, on other schedulers once etcd's watch delivers them."""
-        previous, slo = await self._settings.change_slo(given_objectives(request.slo))
-        self._follow(self._active.record, slo)
+        """Change SLOs; reply once every scheduler follows them."""
+        previous, slo = await self._following.change_slo(given_objectives(request.slo))
+        await self._in_force.wait("the record of SLOs", self._following.caught_up)
         return admin_pb2.SetSloReply(slo=slo_message(slo), previous=slo_message(previous))
 
     async def SetPool(
@@ -237,7 +240,9 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
             check_instance(self._state, "instance_id", request.instance_id)
         if request.pool != types_pb2.POOL_UNSPECIFIED and request.pool not in POOLS:
             raise AdminError(grpc.StatusCode.INVALID_ARGUMENT, f"pool: there is no pool {request.pool}")
-        previous = await self._settings.set_pool(request.instance_id, POOLS.get(request.pool))
+        name, pool = request.instance_id, POOLS.get(request.pool)
+        previous = await self._settings.set_pool(name, pool)
+        await self._in_force.wait(f"the pool of {name}", lambda: self._members.pools.get(name) is pool)
         return admin_pb2.SetPoolReply(previous=pool_number(previous))
 
     async def SetStages(
@@ -246,7 +251,9 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         context: grpc.aio.ServicerContext[admin_pb2.SetStagesRequest, admin_pb2.SetStagesReply],
     ) -> admin_pb2.SetStagesReply:
         """Replace all stages."""
-        await self._settings.set_stages(read_stages(self._state, request.stages))
+        stages = read_stages(self._state, request.stages)
+        await self._settings.set_stages(stages)
+        await self._in_force.wait("the list of stages", lambda: self._members.stages == stages)
         return admin_pb2.SetStagesReply()
 
     async def Migrate(
@@ -284,14 +291,19 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         context: grpc.aio.ServicerContext[admin_pb2.DrainRequest, admin_pb2.DrainEvent],
     ) -> AsyncIterator[admin_pb2.DrainEvent]:
         """Drain an instance and stream the progress; disconnecting does not stop the draining."""
+        name = request.instance_id
         if request.undrain:
-            check_drained(self._state, self._members.drained, request.instance_id)
-            await self._settings.undrain(request.instance_id)
-            yield admin_pb2.DrainEvent(message=f"{request.instance_id} takes new requests", done=True)
+            check_drained(self._state, self._members.drained, name)
+            await self._settings.undrain(name)
+            await self._in_force.wait(
+                f"the end of the drain of {name}", lambda: name not in self._members.drained
+            )
+            yield admin_pb2.DrainEvent(message=f"{name} takes new requests", done=True)
             return
-        check_instance(self._state, "instance_id", request.instance_id)
-        await self._settings.drain(request.instance_id)
-        async for event in drain_events(self._state, request.instance_id):
+        check_instance(self._state, "instance_id", name)
+        await self._settings.drain(name)
+        await self._in_force.wait(f"the drain of {name}", lambda: name in self._members.drained)
+        async for event in drain_events(self._state, name):
             yield event
 
     async def Rollout(

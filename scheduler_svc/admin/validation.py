@@ -8,11 +8,12 @@ from typing import Final
 import grpc
 
 from scheduler_svc.admin.errors import AdminError
-from tailrace.cluster import RequestView, Stage
+from tailrace.cluster import RequestView, Stage, StagesError, UnknownStageInstance, check_stages
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.policy.parameters import ParameterError, Value, format_value
 from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, all_parameters, load
 from tailrace.records import PolicyRecord
+from tailrace.request_ids import matching
 from tailrace.slo import Slo
 from tailrace.v1 import admin_pb2, types_pb2
 
@@ -20,7 +21,8 @@ _IDS_SHOWN: Final = 3
 
 
 def find_request(state: ReportedCluster, text: str) -> RequestView:
-    """Return the running request with this id, or the only one whose id contains the text.
+    """Return the running request with this id, or the only one whose id contains the text, or that its client
+    calls so.
 
     Raise AdminError: INVALID_ARGUMENT for an empty or ambiguous text, NOT_FOUND.
     """
@@ -29,7 +31,8 @@ def find_request(state: ReportedCluster, text: str) -> RequestView:
     exact = state.request(text)
     if exact is not None:
         return exact
-    matches = sorted((r for r in state.requests() if text in r.request_id), key=lambda r: r.request_id)
+    requests = {request.request_id: request for request in state.requests()}
+    matches = [requests[request_id] for request_id in matching(text, requests)]
     if not matches:
         raise AdminError(grpc.StatusCode.NOT_FOUND, f"request_id: no running request {text!r}")
     if len(matches) > 1:
@@ -91,22 +94,13 @@ def read_stages(state: ReportedCluster, messages: Sequence[types_pb2.Stage]) -> 
 
     Raise AdminError that names the field.
     """
-    stages: list[Stage] = []
-    for number, message in enumerate(messages):
-        field = f"stages[{number}]"
-        if message.lo >= message.hi:
-            raise _invalid(f"{field}.hi: {message.hi} must be greater than lo, {message.lo}")
-        if stages and message.lo < stages[-1].hi:
-            raise _invalid(
-                f"{field}.lo: {message.lo} lies in the stage before, which ends at {stages[-1].hi}"
-            )
-        if not message.instance_ids:
-            raise _invalid(f"{field}.instance_ids: must not be empty")
-        for instance_id in message.instance_ids:
-            check_instance(state, f"{field}.instance_ids", instance_id)
-        stages.append(Stage(message.lo, message.hi, tuple(message.instance_ids)))
-    return tuple(stages)
-
-
-def _invalid(details: str) -> AdminError:
-    return AdminError(grpc.StatusCode.INVALID_ARGUMENT, details)
+    stages = tuple(Stage(each.lo, each.hi, tuple(each.instance_ids)) for each in messages)
+    known = state.view().instances
+    try:
+        check_stages(stages, known)
+    except UnknownStageInstance as error:
+        names = ", ".join(known) or "none"
+        raise AdminError(grpc.StatusCode.NOT_FOUND, f"{error}; there are: {names}") from error
+    except StagesError as error:
+        raise AdminError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
+    return stages

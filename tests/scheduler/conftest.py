@@ -26,18 +26,17 @@ from tailrace.service.server import Servicer, serve_grpc
 from tailrace.store.membership import Membership
 from tailrace.store.registration import Registration, register
 from tailrace.store.store import Store
-from tailrace.v1 import monitor_pb2, worker_pb2_grpc
+from tailrace.v1 import admin_pb2, monitor_pb2, worker_pb2_grpc
 from tailrace.v1.admin_pb2_grpc import AdminStub
 from tailrace.v1.monitor_pb2_grpc import MonitorStub
 from tailrace.v1.scheduler_pb2_grpc import SchedulerStub
 from tests.migration.scripted_worker import ScriptedWorker
 from tests.scheduler.facts import instance
+from tests.waiting import WAIT_S
 
 if TYPE_CHECKING:
     from tailrace.v1.admin_pb2_grpc import AdminAsyncStub
     from tailrace.v1.scheduler_pb2_grpc import SchedulerAsyncStub
-
-WAIT_S = 20.0
 
 
 class Worker(ScriptedWorker):
@@ -144,6 +143,16 @@ class Control:
             pass
 
 
+async def leads(admin: AdminAsyncStub) -> bool:
+    """Return whether a leading scheduler answers."""
+    try:
+        await admin.GetShadow(admin_pb2.GetShadowRequest(), timeout=WAIT_S)
+    except grpc.aio.AioRpcError as error:
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        return False
+    return True
+
+
 @pytest.fixture
 async def control(etcd: str, cluster: str) -> AsyncIterator[Control]:
     """Start a cluster on the shared etcd."""
@@ -179,6 +188,9 @@ async def open_control(etcd: str, cluster: str) -> AsyncIterator[Control]:
             await control.start_migration()
             await control.start_scheduler("s1")
             await control.wait_for_members(lambda m: {"scheduler", "monitor"} <= m.leaders.keys())
+            async with asyncio.timeout(WAIT_S):
+                while not await leads(await control.admin()):  # each is a call: no need to sleep
+                    pass
             yield control
         finally:
             for name in list(control.tasks):

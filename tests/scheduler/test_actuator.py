@@ -20,15 +20,14 @@ from tailrace.actions import ORDERED_MAX, Action, HandBack, Migrate, SetPool, Wh
 from tailrace.cluster import ClusterView, Pool, RequestView, Stage
 from tailrace.control.live import LiveControl
 from tailrace.control.reported_cluster import ReportedCluster
-from tailrace.control.runner import ActivePolicy, GuardedCalls
+from tailrace.control.runner import ActivePolicy, Guard
 from tailrace.policy.least_loaded import LeastLoaded
 from tailrace.records import PolicyRecord
 from tailrace.store.membership import Membership
 from tailrace.store.store import Store
 from tests.scheduler.conftest import connect
 from tests.scheduler.facts import PREFILL, REASONING, Members, event, instance, request, steady
-
-WAIT_S = 20.0
+from tests.waiting import WAIT_S
 
 
 class FlipAndSpread(LeastLoaded):
@@ -111,7 +110,7 @@ async def scheduler(etcd: str, cluster: str) -> AsyncIterator[Scheduler]:
         stack.push_async_callback(actuator.close)
         state.set_members(in_pools(dict.fromkeys("abc", Pool.PREFILL)), 0.0)
         state.apply(steady("a", [request("r", PREFILL), request("q", PREFILL)]), 1.0)
-        control = LiveControl(state, active, actuator, GuardedCalls(metrics))
+        control = LiveControl(state, active, actuator, Guard(metrics))
         decider = Decider(control, leading)
         yield Scheduler(store, membership, state, actuator, decider)
 

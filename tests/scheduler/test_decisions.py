@@ -18,12 +18,13 @@ from tailrace.actions import Action, Migrate, Place, Placement, Refuse, SetPool,
 from tailrace.cluster import Arrival, ClusterView, Incoming, Pool, RequestView, Stage
 from tailrace.control.live import LiveControl
 from tailrace.control.reported_cluster import ReportedCluster
-from tailrace.control.runner import ActivePolicy, GuardedCalls
+from tailrace.control.runner import ActivePolicy, Guard
 from tailrace.policy.base import Policy
 from tailrace.records import PolicyRecord
 from tailrace.slo import Slo
 from tailrace.v1 import types_pb2
 from tests.scheduler.facts import ANSWERING, PREFILL, REASONING, event, members, request, steady
+from tests.waiting import WAIT_S
 
 
 class Recorder(Policy):
@@ -78,7 +79,7 @@ class Scheduler:
         self.leading = asyncio.Event()
         self.leading.set()
         self.metrics = SchedulerMetrics(CollectorRegistry())
-        self.control = LiveControl(self.state, self.active, self.executor, GuardedCalls(self.metrics))
+        self.control = LiveControl(self.state, self.active, self.executor, Guard(self.metrics))
         self.decider = Decider(self.control, self.leading)
         self.placer = Placer(self.control, self.metrics)
 
@@ -170,7 +171,7 @@ async def test_a_new_term_starts_without_a_previous_tick(scheduler: Scheduler) -
             return ()
 
     async def wait_for_ticks(count: int) -> None:
-        async with asyncio.timeout(20.0):
+        async with asyncio.timeout(WAIT_S):
             while len(seen_by_policy) < count:
                 await ticked.wait()
                 ticked.clear()
@@ -182,7 +183,7 @@ async def test_a_new_term_starts_without_a_previous_tick(scheduler: Scheduler) -
         assert seen_by_policy[0] is None and seen_by_policy[1] is not None
         scheduler.leading.clear()
         # Wait until it no longer leads.
-        async with asyncio.timeout(20.0):
+        async with asyncio.timeout(WAIT_S):
             while scheduler.control.runner.last_tick_s is not None:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         seen_by_policy.clear()
@@ -190,6 +191,43 @@ async def test_a_new_term_starts_without_a_previous_tick(scheduler: Scheduler) -
         await wait_for_ticks(1)
         assert seen_by_policy[0] is None
         ticking.cancel()
+
+
+async def test_a_slow_tick_leaves_the_loop_as_long_as_it_took(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(Recorder):
+        tick_interval_s = 0.05
+
+        def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
+            events.append("tick")
+            clock.now_s += 0.08
+            return ()
+
+    class Clock:
+        """The time, which only ticks and sleeping spend."""
+
+        now_s = 100.0
+
+        def monotonic(self) -> float:
+            return self.now_s
+
+        def time(self) -> float:
+            return self.now_s
+
+    async def sleep(seconds: float) -> None:
+        events.append(round(seconds, 6))
+        clock.now_s += seconds
+        if len(events) > 6:
+            raise asyncio.CancelledError
+
+    events, clock = list[str | float](), Clock()
+    monkeypatch.setattr("scheduler_svc.decisions.time", clock)
+    monkeypatch.setattr("scheduler_svc.decisions.asyncio.sleep", sleep)
+    scheduler.active.policy = Slow()
+    with pytest.raises(asyncio.CancelledError):
+        await scheduler.decider.run_ticks()
+    assert events == [0.05, *["tick", 0.08] * 3]
 
 
 def test_an_outgrown_stage_is_reported_once(scheduler: Scheduler) -> None:

@@ -13,16 +13,18 @@ import pytest
 
 from migration_svc.servicer import MigrationServicer
 from scheduler_svc.admin.errors import AdminError
+from scheduler_svc.migration_stream import MigrationStream
 from scheduler_svc.migrations import Migrations
 from tailrace.records import ServiceRecord
 from tailrace.service.channels import Channels
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.v1 import migration_pb2, migration_pb2_grpc, types_pb2
+from tests.counting import failures_of
 from tests.migration.scripted_worker import commit
 from tests.migration.test_runs import Bench, bench
 from tests.ports import free_port
+from tests.waiting import WAIT_S
 
-WAIT_S = 20.0
 ADD = migration_pb2_grpc.add_MigrationServicer_to_server
 
 
@@ -195,3 +197,48 @@ async def test_ends_are_sent_before_the_stream_ends() -> None:
         ended = [end for reply in replies for end in reply.ended]
         assert sorted(end.number for end in ended) == [0, 1, 2, 3, 4]
         assert {end.state for end in ended} == {types_pb2.MIGRATION_STATE_COMMITTED}
+
+
+async def test_an_order_that_cannot_be_carried_out_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with bench() as b, caller() as c:
+        b.worker.script = commit()
+        counting = Counting(b.runs, b.history, lambda: b.instances)
+        await c.serve(counting)
+        impossible = request("impossible")
+        impossible.from_epoch = 2**32 - 1
+        with pytest.raises(AdminError, match="from_epoch") as invalid:
+            async with asyncio.timeout(WAIT_S):
+                await c.migrations.run(impossible)
+        assert invalid.value.code is grpc.StatusCode.INVALID_ARGUMENT
+        begin, before = b.runs.begin, failures_of("requested migrations")
+
+        def begin_or_fail(order: migration_pb2.MigrateRequest, *others: Any) -> None:
+            if order.request_id == "poison":
+                raise ValueError("nobody foresaw this")
+            begin(order, *others)
+
+        monkeypatch.setattr(b.runs, "begin", begin_or_fail)
+        with pytest.raises(AdminError, match="has not begun: nobody foresaw this") as failed:
+            await c.run("poison")
+        assert failed.value.code is grpc.StatusCode.INTERNAL
+        assert failures_of("requested migrations") == before + 1
+        assert await c.run("next")
+        assert (counting.streams, counting.calls) == (1, 0)
+
+
+async def test_a_stream_that_fails_in_an_unforeseen_way_is_counted_and_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def fail(*_: object) -> None:
+        raise ValueError("nobody foresaw this")
+
+    async with bench() as b, caller() as c:
+        b.worker.script = commit()
+        await c.serve(servicer(b))
+        before = failures_of("stream of migrations")
+        with monkeypatch.context() as patch:
+            patch.setattr(MigrationStream, "_receive", fail)
+            with pytest.raises(AdminError, match="the stream has ended"):
+                await c.run()
+        assert failures_of("stream of migrations") == before + 1
+        assert await c.run("next")

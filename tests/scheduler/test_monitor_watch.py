@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
 
+import grpc
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
-from scheduler_svc.monitor_watch import MergedReports
+from scheduler_svc.metrics import SchedulerMetrics
+from scheduler_svc.monitor_watch import MergedReports, MonitorWatch
+from tailrace.records import InstanceRecord, ServiceRecord
+from tailrace.service.channels import Channels
+from tailrace.service.server import Servicer, serve_grpc
+from tailrace.service.tasks import supervised
 from tailrace.v1 import monitor_pb2
+from tests.counting import skipped
+from tests.waiting import WAIT_S
+
+
+@dataclass
+class StaticMembers:
+    """Members that do not change."""
+
+    services: dict[tuple[str, str], ServiceRecord] = field(default_factory=dict)
+    leaders: dict[str, ServiceRecord] = field(default_factory=dict)
+    instances: dict[str, InstanceRecord] = field(default_factory=dict)
+
+    def add_listener(self, listener: Callable[[], None]) -> None:
+        """See Membership."""
+
+
+class SilentInstances:
+    """Takes who is silent."""
+
+    def set_silent(self, names: frozenset[str]) -> None:
+        """See ReportedCluster."""
 
 
 def new_reports(
@@ -86,3 +116,53 @@ def test_reports_never_go_back_between_monitors(received: list[tuple[str, int]])
     for number, (monitor, seq) in enumerate(taken[1:], 1):
         before = taken[:number]
         assert monitor == before[-1][0] or seq > max(s for _, s in before)
+
+
+async def test_a_report_that_cannot_be_read_or_applied_is_skipped_alone() -> None:
+    """Over gRPC, from a monitor that passes on what it got."""
+    deltas: asyncio.Queue[list[bytes]] = asyncio.Queue()
+
+    async def watch(
+        request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]
+    ) -> AsyncIterator[monitor_pb2.EncodedDelta]:
+        while True:
+            yield monitor_pb2.EncodedDelta(reports=await deltas.get())
+
+    def add(servicer: object, server: grpc.aio.Server) -> None:
+        method: grpc.RpcMethodHandler[bytes, monitor_pb2.EncodedDelta] = grpc.unary_stream_rpc_method_handler(
+            watch, response_serializer=monitor_pb2.EncodedDelta.SerializeToString
+        )
+        handlers = grpc.method_handlers_generic_handler("tailrace.v1.Monitor", {"Watch": method})
+        server.add_generic_rpc_handlers((handlers,))
+
+    taken: asyncio.Queue[str] = asyncio.Queue()
+
+    def take(applied: monitor_pb2.WorkerReport, now_s: float) -> None:
+        if applied.instance_id == "poison":
+            raise KeyError("nobody foresaw this")
+        taken.put_nowait(applied.instance_id)
+
+    channels = Channels()
+    async with serve_grpc("127.0.0.1:0", [Servicer(add, None, "tailrace.v1.Monitor")]) as server:
+        members = StaticMembers()
+        members.services["monitor", "m"] = ServiceRecord(
+            kind="monitor", service_id="m", incarnation="1", address=server.address
+        )
+        monitor = MonitorWatch(
+            "s",
+            members,  # type: ignore[arg-type]
+            channels,
+            SilentInstances(),  # type: ignore[arg-type]
+            take,
+            SchedulerMetrics(CollectorRegistry()),
+        )
+        before = skipped("report of a worker")
+        async with supervised({"monitors of a test": monitor.run}), asyncio.timeout(WAIT_S):
+            encoded = [report(name, 1).SerializeToString() for name in ("a", "poison", "b")]
+            deltas.put_nowait([encoded[0], b"\x0a\x05x", encoded[1], encoded[2]])
+            assert [await taken.get(), await taken.get()] == ["a", "b"]
+            # The stream itself goes on: another one would begin with a snapshot.
+            deltas.put_nowait([report("c", 1).SerializeToString()])
+            assert await taken.get() == "c"
+    await channels.close()
+    assert skipped("report of a worker") == before + 2

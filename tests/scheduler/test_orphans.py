@@ -24,6 +24,7 @@ from tests.scheduler.conftest import Control
 from tests.scheduler.facts import instance
 from tests.store.waiting import until
 from tests.streamed import read_message
+from tests.waiting import WAIT_S
 
 
 @dataclass
@@ -122,9 +123,9 @@ async def test_undrain_works_for_a_missing_instance(control: Control) -> None:
     async def undrain(name: str) -> bool:
         """Do the same as `tailrace drain NAME --undrain`."""
         request = admin_pb2.DrainRequest(instance_id=name, undrain=True)
-        return bool((await read_message(admin.Drain(request, timeout=5), admin_pb2.DrainEvent)).done)
+        return bool((await read_message(admin.Drain(request, timeout=WAIT_S), admin_pb2.DrainEvent)).done)
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         # The scheduler's watch can be behind this one.
         while True:
             with contextlib.suppress(grpc.aio.AioRpcError):
@@ -134,5 +135,5 @@ async def test_undrain_works_for_a_missing_instance(control: Control) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match=r"no instance 'never-was'.*drained: "):
         await undrain("never-was")
     taken_out = admin_pb2.SetPoolRequest(instance_id="gone", pool=types_pb2.POOL_UNSPECIFIED)
-    assert (await admin.SetPool(taken_out, timeout=5)).previous == types_pb2.POOL_DECODE
+    assert (await admin.SetPool(taken_out, timeout=WAIT_S)).previous == types_pb2.POOL_DECODE
     assert await control.store.get("pools/gone") is None

@@ -14,8 +14,9 @@ from tailrace.security.roles import Role
 from tailrace.service.channels import Channels, preferred
 from tailrace.v1 import admin_pb2, monitor_pb2, scheduler_pb2, types_pb2
 from tailrace.v1.monitor_pb2_grpc import MonitorStub
-from tests.scheduler.conftest import WAIT_S, Control
+from tests.scheduler.conftest import Control
 from tests.service.silent_proxy import silent_proxy
+from tests.waiting import WAIT_S
 from worker_agent.carried import CarriedRequests
 from worker_agent.engine.base import EngineStats
 from worker_agent.load import MigrationLoad
@@ -104,7 +105,8 @@ async def test_a_worker_cut_off_from_only_the_leading_monitor_still_gets_request
         assert await all_active(admin)
         placed = [
             await scheduler.Place(
-                scheduler_pb2.PlaceRequest(request_id=f"r{n}", prompt_tokens=100, max_tokens=10), timeout=5
+                scheduler_pb2.PlaceRequest(request_id=f"r{n}", prompt_tokens=100, max_tokens=10),
+                timeout=WAIT_S,
             )
             for n in range(4)
         ]

@@ -15,11 +15,13 @@ from tailrace.model_identity import ModelIdentity, fingerprint
 from tailrace.records import ServiceRecord
 from tailrace.rollout.record import RolloutRecord, RolloutState
 from tailrace.store.registration import Registration, register
+from tailrace.telemetry.incidents import LOOP_FAILURES
 from tailrace.v1 import admin_pb2, scheduler_pb2, types_pb2
 from tests.migration.scripted_worker import commit
-from tests.scheduler.conftest import WAIT_S, Control
+from tests.scheduler.conftest import Control
 from tests.scheduler.facts import request, steady
 from tests.scheduler.test_service import call_error, states, until
+from tests.waiting import WAIT_S
 
 if TYPE_CHECKING:
     from tailrace.v1.admin_pb2_grpc import AdminAsyncStub
@@ -82,14 +84,14 @@ async def admin(control: Control) -> AdminAsyncStub:
 
 async def _all_report(control: Control, admin: AdminAsyncStub) -> bool:
     await control.report(steady("a"), steady("b"), steady("c"))
-    reply = await admin.ListInstances(admin_pb2.ListInstancesRequest(), timeout=5)
+    reply = await admin.ListInstances(admin_pb2.ListInstancesRequest(), timeout=WAIT_S)
     keys = [instance.model_key for instance in reply.instances if instance.kv_blocks_total]
     return keys == [OLD.key, OLD.key, NEW.key]
 
 
 async def model(admin: AdminAsyncStub) -> admin_pb2.ModelInfo:
     """Return the listing of the only model."""
-    (found,) = (await admin.ListModels(admin_pb2.ListModelsRequest(), timeout=5)).models
+    (found,) = (await admin.ListModels(admin_pb2.ListModelsRequest(), timeout=WAIT_S)).models
     return found
 
 
@@ -136,11 +138,11 @@ async def test_a_complete_rollout(control: Control, admin: AdminAsyncStub, repor
     await control.wait_for_members(lambda m: ("frontend", "f0") in m.services)
     reports.held["a"] = ["r1", "r2"]
     await until(lambda: _holds(admin, "a", 2))
-    begun = await admin.Rollout(ROLLOUT, timeout=5)
+    begun = await admin.Rollout(ROLLOUT, timeout=WAIT_S)
     assert (begun.state, begun.before, begun.new) == (PREPARING, fingerprint(OLD.key), fingerprint(NEW.key))
     assert "f0: connected to no instance" in begun.message
     # Repeating the call changes nothing.
-    assert (await admin.Rollout(ROLLOUT, timeout=5)).begun_s == begun.begun_s
+    assert (await admin.Rollout(ROLLOUT, timeout=WAIT_S)).begun_s == begun.begun_s
     assert (await model(admin)).takes == fingerprint(OLD.key)
     await front.set_connected_models(OLD, NEW)
     # b is empty and drains first; then a, whose requests cannot migrate and finish there.
@@ -170,7 +172,7 @@ async def _is_active(admin: AdminAsyncStub, name: str) -> bool:
 
 
 async def _holds(admin: AdminAsyncStub, name: str, count: int) -> bool:
-    reply = await admin.ListRequests(admin_pb2.ListRequestsRequest(instance_id=name), timeout=5)
+    reply = await admin.ListRequests(admin_pb2.ListRequestsRequest(instance_id=name), timeout=WAIT_S)
     return len(reply.requests) == count
 
 
@@ -184,7 +186,7 @@ async def test_requests_of_an_old_instance_migrate_to_another_old_one(
     await until(lambda: _holds(admin, "b", 2))
     for name in "abc":
         control.workers[name].script = commit()
-    await admin.Rollout(ROLLOUT, timeout=5)
+    await admin.Rollout(ROLLOUT, timeout=WAIT_S)
     expected = await asyncio.wait_for(control.workers["b"].imports.get(), WAIT_S)
     assert (expected.request_id, expected.source_instance_id) == ("r1", "a")
     assert control.workers["c"].imports.empty()
@@ -196,18 +198,20 @@ async def test_a_rollout_that_cannot_be_prepared_changes_nothing(
     await front_end(control)
     await control.wait_for_members(lambda m: ("frontend", "f0") in m.services)
     request = admin_pb2.RolloutRequest(model="chat", to=NEW.key, prepare_s=0.1)
-    await admin.Rollout(request, timeout=5)
+    await admin.Rollout(request, timeout=WAIT_S)
     await wait_for_rollout(admin, lambda rollout: rollout.state == FAILED)
     found = await model(admin)
     assert found.takes == fingerprint(OLD.key)
     assert found.rollout.reason == f"f0: connected to no instance of {fingerprint(NEW.key)}"
     assert not found.rollout.draining_instance_ids
-    code, details = await call_error(admin.UndoRollout(admin_pb2.UndoRolloutRequest(model="chat"), timeout=5))
+    code, details = await call_error(
+        admin.UndoRollout(admin_pb2.UndoRolloutRequest(model="chat"), timeout=WAIT_S)
+    )
     assert code is grpc.StatusCode.FAILED_PRECONDITION and "has changed nothing" in details
     # It can be retried, and forgotten once it is over.
-    await admin.Rollout(request, timeout=5)
+    await admin.Rollout(request, timeout=WAIT_S)
     await wait_for_rollout(admin, lambda rollout: rollout.state == FAILED)
-    await admin.ForgetRollout(admin_pb2.ForgetRolloutRequest(model="chat"), timeout=5)
+    await admin.ForgetRollout(admin_pb2.ForgetRolloutRequest(model="chat"), timeout=WAIT_S)
     await control.wait_for_members(lambda m: not m.rollouts)
 
 
@@ -216,11 +220,11 @@ async def test_an_undone_rollout_continues_with_the_next_leader(
 ) -> None:
     await ready_with_a_request(control, admin, reports)
     await control.start_scheduler("s2")
-    await admin.Rollout(ROLLOUT, timeout=5)
+    await admin.Rollout(ROLLOUT, timeout=WAIT_S)
     await wait_for_rollout(admin, lambda rollout: list(rollout.draining_instance_ids) == ["b", "a"])
     second = await control.admin("s2")
     # The standby forwards the call to the leader.
-    back = await second.UndoRollout(admin_pb2.UndoRolloutRequest(model="chat"), timeout=5)
+    back = await second.UndoRollout(admin_pb2.UndoRolloutRequest(model="chat"), timeout=WAIT_S)
     assert back.undoes and back.new == fingerprint(OLD.key)
     watching = second.WatchRollout(admin_pb2.WatchRolloutRequest(model="chat"), timeout=WAIT_S)
     await control.cancel("s1")
@@ -232,7 +236,7 @@ async def test_an_undone_rollout_continues_with_the_next_leader(
     assert (await states(second))["a"] == types_pb2.INSTANCE_STATE_ACTIVE
     assert (await states(second))["c"] == types_pb2.INSTANCE_STATE_DRAINING
     # A watch of the first rollout is aborted.
-    old = second.WatchRollout(admin_pb2.WatchRolloutRequest(model="chat", begun_s=1.0), timeout=5)
+    old = second.WatchRollout(admin_pb2.WatchRolloutRequest(model="chat", begun_s=1.0), timeout=WAIT_S)
     code, details = await call_error(_drained(old))
     assert code is grpc.StatusCode.ABORTED and "another rollout of chat has begun" in details
 
@@ -241,7 +245,7 @@ async def test_undo_races_with_an_advancing_rollout(
     control: Control, admin: AdminAsyncStub, reports: Reports, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await ready_with_a_request(control, admin, reports)
-    await admin.Rollout(ROLLOUT, timeout=5)
+    await admin.Rollout(ROLLOUT, timeout=WAIT_S)
     await wait_for_rollout(admin, lambda rollout: rollout.state == DRAINING)
     swap = Settings._swap
     advanced: list[RolloutRecord] = []
@@ -256,7 +260,7 @@ async def test_undo_races_with_an_advancing_rollout(
         return await swap(settings, key, expected, value)
 
     monkeypatch.setattr(Settings, "_swap", advance_first)
-    back = await admin.UndoRollout(admin_pb2.UndoRolloutRequest(model="chat"), timeout=5)
+    back = await admin.UndoRollout(admin_pb2.UndoRolloutRequest(model="chat"), timeout=WAIT_S)
     assert advanced and back.undoes and back.new == fingerprint(OLD.key)
 
 
@@ -283,9 +287,9 @@ async def test_a_record_of_a_later_version_is_not_overwritten(
     later = b'{"state": "canary"}'
     await control.store.put("rollouts/chat", later)
     calls: list[Awaitable[object]] = [
-        admin.Rollout(ROLLOUT, timeout=5),
-        admin.UndoRollout(admin_pb2.UndoRolloutRequest(model="chat"), timeout=5),
-        admin.ForgetRollout(admin_pb2.ForgetRolloutRequest(model="chat"), timeout=5),
+        admin.Rollout(ROLLOUT, timeout=WAIT_S),
+        admin.UndoRollout(admin_pb2.UndoRolloutRequest(model="chat"), timeout=WAIT_S),
+        admin.ForgetRollout(admin_pb2.ForgetRolloutRequest(model="chat"), timeout=WAIT_S),
     ]
     for call in calls:
         code, details = await call_error(call)
@@ -294,13 +298,37 @@ async def test_a_record_of_a_later_version_is_not_overwritten(
     assert await control.store.get("rollouts/chat") == later
 
 
+async def test_a_rollout_that_a_later_version_takes_over_does_not_end_the_leader(
+    control: Control, admin: AdminAsyncStub, reports: Reports
+) -> None:
+    """And it goes on once its record can be read again."""
+    failures = LOOP_FAILURES.labels("rollouts")
+    before = failures._value.get()
+    front = await front_end(control)
+    await control.wait_for_members(lambda m: ("frontend", "f0") in m.services)
+    record = RolloutRecord(
+        model="chat", before=OLD.key, new=NEW.key, state=RolloutState.PREPARING, begun_s=1.0, min_warm=1
+    )
+    await control.store.put("rollouts/chat", msgspec.json.encode(record))
+    await wait_for_rollout(admin, lambda rollout: "f0: connected to no instance" in rollout.message)
+    await control.store.put("rollouts/chat", b'{"state": "canary"}')
+    # It would advance now, and may not write.
+    await front.set_connected_models(OLD, NEW)
+    await control.store.put("pools/a", b"decode")
+    await control.wait_for_members(lambda m: "a" in m.pools)
+    assert await control.store.get("rollouts/chat") == b'{"state": "canary"}'
+    await control.store.put("rollouts/chat", msgspec.json.encode(record))
+    await wait_for_rollout(admin, lambda rollout: rollout.state == DONE)
+    assert failures._value.get() == before
+
+
 async def test_starting_a_rollout_warns_of_few_instances(
     control: Control, admin: AdminAsyncStub, reports: Reports
 ) -> None:
     await front_end(control)
     await control.wait_for_members(lambda m: ("frontend", "f0") in m.services)
     begun = await admin.Rollout(
-        admin_pb2.RolloutRequest(model="chat", to=NEW.key, min_warm=2, prepare_s=0.1), timeout=5
+        admin_pb2.RolloutRequest(model="chat", to=NEW.key, min_warm=2, prepare_s=0.1), timeout=WAIT_S
     )
     assert begun.warning.startswith(f"1 warm of {fingerprint(NEW.key)} will replace 2 of")
     await wait_for_rollout(admin, lambda rollout: rollout.state == FAILED)
@@ -314,7 +342,7 @@ async def test_watching_a_removed_rollout_is_aborted(
     """For example, when etcd is wiped."""
     await front_end(control)
     await control.wait_for_members(lambda m: ("frontend", "f0") in m.services)
-    begun = await admin.Rollout(ROLLOUT, timeout=5)
+    begun = await admin.Rollout(ROLLOUT, timeout=WAIT_S)
     watch = admin.WatchRollout(
         admin_pb2.WatchRolloutRequest(model="chat", begun_s=begun.begun_s), timeout=WAIT_S
     )
@@ -349,7 +377,7 @@ async def test_a_placement_contains_the_rollout(control: Control, admin: AdminAs
         request = scheduler_pb2.PlaceRequest(
             request_id="r", prompt_tokens=1, max_tokens=1, model=model, served_name=name
         )
-        return (await scheduler.Place(request, timeout=5)).rollout
+        return (await scheduler.Place(request, timeout=WAIT_S)).rollout
 
     async def heard() -> bool:
         return bool(await rollout_in_reply(OLD.key, "chat"))
@@ -371,27 +399,27 @@ async def test_invalid_calls_are_refused_with_the_reason(control: Control, admin
     Request = admin_pb2.RolloutRequest
     invalid, unknown = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
     refusals: list[tuple[Awaitable[object], grpc.StatusCode, str]] = [
-        (admin.Rollout(Request(to="x"), timeout=5), invalid, "model: must not be empty"),
-        (admin.Rollout(Request(model="chat"), timeout=5), invalid, "to: must not be empty"),
+        (admin.Rollout(Request(to="x"), timeout=WAIT_S), invalid, "model: must not be empty"),
+        (admin.Rollout(Request(model="chat"), timeout=WAIT_S), invalid, "to: must not be empty"),
         (
-            admin.Rollout(Request(model="chat", to="x", prepare_s=-1), timeout=5),
+            admin.Rollout(Request(model="chat", to="x", prepare_s=-1), timeout=WAIT_S),
             invalid,
             "prepare_s: must be from 0",
         ),
-        (admin.Rollout(Request(model="cat", to="x"), timeout=5), unknown, "they serve: chat"),
-        (admin.Rollout(Request(model="chat", to="x"), timeout=5), unknown, "no instance runs 'x'"),
+        (admin.Rollout(Request(model="cat", to="x"), timeout=WAIT_S), unknown, "they serve: chat"),
+        (admin.Rollout(Request(model="chat", to="x"), timeout=WAIT_S), unknown, "no instance runs 'x'"),
         (
-            admin.UndoRollout(admin_pb2.UndoRolloutRequest(model="chat"), timeout=5),
+            admin.UndoRollout(admin_pb2.UndoRolloutRequest(model="chat"), timeout=WAIT_S),
             unknown,
             "there is no rollout of chat",
         ),
         (
-            admin.ForgetRollout(admin_pb2.ForgetRolloutRequest(model="chat"), timeout=5),
+            admin.ForgetRollout(admin_pb2.ForgetRolloutRequest(model="chat"), timeout=WAIT_S),
             unknown,
             "there is no rollout of chat",
         ),
         (
-            _drained(admin.WatchRollout(admin_pb2.WatchRolloutRequest(model="chat"), timeout=5)),
+            _drained(admin.WatchRollout(admin_pb2.WatchRolloutRequest(model="chat"), timeout=WAIT_S)),
             unknown,
             "there is no rollout of chat",
         ),
@@ -402,7 +430,7 @@ async def test_invalid_calls_are_refused_with_the_reason(control: Control, admin
         assert message in details
     await control.store.put("drains/c", b"1")
     await until(lambda: _is_draining(admin, "c"))
-    code, details = await call_error(admin.Rollout(ROLLOUT, timeout=5))
+    code, details = await call_error(admin.Rollout(ROLLOUT, timeout=WAIT_S))
     assert code is grpc.StatusCode.FAILED_PRECONDITION
     assert details == f"no instance of {fingerprint(NEW.key)} is warm: c is drained by an operator"
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.request import urlopen
 
 import grpc
 import pytest
 from google.protobuf.message import Message
 
+from scheduler_svc.admin.forward import FORWARDED
 from tailrace.records import PolicyRecord
 from tailrace.security.roles import Role
 from tailrace.service.channels import FROM_SERVER
@@ -19,9 +22,10 @@ from tailrace.slo import Slo
 from tailrace.v1 import admin_pb2, migration_pb2, scheduler_pb2, types_pb2
 from tailrace.v1.admin_pb2_grpc import AdminStub
 from tests.migration.scripted_worker import ABORTED, COMMITTED, commit
-from tests.scheduler.conftest import WAIT_S, Control, open_control
+from tests.scheduler.conftest import Control, leads, open_control
 from tests.scheduler.facts import PREFILL, REASONING, event, request, steady
 from tests.streamed import read_message
+from tests.waiting import WAIT_S
 
 if TYPE_CHECKING:
     from tailrace.v1.admin_pb2_grpc import AdminAsyncStub
@@ -40,13 +44,13 @@ async def until(query: Callable[[], Awaitable[bool]]) -> None:
 
 async def requests(admin: AdminAsyncStub) -> dict[str, admin_pb2.RequestInfo]:
     """Return the running requests by ID."""
-    reply = await admin.ListRequests(admin_pb2.ListRequestsRequest(), timeout=5)
+    reply = await admin.ListRequests(admin_pb2.ListRequestsRequest(), timeout=WAIT_S)
     return {r.request_id: r for r in reply.requests}
 
 
 async def states(admin: AdminAsyncStub) -> dict[str, int]:
     """Return the states of instances by ID."""
-    reply = await admin.ListInstances(admin_pb2.ListInstancesRequest(), timeout=5)
+    reply = await admin.ListInstances(admin_pb2.ListInstancesRequest(), timeout=WAIT_S)
     return {i.instance_id: i.state for i in reply.instances}
 
 
@@ -80,23 +84,23 @@ async def test_place_and_list(control: Control) -> None:
     await until(lambda: _both_active(admin))
     placed = [
         await scheduler.Place(
-            scheduler_pb2.PlaceRequest(request_id=f"r{n}", prompt_tokens=100, max_tokens=10), timeout=5
+            scheduler_pb2.PlaceRequest(request_id=f"r{n}", prompt_tokens=100, max_tokens=10), timeout=WAIT_S
         )
         for n in range(4)
     ]
     assert sorted(p.instance_id for p in placed) == ["a", "a", "b", "b"]
     assert all(p.policy == "least_loaded" and p.decided_us > 0 for p in placed)
     excluded = scheduler_pb2.PlaceRequest(request_id="r9", excluded_instance_ids=["a", "b"])
-    assert (await scheduler.Place(excluded, timeout=5)).refusal == "no active instance"
-    code, details = await call_error(scheduler.Place(scheduler_pb2.PlaceRequest(), timeout=5))
+    assert (await scheduler.Place(excluded, timeout=WAIT_S)).refusal == "no active instance"
+    code, details = await call_error(scheduler.Place(scheduler_pb2.PlaceRequest(), timeout=WAIT_S))
     assert (code, details) == (grpc.StatusCode.INVALID_ARGUMENT, "request_id: must not be empty")
     several = [scheduler_pb2.PlaceRequest(request_id=f"m{n}", prompt_tokens=100) for n in range(4)]
-    together = await scheduler.PlaceMany(scheduler_pb2.PlaceManyRequest(requests=several), timeout=5)
+    together = await scheduler.PlaceMany(scheduler_pb2.PlaceManyRequest(requests=several), timeout=WAIT_S)
     # Each placement counts the ones before it.
     assert sorted(reply.instance_id for reply in together.replies) == ["a", "a", "b", "b"]
     several.append(scheduler_pb2.PlaceRequest())
     code, details = await call_error(
-        scheduler.PlaceMany(scheduler_pb2.PlaceManyRequest(requests=several), timeout=5)
+        scheduler.PlaceMany(scheduler_pb2.PlaceManyRequest(requests=several), timeout=WAIT_S)
     )
     assert (code, details) == (grpc.StatusCode.INVALID_ARGUMENT, "requests[4].request_id: must not be empty")
     stream = scheduler.PlaceStream(timeout=WAIT_S)
@@ -112,7 +116,7 @@ async def test_place_and_list(control: Control) -> None:
     await report_running(control, admin, "x")
     info = (await requests(admin))["x"]
     assert (info.instance_id, info.phase, info.prompt_tokens) == ("a", REASONING, 100)
-    services = await admin.ListServices(admin_pb2.ListServicesRequest(), timeout=5)
+    services = await admin.ListServices(admin_pb2.ListServicesRequest(), timeout=WAIT_S)
     assert {(s.kind, s.id, s.leader) for s in services.services} >= {
         ("scheduler", "s1", True),
         ("monitor", "monitor", True),
@@ -138,19 +142,19 @@ async def test_ares_dispatches_by_the_prediction_in_the_phase_event(control: Con
     await control.start_worker("c")
     await until(lambda: _is(admin, "c", ACTIVE))
     chosen = admin_pb2.SetPolicyRequest(name="ares", parameters={"dispatch": "variance"})
-    await admin.SetPolicy(chosen, timeout=5)
+    await admin.SetPolicy(chosen, timeout=WAIT_S)
     for name, pool in (
         ("a", types_pb2.POOL_PREFILL),
         ("b", types_pb2.POOL_DECODE),
         ("c", types_pb2.POOL_DECODE),
     ):
-        await admin.SetPool(admin_pb2.SetPoolRequest(instance_id=name, pool=pool), timeout=5)
+        await admin.SetPool(admin_pb2.SetPoolRequest(instance_id=name, pool=pool), timeout=WAIT_S)
     staying = [request(f"b{n}", max_tokens=1_000, predicted=900.0) for n in range(8)]
     ending = [request(f"c{n}", max_tokens=1_000, predicted=100.0) for n in range(9)]
 
     async def known() -> bool:
         await control.report(steady("a"), steady("b", staying), steady("c", ending))
-        reply = await admin.ListInstances(admin_pb2.ListInstancesRequest(), timeout=5)
+        reply = await admin.ListInstances(admin_pb2.ListInstancesRequest(), timeout=WAIT_S)
         return {i.instance_id: (i.pool, i.running) for i in reply.instances} == {
             "a": (types_pb2.POOL_PREFILL, 0),
             "b": (types_pb2.POOL_DECODE, 8),
@@ -203,7 +207,7 @@ async def test_migrate_a_request(control: Control) -> None:
     # An operator's migration does not wait for room.
     assert imported.room_wait_s == 0.0
     listed = await admin.ListMigrations(
-        migration_pb2.ListMigrationsRequest(request_id="chatcmpl-one"), timeout=5
+        migration_pb2.ListMigrationsRequest(request_id="chatcmpl-one"), timeout=WAIT_S
     )
     assert [m.migration_id for m in listed.migrations] == [record.migration_id]
 
@@ -266,25 +270,25 @@ async def _drop(
 
 async def test_policy_pools_and_stages_can_be_set(control: Control) -> None:
     admin = await control.admin()
-    reply = await admin.SetPolicy(admin_pb2.SetPolicyRequest(name="round_robin"), timeout=5)
+    reply = await admin.SetPolicy(admin_pb2.SetPolicyRequest(name="round_robin"), timeout=WAIT_S)
     assert reply.previous == "least_loaded"
-    policies = await admin.ListPolicies(admin_pb2.ListPoliciesRequest(), timeout=5)
+    policies = await admin.ListPolicies(admin_pb2.ListPoliciesRequest(), timeout=WAIT_S)
     assert [p.name for p in policies.policies if p.active] == ["round_robin"]
     await until(lambda: _both_active(admin))
     pool = admin_pb2.SetPoolRequest(instance_id="a", pool=types_pb2.POOL_PREFILL)
-    assert (await admin.SetPool(pool, timeout=5)).previous == types_pb2.POOL_UNSPECIFIED
-    assert (await admin.SetPool(pool, timeout=5)).previous == types_pb2.POOL_PREFILL
+    assert (await admin.SetPool(pool, timeout=WAIT_S)).previous == types_pb2.POOL_UNSPECIFIED
+    assert (await admin.SetPool(pool, timeout=WAIT_S)).previous == types_pb2.POOL_PREFILL
     out = admin_pb2.SetPoolRequest(instance_id="a")
-    assert (await admin.SetPool(out, timeout=5)).previous == types_pb2.POOL_PREFILL
+    assert (await admin.SetPool(out, timeout=WAIT_S)).previous == types_pb2.POOL_PREFILL
     await control.wait_for_members(lambda m: not m.pools)
     stages = [
         types_pb2.Stage(lo=0, hi=10, instance_ids=["a"]),
         types_pb2.Stage(lo=10, hi=20, instance_ids=["b"]),
     ]
-    await admin.SetStages(admin_pb2.SetStagesRequest(stages=stages), timeout=5)
+    await admin.SetStages(admin_pb2.SetStagesRequest(stages=stages), timeout=WAIT_S)
 
     async def listed() -> bool:
-        reply = await admin.ListStages(admin_pb2.ListStagesRequest(), timeout=5)
+        reply = await admin.ListStages(admin_pb2.ListStagesRequest(), timeout=WAIT_S)
         return list(reply.stages) == stages
 
     await until(listed)
@@ -294,21 +298,21 @@ async def test_a_policy_with_parameters(control: Control) -> None:
     await control.start_scheduler("scheduler-1")
     admin = await control.admin()
     given = {"quantum_tokens": "200", "demotion_tokens": "900"}
-    await admin.SetPolicy(admin_pb2.SetPolicyRequest(name="pascal", parameters=given), timeout=5)
+    await admin.SetPolicy(admin_pb2.SetPolicyRequest(name="pascal", parameters=given), timeout=WAIT_S)
     record = PolicyRecord(name="pascal", parameters={"quantum_tokens": 200, "demotion_tokens": 900})
     await control.wait_for_members(lambda m: m.policy == record)
     address = control.members.services["scheduler", "scheduler-1"].address
     for scheduler in (admin, AdminStub(control.channels.get(address, Role.SCHEDULER))):
 
         async def applied(scheduler: AdminAsyncStub = scheduler) -> bool:
-            reply = await scheduler.ListPolicies(admin_pb2.ListPoliciesRequest(), timeout=5)
+            reply = await scheduler.ListPolicies(admin_pb2.ListPoliciesRequest(), timeout=WAIT_S)
             infos = {info.name: info for info in reply.policies}
             values = {p.name: p.value for p in infos["pascal"].parameters}
             assert not any(p.value for p in infos["ares"].parameters)
             return infos["pascal"].active and given.items() <= values.items()
 
         await until(applied)
-    reply = await admin.ListPolicies(admin_pb2.ListPoliciesRequest(), timeout=5)
+    reply = await admin.ListPolicies(admin_pb2.ListPoliciesRequest(), timeout=WAIT_S)
     pascal = {p.name: p for p in next(i for i in reply.policies if i.active).parameters}
     quantum = pascal["quantum_tokens"]
     assert (quantum.type, quantum.unit, quantum.default) == ("int", "tokens", "500")
@@ -316,7 +320,7 @@ async def test_a_policy_with_parameters(control: Control) -> None:
     assert pascal["behind_tokens"].value == "1.0"
     # Parameters are set together: omitted ones return to their defaults.
     reply_to_set = await admin.SetPolicy(
-        admin_pb2.SetPolicyRequest(name="pascal", parameters={"behind_tokens": "2"}), timeout=5
+        admin_pb2.SetPolicyRequest(name="pascal", parameters={"behind_tokens": "2"}), timeout=WAIT_S
     )
     assert reply_to_set.previous == "pascal"
     assert dict(reply_to_set.previous_parameters) == given
@@ -326,16 +330,16 @@ async def test_a_policy_with_parameters(control: Control) -> None:
 
 async def test_slos_can_be_read_and_set(control: Control) -> None:
     admin = await control.admin()
-    found = (await admin.GetSlo(admin_pb2.GetSloRequest(), timeout=5)).slo
+    found = (await admin.GetSlo(admin_pb2.GetSloRequest(), timeout=WAIT_S)).slo
     assert found == admin_pb2.Slo(ttft_s=2.0, tpot_s=0.15)
     change = admin_pb2.SetSloRequest(slo=admin_pb2.Slo(ttft_s=3.0, qoe=0.95))
-    reply = await admin.SetSlo(change, timeout=5)
+    reply = await admin.SetSlo(change, timeout=WAIT_S)
     assert (reply.previous, reply.slo) == (found, admin_pb2.Slo(ttft_s=3.0, tpot_s=0.15, qoe=0.95))
-    assert (await admin.GetSlo(admin_pb2.GetSloRequest(), timeout=5)).slo == reply.slo
+    assert (await admin.GetSlo(admin_pb2.GetSloRequest(), timeout=WAIT_S)).slo == reply.slo
     await control.wait_for_members(lambda m: m.slo == Slo(3.0, 0.15, 0.95))
-    await admin.SetSlo(admin_pb2.SetSloRequest(slo=admin_pb2.Slo(tpot_s=0.0)), timeout=5)
+    await admin.SetSlo(admin_pb2.SetSloRequest(slo=admin_pb2.Slo(tpot_s=0.0)), timeout=WAIT_S)
     await control.wait_for_members(lambda m: m.slo == Slo(3.0, None, 0.95))
-    await admin.SetSlo(admin_pb2.SetSloRequest(slo=admin_pb2.Slo(admit=0.5)), timeout=5)
+    await admin.SetSlo(admin_pb2.SetSloRequest(slo=admin_pb2.Slo(admit=0.5)), timeout=WAIT_S)
     await control.wait_for_members(lambda m: m.slo == Slo(3.0, None, 0.95, admit=0.5))
 
 
@@ -345,37 +349,39 @@ async def test_invalid_settings_are_refused(control: Control) -> None:
     stage = types_pb2.Stage
     bad: list[tuple[Awaitable[Message], grpc.StatusCode, str]] = [
         (
-            admin.SetPolicy(admin_pb2.SetPolicyRequest(name="best"), timeout=5),
+            admin.SetPolicy(admin_pb2.SetPolicyRequest(name="best"), timeout=WAIT_S),
             grpc.StatusCode.INVALID_ARGUMENT,
             "name: unknown policy 'best'; installed: ",
         ),
         (
             admin.SetPolicy(
-                admin_pb2.SetPolicyRequest(name="pascal", parameters={"quantum": "200"}), timeout=5
+                admin_pb2.SetPolicyRequest(name="pascal", parameters={"quantum": "200"}), timeout=WAIT_S
             ),
             grpc.StatusCode.INVALID_ARGUMENT,
             "parameters: policy 'pascal' has no parameter 'quantum'; its parameters: behind_tokens, ",
         ),
         (
             admin.SetPolicy(
-                admin_pb2.SetPolicyRequest(name="pascal", parameters={"quantum_tokens": "-1"}), timeout=5
+                admin_pb2.SetPolicyRequest(name="pascal", parameters={"quantum_tokens": "-1"}), timeout=WAIT_S
             ),
             grpc.StatusCode.INVALID_ARGUMENT,
             "parameter 'quantum_tokens': '-1' is not allowed; it is an integer of at least 1 (tokens)",
         ),
         (
-            admin.SetSlo(admin_pb2.SetSloRequest(slo=admin_pb2.Slo(qoe=95.0)), timeout=5),
+            admin.SetSlo(admin_pb2.SetSloRequest(slo=admin_pb2.Slo(qoe=95.0)), timeout=WAIT_S),
             grpc.StatusCode.INVALID_ARGUMENT,
             "slo, parameter 'qoe': '95.0' is not allowed; it is a number from 0 to 1",
         ),
         (
-            admin.SetPool(admin_pb2.SetPoolRequest(instance_id="x", pool=types_pb2.POOL_DECODE), timeout=5),
+            admin.SetPool(
+                admin_pb2.SetPoolRequest(instance_id="x", pool=types_pb2.POOL_DECODE), timeout=WAIT_S
+            ),
             grpc.StatusCode.NOT_FOUND,
             "instance_id: no instance 'x'; there are: a, b",
         ),
         (
             admin.SetStages(
-                admin_pb2.SetStagesRequest(stages=[stage(lo=5, hi=5, instance_ids=["a"])]), timeout=5
+                admin_pb2.SetStagesRequest(stages=[stage(lo=5, hi=5, instance_ids=["a"])]), timeout=WAIT_S
             ),
             grpc.StatusCode.INVALID_ARGUMENT,
             "stages[0].hi",
@@ -388,25 +394,25 @@ async def test_invalid_settings_are_refused(control: Control) -> None:
                         stage(lo=9, hi=20, instance_ids=["b"]),
                     ]
                 ),
-                timeout=5,
+                timeout=WAIT_S,
             ),
             grpc.StatusCode.INVALID_ARGUMENT,
             "stages[1].lo",
         ),
         (
             admin.SetStages(
-                admin_pb2.SetStagesRequest(stages=[stage(lo=0, hi=10, instance_ids=["x"])]), timeout=5
+                admin_pb2.SetStagesRequest(stages=[stage(lo=0, hi=10, instance_ids=["x"])]), timeout=WAIT_S
             ),
             grpc.StatusCode.NOT_FOUND,
             "stages[0].instance_ids: no instance 'x'",
         ),
         (
-            admin.ListRequests(admin_pb2.ListRequestsRequest(instance_id="x"), timeout=5),
+            admin.ListRequests(admin_pb2.ListRequestsRequest(instance_id="x"), timeout=WAIT_S),
             grpc.StatusCode.NOT_FOUND,
             "instance_id: no instance 'x'",
         ),
         (
-            admin.GetTrace(admin_pb2.GetTraceRequest(id="x"), timeout=5),
+            admin.GetTrace(admin_pb2.GetTraceRequest(id="x"), timeout=WAIT_S),
             grpc.StatusCode.NOT_FOUND,
             "id: no spans of 'x'",
         ),
@@ -421,12 +427,12 @@ async def test_prefill_done_hands_over_by_policy(control: Control) -> None:
     admin, scheduler = await control.admin(), await control.scheduler()
     await until(lambda: _both_active(admin))
     await control.report(steady("a"), steady("b"))
-    await admin.SetPolicy(admin_pb2.SetPolicyRequest(name="static_pools"), timeout=5)
+    await admin.SetPolicy(admin_pb2.SetPolicyRequest(name="static_pools"), timeout=WAIT_S)
     for name, pool in (("a", types_pb2.POOL_PREFILL), ("b", types_pb2.POOL_DECODE)):
-        await admin.SetPool(admin_pb2.SetPoolRequest(instance_id=name, pool=pool), timeout=5)
+        await admin.SetPool(admin_pb2.SetPoolRequest(instance_id=name, pool=pool), timeout=WAIT_S)
 
     async def pooled() -> bool:
-        reply = await admin.ListInstances(admin_pb2.ListInstancesRequest(), timeout=5)
+        reply = await admin.ListInstances(admin_pb2.ListInstancesRequest(), timeout=WAIT_S)
         return [i.pool for i in reply.instances] == [types_pb2.POOL_PREFILL, types_pb2.POOL_DECODE]
 
     await until(pooled)
@@ -434,7 +440,7 @@ async def test_prefill_done_hands_over_by_policy(control: Control) -> None:
     for number in range(3):
         request_id = f"r{number}"
         arrival = scheduler_pb2.PlaceRequest(request_id=request_id, prompt_tokens=100, max_tokens=10)
-        assert (await scheduler.Place(arrival, timeout=5)).instance_id == "a"
+        assert (await scheduler.Place(arrival, timeout=WAIT_S)).instance_id == "a"
         await control.report(event("a", request_id, REASONING))
         imported = await asyncio.wait_for(control.workers["b"].imports.get(), WAIT_S)
         assert (imported.request_id, imported.source_instance_id) == (request_id, "a")
@@ -454,7 +460,7 @@ async def test_drain_and_undrain(control: Control) -> None:
     }
     assert imported == {"one", "two"}
     arrival = scheduler_pb2.PlaceRequest(request_id="new", prompt_tokens=1, max_tokens=1)
-    assert (await scheduler.Place(arrival, timeout=5)).instance_id == "b"
+    assert (await scheduler.Place(arrival, timeout=WAIT_S)).instance_id == "b"
 
     async def reporting() -> None:
         """Keep reporting; the drain ends when the worker reports that it is empty."""
@@ -470,7 +476,7 @@ async def test_drain_and_undrain(control: Control) -> None:
         worker.cancel()
         await asyncio.wait([worker])
     assert (last.remaining, last.done) == (0, True)
-    listed = await admin.ListMigrations(migration_pb2.ListMigrationsRequest(), timeout=5)
+    listed = await admin.ListMigrations(migration_pb2.ListMigrationsRequest(), timeout=WAIT_S)
     assert {m.reason for m in listed.migrations} == {"drain"}
     undraining = admin.Drain(admin_pb2.DrainRequest(instance_id="a", undrain=True), timeout=WAIT_S)
     assert (await read_message(undraining, admin_pb2.DrainEvent)).done
@@ -483,7 +489,7 @@ async def test_waiting_for_a_drain_ends_when_it_is_undone(control: Control) -> N
     draining = admin.Drain(admin_pb2.DrainRequest(instance_id="a"), timeout=WAIT_S)
 
     async def is_draining() -> bool:
-        reply = await admin.ListInstances(admin_pb2.ListInstancesRequest(), timeout=5)
+        reply = await admin.ListInstances(admin_pb2.ListInstancesRequest(), timeout=WAIT_S)
         return reply.instances[0].state == types_pb2.INSTANCE_STATE_DRAINING
 
     await until(is_draining)
@@ -508,7 +514,7 @@ async def test_a_silent_instance_is_suspect(control: Control) -> None:
 
     await until(suspected)
     arrival = scheduler_pb2.PlaceRequest(request_id="r", prompt_tokens=1, max_tokens=1)
-    assert (await scheduler.Place(arrival, timeout=5)).instance_id == "b"
+    assert (await scheduler.Place(arrival, timeout=WAIT_S)).instance_id == "b"
     await control.report(steady("a"))
     await until(lambda: _both_active(admin))
 
@@ -529,9 +535,9 @@ async def test_a_standby_places_lists_and_forwards_writes(control: Control) -> N
     admin, scheduler = await control.admin("s2"), await control.scheduler("s2")
     await until(lambda: _both_active(admin))
     arrival = scheduler_pb2.PlaceRequest(request_id="r", prompt_tokens=1, max_tokens=1)
-    assert (await scheduler.Place(arrival, timeout=5)).instance_id
-    await until(lambda: _policy_set(admin, "round_robin"))
-    code, details = await call_error(admin.SetPolicy(admin_pb2.SetPolicyRequest(name="best"), timeout=5))
+    assert (await scheduler.Place(arrival, timeout=WAIT_S)).instance_id
+    await admin.SetPolicy(admin_pb2.SetPolicyRequest(name="round_robin"), timeout=WAIT_S)
+    code, details = await call_error(admin.SetPolicy(admin_pb2.SetPolicyRequest(name="best"), timeout=WAIT_S))
     assert (code, details[:14]) == (grpc.StatusCode.INVALID_ARGUMENT, "name: unknown ")
     await report_running(control, admin, "one")
     control.workers["b"].script = commit(1)
@@ -540,10 +546,85 @@ async def test_a_standby_places_lists_and_forwards_writes(control: Control) -> N
     assert (await last_record(admin, "one", "b")).state == COMMITTED
 
 
+async def test_a_standby_carries_settings_out_itself(control: Control) -> None:
+    await control.start_scheduler("s2")
+    admin = await control.admin("s2")
+    await until(lambda: _both_active(admin))
+    # A forwarded call is not forwarded again: what needs the leader fails here.
+    here = (FORWARDED,)
+    code, _ = await call_error(
+        admin.SetShadow(admin_pb2.SetShadowRequest(name="round_robin"), timeout=WAIT_S, metadata=here)
+    )
+    assert code is grpc.StatusCode.UNAVAILABLE
+    await admin.SetPolicy(admin_pb2.SetPolicyRequest(name="round_robin"), timeout=WAIT_S, metadata=here)
+    await admin.SetSlo(admin_pb2.SetSloRequest(slo=admin_pb2.Slo(ttft_s=3.0)), timeout=WAIT_S, metadata=here)
+    pool = admin_pb2.SetPoolRequest(instance_id="a", pool=types_pb2.POOL_PREFILL)
+    await admin.SetPool(pool, timeout=WAIT_S, metadata=here)
+    stages = admin_pb2.SetStagesRequest(stages=[types_pb2.Stage(lo=0, hi=9, instance_ids=["a", "b"])])
+    await admin.SetStages(stages, timeout=WAIT_S, metadata=here)
+    drain = admin.Drain(admin_pb2.DrainRequest(instance_id="b"), timeout=WAIT_S, metadata=here)
+    assert (await read_message(drain, admin_pb2.DrainEvent)).remaining == 0
+    drain.cancel()
+    leading = await control.admin("s1")
+    await until(lambda: _has_settings(leading))
+    await control.wait_for_members(lambda m: m.drained == {"b"})
+    assert control.members.policy == PolicyRecord(name="round_robin")
+    assert control.members.slo.ttft_s == 3.0
+
+
+async def _has_settings(admin: AdminAsyncStub) -> bool:
+    policies = (await admin.ListPolicies(admin_pb2.ListPoliciesRequest(), timeout=WAIT_S)).policies
+    infos = (await admin.ListInstances(admin_pb2.ListInstancesRequest(), timeout=WAIT_S)).instances
+    stages = (await admin.ListStages(admin_pb2.ListStagesRequest(), timeout=WAIT_S)).stages
+    pools = {info.instance_id: info.pool for info in infos}
+    return (
+        next(each.name for each in policies if each.active) == "round_robin"
+        and pools["a"] == types_pb2.POOL_PREFILL
+        and [stage.hi for stage in stages] == [9]
+    )
+
+
+async def test_a_shadow_ends_with_its_leaders_term(control: Control) -> None:
+    admin = await control.admin()
+    await admin.SetShadow(admin_pb2.SetShadowRequest(name="round_robin"), timeout=WAIT_S)
+    # It steps down, and leads again at once.
+    await control.store.delete("leader/scheduler")
+
+    async def ended() -> bool:
+        try:
+            return not (await admin.GetShadow(admin_pb2.GetShadowRequest(), timeout=WAIT_S)).name
+        except grpc.aio.AioRpcError as error:
+            assert error.code() is grpc.StatusCode.UNAVAILABLE
+            return False
+
+    await until(ended)
+
+
+async def test_the_series_of_an_instance_end_with_it(control: Control) -> None:
+    admin, scheduler = await control.admin(), await control.scheduler()
+    await until(lambda: _both_active(admin))
+    for number in range(4):
+        arrival = scheduler_pb2.PlaceRequest(request_id=f"r{number}", prompt_tokens=100, max_tokens=10)
+        await scheduler.Place(arrival, timeout=WAIT_S)
+    address = control.members.services[("scheduler", "s1")].metrics_address
+
+    async def shown() -> set[str]:
+        text = await asyncio.to_thread(lambda: urlopen(f"http://{address}/metrics").read().decode())
+        return set(re.findall(r'tailrace_scheduler_placements_total{instance="(\w)"', text))
+
+    assert await shown() == {"a", "b"}
+    await control.workers["b"].registration.withdraw()
+
+    async def only_a() -> bool:
+        return await shown() == {"a"}
+
+    await until(only_a)
+
+
 async def _policy_set(admin: AdminAsyncStub, name: str) -> bool:
     """Return whether a leading scheduler accepted the policy."""
     try:
-        await admin.SetPolicy(admin_pb2.SetPolicyRequest(name=name), timeout=5)
+        await admin.SetPolicy(admin_pb2.SetPolicyRequest(name=name), timeout=WAIT_S)
     except grpc.aio.AioRpcError as error:
         assert error.code() is grpc.StatusCode.UNAVAILABLE
         return False
@@ -557,7 +638,7 @@ async def test_the_standby_takes_over(control: Control) -> None:
     await control.wait_for_members(
         lambda m: "scheduler" in m.leaders and m.leaders["scheduler"].service_id == "s2"
     )
-    await until(lambda: _policy_set(admin, "round_robin"))
+    await until(lambda: leads(admin))
     await report_running(control, admin, "one")
     control.workers["b"].script = commit(1)
     assert (await last_record(admin, "one", "b")).state == COMMITTED
@@ -592,7 +673,7 @@ async def test_without_a_monitor_the_last_known_state_is_used(control: Control) 
     await control.stop("monitor")
     await control.wait_for_members(lambda m: ("monitor", "monitor") not in m.services)
     arrival = scheduler_pb2.PlaceRequest(request_id="r", prompt_tokens=1, max_tokens=1)
-    assert (await scheduler.Place(arrival, timeout=5)).instance_id == "b"
+    assert (await scheduler.Place(arrival, timeout=WAIT_S)).instance_id == "b"
     assert "one" in await requests(admin)
     await control.start_monitor()
     await report_running(control, admin, "two")
@@ -606,15 +687,15 @@ async def test_an_etcd_outage(tmp_path: Path) -> None:
         etcd.kill()
 
         async def steps_down() -> bool:
-            pool = admin_pb2.SetPoolRequest(instance_id="a", pool=types_pb2.POOL_DECODE)
-            code, details = await call_error(admin.SetPool(pool, timeout=10))
-            assert code is grpc.StatusCode.UNAVAILABLE
-            return "does not lead" in details
+            return not await leads(admin)
 
         await until(steps_down)
+        pool = admin_pb2.SetPoolRequest(instance_id="a", pool=types_pb2.POOL_DECODE)
+        code, details = await call_error(admin.SetPool(pool, timeout=WAIT_S))
+        assert code is grpc.StatusCode.UNAVAILABLE and details.startswith("etcd:")
         for number in range(4):
             arrival = scheduler_pb2.PlaceRequest(request_id=f"r{number}", prompt_tokens=1, max_tokens=1)
-            assert (await scheduler.Place(arrival, timeout=5)).instance_id
+            assert (await scheduler.Place(arrival, timeout=WAIT_S)).instance_id
         # Reports need no etcd either.
         await report_running(control, admin, "two")
         assert await states(admin) == {"a": ACTIVE, "b": ACTIVE}

@@ -1,0 +1,132 @@
+"""The policy and the SLOs in force: as in etcd, and as this scheduler has just set or suspended them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Generic, TypeVar
+
+from scheduler_svc.admin.validation import policy_record
+from scheduler_svc.settings import Conflict, Settings
+from tailrace.control.live import LiveControl
+from tailrace.control.runner import Guard
+from tailrace.records import PolicyRecord, resumed, suspended
+from tailrace.slo import Slo
+from tailrace.store.client import StoreUnavailable
+from tailrace.store.membership import Membership
+from tailrace.v1 import admin_pb2
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Seconds within which etcd's watch delivers a write, or will not deliver it: etcd's data was replaced.
+_ETCD_LAG_S: Final = 5.0
+_RETRY_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Written(Generic[T]):
+    """A value that this scheduler wrote to etcd at a revision that the watch may not have reached yet."""
+
+    value: T
+    revision: int
+    until_s: float
+
+    def outdated(self, revision: int) -> bool:
+        return revision >= self.revision or time.monotonic() > self.until_s
+
+
+class Following:
+    """Let the control follow etcd.
+
+    What this scheduler writes is in force at once, until etcd's watch has reached the write: from then on the
+    watch is right, also about what others have written since.
+    """
+
+    def __init__(self, control: LiveControl, members: Membership, settings: Settings, guard: Guard) -> None:
+        self._guard = guard
+        self._control = control
+        self._members = members
+        self._settings = settings
+        self._policy: _Written[PolicyRecord] | None = None
+        self._slo: _Written[Slo] | None = None
+        # A suspension that is not in etcd yet.
+        self._suspension: PolicyRecord | None = None
+        self._suspending = asyncio.Event()
+
+    def follow(self) -> None:
+        """Let the control decide by what is in force."""
+        revision = self._members.revision
+        if self._policy is not None and self._policy.outdated(revision):
+            self._policy = None
+        if self._slo is not None and self._slo.outdated(revision):
+            self._slo = None
+        policy = self._members.policy if self._policy is None else self._policy.value
+        if (suspension := self._suspension) is not None:
+            if (policy or self._control.active.default) == resumed(suspension):
+                policy = suspension
+            else:
+                # Another policy was set, or the record in etcd says the same by now.
+                self._suspension = None
+        with self._guard.loading(policy or self._control.active.default):
+            self._control.follow(policy, self._members.slo if self._slo is None else self._slo.value)
+
+    def caught_up(self) -> bool:
+        """Return whether etcd's watch has reached what this scheduler wrote."""
+        return self._policy is None and self._slo is None
+
+    async def set_policy(self, request: admin_pb2.SetPolicyRequest) -> PolicyRecord | None:
+        """Set the policy, also one that is suspended; return the previous record or None. Raise AdminError
+        or StoreUnavailable."""
+        with self._guard.loading(PolicyRecord(name=request.name)):
+            record = policy_record(request, self._control.active.slo)
+        previous, revision = await self._settings.set_policy(record)
+        self._policy = _written(record, revision)
+        self._suspension = None
+        self.follow()
+        return previous
+
+    async def change_slo(self, changes: Mapping[str, float]) -> tuple[Slo, Slo]:
+        """Change objectives by name; return the SLOs before and after. Raise Conflict, ParameterError or
+        StoreUnavailable."""
+        before, slo, revision = await self._settings.change_slo(changes)
+        self._slo = _written(slo, revision)
+        self.follow()
+        return before, slo
+
+    def suspend(self, why: str) -> None:
+        """Suspend the policy in force: here at once, everywhere once `run` has written it."""
+        self.suspend_record(suspended(self._control.active.record, why))
+        self.follow()
+
+    def suspend_record(self, record: PolicyRecord) -> None:
+        """Suspend a policy, as its record says, once it is in force."""
+        log.error("policy %s is suspended, and least_loaded decides: %s", record.name, record.suspended)
+        self._suspension = record
+        self._suspending.set()
+
+    async def run(self) -> None:
+        """Write suspensions to etcd; run until cancelled."""
+        while True:
+            await self._suspending.wait()
+            self._suspending.clear()
+            while (record := self._suspension) is not None:
+                try:
+                    revision = await self._settings.suspend_policy(record, self._control.active.default)
+                except (StoreUnavailable, Conflict) as error:
+                    log.warning("the suspension of %s is not in etcd yet: %s", record.name, error)
+                    await asyncio.sleep(_RETRY_S)
+                    continue
+                if record is self._suspension:
+                    self._suspension = None
+                    if revision:
+                        self._policy = _written(record, revision)
+                    self.follow()
+
+
+def _written(value: T, revision: int) -> _Written[T]:
+    return _Written(value, revision, time.monotonic() + _ETCD_LAG_S)
