@@ -2,7 +2,8 @@
 
 At most a few per instance and direction: more would share one link and each take longer, while the source
 keeps decoding tokens that a slow copy has to chase. Waiting migrations are admitted in order of arrival,
-except that one whose instances are free does not wait behind one whose instances are not.
+except that one whose instances are free does not wait behind one whose instances are not. How many may wait
+is limited per instance and direction, too: those that wait for one hot instance refuse none between others.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ class _Waiting:
 class Admission:
     """Grant slots to migrations. All calls on one event loop."""
 
-    def __init__(self, limit: int = TRANSFERS, queue_limit: int = 256, max_wait_s: float = 10.0) -> None:
-        """`queue_limit`: migrations that may wait; `max_wait_s`: seconds for which each may."""
+    def __init__(self, limit: int = TRANSFERS, queue_limit: int = 64, max_wait_s: float = 10.0) -> None:
+        """`queue_limit`: migrations that may wait for one instance's slots in one direction; `max_wait_s`:
+        seconds for which each may."""
         self._limit = limit
         self._queue_limit = queue_limit
         self.max_wait_s = max_wait_s
@@ -61,8 +63,14 @@ class Admission:
             self._requests.discard(request_id)
 
     async def _acquire(self, source: str, target: str) -> None:
-        if len(self._queue) >= self._queue_limit:
-            raise NotAdmitted(f"{len(self._queue)} migrations are already waiting")
+        for instance_id, occupied in ((source, self._sending), (target, self._receiving)):
+            if occupied[instance_id] < self._limit:
+                continue
+            ahead = sum(
+                instance_id == (w.source if occupied is self._sending else w.target) for w in self._queue
+            )
+            if ahead >= self._queue_limit:
+                raise NotAdmitted(f"{ahead} migrations are already waiting for {instance_id}")
         waiting = _Waiting(source, target, asyncio.get_running_loop().create_future())
         self._queue.append(waiting)
         self._admit()

@@ -1,7 +1,7 @@
 """Record on disk which migrations were opened and how they ended, one JSON line each.
 
 A migration ends by itself whether or not this service runs. The journal is for the next run: what an earlier
-run left open is cancelled at its target, should it still be there, and recorded as aborted. So migrations
+run left open is cancelled at its target, which tells how it ended. So migrations
 continue while the journal cannot be written, as on a full disk; it is rewritten as soon as it can be.
 """
 
@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 
 from tailrace.line_file import LineFile
+from tailrace.replaced_file import new_version
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,8 @@ class Closed(msgspec.Struct, frozen=True, kw_only=True, tag="closed"):
     committed: bool
     error: str = ""
     closed_s: float = 0.0
+    # The target could not be asked: it may have been committed.
+    unknown: bool = False
 
 
 class JournalDamaged(OSError):
@@ -132,7 +135,7 @@ class Journal:
 
     def _rewrite(self, path: Path) -> LineFile:
         """Replace the file by one with the open migrations only, and return it."""
-        partial = path.with_suffix(path.suffix + ".partial")
+        partial = new_version(path, 0o644)
         partial.write_bytes(b"".join(self._encoder.encode(entry) + b"\n" for entry in self._open.values()))
         # Open it before replacing the old file: either both succeed, or the old file stays in use.
         file = LineFile(partial)

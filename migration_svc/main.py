@@ -17,7 +17,8 @@ from migration_svc.migration import CopyRules
 from migration_svc.runs import History, Runs
 from migration_svc.servicer import MigrationServicer
 from migration_svc.traces import MigrationTraces
-from tailrace.handover import TRANSFERS
+from tailrace.handover import MIGRATE_MAX_S, SETTLE_S, TRANSFERS
+from tailrace.numeric import RealRange, WholeRange
 from tailrace.service.options import CommonOptions, common_options, file_of
 from tailrace.service.runtime import Shutdown, open_service, run_service
 from tailrace.service.server import Servicer, serve_grpc
@@ -41,42 +42,42 @@ _MARGIN_S: Final = 10.0
 )
 @click.option(
     "--limit",
-    type=click.IntRange(min=1),
+    type=WholeRange(min=1),
     default=TRANSFERS,
     show_default=True,
     help="Maximum open migrations per instance in each direction.",
 )
 @click.option(
     "--queue",
-    type=click.IntRange(min=1),
-    default=256,
+    type=WholeRange(min=1),
+    default=64,
     show_default=True,
-    help="Maximum migrations waiting for a slot.",
+    help="Maximum migrations waiting for a slot of one instance in one direction.",
 )
 @click.option(
     "--patience",
-    type=click.FloatRange(min=0.1),
+    type=RealRange(min=0.1),
     default=10.0,
     show_default=True,
     help="Maximum seconds that a migration waits for a slot, and again for room at its target.",
 )
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0.1),
+    type=RealRange(min=0.1),
     default=_DEFAULTS.timeout_s,
     show_default=True,
     help="Seconds after which an uncommitted migration is aborted, from when it has room.",
 )
 @click.option(
     "--max-rounds",
-    type=click.IntRange(min=1),
+    type=WholeRange(min=1),
     default=_DEFAULTS.max_rounds,
     show_default=True,
     help="Maximum copy rounds before the request is paused, however much is left.",
 )
 @click.option(
     "--stop-threshold",
-    type=click.IntRange(min=1),
+    type=WholeRange(min=1),
     default=_DEFAULTS.stop_threshold_blocks,
     show_default=True,
     help="KV blocks that may be left to copy when the request is paused.",
@@ -92,6 +93,11 @@ def command(
     stop_threshold: int,
 ) -> None:
     """Execute migrations; run a second service as a standby."""
+    if (longest_s := 2 * patience + timeout + SETTLE_S) > MIGRATE_MAX_S:
+        raise click.UsageError(
+            f"--patience (twice) and --timeout: with {SETTLE_S:g} s for its end a migration may take "
+            f"{longest_s:g} s, and schedulers wait {MIGRATE_MAX_S:g} s"
+        )
     admission = Admission(limit, queue, patience)
     rules = CopyRules(stop_threshold, max_rounds, timeout, patience)
     run_service(lambda shutdown: serve(common, journal, admission, rules, shutdown))
@@ -134,8 +140,8 @@ async def serve(
                     await membership.aclose()
                     await runs.wait()
 
-                drain_timeout_s = admission.max_wait_s + rules.timeout_s + _MARGIN_S
-                with shutdown.draining(drain, drain_timeout_s):
+                waits_s = admission.max_wait_s + rules.room_wait_s
+                with shutdown.draining(drain, waits_s + rules.timeout_s + SETTLE_S + _MARGIN_S):
                     try:
                         await asyncio.get_running_loop().create_future()
                     finally:

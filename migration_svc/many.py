@@ -10,8 +10,11 @@ import grpc
 
 from migration_svc.runs import InvalidMigration, Runs, Stopping, UnknownInstance
 from tailrace.records import InstanceRecord
+from tailrace.telemetry.incidents import loop_failed, loop_named, shown
 from tailrace.v1 import migration_pb2
 
+# Its name as a loop.
+LOOP: Final = loop_named("requested migrations")
 # Migrations of a stream that have not ended, or whose end has not been sent; then no more are read.
 _OPEN_MAX: Final = 1_024
 # Seconds between two replies: a reply costs both sides as much as a dozen ends.
@@ -80,6 +83,11 @@ class ManyMigrations:
         except (InvalidMigration, UnknownInstance, Stopping) as error:
             code, _ = _REFUSALS[type(error)].value
             self._end(migration_pb2.MigrationEnd(number=number, error=str(error), code=code))
+        except Exception as error:  # noqa: BLE001 - whatever one order leads to, the others go on
+            loop_failed(LOOP, each.request.request_id, error)
+            code, _ = grpc.StatusCode.INTERNAL.value
+            reason = f"the migration has not begun: {shown(error)}"
+            self._end(migration_pb2.MigrationEnd(number=number, error=reason, code=code))
 
     def _end(self, end: migration_pb2.MigrationEnd) -> None:
         self._ended.append(end)

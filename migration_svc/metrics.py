@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from tailrace.handover import label
+from tailrace.handover import LABELS, label
 from tailrace.v1 import migration_pb2, types_pb2
 
 _PAUSE_BUCKETS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_OUTCOMES: Final = ("committed", "aborted")
+_WAYS: Final = ("live", "replay")
 
 
 class MigrationMetrics:
@@ -21,10 +24,14 @@ class MigrationMetrics:
     ) -> None:
         self._ended = Counter(
             "tailrace_migration_migrations",
-            "Finished migrations, by outcome, reason and way (live, replay).",
+            "Migrations that ended, by outcome (committed, aborted, unknown; gone: the request had left its "
+            "source), reason and way (live, replay).",
             ["outcome", "reason", "way"],
             registry=registry,
         )
+        # From the start: of a series that appears with its first event, `increase()` misses that event.
+        for outcome, reason, way in product(_OUTCOMES, LABELS, _WAYS):
+            self._ended.labels(outcome, reason, way)
         self._bytes = Counter("tailrace_migration_kv_bytes", "KV that migrations copied.", registry=registry)
         self._held_bytes = Counter(
             "tailrace_migration_kv_held_bytes",
@@ -53,7 +60,8 @@ class MigrationMetrics:
         committed = record.state == types_pb2.MIGRATION_STATE_COMMITTED
         # Live unless the target reported otherwise.
         way = "replay" if record.way == types_pb2.WAY_REPLAY else "live"
-        self._ended.labels("committed" if committed else "aborted", label(record.reason), way).inc()
+        outcome = types_pb2.MigrationState.Name(record.state).removeprefix("MIGRATION_STATE_").lower()
+        self._ended.labels(outcome, label(record.reason), way).inc()
         self._bytes.inc(record.bytes)
         self._held_bytes.inc(record.held_bytes)
         if committed:

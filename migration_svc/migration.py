@@ -15,6 +15,7 @@ from migration_svc.admission import Admission, NotAdmitted
 from migration_svc.journal import Closed, Journal, Opened
 from migration_svc.metrics import MigrationMetrics
 from migration_svc.traces import MigrationTrace, MigrationTraces
+from tailrace.handover import SETTLE_S
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels, format_error
 from tailrace.v1 import migration_pb2, types_pb2, worker_pb2, worker_pb2_grpc
@@ -23,10 +24,13 @@ log = logging.getLogger(__name__)
 
 ABORTED: Final = types_pb2.MIGRATION_STATE_ABORTED
 COMMITTED: Final = types_pb2.MIGRATION_STATE_COMMITTED
-ENDED: Final = frozenset({ABORTED, COMMITTED})
+GONE: Final = types_pb2.MIGRATION_STATE_GONE
+UNKNOWN: Final = types_pb2.MIGRATION_STATE_UNKNOWN
+ENDED: Final = frozenset({ABORTED, COMMITTED, GONE, UNKNOWN})
 
-# The target has its own deadline; this is for a target that misses it.
-_GRACE_S: Final = 2.0
+_RETRY_S: Final = 0.5
+# A target that cannot be reached for so long is not asked any more how a migration ended.
+_UNREACHABLE_S: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,38 +82,35 @@ class MigrationRun:
         traces: MigrationTraces,
     ) -> None:
         """Run to the end, which is in the record. Raises only CancelledError."""
-        record = self.record
+        record, begun = self.record, False
         trace = traces.start(self._order.request.traceparent, record)
         try:
             async with admission.slot(
                 record.request_id, record.source_instance_id, record.target_instance_id
             ):
-                journal.write(self._opened())
-                try:
-                    await self._import(channels, trace)
-                finally:
-                    # Also when this service stops: the target sees its call cancelled, and aborts.
-                    if record.state not in ENDED:
-                        self._end(ABORTED, record.error or "the migration service stopped")
-                    journal.write(
-                        Closed(
-                            migration_id=record.migration_id,
-                            committed=record.state == COMMITTED,
-                            error=record.error,
-                            closed_s=record.closed_s,
-                        )
-                    )
+                journal.write(opened := self._opened())
+                begun = True
+                problem = await self._import(channels, trace)
+            if problem:
+                # The call has ended, and the migration may not have.
+                end = await ask_end(opened, channels)
+                self._apply_event(end)
+                record.error = f"{problem}; {end.reason}" if end.reason else record.error
+            journal.write(closed(record))
         except NotAdmitted as refused:
             self._end(ABORTED, str(refused))
         finally:
             if record.state not in ENDED:
-                self._end(ABORTED, "the migration service stopped")
+                # The target sees its call cancelled, and aborts unless it has asked the front end already.
+                # The next run asks how a migration ended that the journal has as open.
+                self._end(UNKNOWN if begun else ABORTED, "the migration service stopped")
             metrics.ended(record)
             traces.end(trace, record)
             # Only after its slot is free, because a watcher may migrate the request again at once.
             self._on_change(record)
 
-    async def _import(self, channels: Channels, trace: MigrationTrace) -> None:
+    async def _import(self, channels: Channels, trace: MigrationTrace) -> str:
+        """Call the target until the migration has ended; return why its end is not known, empty if it is."""
         stub = worker_pb2_grpc.WorkerStub(channels.get(self._order.target_address, Role.WORKER))
         record, request, rules = self.record, self._order.request, self._rules
         room_wait_s = rules.room_wait_s if request.wait_for_room else 0.0
@@ -131,17 +132,19 @@ class MigrationRun:
                 reason=record.reason,
                 room_wait_s=room_wait_s,
             ),
-            timeout=room_wait_s + rules.timeout_s + _GRACE_S,
+            timeout=room_wait_s + rules.timeout_s + SETTLE_S,
         )
         try:
             async for event in call:
                 self._apply_event(event)
         except grpc.aio.AioRpcError as error:
-            if record.state not in ENDED:
-                self._end(ABORTED, f"target {record.target_instance_id}: {format_error(error)}")
+            problem = f"target {record.target_instance_id}: {format_error(error)}"
+            if error.code() is grpc.StatusCode.FAILED_PRECONDITION and record.state not in ENDED:
+                # So a target refuses to begin.
+                self._end(ABORTED, problem)
         else:
-            if record.state not in ENDED:
-                self._end(ABORTED, f"target {record.target_instance_id} ended the call without an outcome")
+            problem = f"target {record.target_instance_id} ended the call without an outcome"
+        return "" if record.state in ENDED else problem
 
     def _apply_event(self, event: worker_pb2.ImportEvent) -> None:
         record = self.record
@@ -155,8 +158,8 @@ class MigrationRun:
             record.phase = event.phase
             record.tokens = event.tokens
             self._end(COMMITTED, "")
-        elif event.state == ABORTED:
-            self._end(ABORTED, event.reason or "the target gave no reason")
+        elif event.state in ENDED:
+            self._end(event.state, event.reason or "the target gave no reason")
         elif event.state != record.state or event.HasField("round"):
             if event.way:
                 record.way, record.way_reason = event.way, event.way_reason
@@ -169,8 +172,9 @@ class MigrationRun:
         record.state = state
         record.error = error
         record.closed_s = time.time()
-        if state == ABORTED:
-            log.warning("migration %s of %s aborted: %s", record.migration_id, record.request_id, error)
+        if state in (ABORTED, UNKNOWN):
+            word = "aborted" if state == ABORTED else "ended in an unknown way"
+            log.warning("migration %s of %s %s: %s", record.migration_id, record.request_id, word, error)
 
     def _opened(self) -> Opened:
         record = self.record
@@ -187,17 +191,36 @@ class MigrationRun:
         )
 
 
-async def cancel_unfinished(entry: Opened, channels: Channels) -> str:
-    """Cancel at its target a migration that an earlier run left open; return the result in words."""
+async def ask_end(entry: Opened, channels: Channels) -> worker_pb2.ImportEvent:
+    """Have the target abort a migration unless it is being committed, and return how it ended."""
     stub = worker_pb2_grpc.WorkerStub(channels.get(entry.target_address, Role.WORKER))
-    try:
-        reply = await stub.CancelImport(
-            worker_pb2.CancelImportRequest(migration_id=entry.migration_id), timeout=_GRACE_S
-        )
-    except grpc.aio.AioRpcError as error:
-        return f"the migration service was restarted; target not reached: {format_error(error)}"
-    except asyncio.InvalidStateError:
-        return "the migration service was restarted; the target's channel was closed"
-    if reply.cancelled:
-        return "the migration service was restarted; cancelled at the target"
-    return "the migration service was restarted; the target no longer had it open"
+    request = worker_pb2.CancelImportRequest(migration_id=entry.migration_id)
+    loop = asyncio.get_running_loop()
+    # It may have to wait for the front end's answer. One that cannot be reached is tried for less long.
+    until_s, give_up_s = loop.time() + SETTLE_S, loop.time() + _UNREACHABLE_S
+    while True:
+        try:
+            reply = await stub.CancelImport(request, timeout=max(0.0, until_s - loop.time()))
+        except grpc.aio.AioRpcError as error:
+            reason = f"target not reached: {format_error(error)}"
+            if error.code() is not grpc.StatusCode.UNAVAILABLE or loop.time() > give_up_s:
+                return worker_pb2.ImportEvent(state=UNKNOWN, reason=reason)
+        except asyncio.InvalidStateError:
+            return worker_pb2.ImportEvent(state=UNKNOWN, reason="the target's channel was closed")
+        else:
+            if reply.HasField("end"):
+                return reply.end
+            reason = "the target knows of no such migration: it did not begin there, or its process has ended"
+            return worker_pb2.ImportEvent(state=UNKNOWN, reason=reason)
+        await asyncio.sleep(_RETRY_S)
+
+
+def closed(record: migration_pb2.MigrationRecord) -> Closed:
+    """Return the journal's entry of a migration that has ended."""
+    return Closed(
+        migration_id=record.migration_id,
+        committed=record.state == COMMITTED,
+        error=record.error,
+        closed_s=record.closed_s,
+        unknown=record.state == UNKNOWN,
+    )

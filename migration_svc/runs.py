@@ -11,16 +11,20 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Final
 
 from migration_svc.admission import Admission
-from migration_svc.journal import Closed, Journal
+from migration_svc.journal import Journal
 from migration_svc.metrics import MigrationMetrics
-from migration_svc.migration import ABORTED, ENDED, CopyRules, MigrationRun, Order, cancel_unfinished
+from migration_svc.migration import ENDED, CopyRules, MigrationRun, Order, ask_end, closed
 from migration_svc.traces import MigrationTraces
 from tailrace.records import InstanceRecord
+from tailrace.request_ids import matching
 from tailrace.service.channels import Channels
 from tailrace.service.tasks import task_error
+from tailrace.telemetry.incidents import loop_failed, loop_named
 from tailrace.v1 import migration_pb2, types_pb2
 
 log = logging.getLogger(__name__)
+
+_LOOP: Final = loop_named("migrations")
 
 
 class UnknownInstance(Exception):
@@ -54,8 +58,15 @@ class History:
             self._records.popitem(last=False)
 
     def list(self, request_id: str, limit: int) -> list[migration_pb2.MigrationRecord]:
-        """Return the newest `limit` records (0: all) of a request ("": of all), newest first."""
-        records = [r for r in reversed(self._records.values()) if request_id in ("", r.request_id)]
+        """Return the newest `limit` records (0: all) of a request ("": of all), newest first.
+
+        `request_id`: the fleet's, or its client's.
+        """
+        records = [*reversed(self._records.values())]
+        if request_id:
+            known = {record.request_id for record in records}
+            found = {request_id} if request_id in known else set(matching(request_id, known))
+            records = [record for record in records if record.request_id in found]
         return records[:limit] if limit else records
 
 
@@ -92,29 +103,28 @@ class Runs:
         return len(self._tasks)
 
     async def clean_up(self) -> None:
-        """Cancel what an earlier run left open, concurrently: each target has its own deadline."""
+        """Cancel what an earlier run left open, concurrently: each target has its own deadline.
+
+        What has been committed meanwhile is recorded so.
+        """
         unfinished = self._journal.unfinished
-        errors = await asyncio.gather(*(cancel_unfinished(entry, self._channels) for entry in unfinished))
-        for entry, error in zip(unfinished, errors, strict=True):
-            closed_s = time.time()
-            self._journal.write(
-                Closed(migration_id=entry.migration_id, committed=False, error=error, closed_s=closed_s)
+        ends = await asyncio.gather(*(ask_end(entry, self._channels) for entry in unfinished))
+        for entry, end in zip(unfinished, ends, strict=True):
+            record = migration_pb2.MigrationRecord(
+                migration_id=entry.migration_id,
+                request_id=entry.request_id,
+                source_instance_id=entry.source_instance_id,
+                target_instance_id=entry.target_instance_id,
+                epoch=entry.epoch,
+                reason=entry.reason,
+                policy=entry.policy,
+                state=end.state,
+                error=f"the migration service was restarted; {end.reason}" if end.reason else "",
+                opened_s=entry.opened_s,
+                closed_s=time.time(),
             )
-            self._history.add(
-                migration_pb2.MigrationRecord(
-                    migration_id=entry.migration_id,
-                    request_id=entry.request_id,
-                    source_instance_id=entry.source_instance_id,
-                    target_instance_id=entry.target_instance_id,
-                    epoch=entry.epoch,
-                    reason=entry.reason,
-                    policy=entry.policy,
-                    state=ABORTED,
-                    error=error,
-                    opened_s=entry.opened_s,
-                    closed_s=closed_s,
-                )
-            )
+            self._journal.write(closed(record))
+            self._history.add(record)
 
     def start(
         self, request: migration_pb2.MigrateRequest, instances: Mapping[str, InstanceRecord]
@@ -195,7 +205,7 @@ class Runs:
         self._tasks.discard(task)
         if (error := task_error(task)) is not None:
             # A bug; watchers have received "aborted".
-            log.error("%s failed", task.get_name(), exc_info=error)
+            loop_failed(_LOOP, task.get_name(), error)
 
 
 async def _watch(updates: Updates) -> AsyncIterator[migration_pb2.MigrationRecord]:
@@ -215,10 +225,16 @@ def _offer(updates: Updates, record: migration_pb2.MigrationRecord) -> None:
     updates.put_nowait(copy)
 
 
+# A migration raises the epoch by one, and uint32 fields carry it.
+_FROM_EPOCH_MAX: Final = 2**32 - 2
+
+
 def _order(request: migration_pb2.MigrateRequest, instances: Mapping[str, InstanceRecord]) -> Order:
     for field in ("request_id", "source_instance_id", "target_instance_id"):
         if not getattr(request, field):
             raise InvalidMigration(f"{field}: must not be empty")
+    if request.from_epoch > _FROM_EPOCH_MAX:
+        raise InvalidMigration(f"from_epoch: must be at most {_FROM_EPOCH_MAX}")
     if request.source_instance_id == request.target_instance_id:
         raise InvalidMigration(f"target_instance_id: the request is on {request.target_instance_id} already")
     ends = []

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 
 import grpc
 
-from migration_svc.many import ManyMigrations
+from migration_svc.many import LOOP, ManyMigrations
 from migration_svc.runs import History, InvalidMigration, Runs, Stopping, UnknownInstance
 from tailrace.records import InstanceRecord
 from tailrace.service.tasks import cancel
@@ -48,13 +48,15 @@ class MigrationServicer(migration_pb2_grpc.MigrationServicer):
     ) -> AsyncIterator[migration_pb2.MigrateManyReply]:
         """Stream the ends of migrations; those that have begun continue if the caller disconnects."""
         many = ManyMigrations(self._runs, self._instances)
-        reading = asyncio.create_task(many.read(request_iterator), name="requested migrations")
+        reading = asyncio.create_task(many.read(request_iterator), name=LOOP)
         try:
             async for reply in many.replies():
                 yield reply
             await reading
         finally:
             await cancel(reading)
+            # It keeps an error, whose frames have it.
+            del reading
 
     async def ListMigrations(
         self,

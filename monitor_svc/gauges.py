@@ -21,6 +21,7 @@ _PHASES: Final = {
     types_pb2.PHASE_REASONING: "reasoning",
     types_pb2.PHASE_ANSWERING: "answering",
 }
+_GONE: Final = "gone"
 
 
 class MonitorGauges(Collector):
@@ -61,8 +62,11 @@ class MonitorGauges(Collector):
         events = CounterMetricFamily(
             "tailrace_monitor_phase_events", "Phase transitions, by the phase entered.", labels=["phase"]
         )
+        counts = dict.fromkeys((*_PHASES.values(), _GONE), 0)
         for phase, count in self._servicer.phase_events.items():
-            events.add_metric([_PHASES.get(types_pb2.Phase.ValueType(phase), "gone")], count)
+            counts[_PHASES.get(types_pb2.Phase.ValueType(phase), _GONE)] += count
+        for name, count in counts.items():
+            events.add_metric([name], count)
         yield events
 
     def _instances(self) -> Iterable[Metric]:

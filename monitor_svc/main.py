@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Final
 
 import click
@@ -15,9 +16,11 @@ from monitor_svc.gauges import MonitorGauges
 from monitor_svc.reports import Reports
 from monitor_svc.servicer import MONITOR_SERVICE, MonitorServicer, add_to_server
 from monitor_svc.traces import OTLP_SERVICE, OtlpServicer, TraceStore
+from tailrace.numeric import RealRange, WholeRange
 from tailrace.service.options import CommonOptions, common_options
 from tailrace.service.runtime import Shutdown, open_service, run_service
 from tailrace.service.server import Servicer, serve_grpc
+from tailrace.service.tasks import supervised
 from tailrace.store.election import Election
 
 log = logging.getLogger(__name__)
@@ -31,14 +34,14 @@ _DRAIN_S: Final = 10.0
 @common_options(KIND)
 @click.option(
     "--patience",
-    type=click.FloatRange(min=0.1),
+    type=RealRange(min=0.1),
     default=2.0,
     show_default=True,
     help="Seconds without a report after which an instance counts as silent.",
 )
 @click.option(
     "--trace-spans",
-    type=click.IntRange(min=1),
+    type=WholeRange(min=1),
     default=50_000,
     show_default=True,
     help="Capacity of the built-in trace store, in spans.",
@@ -79,5 +82,6 @@ async def serve(
                 await membership.aclose()
 
             with shutdown.draining(drain, _DRAIN_S):
-                async with asyncio.TaskGroup() as tasks:
-                    tasks.create_task(watch_silence(reports, feed, service.members, silence_timeout_s))
+                silence = partial(watch_silence, reports, feed, members, silence_timeout_s)
+                async with supervised({"silence": silence}):
+                    await asyncio.get_running_loop().create_future()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Final
 
 import grpc
@@ -17,6 +17,7 @@ from monitor_svc.reports import Reports
 from monitor_svc.traces import AmbiguousTraceError, TraceStore
 from tailrace.security.handlers import Handler
 from tailrace.service.tasks import cancel
+from tailrace.telemetry.incidents import unreadable
 from tailrace.v1 import admin_pb2, monitor_pb2
 
 MONITOR_SERVICE: Final = "tailrace.v1.Monitor"
@@ -50,9 +51,12 @@ class MonitorServicer:
                 yield monitor_pb2.ReportAck(seq=seq, reads_columns=True)
             await reading
         except InvalidReportError as error:
+            unreadable("report of a worker", f"from {context.peer()}", error)
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
             await cancel(reading)
+            # It keeps an error, whose frames have it.
+            del reading
 
     async def _read(self, reports: AsyncIterator[bytes], acknowledgements: Acknowledgements) -> None:
         try:
@@ -64,14 +68,20 @@ class MonitorServicer:
                 report = received.message
                 if not report.instance_id or not report.incarnation:
                     raise InvalidReportError("instance_id, incarnation: must not be empty")
-                self._reports.apply(received, time.monotonic())
-                self.reports_received += 1
-                for event in report.phase_events:
-                    self.phase_events[event.phase] = self.phase_events.get(event.phase, 0) + 1
-                self._feed.publish(received)
+                try:
+                    self._apply(received)
+                except Exception as error:
+                    raise InvalidReportError(f"the report cannot be processed: {error}") from error
                 acknowledgements.received(report.seq)
         finally:
             acknowledgements.end()
+
+    def _apply(self, received: ReceivedReport) -> None:
+        self._reports.apply(received, time.monotonic())
+        self.reports_received += 1
+        for event in received.message.phase_events:
+            self.phase_events[event.phase] = self.phase_events.get(event.phase, 0) + 1
+        self._feed.publish(received)
 
     async def Watch(
         self,
@@ -84,7 +94,7 @@ class MonitorServicer:
             while True:
                 delta = await subscription.next()
                 if not request.reads_columns:
-                    delta.reports[:] = [encoded_by_row(report) for report in delta.reports]
+                    delta.reports[:] = [*_by_row(delta.reports)]
                 yield delta
 
     async def GetTrace(
@@ -102,6 +112,15 @@ class MonitorServicer:
         if trace is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"id: no spans of {request.id!r} are held")
         return admin_pb2.GetTraceReply(traces_data=trace.SerializeToString())
+
+
+def _by_row(reports: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield encoded reports with their requests by row; leave out those that cannot be converted."""
+    for encoded in reports:
+        try:
+            yield encoded_by_row(encoded)
+        except Exception as error:  # noqa: BLE001 - whatever a worker's bytes lead to
+            unreadable("report of a worker", "for a subscriber of an earlier version", error)
 
 
 def add_to_server(servicer: MonitorServicer, server: grpc.aio.Server) -> None:

@@ -11,6 +11,7 @@ import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, Span, TracesData
 
+from tailrace.request_ids import matching
 from tailrace.telemetry.attributes import REQUEST_ID
 
 OTLP_SERVICE: Final = "opentelemetry.proto.collector.trace.v1.TraceService"
@@ -75,7 +76,7 @@ class TraceStore:
 
     def find(self, text: str) -> TracesData | None:
         """Return the trace with this id (32 hexadecimal digits), or of the request whose id contains the
-        text.
+        text, or that its client calls so.
 
         Return None if there is none. Raise AmbiguousTraceError.
         """
@@ -88,14 +89,14 @@ class TraceStore:
             return bytes.fromhex(text)
         if (exact := self._by_request.get(text)) is not None:
             return exact
-        matches = {request_id: trace for request_id, trace in self._by_request.items() if text in request_id}
-        if len(set(matches.values())) > 1:
-            named = sorted(matches)
+        named = matching(text, self._by_request)
+        matches = [self._by_request[request_id] for request_id in named]
+        if len(set(matches)) > 1:
             more = f" and {len(named) - _IDS_SHOWN} more" if len(named) > _IDS_SHOWN else ""
             raise AmbiguousTraceError(
                 f"{text!r} is part of several request ids: {', '.join(named[:_IDS_SHOWN])}{more}"
             )
-        return next(iter(matches.values()), None)
+        return next(iter(matches), None)
 
     def _reserve(self, trace_id: bytes, spans: list[Span]) -> list[Span]:
         """Count the spans; return those within the trace's limit."""

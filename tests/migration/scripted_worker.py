@@ -13,6 +13,8 @@ PRE_COPY = types_pb2.MIGRATION_STATE_PRE_COPY
 STOP_AND_COPY = types_pb2.MIGRATION_STATE_STOP_AND_COPY
 COMMITTED = types_pb2.MIGRATION_STATE_COMMITTED
 ABORTED = types_pb2.MIGRATION_STATE_ABORTED
+GONE = types_pb2.MIGRATION_STATE_GONE
+UNKNOWN = types_pb2.MIGRATION_STATE_UNKNOWN
 
 
 class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
@@ -22,7 +24,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self.script: list[worker_pb2.ImportEvent | str] = []
         self.imports: asyncio.Queue[worker_pb2.ImportRequest] = asyncio.Queue()
         self.cancelled_calls = asyncio.Event()
-        self.cancelled_imports: list[str] = []
+        # What a migration service is told that asks how an import ended.
+        self.end: worker_pb2.ImportEvent | None = worker_pb2.ImportEvent(state=ABORTED, reason="cancelled")
 
     async def Import(
         self,
@@ -49,8 +52,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         request: worker_pb2.CancelImportRequest,
         context: grpc.aio.ServicerContext[worker_pb2.CancelImportRequest, worker_pb2.CancelImportReply],
     ) -> worker_pb2.CancelImportReply:
-        self.cancelled_imports.append(request.migration_id)
-        return worker_pb2.CancelImportReply(cancelled=True)
+        return worker_pb2.CancelImportReply(end=self.end)
 
     async def HandBackPrompts(
         self,

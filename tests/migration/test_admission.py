@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from migration_svc.admission import Admission, NotAdmitted
+from tests.waiting import WAIT_S
 
 
 async def settle() -> None:
@@ -67,6 +68,26 @@ async def test_admission_queue_is_bounded() -> None:
     await asyncio.gather(*tasks)
 
 
+async def test_migrations_that_wait_for_a_hot_instance_refuse_none_between_others() -> None:
+    admission, end = Admission(limit=1, queue_limit=4), asyncio.Event()
+    hot = [asyncio.create_task(hold(admission, f"t{n}", f"s{n}", "hot", end)) for n in range(5)]
+    leaving = [asyncio.create_task(hold(admission, f"s{n}", "full", f"t{n}", end)) for n in range(5)]
+    await settle()
+    assert admission.waiting == 8
+    for source, target in (("other", "hot"), ("full", "other")):
+        with pytest.raises(NotAdmitted, match=r"4 migrations are already waiting for (hot|full)"):
+            async with admission.slot("r9", source, target):
+                pass
+    # Idle instances, and ones for which few wait.
+    async with admission.slot("idle", "a", "b"):
+        waits = asyncio.create_task(hold(admission, "waits", "a", "b", end))
+        await settle()
+        assert admission.waiting == 9
+    end.set()
+    await asyncio.gather(*hot, *leaving, waits)
+    assert admission.waiting == 0
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.booleans()), max_size=25))
 def test_limit_holds_and_no_slot_is_lost(moves: list[tuple[int, int, bool]]) -> None:
@@ -99,7 +120,7 @@ def test_limit_holds_and_no_slot_is_lost(moves: list[tuple[int, int, bool]]) -> 
         for _, end in ends:
             end.set()
         for task, _ in ends:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(WAIT_S):
                 await task
         assert admission.waiting == 0 and not open_now
         # Every slot is free again.

@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
 from migration_svc.admission import Admission
-from migration_svc.journal import Journal
+from migration_svc.journal import Closed, Journal
 from migration_svc.metrics import MigrationMetrics
 from migration_svc.migration import CopyRules
 from migration_svc.runs import History, InvalidMigration, Runs, Stopping, UnknownInstance
@@ -20,8 +21,9 @@ from tailrace.records import InstanceRecord
 from tailrace.service.channels import Channels
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.telemetry.tracing import Tracing
-from tailrace.v1 import migration_pb2, worker_pb2, worker_pb2_grpc
-from tests.migration.scripted_worker import ABORTED, COMMITTED, ScriptedWorker, commit
+from tailrace.v1 import migration_pb2, types_pb2, worker_pb2, worker_pb2_grpc
+from tests.migration.scripted_worker import ABORTED, COMMITTED, GONE, UNKNOWN, ScriptedWorker, commit
+from tests.waiting import WAIT_S
 
 
 def instance(name: str, address: str) -> InstanceRecord:
@@ -45,7 +47,7 @@ def instance(name: str, address: str) -> InstanceRecord:
 class Bench:
     """The parts of a migration service around one scripted worker."""
 
-    def __init__(self, address: str, journal: Path | None = None, timeout_s: float = 10.0) -> None:
+    def __init__(self, address: str, journal: Path | None = None, timeout_s: float = WAIT_S) -> None:
         self.worker = ScriptedWorker()
         self.history, self.journal = History(), Journal(journal)
         self.channels = Channels()
@@ -76,7 +78,7 @@ class Bench:
 
 
 @asynccontextmanager
-async def bench(journal: Path | None = None, timeout_s: float = 10.0) -> AsyncIterator[Bench]:
+async def bench(journal: Path | None = None, timeout_s: float = WAIT_S) -> AsyncIterator[Bench]:
     worker = ScriptedWorker()
     servicers = [Servicer(worker_pb2_grpc.add_WorkerServicer_to_server, worker, "tailrace.v1.Worker")]
     async with serve_grpc("127.0.0.1:0", servicers) as server:
@@ -100,6 +102,18 @@ async def test_committed_migration_is_recorded_with_its_cost() -> None:
         assert (request.from_epoch, request.epoch, request.source_address) == (3, 4, b.instances["a"].address)
         assert (request.target_instance_id, request.target_incarnation) == ("b", "1")
         assert b.history.list("r", 0) == [last]
+
+
+@pytest.mark.parametrize("epoch", [2**32 - 1, 2**32 - 2])
+async def test_an_epoch_that_cannot_be_raised_is_refused_by_name(epoch: int) -> None:
+    async with bench() as b:
+        b.worker.script = commit()
+        if epoch == 2**32 - 2:
+            assert (await b.migrate(from_epoch=epoch))[-1].epoch == 2**32 - 1
+            return
+        with pytest.raises(InvalidMigration, match="from_epoch: must be at most 4294967294"):
+            await b.migrate(from_epoch=epoch)
+        assert not b.history.list("", 0)
 
 
 async def test_only_requested_migrations_wait_for_room() -> None:
@@ -133,26 +147,54 @@ async def test_target_without_an_outcome_is_given_up() -> None:
 
 
 async def test_hung_target_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("migration_svc.migration._GRACE_S", 0.1)
+    monkeypatch.setattr("migration_svc.migration.SETTLE_S", 0.1)
     async with bench(timeout_s=0.1) as b:
         b.worker.script = ["hang"]
         last = (await b.migrate())[-1]
-        assert last.state == ABORTED and "DEADLINE_EXCEEDED" in last.error
-        await asyncio.wait_for(b.worker.cancelled_calls.wait(), 5)
+        assert last.state == ABORTED
+        assert "DEADLINE_EXCEEDED" in last.error and last.error.endswith("; cancelled")
+        await asyncio.wait_for(b.worker.cancelled_calls.wait(), WAIT_S)
 
 
-async def test_unreachable_target_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with bench() as b:
+@pytest.mark.parametrize(
+    ("end", "state", "error"),
+    [
+        (commit()[-1], COMMITTED, ""),
+        (worker_pb2.ImportEvent(state=ABORTED, reason="no room"), ABORTED, "without an outcome; no room"),
+        (worker_pb2.ImportEvent(state=GONE, reason="finished"), GONE, "without an outcome; finished"),
+        (None, UNKNOWN, "knows of no such migration"),
+    ],
+    ids=["committed", "aborted", "gone", "not known"],
+)
+async def test_target_whose_call_broke_is_asked_for_the_end(
+    tmp_path: Path, end: worker_pb2.ImportEvent | None, state: int, error: str
+) -> None:
+    async with bench(tmp_path / "journal") as b:
+        b.worker.script, b.worker.end = commit()[:-1], end
+        last = (await b.migrate())[-1]
+        assert last.state == state and error in last.error and bool(last.error) == bool(error)
+        lines = (tmp_path / "journal").read_bytes().splitlines()
+        assert msgspec.json.decode(lines[-1], type=Closed).committed == (state == COMMITTED)
+
+
+async def test_end_of_a_migration_to_an_unreachable_target_is_unknown(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("migration_svc.migration._UNREACHABLE_S", 0.0)
+    async with bench(tmp_path / "journal") as b:
         b.instances["b"] = instance("b", "127.0.0.1:1")
         last = (await b.migrate())[-1]
-        assert last.state == ABORTED and "target b" in last.error
+        assert last.state == UNKNOWN and "target b" in last.error
+        lines = (tmp_path / "journal").read_bytes().splitlines()
+        closed = msgspec.json.decode(lines[-1], type=Closed)
+        assert closed.unknown and not closed.committed
 
 
 async def test_migration_continues_without_a_watcher() -> None:
     async with bench() as b:
         b.worker.script = commit()
         b.start()
-        await asyncio.wait_for(b.worker.imports.get(), 5)
+        await asyncio.wait_for(b.worker.imports.get(), WAIT_S)
         await b.runs.wait()
         assert b.history.list("", 0)[0].state == COMMITTED
 
@@ -161,27 +203,37 @@ async def test_close_aborts_open_migrations(tmp_path: Path) -> None:
     async with bench(tmp_path / "journal") as b:
         b.worker.script = ["hang"]
         b.start()
-        await asyncio.wait_for(b.worker.imports.get(), 5)
+        await asyncio.wait_for(b.worker.imports.get(), WAIT_S)
         await b.runs.close()
-        await asyncio.wait_for(b.worker.cancelled_calls.wait(), 5)
-        assert b.history.list("", 0)[0].state == ABORTED
-    assert Journal(tmp_path / "journal").unfinished == []
+        await asyncio.wait_for(b.worker.cancelled_calls.wait(), WAIT_S)
+        assert b.history.list("", 0)[0].state == UNKNOWN
+    # The next run asks how it ended.
+    assert len(Journal(tmp_path / "journal").unfinished) == 1
 
 
-async def test_restart_cancels_unfinished_migrations(tmp_path: Path) -> None:
+@pytest.mark.parametrize("state", [COMMITTED, ABORTED, UNKNOWN], ids=["committed", "aborted", "unknown"])
+async def test_restart_learns_the_ends_of_unfinished_migrations(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, state: types_pb2.MigrationState.ValueType
+) -> None:
+    monkeypatch.setattr("migration_svc.migration._UNREACHABLE_S", 0.0)
     path = tmp_path / "journal"
     async with bench(path) as b:
         b.worker.script = ["hang"]
         b.start()
-        await asyncio.wait_for(b.worker.imports.get(), 5)
+        await asyncio.wait_for(b.worker.imports.get(), WAIT_S)
         # As after SIGKILL: the journal stays as it is now.
         journal_bytes = path.read_bytes()
+    # Unknown: the address in the journal belongs to the first worker, which has ended.
     path.write_bytes(journal_bytes)
     async with bench(path) as b:
-        # The address in the journal belongs to the first worker, which has ended.
+        if state != UNKNOWN:
+            b.worker.end = worker_pb2.ImportEvent(state=state)
+            entry = b.journal.unfinished[0]
+            address = b.instances["a"].address
+            b.journal.unfinished[0] = msgspec.structs.replace(entry, target_address=address)
         await b.runs.clean_up()
         record = b.history.list("", 0)[0]
-        assert record.state == ABORTED and "restarted" in record.error
+        assert record.state == state and ("restarted" in record.error) == (state == UNKNOWN)
     assert Journal(path).unfinished == []
 
 
@@ -208,5 +260,5 @@ async def test_stopping_service_finishes_migrations_and_admits_none(tmp_path: Pa
         b.runs.stop_admitting()
         with pytest.raises(Stopping):
             b.start()
-        await asyncio.wait_for(b.runs.wait(), 5)
+        await asyncio.wait_for(b.runs.wait(), WAIT_S)
         assert b.history.list("", 0)[0].state == COMMITTED

@@ -18,8 +18,10 @@ from monitor_svc.traces import TraceStore
 from tailrace.request_columns import columns_from
 from tailrace.slo import Slo
 from tailrace.v1 import monitor_pb2, types_pb2
+from tests.counting import skipped
 from tests.monitor.conftest import Monitor
 from tests.streamed import read_message
+from tests.waiting import WAIT_S
 
 
 def apply(reports: Reports, report: monitor_pb2.WorkerReport, now_s: float) -> None:
@@ -232,7 +234,7 @@ async def test_a_subscriber_that_does_not_read_gets_the_latest_state(monitor: Mo
     async for _ in monitor.stub.Report(stream()):
         pass
     received: list[int] = []
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         while 600 not in received:
             delta = await read_message(watch, monitor_pb2.StateDelta)
             received += [r.seq for r in delta.reports]
@@ -267,7 +269,7 @@ async def test_an_acknowledgement_stands_for_all_reports_before(monitor: Monitor
     for seq in range(1, 4):
         reports.put_nowait(steady("a", seq))
     acknowledged = 0
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         while acknowledged < 3:
             ack = await read_message(call, monitor_pb2.ReportAck)
             assert ack.seq > acknowledged
@@ -282,6 +284,7 @@ async def queued(reports: asyncio.Queue[monitor_pb2.WorkerReport]) -> AsyncItera
 
 
 async def test_a_report_that_cannot_be_decoded_is_refused(monitor: Monitor) -> None:
+    before = skipped("report of a worker")
     async with grpc.aio.insecure_channel(monitor.address) as channel:
         report: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
             "/tailrace.v1.Monitor/Report"
@@ -292,6 +295,7 @@ async def test_a_report_that_cannot_be_decoded_is_refused(monitor: Monitor) -> N
                 pass
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert "cannot be decoded" in (caught.value.details() or "")
+    assert skipped("report of a worker") == before + 1
     assert not monitor.reports.instances
 
 
@@ -300,6 +304,44 @@ async def test_a_report_without_a_name_is_refused(monitor: Monitor) -> None:
         async for _ in monitor.stub.Report(iter([monitor_pb2.WorkerReport()])):
             pass
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_report_that_cannot_be_processed_is_refused_alone(
+    monitor: Monitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("nobody foresaw this")
+
+    before = skipped("report of a worker")
+    with monkeypatch.context() as patch:
+        patch.setattr(monitor.reports, "apply", fail)
+        with pytest.raises(grpc.aio.AioRpcError, match="cannot be processed"):
+            async for _ in monitor.stub.Report(iter([steady("a")])):
+                pass
+    assert skipped("report of a worker") == before + 1
+    async for _ in monitor.stub.Report(iter([steady("a")])):
+        pass
+    assert "a" in monitor.reports.instances
+
+
+async def test_an_earlier_subscriber_gets_the_reports_that_can_be_converted(
+    monitor: Monitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def convert(encoded: bytes) -> bytes:
+        if b"poison" in encoded:
+            raise IndexError("nobody foresaw this")
+        return encoded
+
+    monkeypatch.setattr("monitor_svc.servicer.encoded_by_row", convert)
+    before = skipped("report of a worker")
+    for name in ("a", "poison", "b"):
+        apply(monitor.reports, steady(name), 0.0)
+    call = monitor.stub.Watch(monitor_pb2.WatchRequest(subscriber="earlier"))
+    async with asyncio.timeout(WAIT_S):
+        delta = await read_message(call, monitor_pb2.StateDelta)
+    call.cancel()
+    assert [report.instance_id for report in delta.reports] == ["a", "b"]
+    assert skipped("report of a worker") == before + 1
 
 
 def test_gauges_of_instances_and_slos() -> None:
