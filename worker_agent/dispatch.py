@@ -8,6 +8,7 @@ import time
 from typing import Final, Protocol
 
 from tailrace import wire
+from tailrace.telemetry.incidents import unreadable
 from tailrace.v1 import worker_pb2
 from worker_agent.carried import CarriedRequests
 from worker_agent.engine.base import Engine, OutputFlag, Pull, RequestKey, Submission
@@ -96,22 +97,22 @@ class Admission:
         # Before the engine has it, because the request may crash this process.
         reply = worker_pb2.Taken(handle=submission.key.handle, epoch=submission.epoch)
         front_end.send(worker_pb2.AttachDown(taken=reply))
-        carried = self._carried.add(
-            submission.key,
-            submission.request_id,
-            submission.frontend_id,
-            submission.epoch,
-            submission.traceparent,
-        )
-        carried.pace.recover(
-            submission.answer_tokens,
-            submission.answering_s,
-            len(submission.output_token_ids),
-            time.monotonic(),
-        )
-        if submission.suspect:
-            self.suspects.add(submission.key)
         try:
+            carried = self._carried.add(
+                submission.key,
+                submission.request_id,
+                submission.frontend_id,
+                submission.epoch,
+                submission.traceparent,
+            )
+            carried.pace.recover(
+                submission.answer_tokens,
+                submission.answering_s,
+                len(submission.output_token_ids),
+                time.monotonic(),
+            )
+            if submission.suspect:
+                self.suspects.add(submission.key)
             self._engine.submit(submission)
         except Exception:
             # A bug must not break the stream that carries all other requests.
@@ -175,7 +176,14 @@ class Dispatcher:
         self._metrics = metrics
 
     def handle(self, front_end: FrontEnd, message: worker_pb2.AttachUp) -> None:
-        """Handle one message; never waits."""
+        """Handle one message; never waits. One that cannot be handled must not break the stream, which
+        carries all others."""
+        try:
+            self._handle(front_end, message)
+        except Exception as error:  # noqa: BLE001 - see above
+            unreadable("message of a front end", front_end.frontend_id, error)
+
+    def _handle(self, front_end: FrontEnd, message: worker_pb2.AttachUp) -> None:
         match message.WhichOneof("body"):
             case "submit":
                 self._submit(front_end, message.submit)
@@ -247,8 +255,12 @@ class Dispatcher:
             log.warning("refused %s: answering_s is %s", submit.request_id, submit.answering_s)
             front_end.send(_failed(submission))
             return
-        if not self._imports.supersede_by(submission):
-            self._admission.submit(submission)
+        try:
+            if not self._imports.supersede_by(submission):
+                self._admission.submit(submission)
+        except Exception:
+            front_end.send(_failed(submission))
+            raise
 
     def _utility(self, front_end: FrontEnd, call: worker_pb2.UtilityCall) -> None:
         if front_end.utility_calls >= _UTILITY_CALLS_MAX:

@@ -64,14 +64,18 @@ def read_argument(text: str) -> tuple[str, Json]:
         return name, value
 
 
-def make_engine(options: EngineOptions, on_timer_late: Callable[[float], None] | None = None) -> Engine:
+def make_engine(
+    options: EngineOptions, on_timer_late: Callable[[float], None] | None = None, owner: str = ""
+) -> Engine:
     """Create an engine. Raise EngineOptionError.
+
+    `owner`: identifies the engine's worker, and is the same after a restart.
 
     `on_timer_late` is called with the seconds by which each timer of a simulated engine is late; if given,
     call this in the event loop in which the engine will run.
     """
     if options.kind == "vllm":
-        return _vllm(options)
+        return _vllm(options, owner)
     if options.kind == "simulated":
         return _simulated(options, on_timer_late)
     raise EngineOptionError(f"no engine called {options.kind!r}")
@@ -87,7 +91,7 @@ def with_tiny_models_defaults(options: EngineOptions) -> EngineOptions:
     return replace(
         options,
         model=options.model or str(MODEL_PATH),
-        reasoning_parser=REASONING_PARSER if options.reasoning_parser is None else options.reasoning_parser,
+        reasoning_parser=options.reasoning_parser or REASONING_PARSER,
         predictor=str(PREDICTOR_PATH) if options.predictor is None else options.predictor,
         # vLLM's `auto` converts float32 weights to bfloat16, in which so small a model's answers are not
         # stable.
@@ -95,7 +99,7 @@ def with_tiny_models_defaults(options: EngineOptions) -> EngineOptions:
     )
 
 
-def _vllm(engine_options: EngineOptions) -> Engine:
+def _vllm(engine_options: EngineOptions, owner: str) -> Engine:
     from worker_agent.engine.vllm.internals import VllmLacks, require_internals
 
     with collector_paused():
@@ -122,6 +126,7 @@ def _vllm(engine_options: EngineOptions) -> Engine:
             pipeline_parallel_size=options.pipeline_parallel_size or 1,
             nodes_timeout_s=options.nodes_timeout_s,
             engine_args=options.arguments,
+            owner=owner,
         )
     )
 

@@ -88,8 +88,13 @@ class FrontEnd:
 
     @property
     def send_budget_bytes(self) -> int:
-        """Return how large a step's outputs may be now: less the more is unsent."""
+        """Return how large a step's outputs may be now: less the more is unsent, and at last nothing.
+
+        Requests are then given up one by one: beyond _UNSENT_MESSAGES_MAX all of them would be lost.
+        """
         limit = self.max_message_bytes
+        if self._down.unsent_bytes > (_UNSENT_MESSAGES_MAX - 1) * limit:
+            return 0
         return min(limit, max(_ALWAYS_SENT_BYTES, limit - self._down.unsent_bytes))
 
     @property
@@ -213,11 +218,16 @@ class FrontEnds:
 
 
 HEARTBEAT_S: Final = 0.5
-_HEARTBEAT: Final = worker_pb2.AttachDown(heartbeat=worker_pb2.Heartbeat())
+_Heartbeat = Callable[[str], worker_pb2.Heartbeat]
 
 
-async def send_heartbeats(front_ends: FrontEnds, silence_s: float) -> None:
-    """Send heartbeats until cancelled; disconnect front ends that are silent for `silence_s` seconds."""
+async def send_heartbeats(
+    front_ends: FrontEnds, silence_s: float, heartbeats: Callable[[], _Heartbeat]
+) -> None:
+    """Send heartbeats until cancelled; disconnect front ends that are silent for `silence_s` seconds.
+
+    `heartbeats()` looks at the engine once, and returns the heartbeat for each front end, by its id.
+    """
     due_s = time.monotonic()
     while True:
         due_s += HEARTBEAT_S
@@ -226,7 +236,10 @@ async def send_heartbeats(front_ends: FrontEnds, silence_s: float) -> None:
         # While this process was suspended it could not receive anything.
         late_s = now_s - due_s
         due_s = now_s
+        if not front_ends:
+            continue
+        heartbeat = heartbeats()
         for front_end in front_ends:
             front_end.check(now_s, late_s, silence_s)
             if front_end.has_read_all:
-                front_end.send(_HEARTBEAT)
+                front_end.send(worker_pb2.AttachDown(heartbeat=heartbeat(front_end.frontend_id)))

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import Final
 
 from tailrace.service.tasks import cancel, task_error
+from tailrace.telemetry.incidents import loop_failed, loop_named
 from tailrace.v1 import worker_pb2
 from worker_agent.carried import CarriedRequests
 from worker_agent.engine.base import Engine, Held, RequestKey
@@ -18,6 +20,8 @@ from worker_agent.engine.errors import EngineRefusal
 from worker_agent.frontends import FrontEnd
 
 log = logging.getLogger(__name__)
+
+_LOOP: Final = loop_named("held queries")
 
 
 class HeldQueries:
@@ -87,4 +91,4 @@ class HeldQueries:
     def _done(self, client: int, task: asyncio.Task[None]) -> None:
         del self._answering[client]
         if (error := task_error(task)) is not None:
-            log.error("a held query failed", exc_info=error)
+            loop_failed(_LOOP, "", error)

@@ -8,9 +8,8 @@ import logging
 from dataclasses import dataclass
 from typing import Final
 
-import msgspec
-
 from tailrace.records import InstanceRecord
+from tailrace.store.reading import UnreadableRecord, read_record
 from tailrace.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -77,8 +76,8 @@ async def wait_until_free(store: Store, instance_id: str, lease_ttl_s: float, ow
 def replaced_message(instance_id: str, value: bytes) -> str:
     """Return why a worker stops whose registration was replaced by `value`."""
     try:
-        address = msgspec.json.decode(value, type=InstanceRecord).address
-    except msgspec.MsgspecError:
+        address = read_record(InstanceRecord, value).address
+    except UnreadableRecord:
         address = "an unknown address"
     return (
         f"another worker, at {address}, has registered as {instance_id!r}: this worker stops serving; "
@@ -89,8 +88,8 @@ def replaced_message(instance_id: str, value: bytes) -> str:
 async def _holder(store: Store, instance_id: str) -> InstanceRecord | None:
     value = await store.get(f"instances/{instance_id}")
     try:
-        return None if value is None else msgspec.json.decode(value, type=InstanceRecord)
-    except msgspec.MsgspecError:
+        return None if value is None else read_record(InstanceRecord, value)
+    except UnreadableRecord:
         return None
 
 

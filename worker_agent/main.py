@@ -12,6 +12,7 @@ import click
 
 from tailrace.intra.base import ENGINE_ORDER
 from tailrace.intra.registry import intra_names
+from tailrace.numeric import RealRange, WholeRange
 from tailrace.profiles import Profile, ProfileError, load_profile
 from tailrace.service.channels import Channels
 from tailrace.service.listening import ListenError, require_listenable
@@ -64,25 +65,23 @@ class EngineDied(RuntimeError):
 @click.option("--reasoning-parser", help="vLLM's reasoning parser for the model.")
 @click.option(
     "--count",
-    type=click.IntRange(1, 1000),
+    type=WholeRange(1, 1000),
     default=1,
     show_default=True,
     help="Workers in this process (simulated only); --id worker-5 starts worker-5, worker-6, ...",
 )
-@click.option("--kv-blocks", type=click.IntRange(2), help="KV cache size in blocks.")
-@click.option("--block-size", type=click.IntRange(1), help="Tokens per KV block.")
-@click.option("--max-num-seqs", type=click.IntRange(1), help="Maximum number of running requests.")
-@click.option(
-    "--max-model-len", type=click.IntRange(1), help="Maximum length of prompt and output, in tokens."
-)
+@click.option("--kv-blocks", type=WholeRange(2, 2**31), help="KV cache size in blocks.")
+@click.option("--block-size", type=WholeRange(1), help="Tokens per KV block.")
+@click.option("--max-num-seqs", type=WholeRange(1), help="Maximum number of running requests.")
+@click.option("--max-model-len", type=WholeRange(1), help="Maximum length of prompt and output, in tokens.")
 @click.option(
     "--tensor-parallel-size",
-    type=click.IntRange(1),
+    type=WholeRange(1),
     help="Devices that split each layer (vLLM only); must divide the model's heads.",
 )
 @click.option(
     "--pipeline-parallel-size",
-    type=click.IntRange(1),
+    type=WholeRange(1),
     help="Stages of layers, each on its own devices (vLLM only).",
 )
 @click.option(
@@ -105,7 +104,7 @@ class EngineDied(RuntimeError):
 )
 @click.option(
     "--nodes-timeout",
-    type=click.FloatRange(min=1),
+    type=RealRange(min=1),
     default=600.0,
     show_default=True,
     metavar="SECONDS",
@@ -120,14 +119,14 @@ class EngineDied(RuntimeError):
 )
 @click.option(
     "--host-kv-bytes",
-    type=click.IntRange(0),
+    type=WholeRange(0),
     help="Host memory for KV, in bytes: for preempted requests, and in the remaining space for prefixes "
     "evicted from the device; 0: both are recomputed.  [default: 4 GiB, or an eighth of the "
     "machine's memory if that is less; on a CPU engine, for preempted requests only]",
 )
 @click.option(
     "--stream-port",
-    type=click.IntRange(0, 65535),
+    type=WholeRange(0, 65535),
     default=0,
     show_default=True,
     help="Port that front ends connect to; 0: any free port.",
@@ -150,14 +149,14 @@ class EngineDied(RuntimeError):
 )
 @click.option(
     "--max-message-bytes",
-    type=click.IntRange(MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES),
+    type=WholeRange(MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES),
     default=_DEFAULTS.max_message_bytes,
     show_default=True,
     help="Largest message accepted from front ends: a request with its prompt.",
 )
 @click.option(
     "--max-requests",
-    type=click.IntRange(min=1),
+    type=WholeRange(min=1),
     default=_DEFAULTS.max_requests,
     show_default=True,
     help="Maximum requests on this worker, waiting or running; further ones are placed elsewhere, or "
@@ -165,28 +164,28 @@ class EngineDied(RuntimeError):
 )
 @click.option(
     "--report-interval",
-    type=click.FloatRange(min=0.01),
+    type=RealRange(min=0.01),
     default=0.5,
     show_default=True,
     help="Seconds between periodic reports.",
 )
 @click.option(
     "--step-limit",
-    type=click.FloatRange(min=1),
+    type=RealRange(min=1),
     default=_DEFAULTS.step_limit_s,
     show_default=True,
     help="Seconds without a finished step after which an engine with requests to run always counts as hung.",
 )
 @click.option(
     "--step-floor",
-    type=click.FloatRange(min=1),
+    type=RealRange(min=1),
     default=_DEFAULTS.step_floor_s,
     show_default=True,
     help="Minimum of the same limit when derived from recent steps (ten times the longest of its kind).",
 )
 @click.option(
     "--drain-timeout",
-    type=click.FloatRange(min=0),
+    type=RealRange(min=0),
     default=_DEFAULTS.drain_timeout_s,
     show_default=True,
     metavar="SECONDS",
@@ -195,7 +194,7 @@ class EngineDied(RuntimeError):
 @click.option(
     "--pull-timeout",
     # No holder lends for longer.
-    type=click.FloatRange(min=0, min_open=True, max=LOAN_MAX_S),
+    type=RealRange(min=0, min_open=True, max=LOAN_MAX_S),
     default=_DEFAULTS.pull_timeout_s,
     show_default=True,
     metavar="SECONDS",
@@ -203,7 +202,7 @@ class EngineDied(RuntimeError):
 )
 @click.option(
     "--migration-bandwidth-share",
-    type=click.FloatRange(min=0, min_open=True, max=1),
+    type=RealRange(min=0, min_open=True, max=1),
     default=SHARE,
     show_default=True,
     help="Share of link time for incoming KV that no user waits for (rescheduling); 1: no limit.",
@@ -372,7 +371,12 @@ async def serve(
     names = consecutive_ids(common.member_id, count)
     registry = new_registry("worker", common.member_id)
     collector, histograms = WorkerCollector(registry), WorkerHistograms(registry)
-    engines = [make_engine(options, histograms.step_late_seconds.observe) for _ in names]
+    engines = [
+        make_engine(
+            options, histograms.step_late_seconds.observe, f"{','.join(common.etcd)}/{common.cluster}/{name}"
+        )
+        for name in names
+    ]
     start_ucx(_ucx_options(common, settings))
     try:
         async with AsyncExitStack() as stack:
@@ -389,6 +393,7 @@ async def serve(
             )
             memory = SharedMemory()
             stack.callback(memory.segments.close)
+            membership.add_listener(memory.mappings.drop_gone)
             shared = SharedServices(
                 store=store,
                 membership=membership,
@@ -408,6 +413,7 @@ async def serve(
                 )
                 # Only the first gets the requested port; the others use any free one.
                 listen = f"{listen.rpartition(':')[0]}:0"
+                registry.model = running.record.model
                 collector.add(metrics, running.stats)
                 workers.append(running)
 

@@ -11,6 +11,7 @@ from prometheus_client import Counter as Counters
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from tailrace.actions import PULL_OUTCOMES
 from worker_agent.engine.base import EnginePhase, EngineStats
 
 _PAUSE_BUCKETS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
@@ -55,23 +56,22 @@ class WorkerMetrics:
         self.tokens = 0
         self.submitted = 0
         self.rejected_busy = 0
-        # finished, failed, aborted, moved.
-        self.finished: Counter[str] = Counter()
-        # By outcome: committed, aborted.
-        self.imports: Counter[str] = Counter()
-        self.exports: Counter[str] = Counter()
-        # Requests offered to other workers, by outcome: taken, kept.
-        self.offers: Counter[str] = Counter()
+        self.finished = _from_zero("finished", "failed", "aborted", "moved")
+        # By outcome.
+        self.imports = _from_zero("committed", "aborted")
+        self.exports = _from_zero("committed", "aborted")
+        # Requests offered to other workers, by outcome.
+        self.offers = _from_zero("taken", "kept")
         self.kv_sent_bytes = 0
         self.kv_sent_blocks = 0
         self.kv_received_bytes = 0
         self.kv_received_blocks = 0
         self.kv_held_blocks = 0
         # Pulls of prefixes from other workers, by outcome (prefixes/pulls.py), and the tokens pulled.
-        self.pulls: Counter[str] = Counter()
+        self.pulls = _from_zero(*PULL_OUTCOMES)
         self.pulled_tokens = 0
         # Copies of prefixes to this worker in advance, by outcome (prefixes/copies.py).
-        self.copies: Counter[str] = Counter()
+        self.copies = _from_zero(*PULL_OUTCOMES)
         self.kv_checksum_failures = 0
         self.kv_identity_failures = 0
         self.kv_transfer_failures = 0
@@ -184,13 +184,22 @@ _TRANSFER: Final = (
 )
 
 
+def _from_zero(*outcomes: str) -> Counter[str]:
+    """Return a counter that exports these outcomes from the start: of a series that appears with its first
+    event, `increase()` misses that event."""
+    return Counter(dict.fromkeys(outcomes, 0))
+
+
 def _count(name: str, text: str, value: float) -> CounterMetricFamily:
     return CounterMetricFamily(f"tailrace_worker_{name}", text, value=value)
 
 
 def _labelled(name: str, text: str, counts: Iterable[Counter[str]]) -> CounterMetricFamily:
     family = CounterMetricFamily(f"tailrace_worker_{name}", text, labels=["outcome"])
-    total: Counter[str] = sum(counts, Counter())
+    total: Counter[str] = Counter()
+    for one in counts:
+        # Unlike a sum of counters, this keeps zeros.
+        total.update(one)
     for value, count in total.items():
         family.add_metric([value], count)
     return family

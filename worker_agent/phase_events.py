@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import Final
 
 from tailrace.v1 import monitor_pb2, types_pb2
@@ -27,6 +28,17 @@ STATES: Final = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class _Gone:
+    """A request that has left. Encoded with the report: whatever is wrong with it then ends no step."""
+
+    request_id: str
+    frontend_id: str
+    epoch: int
+    output_tokens: int
+    time_s: float
+
+
 class PhaseEvents:
     """Collect events between two reports.
 
@@ -36,7 +48,7 @@ class PhaseEvents:
 
     def __init__(self) -> None:
         self._changed: dict[str, None] = {}
-        self._gone: deque[monitor_pb2.PhaseEvent] = deque(maxlen=_PENDING_MAX)
+        self._gone: deque[_Gone] = deque(maxlen=_PENDING_MAX)
         self.wakeup = asyncio.Event()
 
     @property
@@ -60,22 +72,25 @@ class PhaseEvents:
         known."""
         self._changed.pop(carried.request_id, None)
         self._gone.append(
-            monitor_pb2.PhaseEvent(
-                request_id=carried.request_id,
-                frontend_id=carried.frontend_id,
-                epoch=carried.epoch,
-                phase=types_pb2.PHASE_UNSPECIFIED,
-                output_tokens=output_tokens,
-                time_s=time.time(),
-            )
+            _Gone(carried.request_id, carried.frontend_id, carried.epoch, output_tokens, time.time())
         )
         self.wakeup.set()
 
     def take(self, requests: list[RequestStats], carried: CarriedRequests) -> list[monitor_pb2.PhaseEvent]:
         """Return and remove all events, given the engine's current requests."""
         self.wakeup.clear()
-        events = list(self._gone)
-        self._gone.clear()
+        gone, self._gone = self._gone, deque(maxlen=_PENDING_MAX)
+        events = [
+            monitor_pb2.PhaseEvent(
+                request_id=left.request_id,
+                frontend_id=left.frontend_id,
+                epoch=left.epoch,
+                phase=types_pb2.PHASE_UNSPECIFIED,
+                output_tokens=left.output_tokens,
+                time_s=left.time_s,
+            )
+            for left in gone
+        ]
         if self._changed:
             changed, self._changed = self._changed, {}
             now_s = time.time()

@@ -42,9 +42,12 @@ class Progress:
     """Track the engine's steps. Pure: callers pass the statistics and the time in monotonic seconds."""
 
     def __init__(self, bounds: StepBounds, now_s: float) -> None:
-        self._bounds = bounds
+        self.bounds = bounds
         self._finished = (-1, -1)
         self._last_step_s = now_s
+        # Steps at the last check, and whether there were requests to run.
+        self.steps = 0
+        self.running = False
 
     def extend_deadlines(self, seconds: float) -> None:
         """Allow more time: this process was suspended for `seconds`, in which no step could finish."""
@@ -53,25 +56,23 @@ class Progress:
     def stuck_for_s(self, stats: EngineStats, now_s: float) -> float | None:
         """Return for how many seconds no step has finished although requests run, if that is too long; else
         None."""
-        idle = not any(request.state == "running" for request in stats.requests)
+        self.steps = stats.steps
+        self.running = any(request.state == "running" for request in stats.requests)
         finished = (stats.steps, stats.compilations)
-        if idle or finished != self._finished:
+        if not self.running or finished != self._finished:
             self._finished, self._last_step_s = finished, now_s
             return None
         stuck_s = now_s - self._last_step_s
-        max_s = self._bounds.max_s(None if stats.compiling else stats.expected_step_s)
+        max_s = self.bounds.max_s(None if stats.compiling else stats.expected_step_s)
         return stuck_s if stuck_s > max_s else None
 
 
 async def watch_progress(
-    stats: Callable[[], EngineStats], bounds: StepBounds, on_stuck: Callable[[str], None]
+    stats: Callable[[], EngineStats], progress: Progress, on_stuck: Callable[[str], None]
 ) -> None:
     """Check periodically; call `on_stuck` once if the engine is stuck, then return. Run until cancelled."""
     loop = asyncio.get_running_loop()
-    progress, interval_s = (
-        Progress(bounds, loop.time()),
-        min(_CHECK_MAX_S, bounds.floor_s / _CHECKS_PER_FLOOR),
-    )
+    interval_s = min(_CHECK_MAX_S, progress.bounds.floor_s / _CHECKS_PER_FLOOR)
     while True:
         due_s = loop.time() + interval_s
         await asyncio.sleep(interval_s)

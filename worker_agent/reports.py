@@ -15,6 +15,7 @@ from tailrace.request_columns import columns_from
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels, format_error
 from tailrace.service.reachability import Reachability
+from tailrace.telemetry.incidents import guarded
 from tailrace.v1 import monitor_pb2, monitor_pb2_grpc
 from worker_agent.cache_servicer import update_of
 from worker_agent.carried import CarriedRequests
@@ -25,6 +26,8 @@ from worker_agent.speeds import Speeds
 from worker_agent.unacknowledged import Unacknowledged
 
 log = logging.getLogger(__name__)
+
+_LOOP: Final = "reports"
 
 _BACKOFF_S: Final = (0.1, 0.2, 0.5, 1.0)
 # Phase changes within this time are sent together.
@@ -192,24 +195,36 @@ class Reports:
             seq=self._seq,
             time_s=time.time(),
         )
+        # Each part by itself: one figure that cannot be reported must not hide the others.
         if self._cache is not None:
-            report.cache.CopyFrom(update_of(self._cache))
-        stats = self._stats() if steady or self._events.needs_stats else None
-        report.phase_events.extend(
-            self._events.take(stats.requests if stats is not None else [], self._carried)
-        )
+            with guarded(_LOOP, "prefix cache"):
+                report.cache.CopyFrom(update_of(self._cache))
+        stats: EngineStats | None = None
+        if steady or self._events.needs_stats:
+            with guarded(_LOOP, "engine statistics"):
+                stats = self._stats()
+        with guarded(_LOOP, "phase events"):
+            report.phase_events.extend(
+                self._events.take(stats.requests if stats is not None else [], self._carried)
+            )
         if steady and stats is not None:
-            report.load.CopyFrom(load_of(stats, self._block_tokens, self._migrations(), self._speeds()))
-            now_s = time.monotonic()
-            rows = [
-                request_report(request, self._carried.by_id(request.request_id), now_s)
-                for request in stats.requests
-            ]
-            if self._monitor_reads_columns:
-                report.request_columns.CopyFrom(columns_from(rows))
-            else:
-                report.requests.extend(rows)
+            with guarded(_LOOP, "load"):
+                load = load_of(stats, self._block_tokens, self._migrations(), self._speeds())
+                report.load.CopyFrom(load)
+            with guarded(_LOOP, "requests"):
+                self._add_requests(report, stats)
         return report
+
+    def _add_requests(self, report: monitor_pb2.WorkerReport, stats: EngineStats) -> None:
+        now_s = time.monotonic()
+        rows: list[monitor_pb2.RequestReport] = []
+        for request in stats.requests:
+            with guarded(_LOOP, request.request_id):
+                rows.append(request_report(request, self._carried.by_id(request.request_id), now_s))
+        if self._monitor_reads_columns:
+            report.request_columns.CopyFrom(columns_from(rows))
+        else:
+            report.requests.extend(rows)
 
     async def _read_acknowledgements(
         self,

@@ -82,8 +82,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         request: worker_pb2.CancelImportRequest,
         context: grpc.aio.ServicerContext[worker_pb2.CancelImportRequest, worker_pb2.CancelImportReply],
     ) -> worker_pb2.CancelImportReply:
-        """Abort an import that is not committed; reply once it has ended."""
-        return worker_pb2.CancelImportReply(cancelled=await self._imports.cancel(request.migration_id))
+        """Abort an import that is not being committed; reply once it has ended."""
+        return worker_pb2.CancelImportReply(end=await self._imports.cancel(request.migration_id))
 
     async def HandBackPrompts(
         self,

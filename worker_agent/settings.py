@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tailrace.handover import ADOPT_S
 from tailrace.intra.base import ENGINE_ORDER
 from tailrace.profiles import Profile
 from tailrace.service.message_stream import DEFAULT_MAX_MESSAGE_BYTES
@@ -50,7 +51,7 @@ class WorkerSettings:
     # Share of the link's time for incoming background transfers; 1: all of it.
     migration_bandwidth_share: float = SHARE
     # Timeout of the front end's reply to an adoption, for which it may itself wait 2 s.
-    adopt_timeout_s: float = 10.0
+    adopt_timeout_s: float = ADOPT_S
     # Time for its requests to be moved once it is told to stop; the rest is handed back to be recomputed.
     drain_timeout_s: float = 60.0
     # Bounds of the time after which an engine that has requests to run but finishes no step counts as hanging

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from typing import Final
 
 import msgspec
@@ -14,6 +14,7 @@ from tailrace import wire
 from tailrace.v1 import worker_pb2
 from worker_agent.carried import Carried, CarriedRequests
 from worker_agent.engine.base import Frames, OutputFlag, RequestKey, StepColumns
+from worker_agent.engine.errors import EngineRefusal, Unrunnable
 from worker_agent.frontends import FrontEnd, FrontEnds
 from worker_agent.metrics import WorkerMetrics
 from worker_agent.phase_events import PhaseEvents
@@ -30,6 +31,16 @@ _ANSWER_BEGUN: Final = int(OutputFlag.ANSWER_BEGUN)
 _ENTRY_BYTES: Final = 36
 _TOKEN_BYTES: Final = 5
 _HEADER_BYTES: Final = 16
+# Of a reason why a request was not run: it may quote what the client sent.
+_REASON_CHARS: Final = 1_000
+_REASONS: Final[dict[worker_pb2.RejectCode.ValueType, str]] = {
+    worker_pb2.REJECT_CODE_REPLY_TOO_LARGE: (
+        "one step's outputs exceed what can be sent ({limit} bytes, --max-message-bytes); request fewer "
+        "log-probabilities (prompt_logprobs, logprobs)"
+    ),
+    worker_pb2.REJECT_CODE_CONGESTED: "too much is unread for one step's outputs",
+    worker_pb2.REJECT_CODE_FAILED: "one step's outputs cannot be read",
+}
 
 
 class FrontEndSink:
@@ -59,6 +70,9 @@ class FrontEndSink:
         front_end = self._front_ends.by_client(columns.client)
         if front_end is None:
             return
+        if columns.refusal is not None:
+            self._refuse(front_end, columns, columns.refusal)
+            return
         if _message_bytes(columns) > (room := front_end.send_budget_bytes):
             remaining = self._shrink(front_end, columns, room)
             if remaining is None:
@@ -87,43 +101,64 @@ class FrontEndSink:
         """Report that the engine has failed."""
         self._on_dead(reason)
 
+    def _refuse(self, front_end: FrontEnd, columns: StepColumns, refusal: EngineRefusal) -> None:
+        """Tell the front end why the message's request was not run."""
+        final = isinstance(refusal, Unrunnable)
+        rejected = worker_pb2.RequestRejected(
+            handle=columns.handles[0],
+            epoch=columns.epochs[0],
+            code=worker_pb2.REJECT_CODE_UNRUNNABLE if final else worker_pb2.REJECT_CODE_FAILED,
+            reason=str(refusal)[:_REASON_CHARS],
+        )
+        log.warning("request %d of %s was not run: %s", rejected.handle, front_end.frontend_id, refusal)
+        front_end.send(worker_pb2.AttachDown(rejected=rejected))
+        self._loop.call_soon_threadsafe(self._report_flags, columns)
+
     def _shrink(
         self, front_end: FrontEnd, columns: StepColumns, send_budget_bytes: int
     ) -> StepColumns | None:
-        """Remove the largest outputs until the rest can be sent, and end only their requests; return None if
-        nothing is left.
+        """Remove the largest outputs until the rest can be sent, and reject only their requests; return None
+        if nothing is left.
 
         Runs on the engine's thread.
         """
         beside = _message_bytes(columns) - sum(map(len, columns.frames))
-        everything = range(len(columns.handles))
+        everything = dict.fromkeys(range(len(columns.handles)), 0)
+        code = worker_pb2.REJECT_CODE_CONGESTED
         try:
             frames, dropped = wire.shrink_outputs(columns.frames, send_budget_bytes - beside)
         except msgspec.DecodeError:
             log.exception("an engine's outputs cannot be read")
-            frames, dropped = [], list(everything)
+            code, frames, dropped = worker_pb2.REJECT_CODE_FAILED, [], everything
         remaining = _without(columns, dropped)
         remaining.frames = frames
         if _message_bytes(remaining) > send_budget_bytes:
-            remaining, dropped = _without(columns, everything), list(everything)
-        for position in dropped:
-            self._reject(front_end, columns.handles[position], columns.epochs[position])
+            dropped = {**everything, **dropped}
+            remaining = _without(columns, dropped)
+        for position, size in dropped.items():
+            # Alone, and with nothing unread, would it fit?
+            fits = (
+                size + _ENTRY_BYTES + _TOKEN_BYTES * columns.counts[position] + 1024
+                <= front_end.max_message_bytes
+            )
+            self._reject(
+                front_end,
+                columns.handles[position],
+                columns.epochs[position],
+                code if fits else worker_pb2.REJECT_CODE_REPLY_TOO_LARGE,
+            )
         return remaining if remaining.handles else None
 
-    def _reject(self, front_end: FrontEnd, handle: int, epoch: int) -> None:
-        """End a request whose outputs of one step are too large.
+    def _reject(
+        self, front_end: FrontEnd, handle: int, epoch: int, code: worker_pb2.RejectCode.ValueType
+    ) -> None:
+        """Give up a request whose outputs of one step cannot be sent.
 
         Sent from the engine's thread before its next step: later would leave a gap in the stream.
         """
-        reason = (
-            f"one step's outputs exceed what can be sent ({front_end.max_message_bytes} bytes, "
-            "--max-message-bytes, minus unread data); request fewer log-probabilities "
-            "(prompt_logprobs, logprobs)"
-        )
-        log.warning("request %d of front end %s ends: %s", handle, front_end.frontend_id, reason)
-        rejected = worker_pb2.RequestRejected(
-            handle=handle, epoch=epoch, code=worker_pb2.REJECT_CODE_REPLY_TOO_LARGE, reason=reason
-        )
+        reason = _REASONS[code].format(limit=front_end.max_message_bytes)
+        log.warning("request %d of front end %s is given up: %s", handle, front_end.frontend_id, reason)
+        rejected = worker_pb2.RequestRejected(handle=handle, epoch=epoch, code=code, reason=reason)
         front_end.send(worker_pb2.AttachDown(rejected=rejected))
         self._loop.call_soon_threadsafe(self._give_up, RequestKey(front_end.client, handle))
 
@@ -181,7 +216,7 @@ def _message_bytes(columns: StepColumns) -> int:
     )
 
 
-def _without(columns: StepColumns, dropped: Sequence[int]) -> StepColumns:
+def _without(columns: StepColumns, dropped: Collection[int]) -> StepColumns:
     """Return the columns without these entries; the caller sets the frames."""
     excluded = set(dropped)
     remaining = StepColumns(columns.client, columns.step, [])

@@ -17,7 +17,7 @@ from tailrace.service.message_stream import Admission as StreamAdmission
 from tailrace.service.message_stream import serve_streams
 from tailrace.service.options import new_incarnation
 from tailrace.service.server import Servicer, serve_grpc
-from tailrace.service.tasks import cancel, task_error
+from tailrace.service.tasks import Loop, supervised
 from tailrace.store.membership import Membership
 from tailrace.store.store import Store
 from tailrace.telemetry.tracing import Tracing
@@ -40,7 +40,7 @@ from worker_agent.id_claim import Addressee, replaced_message, wait_until_free
 from worker_agent.intra_switch import follow_batch_order
 from worker_agent.kv.address import KvTransferError
 from worker_agent.kv.segments import SharedMemory
-from worker_agent.load import MigrationLoad
+from worker_agent.load import Heartbeats, MigrationLoad
 from worker_agent.metrics import WorkerMetrics
 from worker_agent.migration.exports import Exports
 from worker_agent.migration.imports import Imports
@@ -55,7 +55,7 @@ from worker_agent.prefixes.loans import Loans
 from worker_agent.prefixes.pulls import PullParts, Pulls
 from worker_agent.profiling.probes import Probes, own_stats
 from worker_agent.profiling.profiler import Profiler
-from worker_agent.progress import StepBounds, watch_progress
+from worker_agent.progress import Progress, StepBounds, watch_progress
 from worker_agent.registration import instance_record, register_instance
 from worker_agent.reports import Reports
 from worker_agent.servicer import WorkerServicer
@@ -356,13 +356,16 @@ class _WorkerBuilder:
         """Start the tasks that run as long as the worker does."""
         settings = self._settings
         bounds = StepBounds(settings.step_floor_s, settings.step_limit_s)
-        for name, work in (
-            ("heartbeats", send_heartbeats(self._front_ends, settings.frontend_silence_s)),
-            ("reports", self._reports().run()),
-            ("progress", watch_progress(self._engine.stats, bounds, self._on_dead)),
-            ("draining", self._draining.run()),
-        ):
-            await self._stack.enter_async_context(_background(name, work, self._on_dead))
+        progress = Progress(bounds, asyncio.get_running_loop().time())
+        silence_s = settings.frontend_silence_s
+        heartbeats = Heartbeats(progress, self._stats)
+        loops: dict[str, Loop] = {
+            "heartbeats": lambda: send_heartbeats(self._front_ends, silence_s, heartbeats),
+            "reports": self._reports().run,
+            "progress": lambda: watch_progress(self._engine.stats, progress, self._on_dead),
+            "draining": self._draining.run,
+        }
+        await self._stack.enter_async_context(supervised(loops))
 
     async def join(self) -> RunningWorker:
         """Join the fleet. Raise IdInUse or StoreUnavailable."""
@@ -437,22 +440,3 @@ class _WorkerBuilder:
         self._front_ends.send_goodbye(worker_pb2.Goodbye(reason=reason))
         if not self._died.done():
             self._died.set_result(reason)
-
-
-@asynccontextmanager
-async def _background(
-    name: str, work: Coroutine[object, object, None], on_dead: Callable[[str], None]
-) -> AsyncIterator[None]:
-    """Run a task until the block ends. A worker cannot do without it: if it fails, `on_dead` is called."""
-
-    def ended(done: asyncio.Task[None]) -> None:
-        if (error := task_error(done)) is not None:
-            log.error("%s failed", name, exc_info=error)
-            on_dead(f"{name} failed: {error}")
-
-    task = asyncio.create_task(work, name=name)
-    task.add_done_callback(ended)
-    try:
-        yield
-    finally:
-        await cancel(task)

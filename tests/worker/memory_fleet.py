@@ -97,8 +97,15 @@ class MemorySourceLink:
         if event is None:
             raise SourceLost("closed")
         if event.HasField("failed"):
-            raise SourceFailed(event.failed.reason)
+            raise SourceFailed(event.failed.reason, event.failed.gone)
         return event
+
+    async def failure(self) -> None:
+        event = await self._lease.next_event()
+        self._check()
+        if event is None:
+            raise SourceLost("closed")
+        raise SourceFailed(event.failed.reason, event.failed.gone)
 
     async def end(self, committed: bool, reason: str) -> None:
         if not self._broken.is_set():

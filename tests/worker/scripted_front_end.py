@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from tailrace.service.message_stream import MessageStream, StreamBroken, connect_stream
 from tailrace.v1 import worker_pb2
+from tests.waiting import WAIT_S
 from tests.worker.simulated import request_frames
 
-WAIT_S = 20.0
 FINISHED, FAILED = 1, 8
 AttachStream = MessageStream[worker_pb2.AttachDown]
 

@@ -12,6 +12,7 @@ import msgspec
 
 from tailrace import wire
 from worker_agent.engine.base import Frames, OutputFlag, RequestKey, StepColumns, Submission
+from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.simulated import Faults, SimulatedEngine, SimulatedSettings
 
 EOS = 258
@@ -113,6 +114,8 @@ class Stream:
         self.flags: list[int] = []
         self.finish: tuple[int, int | str | None] | None = None
         self.failed = False
+        # Why it was not run.
+        self.refusal: EngineRefusal | None = None
 
     @property
     def live(self) -> bool:
@@ -165,6 +168,7 @@ class FrontEnd:
             stream.flags.append(flags)
             if flags & OutputFlag.FAILED:
                 stream.failed = True
+                stream.refusal = columns.refusal
             elif output.finish_reason is not None:
                 stream.finish = (output.finish_reason, output.stop_reason)
 

@@ -18,13 +18,14 @@ from tailrace.service.channels import Channels
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.v1 import bidask_pb2
 from tailrace.v1.bidask_pb2_grpc import BidAskStub, add_BidAskServicer_to_server
+from tests.counting import failures_of
+from tests.waiting import WAIT_S
 from worker_agent.bidask import offer_sender
 from worker_agent.bidask.assembly import BidAskServicer, send_over
 from worker_agent.bidask.bid_receiver import Won
 from worker_agent.bidask.coordinator import Coordinator
+from worker_agent.bidask.peers import Peers
 from worker_agent.id_claim import Addressee
-
-WAIT_S = 20.0
 
 
 @dataclass
@@ -268,3 +269,26 @@ async def test_concurrent_offers_keep_one_owner_each_and_few_transfers(market: M
     # At most three concurrent transfers per receiver and sender, and no more requests than there is room.
     assert max(w.most for w in receivers) <= 3 and market.most_sending <= 3
     assert all(w.free >= 0 for w in receivers)
+
+
+@pytest.mark.parametrize("error", [ValueError("not HOST:PORT"), RuntimeError("nobody foresaw this")])
+async def test_a_peer_to_which_sending_fails_in_any_way_is_lost(error: Exception) -> None:
+    lost: asyncio.Queue[str] = asyncio.Queue()
+    sent: asyncio.Queue[str] = asyncio.Queue()
+
+    async def send(address: str, message: bidask_pb2.BidAskMessage) -> None:
+        if address == "wrong":
+            raise error
+        sent.put_nowait(address)
+
+    peers = Peers(send, lost.put_nowait)
+    before = failures_of("bid-ask messages")
+    for address in ("wrong", "right"):
+        peers.send(address, address, bidask_pb2.BidAskMessage(request_id="r"))
+    async with asyncio.timeout(WAIT_S):
+        assert (await lost.get(), await sent.get()) == ("wrong", "right")
+    assert failures_of("bid-ask messages") == before + 1
+    peers.send("wrong", "now right", bidask_pb2.BidAskMessage(request_id="r"))
+    async with asyncio.timeout(WAIT_S):
+        assert await sent.get() == "now right"
+    await peers.close()

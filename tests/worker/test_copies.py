@@ -45,7 +45,7 @@ async def test_copied_prefix_is_found_without_running_a_request() -> None:
     target.transfer.gate.set()
     outcome = await target.copies.copy(REQUEST)
     assert (outcome.result, outcome.blocks) == ("pulled", 2)
-    assert not target.engine.found and target.metrics.copies == {"pulled": 1} and not target.metrics.pulls
+    assert not target.engine.found and +target.metrics.copies == {"pulled": 1} and not +target.metrics.pulls
     target.submit("first", HOLDER)
     assert await target.drained() == {"first": 2}
     assert (await target.copies.copy(REQUEST)).result == "held"
@@ -58,7 +58,7 @@ async def test_requests_with_the_prefix_wait_for_the_copy() -> None:
     target.transfer.gate.set()
     assert await target.drained() == {"first": 2}
     assert (await copy).result == "pulled" and target.transfer.begun == 1
-    assert target.metrics.pulls == {"shared": 1}
+    assert +target.metrics.pulls == {"shared": 1}
 
 
 async def test_one_copy_at_a_time_and_none_while_users_wait() -> None:
@@ -92,4 +92,4 @@ async def test_copy_of_a_request_that_has_left_the_holder() -> None:
     target = Target()
     unknown = cache_pb2.CopyRequest(request_id="gone", holder_address=HOLDER.address, tokens=8)
     assert (await target.copies.copy(unknown)).result == "gone"
-    assert target.metrics.copies == {"gone": 1} and not target.transfer.begun
+    assert +target.metrics.copies == {"gone": 1} and not target.transfer.begun

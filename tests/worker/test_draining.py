@@ -16,10 +16,11 @@ import pytest
 from tailrace.records import InstanceRecord
 from tailrace.store.store import Store
 from tailrace.v1 import worker_pb2, worker_pb2_grpc
+from tests.waiting import WAIT_S
 from tests.worker.scripted_front_end import ScriptedFrontEnd, Stream
-from tests.worker.worker_processes import WAIT_S, WorkerProcess, migrate, worker_process
+from tests.worker.worker_processes import WorkerProcess, migrate, worker_process
 
-pytestmark = [pytest.mark.fleet]
+pytestmark = pytest.mark.fleet
 
 PROMPT = [72, 101, 108, 108, 111, 32] * 50
 SHORT = {"max_tokens": 100, "ignore_eos": True, "min_tokens": 100}
@@ -126,7 +127,7 @@ async def test_second_signal_stops_the_worker_at_once(etcd: str, tmp_path: Path)
 async def test_idle_worker_stops_at_once(etcd: str, tmp_path: Path) -> None:
     async with rig(etcd, tmp_path) as r:
         r.terminate()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT_S):
             assert await r.worker.process.wait() == 0
 
 

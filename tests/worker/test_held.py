@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from tailrace.v1 import worker_pb2
+from tests.waiting import WAIT_S
 from tests.worker.simulated import SMALL, request_frames
 from tests.worker.test_attach import Attached, Worker, attached
 from worker_agent.engine.base import Held, RequestKey, Submission
@@ -25,7 +26,7 @@ async def ask(queries: HeldQueries, front: Attached, *handles: int, epoch: int =
         front.peer.down.get_nowait()
     query = worker_pb2.HeldQuery(handles=handles, epochs=[epoch] * len(handles))
     queries.answer(front.front_end, query)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT_S):
         while True:
             message = await front.peer.down.get()
             if message.HasField("held_reply"):

@@ -15,7 +15,8 @@ import pytest
 from tailrace.records import InstanceRecord
 from tailrace.store.store import Store
 from tests.scheduler.facts import instance
-from tests.worker.worker_processes import WAIT_S, worker_process
+from tests.waiting import WAIT_S
+from tests.worker.worker_processes import worker_process
 from worker_agent.id_claim import IdInUse, wait_until_free
 
 TTL_S = 1.0
@@ -51,7 +52,7 @@ async def test_id_of_a_hung_worker_is_claimed_after_its_lease(store: Store, list
     """Its sockets accept connections, as those of a stopped process do, but it does not renew its lease."""
     lease = await store.grant_lease(2)
     await store.put_leased("instances/a", msgspec.json.encode(instance("a", listening)), lease)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         await wait_until_free(store, "a", lease_ttl_s=3600)
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.waiting import WAIT_S
 from worker_agent.kv.segments import Mappings, Segment, SegmentName, Segments, this_host
 
 SIZE = 64 << 10
@@ -29,7 +30,7 @@ def test_another_process_reads_the_segment() -> None:
     name = segment.name
     arguments = [str(each) for each in (name.process, name.descriptor, name.size, name.inode)]
     read = subprocess.run(
-        [sys.executable, "-c", READER, *arguments], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", READER, *arguments], capture_output=True, text=True, check=True, timeout=WAIT_S
     )
     assert int(read.stdout) == 7 * SIZE
     segment.close()
@@ -107,3 +108,43 @@ def test_memory_is_shared_within_a_host_unless_ucx_transports_are_set() -> None:
     host = this_host({})
     assert host and this_host({"UCX_TLS": "sm,tcp"}) == host
     assert this_host({"UCX_TLS": "tcp"}) == this_host({"UCX_TLS": "^sm"}) == b""
+
+
+def test_mapping_is_kept_while_it_is_used_and_a_few_are_kept_for_the_next_transfers() -> None:
+    before, mappings = open_files(), Mappings()
+    segments = [Segment(SIZE) for _ in range(9)]
+    mapped = [mappings.map(segment.name) for segment in segments]
+    assert np.shares_memory(mappings.map(segments[0].name), mapped[0])
+    del mapped
+    for segment in segments:
+        mappings.release(segment.name)
+    # The first has another user still.
+    assert len(mappings) == 5
+    mappings.release(segments[0].name)
+    assert len(mappings) == 4
+    for segment in segments:
+        segment.close()
+    mappings.drop_gone()
+    assert (len(mappings), open_files()) == (0, before)
+
+
+def test_mapping_of_a_peer_that_is_gone_is_dropped_once_nobody_uses_it() -> None:
+    gone, here, mappings = Segment(SIZE), Segment(SIZE), Mappings()
+    for segment in (gone, here):
+        segment.memory[:] = 3
+        mappings.map(segment.name)
+    mappings.release(here.name)
+    view = mappings.map(gone.name)
+    mappings.release(gone.name)
+    gone.close()
+    mappings.drop_gone()
+    assert len(mappings) == 2 and (view == 3).all()
+    mappings.release(gone.name)
+    # An error that is being handled may have a view of it in its frames.
+    mappings.drop_gone()
+    assert len(mappings) == 1 and (view == 3).all()
+    here.close()
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))

@@ -18,6 +18,7 @@ import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
 from tailrace.v1 import worker_pb2
+from tests.waiting import WAIT_S
 from tests.worker.kv_peer import BlockEngine, PeerSettings, block, block_hash, checksums, shape
 from worker_agent.engine.base import KvShape, Staging
 from worker_agent.engine.errors import KvCorrupt
@@ -51,7 +52,7 @@ class Source:
 
     async def ask(self, *command: object) -> object:
         assert self.process.stdin is not None and self.process.stdout is not None
-        async with asyncio.timeout(30), self._asking:
+        async with asyncio.timeout(WAIT_S), self._asking:
             self.process.stdin.write(msgspec.json.encode(command) + b"\n")
             return msgspec.json.decode(await self.process.stdout.readline())
 
@@ -75,7 +76,7 @@ class Source:
                 await self.ask("end", number)
 
     async def until(self, sessions: int, strays: int) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT_S):
             while await self.ask("state") != [sessions, strays]:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 
@@ -100,7 +101,7 @@ async def source_process(settings: PeerSettings | None = None) -> AsyncIterator[
     finally:
         process.stdin.close()
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(WAIT_S):
                 await process.wait()
         except TimeoutError:
             process.kill()
@@ -328,7 +329,7 @@ async def test_late_replies_are_dropped(any_client: KvClient, source: Source) ->
         with pytest.raises(asyncio.CancelledError):
             async with asyncio.timeout(3):
                 await pull
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         while await discard_strays():
             pass
     receiver = Receiver()
@@ -389,10 +390,10 @@ async def test_death_of_the_source_during_a_transfer_is_an_error(any_client: KvC
 
         async with source.transfer(any_client) as transfer:
             with pytest.raises(KvTransferError):
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(WAIT_S):
                     await transfer.pull(0, names(0, BLOCKS), die_then)
     with pytest.raises(KvTransferError):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT_S):
             await any_client.connect(own_address(sealed=False), Ticket.fresh())
 
 

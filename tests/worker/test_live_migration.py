@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import urllib.request
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -23,8 +23,14 @@ from tailrace.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
+from tests.waiting import WAIT_S
 from tests.worker.scripted_front_end import ScriptedFrontEnd, Stream
 from tests.worker.worker_processes import WorkerProcess, committed, migrate, worker_process
+from worker_agent.faults import Faults
+from worker_agent.kv.address import KvTransferError
+from worker_agent.migration.copying import Copying
+from worker_agent.migration.source_link import SourceFailed
+from worker_agent.migration.way import ImportPlan
 
 pytestmark = [pytest.mark.fleet, pytest.mark.asyncio(loop_scope="module")]
 
@@ -86,7 +92,7 @@ class Pair:
     async def metric(self, number: int, name: str) -> float:
         """Return a metric of a worker, summed over its labels."""
         url = f"http://{self.workers[number].records[0].metrics_address}/metrics"
-        text = (await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=5).read())).decode()
+        text = (await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=WAIT_S).read())).decode()
         lines = [line for line in text.splitlines() if line.startswith(f"tailrace_worker_{name}")]
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
@@ -282,7 +288,7 @@ async def test_impossible_imports_state_the_reason(pair: Pair) -> None:
     stream = await pair.submit(0, **ENDLESS)
     await stream.until(5)
     wrong = await migrate(pair.channels[1], "no-such-request", pair.workers[0].address, 0)
-    assert wrong[-1].state == types_pb2.MIGRATION_STATE_ABORTED and "no-such-request" in wrong[-1].reason
+    assert wrong[-1].state == types_pb2.MIGRATION_STATE_GONE and "no-such-request" in wrong[-1].reason
     stale = await migrate(pair.channels[1], stream.request_id, pair.workers[0].address, 7)
     assert stale[-1].state == types_pb2.MIGRATION_STATE_ABORTED and "epoch" in stale[-1].reason
     nobody = await migrate(pair.channels[1], stream.request_id, "127.0.0.1:9", 0)
@@ -315,7 +321,7 @@ async def test_abort_of_a_request_ends_its_migration(pair: Pair) -> None:
     await pair.front_end.send(pair.id(0), abort=worker_pb2.Abort(handles=[stream.handle]))
     stream.finished = True
     events = await moving
-    assert events[-1].state == types_pb2.MIGRATION_STATE_ABORTED
+    assert events[-1].state == types_pb2.MIGRATION_STATE_GONE
     for number in (0, 1):
         await pair.wait_drained(number)
 
@@ -323,7 +329,7 @@ async def test_abort_of_a_request_ends_its_migration(pair: Pair) -> None:
 async def test_utilities_are_answered(pair: Pair) -> None:
     frames = [b"\x94\x00\x07\xb3get_supported_tasks\x90"]
     await pair.front_end.send(pair.id(1), utility=worker_pb2.UtilityCall(call_id=7, frames=frames))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT_S):
         result = await pair.front_end.utilities.get()
     assert result.call_id == 7 and b"generate" in b"".join(result.frames)
 
@@ -396,6 +402,51 @@ async def test_stream_is_recovered_if_the_target_dies_right_after_the_commit(
         assert await stream.end() == undisturbed
 
 
+async def test_migration_of_a_request_that_has_ended_is_no_failure(pair: Pair) -> None:
+    finished = await pair.submit(0, max_tokens=3)
+    await finished.end()
+    last = (await pair.move(finished, 0, 1))[-1]
+    assert last.state == types_pb2.MIGRATION_STATE_GONE and "not on this engine" in last.reason
+
+
+async def test_source_is_asked_why_its_blocks_cannot_be_read() -> None:
+    """Mostly the request has ended, of which the transfer alone says nothing."""
+    commands: list[str | None] = []
+
+    class Transfer:
+        async def pull(self, first_block: int, hashes: Sequence[bytes]) -> int:
+            raise KvTransferError("the source cannot read the blocks")
+
+    class Source:
+        async def ask(self, command: worker_pb2.ExportCommand) -> worker_pb2.ExportEvent:
+            commands.append(command.WhichOneof("body"))
+            if command.HasField("pause"):
+                return worker_pb2.ExportEvent(paused=worker_pb2.ExportPaused())
+            raise SourceFailed("request r has finished", gone=True)
+
+        async def failure(self) -> None:
+            raise SourceFailed("the request was aborted", gone=True)
+
+    class Reserving:
+        async def import_reserve(self, request_id: str, blocks: int) -> None: ...
+
+    opened = worker_pb2.ExportOpened(blocks=[worker_pb2.BlockIdentity(hash=b"1" * 16)])
+    for rounds, reason in ((1, "has finished"), (0, "was aborted")):
+        copying = Copying(
+            Reserving(),  # type: ignore[arg-type]
+            Transfer(),  # type: ignore[arg-type]
+            Source(),  # type: ignore[arg-type]
+            Faults(),
+            "r",
+            lambda done: None,
+            None,
+        )
+        with pytest.raises(SourceFailed, match=reason) as caught:
+            await copying.run(opened, ImportPlan(rounds, 2, 0.0, 10.0))
+        assert caught.value.gone
+    assert commands == ["more", "pause"]
+
+
 async def test_death_of_the_source_right_after_the_commit_is_harmless(
     pair: Pair, tmp_path: Path, undisturbed: list[int]
 ) -> None:
@@ -431,9 +482,13 @@ async def test_imports_ended_during_the_pause_release_the_source(
         moving = asyncio.create_task(pair.move(second, 0, target, migration_id="m", timeout_s=50.0))
         await pair.workers[target].logged("fault: holding at import:paused", times=2)
         cancel = worker_pb2.CancelImportRequest(migration_id="m")
-        assert (await stub.CancelImport(cancel, timeout=10)).cancelled
-        assert (await moving)[-1].state == types_pb2.MIGRATION_STATE_ABORTED
-        assert not (await stub.CancelImport(cancel, timeout=10)).cancelled
+        end = (await stub.CancelImport(cancel, timeout=WAIT_S)).end
+        assert end.state == types_pb2.MIGRATION_STATE_ABORTED and "cancelled" in end.reason
+        assert (await moving)[-1] == end
+        # A migration service that comes late, or was restarted, is told the same.
+        assert (await stub.CancelImport(cancel, timeout=WAIT_S)).end == end
+        never = worker_pb2.CancelImportRequest(migration_id="never")
+        assert not (await stub.CancelImport(never, timeout=WAIT_S)).HasField("end")
         assert await second.end() == undisturbed
 
         third = await pair.submit(0, **LONG)
@@ -468,8 +523,8 @@ async def test_calls_meant_for_another_instance_are_refused(pair: Pair, undistur
 
     worker = worker_pb2_grpc.WorkerStub(pair.channels[1])
     cache = cache_pb2_grpc.CacheStub(pair.channels[1])
-    profile = worker.Profile(profile_pb2.ProfileRequest(instance_id="gone"), timeout=10)
-    copy = cache.Copy(cache_pb2.CopyRequest(request_id="r", target_instance_id="gone"), timeout=10)
+    profile = worker.Profile(profile_pb2.ProfileRequest(instance_id="gone"), timeout=WAIT_S)
+    copy = cache.Copy(cache_pb2.CopyRequest(request_id="r", target_instance_id="gone"), timeout=WAIT_S)
     for call in (profile.read(), copy):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call

@@ -13,7 +13,9 @@ import pytest
 from click.testing import CliRunner
 
 from tailrace.cli.main import main
+from tests.counting import failures_of
 from tests.ports import free_port
+from tests.waiting import WAIT_S
 from worker_agent.engine.errors import EngineSettingError
 from worker_agent.nodes.gathering import Nodes
 from worker_agent.nodes.joining import NodeRefused, follow, join
@@ -118,6 +120,25 @@ async def test_lost_node_is_named(span: NodeSpan, nodes: Nodes) -> None:
     streams = await together(span, nodes)
     streams[1].close()
     assert await nodes.lost == "node 2 of 3 (127.0.0.1) is gone"
+
+
+async def test_a_watch_of_a_node_that_fails_is_counted_and_goes_on(
+    span: NodeSpan, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait, failed = NodeStream.wait_closed, asyncio.Event()
+
+    async def fail_first(stream: NodeStream) -> None:
+        if not failed.is_set():
+            failed.set()
+            raise RuntimeError("nobody foresaw this")
+        await wait(stream)
+
+    monkeypatch.setattr(NodeStream, "wait_closed", fail_first)
+    before = failures_of("nodes")
+    streams = await together(span, nodes)
+    streams[0].close()
+    assert (await asyncio.wait_for(nodes.lost, WAIT_S)).startswith("node ")
+    assert failures_of("nodes") == before + 1
 
 
 async def test_lost_worker_is_noticed(span: NodeSpan, nodes: Nodes) -> None:

@@ -139,7 +139,7 @@ async def test_later_requests_wait_for_a_running_pull(turns: int) -> None:
     worker.transfer.gate.set()
     assert await worker.drained() == {"first": 2, "second": 2, "third": 2}
     assert worker.transfer.begun == 1
-    assert worker.metrics.pulls == {"pulled": 1, "shared": 2}
+    assert +worker.metrics.pulls == {"pulled": 1, "shared": 2}
 
 
 async def test_pull_cancelled_before_its_start_delays_no_request() -> None:
@@ -163,5 +163,5 @@ async def test_nothing_is_pulled_from_another_model() -> None:
     worker.submit("first", HOLDER)
     assert await worker.drained() == {"first": 0}
     assert worker.transfer.begun == 0
-    assert "pulled" not in worker.metrics.pulls
+    assert not worker.metrics.pulls["pulled"]
     assert (worker.metrics.kv_identity_failures, worker.metrics.kv_transfer_failures) == (1, 0)

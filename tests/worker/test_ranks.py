@@ -13,6 +13,8 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
+from tests.counting import failures_of, skipped
+from tests.waiting import WAIT_S
 from worker_agent.engine.errors import EngineRefusal, KvCorrupt
 from worker_agent.kv.address import KvAddress, KvTransferError
 from worker_agent.kv.ticket import Ticket
@@ -79,6 +81,10 @@ class Rank:
             error = self.wrong.get(type(numbered.command))
             answer = failed(error) if error is not None else self._answer(numbered.command)
             self._writer.write(encode(NumberedAnswer(numbered.number, answer)))
+
+    def send(self, data: bytes) -> None:
+        assert self._writer is not None
+        self._writer.write(data)
 
     def die(self) -> None:
         assert self._writer is not None
@@ -209,7 +215,7 @@ async def test_cancelled_transfer_is_closed_first() -> None:
         for rank in ranks:
             rank.slow = True
         pulling = asyncio.create_task(transfer.pull(0, HASHES))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             await asyncio.gather(*(rank.pulls.wait() for rank in ranks))
         pulling.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -238,7 +244,7 @@ async def test_death_of_a_rank_is_reported_once_and_fails_pending_calls() -> Non
         for rank in ranks:
             rank.slow = True
         pulling = asyncio.create_task(transfer.pull(0, HASHES))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             await asyncio.gather(*(rank.pulls.wait() for rank in ranks))
         ranks[1].die()
         with pytest.raises(RankLost, match="rank 1 is gone"):
@@ -249,13 +255,39 @@ async def test_death_of_a_rank_is_reported_once_and_fails_pending_calls() -> Non
     assert lost == [(1, "is gone")]
 
 
+async def test_a_rank_that_sends_something_else_is_lost_and_counted() -> None:
+    lost: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
+    before = skipped("answer of a rank")
+    async with two_ranks(lambda *loss: lost.set_result(loss)) as (ranks, _):
+        ranks[1].send(b"\x01\x00\x00\x00\xc1")
+        async with asyncio.timeout(WAIT_S):
+            assert await lost == (1, "is gone")
+    assert skipped("answer of a rank") == before + 1
+
+
+async def test_a_pulse_that_fails_in_an_unforeseen_way_is_counted_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lost: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
+    before = failures_of("pulses of ranks")
+    async with two_ranks(lambda *loss: lost.set_result(loss), Pulse(0.01, 0.5)) as (ranks, links):
+        ranks[1].wrong[Ping] = KvTransferError("it cannot say")
+        links.watch()
+        async with asyncio.timeout(WAIT_S):
+            while failures_of("pulses of ranks") == before:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            ranks[1].wrong.clear()
+            ranks[1].missed = range(1_000)
+            assert await lost == (1, "answers no more")
+
+
 async def test_unresponsive_rank_is_lost_but_one_late_reply_is_tolerated() -> None:
     lost: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
     pulse = Pulse(every_s=0.01, timeout_s=0.5)
     async with two_ranks(lambda *loss: lost.set_result(loss), pulse) as (ranks, links):
         ranks[1].missed = (1, 3, 4)
         links.watch()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(WAIT_S):
             assert await lost == (1, "answers no more")
     assert len(ranks[1].commands(Ping)) == 5
 
@@ -265,6 +297,7 @@ async def test_connection_without_the_secret_is_refused() -> None:
     await links.open()
     await Rank(1).run(links, b"another secret of 32 bytes.......")
     await Rank(7).run(links)
+    await Rank(-1).run(links)
     running = [asyncio.create_task(rank.run(links)) for rank in ranks]
     await links.wait_for_all(10)
     assert [link.rank for link in links] == [0, 1]

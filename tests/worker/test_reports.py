@@ -7,21 +7,24 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import grpc
 
 from tailrace.profiles import load_profile
 from tailrace.request_columns import columns_of
 from tailrace.service.channels import Channels
+from tailrace.telemetry.incidents import LOOP_FAILURES
 from tailrace.v1 import admin_pb2, monitor_pb2, monitor_pb2_grpc, types_pb2
+from tests.waiting import WAIT_S
 from worker_agent.carried import Carried, CarriedRequests
 from worker_agent.engine.base import EnginePhase, EngineStats, RequestKey, RequestStats
-from worker_agent.load import MigrationLoad
+from worker_agent.load import Heartbeats, MigrationLoad
 from worker_agent.phase_events import PhaseEvents
+from worker_agent.progress import Progress, StepBounds
 from worker_agent.reports import Reports
 from worker_agent.speeds import Speeds
 
-WAIT_S = 10.0
 TRACEPARENT = f"00-{1:032x}-{2:016x}-01"
 
 
@@ -131,14 +134,14 @@ STATS = EngineStats(
 
 @asynccontextmanager
 async def reporting(
-    address: str | Sequence[str], news: PhaseEvents, interval_s: float
+    address: str | Sequence[str], news: PhaseEvents, interval_s: float, stats: EngineStats = STATS
 ) -> AsyncIterator[None]:
     channels = Channels()
     reports = Reports(
         "w",
         "i",
         16,
-        lambda: STATS,
+        lambda: stats,
         lambda: MigrationLoad(1, 2, 3e6),
         carried(),
         news,
@@ -170,6 +173,38 @@ async def test_periodic_reports_are_complete() -> None:
     columns = columns_of(second)
     assert columns.request_ids == ["r1", "r2", "r3"]
     assert columns.states[1] == types_pb2.REQUEST_STATE_PAUSED
+
+
+async def test_figures_that_cannot_be_reported_hide_no_others() -> None:
+    """A report only observes: a wrong figure of an engine is counted, and the worker goes on."""
+    first, second, third = STATS.requests
+    requests = [first, replace(second, kv_blocks=-5), third]
+    broken = replace(STATS, requests=requests, prefill_backlog_tokens=-1, steps=1 << 80)
+    news = PhaseEvents()
+    news.gone(carried().add(RequestKey(0, 9), "r9", "fe", 2), -7)
+    before = LOOP_FAILURES.labels("reports")._value.get()
+    monitor = ScriptedMonitor()
+    async with serving(monitor) as port, reporting(f"127.0.0.1:{port}", news, 0.05, broken):
+        await monitor.next_periodic()
+        report = await monitor.next_periodic()
+    assert report.load.kv_blocks_used == 24 and report.load.prefill_backlog_tokens == 0
+    assert report.load.running == 1 and report.load.prefill_base_s > 0
+    assert columns_of(report).request_ids == ["r1", "r3"]
+    assert LOOP_FAILURES.labels("reports")._value.get() - before >= 4
+
+
+def test_heartbeats_describe_the_engine_and_go_out_without_that() -> None:
+    progress = Progress(StepBounds(1.0, 1.0), 0.0)
+    progress.stuck_for_s(STATS, 1.0)
+    beat = Heartbeats(progress, lambda: STATS)()("fe")
+    assert (beat.steps, beat.running) == (7, True)
+    # The preempted request waits.
+    assert (beat.engine.waiting, beat.engine.kv_usage) == (1, 0.24)
+    assert Heartbeats(progress, lambda: STATS)()("another").engine.waiting == 0
+    before = LOOP_FAILURES.labels("heartbeats")._value.get()
+    beat = Heartbeats(progress, lambda: replace(STATS, kv_blocks_total="many"))()("fe")  # type: ignore[arg-type]
+    assert (beat.steps, beat.running, beat.HasField("engine")) == (7, True, False)
+    assert LOOP_FAILURES.labels("heartbeats")._value.get() == before + 1
 
 
 async def test_requests_are_reported_by_column_to_monitors_that_read_columns() -> None:

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from tailrace import wire
+from tests.waiting import WAIT_S
 from tests.worker.simulated import (
     END_THINK,
     EOS,
@@ -31,7 +32,7 @@ from worker_agent.engine.base import (
     StepColumns,
     Submission,
 )
-from worker_agent.engine.errors import EngineRefusal, KvCorrupt, NoRoom
+from worker_agent.engine.errors import EngineRefusal, KvCorrupt, NoRoom, Unrunnable
 from worker_agent.engine.simulated import SimulatedEngine, SimulatedSettings
 
 PROMPT = list(b"How long is a piece of string?")
@@ -113,6 +114,12 @@ def test_min_tokens_suppresses_eos_and_stop_tokens() -> None:
     assert space not in stream.tokens[:30]
     assert EOS not in stream.tokens[:30]
     assert len(stream.tokens) == 31
+
+
+def test_a_request_whose_every_token_is_forbidden_is_refused() -> None:
+    fleet = Fleet(SMALL)
+    stream = fleet.submit(0, PROMPT, min_tokens=3, stop_token_ids=list(range(300)))
+    assert isinstance(stream.refusal, Unrunnable) and "every letter is a stop token" in str(stream.refusal)
 
 
 def test_stop_token() -> None:
@@ -247,6 +254,7 @@ def test_impossible_request_fails(frames: list[bytes]) -> None:
     stream.frames, stream.epoch = frames, 1
     fleet.resubmit(stream)
     assert stream.failed
+    assert isinstance(stream.refusal, Unrunnable) and str(stream.refusal)
     assert fleet.engines[0].stats().requests == []
 
 
@@ -496,7 +504,7 @@ async def test_pause_on_an_engine_that_stops_in_mid_step_is_refused(stopped_firs
     if not stopped_first:
         assert not pausing.done(), "a step is running"
         await source.stop()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT_S):
         with pytest.raises(EngineRefusal, match="not on this engine"):
             await pausing
 
@@ -721,7 +729,9 @@ def test_simulated_engine_imports_neither_vllm_nor_torch() -> None:
     code = (
         "import sys, worker_agent.engine.simulated; print({'vllm', 'torch', 'transformers'} & {*sys.modules})"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=WAIT_S
+    )
     assert run.stdout.strip() == "set()"
 
 
@@ -753,7 +763,7 @@ async def test_engine_on_a_real_event_loop() -> None:
     frames = request_frames("r", PROMPT, max_tokens=20)
     stream = front_end.streams[1] = Stream("r", 1, frames, 0)
     engine.submit(Submission(RequestKey(0, 1), "r", 0, frames))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT_S):
         await finished.wait()
     await engine.stop()
     assert stream.tokens == undisturbed(PROMPT, max_tokens=20).tokens

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from tailrace.tiny import MODEL_PATH
+from tests.waiting import WAIT_S
 
 pytest.importorskip("vllm", reason="the vLLM engine is not installed")
 
@@ -69,7 +70,7 @@ async def test_failure_of_the_engine_thread_is_reported_to_all() -> None:
     engine._thread.post(fail)
     with pytest.raises(EngineRefusal, match="the engine has failed"):
         await engine.export_open("someone")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT_S):
         await sink.died.wait()
     assert sink.reason == "ArithmeticError: a step went wrong"
     with pytest.raises(EngineRefusal, match="the engine has failed"):

@@ -15,6 +15,7 @@ from tailrace.tiny import MODEL_PATH
 
 pytest.importorskip("vllm", reason="the vLLM engine is not installed")
 
+from vllm.exceptions import LoRAAdapterNotFoundError
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 
@@ -22,7 +23,7 @@ from benchmarks.features.models import make_adapter
 from tests.worker.vllm_bundle import take_out
 from tests.worker.vllm_front import Front, Stream
 from worker_agent.engine.base import OutputFlag
-from worker_agent.engine.errors import EngineRefusal
+from worker_agent.engine.errors import EngineRefusal, Unrunnable
 from worker_agent.engine.vllm.engine import VllmEngine
 from worker_agent.engine.vllm.internals import installed_version
 from worker_agent.engine.vllm.settings import Json, VllmSettings
@@ -142,6 +143,11 @@ async def test_missing_adapter_fails_only_its_request(lab: Lab) -> None:
     running, missing = lab.stream(""), lab.stream("nowhere")
     await lab.ends(running, missing)
     assert OutputFlag.FAILED in missing.all_flags
+    # Another engine may have it.
+    assert missing.refusal is not None and not isinstance(missing.refusal, Unrunnable)
+    # vLLM's API server looks for its own words, and answers 404.
+    words = str(LoRAAdapterNotFoundError("nowhere", str(lab.folder / "nowhere")))
+    assert words in str(missing.refusal)
     assert len(running.tokens) == 50
     # A migration is refused before anything is copied.
     other = lab.stream("")

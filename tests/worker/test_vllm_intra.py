@@ -22,9 +22,10 @@ from tailrace.intra.earliest_due import RANK_TOKENS, EarliestDue
 from tailrace.intra.orders import DecodeFirst, Fcfs, QuantumRoundRobin
 from tailrace.intra.pascal import PascalQueue
 from tailrace.intra.registry import UnknownIntraError
+from tests.waiting import WAIT_S
 from tests.worker.orders import ByLength, Stingy
 from tests.worker.test_vllm_engine import ANSWERING, NO_THINK_END, QUESTION, REASONING, idle, params
-from tests.worker.vllm_front import DEADLINE_S, Front, Stream
+from tests.worker.vllm_front import Front, Stream
 from worker_agent.engine.vllm.engine import VllmEngine
 from worker_agent.engine.vllm.orders import use_policy
 from worker_agent.engine.vllm.ranked_queue import RankedQueue
@@ -205,7 +206,7 @@ async def test_prompt_overtakes_one_that_has_begun(engine: VllmEngine, front: Fr
     long, short = UNSEEN[2:] * 9, UNSEEN[5:30]
     first = front.stream(long, params(max_tokens=3))
     front.submit(engine, first)
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(WAIT_S):
         while not 0 < engine.stats().prefill_backlog_tokens < len(long):
             await idle(engine)
     second = front.stream(short, params(max_tokens=3))

@@ -21,7 +21,7 @@ from worker_agent.engine.vllm.node_ranks import encode_settings, folder_key, nod
 from worker_agent.engine.vllm.settings import Json, VllmSettings, vllm_config
 from worker_agent.ranks.orphan import WORKER_PID
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.vllm
 
 STREAMS = 8
 

@@ -16,7 +16,7 @@ from benchmarks.models.lanes import run_cell
 pytest.importorskip("vllm", reason="the vLLM engine is not installed")
 pytest.importorskip("triton", reason="Triton is not installed")
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.vllm
 
 STREAMS = 4
 

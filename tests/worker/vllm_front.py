@@ -14,10 +14,11 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from tests.waiting import WAIT_S
 from worker_agent.engine.base import Frames, OutputFlag, RequestKey, StepColumns, Submission
+from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.vllm.engine import VllmEngine
 
-DEADLINE_S = 60.0
 # Seconds after which the engine stops waiting for the event loop, which may itself wait for the engine.
 READ_S = 1.0
 
@@ -36,6 +37,8 @@ class Stream:
     finish_reason: FinishReason | None = None
     finished: bool = False
     adapter_version: str = ""
+    # Why it was not run.
+    refusal: EngineRefusal | None = None
 
     @property
     def all_flags(self) -> OutputFlag:
@@ -53,6 +56,8 @@ class Front:
         self.streams: dict[int, Stream] = {}
         self.utilities: dict[int, list[bytes]] = {}
         self.dead = ""
+        # The first output that was not as it must be.
+        self.wrong: Exception | None = None
         self._handles = itertools.count(1)
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
@@ -70,6 +75,11 @@ class Front:
     def _read(self, columns: StepColumns, read: threading.Event) -> None:
         try:
             self._take(columns)
+        except Exception as error:
+            # The event loop would log it, and a test wait in vain for what it has not read.
+            self.wrong = self.wrong or error
+            self._changed.set()
+            raise
         finally:
             read.set()
 
@@ -89,6 +99,7 @@ class Front:
             assert not stream.finished
             stream.tokens += tokens
             stream.flags.append(OutputFlag(columns.flags[index]))
+            stream.refusal = columns.refusal
             if output.new_logprobs is not None:
                 ids, values = output.new_logprobs.logprob_token_ids, output.new_logprobs.logprobs
                 stream.logprobs += [
@@ -165,9 +176,11 @@ class Front:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until the condition, which is checked after every message, holds."""
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(WAIT_S):
             while not condition():
                 assert not self.dead, self.dead
+                if self.wrong is not None:
+                    raise self.wrong
                 self._changed.clear()
                 await self._changed.wait()
 

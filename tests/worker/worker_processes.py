@@ -19,9 +19,9 @@ import msgspec
 from tailrace.records import InstanceRecord
 from tailrace.store.store import Store, StoreUnavailable
 from tailrace.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+from tests.waiting import WAIT_S
 
 # A start takes two seconds, or half a minute on a stalling machine.
-WAIT_S = 60.0
 # Slow enough to act in mid-stream, with enough KV to make copying worthwhile.
 ENGINE = {
     "speed": 1.0,
@@ -106,7 +106,7 @@ async def worker_process(
         if process.returncode is None:
             process.terminate()
             try:
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(WAIT_S):
                     await process.wait()
             except TimeoutError:
                 process.kill()
@@ -134,7 +134,7 @@ async def migrate(
     *,
     migration_id: str = "",
     mode: worker_pb2.CopyMode.ValueType = worker_pb2.COPY_MODE_PRE_COPY,
-    timeout_s: float = 10.0,
+    timeout_s: float = WAIT_S,
     source_instance_id: str = "",
     target_instance_id: str = "",
     target_incarnation: str = "",
@@ -152,7 +152,7 @@ async def migrate(
         mode=mode,
         timeout_s=timeout_s,
     )
-    return [event async for event in worker_pb2_grpc.WorkerStub(channel).Import(request, timeout=60)]
+    return [event async for event in worker_pb2_grpc.WorkerStub(channel).Import(request, timeout=WAIT_S)]
 
 
 def committed(events: list[worker_pb2.ImportEvent]) -> worker_pb2.ImportEvent:

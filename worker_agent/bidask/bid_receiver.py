@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from tailrace.bid_ask import (
     ATTEMPT_S,
@@ -23,11 +24,14 @@ from tailrace.bid_ask import (
     Withdraw,
 )
 from tailrace.service.tasks import cancel, task_error
+from tailrace.telemetry.incidents import loop_failed, loop_named
 from tailrace.v1 import bidask_pb2
 from worker_agent.bidask.messages import Wire, encode, no_bid
 from worker_agent.bidask.offer_sender import Post
 
 log = logging.getLogger(__name__)
+
+_LOOP: Final = loop_named("fetches")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +121,7 @@ class BidReceiver:
         # Drop what was won and is not fetched any more now, not with the next message.
         self._drop_finished()
         if (error := task_error(task)) is not None:
-            log.error("fetching %s failed", request_id, exc_info=error)
+            loop_failed(_LOOP, request_id, error)
 
     async def _run(self, won: Won) -> None:
         began_s, accepted = time.monotonic(), False

@@ -6,12 +6,14 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Final
 
 import grpc
 
 from tailrace.service.channels import format_error
-from tailrace.service.tasks import cancel
+from tailrace.service.tasks import cancel, run_once
+from tailrace.telemetry.incidents import loop_failed
 from worker_agent.bidask.messages import Wire
 
 log = logging.getLogger(__name__)
@@ -42,8 +44,9 @@ class Peers:
             return
         waiting.append((address, message))
         if instance_id not in self._tasks:
-            task = asyncio.create_task(self._deliver(instance_id), name=f"bid-ask to {instance_id}")
-            self._tasks[instance_id] = task
+            self._tasks[instance_id] = run_once(
+                "bid-ask messages", partial(self._deliver, instance_id), instance_id
+            )
 
     async def close(self) -> None:
         """Drop all queued messages."""
@@ -57,6 +60,9 @@ class Peers:
                 await self._send_message(address, message)
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
             log.info("no message reaches %s: %s", instance_id, format_error(error))
+            failed = True
+        except Exception as error:  # noqa: BLE001 - the peer must not stay waited for
+            loop_failed("bid-ask messages", instance_id, error)
             failed = True
         finally:
             del self._tasks[instance_id]

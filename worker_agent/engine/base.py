@@ -25,6 +25,7 @@ from tailrace.policy.parameters import NO_PARAMETERS, Value
 from tailrace.profiles import Profile
 from tailrace.records import RankRecord
 from tailrace.slo import Slo
+from worker_agent.engine.errors import EngineRefusal
 from worker_agent.kv.address import KvShape as KvShape
 from worker_agent.ranks.links import RankLinks
 
@@ -81,6 +82,8 @@ class StepColumns:
     counts: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     flags: list[int] = field(default_factory=list)
+    # Why the only request, whose flags are FAILED, was not run.
+    refusal: EngineRefusal | None = None
 
 
 class EngineSink(Protocol):

@@ -52,7 +52,7 @@ class ImportQueue:
                 # Smaller imports behind it must not overtake, or a large one would starve.
                 return
             except EngineRefusal as error:
-                refusal = error
+                refusal = error.with_traceback(None)
             del self._waiting[request_id]
             first.done(refusal)
 

@@ -92,10 +92,10 @@ class KvClient:
             async with asyncio.timeout(_CONNECT_S):
                 await transfer.greet()
         except TimeoutError as error:
-            await run_to_completion(channel.close())
+            await run_to_completion(transfer.close())
             raise KvTransferError(f"the source did not answer within {_CONNECT_S:g} s") from error
         except BaseException:
-            await run_to_completion(channel.close())
+            await run_to_completion(transfer.close())
             raise
         return transfer
 
@@ -127,6 +127,7 @@ class KvTransfer:
         self._metrics = metrics
         # The slots of the source's shared memory, used in turn; empty: none.
         self._slots: list[Staging] = []
+        self._segment: SegmentName | None = None
         self._slots_used = 0
         self._requests = 0
         self._chunks = 0
@@ -168,7 +169,13 @@ class KvTransfer:
             data = np.frombuffer(Request(RequestKind.GOODBYE).encode(), np.uint8)
             message = self._channel.send(data, self._ticket.request(self._requests))
             await asyncio.wait({message}, timeout=_GOODBYE_S)
-        await self._channel.close()
+        try:
+            await self._channel.close()
+        finally:
+            self._slots.clear()
+            segment, self._segment = self._segment, None
+            if segment is not None and self._mappings is not None:
+                self._mappings.release(segment)
 
     async def _pull(self, first_block: int, hashes: Sequence[bytes], deliver: Deliver) -> None:
         end = first_block + len(hashes)
@@ -226,6 +233,7 @@ class KvTransfer:
         except OSError as error:
             log.info("a source's memory cannot be shared: %s", format_error(error))
             return []
+        self._segment = segment
         slots = [self._pool.over(part) for part in parts]
         return [slot for slot in slots if slot is not None]
 

@@ -81,7 +81,7 @@ class Slots:
 
     def __init__(self, segment: Segment, stagings: Sequence[Staging]) -> None:
         self.segment = segment
-        self._stagings = stagings
+        self._stagings: Sequence[Staging] = stagings
         self._used = 0
 
     @classmethod
@@ -94,6 +94,11 @@ class Slots:
             segments.give_back(segment)
             return None
         return cls(segment, buffers)
+
+    def drop(self) -> Segment:
+        """Return the segment, to which nothing here refers any more."""
+        self._stagings = []
+        return self.segment
 
     def next(self) -> Staging:
         """Return the slot for the next chunk."""
@@ -187,8 +192,8 @@ class Conversation:
                 # A segment that the target may still be reading must not be reused: the blocks would change
                 # under it and fail verification.
                 has_read = said_goodbye or self._session.taken
-                (self._segments.give_back if has_read else Segment.close)(self._slots.segment)
-                self._slots = None
+                slots, self._slots = self._slots, None
+                (self._segments.give_back if has_read else Segment.close)(slots.drop())
 
     async def _answer(self, request: Request) -> None:
         match request.kind:

@@ -13,11 +13,12 @@ A segment is an anonymous file, sealed so that it never shrinks while it is mapp
 from __future__ import annotations
 
 import fcntl
+import logging
 import mmap
 import os
 import struct
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -25,6 +26,8 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+
+log = logging.getLogger(__name__)
 
 # process, file descriptor, size, inode
 _NAME: Final = struct.Struct("<IIQQ")
@@ -69,7 +72,8 @@ class Segment:
         try:
             os.ftruncate(self._descriptor, size)
             fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS)
-            self.memory: Bytes = np.frombuffer(mmap.mmap(self._descriptor, size), np.uint8)
+            self._mapping = mmap.mmap(self._descriptor, size)
+            self.memory: Bytes = np.frombuffer(self._mapping, np.uint8)
             inode = os.fstat(self._descriptor).st_ino
         except BaseException:
             os.close(self._descriptor)
@@ -77,8 +81,10 @@ class Segment:
         self.name = SegmentName(os.getpid(), self._descriptor, size, inode)
 
     def close(self) -> None:
-        """Close the file. Processes that have the segment mapped keep the memory."""
+        """Close the file and unmap it. Processes that have the segment mapped keep the memory."""
         os.close(self._descriptor)
+        del self.memory
+        _unmap(self._mapping)
 
 
 class Segments:
@@ -106,32 +112,80 @@ class Segments:
             self._free.pop().close()
 
 
+@dataclass(slots=True)
+class _Mapping:
+    memory: mmap.mmap
+    # Transfers that use it.
+    users: int = 0
+
+
 class Mappings:
-    """Peers' segments, mapped into this process for reading."""
+    """Peers' segments, mapped into this process for reading. Each mapping holds a file descriptor."""
 
     def __init__(self) -> None:
-        self._mapped: OrderedDict[SegmentName, Bytes] = OrderedDict()
+        # In the order of their last use.
+        self._mapped: OrderedDict[SegmentName, _Mapping] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._mapped)
 
     def map(self, name: SegmentName) -> Bytes:
-        """Map a segment. Raise OSError if it cannot be opened or does not match its name."""
-        if name in self._mapped:
-            self._mapped.move_to_end(name)
-            return self._mapped[name]
-        descriptor = os.open(f"/proc/{name.process}/fd/{name.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            status = os.fstat(descriptor)
-            if (status.st_ino, status.st_size) != (name.inode, name.size):
-                raise OSError("another file has taken the segment's place")
-            if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-                raise OSError("the segment could shrink")
-            # Copy on write, so that this process could not modify the source's memory even by mistake.
-            memory = np.frombuffer(mmap.mmap(descriptor, name.size, access=mmap.ACCESS_COPY), np.uint8)
-        finally:
-            os.close(descriptor)
-        self._mapped[name] = memory
-        if len(self._mapped) > _KEPT_MAX:
-            self._mapped.popitem(last=False)
-        return memory
+        """Map a segment; `release` it when nothing refers to it any more.
+
+        Raise OSError if it cannot be opened or does not match its name.
+        """
+        mapping = self._mapped.get(name)
+        if mapping is None:
+            mapping = self._mapped[name] = _Mapping(_map(name))
+        mapping.users += 1
+        return np.frombuffer(mapping.memory, np.uint8)
+
+    def release(self, name: SegmentName) -> None:
+        """Take back a `map`. The mapping is kept for the next transfers, if few enough are."""
+        mapping = self._mapped[name]
+        mapping.users -= 1
+        self._mapped.move_to_end(name)
+        idle = [name for name, mapping in self._mapped.items() if not mapping.users]
+        self._close(idle[: max(0, len(idle) - _KEPT_MAX)])
+
+    def drop_gone(self) -> None:
+        """Unmap unused segments that their process has closed, or which has ended itself."""
+        unused = [name for name, mapping in self._mapped.items() if not mapping.users]
+        self._close([name for name in unused if not _exists(name)])
+
+    def _close(self, names: Iterable[SegmentName]) -> None:
+        for name in names:
+            _unmap(self._mapped.pop(name).memory)
+
+
+def _unmap(memory: mmap.mmap) -> None:
+    try:
+        memory.close()
+    except BufferError:
+        # An error that is being handled has a view of it in its frames, and frees it with them.
+        log.debug("a mapping is still referred to")
+
+
+def _exists(name: SegmentName) -> bool:
+    try:
+        status = os.stat(f"/proc/{name.process}/fd/{name.descriptor}")
+    except OSError:
+        return False
+    return (status.st_ino, status.st_size) == (name.inode, name.size)
+
+
+def _map(name: SegmentName) -> mmap.mmap:
+    descriptor = os.open(f"/proc/{name.process}/fd/{name.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if (status.st_ino, status.st_size) != (name.inode, name.size):
+            raise OSError("another file has taken the segment's place")
+        if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise OSError("the segment could shrink")
+        # Copy on write, so that this process could not modify the source's memory even by mistake.
+        return mmap.mmap(descriptor, name.size, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(descriptor)
 
 
 class SharedMemory:

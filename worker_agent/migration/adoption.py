@@ -33,6 +33,11 @@ class Adoption:
         # Set once there is a reply or there will be none.
         self._settled = asyncio.Event()
 
+    @property
+    def gone(self) -> bool:
+        """Return whether the front end refused because the request has ended."""
+        return self._reply is not None and self._reply.gone
+
     def answer(self, reply: worker_pb2.AdoptReply) -> None:
         """Take the front end's reply."""
         self._reply = self._reply or reply

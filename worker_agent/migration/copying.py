@@ -5,6 +5,7 @@ Everything here can be cancelled at any moment; the owner of the import then dro
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from tailrace.service.tasks import run_to_completion
 from tailrace.v1 import types_pb2, worker_pb2
 from worker_agent.engine.base import Engine, ExportedPause
 from worker_agent.faults import Faults
+from worker_agent.kv.address import KvTransferError
 from worker_agent.migration.blocks import BlockTransfer
 from worker_agent.migration.link_budget import LinkBudget
 from worker_agent.migration.messages import block_hashes, pause_of
@@ -26,6 +28,8 @@ log = logging.getLogger(__name__)
 _MS: Final = 1000.0
 # Blocks per pull on a shared link: tens of milliseconds of a fast link.
 _SLICE_BLOCKS: Final = 256
+# Of a source whose blocks cannot be read: the request may be paused meanwhile.
+_WHY_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,7 @@ class Copying:
         self._link = link
         self._have = held
         self._rounds = 0
+        self._pausing = False
 
     async def run(self, opened: worker_pb2.ExportOpened, plan: ImportPlan) -> Paused:
         """Run all rounds and the pause; when this returns, the engine is prepared."""
@@ -102,6 +107,7 @@ class Copying:
 
     async def _stop_and_copy(self) -> Paused:
         requested_s = time.monotonic()
+        self._pausing = True
         command = worker_pb2.ExportPause(have_blocks=self._have)
         event = await self._source.ask(worker_pb2.ExportCommand(pause=command))
         if event.WhichOneof("body") != "paused" or event.paused.first_block != self._have:
@@ -134,6 +140,24 @@ class Copying:
         self._on_round(Round(state, message, began_s, ended_s))
 
     async def _pull(self, hashes: Sequence[bytes]) -> int:
-        size = await self._transfer.pull(self._have, hashes)
+        try:
+            size = await self._transfer.pull(self._have, hashes)
+        except KvTransferError:
+            await self._ask_why()
+            raise
         self._have += len(hashes)
         return size
+
+    async def _ask_why(self) -> None:
+        """Let the source say why its blocks cannot be read: mostly because the request has ended. Raise
+        SourceFailed or SourceLost, and return if it knows of no reason."""
+        try:
+            async with asyncio.timeout(_WHY_S):
+                if self._pausing:
+                    # It says by itself that a paused request was aborted.
+                    await self._source.failure()
+                else:
+                    more = worker_pb2.ExportMore(have_blocks=self._have)
+                    await self._source.ask(worker_pb2.ExportCommand(more=more))
+        except TimeoutError:
+            return

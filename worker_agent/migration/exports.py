@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Final
 
 from tailrace.service.tasks import cancel, task_error
+from tailrace.telemetry.incidents import loop_failed, loop_named
 from worker_agent.engine.base import RequestKey
 from worker_agent.migration.inbox import Ended, Owned, Released
 from worker_agent.migration.lease import Lease
@@ -13,6 +15,8 @@ from worker_agent.migration.parts import SourceParts
 from worker_agent.migration.source import Export
 
 log = logging.getLogger(__name__)
+
+_LOOP: Final = loop_named("exports")
 
 
 class Exports:
@@ -74,4 +78,4 @@ class Exports:
     def _done(self, export: Export, task: asyncio.Task[None]) -> None:
         del self._running[export]
         if (error := task_error(task)) is not None:
-            log.error("export failed", exc_info=error)
+            loop_failed(_LOOP, "", error)

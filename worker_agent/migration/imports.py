@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
+from tailrace.handover import SETTLE_S
 from tailrace.service.tasks import cancel, task_error
 from tailrace.v1 import worker_pb2
 from worker_agent.engine.base import RequestKey, Submission
@@ -18,8 +20,8 @@ log = logging.getLogger(__name__)
 
 # The migration service limits imports; this only keeps a faulty one from filling the worker.
 _IMPORTS_MAX: Final = 32
-# Time beyond the import's own deadline for telling the source how it ended.
-_EXPORT_GRACE_S: Final = 15.0
+# Imports that have ended, of which a migration service may still ask how.
+_ENDED_MAX: Final = 1_024
 
 
 class ImportRefused(Exception):
@@ -34,6 +36,8 @@ class Imports:
         self._parts = parts
         self._connect = connect
         self._running: dict[Import, asyncio.Task[None]] = {}
+        # The last event of each import that has ended, by migration.
+        self._ended: OrderedDict[str, worker_pb2.ImportEvent] = OrderedDict()
         # Why no import may begin; empty if they may.
         self._refusal = ""
         parts.front_ends.on_gone(self._client_gone)
@@ -62,7 +66,7 @@ class Imports:
         if self._named(request.request_id) is not None or self._migration(request.migration_id) is not None:
             raise ImportRefused(f"{request.request_id} is being imported already")
         timeout_s = request.timeout_s or self._parts.settings.import_timeout_s
-        timeout_s += max(0.0, request.room_wait_s) + _EXPORT_GRACE_S
+        timeout_s += max(0.0, request.room_wait_s) + SETTLE_S
         source = self._connect(request.source_address, timeout_s)
         incoming = Import(self._parts, request, source)
         task = asyncio.create_task(incoming.run(), name=f"import {request.request_id}")
@@ -81,14 +85,15 @@ class Imports:
         for incoming in self._running:
             incoming.cancel(reason)
 
-    async def cancel(self, migration_id: str) -> bool:
-        """Abort an import and wait for its end; return False if there is none, or if it was committed."""
+    async def cancel(self, migration_id: str) -> worker_pb2.ImportEvent | None:
+        """Abort an import unless it is being committed, wait for its end and return its last event; None if
+        there was no such import, or if it ended long ago."""
         incoming = self._migration(migration_id)
-        if incoming is None:
-            return False
-        incoming.cancel("cancelled by the migration service")
-        await incoming.over.wait()
-        return not incoming.committed
+        if incoming is not None:
+            incoming.cancel("cancelled by the migration service")
+            await incoming.over.wait()
+            return incoming.last_event
+        return self._ended.get(migration_id)
 
     async def close(self) -> None:
         """Cancel all."""
@@ -129,5 +134,8 @@ class Imports:
 
     def _done(self, incoming: Import, task: asyncio.Task[None]) -> None:
         del self._running[incoming]
+        self._ended[incoming.migration_id] = incoming.last_event
+        while len(self._ended) > _ENDED_MAX:
+            self._ended.popitem(last=False)
         if (error := task_error(task)) is not None:
             log.error("import failed", exc_info=error)

@@ -22,7 +22,7 @@ from typing import Final
 from tailrace.service.tasks import run_to_completion
 from tailrace.v1 import worker_pb2
 from worker_agent.engine.base import Exported, ExportedPause, RequestKey
-from worker_agent.engine.errors import EngineRefusal
+from worker_agent.engine.errors import EngineRefusal, Gone
 from worker_agent.kv.address import KvTransferError, addresses_of
 from worker_agent.migration.blocks import BlockSession
 from worker_agent.migration.inbox import Broken, Ended, Item, Owned, Released
@@ -95,7 +95,7 @@ class Export:
         try:
             exported = await run_to_completion(self._parts.engine.export_open(self._request_id))
         except EngineRefusal as error:
-            self._fail(str(error))
+            self._fail(str(error), gone=isinstance(error, Gone))
             return
         self.key, self.epoch = exported.key, exported.epoch
         self._opened_tokens = len(exported.output_token_ids)
@@ -208,7 +208,7 @@ class Export:
             )
         except EngineRefusal as error:
             self._reason = str(error)
-            return Outcome.RESUME
+            return Outcome.GONE if isinstance(error, Gone) else Outcome.RESUME
         self._paused_s = _now_s()
         if session is not None:
             await session.announce(have_blocks, pause.block_hashes)
@@ -313,11 +313,12 @@ class Export:
             # The front end allowed the source to resume, and then accepted the target after all.
             self._parts.engine.abort([self.key])
         self._parts.metrics.exports["aborted"] += 1
-        self._fail(self._reason or "ended by the source")
+        self._fail(self._reason or "ended by the source", gone=outcome is Outcome.GONE)
         log.info("%s: export ended (%s): %s", self._request_id, outcome.value, self._reason)
 
-    def _fail(self, reason: str) -> None:
-        self._lease.send(worker_pb2.ExportEvent(failed=worker_pb2.ExportFailed(reason=reason)))
+    def _fail(self, reason: str, gone: bool = False) -> None:
+        failed = worker_pb2.ExportFailed(reason=reason, gone=gone)
+        self._lease.send(worker_pb2.ExportEvent(failed=failed))
 
 
 def _now_s() -> float:

@@ -9,7 +9,7 @@ from typing import Protocol
 import grpc
 
 from tailrace.service.channels import format_error
-from tailrace.service.tasks import run_to_completion
+from tailrace.service.tasks import run_to_completion, task_error
 from tailrace.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -20,7 +20,14 @@ class SourceLost(Exception):
 
 
 class SourceFailed(Exception):
-    """The source reports that it cannot export; the message says why."""
+    """The source reports that it cannot export; the message says why.
+
+    `gone`: the request is not there (any more).
+    """
+
+    def __init__(self, reason: str, gone: bool = False) -> None:
+        super().__init__(reason)
+        self.gone = gone
 
 
 class SourceLink(Protocol):
@@ -28,6 +35,9 @@ class SourceLink(Protocol):
 
     async def ask(self, command: worker_pb2.ExportCommand) -> worker_pb2.ExportEvent:
         """Send a command and return the reply. Raise SourceLost or SourceFailed."""
+
+    async def failure(self) -> None:
+        """Wait for an event that nobody asked for. Raise SourceLost or SourceFailed."""
 
     async def end(self, committed: bool, reason: str) -> None:
         """Tell the source how the import ended, and close. Errors are ignored."""
@@ -52,13 +62,24 @@ class GrpcSourceLink:
         """See SourceLink.ask."""
         try:
             await run_to_completion(self._call.write(command))
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            raise SourceLost(format_error(error)) from error
+        return await self._next()
+
+    async def failure(self) -> None:
+        """See SourceLink.failure."""
+        await self._next()
+        raise SourceLost("the source sent an event that was not asked for")
+
+    async def _next(self) -> worker_pb2.ExportEvent:
+        try:
             event = await asyncio.shield(self._read())
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             raise SourceLost(format_error(error)) from error
         if not isinstance(event, worker_pb2.ExportEvent):
             raise SourceLost("the source closed the export")
         if event.HasField("failed"):
-            raise SourceFailed(event.failed.reason)
+            raise SourceFailed(event.failed.reason, event.failed.gone)
         return event
 
     async def end(self, committed: bool, reason: str) -> None:
@@ -83,14 +104,14 @@ class GrpcSourceLink:
         """Return the pending read, or begin a new one."""
         if self._reading is None or self._reading.done():
             self._reading = asyncio.create_task(self._read_one(), name="export answer")
-            self._reading.add_done_callback(_look)
+            self._reading.add_done_callback(self._read_ended)
         return self._reading
 
     async def _read_one(self) -> object:
         return await self._call.read()
 
-
-def _look(task: asyncio.Task[object]) -> None:
-    """Nobody may be waiting for it any more."""
-    if not task.cancelled():
-        task.exception()
+    def _read_ended(self, task: asyncio.Task[object]) -> None:
+        if self._reading is task:
+            self._reading = None
+        # Nobody may be waiting for it any more.
+        task_error(task)

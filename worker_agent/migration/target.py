@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from typing import Final
 
 from tailrace import wire
-from tailrace.handover import BACKGROUND, LIVE, Handover, Way
+from tailrace.handover import BACKGROUND, LIVE, TELL_SOURCE_S, Handover, Way
 from tailrace.messages import WAYS
 from tailrace.service.tasks import run_to_completion
 from tailrace.v1 import types_pb2, worker_pb2
@@ -34,11 +34,19 @@ from worker_agent.migration.way import CannotMove, plan_of, way_of
 
 log = logging.getLogger(__name__)
 
-_END_S: Final = 2.0
+ABORTED: Final = types_pb2.MIGRATION_STATE_ABORTED
+GONE: Final = types_pb2.MIGRATION_STATE_GONE
+_ENDS: Final = frozenset(
+    {ABORTED, GONE, types_pb2.MIGRATION_STATE_COMMITTED, types_pb2.MIGRATION_STATE_UNKNOWN}
+)
 
 
 class Abort(Exception):
-    """The import cannot continue; the message says why."""
+    """The import cannot continue; the message says why. `gone`: because the request has left its source."""
+
+    def __init__(self, reason: str, gone: bool = False) -> None:
+        super().__init__(reason)
+        self.gone = gone
 
 
 class Import:
@@ -51,9 +59,13 @@ class Import:
         self._plan = plan_of(request, parts.settings.import_timeout_s)
         self._events: list[worker_pb2.ImportEvent] = []
         self._changed = asyncio.Event()
-        self._copying: asyncio.Task[Paused] | None = None
+        # While it copies: ending it early aborts the import.
+        self._copying: asyncio.Timeout | None = None
         self._transfer: BlockTransfer | None = None
         self._cancelled = ""
+        self._gone = False
+        # How it ends if it is not committed.
+        self._end: types_pb2.MigrationState.ValueType = ABORTED
         self._opened: worker_pb2.ExportOpened | None = None
         # How it moves; known once the source has opened its export.
         self._handover: Handover = LIVE
@@ -81,6 +93,13 @@ class Import:
         return self._request.request_id
 
     @property
+    def last_event(self) -> worker_pb2.ImportEvent:
+        """Return the event with its end, once it is over; an aborted one if it failed without any."""
+        if self._events and self._events[-1].state in _ENDS:
+            return self._events[-1]
+        return worker_pb2.ImportEvent(state=ABORTED, reason="the target failed")
+
+    @property
     def reserved(self) -> bool:
         """Return whether the engine has reserved blocks for it, or runs it."""
         return self._reserved
@@ -99,13 +118,17 @@ class Import:
             self._changed.clear()
             await self._changed.wait()
 
-    def cancel(self, reason: str) -> bool:
-        """Abort unless the front end has been asked already; return whether it was aborted."""
+    def cancel(self, reason: str, gone: bool = False) -> bool:
+        """Abort unless the front end has been asked already; return whether it was aborted.
+
+        `gone`: because the request is not to be moved any more.
+        """
         if self._adoption is not None or self.over.is_set():
             return False
-        self._cancelled = self._cancelled or reason
-        if self._copying is not None:
-            self._copying.cancel()
+        if not self._cancelled:
+            self._cancelled, self._gone = reason, gone
+        if self._copying is not None and not self._copying.expired():
+            self._copying.reschedule(asyncio.get_running_loop().time())
         return True
 
     def answer(self, reply: worker_pb2.AdoptReply) -> None:
@@ -121,7 +144,7 @@ class Import:
         if self.over.is_set():
             return False
         self._successor = submission
-        self.cancel("the front end submitted the request anew")
+        self.cancel("the front end submitted the request anew", gone=True)
         return True
 
     def request_aborted(self, key: RequestKey) -> None:
@@ -129,7 +152,7 @@ class Import:
         if self._successor is not None and self._successor.key == key:
             self._successor = None
         elif self.key == key:
-            self.cancel("the request was aborted")
+            self.cancel("the request was aborted", gone=True)
 
     def concerns(self, key: RequestKey) -> bool:
         """Return whether it moves this request, or keeps a submission of it."""
@@ -140,7 +163,7 @@ class Import:
         if self._successor is not None and self._successor.key.client == client:
             self._successor = None
         if self.key is not None and self.key.client == client:
-            self.cancel("its front end is gone")
+            self.cancel("its front end is gone", gone=True)
 
     # ---- life cycle
 
@@ -151,7 +174,7 @@ class Import:
             if not committed:
                 self._parts.metrics.imports["aborted"] += 1
                 log.info("%s: import aborted: %s", self.request_id, reason)
-                self._emit(worker_pb2.ImportEvent(state=types_pb2.MIGRATION_STATE_ABORTED, reason=reason))
+                self._emit(worker_pb2.ImportEvent(state=self._end, reason=reason))
         finally:
             self._source.drop()
             # No await in between: a submission is either handed over here or refused by `supersede_by`.
@@ -179,6 +202,7 @@ class Import:
         try:
             paused = await self._copy()
         except Abort as abort:
+            self._end = GONE if abort.gone or self._gone else ABORTED
             await run_to_completion(self._give_up(str(abort)))
             return False, str(abort)
         except BaseException:
@@ -200,17 +224,17 @@ class Import:
         """Run the part that can be cancelled. Raise Abort."""
         if self._cancelled:
             raise Abort(self._cancelled)
-        task = self._copying = asyncio.create_task(self._open_and_copy(), name="copy")
         try:
-            async with asyncio.timeout(self._plan.room_wait_s + self._plan.timeout_s):
-                paused = await task
+            # Not a task of its own: it would keep what failed in it, with the frames and so this import.
+            async with asyncio.timeout(self._plan.room_wait_s + self._plan.timeout_s) as self._copying:
+                paused = await self._open_and_copy()
         except TimeoutError as error:
-            raise Abort(f"not finished within {self._plan.timeout_s:g} s of getting room") from error
-        except asyncio.CancelledError:
             if self._cancelled:
                 raise Abort(self._cancelled) from None
-            raise
-        except (SourceLost, SourceFailed) as error:
+            raise Abort(f"not finished within {self._plan.timeout_s:g} s of getting room") from error
+        except SourceFailed as error:
+            raise Abort(f"source: {error}", error.gone) from error
+        except SourceLost as error:
             raise Abort(f"source: {error}") from error
         except EngineRefusal as error:
             raise Abort(f"target: {error}") from error
@@ -223,6 +247,8 @@ class Import:
         except KvTransferError as error:
             self._parts.metrics.kv_transfer_failures += 1
             raise Abort(f"KV transfer: {error}") from error
+        finally:
+            self._copying = None
         if self._cancelled:
             raise Abort(self._cancelled)
         return paused
@@ -338,6 +364,9 @@ class Import:
         if verdict is Verdict.UNKNOWN:
             # Only the front end knows, and the source asks it. Reporting an abort here could make two owners.
             self._source.drop()
+            self._end = types_pb2.MIGRATION_STATE_UNKNOWN
+        elif self._adoption.gone:
+            self._end = GONE
         await self._give_up(reason)
         return False, reason
 
@@ -420,7 +449,7 @@ class Import:
 
     async def _end_source(self, committed: bool, reason: str) -> None:
         try:
-            async with asyncio.timeout(_END_S):
+            async with asyncio.timeout(TELL_SOURCE_S):
                 await self._source.end(committed, reason)
         except TimeoutError:
             self._source.drop()

@@ -7,10 +7,11 @@ import contextlib
 import errno
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Final
 
 from tailrace import __version__ as tailrace_version
-from tailrace.service.tasks import cancel
+from tailrace.service.tasks import cancel, supervise
 from worker_agent.engine.errors import EngineSettingError
 from worker_agent.nodes.messages import Join, Loaded, NodeStream, Refused, Start, Stopped
 from worker_agent.nodes.span import ADDRESS, PORT, NodeSpan
@@ -113,7 +114,7 @@ class Nodes:
         else:
             self._joined[join.node] = stream
             log.info("node %d of %d joined from %s", join.node, self._span.nodes, stream.peer)
-            watching = asyncio.create_task(self._watch(join.node, stream), name=f"node {join.node}")
+            watching = supervise("nodes", partial(self._watch, join.node, stream), f"node {join.node}")
             self._watching.add(watching)
             watching.add_done_callback(self._watching.discard)
             if not self._missing():
@@ -138,7 +139,7 @@ class Nodes:
 
     async def _watch(self, node: int, stream: NodeStream) -> None:
         await stream.wait_closed()
-        del self._joined[node]
+        self._joined.pop(node, None)
         stream.close()
         if self._started:
             self._report_lost(node, f" ({stream.peer})")

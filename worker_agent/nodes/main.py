@@ -13,8 +13,10 @@ import click
 
 from tailrace.address import MalformedAddress, parse_address
 from tailrace.collector import collector_paused
+from tailrace.numeric import RealRange, WholeRange
 from tailrace.security.options import insecure_option
 from tailrace.service.runtime import Shutdown, run_service
+from tailrace.telemetry.log_format import log_as
 from worker_agent.engine.errors import EngineSettingError
 from worker_agent.nodes.joining import NodeRefused, follow, join
 from worker_agent.nodes.network import untrusted_reason, use_network_of
@@ -55,13 +57,11 @@ def _address(context: click.Context, parameter: click.Parameter, value: str) -> 
     callback=_address,
     help="The worker's master_addr and master_port.",
 )
-@click.option(
-    "--node", type=click.IntRange(1), required=True, help="Number of this machine; the worker's is 0."
-)
+@click.option("--node", type=WholeRange(1), required=True, help="Number of this machine; the worker's is 0.")
 @click.option("--model", help="The model's folder here.  [default: the worker's --model]")
 @click.option(
     "--join-timeout",
-    type=click.FloatRange(min=1),
+    type=RealRange(min=1),
     default=600.0,
     show_default=True,
     metavar="SECONDS",
@@ -73,6 +73,7 @@ def command(worker: str, node: int, model: str | None, join_timeout: float, inse
     if not insecure and (reason := untrusted_reason(worker)):
         raise click.UsageError(reason)
     options = NodeOptions(worker, node, model, join_timeout)
+    log_as("ranks", f"{worker}/{node}")
     run_service(lambda shutdown: _serve_or_log_error(options, shutdown))
 
 

@@ -10,6 +10,7 @@ import click
 from rich.table import Table
 
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
+from tailrace.numeric import RealRange, WholeRange
 from tailrace.predictor.samples import SamplesError, read_samples, write_samples
 from tailrace.tiny import MODEL_PATH, PREDICTOR_PATH
 from worker_agent.engines import EngineOptionError, Json, read_argument
@@ -44,19 +45,19 @@ def predictor_command() -> None:
     type=_FILE,
     help="JSON lines with `prompt` or `messages`; default: tasks of the tiny model.",
 )
-@click.option(
-    "-n", "limit", type=click.IntRange(10), default=200, show_default=True, help="Number of prompts."
-)
+@click.option("-n", "limit", type=WholeRange(10), default=200, show_default=True, help="Number of prompts.")
 @click.option(
     "--interval",
-    type=click.IntRange(1),
+    type=WholeRange(1),
     default=20,
     show_default=True,
     help="Output tokens between two samples of a request.",
 )
-@click.option("--max-tokens", type=click.IntRange(1), default=32_768, show_default=True)
-@click.option("--temperature", type=click.FloatRange(0), help="Default: the model's own.")
-@click.option("--seed", default=0, show_default=True, help="Seed for prompts and sampling.")
+@click.option("--max-tokens", type=WholeRange(1), default=32_768, show_default=True)
+@click.option("--temperature", type=RealRange(0), help="Default: the model's own.")
+@click.option(
+    "--seed", type=WholeRange(0), default=0, show_default=True, help="Seed for prompts and sampling."
+)
 @click.option(
     "--engine-arg",
     "arguments",
@@ -115,22 +116,28 @@ def collect_command(
 @predictor_command.command("train")
 @click.argument("samples_file", metavar="SAMPLES", type=_FILE)
 @click.option("--out", type=_FILE, required=True, callback=_writable, help="Predictor file to write.")
-@click.option("--epochs", type=click.IntRange(1), default=100, show_default=True, help="At most.")
+@click.option("--epochs", type=WholeRange(1), default=100, show_default=True, help="At most.")
 @click.option(
     "--patience",
-    type=click.IntRange(1),
+    type=WholeRange(1),
     default=10,
     show_default=True,
     help="Epochs without a lower validation loss before training stops.",
 )
-@click.option("--rate", type=click.FloatRange(0, min_open=True), default=1e-3, show_default=True)
-@click.option("--batch", type=click.IntRange(1), default=128, show_default=True)
+@click.option("--rate", type=RealRange(0, min_open=True), default=1e-3, show_default=True)
+@click.option("--batch", type=WholeRange(1), default=128, show_default=True)
 @click.option(
     "--widths",
-    type=(click.IntRange(1), click.IntRange(1), click.IntRange(1)),
+    type=(WholeRange(1), WholeRange(1), WholeRange(1)),
     help="Widths of the inner layers; default: the paper's, in proportion to the hidden size.",
 )
-@click.option("--seed", default=0, show_default=True, help="Seed for the split and the initial weights.")
+@click.option(
+    "--seed",
+    type=WholeRange(0),
+    default=0,
+    show_default=True,
+    help="Seed for the split and the initial weights.",
+)
 @output_option()
 def train_command(
     samples_file: Path,

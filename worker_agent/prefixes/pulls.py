@@ -13,9 +13,11 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from tailrace.perf.transfer_rate import TransferRate
 from tailrace.service.tasks import cancel, run_to_completion, task_error
+from tailrace.telemetry.incidents import loop_failed, loop_named
 from tailrace.v1 import cache_pb2
 from worker_agent.engine.base import Engine, KvShape, Pull, RequestKey, Submission
 from worker_agent.engine.errors import EngineRefusal, KvCorrupt
@@ -30,6 +32,7 @@ from worker_agent.prefixes.loan_link import LoanLink, LoanLost
 
 log = logging.getLogger(__name__)
 
+_LOOP: Final = loop_named("pulls")
 Connect = Callable[[str, cache_pb2.LendRequest, float], LoanLink]
 """Opens a loan from a worker's address, with a timeout in seconds."""
 
@@ -52,7 +55,7 @@ class PullParts:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a pull ended: pulled, shared, held, gone, late, refused, lost, corrupt, none or busy."""
+    """How a pull ended, one of PULL_OUTCOMES."""
 
     result: str
     blocks: int = 0
@@ -245,6 +248,6 @@ class Pulls:
             del self._running[submission.key]
         if (error := task_error(task)) is not None:
             # A bug in the pull must not affect the request.
-            log.error("a pull failed", exc_info=error)
+            loop_failed(_LOOP, submission.request_id, error)
             if known:
                 self._parts.engine.submit(submission)

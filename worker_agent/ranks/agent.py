@@ -35,6 +35,7 @@ from worker_agent.kv.strays import discarding_strays
 from worker_agent.kv.ticket import Ticket
 from worker_agent.kv.transport import start_ucx, stop_ucx
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
+from worker_agent.ranks.left_behind import names_of, remove, remove_meeting
 from worker_agent.ranks.memory import RankMemory
 from worker_agent.ranks.messages import (
     Address,
@@ -61,7 +62,6 @@ from worker_agent.ranks.messages import (
     failed,
     rank_shape,
     read_frame,
-    remove_meeting,
 )
 
 log = logging.getLogger(__name__)
@@ -163,16 +163,15 @@ class RankAgent:
     async def _end_orphaned(self) -> NoReturn:
         """End this process: without a worker nothing else would, and it must not keep holding a device."""
         # On a separate thread: closing UCX, or waiting for a copy, can block the event loop forever.
-        threading.Timer(2 * _ORPHAN_S, self._exit).start()
+        threading.Timer(2 * _ORPHAN_S, os._exit, (1,)).start()
+        # First, because vLLM's thread may notice as well, and end the process at any moment.
+        remove(names_of([os.getpid()]))
+        remove_meeting(self._meeting)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ORPHAN_S):
                 await self._end()
-        # vLLM's thread notices as well, unless it is waiting for another rank.
+        # vLLM's thread does not, if it is waiting for another rank.
         await asyncio.sleep(_ORPHAN_S)
-        self._exit()
-
-    def _exit(self) -> NoReturn:
-        remove_meeting(self._meeting)
         os._exit(1)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
@@ -245,6 +244,8 @@ class RankAgent:
                 await self._close(transport, command.transfer)
                 return Done()
             case Ping():
+                # A rank does not see who is in the fleet; this comes every few seconds.
+                transport.memory.mappings.drop_gone()
                 return Done()
             case _:
                 raise KvTransferError(f"unexpected command {type(command).__name__}")

@@ -16,10 +16,13 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypeVar
 
 import msgspec
 
+from tailrace.service.tasks import cancel, supervise
+from tailrace.telemetry.incidents import unreadable
 from worker_agent.kv.address import KvTransferError
 from worker_agent.ranks.messages import (
     ERRORS,
@@ -95,6 +98,8 @@ class RankLink:
             raise RankLost(f"rank {self.rank} did not answer within {seconds:g} s") from None
         finally:
             self._pending.pop(number, None)
+            # It keeps an error, whose frames have it.
+            del future
         if isinstance(answer, Failed):
             raise ERRORS[answer.kind](f"rank {self.rank}: {answer.reason}")
         if not isinstance(answer, kind):
@@ -114,7 +119,9 @@ class RankLink:
                 missed += 1
 
     async def listen(self) -> None:
-        """Dispatch answers to their callers until the connection ends."""
+        """Dispatch answers to their callers until the connection ends, or something else arrives."""
+        if self.lost:
+            return
         decoder = msgspec.msgpack.Decoder(NumberedAnswer)
         try:
             while True:
@@ -124,6 +131,9 @@ class RankLink:
                     future.set_result(answered.answer)
         except (asyncio.IncompleteReadError, OSError):
             pass
+        except ValueError as error:
+            # It is unknown which command is not answered, so the rank counts as gone.
+            unreadable("answer of a rank", f"rank {self.rank}", error)
         finally:
             self.lost = True
             for future in self._pending.values():
@@ -174,7 +184,7 @@ class RankLinks:
     def watch(self) -> None:
         """Start pinging every rank. Call once, when all have started their transports."""
         for link in self:
-            watching = asyncio.create_task(self._watch(link), name=f"pulse of rank {link.rank}")
+            watching = supervise("pulses of ranks", partial(self._watch, link), f"rank {link.rank}")
             self._watching.append(watching)
 
     async def stop(self) -> None:
@@ -185,10 +195,7 @@ class RankLinks:
         for result in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(result, BaseException) and not isinstance(result, KvTransferError):
                 raise result
-        tasks = [*self._watching, *self._listening]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*self._watching, *self._listening)
 
     def _stop_accepting(self) -> None:
         if self._server is not None:
@@ -202,13 +209,15 @@ class RankLinks:
             async with asyncio.timeout(_HELLO_S):
                 hello = msgspec.msgpack.decode(await read_frame(reader), type=Hello)
         known = hello is not None and secrets.compare_digest(hello.secret, self.secret)
-        if hello is None or not known or hello.rank in self._links or hello.rank >= self._number:
+        if hello is None or not known or hello.rank in self._links or not 0 <= hello.rank < self._number:
             log.warning("a process that is not a rank connected to the ranks' socket")
             writer.close()
             return
         link = RankLink(hello.rank, reader, writer)
         self._links[hello.rank] = link
-        self._listening.append(asyncio.create_task(self._listen(link), name=f"rank {hello.rank}"))
+        self._listening.append(
+            supervise("answers of ranks", partial(self._listen, link), f"rank {hello.rank}")
+        )
         if len(self._links) == self._number:
             self._complete.set()
 

@@ -6,35 +6,14 @@ Both ends belong to one process tree and run one version; `links.py` admits nobo
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import glob
 import struct
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, TypeAlias
 
 import msgspec
 
 from worker_agent.engine.errors import EngineRefusal, KvCorrupt
 from worker_agent.kv.address import KvAddress, KvIdentityError, KvShape, KvTransferError
-
-# Prefix of the file by which the ranks of a vLLM engine rendezvous; the full name is unique to the engine.
-_MEETING: Final = "vllm_dist_"
-_SHARED: Final = Path("/dev/shm")
-
-
-def remove_meeting(name: str) -> None:
-    """Remove the ranks' rendezvous file, and the memory that vLLM's CPU ranks share.
-
-    Call it once no rank needs them. Does nothing if they are gone, or if vLLM used another rendezvous.
-    """
-    if not name.startswith(_MEETING):
-        return
-    for path in (Path(tempfile.gettempdir(), name), *_SHARED.glob(f"{glob.escape(name)}-*")):
-        with contextlib.suppress(OSError):
-            path.unlink()
-
 
 _LENGTH: Final = struct.Struct("<I")
 # The block hashes of the longest context take a few megabytes.

@@ -14,6 +14,8 @@ import threading
 from multiprocessing import connection
 from typing import Final
 
+from worker_agent.ranks.left_behind import names_of, remove
+
 WORKER_PID: Final = "TAILRACE_WORKER_PID"
 """Environment variable that holds the process id of the ranks' worker."""
 
@@ -40,5 +42,6 @@ class OrphanWatch:
     def _watch(self, sentinel: int) -> None:
         connection.wait([sentinel])
         if not self._stopped:
+            remove(names_of([os.getpid()]))
             # The main thread waits in native code, which an exception would not interrupt.
             os._exit(1)

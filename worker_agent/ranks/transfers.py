@@ -208,9 +208,10 @@ async def _gather_all(calls: Iterable[Awaitable[_T]]) -> list[_T]:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    error = failed_task.exception()
-    assert error is not None
-    raise error
+    try:
+        return [failed_task.result()]
+    finally:
+        del tasks, task, failed_task
 
 
 def _results_or_raise(answers: Sequence[_T | BaseException]) -> list[_T]:

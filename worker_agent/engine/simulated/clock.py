@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from worker_agent.engine.errors import EngineRefusal
+from worker_agent.engine.errors import EngineRefusal, raised_anew
 
 
 class Timer(Protocol):
@@ -71,7 +71,10 @@ class Boundary:
                 result.set_exception(refusal)
 
         self._pending.append(run)
-        return await result
+        try:
+            return await result
+        except EngineRefusal as refusal:
+            raise raised_anew(refusal) from None
 
     def run_pending(self) -> None:
         """Run the deferred calls, because the step has ended or the engine stops."""

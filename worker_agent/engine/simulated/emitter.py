@@ -10,6 +10,7 @@ import numpy as np
 
 from tailrace import wire
 from worker_agent.engine.base import EngineSink, OutputFlag, StepColumns, Submission
+from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.simulated.request import Request
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -76,8 +77,8 @@ class Emitter:
             batch.columns.frames = wire.encode_outputs(batch.outputs, batch.finished)
             self._sink.on_step(batch.columns)
 
-    def refuse(self, submission: Submission) -> None:
-        """End a request that cannot run here with an internal error, at once."""
+    def refuse(self, submission: Submission, refusal: EngineRefusal | None = None) -> None:
+        """Fail a request that cannot run here, at once."""
         columns = StepColumns(
             client=submission.key.client,
             step=self.steps,
@@ -87,6 +88,7 @@ class Emitter:
             first_indices=[len(submission.output_token_ids)],
             counts=[0],
             flags=[int(OutputFlag.FAILED)],
+            refusal=refusal,
         )
         self.steps += 1
         self._sink.on_step(columns)

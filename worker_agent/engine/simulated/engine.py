@@ -47,7 +47,7 @@ from worker_agent.engine.simulated.exports import Exports
 from worker_agent.engine.simulated.imports import Imports, check_state
 from worker_agent.engine.simulated.kv import Bytes, HostStaging, KvCodec
 from worker_agent.engine.simulated.prefixes import Prefixes
-from worker_agent.engine.simulated.reader import RequestReader, UnrunnableError, answer_utility
+from worker_agent.engine.simulated.reader import RequestReader, answer_utility
 from worker_agent.engine.simulated.request import Request, State, predicted_remaining
 from worker_agent.engine.simulated.scheduler import HostMemory, Scheduler, Step
 from worker_agent.engine.simulated.settings import Faults, SimulatedSettings, at_speed
@@ -210,8 +210,8 @@ class SimulatedEngine:
             )
             if submission.sampling_state:
                 check_state(request, len(request.outputs), submission.sampling_state)
-        except (UnrunnableError, EngineRefusal):
-            emitter.refuse(submission)
+        except EngineRefusal as refusal:
+            emitter.refuse(submission, refusal)
             return
         outputs = request.outputs
         if outputs and self._ends(request, len(outputs) - 1, outputs[-1]):
@@ -286,7 +286,7 @@ class SimulatedEngine:
             if request.state is not State.IMPORTING
         ]
         backlog = sum(
-            request.total - request.computed - 1
+            max(0, request.total - request.computed - 1)
             for request in self._table
             if request.state is not State.IMPORTING
         )

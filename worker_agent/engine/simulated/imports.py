@@ -11,12 +11,12 @@ import msgspec
 import numpy as np
 
 from worker_agent.engine.base import EnginePhase, Exported, ExportedPause, KvShape, RequestKey, Staging
-from worker_agent.engine.errors import EngineRefusal, KvCorrupt, NoRoom
+from worker_agent.engine.errors import EngineRefusal, KvCorrupt, NoRoom, raised_anew
 from worker_agent.engine.host_ledger import Swapped
 from worker_agent.engine.import_queue import ImportQueue
 from worker_agent.engine.simulated.exports import YIELD_BYTES, SamplingState
 from worker_agent.engine.simulated.kv import KvCodec, staged_bytes
-from worker_agent.engine.simulated.reader import RequestReader, UnrunnableError
+from worker_agent.engine.simulated.reader import RequestReader
 from worker_agent.engine.simulated.request import Request, State
 from worker_agent.engine.simulated.scheduler import Scheduler
 from worker_agent.engine.simulated.settings import Faults
@@ -94,7 +94,10 @@ class Imports:
 
         self.waiting.add(request.request_id, key, lambda: self._reserve_import(request, exported), done)
         self.waiting.admit()
-        await has_room
+        try:
+            await has_room
+        except EngineRefusal as refusal:
+            raise raised_anew(refusal) from None
 
     def cached(self, request_id: str) -> int:
         """Engine.import_cached."""
@@ -192,17 +195,14 @@ class Imports:
         """Decode the request. Raise EngineRefusal if this engine could not run it."""
         if self._faults.refuse_import is not None:
             raise EngineRefusal(self._faults.refuse_import)
-        try:
-            request = self._reader.read(
-                key,
-                epoch,
-                exported.frames,
-                exported.output_token_ids,
-                exported.frontend_id,
-                exported.traceparent,
-            )
-        except UnrunnableError as error:
-            raise EngineRefusal(str(error)) from error
+        request = self._reader.read(
+            key,
+            epoch,
+            exported.frames,
+            exported.output_token_ids,
+            exported.frontend_id,
+            exported.traceparent,
+        )
         request_id = request.request_id
         known = self._table.by_id(request_id) is not None or request_id in self.waiting
         if known or self._table.by_key(key) is not None:

@@ -14,7 +14,7 @@ from worker_agent.engine.base import Staging, Submission
 from worker_agent.engine.errors import EngineRefusal, KvCorrupt, NoRoom
 from worker_agent.engine.simulated.blocks import BlockPool
 from worker_agent.engine.simulated.kv import KvCodec, seeds_of, staged_bytes
-from worker_agent.engine.simulated.reader import RequestReader, UnrunnableError
+from worker_agent.engine.simulated.reader import RequestReader
 
 
 @dataclass(slots=True)
@@ -100,12 +100,9 @@ class Prefixes:
         computed."""
         if not self._prefix_caching:
             raise EngineRefusal("its cache does not accept blocks from other instances")
-        try:
-            request = self._reader.read(
-                submission.key, submission.epoch, submission.frames, submission.output_token_ids, "", ""
-            )
-        except UnrunnableError as error:
-            raise EngineRefusal(str(error)) from error
+        request = self._reader.read(
+            submission.key, submission.epoch, submission.frames, submission.output_token_ids, "", ""
+        )
         count = (request.total - 1) // self._pool.block_tokens
         return list(request.chain.full(0, count if max_blocks is None else min(count, max_blocks)))
 

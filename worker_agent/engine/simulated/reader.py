@@ -11,15 +11,12 @@ from tailrace import wire
 from tailrace.cache.names import NO_KEYS, Naming
 from tailrace.wire.cache_keys import read_cache_keys
 from worker_agent.engine.base import Frames, RequestKey
+from worker_agent.engine.errors import Unrunnable
 from worker_agent.engine.simulated.kv import BlockChain
 from worker_agent.engine.simulated.request import Request
 from worker_agent.engine.simulated.script import Script, opens_reasoning
 from worker_agent.engine.simulated.settings import SimulatedSettings
 from worker_agent.engine.simulated.vocabulary import Vocabulary
-
-
-class UnrunnableError(Exception):
-    """This engine cannot run the request; the message says why."""
 
 
 class RequestReader:
@@ -42,24 +39,24 @@ class RequestReader:
         frontend_id: str,
         traceparent: str,
     ) -> Request:
-        """Decode a request. Raise UnrunnableError."""
+        """Decode a request. Raise Unrunnable."""
         try:
             message = wire.read_full_request(frames)
         except msgspec.DecodeError as error:
-            raise UnrunnableError(f"malformed request: {error}") from error
+            raise Unrunnable(f"malformed request: {error}") from error
         sampling = message.sampling_params
         prompt = message.prompt_token_ids
         if sampling is None or not prompt:
-            raise UnrunnableError("the simulated engine continues prompts of token ids only")
+            raise Unrunnable("the simulated engine continues prompts of token ids only")
         if sampling.prompt_logprobs is not None:
-            raise UnrunnableError("the simulated engine has no prompt log probabilities")
+            raise Unrunnable("the simulated engine has no prompt log probabilities")
         room = self._max_model_len - len(prompt)
         if room <= 0:
-            raise UnrunnableError(f"a prompt of {len(prompt)} tokens, of at most {self._max_model_len - 1}")
+            raise Unrunnable(f"a prompt of {len(prompt)} tokens, of at most {self._max_model_len - 1}")
         try:
             script = Script(prompt, sampling, self._settings, self._vocabulary)
         except ValueError as error:
-            raise UnrunnableError(str(error)) from error
+            raise Unrunnable(str(error)) from error
         cache_keys = read_cache_keys(frames)
         outputs = list(output_token_ids)
         limit = room if sampling.max_tokens is None else min(room, sampling.max_tokens)

@@ -64,6 +64,8 @@ class Script:
         self._chunk_start = _NEVER
         self.eos = -1 if sampling.eos_token_id is None or sampling.ignore_eos else sampling.eos_token_id
         self.stops: frozenset[int] = frozenset(sampling.stop_token_ids or ())
+        if self._min_tokens and self.stops.issuperset(vocabulary.letters):
+            raise ValueError("every letter is a stop token, and min_tokens forbids them all")
 
         lengths = self._asked_lengths(sampling)
         reasoning, answer = lengths.reasoning_tokens, lengths.answer_tokens
@@ -100,7 +102,7 @@ class Script:
         return self._key
 
     def token(self, index: int) -> int:
-        """Return token `index` of the output. Raise ValueError if every possible token is forbidden."""
+        """Return token `index` of the output."""
         if index == self.end_think_at or index == self._think_at:
             tags = self._vocabulary
             tag = tags.end_think if index == self.end_think_at else tags.think
@@ -127,13 +129,8 @@ class Script:
     def _allowed(self, index: int) -> int:
         # A sampler draws no stop token before min_tokens: take the next letter that is not one.
         letters = self._vocabulary.letters
-        token = self._letter(index)
-        first = letters.index(token)
-        for step in range(len(letters)):
-            token = letters[(first + step) % len(letters)]
-            if token not in self.stops:
-                return token
-        raise ValueError("every letter is a stop token, and min_tokens forbids them all")
+        first = letters.index(self._letter(index))
+        return next(token for token in (*letters[first:], *letters[:first]) if token not in self.stops)
 
 
 def opens_reasoning(tokens: Sequence[int], vocabulary: Vocabulary) -> bool | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from worker_agent.engine.base import RequestKey
-from worker_agent.engine.errors import EngineRefusal
+from worker_agent.engine.errors import Gone
 from worker_agent.engine.simulated.request import Request
 
 
@@ -45,8 +45,8 @@ class RequestTable:
         return [request for request in self._by_id.values() if request.key.client == client]
 
     def known(self, request_id: str) -> Request:
-        """Return the request with this ID. Raise EngineRefusal if there is none."""
+        """Return the request with this ID. Raise Gone if there is none."""
         request = self._by_id.get(request_id)
         if request is None:
-            raise EngineRefusal(f"request {request_id} is not on this engine")
+            raise Gone(f"request {request_id} is not on this engine")
         return request

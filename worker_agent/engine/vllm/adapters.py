@@ -43,11 +43,12 @@ class Adapters:
 
     def of_request(self, asked: LoRARequest, version: str) -> LoRARequest:
         """Load the adapter of a request that was submitted when this version was in the folder; empty: the
-        loaded version, if any.
+        loaded version, if any. Nothing is loaded in place: that was done when the load was asked for.
 
         vLLM may read the folder again at any time, so a folder that has changed no longer serves the request.
         Raises EngineRefusal.
         """
+        asked = replace(asked, load_inplace=False)
         if not version:
             latest = self._latest.get((asked.lora_name, asked.lora_path))
             return self._loaded(asked, self._versions.of(asked.lora_path) if latest is None else latest)
@@ -89,7 +90,10 @@ class Adapters:
             self._core.add_lora(own)
         # The engine must survive any error in the adapter's files.
         except Exception as error:
-            reason = f"adapter {asked.lora_name} cannot be loaded from {asked.lora_path}: {error}"
+            # With the client's name for it: by these words, vLLM's API server tells an adapter that does not
+            # exist (404) from other failures.
+            words = str(error).replace(name, asked.lora_name)
+            reason = f"adapter {asked.lora_name} cannot be loaded from {asked.lora_path}: {words}"
             raise EngineRefusal(reason) from error
         if self._versions.of(asked.lora_path) != version:
             raise EngineRefusal(

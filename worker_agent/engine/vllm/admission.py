@@ -12,7 +12,7 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.request import Request, RequestStatus
 
 from worker_agent.engine.base import Held, RequestKey, StepColumns, Submission
-from worker_agent.engine.errors import EngineRefusal
+from worker_agent.engine.errors import EngineRefusal, Unrunnable
 from worker_agent.engine.turns import remaining_prefill_s
 from worker_agent.engine.vllm.imports import Imports
 from worker_agent.engine.vllm.load import LoadedCore
@@ -44,13 +44,9 @@ class Admission:
         """Admit a request; one that cannot run gets a FAILED output."""
         try:
             self._submit(submission)
-        except EngineRefusal as refusal:
-            _log.warning("request %s cannot run: %s", submission.request_id, refusal)
-            self._fail(submission)
         # No message may end the engine, whatever vLLM's decoder or constructors raise.
-        except Exception:  # noqa: BLE001
-            _log.exception("request %s cannot run", submission.request_id)
-            self._fail(submission)
+        except Exception as error:  # noqa: BLE001
+            self._fail(submission, error)
 
     def abort(self, keys: Sequence[RequestKey]) -> None:
         """Free these requests, whether running, paused, waiting or being imported."""
@@ -93,9 +89,9 @@ class Admission:
             raise EngineRefusal(f"its message is that of request {request.request_id}")
         outputs = list(submission.output_token_ids)
         if self._core.pooling and outputs:
-            raise EngineRefusal("a pooling model cannot continue an output")
+            raise Unrunnable("a pooling model cannot continue an output")
         if request.num_tokens + len(outputs) > self._core.max_model_len:
-            raise EngineRefusal(f"{len(outputs)} output tokens are more than fit max_model_len")
+            raise Unrunnable(f"{len(outputs)} output tokens are more than fit max_model_len")
         phases = PhaseTracker(self._core.marks, request.prompt_token_ids or ())
         phases.replay(outputs)
         phases.back_to_prefill()
@@ -129,12 +125,8 @@ class Admission:
                 if refusal is not None:
                     raise refusal
                 self._resume(entry, outputs, submission.sampling_state)
-            except EngineRefusal as error:
-                _log.warning("request %s cannot continue: %s", request.request_id, error)
-                self._fail(submission)
-            except Exception:  # noqa: BLE001 - as in submit
-                _log.exception("request %s cannot continue", request.request_id)
-                self._fail(submission)
+            except Exception as error:  # noqa: BLE001 - as in submit
+                self._fail(submission, error)
 
         self._core.grammars.when_ready(request, on_grammar)
 
@@ -178,14 +170,33 @@ class Admission:
         self._table.remove(entry)
         self._core.finish([entry.request_id])
 
-    def _fail(self, submission: Submission) -> None:
+    def _fail(self, submission: Submission, error: Exception) -> None:
         entry = self._table.by_key(submission.key)
         if entry is not None and entry.epoch == submission.epoch:
             self._remove(entry)
         first_index = len(submission.output_token_ids)
         self._deliver(
-            [self._writer.failed(submission.key, submission.request_id, submission.epoch, first_index)]
+            [
+                self._writer.failed(
+                    submission.key,
+                    submission.request_id,
+                    submission.epoch,
+                    first_index,
+                    _refusal(submission, error),
+                )
+            ]
         )
+
+
+def _refusal(submission: Submission, error: Exception) -> EngineRefusal:
+    """Return why a request was not run, in words for its client."""
+    if isinstance(error, EngineRefusal):
+        return error
+    _log.error("request %s was not run", submission.request_id, exc_info=error)
+    if isinstance(error, ValueError | TypeError):
+        # So vLLM rejects what a request asks for, or the message is none: other engines would do the same.
+        return Unrunnable(str(error))
+    return EngineRefusal("the engine failed to admit it")
 
 
 def _is_seeded(request: Request) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -30,7 +31,7 @@ from worker_agent.engine.base import (
     StepColumns,
     Submission,
 )
-from worker_agent.engine.errors import EngineRefusal, KvCorrupt
+from worker_agent.engine.errors import EngineRefusal, KvCorrupt, raised_anew
 from worker_agent.engine.vllm.cache_watch import naming_of
 from worker_agent.engine.vllm.core import EngineParts, EngineThread
 from worker_agent.engine.vllm.engine_ranks import EngineRanks
@@ -46,6 +47,7 @@ from worker_agent.engine.vllm.stats import Compilations, engine_stats
 from worker_agent.nodes.gathering import Nodes
 from worker_agent.nodes.network import use_network_of
 from worker_agent.nodes.span import NodeSpan, worker_span
+from worker_agent.ranks.left_behind import Record, names_of, remove
 from worker_agent.ranks.messages import Address
 
 _T = TypeVar("_T")
@@ -73,6 +75,7 @@ class VllmEngine:
         self._compilations = Compilations()
         # None if there is one rank.
         self._ranks: EngineRanks | None = None
+        self._left_behind = Record(settings.owner)
         # None if the engine is on this machine alone.
         self._nodes: Nodes | None = None
         # Bounded by the worker's limits on concurrent exports and imports.
@@ -85,12 +88,15 @@ class VllmEngine:
         span = worker_span(self._settings.parallel_arguments)
         if span is not None:
             self._nodes = await self._gather_nodes(span)
+        self._left_behind.remove_recorded()
         try:
             async with asyncio.timeout(_START_DEADLINE_S):
                 self._parts = await self._load()
         except TimeoutError:
+            remove(names_of([os.getpid()]))
             raise RuntimeError(f"vLLM did not start within {_START_DEADLINE_S:.0f} s") from None
         except Exception as error:
+            remove(names_of([os.getpid()]))
             raise RuntimeError(f"vLLM did not start: {error}") from error
         core = self._parts.core
         if core.ranked:
@@ -380,7 +386,7 @@ class VllmEngine:
 
     async def _serve_ranks(self, core: LoadedCore) -> EngineRanks:
         """Have every rank connect, to transfer its part of the KV. Raises RuntimeError."""
-        ranks = EngineRanks(self._parts, self._die)
+        ranks = EngineRanks(self._parts, self._die, self._left_behind)
         await ranks.links.open()
         address = Address(ranks.links.path, ranks.links.secret)
         try:
@@ -445,6 +451,8 @@ class VllmEngine:
                 return await asyncio.wrap_future(answer)
         except TimeoutError:
             raise EngineRefusal(f"the engine did not answer within {deadline_s:.0f} s") from None
+        except (EngineRefusal, KvCorrupt) as error:
+            raise raised_anew(error) from None
         finally:
             self._waiting.discard(answer)
 

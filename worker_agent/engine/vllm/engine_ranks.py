@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from multiprocessing.process import BaseProcess
 from typing import Final
 
 from worker_agent.engine.vllm.core import EngineParts
+from worker_agent.ranks.left_behind import Record, names_of, remove, remove_meeting
 from worker_agent.ranks.links import RankLinks
-from worker_agent.ranks.messages import remove_meeting
 
 _log = logging.getLogger(__name__)
 
@@ -26,13 +27,20 @@ class EngineRanks:
     it.
     """
 
-    def __init__(self, parts: EngineParts, died: Callable[[str], None]) -> None:
-        """`died` is called once, when a rank exits or hangs without having been stopped."""
+    def __init__(self, parts: EngineParts, died: Callable[[str], None], record: Record) -> None:
+        """`died` is called once, when a rank exits or hangs without having been stopped.
+
+        `record` gets the names of what the ranks share.
+        """
         self._parts = parts
         self._died = died
         ranks = parts.core.local_ranks
         self._processes = frozenset(rank.process for rank in ranks)
         self._links = RankLinks(len(ranks), self._lost)
+        self._record = record
+        # Read now: of a rank that is gone they cannot be read.
+        self._shared = names_of([os.getpid(), *self._processes])
+        record.write(self._shared)
 
     @property
     def links(self) -> RankLinks:
@@ -56,12 +64,14 @@ class EngineRanks:
             child.kill()
 
     def clear(self) -> None:
-        """Kill the ranks that still run and remove what killed ranks leave behind: their rendezvous file, and
-        the shared memory of vLLM's ranks on a CPU. Blocks for up to 5 s per rank."""
+        """Kill the ranks that still run and remove what killed ranks leave behind: their rendezvous file and
+        their shared memory. Blocks for up to 5 s per rank."""
         self.kill()
         for child in self._running():
             child.join(_JOIN_S)
+        remove(self._shared)
         remove_meeting(self._parts.core.ranks[0].meeting)
+        self._record.clear()
 
     def _running(self) -> list[BaseProcess]:
         return [child for child in multiprocessing.active_children() if child.pid in self._processes]

@@ -18,7 +18,7 @@ from vllm.v1.request import RequestStatus
 
 from tailrace.handover import Way
 from worker_agent.engine.base import Exported, ExportedPause
-from worker_agent.engine.errors import EngineRefusal
+from worker_agent.engine.errors import EngineRefusal, Gone
 from worker_agent.engine.vllm.host_pool import HostSlot
 from worker_agent.engine.vllm.in_use import InUse
 from worker_agent.engine.vllm.layouts import Place
@@ -84,7 +84,7 @@ class Exports:
             raise EngineRefusal(f"request {request_id} is already being exported")
         entry = self._table.get(request_id)
         if entry is None:
-            raise EngineRefusal(f"request {request_id} is not running here")
+            raise Gone(f"request {request_id} is not running here")
         status, handover = entry.request.status, self._core.handover
         if handover.way is Way.STAYS:
             raise EngineRefusal(handover.reason)
@@ -148,7 +148,7 @@ class Exports:
                     continue
                 result: ExportedPause | EngineRefusal = self._paused(pause)
             except EngineRefusal as refusal:
-                result = refusal
+                result = refusal.with_traceback(None)
             pause.done(result)
 
     def _pause(self, pause: _Pause) -> None:
@@ -227,7 +227,7 @@ class Exports:
     def _live(self, request_id: str) -> Export:
         export = self.get(request_id)
         if self._table.get(request_id) is not export.entry:
-            raise EngineRefusal(f"request {request_id} has finished")
+            raise Gone(f"request {request_id} has finished")
         return export
 
     def _pin_full(self, export: Export) -> None:

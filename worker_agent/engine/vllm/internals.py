@@ -77,7 +77,7 @@ INTERNALS: Final[Uses] = {
     "vllm.v1.engine:EngineCoreOutputs": "outputs utility_output",
     "vllm.v1.engine:UtilityOutput": "call_id result failure_message",
     "vllm.v1.engine:FinishReason": "ERROR",
-    "vllm.v1.metrics.stats": "PrefillStats",
+    "vllm.v1.metrics.stats": "PrefillStats PrefixCacheStats",
     "vllm.v1.metrics.stats:PrefillStats": "num_prompt_tokens num_cached_tokens num_external_cached_tokens",
     "vllm.v1.serial_utils": "MsgpackEncoder MsgpackDecoder",
     "vllm.v1.structured_output:StructuredOutputManager": "grammar_init accept_tokens",
@@ -120,6 +120,7 @@ INTERNALS: Final[Uses] = {
         running waiting requests finished_req_ids policy scheduler_config max_num_scheduled_tokens
         connector kv_cache_manager kv_cache_config kv_event_publisher hash_block_size needs_kv_cache_zeroing
         recompute_kv_load_failures get_request_counts reset_prefix_cache
+        log_stats make_stats make_spec_decoding_stats connector_prefix_cache_stats
         _inflight_prefills _inflight_prefill_reserved_blocks _preempt_request(drop_stale_output)
         _handle_invalid_blocks _free_request""",
     # ---- the KV cache

@@ -23,7 +23,7 @@ from tailrace.handover import Way, by_replay
 from tailrace.intra.base import IntraPolicy
 from tailrace.wire.setting_errors import one_line
 from worker_agent.engine.base import Frames
-from worker_agent.engine.errors import EngineRefusal, EngineSettingError, NoRoom
+from worker_agent.engine.errors import EngineRefusal, EngineSettingError, NoRoom, Unrunnable
 from worker_agent.engine.host_ledger import HostLedger
 from worker_agent.engine.vllm.adapters import Adapters
 from worker_agent.engine.vllm.connector import TailraceConnector
@@ -240,19 +240,23 @@ class LoadedCore:
     # ---- requests
 
     def decode(self, frames: Frames, client: int, adapter_version: str = "") -> Request:
-        """Decode vLLM's message into its Request. Raises EngineRefusal for requests that this engine cannot
-        run, for example with another version of an adapter."""
-        message: EngineCoreRequest = self._decoder.decode(frames)
+        """Decode vLLM's message into its Request. Raises Unrunnable for requests that no engine of this model
+        can run, EngineRefusal for those that this one cannot, for example with another version of an
+        adapter."""
+        try:
+            message: EngineCoreRequest = self._decoder.decode(frames)
+        except (ValueError, TypeError, LookupError) as error:
+            raise Unrunnable(f"malformed request: {error}") from error
         if (message.sampling_params is None) != self.pooling:
             runner = self.config.model_config.runner_type
-            raise EngineRefusal(f"what a {runner!r} runner (runner) does not do")
+            raise Unrunnable(f"what a {runner!r} runner (runner) does not do")
         if message.prompt_token_ids is None or message.resumable:
-            raise EngineRefusal("only complete prompts of token IDs are supported")
+            raise Unrunnable("only complete prompts of token IDs are supported")
         prompt = message.prompt_token_ids
         if not prompt or len(prompt) >= self.max_model_len + self.pooling:
-            raise EngineRefusal(f"a prompt of {len(prompt)} tokens with max_model_len {self.max_model_len}")
+            raise Unrunnable(f"a prompt of {len(prompt)} tokens with max_model_len {self.max_model_len}")
         if not message.mm_features and not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
-            raise EngineRefusal(f"a token id outside the vocabulary of {self._vocab_size}")
+            raise Unrunnable(f"a token id outside the vocabulary of {self._vocab_size}")
         if self.core.mm_receiver_cache is not None and message.mm_features:
             message.mm_features = self.core.mm_receiver_cache.get_and_update_features(message.mm_features)
         if message.lora_request is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from multiprocessing import connection
@@ -21,7 +22,7 @@ from tailrace.model_identity import identify_model
 from worker_agent.engine.errors import EngineSettingError
 from worker_agent.engine.vllm.settings import VllmSettings, vllm_config
 from worker_agent.nodes.span import NODE
-from worker_agent.ranks.messages import remove_meeting
+from worker_agent.ranks.left_behind import Names, Record, names_of, remove, remove_meeting
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +58,8 @@ class NodeRanks:
     def __init__(self, settings: VllmSettings) -> None:
         """Store the settings; `run` starts the ranks."""
         self._settings = settings
+        self._record = Record(f"{settings.owner} node {settings.engine_args.get(NODE)}")
+        self._shared: Names = {}
         # Name of the files that the ranks share, once it is known.
         self.meeting = ""
 
@@ -65,8 +68,11 @@ class NodeRanks:
 
         Raises EngineSettingError for settings that vLLM does not accept.
         """
+        self._record.remove_recorded()
         executor = MultiprocExecutor(vllm_config(self._settings), monitor_workers=False)
         handles = {handle.proc.sentinel: handle for handle in executor.workers}
+        self._shared = names_of([os.getpid(), *(handle.proc.pid or 0 for handle in handles.values())])
+        self._record.write(self._shared)
         _log.info("ranks %s are loaded", ", ".join(str(handle.rank) for handle in handles.values()))
         handle = handles[connection.wait(list(handles))[0]]
         return f"rank {handle.rank} (process {handle.proc.pid}) is gone"
@@ -78,4 +84,6 @@ class NodeRanks:
             rank.kill()
         for rank in ranks:
             rank.join(_JOIN_S)
+        remove(self._shared or names_of([os.getpid()]))
         remove_meeting(self.meeting)
+        self._record.clear()

@@ -11,6 +11,7 @@ from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from worker_agent.engine.base import OutputFlag, RequestKey, StepColumns
+from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.intervals import RecentIntervals
 from worker_agent.engine.step_times import StepTimes
 from worker_agent.engine.vllm.requests import RequestTable
@@ -44,13 +45,17 @@ class OutputWriter:
         now_s = time.monotonic()
         return [self._client(client, message, now_s) for client, message in outputs.items()]
 
-    def failed(self, key: RequestKey, request_id: str, epoch: int, first_index: int) -> StepColumns:
+    def failed(
+        self, key: RequestKey, request_id: str, epoch: int, first_index: int, refusal: EngineRefusal
+    ) -> StepColumns:
         """Return the output of a request that cannot run here."""
         message = EngineCoreOutputs(
             outputs=[EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR)]
         )
         flags = OutputFlag.FAILED | OutputFlag.FINISHED
-        return self._single(key, epoch, first_index, flags, message)
+        columns = self._single(key, epoch, first_index, flags, message)
+        columns.refusal = refusal
+        return columns
 
     def ended(self, key: RequestKey, epoch: int, first_index: int, output: EngineCoreOutput) -> StepColumns:
         """Return the finish, without a token, of a request that had generated its last token elsewhere."""

@@ -47,11 +47,11 @@ def load_marks(config: VllmConfig) -> ReasoningMarks | None:
             cached_tokenizer_from_config(config.model_config)
         )
     except (KeyError, ValueError, RuntimeError) as error:
-        raise RuntimeError(f"reasoning parser {name!r} does not fit this model: {error}") from error
+        raise RuntimeError(f"--reasoning-parser {name}: it does not fit this model: {error}") from error
     ends = _end_token_ids(parser)
     if not ends:
         raise RuntimeError(
-            f"reasoning parser {name!r} has no single end-of-reasoning token; use another parser"
+            f"--reasoning-parser {name}: it has no single end-of-reasoning token; use another parser"
         )
     return ReasoningMarks(parser, ends)
 

@@ -11,7 +11,7 @@ from vllm.v1.request import Request
 
 from tailrace.perf.remaining import limited, tokens_left
 from worker_agent.engine.base import Frames, RequestKey
-from worker_agent.engine.errors import EngineRefusal
+from worker_agent.engine.errors import Gone
 from worker_agent.engine.turns import Turn, arrival_order
 from worker_agent.engine.vllm.phases import PhaseTracker
 
@@ -127,10 +127,10 @@ class RequestTable:
         return self._by_id.get(request_id)
 
     def known(self, request_id: str) -> Entry:
-        """Return the request with this ID. Raises EngineRefusal if there is none."""
+        """Return the request with this ID. Raises Gone if there is none."""
         entry = self._by_id.get(request_id)
         if entry is None:
-            raise EngineRefusal(f"request {request_id} is not on this engine")
+            raise Gone(f"request {request_id} is not on this engine")
         return entry
 
     def by_key(self, key: RequestKey) -> Entry | None:

@@ -10,6 +10,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import RequestQueue, create_request_queue
 from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -58,6 +59,10 @@ class PausingScheduler(VllmScheduler):  # type: ignore[misc]
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
+        # Outputs tell when their request was queued, scheduled and preempted, for the API server's metrics.
+        # All other statistics stay off: see `make_stats`.
+        self.log_stats = True
+        self.connector_prefix_cache_stats = PrefixCacheStats()
         self.tailrace_connector = tailrace_connector(self.connector)
         self.other_connectors = OtherConnectors(self.connector)
         self.paused = {}
@@ -73,6 +78,12 @@ class PausingScheduler(VllmScheduler):  # type: ignore[misc]
         self._scheduling = False
         self._reserved_slots = 0
         self._active_limit = self.max_num_active_reqs
+
+    def make_stats(self, *args: object, **kwargs: object) -> None:
+        """Make none: front ends show what concerns the fleet (frontend_svc/load.py)."""
+
+    def make_spec_decoding_stats(self, *args: object, **kwargs: object) -> None:
+        """Make none: nobody would see them."""
 
     # ---- pause
 

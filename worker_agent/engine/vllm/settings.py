@@ -61,6 +61,8 @@ class VllmSettings:
     engine_args: Mapping[str, Json] = field(default_factory=dict)
     # How long the other nodes of an engine on several machines may take to join.
     nodes_timeout_s: float = 600.0
+    # Identifies the worker, also after a restart; see ranks/left_behind.py.
+    owner: str = ""
 
     @property
     def parallel_arguments(self) -> Mapping[str, object]:

@@ -1,0 +1,120 @@
+"""Shared memory of ranks that were killed is removed, and nobody else's."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import shared_memory
+from pathlib import Path
+
+import pytest
+
+from worker_agent.ranks.left_behind import Names, Record, names_of, remove
+
+SHARED = Path("/dev/shm")
+# As a rank of a vLLM engine on a CPU: a message queue, and memory of the ranks' own communicator.
+_RANK = """
+import mmap, os, sys, threading
+from multiprocessing import shared_memory
+queue = shared_memory.SharedMemory(create=True, size=4096)
+file = os.open(f"/dev/shm/{sys.argv[1]}-tp:0-[0-1]-cpushm_0", os.O_RDWR | os.O_CREAT)
+os.ftruncate(file, 4096)
+memory = mmap.mmap(file, 4096)
+print(queue.name, flush=True)
+threading.Event().wait(60)
+"""
+
+
+@contextmanager
+def rank() -> Iterator[tuple[subprocess.Popen[str], set[str]]]:
+    """Yield a process of a session of its own, with its resource tracker, and the names that it shares."""
+    ident = f"vllm_dist_{uuid.uuid4().hex}"
+    with subprocess.Popen(
+        [sys.executable, "-c", _RANK, ident], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        names = {process.stdout.readline().strip(), f"{ident}-tp:0-[0-1]-cpushm_0"}
+        try:
+            yield process, names
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            for name in names:
+                (SHARED / name).unlink(missing_ok=True)
+
+
+def existing(names: set[str]) -> set[str]:
+    return {name for name in names if (SHARED / name).exists()}
+
+
+def test_next_worker_of_the_same_name_removes_what_all_killed_ranks_left() -> None:
+    with rank() as (process, names), rank() as (other, others):
+        owner = uuid.uuid4().hex
+        Record(owner).write(names_of([process.pid]))
+        # With its resource tracker, as when a container is killed.
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        assert existing(names) == names
+        Record(f"not {owner}").remove_recorded()
+        assert existing(names) == names
+        Record(owner).remove_recorded()
+        assert existing(names) == set()
+        assert existing(others) == others
+        assert other.poll() is None
+        Record(owner).remove_recorded()
+
+
+def test_only_what_the_processes_have_mapped_is_named() -> None:
+    with rank() as (process, names), rank():
+        found = names_of([process.pid, 0, 2**22 + 1])
+        assert found == {name: (SHARED / name).stat().st_ino for name in names}
+
+
+def test_name_that_another_process_uses_by_now_is_not_removed() -> None:
+    with rank() as (_, names):
+        remove(dict.fromkeys(names, 1), tracked=False)
+        assert existing(names) == names
+
+
+def test_removed_memory_stays_usable_and_is_not_removed_twice(capfd: pytest.CaptureFixture[str]) -> None:
+    """Python's resource tracker forgets the name, as it would otherwise report it as leaked."""
+    memory = shared_memory.SharedMemory(create=True, size=4096)
+    names = {name: inode for name, inode in names_of([os.getpid()]).items() if name == memory.name}
+    assert names
+    remove(names)
+    assert existing(set(names)) == set()
+    assert memory.buf is not None
+    memory.buf[0] = 1
+    remove(names)
+    memory.close()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "lines", [b"", b"x psm_0\n", b"1 ../../etc/passwd\n", b"\xff\xfe 1", b"1 other\n" * 99_999]
+)
+def test_unreadable_record_is_forgotten(lines: bytes) -> None:
+    record = Record(uuid.uuid4().hex)
+    record.write({})
+    (path,) = [path for path in SHARED.glob("tailrace-ranks-*") if path == record._path]
+    path.write_bytes(lines)
+    record.remove_recorded()
+    assert not path.exists()
+
+
+def test_another_users_link_is_neither_followed_nor_written_through(tmp_path: Path) -> None:
+    record, elsewhere = Record(uuid.uuid4().hex), tmp_path / "elsewhere"
+    elsewhere.write_text("1 psm_0\n")
+    record._path.symlink_to(elsewhere)
+    try:
+        record.remove_recorded()
+        names: Names = {"psm_1": 2}
+        record.write(names)
+        assert elsewhere.read_text() == "1 psm_0\n"
+    finally:
+        record.clear()

@@ -1,0 +1,115 @@
+"""What the ranks of an engine share in /dev/shm and the temporary folder; it outlives ranks that die.
+
+Python and vLLM choose these names, and give them to nobody; but a process has mapped only those of its own
+engine. So they are read from the ranks' memory maps while these live, and recorded beside them for the case
+that the worker is killed with all of its ranks: the next worker of the same name then removes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Iterable
+from hashlib import blake2b
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Final
+
+log = logging.getLogger(__name__)
+
+_SHARED: Final = Path("/dev/shm")
+# Python's shared memory (vLLM's message queues), and that of vLLM's ranks on a CPU.
+_PYTHONS: Final = re.compile(r"psm_[0-9a-f]+")
+_OF_RANKS: Final = re.compile(r"psm_[0-9a-f]+|[^/]+-cpushm[^/]*")
+# Start of the name of the file by which the ranks of an engine on one machine rendezvous.
+_MEETING: Final = "vllm_dist_"
+_MAPS_FIELDS: Final = 6
+_RECORD_BYTES_MAX: Final = 64 << 10
+
+Names = dict[str, int]
+"""Names in /dev/shm, and the inode of each: a name may be used again, by others."""
+
+
+def names_of(processes: Iterable[int]) -> Names:
+    """Return the names that the ranks of an engine share, from the memory maps of these processes of it."""
+    names: Names = {}
+    for process in processes:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{process}/maps").read_text().splitlines():
+                fields = line.split(maxsplit=_MAPS_FIELDS - 1)
+                folder, _, name = fields[-1].rpartition("/")
+                if len(fields) == _MAPS_FIELDS and folder == str(_SHARED) and _OF_RANKS.fullmatch(name):
+                    names[name] = int(fields[4])
+    return names
+
+
+def remove(names: Names, tracked: bool = True) -> None:
+    """Remove names that no rank needs any more; processes that have them mapped keep the memory.
+
+    `tracked`: Python's resource tracker of this process knows them, and is told.
+    """
+    for name, inode in names.items():
+        path = _SHARED / name
+        try:
+            if path.stat().st_ino != inode:
+                continue
+            path.unlink()
+        except OSError:
+            # Gone, or not ours to remove.
+            continue
+        log.info("removed shared memory of a rank that is gone: %s", name)
+        if tracked and _PYTHONS.fullmatch(name):
+            resource_tracker.unregister(f"/{name}", "shared_memory")
+
+
+def remove_meeting(name: str) -> None:
+    """Remove the file of the ranks' rendezvous. Does nothing if vLLM used another rendezvous."""
+    if name.startswith(_MEETING):
+        with contextlib.suppress(OSError):
+            Path(tempfile.gettempdir(), name).unlink()
+
+
+class Record:
+    """The names of one engine, kept in /dev/shm: they live as long as what they name."""
+
+    def __init__(self, owner: str) -> None:
+        """`owner`: identifies the engine's worker, and is the same for the next process of it."""
+        key = blake2b(f"{os.getuid()} {owner}".encode(), digest_size=16).hexdigest()
+        self._path = _SHARED / f"tailrace-ranks-{key}"
+
+    def write(self, names: Names) -> None:
+        """Replace what is recorded."""
+        self.clear()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            with open(os.open(self._path, flags, 0o600), "w") as file:
+                file.writelines(f"{inode} {name}\n" for name, inode in names.items())
+        except OSError as error:
+            log.warning("%s: %s; what killed ranks leave in /dev/shm will stay", self._path, error.strerror)
+
+    def clear(self) -> None:
+        """Forget what is recorded."""
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+
+    def remove_recorded(self) -> None:
+        """Remove what an earlier process of this worker left, and forget it."""
+        try:
+            with open(os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+                ours = os.fstat(file.fileno()).st_uid == os.getuid()
+                lines = file.read(_RECORD_BYTES_MAX).decode(errors="replace").splitlines()
+        except OSError:
+            return
+        fields = [line.partition(" ") for line in lines if ours]
+        remove(
+            {
+                name: int(inode)
+                for inode, _, name in fields
+                if inode.isdecimal() and _OF_RANKS.fullmatch(name)
+            },
+            tracked=False,
+        )
+        self.clear()
