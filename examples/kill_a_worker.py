@@ -37,6 +37,8 @@ SAMPLING: Final = {"temperature": 0.0, "max_tokens": 3_000, "extra_body": {"min_
 # Shares of the answer's tokens after which it is moved, and its worker killed.
 MOVE_AT: Final = 0.3
 KILL_AT: Final = 0.6
+# On a busy machine, an answer can end before its worker is killed.
+TRIES: Final = 3
 _COLOURS: Final = ("cyan", "green", "magenta", "yellow", "blue", "red")
 _COLUMNS: Final = 100
 
@@ -92,68 +94,85 @@ def run(url: str, svg: Path | None, fleet: Fleet) -> int:
     console = Console(record=svg is not None, width=_COLUMNS if svg is not None else None, highlight=False)
     client = OpenAI(base_url=url, api_key="none", timeout=120)
     model = client.models.list().data[0].id
-    recording = Recording(fleet.instances())
     console.print(f"[bold]$ python -m examples.kill_a_worker[/]\ninstances: {', '.join(fleet.instances())}")
     alone = stream_chat(client, model, PROMPT, SAMPLING)
     console.print(f"the answer, undisturbed: {alone.completion_tokens} tokens; now the same request again")
-    length = len(alone.reasoning) + len(alone.answer)
-    once = Once()
-    moved = threading.Event()
-    killed: list[str] = []
-
-    def where(chat: Chat) -> str:
-        request = fleet.find(chat.request_id)
-        return request.instance_id if request is not None else ""
-
-    def move(chat: Chat) -> None:
-        source = where(chat)
-        target = next(name for name in fleet.instances() if name != source)
-        record = fleet.migrate(chat.request_id, target)
-        if record.state == types_pb2.MIGRATION_STATE_COMMITTED:
-            recording.here = target
-            console.print(
-                f"migrated {recording.name(source)} -> {recording.name(target)} with its KV cache: "
-                f"{record.bytes / 2**20:.1f} MiB, paused {record.pause_ms:.0f} ms"
-            )
-        else:
-            console.print(f"the migration was aborted: {record.error}")
-        moved.set()
-
-    def kill(chat: Chat) -> None:
-        moved.wait(timeout=30)
-        name = where(chat)
-        kill_part(part_of(name))
-        killed.append(name)
-        console.print(f"[bold red]kill -9[/] {recording.name(name)}")
-        deadline_s = time.monotonic() + 30
-        while (now := where(chat)) in ("", name) and time.monotonic() < deadline_s:
-            time.sleep(0.01)
-        recording.here = now
-        console.print(f"recomputed on {recording.name(now)} from the tokens that the client has")
-
-    def watch(chat: Chat) -> None:
-        recording.here = recording.here or where(chat)
-        recording.add(chat)
-        length_now = len(chat.reasoning) + len(chat.answer)
-        once.when("move", length_now > MOVE_AT * length, lambda: move(chat))
-        once.when("kill", length_now > KILL_AT * length, lambda: kill(chat))
-
-    disturbed = stream_chat(client, model, PROMPT, SAMPLING, on_progress=watch)
-    once.join()
-    equal = disturbed.same_text_and_usage(alone)
+    for _ in range(TRIES):
+        disturbed = Disturbed(console, fleet, alone)
+        chat = stream_chat(client, model, PROMPT, SAMPLING, on_progress=disturbed.watch)
+        disturbed.once.join()
+        if disturbed.killed:
+            break
+        console.print("the answer ended before its worker could be killed: once more")
+    equal = chat.same_text_and_usage(alone)
     console.print()
-    console.print(recording.text())
+    console.print(disturbed.recording.text())
     console.print(
-        f"\nlongest gap between two pieces of text: {recording.longest_gap_s:.2f} s; "
+        f"\nlongest gap between two pieces of text: {disturbed.recording.longest_gap_s:.2f} s; "
         f"text and usage equal to the undisturbed answer: [bold]{'yes' if equal else 'NO'}[/]"
     )
     if svg is not None:
         picture = console.export_svg(title="an answer that outlives its worker")
         # Without the fonts that it would load from elsewhere; a viewer has a monospaced one.
         svg.write_text(re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL))
-    for name in killed:
+    for name in disturbed.killed:
         subprocess.run([sys.executable, "-m", "tailrace", "restart", name], check=True, timeout=300)
-    return 0 if equal and killed else 1
+    return 0 if equal and disturbed.killed else 1
+
+
+class Disturbed:
+    """One answer that is moved while it streams, and whose worker is then killed."""
+
+    def __init__(self, console: Console, fleet: Fleet, alone: Chat) -> None:
+        """`alone` is the undisturbed answer."""
+        self.recording = Recording(fleet.instances())
+        self.once = Once()
+        self.killed: list[str] = []
+        self._console = console
+        self._fleet = fleet
+        self._length = len(alone.reasoning) + len(alone.answer)
+        self._moved = threading.Event()
+
+    def watch(self, chat: Chat) -> None:
+        """Record what has arrived; move and kill in due time."""
+        self.recording.here = self.recording.here or self._where(chat)
+        self.recording.add(chat)
+        length = len(chat.reasoning) + len(chat.answer)
+        self.once.when("move", length > MOVE_AT * self._length, lambda: self._move(chat))
+        self.once.when("kill", length > KILL_AT * self._length, lambda: self._kill(chat))
+
+    def _where(self, chat: Chat) -> str:
+        request = self._fleet.find(chat.request_id)
+        return request.instance_id if request is not None else ""
+
+    def _move(self, chat: Chat) -> None:
+        name = self.recording.name
+        source = self._where(chat)
+        target = next(each for each in self._fleet.instances() if each != source)
+        record = self._fleet.migrate(chat.request_id, target)
+        if record.state == types_pb2.MIGRATION_STATE_COMMITTED:
+            self.recording.here = target
+            self._console.print(
+                f"migrated {name(source)} -> {name(target)} with its KV cache: "
+                f"{record.bytes / 2**20:.1f} MiB, paused {record.pause_ms:.0f} ms"
+            )
+        else:
+            self._console.print(f"the migration was aborted: {record.error}")
+        self._moved.set()
+
+    def _kill(self, chat: Chat) -> None:
+        self._moved.wait(timeout=30)
+        name = self._where(chat)
+        if not name:
+            return
+        kill_part(part_of(name))
+        self.killed.append(name)
+        self._console.print(f"[bold red]kill -9[/] {self.recording.name(name)}")
+        deadline_s = time.monotonic() + 30
+        while (now := self._where(chat)) in ("", name) and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        self.recording.here = now
+        self._console.print(f"recomputed on {self.recording.name(now)} from the tokens that the client has")
 
 
 def part_of(name: str) -> Part:

@@ -60,10 +60,19 @@ CANNOT_GO_ON: Final = Refusal(
 )
 """The answer has begun, and another model must not continue it."""
 
+NOT_SERVING: Final = Refusal(503, "This front end is starting or stopping.")
+"""Users cannot connect yet, or no more."""
+
+NOT_HANDLED: Final = Refusal(500, "The front end failed to handle this request; its log says why.")
+"""An unexpected exception, which this request alone pays for."""
+
 TOO_MANY_REQUESTS: Final = Refusal(
     429, "This server has reached its limit of concurrent requests; try again later."
 )
 """The front end's own limit of requests."""
+
+CONGESTED: Final = Refusal(503, "The fleet is too busy to deliver this answer now; try again later.")
+"""Outputs are made faster than they are read, by the API server or by this front end."""
 
 TENANT_FULL: Final = Refusal(429, "Too many requests of this key's tenant are queued; try again later.")
 """The tenant's queue is full (`--fair-backlog`)."""
@@ -83,15 +92,36 @@ class AdmissionState(enum.IntEnum):
     NO_INSTANCE = 1
     # The front end has reached its limit of requests: 429.
     FULL = 2
+    # No instance can take it now: it waits for one.
+    WAITING = 3
+
+    @property
+    def unready(self) -> Refusal | None:
+        """Return why a load balancer should send requests elsewhere; None if it should not.
+
+        A front end that is full works.
+        """
+        without_instance = self in (AdmissionState.NO_INSTANCE, AdmissionState.WAITING)
+        return NO_INSTANCE if without_instance else None
 
 
-class AdmissionFlag:
-    """Write the admission state; used by `frontend_svc`. Starts open: requests may wait for the first
-    instance."""
+class AdmissionReader:
+    """Read the admission state; used by the API server."""
+
+    def __init__(self, path: Path, protection: int = mmap.PROT_READ) -> None:
+        self._map = _map(path, protection)
+
+    def read(self) -> AdmissionState:
+        """Return what happens to a new request now."""
+        return AdmissionState(self._map[0])
+
+
+class AdmissionFlag(AdmissionReader):
+    """Write the admission state; used by `frontend_svc`. At first, requests wait for the first instance."""
 
     def __init__(self, path: Path) -> None:
-        path.write_bytes(bytes([AdmissionState.OPEN]))
-        self._map = _map(path, mmap.PROT_READ | mmap.PROT_WRITE)
+        path.write_bytes(bytes([AdmissionState.WAITING]))
+        super().__init__(path, mmap.PROT_READ | mmap.PROT_WRITE)
         self.path = path
 
     def set(self, state: AdmissionState) -> None:
@@ -99,15 +129,19 @@ class AdmissionFlag:
         self._map[0] = state
 
 
-class AdmissionReader:
-    """Read the admission state; used by the API server."""
+class Readiness:
+    """Whether a load balancer should send requests to this front end, whichever API server it runs."""
 
-    def __init__(self, path: Path) -> None:
-        self._map = _map(path, mmap.PROT_READ)
+    def __init__(self) -> None:
+        self.serving = False
+        """Whether users can connect."""
+        self.admission: AdmissionReader | None = None
 
-    def read(self) -> AdmissionState:
-        """Return what happens to a new request now."""
-        return AdmissionState(self._map[0])
+    @property
+    def unready(self) -> Refusal | None:
+        """Return why it should not; None if it should."""
+        unready = self.admission.read().unready if self.admission is not None else None
+        return unready or (None if self.serving else NOT_SERVING)
 
 
 def _map(path: Path, protection: int) -> mmap.mmap:
@@ -126,17 +160,19 @@ class AdmissionGate:
         self._flag = flag
         self._patience_s = patience_s
         self._timer: asyncio.TimerHandle | None = None
+        self._waiting = True
         self._without_instance = False
         self._full = False
 
     def update(self, usable: int) -> None:
         """Set how many instances could take a request now."""
+        self._waiting = not usable
         if usable:
             self.cancel()
             self._without_instance = False
-            self._apply()
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._patience_s, self._close)
+        self._apply()
 
     def update_full(self, full: bool) -> None:
         """Set whether the front end has reached its limit of requests."""
@@ -159,5 +195,7 @@ class AdmissionGate:
     def _apply(self) -> None:
         if self._without_instance:
             self._flag.set(AdmissionState.NO_INSTANCE)
+        elif self._full:
+            self._flag.set(AdmissionState.FULL)
         else:
-            self._flag.set(AdmissionState.FULL if self._full else AdmissionState.OPEN)
+            self._flag.set(AdmissionState.WAITING if self._waiting else AdmissionState.OPEN)

@@ -163,7 +163,11 @@ class Adoptions:
 
     def _reply(self, target: str, adopt: worker_pb2.Adopt, reason: str) -> None:
         reply = worker_pb2.AdoptReply(
-            migration_id=adopt.migration_id, handle=adopt.handle, accepted=False, reason=reason
+            migration_id=adopt.migration_id,
+            handle=adopt.handle,
+            accepted=False,
+            reason=reason,
+            gone=self._table.get(adopt.handle) is None,
         )
         self._outbox.send(target, worker_pb2.AttachUp(adopt_reply=reply))
 

@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from tailrace.records import ServiceRecord
-from tailrace.service.tasks import cancel
+from tailrace.service.tasks import cancel, supervise
 from tailrace.store.client import StoreUnavailable
 from tailrace.store.registration import Registration
 
@@ -33,7 +33,7 @@ class Announcer:
 
     def start(self) -> None:
         """Start the task; `close` ends it."""
-        self._task = asyncio.create_task(self._run(), name="announces models")
+        self._task = supervise("announces models", self._run)
 
     async def close(self) -> None:
         """Stop writing."""
@@ -60,3 +60,6 @@ class Announcer:
                 # The registration writes its value again once etcd is back; by then it may be outdated.
                 self._changed.set()
                 await asyncio.sleep(_RETRY_S)
+            except Exception:
+                self._changed.set()
+                raise

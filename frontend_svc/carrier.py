@@ -11,13 +11,16 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Protocol
+from typing import Final
 
 import msgspec
 
+from frontend_svc.adapters import SharedAdapters
 from frontend_svc.admission import (
     CANNOT_GO_ON,
+    CONGESTED,
     NO_INSTANCE,
+    NOT_HANDLED,
     OVERLOADED,
     STOPPING,
     TENANT_FULL,
@@ -27,10 +30,12 @@ from frontend_svc.admission import (
 from frontend_svc.adopt import Adoptions
 from frontend_svc.answers.calls import ANSWER_HEADER, METHODS
 from frontend_svc.answers.coordinator import AnswerCoordinator, RunRequest
+from frontend_svc.api_server.spec import ADAPTER_CALLS
 from frontend_svc.dispatch import Dispatcher, Relocations
 from frontend_svc.fair_gate import FairGate
 from frontend_svc.links import Loss, WorkerLinks, abort_message, request_bytes
 from frontend_svc.liveness import Liveness
+from frontend_svc.names import NamedOutput
 from frontend_svc.observer import StreamObserver
 from frontend_svc.pacing import Pacer
 from frontend_svc.placement import Placed, Placement
@@ -49,7 +54,9 @@ from frontend_svc.streams import (
 from frontend_svc.utilities import UtilityCalls
 from tailrace.adapter_versions import AdapterVersions
 from tailrace.cluster import Phase
+from tailrace.request_ids import MAX_BYTES, chosen_by_client, is_own_id, own_id, problem_with
 from tailrace.service.message_stream import MIN_MESSAGE_BYTES
+from tailrace.telemetry.incidents import unreadable
 from tailrace.tenancy.fair_queue import TenantQueueFull
 from tailrace.tenancy.share import SHARE_HEADER, Share
 from tailrace.v1 import worker_pb2
@@ -58,21 +65,25 @@ from tailrace.wire import (
     FinishReason,
     RequestHead,
     UtilityCall,
+    check_outputs,
     encode_outputs,
     filter_outputs,
+    for_engines,
     read_request,
     split_outputs,
+    trace_context,
+    without_statistics,
 )
 from tailrace.wire.cache_keys import read_cache_keys
 
 log = logging.getLogger(__name__)
 
-
-class Output(Protocol):
-    """Where outputs for the API server go."""
-
-    def send(self, frames: Sequence[bytes]) -> None:
-        """Send one message of vLLM's engine-core protocol."""
+# A request whose outputs could not be sent more often than this ends.
+MAX_CONGESTED: Final = 3
+# Bytes that the API server has not read: beyond the first, new requests are refused; beyond the second,
+# streams end, so that the rest can go on.
+UNREAD_FULL_BYTES: Final = 64 << 20
+UNREAD_MAX_BYTES: Final = 512 << 20
 
 
 class Carrier:
@@ -83,7 +94,7 @@ class Carrier:
         table: StreamTable,
         workers: WorkerLinks,
         placement: Placement,
-        output: Output,
+        output: NamedOutput,
         observer: StreamObserver,
         pacer: Pacer,
         wait_limits: WaitLimits,
@@ -91,12 +102,13 @@ class Carrier:
         on_full: Callable[[bool], None],
         pace_s: float = 0.0,
         answers: AnswerCoordinator | None = None,
+        adapters: SharedAdapters | None = None,
     ) -> None:
         """Wire the parts together; nothing starts before the first message.
 
         `on_full(full)` is called with whether new requests would be refused with 429. `pace_s`: seconds per
         token at which answers are shown if the request does not set it; 0 shows tokens as they are generated.
-        `answers`: None if no answers are kept.
+        `answers`: None if no answers are kept; `adapters`: None if those that users load are not shared.
         """
         self._table = table
         self._workers = workers
@@ -104,6 +116,7 @@ class Carrier:
         self._pacer = pacer
         self._pace_s = pace_s
         self._answers = answers
+        self._shared_adapters = adapters
         self._limits = limits
         self._on_full = on_full
         self._observer = observer
@@ -122,6 +135,8 @@ class Carrier:
         self._relocations = Relocations(table, placement, workers, self._dispatch, self)
         self._adoptions = Adoptions(table, workers, observer.adopted, placement.may_run)
         self._liveness = Liveness(table, workers)
+        # What the attached instances last said of their engines.
+        self.engines: dict[str, worker_pb2.EngineState] = {}
         self._utilities = UtilityCalls(workers, output.send)
         self._adapters = AdapterVersions()
         self.reply = output.send
@@ -145,16 +160,32 @@ class Carrier:
     def on_add(self, frames: Sequence[bytes]) -> None:
         """Admit or refuse a new request. Raise msgspec.DecodeError if the frames are not a request."""
         head = read_request(frames)
-        refusal = Refusal(400, head.wrong_extra) if head.wrong_extra else self._refusal(frames)
+        before = self._table.find(head.request_id)
+        try:
+            self._add(head, frames)
+        except Exception:  # a request that nobody foresaw fails alone
+            log.exception("%s cannot be handled", head.request_id[:MAX_BYTES])
+            stream = self._table.find(head.request_id)
+            if stream is not None and stream is not before:
+                self._output.drop(stream.request_id)
+                self._abort(stream)
+            self._observer.refused(NOT_HANDLED.status)
+            self._output.send(_error(head.request_id, NOT_HANDLED))
+
+    def _add(self, head: RequestHead, frames: Sequence[bytes]) -> None:
+        chosen = head.external_req_id
+        request_id = head.request_id if chosen is None or is_own_id(head.request_id) else own_id(chosen)
+        problem = _problem_with_ids(head) or head.wrong_extra
+        refusal = Refusal(400, problem) if problem else self._refusal(frames)
         if refusal is not None:
-            log.warning("%s refused: %s", head.request_id, refusal.message)
+            log.warning("%s refused: %s", request_id[:MAX_BYTES], refusal.message)
             self._observer.refused(refusal.status)
             self._output.send(_error(head.request_id, refusal))
             return
         headers = head.trace_headers or {}
         run_request: RunRequest | None = None
         if self._answers is not None and (run := headers.get(ANSWER_HEADER)) is not None:
-            joining = self._answers.join_run(run, head.request_id, head.external_req_id or head.request_id)
+            joining = self._answers.join_run(run, head.request_id)
             if isinstance(joining, Refusal):
                 self._output.send(_error(head.request_id, joining))
                 return
@@ -164,11 +195,18 @@ class Carrier:
                 return
         try:
             stream = self._table.open(
-                head.request_id, frames, head.prompt_tokens, head.max_tokens or 0, time.monotonic()
+                request_id,
+                for_engines(frames, request_id),
+                head.prompt_tokens,
+                head.max_tokens or 0,
+                time.monotonic(),
+                head.request_id,
             )
         except ValueError:
             log.exception("refused a request")
             return
+        if stream.name != stream.request_id:
+            self._output.add(stream.request_id, stream.name)
         if head.adapter or not head.generates:
             stream.requirements = Requirements(head.generates, head.adapter)
         if head.adapter:
@@ -177,7 +215,8 @@ class Carrier:
             stream.pace_s = head.pace_tpot_ms / 1e3
         else:
             stream.pace_s = self._pace_s
-        self._observer.arrived(stream, headers.get("traceparent", ""))
+        traceparent = trace_context(headers).get("traceparent", "")
+        self._observer.arrived(stream, traceparent, chosen or "")
         if run_request is not None:
             self._resume(stream, run_request)
         if self.fair_gate is None or stream.accepted:
@@ -220,7 +259,22 @@ class Carrier:
         self._recovery.tick()
         if self._answers is not None:
             self._answers.tick()
-        self._on_full(len(self._table) >= self._limits.max_streams)
+        unread_bytes = self._output.unread_bytes
+        if unread_bytes > UNREAD_MAX_BYTES:
+            self._end_newest_streams(unread_bytes)
+        self._on_full(len(self._table) >= self._limits.max_streams or unread_bytes > UNREAD_FULL_BYTES)
+
+    def _end_newest_streams(self, unread_bytes: int) -> None:
+        """End half of the streams: the API server has not read so many bytes, and memory is bounded."""
+        streams = list(self._table)
+        ended = streams[len(streams) // 2 :]
+        log.warning("the API server has not read %d bytes: %d streams end", unread_bytes, len(ended))
+        for stream in ended:
+            self._dispatch.cancel(stream)
+            if stream.owner is not None:
+                self._workers.send(stream.owner, abort_message([stream.handle]))
+            self._end_with_error(stream, CONGESTED)
+            self._observer.gave_up(stream, "the API server does not read")
 
     def _refusal(self, frames: Sequence[bytes]) -> Refusal | None:
         """Return why a new request cannot be accepted, or None."""
@@ -240,12 +294,13 @@ class Carrier:
         return None
 
     def on_abort(self, request_ids: Sequence[str]) -> None:
-        """Free these requests on whichever instances they run."""
-        for request_id in request_ids:
-            self._pacer.drop(request_id)
-            stream = self._table.find(request_id)
+        """Free these requests, by the API server's names, on whichever instances they run."""
+        for name in request_ids:
+            self._pacer.drop(name)
+            stream = self._table.find(name)
             if stream is None:
                 continue
+            self._output.drop(stream.request_id)
             self._abort(stream)
         if self._adoptions.waiting:
             self._adoptions.check_pending()
@@ -268,6 +323,8 @@ class Carrier:
         """Handle a call of an engine-core method."""
         if self._answers is not None and call.method in METHODS:
             self._answers.handle_call(call)
+        elif self._shared_adapters is not None and call.method in ADAPTER_CALLS:
+            self._shared_adapters.handle_call(call, self._output.send)
         else:
             self._utilities.call(call, frames)
 
@@ -304,6 +361,7 @@ class Carrier:
         """Restart the lost instance's streams elsewhere."""
         self._utilities.instance_lost(instance_id)
         self._liveness.lost(instance_id)
+        self.engines.pop(instance_id, None)
         self._observer.lost(self._recovery.instance_lost(instance_id, loss), instance_id, loss.reason)
         if self._adoptions.waiting:
             self._adoptions.check_pending()
@@ -313,7 +371,7 @@ class Carrier:
         self._recovery.process_gone(instance_id)
 
     def on_message(self, instance_id: str, message: worker_pb2.AttachDown) -> None:
-        """Handle any message of an attached instance except hello, heartbeat and draining."""
+        """Handle any message of an attached instance except hello and draining."""
         match message.WhichOneof("body"):
             case "outputs":
                 self._on_step(instance_id, message.outputs)
@@ -331,6 +389,11 @@ class Carrier:
                 self._table.confirm_on_engine(instance_id, message.taken.handle, message.taken.epoch)
             case "rejected":
                 self._on_submit_rejected(instance_id, message.rejected)
+            case "heartbeat":
+                said = message.heartbeat
+                self._liveness.heartbeat_received(instance_id, said.steps, said.running, time.monotonic())
+                if said.HasField("engine"):
+                    self.engines[instance_id] = said.engine
             case body:
                 log.warning("unexpected %s from %s", body, instance_id)
 
@@ -346,12 +409,16 @@ class Carrier:
         self._liveness.step_received(instance_id, step.step, time.monotonic())
         if self._answers is not None:
             self._answers.instance_heard()
-        if self._pacer or self._answers:
-            self._send_split(instance_id, step, verdict)
-        elif verdict.keep is None:
-            self._output.send(list(step.frames))
-        elif any(verdict.keep):
-            self._send_filtered(instance_id, step, verdict, verdict.keep)
+        try:
+            if self._pacer or self._answers:
+                self._send_split(instance_id, step, verdict)
+            elif verdict.keep is None:
+                self._output.send(_readable(instance_id, list(step.frames)))
+            elif any(verdict.keep):
+                kept = filter_outputs(list(step.frames), verdict.keep)
+                self._output.send(_readable(instance_id, kept))
+        except Exception as error:  # noqa: BLE001 - whatever a worker's bytes lead to
+            self._fail_unreadable(instance_id, step, verdict, error)
         if verdict.flagged:
             self._begin_pacing(verdict)
             self._release(verdict)
@@ -384,12 +451,11 @@ class Carrier:
         handles, counts, flags = list(step.handles), list(step.counts), list(step.flags)
         accepted = [entry for entry in range(len(handles)) if keep is None or keep[entry]]
         separate = [at for at, entry in enumerate(accepted) if self._sent_separately(handles[entry])]
-        try:
-            frames = list(step.frames) if keep is None else filter_outputs(list(step.frames), keep)
-            forwarded, messages = split_outputs(frames, separate) if separate else (frames, [])
-        except (msgspec.DecodeError, ValueError, IndexError) as error:
-            self._fail_unreadable(instance_id, step, verdict, error)
+        if not accepted:
             return
+        frames = list(step.frames) if keep is None else filter_outputs(list(step.frames), keep)
+        frames = _readable(instance_id, frames)
+        forwarded, messages = split_outputs(frames, separate) if separate else (frames, [])
         if len(separate) < len(accepted):
             self._output.send(forwarded)
         if not separate:
@@ -410,14 +476,6 @@ class Carrier:
             return True
         return self._pacer.is_paced(handle)
 
-    def _send_filtered(
-        self, instance_id: str, step: worker_pb2.StepOutputs, verdict: StepVerdict, keep: list[bool]
-    ) -> None:
-        try:
-            self._output.send(filter_outputs(list(step.frames), keep))
-        except (msgspec.DecodeError, ValueError) as error:
-            self._fail_unreadable(instance_id, step, verdict, error)
-
     def _fail_unreadable(
         self, instance_id: str, step: worker_pb2.StepOutputs, verdict: StepVerdict, error: Exception
     ) -> None:
@@ -425,7 +483,7 @@ class Carrier:
 
         The tokens are lost, so ending with an error is the only alternative to a gap in the answer.
         """
-        log.error("unreadable outputs from %s: %s", instance_id, error)
+        unreadable("outputs of a worker", instance_id, error)
         finished = {stream.handle: stream for stream, _ in verdict.flagged}
         keep = verdict.keep or [True] * len(step.handles)
         for handle, kept in zip(step.handles, keep, strict=True):
@@ -466,6 +524,18 @@ class Carrier:
         if rejected.code == worker_pb2.REJECT_CODE_BUSY:
             self._observer.instance_busy(instance_id)
             self._recovery.instance_busy(stream, instance_id)
+        elif rejected.code == worker_pb2.REJECT_CODE_CONGESTED:
+            stream.congested += 1
+            if stream.congested <= MAX_CONGESTED:
+                self._observer.instance_busy(instance_id)
+                self._recovery.instance_busy(stream, instance_id)
+            else:
+                self._end_with_error(stream, CONGESTED)
+                self._observer.gave_up(stream, rejected.reason)
+        elif rejected.code == worker_pb2.REJECT_CODE_FAILED:
+            self._table.fail(stream)
+            self._observer.failed([stream], instance_id)
+            self._recovery.failed([stream], instance_id, rejected.reason)
         else:
             # The request itself is at fault, so no other instance would accept it.
             self._forbid_resume(stream)
@@ -530,6 +600,35 @@ class Carrier:
             self._pacer.put(stream.handle, frames, 0, True)
         else:
             self._output.send(frames)
+
+
+def _problem_with_ids(head: RequestHead) -> str:
+    """Return what is wrong with the ids that a client chose, and with the API server's; empty if nothing is.
+
+    The Python API server checks them itself, before the response begins.
+    """
+    for name, chosen in (
+        ("request_id", chosen_by_client(head.external_req_id or "")),
+        ("request_id", "" if is_own_id(head.request_id) else head.request_id[MAX_BYTES // 4 :]),
+        ("session_id", head.session_id or ""),
+    ):
+        if problem := problem_with(chosen):
+            return f"{name} {problem}."
+    return ""
+
+
+def _readable(instance_id: str, frames: list[bytes]) -> list[bytes]:
+    """Return a worker's outputs as API servers can read them, if need be without its statistics.
+
+    Raise msgspec.DecodeError if they cannot be read otherwise either.
+    """
+    try:
+        check_outputs(frames)
+    except msgspec.DecodeError as error:
+        frames = without_statistics(frames)
+        check_outputs(frames)
+        unreadable("outputs of a worker", instance_id, f"statistics: {error}")
+    return frames
 
 
 def _error(request_id: str, refusal: Refusal) -> list[bytes]:

@@ -19,10 +19,13 @@ from frontend_svc.settings import WaitLimits
 from frontend_svc.streams import Stream, StreamTable
 from tailrace.service.message_stream import MIN_MESSAGE_BYTES
 from tailrace.service.tasks import cancel, task_error
+from tailrace.telemetry.incidents import loop_failed, loop_named
 from tailrace.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
 
+_PLACING: Final = loop_named("placing")
+_RELOCATING: Final = loop_named("relocating")
 
 # Seconds between attempts while no instance can take the stream and the fleet does not change.
 _RETRY_S: Final = 0.5
@@ -207,7 +210,7 @@ class Dispatcher:
             del self._tasks[stream.handle]
         if (error := task_error(task)) is not None:
             # A bug here must not leave the client waiting forever.
-            log.error("placing %s failed", stream.request_id, exc_info=error)
+            loop_failed(_PLACING, stream.request_id, error)
             self._sink.on_unplaced(stream, "internal error", 0.0)
 
 
@@ -290,7 +293,7 @@ class Relocations:
         del self._tasks[handle]
         if (error := task_error(task)) is not None:
             # The stream is still on its instance, so logging is enough.
-            log.error("relocating a stream failed", exc_info=error)
+            loop_failed(_RELOCATING, str(handle), error)
 
 
 def _owns(instance_id: str, epoch: int, stream: Stream) -> bool:

@@ -11,6 +11,7 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry
 
+from frontend_svc.adapters import SharedAdapters
 from frontend_svc.admission import AdmissionFlag, AdmissionGate
 from frontend_svc.answers.coordinator import AnswerCoordinator
 from frontend_svc.carrier import Carrier
@@ -18,6 +19,8 @@ from frontend_svc.engine_core import EngineCoreSocket, HandshakeFailed
 from frontend_svc.fair_metrics import FairMetrics
 from frontend_svc.fleet import Fleet, Members, ServedModel, prefill_instances, usable_instances
 from frontend_svc.links import Loss, WorkerLinks
+from frontend_svc.load import Load, load_of
+from frontend_svc.names import NamedOutput
 from frontend_svc.observer import FrontendMetrics, RequestTraces, StreamObserver
 from frontend_svc.pacing import Pacer
 from frontend_svc.placement import Placement
@@ -25,7 +28,9 @@ from frontend_svc.settings import Limits, WaitLimits
 from frontend_svc.streams import StreamTable
 from tailrace.cluster import Phase
 from tailrace.service.channels import Channels
+from tailrace.service.tasks import first_ended, supervised
 from tailrace.v1 import worker_pb2
+from tailrace.wire import stats_outputs
 
 log = logging.getLogger(__name__)
 
@@ -63,12 +68,13 @@ class FleetEngine:
         served: ServedModel | None = None,
         on_models: Callable[[frozenset[str]], None] = lambda models: None,
         answers: AnswerCoordinator | None = None,
+        adapters: SharedAdapters | None = None,
     ) -> None:
         """Build the parts; `run` starts them.
 
-        `pace_s` and `answers`: see Carrier; `served`: see Fleet. `on_models(keys)` is called with the keys of
-        the models that the front end is connected to whenever they may have changed. `ipc_folder` holds the
-        API server's ROUTER (`in`) and PULL (`out`) sockets.
+        `pace_s`, `answers` and `adapters`: see Carrier; `served`: see Fleet. `on_models(keys)` is called with
+        the keys of the models that the front end is connected to whenever they may have changed.
+        `ipc_folder` holds the API server's ROUTER (`in`) and PULL (`out`) sockets.
         """
         self.fleet = Fleet(members, served)
         self._on_models = on_models
@@ -86,12 +92,13 @@ class FleetEngine:
         self._placement = Placement(frontend_id, self.fleet, self.workers, self.table, channels)
         self.metrics = FrontendMetrics(registry, self.table, self.workers.attached)
         observer = StreamObserver(self.metrics, traces)
-        self.pacer = Pacer(self._socket.send)
+        output = NamedOutput(self._socket.send, self._socket.unread_bytes)
+        self.pacer = Pacer(output.send)
         self.carrier = Carrier(
             self.table,
             self.workers,
             self._placement,
-            self._socket,
+            output,
             observer,
             self.pacer,
             wait_limits,
@@ -99,31 +106,33 @@ class FleetEngine:
             self._gate.update_full,
             pace_s,
             answers,
+            adapters,
         )
         if self.carrier.fair_gate is not None:
             FairMetrics(registry, self.carrier.fair_gate)
         self.fleet.add_listener(self._on_membership)
 
     async def run(self) -> None:
-        """Serve streams until cancelled. Raise ApiServerStuck."""
+        """Serve streams until cancelled. Raise ApiServerStuck, OSError or HandshakeFailed."""
         try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self.workers.run())
-                group.create_task(self._fail_when_stuck())
-                group.create_task(self._tick(), name="periodic checks")
-                self._update_admission()
-                hello = await self._first_hello
-                try:
-                    await self._socket.announce(hello.ready_response)
-                except (OSError, HandshakeFailed):
-                    await asyncio.sleep(_EXIT_WAIT_S)
-                    raise
-                await self._socket.receive(self.carrier)
+            async with supervised({"worker links": self.workers.run, "periodic checks": self._tick}):
+                await first_ended(self._serve(), self._fail_when_stuck())
         finally:
             self._gate.cancel()
             await self.carrier.close()
             await self._placement.close()
             self._socket.close()
+
+    async def _serve(self) -> None:
+        self._update_admission()
+        hello = await self._first_hello
+        try:
+            await self._socket.announce(hello.ready_response)
+        except (OSError, HandshakeFailed):
+            await asyncio.sleep(_EXIT_WAIT_S)
+            raise
+        async with supervised({"fleet statistics": self._tell_stats}):
+            await self._socket.receive(self.carrier)
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no stream is left; return False if some are left after `timeout_s`."""
@@ -185,7 +194,20 @@ class FleetEngine:
             await asyncio.sleep(_TICK_S)
             self.carrier.tick()
 
+    async def _tell_stats(self) -> None:
+        """Send the API server what an engine core would say of its load, whenever it has changed.
+
+        Not to one that does not read: for that it is given up only if it misses tokens.
+        """
+        told = Load()
+        while True:
+            load = load_of(self.table, self.carrier.engines)
+            if load != told and not self._socket.unread_bytes():
+                self._socket.send(stats_outputs(load.running, load.waiting, load.kv_usage))
+                told = load
+            await asyncio.sleep(_TICK_S)
+
     async def _fail_when_stuck(self) -> None:
         await self._stuck.wait()
         await asyncio.sleep(_EXIT_WAIT_S)
-        raise ApiServerStuck("the API server does not read its outputs")
+        raise ApiServerStuck("the API server is gone, or has read nothing for ten minutes")

@@ -14,20 +14,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
-import msgspec
 import zmq
 import zmq.asyncio
 
 from tailrace.service.socket_writer import SocketWriter
+from tailrace.telemetry.incidents import unreadable
 from tailrace.wire import RequestType, UtilityCall, engine_identity, read_abort, read_utility
 
 log = logging.getLogger(__name__)
 
 
-# An API server that reads none of its pending outputs for this long is stuck.
-STALL_S: Final = 30.0
-# So is one for which so many bytes wait: several replies of the largest size.
-_UNSENT_LIMIT_BYTES: Final = 1 << 30
+# An API server that reads none of its pending outputs for this long hangs. One that is only slow is waited
+# for, however much is pending; the carrier sheds requests meanwhile.
+STALL_S: Final = 600.0
 
 _GREETING: Final = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
 _GREETING_LENGTH: Final = 64
@@ -82,11 +81,7 @@ class PushSocket:
     def send(self, frames: Sequence[bytes]) -> None:
         """Send one message without waiting."""
         writer = self._writer
-        if (
-            writer is None
-            or writer.buffered_bytes > _UNSENT_LIMIT_BYTES
-            or writer.stalled_s(time.monotonic()) > STALL_S
-        ):
+        if writer is None or writer.stalled_s(time.monotonic()) > STALL_S:
             self._on_stuck()
             return
         last = len(frames) - 1
@@ -95,6 +90,10 @@ class PushSocket:
             writer.write(data)
         except OSError:
             self._on_stuck()
+
+    def unread_bytes(self) -> int:
+        """Return how many bytes the other end has not taken yet."""
+        return 0 if self._writer is None else self._writer.buffered_bytes
 
     def close(self) -> None:
         """Close the socket; unsent messages are dropped."""
@@ -149,6 +148,7 @@ class EngineCoreSocket:
         self._input.connect(f"ipc://{input_path}")
         self._output = PushSocket(str(output_path), on_stuck)
         self.send = self._output.send
+        self.unread_bytes = self._output.unread_bytes
 
     async def announce(self, ready_response: bytes) -> None:
         """Report to the API server that its engine is ready. `ready_response`: vLLM's
@@ -165,8 +165,9 @@ class EngineCoreSocket:
             kind, *frames = await self._input.recv_multipart()
             try:
                 self._dispatch(kind, frames, sink)
-            except msgspec.DecodeError:
-                log.exception("cannot read a message of the API server")
+            except Exception as error:
+                unreadable("message of the API server", kind.decode("latin-1"), error)
+                log.debug("a message of the API server", exc_info=error)
 
     def close(self) -> None:
         """Close both sockets; unsent outputs are dropped."""

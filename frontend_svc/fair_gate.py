@@ -60,7 +60,7 @@ class FairGate:
         self._admitted: dict[int, int] = {}
         self.backlog_tokens = 0
         # Requests that were not admitted: the tenant's queue was "full", or the "deadline" passed.
-        self.refused: Counter[str] = Counter()
+        self.refused = Counter({"full": 0, "deadline": 0})
 
     def __len__(self) -> int:
         """Count waiting requests."""

@@ -13,7 +13,8 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry
 
-from frontend_svc.admission import AdmissionFlag
+from frontend_svc.adapters import SharedAdapters
+from frontend_svc.admission import AdmissionFlag, Readiness
 from frontend_svc.answers.coordinator import AnswerCoordinator
 from frontend_svc.api_server.listener import stop_accepting
 from frontend_svc.api_server.process import ApiServer
@@ -29,6 +30,7 @@ from tailrace.address import format_address
 from tailrace.cluster import Phase
 from tailrace.service.channels import Channels
 from tailrace.service.runtime import Shutdown
+from tailrace.service.tasks import first_ended, supervised
 
 log = logging.getLogger(__name__)
 
@@ -57,15 +59,18 @@ async def run_front_end(
     traces: RequestTraces | None,
     served: ServedModel | None,
     set_serving: Callable[[bool], Awaitable[None]],
+    readiness: Readiness,
     shutdown: Shutdown,
     on_models: Callable[[frozenset[str]], None] = lambda models: None,
     answers: AnswerCoordinator | None = None,
+    adapters: SharedAdapters | None = None,
 ) -> None:
     """Serve until cancelled.
 
     `set_serving(True)` is awaited once users can connect, `set_serving(False)` when the drain begins: nothing
-    new is accepted, and streams have `settings.drain_timeout_s` to finish. `on_models`: see FleetEngine;
-    `answers`: see Carrier.
+    new is accepted, and streams have `settings.drain_timeout_s` to finish. `readiness` is kept up to date.
+    `on_models`: see FleetEngine;
+    `answers` and `adapters`: see Carrier.
 
     Raise ApiServerExited, ApiServerStuck or OSError; none of them leaves a process behind.
     """
@@ -73,11 +78,12 @@ async def run_front_end(
         folder = settings.ipc_folder
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-frontend-")))
-        admission = AdmissionFlag(folder / "admission")
+        readiness.admission = admission = AdmissionFlag(folder / "admission")
+        adapters_path = None if adapters is None else adapters.follow(folder / "adapters")
         api_server: ApiServer | None = None
         if settings.front is not Front.NONE:
             with EngineSockets.bind(folder) as sockets:
-                launch = _launch(settings, http, sockets, admission.path)
+                launch = _launch(settings, http, sockets, admission.path, adapters_path)
                 api_server = await ApiServer.launch(launch.command, launch.env, launch.fds)
         engine = FleetEngine(
             settings.frontend_id,
@@ -94,15 +100,13 @@ async def run_front_end(
             served,
             on_models,
             answers,
+            adapters,
         )
-        drain = _Drain(settings, http, api_server, engine, set_serving)
+        drain = _Drain(settings, http, api_server, engine, set_serving, readiness)
         try:
             with shutdown.draining(drain.run, settings.drain_timeout_s + _MARGIN_S):
-                async with asyncio.TaskGroup() as group:
-                    group.create_task(engine.run(), name="engine core")
-                    if api_server is not None:
-                        group.create_task(_watch(api_server), name="API server")
-                    group.create_task(drain.announce(), name="wait for listen")
+                async with supervised({"wait for listen": drain.announce}):
+                    await first_ended(engine.run(), *([] if api_server is None else [_watch(api_server)]))
         finally:
             if api_server is not None:
                 await api_server.stop()
@@ -118,6 +122,7 @@ class _Drain:
         api_server: ApiServer | None,
         engine: FleetEngine,
         set_serving: Callable[[bool], Awaitable[None]],
+        readiness: Readiness,
     ) -> None:
         """`api_server` None: another process runs it, and cannot be told from here to stop accepting."""
         self._timeout_s = settings.drain_timeout_s
@@ -125,7 +130,7 @@ class _Drain:
         self._api_server = api_server
         self._engine = engine
         self._set_serving = set_serving
-        self._serving = False
+        self._readiness = readiness
 
     async def announce(self) -> None:
         """Report serving once users can connect."""
@@ -133,14 +138,15 @@ class _Drain:
         # for.
         while self._api_server is not None and not is_listening(self._http):  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
-        self._serving = True
+        self._readiness.serving = True
         await self._set_serving(True)
 
     async def run(self) -> None:
         """Stop accepting requests and wait for the streams to finish; end those that do not in time, or
         before this is cancelled."""
+        serving, self._readiness.serving = self._readiness.serving, False
         await self._set_serving(False)
-        if not self._serving:
+        if not serving:
             return
         log.info("waiting for %d streams to finish", len(self._engine.table))
         try:
@@ -167,7 +173,9 @@ class _Drain:
             await self._api_server.finish(_FAREWELL_S)
 
 
-def _launch(settings: Settings, http: socket.socket, sockets: EngineSockets, admission: Path) -> Launch:
+def _launch(
+    settings: Settings, http: socket.socket, sockets: EngineSockets, admission: Path, adapters: Path | None
+) -> Launch:
     spec = ApiServerSpec(
         http_address=format_address(*http.getsockname()[:2]),
         model=settings.model,
@@ -176,9 +184,11 @@ def _launch(settings: Settings, http: socket.socket, sockets: EngineSockets, adm
         drain_timeout_s=settings.drain_timeout_s,
         vllm_arguments=settings.vllm_arguments,
         api_keys=settings.api_keys,
-        max_body_bytes=settings.max_body_bytes,
+        connections=settings.connections,
+        limits=settings.body_limits,
         sends_tenants=settings.limits.fair_backlog_tokens > 0,
         keeps_answers=settings.keep_answers_s > 0,
+        adapters=adapters,
     )
     if settings.front is Front.RUST:
         return rust_launch(spec, http, sockets, settings.vllm_rs)
@@ -186,9 +196,10 @@ def _launch(settings: Settings, http: socket.socket, sockets: EngineSockets, adm
 
 
 async def _watch(api_server: ApiServer) -> None:
+    """Wait until the API server exits by itself. Raise ApiServerExited."""
     status = await api_server.wait()
     if api_server.finishing:
-        return
+        await asyncio.get_running_loop().create_future()
     if status == ARGUMENTS_REFUSED:
         raise ArgumentsRefused("the API server refused its arguments")
     ending = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"

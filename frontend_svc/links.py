@@ -26,8 +26,8 @@ from tailrace.service.message_stream import (
     StreamRefused,
     connect_stream,
 )
-from tailrace.service.reachability import Backoff
-from tailrace.service.tasks import first_ended
+from tailrace.service.tasks import Backoff, cancel, first_ended, supervise
+from tailrace.telemetry.incidents import guarded, unreadable
 from tailrace.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class LinkSink(Protocol):
         more."""
 
     def on_message(self, instance_id: str, message: worker_pb2.AttachDown) -> None:
-        """Handle a message that is neither hello nor heartbeat."""
+        """Handle a message that is not the hello."""
 
 
 class _LinkEnded(Exception):
@@ -252,6 +252,10 @@ class Link:
                 self._log_refusal(str(error))
             except _LinkEnded as error:
                 self._mark_lost(Loss(error.cause, str(error)))
+            except Exception as error:
+                # Its streams must go on elsewhere before this is started again.
+                self._mark_lost(Loss(LossCause.BROKEN, f"the link failed: {error}"))
+                raise
             if time.monotonic() - opened_s > SILENCE_S:
                 self._backoff.reset()
             await asyncio.sleep(delay_s + self._backoff.next_s())
@@ -357,8 +361,12 @@ class Link:
             log.info("%s answers again", self.instance_id)
             self._attached = True
             self._sink.on_attached(self.instance_id, self._worker_hello)
-        if not message.HasField("heartbeat"):
+        try:
             self._sink.on_message(self.instance_id, message)
+        except Exception as error:
+            # It is unknown how much of the message was carried out: begin anew on another stream.
+            unreadable("message of a worker", self.instance_id, error)
+            raise _LinkEnded(f"a message cannot be processed: {error}") from error
 
     async def _write(self, stream: AttachStream) -> None:
         while True:
@@ -407,25 +415,26 @@ class WorkerLinks:
         self._sink = sink
         self._transport = transport
         self._links: dict[str, _LinkTask] = {}
-        self._group: asyncio.TaskGroup | None = None
+        # Tasks of dropped links that have not ended yet.
+        self._ending: set[asyncio.Task[None]] = set()
+        self._running = False
 
     async def run(self) -> None:
-        """Keep the links until cancelled, then close all streams; workers then free its requests.
-
-        Unexpected exceptions of a link or its sink are raised here.
-        """
+        """Keep the links until cancelled, then close all streams; workers then free its requests."""
+        self._running = True
+        heartbeats = supervise("heartbeats", self._tick)
         try:
-            async with asyncio.TaskGroup() as group:
-                self._group = group
-                group.create_task(self._tick(), name="heartbeats")
+            with guarded("worker link"):
                 self.refresh()
+            await asyncio.get_running_loop().create_future()
         finally:
-            self._group = None
+            self._running = False
+            await cancel(heartbeats, *(entry.task for entry in self._links.values()), *self._ending)
             self._links.clear()
 
     def refresh(self) -> None:
         """Follow a membership change: attach to new instances and to restarted ones."""
-        if self._group is None:
+        if not self._running:
             return
         members = self._instances()
         for instance_id, entry in list(self._links.items()):
@@ -473,14 +482,15 @@ class WorkerLinks:
         return entry.link.max_message_bytes if entry is not None and entry.link.attached else 0
 
     def _keep(self, record: InstanceRecord) -> None:
-        assert self._group is not None
         link = Link(record, self._hello, self._sink, self._transport)
-        task = self._group.create_task(link.run(), name=f"link to {record.instance_id}")
+        task = supervise("worker link", link.run, record.instance_id)
         self._links[record.instance_id] = _LinkTask(link, task)
 
     def _drop(self, instance_id: str) -> None:
         entry = self._links.pop(instance_id)
         entry.task.cancel()
+        self._ending.add(entry.task)
+        entry.task.add_done_callback(self._ending.discard)
         if entry.link.attached:
             log.warning("lost %s: it was restarted", instance_id)
             self._sink.on_lost(instance_id, Loss(LossCause.BROKEN, "restarted"))

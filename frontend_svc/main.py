@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import shutil
 import sys
 import sysconfig
+from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from hashlib import blake2b
+from http import HTTPStatus
 from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
 import click
 import msgspec
+from click.core import ParameterSource
+from prometheus_client import CollectorRegistry, Gauge
 
+from frontend_svc.adapters import SharedAdapters
+from frontend_svc.admission import Readiness
 from frontend_svc.announcer import Announcer
 from frontend_svc.answers.service import answers_servicer, keep_answers
+from frontend_svc.api_server.middleware import READY_PATH, unready_body
 from frontend_svc.api_server.rust import flags_to_json
 from frontend_svc.api_server.sockets import bind_http, split_address
-from frontend_svc.api_server.spec import ARGUMENTS_REFUSED, DEFAULT_MAX_BODY_BYTES
+from frontend_svc.api_server.spec import (
+    ARGUMENTS_REFUSED,
+    DEFAULT_CONNECTION_LIMITS,
+    BodyLimits,
+    ConnectionLimits,
+)
 from frontend_svc.engine import DEFAULT_WAIT_LIMITS, ApiServerStuck
 from frontend_svc.fleet import ServedModel
 from frontend_svc.front_end import ApiServerExited, ArgumentsRefused, run_front_end
@@ -38,7 +51,9 @@ from frontend_svc.settings import (
 from tailrace.address import format_address
 from tailrace.model_folder import TOKENIZER_FLAGS, ModelFolderError, require_model, require_tokenizer
 from tailrace.model_identity import identify_model
+from tailrace.numeric import RealRange, WholeRange
 from tailrace.records import ServiceRecord
+from tailrace.security.options import exposed
 from tailrace.service.channels import Channels
 from tailrace.service.message_stream import MAX_MESSAGE_BYTES, MIN_MESSAGE_BYTES
 from tailrace.service.options import KEPT_ANSWERS, CommonOptions, common_options, new_incarnation
@@ -47,24 +62,41 @@ from tailrace.service.server import serve_grpc
 from tailrace.store.membership import Membership
 from tailrace.store.registration import register
 from tailrace.store.store import Store
-from tailrace.telemetry.metrics import new_registry, serve_metrics
+from tailrace.telemetry.metrics import Page, new_registry, serve_metrics
 from tailrace.telemetry.tracing import configure
-from tailrace.tenancy.file import KeyFileUnusable, read_keys
+from tailrace.tenancy.file import KeyFile, KeyFileUnusable, read_keys
 from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 
 log = logging.getLogger(__name__)
 
 KIND: Final = "frontend"
 _LIMITS: Final = Limits()
+_BODY_LIMITS: Final = BodyLimits()
+# Parameters that only our middleware in vLLM's Python app applies.
+_PYTHON_ONLY: Final = (
+    "max_body_bytes",
+    "max_text_bytes",
+    "max_messages",
+    "max_sequences",
+    "max_bodies_bytes",
+    "body_timeout",
+    "header_timeout",
+    "max_pending_connections",
+)
 # Version of what front ends exchange about answers; increased with each change that an older one would
 # misread.
 _ANSWERS_FORMAT: Final = "1"
+_RESPONSES_STORE: Final = "VLLM_ENABLE_RESPONSES_API_STORE"
 
 
 @click.command("frontend")
 @common_options(KIND)
 @click.option(
-    "--http", default="127.0.0.1:8000", show_default=True, metavar="HOST:PORT", help="Address for users."
+    "--http",
+    default="127.0.0.1:8000",
+    show_default=True,
+    metavar="HOST:PORT",
+    help="Address for users; beyond loopback it requires API keys (or --insecure).",
 )
 @click.option(
     "--front",
@@ -88,21 +120,21 @@ _ANSWERS_FORMAT: Final = "1"
 )
 @click.option(
     "--place-wait",
-    type=click.FloatRange(min=0),
+    type=RealRange(min=0),
     help="Maximum seconds that a request waits for its first instance if there is none.  "
     f"[default: {DEFAULT_PLACE_WAIT_S[Front.PYTHON]:g}; {DEFAULT_PLACE_WAIT_S[Front.RUST]:g} with "
     "--front rust, which cannot tell a client to try again]",
 )
 @click.option(
     "--resume-wait",
-    type=click.FloatRange(min=0),
+    type=RealRange(min=0),
     default=DEFAULT_WAIT_LIMITS.resume_s,
     show_default=True,
     help="The same for a request that an instance has started, when that instance is lost.",
 )
 @click.option(
     "--pace-tpot",
-    type=click.FloatRange(min=0),
+    type=RealRange(min=0),
     default=0.0,
     show_default=True,
     metavar="MS",
@@ -111,7 +143,7 @@ _ANSWERS_FORMAT: Final = "1"
 )
 @click.option(
     "--drain-timeout",
-    type=click.FloatRange(min=0),
+    type=RealRange(min=0),
     default=DRAIN_TIMEOUT_S,
     show_default=True,
     metavar="SECONDS",
@@ -119,21 +151,21 @@ _ANSWERS_FORMAT: Final = "1"
 )
 @click.option(
     "--max-streams",
-    type=click.IntRange(min=1),
+    type=WholeRange(min=1),
     default=_LIMITS.max_streams,
     show_default=True,
     help="Maximum requests in progress; further ones are refused with 429.",
 )
 @click.option(
     "--max-unplaced",
-    type=click.IntRange(min=1),
+    type=WholeRange(min=1),
     default=_LIMITS.max_unplaced,
     show_default=True,
     help="Maximum requests waiting for an instance; further ones are refused with 503.",
 )
 @click.option(
     "--max-message-bytes",
-    type=click.IntRange(MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES),
+    type=WholeRange(MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES),
     default=_LIMITS.max_message_bytes,
     show_default=True,
     help="Largest message accepted from a worker: one step's outputs, with their log-probabilities.",
@@ -148,7 +180,7 @@ _ANSWERS_FORMAT: Final = "1"
 )
 @click.option(
     "--fair-backlog",
-    type=click.IntRange(min=0),
+    type=WholeRange(min=0),
     default=_LIMITS.fair_backlog_tokens,
     show_default=True,
     metavar="TOKENS",
@@ -158,10 +190,68 @@ _ANSWERS_FORMAT: Final = "1"
 )
 @click.option(
     "--max-body-bytes",
-    type=click.IntRange(min=1024),
-    default=DEFAULT_MAX_BODY_BYTES,
+    type=WholeRange(min=1024),
+    default=_BODY_LIMITS.max_body_bytes,
     show_default=True,
     help="Largest body of a user's request; larger ones are refused with 413. Only with --front python.",
+)
+@click.option(
+    "--header-timeout",
+    type=RealRange(min=0.1),
+    default=DEFAULT_CONNECTION_LIMITS.header_timeout_s,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long a connection may take to send a request's header; it is then closed with 408. Only with "
+    "--front python.",
+)
+@click.option(
+    "--max-pending-connections",
+    type=WholeRange(min=1),
+    default=DEFAULT_CONNECTION_LIMITS.max_pending,
+    show_default=True,
+    help="Maximum connections that have not sent a whole header; for a further one, the one that waited "
+    "longest is closed. Only with --front python.",
+)
+@click.option(
+    "--max-text-bytes",
+    type=WholeRange(min=0),
+    default=_BODY_LIMITS.max_text_bytes,
+    show_default=True,
+    help="Largest body without its images and other media, as sent; larger ones are refused with 413; 0: 16 "
+    "bytes for each token of the model's context, at least 1 MiB. Only with --front python.",
+)
+@click.option(
+    "--max-messages",
+    type=WholeRange(min=1),
+    default=_BODY_LIMITS.max_messages,
+    show_default=True,
+    help="Most messages of a request, with their content parts and tools; more are refused with 400. Only "
+    "with --front python.",
+)
+@click.option(
+    "--max-sequences",
+    type=WholeRange(min=1),
+    default=_BODY_LIMITS.max_sequences,
+    show_default=True,
+    help="Most sequences of a request, which are its prompts times n; more are refused with 400. Only with "
+    "--front python.",
+)
+@click.option(
+    "--max-bodies-bytes",
+    type=WholeRange(min=1024),
+    default=_BODY_LIMITS.max_bodies_bytes,
+    show_default=True,
+    help="Most bytes of the bodies of all users' requests in progress; with --api-keys one tenant may have "
+    "half of them. Further ones are refused with 429. Only with --front python.",
+)
+@click.option(
+    "--body-timeout",
+    type=RealRange(min=0.1),
+    default=_BODY_LIMITS.body_timeout_s,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time for the body of a user's request to arrive, besides a second for each 256 KiB; later it is "
+    "refused with 400. Only with --front python.",
 )
 @click.option(
     "--keep-answers",
@@ -175,7 +265,7 @@ _ANSWERS_FORMAT: Final = "1"
 )
 @click.option(
     "--keep-answers-bytes",
-    type=click.IntRange(min=1 << 20),
+    type=WholeRange(min=1 << 20),
     default=DEFAULT_KEEP_ANSWERS_BYTES,
     show_default=True,
     help="Memory for all kept answers, including copies for other front ends; one answer may use an "
@@ -201,6 +291,13 @@ def command(
     api_keys: Path | None,
     fair_backlog: int,
     max_body_bytes: int,
+    header_timeout: float,
+    max_pending_connections: int,
+    max_text_bytes: int,
+    max_messages: int,
+    max_sequences: int,
+    max_bodies_bytes: int,
+    body_timeout: float,
     keep_answers: float,
     keep_answers_bytes: int,
     vllm_arguments: tuple[str, ...],
@@ -216,7 +313,7 @@ def command(
     if api_keys is not None:
         _check_keys(api_keys, Front(front), vllm_arguments)
     elif not _asks_for_key(vllm_arguments):
-        common.check_exposed(http)
+        _check_without_keys(common, http)
     if fair_backlog and api_keys is None:
         problem = (
             "not supported by vllm-rs; use --front python and --api-keys"
@@ -228,13 +325,16 @@ def command(
         raise click.UsageError(
             "--keep-answers: not supported by vllm-rs, which has no middleware; use --front python"
         )
+    if front != Front.PYTHON.value:
+        _refuse_given(_PYTHON_ONLY, "has no effect without --front python: nothing else applies it")
     if front == Front.RUST.value:
         try:
             flags_to_json(vllm_arguments)
         except ValueError as error:
             raise click.BadParameter(str(error), param_hint="VLLM_ARGUMENTS") from error
-    if model is None:
-        model, reasoning_parser = str(MODEL_PATH), reasoning_parser or REASONING_PARSER
+    model = model or str(MODEL_PATH)
+    if Path(model).resolve() == MODEL_PATH:
+        reasoning_parser = reasoning_parser or REASONING_PARSER
     try:
         require_model(model)
         if not any(argument.startswith(TOKENIZER_FLAGS) for argument in vllm_arguments):
@@ -258,7 +358,10 @@ def command(
         pace_s=pace_tpot / 1e3,
         limits=Limits(max_message_bytes, max_streams, max_unplaced, fair_backlog),
         api_keys=api_keys,
-        max_body_bytes=max_body_bytes,
+        connections=ConnectionLimits(header_timeout, max_pending_connections),
+        body_limits=BodyLimits(
+            max_body_bytes, max_text_bytes, max_messages, max_sequences, max_bodies_bytes, body_timeout
+        ),
         keep_answers_s=keep_answers,
         keep_answers_bytes=keep_answers_bytes,
     )
@@ -278,11 +381,20 @@ async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -
         channels = Channels(common.transport)
         stack.push_async_callback(channels.close)
         registry = new_registry(KIND, common.member_id)
-        metrics = await stack.enter_async_context(serve_metrics(common.metrics, registry, common.transport))
+        registry.model = served.public_name
+        if settings.api_keys is not None:
+            _register_key_file(registry, KeyFile(settings.api_keys))
+        readiness = Readiness()
+        pages = {READY_PATH: lambda: _ready_page(readiness)}
+        metrics = await stack.enter_async_context(
+            serve_metrics(common.metrics, registry, common.transport, pages)
+        )
         answers, setting = None, ""
         if settings.keep_answers_s:
             setting = _answers_setting(settings, served)
             answers = keep_answers(settings, setting, members, channels, registry)
+        adapters = SharedAdapters(store, members, served.public_name)
+        stack.push_async_callback(adapters.close)
         servicers = [] if answers is None else [answers_servicer(answers)]
         server = await stack.enter_async_context(serve_grpc(common.listen, servicers, common.transport))
         await server.set_serving(False)
@@ -323,19 +435,25 @@ async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -
                 traces,
                 served,
                 set_serving,
+                readiness,
                 shutdown,
                 announcer.set_models,
                 answers,
+                adapters,
             )
-        except ExceptionGroup as failures:
-            known, unknown = failures.split((ApiServerExited, ApiServerStuck))
-            if unknown is not None or known is None:
-                raise
-            error = _first_leaf(known)
+        except (ApiServerExited, ApiServerStuck) as error:
             if isinstance(error, ArgumentsRefused):
                 raise SystemExit(ARGUMENTS_REFUSED) from None
             log.error("%s", error)
             raise SystemExit(1) from None
+
+
+def _refuse_given(parameters: Iterable[str], problem: str) -> None:
+    """Raise click.UsageError if one of these parameters was given."""
+    context = click.get_current_context()
+    for parameter in parameters:
+        if context.get_parameter_source(parameter) is not ParameterSource.DEFAULT:
+            raise click.UsageError(f"--{parameter.replace('_', '-')} {problem}")
 
 
 def _check_keys(file: Path, front: Front, vllm_arguments: tuple[str, ...]) -> None:
@@ -344,16 +462,57 @@ def _check_keys(file: Path, front: Front, vllm_arguments: tuple[str, ...]) -> No
         raise click.UsageError("--api-keys: not supported by vllm-rs; use --front python, or VLLM_API_KEY")
     if _asks_for_key(vllm_arguments):
         raise click.UsageError("--api-keys cannot be combined with vLLM's own key (VLLM_API_KEY, --api-key)")
+    if os.environ.get(_RESPONSES_STORE, "").strip() not in ("", "0"):
+        raise click.UsageError(
+            f"--api-keys cannot be combined with {_RESPONSES_STORE}: vLLM gives a stored response to whoever "
+            "knows its ID, of any tenant"
+        )
     try:
         read_keys(file)
     except KeyFileUnusable as error:
         raise click.ClickException(str(error)) from error
 
 
+def _ready_page(readiness: Readiness) -> Page:
+    unready = readiness.unready
+    if unready is None:
+        return HTTPStatus.OK, "text/plain", b""
+    return HTTPStatus(unready.status), "application/json", unready_body(unready)
+
+
+def _register_key_file(registry: CollectorRegistry, file: KeyFile) -> None:
+    unusable = Gauge(
+        "tailrace_frontend_api_keys_unusable",
+        "1 while the file of API keys cannot be read: earlier keys stay in force.",
+        registry=registry,
+    )
+    unusable.set_function(lambda: float(bool(file.problem())))
+
+
+def _check_without_keys(common: CommonOptions, http: str) -> None:
+    """Refuse to serve users of other machines without keys. Raise click.UsageError.
+
+    Certificates make no difference: they protect the other ports, and users have none.
+    """
+    if not common.insecure and exposed([http]):
+        raise click.UsageError(
+            f"--http {http} can be reached from other machines, and requests there need no API key: give "
+            "--api-keys FILE (tailrace keys make writes it) or set VLLM_API_KEY, listen on 127.0.0.1, or "
+            "give --insecure"
+        )
+
+
 def _asks_for_key(vllm_arguments: tuple[str, ...]) -> bool:
-    """Return whether vLLM's own API server requires an API key."""
-    has_key_flag = any(argument.partition("=")[0] == "--api-key" for argument in vllm_arguments)
-    return has_key_flag or bool(os.environ.get("VLLM_API_KEY"))
+    """Return whether vLLM's own API server requires an API key: an empty one counts as none."""
+    keys: list[str] = []
+    for position, argument in enumerate(vllm_arguments):
+        flag, equals, value = argument.partition("=")
+        if flag.replace("_", "-") == "--api-key":
+            following = itertools.takewhile(
+                lambda word: not word.startswith("--"), vllm_arguments[position + 1 :]
+            )
+            keys = [value] if equals else list(following)
+    return any(keys or [os.environ.get("VLLM_API_KEY", "")])
 
 
 def _served_model(settings: Settings) -> ServedModel:
@@ -399,12 +558,6 @@ def _is_shared(common: CommonOptions, settings: Settings, members: Membership) -
 
 def _host_port(name: tuple[str, int]) -> str:
     return format_address(*name[:2])
-
-
-def _first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return a leaf of the exception group."""
-    error = group.exceptions[0]
-    return _first_leaf(error) if isinstance(error, BaseExceptionGroup) else error
 
 
 def _vllm_rs(configured: Path | None) -> Path:

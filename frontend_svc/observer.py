@@ -13,8 +13,16 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from frontend_svc.placement import Placed
-from frontend_svc.streams import FINISHED, PREFILL_DONE, REASONING_ENDED, StepVerdict, Stream, StreamTable
+from frontend_svc.placement import FALLBACK, Placed
+from frontend_svc.streams import (
+    FINISHED,
+    PREFILL_DONE,
+    REASONING_ENDED,
+    Reject,
+    StepVerdict,
+    Stream,
+    StreamTable,
+)
 from tailrace.cluster import Phase
 from tailrace.telemetry import attributes
 from tailrace.telemetry.tracing import Attributes, fail, record_span, start_span, traceparent_of, wall_ns
@@ -26,6 +34,9 @@ _PLACEMENT_SECONDS: Final = (
     *(1, 2.5, 5, 10),
 )
 _TPOT_SECONDS: Final = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 5)
+_OUTCOMES: Final = ("finished", "aborted", "refused", "error")
+_STATUSES: Final = ("400", "413", "429", "500", "503")
+_CAUSES: Final = ("busy", "lost", "failed", "handed_back", "missing")
 
 
 class FrontendMetrics(Collector):
@@ -36,11 +47,13 @@ class FrontendMetrics(Collector):
     ) -> None:
         self.tokens = 0
         self.steps = 0
-        self.requests: Counter[str] = Counter()
-        self.refused: Counter[str] = Counter()
-        self.rejected: Counter[str] = Counter()
-        self.recoveries: Counter[str] = Counter()
-        self.placements: Counter[str] = Counter()
+        # Exported from the start where the values are known: of a counter that appears with its first event,
+        # `increase()` misses that event.
+        self.requests = Counter(dict.fromkeys(_OUTCOMES, 0))
+        self.refused = Counter(dict.fromkeys(_STATUSES, 0))
+        self.rejected = Counter(dict.fromkeys((reason.value for reason in Reject), 0))
+        self.recoveries = Counter(dict.fromkeys(_CAUSES, 0))
+        self.placements = Counter({FALLBACK: 0})
         self.adoptions = 0
         self.engine_deaths = 0
         self.placement_seconds = Histogram(
@@ -141,8 +154,11 @@ class RequestTraces:
         self._frontend_id = frontend_id
         self._open: dict[int, _Trace] = {}
 
-    def begin(self, stream: Stream, traceparent: str) -> str:
-        """Open the root span; return the traceparent that everything downstream continues."""
+    def begin(self, stream: Stream, traceparent: str, chosen: str = "") -> str:
+        """Open the root span; return the traceparent that everything downstream continues.
+
+        `chosen`: the id that the client sees, which no other span has.
+        """
         root = start_span(
             self._tracer,
             "request",
@@ -150,6 +166,7 @@ class RequestTraces:
             start_ns=wall_ns(stream.arrived_s),
             attributes={
                 attributes.REQUEST_ID: stream.request_id,
+                attributes.CLIENT_REQUEST_ID: chosen,
                 attributes.FRONTEND: self._frontend_id,
                 attributes.PROMPT_TOKENS: stream.prompt_tokens,
             },
@@ -262,11 +279,14 @@ class StreamObserver:
         self._traces = traces
         self._awaiting_answer: dict[int, _AwaitedAnswer] = {}
 
-    def arrived(self, stream: Stream, traceparent: str) -> None:
-        """Record a new request and set the trace context that everything downstream continues."""
+    def arrived(self, stream: Stream, traceparent: str, chosen: str = "") -> None:
+        """Record a new request and set the trace context that everything downstream continues.
+
+        `chosen`: the id that its client sees.
+        """
         stream.traceparent = traceparent
         if self._traces is not None:
-            stream.traceparent = self._traces.begin(stream, traceparent)
+            stream.traceparent = self._traces.begin(stream, traceparent, chosen)
 
     def refused(self, status: int) -> None:
         """Count a new request refused with this HTTP status."""

@@ -34,7 +34,8 @@ class Clock(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Paced:
-    request_id: str
+    # The API server's name of the request.
+    name: str
     pace_s: float
     # When the next token may be shown, in seconds of the clock.
     due_s: float
@@ -53,7 +54,7 @@ class Pacer:
         self._send = send
         self._clock = clock
         self._by_handle: dict[int, _Paced] = {}
-        self._by_request: dict[str, int] = {}
+        self._by_name: dict[str, int] = {}
         self._buffered = 0
 
     def __bool__(self) -> bool:
@@ -71,8 +72,8 @@ class Pacer:
         if not stream.pace_s or stream.handle in self._by_handle:
             return
         due_s = self._now_s() + shown_tokens * stream.pace_s
-        self._by_handle[stream.handle] = _Paced(stream.request_id, stream.pace_s, due_s)
-        self._by_request[stream.request_id] = stream.handle
+        self._by_handle[stream.handle] = _Paced(stream.name, stream.pace_s, due_s)
+        self._by_name[stream.name] = stream.handle
 
     def is_paced(self, handle: int) -> bool:
         """Return whether outputs of this stream must go through the pacer."""
@@ -89,9 +90,9 @@ class Pacer:
             self._buffered -= 1
         self._show_due(handle)
 
-    def drop(self, request_id: str) -> None:
+    def drop(self, name: str) -> None:
         """Discard an answer that no client reads any more."""
-        handle = self._by_request.get(request_id)
+        handle = self._by_name.get(name)
         if handle is not None:
             self._forget(handle)
 
@@ -125,7 +126,7 @@ class Pacer:
 
     def _forget(self, handle: int) -> None:
         paced = self._by_handle.pop(handle)
-        del self._by_request[paced.request_id]
+        del self._by_name[paced.name]
         self._buffered -= len(paced.buffered)
         if paced.timer is not None:
             paced.timer.cancel()

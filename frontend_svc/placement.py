@@ -18,6 +18,8 @@ from tailrace.adapter_versions import engine_name
 from tailrace.cache.names import Naming, block_names
 from tailrace.rollout.record import RolloutRecord
 from tailrace.service.channels import Channels
+from tailrace.store.reading import UnreadableRecord, read_record
+from tailrace.telemetry.incidents import unreadable
 from tailrace.v1 import scheduler_pb2, worker_pb2
 from tailrace.wire.cache_keys import read_cache_keys
 
@@ -58,6 +60,8 @@ def prefix_of(stream: Stream, naming: Naming | None) -> Prefix:
 
 # The scheduler may choose an instance that has just been lost; it is asked again up to this many times.
 _ATTEMPTS: Final = 3
+FALLBACK: Final = "fallback"
+"""Who placed a request if no scheduler did (`Placed.by`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +181,9 @@ class Placement:
         if not reply.rollout:
             return False
         try:
-            rollout = msgspec.json.decode(reply.rollout, type=RolloutRecord)
-        except msgspec.MsgspecError as error:
-            log.warning("cannot read the scheduler's rollout (another version?): %s", error)
+            rollout = read_record(RolloutRecord, reply.rollout)
+        except UnreadableRecord as error:
+            unreadable("rollout of a scheduler", "in a placement", error)
             return False
         return self._fleet.learn_rollout(rollout)
 
@@ -204,7 +208,7 @@ class Placement:
     def _least_loaded(self, candidates: list[str]) -> Placed:
         count = self._table.count_owned
         best = min(prefill_instances(self._fleet, candidates), key=lambda i: (count(i), i))
-        return Placed(best, "fallback")
+        return Placed(best, FALLBACK)
 
 
 def _pull(reply: scheduler_pb2.PlaceReply) -> worker_pb2.Pull | None:

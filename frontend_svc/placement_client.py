@@ -12,7 +12,7 @@ from frontend_svc.fleet import Members
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels, format_error, preferred
 from tailrace.service.reachability import Reachability
-from tailrace.service.tasks import cancel, task_error
+from tailrace.service.tasks import cancel, run_once
 from tailrace.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -56,8 +56,7 @@ class PlacementClient:
         pending: _PendingReply = asyncio.get_running_loop().create_future()
         self._waiting.append((request, pending))
         if self._task is None:
-            self._task = asyncio.create_task(self._run(), name="placements")
-            self._task.add_done_callback(_log_failure)
+            self._task = run_once("placements", self._run)
         return await pending
 
     async def close(self) -> None:
@@ -187,8 +186,3 @@ def _resolve(pending: _PendingReply, reply: scheduler_pb2.PlaceReply | None) -> 
     """Set the result unless it is set already or the caller was cancelled."""
     if not pending.done():
         pending.set_result(reply)
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    if (error := task_error(task)) is not None:
-        log.error("placements failed", exc_info=error)

@@ -148,12 +148,13 @@ class Recovery:
         else:
             self._engine_died(case)
 
-    def failed(self, streams: Iterable[Stream], instance_id: str) -> None:
-        """Restart streams that the instance gave up, or of which it lost or repeated a token."""
+    def failed(self, streams: Iterable[Stream], instance_id: str, reason: str = "") -> None:
+        """Restart streams that the instance gave up, for the reason if it gives one, or of which it lost or
+        repeated a token."""
         streams = list(streams)
         self._workers.send(instance_id, abort_message([stream.handle for stream in streams]))
         self._probation.drop(streams)
-        self._restart(streams, instance_id)
+        self._restart(streams, instance_id, reason)
 
     def instance_busy(self, stream: Stream, instance_id: str) -> None:
         """Place a stream elsewhere that the instance rejected because it has as many requests as it may."""
@@ -228,25 +229,26 @@ class Recovery:
         """Restart streams that may have crashed the instance."""
         self._probation.add(self._within_bounds(streams, instance_id), frozenset({instance_id}))
 
-    def _restart(self, streams: Iterable[Stream], instance_id: str) -> None:
+    def _restart(self, streams: Iterable[Stream], instance_id: str, reason: str = "") -> None:
         """Restart streams elsewhere; known suspects among them stay on probation."""
         avoid = frozenset({instance_id})
         suspects = []
-        for stream in self._within_bounds(streams, instance_id):
+        for stream in self._within_bounds(streams, instance_id, reason):
             if stream.deaths and not has_progressed(stream):
                 suspects.append(stream)
             else:
                 self._dispatch.start(stream, avoid)
         self._probation.add(suspects, avoid)
 
-    def _within_bounds(self, streams: Iterable[Stream], instance_id: str) -> list[Stream]:
+    def _within_bounds(self, streams: Iterable[Stream], instance_id: str, reason: str = "") -> list[Stream]:
         """Return the streams that may be restarted; give up the others."""
         restarted = []
         for stream in streams:
             if not self._table.is_live(stream):
                 continue
             if stream.failures > MAX_FAILURES:
-                self._give_up(stream, f"it failed {stream.failures} times, last on {instance_id}")
+                why = f": {reason}" if reason else ""
+                self._give_up(stream, f"it failed {stream.failures} times, last on {instance_id}{why}")
             elif stream.losses > MAX_LOSSES:
                 self._give_up(stream, f"its instance was lost {stream.losses} times in a row")
             else:

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from frontend_svc.api_server.spec import DEFAULT_MAX_BODY_BYTES
+from frontend_svc.api_server.spec import (
+    DEFAULT_BODY_LIMITS,
+    DEFAULT_CONNECTION_LIMITS,
+    BodyLimits,
+    ConnectionLimits,
+)
 from tailrace.service.message_stream import DEFAULT_MAX_MESSAGE_BYTES
 
 DRAIN_TIMEOUT_S: Final = 300.0
@@ -87,8 +92,8 @@ class Settings:
     limits: Limits = Limits()
     # File of tenants and keys; None: no key is required but vLLM's own.
     api_keys: Path | None = None
-    # Largest body of a user's request, in bytes.
-    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    connections: ConnectionLimits = DEFAULT_CONNECTION_LIMITS
+    body_limits: BodyLimits = DEFAULT_BODY_LIMITS
     # Seconds for which an answer is kept once no client reads it; 0: none is kept.
     keep_answers_s: float = 0.0
     # Memory for all kept answers together.

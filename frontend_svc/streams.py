@@ -72,8 +72,9 @@ class Stream:
     """One live request. `epoch` counts its handovers; `owner` is None while it is between instances."""
 
     handle: int
+    # By which the fleet knows it (tailrace/request_ids.py).
     request_id: str
-    # vLLM's EngineCoreRequest, verbatim.
+    # vLLM's EngineCoreRequest, under this id.
     frames: tuple[bytes, ...] = ()
     prompt_tokens: int = 0
     max_tokens: int = 0
@@ -87,6 +88,8 @@ class Stream:
     phase: Phase = Phase.PREFILL
     # How often an instance gave it up.
     failures: int = 0
+    # How often its outputs could not be sent because too much was unread.
+    congested: int = 0
     # Since its last progress: how often its instance was lost, and how often because the engine died.
     losses: int = 0
     deaths: int = 0
@@ -108,15 +111,19 @@ class Stream:
     # When the first answering token was accepted, and its index; None: not yet.
     first_answer_s: float | None = None
     first_answer_index: int = 0
-    # Epoch and number of tokens when progress was last observed (liveness.py), and when that was.
+    # Epoch and number of tokens when progress was last observed (liveness.py), when that was, and how many
+    # steps its instance had finished then.
     last_progress: tuple[int, int] = (-1, -1)
     last_progress_s: float = 0.0
+    last_progress_step: int = 0
     # Seconds per token at which its answer is shown; 0: as soon as it is made.
     pace_s: float = 0.0
     # What its instance must support.
     requirements: Requirements = TEXT_GENERATION
     # Version of the named adapter on arrival; empty: no adapter, or unknown.
     adapter_version: str = ""
+    # By which the API server knows it.
+    name: str = ""
 
     @property
     def accepted(self) -> int:
@@ -157,7 +164,7 @@ class StreamTable:
         """
         self._after_prefill = after_prefill
         self._streams: dict[int, Stream] = {}
-        self._by_request: dict[str, Stream] = {}
+        self._by_name: dict[str, Stream] = {}
         # Live streams by owner and handle; an instance without any is not in it.
         self._by_owner: dict[str, dict[int, Stream]] = {}
         self._last_handle = 0
@@ -172,13 +179,18 @@ class StreamTable:
         """Return the live stream with this handle, or None."""
         return self._streams.get(handle)
 
-    def find(self, request_id: str) -> Stream | None:
-        """Return the live stream of this request, or None."""
-        return self._by_request.get(request_id)
+    def find(self, name: str) -> Stream | None:
+        """Return the live stream of the request with this name, or None."""
+        return self._by_name.get(name)
 
     def count_owned(self, instance_id: str) -> int:
         """Return how many live streams the instance owns, in constant time."""
         return len(self._by_owner.get(instance_id, ()))
+
+    @property
+    def placed(self) -> int:
+        """Return how many live streams an instance owns."""
+        return sum(map(len, self._by_owner.values()))
 
     def is_live(self, stream: Stream) -> bool:
         """Return whether the stream has neither finished nor been closed."""
@@ -191,15 +203,26 @@ class StreamTable:
         prompt_tokens: int = 0,
         max_tokens: int = 0,
         arrived_s: float = 0.0,
+        name: str = "",
     ) -> Stream:
-        """Open a new stream at epoch 0, without an owner. Raise ValueError if the request id is in use."""
-        if request_id in self._by_request:
-            raise ValueError(f"request id {request_id} is in use")
+        """Open a new stream at epoch 0, without an owner. Raise ValueError if the request is already known.
+
+        `name`: the API server's; empty: the same.
+        """
+        name = name or request_id
+        if name in self._by_name:
+            raise ValueError(f"request {request_id}: its name is in use")
         stream = Stream(
-            self._next_handle(), request_id, tuple(frames), prompt_tokens, max_tokens, arrived_s=arrived_s
+            self._next_handle(),
+            request_id,
+            tuple(frames),
+            prompt_tokens,
+            max_tokens,
+            arrived_s=arrived_s,
+            name=name,
         )
         self._streams[stream.handle] = stream
-        self._by_request[request_id] = stream
+        self._by_name[name] = stream
         return stream
 
     def restore(self, stream: Stream, token_ids: Iterable[int], flags: int, model: str) -> None:
@@ -218,7 +241,7 @@ class StreamTable:
         """Remove the stream; later outputs for it are rejected. Closing twice is allowed."""
         if self.is_live(stream):
             del self._streams[stream.handle]
-            del self._by_request[stream.request_id]
+            del self._by_name[stream.name]
             self._forget_owner(stream)
 
     def assign(self, stream: Stream, instance_id: str) -> None:

@@ -43,12 +43,15 @@ from frontend_svc.answers.store import (
     RemovalReason,
 )
 from frontend_svc.streams import FINISHED, Stream
+from tailrace.request_ids import without_number
 from tailrace.service.tasks import cancel, task_error
+from tailrace.telemetry.incidents import loop_failed, loop_named
 from tailrace.v1 import answers_pb2
 from tailrace.wire import UtilityCall, detach_buffers, rename_output, utility_failure, utility_result
 
 log = logging.getLogger(__name__)
 
+_LOOP: Final = loop_named("calls of the API server")
 # Deadline of an API server's call, and how many calls may be pending.
 _CALL_S: Final = 15.0
 _CALLS_MAX: Final = 4_096
@@ -147,16 +150,16 @@ class AnswerCoordinator:
 
     # ---- streams that produce answers
 
-    def join_run(self, name: str, request_id: str, external_id: str) -> RunRequest | Refusal:
+    def join_run(self, name: str, request_id: str) -> RunRequest | Refusal:
         """Register an engine request with the run of this name; return a refusal if the run was superseded.
 
-        `request_id`: vLLM's internal id, which contains `external_id` and differs in each run.
+        `request_id` ends in a number that differs in each run.
         """
         parsed = parse_run_name(name)
         delivery = None if parsed is None else self._deliveries.get(parsed[0])
         if parsed is None or delivery is None or delivery.run != parsed[1] or not delivery.current:
             return SUPERSEDED
-        part = request_id[: request_id.find(external_id) + len(external_id)]
+        part = without_number(request_id)
         delivery.request_ids[part] = request_id
         progress = progress_of(delivery.answer, part)
         return RunRequest(delivery, part, progress)
@@ -246,7 +249,7 @@ class AnswerCoordinator:
     def _call_done(self, call_id: int, task: asyncio.Task[None]) -> None:
         self._calls.discard(task)
         if (error := task_error(task)) is not None:
-            log.error("a call of the API server failed", exc_info=error)
+            loop_failed(_LOOP, "kept answers", error)
             self._reply(utility_failure(call_id, "internal error"))
 
     async def open_answer(self, call: OpenCall) -> OpenReply:

@@ -23,12 +23,15 @@ class Copies(Protocol):
     def count_unprotected(self) -> int: ...
 
 
+_STATUSES: Final = ("400", "404", "409", "410", "413", "422", "503")
+
+
 class AnswerMetrics(Collector):
     """Count in plain attributes; read the store's state when collected."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.begun: Counter[str] = Counter()
-        self.denied: Counter[str] = Counter()
+        self.begun = Counter({"new": 0, "here": 0, "claimed": 0})
+        self.denied = Counter(dict.fromkeys(_STATUSES, 0))
         self.handed_over = 0
         self.superseded = 0
         copy_seconds = Histogram(

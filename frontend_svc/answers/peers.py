@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from typing import Final, TypeVar
 
@@ -14,7 +15,7 @@ import grpc
 from tailrace.records import ServiceRecord
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels, Services, format_error
-from tailrace.service.tasks import cancel, task_error
+from tailrace.service.tasks import cancel, run_once
 from tailrace.v1 import answers_pb2, answers_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -87,12 +88,13 @@ class Peers:
         for incarnation, probe in list(self._unreachable.items()):
             if probe is not None and not probe.done():
                 continue
-            if probe is not None and (error := task_error(probe)) is not None:
-                log.error("probing a front end failed", exc_info=error)
             if incarnation not in members:
                 del self._unreachable[incarnation]
             else:
-                self._unreachable[incarnation] = asyncio.create_task(self._probe(members[incarnation]))
+                peer = members[incarnation]
+                self._unreachable[incarnation] = run_once(
+                    "probes of front ends", partial(self._probe, peer), peer.frontend_id
+                )
 
     async def close(self) -> None:
         """Cancel the probes."""

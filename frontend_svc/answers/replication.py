@@ -20,10 +20,12 @@ from frontend_svc.answers.messages import decode_refusal, encode_part
 from frontend_svc.answers.peers import Peer, PeerCallFailed, PeerSilent, PeerUnreachable
 from frontend_svc.answers.store import Answer, AnswerStore, PartRefusal
 from tailrace.service.tasks import cancel, task_error
+from tailrace.telemetry.incidents import loop_failed, loop_named
 from tailrace.v1 import answers_pb2
 
 log = logging.getLogger(__name__)
 
+_LOOP: Final = loop_named("copies of answers")
 # Target size of a call; a single answer may exceed it.
 _BATCH_BYTES: Final = 1 << 20
 # A front end that hears neither its peer nor any instance for this long continues without a copy.
@@ -343,7 +345,7 @@ class Replication:
 
     def _queue_ended(self, queue: _PeerQueue, task: asyncio.Task[None]) -> None:
         if (error := task_error(task)) is not None:
-            log.error("copying to %s failed", queue.peer.frontend_id, exc_info=error)
+            loop_failed(_LOOP, queue.peer.frontend_id, error)
             self._drop_peer(queue)
 
     def _resolve_key_check(self, answer_id: str, confirmed: bool) -> bool:

@@ -144,8 +144,20 @@ def _next_run(run: int) -> int:
     return run + 1 + secrets.randbelow(1 << 32)
 
 
+@dataclass(slots=True)
+class _Holding:
+    """The answers of one tenant, least recently touched first."""
+
+    answers: OrderedDict[str, Answer] = field(default_factory=OrderedDict)
+    size: int = 0
+
+
 class AnswerStore:
-    """Hold all kept answers of one front end."""
+    """Hold all kept answers of one front end.
+
+    Room is made at the expense of the tenant that holds most: one that holds less than an equal share loses
+    nothing to the others.
+    """
 
     def __init__(
         self,
@@ -168,6 +180,7 @@ class AnswerStore:
         # Least recently touched first.
         self._answers: OrderedDict[str, Answer] = OrderedDict()
         self._by_key: dict[tuple[str, str], Answer] = {}
+        self._by_tenant: dict[str, _Holding] = {}
         # With the tenant that owned it.
         self._removed: OrderedDict[str, tuple[str, RemovalReason]] = OrderedDict()
         self.size = 0
@@ -238,6 +251,11 @@ class AnswerStore:
         answer.removed = True
         self.size -= answer.size
         del self._answers[answer.head.answer_id]
+        holding = self._by_tenant[answer.head.tenant]
+        holding.size -= answer.size
+        del holding.answers[answer.head.answer_id]
+        if not holding.answers:
+            del self._by_tenant[answer.head.tenant]
         if answer.head.key:
             del self._by_key[answer.head.tenant, answer.head.key]
         if reason is not None:
@@ -369,6 +387,9 @@ class AnswerStore:
             raise AnswerTooLarge
         self.size += answer.size
         self._answers[head.answer_id] = answer
+        holding = self._by_tenant.setdefault(head.tenant, _Holding())
+        holding.size += answer.size
+        holding.answers[head.answer_id] = answer
         if head.key:
             self._by_key[head.tenant, head.key] = answer
         self._removed.pop(head.answer_id, None)
@@ -377,16 +398,28 @@ class AnswerStore:
             raise StoreFull
 
     def _make_room(self, for_answer: Answer) -> bool:
-        """Remove the oldest answers without a client until the limits hold; return False if that is not
-        enough."""
-        if self.size <= self._max_bytes and len(self._answers) <= MAX_ANSWERS:
-            return True
-        for answer in list(self._answers.values()):
-            if answer is not for_answer and not answer.client_connected:
-                self.remove(answer, RemovalReason.NO_ROOM)
-                if self.size <= self._max_bytes and len(self._answers) <= MAX_ANSWERS:
-                    return True
-        return False
+        """Remove answers without a client until the limits hold: of the tenant that holds most its oldest,
+        and none of a tenant that holds less than that of `for_answer`. Return False if that is not enough."""
+        removable: dict[str, Iterator[Answer]] = {}
+        while (too_large := self.size > self._max_bytes) or len(self._answers) > MAX_ANSWERS:
+            held = {
+                tenant: holding.size if too_large else len(holding.answers)
+                for tenant, holding in self._by_tenant.items()
+            }
+            for tenant in sorted(held, key=held.__getitem__, reverse=True):
+                if held[tenant] < held[for_answer.head.tenant]:
+                    return False
+                if tenant not in removable:
+                    answers = self._by_tenant[tenant].answers.values()
+                    removable[tenant] = iter(
+                        [one for one in answers if one is not for_answer and not one.client_connected]
+                    )
+                if (oldest := next(removable[tenant], None)) is not None:
+                    self.remove(oldest, RemovalReason.NO_ROOM)
+                    break
+            else:
+                return False
+        return True
 
     def _add(self, answer: Answer, entries: Sequence[Entry], now_s: float) -> None:
         answer.entries += entries
@@ -403,11 +436,13 @@ class AnswerStore:
     def _resize(self, answer: Answer, by: int) -> None:
         answer.size += by
         self.size += by
+        self._by_tenant[answer.head.tenant].size += by
 
     def _touch(self, answer: Answer, now_s: float) -> None:
         answer.touched_s = now_s
         if not answer.removed:
             self._answers.move_to_end(answer.head.answer_id)
+            self._by_tenant[answer.head.tenant].answers.move_to_end(answer.head.answer_id)
 
 
 def _is_copy_of(answer: Answer, part: Part) -> bool:

@@ -3,17 +3,19 @@ statuses."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from copy import copy
-from functools import partial
 from http import HTTPStatus
 from typing import Any, ClassVar, Final
 
 from vllm.config import ObservabilityConfig
-from vllm.exceptions import GracefulHTTPError
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.outputs import PoolingRequestOutput, RequestOutput
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.pooling_params import PoolingParams
+from vllm.renderers import BaseRenderer, TokenizeParams
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestOutputCollector
@@ -22,12 +24,21 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from frontend_svc.admission import NO_INSTANCE, TOO_MANY_REQUESTS, AdmissionReader, AdmissionState, Refusal
 from frontend_svc.answers.calls import ANSWER_HEADER
 from frontend_svc.api_server.kept_answers import Call, call_of_task
-from frontend_svc.api_server.tenants import TenantAdmission, Tenants, tenant_of_call
+from frontend_svc.api_server.request_limits import Account, LimitRefusal, account_of_task
+from frontend_svc.api_server.statistics import (
+    correct_times,
+    count_aborts,
+    count_prefix_hits,
+    count_untold_waits,
+)
+from tailrace.request_ids import chosen_by_client, own_id, problem_with
 from tailrace.tenancy.keys import Tenant
 from tailrace.tenancy.share import SHARE_HEADER, Share
 
 # Looked up for every token.
 _ERROR: Final = FinishReason.ERROR
+# A prompt that vLLM refuses once it is tokenized is charged as if so many characters were a token.
+_CHARACTERS_PER_TOKEN: Final = 4
 
 
 class RequestRefused(GracefulHTTPError):  # type: ignore[misc]
@@ -53,9 +64,16 @@ class FleetClient(AsyncLLM):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.input_processor.assign_request_id = _assign_own_id
         # Every request passes through add_request together with the queue for its outputs.
-        self.output_processor.add_request = _without_merging(self.output_processor.add_request)
-        _raise_refusals(self.output_processor)
+        _watch_requests(self.output_processor)
+        _prepare_outputs(self.output_processor)
+        if self.logger_manager is not None:
+            count_prefix_hits(self.logger_manager)
+            count_untold_waits(self.output_processor)
+            count_aborts(self.output_processor, self.logger_manager)
+        _account_for(self.renderer)
+        self._send_by_steps()
         self.observability_config = copy(self.observability_config)
         self.observability_config.otlp_traces_endpoint = "tailrace"
 
@@ -74,35 +92,83 @@ class FleetClient(AsyncLLM):  # type: ignore[misc]
     ) -> AsyncGenerator[RequestOutput, None]:
         """Return vLLM's output stream, subject to the limits of the request's tenant.
 
-        A prompt that is too long for the tenant is refused here, before the response starts. Raise
-        RequestRefused.
+        What is wrong with the request is refused here, before the response starts. Raise RequestRefused.
         """
+        _check_ids(request_id, kwargs.get("session_id"))
         call = call_of_task.get()
         if call is not None:
             kwargs["trace_headers"] = {**(kwargs.get("trace_headers") or {}), ANSWER_HEADER: call.name}
-        tenant, tenants = tenant_of_call.get(), TenantAdmission.tenants
-        if tenant is None or tenants is None:
+        account = account_of_task.get()
+        if account is None:
             return self._generate(prompt, sampling_params, request_id, kwargs)
-        length = _prompt_tokens(prompt)
-        if tenant.longest_prompt and length > tenant.longest_prompt:
-            raise RequestRefused(
-                Refusal(400, f"This key allows prompts of {tenant.longest_prompt} tokens, not {length}.")
-            )
-        self._add_tenant_fields(kwargs, tenant)
-        outputs = self._generate(prompt, sampling_params, request_id, kwargs)
-        delta = sampling_params.output_kind is RequestOutputKind.DELTA
-        if call is not None and call.opened.run > 1:
-            # The prompt was charged in the first run.
-            length = 0
-        return _charged(outputs, delta, length, partial(_charge, tenants, tenant, call))
-
-    def encode(self, *args: Any, **kwargs: Any) -> AsyncGenerator[PoolingRequestOutput, None]:
-        """Return vLLM's pooling outputs, with the fields of the request's tenant."""
-        tenant = tenant_of_call.get()
+        length, tenant = _prompt_tokens(prompt), account.tenant
         if tenant is not None:
+            if tenant.longest_prompt and length > tenant.longest_prompt:
+                raise RequestRefused(
+                    Refusal(400, f"This key allows prompts of {tenant.longest_prompt} tokens, not {length}.")
+                )
             self._add_tenant_fields(kwargs, tenant)
-        outputs: AsyncGenerator[PoolingRequestOutput, None] = super().encode(*args, **kwargs)
+            prompt = _salted(prompt, tenant)
+        if call is not None:
+            account.replayed, account.rerun = call.opened.tokens, call.opened.run > 1
+        _submit(account, sampling_params.n, length)
+        return self._generate(prompt, sampling_params, request_id, kwargs)
+
+    def encode(
+        self, prompt: Any, pooling_params: PoolingParams, request_id: str, *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Return vLLM's pooling outputs, with the fields of the request's tenant. Raise RequestRefused."""
+        _check_ids(request_id, kwargs.get("session_id"))
+        account = account_of_task.get()
+        if account is not None:
+            if account.tenant is not None:
+                self._add_tenant_fields(kwargs, account.tenant)
+                prompt = _salted(prompt, account.tenant)
+            _submit(account, 1, _prompt_tokens(prompt))
+        outputs: AsyncGenerator[PoolingRequestOutput, None] = super().encode(
+            prompt, pooling_params, request_id, *args, **kwargs
+        )
         return outputs
+
+    async def add_request(self, *args: Any, **kwargs: Any) -> RequestOutputCollector:
+        """Add a prompt, one of those of a large request after the other; see AsyncLLM."""
+        account = account_of_task.get()
+        if account is not None:
+            await account.step()
+        return await super().add_request(*args, **kwargs)
+
+    def _send_by_steps(self) -> None:
+        """Send the sequences of a large request to the engine core one by one."""
+        send = self.engine_core.add_request_async
+
+        async def send_in_turn(request: EngineCoreRequest) -> None:
+            account = account_of_task.get()
+            if account is None:
+                await send(request)
+                return
+            await account.step()
+            await send(request)
+            account.count_sent()
+
+        self.engine_core.add_request_async = send_in_turn
+
+    async def _add_request(
+        self,
+        request: EngineCoreRequest,
+        prompt: str | None,
+        parent_req: ParentRequest | None,
+        index: int,
+        queue: RequestOutputCollector,
+    ) -> None:
+        """Send a request to the engine core.
+
+        vLLM's output processor has it before it is sent: what fails or is cancelled then would stay there.
+        """
+        try:
+            await super()._add_request(request, prompt, parent_req, index, queue)
+        except BaseException:
+            await self.abort((parent_req or request).request_id, internal=True)
+            raise
 
     def _add_tenant_fields(self, arguments: dict[str, Any], tenant: Tenant) -> None:
         """Set what the client must not choose itself: priority, and the tenant's share."""
@@ -121,10 +187,23 @@ class FleetClient(AsyncLLM):  # type: ignore[misc]
         )
         call = call_of_task.get()
         if call is None and sampling_params.n == 1:
-            # The refusal is raised in vLLM's generator (_raise_refusals): one around it would be resumed for
+            # The refusal is raised in vLLM's generator (_prepare_outputs): one around it would be resumed for
             # every token.
             return outputs
         return _checked(outputs, call)
+
+
+def _assign_own_id(request: EngineCoreRequest) -> None:
+    """Give a request the id that everything behind the API server knows it by; see InputProcessor."""
+    request.external_req_id = request.request_id
+    request.request_id = own_id(request.request_id)
+
+
+def _check_ids(request_id: str, session_id: str | None) -> None:
+    """Check the ids that a client may have chosen, in whatever part of its request. Raise RequestRefused."""
+    for name, chosen in (("request_id", chosen_by_client(request_id)), ("session_id", session_id or "")):
+        if problem := problem_with(chosen):
+            raise RequestRefused(Refusal(400, f"{name} {problem}."))
 
 
 class UnmergedOutputs(RequestOutputCollector):  # type: ignore[misc]
@@ -159,8 +238,10 @@ class UnmergedOutputs(RequestOutputCollector):  # type: ignore[misc]
         return output
 
 
-def _without_merging(add_request: Callable[..., None]) -> Callable[..., None]:
-    """Wrap OutputProcessor.add_request so that the queue of a kept answer does not merge outputs."""
+def _watch_requests(processor: OutputProcessor) -> None:
+    """Wrap OutputProcessor.add_request so that the queue of a kept answer does not merge outputs, and that
+    the account of an HTTP request knows the states of its engine's requests."""
+    add_request = processor.add_request
 
     def add(
         request: EngineCoreRequest,
@@ -173,27 +254,47 @@ def _without_merging(add_request: Callable[..., None]) -> Callable[..., None]:
             queue.__class__ = UnmergedOutputs
             queue.waiting = deque()
         add_request(request, prompt, parent, index, queue)
+        account = account_of_task.get()
+        state = processor.request_states.get(request.request_id)
+        if account is not None and state is not None:
+            account.request_id = account.request_id or request.request_id
+            state.account = account
+            account.watch(state)
 
-    return add
+    processor.add_request = add
 
 
-def _raise_refusals(processor: OutputProcessor) -> None:
-    """Have refusals of requests for one answer raised as RequestRefused by their queues.
+def _prepare_outputs(processor: OutputProcessor) -> None:
+    """Have refusals of requests for one answer raised as RequestRefused by their queues, and times taken by
+    this process's clock.
 
     With n > 1, vLLM's generator would not abort the other answers: see `_checked`.
     """
     process_outputs = processor.process_outputs
 
     def process(
-        outputs: list[EngineCoreOutput], *arguments: Any, **named_arguments: Any
+        outputs: list[EngineCoreOutput],
+        engine_s: float | None = None,
+        *arguments: Any,
+        **named_arguments: Any,
     ) -> OutputProcessorOutput:
+        now_s = time.monotonic()
         for output in outputs:
+            # Neither is set in most outputs.
+            if output.finish_reason is None and output.events is None:
+                continue
+            state = processor.request_states.get(output.request_id)
+            if state is None:
+                continue
+            correct_times(state, output, now_s if engine_s is None else engine_s, now_s)
             if output.finish_reason is _ERROR and (refusal := Refusal.decode(output.stop_reason)) is not None:
-                state = processor.request_states.get(output.request_id)
-                if state is not None and state.parent_req is None and state.queue is not None:
+                account = getattr(state, "account", None)
+                if account is not None:
+                    account.refused = True
+                if state.parent_req is None and state.queue is not None:
                     # The queue drops the output that follows.
                     state.queue.put(RequestRefused(refusal))
-        return process_outputs(outputs, *arguments, **named_arguments)
+        return process_outputs(outputs, now_s, *arguments, **named_arguments)
 
     processor.process_outputs = process
 
@@ -227,37 +328,49 @@ async def _checked(
         await outputs.aclose()
 
 
-async def _charged(
-    outputs: AsyncGenerator[RequestOutput, None],
-    delta: bool,
-    prompt_tokens: int,
-    charge: Callable[[int], None],
-) -> AsyncGenerator[RequestOutput, None]:
-    """Yield the outputs; at the end charge the tokens of prompt and answers, however the request ended.
-
-    A refused request is not charged for its prompt: nothing was computed.
-    """
-    generated = 0
+def _submit(account: Account, sequences: int, prompt_tokens: int) -> None:
+    """Count a prompt that goes to the engine. Raise RequestRefused."""
     try:
-        async for output in outputs:
-            new_tokens = sum(len(completion.token_ids) for completion in output.outputs)
-            generated = generated + new_tokens if delta else new_tokens
-            yield output
-    except RequestRefused:
-        if not generated:
-            prompt_tokens = 0
-        raise
-    finally:
-        charge(prompt_tokens + generated)
-        await outputs.aclose()
+        account.submit(sequences, prompt_tokens)
+    except LimitRefusal as refused:
+        raise RequestRefused(Refusal(refused.status, refused.message)) from refused
 
 
-def _charge(tenants: Tenants, tenant: Tenant, call: Call | None, tokens: int) -> None:
-    if call is not None:
-        replayed_tokens = min(tokens, call.replayed_tokens)
-        call.replayed_tokens -= replayed_tokens
-        tokens -= replayed_tokens
-    tenants.meter.charge(tenant, tokens, tenants.now_s())
+def _account_for(renderer: BaseRenderer) -> None:
+    """Have requests charged for what they tokenize, and prompts that are too long for a tenant refused before
+    that, as far as their characters tell."""
+    tokenize = renderer.tokenize_prompt_async
+
+    async def accounted(prompt: Any, params: TokenizeParams) -> Any:
+        account = account_of_task.get()
+        if account is None:
+            return await tokenize(prompt, params)
+        text = prompt.get("prompt", "") if isinstance(prompt, dict) else ""
+        characters = len(text) if isinstance(text, str) and "prompt_token_ids" not in prompt else 0
+        longest = 0 if account.tenant is None else account.tenant.longest_prompt
+        if longest and characters > longest * renderer.get_tokenizer().max_chars_per_token:
+            raise VLLMValidationError(
+                f"This key allows prompts of {longest} tokens, which {characters} characters exceed."
+            )
+        try:
+            tokenized = await tokenize(prompt, params)
+        except VLLMValidationError:
+            # Too many tokens; how many is not known.
+            account.tokenized += characters // _CHARACTERS_PER_TOKEN
+            raise
+        account.tokenized += _prompt_tokens(tokenized)
+        return tokenized
+
+    renderer.tokenize_prompt_async = accounted
+
+
+def _salted(prompt: Any, tenant: Tenant) -> dict[str, Any]:
+    """Return the rendered prompt with a salt by which only its tenant, and those that share a cache with it,
+    find its KV."""
+    if prompt["type"] == "enc_dec":
+        # The decoder's part names the blocks.
+        return {**prompt, "decoder_prompt": _salted(prompt["decoder_prompt"], tenant)}
+    return {**prompt, "cache_salt": tenant.cache_salt(prompt.get("cache_salt"))}
 
 
 def _prompt_tokens(prompt: Any) -> int:

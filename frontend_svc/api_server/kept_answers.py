@@ -60,8 +60,6 @@ class Call:
     opened: Opened
     # Tokens that vLLM has received in this run.
     tokens: int = 0
-    # Tokens among them that an earlier run generated; they are not charged again.
-    replayed_tokens: int = 0
 
     @property
     def name(self) -> str:
@@ -219,7 +217,7 @@ class KeepAnswers:
     async def _run(
         self, frontend: FrontendCalls, opened: Opened, scope: Message, receive: Receive, send: Send
     ) -> None:
-        call = Call(opened, replayed_tokens=opened.tokens)
+        call = Call(opened)
         connection = _ClientConnection(receive)
         response = _KeptResponse(call, frontend, send, connection)
         client_headers = [(name, value) for name, value in scope["headers"] if name not in _OURS]

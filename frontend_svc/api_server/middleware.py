@@ -1,4 +1,4 @@
-"""Basic ASGI middleware for vLLM's Python app: Retry-After, graceful stop, and API keys."""
+"""Basic ASGI middleware for vLLM's Python app: Retry-After, graceful stop, API keys, readiness, schema."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from http import HTTPStatus
 from typing import Any, ClassVar, Final, Protocol
 
+from frontend_svc.admission import AdmissionReader, Refusal
+
 # Messages and scopes are open dictionaries by ASGI's specification.
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -19,12 +21,17 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
+def error_body(status: HTTPStatus, kind: str, message: str) -> bytes:
+    """Return OpenAI's error object of type `kind` for this status."""
+    error = {"message": message, "type": kind, "param": None, "code": status.value}
+    return json.dumps({"error": error}).encode()
+
+
 async def send_error(
     send: Send, status: HTTPStatus, kind: str, message: str, headers: Mapping[str, str] | None = None
 ) -> None:
     """Send a whole response: OpenAI's error object of type `kind` with this status."""
-    error = {"message": message, "type": kind, "param": None, "code": status.value}
-    body = json.dumps({"error": error}).encode()
+    body = error_body(status, kind, message)
     fields = {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
     encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in fields.items()]
     await send({"type": "http.response.start", "status": status.value, "headers": encoded})
@@ -103,7 +110,8 @@ def api_keys(args: Namespace) -> list[str]:
 
 
 class RequireApiKey:
-    """Answer 401 in OpenAI's error format without a key of `keys`; with no keys set, pass everything on.
+    """Answer 401 in OpenAI's error format without a key of `keys`, and close web sockets; with no keys set,
+    pass everything on.
 
     vLLM protects only /v1, /v2, /inference and /cohere: /invocations generates, and /tokenize, /pooling or
     /rerank compute, for anyone who reaches the port.
@@ -116,14 +124,14 @@ class RequireApiKey:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection."""
-        if self.keys and scope["type"] == "http" and scope["method"] != "OPTIONS":
-            path = scope["path"].removeprefix(scope.get("root_path", ""))
-            if path not in OPEN_PATHS and not self._has_key(scope):
-                message = "This API requires a key: send the header 'Authorization: Bearer KEY'."
-                challenge = {"www-authenticate": "Bearer"}
-                await send_error(send, HTTPStatus.UNAUTHORIZED, "AuthenticationError", message, challenge)
-                return
-        await self._app(scope, receive, send)
+        if not self.keys or scope["type"] == "lifespan" or _is_open(scope) or self._has_key(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            message = "This API requires a key: send the header 'Authorization: Bearer KEY'."
+            challenge = {"www-authenticate": "Bearer"}
+            await send_error(send, HTTPStatus.UNAUTHORIZED, "AuthenticationError", message, challenge)
 
     def _has_key(self, scope: Message) -> bool:
         authorization = dict(scope["headers"]).get(b"authorization", b"")
@@ -131,3 +139,71 @@ class RequireApiKey:
         # Compare all keys, each in constant time, so that the duration reveals nothing.
         matches = [secrets.compare_digest(token, key.encode()) for key in self.keys]
         return scheme.lower() == b"bearer" and any(matches)
+
+
+def _is_open(scope: Message) -> bool:
+    """Return whether a request needs no key: for one of OPEN_PATHS, or a browser's preflight request, which
+    has none and which vLLM's app answers without a handler."""
+    if scope["type"] != "http":
+        return False
+    names = {name for name, _ in scope["headers"]}
+    is_preflight = scope["method"] == "OPTIONS" and {b"origin", b"access-control-request-method"} <= names
+    return is_preflight or scope["path"].removeprefix(scope.get("root_path", "")) in OPEN_PATHS
+
+
+READY_PATH: Final = "/ready"
+_UNAVAILABLE: Final = HTTPStatus.SERVICE_UNAVAILABLE.phrase
+
+
+def unready_body(unready: Refusal) -> bytes:
+    """Return OpenAI's error object that says why a load balancer should send requests elsewhere."""
+    return error_body(HTTPStatus(unready.status), _UNAVAILABLE, unready.message)
+
+
+class Ready:
+    """Answer GET /ready: 503 while no instance takes requests, otherwise 200.
+
+    Goes outside what asks for keys and counts requests.
+    """
+
+    admission: ClassVar[AdmissionReader]
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Handle one ASGI connection."""
+        if (
+            scope["type"] != "http"
+            or scope["path"].removeprefix(scope.get("root_path", "")) != READY_PATH
+            or scope["method"] not in ("GET", "HEAD")
+        ):
+            await self._app(scope, receive, send)
+        elif (unready := self.admission.read().unready) is not None:
+            later = {"retry-after": str(RETRY_AFTER_S)}
+            await send_error(send, HTTPStatus(unready.status), _UNAVAILABLE, unready.message, later)
+        else:
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+            await send({"type": "http.response.body", "body": b""})
+
+
+class SchemaApart:
+    """Build the schema of `/openapi.json` in a thread, once.
+
+    FastAPI builds it at its first request, on the event loop: for vLLM's routes that takes seconds, during
+    which no stream gets a token.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._building = asyncio.Lock()
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Handle one ASGI connection."""
+        if scope["type"] == "http":
+            fastapi = scope["app"]
+            if scope["path"].removeprefix(scope.get("root_path", "")) == fastapi.openapi_url:
+                async with self._building:
+                    if fastapi.openapi_schema is None:
+                        await asyncio.to_thread(fastapi.openapi)
+        await self._app(scope, receive, send)

@@ -10,7 +10,15 @@ from pathlib import Path
 import msgspec
 
 from frontend_svc.api_server.sockets import EngineSockets, split_address
-from frontend_svc.api_server.spec import READY_TIMEOUT_S, ApiServerSpec, Launch, offline_env
+from frontend_svc.api_server.spec import (
+    KEEP_ALIVE_S,
+    READY_TIMEOUT_S,
+    ApiServerSpec,
+    BodyLimits,
+    ConnectionLimits,
+    Launch,
+    offline_env,
+)
 
 
 class PythonBoot(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,11 +35,14 @@ class PythonBoot(msgspec.Struct, frozen=True, kw_only=True):
     admission_path: str
     # File of tenants and keys; empty: no key is required but vLLM's own.
     api_keys_path: str
-    max_body_bytes: int
+    connections: ConnectionLimits
+    limits: BodyLimits
     # See ApiServerSpec.
     sends_tenants: bool
     # Whether clients can come back for their answers.
     keeps_answers: bool
+    # File of the adapters that were loaded at run time; empty: they are not shared.
+    adapters_path: str
 
 
 def python_launch(
@@ -48,9 +59,11 @@ def python_launch(
         output_address=sockets.output_address,
         admission_path=str(admission_path),
         api_keys_path="" if spec.api_keys is None else str(spec.api_keys.absolute()),
-        max_body_bytes=spec.max_body_bytes,
+        connections=spec.connections,
+        limits=spec.limits,
         sends_tenants=spec.sends_tenants,
         keeps_answers=spec.keeps_answers,
+        adapters_path="" if spec.adapters is None else str(spec.adapters),
     )
     command = [
         sys.executable,
@@ -67,4 +80,5 @@ def python_launch(
     command += spec.vllm_arguments
     env = offline_env(spec)
     env["VLLM_ENGINE_READY_TIMEOUT_S"] = os.environ.get("VLLM_ENGINE_READY_TIMEOUT_S", str(READY_TIMEOUT_S))
+    env["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = os.environ.get("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", str(KEEP_ALIVE_S))
     return Launch(tuple(command), env, (http.fileno(), sockets.input.fileno(), sockets.output.fileno()))

@@ -8,10 +8,13 @@ from __future__ import annotations
 import sys
 
 from tailrace.collector import collector_paused
+from tailrace.telemetry.log_format import start_logging
 
 
 def main() -> None:
     """Entry point."""
+    # vLLM and uvicorn have handlers of their own; this is for the rest.
+    start_logging("WARNING")
     with collector_paused():
         require_no_device()
         from frontend_svc.api_server.python_app import run

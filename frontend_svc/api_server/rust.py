@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import Final
 
 from frontend_svc.api_server.sockets import EngineSockets, split_address
-from frontend_svc.api_server.spec import READY_TIMEOUT_S, ApiServerSpec, Launch, offline_env
+from frontend_svc.api_server.spec import KEEP_ALIVE_S, READY_TIMEOUT_S, ApiServerSpec, Launch, offline_env
 
 JsonValue = str | int | float | bool | None | list["JsonValue"] | dict[str, "JsonValue"]
 
-# vLLM's default for idle HTTP connections, in seconds.
-_KEEP_ALIVE_S: Final = 5
 # Flags that take a list (nargs="+") in vLLM and concern an API server.
 _LISTS: Final = frozenset({"served_model_name", "api_key", "allowed_origins", "lora_modules"})
 
@@ -48,7 +46,7 @@ def rust_arguments(spec: ApiServerSpec) -> dict[str, JsonValue]:
         "host": host,
         "port": port,
         "engine_ready_timeout_secs": int(os.environ.get("VLLM_ENGINE_READY_TIMEOUT_S", READY_TIMEOUT_S)),
-        "http_timeout_keep_alive": int(os.environ.get("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", _KEEP_ALIVE_S)),
+        "http_timeout_keep_alive": int(os.environ.get("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", KEEP_ALIVE_S)),
         # Without it, SIGTERM aborts every response.
         "shutdown_timeout": math.ceil(spec.drain_timeout_s),
     }

@@ -6,12 +6,65 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 # An API server starts at once and waits for the first worker; the front end decides for how long, not vLLM.
 READY_TIMEOUT_S: Final = 7 * 24 * 3600
+KEEP_ALIVE_S: Final = 75
+"""Idle HTTP connections, unless VLLM_HTTP_TIMEOUT_KEEP_ALIVE says otherwise. vLLM's 5 s are shorter than
+proxies reuse a connection (nginx and AWS's ALB: 60 s): a request sent on one just being closed is reset."""
 DEFAULT_MAX_BODY_BYTES: Final = 64 << 20
 """A larger request would exceed what a worker accepts anyway."""
+DEFAULT_MAX_HEADER_BYTES: Final = 64 << 10
+"""A request's header, unless vLLM's --h11-max-incomplete-event-size says otherwise."""
+DEFAULT_MAX_TEXT_BYTES: Final = 1 << 20
+"""Bytes of text that a request may have without a setting, or more if the model's context is longer."""
+TEXT_BYTES_PER_TOKEN: Final = 16
+"""Bytes of text for each token of context; English takes 4 to 5, and escaped in JSON others take more."""
 ARGUMENTS_REFUSED: Final = 2
 """Exit status of an API server that has said on stderr which argument it refuses; click's, and vllm-rs's."""
+
+ADAPTERS_GIVEN: Final = "tailrace_adapters_given"
+"""Call of the API server to `frontend_svc`: names that it serves since its start (list of names)."""
+ADAPTER_LOADED: Final = "tailrace_adapter_loaded"
+"""Call of the API server to `frontend_svc`: it loaded an adapter (name, path, whether is_3d, whether in
+place). The result is why it is refused; empty if it is recorded."""
+ADAPTER_UNLOADED: Final = "tailrace_adapter_unloaded"
+"""Call of the API server to `frontend_svc`: it unloaded an adapter (name). The result is empty."""
+ADAPTER_CALLS: Final = frozenset({ADAPTERS_GIVEN, ADAPTER_LOADED, ADAPTER_UNLOADED})
+
+
+class ConnectionLimits(msgspec.Struct, frozen=True):
+    """Bounds of connections that have not sent a whole header: they need no key."""
+
+    # From the first byte of a header (of a new connection: from its beginning) to the last.
+    header_timeout_s: float = 10.0
+    # Beyond it the one that has had most time is closed.
+    max_pending: int = 1_000
+
+
+DEFAULT_CONNECTION_LIMITS: Final = ConnectionLimits()
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """What a user's request may ask for, with or without a key."""
+
+    # Largest body, in bytes.
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    # The same without images and other media; 0: by the model's context.
+    max_text_bytes: int = 0
+    # Messages, their content parts, and tools.
+    max_messages: int = 2_048
+    # Prompts times answers to each.
+    max_sequences: int = 2_048
+    # Of the bodies of all requests in progress.
+    max_bodies_bytes: int = 512 << 20
+    # Seconds for a body to arrive, besides those for its size.
+    body_timeout_s: float = 30.0
+
+
+DEFAULT_BODY_LIMITS: Final = BodyLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +81,14 @@ class ApiServerSpec:
     vllm_arguments: tuple[str, ...] = ()
     # File of tenants and keys (tailrace/tenancy); None: no key is required but vLLM's own.
     api_keys: Path | None = None
-    # Largest body of a request, in bytes.
-    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    connections: ConnectionLimits = DEFAULT_CONNECTION_LIMITS
+    limits: BodyLimits = DEFAULT_BODY_LIMITS
     # Whether requests carry their tenant to the engine core (tailrace/tenancy/share.py).
     sends_tenants: bool = False
     # Whether clients can come back for their answers (frontend_svc/answers).
     keeps_answers: bool = False
+    # File of the adapters that were loaded at run time (frontend_svc/adapters.py); None: they are not shared.
+    adapters: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,11 @@ class _Response:
         release_task, self._release_task = self._release_task, None
         if release_task is not None:
             # Raises what sending the start raised: the client has gone, which the app has to handle.
-            await release_task
+            try:
+                await release_task
+            finally:
+                # It keeps that error, whose frames have it.
+                del release_task
 
     async def _release_after_hold(self) -> None:
         # Ended by an event, not cancelled, so that a start in progress is sent completely. Only the end of

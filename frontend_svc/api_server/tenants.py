@@ -9,10 +9,7 @@ from contextvars import ContextVar
 from http import HTTPStatus
 from typing import ClassVar, Final
 
-import msgspec
-
 from frontend_svc.api_server.middleware import App, Message, Receive, Send, send_error
-from frontend_svc.api_server.spec import DEFAULT_MAX_BODY_BYTES
 from tailrace.tenancy.file import KeyFile
 from tailrace.tenancy.keys import Tenant
 from tailrace.tenancy.meter import LimitExceeded, Meter
@@ -38,12 +35,6 @@ tenant_of_call: ContextVar[Tenant | None] = ContextVar("tenant_of_call", default
 """The tenant of the request that the current task serves; None if no keys are required."""
 
 
-class _Body(msgspec.Struct):
-    """The fields of a request that matter here; the rest is vLLM's."""
-
-    model: str | None = None
-
-
 class Tenants:
     """Hold the keys and the tenants' usage of one API server."""
 
@@ -64,37 +55,6 @@ class Tenants:
     def now_s(self) -> float:
         """Return the clock's time in seconds."""
         return self._clock()
-
-
-class BodyLimit:
-    """Answer 413 to a body of more than `max_bytes` before the app reads it.
-
-    Goes inside what checks keys: a chunked body is read here, which costs memory and time.
-    """
-
-    max_bytes: ClassVar[int] = DEFAULT_MAX_BODY_BYTES
-
-    def __init__(self, app: App) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Handle one ASGI connection."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        length = dict(scope["headers"]).get(b"content-length")
-        if length is None:
-            # Chunked: the size is known only once all of it has arrived.
-            body = await read_body(receive, self.max_bytes)
-            if body is not None:
-                await self._app(scope, replay_body(body, receive), send)
-                return
-        elif length.isdigit() and int(length) <= self.max_bytes:
-            # The server reads no more than was announced.
-            await self._app(scope, receive, send)
-            return
-        message = f"A request's body may have at most {self.max_bytes} bytes."
-        await send_error(send, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "BadRequestError", message)
 
 
 class TenantAdmission:
@@ -143,38 +103,6 @@ class TenantAdmission:
                 tenant_of_call.reset(token)
 
 
-class TenantRequests:
-    """Check the model of requests that TenantAdmission admitted, and count them; answer 403, or 429 if others
-    of the tenant began in the meantime."""
-
-    def __init__(self, app: App) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Handle one ASGI connection."""
-        tenants, tenant = TenantAdmission.tenants, tenant_of_call.get()
-        if tenants is None or tenant is None:
-            await self._app(scope, receive, send)
-            return
-        if tenant.models:
-            body = await read_body(receive, BodyLimit.max_bytes)
-            if body is None or not (_resumes(scope, body) or _model(body) in tenant.models):
-                model = None if body is None else _model(body)
-                named = "one of its models" if model is None else repr(model)
-                message = f"This key may use {', '.join(tenant.models)}, not {named}."
-                await send_error(send, HTTPStatus.FORBIDDEN, "PermissionDeniedError", message)
-                return
-            receive = replay_body(body, receive)
-        exceeded = tenants.meter.begin(tenant, tenants.now_s())
-        if exceeded is not None:
-            await _send_exceeded(send, exceeded)
-            return
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            tenants.meter.end(tenant)
-
-
 async def _send_exceeded(send: Send, exceeded: LimitExceeded) -> None:
     message = f"Limit of this key exceeded: {exceeded.reason}."
     later = {"retry-after": str(exceeded.retry_after_s)}
@@ -206,18 +134,3 @@ def replay_body(body: bytes, receive: Receive) -> Receive:
         return first.pop() if first else await receive()
 
     return again
-
-
-def _resumes(scope: Message, body: bytes) -> bool:
-    """Return whether the request only says which answer to resume.
-
-    Its model was checked when the answer was begun, and another tenant's answer is not found.
-    """
-    return not body and any(name == b"last-event-id" for name, _ in scope["headers"])
-
-
-def _model(body: bytes) -> str | None:
-    try:
-        return msgspec.json.decode(body, type=_Body).model
-    except msgspec.MsgspecError:
-        return None

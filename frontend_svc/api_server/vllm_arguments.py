@@ -19,7 +19,7 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from frontend_svc.api_server.spec import ARGUMENTS_REFUSED
+from frontend_svc.api_server.spec import ARGUMENTS_REFUSED, DEFAULT_MAX_HEADER_BYTES
 from tailrace.wire.setting_errors import one_line
 
 # What pydantic appends to a message for developers.
@@ -35,7 +35,10 @@ def refuse(reason: str) -> NoReturn:
 def parse_arguments(arguments: list[str]) -> Namespace:
     """Parse the arguments and import the parsers that they name. End the process if one is refused."""
     cli_env_setup()
-    args: Namespace = make_arg_parser(_Parser(prog="vllm serve")).parse_args(arguments)
+    parser = make_arg_parser(_Parser(prog="vllm serve"))
+    # vLLM's is 4 MiB, and counts only with the HTTP parser that it does not take.
+    parser.set_defaults(h11_max_incomplete_event_size=DEFAULT_MAX_HEADER_BYTES)
+    args: Namespace = parser.parse_args(arguments)
     if args.model_tag is not None:
         args.model = args.model_tag
     # vLLM 0.30 does not have this function.
@@ -61,6 +64,14 @@ def parse_arguments(arguments: list[str]) -> Namespace:
             f"argument --reasoning-parser: invalid choice: {args.reasoning_parser!r} (choose from {choices})"
         )
     return args
+
+
+def check_reasoning_parser(name: str, tokenizer: object) -> None:
+    """End the process if the parser does not fit the model, as one whose marks its tokenizer lacks."""
+    try:
+        ReasoningParserManager.get_reasoning_parser(name)(tokenizer)
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        refuse(f"argument --reasoning-parser: {name!r} does not fit this model: {one_line(error)}")
 
 
 class _Parser(FlexibleArgumentParser):  # type: ignore[misc]

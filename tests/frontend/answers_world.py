@@ -212,7 +212,7 @@ class FrontEnd:
             client.connection = connection
             client.answer_id = opened.answer_id
         name = f"{opened.answer_id}-{opened.run:08}"
-        request = self.coordinator.join_run(run_name(opened.answer_id, opened.run), name, opened.answer_id)
+        request = self.coordinator.join_run(run_name(opened.answer_id, opened.run), name)
         if isinstance(request, Refusal):
             connection.closed = True
             return

@@ -21,13 +21,14 @@ from tailrace.service.channels import Channels
 from tests.frontend.fake_api_server import FakeApiServer
 from tests.frontend.fleet import StaticMembers, record
 from tests.frontend.scripted_worker import ScriptedWorker, serving
+from tests.waiting import WAIT_S
 
 PLACE_WAIT_S = 0.5
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
     """Poll until the condition is true, for states without notification. Raise TimeoutError after 10 s."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT_S):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 

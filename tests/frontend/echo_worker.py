@@ -6,7 +6,14 @@ import asyncio
 
 from tailrace.tiny.tokens import END_THINK, IM_END, THINK
 from tailrace.v1 import worker_pb2
-from tailrace.wire import EngineCoreOutput, EngineCoreRequest, FinishReason, encode_outputs, read_full_request
+from tailrace.wire import (
+    NIL,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    encode_outputs,
+    read_full_request,
+)
 from tests.frontend.scripted_worker import FINISHED, PREFILL_DONE, REASONING_ENDED, ScriptedWorker, outputs
 
 THOUGHT = "let me see"
@@ -28,6 +35,8 @@ class EchoWorker(ScriptedWorker):
         super().__init__(instance_id)
         self.requests: list[EngineCoreRequest] = []
         self.submits: list[worker_pb2.Submit] = []
+        # What every output says of times and of the prompt.
+        self.events = self.prefill_stats = NIL
 
     async def on_submit(self, submit: worker_pb2.Submit) -> None:
         """Send the answer, one step per token."""
@@ -46,7 +55,11 @@ class EchoWorker(ScriptedWorker):
                 flags |= REASONING_ENDED
             reason = FinishReason.STOP if tokens[index] == IM_END else FinishReason.LENGTH
             output = EngineCoreOutput(
-                submit.request_id, [tokens[index]], finish_reason=reason if last else None
+                submit.request_id,
+                [tokens[index]],
+                finish_reason=reason if last else None,
+                events=self.events,
+                prefill_stats=self.prefill_stats,
             )
             step = worker_pb2.StepOutputs(
                 frames=encode_outputs([output]),

@@ -23,9 +23,9 @@ from tailrace.wire import (
     read_outputs,
     read_ready,
 )
+from tests.waiting import WAIT_S
 
 NIL = msgspec.Raw(b"\xc0")
-WAIT_S = 10.0
 
 
 class FakeApiServer:
@@ -77,9 +77,13 @@ class FakeApiServer:
         adapter: tuple[str, int, str] | None = None,
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
+        prompt_logprobs: int | None = None,
+        chosen: str | None = None,
+        session_id: str | None = None,
     ) -> None:
-        """Add a request. `adapter`: name, number, path."""
+        """Add a request. `adapter`: name, number, path; `chosen`: the id that its client sees."""
         sampling = self.sampling(max_tokens, extra_args)
+        sampling.prompt_logprobs = prompt_logprobs
         lora = msgspec.Raw(msgspec.msgpack.encode(adapter))
         request = EngineCoreRequest(
             request_id,
@@ -94,6 +98,8 @@ class FakeApiServer:
             client_index=0,
             priority=priority,
             trace_headers=dict(trace_headers or {}) or None,
+            external_req_id=chosen,
+            session_id=session_id,
         )
         await self._send(RequestType.ADD, request)
 

@@ -10,7 +10,9 @@ from typing import TypeVar
 
 from prometheus_client import CollectorRegistry
 
+from frontend_svc.admission import Readiness
 from frontend_svc.api_server.sockets import bind_http
+from frontend_svc.api_server.spec import BodyLimits
 from frontend_svc.front_end import run_front_end
 from frontend_svc.settings import Front, Limits, Settings, WaitLimits
 from tailrace.service.channels import Channels
@@ -20,9 +22,10 @@ from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 from tests.frontend.echo_worker import EchoWorker
 from tests.frontend.fleet import StaticMembers, record
 from tests.frontend.scripted_worker import serving
+from tests.waiting import WAIT_S
 
 T = TypeVar("T")
-START_S = 120.0
+START_S = 4 * WAIT_S
 PLACE_WAIT_S = 0.5
 MAX_STREAMS = 8
 DRAIN_S = 30.0
@@ -40,6 +43,7 @@ class FrontEndThread:
         self.members = StaticMembers()
         self.registry = CollectorRegistry()
         self.shutdown = Shutdown()
+        self.readiness = Readiness()
         # The state that the health check would report.
         self.serving = False
         self._vllm_rs = vllm_rs
@@ -65,7 +69,7 @@ class FrontEndThread:
     def call(self, work: Coroutine[None, None, T]) -> T:
         """Run a coroutine in the front end's event loop and return its result."""
         assert self._loop is not None
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(WAIT_S)
 
     async def _set_serving(self, serving: bool) -> None:
         self.serving = serving
@@ -102,6 +106,8 @@ class FrontEndThread:
                     wait_limits=WaitLimits(PLACE_WAIT_S),
                     limits=Limits(max_streams=MAX_STREAMS),
                     drain_timeout_s=DRAIN_S,
+                    # What no worker accepts is to be found out by the front end.
+                    body_limits=BodyLimits(max_text_bytes=4 * MIN_MESSAGE_BYTES),
                 )
                 try:
                     await run_front_end(
@@ -113,6 +119,7 @@ class FrontEndThread:
                         None,
                         None,
                         self._set_serving,
+                        self.readiness,
                         self.shutdown,
                     )
                 finally:

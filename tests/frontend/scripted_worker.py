@@ -17,6 +17,7 @@ from tailrace.wire import (
     utility_result,
     write_ready,
 )
+from tests.waiting import WAIT_S
 
 READY = write_ready(
     ReadyResponse(
@@ -42,7 +43,6 @@ READY = write_ready(
 FINISHED, PREFILL_DONE, REASONING_ENDED, FAILED = 1, 2, 4, 8
 # Replies of engine cores to the calls that API servers make at startup.
 UTILITY_RESULTS: dict[str, object] = {"get_supported_tasks": ["generate"], "is_sleeping": False}
-WAIT_S = 10.0
 
 
 def outputs(

@@ -17,8 +17,10 @@ from worker_agent.dispatch import Admission, Dispatcher
 from worker_agent.engine.base import RequestKey, Submission
 from worker_agent.engine.simulated import Faults, SimulatedEngine, SimulatedSettings
 from worker_agent.frontends import FrontEnd, FrontEnds, send_heartbeats
+from worker_agent.load import Heartbeats
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
 from worker_agent.phase_events import PhaseEvents
+from worker_agent.progress import Progress, StepBounds
 from worker_agent.sink import FrontEndSink
 
 
@@ -93,7 +95,10 @@ class SimulatedWorker:
             instance_id=self.instance_id, incarnation="1", ready_response=info.ready_response
         )
         streams = AttachStreams(self._front_ends, _Submissions(engine, admission, carried), hello)
-        heartbeats = asyncio.create_task(send_heartbeats(self._front_ends, 30.0))
+        progress = Progress(StepBounds(1.0, 1.0), 0.0)
+        heartbeats = asyncio.create_task(
+            send_heartbeats(self._front_ends, 30.0, Heartbeats(progress, engine.stats))
+        )
         async with serve_streams("127.0.0.1:0", worker_pb2.AttachUp, streams.serve_stream) as self.address:
             started.set()
             await self._stopped.wait()

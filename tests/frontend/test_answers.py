@@ -528,8 +528,8 @@ async def check_one_answer(steps: list[str | int]) -> None:
         await front.coordinator.close()
 
 
-def head(answer_id: str = "a", key: str = "", body: bytes = b"{}") -> Head:
-    return Head(answer_id, "t", key, "/p", body, b"d", "name", 1, True)
+def head(answer_id: str = "a", key: str = "", body: bytes = b"{}", tenant: str = "t") -> Head:
+    return Head(answer_id, tenant, key, "/p", body, b"d", "name", 1, True)
 
 
 def append_tokens(store: AnswerStore, answer: Answer, *token_ids: int) -> None:
@@ -548,6 +548,44 @@ def test_oldest_unread_answer_is_evicted() -> None:
     assert store.size <= 20_000
     with pytest.raises(StoreFull):
         store.open(head("large", body=b"x" * 3_000), 3.0)
+
+
+def open_unread(store: AnswerStore, answer_id: str, tenant: str, size: int) -> None:
+    answer = store.open(head(answer_id, tenant=tenant, body=b"x" * size), 0.0)
+    store.end_run(answer, 1, True, 0.0)
+
+
+def test_answers_of_a_tenant_are_not_evicted_by_the_large_ones_of_another() -> None:
+    store = AnswerStore("f0", 40_000, rendezvous_rank)
+    for number in range(5):
+        open_unread(store, f"small{number}", "small", 0)
+    for number in range(40):
+        open_unread(store, f"large{number}", "large", 3_000)
+    assert all(store.get(f"small{number}") is not None for number in range(5))
+    assert store.get("large39") is not None and store.removal_reason("large", "large0") is not None
+    # The tenant that holds most makes room for others, too.
+    for number in range(5, 12):
+        open_unread(store, f"small{number}", "small", 0)
+    assert sum(answer.head.tenant == "small" for answer in store) == 12
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 2_000), st.booleans()), max_size=60))
+def test_equal_share_of_the_memory_is_safe_from_others(steps: list[tuple[str, int, bool]]) -> None:
+    """A tenant loses answers only to its own, or while it holds more than an equal share."""
+    store = AnswerStore("f0", 30_000, rendezvous_rank)
+    for number, (tenant, size, read) in enumerate(steps):
+        before = {name: [one for one in store if one.head.tenant == name] for name in "abc"}
+        held = {name: sum(one.size for one in answers) for name, answers in before.items()}
+        try:
+            answer = store.open(head(str(number), tenant=tenant, body=b"x" * size), 0.0)
+            if not read:
+                store.end_run(answer, 1, True, 0.0)
+        except StoreFull:
+            pass
+        for name, answers in before.items():
+            if name != tenant and held[name] <= 30_000 / 3:
+                assert not any(answer.removed for answer in answers)
+    assert store.size == sum(answer.size for answer in store) <= 30_000
 
 
 def test_answer_that_grows_too_long_is_not_kept() -> None:

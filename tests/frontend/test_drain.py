@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from frontend_svc.admission import NOT_SERVING
 from frontend_svc.settings import Front
 from tailrace.tiny.tokens import END_THINK, IM_END, THINK
 from tailrace.v1 import worker_pb2
@@ -17,8 +18,9 @@ from tests.frontend.echo_worker import ANSWER, THOUGHT, EchoWorker
 from tests.frontend.front_end_thread import FrontEndThread
 from tests.frontend.scripted_worker import FINISHED, PREFILL_DONE, REASONING_ENDED, outputs
 from tests.frontend.test_http import find_vllm_rs
+from tests.waiting import WAIT_S
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.vllm
 
 BODY = {"model": "tiny", "prompt": "x", "stream": True, "max_tokens": 100}
 
@@ -54,7 +56,7 @@ def front_end(request: pytest.FixtureRequest) -> Iterator[FrontEndThread]:
 def test_drain_finishes_streams_and_accepts_no_new_requests(front_end: FrontEndThread) -> None:
     worker = front_end.worker
     assert isinstance(worker, HeldWorker)
-    with httpx.stream("POST", f"{front_end.url}/v1/completions", json=BODY, timeout=60) as reply:
+    with httpx.stream("POST", f"{front_end.url}/v1/completions", json=BODY, timeout=WAIT_S) as reply:
         lines = reply.iter_lines()
         next(lines)
         drained = threading.Event()
@@ -70,6 +72,7 @@ def test_drain_finishes_streams_and_accepts_no_new_requests(front_end: FrontEndT
         while _accepts(front_end.url):
             pass
         assert not front_end.serving
+        assert front_end.readiness.unready == NOT_SERVING
         assert not drained.is_set()
         front_end.call(worker.finish())
         rest = list(lines)
@@ -81,7 +84,7 @@ def test_drain_finishes_streams_and_accepts_no_new_requests(front_end: FrontEndT
 def _accepts(url: str) -> bool:
     """Return whether the port accepts connections."""
     try:
-        httpx.get(f"{url}/health", timeout=5)
+        httpx.get(f"{url}/health", timeout=WAIT_S)
     except httpx.ConnectError:
         return False
     return True

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import AsyncGenerator
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from frontend_svc.admission import OVERLOADED
+from tailrace.tenancy.keys import Tenant
 from tailrace.tiny import MODEL_PATH
 
 if TYPE_CHECKING:
@@ -27,10 +30,10 @@ class Answers:
         from vllm.tokenizers import get_tokenizer
         from vllm.v1.engine.output_processor import OutputProcessor
 
-        from frontend_svc.api_server.engine_client import _raise_refusals
+        from frontend_svc.api_server.engine_client import _prepare_outputs
 
         self.processor: OutputProcessor = OutputProcessor(get_tokenizer(str(MODEL_PATH)), log_stats=False)
-        _raise_refusals(self.processor)
+        _prepare_outputs(self.processor)
 
     def ask(self, n: int = 1) -> RequestOutputCollector:
         """Add a request for `n` answers, "r0" and so on, and return its queue."""
@@ -175,3 +178,47 @@ def test_refused_answer_among_several_closes_vllms_generator() -> None:
 
     asyncio.run(check())
     assert closed == [True]
+
+
+def test_salt_goes_where_vllm_names_blocks_and_not_into_the_prompt_itself() -> None:
+    """vLLM submits a rendered prompt more than once, in a beam search for one."""
+    from vllm.inputs.engine import build_enc_dec_input, split_enc_dec_input, tokens_input
+    from vllm.v1.engine import input_processor
+
+    from frontend_svc.api_server.engine_client import _salted
+
+    tenant = Tenant(name="a")
+    plain = tokens_input([1, 2], prompt="ab", cache_salt="mine")
+    assert _salted(plain, tenant) == {**plain, "cache_salt": tenant.cache_salt("mine")}
+    assert plain["cache_salt"] == "mine"
+    both = build_enc_dec_input(tokens_input([1]), tokens_input([2]), 0)
+    _, decoder = split_enc_dec_input(_salted(both, tenant))
+    assert decoder["cache_salt"] == tenant.cache_salt(None)
+    # This is where vLLM reads it.
+    assert 'cache_salt=decoder_input.get("cache_salt")' in inspect.getsource(input_processor)
+
+
+def test_times_of_workers_are_put_on_this_clock_and_count_from_the_first_schedule() -> None:
+    from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput
+    from vllm.v1.metrics.stats import RequestStateStats
+
+    from frontend_svc.api_server.statistics import correct_times
+
+    state: Any = SimpleNamespace(stats=RequestStateStats())
+    queued, scheduled, preempted = (
+        EngineCoreEventType.QUEUED,
+        EngineCoreEventType.SCHEDULED,
+        EngineCoreEventType.PREEMPTED,
+    )
+    events = [EngineCoreEvent(queued, 100.0), EngineCoreEvent(scheduled, 101.0)]
+    first = EngineCoreOutput("r", [1], events=events)
+    correct_times(state, first, 102.0, 5.0)
+    assert first.events is not None and [event.timestamp for event in first.events] == [3.0, 4.0]
+    state.stats.scheduled_ts = 4.0
+    # Another worker goes on with it, whose clock is another.
+    later = EngineCoreOutput(
+        "r", [2], events=[EngineCoreEvent(kind, 7000.0) for kind in (queued, scheduled, preempted)]
+    )
+    correct_times(state, later, 7001.0, 9.0)
+    assert later.events is not None
+    assert [(event.type, event.timestamp) for event in later.events] == [(preempted, 8.0)]

@@ -14,6 +14,7 @@ import pytest
 from fastapi.responses import StreamingResponse
 
 from frontend_svc.api_server.middleware import GracefulStop
+from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.vllm
 
@@ -38,7 +39,7 @@ async def test_sigterm_lets_responses_finish_before_the_server_exits() -> None:
         listening.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         serving = asyncio.create_task(serve_http(app, listening, host="127.0.0.1", port=0, log_level="error"))
-        async with asyncio.timeout(30), httpx.AsyncClient(base_url=url) as client:
+        async with asyncio.timeout(WAIT_S), httpx.AsyncClient(base_url=url) as client:
             while True:
                 try:
                     response = await client.send(client.build_request("GET", "/stream"), stream=True)

@@ -7,21 +7,26 @@ import os
 import shutil
 import sysconfig
 from collections.abc import Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
 import httpx
+import msgspec
 import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
+from prometheus_client.parser import text_string_to_metric_families
 
+from frontend_svc.admission import NO_INSTANCE
 from frontend_svc.settings import Front
 from tailrace.service.message_stream import MIN_MESSAGE_BYTES
-from tailrace.v1 import scheduler_pb2
+from tailrace.v1 import scheduler_pb2, worker_pb2
+from tailrace.wire import NIL
 from tests.e2e.processes import wait_until
 from tests.frontend.echo_worker import ANSWER, THOUGHT
 from tests.frontend.front_end_thread import MAX_STREAMS, FrontEndThread
 from tests.frontend.test_placement import Scheduler, scheduler
+from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.vllm
 
@@ -53,7 +58,7 @@ def front_end(request: pytest.FixtureRequest) -> Iterator[FrontEndThread]:
 
 @pytest.fixture
 def client(front_end: FrontEndThread) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{front_end.url}/v1", api_key="none", max_retries=0, timeout=20)
+    return openai.OpenAI(base_url=f"{front_end.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
 
 
 def post(front_end: FrontEndThread, path: str, body: object, **headers: str) -> httpx.Response:
@@ -190,7 +195,8 @@ def test_requests_beyond_the_stream_limit_are_refused_with_429(front_end: FrontE
     if front_end.front is Front.RUST:
         pytest.skip("vllm-rs 0.32 lacks n > 1, and answers 500 where frontend_svc gives a reason")
     body = {"model": "tiny", "prompt": "x", "max_tokens": 2}
-    reply = post(front_end, "/v1/completions", {**body, "n": MAX_STREAMS + 20})
+    # More than some twenty would be submitted over time, and the first ones end before the last ones begin.
+    reply = post(front_end, "/v1/completions", {**body, "n": MAX_STREAMS + 8})
     assert reply.status_code == 429
     assert reply.json()["error"]["code"] == 429 and reply.headers["retry-after"] == "2"
 
@@ -211,6 +217,76 @@ def test_abandoned_stream_is_aborted_at_its_owner(front_end: FrontEndThread) -> 
         next(reply.iter_lines())
     abort = front_end.call(front_end.worker.expect("abort"))
     assert list(abort.abort.handles) == [front_end.worker.submits[-1].handle]
+
+
+def vllm_metric(front_end: FrontEndThread, name: str, **labels: str) -> float:
+    """Return the sum of the samples of vLLM's metric with these labels."""
+    families = text_string_to_metric_families(httpx.get(f"{front_end.url}/metrics").text)
+    samples = [s for family in families for s in family.samples if s.name == f"vllm:{name}"]
+    found = [s.value for s in samples if labels.items() <= s.labels.items()]
+    assert found, f"no vllm:{name} with {labels}"
+    return sum(found)
+
+
+def test_vllm_metrics_show_the_fleet(front_end: FrontEndThread) -> None:
+    """Requests that run and wait, the KV's use, aborts, and times that are not a clock's reading."""
+    body = {"model": "tiny", "prompt": "x", "stream": True, "min_tokens": 1, "max_tokens": 100}
+    # vllm-rs counts no reason before a request ended with it, and aborts not at all.
+    python = front_end.front is Front.PYTHON
+    aborted = vllm_metric(front_end, "request_success_total", finished_reason="abort") if python else 0.0
+
+    def shown() -> tuple[float, float, float]:
+        return (
+            vllm_metric(front_end, "num_requests_running"),
+            vllm_metric(front_end, "num_requests_waiting"),
+            round(vllm_metric(front_end, "kv_cache_usage_perc"), 4),
+        )
+
+    async def tell(waiting: int, kv_usage: float) -> None:
+        state = worker_pb2.EngineState(waiting=waiting, kv_usage=kv_usage)
+        front_end.worker.send(worker_pb2.AttachDown(heartbeat=worker_pb2.Heartbeat(engine=state)))
+
+    with ExitStack() as stack:
+        # A response is closed with the iterator over its lines.
+        lines = []
+        for _ in range(3):
+            reply = stack.enter_context(
+                httpx.stream("POST", f"{front_end.url}/v1/completions", json=body, timeout=20)
+            )
+            lines.append(reply.iter_lines())
+            next(lines[-1])
+        front_end.call(tell(1, 0.25))
+        wait_until(lambda: shown() == (2.0, 1.0, 0.25), "the load of three requests", 20)
+    front_end.call(tell(0, float("nan")))
+    wait_until(lambda: shown() == (0.0, 0.0, 0.0), "no load", 20)
+    if not python:
+        return
+    wait_until(
+        lambda: vllm_metric(front_end, "request_success_total", finished_reason="abort") == aborted + 3,
+        "three aborts",
+        20,
+    )
+    assert post(front_end, "/v1/completions", {**body, "stream": False, "min_tokens": 0}).status_code == 200
+    # An uptime, unless it was counted from the request's arrival.
+    assert 0.0 < vllm_metric(front_end, "request_prefill_time_seconds_sum") < 60.0
+    assert 0.0 < vllm_metric(front_end, "request_inference_time_seconds_sum") < 60.0
+
+
+def test_wrong_statistics_of_a_worker_end_no_api_server(front_end: FrontEndThread) -> None:
+    """Times of no clock, and fewer tokens than none."""
+    worker, body = front_end.worker, {"model": "tiny", "prompt": "x", "max_tokens": 3}
+    encode = msgspec.msgpack.encode
+    times = [float("nan"), float("inf"), -1e308, 1e308]
+    worker.events = msgspec.Raw(encode([{"type": 1 + i % 3, "timestamp": t} for i, t in enumerate(times)]))
+    counts = dict.fromkeys(["num_prompt_tokens", "num_computed_tokens", "num_local_cached_tokens"], -2)
+    worker.prefill_stats = msgspec.Raw(encode(counts))
+    try:
+        assert post(front_end, "/v1/completions", body).status_code == 200
+    finally:
+        worker.events = worker.prefill_stats = NIL
+    assert post(front_end, "/v1/completions", body).status_code == 200
+    if front_end.front is Front.PYTHON:
+        assert 0.0 <= vllm_metric(front_end, "request_queue_time_seconds_sum") < 60.0
 
 
 def test_trace_context_reaches_the_worker(front_end: FrontEndThread) -> None:
@@ -274,12 +350,19 @@ def test_refused_when_no_instance_can_take_it(front_end: FrontEndThread) -> None
     # The first request waits for an instance until its deadline; from then on admission is closed.
     first = post(front_end, "/v1/completions", body)
     second = post(front_end, "/v1/completions", {**body, "stream": True})
+    unready, health = httpx.get(f"{front_end.url}/ready"), httpx.get(f"{front_end.url}/health")
+    assert front_end.readiness.unready == NO_INSTANCE
     front_end.call(drain(frozenset()))
+    assert front_end.readiness.unready is None
+    assert health.status_code == 200
     assert first.json()["error"]["message"]
     if front_end.front is Front.PYTHON:
         assert [first.status_code, second.status_code] == [503, 503]
         assert first.headers["retry-after"] == second.headers["retry-after"] == "2"
         assert second.json()["error"]["code"] == 503
+        assert unready.status_code == 503 and unready.headers["retry-after"] == "2"
+        assert unready.json()["error"]["message"] == NO_INSTANCE.message
+        assert httpx.get(f"{front_end.url}/ready").status_code == 200
     else:
         assert first.status_code == 500
     assert post(front_end, "/v1/completions", body).status_code == 200

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
-from frontend_svc.admission import NO_INSTANCE, TOO_MANY_REQUESTS, AdmissionState, Refusal
+from frontend_svc.admission import CONGESTED, NO_INSTANCE, TOO_MANY_REQUESTS, AdmissionState, Refusal
+from frontend_svc.carrier import MAX_CONGESTED, UNREAD_FULL_BYTES, UNREAD_MAX_BYTES
 from frontend_svc.settings import Limits
 from tailrace.v1 import worker_pb2
 from tailrace.wire import FinishReason
 from tests.frontend.conftest import Rig, eventually
+from tests.frontend.fleet import record
 from tests.frontend.scripted_worker import FINISHED, ScriptedWorker, outputs
+from tests.frontend.simulated_worker import SimulatedWorker
+from worker_agent.engine.simulated import Faults, SimulatedSettings
 
 MIB = 1 << 20
 
@@ -90,6 +95,42 @@ async def test_too_large_reply_ends_only_its_request(rig: Rig) -> None:
     assert rig.count("recoveries_total", cause="lost") == 0
 
 
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"prompt_logprobs": 2}, "the simulated engine has no prompt log probabilities"),
+        ({"extra_args": {"reasoning_tokens": "many"}}, "reasoning_tokens"),
+    ],
+)
+async def test_what_no_engine_can_run_ends_at_once_with_the_reason(
+    rig: Rig, asked: dict[str, Any], reason: str
+) -> None:
+    workers = [SimulatedWorker(f"w{n}", SimulatedSettings(), Faults(), False) for n in range(2)]
+    for worker in workers:
+        await rig.stack.enter_async_context(worker.running())
+        rig.members.instances[worker.instance_id] = record(worker.instance_id, worker.address)
+    rig.members.changed()
+    await eventually(lambda: len(rig.engine.workers.attached()) == 2)
+    await rig.front.ready()
+    await rig.front.add("r", **asked)
+    refusal = await refusal_of(rig, "r")
+    assert refusal is not None and refusal.status == 400 and reason in refusal.message
+    assert [name for worker in workers for name in worker.submitted] == ["r"]
+    assert rig.count("recoveries_total", cause="failed") == 0
+
+
+async def test_what_one_engine_cannot_run_is_tried_elsewhere_and_ends_with_the_reason(rig: Rig) -> None:
+    workers = [await rig.worker("a"), await rig.worker("b")]
+    await rig.front.ready()
+    await rig.front.add("r")
+    for attempt in range(4):
+        submit = await workers[attempt % 2].submitted()
+        workers[attempt % 2].send(rejected(submit, worker_pb2.REJECT_CODE_FAILED, f"no adapter {attempt}"))
+    refusal = await refusal_of(rig, "r")
+    assert refusal == Refusal(500, "The request failed: it failed 4 times, last on b: no adapter 3.")
+    assert rig.count("recoveries_total", cause="failed") == 4
+
+
 async def test_busy_worker_is_skipped(rig: Rig) -> None:
     full, other = await rig.worker("a"), await rig.worker("b")
     await rig.front.ready()
@@ -156,3 +197,40 @@ async def test_unplaced_requests_beyond_the_limit_are_refused_with_503(rig: Rig,
     rig.members.changed()
     for _ in range(2):
         await finish(rig, worker, await worker.submitted())
+
+
+async def test_congested_request_is_placed_again_and_then_gets_503(rig: Rig) -> None:
+    workers = {name: await rig.worker(name) for name in ("a", "b")}
+    await rig.front.ready()
+    await rig.front.add("r")
+    for attempt in range(MAX_CONGESTED + 1):
+        # Of two workers, it goes to the one that did not reject it just now.
+        worker = workers["ab"[attempt % 2]]
+        submit = await worker.submitted()
+        assert list(submit.output_token_ids) == list(range(attempt))
+        worker.send(outputs(submit, [attempt], attempt))
+        await rig.front.tokens_of("r", attempt + 1)
+        worker.send(rejected(submit, worker_pb2.REJECT_CODE_CONGESTED, "unread"))
+    assert await refusal_of(rig, "r") == CONGESTED
+    assert rig.front.tokens["r"] == list(range(MAX_CONGESTED + 1))
+
+
+async def test_slow_api_server_sheds_requests_and_is_waited_for(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await rig.worker("a")
+    await rig.front.ready()
+    for request_id in ("old", "new"):
+        await rig.front.add(request_id)
+    old, new = await worker.submitted(), await worker.submitted()
+    unread = UNREAD_FULL_BYTES + 1
+    monkeypatch.setattr(rig.engine.carrier._output, "_unread_bytes", lambda: unread)
+    await eventually(lambda: rig.admission.read() is AdmissionState.FULL)
+    assert len(rig.engine.table) == 2
+    unread = UNREAD_MAX_BYTES + 1
+    rig.engine.carrier.tick()
+    unread = 0
+    assert list((await worker.expect("abort")).abort.handles) == [new.handle]
+    assert await refusal_of(rig, "new") == CONGESTED
+    await finish(rig, worker, old)
+    await eventually(lambda: rig.admission.read() is AdmissionState.OPEN)

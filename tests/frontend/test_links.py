@@ -13,12 +13,13 @@ import pytest
 from frontend_svc import links as link_module
 from frontend_svc.links import Link, Loss, LossCause
 from tailrace.service.message_stream import MessageStream, StreamBroken, serve_streams
+from tailrace.telemetry.incidents import UNREADABLE
 from tailrace.v1 import worker_pb2
 from tests.frontend.fleet import record
+from tests.waiting import WAIT_S
 
 Up = MessageStream[worker_pb2.AttachUp]
 HELLO = worker_pb2.FrontendHello(frontend_id="f", incarnation="1")
-WAIT_S = 20.0
 
 
 class Sink:
@@ -37,7 +38,8 @@ class Sink:
         self.events.put_nowait(("gone", instance_id, time.monotonic()))
 
     def on_message(self, instance_id: str, message: worker_pb2.AttachDown) -> None:
-        self.events.put_nowait(("message", message, time.monotonic()))
+        if not message.HasField("heartbeat"):
+            self.events.put_nowait(("message", message, time.monotonic()))
 
     async def next_event(self, kind: str) -> tuple[Any, float]:
         async with asyncio.timeout(WAIT_S):
@@ -347,3 +349,30 @@ async def test_queue_limit_for_submissions_is_below_the_one_for_aborts(
         loss, _ = await sink.next_event("lost")
         assert "messages unread" in loss.reason
         resume.set()
+
+
+async def test_a_message_that_cannot_be_processed_resets_the_link() -> None:
+    """Whatever the sink raises: what the worker ran goes on on another stream."""
+    attempts: list[int] = []
+
+    async def serve(stream: Up) -> None:
+        attempts.append((await greet(stream)).attempt)
+        await stream.write(worker_pb2.AttachDown(taken=worker_pb2.Taken(handle=7)))
+        await stream.read()
+
+    before = UNREADABLE.labels("message of a worker")._value.get()
+    async with (
+        serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve) as address,
+        running(address) as (_, sink),
+    ):
+        sink.on_message = fail  # type: ignore[method-assign]
+        for _ in range(2):
+            await sink.next_event("attached")
+            loss, _ = await sink.next_event("lost")
+            assert loss.cause is LossCause.BROKEN and "list index out of range" in loss.reason
+    assert attempts[:2] == [1, 2]
+    assert UNREADABLE.labels("message of a worker")._value.get() >= before + 2
+
+
+def fail(instance_id: str, message: worker_pb2.AttachDown) -> None:
+    raise IndexError("list index out of range")

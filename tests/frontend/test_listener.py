@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 from frontend_svc.api_server.listener import stop_accepting
+from tests.waiting import WAIT_S
 
 # Connections that a client makes one after another while the first listener goes away.
 ROUNDS = 150
@@ -37,7 +38,7 @@ async def answer(listener: socket.socket, word: bytes) -> None:
 
 async def request_word(port: int) -> bytes:
     """Open a connection and return what it receives until its end."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT_S):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"?")
         try:

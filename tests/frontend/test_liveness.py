@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from frontend_svc import liveness as liveness_module
-from frontend_svc.liveness import QUERY_AFTER_S, QUERY_AFTER_STEPS, Liveness
+from frontend_svc.liveness import QUERY_AFTER_S, QUERY_AFTER_STEPS, QUERY_LATEST_S, Liveness
 from frontend_svc.streams import Stream, StreamTable
 from tailrace.v1 import worker_pb2
 from tests.frontend.conftest import Rig
@@ -74,18 +78,77 @@ def test_timeout_is_longer_for_an_instance_with_long_steps() -> None:
     table, outbox = StreamTable(), QueryOutbox()
     liveness = Liveness(table, outbox)
     stream = owned(table, "r", "slow")
-    # One second per step; not every step had outputs for this front end.
-    for step in range(0, 40, 2):
-        liveness.step_received("slow", step, float(step))
-    liveness.tick(0.0)
-    liveness.tick(QUERY_AFTER_STEPS - 1.0)
-    assert outbox.queries == []
-    liveness.tick(QUERY_AFTER_STEPS + 1.0)
+    # Half a second per step; no step has outputs for this front end.
+    for second in range(QUERY_AFTER_STEPS // 2 + 1):
+        liveness.heartbeat_received("slow", 2 * second, True, float(second))
+        assert outbox.queries == []
+        liveness.tick(float(second))
     assert outbox.queries == [("slow", [stream.handle], [0])]
     # A new process with the same name counts steps from 0.
+    liveness.lost("slow")
     liveness.step_received("slow", 0, 100.0)
     liveness.tick(100.0 + QUERY_AFTER_S)
     assert len(outbox.queries) == 2
+
+
+def test_steps_that_take_for_ever_postpone_a_query_for_a_minute_at_most() -> None:
+    table, outbox = StreamTable(), QueryOutbox()
+    liveness = Liveness(table, outbox)
+    owned(table, "r", "a")
+    for second in range(int(QUERY_LATEST_S) + 1):
+        liveness.heartbeat_received("a", 7, True, float(second))
+        liveness.tick(float(second))
+    assert outbox.queries == []
+    liveness.tick(QUERY_LATEST_S + 0.5)
+    assert len(outbox.queries) == 1
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        # Idle for so many seconds, then so many steps, each of so many seconds.
+        st.tuples(st.floats(0.0, 10_000.0), st.integers(1, 80), st.floats(0.001, 3.0)),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_stream_that_is_lost_after_any_gap_is_asked_for_in_time(
+    history: list[tuple[float, int, float]],
+) -> None:
+    """The worker runs another front end's requests all the time, or none; then it has lost the stream."""
+    table, outbox = StreamTable(), QueryOutbox()
+    liveness, now_s, step = Liveness(table, outbox), 0.0, 0
+    stream = owned(table, "r", "a")
+
+    def run(seconds: float, step_s: float, lost: bool) -> float:
+        """Run a virtual worker; return when the owner was asked, or when the time was over."""
+        nonlocal now_s, step
+        end_s, due_s, beat_s = now_s + seconds, now_s + step_s, now_s
+        while now_s < end_s and not outbox.queries:
+            now_s = min(due_s, beat_s, end_s)
+            if now_s >= due_s:
+                step, due_s = step + 1, now_s + step_s
+                if not lost:
+                    stream.token_ids.append(1)
+                    liveness.step_received("a", step, now_s)
+            if now_s >= beat_s:
+                beat_s = now_s + 0.5
+                liveness.heartbeat_received("a", step, step_s < inf, now_s)
+                liveness.tick(now_s)
+        return now_s
+
+    for idle_s, steps, step_s in history:
+        # As long as it has nothing of this front end, nothing is asked.
+        now_s += idle_s
+        table.orphan(stream)
+        table.assign(stream, "a")
+        run(steps * step_s, step_s, lost=False)
+        assert outbox.queries == []
+    for step_s, limit_s in ((inf, QUERY_AFTER_S), (0.5, QUERY_AFTER_STEPS / 2), (3.0, QUERY_LATEST_S)):
+        lost_s = now_s
+        assert run(1_000.0, step_s, lost=True) - lost_s <= limit_s + 4.0
+        assert [query[1] for query in outbox.queries] == [[stream.handle]]
+        outbox.queries.clear()
 
 
 @pytest.fixture

@@ -99,7 +99,7 @@ def test_error_follows_the_last_output_immediately() -> None:
 
 def test_outputs_of_an_aborted_request_are_dropped() -> None:
     screen = Screen()
-    screen.pacer.begin(Stream(1, "r", pace_s=PACE_S), 1)
+    screen.pacer.begin(Stream(1, "r", pace_s=PACE_S, name="r"), 1)
     screen.pacer.put(1, [b"a"], 1, True)
     screen.pacer.drop("r")
     screen.clock.drain()

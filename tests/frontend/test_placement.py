@@ -21,6 +21,7 @@ from tailrace.service.channels import Channels
 from tailrace.service.reachability import Reachability
 from tailrace.v1 import scheduler_pb2, scheduler_pb2_grpc, worker_pb2
 from tests.frontend.fleet import StaticMembers, record
+from tests.waiting import WAIT_S
 
 
 class AttachedOutbox:
@@ -213,7 +214,7 @@ async def test_requests_that_arrive_during_a_call_are_placed_in_one_batch(channe
         # Its client has disconnected.
         others[3].cancel()
         leader.open.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             assert (await first) == Placed("on-r0", "")
             answers = await asyncio.gather(*others, return_exceptions=True)
         for number, answer in enumerate(answers, 1):
@@ -232,7 +233,7 @@ async def test_close_completes_pending_placements(channels: Channels) -> None:
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         await placement.close()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT_S):
             assert await waiting == Placed("a", "fallback")
 
 
@@ -285,11 +286,11 @@ async def test_unreachable_leader_is_asked_once_until_it_serves_again(channels: 
             probed.clear()
             reply = await calls.place(scheduler_pb2.PlaceRequest(request_id=f"r{number}"))
             assert reply is not None and reply.instance_id == "b"
-            async with asyncio.timeout(15):
+            async with asyncio.timeout(WAIT_S):
                 await probed.wait()
         assert len(hung.place_requests) == 1
         hung.answer, serving = placed_on("a"), True
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(WAIT_S):
             while len(hung.place_requests) == 1:
                 await calls.place(scheduler_pb2.PlaceRequest(request_id="again"))
         await calls.close()
@@ -319,7 +320,7 @@ async def test_placements_share_a_stream(channels: Channels) -> None:
         assert await place(client, "r40") == "on-r40"
         assert (leader.streams, leader.calls) == (1, [1, 39, 1])
         await client.close()
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(WAIT_S):
             await leader.ended.wait()
 
 
@@ -346,7 +347,7 @@ async def test_the_next_scheduler_is_asked_if_a_stream_hangs(
         assert (hung.calls, standby.streams, standby.calls) == ([1], 1, [1, 1, 1])
         address = members.services["scheduler", "s0"].address
         assert f"scheduler at {address}: no reply within 1 s" in caplog.text
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(WAIT_S):
             await hung.ended.wait()
         await client.close()
 
@@ -371,7 +372,7 @@ async def test_a_new_channel_gets_a_new_stream() -> None:
         client._channels = second
         assert [await place(client, "r2"), await place(client, "r3")] == ["a", "a"]
         assert leader.streams == 2
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(WAIT_S):
             await leader.ended.wait()
         await client.close()
     await first.close()
@@ -387,7 +388,7 @@ async def test_a_scheduler_that_has_left_loses_its_stream(channels: Channels) ->
         del members.services["scheduler", "s0"]
         members.leaders["scheduler"] = members.services["scheduler", "s1"]
         assert await place(client, "r1") == "b"
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(WAIT_S):
             await left.ended.wait()
         await client.close()
 

@@ -10,6 +10,7 @@ import zmq
 import zmq.asyncio
 
 from frontend_svc.engine_core import HandshakeFailed, PushSocket
+from tests.waiting import WAIT_S
 
 
 async def test_messages_of_all_sizes_arrive_in_order_past_a_full_buffer(tmp_path: Path) -> None:
@@ -24,10 +25,10 @@ async def test_messages_of_all_sizes_arrive_in_order_past_a_full_buffer(tmp_path
         ]
         for message in messages:
             push.send(message)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             assert [await pull.recv_multipart() for _ in messages] == messages
         push.send([b"alone"])
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             assert await pull.recv_multipart() == [b"alone"]
         push.close()
     assert not disconnected.is_set()

@@ -1,13 +1,15 @@
-"""With an API key set, no route that computes is open."""
+"""With an API key set, no route that computes is open; probes are."""
 
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 
 import httpx
 import pytest
 
-from frontend_svc.api_server.middleware import Message, Receive, RequireApiKey, Send, api_keys
+from frontend_svc.admission import NO_INSTANCE, AdmissionFlag, AdmissionState
+from frontend_svc.api_server.middleware import Message, Ready, Receive, RequireApiKey, Send, api_keys
 
 
 async def _app(scope: Message, receive: Receive, send: Send) -> None:
@@ -31,6 +33,71 @@ async def test_routes_require_the_key(path: str, monkeypatch: pytest.MonkeyPatch
 async def test_probes_require_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RequireApiKey, "keys", ["right"])
     assert [await _status(path, None) for path in ("/health", "/metrics")] == [200, 200]
+
+
+async def test_only_preflight_requests_need_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RequireApiKey, "keys", ["right"])
+    transport = httpx.ASGITransport(RequireApiKey(_app))
+    asks = {"Origin": "http://page", "Access-Control-Request-Method": "POST"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://fleet") as client:
+        found = [
+            (await client.options("/metrics/x", headers=headers)).status_code
+            for headers in ({}, {"Origin": "http://page"}, asks)
+        ]
+        assert (await client.post("/metrics/x", headers=asks)).status_code == 401
+    assert found == [401, 401, 200]
+
+
+@pytest.mark.parametrize(
+    ("key", "passed"), [(None, False), (b"Bearer wrong", False), (b"Bearer right", True)]
+)
+@pytest.mark.parametrize("path", ["/v1/realtime", "/metrics", "/new_route"])
+async def test_web_socket_requires_the_key(
+    path: str, key: bytes | None, passed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RequireApiKey, "keys", ["right"])
+    reached: list[Message] = []
+    sent: list[Message] = []
+
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        reached.append(scope)
+
+    async def receive() -> Message:
+        return {"type": "websocket.connect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    headers = [] if key is None else [(b"authorization", key)]
+    await RequireApiKey(app)({"type": "websocket", "path": path, "headers": headers}, receive, send)
+    assert bool(reached) is passed
+    assert sent == ([] if passed else [{"type": "websocket.close", "code": 1008}])
+
+
+@pytest.mark.parametrize(
+    ("state", "status"),
+    [
+        (AdmissionState.OPEN, 200),
+        (AdmissionState.FULL, 200),
+        (AdmissionState.WAITING, 503),
+        (AdmissionState.NO_INSTANCE, 503),
+    ],
+)
+async def test_readiness_requires_no_key(
+    state: AdmissionState, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RequireApiKey, "keys", ["right"])
+    flag = AdmissionFlag(tmp_path / "admission")
+    monkeypatch.setattr(Ready, "admission", flag, raising=False)
+    flag.set(state)
+    transport = httpx.ASGITransport(Ready(RequireApiKey(_app)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://fleet") as client:
+        reply = await client.get("/ready")
+        assert (await client.head("/ready")).status_code == reply.status_code == status
+        assert (await client.post("/ready")).status_code == 401
+    if status == 503:
+        assert reply.json()["error"]["message"] == NO_INSTANCE.message
+        assert reply.headers["retry-after"]
 
 
 async def test_without_a_key_everything_is_open() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import sys
@@ -26,6 +27,7 @@ from tests.frontend.conftest import eventually
 from tests.frontend.fake_api_server import FakeApiServer
 from tests.frontend.fleet import record
 from tests.frontend.scripted_worker import FINISHED, ScriptedWorker, outputs, serving
+from tests.waiting import WAIT_S
 
 COMMAND = [sys.executable, "-m", "frontend_svc.main"]
 
@@ -46,7 +48,7 @@ async def front_end(etcd: LocalEtcd, *arguments: str) -> AsyncIterator[asyncio.s
 
 async def wait_registered(store: Store, frontend_id: str) -> ServiceRecord:
     """Wait until the front end is registered and return its record."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_S):
         async for services in store.watch_prefix("services/frontend/"):
             for key, value in services.items():
                 if key.endswith(frontend_id):
@@ -68,16 +70,18 @@ async def test_carries_a_stream_registers_and_withdraws(tmp_path: Path) -> None:
             assert (await front.end_of("r")).new_token_ids == [1, 2]
             async with grpc.aio.insecure_channel(service.address) as channel:
                 stub = health_pb2_grpc.HealthStub(channel)
-                reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
+                reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=WAIT_S)
             assert reply.status == health_pb2.HealthCheckResponse.SERVING
             reader, writer = await asyncio.open_connection(*service.metrics_address.split(":"))
             writer.write(b"GET /metrics HTTP/1.0\r\n\r\n")
             text = (await reader.read()).decode()
             writer.close()
-            assert "tailrace_frontend_tokens_total 2.0" in text
-            assert 'tailrace_frontend_placements_total{by="fallback"} 1.0' in text
+            assert re.search(r'^tailrace_frontend_tokens_total{model="[^"]*"} 2.0$', text, re.M)
+            assert re.search(
+                r'^tailrace_frontend_placements_total{by="fallback",model="[^"]*"} 1.0$', text, re.M
+            )
             process.send_signal(signal.SIGTERM)
-            assert await asyncio.wait_for(process.wait(), 10) == 0
+            assert await asyncio.wait_for(process.wait(), WAIT_S) == 0
             assert await store.get("services/frontend/f0") is None
         await store.close()
 
@@ -103,7 +107,7 @@ async def test_unfinished_streams_end_with_an_error(tmp_path: Path, again: bool)
                 process.send_signal(signal.SIGTERM)
             end = await front.end_of("r")
             assert Refusal.decode(end.stop_reason) == STOPPING
-            assert await asyncio.wait_for(process.wait(), 10) == 0
+            assert await asyncio.wait_for(process.wait(), WAIT_S) == 0
         await store.close()
 
 
@@ -115,7 +119,7 @@ async def test_service_exits_with_one_line_when_the_api_server_dies(tmp_path: Pa
         arguments = ("--front", "rust", "--vllm-rs", str(false), "--http", "127.0.0.1:0")
         async with front_end(etcd, *arguments) as process:
             assert process.stderr is not None
-            log = (await asyncio.wait_for(process.stderr.read(), 20)).decode()
+            log = (await asyncio.wait_for(process.stderr.read(), WAIT_S)).decode()
             assert await process.wait() == 1
             assert log.splitlines()[-1].endswith("the API server exited with status 3")
 
@@ -144,7 +148,7 @@ async def test_taken_port_is_reported_in_one_line(tmp_path: Path) -> None:
             address = f"127.0.0.1:{other.getsockname()[1]}"
             async with front_end(etcd, "--front", "none", "--http", address) as process:
                 assert process.stderr is not None
-                log = (await asyncio.wait_for(process.stderr.read(), 20)).decode()
+                log = (await asyncio.wait_for(process.stderr.read(), WAIT_S)).decode()
                 assert await process.wait() == 1
         assert log.splitlines()[-1].endswith(f"--http: cannot listen on {address}: the port is taken")
         assert "Traceback" not in log

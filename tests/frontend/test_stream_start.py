@@ -10,6 +10,7 @@ import pytest
 from frontend_svc.api_server import stream_start
 from frontend_svc.api_server.middleware import Message, Receive, Send
 from frontend_svc.api_server.stream_start import StreamStart
+from tests.waiting import WAIT_S
 
 ERROR = b'{"error": {"message": "too much to do", "type": "x", "param": null, "code": 429}}'
 STREAM = {
@@ -87,7 +88,7 @@ async def test_slow_stream_starts_before_its_first_event(
 
     async def parts(sent: list[Message]) -> AsyncIterator[Message]:
         yield STREAM
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             while not sent:  # noqa: ASYNC110 - until the headers are out
                 await asyncio.sleep(0)
         yield part(b"data: " + ERROR + b"\n\n", more=False)

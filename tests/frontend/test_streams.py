@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
@@ -19,6 +20,7 @@ from hypothesis.stateful import (
 )
 
 from frontend_svc.adopt import Commit, Wait, evaluate
+from frontend_svc.load import Load, load_of
 from frontend_svc.streams import (
     FAILED,
     FINISHED,
@@ -357,3 +359,16 @@ def test_table_keeps_no_state_of_an_instance_without_streams() -> None:
     assert list(table._by_owner) == ["a"]
     table.close(second)
     assert not table._by_owner
+
+
+def test_load_counts_what_instances_say_of_their_own_streams_at_most() -> None:
+    table = StreamTable()
+    for number, owner in enumerate(["a", "a", "b", ""]):
+        stream = table.open(f"r{number}")
+        if owner:
+            table.assign(stream, owner)
+    said = worker_pb2.EngineState
+    engines = {"b": said(waiting=2**32 - 1, kv_usage=-1e308), "c": said(waiting=7, kv_usage=math.inf)}
+    assert load_of(table, engines) == Load(running=2, waiting=2, kv_usage=0.0)
+    assert load_of(table, {"a": said(waiting=1, kv_usage=9.0), **engines}) == Load(1, 3, 0.5)
+    assert load_of(StreamTable(), {}) == Load()

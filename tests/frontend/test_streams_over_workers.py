@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from frontend_svc.admission import NO_INSTANCE, AdmissionState, Refusal
+import msgspec
+import pytest
+
+from frontend_svc.admission import NO_INSTANCE, NOT_HANDLED, AdmissionState, Refusal
+from frontend_svc.streams import Stream
+from tailrace.telemetry.incidents import UNREADABLE
 from tailrace.v1 import worker_pb2
-from tailrace.wire import EngineCoreOutput, FinishReason, encode_outputs, read_outputs
+from tailrace.wire import EngineCoreOutput, FinishReason, RequestType, encode_outputs, read_outputs
+from tests.counting import skipped
 from tests.frontend.conftest import Rig, eventually
 from tests.frontend.scripted_worker import FAILED, FINISHED, PREFILL_DONE, ScriptedWorker, merge, outputs
 
@@ -88,6 +94,105 @@ async def test_malformed_outputs_restart_the_link(rig: Rig) -> None:
     worker.send(outputs(again, [10], 0, FINISHED))
     await rig.front.end_of("r0")
     assert rig.front.tokens["r0"] == [10]
+
+
+@pytest.mark.parametrize(
+    "frames", [[], [b""], [b"\xc1"], [b"\x81"], [msgspec.msgpack.encode([])], [b"\xff" * 9]], ids=repr
+)
+async def test_outputs_that_cannot_be_filtered_end_their_streams_alone(rig: Rig, frames: list[bytes]) -> None:
+    """Their tokens are accepted, and cannot be shown: an error, not a gap. Other streams go on."""
+    worker = await rig.worker("a")
+    await rig.front.ready()
+    (first,), (second,), (third,) = [await start(rig, name, worker) for name in "abc"]
+    await rig.front.abort("a0")
+    assert list((await worker.expect("abort")).abort.handles) == [first.handle]
+    worker.send(merge(outputs(first, [10], 0), outputs(second, [10], 0), frames=frames))
+    assert list((await worker.expect("abort")).abort.handles) == [second.handle]
+    await rig.front.end_of("b0")
+    worker.send(outputs(third, [11], 0, FINISHED))
+    await rig.front.end_of("c0")
+    assert rig.front.tokens["c0"] == [11]
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [],
+        [b""],
+        [b"\xc1"],
+        [b"\x81"],
+        *([msgspec.msgpack.encode(each)] for each in ([], [0, 7], [0, [[5, [1]]]], [0, [["a0", [-1]]]])),
+        [msgspec.msgpack.encode([0, [["a0", [2**32]]]])],
+        [msgspec.msgpack.encode([0, [["a0", [1], None, None, None, 77]]])],
+    ],
+    ids=repr,
+)
+async def test_outputs_that_no_api_server_can_read_end_their_streams_alone(
+    rig: Rig, frames: list[bytes]
+) -> None:
+    """They do not reach the API server, which would give up all of its requests; other streams go on."""
+    worker = await rig.worker("a")
+    await rig.front.ready()
+    (first,), (second,) = [await start(rig, name, worker) for name in "ab"]
+    before = skipped("outputs of a worker")
+    worker.send(merge(outputs(first, [10], 0), frames=frames))
+    assert list((await worker.expect("abort")).abort.handles) == [first.handle]
+    assert (await rig.front.end_of("a0")).finish_reason == FinishReason.ERROR
+    assert skipped("outputs of a worker") == before + 1
+    worker.send(outputs(second, [11], 0, FINISHED))
+    await rig.front.end_of("b0")
+    assert rig.front.tokens["b0"] == [11]
+
+
+@pytest.mark.parametrize("number", [-1, 2**32, 1.5, "1"])
+async def test_statistics_that_no_api_server_can_read_are_left_out(rig: Rig, number: object) -> None:
+    worker = await rig.worker("a")
+    await rig.front.ready()
+    (submit,) = await start(rig, "r", worker)
+    before = skipped("outputs of a worker")
+    stats = msgspec.Raw(msgspec.msgpack.encode({"num_prompt_tokens": number}))
+    output = EngineCoreOutput("r0", [10], finish_reason=FinishReason.STOP, prefill_stats=stats)
+    wrong = [msgspec.msgpack.encode([0, [output], {"num_running_reqs": number}])]
+    worker.send(merge(outputs(submit, [10], 0, FINISHED), frames=wrong))
+    end = await rig.front.end_of("r0")
+    assert (end.finish_reason, bytes(end.prefill_stats)) == (FinishReason.STOP, b"\xc0")
+    assert rig.front.tokens["r0"] == [10]
+    assert skipped("outputs of a worker") == before + 1
+
+
+async def test_request_that_cannot_be_handled_fails_alone(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = await rig.worker("a")
+    await rig.front.ready()
+    dispatch = rig.engine.carrier._dispatch
+    start_one = dispatch.start
+
+    def fail_once(stream: Stream) -> None:
+        monkeypatch.setattr(dispatch, "start", start_one)
+        raise LookupError(f"nobody foresaw {stream.request_id}")
+
+    monkeypatch.setattr(dispatch, "start", fail_once)
+    await rig.front.add("wrong")
+    end = await rig.front.end_of("wrong")
+    assert Refusal.decode(end.stop_reason) == NOT_HANDLED
+    assert len(rig.engine.carrier._table) == 0
+    await rig.front.add("right")
+    submit = await worker.submitted()
+    worker.send(outputs(submit, [10], 0, FINISHED))
+    await rig.front.end_of("right")
+    assert rig.front.tokens["right"] == [10]
+
+
+async def test_unreadable_message_of_the_api_server_is_skipped(rig: Rig) -> None:
+    worker = await rig.worker("a")
+    await rig.front.ready()
+    skipped = UNREADABLE.labels("message of the API server")._value
+    before = skipped.get()
+    await rig.front._send(RequestType.ABORT, [1])
+    await rig.front._send(RequestType.ADD, "no request")
+    (mine,) = await start(rig, "r", worker)
+    worker.send(outputs(mine, [10], 0, FINISHED))
+    await rig.front.end_of("r0")
+    assert skipped.get() >= before + 2
 
 
 async def test_hung_worker_is_lost_after_a_timeout_and_aborts_when_it_resumes(rig: Rig) -> None:
@@ -182,7 +287,9 @@ async def test_gap_in_the_tokens_is_never_delivered(rig: Rig) -> None:
 
 
 async def test_no_instance_is_an_error_and_closes_admission(rig: Rig) -> None:
+    assert rig.admission.read() is AdmissionState.WAITING
     worker = await rig.worker("a")
+    assert rig.admission.read() is AdmissionState.OPEN
     await rig.front.ready()
     await rig.crash(worker)
     del rig.members.instances["a"]

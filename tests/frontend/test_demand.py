@@ -1,0 +1,137 @@
+"""What a body asks for, as limits count it: never less than vLLM makes of it."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+
+import pytest
+
+from frontend_svc.api_server.demand import NotAnObject, demand_of
+
+HELLO = {"role": "user", "content": "hello"}
+
+
+def demand(**fields: object) -> tuple[int, int]:
+    """Return the numbers of sequences and messages."""
+    asked = demand_of(json.dumps(fields).encode(), 1_000, 1_000)
+    return asked.sequences, asked.messages
+
+
+@pytest.mark.parametrize(
+    ("fields", "sequences", "messages"),
+    [
+        ({"prompt": "x"}, 1, 0),
+        ({"prompt": ["x", "y"], "n": 3}, 6, 0),
+        ({"prompt": [1, 2, 3], "n": 2}, 2, 0),
+        ({"prompt": [[1, 2], [3]]}, 2, 0),
+        ({"prompt": [], "n": None}, 1, 0),
+        # Pydantic takes numbers in strings, and whole floats.
+        ({"prompt": "x", "n": "30"}, 30, 0),
+        ({"prompt": "x", "n": 3.0, "use_beam_search": True}, 3, 0),
+        ({"prompt": "x", "best_of": 5}, 5, 0),
+        ({"prompt": "x", "n": "many"}, 1, 0),
+        ({"input": ["a", "b", "c"]}, 3, 0),
+        ({"input": [HELLO, HELLO]}, 1, 2),
+        ({"messages": [HELLO] * 5, "n": 2}, 2, 5),
+        ({"messages": [[HELLO], [HELLO, HELLO]], "n": 2}, 4, 3),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 4}]}, 1, 5),
+        ({"messages": [HELLO], "tools": [{"type": "function"}] * 3}, 1, 4),
+        ({"messages": ["odd", 3, None]}, 1, 3),
+    ],
+)
+def test_sequences_and_messages(fields: dict[str, object], sequences: int, messages: int) -> None:
+    assert demand(**fields) == (sequences, messages)
+
+
+def test_only_media_that_vllm_does_not_tokenize_is_no_text() -> None:
+    large = "x" * 10_000
+
+    def text_bytes(part: object) -> int:
+        body = json.dumps({"messages": [{"role": "user", "content": [part]}]}).encode()
+        return demand_of(body, 1_000, 1_000).text_bytes
+
+    url = {"url": f"data:image/png;base64,{large}"}
+    for media in (
+        {"type": "image_url", "image_url": url},
+        {"image_url": url},
+        {"type": "input_audio", "input_audio": {"data": large, "format": "wav"}},
+        {"type": "image", "source": {"type": "base64", "data": large}},
+    ):
+        assert text_bytes(media) < 200
+    for text in (
+        {"type": "text", "text": large},
+        {"type": "image_url", "image_url": {"url": "u"}, "text": large},
+        {"type": "tool_result", "content": large},
+        {"type": ["image_url"], "image_url": url},
+        {"type": "text", "image_url": url},
+    ):
+        assert text_bytes(text) > 10_000
+
+
+def test_last_of_equal_names_counts_as_in_vllm() -> None:
+    assert demand_of(b'{"n": 1, "n": 30}', 10, 10).sequences == json.loads('{"n": 1, "n": 30}')["n"]
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[1]", b"{", b'{"n": NaN}', "{}".encode("utf-16"), b'{"model": "\xff"}']
+)
+def test_what_is_no_json_object_is_refused(body: bytes) -> None:
+    with pytest.raises(NotAnObject):
+        demand_of(body, 10, 10)
+
+
+def test_estimate_grows_with_what_vllm_has_to_do() -> None:
+    def loop_s(**fields: object) -> float:
+        return demand_of(json.dumps(fields).encode(), 3_000, 10).loop_s
+
+    small = loop_s(prompt="x")
+    assert small < 0.001
+    for large in ({"prompt": "x" * 4_000_000}, {"prompt": [1] * 200_000}, {"messages": [HELLO] * 2_000}):
+        assert loop_s(**large) > 0.005
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt":[%s""],"n":2}' % (b'"",' * 100_000),
+        b'{"input":[%s""],"n":2}' % (b'"",' * 100_000),
+        b'{"messages":[%s{}]}' % (b"{}," * 100_000),
+        b'{"messages":[%s[]]}' % (b"[[]]," * 100_000),
+        b'{"messages":[{"content":[%s{}]}]}' % (b"{}," * 100_000),
+        b'{"tools":[%s{}]}' % (b"{}," * 100_000),
+    ],
+)
+def test_no_more_is_read_than_is_allowed(body: bytes) -> None:
+    """Each item that is read is an object, and a megabyte of empty ones once took seconds."""
+    demand_of(body, 50, 40)
+    tracemalloc.start()
+    try:
+        asked = demand_of(body, 50, 40)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # Copies of the body as it is, and no objects of its 100,000 items, of some 50 bytes each.
+    assert peak < 4 * len(body) < 100_000 * 50
+    assert (asked.sequences, asked.messages) in ((82, 0), (102, 0), (1, 51), (41, 51))
+
+
+def test_commas_of_texts_are_no_items() -> None:
+    texts = [", " * 10_000] * 3
+    assert demand(
+        prompt=texts, messages=[{"content": [{"type": "text", "text": text} for text in texts]}]
+    ) == (
+        3,
+        4,
+    )
+
+
+def test_tensors_of_prompts_are_no_text() -> None:
+    body = json.dumps({"prompt_embeds": ["x" * 10_000] * 2}).encode()
+    asked = demand_of(body, 10, 10)
+    assert asked.text_bytes < 100 and asked.sequences == 2
+
+
+@pytest.mark.parametrize("n", [b"[1,2]", b"{}", b"1" * 5_000, b'"' + b"1" * 5_000 + b'"', b"null", b"-3"])
+def test_odd_numbers_count_as_one(n: bytes) -> None:
+    assert demand_of(b'{"n": %s}' % n, 10, 10).sequences == 1
