@@ -138,3 +138,9 @@ class SetStages:
 
 Placement = Place | Refuse
 Action = Migrate | Offer | HandBack | CopyPrefix | SetPool | SetStages
+
+PULL_OUTCOMES: Final = (
+    *("pulled", "shared", "held", "gone", "late"),
+    *("refused", "lost", "corrupt", "none", "busy"),
+)
+"""How a worker may end a pull or a copy of a prefix, as counted in metrics."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -170,6 +170,42 @@ class Stage:
     lo: int
     hi: int
     instance_ids: tuple[str, ...]
+
+
+LENGTH_MAX: Final = 2**32 - 1
+"""The end of the longest stage at most: what the messages carry."""
+
+
+class StagesError(ValueError):
+    """Stages that contradict each other, or name nothing; the message names the field."""
+
+
+class UnknownStageInstance(StagesError):
+    """A stage names an instance that does not exist; the message names the field."""
+
+
+def check_stages(stages: Sequence[Stage], instances: Container[str]) -> None:
+    """Check that ranges ascend without overlap, each with instances of these. No stages are valid stages.
+
+    Raise StagesError.
+    """
+    end = 0
+    for number, stage in enumerate(stages):
+        field = f"stages[{number}]"
+        if stage.lo >= stage.hi:
+            raise StagesError(f"{field}.hi: {stage.hi} must be greater than lo, {stage.lo}")
+        if stage.hi > LENGTH_MAX:
+            raise StagesError(f"{field}.hi: {stage.hi} must be at most {LENGTH_MAX}")
+        if stage.lo < end:
+            raise StagesError(f"{field}.lo: {stage.lo} lies in the stage before, which ends at {end}")
+        end = stage.hi
+        if not stage.instance_ids:
+            raise StagesError(f"{field}.instance_ids: must not be empty")
+        for instance_id in stage.instance_ids:
+            if not instance_id:
+                raise StagesError(f"{field}.instance_ids: must not be empty")
+            if instance_id not in instances:
+                raise UnknownStageInstance(f"{field}.instance_ids: no instance {instance_id!r}")
 
 
 class CachedTokens(NamedTuple):

@@ -33,6 +33,20 @@ TRANSFERS: Final = 3
 parallel transfers": CascadeInfer, section 5)."""
 
 
+ADOPT_S: Final = 10.0
+"""Seconds that a target waits for the front end's answer to its commit; then it disconnects the front end."""
+
+TELL_SOURCE_S: Final = 2.0
+"""Seconds that a target waits for its source to have heard how the migration ended."""
+
+SETTLE_S: Final = ADOPT_S + TELL_SOURCE_S + 3.0
+"""Seconds that a migration may still take after the deadline of its copy: the waits above, and the engine's
+between two steps. The migration service and the source wait for it."""
+
+MIGRATE_MAX_S: Final = 180.0
+"""Seconds that a migration may take in all, with its waits for a slot and for room."""
+
+
 def by_replay(reason: str) -> Handover:
     """Return a handover by replay, with its reason."""
     return Handover(Way.REPLAY, reason)
@@ -53,6 +67,8 @@ BACKGROUND: Final = frozenset({"rescheduling", "rebalance", "overloaded", "load"
 URGENT: Final = frozenset({"prefill done", "reasoning ended", "drain", "operator"})
 
 OTHER: Final = "other"
+LABELS: Final = (*sorted(BACKGROUND | URGENT), OTHER)
+"""What `label` returns."""
 
 
 def label(reason: str) -> str:

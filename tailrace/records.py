@@ -1,12 +1,17 @@
-"""What Tailrace keeps in etcd, as JSON under /tailrace/<cluster>/. Per-request state is never there."""
+"""What Tailrace keeps in etcd, as JSON under /tailrace/<cluster>/. Per-request state is never there.
+
+Whatever else may be there is refused by `tailrace/store/reading.py`, by the ranges declared here.
+"""
 
 from __future__ import annotations
 
 import re
 from hashlib import blake2b
-from typing import Final
+from typing import Annotated, Final
+from urllib.parse import quote
 
 import msgspec
+from msgspec import Meta
 
 from tailrace.cache.names import Naming
 from tailrace.handover import LIVE, Handover
@@ -15,11 +20,22 @@ from tailrace.policy.parameters import Value
 from tailrace.profiles import Profile
 from tailrace.slo import Slo
 
+_NAME: Final = 512
+
+# Beyond, a number is lost in the arithmetic of floats, and does not fit the messages that carry it.
+_MOST: Final = 2**53
+_Count = Annotated[int, Meta(ge=0, le=_MOST)]
+_Size = Annotated[int, Meta(ge=1, le=_MOST)]
+_Number = Annotated[float, Meta(ge=-1e15, le=1e15)]
+_Amount = Annotated[float, Meta(ge=0.0, le=1e15)]
+# What tables show and logs name.
+_Name = Annotated[str, Meta(min_length=1, max_length=_NAME)]
+
 
 class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One of the processes of a multi-device engine."""
 
-    process: int
+    process: _Count
     # A description of its device.
     hardware: str = ""
 
@@ -27,9 +43,9 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
 class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     """`instances/<id>`, leased: a worker that is a member of the fleet."""
 
-    instance_id: str
+    instance_id: _Name
     # New at each start of the worker; distinguishes a restarted worker from its predecessor.
-    incarnation: str
+    incarnation: _Name
     # gRPC address, host:port.
     address: str
     # Where front ends attach (tailrace/service/message_stream.py), host:port.
@@ -41,12 +57,12 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     model_fingerprint: str
     # What must be equal for two engines to continue each other's answers; None: an earlier version.
     model_identity: ModelIdentity | None = None
-    block_tokens: int
-    kv_blocks_total: int
-    max_model_len: int
-    max_num_seqs: int
-    kv_bytes_per_token: int
-    started_s: float
+    block_tokens: _Size
+    kv_blocks_total: _Count
+    max_model_len: _Size
+    max_num_seqs: _Size
+    kv_bytes_per_token: _Count
+    started_s: _Amount
     # The measured profile that applies to it, `profiles/<kind>`; empty: the worker has a profile of its own.
     profile_kind: str = ""
     # How it names its blocks; None: it caches no prefixes, or does not report them.
@@ -62,8 +78,8 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     # Its processes by rank: pipeline stage by stage, tensor-parallel ranks within each. Empty: it has one
     # device.
     ranks: list[RankRecord] = []
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
+    tensor_parallel_size: _Size = 1
+    pipeline_parallel_size: _Size = 1
 
 
 class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,9 +88,9 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     `leader/<kind>` holds the ServiceRecord of the elected one.
     """
 
-    kind: str
-    service_id: str
-    incarnation: str
+    kind: _Name
+    service_id: _Name
+    incarnation: _Name
     # gRPC address, host:port.
     address: str
     metrics_address: str = ""
@@ -93,16 +109,28 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
 class StageRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One entry of `stages`: lengths [lo, hi) in tokens and the instances that serve them."""
 
-    lo: int
-    hi: int
+    lo: _Count
+    hi: _Size
     instance_ids: list[str]
 
 
 class PolicyRecord(msgspec.Struct, frozen=True, kw_only=True):
     """`policy`: the active policy, and those of its parameters that differ from their defaults."""
 
-    name: str
+    name: _Name
     parameters: dict[str, Value] = {}
+    # Why `least_loaded` decides instead of it; empty: it decides.
+    suspended: str = ""
+
+
+def suspended(record: PolicyRecord, why: str) -> PolicyRecord:
+    """Return the record of a policy that does not decide any more, and why."""
+    return PolicyRecord(name=record.name, parameters=record.parameters, suspended=why)
+
+
+def resumed(record: PolicyRecord) -> PolicyRecord:
+    """Return the record of the same policy, not suspended."""
+    return PolicyRecord(name=record.name, parameters=record.parameters)
 
 
 class SloRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,47 +146,47 @@ class SloRecord(msgspec.Struct, frozen=True, kw_only=True):
 class TtftRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Arrow's TTFT curve: base + per_token * L + per_token_squared * L^2 seconds for a prompt of L alone."""
 
-    base_s: float
-    per_token_s: float
-    per_token_squared_s: float
-    r_squared: float
-    samples: int
+    base_s: _Number
+    per_token_s: _Number
+    per_token_squared_s: _Number
+    r_squared: _Number
+    samples: _Count
 
 
 class QoeRecord(msgspec.Struct, frozen=True, kw_only=True):
     """D_0 .. D_4 of CascadeInfer's Eq. (1), in seconds per output token; `error`: mean relative error."""
 
-    d: tuple[float, float, float, float, float]
-    error: float
-    samples: int
+    d: tuple[_Number, _Number, _Number, _Number, _Number]
+    error: _Number
+    samples: _Count
 
 
 class ProfileRecord(msgspec.Struct, frozen=True, kw_only=True):
     """`profiles/<kind>`: the measurements of one instance, shared by equal instances."""
 
-    kind: str
+    kind: _Name
     engine: str
     model: str
     model_fingerprint: str
     hardware: str
     # Maximum tokens of a step.
-    step_tokens: int
+    step_tokens: _Size
     # Version of Tailrace.
     version: str
     # Which instance was measured, when (seconds since the epoch), and for how long (seconds).
     instance_id: str
-    measured_s: float
-    took_s: float
+    measured_s: _Amount
+    took_s: _Amount
     # Step times, with the mean relative errors of the fits and the numbers of samples.
     profile: Profile
-    prefill_error: float
-    prefill_samples: int
-    decode_error: float
-    decode_samples: int
+    prefill_error: _Number
+    prefill_samples: _Count
+    decode_error: _Number
+    decode_samples: _Count
     ttft: TtftRecord
     # Arrow's Max Running Tokens at this step time, at most the capacity of the KV cache.
-    tpot_s: float
-    max_running_tokens: int
+    tpot_s: _Amount
+    max_running_tokens: _Count
     # None: there were too few samples.
     qoe: QoeRecord | None = None
 
@@ -166,29 +194,35 @@ class ProfileRecord(msgspec.Struct, frozen=True, kw_only=True):
 PROFILES: Final = "profiles/"
 
 
+class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """`adapters/<model>/<name>`, both quoted: a LoRA adapter that a user loaded at run time."""
+
+    # Public name of the model that it adapts.
+    model: _Name
+    # As requests name it.
+    name: _Name
+    # Its folder, on front ends and workers alike.
+    path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    # vLLM's is_3d_lora_weight.
+    is_3d: bool = False
+
+    @property
+    def key(self) -> str:
+        """Return its key: names may contain slashes."""
+        return "/".join(("adapters", quote(self.model, safe=""), quote(self.name, safe="")))
+
+
 def encode_policy(record: PolicyRecord) -> bytes:
     """Encode a policy record. A policy at its defaults is stored as its name alone, which every version
     can read."""
-    return msgspec.json.encode(record) if record.parameters else record.name.encode()
-
-
-def decode_policy(value: bytes) -> PolicyRecord | None:
-    """Decode a policy record; None: no policy is set. Raise msgspec.MsgspecError."""
-    if value.startswith(b"{"):
-        return msgspec.json.decode(value, type=PolicyRecord)
-    return PolicyRecord(name=value.decode(errors="replace")) if value else None
+    at_defaults = not record.parameters and not record.suspended
+    return record.name.encode() if at_defaults else msgspec.json.encode(record)
 
 
 def encode_slo(slo: Slo) -> bytes:
     """Encode the SLOs as JSON."""
     record = SloRecord(ttft_s=slo.ttft_s, tpot_s=slo.tpot_s, qoe=slo.qoe, pace_s=slo.pace_s, admit=slo.admit)
     return msgspec.json.encode(record)
-
-
-def decode_slo(value: bytes) -> Slo:
-    """Decode the SLOs. Raise msgspec.MsgspecError."""
-    record = msgspec.json.decode(value, type=SloRecord)
-    return Slo(record.ttft_s, record.tpot_s, record.qoe, record.pace_s, record.admit)
 
 
 def profile_kind(engine: str, model: str, model_fingerprint: str, hardware: str, step_tokens: int) -> str:

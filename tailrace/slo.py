@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
-from tailrace.policy.parameters import Parameter, Value, parse_parameters
+from tailrace.policy.parameters import Parameter, ParameterError, Value, parse_parameters
 
 # Those of Azure Conversation (Arrow, table 1): the loosest of the traces that most of the papers use.
 DEFAULT_TTFT_S: Final = 2.0
@@ -28,6 +28,25 @@ class Answer(Protocol):
     def reasoning_tokens(self) -> int: ...
 
 
+# Of what an objective may be, by the names of `tailrace set slo`; what is beyond them is a mistake, and would
+# overflow or vanish in what is computed from it.
+RANGES: Final[Mapping[str, tuple[float, float]]] = {
+    "ttft": (1e-6, 1e6),
+    "tpot": (1e-6, 1e6),
+    "qoe": (1e-6, 1.0),
+    "pace": (1e-6, 1e6),
+    "admit": (1e-3, 1e6),
+}
+
+
+# Fields of Slo, and of its message, by the names of OBJECTIVES.
+FIELDS: Final = {"ttft": "ttft_s", "tpot": "tpot_s", "qoe": "qoe", "pace": "pace_s", "admit": "admit"}
+
+
+class SloError(ParameterError):
+    """An objective is out of its range; the message names it, its value and the range."""
+
+
 @dataclass(frozen=True, slots=True)
 class Slo:
     """The objectives that a request must meet; None: no such objective.
@@ -46,6 +65,14 @@ class Slo:
     pace_s: float | None = None
     # A request is refused on arrival if its predicted TTFT exceeds `ttft_s` times this; None: none is.
     admit: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raise SloError for an objective that is not a number within its range."""
+        for name, (least, most) in RANGES.items():
+            value = getattr(self, FIELDS[name])
+            # NaN is within no range.
+            if value is not None and not least <= value <= most:
+                raise SloError(f"{name}: {value!r} is not allowed; it is a number from {least:g} to {most:g}")
 
     @property
     def reading_s(self) -> float:
@@ -149,7 +176,3 @@ def assignments(slo: Slo) -> str:
     """Return the objectives as `tailrace set slo` takes them."""
     pairs = [f"{name}={value:g}" for name, value in objectives(slo).items() if value is not None]
     return " ".join(pairs) or "nothing asked for"
-
-
-# Fields of Slo, and of its message, by the names of OBJECTIVES.
-FIELDS: Final = {"ttft": "ttft_s", "tpot": "tpot_s", "qoe": "qoe", "pace": "pace_s", "admit": "admit"}

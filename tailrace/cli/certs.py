@@ -13,6 +13,7 @@ from rich.table import Table
 from tailrace.cli.errors import UsageProblem, file_errors
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
 from tailrace.cli.plain import JsonValue
+from tailrace.numeric import RealRange
 from tailrace.security.authority import (
     AUTHORITY_DAYS,
     CERTIFICATE_DAYS,
@@ -52,7 +53,7 @@ def _folder_option(function: F) -> F:
 def _days_option(default: float) -> Callable[[F], F]:
     return click.option(
         "--days",
-        type=click.FloatRange(min=0, min_open=True, max=36_500),
+        type=RealRange(min=0, min_open=True, max=36_500),
         default=default,
         show_default=True,
         help="Days of validity.",
@@ -63,12 +64,12 @@ def _days_option(default: float) -> Callable[[F], F]:
 @_folder_option
 @_days_option(AUTHORITY_DAYS)
 def init(folder: Path, days: float) -> None:
-    """Create an authority for one cluster."""
+    """Create an authority for one cluster, and one for its etcd."""
     with file_errors(AuthorityProblem):
         authority = Authority.create(folder, days)
     note(
-        f"authority in {folder}, valid until {_day(authority.not_after)}; keep ca.key on a machine "
-        "without services"
+        f"authorities in {folder}, valid until {_day(authority.not_after)}; keep ca.key and etcd-ca.key on a "
+        "machine without services"
     )
 
 
@@ -86,7 +87,8 @@ def init(folder: Path, days: float) -> None:
 @_folder_option
 @_days_option(CERTIFICATE_DAYS)
 def issue(role: str, name: str, hosts: tuple[str, ...], folder: Path, days: float) -> None:
-    """Create a key and a certificate; prints their folder, for use with --tls."""
+    """Create a key and a certificate; prints their folder, for use with --tls. A member's has a subfolder
+    with those towards etcd."""
     try:
         identity = Identity(Role(role), name)
     except NoIdentity as error:
@@ -112,7 +114,7 @@ def rotate(folder: Path, days: float) -> None:
 @_folder_option
 @_days_option(AUTHORITY_DAYS)
 def new_authority(folder: Path, days: float) -> None:
-    """Start replacing the authority: both are trusted from now on.
+    """Start replacing the cluster's and etcd's authorities: the old ones stay trusted, too.
 
     Next steps, after copying the folders to every process each time: tailrace certs rotate, tailrace certs
     retire-authority.
@@ -129,10 +131,10 @@ def new_authority(folder: Path, days: float) -> None:
 @certs.command("retire-authority")
 @_folder_option
 def retire_authority(folder: Path) -> None:
-    """Trust only the new authority."""
+    """Trust only the new authorities."""
     with file_errors(AuthorityProblem):
         Authority.load(folder).retire()
-    note("the older authority is no longer trusted")
+    note("the older authorities are no longer trusted")
 
 
 @certs.command("list")
@@ -144,6 +146,8 @@ def list_(folder: Path, output: Output) -> None:
         authority = Authority.load(folder)
         certificates = authority.issued()
     now = datetime.datetime.now(datetime.UTC)
+    if not authority.separates_etcd:
+        note("etcd has no authority of its own here: tailrace certs new-authority gives it one")
     if output is Output.JSON:
         print_json(
             {

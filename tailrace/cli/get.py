@@ -40,6 +40,7 @@ from tailrace.cli.tables import (
     View,
 )
 from tailrace.messages import slo_of
+from tailrace.numeric import WholeRange
 from tailrace.slo import assignments
 from tailrace.v1.admin_pb2 import (
     GetShadowRequest,
@@ -125,7 +126,7 @@ def stages(output: Output, watch: bool, admin: str | None) -> None:
 )
 @click.option(
     "--limit",
-    type=click.IntRange(min=0),
+    type=WholeRange(min=0),
     help=f"Maximum number; 0: all. Default: {_ROWS} in a table, all with -o json.",
 )
 @_options
@@ -168,10 +169,14 @@ def requests(
 
 @get.command(epilog="Example: tailrace get migrations --limit 5")
 @click.option(
-    "--request", "request_id", default="", metavar="REQUEST", help="Only migrations of this request."
+    "--request",
+    "request_id",
+    default="",
+    metavar="REQUEST",
+    help="Only migrations of this request; its ID, or its client's.",
 )
 @click.option(
-    "--limit", type=click.IntRange(min=1), default=50, show_default=True, help="Maximum number, latest first."
+    "--limit", type=WholeRange(min=1), default=50, show_default=True, help="Maximum number, latest first."
 )
 @_options
 def migrations(request_id: str, limit: int, output: Output, watch: bool, admin: str | None) -> None:
@@ -227,6 +232,8 @@ def shadow(output: Output, admin: str | None) -> None:
     for count in found.counts:
         table.add_row(count.point, str(count.same), str(count.different), str(count.failed))
     print_figures(table)
+    if found.suspended:
+        click.echo(f"{found.name} is suspended, and not asked any more: {found.suspended}")
 
 
 @get.command(epilog="Example: tailrace get slo")

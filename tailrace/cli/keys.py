@@ -12,7 +12,8 @@ from rich.table import Table
 
 from tailrace.cli.errors import UsageProblem, file_errors
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
-from tailrace.tenancy.file import KeyFileUnusable, locked_key_file, read_keys
+from tailrace.numeric import RealRange, WholeRange
+from tailrace.tenancy.file import KeyFileUnusable, locked_key_file, read_keys, readers_problem
 from tailrace.tenancy.keys import MAX_BURST_S, MAX_WEIGHT, MIN_BURST_S, MIN_WEIGHT, Tenant, TenantKeys
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -21,7 +22,8 @@ _FILE: Final = "TAILRACE_API_KEYS"
 
 
 @click.group(
-    help="Users' API keys, in a file that front ends watch (--api-keys): no restart is needed.",
+    help="Users' API keys, in a file that front ends watch (--api-keys): no restart is needed. The file "
+    "keeps its owner, group and mode.",
     epilog="Example: tailrace keys make team-a --requests-per-minute 600 --concurrency 50",
 )
 def keys() -> None:
@@ -43,26 +45,38 @@ def _file_option(function: F) -> F:
 @keys.command()
 @click.argument("tenant")
 @click.option("--models", metavar="NAME[,..]", help="Models that it may use; '' for all.")
-@click.option("--requests-per-minute", type=click.FloatRange(min=0), help="0: no limit.")
 @click.option(
-    "--tokens-per-minute", type=click.FloatRange(min=0), help="Prompt and output tokens; 0: no limit."
+    "--requests-per-minute",
+    type=RealRange(min=0),
+    help="Each of a request's sequences (prompts times n) counts; 0: no limit.",
 )
+@click.option("--tokens-per-minute", type=RealRange(min=0), help="Prompt and output tokens; 0: no limit.")
 @click.option(
     "--burst-seconds",
-    type=click.FloatRange(MIN_BURST_S, MAX_BURST_S),
+    type=RealRange(MIN_BURST_S, MAX_BURST_S),
     help="Seconds' worth of both rates that it may save up and use at once; default 60.",
 )
-@click.option("--concurrency", type=click.IntRange(min=0), help="Concurrent requests; 0: no limit.")
-@click.option("--priority", type=int, help="Smaller values are served first, if engines order by priority.")
-@click.option("--longest-prompt", type=click.IntRange(min=0), help="In tokens; 0: no limit.")
+@click.option("--concurrency", type=WholeRange(min=0), help="Concurrent sequences; 0: no limit.")
+@click.option(
+    "--priority",
+    type=WholeRange(-(2**31), 2**31 - 1),
+    help="Smaller values are served first, if engines order by priority.",
+)
+@click.option("--longest-prompt", type=WholeRange(min=0), help="In tokens; 0: no limit.")
 @click.option(
     "--weight",
-    type=click.FloatRange(MIN_WEIGHT, MAX_WEIGHT),
+    type=RealRange(MIN_WEIGHT, MAX_WEIGHT),
     help="Its share relative to other waiting tenants, with --fair-backlog; default 1.",
+)
+@click.option(
+    "--shared-cache",
+    metavar="NAME",
+    help="Tenants with the same NAME share cached prompts, and can tell by time what another has sent; "
+    "'': it shares with nobody, which is the default.",
 )
 @click.option("--no-key", is_flag=True, help="Only change the tenant's limits.")
 @_file_option
-def make(tenant: str, models: str | None, no_key: bool, file: Path, **limits: float | None) -> None:
+def make(tenant: str, models: str | None, no_key: bool, file: Path, **limits: float | str | None) -> None:
     """Create a key for a tenant, and print it: it is never stored.
 
     The given limits apply to the tenant from now on, for all its keys.
@@ -84,6 +98,7 @@ def make(tenant: str, models: str | None, no_key: bool, file: Path, **limits: fl
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             tenant_keys, key = tenant_keys.with_key(tenant, now)
         replace(tenant_keys)
+        _note_readers(file)
     if key:
         note(f"{tenant}: new key, shown only once")
         click.echo(key)
@@ -96,6 +111,7 @@ def list_(file: Path, output: Output) -> None:
     """Show tenants, their limits and the IDs of their keys."""
     with file_errors(KeyFileUnusable):
         tenant_keys = read_keys(file)
+        _note_readers(file)
     if output is Output.JSON:
         print_json(
             {
@@ -122,6 +138,7 @@ def list_(file: Path, output: Output) -> None:
         "PRIORITY",
         "PROMPT",
         "WEIGHT",
+        "CACHE",
         box=None,
     )
     for key in tenant_keys.keys:
@@ -131,6 +148,7 @@ def list_(file: Path, output: Output) -> None:
             shown += [f"{tenant.burst_seconds:g}" if any(rates) else "-", str(tenant.concurrency or "-")]
             models = ", ".join(tenant.models) or "all"
             shown += [str(tenant.priority), str(tenant.longest_prompt or "-"), f"{tenant.weight:g}"]
+            shown.append(tenant.shared_cache or "own")
             table.add_row(key.key_id, key.tenant, key.created, models, *shown)
     print_figures(table)
 
@@ -139,13 +157,21 @@ def list_(file: Path, output: Output) -> None:
 @click.argument("key_id")
 @_file_option
 def revoke(key_id: str, file: Path) -> None:
-    """Revoke a key by its ID; front ends refuse it within a second. Requests in progress continue."""
+    """Revoke a key by its ID; front ends that can read the file refuse it within a second. Requests in
+    progress continue."""
     with file_errors(KeyFileUnusable), locked_key_file(file) as replace:
         try:
             replace(read_keys(file).without_key(key_id))
         except KeyError:
             raise UsageProblem(f"there is no key {key_id!r} (tailrace keys list)") from None
+        _note_readers(file)
     note(f"{key_id}: revoked")
+
+
+def _note_readers(file: Path) -> None:
+    """Tell the operator if front ends may be unable to read the file. Raise OSError."""
+    if problem := readers_problem(file):
+        note(problem)
 
 
 def _json(value: object) -> Any:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Final
 
 import click
+
+_UNWRITABLE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 
 class LazyGroup(click.Group):
@@ -29,6 +35,21 @@ class LazyGroup(click.Group):
         self._lazy = lazy
         self._plugins = plugins
         self._plugin_help = plugin_help
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a command and exit. Output that cannot be written (a full disk) is an error of one line."""
+        try:
+            try:
+                return super().main(*args, **kwargs)
+            finally:
+                sys.stdout.flush()
+        except OSError as error:
+            if error.errno not in _UNWRITABLE:
+                raise
+            # Python writes what is left at exit, and would fail again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            click.echo(f"tailrace: the output cannot be written: {error.strerror}", err=True)
+            sys.exit(1)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names in the given order, that of a first session."""

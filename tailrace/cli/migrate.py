@@ -13,7 +13,13 @@ from tailrace.cli.plain import to_plain
 from tailrace.cli.tables import bytes_text, migration_word, phase_word
 from tailrace.v1.admin_pb2 import AdminMigrateRequest
 from tailrace.v1.migration_pb2 import MigrationRecord
-from tailrace.v1.types_pb2 import MIGRATION_STATE_ABORTED, MIGRATION_STATE_COMMITTED, WAY_REPLAY
+from tailrace.v1.types_pb2 import (
+    MIGRATION_STATE_ABORTED,
+    MIGRATION_STATE_COMMITTED,
+    MIGRATION_STATE_GONE,
+    MIGRATION_STATE_UNKNOWN,
+    WAY_REPLAY,
+)
 from tailrace.v1.worker_pb2 import COPY_MODE_PRE_COPY, COPY_MODE_STOP_AND_COPY, CopyMode
 
 _TIMEOUT_S: Final = 120.0
@@ -37,7 +43,9 @@ _HINT: Final = "see tailrace get requests and tailrace get instances"
 @output_option()
 @admin_option
 def migrate(request_id: str, target: str, mode: str, output: Output, admin: str | None) -> None:
-    """Migrate the running REQUEST (its ID, or a unique part of it) to another instance, with its KV cache.
+    """Migrate the running REQUEST to another instance, with its KV cache.
+
+    REQUEST is its ID, a unique part of it, or the whole ID that its client chose (X-Request-Id) or got.
 
     A request that cannot migrate live is replayed: the other instance recomputes the KV.
 
@@ -96,6 +104,12 @@ def _finish(record: MigrationRecord | None, output: Output) -> None:
         raise CliError(
             f"aborted: {record.error or record.reason or 'no reason given'}; the request continues "
             "where it was"
+        )
+    if record.state == MIGRATION_STATE_GONE:
+        raise CliError(f"nothing to move: {record.error}")
+    if record.state == MIGRATION_STATE_UNKNOWN:
+        raise CliError(
+            f"its end is unknown: {record.error}; tailrace get requests shows where the request is"
         )
     if record.state != MIGRATION_STATE_COMMITTED:
         raise CliError(

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tailrace.actions import Place, Refuse
+from tailrace.bounded import open_regular
 from tailrace.cli.errors import CliError, UsageProblem, file_errors
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
 from tailrace.cli.plain import JsonValue
@@ -26,6 +27,7 @@ from tailrace.control.recording import (
 )
 from tailrace.control.replay import Replay, Replayed, points
 from tailrace.control.shadow import Answer, Comparison, Shadow, Verdict
+from tailrace.numeric import WholeRange
 from tailrace.policy.parameters import ParameterError, read_assignments
 from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, all_parameters
 from tailrace.records import PolicyRecord
@@ -44,6 +46,9 @@ class _DifferencePrinter:
             note(f"{point}{about}: {then}\n    now: {now}")
 
 
+_LARGEST_BYTES = 1 << 40
+
+
 @click.command(epilog="Example: tailrace replay run.jsonl --policy pascal --set quantum_tokens=250")
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--policy", metavar="NAME", help="Policy to call; by default the recorded one.")
@@ -56,7 +61,7 @@ class _DifferencePrinter:
 )
 @click.option(
     "--show",
-    type=click.IntRange(min=0),
+    type=WholeRange(min=0),
     default=10,
     show_default=True,
     metavar="N",
@@ -75,7 +80,10 @@ def replay(file: Path, policy: str | None, assignments: tuple[str, ...], show: i
     record = None if policy is None else _policy(policy, assignments)
     printer = _DifferencePrinter(show)
     unusable = (UnknownPolicyError, UnusablePolicyError, ParameterError)
-    with file_errors(InvalidRecordingError, *unusable, path=file), file.open("rb") as lines:
+    with (
+        file_errors(InvalidRecordingError, *unusable, path=file),
+        open_regular(file, _LARGEST_BYTES) as lines,
+    ):
         events = decode(lines)
         run, different = (
             _replay_recorded(events, printer) if record is None else _replay_other(events, record, printer)

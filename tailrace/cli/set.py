@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import click
 import msgspec
 
+from tailrace.bounded import read_regular
 from tailrace.cli.admin import CALL_TIMEOUT_S, admin_option, connect
 from tailrace.cli.errors import UsageProblem
 from tailrace.cli.output import Output, output_option, print_json
@@ -28,6 +30,8 @@ from tailrace.v1.admin_pb2 import Slo as SloMessage
 from tailrace.v1.types_pb2 import POOL_UNSPECIFIED, Pool, Stage
 
 _NO_POOL = "none"
+# Far more than the stages of any fleet.
+_STAGES_BYTES = 1 << 20
 _NO_SHADOW = "none"
 
 
@@ -148,8 +152,10 @@ def stages(file: Path, output: Output, admin: str | None) -> None:
 
 
 def _read_stages(file: Path) -> list[StageRecord]:
-    with click.open_file(str(file), "rb") as stream:
-        text = stream.read()
+    try:
+        text = sys.stdin.buffer.read(_STAGES_BYTES) if str(file) == "-" else read_regular(file, _STAGES_BYTES)
+    except OSError as error:
+        raise UsageProblem(f"{file}: {error.strerror}") from error
     try:
         return msgspec.json.decode(text, type=list[StageRecord])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -10,6 +10,7 @@ from typing import Final, Generic, TypeVar
 from google.protobuf.message import Message
 from rich.table import Table
 
+from tailrace.bounded import printable
 from tailrace.cli.output import full_width
 from tailrace.cli.plain import enum_word
 from tailrace.v1.admin_pb2 import InstanceInfo, PolicyInfo, RequestInfo, ServiceInfo
@@ -49,7 +50,7 @@ class View(Generic[RowT]):
         for column in self.columns:
             table.add_column(column.heading, justify="right" if column.figure else "left", no_wrap=True)
         for row in rows:
-            table.add_row(*(column.text(row) for column in self.columns))
+            table.add_row(*(printable(column.text(row)) for column in self.columns))
         if not table.rows:
             table.caption = self.empty
             table.caption_justify = "left"
@@ -182,7 +183,10 @@ MIGRATIONS = View[MigrationRecord](
 
 
 def _what_it_does(policy: PolicyInfo) -> str:
-    """Return the policy's summary; for a variant, followed by the parameters that it sets."""
+    """Return the policy's summary; for a variant, followed by the parameters that it sets. Of a suspended
+    policy return why it does nothing."""
+    if policy.suspended:
+        return f"suspended, least_loaded decides: {policy.suspended}"
     assignments = [f"{name}={value}" for name, value in sorted(policy.stands_for.items())]
     return f"{policy.summary}; {' '.join(assignments)}" if assignments else policy.summary
 
@@ -191,7 +195,7 @@ POLICIES = View[PolicyInfo](
     name="policies",
     columns=(
         Column("POLICY", lambda p: p.name),
-        Column("ACTIVE", lambda p: "active" if p.active else ""),
+        Column("ACTIVE", lambda p: "suspended" if p.suspended else "active" if p.active else ""),
         # One per line, to leave room for the other columns.
         Column("PARAMETERS", lambda p: "\n".join(f"{x.name}={x.value}" for x in p.parameters if x.value)),
         Column("WHAT IT DOES", _what_it_does),

@@ -15,7 +15,10 @@ from tailrace.cli.plain import JsonValue
 from tailrace.telemetry.tree import render_tree
 from tailrace.v1.admin_pb2 import GetTraceRequest
 
-_HINT: Final = "pass a request ID, a unique part of it, or a 32-digit trace ID; spans arrive within seconds"
+_HINT: Final = (
+    "pass a request ID (or a unique part of it), the ID that its client chose or got, or a 32-digit trace ID;"
+    " spans arrive within seconds"
+)
 
 
 @click.command(epilog="Example: tailrace trace chatcmpl-8f3a")

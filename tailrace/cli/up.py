@@ -17,7 +17,7 @@ import click
 from tailrace.cli.errors import CliError, UsageProblem
 from tailrace.cli.greeting import greeting, tailrace_command
 from tailrace.cli.output import note
-from tailrace.local.certificates import certificate_folder, issue_certificates
+from tailrace.local.certificates import ETCD_SERVER, certificate_folder, issue_certificates
 from tailrace.local.options import MONITOR_TRACES, ClusterOptions, Engine, Front
 from tailrace.local.plan import Plan, make_plan
 from tailrace.local.ports import LOOPBACK, PortUnavailable, free_ports, require_free
@@ -28,10 +28,11 @@ from tailrace.local.start import Starter
 from tailrace.local.state import RunFolder, RunFolderBusy, RunFolderUnusable, RunState
 from tailrace.local.stop import stop_parts
 from tailrace.model_folder import TOKENIZER_FLAGS, ModelFolderError, require_model, require_tokenizer
+from tailrace.numeric import WholeRange
 from tailrace.policy.parameters import ParameterError, read_assignments
 from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, load
 from tailrace.security.roles import Identity, Role
-from tailrace.service.etcd import EtcdNotFoundError, EtcdTls, etcd_command
+from tailrace.service.etcd import EtcdNotFoundError, etcd_command
 from tailrace.service.options import KEPT_ANSWERS
 from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 from tailrace.v1.admin_pb2 import SetPolicyRequest
@@ -43,9 +44,7 @@ _TINY_ARGUMENTS: Final = ("--kv-blocks", "4096")
 
 
 @click.command(epilog="Example: tailrace up --workers 2 --policy pascal --set quantum_tokens=250")
-@click.option(
-    "--workers", type=click.IntRange(1, 500), default=3, show_default=True, help="Number of workers."
-)
+@click.option("--workers", type=WholeRange(1, 500), default=3, show_default=True, help="Number of workers.")
 @click.option(
     "--engine",
     type=click.Choice([engine.value for engine in Engine]),
@@ -68,10 +67,10 @@ _TINY_ARGUMENTS: Final = ("--kv-blocks", "4096")
     show_default=True,
     help="vLLM's API server: its Python app or vllm-rs.",
 )
-@click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="HTTP port.")
-@click.option("--schedulers", type=click.IntRange(1, 5), default=1, show_default=True, help="One leads.")
+@click.option("--port", type=WholeRange(1, 65535), default=8000, show_default=True, help="HTTP port.")
+@click.option("--schedulers", type=WholeRange(1, 5), default=1, show_default=True, help="One leads.")
 @click.option(
-    "--frontends", type=click.IntRange(1, 32), default=1, show_default=True, help="They share the port."
+    "--frontends", type=WholeRange(1, 32), default=1, show_default=True, help="They share the port."
 )
 @click.option(
     "--keep-answers",
@@ -96,14 +95,14 @@ _TINY_ARGUMENTS: Final = ("--kv-blocks", "4096")
 )
 @click.option(
     "--tensor-parallel-size",
-    type=click.IntRange(1),
+    type=WholeRange(1),
     default=1,
     show_default=True,
     help="Devices per worker that split each layer (vLLM only).",
 )
 @click.option(
     "--pipeline-parallel-size",
-    type=click.IntRange(1),
+    type=WholeRange(1),
     default=1,
     show_default=True,
     help="Stages of layers per worker, each on its own devices (vLLM only).",
@@ -275,9 +274,11 @@ def _plan(options: ClusterOptions, folder: RunFolder) -> Plan:
         raise RunFolderUnusable.of(folder.path, error) from error
 
 
-def _etcd_command(folder: RunFolder, tls: bool, port: int, health_port: int) -> Sequence[str]:
-    certificates = Path(certificate_folder(str(folder.data / "certs"), Role.ETCD.value, "etcd"))
-    return etcd_command(folder.data / "etcd", port, EtcdTls(certificates, health_port) if tls else None)
+def _etcd_command(folder: RunFolder, tls: bool, port: int) -> Sequence[str]:
+    certificates = Path(
+        certificate_folder(str(folder.data / "certs"), ETCD_SERVER.role.value, ETCD_SERVER.name)
+    )
+    return etcd_command(folder.data / "etcd", port, certificates if tls else None)
 
 
 async def _run(plan: Plan, folder: RunFolder, options: ClusterOptions) -> RunState:

@@ -13,6 +13,7 @@ from tailrace.security.roles import Identity, Role
 from tailrace.security.transport import PLAIN, TlsTransport, Transport
 
 OPERATOR: Final = Identity(Role.ADMIN, "local")
+ETCD_SERVER: Final = Identity(Role.ETCD, "etcd")
 ETCD_ROOT: Final = Identity(Role.ETCD_ROOT, "local")
 
 

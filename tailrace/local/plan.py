@@ -79,19 +79,18 @@ _PROFILE_TIMEOUT_S = 150.0
 def make_plan(
     options: ClusterOptions,
     free_ports: Callable[[int], Sequence[int]],
-    etcd_command: Callable[[int, int], Sequence[str]],
+    etcd_command: Callable[[int], Sequence[str]],
     tailrace: Sequence[str],
     data: str,
 ) -> Plan:
     """Plan a cluster.
 
-    `free_ports(n)`: returns n free ports; `etcd_command(port, health_port)`: returns the command of an etcd,
-    which serves its health on a separate port if it has certificates; `tailrace`: the command that runs
-    `tailrace`; `data`: folder for the parts' data.
+    `free_ports(n)`: returns n free ports; `etcd_command(port)`: returns the command of an etcd; `tailrace`:
+    the command that runs `tailrace`; `data`: folder for the parts' data.
     """
     groups = _groups(options)
     services = 2 + options.schedulers + len(groups) + options.frontends
-    etcd_port, health_port, *ports = free_ports(2 + 2 * services)
+    etcd_port, *ports = free_ports(1 + 2 * services)
     etcd = f"{LOOPBACK}:{etcd_port}"
     certificates = f"{data}/certs" if options.tls else ""
     addresses = iter([f"{LOOPBACK}:{port}" for port in ports])
@@ -107,8 +106,7 @@ def make_plan(
         environment = span_certificates(certificate_folder(certificates, kind, name))
         return replace(part, role=kind, environment=environment)
 
-    health = f"{LOOPBACK}:{health_port}" if certificates else etcd
-    parts = [PartSpec("etcd", Tier.ETCD, etcd_command(etcd_port, health_port), health)]
+    parts = [PartSpec("etcd", Tier.ETCD, etcd_command(etcd_port), etcd)]
     if certificates:
         parts = [replace(parts[0], role=Role.ETCD.value)]
     monitor = service("monitor", "monitor", Tier.CONTROL)

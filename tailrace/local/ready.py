@@ -11,7 +11,8 @@ from tailrace.local.plan import PartSpec, Tier
 from tailrace.local.process import PartFailed, PartProcess
 from tailrace.local.progress import Progress, Step
 from tailrace.security.roles import Role
-from tailrace.security.transport import PLAIN, Transport
+from tailrace.security.transport import PLAIN, TlsTransport, Transport
+from tailrace.service.etcd import check_etcd
 from tailrace.service.probe import Unhealthy, check_grpc, check_http
 from tailrace.v1.admin_pb2 import ListInstancesRequest
 from tailrace.v1.admin_pb2_grpc import AdminStub
@@ -43,7 +44,10 @@ _POLL_S: Final = 0.1
 
 
 async def wait_ready(process: PartProcess, progress: Progress, transport: Transport = PLAIN) -> None:
-    """Wait until the part is ready. Raise PartFailed if it exits or is not ready in time."""
+    """Wait until the part is ready. Raise PartFailed if it exits or is not ready in time.
+
+    `transport`: the operator's, or for etcd its own.
+    """
     spec = process.spec
     try:
         async with asyncio.timeout(spec.timeout_s):
@@ -70,7 +74,8 @@ async def is_ready(spec: PartSpec, transport: Transport = PLAIN) -> bool:
 
 def _check(spec: PartSpec, transport: Transport) -> None:
     if spec.tier is Tier.ETCD:
-        check_http(f"http://{spec.address}/health", _TIMEOUT_S)
+        folder = transport.folder.path if isinstance(transport, TlsTransport) else None
+        check_etcd(spec.address, _TIMEOUT_S, folder)
         return
     role = Role(spec.role) if spec.role else Role.WORKER
     check_grpc(spec.address, "", _TIMEOUT_S, transport, role)

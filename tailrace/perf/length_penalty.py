@@ -17,6 +17,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from tailrace.bounded import read_regular, shown
+
 BUILT_IN: Final[Path] = Path(__file__).resolve().parent / "penalties"
 
 # The name for no penalty.
@@ -114,11 +116,11 @@ def load_length_penalty(name: str) -> FittedLengthPenalty | None:
         return None
     path = BUILT_IN / f"{name}.json" if name in built_in_penalties() else Path(name)
     try:
-        return msgspec.json.decode(path.read_bytes(), type=FittedLengthPenalty)
+        return msgspec.json.decode(read_regular(path), type=FittedLengthPenalty)
     except OSError as error:
         known = ", ".join(built_in_penalties())
         raise LengthPenaltyError(
-            f"no length penalty {name!r}: {error.strerror}; built in are {known}"
+            f"no length penalty {shown(name)}: {error.strerror}; built in are {known}"
         ) from error
     except msgspec.DecodeError as error:
         raise LengthPenaltyError(f"length penalty {name!r}: {error}") from error

@@ -124,7 +124,9 @@ class ScriptedAdmin(admin_pb2_grpc.AdminServicer):
 
     def SetSlo(self, request: admin.SetSloRequest, context: grpc.ServicerContext) -> admin.SetSloReply:
         self._record("SetSlo", request, context)
-        return admin.SetSloReply(slo=request.slo, previous=self.script.slo)
+        # A zero removes an objective.
+        kept = {field.name: value for field, value in request.slo.ListFields() if value}
+        return admin.SetSloReply(slo=admin.Slo(**kept), previous=self.script.slo)
 
     def SetPool(self, request: admin.SetPoolRequest, context: grpc.ServicerContext) -> admin.SetPoolReply:
         self._record("SetPool", request, context)

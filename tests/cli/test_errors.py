@@ -14,6 +14,7 @@ from tailrace.cli.main import main
 from tailrace.service.channels import FROM_SERVER
 from tests.cli.conftest import Run
 from tests.cli.scripted_admin import Script, serving
+from tests.waiting import WAIT_S
 
 
 def _single_line(text: str) -> str:
@@ -172,6 +173,6 @@ def test_help_does_not_import_grpc() -> None:
         "import sys\nfrom tailrace.cli.main import main\n"
         "main(['--help'], standalone_mode=False)\nassert 'grpc' not in sys.modules, 'grpc'"
     )
-    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=WAIT_S)
     assert process.returncode == 0, process.stderr
     assert "migrate" in process.stdout

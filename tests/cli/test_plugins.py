@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from tailrace.cli import lazy
 from tailrace.cli.main import main
+from tests.waiting import WAIT_S
 
 
 def _installed(monkeypatch: pytest.MonkeyPatch, **commands: str) -> None:
@@ -63,5 +64,5 @@ def test_help_does_not_import_the_simulator() -> None:
         "result = CliRunner().invoke(main, ['--help']); assert 'simulate' in result.output, result.output;"
         "print([name for name in sys.modules if name.partition('.')[0] in ('simulator', 'numpy', 'grpc')])"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S)
     assert result.stdout.strip() == "[]", result.stderr

@@ -79,7 +79,6 @@ def cluster(here: WorkingFolder) -> Iterator[RunFolder]:
 
 
 @pytest.mark.fleet
-@pytest.mark.timeout(180)
 @pytest.mark.slow
 def test_a_rolling_restart_causes_no_client_errors(cluster: RunFolder, here: WorkingFolder) -> None:
     with cluster.locked():

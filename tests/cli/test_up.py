@@ -19,6 +19,7 @@ from click.testing import CliRunner
 from tailrace.cli.main import main
 from tailrace.local.state import RunFolder, RunState
 from tests.ports import free_port
+from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.fleet
 
@@ -68,7 +69,7 @@ class WorkingFolder:
 
 
 def _wait(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < deadline, f"waited for {what}"
         time.sleep(0.05)
@@ -90,7 +91,7 @@ def test_a_complete_cluster(here: WorkingFolder) -> None:
     assert str(here.folder.logs) in result.stdout
 
     curl = next(line.strip() for line in result.stdout.splitlines() if line.strip().startswith("curl"))
-    answer = subprocess.run(curl, shell=True, capture_output=True, text=True, timeout=60)
+    answer = subprocess.run(curl, shell=True, capture_output=True, text=True, timeout=WAIT_S)
     assert answer.returncode == 0, answer.stderr
     events = [line.removeprefix("data: ") for line in answer.stdout.splitlines() if line.startswith("data: ")]
     assert events[-1] == "[DONE]"
@@ -223,7 +224,7 @@ def test_a_worker_killed_while_starting(here: WorkingFolder) -> None:
     state = _wait_for_worker_start(here)
     worker = next(part for part in state.parts if part.name == "worker-0")
     os.kill(worker.identity.pid, signal.SIGKILL)
-    _, errors = running.communicate(timeout=60)
+    _, errors = running.communicate(timeout=WAIT_S)
     assert running.returncode == 1
     assert "worker-0 exited while starting (SIGKILL; out of memory?)" in errors
     _assert_nothing_left(here, state)
@@ -240,7 +241,7 @@ def test_an_interrupted_start(here: WorkingFolder) -> None:
     )
     state = _wait_for_worker_start(here)
     running.send_signal(signal.SIGINT)
-    _, errors = running.communicate(timeout=60)
+    _, errors = running.communicate(timeout=WAIT_S)
     assert running.returncode == 130
     assert "interrupted" in errors
     _assert_nothing_left(here, state)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import grpc
 import pytest
 from click.testing import CliRunner
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
+from rich.console import Console
 
 from tailrace.cli.main import main
+from tailrace.cli.tables import Column, View
 from tailrace.cli.top import Sample, token_rates
 from tailrace.v1.admin_pb2 import REQUEST_ORDER_OLDEST, InstanceInfo, ListRequestsRequest, RequestInfo
 from tests.cli.conftest import Run
@@ -132,3 +135,12 @@ def test_version(output: str) -> None:
     assert "tailrace" in result.stdout
     if output == "json":
         assert set(json.loads(result.stdout)) == {"tailrace", "python", "vllm", "ucxx"}
+
+
+def test_tables_do_not_act_on_the_terminal() -> None:
+    """What a peer says is shown, and moves no cursor and begins no line."""
+    view = View[InstanceInfo](name="models", columns=(Column("MODEL", lambda i: i.model),), empty="none")
+    console = Console(file=io.StringIO(), width=80)
+    console.print(view.table([InstanceInfo(model="a\x1b[2Jb\nc")]))
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().splitlines()[1].strip() == r"a\x1b[2Jb\nc"

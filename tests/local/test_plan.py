@@ -31,7 +31,7 @@ def _plan(**changes: object) -> Plan:
     return make_plan(
         dataclasses.replace(OPTIONS, **changes),  # type: ignore[arg-type]
         lambda count: range(7000, 7000 + count),
-        lambda port, health_port: ["etcd", f"--port={port}"],
+        lambda port: ["etcd", f"--port={port}"],
         ["tailrace"],
         "/run/data",
     )

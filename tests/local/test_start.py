@@ -14,6 +14,7 @@ from tailrace.local.process import PartFailed, PartRefused
 from tailrace.local.progress import PlainProgress, Step
 from tailrace.local.start import Starter
 from tailrace.local.state import RunFolder, RunState
+from tests.waiting import WAIT_S
 
 _HANGS = (sys.executable, "-c", "input_ = __import__('threading').Event().wait()")
 _NOWHERE = "127.0.0.1:9"
@@ -27,7 +28,7 @@ def _plan(*parts: PartSpec) -> Plan:
     return Plan(parts=parts, environment={}, admin=_NOWHERE, http="", etcd=_NOWHERE)
 
 
-def _part(name: str, command: Sequence[str], timeout_s: float = 30.0) -> PartSpec:
+def _part(name: str, command: Sequence[str], timeout_s: float = WAIT_S) -> PartSpec:
     return PartSpec(name, Tier.ETCD, command, _NOWHERE, timeout_s=timeout_s)
 
 
