@@ -1,8 +1,9 @@
 """Run independent tasks in several processes, the longest first.
 
 Each worker is a fresh interpreter, so a task depends on its arguments only; arguments and results are
-pickled. If a task fails or a worker dies, the run ends with the task's name. On an interrupt, or if the
-progress callback raises, all workers are terminated before the exception propagates.
+pickled. If a task fails or a worker dies, the run ends with the task's name, unless the caller takes its
+failures. On an interrupt, or if a callback raises, all workers are terminated before the exception
+propagates.
 """
 
 from __future__ import annotations
@@ -80,16 +81,19 @@ def run_tasks(
     *,
     processes: int | None = None,
     progress: Callable[[Progress], None] | None = None,
+    succeeded: Callable[[str, T], None] | None = None,
+    failed: Callable[[TaskError], None] | None = None,
 ) -> dict[str, T]:
     """Run tasks and return their results by name, in the order of `tasks`.
 
-    Use at most `processes` processes; None: one per core. Raise TaskError for the first task that fails, and
-    ValueError for names that are not distinct.
+    Use at most `processes` processes; None: one per core. `succeeded` is called with each result as it is
+    made, `failed` with each failure: the other tasks go on, and the failed one has no result. Without
+    `failed`, raise TaskError for the first one. Raise ValueError for names that are not distinct.
     """
     if len({task.name for task in tasks}) != len(tasks):
         raise ValueError("the names of tasks must be distinct")
     count = max(1, min(available_cores() if processes is None else processes, len(tasks)))
-    run = _Run(tasks, progress)
+    run = _Run(tasks, progress, succeeded, failed)
     workers: list[_Worker[T]] = []
     try:
         with _interrupts_held():
@@ -100,14 +104,18 @@ def run_tasks(
             run.assign(worker)
         while run.unfinished:
             ready = wait([worker.link for worker in workers if worker.task is not None])
-            for worker in workers:
+            for at, worker in enumerate(workers):
                 if worker.link in ready:
                     run.collect(worker)
-                    run.assign(worker)
+                    if worker.dead:
+                        worker.end()
+                        with _interrupts_held():
+                            workers[at] = _Worker()
+                    run.assign(workers[at])
     finally:
         for worker in workers:
             worker.end()
-    return {task.name: run.results[task.name] for task in tasks}
+    return {task.name: run.results[task.name] for task in tasks if task.name in run.results}
 
 
 @contextmanager
@@ -143,6 +151,7 @@ class _Worker(Generic[T]):
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
         self.task: Task[T] | None = None
+        self.dead = False
         self.link, child_end = context.Pipe()
         self._process: BaseProcess = context.Process(target=_work, args=(child_end,), daemon=True)
         self._process.start()
@@ -155,11 +164,14 @@ class _Worker(Generic[T]):
             result: _Success[T] | _Failure = self.link.recv()
         except EOFError:
             self._process.join(_GRACE_S)
+            self.dead = True
             return _Failure(f"its process ended with code {self._process.exitcode}", "")
         return result
 
     def end(self) -> None:
-        """Terminate it at once, whatever it is doing."""
+        """Terminate it at once, whatever it is doing. Can be called again."""
+        if self.link.closed:
+            return
         self.link.close()
         self._process.terminate()
         self._process.join(_GRACE_S)
@@ -172,10 +184,19 @@ class _Worker(Generic[T]):
 class _Run(Generic[T]):
     """Tasks to assign, longest first, and the results so far."""
 
-    def __init__(self, tasks: Sequence[Task[T]], progress: Callable[[Progress], None] | None) -> None:
+    def __init__(
+        self,
+        tasks: Sequence[Task[T]],
+        progress: Callable[[Progress], None] | None,
+        succeeded: Callable[[str, T], None] | None,
+        failed: Callable[[TaskError], None] | None,
+    ) -> None:
         # Sorted with the longest last, since tasks are taken from the end; of equals, the first given first.
         self._waiting = sorted(reversed(tasks), key=lambda task: task.cost)
         self._progress = progress
+        self._succeeded = succeeded
+        self._failed = failed
+        self._done = 0
         self._total = len(tasks)
         self._cost = sum(task.cost for task in tasks)
         self._cost_done = 0.0
@@ -183,7 +204,7 @@ class _Run(Generic[T]):
 
     @property
     def unfinished(self) -> bool:
-        return len(self.results) < self._total
+        return self._done < self._total
 
     def assign(self, worker: _Worker[T]) -> None:
         """Assign the next task, if there is one."""
@@ -194,18 +215,24 @@ class _Run(Generic[T]):
                 worker.link.send((worker.task.work, worker.task.arguments))
 
     def collect(self, worker: _Worker[T]) -> None:
-        """Take the result of its task. Raise TaskError."""
+        """Take the result of its task. Raise TaskError unless the caller takes failures."""
         task = worker.task
         assert task is not None
         match worker.result():
             case _Failure(message, details):
-                raise TaskError(task.name, message, details)
+                error = TaskError(task.name, message, details)
+                if self._failed is None:
+                    raise error
+                self._failed(error)
             case _Success(value):
                 self.results[task.name] = value
+                if self._succeeded is not None:
+                    self._succeeded(task.name, value)
+        self._done += 1
         self._cost_done += task.cost
         if self._progress is not None:
             share = self._cost_done / self._cost if self._cost > 0.0 else 1.0
-            self._progress(Progress(task.name, len(self.results), self._total, share))
+            self._progress(Progress(task.name, self._done, self._total, share))
 
 
 def _work(link: Connection) -> None:

@@ -38,9 +38,10 @@ from tailrace.actions import (
 from tailrace.cluster import Arrival, Stage, length_bounds
 from tailrace.collector import collector_paused
 from tailrace.control.admission import TtftAdmission
-from tailrace.control.runner import Moment, PlainCalls, Point, PolicyRunner
+from tailrace.control.runner import Moment, PlainCalls, Point, PolicyFailed, PolicyRunner
 from tailrace.intra.base import IntraPolicy
 from tailrace.policy.base import Policy
+from tailrace.policy.registry import declared
 
 # Consecutive policy ticks without any other pending event after which the simulation counts as stuck.
 _IDLE_TICKS = 1_000
@@ -61,6 +62,7 @@ class _FixedPolicy:
     def __init__(self, policy: Policy, admission: TtftAdmission | None) -> None:
         self.policy = policy
         self.name = type(policy).__name__
+        self.declared = declared(self.name, policy)
         self.admission = admission
 
 
@@ -83,7 +85,8 @@ class Simulation:
         """Set up the cluster. `max_steps` limits the steps that are simulated as one event; 1 simulates every
         step. `quiet_s`: after how many quiet seconds an idle cluster's ticks and reports are skipped."""
         self._spec = spec
-        self._policy = policy
+        fixed = _FixedPolicy(policy, admission)
+        self._declared = fixed.declared
         self._events = events = EventQueue()
         self.instances = [
             Instance(i, intra, events, self, max_steps, make_prefix_cache(i, requests))
@@ -99,7 +102,7 @@ class Simulation:
         network = Network(spec.link, events)
         self.migrations = Migrations(spec.migration, self._by_id, intra, events, network, self)
         self.pulls = PrefixPulls(network, events, spec.migration)
-        self._runner = PolicyRunner(self._views, _FixedPolicy(policy, admission), self, PlainCalls())
+        self._runner = PolicyRunner(self._views, fixed, self, PlainCalls())
         self._sampler = Sampler(self.instances, spec.stages)
         self._sample_interval_s = sample_interval_s
         self.bidding = Bidding(
@@ -110,12 +113,12 @@ class Simulation:
         self._next = 0
         self._placements = 0
         self._idle_ticks = 0
-        periods_s = (policy.lengths_period_s or 0.0, policy.prefixes_period_s or 0.0)
+        periods_s = (fixed.declared.lengths_period_s or 0.0, fixed.declared.prefixes_period_s or 0.0)
         self._quiet_s = max(quiet_s, *(_QUIET_PERIODS * period_s for period_s in periods_s))
         # When a request last arrived or ended, or the policy last acted.
         self._active_s = 0.0
-        self._views.keep_lengths(policy.lengths_period_s, 0.0)
-        self._views.hot.track(policy.prefixes_period_s)
+        self._views.keep_lengths(fixed.declared.lengths_period_s, 0.0)
+        self._views.hot.track(fixed.declared.prefixes_period_s)
         # The monitor's clock is independent of the workload's.
         self._report_offset_s = random.Random(seed).random() * max(0.0, spec.report.interval_s)
         self._set_stage_ends(0.0)
@@ -198,8 +201,8 @@ class Simulation:
             events.schedule(self.jobs[0].request.arrival_s, self._arrive)
         if self._spec.report.interval_s > 0.0:
             events.schedule_background(self._report_offset_s, self._report)
-        if self._policy.tick_interval_s is not None:
-            events.schedule_background(self._policy.tick_interval_s, self._tick)
+        if self._declared.tick_interval_s is not None:
+            events.schedule_background(self._declared.tick_interval_s, self._tick)
         if self._sample_interval_s is not None:
             events.schedule_background(0.0, self._sample)
 
@@ -312,7 +315,7 @@ class Simulation:
         return lambda _: self._views.publish(reports)
 
     def _tick(self, now: float) -> None:
-        interval_s = self._policy.tick_interval_s
+        interval_s = self._declared.tick_interval_s
         assert interval_s is not None
         self._idle_ticks = 0 if self._events.foreground else self._idle_ticks + 1
         if self._idle_ticks > _IDLE_TICKS:
@@ -446,11 +449,14 @@ def simulate(
 
     Equal arguments give equal results; `seed` determines when the first report is due. `progress` is called
     occasionally with the share of requests done. `admission` refuses requests whose predicted TTFT is too
-    late; None refuses none. Raise SimulationError if the policy names something that does not exist or leaves
-    requests waiting forever.
+    late; None refuses none. Raise SimulationError if the policy raises, answers something else than it was
+    asked for, names something that does not exist, or leaves requests waiting forever.
     """
     simulation = Simulation(
         spec, requests, policy, intra, seed=seed, sample_interval_s=sample_interval_s, admission=admission
     )
     with collector_paused():
-        return simulation.run(progress)
+        try:
+            return simulation.run(progress)
+        except PolicyFailed as error:
+            raise SimulationError(str(error)) from error

@@ -36,6 +36,14 @@ QUICK: Final = Effort("quick", 2, 1 / 3)
 Figures = Mapping[str, float | Sequence[float]]
 
 
+def plain_figures(figures: Figures) -> dict[str, float | list[float]]:
+    """Return figures as JSON has them."""
+    return {
+        name: float(value) if isinstance(value, int | float) else [float(element) for element in value]
+        for name, value in figures.items()
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Claim:
     """One number or ordering that a paper reports."""
@@ -59,6 +67,8 @@ class Verdict(enum.Enum):
     DOES_NOT_HOLD = "does not hold"
     # Requires something that a simulator does not have; `why` names it.
     NOT_REPRODUCIBLE = "not reproducible here"
+    # A run that it needs failed, or its judge did; `why` says which and how.
+    NOT_JUDGED = "could not be judged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +98,10 @@ class Run:
     arguments: tuple[object, ...] = ()
     # Expected seconds on one core: the longest start first.
     cost_s: float = 10.0
+
+
+class RunFailedError(Exception):
+    """The figures of a failed run were asked for; the message has its name and its error."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
+from typing import ParamSpec
 
-from simulator.claims.base import Figures, Finding, Verdict
+from simulator.claims.base import Claim, Figures, Finding, RunFailedError, Verdict
 from simulator.estimate import Estimate
 
+P = ParamSpec("P")
 Judge = Callable[[Mapping[str, Figures]], Sequence[Finding]]
 
 
@@ -73,6 +77,26 @@ def judge_ordering(held: Sequence[bool]) -> Verdict:
 def weakest(verdicts: Iterable[Verdict]) -> Verdict:
     """Return the verdict on a claim with several parts."""
     return max(verdicts, key=_ORDER.index)
+
+
+def judged(
+    claims: Sequence[Claim],
+    judge: Callable[P, Finding | Sequence[Finding]],
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> Sequence[Finding]:
+    """Return the findings of `judge(...)` on these claims. If it raises, none of them could be judged, for
+    the reason that it gave: the other rows go on."""
+    try:
+        found = judge(*args, **kwargs)
+    except RunFailedError as error:
+        why = str(error)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to these claims
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        why = f"{type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno})"
+    else:
+        return [found] if isinstance(found, Finding) else found
+    return [Finding(claim.claim_id, "-", Verdict.NOT_JUDGED, why) for claim in claims]
 
 
 def not_reproducible(reasons: Mapping[str, str]) -> Judge:

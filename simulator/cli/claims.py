@@ -5,25 +5,37 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import click
 from rich.table import Table
 
-from simulator.claims.base import QUICK, WHOLE, Claim, Figures, Verdict
-from simulator.claims.catalogue import CheckedClaim, UnknownClaimError, check, claims_of, experiments, select
+from simulator.claims.base import QUICK, WHOLE, Claim, Experiment, Figures, Run, Verdict, plain_figures
+from simulator.claims.catalogue import (
+    CheckedClaim,
+    UnknownClaimError,
+    check,
+    claims_of,
+    experiments,
+    runs_of,
+    select,
+)
+from simulator.claims.kept import KeptFigures, code_version, default_file
 from simulator.cli.options import report_option, simulation_errors, task_bar, write_report
 from simulator.report.claims import claims_report
 from tailrace.cli.errors import CliError, UsageProblem
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
 from tailrace.cli.plain import JsonValue
+from tailrace.numeric import WholeRange
 
 _STYLES = {
     Verdict.HOLDS: "green",
     Verdict.DIRECTION: "yellow",
     Verdict.DOES_NOT_HOLD: "red",
     Verdict.NOT_REPRODUCIBLE: "dim",
+    Verdict.NOT_JUDGED: "red",
 }
 
 
@@ -36,7 +48,7 @@ _STYLES = {
     help="Fewer seeds and requests: minutes instead of half an hour, wider intervals.",
 )
 @click.option(
-    "--processes", type=click.IntRange(min=1), help="Number of parallel processes. [default: one per core]"
+    "--processes", type=WholeRange(1, 1024), help="Number of parallel processes. [default: one per core]"
 )
 @click.option(
     "--traces",
@@ -44,6 +56,11 @@ _STYLES = {
     envvar="TAILRACE_TRACES",
     help="Folder with the public traces that Arrow's rows need: azure_llm_2023/*.csv, mooncake/*.jsonl. "
     "[env: TAILRACE_TRACES]",
+)
+@click.option(
+    "--fresh",
+    is_flag=True,
+    help="Compute everything, also what an earlier call with the same code has already computed.",
 )
 @click.option(
     "--save", type=click.Path(dir_okay=False, path_type=Path), help="Also write the JSON to this file."
@@ -56,6 +73,7 @@ def claims_command(
     quick: bool,
     processes: int | None,
     traces: Path | None,
+    fresh: bool,
     save: Path | None,
     report: Path | None,
     output: Output,
@@ -64,6 +82,10 @@ def claims_command(
 
     Holds: same direction, within a third of the paper's effect. Direction only: a different size. After ±:
     half of the 95% interval over seeds.
+
+    The figures of each run are kept as they are made (~/.cache/tailrace/claims.jsonl), and the next call goes
+    on from there, also after Ctrl-C; changed code, or changed traces, computes them again. Exit code 1: a row
+    could not be judged.
     """
     effort = QUICK if quick else WHOLE
     everything = experiments(traces, effort)
@@ -78,11 +100,11 @@ def claims_command(
         raise UsageProblem(f"--save: there is no folder {save.parent}")
     began = time.monotonic()
     with simulation_errors(), task_bar("checking") as progress:
-        checked = [
-            checked_claim
-            for checked_claim in check(needed, processes=processes, progress=progress)
-            if checked_claim.claim.claim_id in ids
-        ]
+        with _keeping(needed, traces, fresh) as (known, keep):
+            everything_checked = check(
+                needed, processes=processes, progress=progress, known=known, measured=keep
+            )
+        checked = [one for one in everything_checked if one.claim.claim_id in ids]
     result: dict[str, JsonValue] = {
         "claims": [_plain(checked_claim) for checked_claim in checked],
         "verdicts": dict(_count(checked)),
@@ -95,9 +117,55 @@ def claims_command(
         write_report(report, claims_report(checked))
     if output is Output.JSON:
         print_json(result)
+    else:
+        print_figures(_table(checked))
+        click.echo(", ".join(f"{count} {verdict}" for verdict, count in _count(checked).items()))
+    if not_judged := [one.claim.claim_id for one in checked if one.finding.verdict is Verdict.NOT_JUDGED]:
+        raise CliError(f"could not be judged: {', '.join(not_judged)}")
+
+
+@contextmanager
+def _keeping(
+    needed: Sequence[Experiment], traces: Path | None, fresh: bool
+) -> Iterator[tuple[dict[str, Figures], Callable[[Run, Figures], None]]]:
+    """Yield the figures that an earlier call kept, and what keeps those of a run; a file that cannot be
+    written costs no more than the keeping."""
+    runs = runs_of(needed)
+    path = default_file()
+    try:
+        kept = KeptFigures(path, code_version(), traces, fresh=fresh)
+    except OSError as error:
+        note(f"figures are not kept: {path}: {error.strerror}")
+        yield {}, lambda _run, _figures: None
         return
-    print_figures(_table(checked))
-    click.echo(", ".join(f"{count} {verdict}" for verdict, count in _count(checked).items()))
+    with closing(kept):
+        known = {name: figures for name, run in runs.items() if (figures := kept.get(run)) is not None}
+        if kept.dropped:
+            note(f"kept figures of another version of the code are not used: {path}")
+        if known:
+            note(
+                f"{len(known)} of {len(runs)} runs are kept from an earlier call: {path} "
+                "(--fresh: compute them again)"
+            )
+        made = 0
+        writable = True
+
+        def keep(run: Run, figures: Figures) -> None:
+            nonlocal made, writable
+            if not writable:
+                return
+            try:
+                kept.add(run, figures)
+                made += 1
+            except OSError as error:
+                writable = False
+                note(f"figures are no longer kept: {path}: {error.strerror}")
+
+        try:
+            yield known, keep
+        except BaseException:
+            note(f"{len(known) + made} of {len(runs)} runs are kept; the same command goes on from there")
+            raise
 
 
 def _list(claims: Sequence[Claim], output: Output) -> None:
@@ -142,7 +210,10 @@ def _plain(checked_claim: CheckedClaim) -> dict[str, JsonValue]:
         "ours": finding.ours,
         "verdict": finding.verdict.value,
         "why": finding.why,
-        "figures": _plain_figures(finding.figures),
+        "figures": {
+            name: value if isinstance(value, float) else [*value]
+            for name, value in plain_figures(finding.figures).items()
+        },
         "spreads": dict(finding.spreads),
     }
 
@@ -154,13 +225,6 @@ def _plain_claim(claim: Claim) -> dict[str, JsonValue]:
         "where": claim.where,
         "claim": claim.statement,
         "number": claim.number,
-    }
-
-
-def _plain_figures(figures: Figures) -> dict[str, JsonValue]:
-    return {
-        name: float(value) if isinstance(value, int | float) else [float(element) for element in value]
-        for name, value in figures.items()
     }
 
 

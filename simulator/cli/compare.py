@@ -33,6 +33,7 @@ from simulator.workloads.resolve import WorkloadOptions, resolve_workload
 from tailrace.cli.errors import UsageProblem
 from tailrace.cli.output import Output, console, note, output_option, print_figures, print_json
 from tailrace.cli.plain import JsonValue
+from tailrace.numeric import RealRange, WholeRange
 
 
 @click.command(
@@ -46,17 +47,17 @@ from tailrace.cli.plain import JsonValue
     "--rate",
     "rates",
     multiple=True,
-    type=click.FloatRange(min=0.0, min_open=True),
+    type=RealRange(min=0.0, min_open=True),
     help="Mean requests per second; can be repeated.",
 )
-@click.option("--seeds", type=click.IntRange(min=1), default=3, show_default=True, help="Number of seeds.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="First seed.")
+@click.option("--seeds", type=WholeRange(1, 1000), default=3, show_default=True, help="Number of seeds.")
+@click.option("--seed", type=WholeRange(min=0), default=0, show_default=True, help="First seed.")
 @workload_options
 @fleet_options
 @set_option
 @slo_options
 @click.option(
-    "--processes", type=click.IntRange(min=1), help="Number of parallel processes. [default: one per core]"
+    "--processes", type=WholeRange(1, 1024), help="Number of parallel processes. [default: one per core]"
 )
 @report_option
 @output_option(Output.TABLE, Output.CSV)

@@ -19,18 +19,20 @@ from simulator.scenario import HOST_KV_GIB, Fleet
 from simulator.setups import PREDICTIONS, UnknownSetupError, setup_for
 from simulator.simulation import SimulationError
 from simulator.workloads.base import WorkloadError
+from simulator.workloads.resolve import COUNT_MAX
 from tailrace.cli.errors import CliError, UsageProblem
 from tailrace.cli.output import note
 from tailrace.cli.plain import JsonValue
+from tailrace.numeric import RealRange, WholeRange
 from tailrace.perf.length_penalty import LengthPenaltyError, load_length_penalty
 from tailrace.policy.parameters import ParameterError, Value, read_assignments
 from tailrace.profiles import ProfileError, load_profile
-from tailrace.slo import Slo
+from tailrace.slo import Slo, SloError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 DEFAULT_PROFILE: Final = "llama-3.1-8b-h100"
-_POSITIVE: Final = click.FloatRange(min=0.0, min_open=True)
+_POSITIVE: Final = RealRange(min=0.0, min_open=True)
 
 
 def fleet_options(function: F) -> F:
@@ -45,7 +47,7 @@ def fleet_options(function: F) -> F:
                 help="Model and GPU: name of a built-in profile, or a JSON file.",
             ),
             click.option(
-                "--instances", type=click.IntRange(min=1), default=8, show_default=True, help="How many."
+                "--instances", type=WholeRange(1, 20_000), default=8, show_default=True, help="How many."
             ),
             click.option(
                 "--length-penalty",
@@ -55,7 +57,7 @@ def fleet_options(function: F) -> F:
             ),
             click.option(
                 "--prefill-instances",
-                type=click.IntRange(min=1),
+                type=WholeRange(min=1),
                 help="For policies with pools: initial number of prefill instances. [default: the "
                 "policy's share]",
             ),
@@ -67,7 +69,7 @@ def fleet_options(function: F) -> F:
             click.option(
                 "--host-kv",
                 "host_kv_gib",
-                type=click.FloatRange(min=0.0),
+                type=RealRange(0.0, 1e6),
                 default=HOST_KV_GIB,
                 show_default=True,
                 help="Host memory per instance for KV, in GiB; preempted requests take precedence. 0: they "
@@ -95,15 +97,13 @@ def workload_options(function: F) -> F:
         (
             click.option("--speed", type=_POSITIVE, help="Factor by which a trace's time is sped up."),
             click.option(
-                "--count", type=click.IntRange(min=1), help="Requests. [default: all; generated: 1000]"
+                "--count", type=WholeRange(1, COUNT_MAX), help="Requests. [default: all; generated: 1000]"
             ),
-            click.option(
-                "--start", type=click.FloatRange(min=0.0), default=0.0, help="Seconds of a trace to skip."
-            ),
+            click.option("--start", type=RealRange(min=0.0), default=0.0, help="Seconds of a trace to skip."),
             click.option("--duration", type=_POSITIVE, help="Seconds of the workload's own time."),
             click.option(
                 "--max-model-len",
-                type=click.IntRange(min=2),
+                type=WholeRange(min=2),
                 help="Truncate prompts so that prompt and output fit into this many tokens.",
             ),
         )
@@ -114,7 +114,7 @@ def workload_options(function: F) -> F:
 
 def slo_options(function: F) -> F:
     """Add --slo-ttft, --slo-tpot, --slo-qoe, --slo-pace and --slo-admit; 0 sets no objective."""
-    non_negative = click.FloatRange(min=0.0)
+    non_negative = RealRange(min=0.0)
     for option in reversed(
         (
             click.option(
@@ -134,7 +134,7 @@ def slo_options(function: F) -> F:
             ),
             click.option(
                 "--slo-qoe",
-                type=click.FloatRange(min=0.0, max=1.0),
+                type=RealRange(min=0.0, max=1.0),
                 default=0.0,
                 help="Minimum QoE of an answer; PASCAL uses 0.95. [default: no objective]",
             ),
@@ -158,8 +158,11 @@ def slo_options(function: F) -> F:
 
 
 def slo_of(ttft_s: float, tpot_s: float, qoe: float, pace_s: float, admit: float) -> Slo:
-    """Make the SLO from options, where 0 sets no objective."""
-    return Slo(ttft_s or None, tpot_s or None, qoe or None, pace_s or None, admit or None)
+    """Make the SLO from options, where 0 sets no objective. Raise UsageProblem."""
+    try:
+        return Slo(ttft_s or None, tpot_s or None, qoe or None, pace_s or None, admit or None)
+    except SloError as error:
+        raise UsageProblem(f"--slo-{error}") from error
 
 
 def fleet_of(

@@ -32,6 +32,7 @@ from simulator.summary import summary_rows
 from simulator.workloads.resolve import WorkloadOptions
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
 from tailrace.cli.plain import JsonValue
+from tailrace.numeric import RealRange, WholeRange
 
 
 @click.command(
@@ -41,9 +42,9 @@ from tailrace.cli.plain import JsonValue
 )
 @click.argument("policy")
 @click.argument("workload")
-@click.option("--rate", type=click.FloatRange(min=0.0, min_open=True), help="Mean requests per second.")
+@click.option("--rate", type=RealRange(min=0.0, min_open=True), help="Mean requests per second.")
 @workload_options
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Random seed.")
+@click.option("--seed", type=WholeRange(min=0), default=0, show_default=True, help="Random seed.")
 @fleet_options
 @set_option
 @slo_options

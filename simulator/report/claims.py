@@ -16,6 +16,7 @@ _SIGNS: Final[Mapping[Verdict, tuple[str, Literal["yes", "partly", "no", "unknow
     Verdict.DIRECTION: ("~", "partly"),
     Verdict.DOES_NOT_HOLD: ("✗", "no"),
     Verdict.NOT_REPRODUCIBLE: ("–", "unknown"),
+    Verdict.NOT_JUDGED: ("?", "unknown"),
 }
 _SUBTITLE: Final = (
     "Holds: same direction, within a third of the paper's effect. Direction only: a different size. All "

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import msgspec
 
+from tailrace.bounded import read_regular
+
 
 class RecordedRunError(Exception):
     """A recorded run cannot be read; the message names the file, the line and the problem."""
@@ -104,7 +106,7 @@ def read_run(folder: Path) -> RecordedRun:
 
 def _meta(path: Path) -> _Meta:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=_Meta)
+        return msgspec.json.decode(read_regular(path), type=_Meta)
     except OSError as error:
         raise RecordedRunError(f"{path}: {error.strerror}") from error
     except msgspec.DecodeError as error:
@@ -113,7 +115,7 @@ def _meta(path: Path) -> _Meta:
 
 def _requests(path: Path) -> tuple[RecordedRequest, ...]:
     try:
-        rows = path.read_bytes().splitlines()
+        rows = read_regular(path).splitlines()
     except OSError as error:
         raise RecordedRunError(f"{path}: {error.strerror}") from error
     lines: list[_Line] = []

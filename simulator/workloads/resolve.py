@@ -14,6 +14,7 @@ from simulator.workloads.arrivals import at_rate, merged, scaled
 from simulator.workloads.base import Clip, Workload, WorkloadError
 from simulator.workloads.fit import fit
 from simulator.workloads.generators import GENERATORS, SESSIONS, Generator, SessionGenerator
+from simulator.workloads.rows import SPAN_MAX_S
 
 # Loaders by the word before the colon.
 FORMATS: Mapping[str, Callable[[Path, Clip], Workload]] = {
@@ -24,6 +25,7 @@ FORMATS: Mapping[str, Callable[[Path, Clip], Workload]] = {
 }
 # Requests of a generator if neither a count nor a duration is given.
 DEFAULT_COUNT = 1_000
+COUNT_MAX = 10_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,10 @@ def resolve_workload(spec: str, options: WorkloadOptions) -> Workload:
         workload = merged(",".join(part.name for part in shared), shared)
     if options.max_model_len is not None:
         workload = fit(workload, options.max_model_len).workload
+    if (last_s := workload.requests[-1].arrival_s) > SPAN_MAX_S:
+        raise WorkloadError(
+            f"the last request would arrive after {last_s:.3g} s; at most {SPAN_MAX_S:.0e} s can be simulated"
+        )
     return workload
 
 
@@ -119,7 +125,12 @@ def _generate(generator: Generator | SessionGenerator, options: WorkloadOptions)
         # Eight standard deviations above the mean: enough to cover the window.
         mean = rate * clip.duration_s
         spread = math.sqrt(mean) * max(1.0, generator.arrival_cv)
-        count = math.ceil(mean + 8.0 * spread) + 8
+        expected = mean + 8.0 * spread
+        if not expected < COUNT_MAX:
+            raise WorkloadError(
+                f"{expected:.3g} requests would arrive in {clip.duration_s:g} s; at most {COUNT_MAX} can"
+            )
+        count = math.ceil(expected) + 8
     requests = clip.cut(generator.requests(count, rate, options.seed))
     if not requests:
         raise WorkloadError(f"{generator.name}: nothing arrives{clip.describe()} at {rate:g} requests/s")

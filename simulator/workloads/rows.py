@@ -18,11 +18,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Final, NamedTuple, TextIO
 
 from simulator.request import SimRequest
 from simulator.workloads.base import Clip, Workload, WorkloadError
+from tailrace.bounded import open_regular
 
 # No request is longer, and sums over a trace stay exact.
 MAX_TOKENS = 10**9
@@ -58,7 +60,7 @@ class Row(NamedTuple):
 def open_text(path: Path) -> Iterator[TextIO]:
     """Open a file as text. Raise WorkloadError if it cannot be read."""
     try:
-        with path.open(encoding="utf-8", newline="") as lines:
+        with TextIOWrapper(open_regular(path), encoding="utf-8", newline="") as lines:
             yield lines
     except UnicodeDecodeError as error:
         raise WorkloadError(f"{path}: not a text file ({error.reason})") from error

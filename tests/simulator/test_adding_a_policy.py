@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import WAIT_S
+
 pytestmark = pytest.mark.fleet
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +29,7 @@ def run(*command: str, folder: Path, installed: Path | None = None) -> str:
         env=os.environ | path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=WAIT_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -105,7 +107,7 @@ def test_a_package_can_declare_a_complete_setup(folder: Path) -> None:
         "    print(name, pools.count('prefill'), type(setup.intra()).__name__, order,\n"
         "          setup.migration.when_full.value, all_parameters(name, {}))\n"
         "print(load('halved', parameters={'prefill_share': '0.75'}).prefill_share)\n"
-        "print([i.name for i in policy_infos('tailrace', {}) if listed_by_default(i)])\n"
+        "print([i.name for i in policy_infos(PolicyRecord(name='tailrace'), {}) if listed_by_default(i)])\n"
     )
     lines = run("-c", code, folder=folder, installed=folder / "site").splitlines()
     assert lines[0] == "divided 2 ShortestPrompt shortest_prompt refuse {'prefill_share': 0.25}"

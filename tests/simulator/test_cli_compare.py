@@ -19,6 +19,7 @@ from simulator.scenario import Fleet, Scenario, run_scenario
 from simulator.workloads.resolve import WorkloadOptions
 from tailrace.slo import Slo
 from tests.simulator.command_lines import profile, run_cli, run_cli_ok, workload
+from tests.waiting import WAIT_S
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +128,7 @@ def test_a_failed_run_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     )
     assert result.exit_code == 1
     assert result.stderr.startswith(f"tailrace: {policy} on jsonl:")
-    assert "seed 0: SimulationError: the policy names instance 'nobody'" in result.stderr
+    assert "seed 0: SimulationError: policy Broken at place: instance_id: 'nobody'" in result.stderr
 
 
 @pytest.mark.usefixtures("ctrl_c")
@@ -145,13 +146,13 @@ def test_ctrl_c_leaves_no_process_running(folder: Path) -> None:
             workers = [child for child in parent.children() if "spawn_main" in " ".join(child.cmdline())]
         # Like a terminal, signal the whole group.
         os.killpg(process.pid, signal.SIGINT)
-        _, reply = process.communicate(timeout=120)
+        _, reply = process.communicate(timeout=WAIT_S)
     finally:
         process.kill()
     assert process.returncode == 1
     assert reply.strip() == "Aborted!", reply
     assert workers
-    assert psutil.wait_procs(workers, timeout=30)[1] == []
+    assert psutil.wait_procs(workers, timeout=WAIT_S)[1] == []
 
 
 def test_parameters_for_all_policies_and_for_one(arguments: tuple[str, ...], tmp_path: Path) -> None:

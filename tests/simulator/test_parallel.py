@@ -72,6 +72,27 @@ def test_a_failure_names_its_task_and_stops_the_workers() -> None:
     assert children() == before
 
 
+def test_failures_that_the_caller_takes_cost_no_other_task() -> None:
+    before = children()
+    failed: list[str] = []
+    succeeded: list[tuple[str, int]] = []
+    tasks = [
+        Task("bad", _refuse, (7,), 3.0),
+        Task("fatal", _die, (3,), 2.0),
+        Task("good", _square, (2,), 1.0),
+    ]
+    found = run_tasks(
+        tasks,
+        processes=1,
+        succeeded=lambda name, result: succeeded.append((name, result)),
+        failed=lambda error: failed.append(str(error)),
+    )
+    assert found == {"good": 4}
+    assert succeeded == [("good", 4)]
+    assert failed == ["bad: ValueError: 7 is not for me", "fatal: its process ended with code 3"]
+    assert children() == before
+
+
 def test_a_process_that_dies_names_its_task() -> None:
     with pytest.raises(TaskError, match=r"^fatal: its process ended with code 3$"):
         run_tasks([Task("fatal", _die, (3,))])

@@ -14,7 +14,7 @@ from simulator.claims.ares.measure import serve_at_rate
 from simulator.claims.ares.rows import A6, A7
 from simulator.claims.ares.serving import SHAREGPT
 from simulator.claims.base import QUICK, Effort, Experiment, Figures, Finding, Run
-from simulator.claims.verdicts import judge_bound, judge_ordering, number
+from simulator.claims.verdicts import judge_bound, judge_ordering, judged, number
 from simulator.estimate import Estimate, estimate
 
 _WHY: Final = (
@@ -55,11 +55,15 @@ def _runs(effort: Effort) -> tuple[Run, ...]:
 
 def judge(effort: Effort, figures: Mapping[str, Figures]) -> Sequence[Finding]:
     """Judge A6 and A7 from all runs."""
+    sizes = sizes_of(effort)
+    return (*judged((A6,), _orderings, sizes, figures), *judged((A7,), _ticks, sizes, figures))
+
+
+def _orderings(sizes: Mapping[int, int], figures: Mapping[str, Figures]) -> Finding:
     held: list[bool] = []
     parts: list[str] = []
     out: dict[str, float] = {}
     spreads: dict[str, float] = {}
-    sizes = sizes_of(effort)
     for size, seeds in sizes.items():
         each = {
             arm: [number(figures[_name(size, arm, seed)], "variance_ms2") for seed in range(1, seeds + 1)]
@@ -75,11 +79,14 @@ def judge(effort: Effort, figures: Mapping[str, Figures]) -> Sequence[Finding]:
         spreads |= {f"{arm}_{size}": e.half_width for arm, e in found.items() if e.half_width is not None}
         if gap.half_width is not None:
             spreads[f"rescheduling_less_oracle_{size}"] = gap.half_width
-    first = Finding(A6.claim_id, "; ".join(parts), judge_ordering(held), _WHY, out, spreads)
+    return Finding(A6.claim_id, "; ".join(parts), judge_ordering(held), _WHY, out, spreads)
+
+
+def _ticks(sizes: Mapping[int, int], figures: Mapping[str, Figures]) -> Finding:
     largest = max(sizes)
     last = figures[_name(largest, "ares_oracle", 1)]
     mean_ms, max_ms = (number(last, f"tick_{name}_ms") for name in ("mean", "max"))
-    second = Finding(
+    return Finding(
         A7.claim_id,
         f"mean {mean_ms:.1f} ms, longest {max_ms:.0f} ms"
         + ("" if largest == max(SIZES) else f" (at {largest} instances)"),
@@ -87,7 +94,6 @@ def judge(effort: Effort, figures: Mapping[str, Figures]) -> Sequence[Finding]:
         "targets and sources that cannot win are skipped; the time includes building the simulator's views",
         {"mean_ms": mean_ms, "max_ms": max_ms},
     )
-    return first, second
 
 
 def _sign(gap: Estimate) -> str:

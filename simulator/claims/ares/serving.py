@@ -22,6 +22,7 @@ from simulator.claims.verdicts import (
     format_estimate,
     judge_effect,
     judge_ordering,
+    judged,
     means_of,
     spreads_of,
     weakest,
@@ -92,12 +93,12 @@ def judge(effort: Effort, figures: Mapping[str, Figures]) -> Sequence[Finding]:
     curve = Results(figures, loads_of(effort), effort.seeds(SEEDS))
     at_rates = Results(figures, (), effort.seeds(_RATE_SEEDS))
     return (
-        _goodput(curve),
-        _throughput(curve, at_rates),
-        _tail(A3, curve, SHAREGPT, (-0.706, -0.141), at_rates),
-        _tail(A4, curve, ALPACA, (-0.197, -0.454), None),
-        _variance(curve, at_rates),
-        _divergence(at_rates),
+        *judged((A1,), _goodput, curve),
+        *judged((A2,), _throughput, curve, at_rates),
+        *judged((A3,), _tail, A3, curve, SHAREGPT, (-0.706, -0.141), at_rates),
+        *judged((A4,), _tail, A4, curve, ALPACA, (-0.197, -0.454), None),
+        *judged((A5,), _variance, curve, at_rates),
+        *judged((A12,), _divergence, at_rates),
     )
 
 

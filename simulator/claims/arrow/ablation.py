@@ -18,7 +18,15 @@ from simulator.claims.arrow.cluster import (
 from simulator.claims.arrow.not_checked import without_traces
 from simulator.claims.arrow.rates import sustainable
 from simulator.claims.base import WHOLE, Claim, Effort, Experiment, Figures, Finding, Run, Verdict
-from simulator.claims.verdicts import format_estimate, judge_effect, means_of, number, numbers, spreads_of
+from simulator.claims.verdicts import (
+    format_estimate,
+    judge_effect,
+    judged,
+    means_of,
+    number,
+    numbers,
+    spreads_of,
+)
 from simulator.estimate import estimate
 
 _PAPER: Final = "Arrow"
@@ -99,13 +107,20 @@ def _judge(
     balance_gain: float,
     figures: Mapping[str, Figures],
 ) -> Sequence[Finding]:
-    slo_aware, minimal_load, round_robin = (
-        [figures[run_name(name, policy, start)] for start in starts]
-        for policy in (SLO_AWARE, MINIMAL_LOAD, ROUND_ROBIN)
+    def runs(policy: str) -> list[Figures]:
+        return [figures[run_name(name, policy, start)] for start in starts]
+
+    return (
+        *judged((rate,), _rates, rate, rate_ratio, runs),
+        *judged((balance,), _balance, balance, balance_gain, runs),
     )
+
+
+def _rates(claim: Claim, paper: float, runs: Callable[[str], list[Figures]]) -> Finding:
+    slo_aware, minimal_load = runs(SLO_AWARE), runs(MINIMAL_LOAD)
     rates = {
-        policy: estimate([number(run, "sustainable_per_s") for run in runs])
-        for policy, runs in ((SLO_AWARE, slo_aware), (MINIMAL_LOAD, minimal_load), (ROUND_ROBIN, round_robin))
+        policy: estimate([number(run, "sustainable_per_s") for run in runs(policy)])
+        for policy in (SLO_AWARE, MINIMAL_LOAD, ROUND_ROBIN)
     }
     ratio = estimate(
         [
@@ -113,35 +128,37 @@ def _judge(
             for ours, base in zip(slo_aware, minimal_load, strict=True)
         ]
     )
+    decoders = [n for run in slo_aware for n in numbers(run, "decoders")]
+    kept = min(attained for run in slo_aware for attained in numbers(run, "tpot_attainments"))
+    found = {"ratio": ratio, **{f"{policy}_per_s": e for policy, e in rates.items()}}
+    return Finding(
+        claim.claim_id,
+        f"{format_estimate(ratio, '.2f')}x ({rates[SLO_AWARE].mean:.0f} against "
+        f"{rates[MINIMAL_LOAD].mean:.0f} req/s)",
+        judge_effect(ratio.mean - 1.0, paper - 1.0),
+        f"{min(decoders):.0f} to {max(decoders):.0f} instances decode at the end, 4 of 8 at the start; "
+        f"at least {kept:.1%} of all requests meet their TPOT at every rate tried: TTFT decides",
+        means_of(found) | _curves("slo_aware", slo_aware) | _curves("minimal_load", minimal_load),
+        spreads_of(found),
+    )
+
+
+def _balance(claim: Claim, paper: float, runs: Callable[[str], list[Figures]]) -> Finding:
+    minimal_load, round_robin = runs(MINIMAL_LOAD), runs(ROUND_ROBIN)
     gains = [gains_at(one, other) for one, other in zip(minimal_load, round_robin, strict=True)]
     largest = estimate([max(gain.values(), default=0.0) for gain in gains])
     smallest = estimate([min(gain.values(), default=0.0) for gain in gains])
     # A maximum of differences is above zero by chance alone.
     significant = largest.half_width is None or largest.mean > largest.half_width
-    decoders = [n for run in slo_aware for n in numbers(run, "decoders")]
-    kept = min(attained for run in slo_aware for attained in numbers(run, "tpot_attainments"))
-    found = {"ratio": ratio, **{f"{policy}_per_s": e for policy, e in rates.items()}}
     balanced = {"gain": largest, "least_gain": smallest}
-    return (
-        Finding(
-            rate.claim_id,
-            f"{format_estimate(ratio, '.2f')}x ({rates[SLO_AWARE].mean:.0f} against "
-            f"{rates[MINIMAL_LOAD].mean:.0f} req/s)",
-            judge_effect(ratio.mean - 1.0, rate_ratio - 1.0),
-            f"{min(decoders):.0f} to {max(decoders):.0f} instances decode at the end, 4 of 8 at the start; "
-            f"at least {kept:.1%} of all requests meet their TPOT at every rate tried: TTFT decides",
-            means_of(found) | _curves("slo_aware", slo_aware) | _curves("minimal_load", minimal_load),
-            spreads_of(found),
-        ),
-        Finding(
-            balance.claim_id,
-            f"{format_estimate(largest, '+.1%')} at most, {smallest.mean:+.1%} at least",
-            judge_effect(largest.mean, balance_gain) if significant else Verdict.DOES_NOT_HOLD,
-            "the largest and the smallest difference over the rates tried with both"
-            + ("" if significant else "; the starting point in the trace has a larger effect"),
-            means_of(balanced) | _curves("minimal_load", minimal_load) | _curves("round_robin", round_robin),
-            spreads_of(balanced),
-        ),
+    return Finding(
+        claim.claim_id,
+        f"{format_estimate(largest, '+.1%')} at most, {smallest.mean:+.1%} at least",
+        judge_effect(largest.mean, paper) if significant else Verdict.DOES_NOT_HOLD,
+        "the largest and the smallest difference over the rates tried with both"
+        + ("" if significant else "; the starting point in the trace has a larger effect"),
+        means_of(balanced) | _curves("minimal_load", minimal_load) | _curves("round_robin", round_robin),
+        spreads_of(balanced),
     )
 
 

@@ -26,7 +26,7 @@ from simulator.claims.cascade.operating import (
     span_of,
 )
 from simulator.claims.cascade.serving import serve
-from simulator.claims.verdicts import format_estimate, weakest
+from simulator.claims.verdicts import format_estimate, judged, weakest
 from simulator.estimate import Estimate
 
 _NAME: Final = "cascade-heavy"
@@ -162,7 +162,7 @@ def _run(cell: Cell, span: Span) -> Run:
 def judge(effort: Effort, figures: Mapping[str, Figures]) -> Sequence[Finding]:
     """Judge each row by the weakest of its parts."""
     results = Results(figures, effort)
-    return [_finding(row, results) for row in ROWS]
+    return [found for row in ROWS for found in judged((row.claim,), _finding, row, results)]
 
 
 def _finding(row: Row, results: Results) -> Finding:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.claims.base import Claim, Experiment, Figures, Finding, Run
-from simulator.claims.verdicts import judge_effect, numbers, weakest
+from simulator.claims.verdicts import judge_effect, judged, numbers, weakest
 from tailrace.perf.length_penalty import load_length_penalty
 from tailrace.profiles import Profile, load_profile
 
@@ -80,25 +80,30 @@ def _attention_share(profile: Profile, requests: int, tokens: int) -> float:
 
 def judge(figures: Mapping[str, Figures]) -> Sequence[Finding]:
     """Judge C14 by the largest slowdown, C15 by each share."""
+    return (*judged((C14,), _slowdowns, figures), *judged((C15,), _shares, figures))
+
+
+def _slowdowns(figures: Mapping[str, Figures]) -> Finding:
     ours = figures[f"{_NAME}/all"]
     factors = [factor for name in batches() for factor in numbers(ours, name)]
     least, most = min(factors), max(factors)
-    shares = numbers(ours, "shares")
-    return (
-        Finding(
-            C14.claim_id,
-            f"{least:.2f}-{most:.2f}x",
-            judge_effect(most - 1.0, 1.1),
-            "from published measurements of one newer attention kernel; figure 2 uses others, and the text "
-            "does not give its axis. Its range is a separate penalty, used for C1 to C13",
-            {"factors": factors},
-        ),
-        Finding(
-            C15.claim_id,
-            "; ".join(f"{share:.0%}" for share in shares),
-            weakest(judge_effect(share, paper) for share, (*_, paper) in zip(shares, _SHARES, strict=True)),
-            "by the part of the fitted step time that grows with KV; the profile is of a newer engine with "
-            "other kernels and overheads, and one request's attention is inside its base",
-            {"shares": shares},
-        ),
+    return Finding(
+        C14.claim_id,
+        f"{least:.2f}-{most:.2f}x",
+        judge_effect(most - 1.0, 1.1),
+        "from published measurements of one newer attention kernel; figure 2 uses others, and the text "
+        "does not give its axis. Its range is a separate penalty, used for C1 to C13",
+        {"factors": factors},
+    )
+
+
+def _shares(figures: Mapping[str, Figures]) -> Finding:
+    shares = numbers(figures[f"{_NAME}/all"], "shares")
+    return Finding(
+        C15.claim_id,
+        "; ".join(f"{share:.0%}" for share in shares),
+        weakest(judge_effect(share, paper) for share, (*_, paper) in zip(shares, _SHARES, strict=True)),
+        "by the part of the fitted step time that grows with KV; the profile is of a newer engine with "
+        "other kernels and overheads, and one request's attention is inside its base",
+        {"shares": shares},
     )

@@ -88,8 +88,7 @@ def judge_slo(claim: Claim, results: Results, curves: Results) -> Finding:
     exact = results.estimate(ALPACA, "exact_reports", HIGH, "violations")
     found["alpaca_eval_high_exact_reports"] = exact
     figures: dict[str, float | Sequence[float]] = {**means_of(found)}
-    for arm in ("pascal", *_BASELINES):
-        figures |= {f"curve_{name}": line for name, line in curves.curve(ALPACA, arm, "violations").items()}
+    figures |= _curves(curves, ("pascal", *_BASELINES), "violations")
     cells = len(held["fcfs"])
     ours = ", ".join(f"{sum(held[b])} of {cells} cells vs {b.upper()}" for b in _BASELINES)
     high = " / ".join(
@@ -155,17 +154,14 @@ def judge_no_migration(claim: Claim, results: Results, curves: Results) -> Findi
         near_zero = Verdict.HOLDS if with_it.mean < 1.0 else Verdict.DIRECTION
         verdict = weakest([judge_effect(without.mean, 27.39), near_zero])
     violations = [results.mean(ALPACA, arm, HIGH, "violations") for arm in ("no_migration", "pascal")]
-    figures: dict[str, float | Sequence[float]] = {**means_of(found)}
-    lines: list[list[float]] = []
-    loads: list[float] = []
-    for arm in ("no_migration", "pascal"):
-        curve = curves.curve(ALPACA, arm, "blocking_p99_s")
-        loads = curve["loads"]
-        lines.append(curve[f"{arm}_blocking_p99_s"])
-        figures |= {f"curve_{name}": line for name, line in curve.items()}
+    curve = _curves(curves, ("no_migration", "pascal"), "blocking_p99_s")
+    figures: dict[str, float | Sequence[float]] = {**means_of(found), **curve}
+    lines = (
+        curve[f"curve_{name}"] for name in ("loads", "no_migration_blocking_p99_s", "pascal_blocking_p99_s")
+    )
     beyond = ", ".join(
         f"{one:.1f} s vs {other:.2f} s at {load:g}"
-        for load, one, other in zip(loads, *lines, strict=True)
+        for load, one, other in zip(*lines, strict=True)
         if load > LOADS[HIGH]
     )
     why = (
@@ -186,8 +182,7 @@ def judge_adaptive(slo: Claim, latency: Claim, results: Results, curves: Results
         "in its host memory; for other rates see the curve"
     )
     figures: dict[str, float | Sequence[float]] = {**means_of(found)}
-    for arm in ("non_adaptive", "pascal"):
-        figures |= {f"curve_{name}": line for name, line in curves.curve(ALPACA, arm, "violations").items()}
+    figures |= _curves(curves, ("non_adaptive", "pascal"), "violations")
     ours = f"{format_estimate(without, '.2%')} vs {format_estimate(with_it, '.2%')}"
     first = Finding(slo.claim_id, ours, verdict, why, figures, spreads_of(found))
     changes = {
@@ -204,6 +199,11 @@ def judge_adaptive(slo: Claim, latency: Claim, results: Results, curves: Results
     ours = f"{format_estimate(median, '+.1%')} / {format_estimate(tail, '+.1%')}"
     second = Finding(latency.claim_id, ours, verdict, why, means_of(changes), spreads_of(changes))
     return first, second
+
+
+def _curves(curves: Results, arms: Sequence[str], name: str) -> dict[str, list[float]]:
+    """Return a figure over the loads for a finding (AlpacaEval2.0)."""
+    return {f"curve_{key}": line for key, line in curves.curves(ALPACA, arms, name).items()}
 
 
 def _relative(results: Results, arm: str, other: str, name: str) -> Estimate:

@@ -54,15 +54,22 @@ class Results:
         """Return a figure's mean over seeds, with its spread."""
         return estimate(self.per_seed(dataset, arm, level, name))
 
-    def curve(self, dataset: str, arm: str, name: str) -> dict[str, list[float]]:
-        """Return the loads at which the scheduler ran, with a figure's means and their spreads."""
-        levels = [level for level in LOADS if run_name(dataset, arm, level, self._seeds[0]) in self._figures]
-        found = [self.estimate(dataset, arm, level, name) for level in levels]
-        return {
-            "loads": [LOADS[level] for level in levels],
-            f"{arm}_{name}": [e.mean for e in found],
-            f"{arm}_{name}_spread": [e.half_width or 0.0 for e in found],
-        }
+    def curves(self, dataset: str, arms: Sequence[str], name: str) -> dict[str, list[float]]:
+        """Return the loads at which all of the schedulers ran (a quick check has not the same ones for each),
+        with each one's means of a figure and their spreads."""
+        levels = [
+            level
+            for level in LOADS
+            if all(
+                run_name(dataset, arm, level, seed) in self._figures for arm in arms for seed in self._seeds
+            )
+        ]
+        lines: dict[str, list[float]] = {"loads": [LOADS[level] for level in levels]}
+        for arm in arms:
+            found = [self.estimate(dataset, arm, level, name) for level in levels]
+            lines[f"{arm}_{name}"] = [e.mean for e in found]
+            lines[f"{arm}_{name}_spread"] = [e.half_width or 0.0 for e in found]
+        return lines
 
     def mean(self, dataset: str, arm: str, level: str, name: str) -> float:
         """Return a figure's mean over seeds."""

@@ -38,6 +38,7 @@ from simulator.claims.pascal.results import (
     Results,
     run_name,
 )
+from simulator.claims.verdicts import judged
 
 REQUESTS: Final = 4_000
 SEEDS: Final = (1, 2, 3, 4, 5)
@@ -87,17 +88,17 @@ def judge(effort: Effort, figures: Mapping[str, Figures]) -> Sequence[Finding]:
     results = Results(figures, effort.seeds(SEEDS))
     curves = Results(figures, effort.seeds(CURVE_SEEDS))
     return (
-        judge_gain(rows.P1, results, {ALPACA: -0.61}, "fcfs"),
-        judge_gain(rows.P2, results, {ARENA: -0.72}, "fcfs"),
-        judge_gain(rows.P3, results, {ALPACA: -0.33, ARENA: -0.29}, "rr"),
-        judge_regressions(rows.P4, results),
-        judge_slo(rows.P5, results, curves),
-        judge_throughput(rows.P6, results),
-        judge_transfer(rows.P7, results),
-        judge_no_migration(rows.P8, results, curves),
-        *judge_adaptive(rows.P9, rows.P10, results, curves),
-        judge_mixed(rows.P11, results, "fcfs", -0.70, 0.068),
-        judge_mixed(rows.P12, results, "rr", -0.139, 0.077),
+        *judged((rows.P1,), judge_gain, rows.P1, results, {ALPACA: -0.61}, "fcfs"),
+        *judged((rows.P2,), judge_gain, rows.P2, results, {ARENA: -0.72}, "fcfs"),
+        *judged((rows.P3,), judge_gain, rows.P3, results, {ALPACA: -0.33, ARENA: -0.29}, "rr"),
+        *judged((rows.P4,), judge_regressions, rows.P4, results),
+        *judged((rows.P5,), judge_slo, rows.P5, results, curves),
+        *judged((rows.P6,), judge_throughput, rows.P6, results),
+        *judged((rows.P7,), judge_transfer, rows.P7, results),
+        *judged((rows.P8,), judge_no_migration, rows.P8, results, curves),
+        *judged((rows.P9, rows.P10), judge_adaptive, rows.P9, rows.P10, results, curves),
+        *judged((rows.P11,), judge_mixed, rows.P11, results, "fcfs", -0.70, 0.068),
+        *judged((rows.P12,), judge_mixed, rows.P12, results, "rr", -0.139, 0.077),
     )
 
 

@@ -21,7 +21,15 @@ from simulator.claims.base import Effort, Experiment, Figures, Finding, Run, Ver
 from simulator.claims.pascal.cluster import PROFILE
 from simulator.claims.pascal.rows import P13, P14
 from simulator.claims.saturation import poisson_at_load
-from simulator.claims.verdicts import format_estimate, judge_effect, means_of, number, spreads_of, weakest
+from simulator.claims.verdicts import (
+    format_estimate,
+    judge_effect,
+    judged,
+    means_of,
+    number,
+    spreads_of,
+    weakest,
+)
 from simulator.cluster import ClusterSpec
 from simulator.estimate import Estimate, estimate
 from simulator.records import RequestRecord
@@ -102,23 +110,31 @@ def _runs(effort: Effort) -> tuple[Run, ...]:
     )
 
 
+# Figures of each seed: by dataset, scheduler, figure and load.
+_PerSeed = Callable[[str, str, str, float], list[float]]
+
+
 def judge(effort: Effort, figures: Mapping[str, Figures]) -> Sequence[Finding]:
     """Judge P13 and P14."""
     seeds = effort.seeds(SEEDS)
 
-    def per_seed(dataset: str, arm: str, name: str, load: float = LOAD) -> list[float]:
+    def per_seed(dataset: str, arm: str, name: str, load: float) -> list[float]:
         return [number(figures[_run_name(dataset, arm, load, seed)], name) for seed in seeds]
 
+    return (*judged((P13,), _blocking, per_seed), *judged((P14,), _attained, per_seed))
+
+
+def _blocking(per_seed: _PerSeed) -> Finding:
     def ratios(arm: str, name: str) -> Estimate:
-        pairs = zip(per_seed(_REASONING, arm, name), per_seed(_REASONING, "oracle", name), strict=True)
-        return estimate([theirs / oracle for theirs, oracle in pairs])
+        ours, oracles = (per_seed(_REASONING, one, name, LOAD) for one in (arm, "oracle"))
+        return estimate([theirs / oracle for theirs, oracle in zip(ours, oracles, strict=True)])
 
     latency = {
         "fcfs_short_ratio": ratios("fcfs", "latency_short_s"),
         "rr_long_ratio": ratios("rr", "latency_long_s"),
     }
     fcfs, rr = latency["fcfs_short_ratio"], latency["rr_long_ratio"]
-    first = Finding(
+    return Finding(
         P13.claim_id,
         f"{format_estimate(fcfs, '.2f')}x / {format_estimate(rr, '.2f')}x",
         weakest([judge_effect(fcfs.mean - 1.0, 4.14), judge_effect(rr.mean - 1.0, 0.75)]),
@@ -128,8 +144,11 @@ def judge(effort: Effort, figures: Mapping[str, Figures]) -> Sequence[Finding]:
         means_of(latency),
         spreads_of(latency),
     )
+
+
+def _attained(per_seed: _PerSeed) -> Finding:
     attained = {
-        f"{name}_{arm}": estimate(per_seed(_ANSWERING, arm, name))
+        f"{name}_{arm}": estimate(per_seed(_ANSWERING, arm, name, LOAD))
         for arm in _INTRA
         for name in ("attained", "attained_long")
     }
@@ -140,7 +159,7 @@ def judge(effort: Effort, figures: Mapping[str, Figures]) -> Sequence[Finding]:
                 estimate(per_seed(_ANSWERING, arm, name, load)).mean for load in LOADS
             ]
     holding = [load for load in LOADS if _p14_holds(per_seed, load)]
-    second = Finding(
+    return Finding(
         P14.claim_id,
         f"{format_estimate(attained['attained_rr'], '.0%')} vs "
         f"{format_estimate(attained['attained_fcfs'], '.0%')}; "
@@ -153,10 +172,9 @@ def judge(effort: Effort, figures: Mapping[str, Figures]) -> Sequence[Finding]:
         {**means_of(attained), **curves},
         spreads_of(attained),
     )
-    return first, second
 
 
-def _p14(per_seed: Callable[[str, str, str, float], list[float]], load: float) -> list[bool]:
+def _p14(per_seed: _PerSeed, load: float) -> list[bool]:
     """Return whether RR attains more than FCFS, and at 2048 tokens as much as the oracle."""
 
     def mean(arm: str, name: str) -> float:
@@ -166,7 +184,7 @@ def _p14(per_seed: Callable[[str, str, str, float], list[float]], load: float) -
     return [mean("rr", "attained") > mean("fcfs", "attained"), long]
 
 
-def _p14_holds(per_seed: Callable[[str, str, str, float], list[float]], load: float) -> bool:
+def _p14_holds(per_seed: _PerSeed, load: float) -> bool:
     return all(_p14(per_seed, load))
 
 
