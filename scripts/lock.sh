@@ -18,3 +18,7 @@ python3 -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))
   project["project"]["optional-dependencies"]["etcd"] + project["tool"]["tailrace"]["bundle"]), sep="\n")' |
   "$uv" pip compile - --universal --python-version 3.11 --generate-hashes --no-header --no-annotate --quiet --no-deps \
     --output-file deploy/locks/bundle.txt
+# What builds Tailrace's own wheel: [build-system] of pyproject.toml, for `pip wheel --no-build-isolation`.
+python3 -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], "wheel", sep="\n")' |
+  "$uv" pip compile - --universal --python-version 3.11 --generate-hashes --no-header --no-annotate --quiet \
+    --output-file deploy/locks/build.txt

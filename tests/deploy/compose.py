@@ -52,7 +52,13 @@ class ComposeService(TypedDict, total=False):
     depends_on: dict[str, Dependency]
     healthcheck: Healthcheck
     volumes: list[str]
+    ports: list[str]
     stop_grace_period: str
+    read_only: bool
+    cap_drop: list[str]
+    security_opt: list[str]
+    mem_limit: str
+    pids_limit: int
 
 
 class ComposeFile(TypedDict):

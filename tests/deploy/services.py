@@ -11,6 +11,7 @@ from frontend_svc.settings import DRAIN_TIMEOUT_S
 from migration_svc.admission import Admission
 from migration_svc.migration import CopyRules
 from tailrace.cli.serve import serve
+from tailrace.handover import SETTLE_S
 from worker_agent.draining import HANDOVER_S
 from worker_agent.settings import WorkerSettings
 
@@ -19,7 +20,7 @@ _CLOSE_S: Final = 15.0
 _DRAIN_S: Final = {
     "frontend": DRAIN_TIMEOUT_S,
     "worker": WorkerSettings().drain_timeout_s + HANDOVER_S,
-    "migration": Admission().max_wait_s + CopyRules().timeout_s,
+    "migration": Admission().max_wait_s + CopyRules().room_wait_s + CopyRules().timeout_s + SETTLE_S,
 }
 
 

@@ -16,6 +16,7 @@ from scripts.bundle.install_bundle import DAMAGED, INCOMPLETE, USAGE, Manifest, 
 from scripts.bundle.parts import write_manifest, write_parts
 from scripts.bundle.target import running_python
 from scripts.bundle.wheels import write_wheel
+from tests.waiting import WAIT_S
 
 
 def _make(
@@ -50,7 +51,7 @@ def _install(bundle: Path, into: Path, *arguments: str | Path) -> subprocess.Com
         [*command, *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=WAIT_S,
         # This index does not exist and must not be used.
         env={
             "PATH": "/usr/bin:/bin",
@@ -63,7 +64,7 @@ def _install(bundle: Path, into: Path, *arguments: str | Path) -> subprocess.Com
 
 def _value(environment: Path, module: str) -> str:
     command = [str(environment / "bin" / "python"), "-I", "-c", f"import {module}; print({module}.value)"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=True).stdout.strip()
 
 
 def test_parts_are_installed_incrementally_and_updates_need_only_changes(tmp_path: Path) -> None:
@@ -111,7 +112,7 @@ def test_an_unexpected_manifest_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_packages_of_the_bundle_take_precedence_over_the_hosts(tmp_path: Path) -> None:
     host = tmp_path / "host"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(host)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(host)], check=True, timeout=WAIT_S)
     (site,) = (host / "lib").glob("python3.*/site-packages")
     for name in ("module_a", "of_host"):
         (site / name).mkdir()

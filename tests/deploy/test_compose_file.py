@@ -33,7 +33,10 @@ def _schema() -> dict[str, object]:
     return schema
 
 
-@pytest.mark.parametrize("name", ["docker-compose.yml", "docker-compose.gpu.yml", "docker-compose.rdma.yml"])
+@pytest.mark.parametrize(
+    "name",
+    ["docker-compose.yml", "docker-compose.gpu.yml", "docker-compose.keys.yml", "docker-compose.rdma.yml"],
+)
 def test_compose_schema(name: str) -> None:
     jsonschema.validate(load_compose(name), _schema())
 
@@ -72,9 +75,42 @@ def test_a_front_end_does_not_wait_for_models_to_load() -> None:
         assert SERVICES[name]["healthcheck"]["start_period"] == "1h"
 
 
-def test_an_empty_reasoning_parser_stays_empty() -> None:
-    text = (DEPLOY / "docker-compose.yml").read_text()
-    assert "${TAILRACE_REASONING_PARSER-qwen3}" in text and "${TAILRACE_REASONING_PARSER:-" not in text
+def test_no_reasoning_parser_is_assumed() -> None:
+    for name in ("worker-0", "worker-1", "frontend"):
+        assert "--reasoning-parser=" in SERVICES[name]["command"]
+
+
+def test_services_are_confined() -> None:
+    for name, about in SERVICES.items():
+        assert about["read_only"] and about["cap_drop"] == ["ALL"], name
+        assert about["security_opt"] == ["no-new-privileges:true"], name
+        assert about["mem_limit"] and about["pids_limit"], name
+
+
+def test_secrets_are_files() -> None:
+    for name, about in SERVICES.items():
+        for variable in about.get("environment", {}):
+            secret = any(word in variable for word in ("TOKEN", "PASSWORD", "SECRET", "API_KEY"))
+            assert not secret or variable.endswith(("_PATH", "_FILE")), f"{name}: {variable}"
+
+
+def test_ports_are_on_loopback_unless_keys_are_required() -> None:
+    published = [port for about in SERVICES.values() for port in about.get("ports", [])]
+    assert published and all(port.startswith("127.0.0.1:") for port in published)
+    with_keys = load_compose("docker-compose.keys.yml")["services"]
+    assert set(with_keys) == {"frontend"} and with_keys["frontend"]["ports"] == ["8080:8000"]
+    file = with_keys["frontend"]["environment"]["TAILRACE_API_KEYS"]
+    (volume,) = with_keys["frontend"]["volumes"]
+    assert volume.split(":")[1] == str(Path(file).parent)
+
+
+def test_images_install_only_hashed_packages() -> None:
+    """Except vLLM's CPU build, which has no lock."""
+    text = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
+    installs = re.findall(r"pip install [^&;]+", text)
+    unhashed = [each for each in installs if "--require-hashes" not in each and "/wheels/*.whl" not in each]
+    assert len(unhashed) == 1 and "TORCH_INDEX" in unhashed[0]
+    assert "pip wheel --no-deps --no-build-isolation" in text and "ARG REQUIRE_DIGEST" in text
 
 
 @pytest.mark.parametrize("name", ["scheduler", "scheduler-standby", "worker-0", "worker-1", "frontend"])

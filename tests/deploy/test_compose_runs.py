@@ -15,6 +15,7 @@ import pytest
 from tests.deploy.compose import DEPLOY, LocalCompose, LocalService, load_compose, rust_front_end
 from tests.e2e.processes import Process, tailrace
 from tests.ports import free_port
+from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.fleet
 
@@ -25,11 +26,11 @@ START_S = 120.0
 
 
 def _healthy(service: LocalService) -> bool:
-    return subprocess.run(service.health, capture_output=True, timeout=30, check=False).returncode == 0
+    return subprocess.run(service.health, capture_output=True, timeout=WAIT_S, check=False).returncode == 0
 
 
 def _output(command: Sequence[str]) -> str:
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False).stdout
 
 
 class Cluster:
@@ -72,7 +73,7 @@ class Cluster:
             for word in service.command:
                 if word.startswith("--metrics="):
                     with urllib.request.urlopen(
-                        f"http://{word.partition('=')[2]}/metrics", timeout=5
+                        f"http://{word.partition('=')[2]}/metrics", timeout=WAIT_S
                     ) as reply:
                         texts.append(f"# {name}\n{reply.read().decode()}")
         return "\n".join(texts)
@@ -105,12 +106,12 @@ def test_requests_are_answered_and_traced(cluster: Cluster) -> None:
         data=json.dumps(body).encode(),
         headers={"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=30) as reply:
+    with urllib.request.urlopen(request, timeout=WAIT_S) as reply:
         answer = json.load(reply)
     assert answer["usage"]["completion_tokens"] == 8
     admin = f"127.0.0.1:{cluster.compose.port('scheduler', 7101)}"
     command = tailrace("trace", answer["id"], "--admin", admin)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + WAIT_S
     # Spans arrive within seconds, the front end's root span among the last.
     wanted, found = {"request", "placement", "prefill"}, set[str]()
     while not wanted <= found:

@@ -40,7 +40,15 @@ def test_every_requirement_is_locked(name: str) -> None:
             assert requirement.specifier.contains(version, prereleases=True), f"{text}: {version} is locked"
 
 
-@pytest.mark.parametrize("name", EXTRAS)
+def test_everything_that_builds_the_wheel_is_locked() -> None:
+    locked = _locked("build")
+    for text in PYPROJECT["build-system"]["requires"]:
+        requirement = Requirement(text)
+        (version,) = locked[canonicalize_name(requirement.name)]
+        assert requirement.specifier.contains(version), text
+
+
+@pytest.mark.parametrize("name", [*EXTRAS, "build"])
 def test_every_package_has_hashes(name: str) -> None:
     text = (DEPLOY / "locks" / f"{name}.txt").read_text()
     for entry in re.split(r"\n(?=[\w.-]+==)", text.strip()):

@@ -12,6 +12,7 @@ import pytest
 
 from tests.deploy.compose import DEPLOY
 from tests.deploy.services import longest_s, parse_serve
+from tests.waiting import WAIT_S
 
 SYSTEMD = DEPLOY / "systemd"
 UNITS = sorted(SYSTEMD.glob("*.service"))
@@ -49,7 +50,7 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
         ["systemd-analyze", "verify", "--man=no", *sorted(map(str, tmp_path.iterdir()))],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=WAIT_S,
         check=False,
     )
     # Messages about units of the machine are allowed; ones about these units are not.
@@ -69,6 +70,14 @@ def test_commands_parse(unit: Path) -> None:
     for name, value in specifiers.items():
         arguments = [word.replace(name, value) for word in arguments]
     parse_serve([re.sub(r"\$\{(\w+)\}", lambda found: values[found[1]], word) for word in arguments])
+
+
+def test_users_need_keys_as_installed() -> None:
+    shared = _environment_file(SYSTEMD / "tailrace.env.example")
+    own = " ".join(_settings(SYSTEMD / "tailrace-frontend.service", "Environment"))
+    assert "TAILRACE_HTTP=0.0.0.0:8000" in own
+    assert shared["TAILRACE_API_KEYS"] and "TAILRACE_INSECURE" not in shared
+    assert shared["TAILRACE_API_KEYS"] in (SYSTEMD / "INSTALL.md").read_text()
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
