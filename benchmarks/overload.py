@@ -13,7 +13,11 @@ API server with tenant keys; requests arrive at random (Poisson), in an open loo
 3. The total load is three times the engines' capacity, with and without `tailrace set slo admit=`; reported
    are the TTFT of admitted requests and how soon the others were refused.
 
-The first part takes seven minutes, all of them eleven (`--turns 3 --burst-turns 1`: seven).
+4. A tenant sends small requests, while another sends the largest of one kind, as often as it is allowed to
+   (benchmarks/overload_largest.py). The engines are fast, so that only the front end counts. Reported are the
+   ratio of the first one's P99 TTFT to that with nobody else, and the API server's largest resident memory.
+
+The first part takes seven minutes, the fourth five, all of them sixteen (`--turns 3 --burst-turns 1`: ten).
 """
 
 from __future__ import annotations
@@ -37,7 +41,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.loadgen import StreamResult, completion_request, percentile, run_stream, run_streams
-from benchmarks.processes import cpu_seconds, descendants
+from benchmarks.overload_largest import LargeClient, Sent, kinds_named
+from benchmarks.processes import cpu_seconds, descendants, resident_bytes
 from benchmarks.report import machine, save
 from benchmarks.servers import MODEL, TailraceCluster, wait_until_up
 from tailrace.local.ports import free_ports
@@ -57,6 +62,8 @@ TTFT_SLO_S = 2.0
 BURST = 60
 # Two prompts for each instance.
 FAIR_BACKLOG_TOKENS = 2 * PROMPT_TOKENS
+# Of the fourth part: the engines' speed, and the requests of the tenant that sends small ones.
+FAST, SMALL_TOKENS, SMALL_PER_S = 20.0, 100, 12.0
 # Requests with which capacity is measured.
 _CAPACITY_REQUESTS = 150
 
@@ -102,21 +109,31 @@ class FrontEndClient:
         self._keys = keys
         self._sent = 0
 
-    def request(self, tenant: str) -> bytes:
+    def request(self, tenant: str, tokens: int = PROMPT_TOKENS) -> bytes:
         """Return a request of a tenant, with a prompt that has not been sent before."""
         self._sent += 1
-        prompt = f"{self._sent} ".ljust(PROMPT_TOKENS, "x")
+        prompt = f"{self._sent} ".ljust(tokens, "x")
         headers = {"Authorization": f"Bearer {self._keys[tenant]}"}
         return completion_request(self.url, MODEL, prompt, OUTPUT_TOKENS, headers=headers)
 
-    async def send(self, tenant: str, times_s: Iterable[float]) -> list[StreamResult]:
+    def large_client(self, tenant: str) -> LargeClient:
+        """Start a client that sends large requests."""
+        return LargeClient(self.url, self._keys[tenant])
+
+    def resident_mib(self) -> float:
+        """Return the resident memory of the front end and its API server."""
+        return sum(map(resident_bytes, descendants(self._pid))) / (1 << 20)
+
+    async def send(
+        self, tenant: str, times_s: Iterable[float], tokens: int = PROMPT_TOKENS
+    ) -> list[StreamResult]:
         """Send a request at each of these times from now; return their results once the last has ended."""
         began_s = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             tasks = []
             for at_s in times_s:
                 await asyncio.sleep(max(0.0, began_s + at_s - time.perf_counter()))
-                tasks.append(group.create_task(run_stream(self.url, self.request(tenant), 120)))
+                tasks.append(group.create_task(run_stream(self.url, self.request(tenant, tokens), 120)))
         return [task.result() for task in tasks]
 
     async def refusal_cpu_s(self, tenant: str) -> float:
@@ -223,10 +240,10 @@ def _make_key(file: Path, tenant: str, *limits: str) -> str:
     return completed.stdout.split()[-1]
 
 
-def write_slow_profile(folder: Path) -> Path:
-    """Write the slowed engines' profile to a file; return its path."""
-    profile = msgspec.structs.replace(at_speed(load_profile(PROFILE), SPEED), name="slow")
-    path = folder / "slow.json"
+def write_profile(folder: Path, speed: float) -> Path:
+    """Write the profile of engines at another speed to a file; return its path."""
+    profile = msgspec.structs.replace(at_speed(load_profile(PROFILE), speed), name=f"at-{speed:g}")
+    path = folder / f"{profile.name}.json"
     path.write_bytes(msgspec.json.encode(profile))
     return path
 
@@ -316,6 +333,72 @@ async def beside_a_burst(
     return [LoadFigures.of(case, capacity / 2, results) for case, results in results_by_case.items()]
 
 
+@dataclass(frozen=True, slots=True)
+class LargeFigures:
+    """The fourth part's figures for one kind: its size, answers by status, and what they cost the other."""
+
+    kind: str
+    size: int
+    unit: str
+    statuses: dict[int, int]
+    failed: int
+    alone_p99_s: float
+    p99_s: float
+    ratio: Ratio
+    resident_mib: float
+
+
+async def beside_large_requests(
+    front_end: FrontEndClient, names: Sequence[str], seconds: float, turns: int, console: Console
+) -> list[LargeFigures]:
+    """Run the fourth part with the kinds whose names contain one of `names`."""
+    kinds, client = kinds_named(names), front_end.large_client("bursty")
+    ttfts: dict[str, list[list[float]]] = {}
+    sent: dict[str, Sent] = {}
+    failed: dict[str, int]
+    resident, failed = dict.fromkeys((kind.name for kind in kinds), 0.0), {}
+    try:
+        sizes = {kind.name: await client.largest(kind) for kind in kinds}
+        for turn in range(turns):
+            for kind in (None, *kinds):
+                case = "" if kind is None else kind.name
+                console.print(f"  turn {turn + 1}: {case or 'alone'}", style="dim")
+                async with asyncio.TaskGroup() as group:
+                    small = group.create_task(
+                        front_end.send("patient", at_random(SMALL_PER_S, seconds, turn), SMALL_TOKENS)
+                    )
+                    if kind is not None:
+                        attack = group.create_task(client.attack(kind, sizes[case], seconds))
+                        while not attack.done():
+                            resident[case] = max(resident[case], front_end.resident_mib())
+                            await asyncio.wait([attack], timeout=0.5)
+                        one = attack.result()
+                        known = sent.setdefault(case, Sent(one.size))
+                        for status, count in one.statuses.items():
+                            known.statuses[status] = known.statuses.get(status, 0) + count
+                results = small.result()
+                ttfts.setdefault(case, []).append([result.ttft for result in results])
+                failed[case] = failed.get(case, 0) + len(results) - len(_ttfts(results))
+                # Wait until the front end is done with what it still has of it.
+                await front_end.send("patient", [2.0, 2.1, 2.2], SMALL_TOKENS)
+    finally:
+        client.close()
+    return [
+        LargeFigures(
+            kind.name,
+            sizes[kind.name],
+            kind.unit,
+            sent[kind.name].statuses,
+            failed[kind.name],
+            percentile([ttft for turn in ttfts[""] for ttft in turn], 0.99),
+            percentile([ttft for turn in ttfts[kind.name] for ttft in turn], 0.99),
+            Ratio.of(kind.name, "alone", list(zip(ttfts[kind.name], ttfts[""], strict=True))),
+            resident[kind.name],
+        )
+        for kind in kinds
+    ]
+
+
 async def overload_all(
     front_end: FrontEndClient,
     cluster: TailraceCluster,
@@ -348,7 +431,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="make bench-overload", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", default="1,2,3", help="comma-separated list; default: all")
+    parser.add_argument("--parts", default="1,2,3,4", help="comma-separated list; default: all")
     parser.add_argument("--seconds", type=float, default=20.0, help="duration of arrivals per case and turn")
     parser.add_argument("--turns", type=int, default=6, help="repetitions of the first part")
     parser.add_argument(
@@ -356,25 +439,44 @@ def main() -> int:
     )
     parser.add_argument("--burst-turns", type=int, default=2, help="repetitions of the second part")
     parser.add_argument("--admit", type=float, default=0.25, help="admission factor of the third part")
+    parser.add_argument("--large-turns", type=int, default=3, help="repetitions of the fourth part")
+    parser.add_argument("--large-seconds", type=float, default=8.0, help="the same per case and turn")
+    parser.add_argument(
+        "--large", default="", metavar="NAME,..", help="kinds of the fourth part, by a part of their names"
+    )
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
     options = parser.parse_args()
     parts = set(options.parts.split(","))
-    if not parts <= {"1", "2", "3"}:
-        parser.error("--parts takes 1, 2 and 3, separated by commas")
+    if not parts <= {"1", "2", "3", "4"}:
+        parser.error("--parts takes 1, 2, 3 and 4, separated by commas")
     console = Console(stderr=options.output == "json", width=130)
     console.print(f"on {machine()}")
     isolation: Isolation | None = None
     bursts: list[LoadFigures] = []
     overload: list[LoadFigures] = []
+    large: list[LargeFigures] = []
+    capacity = 0.0
+    if "4" in parts:
+        with tempfile.TemporaryDirectory(prefix="tailrace-overload-") as name, ExitStack() as stack:
+            folder = Path(name)
+            console.print("starting fast engines", style="dim")
+            file = folder / "keys.json"
+            keys = make_keys(file)
+            cluster = stack.enter_context(start_cluster(folder, FAST))
+            front = stack.enter_context(run_front_end(cluster, folder, file, keys))
+            asyncio.run(front.send("patient", at_random(2.0, 5.0, 99), SMALL_TOKENS))  # warm up
+            names = [kind for kind in options.large.split(",") if kind]
+            large = asyncio.run(
+                beside_large_requests(front, names, options.large_seconds, options.large_turns, console)
+            )
     with tempfile.TemporaryDirectory(prefix="tailrace-overload-") as name, ExitStack() as stack:
+        if parts == {"4"}:
+            return report(isolation, bursts, overload, large, capacity, options.output, console)
         folder = Path(name)
         console.print("starting", style="dim")
-        profile = str(write_slow_profile(folder))
-        arguments = ["--engine", "simulated", "--workers", str(WORKERS), "--policy", "least_loaded"]
-        arguments += ["--no-traces", "--", "--profile", profile, "--engine-arg", f"profile={profile}"]
         file = folder / "keys.json"
         keys = make_keys(file)
-        cluster = stack.enter_context(TailraceCluster("tailrace", arguments))
+        cluster = stack.enter_context(start_cluster(folder, SPEED))
         front = stack.enter_context(run_front_end(cluster, folder, file, keys))
         asyncio.run(front.send("patient", at_random(2.0, 5.0, 99)))  # warm up
         capacity = asyncio.run(measure_capacity(front))
@@ -396,6 +498,27 @@ def main() -> int:
             overload = asyncio.run(
                 overload_all(front, cluster, capacity, options.seconds, options.admit, console)
             )
+    return report(isolation, bursts, overload, large, capacity, options.output, console)
+
+
+def start_cluster(folder: Path, speed: float) -> TailraceCluster:
+    """Start a cluster with engines of this speed."""
+    profile = str(write_profile(folder, speed))
+    arguments = ["--engine", "simulated", "--workers", str(WORKERS), "--policy", "least_loaded"]
+    arguments += ["--no-traces", "--", "--profile", profile, "--engine-arg", f"profile={profile}"]
+    return TailraceCluster("tailrace", arguments)
+
+
+def report(
+    isolation: Isolation | None,
+    bursts: Sequence[LoadFigures],
+    overload: Sequence[LoadFigures],
+    large: Sequence[LargeFigures],
+    capacity: float,
+    output: str,
+    console: Console,
+) -> int:
+    """Print and save the figures; return the exit status."""
     if isolation is not None:
         _print("one tenant at half of capacity, and another one", isolation.own, console)
         _print("the other one", isolation.other, console)
@@ -406,18 +529,43 @@ def main() -> int:
         _print("one tenant at half of capacity, and a burst of another", bursts, console)
     if overload:
         _print("all tenants", overload, console)
+    if large:
+        _print_large(large, console)
     figures: dict[str, object] = {
         "capacity_per_s": capacity,
         "tenants": None if isolation is None else asdict(isolation),
         "bursts": [asdict(load) for load in bursts],
         "overload": [asdict(load) for load in overload],
+        "large": [asdict(one) for one in large],
     }
     path = save("overload", figures)
-    if options.output == "json":
+    if output == "json":
         print(json.dumps(figures))
     console.print(f"figures: {path}")
     tenants = [] if isolation is None else [*isolation.own, *isolation.other]
-    return 1 if any(load.failed for load in (*tenants, *bursts, *overload)) else 0
+    failed = [load.failed for load in (*tenants, *bursts, *overload)] + [one.failed for one in large]
+    return 1 if any(failed) else 0
+
+
+def _print_large(large: Sequence[LargeFigures], console: Console) -> None:
+    title = f"P99 TTFT of small requests beside large ones (alone: {large[0].alone_p99_s * 1e3:.0f} ms)"
+    table = Table("kind", "largest allowed", "answers", title=title)
+    for column in ("P99 ms", "ratio", "90% of resampled", "turns", "failed", "resident MiB"):
+        table.add_column(column, justify="right")
+    for one in large:
+        ratio = one.ratio
+        table.add_row(
+            one.kind,
+            f"{one.size:,} {one.unit}",
+            ", ".join(f"{count} x {status or 'none'}" for status, count in sorted(one.statuses.items())),
+            f"{one.p99_s * 1e3:.0f}",
+            f"{ratio.ratio:.2f}",
+            f"{ratio.low:.2f}-{ratio.high:.2f}",
+            f"{ratio.turn_min:.2f}-{ratio.turn_max:.2f}",
+            str(one.failed),
+            f"{one.resident_mib:,.0f}",
+        )
+    console.print(table)
 
 
 def _print(title: str, loads: Sequence[LoadFigures], console: Console) -> None:

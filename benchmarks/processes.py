@@ -41,6 +41,14 @@ def cpu_seconds(pids: Iterable[int]) -> float:
     return total / _TICK
 
 
+def resident_bytes(pid: int) -> int:
+    """Return the resident memory of a process; 0 if it has exited."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
 def stolen_s() -> float:
     """Return the seconds since boot, over all cores, in which runnable work waited while the host ran
     something else."""

@@ -25,6 +25,7 @@ from typing import Final
 import msgspec
 from rich.console import Console
 
+from benchmarks.bad_policies import BAD_POLICIES, HANGING, REFUSED
 from benchmarks.chaos.answers import draw_questions
 from benchmarks.chaos.campaign import Campaign
 from benchmarks.chaos.cluster import Cluster, Shape, open_cluster
@@ -48,6 +49,8 @@ _QUESTION_COUNT: Final = 60
 _CHANGED_WORKERS: Final = 4
 _MAX_ANSWER_TOKENS: Final = {"simulated": 120, "vllm": 200}
 _POLICIES: Final = ("tailrace", "pascal", "ares", "arrow", "cascade", "least_loaded", "round_robin")
+# A scheduler that restarts for one that hangs is unhealthy for longer than the others wait.
+_WRONG_POLICIES: Final = tuple(sorted(BAD_POLICIES.keys() - REFUSED - HANGING))
 # They need XDP programs.
 _NEED_XDP: Final = frozenset({Kind.DEAF, Kind.MUTE, Kind.ONE_WAY, Kind.LOSS})
 
@@ -122,7 +125,7 @@ def _targets(cluster: Cluster) -> Targets:
     for member in cluster.members.values():
         names[member.tier].append(member.name)
     names[Tier.ETCD] = [member.name for member in cluster.etcd.members]
-    return Targets(names, _POLICIES)
+    return Targets(names, _POLICIES, _WRONG_POLICIES)
 
 
 @asynccontextmanager

@@ -18,6 +18,7 @@ from typing import Final
 
 import grpc
 
+from benchmarks.bad_policies import install
 from benchmarks.chaos.core_dumps import native_stack, take_core
 from benchmarks.chaos.links import Link
 from benchmarks.chaos.schedule import Tier, Version
@@ -48,6 +49,8 @@ from tailrace.v1 import admin_pb2_grpc
 
 KEY: Final = "sk-of-the-users"
 MODEL: Final = "tiny"
+# The cluster name that services take by default.
+CLUSTER: Final = "default"
 POISON: Final = "this prompt kills engines"
 
 _GRPC: Final = 7000
@@ -184,6 +187,7 @@ class Cluster:
             for number in range(COUNT)
         ]
         self.root = self.authority.issue(ETCD_ROOT).folder
+        self._python_path = install(folder / "policies")
         self.authority.issue(OPERATOR)
         self.operator = transport_of(self._certificates, OPERATOR)
         self.operator_folder = certificate_folder(self._certificates, OPERATOR.role.value, OPERATOR.name)
@@ -222,15 +226,19 @@ class Cluster:
         channel = self.operator.channel(scheduler.spec.address, Role.SCHEDULER, ())
         return channel, admin_pb2_grpc.AdminStub(channel)
 
+    def root_client(self) -> EtcdClient:
+        """Return a client of etcd with all rights; the caller closes it."""
+        return EtcdClient(parse_endpoints(self.etcd.endpoints), transport_of(self._certificates, ETCD_ROOT))
+
     # ---- lifecycle
 
     async def start(self) -> None:
         """Start everything; return when a scheduler sees every worker. Raise PartFailed, TimeoutError or
         RuntimeError if that fails."""
         await self.etcd.start()
-        client = EtcdClient(parse_endpoints(self.etcd.endpoints), transport_of(self._certificates, ETCD_ROOT))
+        client = self.root_client()
         try:
-            await apply_rights(client, etcd_rights("default"), "default")
+            await apply_rights(client, etcd_rights(CLUSTER), CLUSTER)
         finally:
             await client.close()
         for member in self.members.values():
@@ -272,7 +280,7 @@ class Cluster:
     def _launch(self, member: Member) -> None:
         member.starts += 1
         member.exit_expected = False
-        environment = {**os.environ, **member.spec.environment}
+        environment = {**os.environ, "PYTHONPATH": self._python_path, **member.spec.environment}
         log = self._logs / f"{member.name}.{member.starts}.log"
         member.process = PartProcess(member.spec, log, environment)
         task = asyncio.get_running_loop().create_task(self._watch_start(member, member.process))

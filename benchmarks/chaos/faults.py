@@ -10,13 +10,14 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from random import Random
 from typing import Final
 from urllib.parse import urlsplit
 
 import grpc
 
 from benchmarks.chaos.answers import Ending, Question, judge
-from benchmarks.chaos.cluster import KEY, MODEL, POISON, Cluster, Member
+from benchmarks.chaos.cluster import CLUSTER, KEY, MODEL, POISON, Cluster, Member
 from benchmarks.chaos.gaps import Exposure
 from benchmarks.chaos.load import Load
 from benchmarks.chaos.mover import Mover
@@ -26,6 +27,7 @@ from benchmarks.chaos.timeline import Timeline
 from benchmarks.etcd_faults.cluster import FaultyMember
 from benchmarks.etcd_faults.namespaces import fill
 from benchmarks.loadgen import StreamResult, run_stream
+from tailrace.store.store import Store
 from tailrace.v1 import admin_pb2
 
 _CALL_S: Final = 10.0
@@ -43,6 +45,13 @@ _SLOW_BUFFER: Final = 4096
 _SLOW_BYTES: Final = 32
 _SLOW_EVERY_S: Final = 0.05
 _COMPLETE_S: Final = 120.0
+_LONG_ID: Final = 7_500
+_LONG_IDS: Final = 100
+_SOUND_POLICY: Final = "tailrace"
+# Records of members, and of the deployment's settings.
+_FOLDERS: Final = ("instances/", "services/scheduler/", "pools/", "profiles/", "rollouts/")
+_SETTINGS: Final = ("policy", "stages", "slo")
+_RECORD_BYTES: Final = 200
 
 _Handler = Callable[[Fault], Awaitable[None]]
 
@@ -81,6 +90,9 @@ class Faults:
             Kind.SLOW_READER: self._read_slowly_from,
             Kind.ROTATE: self._rotate,
             Kind.POLICY: self._switch_policy,
+            Kind.WRONG_POLICY: self._set_wrong_policy,
+            Kind.UNREADABLE: self._write_unreadable_records,
+            Kind.LONG_IDS: self._send_long_ids,
             Kind.ROLLOUT: self._roll_out,
             Kind.UNDONE: self._roll_out_and_back,
         }
@@ -218,6 +230,22 @@ class Faults:
         if not (status == 0 or 400 <= status < 500):
             self._timeline.violation(f"{front.name} answered a huge body with {status}")
 
+    async def _send_long_ids(self, fault: Fault) -> None:
+        front = self._target(fault)
+        await front.wait_ready()
+        starts = front.starts
+        question, _ = self._load.longest_question()
+        request = question.http_request(front.spec.http, "x" * _LONG_ID)
+        async with asyncio.timeout(_HUGE_S):
+            results = await asyncio.gather(
+                *(run_stream(front.spec.http, request, _HUGE_S) for _ in range(_LONG_IDS))
+            )
+        # vLLM's Rust API server begins a stream before it is refused.
+        tokens = sum(result.tokens for result in results)
+        if tokens and front.starts == starts:
+            body_end = results[0].body[-200:].decode(errors="replace")
+            self._timeline.violation(f"{front.name} answered long request IDs: {tokens} tokens {body_end}")
+
     async def _read_slowly_from(self, fault: Fault) -> None:
         front = self._target(fault)
         await front.wait_ready()
@@ -245,7 +273,33 @@ class Faults:
         await self._rollouts.swap_and_undo(fault.seconds)
 
     async def _switch_policy(self, fault: Fault) -> None:
-        request = admin_pb2.SetPolicyRequest(name=fault.other)
+        await self._set_policy(fault.other)
+
+    async def _set_wrong_policy(self, fault: Fault) -> None:
+        """Let it decide for a while; then another one must be accepted."""
+        await self._set_policy(fault.other)
+        await asyncio.sleep(fault.seconds)
+        await self._set_policy(_SOUND_POLICY)
+
+    async def _write_unreadable_records(self, fault: Fault) -> None:
+        """Put what no version can read beside, and for settings in place of, what is there."""
+        client = self._cluster.root_client()
+        store = Store(client, CLUSTER)
+        settings = {key: await store.get(key) for key in _SETTINGS}
+        keys = [*(f"{folder}unreadable-{fault.number}" for folder in _FOLDERS), *_SETTINGS]
+        rng = Random(fault.number)
+        try:
+            for key in keys:
+                await store.put(key, b"\xff" + rng.randbytes(_RECORD_BYTES))
+            await asyncio.sleep(fault.seconds)
+        finally:
+            for key in keys:
+                value = settings.get(key)
+                await (store.delete(key) if value is None else store.put(key, value))
+            await client.close()
+
+    async def _set_policy(self, name: str) -> None:
+        request = admin_pb2.SetPolicyRequest(name=name)
         until_s = time.monotonic() + _COMPLETE_S
         while time.monotonic() < until_s:
             for scheduler in self._cluster.in_tier(Tier.SCHEDULER):

@@ -34,6 +34,9 @@ class Kind(enum.StrEnum):
     SLOW_READER = "slow reader"
     ROTATE = "certificates rotated"
     POLICY = "policy switched"
+    WRONG_POLICY = "policy with a mistake"
+    UNREADABLE = "unreadable records"
+    LONG_IDS = "long request IDs"
     ROLLOUT = "rollout"
     UNDONE = "rollout undone"
 
@@ -96,6 +99,9 @@ RULES: Final[Mapping[Kind, Rule]] = {
     Kind.SLOW_READER: Rule(1.5, (Tier.FRONTEND,), 2.0, 6.0),
     Kind.ROTATE: Rule(1),
     Kind.POLICY: Rule(2),
+    Kind.WRONG_POLICY: Rule(1.5, (), 1.0, 8.0),
+    Kind.UNREADABLE: Rule(1, (), 2.0, 10.0),
+    Kind.LONG_IDS: Rule(1, (Tier.FRONTEND,)),
     Kind.ROLLOUT: Rule(1.5),
     Kind.UNDONE: Rule(1, (), 0.5, 10.0),
 }
@@ -130,10 +136,11 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What faults can hit: process names by tier, and policies."""
+    """What faults can hit: process names by tier, policies, and policies with a mistake."""
 
     names: Mapping[Tier, Sequence[str]]
     policies: Sequence[str]
+    wrong_policies: Sequence[str]
 
 
 def draw(seed: int, count: int, targets: Targets, kinds: Collection[Kind]) -> Iterator[Fault]:
@@ -156,6 +163,8 @@ def _draw_one(
     other = ""
     if kind is Kind.POLICY:
         other = rng.choice(targets.policies)
+    elif kind is Kind.WRONG_POLICY:
+        other = rng.choice(targets.wrong_policies)
     elif kind is Kind.ONE_WAY:
         others = [name for tier in dict.fromkeys(_SERVICES) for name in targets.names[tier] if name != target]
         other = rng.choice(others)

@@ -1,8 +1,10 @@
 """`make fuzz`: send a cluster input that no client of ours sends.
 
-Starts a local cluster with simulated engines, without TLS, and calls every gRPC method of every process, and
-the workers' message streams, with messages of random fields, damaged messages and noise. It is a bug if a
-server replies INTERNAL or UNKNOWN, exits, logs a traceback or keeps memory. Exits with 1 if one was found.
+Starts a local cluster with simulated engines, without TLS. Writes to etcd, at every kind of key that members
+read, noise, damaged records, and records of a wrong structure or a later version. Then it calls every gRPC
+method of every process, and the message streams of the workers, with random and damaged messages and noise.
+It is a bug if a server replies INTERNAL or UNKNOWN, exits, logs a traceback or keeps memory, if a request is
+not answered, or if a process does not count what it skips. Exits with 1 if one was found.
 """
 
 from __future__ import annotations
@@ -21,10 +23,13 @@ from typing import Final
 import grpc
 import psutil
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.fuzz.calls import METHODS, Finding, fuzz_method, is_served
 from benchmarks.fuzz.cluster import clear_plan
+from benchmarks.fuzz.record_inputs import Way
+from benchmarks.fuzz.records import RecordFuzz, RecordTally
 from benchmarks.fuzz.streams import fuzz_stream, stream_addresses
 from benchmarks.loadgen import completion_request, run_streams
 from benchmarks.report import machine, save
@@ -35,6 +40,7 @@ from tailrace.local.state import Part, RunFolder, RunState
 
 _WORKERS: Final = 3
 _STREAMS: Final = 10
+_REQUEST_S: Final = 30.0
 _MIB: Final = 1 << 20
 # A process whose memory has grown by more than this keeps what clients sent.
 _MAX_GROWTH_MIB: Final = 64.0
@@ -70,7 +76,7 @@ def tracebacks(parts: Sequence[Part]) -> dict[str, int]:
 
 def resident_mib(parts: Sequence[Part]) -> dict[str, float]:
     """Return the resident memory of each part's processes."""
-    return {part.name: _tree_mib(part.identity.pid) for part in parts if psutil.pid_exists(part.identity.pid)}
+    return {part.name: _tree_mib(part.identity.pid) for part in parts if part.identity.alive()}
 
 
 def _tree_mib(pid: int) -> float:
@@ -84,6 +90,16 @@ async def count_answered(plan: Plan) -> int:
     return sum(not result.error for result in await run_streams(plan.http, requests))
 
 
+async def one_answered(plan: Plan) -> str:
+    """Run a normal request; return why it failed, or an empty text."""
+    try:
+        async with asyncio.timeout(_REQUEST_S):
+            (result,) = await run_streams(plan.http, [completion_request(plan.http, "tiny", "hello", 2)])
+    except TimeoutError:
+        return f"no answer within {_REQUEST_S:.0f} s"
+    return result.error
+
+
 async def fuzz(console: Console, inputs: int, seed: int, plan: Plan, state: RunState) -> int:
     """Fuzz a running cluster; return the exit status."""
     served = [part for part in state.parts if part.name != "etcd"]
@@ -91,6 +107,9 @@ async def fuzz(console: Console, inputs: int, seed: int, plan: Plan, state: RunS
     names = [*(part.name for part in served), "tailrace", "pascal", "tiny"]
     await count_answered(plan)
     before = resident_mib(served)
+    records = RecordFuzz(state.etcd, served, lambda: one_answered(plan), Random(seed))
+    await records.run(inputs)
+    _print_records(console, records.tally)
     statuses, findings = await asyncio.to_thread(fuzz_calls, console, served, inputs, seed, names)
     sent = 0
     for number, address in enumerate(await stream_addresses(state.etcd, [part.name for part in workers])):
@@ -110,6 +129,14 @@ async def fuzz(console: Console, inputs: int, seed: int, plan: Plan, state: RunS
     figures: dict[str, object] = {
         "seed": seed,
         "inputs_per_method": inputs,
+        "records": {
+            "inputs": {f"{area}: {way}": count for (area, way), count in records.tally.inputs.items()},
+            "unreadable": dict(records.tally.unreadable),
+            "counted": dict(records.tally.counted),
+            "refused_by_slo": records.tally.refused_by_slo,
+            "requests": records.tally.requests,
+            "findings": records.tally.findings,
+        },
         "statuses": {method: dict(counts) for method, counts in statuses.items()},
         "findings": [asdict(finding) for finding in findings],
         "stream_messages": sent,
@@ -120,7 +147,26 @@ async def fuzz(console: Console, inputs: int, seed: int, plan: Plan, state: RunS
     }
     console.print(f"figures: {save('fuzz', figures)}")
     leaked = any(mib > _MAX_GROWTH_MIB for mib in kept.values())
-    return int(bool(findings or ended or logged or leaked or answered_after < _STREAMS))
+    failed = records.tally.findings or findings or ended or logged or leaked or answered_after < _STREAMS
+    return int(bool(failed))
+
+
+def _print_records(console: Console, tally: RecordTally) -> None:
+    """Print what was written to etcd, and what came of it."""
+    total = tally.inputs.total()
+    table = Table(title=f"{total} records and keys in etcd; {tally.requests} requests placed meanwhile")
+    for column in ("record", *(way.name.lower() for way in Way), "unreadable", "counted"):
+        table.add_column(column, no_wrap=True)
+    for area in dict.fromkeys(area for area, _ in tally.inputs):
+        counted = tally.counted["key in etcd" if area == "key" else f"{area} record"]
+        tried = [str(tally.inputs[area, way]) for way in Way]
+        table.add_row(area, *tried, str(tally.unreadable[area]), str(counted))
+    console.print(table)
+    console.print("unreadable: inputs that must be skipped; counted: by how many, over all processes")
+    console.print(f"requests refused under SLOs that could be read: {tally.refused_by_slo}")
+    for finding in tally.findings:
+        console.print(f"[red]record[/red] {escape(finding)}", soft_wrap=True)
+    console.print(f"records in etcd: {len(tally.findings)} findings")
 
 
 def _print_findings(

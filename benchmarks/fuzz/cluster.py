@@ -17,7 +17,7 @@ def clear_plan(folder: RunFolder, workers: int) -> Plan:
     return make_plan(
         simulated_options(workers),
         free_ports,
-        lambda port, _: etcd_command(folder.data / "etcd", port),
+        lambda port: etcd_command(folder.data / "etcd", port),
         command,
         str(folder.data),
     )

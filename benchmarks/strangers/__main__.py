@@ -1,8 +1,12 @@
 """`make strangers`: a cluster with certificates, attacked from another network namespace without one.
 
-Every method is called on every port of every process: without TLS, with TLS but no certificate, and with
-certificates of roles that may not call it. Then prompts are sent, and searched for in the captured traffic.
-Exits with 1 if anything was answered or leaked. Needs root or user namespaces, iproute2 and util-linux.
+First all methods of etcd's services are called as each role and as nobody, on an etcd of its own with the
+roles applied. Then every route of vLLM's API servers is requested without a key, with wrong and revoked keys
+and with those of tenants (`--http-only`: nothing else, and no namespaces are needed). Then every method of
+ours is called on every port of every process: without TLS, with TLS but no certificate, and with certificates
+of roles that may not call it. Then prompts are sent, and searched for in the captured traffic.
+Exits with 1 if anything was improperly answered or leaked. Needs root or user namespaces, iproute2 and
+util-linux.
 """
 
 from __future__ import annotations
@@ -33,6 +37,8 @@ from benchmarks.loadgen import completion_request, run_streams
 from benchmarks.report import machine, save
 from benchmarks.strangers.calls import IN_THE_CLEAR, NO_CERTIFICATE
 from benchmarks.strangers.cluster import KEY, exposed_plan, listening_ports
+from benchmarks.strangers.etcd import print_etcd, try_etcd
+from benchmarks.strangers.http_port import print_http, try_http
 from benchmarks.strangers.sniffer import Sniffer
 from tailrace.local.plan import Plan
 from tailrace.local.progress import make_progress
@@ -126,6 +132,10 @@ async def measure(console: Console, workers: int) -> int:
         folder = RunFolder(Path(root))
         with folder.locked():
             folder.data.mkdir()
+            etcd = await try_etcd(folder.data)
+            print_etcd(console, etcd)
+            http = await asyncio.to_thread(try_http, folder.data)
+            print_http(console, http)
             plan = exposed_plan(folder, _CLUSTER_ADDRESS, workers)
             with make_progress([part.name for part in plan.parts]) as progress:
                 starter = Starter(plan, folder, progress, os.cpu_count() or 1)
@@ -144,17 +154,38 @@ async def measure(console: Console, workers: int) -> int:
     )
     path = save(
         "strangers",
-        {"ports": len(ports), "let_through": violations, "tried": replies, "prompt_seen": leaked},
+        {
+            "etcd": etcd.figures(),
+            "http": http.figures(),
+            "ports": len(ports),
+            "let_through": violations + etcd.violations + http.violations,
+            "tried": replies,
+            "prompt_seen": leaked,
+        },
     )
     console.print(f"figures: {path}")
-    return int(bool(violations or leaked or failed))
+    return int(bool(violations or etcd.violations or http.violations or leaked or failed))
+
+
+def measure_http(console: Console) -> int:
+    """Try the HTTP ports alone; return the exit status."""
+    console.print(f"on {machine()}")
+    with tempfile.TemporaryDirectory(prefix="tailrace-strangers-") as root:
+        tried = try_http(Path(root))
+    print_http(console, tried)
+    path = save("strangers-http", tried.figures())
+    console.print(f"figures: {path}")
+    return int(bool(tried.violations))
 
 
 def main() -> int:
     """Run inside new namespaces; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--http-only", action="store_true", help="try only the HTTP ports of front ends")
     options = parser.parse_args()
+    if options.http_only:
+        return measure_http(Console())
     if not is_inside():
         command = [sys.executable, "-m", "benchmarks.strangers", *sys.argv[1:]]
         try:

@@ -12,13 +12,13 @@ import psutil
 
 from benchmarks.processes import descendants
 from benchmarks.simulated_cluster import simulated_options
-from tailrace.local.certificates import ETCD_ROOT, OPERATOR, certificate_folder
+from tailrace.local.certificates import ETCD_ROOT, ETCD_SERVER, OPERATOR, certificate_folder
 from tailrace.local.plan import PartSpec, Plan, make_plan
 from tailrace.local.ports import LOOPBACK, free_ports
 from tailrace.local.state import RunFolder, RunState
 from tailrace.security.authority import Authority
 from tailrace.security.roles import Identity, Role
-from tailrace.service.etcd import EtcdTls, etcd_command
+from tailrace.service.etcd import etcd_command
 
 KEY: Final = "sk-of-the-users"
 """The API key that vLLM's front end requires of users."""
@@ -61,19 +61,17 @@ def listening_ports(state: RunState) -> dict[int, str]:
     }
 
 
-def _etcd(folder: RunFolder, port: int, health_port: int) -> list[str]:
-    certificates = Path(certificate_folder(str(folder.data / "certs"), Role.ETCD.value, "etcd"))
-    return etcd_command(folder.data / "etcd", port, EtcdTls(certificates, health_port))
+def _etcd(folder: RunFolder, port: int) -> list[str]:
+    certificates = Path(
+        certificate_folder(str(folder.data / "certs"), ETCD_SERVER.role.value, ETCD_SERVER.name)
+    )
+    return etcd_command(folder.data / "etcd", port, certificates)
 
 
 def _rebind(part: PartSpec, host: str) -> PartSpec:
     return replace(
         part,
-        # etcd's health endpoint stays on loopback: it has no TLS.
-        command=[
-            argument if argument.startswith("--listen-metrics-urls") else argument.replace(LOOPBACK, host)
-            for argument in part.command
-        ],
-        address=part.address if part.role == Role.ETCD.value else part.address.replace(LOOPBACK, host),
+        command=[argument.replace(LOOPBACK, host) for argument in part.command],
+        address=part.address.replace(LOOPBACK, host),
         http=part.http.replace(LOOPBACK, host),
     )

@@ -26,7 +26,6 @@ def test_equal_units_are_equal_tokens_and_all_others_differ() -> None:
 # 90 s on two cores; `make bench-cache-vllm` runs the whole benchmark.
 @pytest.mark.slow
 @pytest.mark.vllm
-@pytest.mark.timeout(400)
 def test_sequential_hits_equal_those_of_vllm_and_batched_ones_within_two_points() -> None:
     alone, together = compare(60, 1, UNIT_TOKENS)
     assert 0.1 < alone.vllm < alone.unbounded - 0.1

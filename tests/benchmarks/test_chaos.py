@@ -29,7 +29,9 @@ from benchmarks.chaos.schedule import RULES, Kind, Targets, Tier, Version, draw
 from benchmarks.chaos.timeline import Timeline
 from benchmarks.loadgen import StreamResult
 
-CAST = Targets({tier: [f"{tier.value}-{n}" for n in range(3)] for tier in Tier}, ["pascal", "ares"])
+CAST = Targets(
+    {tier: [f"{tier.value}-{n}" for n in range(3)] for tier in Tier}, ["pascal", "ares"], ["ForgotReturn"]
+)
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
 RIGHT = Answer("abcd", "length", 3, 2, 1)
 OTHER = Answer("axyz", "length", 3, 2, 1)

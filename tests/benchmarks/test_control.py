@@ -15,6 +15,7 @@ from tests.monitor.conftest import Monitor
 from tests.monitor.conftest import monitor as monitor
 from tests.monitor.test_reports import steady
 from tests.streamed import read_message
+from tests.waiting import WAIT_S
 
 METHOD = "/tailrace.v1.Monitor/Report"
 
@@ -32,7 +33,7 @@ async def test_reports_of_any_size_arrive_in_order_on_many_streams(monitor: Moni
     assert (await read_message(watch, monitor_pb2.StateDelta)).snapshot
     streams = await connect(monitor)
     names = ["a", "b", "c"]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         opened = {name: streams.open() for name in names}
         # The last are larger than HTTP/2's initial window.
         for seq, requests in enumerate((1, 20, 12_000), start=1):
@@ -51,7 +52,7 @@ async def test_a_refused_report_ends_the_connection(monitor: Monitor) -> None:
     streams = await connect(monitor)
     await streams.send(streams.open(), monitor_pb2.WorkerReport().SerializeToString())
     with pytest.raises(ConnectionError):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT_S):
             await streams.closed
 
 

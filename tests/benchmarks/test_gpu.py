@@ -18,6 +18,7 @@ from benchmarks.gpu.__main__ import NO_GPU, PARTS, load_part, save
 from benchmarks.gpu.model import LLAMA_8B, SMALL, prompt, prompt_ids, write_model
 from benchmarks.gpu.setting import KV_BYTES, ON_CPU, ON_GPU, Budget
 from benchmarks.loadgen import StreamResult
+from tests.waiting import WAIT_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -150,7 +151,7 @@ def test_every_part_can_be_loaded() -> None:
 def _check_gpu(*arguments: str, path: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu", *arguments],
-        cwd=ROOT, env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=120,
+        cwd=ROOT, env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=WAIT_S,
     )  # fmt: skip
 
 
@@ -180,7 +181,7 @@ sys.exit(check.main())
 
 def test_a_part_that_exceeds_its_budget_is_aborted_and_the_next_runs() -> None:
     command = [sys.executable, "-c", LATE_PART]
-    completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
+    completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
     assert completed.returncode == 1, completed.stderr
     assert completed.stdout.count("servers stopped") == 2
     assert "lengths failed: TimeoutError: exceeded its time budget" in completed.stdout
