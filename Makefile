@@ -38,7 +38,7 @@ test: ## Run the tests
 	@# those of several files the one of vLLM engines (tests/conftest.py). A test that pytest's timeout cannot end, as it
 	@# waits in C or in its teardown, leaves the stacks of all threads and ends its process, and that ends the run.
 	$(PYTHON) -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 12 --max-worker-restart 0 \
-		-o faulthandler_timeout=400 -o faulthandler_exit_on_timeout=true
+		-o faulthandler_timeout=1000 -o faulthandler_exit_on_timeout=true
 
 lint: install ## Check style, types and import directions
 	$(PYTHON) -m ruff check .
@@ -92,9 +92,10 @@ test-upgrade: install ## Upgrade a running local cluster from an older revision,
 	@test -n "$(FROM)" || { echo "from which revision? make test-upgrade FROM=v0.1.0" >&2; exit 2; }
 	$(PYTHON) -m benchmarks.upgrade $(FROM) $(ARGS)
 
-test-ranks: ## Engines with two ranks, on one machine and on two (namespaces): kill -9 of a rank during a stream and in each step of a migration
+test-ranks: ## Engines with two ranks, on one machine and on two (namespaces), and data-parallel ones: kill -9 of a rank during a stream and in each step of a migration
 	@scripts/install.sh --rust
-	$(PYTHON) -m pytest -m slow tests/e2e/test_ranks.py tests/e2e/test_nodes.py tests/worker/test_vllm_ranks.py --timeout 1800
+	$(PYTHON) -m pytest -m slow tests/e2e/test_ranks.py tests/e2e/test_nodes.py tests/e2e/test_data_parallel.py \
+		tests/worker/test_vllm_ranks.py --timeout 1800
 
 bench-stream: ## Throughput through the front ends against plain vllm serve (ARGS="--against clear": overhead of mutual TLS)
 	@scripts/install.sh --rust
@@ -168,11 +169,11 @@ bench-replays: install ## Live runs under each policy, recorded, and replayed wi
 bench-etcd: install ## Leaders, views and streams while one of three etcd members fails (ARGS=--no-streams)
 	$(PYTHON) -m benchmarks.etcd_faults $(ARGS)
 
-strangers: ## Try every port of a cluster with certificates from another network namespace, and capture its links
+strangers: ## Try etcd, the users' HTTP port and every port of a cluster as strangers, and capture its links (ARGS=--http-only)
 	@scripts/install.sh --rust
 	$(PYTHON) -m benchmarks.strangers $(ARGS)
 
-fuzz: ## Every gRPC method and message stream with random and corrupted input (ARGS="--inputs 200 --seed 2")
+fuzz: ## Every record in etcd, gRPC method and message stream with random and corrupted input (ARGS="--inputs 200 --seed 2")
 	@scripts/install.sh --rust
 	$(PYTHON) -m benchmarks.fuzz $(ARGS)
 

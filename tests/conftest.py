@@ -16,11 +16,18 @@ from xdist.scheduler import LoadFileScheduling
 
 from tailrace.service.etcd import LocalEtcd
 from tailrace.store.store import Store
+from tests.leftovers import end_with_this_process
+from tests.machine import free_cores
 from tests.ports import free_port
+from tests.waiting import WAIT_S
 
 # torch reads this on import, here and in processes that tests start. On a busy machine its threads wait for
 # each other: with two of them, training the small predictors takes ten times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# torch reads this, too. vLLM compiles functions for sampling when a request first needs them: with a cold
+# cache, C++ compilers for four engines at once take minutes of two cores, and a step waits for them. Without,
+# the functions do the same.
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 # No deadline: the time of an example depends on the machine.
 settings.register_profile("tailrace", deadline=None)
@@ -35,7 +42,7 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server = LocalEtcd(tmp_path_factory.mktemp("etcd") / "data", free_port())
     server.launch()
     try:
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + WAIT_S
         while not server.answers():
             assert time.monotonic() < deadline_s, "etcd did not start"
             time.sleep(0.02)
@@ -70,6 +77,26 @@ def ctrl_c() -> Iterator[None]:
 gc.disable()
 
 
+# What `make test` needs at the least: with less, services miss their own deadlines (leases, health checks).
+_CORES_NEEDED = 0.8
+_ANYWAY = "TAILRACE_TEST_ANYWAY"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """End what the run starts when the run ends. Refuse a whole run on a machine that is too slow for it."""
+    if hasattr(config, "workerinput"):
+        return
+    end_with_this_process()
+    if "MAKELEVEL" not in os.environ or os.environ.get(_ANYWAY):
+        return
+    if (cores := free_cores(_CORES_NEEDED)) < _CORES_NEEDED:
+        pytest.exit(
+            f"this machine is too slow for the tests: {cores:.1f} of a core is free, and they need two "
+            f"({_CORES_NEEDED:g} at the least). Give it more, stop what else runs, or try with {_ANYWAY}=1.",
+            returncode=2,
+        )
+
+
 def pytest_collection_finish() -> None:
     """Enable garbage collection once everything is imported."""
     gc.freeze()
@@ -92,7 +119,7 @@ _SHARED_FLEETS = {
     f"tests/e2e/test_{name}.py": fleet
     for fleet, names in {
         "vLLM engines": ("policies_on_vllm", "prefix_cache", "vllm_api", "vllm_fleet"),
-        "simulated engines": ("draining", "fuzz", "kill_matrix"),
+        "simulated engines": ("alert_metrics", "draining", "fuzz", "kill_matrix"),
     }.items()
     for name in names
 }

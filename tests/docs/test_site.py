@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import WAIT_S
+
 ROOT = Path(__file__).parents[2]
 # MkDocs checks the pages of the site.
 OTHERS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "deploy/README.md"]
@@ -22,7 +24,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=WAIT_S,
     )
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "tutorial" / "index.html").exists()

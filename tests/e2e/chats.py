@@ -10,11 +10,12 @@ from openai import OpenAI
 from examples.fleet import Chat, Prompt, stream_chat
 from tailrace.tiny.task import Task
 from tests.e2e.fleet import MODEL
+from tests.waiting import WAIT_S
 
 
 def client(http: str) -> OpenAI:
     """Return a client without retries, so that a test sees every failure."""
-    return OpenAI(base_url=f"{http}/v1", api_key="none", timeout=120, max_retries=0)
+    return OpenAI(base_url=f"{http}/v1", api_key="none", timeout=WAIT_S, max_retries=0)
 
 
 def assert_expected(chat: Chat, expected: Task) -> None:
@@ -41,7 +42,7 @@ class Chats:
 
     def run(self, prompt: str, **options: object) -> Chat:
         """Run one stream to its end and return it."""
-        return self.start(prompt, **options).result(timeout=120)
+        return self.start(prompt, **options).result(timeout=WAIT_S)
 
     def run_all(self, prompts: Sequence[str], **options: object) -> list[Chat]:
         """Run streams concurrently and return them in the order of their prompts."""

@@ -10,9 +10,12 @@ import pytest
 
 from tests.e2e.chats import Chats
 from tests.e2e.fleet import Fleet
+from tests.e2e.forked import end_server
 
 RUST_FRONT = Path(sys.executable).parent / "vllm-rs"
 VLLM_WORKERS = ("w0", "w1", "w2")
+# Logs as JSON, as the front end does.
+JSON_WORKER = "w0"
 # vLLM schedules asynchronously on GPUs, and not on CPU unless told to: requests move between both kinds.
 VLLM_OPTIONS = {
     "w0": ["--no-async-scheduling"],
@@ -24,6 +27,11 @@ VLLM_KV_BLOCKS = "2048"
 # Enough for the outputs of a usual step, but not for all log-probabilities of a long prompt.
 VLLM_MAX_MESSAGE_BYTES = 4 << 20
 SIMULATED_WORKERS = ("w0", "w1", "w2")
+
+
+def pytest_unconfigure() -> None:
+    """End what all fleets of the run share."""
+    end_server()
 
 
 @pytest.fixture(scope="session")
@@ -38,9 +46,10 @@ def vllm_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
             options += ["--host-kv-bytes", str(1 << 30)]
             # Tests hold a pull while other processes of the cluster restart, on a machine of any speed.
             options += ["--pull-timeout", "120"]
+            options += ["--log-format", "json" if name == JSON_WORKER else "text"]
             fleet.start_worker(name, options, wait=False)
-        limit = ["--max-message-bytes", str(VLLM_MAX_MESSAGE_BYTES)]
-        fleet.start_frontend(options=[*limit, "--", "--max-logprobs", "-1", "--enable-prompt-tokens-details"])
+        own = ["--max-message-bytes", str(VLLM_MAX_MESSAGE_BYTES), "--log-format", "json"]
+        fleet.start_frontend(options=[*own, "--", "--max-logprobs", "-1", "--enable-prompt-tokens-details"])
         for name in VLLM_WORKERS:
             fleet.wait_healthy(name, 240)
         fleet.wait_instances(VLLM_WORKERS)
@@ -80,7 +89,7 @@ def _repaired(fleet: Fleet, workers: tuple[str, ...]) -> Iterator[Fleet]:
     fleet.disarm()
     fleet.repair()
     fleet.wait_leader()
-    fleet.wait_instances(workers, 120)
+    fleet.wait_instances(workers)
     yield fleet
     fleet.disarm()
     fleet.repair()

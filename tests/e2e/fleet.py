@@ -17,6 +17,7 @@ from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, types_pb2
 from tests.e2e.processes import Process, tailrace, wait_until
 from tests.ports import free_port
+from tests.waiting import WAIT_S
 
 MODEL = "tiny"
 
@@ -181,7 +182,7 @@ class Fleet:
 
     # ---- observing
 
-    def wait_healthy(self, name: str, timeout_s: float = 60) -> None:
+    def wait_healthy(self, name: str, timeout_s: float = WAIT_S) -> None:
         """Wait until the gRPC health check of a service reports SERVING."""
 
         def healthy() -> bool:
@@ -210,36 +211,34 @@ class Fleet:
         """Return the name of the leading scheduler. Raise LookupError if there is none."""
         for name in self.addresses:
             if name.startswith("scheduler") and self.processes[name].alive:
-                reply = self.admin(name).ListServices(admin_pb2.ListServicesRequest(), timeout=5)
+                reply = self.admin(name).ListServices(admin_pb2.ListServicesRequest(), timeout=WAIT_S)
                 for service in reply.services:
                     if service.kind == "scheduler" and service.leader:
                         return str(service.id)
         raise LookupError("no scheduler leads")
 
-    def wait_leader(self, timeout_s: float = 30) -> None:
-        """Wait until an admin write succeeds: after the leader was killed, for the rest of its lease."""
+    def wait_leader(self, timeout_s: float = WAIT_S) -> None:
+        """Wait until a leader answers: after the leader was killed, for the rest of its lease."""
 
-        def writes() -> bool:
+        def answers() -> bool:
             try:
-                policies = self.admin().ListPolicies(admin_pb2.ListPoliciesRequest(), timeout=5).policies
-                active = next(p.name for p in policies if p.active)
-                self.admin().SetPolicy(admin_pb2.SetPolicyRequest(name=active), timeout=5)
-            except (grpc.RpcError, StopIteration):
+                self.admin().GetShadow(admin_pb2.GetShadowRequest(), timeout=WAIT_S)
+            except grpc.RpcError:
                 return False
             return True
 
-        wait_until(writes, "a scheduler to lead", timeout_s)
+        wait_until(answers, "a scheduler to lead", timeout_s)
 
     def instances(self) -> dict[str, admin_pb2.InstanceInfo]:
         """Return the instances by ID, as the scheduler sees them."""
-        reply = self.admin().ListInstances(admin_pb2.ListInstancesRequest(), timeout=5)
+        reply = self.admin().ListInstances(admin_pb2.ListInstancesRequest(), timeout=WAIT_S)
         return {i.instance_id: i for i in reply.instances}
 
     def requests(self) -> list[admin_pb2.RequestInfo]:
         """Return the running requests, as the scheduler sees them."""
-        return list(self.admin().ListRequests(admin_pb2.ListRequestsRequest(), timeout=5).requests)
+        return list(self.admin().ListRequests(admin_pb2.ListRequestsRequest(), timeout=WAIT_S).requests)
 
-    def wait_instances(self, names: Sequence[str], timeout_s: float = 60) -> None:
+    def wait_instances(self, names: Sequence[str], timeout_s: float = WAIT_S) -> None:
         """Wait until exactly these instances are active and reporting."""
         active = types_pb2.INSTANCE_STATE_ACTIVE
 
@@ -252,7 +251,9 @@ class Fleet:
 
         wait_until(ready, f"instances {', '.join(names)}", timeout_s)
 
-    def wait_request(self, part: str, output_tokens: int = 1, timeout_s: float = 30) -> admin_pb2.RequestInfo:
+    def wait_request(
+        self, part: str, output_tokens: int = 1, timeout_s: float = WAIT_S
+    ) -> admin_pb2.RequestInfo:
         """Wait for a request whose ID contains `part` and that has this many output tokens; return it."""
         found: list[admin_pb2.RequestInfo] = []
 
@@ -274,7 +275,7 @@ class Fleet:
         wait_until(lambda: not [r for r in self.requests() if part in r.request_id], f"{part} to end")
         return [r for r in self.requests() if part in r.request_id]
 
-    def wait_held(self, step: str, timeout_s: float = 30) -> None:
+    def wait_held(self, step: str, timeout_s: float = WAIT_S) -> None:
         """Wait until a worker logs that it holds at a fault point."""
         before = self._held.get(step, 0)
 
@@ -292,11 +293,11 @@ class Fleet:
 
     def migrations(self, part: str) -> list[migration_pb2.MigrationRecord]:
         """Return the migrations of requests whose ID contains `part`, oldest first."""
-        reply = self.admin().ListMigrations(migration_pb2.ListMigrationsRequest(limit=1000), timeout=5)
+        reply = self.admin().ListMigrations(migration_pb2.ListMigrationsRequest(limit=1000), timeout=WAIT_S)
         found = [m for m in reply.migrations if part in m.request_id]
         return sorted(found, key=lambda m: m.opened_s)
 
-    def wait_idle(self, timeout_s: float = 60) -> None:
+    def wait_idle(self, timeout_s: float = WAIT_S) -> None:
         """Wait until no worker has a request or a used KV block, by their metrics."""
 
         def idle() -> bool:
@@ -326,7 +327,7 @@ class Fleet:
         record = migration_pb2.MigrationRecord()
         call = self.admin().Migrate(
             admin_pb2.AdminMigrateRequest(request_id=request_id, target_instance_id=target, reason="test"),
-            timeout=60,
+            timeout=WAIT_S,
         )
         for update in call:
             record = update
@@ -352,9 +353,15 @@ class Fleet:
         shutil.rmtree(self.root / "etcd", ignore_errors=True)
 
 
+def request_had_ended(record: migration_pb2.MigrationRecord) -> bool:
+    """Return whether a migration failed because its request ended by itself, or was aborted by its client."""
+    # A transfer may notice the end of its export before its source says why.
+    return record.state == types_pb2.MIGRATION_STATE_GONE or record.error.endswith("the export has ended")
+
+
 def _get(url: str) -> str | None:
     try:
-        with urllib.request.urlopen(url, timeout=5) as reply:
+        with urllib.request.urlopen(url, timeout=WAIT_S) as reply:
             return str(reply.read().decode())
     except OSError:
         return None

@@ -10,8 +10,11 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from typing import Final
 
 # The modules that a worker imports at startup.
 _PRELOADED = [
@@ -21,6 +24,8 @@ _PRELOADED = [
     "worker_agent.engine.vllm.engine",
     "vllm.v1.worker.cpu_worker",
 ]
+# How long `end_server` may hold up the end of a run.
+_END_S: Final = 30.0
 
 
 class ForkedCommand:
@@ -60,7 +65,26 @@ class ForkedCommand:
         return self.returncode
 
 
+def end_server() -> None:
+    """End the process that commands are forked from, if there is one, and its resource tracker.
+
+    Both end by themselves some time after this process, which is too late: a test run leaves no process.
+    """
+
+    def end() -> None:
+        # Functions for Python's own tests; there is no other way.
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]
+        resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+
+    # The tracker does not end before the commands do: one that a failed test left must not hold up the run.
+    thread = threading.Thread(target=end, daemon=True)
+    thread.start()
+    thread.join(_END_S)
+
+
 def _run(arguments: list[str], log: str, env: dict[str, str]) -> None:
+    # As in a process that was not forked. Locks would have names otherwise, which a worker leaves at its end.
+    multiprocessing.set_start_method(None, force=True)
     # A process group of its own, so that killing it includes its children.
     os.setsid()
     out = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

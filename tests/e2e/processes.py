@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tests.e2e.forked import ForkedCommand
+from tests.waiting import WAIT_S
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
     """Poll until the condition holds. Raise TimeoutError with the description `what` after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -65,7 +66,7 @@ class Process:
         """Return the log so far."""
         return self.log.read_text(errors="replace")
 
-    def wait_for(self, pattern: str, timeout_s: float = 60.0) -> re.Match[str]:
+    def wait_for(self, pattern: str, timeout_s: float = WAIT_S) -> re.Match[str]:
         """Wait for a pattern in the log and return its first match.
 
         Raise RuntimeError if the process ends without it, TimeoutError after `timeout_s`.
@@ -86,12 +87,12 @@ class Process:
         """Send SIGKILL to the process and its children."""
         if self.alive:
             os.killpg(self.pid, signal.SIGKILL)
-            self._child.wait(timeout=10)
+            self._child.wait(timeout=WAIT_S)
 
     def freeze(self) -> None:
         """Send SIGSTOP and wait until the process has stopped: it hangs without dying."""
         os.killpg(self.pid, signal.SIGSTOP)
-        wait_until(lambda: not self.alive or self._stopped(), f"{self.name} to stop", 10)
+        wait_until(lambda: not self.alive or self._stopped(), f"{self.name} to stop")
 
     def _stopped(self) -> bool:
         tasks = Path(f"/proc/{self.pid}/task").glob("*/stat")
@@ -101,7 +102,7 @@ class Process:
         """Send SIGCONT."""
         os.killpg(self.pid, signal.SIGCONT)
 
-    def stop(self, timeout_s: float = 10.0) -> int:
+    def stop(self, timeout_s: float = WAIT_S) -> int:
         """Send SIGTERM, after the timeout SIGKILL, and return the exit code."""
         if self.alive:
             os.killpg(self.pid, signal.SIGCONT)

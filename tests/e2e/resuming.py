@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 
 import httpx
 
+from tests.waiting import WAIT_S
+
 DONE = "[DONE]"
-# Default deadline of a stream, and the pause between two attempts, in seconds.
-PATIENCE_S = 60.0
+# The pause between two attempts, in seconds.
 PAUSE_S = 0.05
 
 
@@ -84,7 +85,7 @@ async def stream(
     on_event: Callable[[Received], None] = lambda received: None,
     path: str = "/v1/chat/completions",
     headers: Mapping[str, str] | None = None,
-    patience_s: float = PATIENCE_S,
+    patience_s: float = WAIT_S,
 ) -> Received:
     """Post to the first of `urls` and read the stream to its end; reconnect to the next URL when it breaks.
 

@@ -24,7 +24,7 @@ from tests.e2e.fleet import MODEL, Fleet
 from tests.e2e.processes import wait_until
 from tests.ports import free_port
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 START_S = 400
 RANKS = ("w0", "w1")
@@ -125,9 +125,7 @@ class Deployment:
         return tokens.token_ids
 
 
-@pytest.fixture(
-    scope="module", params=["experts split", pytest.param("experts sharded", marks=pytest.mark.slow)]
-)
+@pytest.fixture(scope="module", params=["experts split", "experts sharded"])
 def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     root = tmp_path_factory.mktemp("data-parallel")
     model = write_experts(root / "model")
@@ -147,7 +145,7 @@ def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         for name in (*RANKS, ALONE):
             fleet.wait_healthy(name, START_S)
         fleet.start_frontend(model=str(model))
-        fleet.wait_instances([*RANKS, ALONE], 120)
+        fleet.wait_instances([*RANKS, ALONE])
         with ThreadPoolExecutor(4) as clients:
             yield Deployment(fleet, clients)
     finally:
@@ -160,7 +158,6 @@ def expected(session: Deployment) -> list[list[int]]:
     return [session.run(prompt, ALONE) for prompt in PROMPTS]
 
 
-@pytest.mark.slow
 def test_each_rank_streams_what_one_worker_does(session: Deployment, expected: list[list[int]]) -> None:
     """One rank at a time, while the other runs dummy batches, and both at once."""
     for prompt, tokens in zip(PROMPTS, expected, strict=True):
@@ -169,7 +166,6 @@ def test_each_rank_streams_what_one_worker_does(session: Deployment, expected: l
     assert [ended.result(timeout=240) for _, ended in both] == expected
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", RANKS)
 def test_request_starts_an_idle_deployment(session: Deployment, expected: list[list[int]], name: str) -> None:
     session.fleet.wait_idle()
@@ -183,7 +179,6 @@ def test_request_moves_live_between_ranks(session: Deployment, expected: list[li
     assert ended.result(timeout=240) == expected[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
 def test_killed_rank_ends_the_deployment_and_no_stream(
     session: Deployment, expected: list[list[int]], killed: int
@@ -192,20 +187,19 @@ def test_killed_rank_ends_the_deployment_and_no_stream(
     streams = [session.start(prompt, name) for prompt, name in zip(PROMPTS, RANKS, strict=True)]
     fleet.processes[RANKS[killed]].kill()
     assert [ended.result(timeout=240) for _, ended in streams] == expected
-    wait_until(lambda: not fleet.processes[survivor].alive, f"{survivor} to end", 60)
+    wait_until(lambda: not fleet.processes[survivor].alive, f"{survivor} to end")
     said = f"rank {killed} of 2 of the data-parallel deployment has died"
     assert said in fleet.processes[survivor].text()
     # A supervisor restarts both.
     fleet.repair(START_S)
-    fleet.wait_instances([*RANKS, ALONE], 120)
+    fleet.wait_instances([*RANKS, ALONE])
     assert session.run(PROMPTS[0], RANKS[killed]) == expected[0]
 
 
-@pytest.mark.slow
 def test_killed_rank_ends_an_idle_deployment(session: Deployment) -> None:
     fleet = session.fleet
     fleet.wait_idle()
     fleet.processes[RANKS[1]].kill()
-    wait_until(lambda: not fleet.processes[RANKS[0]].alive, "rank 0 to end", 60)
+    wait_until(lambda: not fleet.processes[RANKS[0]].alive, "rank 0 to end")
     fleet.repair(START_S)
-    fleet.wait_instances([*RANKS, ALONE], 120)
+    fleet.wait_instances([*RANKS, ALONE])

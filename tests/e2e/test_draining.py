@@ -16,8 +16,9 @@ from tests.e2e.chats import Chats
 from tests.e2e.conftest import RUST_FRONT
 from tests.e2e.fleet import Fleet
 from tests.e2e.processes import wait_until
+from tests.waiting import WAIT_S
 
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.fleet
 
 PROMPTS = [f"Prompt {number} of a worker that is being stopped." for number in range(12)]
 OPTIONS: dict[str, object] = {"max_tokens": 500, "extra_body": {"min_tokens": 500}}
@@ -59,7 +60,7 @@ def stop(fleet: Fleet, names: Sequence[str]) -> None:
 def check_answers(streams: Sequence[Future[Chat]], undisturbed: Sequence[Chat]) -> None:
     """Check that every answer equals the undisturbed one."""
     for stream, expected in zip(streams, undisturbed, strict=True):
-        assert stream.result(timeout=60).same_text_and_usage(expected)
+        assert stream.result(timeout=WAIT_S).same_text_and_usage(expected)
 
 
 def recoveries(fleet: Fleet, cause: str) -> float:
@@ -122,7 +123,7 @@ def test_worker_is_stopped_during_a_migration(
     stop(simulated_fleet, [request.instance_id if stopped == "source" else target])
     simulated_fleet.disarm()
     check_answers([stream], undisturbed[:1])
-    mover.join(timeout=60)
+    mover.join(timeout=WAIT_S)
 
 
 def test_front_end_and_worker_are_stopped_together(

@@ -14,8 +14,9 @@ from tailrace.tenancy.keys import Tenant, TenantKeys
 from tailrace.tenancy.share import SHARE_HEADER, Share
 from tests.e2e.fleet import MODEL, Fleet
 from tests.e2e.processes import wait_until
+from tests.waiting import WAIT_S
 
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.fleet
 
 # A letter is a token. Two such prompts fill the backlog, further ones wait.
 PROMPT_TOKENS, BACKLOG = 1_000, 1_500
@@ -100,7 +101,7 @@ async def wait_for(condition: Callable[[], bool], what: str) -> None:
 @pytest.mark.slow
 async def test_burst_delays_another_tenant_by_at_most_the_backlog(front_end: FairFrontEnd) -> None:
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(timeout=60, limits=limits) as client, asyncio.TaskGroup() as group:
+    async with httpx.AsyncClient(timeout=WAIT_S, limits=limits) as client, asyncio.TaskGroup() as group:
         for number in range(BURST):
             group.create_task(front_end.ask(client, "a", number))
         await wait_for(lambda: front_end.waiting("a") >= BURST / 2, "the burst to wait")
@@ -122,7 +123,7 @@ async def test_burst_delays_another_tenant_by_at_most_the_backlog(front_end: Fai
 
 @pytest.mark.slow
 async def test_cancelled_waiting_requests_leave_nothing_behind(front_end: FairFrontEnd) -> None:
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx.AsyncClient(timeout=WAIT_S) as client:
         tasks = [asyncio.create_task(front_end.ask(client, "a", number)) for number in range(8)]
         await wait_for(lambda: front_end.waiting("a") >= 3, "requests to wait")
         for task in tasks:

@@ -18,8 +18,9 @@ from tailrace.v1.profile_pb2 import ProfileRequest
 from tailrace.v1.worker_pb2 import ImportRequest
 from tailrace.v1.worker_pb2_grpc import WorkerStub
 from tests.e2e.fleet import Fleet
+from tests.waiting import WAIT_S
 
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.fleet
 
 INPUTS = 3
 CONNECTIONS = 30
@@ -61,7 +62,7 @@ def test_import_rejects_invalid_seconds(simulated_fleet: Fleet, field: str) -> N
     setattr(request, field, float("nan"))
     with grpc.insecure_channel(simulated_fleet.addresses["w0"]) as channel:
         with pytest.raises(grpc.RpcError) as error:
-            next(iter(WorkerStub(channel).Import(request, timeout=20)))
+            next(iter(WorkerStub(channel).Import(request, timeout=WAIT_S)))
         assert isinstance(error.value, grpc.Call)
         assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert field in (error.value.details() or "")
@@ -80,11 +81,15 @@ async def test_invalid_submission_fails_alone(simulated_fleet: Fleet) -> None:
             )
             stream.send(worker_pb2.AttachUp(submit=submit))
         failed: list[int] = []
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT_S):
             while len(failed) < 2:
                 message = await stream.read()
                 assert message is not None, "the worker closed the stream"
+                # What cannot be read fails; what no engine can run is rejected, with the reason.
                 failed += message.outputs.handles
+                if message.HasField("rejected"):
+                    assert "no frames" in message.rejected.reason
+                    failed.append(message.rejected.handle)
         assert failed == [1, 2]
     finally:
         stream.close()
@@ -98,9 +103,9 @@ async def _stream_address(fleet: Fleet, worker: str) -> str:
 @pytest.mark.parametrize("budget_s", [float("nan"), float("inf"), -1.0])
 def test_profile_rejects_an_invalid_budget(simulated_fleet: Fleet, budget_s: float) -> None:
     with grpc.insecure_channel(simulated_fleet.addresses["w0"]) as channel:
-        direct = WorkerStub(channel).Profile(ProfileRequest(budget_s=budget_s), timeout=20)
+        direct = WorkerStub(channel).Profile(ProfileRequest(budget_s=budget_s), timeout=WAIT_S)
         forwarded = simulated_fleet.admin().Profile(
-            AdminProfileRequest(instance_id="w0", budget_s=budget_s), timeout=20
+            AdminProfileRequest(instance_id="w0", budget_s=budget_s), timeout=WAIT_S
         )
         for call in (direct, forwarded):
             with pytest.raises(grpc.RpcError) as error:

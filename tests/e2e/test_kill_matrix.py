@@ -13,8 +13,9 @@ from examples.fleet import Chat
 from tests.e2e.chats import Chats
 from tests.e2e.fleet import Fleet
 from tests.e2e.processes import wait_until
+from tests.waiting import WAIT_S
 
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.fleet
 
 STEPS = {
     "open": "import:open",
@@ -68,10 +69,10 @@ def test_stream_survives_a_kill_at_a_migration_step(
     }[victim]
     simulated_fleet.processes[name].kill()
     simulated_fleet.disarm()
-    assert stream.result(timeout=60).same_text_and_usage(undisturbed)
+    assert stream.result(timeout=WAIT_S).same_text_and_usage(undisturbed)
     simulated_fleet.repair()
     simulated_fleet.wait_idle()
-    mover.join(timeout=30)
+    mover.join(timeout=WAIT_S)
     assert not mover.is_alive()
 
 

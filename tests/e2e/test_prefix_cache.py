@@ -19,8 +19,9 @@ from tests.e2e.conftest import VLLM_KV_BLOCKS, VLLM_WORKERS
 from tests.e2e.fleet import MODEL, Fleet
 from tests.e2e.processes import wait_until
 from tests.e2e.test_vllm_fleet import longer_than, move_at_each
+from tests.waiting import WAIT_S
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.vllm
 
 BLOCK = 32
 TURNS = 3
@@ -37,10 +38,10 @@ def fleet(vllm_fleet: Fleet) -> Iterator[Fleet]:
 
 def set_policy(fleet: Fleet, policy: str, **parameters: str) -> None:
     """Set the placement policy and wait until it is active."""
-    fleet.admin().SetPolicy(admin_pb2.SetPolicyRequest(name=policy, parameters=parameters), timeout=10)
+    fleet.admin().SetPolicy(admin_pb2.SetPolicyRequest(name=policy, parameters=parameters), timeout=WAIT_S)
 
     def decides() -> bool:
-        policies = fleet.admin().ListPolicies(admin_pb2.ListPoliciesRequest(), timeout=5).policies
+        policies = fleet.admin().ListPolicies(admin_pb2.ListPoliciesRequest(), timeout=WAIT_S).policies
         return any(each.active and each.name == policy for each in policies)
 
     wait_until(decides, f"{policy} to decide")
@@ -142,14 +143,14 @@ def draining(fleet: Fleet) -> set[str]:
 
 def drain(fleet: Fleet, name: str) -> None:
     """Drain a worker and wait until its requests have ended."""
-    for _ in fleet.admin().Drain(admin_pb2.DrainRequest(instance_id=name), timeout=30):
+    for _ in fleet.admin().Drain(admin_pb2.DrainRequest(instance_id=name), timeout=WAIT_S):
         pass
 
 
 def undrain(fleet: Fleet) -> None:
     """Undrain all workers, also one that was killed: it is a suspect now, and would return drained."""
     for name in VLLM_WORKERS:
-        for _ in fleet.admin().Drain(admin_pb2.DrainRequest(instance_id=name, undrain=True), timeout=30):
+        for _ in fleet.admin().Drain(admin_pb2.DrainRequest(instance_id=name, undrain=True), timeout=WAIT_S):
             pass
 
 
@@ -261,7 +262,7 @@ def drain_others(fleet: Fleet, *names: str) -> None:
     """Drain all other workers, without waiting for their requests to end, which only reports would show."""
     undrain(fleet)
     for name in set(VLLM_WORKERS).difference(names):
-        call = fleet.admin().Drain(admin_pb2.DrainRequest(instance_id=name), timeout=30)
+        call = fleet.admin().Drain(admin_pb2.DrainRequest(instance_id=name), timeout=WAIT_S)
         next(call)
         call.cancel()
     wait_until(lambda: set(VLLM_WORKERS) - draining(fleet) == set(names), "the others to drain")
@@ -273,7 +274,7 @@ def occupy(fleet: Fleet, name: str) -> str:
     reply = client(fleet.http).chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "content": prompt}],
-        max_tokens=500,
+        max_tokens=1000,
         temperature=0.0,
         extra_body={"ignore_eos": True},
     )
@@ -286,26 +287,42 @@ def copied_to(fleet: Fleet) -> list[str]:
     return [name for name in VLLM_WORKERS if fleet.metric(name, metric, outcome)]
 
 
+# A prefix is hot for ten seconds after its requests have arrived. On a busy machine, that can be over before
+# the other workers are undrained.
+HOT_TRIES = 6
+
+
+@pytest.mark.slow
 def test_hot_prefix_is_copied_ahead_of_need(fleet: Fleet) -> None:
     """A single worker holds the prefix and is loaded, while the others are idle."""
     set_policy(fleet, "tailrace", copy_ahead="true", pull_margin="0", margin="1000000")
-    with DrainedHolder(fleet, "ahead") as held, ThreadPoolExecutor(8) as pool:
+    assert any(copies_ahead(fleet, f"ahead-{number}") for number in range(HOT_TRIES))
+
+
+def copies_ahead(fleet: Fleet, name: str) -> bool:
+    """Return whether the prefix was copied while it was hot, and check the copy."""
+    with DrainedHolder(fleet, name) as held, ThreadPoolExecutor(8) as pool:
         drain_others(fleet, held.holder)
         running = [pool.submit(occupy, fleet, held.name) for _ in range(8)]
 
         def all_on_holder() -> bool:
-            return sum(r.instance_id == held.holder for r in fleet.requests()) == len(running)
+            return sum(request.instance_id == held.holder for request in fleet.requests()) == 8
 
-        wait_until(all_on_holder, "all to be on the holder")
+        def ended() -> bool:
+            return all(each.done() for each in running)
+
+        wait_until(lambda: all_on_holder() or ended(), "all to be on the holder")
         undrain(fleet)
-        wait_until(lambda: bool(copied_to(fleet)), "the prefix to be copied")
-        (target, *_) = copied_to(fleet)
-        assert len({each.result(120) for each in running}) == 1
+        wait_until(lambda: bool(copied_to(fleet)) or ended(), "the prefix to be copied")
+        if not (targets := copied_to(fleet)):
+            return False
+        assert len({each.result(4 * WAIT_S) for each in running}) == 1
         before = pulls(fleet, "pulled")
-        drain_others(fleet, target)
+        drain_others(fleet, targets[0])
         answer, _, found = ask(fleet, held.name)
         assert (answer, found) == (held.answer, held.full_block_tokens)
-        assert target != held.holder and pulls(fleet, "pulled") == before
+        assert targets[0] != held.holder and pulls(fleet, "pulled") == before
+        return True
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ single device, and requests move to it by replay.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
@@ -24,8 +23,10 @@ from tailrace.v1 import types_pb2
 from tests.e2e.chats import Chats, assert_expected
 from tests.e2e.fleet import Fleet
 from tests.e2e.processes import wait_until
+from tests.waiting import WAIT_S
+from worker_agent.ranks.left_behind import Names, names_of
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 TWO_RANKS = ("w0", "w1")
 WORKERS = (*TWO_RANKS, "w2")
@@ -56,7 +57,7 @@ def fleet(session: Fleet) -> Iterator[Fleet]:
     """The fleet, complete before each test."""
     session.disarm()
     session.repair(START_S)
-    session.wait_instances(WORKERS, 120)
+    session.wait_instances(WORKERS)
     yield session
     session.disarm()
 
@@ -94,14 +95,23 @@ def ranks_of(fleet: Fleet, worker: str) -> list[int]:
     return [rank.process for rank in fleet.instances()[worker].ranks]
 
 
-def assert_nothing_left(fleet: Fleet, worker: str, ranks: list[int], left: set[str]) -> None:
-    """Check that the worker exits by itself, with its ranks and their shared memory.
+def shared_by(fleet: Fleet, worker: str) -> Names:
+    """Return the shared memory of the worker and its ranks."""
+    names = names_of([fleet.processes[worker].pid, *ranks_of(fleet, worker)])
+    assert names
+    return names
 
-    `left`: unused shared memory that existed before.
-    """
-    wait_until(lambda: not fleet.processes[worker].alive, f"{worker} to end", 60)
+
+def assert_nothing_left(fleet: Fleet, worker: str, ranks: list[int], shared: Names) -> None:
+    """Check that the worker exits by itself, with its ranks and what they shared."""
+    wait_until(lambda: not fleet.processes[worker].alive, f"{worker} to end")
     wait_until(lambda: not any(map(is_running, ranks)), "the ranks to end", 30)
-    wait_until(lambda: unused_memory() <= left, "shared memory to be freed", 30)
+    wait_until(lambda: not any(map(exists, shared)), "shared memory to be freed", 30)
+
+
+def exists(name: str) -> bool:
+    """Return whether this shared memory has a name still."""
+    return (_SHARED / name).exists()
 
 
 def is_running(process: int) -> bool:
@@ -110,16 +120,6 @@ def is_running(process: int) -> bool:
         return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def unused_memory() -> set[str]:
-    """Return the names of shared memory files that no process has mapped."""
-    mapped = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):
-            mapped |= {line.rpartition("/dev/shm/")[2] for line in maps.read_text().splitlines()}
-    names = {path.name for path in _SHARED.iterdir()}
-    return {name for name in names - mapped if name.startswith(("psm_", "vllm_dist_"))}
 
 
 def test_requests_move_between_engines_with_two_ranks_and_one(fleet: Fleet, chats: Chats) -> None:
@@ -139,28 +139,28 @@ def test_requests_move_between_engines_with_two_ranks_and_one(fleet: Fleet, chat
 def test_rank_killed_in_mid_stream(fleet: Fleet, chats: Chats, rank: int) -> None:
     _, result = streaming_on(fleet, chats, "w0")
     ranks = ranks_of(fleet, "w0")
-    before = unused_memory()
+    shared = shared_by(fleet, "w0")
     os.kill(ranks[rank], signal.SIGKILL)
     assert_expected(result(), LONG)
-    assert_nothing_left(fleet, "w0", ranks, before)
+    assert_nothing_left(fleet, "w0", ranks, shared)
 
 
 def test_rank_stopped_in_mid_stream(fleet: Fleet, chats: Chats) -> None:
     _, result = streaming_on(fleet, chats, "w0")
-    ranks, before = ranks_of(fleet, "w0"), unused_memory()
+    ranks, shared = ranks_of(fleet, "w0"), shared_by(fleet, "w0")
     os.kill(ranks[1], signal.SIGSTOP)
     assert_expected(result(), LONG)
     fleet.processes["w0"].wait_for(r"rank 1 of 2 \(process \d+\) answers no more")
-    assert_nothing_left(fleet, "w0", ranks, before)
+    assert_nothing_left(fleet, "w0", ranks, shared)
 
 
 def test_worker_killed_in_mid_stream_leaves_no_rank(fleet: Fleet, chats: Chats) -> None:
     _, result = streaming_on(fleet, chats, "w0")
-    ranks, before = ranks_of(fleet, "w0"), unused_memory()
+    ranks, shared = ranks_of(fleet, "w0"), shared_by(fleet, "w0")
     # Kill only the worker; its ranks notice this themselves.
     os.kill(fleet.processes["w0"].pid, signal.SIGKILL)
     assert_expected(result(), LONG)
-    assert_nothing_left(fleet, "w0", ranks, before)
+    assert_nothing_left(fleet, "w0", ranks, shared)
 
 
 def test_worker_killed_during_engine_start_leaves_no_rank(fleet: Fleet) -> None:
@@ -172,7 +172,7 @@ def test_worker_killed_during_engine_start_leaves_no_rank(fleet: Fleet) -> None:
     ranks = [child.pid for child in psutil.Process(worker.pid).children(recursive=True)]
     os.kill(worker.pid, signal.SIGKILL)
     assert len(ranks) >= 2
-    wait_until(lambda: not any(map(is_running, ranks)), "the ranks to end", 60)
+    wait_until(lambda: not any(map(is_running, ranks)), "the ranks to end")
 
 
 @pytest.mark.parametrize("victim", ["source", "target"])
@@ -180,7 +180,7 @@ def test_worker_killed_during_engine_start_leaves_no_rank(fleet: Fleet) -> None:
 def test_rank_killed_at_a_migration_step(fleet: Fleet, chats: Chats, step: str, victim: str) -> None:
     request, result = streaming_on(fleet, chats, "w0")
     worker = {"source": "w0", "target": "w1"}[victim]
-    ranks, before = ranks_of(fleet, worker), unused_memory()
+    ranks, shared = ranks_of(fleet, worker), shared_by(fleet, worker)
     fleet.arm({"hold": step, "seconds": 30})
     mover = threading.Thread(target=_migrate, args=(fleet, request, "w1"), daemon=True)
     mover.start()
@@ -188,8 +188,8 @@ def test_rank_killed_at_a_migration_step(fleet: Fleet, chats: Chats, step: str, 
     os.kill(ranks[1], signal.SIGKILL)
     fleet.disarm()
     assert_expected(result(), LONG)
-    assert_nothing_left(fleet, worker, ranks, before)
-    mover.join(timeout=60)
+    assert_nothing_left(fleet, worker, ranks, shared)
+    mover.join(timeout=WAIT_S)
     assert not mover.is_alive()
 
 

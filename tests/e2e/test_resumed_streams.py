@@ -12,8 +12,9 @@ import pytest
 from tests.e2e.fleet import MODEL, Fleet
 from tests.e2e.processes import wait_until
 from tests.e2e.resuming import Received, read_events, stream
+from tests.waiting import WAIT_S
 
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.fleet
 
 STREAMS = 50
 FEW = 5
@@ -22,7 +23,8 @@ KEEP = ["--keep-answers", "60"]
 # A step takes about 35 ms, so that fifty streams need a small part of a core.
 SLOW = ["--engine-arg", "speed=0.2"]
 # Seconds in which a stream must end on a machine that runs other tests.
-PATIENCE_S = 200.0
+# For fifty streams at once: longer than WAIT_S, and within pytest's limit.
+PATIENCE_S = 4 * WAIT_S
 
 
 class Enough(Exception):
@@ -60,7 +62,7 @@ async def client(fleet: Fleet) -> AsyncIterator[httpx.AsyncClient]:
         lambda: all(fleet.metric(name, "tailrace_frontend_answer_peers") == 1 for name in FRONT_ENDS),
         "the front ends to know each other",
     )
-    async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as client:
+    async with httpx.AsyncClient(timeout=WAIT_S, limits=httpx.Limits(max_connections=None)) as client:
         yield client
 
 

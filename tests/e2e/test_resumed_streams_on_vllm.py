@@ -13,6 +13,7 @@ from tests.e2e.conftest import VLLM_KV_BLOCKS
 from tests.e2e.fleet import MODEL, Fleet
 from tests.e2e.processes import wait_until
 from tests.e2e.resuming import Received, stream
+from tests.waiting import WAIT_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -77,7 +78,7 @@ def make_bodies() -> list[dict[str, object]]:
 async def test_killed_under_fifty_streams(fleet: Fleet) -> None:
     first, second = fleet.urls["f0"], fleet.urls["f1"]
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(timeout=120, limits=limits) as client:
+    async with httpx.AsyncClient(timeout=WAIT_S, limits=limits) as client:
         undisturbed = await asyncio.gather(
             *(
                 stream(client, [second], request_body, Received(), patience_s=300)

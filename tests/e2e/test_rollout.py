@@ -15,8 +15,9 @@ from tests.e2e.conftest import RUST_FRONT, VLLM_KV_BLOCKS
 from tests.e2e.fleet import MODEL, Fleet
 from tests.e2e.processes import wait_until
 from tests.e2e.rollouts import Load, changed_model, count_by_model, fingerprints, run_rollout
+from tests.waiting import WAIT_S
 
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.fleet
 
 PROMPTS = [f"Prompt {number} of a model that is replaced." for number in range(12)]
 OPTIONS: dict[str, object] = {"max_tokens": 500, "extra_body": {"min_tokens": 500}}
@@ -80,7 +81,7 @@ def roll_out_and_back(fleet: Fleet, clients: int) -> None:
     assert models["w0"] == models["w1"] != models["w2"] == models["w3"]
     before = answers_of_current_model(fleet, OPTIONS)
     with Load(fleet.http, PROMPTS, OPTIONS, clients) as load:
-        wait_until(lambda: load.count() >= clients, "answers of the old model", 60)
+        wait_until(lambda: load.count() >= clients, "answers of the old model")
         moved = metric(fleet, FRONTS, "tailrace_frontend_adoptions_total")
 
         result = run_rollout(fleet, "start", MODEL, "--to", models["w2"], "--timeout", "120")
@@ -100,7 +101,7 @@ def roll_out_and_back(fleet: Fleet, clients: int) -> None:
         assert f"done: new requests go to {models['w0']} again" in back.stdout
         assert metric(fleet, NEW, "tailrace_worker_requests") == 0
         count_before = load.count()
-        wait_until(lambda: load.count() >= count_before + clients, "answers of the old model", 60)
+        wait_until(lambda: load.count() >= count_before + clients, "answers of the old model")
         load.stop()
     counts = count_by_model(load, {"old": before, "new": after})
     print(counts)
@@ -115,7 +116,6 @@ def test_rollout_and_undo_under_load(fleet: Fleet) -> None:
 
 @pytest.mark.slow
 @pytest.mark.vllm
-@pytest.mark.timeout(600)
 def test_rollout_with_real_engines(vllm_fleet: Fleet) -> None:
     roll_out_and_back(vllm_fleet, 8)
 
@@ -126,9 +126,9 @@ def test_rollout_survives_process_deaths(fleet: Fleet) -> None:
     models = fingerprints(fleet)
     before = answers_of_current_model(fleet, OPTIONS)
     with Load(fleet.http, PROMPTS, OPTIONS, clients=12) as load:
-        wait_until(lambda: load.count() >= 12, "answers of the old model", 60)
+        wait_until(lambda: load.count() >= 12, "answers of the old model")
         leader = fleet.leader()
-        fleet.admin(leader).Rollout(admin_pb2.RolloutRequest(model=MODEL, to=models["w2"]), timeout=5)
+        fleet.admin(leader).Rollout(admin_pb2.RolloutRequest(model=MODEL, to=models["w2"]), timeout=WAIT_S)
         for name in (leader, "w0", "w3"):
             fleet.processes[name].kill()
         fleet.wait_leader()

@@ -13,6 +13,7 @@ from examples.fleet import Fleet as AdminFleet
 from tests.e2e.chats import Chats
 from tests.e2e.conftest import SIMULATED_WORKERS
 from tests.e2e.fleet import Fleet
+from tests.waiting import WAIT_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(1200)]
 
@@ -44,11 +45,11 @@ def test_workers_killed_and_frozen_at_random(
             victim.kill()
         else:
             victim.freeze()
-        ended = [future.result(timeout=120) for future in futures]
+        ended = [future.result(timeout=WAIT_S) for future in futures]
         stop.set()
-        mover.join(timeout=60)
+        mover.join(timeout=WAIT_S)
         simulated_fleet.repair()
-        simulated_fleet.wait_instances(SIMULATED_WORKERS, 60)
+        simulated_fleet.wait_instances(SIMULATED_WORKERS)
         assert all(a.same_text_and_usage(b) for a, b in zip(alone, ended, strict=True))
     simulated_fleet.wait_idle()
 

@@ -16,10 +16,10 @@ from tests.e2e.chats import Chats
 from tests.e2e.conftest import RUST_FRONT
 from tests.e2e.fleet import Fleet
 from tests.e2e.processes import wait_until
+from tests.waiting import WAIT_S
 
 pytestmark = [
     pytest.mark.fleet,
-    pytest.mark.timeout(120),
     pytest.mark.skipif(not RUST_FRONT.exists(), reason="no vllm-rs"),
 ]
 
@@ -94,16 +94,16 @@ def test_streams_continue_on_the_same_model_or_end_with_an_error(
     other_streams = second.begin()
     fleet.processes[first.workers[0]].kill()
     for stream_future, expected in zip(streams, alone["first"], strict=True):
-        assert stream_future.result(timeout=60).same_text_and_usage(expected)
+        assert stream_future.result(timeout=WAIT_S).same_text_and_usage(expected)
     for stream_future, expected in zip(other_streams, alone["second"], strict=True):
-        assert stream_future.result(timeout=60).same_text_and_usage(expected)
+        assert stream_future.result(timeout=WAIT_S).same_text_and_usage(expected)
 
     # The last instance of the model dies: no instance can continue its streams.
     streams = first.begin()
     fleet.processes[first.workers[1]].kill()
     for stream in streams:
         with pytest.raises(openai.OpenAIError):
-            stream.result(timeout=60)
+            stream.result(timeout=WAIT_S)
     with pytest.raises(openai.OpenAIError):
         first.chats.run(PROMPTS[0], **OPTIONS)
     for again, expected in zip(second.chats.run_all(PROMPTS, **OPTIONS), alone["second"], strict=True):

@@ -12,8 +12,9 @@ from tailrace.v1 import types_pb2
 from tests.e2e.chats import Chats, client
 from tests.e2e.fleet import MODEL, Fleet
 from tests.e2e.processes import wait_until
+from tests.waiting import WAIT_S
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 WORKERS = ("w0", "w1")
 START_S = 300
@@ -43,7 +44,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 @pytest.fixture
 def chats(fleet: Fleet) -> Iterator[Chats]:
     fleet.repair(START_S)
-    fleet.wait_instances(WORKERS, 120)
+    fleet.wait_instances(WORKERS)
     clients = Chats(fleet.http)
     yield clients
     clients.close()
@@ -74,13 +75,13 @@ def test_image_request_moves_live(fleet: Fleet, chats: Chats) -> None:
     expected = undisturbed(fleet, 3)
     progress: list[Chat] = []
     stream = chats.start(image_prompt(3), progress.append, **OPTIONS)
-    wait_until(lambda: bool(progress), "the first token", 60)
+    wait_until(lambda: bool(progress), "the first token")
     placed = fleet.wait_request(progress[-1].request_id)
     other_worker = next(name for name in WORKERS if name != placed.instance_id)
     records = [fleet.migrate(placed.request_id, target) for target in (other_worker, placed.instance_id)]
     assert [record.state for record in records] == [types_pb2.MIGRATION_STATE_COMMITTED] * 2
     assert [record.way for record in records] == [types_pb2.WAY_LIVE] * 2
-    assert_same(stream.result(timeout=120), expected)
+    assert_same(stream.result(timeout=WAIT_S), expected)
 
 
 def test_image_request_is_recovered(fleet: Fleet, chats: Chats) -> None:
@@ -88,7 +89,7 @@ def test_image_request_is_recovered(fleet: Fleet, chats: Chats) -> None:
     expected = undisturbed(fleet, 4)
     progress: list[Chat] = []
     stream = chats.start(image_prompt(4), progress.append, **OPTIONS)
-    wait_until(lambda: bool(progress), "the first token", 60)
+    wait_until(lambda: bool(progress), "the first token")
     placed = fleet.wait_request(progress[-1].request_id)
     fleet.processes[placed.instance_id].kill()
     assert_same(stream.result(timeout=240), expected)

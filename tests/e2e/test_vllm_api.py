@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -11,21 +13,22 @@ from openai import BadRequestError, OpenAI
 from openai.types import Completion
 
 from benchmarks.features.vision import image_url
+from tailrace.request_ids import matching
 from tailrace.tiny.task import task
 from tailrace.tiny.tokens import encode_turns
 from tailrace.v1 import types_pb2
 from tests.e2e.chats import client
-from tests.e2e.conftest import VLLM_WORKERS
-from tests.e2e.fleet import MODEL, Fleet
+from tests.e2e.conftest import JSON_WORKER, VLLM_WORKERS
+from tests.e2e.fleet import MODEL, Fleet, request_had_ended
 from tests.e2e.processes import wait_until
+from tests.waiting import WAIT_S
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.vllm
 
 PROMPT = encode_turns([("user", task("wxyz", 60, 20).prompt)])
 TOKENS = 800
 TRIES = 5
 GENERATED = "tailrace_worker_generated_tokens_total"
-ENDED = ("the export has ended", "has finished", "is not running here", "is not on this engine")
 
 
 @pytest.fixture
@@ -44,7 +47,7 @@ def run_and_move(fleet: Fleet, ask: Callable[[], Completion], requests: int) -> 
         running = _wait_running(fleet, answer, requests)
         # All at once, so that the last one has not ended by its turn.
         moves = [pool.submit(_move, fleet, name, source) for name, source in running]
-        return answer.result(timeout=120), sum(move.result(timeout=120) for move in moves)
+        return answer.result(timeout=WAIT_S), sum(move.result(timeout=WAIT_S) for move in moves)
 
 
 def _wait_running(fleet: Fleet, answer: Future[Completion], requests: int) -> list[tuple[str, str]]:
@@ -55,7 +58,7 @@ def _wait_running(fleet: Fleet, answer: Future[Completion], requests: int) -> li
         found[:] = [(r.request_id, r.instance_id) for r in fleet.requests() if r.output_tokens >= 5]
         return answer.done() or len(found) >= requests
 
-    wait_until(all_running, f"{requests} running requests", 60)
+    wait_until(all_running, f"{requests} running requests")
     return found
 
 
@@ -66,7 +69,7 @@ def _move(fleet: Fleet, request_id: str, source: str) -> bool:
     except grpc.RpcError as error:
         assert error.code() is grpc.StatusCode.NOT_FOUND, error
         return False
-    assert record.state == types_pb2.MIGRATION_STATE_COMMITTED or record.error.endswith(ENDED), record.error
+    assert record.state == types_pb2.MIGRATION_STATE_COMMITTED or request_had_ended(record), record.error
     return record.state == types_pb2.MIGRATION_STATE_COMMITTED
 
 
@@ -79,6 +82,28 @@ def check_moved(fleet: Fleet, ask: Callable[[], Completion], requests: int) -> t
         if count == requests:
             return undisturbed, answer
     pytest.fail(f"no {requests} requests were moved before they ended, {TRIES} times")
+
+
+def objects_of(log: str) -> list[dict[str, str]]:
+    """Return the lines of a log but for those that native libraries print."""
+    lines = log.splitlines()
+    text = [line for line in lines if not line.startswith("{")]
+    assert not [line for line in text if re.search(r"\b(DEBUG|INFO|WARNING|ERROR)\b", line)]
+    return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+def test_each_line_of_a_log_is_an_object(vllm_fleet: Fleet, api: OpenAI) -> None:
+    """Also those of vLLM; and the access log has the id by which the fleet knows a request."""
+    api.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=2, extra_headers={"X-Request-Id": "one of the user's"}
+    )
+    lines = {name: objects_of(vllm_fleet.processes[name].text()) for name in (JSON_WORKER, "frontend")}
+    loggers = {line["logger"].partition(".")[0] for line in lines[JSON_WORKER]}
+    assert {"vllm", "worker_agent"} <= loggers
+    assert {(line["service"], line["id"]) for line in lines[JSON_WORKER]} == {("worker", JSON_WORKER)}
+    (answered,) = (line for line in lines["frontend"] if line.get("request_id", "").startswith("cmpl-"))
+    assert answered["logger"] == "uvicorn.access"
+    assert matching("one of the user's", [answered["request_id"]])
 
 
 def test_several_choices_for_one_prompt(vllm_fleet: Fleet, api: OpenAI) -> None:

@@ -37,6 +37,7 @@ from tailrace.v1 import admin_pb2, migration_pb2, types_pb2
 from tailrace.v1.admin_pb2_grpc import AdminStub
 from tailrace.wire import SamplingParams
 from tests.frontend.fake_api_server import FakeApiServer
+from tests.waiting import WAIT_S
 from tests.worker.worker_processes import WorkerProcess, worker_process
 from worker_agent.engine.simulated import SimulatedSettings
 from worker_agent.engine.simulated.script import Script
@@ -45,7 +46,6 @@ from worker_agent.engine.simulated.vocabulary import read_vocabulary
 if TYPE_CHECKING:
     from tailrace.v1.admin_pb2_grpc import AdminAsyncStub
 
-WAIT_S = 60.0
 COMMITTED = types_pb2.MIGRATION_STATE_COMMITTED
 
 
@@ -146,7 +146,7 @@ class Fleet:
 
         def read() -> str:
             url = f"http://{self.process.records[0].metrics_address}/metrics"
-            with urllib.request.urlopen(url, timeout=10) as reply:
+            with urllib.request.urlopen(url, timeout=WAIT_S) as reply:
                 return str(reply.read().decode())
 
         for family in text_string_to_metric_families(await asyncio.to_thread(read)):

@@ -9,7 +9,8 @@ import pytest
 
 from tailrace.v1 import admin_pb2
 from tests.live.conftest import ENGINE
-from tests.live.fleet import WAIT_S, Fleet, open_fleet
+from tests.live.fleet import Fleet, open_fleet
+from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.fleet
 

@@ -12,6 +12,7 @@ from tailrace.security.roles import Role
 from tailrace.v1 import migration_pb2, types_pb2, worker_pb2
 from tailrace.v1.worker_pb2_grpc import WorkerStub
 from tests.live.fleet import Fleet
+from tests.waiting import WAIT_S
 
 pytestmark = [pytest.mark.fleet, pytest.mark.asyncio(loop_scope="module")]
 
@@ -96,7 +97,7 @@ async def test_waiting_prompts_are_handed_back_and_placed_elsewhere(fleet: Fleet
     assert set((await fleet.owners()).values()) == {"w-0"}
     worker = WorkerStub(fleet.channels.get(fleet.members.instances["w-0"].address, Role.WORKER))
     hand_back = worker_pb2.HandBackPromptsRequest(request_ids=requests)
-    reply = await worker.HandBackPrompts(hand_back, timeout=60.0)
+    reply = await worker.HandBackPrompts(hand_back, timeout=WAIT_S)
     # Running requests stay.
     assert reply.handed_back == 4
     await asyncio.gather(*(fleet.wait_for_tokens(r) for r in requests[4:]))
@@ -111,7 +112,7 @@ async def test_cascade_writes_planned_stages_to_etcd(fleet: Fleet) -> None:
     # instance are planned whatever the gain.
     await fleet.set_policy("cascade_chain", plan_requests="2", replan_s="3")
     requests: list[str] = []
-    async with asyncio.timeout(60.0):
+    async with asyncio.timeout(WAIT_S):
         while not fleet.members.stages:
             requests.append(await fleet.send(400 if len(requests) % 4 else 16, 0, 20))
             await fleet.wait_for_tokens(requests[-1], 20)

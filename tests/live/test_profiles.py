@@ -15,7 +15,8 @@ from scheduler_svc.settings import Conflict, Settings
 from tailrace.cluster import Pool
 from tailrace.records import PROFILES, ProfileRecord
 from tailrace.v1 import admin_pb2, profile_pb2, types_pb2
-from tests.live.fleet import WAIT_S, Fleet
+from tests.live.fleet import Fleet
+from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

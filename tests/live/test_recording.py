@@ -15,7 +15,8 @@ from tailrace.control.shadow import Comparison, Shadow, Verdict
 from tailrace.records import PolicyRecord
 from tailrace.slo import Slo
 from tailrace.v1 import admin_pb2
-from tests.live.fleet import WAIT_S, Fleet
+from tests.live.fleet import Fleet
+from tests.waiting import WAIT_S
 
 pytestmark = [pytest.mark.fleet, pytest.mark.asyncio(loop_scope="module")]
 

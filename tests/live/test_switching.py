@@ -11,7 +11,8 @@ import pytest
 
 from tailrace.policy.registry import names
 from tailrace.v1 import admin_pb2, types_pb2
-from tests.live.fleet import WAIT_S, Fleet
+from tests.live.fleet import Fleet
+from tests.waiting import WAIT_S
 
 PREFILL, DECODE = types_pb2.POOL_PREFILL, types_pb2.POOL_DECODE
 

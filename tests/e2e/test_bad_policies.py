@@ -1,0 +1,144 @@
+"""Policies with mistakes on a live cluster with two schedulers: requests are placed, both schedulers live,
+and another policy can be set."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+from benchmarks.bad_policies import BAD_POLICIES, HANGING, REFUSED, install
+from tailrace.v1 import admin_pb2, scheduler_pb2, scheduler_pb2_grpc
+from tests.e2e.fleet import Fleet
+from tests.e2e.processes import wait_until
+
+pytestmark = pytest.mark.slow
+
+SCHEDULERS = ("scheduler-0", "scheduler-1")
+REQUESTS = 20
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    root = tmp_path_factory.mktemp("bad")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", install(root / "package"))
+        fleet = Fleet(root, "simulated")
+        try:
+            fleet.start_control(schedulers=2)
+            for name in ("w0", "w1"):
+                fleet.start_worker(name)
+            fleet.wait_instances(("w0", "w1"))
+            yield fleet
+        finally:
+            fleet.close()
+
+
+@pytest.fixture(scope="module")
+def table() -> Iterator[list[str]]:
+    columns = (
+        "requests placed | longest wait, s | schedulers alive | restarts | then | set policy works after, s"
+    )
+    lines = [f"policy | {columns}"]
+    yield lines
+    print("\n" + "\n".join(lines))
+
+
+@pytest.mark.parametrize("name", BAD_POLICIES)
+def test_a_policy_with_a_mistake(fleet: Fleet, table: list[str], name: str) -> None:
+    pids = [fleet.processes[each].pid for each in SCHEDULERS]
+    restarts = _restarts(fleet)
+    if name in REFUSED:
+        with pytest.raises(grpc.RpcError) as refused:
+            fleet.admin().SetPolicy(admin_pb2.SetPolicyRequest(name=name), timeout=10)
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        then = "refused"
+    else:
+        assert _set(fleet, name)
+    waits_s = [_place(fleet, f"{name}-{number}") for number in range(REQUESTS)]
+    if name not in REFUSED:
+        wait_until(lambda: bool(_suspended(fleet, name)), f"{name} to be suspended")
+        then = f"suspended: {_suspended(fleet, name)}"
+        # Once more, and another policy is set before this one has been suspended.
+        for each in SCHEDULERS:
+            fleet.wait_healthy(each)
+        assert _set(fleet, name)
+        for each in SCHEDULERS:
+            _try_to_place(fleet, each, f"{name}-last", 0.5)
+    began_s = time.monotonic()
+    wait_until(lambda: _set(fleet, "least_loaded"), "set policy to work")
+    works_s = time.monotonic() - began_s
+    for each in SCHEDULERS:
+        fleet.wait_healthy(each)
+    wait_until(lambda: all(_active(fleet, each) == "least_loaded" for each in SCHEDULERS), "least_loaded")
+    assert not any(_suspended(fleet, each) for each in (name, "least_loaded"))
+    alive = [fleet.processes[each].alive for each in SCHEDULERS]
+    restarts = _restarts(fleet) - restarts
+    placed = f"{len(waits_s)} of {REQUESTS} | {max(waits_s):.2f}"
+    table.append(f"{name} | {placed} | {sum(alive)} of 2 | {restarts} | {then} | {works_s:.2f}")
+    assert all(alive) and [fleet.processes[each].pid for each in SCHEDULERS] == pids
+    assert (restarts > 0) is (name in HANGING)
+
+
+def test_set_policy_works_while_a_scheduler_hangs(fleet: Fleet, table: list[str]) -> None:
+    """The leader stands still for good; the standby sets the policy."""
+    leader = fleet.leader()
+    standby = next(each for each in SCHEDULERS if each != leader)
+    fleet.processes[leader].freeze()
+    try:
+        fleet.admin(standby).SetPolicy(admin_pb2.SetPolicyRequest(name="round_robin"), timeout=10)
+        assert _active(fleet, standby) == "round_robin"
+    finally:
+        fleet.processes[leader].thaw()
+    wait_until(lambda: _active(fleet, leader) == "round_robin", "the leader to follow")
+
+
+def _restarts(fleet: Fleet) -> int:
+    return sum(fleet.processes[each].text().count("restarting without it") for each in SCHEDULERS)
+
+
+def _place(fleet: Fleet, request_id: str) -> float:
+    """Place as a front end does, at either scheduler, until one answers; return how long that took."""
+    began_s = time.monotonic()
+    wait_until(lambda: any(_try_to_place(fleet, each, request_id, 2.0) for each in SCHEDULERS), request_id)
+    return time.monotonic() - began_s
+
+
+def _try_to_place(fleet: Fleet, scheduler: str, request_id: str, timeout_s: float) -> bool:
+    request = scheduler_pb2.PlaceRequest(request_id=request_id, prompt_tokens=100, max_tokens=10)
+    with grpc.insecure_channel(fleet.addresses[scheduler]) as channel:
+        try:
+            stub = scheduler_pb2_grpc.SchedulerStub(channel)
+            return bool(stub.Place(request, timeout=timeout_s).instance_id)
+        except grpc.RpcError:
+            return False
+
+
+def _policies(fleet: Fleet, scheduler: str) -> list[admin_pb2.PolicyInfo]:
+    try:
+        reply = fleet.admin(scheduler).ListPolicies(admin_pb2.ListPoliciesRequest(), timeout=5)
+    except grpc.RpcError:
+        return []
+    return list(reply.policies)
+
+
+def _active(fleet: Fleet, scheduler: str) -> str:
+    return next((each.name for each in _policies(fleet, scheduler) if each.active), "")
+
+
+def _suspended(fleet: Fleet, name: str) -> str:
+    """Return why the policy is suspended, as soon as both schedulers say so."""
+    reasons = [info.suspended for each in SCHEDULERS for info in _policies(fleet, each) if info.name == name]
+    return reasons[0] if len(reasons) == 2 and all(reasons) else ""
+
+
+def _set(fleet: Fleet, name: str) -> bool:
+    for each in SCHEDULERS:
+        try:
+            fleet.admin(each).SetPolicy(admin_pb2.SetPolicyRequest(name=name), timeout=2)
+        except grpc.RpcError:
+            continue
+        return True
+    return False

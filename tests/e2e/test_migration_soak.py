@@ -1,0 +1,280 @@
+"""Slow: thousands of migrations, half of them aborted at each step and by each end, leave nothing behind.
+
+`make soak`. Descriptors, mappings, tasks and resident memory of every process of the fleet are compared with
+those after a warm-up of the same kind, and printed. TAILRACE_SOAK sets the number of migrations.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import httpx
+import psutil
+import pytest
+
+from tailrace.v1 import admin_pb2, admin_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
+from tests.e2e.fleet import MODEL, Fleet
+from tests.e2e.processes import wait_until
+from tests.service.silent_proxy import silent_proxy
+from tests.waiting import WAIT_S
+
+pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(7200)]
+
+MIGRATIONS = int(os.environ.get("TAILRACE_SOAK", "2000"))
+# Python's and glibc's own caches are full after so many of them.
+WARM_UP = 0.15
+STREAMS = 9
+STEPS = (
+    types_pb2.MIGRATION_STATE_QUEUED,
+    types_pb2.MIGRATION_STATE_OPEN,
+    types_pb2.MIGRATION_STATE_PRE_COPY,
+    types_pb2.MIGRATION_STATE_STOP_AND_COPY,
+)
+ENDS = ("service", "source", "target", "link")
+# Long enough for the abort to arrive in the step.
+HOLDS = [
+    {"hold": f"{end}:{point}", "seconds": 0.03}
+    for end, points in (("import", ("open", "pre_copy", "paused", "adopt")), ("export", ("open", "paused")))
+    for point in points
+]
+_ENDED = (types_pb2.MIGRATION_STATE_COMMITTED, types_pb2.MIGRATION_STATE_ABORTED)
+
+
+@dataclass
+class Use:
+    """What a process holds."""
+
+    descriptors: int
+    mappings: int
+    kv_mappings: int
+    tasks: int
+    resident_mb: float
+
+    def over(self, before: Use) -> list[str]:
+        """Return what is more than 2% over the use before; a few descriptors and mappings are a cache's."""
+        return [
+            name
+            for name, spare in (("descriptors", 3), ("mappings", 8), ("kv_mappings", 4), ("tasks", 2))
+            if getattr(self, name) > 1.02 * getattr(before, name) + spare
+        ] + (["resident_mb"] if self.resident_mb > 1.02 * before.resident_mb + 1 else [])
+
+
+@dataclass
+class Soak:
+    """Migrations of a few streams at a time, and their ends."""
+
+    fleet: Fleet
+    workers: tuple[str, ...]
+    draw: random.Random
+    outcomes: Counter[str] = field(default_factory=Counter)
+    numbers: itertools.count[int] = field(default_factory=itertools.count)
+
+    async def run(self, count: int) -> None:
+        """Run until so many were committed and aborted."""
+        self.outcomes.clear()
+        async with (
+            grpc.aio.insecure_channel(self.fleet.addresses[self.fleet.leader()]) as channel,
+            httpx.AsyncClient(base_url=self.fleet.http, timeout=WAIT_S) as http,
+        ):
+            self.admin, self.http = admin_pb2_grpc.AdminStub(channel), http
+            async with asyncio.TaskGroup() as group:
+                for _ in range(STREAMS):
+                    group.create_task(self.drive(count))
+
+    async def drive(self, count: int) -> None:
+        while min(self.outcomes["committed"], self.outcomes["aborted"]) < count // 2:
+            chunks = asyncio.Queue[str]()
+            stream = asyncio.create_task(self.stream(chunks))
+            try:
+                name = await asyncio.wait_for(chunks.get(), WAIT_S)
+                while not stream.done():
+                    abort = self.outcomes["aborted"] < self.outcomes["committed"]
+                    end = self.draw.choice(ENDS) if abort else "nobody"
+                    if not await self.move(name, end, stream) or end == "source":
+                        break
+            finally:
+                stream.cancel()
+                await asyncio.wait([stream])
+
+    async def stream(self, chunks: asyncio.Queue[str]) -> None:
+        body = {
+            "model": MODEL,
+            "stream": True,
+            "max_tokens": 1500,
+            "min_tokens": 1500,
+            "messages": [{"role": "user", "content": f"Soak {next(self.numbers)} " + "of many blocks " * 30}],
+        }
+        async with self.http.stream("POST", "/v1/chat/completions", json=body) as reply:
+            async for line in reply.aiter_lines():
+                if line.startswith("data: {") and not chunks.qsize():
+                    chunks.put_nowait(line.partition('"id":"')[2].partition('"')[0])
+
+    async def move(self, name: str, end: str, stream: asyncio.Task[None]) -> bool:
+        """Move the stream's request; return whether it is still there."""
+        requests = (await self.admin.ListRequests(admin_pb2.ListRequestsRequest(), timeout=WAIT_S)).requests
+        found = next((each for each in requests if name in each.request_id), None)
+        if found is None:
+            await asyncio.sleep(0.05)
+            return not stream.done()
+        step = self.draw.choice(STEPS)
+        target = self.draw.choice([each for each in self.workers if each != found.instance_id])
+        try:
+            if end in ("target", "link"):
+                state = await self.import_directly(found, target, step, end)
+            else:
+                state = await self.migrate(found, target, step, end, stream)
+        except grpc.aio.AioRpcError as refused:
+            self.outcomes[f"refused: {refused.code().name}"] += 1
+            await asyncio.sleep(0.02)
+            return True
+        outcome = "committed" if state == types_pb2.MIGRATION_STATE_COMMITTED else "aborted"
+        self.outcomes[outcome] += 1
+        if end != "nobody":
+            label = types_pb2.MigrationState.Name(step).removeprefix("MIGRATION_STATE_").lower()
+            self.outcomes[f"{outcome}, to be ended by the {end} at {label}"] += 1
+        return True
+
+    async def migrate(
+        self,
+        found: admin_pb2.RequestInfo,
+        target: str,
+        step: types_pb2.MigrationState.ValueType,
+        end: str,
+        stream: asyncio.Task[None],
+    ) -> types_pb2.MigrationState.ValueType:
+        """Migrate by way of scheduler and migration service; `end` aborts it at this step."""
+        state: types_pb2.MigrationState.ValueType = types_pb2.MIGRATION_STATE_UNSPECIFIED
+        request = admin_pb2.AdminMigrateRequest(request_id=found.request_id, target_instance_id=target)
+        async for record in self.admin.Migrate(request, timeout=WAIT_S):
+            state = record.state
+            if state != step or state in _ENDED:
+                continue
+            if end == "source":
+                stream.cancel()
+            elif end == "service":
+                async with grpc.aio.insecure_channel(self.fleet.addresses[target]) as channel:
+                    cancel = worker_pb2.CancelImportRequest(migration_id=record.migration_id)
+                    await worker_pb2_grpc.WorkerStub(channel).CancelImport(cancel, timeout=WAIT_S)
+        return state
+
+    async def import_directly(
+        self,
+        found: admin_pb2.RequestInfo,
+        target: str,
+        step: types_pb2.MigrationState.ValueType,
+        end: str,
+    ) -> types_pb2.MigrationState.ValueType:
+        """Import over a link that is cut at this step, or by a call that ends there."""
+        state: types_pb2.MigrationState.ValueType = types_pb2.MIGRATION_STATE_QUEUED
+        async with (
+            silent_proxy(self.fleet.addresses[found.instance_id]) as proxy,
+            grpc.aio.insecure_channel(self.fleet.addresses[target]) as channel,
+        ):
+            call = worker_pb2_grpc.WorkerStub(channel).Import(
+                worker_pb2.ImportRequest(
+                    migration_id=f"soak-{next(self.numbers)}",
+                    request_id=found.request_id,
+                    source_instance_id=found.instance_id,
+                    source_address=proxy.address,
+                    target_instance_id=target,
+                    from_epoch=found.epoch,
+                    epoch=found.epoch + 1,
+                    timeout_s=10.0,
+                ),
+                timeout=WAIT_S,
+            )
+            if step == types_pb2.MIGRATION_STATE_QUEUED:
+                await asyncio.sleep(self.draw.uniform(0.0, 0.01))
+                self.cut(call, proxy.end, end)
+            try:
+                async for event in call:
+                    state = event.state
+                    if state == step:
+                        self.cut(call, proxy.end, end)
+            except asyncio.CancelledError:
+                if not call.cancelled():
+                    raise
+        return state
+
+    @staticmethod
+    def cut(call: grpc.aio.UnaryStreamCall, cut: object, end: str) -> None:  # type: ignore[type-arg]
+        if end == "link":
+            assert callable(cut)
+            cut()
+        else:
+            call.cancel()
+
+
+def uses(fleet: Fleet) -> dict[str, Use]:
+    """Return what each process of the fleet holds, by name."""
+    found = {}
+    for name, process in fleet.processes.items():
+        if name == "etcd":
+            # It keeps the history of its keys.
+            continue
+        root = psutil.Process(process.pid)
+        for number, each in enumerate([root, *root.children(recursive=True)]):
+            maps = Path(f"/proc/{each.pid}/maps").read_text().splitlines()
+            found[name if not number else f"{name}/{number}"] = Use(
+                each.num_fds(),
+                len(maps),
+                sum("tailrace-kv" in line for line in maps),
+                int(fleet.metric(name, "tailrace_process_tasks"))
+                if not number and name in fleet.metrics_ports
+                else 0,
+                each.memory_info().rss / (1 << 20),
+            )
+    return found
+
+
+def table(before: dict[str, Use], after: dict[str, Use]) -> Iterable[str]:
+    yield f"{'process':14}{'descriptors':>16}{'mappings':>16}{'of KV':>10}{'tasks':>12}{'resident MiB':>20}"
+    for name, now in after.items():
+        was = before[name]
+        yield (
+            f"{name:14}{was.descriptors:>8} {now.descriptors:>7}{was.mappings:>8} {now.mappings:>7}"
+            f"{was.kv_mappings:>5} {now.kv_mappings:>4}{was.tasks:>6} {now.tasks:>5}"
+            f"{was.resident_mb:>10.1f} {now.resident_mb:>9.1f}"
+        )
+
+
+def soak(fleet: Fleet, workers: tuple[str, ...], count: int) -> None:
+    """Migrate `count` times and check that every process is back where it was."""
+    soaking = Soak(fleet, workers, random.Random(1))
+    fleet.faults.write_text(json.dumps(HOLDS))
+    asyncio.run(soaking.run(int(count * WARM_UP)))
+    fleet.wait_idle()
+    before = uses(fleet)
+    asyncio.run(soaking.run(count))
+    fleet.disarm()
+    fleet.wait_idle()
+    with contextlib.suppress(TimeoutError):
+        # Connections of clients that left end a little later.
+        wait_until(lambda: not over(before, uses(fleet)), "everything to be freed", 60)
+    after = uses(fleet)
+    print(*table(before, after), sep="\n")
+    print(*(f"{number:6} {what}" for what, number in sorted(soaking.outcomes.items())), sep="\n")
+    assert over(before, after) == {}
+
+
+def over(before: dict[str, Use], after: dict[str, Use]) -> dict[str, list[str]]:
+    found = {name: now.over(before[name]) for name, now in after.items()}
+    return {name: what for name, what in found.items() if what}
+
+
+def test_simulated_engines(simulated_fleet: Fleet) -> None:
+    soak(simulated_fleet, ("w0", "w1", "w2"), MIGRATIONS)
+
+
+def test_vllm_engines(vllm_fleet: Fleet) -> None:
+    soak(vllm_fleet, ("w0", "w1", "w2"), MIGRATIONS // 10)
