@@ -46,7 +46,7 @@ class Chats:
 
     def run_all(self, prompts: Sequence[str], **options: object) -> list[Chat]:
         """Run streams concurrently and return them in the order of their prompts."""
-        return [f.result(timeout=180) for f in [self.start(p, **options) for p in prompts]]
+        return [f.result(timeout=WAIT_S) for f in [self.start(p, **options) for p in prompts]]
 
     def close(self) -> None:
         """Wait for running streams and cancel those that have not started."""

@@ -51,7 +51,7 @@ def vllm_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         own = ["--max-message-bytes", str(VLLM_MAX_MESSAGE_BYTES), "--log-format", "json"]
         fleet.start_frontend(options=[*own, "--", "--max-logprobs", "-1", "--enable-prompt-tokens-details"])
         for name in VLLM_WORKERS:
-            fleet.wait_healthy(name, 240)
+            fleet.wait_healthy(name)
         fleet.wait_instances(VLLM_WORKERS)
         yield fleet
     finally:

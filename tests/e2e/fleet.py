@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
+import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -57,7 +59,7 @@ class Fleet:
         """Start etcd, or restart it on the same data."""
         command = etcd_command(self.root / "etcd", self._etcd_port)
         process = self._start("etcd", lambda: Process.launch("etcd", command, self.root / "etcd.log", {}))
-        wait_until(lambda: _etcd_answers(self._etcd_port), "etcd", 30)
+        wait_until(lambda: _etcd_answers(self._etcd_port), "etcd")
         return process
 
     def _launch_service(self, kind: str, name: str = "", arguments: Sequence[str] = ()) -> str:
@@ -79,7 +81,7 @@ class Fleet:
         env = {"TAILRACE_FAULTS": f"@{self.faults}", "OMP_NUM_THREADS": "1"}
         process = self._tailrace(name, "worker", port, [*base, *arguments], env)
         if wait:
-            self.wait_healthy(name, 180)
+            self.wait_healthy(name)
         return process
 
     def start_command(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> Process:
@@ -120,7 +122,7 @@ class Fleet:
                 raise RuntimeError(f"front end ended:\n{process.text()[-3000:]}")
             return _get(f"{self.urls[name]}/v1/models") is not None
 
-        wait_until(serves, "the API server", 240)
+        wait_until(serves, "the API server")
 
     def start_control(self, schedulers: int = 1) -> None:
         """Start etcd, then monitor, migration service and schedulers concurrently."""
@@ -168,7 +170,7 @@ class Fleet:
         """Restart an ended process with the same arguments, without waiting until it serves."""
         return self._start(name, self._launches[name])
 
-    def repair(self, timeout_s: float = 180) -> None:
+    def repair(self, timeout_s: float = WAIT_S) -> None:
         """Restart all ended processes with the same arguments and thaw frozen ones."""
         ended = [name for name, process in self.processes.items() if not process.alive]
         for process in self.processes.values():
@@ -204,6 +206,8 @@ class Fleet:
         """Return the admin API of a scheduler, by default of any that is alive."""
         if not scheduler:
             alive = [n for n in self.addresses if n.startswith("scheduler") and self.processes[n].alive]
+            if not alive:
+                raise LookupError("no scheduler runs")
             scheduler = alive[0]
         return admin_pb2_grpc.AdminStub(grpc.insecure_channel(self.addresses[scheduler]))
 
@@ -277,15 +281,14 @@ class Fleet:
 
     def wait_held(self, step: str, timeout_s: float = WAIT_S) -> None:
         """Wait until a worker logs that it holds at a fault point."""
-        before = self._held.get(step, 0)
+        wait_until(lambda: self._holds(step), f"a worker to hold at {step}", timeout_s)
 
-        def held() -> bool:
-            if (count := self._held_lines(step)) > before:
-                self._held[step] = count
-                return True
-            return False
-
-        wait_until(held, f"a worker to hold at {step}", timeout_s)
+    def _holds(self, step: str) -> bool:
+        """Return whether a worker has held at a fault point since the last such hold."""
+        if (count := self._held_lines(step)) > self._held.get(step, 0):
+            self._held[step] = count
+            return True
+        return False
 
     def _held_lines(self, step: str) -> int:
         line = f"fault: holding at {step}\n"
@@ -332,6 +335,39 @@ class Fleet:
         for update in call:
             record = update
         return record
+
+    def hold_migration(
+        self, request_id: str, target: str, step: str, hold_s: float = 30.0
+    ) -> threading.Thread:
+        """Migrate a request until a worker holds at `step`; return the thread that waits for its end.
+
+        An order that fails before that step is repeated: after a process was restarted, some others still
+        know only the one before it. Raise TimeoutError with the reasons if none gets there.
+        """
+        self.arm({"hold": step, "seconds": hold_s})
+        failures: list[str] = []
+        deadline_s = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline_s:
+            mover = threading.Thread(
+                target=self._try_to_migrate, args=(request_id, target, failures), daemon=True
+            )
+            mover.start()
+            while mover.is_alive() and time.monotonic() < deadline_s:
+                if self._holds(step):
+                    return mover
+                mover.join(0.02)
+            if self._holds(step):
+                return mover
+            if self.find_request(request_id) is None:
+                break
+        raise TimeoutError(f"no migration of {request_id} held at {step}: {'; '.join(failures[-5:])}")
+
+    def _try_to_migrate(self, request_id: str, target: str, failures: list[str]) -> None:
+        try:
+            record = self.migrate(request_id, target)
+            failures.append(f"{types_pb2.MigrationState.Name(record.state)} {record.error}")
+        except (grpc.RpcError, LookupError) as failure:  # of any kind when a party is killed
+            failures.append(str(failure))
 
     def arm(self, fault: Mapping[str, object]) -> None:
         """Arm a fault point in every worker (worker_agent/faults.py)."""

@@ -22,6 +22,7 @@ from tailrace.tiny import MODEL_PATH
 from tests.e2e.chats import client
 from tests.e2e.fleet import MODEL, Fleet
 from tests.e2e.processes import tailrace
+from tests.waiting import WAIT_S
 
 
 def run_rollout(fleet: Fleet, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -32,7 +33,7 @@ def run_rollout(fleet: Fleet, *arguments: str) -> subprocess.CompletedProcess[st
         if name.startswith("scheduler") and fleet.processes[name].alive
     )
     command = tailrace("rollout", *arguments, "--admin", addresses)
-    return subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
 
 
 def fingerprints(fleet: Fleet) -> dict[str, str]:
@@ -88,7 +89,7 @@ class Load:
         """Stop the clients and wait for running requests. Raise a client's unexpected exception."""
         self._stopped.set()
         for each in self._clients:
-            each.result(timeout=180)
+            each.result(timeout=WAIT_S)
 
     def _run(self, number: int) -> None:
         for prompt in itertools.islice(itertools.cycle(self._prompts), number, None):

@@ -8,7 +8,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-import grpc
 import pytest
 
 from examples.fleet import Chat
@@ -46,7 +45,7 @@ def start_streams(chats: Chats, count: int = len(PROMPTS)) -> list[Future[Chat]]
         for prompt, event in zip(PROMPTS[:count], begun, strict=True)
     ]
     for event in begun:
-        assert event.wait(30)
+        assert event.wait(WAIT_S)
     return streams
 
 
@@ -116,10 +115,7 @@ def test_worker_is_stopped_during_a_migration(
     stream = start_streams(simulated_chats, 1)[0]
     request = simulated_fleet.wait_request("")
     target = next(name for name in simulated_fleet.instances() if name != request.instance_id)
-    simulated_fleet.arm({"hold": step, "seconds": 1})
-    mover = threading.Thread(target=move, args=(simulated_fleet, request.request_id, target))
-    mover.start()
-    simulated_fleet.wait_held(step)
+    mover = simulated_fleet.hold_migration(request.request_id, target, step, hold_s=1.0)
     stop(simulated_fleet, [request.instance_id if stopped == "source" else target])
     simulated_fleet.disarm()
     check_answers([stream], undisturbed[:1])
@@ -132,14 +128,6 @@ def test_front_end_and_worker_are_stopped_together(
     streams = start_streams(simulated_chats)
     stop(simulated_fleet, ["w0", "frontend"])
     check_answers(streams, undisturbed)
-
-
-def move(fleet: Fleet, request_id: str, target: str) -> None:
-    """Migrate a request and ignore whether it succeeds."""
-    try:
-        fleet.migrate(request_id, target)
-    except grpc.RpcError as refused:
-        print(f"not migrated: {refused}")
 
 
 @pytest.mark.slow

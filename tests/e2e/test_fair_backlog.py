@@ -80,7 +80,7 @@ def front_end(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FairFrontEnd
         fleet.start_worker("w0", slow, wait=False)
         options = ["--api-keys", str(file), "--fair-backlog", str(BACKLOG), "--place-wait", str(PLACE_WAIT_S)]
         fleet.start_frontend(options=options, wait=False)
-        wait_until(lambda: _serves(fleet, keys["a"]), "the API server", 120)
+        wait_until(lambda: _serves(fleet, keys["a"]), "the API server")
         yield FairFrontEnd(fleet, keys)
     finally:
         fleet.close()
@@ -95,7 +95,7 @@ def _serves(fleet: Fleet, key: str) -> bool:
 
 
 async def wait_for(condition: Callable[[], bool], what: str) -> None:
-    await asyncio.to_thread(wait_until, condition, what, 30)
+    await asyncio.to_thread(wait_until, condition, what)
 
 
 @pytest.mark.slow

@@ -5,8 +5,6 @@ test_vllm_fleet.py has one case per step with vLLM.
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from examples.fleet import Chat
@@ -54,13 +52,10 @@ def test_stream_survives_a_kill_at_a_migration_step(
     stream = simulated_chats.start(
         PROMPT, progress.append, max_tokens=MAX_TOKENS, extra_body={"min_tokens": MAX_TOKENS}
     )
-    wait_until(lambda: len(progress) > 20, "the stream to begin", 30)
+    wait_until(lambda: len(progress) > 20, "the stream to begin")
     placed = simulated_fleet.wait_request(progress[-1].request_id)
     target = next(name for name in simulated_fleet.instances() if name != placed.instance_id)
-    simulated_fleet.arm({"hold": STEPS[step], "seconds": 20})
-    mover = threading.Thread(target=_migrate, args=(simulated_fleet, placed.request_id, target), daemon=True)
-    mover.start()
-    simulated_fleet.wait_held(STEPS[step])
+    mover = simulated_fleet.hold_migration(placed.request_id, target, STEPS[step])
     name = {
         "source": placed.instance_id,
         "target": target,
@@ -74,10 +69,3 @@ def test_stream_survives_a_kill_at_a_migration_step(
     simulated_fleet.wait_idle()
     mover.join(timeout=WAIT_S)
     assert not mover.is_alive()
-
-
-def _migrate(fleet: Fleet, request_id: str, target: str) -> None:
-    try:
-        fleet.migrate(request_id, target)
-    except Exception as failure:  # noqa: BLE001 - it may fail in any way when a party is killed
-        print(f"migration ended: {failure}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -105,8 +104,8 @@ def shared_by(fleet: Fleet, worker: str) -> Names:
 def assert_nothing_left(fleet: Fleet, worker: str, ranks: list[int], shared: Names) -> None:
     """Check that the worker exits by itself, with its ranks and what they shared."""
     wait_until(lambda: not fleet.processes[worker].alive, f"{worker} to end")
-    wait_until(lambda: not any(map(is_running, ranks)), "the ranks to end", 30)
-    wait_until(lambda: not any(map(exists, shared)), "shared memory to be freed", 30)
+    wait_until(lambda: not any(map(is_running, ranks)), "the ranks to end")
+    wait_until(lambda: not any(map(exists, shared)), "shared memory to be freed")
 
 
 def exists(name: str) -> bool:
@@ -181,20 +180,10 @@ def test_rank_killed_at_a_migration_step(fleet: Fleet, chats: Chats, step: str, 
     request, result = streaming_on(fleet, chats, "w0")
     worker = {"source": "w0", "target": "w1"}[victim]
     ranks, shared = ranks_of(fleet, worker), shared_by(fleet, worker)
-    fleet.arm({"hold": step, "seconds": 30})
-    mover = threading.Thread(target=_migrate, args=(fleet, request, "w1"), daemon=True)
-    mover.start()
-    fleet.wait_held(step)
+    mover = fleet.hold_migration(request, "w1", step)
     os.kill(ranks[1], signal.SIGKILL)
     fleet.disarm()
     assert_expected(result(), LONG)
     assert_nothing_left(fleet, worker, ranks, shared)
     mover.join(timeout=WAIT_S)
     assert not mover.is_alive()
-
-
-def _migrate(fleet: Fleet, request_id: str, target: str) -> None:
-    try:
-        fleet.migrate(request_id, target)
-    except Exception as failure:  # noqa: BLE001 - it may fail in any way when a party is killed
-        print(f"migration ended: {failure}")

@@ -36,7 +36,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         for name in FRONT_ENDS:
             fleet.wait_frontend(name)
         for name in WORKERS:
-            fleet.wait_healthy(name, 240)
+            fleet.wait_healthy(name)
         fleet.wait_instances(WORKERS)
         peers = "tailrace_frontend_answer_peers"
         wait_until(

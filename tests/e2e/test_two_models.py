@@ -40,7 +40,7 @@ class Model:
         progress: list[list[Chat]] = [[] for _ in PROMPTS]
         started = zip(PROMPTS, progress, strict=True)
         streams = [self.chats.start(prompt, seen.append, **OPTIONS) for prompt, seen in started]
-        wait_until(lambda: all(progress), "the streams to begin", 30)
+        wait_until(lambda: all(progress), "the streams to begin")
         return streams
 
 

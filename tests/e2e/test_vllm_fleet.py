@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from urllib.parse import urlsplit
@@ -54,7 +53,7 @@ class Progress:
 
     def wait(self, condition: Callable[[Chat], bool], what: str) -> Chat:
         """Wait until the condition holds for the chat so far, and return it."""
-        wait_until(lambda: condition(self.chat), what, 60)
+        wait_until(lambda: condition(self.chat), what)
         return self.chat
 
 
@@ -240,18 +239,8 @@ def held_migration(fleet: Fleet, chats: Chats, step: str) -> tuple[str, str, Cal
     chat = progress.wait(lambda c: len(c.reasoning) > 100, "some thought")
     placed = fleet.wait_request(chat.request_id)
     target = others(placed.instance_id)[0]
-    fleet.arm({"hold": step, "seconds": 30})
-    mover = threading.Thread(target=_try_to_migrate, args=(fleet, placed.request_id, target), daemon=True)
-    mover.start()
-    fleet.wait_held(step)
+    fleet.hold_migration(placed.request_id, target, step)
     return placed.instance_id, target, lambda: stream.result(timeout=WAIT_S)
-
-
-def _try_to_migrate(fleet: Fleet, request_id: str, target: str) -> None:
-    try:
-        fleet.migrate(request_id, target)
-    except Exception as failure:  # noqa: BLE001 - it may fail in any way when a party is killed
-        print(f"migration ended: {failure}")
 
 
 @pytest.mark.parametrize(

@@ -99,8 +99,8 @@ def assert_nothing_left(fleet: Fleet, ranks: list[int], left: set[str]) -> None:
     """Check that the worker and the other node exit by themselves, with their ranks and shared memory."""
     wait_until(lambda: not fleet.processes["w0"].alive, "w0 to end")
     wait_until(lambda: not fleet.processes[NODE].alive, f"{NODE} to end")
-    wait_until(lambda: not any(map(is_running, ranks)), "the ranks to end", 30)
-    wait_until(lambda: unused_memory() <= left, "shared memory to be freed", 30)
+    wait_until(lambda: not any(map(is_running, ranks)), "the ranks to end")
+    wait_until(lambda: unused_memory() <= left, "shared memory to be freed")
 
 
 def test_streams_equal_those_of_one_device(session: Fleet, chats: Chats) -> None:

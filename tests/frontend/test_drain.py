@@ -78,7 +78,7 @@ def test_drain_finishes_streams_and_accepts_no_new_requests(front_end: FrontEndT
         rest = list(lines)
     assert rest[-1] == "data: [DONE]" or rest[-2] == "data: [DONE]"
     assert ANSWER[-1] in "".join(rest)
-    assert drained.wait(30)
+    assert drained.wait(WAIT_S)
 
 
 def _accepts(url: str) -> bool:

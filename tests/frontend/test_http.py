@@ -203,7 +203,7 @@ def test_requests_beyond_the_stream_limit_are_refused_with_429(front_end: FrontE
     def status() -> int:
         return post(front_end, "/v1/completions", body).status_code
 
-    wait_until(lambda: status() == 200, "the other requests to end", 20)
+    wait_until(lambda: status() == 200, "the other requests to end")
 
 
 def test_abandoned_stream_is_aborted_at_its_owner(front_end: FrontEndThread) -> None:
@@ -251,14 +251,14 @@ def test_vllm_metrics_show_the_fleet(front_end: FrontEndThread) -> None:
         lines = []
         for _ in range(3):
             reply = stack.enter_context(
-                httpx.stream("POST", f"{front_end.url}/v1/completions", json=body, timeout=20)
+                httpx.stream("POST", f"{front_end.url}/v1/completions", json=body, timeout=WAIT_S)
             )
             lines.append(reply.iter_lines())
             next(lines[-1])
         front_end.call(tell(1, 0.25))
-        wait_until(lambda: shown() == (2.0, 1.0, 0.25), "the load of three requests", 20)
+        wait_until(lambda: shown() == (2.0, 1.0, 0.25), "the load of three requests")
     front_end.call(tell(0, float("nan")))
-    wait_until(lambda: shown() == (0.0, 0.0, 0.0), "no load", 20)
+    wait_until(lambda: shown() == (0.0, 0.0, 0.0), "no load")
     if not python:
         return
     wait_until(

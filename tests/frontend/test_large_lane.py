@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from frontend_svc.api_server.large_lane import Doors, LargeLane, Pass, Turn, large_task, use_two_lanes
 from tailrace.tenancy.fair_queue import TenantQueueFull
+from tests.waiting import WAIT_S
 
 
 async def run_ready_tasks() -> None:
@@ -114,7 +115,7 @@ def test_each_turn_is_taken_and_given_back_once(events: list[tuple[str, int]]) -
         assert all(task.done() for task in tasks) and len(lane) == 0
         (await lane.enter("a", 1.0, 0.0)).end()
 
-    asyncio.run(asyncio.wait_for(check(), 30))
+    asyncio.run(asyncio.wait_for(check(), WAIT_S))
 
 
 async def test_small_requests_of_a_tenant_enter_one_by_one_and_hold_up_no_other_tenant() -> None:
@@ -168,7 +169,7 @@ def test_each_pass_is_given_back_once(events: list[tuple[str, int]]) -> None:
         for tenant in "ab":
             (await doors.enter(tenant)).give_back()
 
-    asyncio.run(asyncio.wait_for(check(), 30))
+    asyncio.run(asyncio.wait_for(check(), WAIT_S))
 
 
 async def test_large_prompts_do_not_occupy_the_thread_of_small_ones() -> None:

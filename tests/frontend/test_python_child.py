@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tailrace.tiny import MODEL_PATH
+from tests.waiting import WAIT_S
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -31,7 +32,7 @@ for quantization in (None, "fp8"):
 
 def test_api_server_is_configured_without_a_device() -> None:
     result = subprocess.run(
-        [sys.executable, "-c", _SCRIPT, str(MODEL_PATH)], capture_output=True, text=True, timeout=150
+        [sys.executable, "-c", _SCRIPT, str(MODEL_PATH)], capture_output=True, text=True, timeout=WAIT_S
     )
     assert result.returncode == 0, result.stderr[-2000:]
     assert "configured cpu None" in result.stdout

@@ -16,6 +16,7 @@ from tailrace.local.plan import Tier
 from tailrace.local.state import Part, RunFolder, RunFolderBusy, RunFolderUnusable, RunState, find_state
 from tailrace.local.stop import stop_parts
 from tests.full_disk import files_end_at
+from tests.waiting import WAIT_S
 
 _STUBBORN = (
     "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); input()"
@@ -102,7 +103,7 @@ def test_a_part_that_ignores_sigterm_is_killed(
     process, _ = _start(started, _STUBBORN)
     part = _part(process.pid)
     assert stop_parts([part], lambda: None) == [part.name]
-    assert process.wait(5) == -signal.SIGKILL
+    assert process.wait(WAIT_S) == -signal.SIGKILL
 
 
 def test_a_part_that_drains_for_too_long_gets_a_second_sigterm(
@@ -111,7 +112,7 @@ def test_a_part_that_drains_for_too_long_gets_a_second_sigterm(
     monkeypatch.setattr("tailrace.local.stop.GRACE_S", 0.2)
     process, _ = _start(started, _DRAINS)
     stop_parts([_part(process.pid)], lambda: None)
-    assert process.wait(5) == 7
+    assert process.wait(WAIT_S) == 7
 
 
 def test_a_frozen_part_is_killed(started: list[Started], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +120,7 @@ def test_a_frozen_part_is_killed(started: list[Started], monkeypatch: pytest.Mon
     process, _ = _start(started, "print('up', flush=True); input()")
     os.kill(process.pid, signal.SIGSTOP)
     stop_parts([_part(process.pid)], lambda: None)
-    assert process.wait(5) < 0
+    assert process.wait(WAIT_S) < 0
 
 
 def test_children_are_stopped_with_their_part(started: list[Started]) -> None:
@@ -132,7 +133,7 @@ def test_children_of_an_ended_part_are_stopped(started: list[Started]) -> None:
     process, child = _start(started, _WITH_CHILD)
     part = _part(process.pid)
     process.kill()
-    process.wait(5)
+    process.wait(WAIT_S)
     assert _is_running(int(child))
     assert stop_parts([part], lambda: None) == [part.name]
     assert not _is_running(int(child))

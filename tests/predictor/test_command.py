@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from tailrace.predictor.samples import read_samples, write_samples
 from tests.predictor.synthetic import samples
+from tests.waiting import WAIT_S
 from worker_agent.predictor.command import predictor_command
 
 
@@ -41,7 +42,11 @@ def test_cut_off_requests_are_collected(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tailrace", "predictor", "collect", "-n", "12", "--max-tokens", "300"]
     command += ["--engine-arg", "kv_cache_memory_bytes=268435456", "--engine-arg", "enforce_eager=true"]
     process = subprocess.run(
-        [*command, "--out", str(out), "-o", "json"], capture_output=True, text=True, timeout=240, check=False
+        [*command, "--out", str(out), "-o", "json"],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
     )
     assert process.returncode == 0, process.stderr[-2000:]
     document = json.loads(process.stdout.splitlines()[-1])

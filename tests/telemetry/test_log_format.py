@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from tailrace.cli.main import main
+from tests.waiting import WAIT_S
 
 # A service that logs a line, and ends by a mistake.
 _SERVICE = """
@@ -37,7 +38,7 @@ run_service(main)
 def log_of_a_service(monkeypatch: pytest.MonkeyPatch, chosen: str) -> list[str]:
     """Return the lines that the service writes in a format."""
     monkeypatch.setenv("TAILRACE_LOG_FORMAT", chosen)
-    run = subprocess.run([sys.executable, "-c", _SERVICE], capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", _SERVICE], capture_output=True, text=True, timeout=WAIT_S)
     assert run.returncode == 1
     return run.stderr.splitlines()
 

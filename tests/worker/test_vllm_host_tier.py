@@ -20,6 +20,7 @@ pytest.importorskip("vllm", reason="the vLLM engine is not installed")
 from vllm.sampling_params import SamplingParams
 
 from benchmarks.models.triton_on_cpu import is_requested
+from tests.waiting import WAIT_S
 from tests.worker.test_vllm_engine import assert_same, idle, params
 from tests.worker.vllm_front import Front, Stream
 from worker_agent.engine.base import EngineInfo, Submission
@@ -195,7 +196,7 @@ class HeldLoads:
 
     def load(self, slots: Sequence[int], block_ids: Sequence[int], names: Sequence[bytes]) -> list[int]:
         self.begun.set()
-        assert self.go.wait(30)
+        assert self.go.wait(WAIT_S)
         return self._load(slots, block_ids, names)
 
     def close(self) -> None:
@@ -213,7 +214,7 @@ async def test_other_requests_continue_during_a_load(engine: VllmEngine, front: 
     try:
         stream = front.stream(prompt_of(1), sampling())
         front.submit(engine, stream)
-        assert await asyncio.to_thread(loads.begun.wait, 30)
+        assert await asyncio.to_thread(loads.begun.wait, WAIT_S)
         await front.until_tokens(other, len(other.tokens) + 20)
         assert not stream.tokens
     finally:
@@ -231,7 +232,7 @@ async def test_request_ends_before_its_load_completes(engine: VllmEngine, front:
     try:
         stream = front.stream(prompt_of(1), sampling())
         front.submit(engine, stream)
-        assert await asyncio.to_thread(loads.begun.wait, 30)
+        assert await asyncio.to_thread(loads.begun.wait, WAIT_S)
         engine.abort([stream.key])
         assert await engine.find_held([stream.key]) == {}
         assert engine.stats().kv_blocks_used >= PREFIX_BLOCKS
