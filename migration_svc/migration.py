@@ -17,7 +17,7 @@ from migration_svc.metrics import MigrationMetrics
 from migration_svc.traces import MigrationTrace, MigrationTraces
 from tailrace.handover import SETTLE_S
 from tailrace.security.roles import Role
-from tailrace.service.channels import Channels, format_error
+from tailrace.service.channels import Channels, decoded, format_error
 from tailrace.v1 import migration_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class MigrationRun:
         )
         try:
             async for event in call:
-                self._apply_event(event)
+                self._apply_event(decoded(event, record.target_instance_id))
         except grpc.aio.AioRpcError as error:
             problem = f"target {record.target_instance_id}: {format_error(error)}"
             if error.code() is grpc.StatusCode.FAILED_PRECONDITION and record.state not in ENDED:

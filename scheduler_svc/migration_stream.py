@@ -9,6 +9,7 @@ import grpc
 
 from tailrace.service.channels import format_error
 from tailrace.service.tasks import cancel, first_ended, run_once
+from tailrace.telemetry.incidents import unreadable
 from tailrace.v1 import migration_pb2
 
 if TYPE_CHECKING:
@@ -121,7 +122,11 @@ class MigrationStream:
         self,
         call: grpc.aio.StreamStreamCall[migration_pb2.MigrateManyRequest, migration_pb2.MigrateManyReply],
     ) -> None:
-        while isinstance(reply := await call.read(), migration_pb2.MigrateManyReply):
+        while (reply := await call.read()) is not grpc.aio.EOF:
+            if not isinstance(reply, migration_pb2.MigrateManyReply):
+                # The other ends still come; these migrations run into their deadlines.
+                unreadable("reply of a service", "of a migration service", "it cannot be decoded")
+                continue
             for end in reply.ended:
                 waiting = self._open.get(end.number)
                 if waiting is not None and not waiting.done():

@@ -19,7 +19,7 @@ from tailrace.handover import MIGRATE_MAX_S, Way, between
 from tailrace.model_identity import difference
 from tailrace.records import InstanceRecord, ServiceRecord
 from tailrace.security.roles import Role
-from tailrace.service.channels import Channels, preferred
+from tailrace.service.channels import Channels, decoded, preferred
 from tailrace.store.membership import Membership
 from tailrace.telemetry.limited_log import LimitedLog
 from tailrace.v1 import bidask_pb2, bidask_pb2_grpc, migration_pb2, types_pb2, worker_pb2, worker_pb2_grpc
@@ -60,7 +60,7 @@ class Migrations:
             try:
                 async for record in call:
                     received = True
-                    yield record
+                    yield decoded(record, service.service_id)
                 return
             except grpc.aio.AioRpcError as error:
                 # Once it has begun there, it must not be started on another service.

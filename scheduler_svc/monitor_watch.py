@@ -15,7 +15,7 @@ import grpc
 from scheduler_svc.metrics import SchedulerMetrics
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.security.roles import Role
-from tailrace.service.channels import Channels, preferred
+from tailrace.service.channels import Channels, decoded, preferred
 from tailrace.service.tasks import cancel, in_slices, run_once, supervise
 from tailrace.store.membership import Membership
 from tailrace.telemetry.incidents import unreadable
@@ -162,7 +162,8 @@ class MonitorWatch:
         )
         call = watch(monitor_pb2.WatchRequest(subscriber=self._subscriber, reads_columns=True))
         try:
-            async for delta in call:
+            async for reply in call:
+                delta = decoded(reply, f"the monitor at {address}")
                 if delta.snapshot:
                     log.info("watching the monitor at %s", address)
                 await self._take(address, delta)

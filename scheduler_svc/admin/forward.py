@@ -16,7 +16,7 @@ from scheduler_svc.admin.errors import ADMIN, SERVICE, AdminError
 from tailrace.security.audit import ON_BEHALF_OF, caller_name
 from tailrace.security.handlers import Context, Handler
 from tailrace.security.roles import Role
-from tailrace.service.channels import Channels
+from tailrace.service.channels import Channels, decoded
 from tailrace.store.membership import Membership
 
 RECORD_S: Final = 3_600.0
@@ -135,7 +135,7 @@ class LeaderForwarding(grpc.aio.ServerInterceptor):
             call = stub(request, timeout=LEADER_METHODS[method], metadata=_metadata(context))
             try:
                 async for reply in call:
-                    yield reply
+                    yield decoded(reply, "the leader")
             except grpc.aio.AioRpcError as error:
                 raise _leader_error(error) from error
             finally:

@@ -10,7 +10,7 @@ import grpc
 
 from scheduler_svc.admin.errors import AdminError
 from tailrace.security.roles import Role
-from tailrace.service.channels import Channels, preferred
+from tailrace.service.channels import Channels, decoded, preferred
 from tailrace.store.membership import Membership
 from tailrace.v1 import admin_pb2, profile_pb2
 from tailrace.v1.monitor_pb2_grpc import MonitorStub
@@ -61,7 +61,7 @@ async def profile_events(
     )
     try:
         async for event in call:
-            yield event
+            yield decoded(event, request.instance_id)
     except grpc.aio.AioRpcError as error:
         code, details = error.code(), error.details() or error.code().name
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):

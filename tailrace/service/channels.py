@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 import grpc
 
@@ -17,6 +17,9 @@ from tailrace.records import ServiceRecord
 from tailrace.security.renewed_channel import RenewedChannel
 from tailrace.security.roles import Role
 from tailrace.security.transport import PLAIN, Transport
+from tailrace.telemetry.incidents import unreadable
+
+Reply = TypeVar("Reply")
 
 
 def format_error(error: BaseException) -> str:
@@ -40,6 +43,19 @@ def is_from_server(error: grpc.Call) -> bool:
     return isinstance(metadata, tuple | grpc.aio.Metadata) and any(
         (key, value) == FROM_SERVER for key, value in metadata
     )
+
+
+def decoded(reply: Reply | None, sender: str) -> Reply:
+    """Return a reply of a stream. Raise grpc.aio.AioRpcError (INTERNAL) if it cannot be decoded.
+
+    grpc.aio logs that, gives None in its place, and goes on with the next reply.
+    """
+    if reply is not None:
+        return reply
+    unreadable("reply of a service", sender, "it cannot be decoded")
+    nothing = grpc.aio.Metadata()
+    details = f"a reply of {sender} cannot be decoded"
+    raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, details)
 
 
 class Services(Protocol):

@@ -30,7 +30,7 @@ from tailrace.service.listening import ListenError, listen_reason
 from tailrace.service.retransmission import bound_retransmission, probe_when_idle
 from tailrace.service.socket_writer import SocketWriter
 from tailrace.service.tasks import cancel, task_error
-from tailrace.telemetry.incidents import loop_failed, loop_named
+from tailrace.telemetry.incidents import loop_failed, loop_named, unreadable
 
 log = logging.getLogger(__name__)
 
@@ -291,6 +291,8 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
             try:
                 message = self._parse(bytes(buffer[begin : begin + size]))
             except DecodeError as error:
+                # What it said is lost, so both ends begin anew on another stream.
+                unreadable("message of a stream", self._peer(), error)
                 self._reject(f"not a message: {error}")
                 return
             start = begin + size
@@ -314,6 +316,9 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._finish("closed" if error is None else format_error(error))
+
+    def _peer(self) -> str:
+        return "" if self._transport is None else f"from {self._transport.get_extra_info('peername')}"
 
     def _broken(self, reason: str) -> StreamBroken:
         return StreamRefused(reason) if self._refused else StreamBroken(reason)

@@ -52,6 +52,8 @@ UNREADABLE_KINDS: Final = (
     "message of a front end",
     "message of a worker",
     "report of a worker",
+    "reply of a service",
+    "message of a stream",
     "message of the API server",
     "outputs of a worker",
     "rollout of a scheduler",

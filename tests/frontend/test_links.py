@@ -15,6 +15,7 @@ from frontend_svc.links import Link, Loss, LossCause
 from tailrace.service.message_stream import MessageStream, StreamBroken, serve_streams
 from tailrace.telemetry.incidents import UNREADABLE
 from tailrace.v1 import worker_pb2
+from tests.counting import skipped
 from tests.frontend.fleet import record
 from tests.waiting import WAIT_S
 
@@ -372,6 +373,40 @@ async def test_a_message_that_cannot_be_processed_resets_the_link() -> None:
             assert loss.cause is LossCause.BROKEN and "list index out of range" in loss.reason
     assert attempts[:2] == [1, 2]
     assert UNREADABLE.labels("message of a worker")._value.get() >= before + 2
+
+
+class Undecodable:
+    """A message that no protobuf can read."""
+
+    def SerializeToString(self) -> bytes:
+        return b"\xff\xff\xff"
+
+    @classmethod
+    def FromString(cls, data: bytes, /) -> Undecodable:
+        raise NotImplementedError
+
+
+async def test_a_message_that_cannot_be_decoded_resets_the_link() -> None:
+    """Its streams go on elsewhere: which of them it was about is not known."""
+    attempts: list[int] = []
+
+    async def serve(stream: Up) -> None:
+        attempts.append((await greet(stream)).attempt)
+        if len(attempts) == 1:
+            stream.send(Undecodable())
+        await stream.read()
+
+    before = skipped("message of a stream")
+    async with (
+        serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve) as address,
+        running(address) as (_, sink),
+    ):
+        await sink.next_event("attached")
+        loss, _ = await sink.next_event("lost")
+        assert loss.cause is LossCause.BROKEN and "not a message" in loss.reason
+        await sink.next_event("attached")
+    assert attempts == [1, 2]
+    assert skipped("message of a stream") == before + 1
 
 
 def fail(instance_id: str, message: worker_pb2.AttachDown) -> None:

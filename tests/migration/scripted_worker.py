@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import cast
 
 import grpc
 
@@ -18,10 +19,10 @@ UNKNOWN = types_pb2.MIGRATION_STATE_UNKNOWN
 
 
 class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
-    """Answers each Import with the steps in `script`: events, "hang" or "linger"."""
+    """Answers each Import with the steps in `script`: events, bytes, "hang" or "linger"."""
 
     def __init__(self) -> None:
-        self.script: list[worker_pb2.ImportEvent | str] = []
+        self.script: list[worker_pb2.ImportEvent | bytes | str] = []
         self.imports: asyncio.Queue[worker_pb2.ImportRequest] = asyncio.Queue()
         self.cancelled_calls = asyncio.Event()
         # What a migration service is told that asks how an import ended.
@@ -46,6 +47,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
                     await asyncio.sleep(0)
             elif isinstance(step, worker_pb2.ImportEvent):
                 yield step
+            elif isinstance(step, bytes):
+                yield cast(worker_pb2.ImportEvent, step)
 
     async def CancelImport(
         self,
@@ -76,7 +79,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         raise NotImplementedError("not used by tests")
 
 
-def commit(rounds: int = 2) -> list[worker_pb2.ImportEvent | str]:
+def commit(rounds: int = 2) -> list[worker_pb2.ImportEvent | bytes | str]:
     """Return the events of a migration that commits after this many copy rounds."""
     round_events = [
         worker_pb2.ImportEvent(

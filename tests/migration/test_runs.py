@@ -22,7 +22,9 @@ from tailrace.service.channels import Channels
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.telemetry.tracing import Tracing
 from tailrace.v1 import migration_pb2, types_pb2, worker_pb2, worker_pb2_grpc
+from tests.counting import failures_of, skipped
 from tests.migration.scripted_worker import ABORTED, COMMITTED, GONE, UNKNOWN, ScriptedWorker, commit
+from tests.raw_replies import UNDECODABLE, add_raw
 from tests.waiting import WAIT_S
 
 
@@ -80,7 +82,9 @@ class Bench:
 @asynccontextmanager
 async def bench(journal: Path | None = None, timeout_s: float = WAIT_S) -> AsyncIterator[Bench]:
     worker = ScriptedWorker()
-    servicers = [Servicer(worker_pb2_grpc.add_WorkerServicer_to_server, worker, "tailrace.v1.Worker")]
+    servicers = [
+        Servicer(add_raw(worker_pb2_grpc.add_WorkerServicer_to_server), worker, "tailrace.v1.Worker")
+    ]
     async with serve_grpc("127.0.0.1:0", servicers) as server:
         rig = Bench(server.address, journal, timeout_s)
         rig.worker = worker
@@ -175,6 +179,19 @@ async def test_target_whose_call_broke_is_asked_for_the_end(
         assert last.state == state and error in last.error and bool(last.error) == bool(error)
         lines = (tmp_path / "journal").read_bytes().splitlines()
         assert msgspec.json.decode(lines[-1], type=Closed).committed == (state == COMMITTED)
+
+
+async def test_target_whose_event_cannot_be_decoded_is_asked_for_the_end(tmp_path: Path) -> None:
+    async with bench(tmp_path / "journal") as b:
+        before, failed = skipped("reply of a service"), failures_of("migrations")
+        b.worker.script = [*commit()[:-1], UNDECODABLE]
+        b.worker.end = worker_pb2.ImportEvent(state=COMMITTED)
+        assert (await b.migrate())[-1].state == COMMITTED
+        b.worker.end = None
+        last = (await b.migrate())[-1]
+        assert last.state == UNKNOWN and "a reply of b cannot be decoded" in last.error
+        assert skipped("reply of a service") == before + 2
+        assert failures_of("migrations") == failed
 
 
 async def test_end_of_a_migration_to_an_unreachable_target_is_unknown(

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -19,10 +19,11 @@ from tailrace.records import ServiceRecord
 from tailrace.service.channels import Channels
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.v1 import migration_pb2, migration_pb2_grpc, types_pb2
-from tests.counting import failures_of
+from tests.counting import failures_of, skipped
 from tests.migration.scripted_worker import commit
 from tests.migration.test_runs import Bench, bench
 from tests.ports import free_port
+from tests.raw_replies import UNDECODABLE, add_raw
 from tests.waiting import WAIT_S
 
 ADD = migration_pb2_grpc.add_MigrationServicer_to_server
@@ -242,3 +243,54 @@ async def test_a_stream_that_fails_in_an_unforeseen_way_is_counted_and_replaced(
                 await c.run()
         assert failures_of("stream of migrations") == before + 1
         assert await c.run("next")
+
+
+class Undecodable(Counting):
+    """Sends something that cannot be decoded before each reply."""
+
+    async def MigrateMany(
+        self,
+        request_iterator: AsyncIterator[migration_pb2.MigrateManyRequest],
+        context: grpc.aio.ServicerContext[migration_pb2.MigrateManyRequest, migration_pb2.MigrateManyReply],
+    ) -> AsyncIterator[migration_pb2.MigrateManyReply]:
+        async for reply in super().MigrateMany(request_iterator, context):
+            yield cast(migration_pb2.MigrateManyReply, UNDECODABLE)
+            yield reply
+
+
+async def test_a_reply_that_cannot_be_decoded_costs_no_other_migration_its_end() -> None:
+    async with bench() as b, caller() as c:
+        b.worker.script = commit()
+        service = Undecodable(b.runs, b.history, lambda: b.instances)
+        await c.serve(service, add_raw(ADD))
+        before = skipped("reply of a service")
+        assert await c.run("one")
+        assert await c.run("two")
+        assert skipped("reply of a service") >= before + 2
+        assert (service.streams, service.calls) == (1, 0)
+
+
+async def test_orders_after_one_that_cannot_be_decoded_go_over_another_stream() -> None:
+    """The service tells the ends of those before, then ends the stream."""
+    async with bench() as b, caller() as c:
+        b.worker.script = commit()
+        await c.serve(servicer(b))
+        [(_, record)] = c.known.services.items()
+        first = migration_pb2.MigrateManyRequest(
+            migrations=[migration_pb2.NumberedMigration(number=1, request=request("before"))]
+        )
+        async with grpc.aio.insecure_channel(record.address) as channel, asyncio.timeout(WAIT_S):
+            many: grpc.aio.StreamStreamMultiCallable[bytes, migration_pb2.MigrateManyReply] = (
+                channel.stream_stream(
+                    "/tailrace.v1.Migration/MigrateMany",
+                    response_deserializer=migration_pb2.MigrateManyReply.FromString,
+                )
+            )
+            call = many(iter([first.SerializeToString(), UNDECODABLE]))
+            ended: list[int] = []
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                async for reply in call:
+                    ended += [end.number for end in reply.ended]
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert ended == [1]
+        assert await c.run("after")

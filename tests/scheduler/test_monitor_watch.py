@@ -18,7 +18,8 @@ from tailrace.service.channels import Channels
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.service.tasks import supervised
 from tailrace.v1 import monitor_pb2
-from tests.counting import skipped
+from tests.counting import failures_of, skipped
+from tests.raw_replies import UNDECODABLE
 from tests.waiting import WAIT_S
 
 
@@ -118,20 +119,24 @@ def test_reports_never_go_back_between_monitors(received: list[tuple[str, int]])
         assert monitor == before[-1][0] or seq > max(s for _, s in before)
 
 
-async def test_a_report_that_cannot_be_read_or_applied_is_skipped_alone() -> None:
-    """Over gRPC, from a monitor that passes on what it got."""
-    deltas: asyncio.Queue[list[bytes]] = asyncio.Queue()
+def encoded_delta(*reports: bytes) -> bytes:
+    """Return an encoded message with these encoded reports."""
+    return monitor_pb2.EncodedDelta(reports=reports).SerializeToString()
 
-    async def watch(
-        request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]
-    ) -> AsyncIterator[monitor_pb2.EncodedDelta]:
+
+async def test_a_report_that_cannot_be_read_or_applied_is_skipped_alone() -> None:
+    """Over gRPC, from a monitor that passes on what it got; then it sends what is no delta."""
+    # The deltas of each watch.
+    watches: asyncio.Queue[asyncio.Queue[bytes]] = asyncio.Queue()
+
+    async def watch(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> AsyncIterator[bytes]:
+        deltas: asyncio.Queue[bytes] = asyncio.Queue()
+        watches.put_nowait(deltas)
         while True:
-            yield monitor_pb2.EncodedDelta(reports=await deltas.get())
+            yield await deltas.get()
 
     def add(servicer: object, server: grpc.aio.Server) -> None:
-        method: grpc.RpcMethodHandler[bytes, monitor_pb2.EncodedDelta] = grpc.unary_stream_rpc_method_handler(
-            watch, response_serializer=monitor_pb2.EncodedDelta.SerializeToString
-        )
+        method: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_stream_rpc_method_handler(watch)
         handlers = grpc.method_handlers_generic_handler("tailrace.v1.Monitor", {"Watch": method})
         server.add_generic_rpc_handlers((handlers,))
 
@@ -159,10 +164,19 @@ async def test_a_report_that_cannot_be_read_or_applied_is_skipped_alone() -> Non
         before = skipped("report of a worker")
         async with supervised({"monitors of a test": monitor.run}), asyncio.timeout(WAIT_S):
             encoded = [report(name, 1).SerializeToString() for name in ("a", "poison", "b")]
-            deltas.put_nowait([encoded[0], b"\x0a\x05x", encoded[1], encoded[2]])
+            deltas = await watches.get()
+            deltas.put_nowait(encoded_delta(encoded[0], b"\x0a\x05x", encoded[1], encoded[2]))
             assert [await taken.get(), await taken.get()] == ["a", "b"]
             # The stream itself goes on: another one would begin with a snapshot.
-            deltas.put_nowait([report("c", 1).SerializeToString()])
+            deltas.put_nowait(encoded_delta(report("c", 1).SerializeToString()))
             assert await taken.get() == "c"
+            assert watches.empty() and skipped("report of a worker") == before + 2
+            undecodable, failed = skipped("reply of a service"), failures_of("monitor watches")
+            deltas.put_nowait(UNDECODABLE)
+            # The new watch begins with a snapshot, so nothing is lost.
+            deltas = await watches.get()
+            deltas.put_nowait(encoded_delta(report("d", 1).SerializeToString()))
+            assert await taken.get() == "d"
+            assert skipped("reply of a service") == undecodable + 1
+            assert failures_of("monitor watches") == failed
     await channels.close()
-    assert skipped("report of a worker") == before + 2

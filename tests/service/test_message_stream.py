@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tailrace.service.listening import ListenError
 from tailrace.service.message_stream import MessageStream, StreamBroken, connect_stream, serve_streams
 from tailrace.v1 import worker_pb2
+from tests.counting import skipped
 from tests.waiting import WAIT_S
 
 Down = MessageStream[worker_pb2.AttachDown]
@@ -165,6 +166,7 @@ async def test_a_peer_with_another_protocol_is_disconnected() -> None:
 
 
 async def test_an_undecodable_message_is_an_error() -> None:
+    before = skipped("message of a stream")
     served: asyncio.Queue[Up] = asyncio.Queue()
 
     async def serve(stream: Up) -> None:
@@ -178,6 +180,7 @@ async def test_an_undecodable_message_is_an_error() -> None:
         with pytest.raises(StreamBroken, match="not a message"):
             await (await served.get()).read()
         writer.close()
+    assert skipped("message of a stream") == before + 1
 
 
 async def test_a_writer_waits_for_a_reader_that_does_not_read() -> None:

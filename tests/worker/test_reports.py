@@ -34,6 +34,8 @@ class ScriptedMonitor(monitor_pb2_grpc.MonitorServicer):
     def __init__(self) -> None:
         self.reports: asyncio.Queue[monitor_pb2.WorkerReport] = asyncio.Queue()
         self.reads_columns = True
+        # How many reports are refused first, as reports that cannot be read are.
+        self.unreadable = 0
         # While it is not set, reports are neither read nor acknowledged.
         self.hears = asyncio.Event()
         self.hears.set()
@@ -45,6 +47,8 @@ class ScriptedMonitor(monitor_pb2_grpc.MonitorServicer):
     ) -> AsyncIterator[monitor_pb2.ReportAck]:
         async for report in requests:
             await self.hears.wait()
+            if report.seq <= self.unreadable:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request cannot be decoded")
             self.reports.put_nowait(report)
             yield monitor_pb2.ReportAck(seq=report.seq, reads_columns=self.reads_columns)
 
@@ -265,6 +269,13 @@ async def test_returning_monitor_is_found_again() -> None:
         news.changed("r2")
         async with serving(second, port):
             await second.next_periodic()
+
+
+async def test_a_report_that_the_monitor_cannot_read_costs_no_later_one() -> None:
+    monitor = ScriptedMonitor()
+    monitor.unreadable = 2
+    async with serving(monitor) as port, reporting(f"127.0.0.1:{port}", PhaseEvents(), 0.05):
+        assert (await monitor.next_periodic()).seq > monitor.unreadable
 
 
 async def test_standby_monitor_gets_reports_while_the_first_does_not_answer() -> None:

@@ -10,7 +10,7 @@ from typing import Final
 import grpc
 
 from tailrace.security.roles import Role
-from tailrace.service.channels import Channels
+from tailrace.service.channels import Channels, decoded
 from tailrace.v1 import migration_pb2, migration_pb2_grpc, types_pb2, worker_pb2
 from worker_agent.bidask.bid_receiver import Won
 
@@ -50,7 +50,7 @@ class Fetching:
         )
         try:
             async for record in call:
-                state = record.state
+                state = decoded(record, f"the migration service at {address}").state
         except grpc.aio.AioRpcError as error:
             log.info("%s was not fetched: %s", won.request_id, error.details())
             return False
