@@ -29,7 +29,7 @@ UNKNOWN: Final = types_pb2.MIGRATION_STATE_UNKNOWN
 ENDED: Final = frozenset({ABORTED, COMMITTED, GONE, UNKNOWN})
 
 _RETRY_S: Final = 0.5
-# A target that cannot be reached for so long is not asked any more how a migration ended.
+# For so long a target that cannot be reached is called again, and asked how a migration ended.
 _UNREACHABLE_S: Final = 3.0
 
 
@@ -72,6 +72,8 @@ class MigrationRun:
         self._order = order
         self._rules = rules
         self._on_change = on_change
+        # Whether an event of the target has come.
+        self._heard = False
 
     async def run(
         self,
@@ -111,10 +113,35 @@ class MigrationRun:
 
     async def _import(self, channels: Channels, trace: MigrationTrace) -> str:
         """Call the target until the migration has ended; return why its end is not known, empty if it is."""
+        record, loop = self.record, asyncio.get_running_loop()
+        give_up_s, again = loop.time() + _UNREACHABLE_S, False
+        while True:
+            try:
+                async for event in self._call(channels, trace):
+                    self._apply_event(decoded(event, record.target_instance_id))
+            except grpc.aio.AioRpcError as error:
+                problem = f"target {record.target_instance_id}: {format_error(error)}"
+                unreached = error.code() is grpc.StatusCode.UNAVAILABLE and not self._heard
+                if unreached and loop.time() < give_up_s:
+                    # The target is busy, or was restarted a moment ago.
+                    again = True
+                    await asyncio.sleep(_RETRY_S)
+                    continue
+                # So a target refuses to begin; but the second time perhaps because it began the first time.
+                refused = error.code() is grpc.StatusCode.FAILED_PRECONDITION and not again
+                if refused and record.state not in ENDED:
+                    self._end(ABORTED, problem)
+            else:
+                problem = f"target {record.target_instance_id} ended the call without an outcome"
+            return "" if record.state in ENDED else problem
+
+    def _call(
+        self, channels: Channels, trace: MigrationTrace
+    ) -> grpc.aio.UnaryStreamCall[worker_pb2.ImportRequest, worker_pb2.ImportEvent]:
         stub = worker_pb2_grpc.WorkerStub(channels.get(self._order.target_address, Role.WORKER))
         record, request, rules = self.record, self._order.request, self._rules
         room_wait_s = rules.room_wait_s if request.wait_for_room else 0.0
-        call = stub.Import(
+        return stub.Import(
             worker_pb2.ImportRequest(
                 migration_id=record.migration_id,
                 request_id=record.request_id,
@@ -134,20 +161,10 @@ class MigrationRun:
             ),
             timeout=room_wait_s + rules.timeout_s + SETTLE_S,
         )
-        try:
-            async for event in call:
-                self._apply_event(decoded(event, record.target_instance_id))
-        except grpc.aio.AioRpcError as error:
-            problem = f"target {record.target_instance_id}: {format_error(error)}"
-            if error.code() is grpc.StatusCode.FAILED_PRECONDITION and record.state not in ENDED:
-                # So a target refuses to begin.
-                self._end(ABORTED, problem)
-        else:
-            problem = f"target {record.target_instance_id} ended the call without an outcome"
-        return "" if record.state in ENDED else problem
 
     def _apply_event(self, event: worker_pb2.ImportEvent) -> None:
         record = self.record
+        self._heard = True
         if event.HasField("round"):
             record.rounds.append(event.round)
             record.bytes += event.round.bytes

@@ -326,7 +326,17 @@ class Fleet:
     # ---- controlling
 
     def migrate(self, request_id: str, target: str) -> migration_pb2.MigrationRecord:
-        """Migrate a request, wait for the end and return the last record. Raise grpc.RpcError if refused."""
+        """Migrate a request, wait for the end and return the last record. Raise grpc.RpcError if refused.
+
+        Workers that fail to connect to each other, since one was restarted or is busy, try again.
+        """
+        deadline_s = time.monotonic() + WAIT_S
+        while True:
+            record = self._order(request_id, target)
+            if "failed to connect" not in record.error or time.monotonic() > deadline_s:
+                return record
+
+    def _order(self, request_id: str, target: str) -> migration_pb2.MigrationRecord:
         record = migration_pb2.MigrationRecord()
         call = self.admin().Migrate(
             admin_pb2.AdminMigrateRequest(request_id=request_id, target_instance_id=target, reason="test"),
@@ -364,7 +374,7 @@ class Fleet:
 
     def _try_to_migrate(self, request_id: str, target: str, failures: list[str]) -> None:
         try:
-            record = self.migrate(request_id, target)
+            record = self._order(request_id, target)
             failures.append(f"{types_pb2.MigrationState.Name(record.state)} {record.error}")
         except (grpc.RpcError, LookupError) as failure:  # of any kind when a party is killed
             failures.append(str(failure))

@@ -19,10 +19,14 @@ UNKNOWN = types_pb2.MIGRATION_STATE_UNKNOWN
 
 
 class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
-    """Answers each Import with the steps in `script`: events, bytes, "hang" or "linger"."""
+    """Answers each Import with the steps in `script`: events, bytes, "hang" or "linger".
+
+    The first ones end with the statuses in `refusals`.
+    """
 
     def __init__(self) -> None:
         self.script: list[worker_pb2.ImportEvent | bytes | str] = []
+        self.refusals: list[grpc.StatusCode] = []
         self.imports: asyncio.Queue[worker_pb2.ImportRequest] = asyncio.Queue()
         self.cancelled_calls = asyncio.Event()
         # What a migration service is told that asks how an import ended.
@@ -34,6 +38,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         context: grpc.aio.ServicerContext[worker_pb2.ImportRequest, worker_pb2.ImportEvent],
     ) -> AsyncIterator[worker_pb2.ImportEvent]:
         self.imports.put_nowait(request)
+        if self.refusals:
+            await context.abort(self.refusals.pop(0), "refused")
         for step in self.script:
             if step == "hang":
                 try:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from grpc import StatusCode
 from prometheus_client import CollectorRegistry
 
 from migration_svc.admission import Admission
@@ -192,6 +193,24 @@ async def test_target_whose_event_cannot_be_decoded_is_asked_for_the_end(tmp_pat
         assert last.state == UNKNOWN and "a reply of b cannot be decoded" in last.error
         assert skipped("reply of a service") == before + 2
         assert failures_of("migrations") == failed
+
+
+async def test_target_that_cannot_be_reached_at_first_is_called_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Like one that was restarted: a channel may still wait to connect to its address."""
+    monkeypatch.setattr("migration_svc.migration._RETRY_S", 0.01)
+    monkeypatch.setattr("migration_svc.migration._UNREACHABLE_S", WAIT_S)
+    async with bench() as b:
+        b.worker.script, b.worker.refusals = commit(), [StatusCode.UNAVAILABLE] * 2
+        last = (await b.migrate())[-1]
+        assert (last.state, last.error, len(last.rounds)) == (COMMITTED, "", 2)
+        # It began the first time, and the reply was lost.
+        b.worker.refusals = [StatusCode.UNAVAILABLE, StatusCode.FAILED_PRECONDITION]
+        b.worker.end = worker_pb2.ImportEvent(state=COMMITTED)
+        assert (await b.migrate())[-1].state == COMMITTED
+        b.worker.refusals = [StatusCode.FAILED_PRECONDITION]
+        assert (await b.migrate())[-1].state == ABORTED
 
 
 async def test_end_of_a_migration_to_an_unreachable_target_is_unknown(
