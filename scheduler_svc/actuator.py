@@ -30,10 +30,12 @@ from tailrace.cluster import RequestView, Stage
 from tailrace.control.reported_cluster import PoolOrder, ReportedCluster
 from tailrace.service.tasks import cancel
 from tailrace.store.client import StoreUnavailable
+from tailrace.telemetry.incidents import loop_failed, loop_named
 from tailrace.telemetry.limited_log import LimitedLog
 
 log = logging.getLogger(__name__)
 
+_LOOP: Final = loop_named("actions")
 # Concurrent actions. Migrations beyond the migration service's own limits wait there, not here.
 _OPEN_MAX: Final = 512
 # Seconds within which etcd's watch delivers a write, or will not deliver it.
@@ -81,9 +83,8 @@ class Actuator:
             except AdminError as error:
                 self._record_refusal(kind, policy, error)
                 continue
-            except Exception:
-                # A bug, here and below: logged and counted as failed, and the next action is carried out.
-                log.exception("%s by %s failed", kind, policy)
+            except Exception as error:  # noqa: BLE001 - here and below: the next action is carried out
+                loop_failed(_LOOP, f"{kind} by {policy}", error)
                 self._metrics.actions.labels(kind, "failed").inc()
                 continue
             task = asyncio.create_task(self._carry_out(kind, policy, work), name=f"action {kind}")
@@ -125,8 +126,8 @@ class Actuator:
         except (AdminError, StoreUnavailable) as error:
             self._record_refusal(kind, policy, error)
             return
-        except Exception:
-            log.exception("%s by %s failed", kind, policy)
+        except Exception as error:  # noqa: BLE001 - see `submit`
+            loop_failed(_LOOP, f"{kind} by {policy}", error)
         self._metrics.actions.labels(kind, outcome).inc()
 
     def _record_refusal(self, kind: str, policy: str, error: Exception) -> None:

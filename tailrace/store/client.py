@@ -119,11 +119,15 @@ class Member:
     failed: bool = False
 
     async def unary(self, method: Method[Request, Reply], request: Request, timeout_s: float) -> Reply:
-        """Make one call. Raise AioRpcError."""
+        """Make one call. Raise AioRpcError, or StreamEnded if the reply cannot be decoded."""
         call = self.channel.get().unary_unary(
             method.path, request_serializer=method.encode, response_deserializer=method.decode
         )
-        return await call(request, timeout=timeout_s, metadata=REQUIRE_LEADER)
+        # grpc.aio gives None for what it cannot decode.
+        reply: Reply | None = await call(request, timeout=timeout_s, metadata=REQUIRE_LEADER)
+        if reply is None:
+            raise StreamEnded("its reply cannot be decoded")
+        return reply
 
     def stream(
         self, method: Method[Request, Reply], timeout_s: float | None = None

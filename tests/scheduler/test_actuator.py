@@ -25,6 +25,7 @@ from tailrace.policy.least_loaded import LeastLoaded
 from tailrace.records import PolicyRecord
 from tailrace.store.membership import Membership
 from tailrace.store.store import Store
+from tests.counting import failures_of
 from tests.scheduler.conftest import connect
 from tests.scheduler.facts import PREFILL, REASONING, Members, event, instance, request, steady
 from tests.waiting import WAIT_S
@@ -161,10 +162,21 @@ async def test_an_error_in_one_action_does_not_stop_the_next(
     def failing(request_id: str) -> RequestView | None:
         raise RuntimeError(f"an error with {request_id}")
 
+    async def swap_none(*_: object) -> None:
+        raise RuntimeError("an error while it is carried out")
+
+    before = failures_of("actions")
     monkeypatch.setattr(scheduler.state, "request", failing)
     scheduler.actuator.submit([Migrate("r", "a", "b", "test"), SetPool("b", Pool.DECODE)], "test")
     assert scheduler.pools == [Pool.PREFILL, Pool.DECODE, Pool.PREFILL]
     await scheduler.finish_actions()
+    assert failures_of("actions") == before + 1
+    with monkeypatch.context() as patch:
+        patch.setattr(Settings, "swap_pool", swap_none)
+        scheduler.actuator.submit([SetPool("c", Pool.DECODE)], "test")
+        await scheduler.finish_actions()
+    assert failures_of("actions") == before + 2
+    assert scheduler.pools[2] is Pool.PREFILL, "the order no longer counts"
 
 
 async def test_one_order_per_instance_at_a_time(scheduler: Scheduler) -> None:

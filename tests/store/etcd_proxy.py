@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import grpc
 
 from tailrace.v1 import etcd_pb2
+from tests.raw_replies import UNDECODABLE
 from tests.waiting import WAIT_S
 
 TXN = "/etcdserverpb.KV/Txn"
@@ -25,6 +26,8 @@ class EtcdProxy(grpc.GenericRpcHandler):
         self.endpoint = ""
         # Methods whose next reply is lost after etcd has executed the request.
         self.lost: list[str] = []
+        # Methods whose next reply cannot be decoded, after etcd has executed the request.
+        self.garbled: list[str] = []
         # Requests to these methods wait until `release` is set, and are forwarded even if the caller left.
         self.held: set[str] = set()
         self.release = asyncio.Event()
@@ -81,6 +84,9 @@ class EtcdProxy(grpc.GenericRpcHandler):
         if path in self.lost:
             self.lost.remove(path)
             await context.abort(grpc.StatusCode.UNAVAILABLE, "etcdserver: the reply is lost")
+        if path in self.garbled:
+            self.garbled.remove(path)
+            return UNDECODABLE
         return reply
 
     async def _stream(self, path: str, requests: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

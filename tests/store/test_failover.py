@@ -74,6 +74,14 @@ async def test_a_missing_member_is_skipped(etcd: str, cluster: str) -> None:
     await store.close()
 
 
+async def test_a_member_whose_reply_cannot_be_decoded_is_skipped(etcd: str, cluster: str) -> None:
+    async with store_with_proxy(etcd, cluster) as (store, proxy):
+        proxy.garbled = [TXN]
+        assert await store.compare_and_swap("pools/a", None, b"decode")
+        assert not proxy.garbled
+        assert await store.get("pools/a") == b"decode" and await version(store, "pools/a") == 1
+
+
 async def test_a_write_with_a_lost_reply_is_executed_once(etcd: str, cluster: str) -> None:
     async with store_with_proxy(etcd, cluster) as (store, proxy):
         writes: dict[str, Callable[[], Awaitable[int]]] = {

@@ -11,9 +11,12 @@ from collections.abc import Callable
 
 import pytest
 
+from tailrace.v1 import types_pb2, worker_pb2
+from tests.counting import failures_of
 from tests.garbage import only_counted
 from tests.worker.memory_fleet import MODES, Fleet
 from tests.worker.virtual_loop import run_virtually
+from worker_agent.migration.target import Import
 
 Break = Callable[[Fleet], object]
 _POINTS = (
@@ -58,6 +61,9 @@ async def abort_each_step(point: str, end: Break) -> dict[str, int]:
     await fleet.start()
     await asyncio.sleep(0.6)
     reached = 0
+    # Which end had the mistake, if there is one; the other end gives up for a reason.
+    loop = "imports" if point.startswith("import") else "exports"
+    before = failures_of(loop)
 
     async def hold(at: str) -> None:
         nonlocal reached
@@ -72,6 +78,7 @@ async def abort_each_step(point: str, end: Break) -> dict[str, int]:
         fleet.migrate(1, MODES[0])
         await asyncio.sleep(30)
         assert reached
+        assert failures_of(loop) == before + (reached if end is fail else 0)
         assert not len(fleet.nodes[1].imports)
         # The fleet's own records of what is over.
         fleet.nodes[0].leases.clear()
@@ -84,6 +91,28 @@ async def abort_each_step(point: str, end: Break) -> dict[str, int]:
 @pytest.mark.parametrize("point", _POINTS)
 def test_aborted_migration_leaves_nothing_to_collect(point: str, end: Break) -> None:
     assert run_virtually(abort_each_step(point, end)) == {}
+
+
+def test_import_that_fails_after_its_commit_ended_as_committed() -> None:
+    """The request is there, so its migration must not be journalled as aborted."""
+
+    async def fail_late() -> worker_pb2.ImportEvent | None:
+        fleet = Fleet(0)
+        await fleet.start()
+        await asyncio.sleep(0.6)
+        before = failures_of("imports")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Import, "_phase", lambda self, opened: fail(fleet))
+            fleet.migrate(1, MODES[0])
+            await asyncio.sleep(10)
+        assert failures_of("imports") == before + 1
+        end = await fleet.nodes[1].imports.cancel("m1")
+        await fleet.settle()
+        await fleet.close()
+        return end
+
+    end = run_virtually(fail_late())
+    assert end is not None and end.state == types_pb2.MIGRATION_STATE_COMMITTED
 
 
 def test_source_that_refuses_leaves_nothing_to_collect() -> None:

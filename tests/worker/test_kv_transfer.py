@@ -18,6 +18,7 @@ import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
 from tailrace.v1 import worker_pb2
+from tests.counting import failures_of
 from tests.waiting import WAIT_S
 from tests.worker.kv_peer import BlockEngine, PeerSettings, block, block_hash, checksums, shape
 from worker_agent.engine.base import KvShape, Staging
@@ -29,7 +30,7 @@ from worker_agent.kv.client import KvClient, KvTransfer
 from worker_agent.kv.progress import progress_paused
 from worker_agent.kv.segments import Mappings
 from worker_agent.kv.staging import StagingPool
-from worker_agent.kv.strays import discard_strays
+from worker_agent.kv.strays import discard_strays, discarding_strays
 from worker_agent.kv.ticket import Ticket
 from worker_agent.kv.transport import Channel, own_address, start_ucx, stop_ucx
 from worker_agent.kv.wire import RequestKind
@@ -428,3 +429,21 @@ async def test_corrupt_address_never_reaches_ucx() -> None:
     ):
         with pytest.raises(KvTransferError):
             address_of(damaged, ours)
+
+
+async def test_discarding_strays_goes_on_after_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it UCX would keep every unexpected message from then on."""
+    results = iter([3])
+    mistakes = iter([ZeroDivisionError("a mistake")])
+    counted: asyncio.Queue[int] = asyncio.Queue()
+
+    async def discard() -> int:
+        if (mistake := next(mistakes, None)) is not None:
+            raise mistake
+        return next(results, 0)
+
+    before = failures_of("stray KV messages")
+    monkeypatch.setattr("worker_agent.kv.strays.discard_strays", discard)
+    async with discarding_strays(counted.put_nowait), asyncio.timeout(WAIT_S):
+        assert await counted.get() == 3
+    assert failures_of("stray KV messages") == before + 1

@@ -7,14 +7,16 @@ import uuid
 from collections.abc import AsyncIterator
 
 import msgspec
+import pytest
 import pytest_asyncio
 
 from tailrace.records import PROFILES, ProfileRecord
 from tailrace.store.store import Store
+from tests.counting import failures_of
 from worker_agent.engine.base import Frames, StepColumns
 from worker_agent.engine.simulated import Faults, SimulatedEngine, SimulatedSettings
 from worker_agent.profiling.probes import Probes
-from worker_agent.profiling.profiler import Profiler
+from worker_agent.profiling.profiler import Profiler, ProfilingFailed
 
 SETTINGS = SimulatedSettings(kv_blocks=256, max_model_len=512, max_num_seqs=8, speed=10.0)
 BUDGET_S = 3.0
@@ -62,6 +64,25 @@ async def test_one_of_several_equal_workers_is_measured(store: Store) -> None:
     # A worker that starts later finds the profile.
     await (await worker("w-9", store)).at_start(BUDGET_S)
     assert await stored(store, first.kind) == first
+
+
+async def test_worker_starts_whatever_measuring_leads_to(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def measure(*_: object) -> object:
+        raise KeyError("nobody foresaw this")
+
+    mistaken, before = await worker("w", store), failures_of("profiling")
+    with monkeypatch.context() as patch:
+        patch.setattr("worker_agent.profiling.profiler.measure", measure)
+        await mistaken.at_start(BUDGET_S)
+        with pytest.raises(ProfilingFailed, match="w: KeyError: 'nobody foresaw this'"):
+            await mistaken.profile(print, budget_s=BUDGET_S)
+    assert failures_of("profiling") == before + 2
+    assert await store.get_prefix("profiling/") == {}
+    # The same worker can be profiled later.
+    await mistaken.profile(print, budget_s=BUDGET_S)
+    assert await stored(store, mistaken.kind) is not None
 
 
 async def test_worker_starts_even_if_measuring_fails(store: Store) -> None:

@@ -12,6 +12,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -19,7 +20,7 @@ import ucxx
 from ucxx._lib.arr import Array
 from ucxx.types import Tag, TagMask
 
-from tailrace.service.tasks import cancel
+from tailrace.service.tasks import cancel, supervise
 from worker_agent.kv.progress import progress_paused
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ _SINK: Final = Array(np.zeros(1, np.uint8))
 @asynccontextmanager
 async def discarding_strays(count: Callable[[int], None]) -> AsyncIterator[None]:
     """Discard unexpected messages while the block runs, and `count` them. UCX must be started."""
-    task = asyncio.create_task(_sweep(count), name="stray KV messages")
+    task = supervise("stray KV messages", partial(_sweep, count))
     try:
         yield
     finally:

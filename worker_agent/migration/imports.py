@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
 from tailrace.handover import SETTLE_S
 from tailrace.service.tasks import cancel, task_error
+from tailrace.telemetry.incidents import loop_failed, loop_named
 from tailrace.v1 import worker_pb2
 from worker_agent.engine.base import RequestKey, Submission
 from worker_agent.migration.parts import TargetParts
 from worker_agent.migration.source_link import SourceLink
 from worker_agent.migration.target import Import
 
-log = logging.getLogger(__name__)
-
+_LOOP: Final = loop_named("imports")
 # The migration service limits imports; this only keeps a faulty one from filling the worker.
 _IMPORTS_MAX: Final = 32
 # Imports that have ended, of which a migration service may still ask how.
@@ -138,4 +137,4 @@ class Imports:
         while len(self._ended) > _ENDED_MAX:
             self._ended.popitem(last=False)
         if (error := task_error(task)) is not None:
-            log.error("import failed", exc_info=error)
+            loop_failed(_LOOP, incoming.request_id, error)

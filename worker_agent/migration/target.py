@@ -94,10 +94,11 @@ class Import:
 
     @property
     def last_event(self) -> worker_pb2.ImportEvent:
-        """Return the event with its end, once it is over; an aborted one if it failed without any."""
+        """Return the event with its end, once it is over; one that says so if it failed without any."""
         if self._events and self._events[-1].state in _ENDS:
             return self._events[-1]
-        return worker_pb2.ImportEvent(state=ABORTED, reason="the target failed")
+        state = types_pb2.MIGRATION_STATE_COMMITTED if self.committed else ABORTED
+        return worker_pb2.ImportEvent(state=state, reason="the target failed")
 
     @property
     def reserved(self) -> bool:

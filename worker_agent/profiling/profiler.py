@@ -11,6 +11,7 @@ import msgspec
 
 from tailrace.records import PROFILES, ProfileRecord
 from tailrace.store.store import Store
+from tailrace.telemetry.incidents import loop_failed, loop_named
 from worker_agent.engine.base import Engine, EngineInfo
 from worker_agent.profiling.fitting import TooFewSamples, kind_of, profile_of
 from worker_agent.profiling.measure import measure
@@ -18,6 +19,7 @@ from worker_agent.profiling.probes import ProbeFailed, Probes
 
 log = logging.getLogger(__name__)
 
+_LOOP: Final = loop_named("profiling")
 BUDGET_S: Final = 60.0
 BUDGET_MAX_S: Final = 600.0
 # Time beyond the budget for a step in progress, the fits and etcd.
@@ -132,3 +134,7 @@ class Profiler:
             raise ProfilingFailed(
                 f"{self._instance_id}: {error}; give it more than {budget_s:g} s"
             ) from error
+        except Exception as error:
+            # Nobody else's concern: neither its caller nor, at its start, the worker ends by it.
+            loop_failed(_LOOP, self._instance_id, error)
+            raise ProfilingFailed(f"{self._instance_id}: {type(error).__name__}: {error}") from error
