@@ -62,11 +62,8 @@ class MonitorGauges(Collector):
         events = CounterMetricFamily(
             "tailrace_monitor_phase_events", "Phase transitions, by the phase entered.", labels=["phase"]
         )
-        counts = dict.fromkeys((*_PHASES.values(), _GONE), 0)
         for phase, count in self._servicer.phase_events.items():
-            counts[_PHASES.get(types_pb2.Phase.ValueType(phase), _GONE)] += count
-        for name, count in counts.items():
-            events.add_metric([name], count)
+            events.add_metric([_PHASES.get(types_pb2.Phase.ValueType(phase), _GONE)], count)
         yield events
 
     def _instances(self) -> Iterable[Metric]:

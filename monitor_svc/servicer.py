@@ -18,7 +18,7 @@ from monitor_svc.traces import AmbiguousTraceError, TraceStore
 from tailrace.security.handlers import Handler
 from tailrace.service.tasks import cancel
 from tailrace.telemetry.incidents import unreadable
-from tailrace.v1 import admin_pb2, monitor_pb2
+from tailrace.v1 import admin_pb2, monitor_pb2, types_pb2
 
 MONITOR_SERVICE: Final = "tailrace.v1.Monitor"
 
@@ -33,7 +33,7 @@ class MonitorServicer:
     def __init__(self, reports: Reports, feed: Feed, traces: TraceStore) -> None:
         # Counted since the start, for metrics.
         self.reports_received = 0
-        self.phase_events: dict[int, int] = {}
+        self.phase_events: dict[int, int] = dict.fromkeys(types_pb2.Phase.values(), 0)
         self._reports = reports
         self._feed = feed
         self._traces = traces
@@ -80,7 +80,9 @@ class MonitorServicer:
         self._reports.apply(received, time.monotonic())
         self.reports_received += 1
         for event in received.message.phase_events:
-            self.phase_events[event.phase] = self.phase_events.get(event.phase, 0) + 1
+            # Not those of a later version, of which there may be any number.
+            if event.phase in self.phase_events:
+                self.phase_events[event.phase] += 1
         self._feed.publish(received)
 
     async def Watch(

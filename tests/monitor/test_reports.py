@@ -360,3 +360,17 @@ def test_gauges_of_instances_and_slos() -> None:
     assert 'tailrace_monitor_instance_requests{instance="a",phase="reasoning"} 2.0' in text
     assert 'tailrace_monitor_instance_generated_tokens_total{instance="a"} 3.0' in text
     assert 'tailrace_monitor_slo_trouble_requests{instance="a",slo="tpot"} 2.0' in text
+
+
+def test_phases_of_a_later_version_have_no_series() -> None:
+    """There would be one for each number that a worker makes up."""
+    reports, traces = Reports(2.0), TraceStore()
+    feed = Feed(reports)
+    servicer = MonitorServicer(reports, feed, traces)
+    registry = CollectorRegistry()
+    registry.register(MonitorGauges(reports, feed, servicer, traces, Slo))
+    for phase in (types_pb2.PHASE_ANSWERING, types_pb2.PHASE_UNSPECIFIED, *range(1_000, 1_100)):
+        servicer._apply(ReceivedReport.of(phase_event("a", "r", types_pb2.Phase.ValueType(phase))))
+    assert servicer.phase_events.keys() == set(types_pb2.Phase.values())
+    for name, count in [("prefill", 0), ("reasoning", 0), ("answering", 1), ("gone", 1)]:
+        assert registry.get_sample_value("tailrace_monitor_phase_events_total", {"phase": name}) == count
