@@ -75,28 +75,24 @@ class Following:
         with self._guard.loading(policy or self._control.active.default):
             self._control.follow(policy, self._members.slo if self._slo is None else self._slo.value)
 
-    def caught_up(self) -> bool:
-        """Return whether etcd's watch has reached what this scheduler wrote."""
-        return self._policy is None and self._slo is None
-
-    async def set_policy(self, request: admin_pb2.SetPolicyRequest) -> PolicyRecord | None:
-        """Set the policy, also one that is suspended; return the previous record or None. Raise AdminError
-        or StoreUnavailable."""
+    async def set_policy(self, request: admin_pb2.SetPolicyRequest) -> tuple[PolicyRecord | None, int]:
+        """Set the policy, also one that is suspended; return the previous record or None, and the revision of
+        the write. Raise AdminError or StoreUnavailable."""
         with self._guard.loading(PolicyRecord(name=request.name)):
             record = policy_record(request, self._control.active.slo)
         previous, revision = await self._settings.set_policy(record)
         self._policy = _written(record, revision)
         self._suspension = None
         self.follow()
-        return previous
+        return previous, revision
 
-    async def change_slo(self, changes: Mapping[str, float]) -> tuple[Slo, Slo]:
-        """Change objectives by name; return the SLOs before and after. Raise Conflict, ParameterError or
-        StoreUnavailable."""
+    async def change_slo(self, changes: Mapping[str, float]) -> tuple[Slo, Slo, int]:
+        """Change objectives by name; return the SLOs before and after, and the revision of the write. Raise
+        Conflict, ParameterError or StoreUnavailable."""
         before, slo, revision = await self._settings.change_slo(changes)
         self._slo = _written(slo, revision)
         self.follow()
-        return before, slo
+        return before, slo, revision
 
     def suspend(self, why: str) -> None:
         """Suspend the policy in force: here at once, everywhere once `run` has written it."""

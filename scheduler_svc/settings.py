@@ -52,13 +52,15 @@ class Settings:
         if not await self._swap(key, before, None if pool is None else pool.value.encode()):
             raise Conflict(f"the pool of {instance_id}")
 
-    async def set_pool(self, instance_id: str, pool: Pool | None) -> Pool | None:
-        """Move an instance to a pool from any other; return the previous one. Raise Conflict."""
-        previous = await self._replace(f"pools/{instance_id}", None if pool is None else pool.value.encode())
+    async def set_pool(self, instance_id: str, pool: Pool | None) -> tuple[Pool | None, int]:
+        """Move an instance to a pool from any other; return the previous one, and the revision of the write,
+        0 if it was in none and stays so. Raise Conflict."""
+        value = None if pool is None else pool.value.encode()
+        previous, revision = await self._replace(f"pools/{instance_id}", value)
         try:
-            return read_pool(previous) if previous else None
+            return (read_pool(previous) if previous else None), revision
         except UnreadableRecord:
-            return None
+            return None, revision
 
     async def swap_stages(self, expected: tuple[Stage, ...], stages: tuple[Stage, ...]) -> None:
         """Replace the stages if they are still the expected ones.
@@ -73,9 +75,10 @@ class Settings:
         if current != expected or not await self._swap("stages", present, _encode(stages)):
             raise Conflict("stages")
 
-    async def set_stages(self, stages: tuple[Stage, ...]) -> None:
-        """Replace the stages. Raise Conflict."""
-        await self._replace("stages", _encode(stages))
+    async def set_stages(self, stages: tuple[Stage, ...]) -> int:
+        """Replace the stages; return the revision of the write. Raise Conflict."""
+        _, revision = await self._replace("stages", _encode(stages))
+        return revision
 
     async def set_policy(self, record: PolicyRecord) -> tuple[PolicyRecord | None, int]:
         """Set the policy and its parameters in one step; return the previous record or None, and the revision
@@ -111,13 +114,16 @@ class Settings:
                 return before, slo, revision
         raise Conflict("slo")
 
-    async def drain(self, instance_id: str) -> None:
-        """Mark an instance as drained: it gets no new requests, and its own are migrated away."""
-        await self._store.put(f"drains/{instance_id}", b"1")
+    async def drain(self, instance_id: str) -> int:
+        """Mark an instance as drained: it gets no new requests, and its own are migrated away.
 
-    async def undrain(self, instance_id: str) -> None:
-        """Remove the mark of `drain`."""
-        await self._store.delete(f"drains/{instance_id}")
+        Return the revision of the write.
+        """
+        return await self._store.put(f"drains/{instance_id}", b"1")
+
+    async def undrain(self, instance_id: str) -> int:
+        """Remove the mark of `drain`; return the revision of the write, 0 if there was none."""
+        return await self._store.delete(f"drains/{instance_id}")
 
     async def rollout(self, model: str) -> RolloutRecord | None:
         """Return the rollout of a model from etcd. Raise AdminError if it cannot be read."""
@@ -158,17 +164,27 @@ class Settings:
         records = [f"drains/{instance_id}", f"pools/{instance_id}"]
         return await self._store.delete_orphaned(records, f"instances/{instance_id}")
 
-    async def _replace(self, key: str, value: bytes | None) -> bytes | None:
+    async def _replace(self, key: str, value: bytes | None) -> tuple[bytes | None, int]:
+        """Write a value, also one that is there already: with its revision, others can be waited for.
+
+        Return the previous value, and the revision of the write. Raise Conflict.
+        """
         for _ in range(_ATTEMPTS):
             present = await self._store.get(key)
-            if present == value or await self._swap(key, present, value):
-                return present
+            if present is None and value is None:
+                return None, 0
+            if value is None:
+                revision = await self._store.compare_and_delete(key, present or b"")
+            else:
+                revision = await self._store.compare_and_swap(key, present, value)
+            if revision:
+                return present, revision
         raise Conflict(key)
 
     async def _swap(self, key: str, expected: bytes | None, value: bytes | None) -> bool:
         if value is not None:
             return await self._store.compare_and_swap(key, expected, value) > 0
-        return expected is None or await self._store.compare_and_delete(key, expected)
+        return expected is None or await self._store.compare_and_delete(key, expected) > 0
 
 
 def _policy(value: bytes | None) -> PolicyRecord | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Final
 
 import grpc
@@ -31,8 +30,10 @@ class InForce:
         self._members = members
         self._channels = channels
 
-    async def wait(self, what: str, here: Callable[[], bool]) -> None:
-        """Return once `here()` is true and the other schedulers have read at least as much of etcd.
+    async def wait(self, what: str, revision: int) -> None:
+        """Return once this scheduler and the others have read what a write of this revision wrote.
+
+        Not at the present revision of etcd: another cluster's writes raise it, and no watch here shows them.
 
         A scheduler that does not answer places nothing, and is not waited for. Raise AdminError if one that
         answers has not got there within FOLLOW_S.
@@ -40,17 +41,15 @@ class InForce:
         lagging = self._service_id
         try:
             async with asyncio.timeout(FOLLOW_S):
-                while not here():  # noqa: ASYNC110
+                while self._members.revision < revision:  # noqa: ASYNC110
                     await asyncio.sleep(_POLL_S)
-                revision = self._members.revision
                 for (kind, lagging), record in list(self._members.services.items()):
                     if kind == KIND and lagging != self._service_id:
                         await self._followed(record, revision)
         except TimeoutError:
             raise AdminError(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
-                f"{what} is in etcd, but scheduler {lagging} has not followed it within {FOLLOW_S:g} s, or "
-                "it was changed again meanwhile",
+                f"{what} is in etcd, but scheduler {lagging} has not followed it within {FOLLOW_S:g} s",
             ) from None
 
     async def _followed(self, scheduler: ServiceRecord, revision: int) -> None:

@@ -204,8 +204,9 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
     ) -> admin_pb2.SetPolicyReply:
         """Set the policy; reply once every scheduler follows it."""
         in_force = self._active.record
-        previous = await self._following.set_policy(request) or in_force
-        await self._in_force.wait("the policy", self._following.caught_up)
+        present, revision = await self._following.set_policy(request)
+        previous = present or in_force
+        await self._in_force.wait("the policy", revision)
         return admin_pb2.SetPolicyReply(
             previous=previous.name, previous_parameters=format_parameters(previous.parameters)
         )
@@ -224,8 +225,8 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         context: grpc.aio.ServicerContext[admin_pb2.SetSloRequest, admin_pb2.SetSloReply],
     ) -> admin_pb2.SetSloReply:
         """Change SLOs; reply once every scheduler follows them."""
-        previous, slo = await self._following.change_slo(given_objectives(request.slo))
-        await self._in_force.wait("the record of SLOs", self._following.caught_up)
+        previous, slo, revision = await self._following.change_slo(given_objectives(request.slo))
+        await self._in_force.wait("the record of SLOs", revision)
         return admin_pb2.SetSloReply(slo=slo_message(slo), previous=slo_message(previous))
 
     async def SetPool(
@@ -241,8 +242,8 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         if request.pool != types_pb2.POOL_UNSPECIFIED and request.pool not in POOLS:
             raise AdminError(grpc.StatusCode.INVALID_ARGUMENT, f"pool: there is no pool {request.pool}")
         name, pool = request.instance_id, POOLS.get(request.pool)
-        previous = await self._settings.set_pool(name, pool)
-        await self._in_force.wait(f"the pool of {name}", lambda: self._members.pools.get(name) is pool)
+        previous, revision = await self._settings.set_pool(name, pool)
+        await self._in_force.wait(f"the pool of {name}", revision)
         return admin_pb2.SetPoolReply(previous=pool_number(previous))
 
     async def SetStages(
@@ -252,8 +253,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
     ) -> admin_pb2.SetStagesReply:
         """Replace all stages."""
         stages = read_stages(self._state, request.stages)
-        await self._settings.set_stages(stages)
-        await self._in_force.wait("the list of stages", lambda: self._members.stages == stages)
+        await self._in_force.wait("the list of stages", await self._settings.set_stages(stages))
         return admin_pb2.SetStagesReply()
 
     async def Migrate(
@@ -294,15 +294,11 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         name = request.instance_id
         if request.undrain:
             check_drained(self._state, self._members.drained, name)
-            await self._settings.undrain(name)
-            await self._in_force.wait(
-                f"the end of the drain of {name}", lambda: name not in self._members.drained
-            )
+            await self._in_force.wait(f"the end of the drain of {name}", await self._settings.undrain(name))
             yield admin_pb2.DrainEvent(message=f"{name} takes new requests", done=True)
             return
         check_instance(self._state, "instance_id", name)
-        await self._settings.drain(name)
-        await self._in_force.wait(f"the drain of {name}", lambda: name in self._members.drained)
+        await self._in_force.wait(f"the drain of {name}", await self._settings.drain(name))
         async for event in drain_events(self._state, name):
             yield event
 

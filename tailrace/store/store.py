@@ -153,12 +153,12 @@ class Store:
             _swapped(value),
         )
 
-    async def compare_and_delete(self, key: str, expected: bytes) -> bool:
-        """Delete a value if it is `expected`; return whether it was. Raise as compare_and_swap does."""
-        deleted = await self._write(
+    async def compare_and_delete(self, key: str, expected: bytes) -> int:
+        """Delete a value if it is `expected`; return the revision of the write, 0 if it was another. Raise as
+        compare_and_swap does."""
+        return await self._write(
             key, [delete_op(self._key(key))], f"compare and delete {key}", _has_value(expected), _deleted
         )
-        return deleted > 0
 
     async def delete_orphaned(self, keys: Sequence[str], owner: str) -> bool:
         """Delete these values if there is none at `owner`; return whether there was none."""
