@@ -21,7 +21,14 @@ from tailrace.service.tasks import cancel, task_error
 from tailrace.store.client import StoreUnavailable
 from tailrace.store.membership import Membership
 from tailrace.store.store import LONGEST_KEY, Store
-from tailrace.telemetry.incidents import UNREADABLE, loop_failed, loop_named, shown
+from tailrace.telemetry.incidents import (
+    TAKEN_NAME,
+    UNREADABLE,
+    UNREADABLE_NOW,
+    loop_failed,
+    loop_named,
+    shown,
+)
 from tailrace.wire import UtilityCall, utility_failure, utility_result
 
 log = logging.getLogger(__name__)
@@ -158,11 +165,12 @@ class SharedAdapters:
     def _skip(self, records: Mapping[str, AdapterRecord]) -> None:
         """Count and log the records that are skipped now, and were not before."""
         for name in records.keys() - self._skipped:
-            UNREADABLE.labels("adapters record").inc()
+            UNREADABLE.labels(TAKEN_NAME).inc()
             log.warning(
                 "the adapter that was loaded at run time as %s, from %s, is skipped: this front end serves "
                 "that name since its start (--lora-modules, --served-model-name)",
                 shown(name),
                 shown(records[name].path),
             )
+        UNREADABLE_NOW.labels(TAKEN_NAME).set(len(records))
         self._skipped = frozenset(records)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final, TypeVar, cast
@@ -31,7 +32,7 @@ from tailrace.store.reading import (
     read_stages,
 )
 from tailrace.store.store import TOMBSTONES, Store
-from tailrace.telemetry.incidents import guarded, unreadable
+from tailrace.telemetry.incidents import RECORD_KINDS, TAKEN_NAME, UNREADABLE_NOW, guarded, unreadable
 
 log = logging.getLogger(__name__)
 
@@ -246,6 +247,13 @@ class Membership:
             self._slo = Slo()
         else:
             self._slo = self._value("slo", slo, read_slo) or self._slo
+        self._show_unreadable()
+
+    def _show_unreadable(self) -> None:
+        counts = Counter(_kind(key) for key, (_, found) in self._read.items() if found is None)
+        for kind in RECORD_KINDS:
+            if kind != TAKEN_NAME:
+                UNREADABLE_NOW.labels(kind).set(counts[kind])
 
     def _named(self, key: str, value: bytes, kind: type[_Record]) -> _Record | None:
         """Return the record at a key, or None if it is unreadable."""
@@ -259,7 +267,7 @@ class Membership:
             try:
                 found = read(value)
             except UnreadableRecord as error:
-                unreadable(f"{key.partition('/')[0]} record", key, error)
+                unreadable(_kind(key), key, error)
             known = self._read[key] = (value, found)
         return cast("_Value | None", known[1])
 
@@ -295,6 +303,10 @@ class Membership:
         del self._suspects[name]
         self._instances = {other: record for other, record in self._instances.items() if other != name}
         self._notify()
+
+
+def _kind(key: str) -> str:
+    return f"{key.partition('/')[0]} record"
 
 
 def front_end_facts(services: Mapping[tuple[str, str], ServiceRecord]) -> dict[str, FrontEndFacts]:

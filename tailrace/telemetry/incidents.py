@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from prometheus_client import Counter
+from prometheus_client import Counter, Gauge
 
 from tailrace.bounded import printable
 from tailrace.telemetry.limited_log import LimitedLog
@@ -28,10 +28,15 @@ UNREADABLE: Final = Counter(
     ["what"],
     registry=None,
 )
+UNREADABLE_NOW: Final = Gauge(
+    "tailrace_unreadable_records",
+    "Records that are in etcd now and are skipped.",
+    ["what"],
+    registry=None,
+)
+TAKEN_NAME: Final = "adapter under a taken name"
 # Known beforehand, so that the first one is an increase; membership says `... record` by what it reads.
-UNREADABLE_KINDS: Final = (
-    "key in etcd",
-    "value in etcd",
+RECORD_KINDS: Final = (
     *(
         f"{area} record"
         for area in [
@@ -48,6 +53,12 @@ UNREADABLE_KINDS: Final = (
             "withdrawn",
         ]
     ),
+    TAKEN_NAME,
+)
+UNREADABLE_KINDS: Final = (
+    *RECORD_KINDS,
+    "key in etcd",
+    "value in etcd",
     "answer of a rank",
     "message of a front end",
     "message of a worker",
@@ -60,6 +71,8 @@ UNREADABLE_KINDS: Final = (
 )
 for _kind in UNREADABLE_KINDS:
     UNREADABLE.labels(_kind)
+for _kind in RECORD_KINDS:
+    UNREADABLE_NOW.labels(_kind)
 
 _SHOWN: Final = 200
 

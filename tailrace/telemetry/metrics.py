@@ -31,7 +31,7 @@ from tailrace.security.roles import NoIdentity, identity_of
 from tailrace.security.transport import PLAIN, TlsTransport, Transport
 from tailrace.service.listening import ListenError, listen_reason
 from tailrace.service.tasks import cancel, supervise
-from tailrace.telemetry.incidents import LOOP_FAILURES, UNREADABLE, guarded, loop_named
+from tailrace.telemetry.incidents import LOOP_FAILURES, UNREADABLE, UNREADABLE_NOW, guarded, loop_named
 from tailrace.telemetry.tracing import package_version
 
 Page = tuple[HTTPStatus, str, bytes]
@@ -61,6 +61,7 @@ def new_registry(service: str, instance: str) -> ServiceRegistry:
     tasks.set_function(lambda: float(len(asyncio.all_tasks())))
     registry.register(LOOP_FAILURES)
     registry.register(UNREADABLE)
+    registry.register(UNREADABLE_NOW)
     return registry
 
 

@@ -58,8 +58,9 @@ def test_both_front_ends_serve_an_adapter_that_one_loaded(
         assert ask("f0") == ask("f1") == answers[0]
 
         assert load("f0", "given", folder)[0] == 200
-        skipped = 'what="adapters record"'
+        skipped = 'what="adapter under a taken name"'
         wait_until(lambda: fleet.metric("f1", "tailrace_unreadable_total", skipped) == 1, "the record")
+        assert fleet.metric("f1", "tailrace_unreadable_records", skipped) == 1
         assert (paths("f0")["given"], paths("f1")["given"]) == (str(folder), str(given))
         for in_place in (False, True):
             status, text = load("f1", "given", folder, in_place)

@@ -23,7 +23,7 @@ from tailrace.service.tasks import cancel
 from tailrace.store.client import StoreUnavailable
 from tailrace.store.membership import Membership
 from tailrace.store.store import Store
-from tailrace.telemetry.incidents import UNREADABLE
+from tailrace.telemetry.incidents import TAKEN_NAME, UNREADABLE
 from tailrace.wire import UtilityCall
 from tests.waiting import WAIT_S
 
@@ -158,7 +158,7 @@ async def test_all_front_ends_know_what_one_loaded(start: Start) -> None:
 
 def skipped() -> float:
     """Return how many records were skipped so far."""
-    return float(UNREADABLE.labels("adapters record")._value.get())
+    return float(UNREADABLE.labels(TAKEN_NAME)._value.get())
 
 
 async def test_a_front_end_keeps_its_own_and_its_models(

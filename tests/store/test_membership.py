@@ -29,7 +29,7 @@ from tailrace.store.membership import Membership
 from tailrace.store.reading import read_policy
 from tailrace.store.registration import register
 from tailrace.store.store import Store
-from tailrace.telemetry.incidents import UNREADABLE
+from tailrace.telemetry.incidents import UNREADABLE, UNREADABLE_NOW
 from tailrace.v1 import etcd_pb2
 from tests.store.waiting import wait_for_members
 
@@ -117,7 +117,26 @@ async def test_unreadable_records_are_skipped(store: Store) -> None:
     assert list(members.instances) == ["b"]
     assert members.pools == {}
     assert members.stages == ()
+    kinds = {"instances record", "pools record", "stages record"}
+    assert unreadable_now() == dict.fromkeys(kinds, 1)
+    # They are told for as long as they are there, however long ago they were skipped.
+    await store.put("policy", b"pascal")
+    await wait_for_members(members, lambda: members.policy is not None)
+    assert unreadable_now() == dict.fromkeys(kinds, 1)
+    await store.put("pools/b", b"decode")
+    await wait_for_members(members, lambda: members.pools == {"b": Pool.DECODE})
+    assert unreadable_now() == dict.fromkeys(kinds - {"pools record"}, 1)
+    for key in ("instances/a", "stages"):
+        revision = await store.delete(key)
+    await wait_for_members(members, lambda: members.revision >= revision)
+    assert unreadable_now() == {}
     await members.close()
+
+
+def unreadable_now() -> dict[str, float]:
+    """Return how many records of each kind are skipped now."""
+    samples = [sample for metric in UNREADABLE_NOW.collect() for sample in metric.samples]
+    return {sample.labels["what"]: sample.value for sample in samples if sample.value}
 
 
 async def test_nothing_in_etcd_stops_the_membership(etcd: str, store: Store, cluster: str) -> None:

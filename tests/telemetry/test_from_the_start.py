@@ -16,7 +16,7 @@ from tailrace.actions import PULL_OUTCOMES
 from tailrace.cluster import Phase
 from tailrace.records import PROFILES
 from tailrace.store.store import TOMBSTONES
-from tailrace.telemetry.incidents import UNREADABLE_KINDS
+from tailrace.telemetry.incidents import RECORD_KINDS, TAKEN_NAME, UNREADABLE_KINDS
 from tailrace.telemetry.metrics import ServiceRegistry, new_registry
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
 
@@ -65,10 +65,12 @@ def test_every_kind_of_unreadable_thing_is_counted_from_zero() -> None:
     areas = re.findall(r'area == "(\w+)"|_value\("(\w+)"', membership)
     named |= {f"{either or other} record" for either, other in areas} | {f"{PROFILES.rstrip('/')} record"}
     named |= {f"{TOMBSTONES.rstrip('/')} record"}
-    assert named == set(UNREADABLE_KINDS)
+    assert named | {TAKEN_NAME} == set(UNREADABLE_KINDS)
     registry = new_registry("monitor", "m0")
     for kind in UNREADABLE_KINDS:
         assert registry.get_sample_value("tailrace_unreadable_total", {"what": kind}) is not None
+    for kind in RECORD_KINDS:
+        assert registry.get_sample_value("tailrace_unreadable_records", {"what": kind}) is not None
 
 
 def test_a_worker_counts_from_zero() -> None:
