@@ -3,7 +3,7 @@
 Each worker is a fresh interpreter, so a task depends on its arguments only; arguments and results are
 pickled. If a task fails or a worker dies, the run ends with the task's name, unless the caller takes its
 failures. On an interrupt, or if a callback raises, all workers are terminated before the exception
-propagates.
+propagates. If this process is killed, they end at once, in the middle of their tasks.
 """
 
 from __future__ import annotations
@@ -237,6 +237,7 @@ class _Run(Generic[T]):
 
 def _work(link: Connection) -> None:
     """Run tasks in a worker until the other end of the connection is closed."""
+    threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
     while True:
         try:
             work, arguments = link.recv()
@@ -247,6 +248,14 @@ def _work(link: Connection) -> None:
             link.send(result)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             link.send(_Failure(f"what it returned cannot be sent: {error}", ""))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    # An exception here would end this thread alone.
+    os._exit(1)
 
 
 def _attempt(work: Callable[..., T], arguments: tuple[object, ...]) -> _Success[T] | _Failure:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import pytest
 
 from simulator.parallel import Progress, Task, TaskError, run_tasks
+from tests.waiting import WAIT_S
 
 
 def _square(number: int) -> int:
@@ -130,3 +134,34 @@ def test_an_interrupt_is_deferred_until_workers_have_started(monkeypatch: pytest
         run_tasks(_squares([1.0] * 4), processes=2)
     assert calls == [1, 1]
     assert children() == before
+
+
+def _work_for_ever() -> int:
+    print("working", flush=True)
+    while True:
+        sum(range(1_000))
+
+
+_RUN = """
+from simulator.parallel import Task, run_tasks
+from tests.simulator.test_parallel import _work_for_ever
+
+if __name__ == "__main__":
+    run_tasks([Task(name, _work_for_ever) for name in "ab"], processes=2)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_workers_end_with_a_run_that_is_killed(tmp_path: Path, number: signal.Signals) -> None:
+    script = tmp_path / "run.py"
+    script.write_text(_RUN)
+    root = Path(__file__).parents[2]
+    run = subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(root)}
+    )
+    assert run.stdout is not None
+    assert [run.stdout.readline() for _ in "ab"] == [b"working\n"] * 2
+    run.send_signal(number)
+    # The output ends once no process can write to it any more.
+    run.communicate(timeout=WAIT_S)
+    assert run.returncode == -number
