@@ -155,7 +155,7 @@ class _Holding:
 class AnswerStore:
     """Hold all kept answers of one front end.
 
-    Room is made at the expense of the tenant that holds most: one that holds less than an equal share loses
+    Room is made at the expense of the tenant that holds most: one that holds at most an equal share loses
     nothing to the others.
     """
 
@@ -399,16 +399,23 @@ class AnswerStore:
 
     def _make_room(self, for_answer: Answer) -> bool:
         """Remove answers without a client until the limits hold: of the tenant that holds most its oldest,
-        and none of a tenant that holds less than that of `for_answer`. Return False if that is not enough."""
+        and none of another tenant that holds less than that of `for_answer`, or at most an equal share.
+        Return False if that is not enough."""
+        own = for_answer.head.tenant
         removable: dict[str, Iterator[Answer]] = {}
         while (too_large := self.size > self._max_bytes) or len(self._answers) > MAX_ANSWERS:
             held = {
                 tenant: holding.size if too_large else len(holding.answers)
                 for tenant, holding in self._by_tenant.items()
             }
+            limit = self._max_bytes if too_large else MAX_ANSWERS
             for tenant in sorted(held, key=held.__getitem__, reverse=True):
-                if held[tenant] < held[for_answer.head.tenant]:
+                if held[tenant] < held[own]:
                     return False
+                if tenant != own and held[tenant] * len(held) <= limit:
+                    # Whoever holds more cannot make room, because clients read it: that is not this tenant's
+                    # fault.
+                    continue
                 if tenant not in removable:
                     answers = self._by_tenant[tenant].answers.values()
                     removable[tenant] = iter(

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from frontend_svc.answers import coordinator
@@ -570,6 +570,10 @@ def test_answers_of_a_tenant_are_not_evicted_by_the_large_ones_of_another() -> N
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 2_000), st.booleans()), max_size=60))
+@example(
+    # b's are being read, so there is no room for a's last unless it takes it from c, or from itself.
+    [("a", 258, False)] * 5 + [("b", 357, True)] * 8 + [("c", 636, False)] * 6 + [("a", 1_482, False)]
+)
 def test_equal_share_of_the_memory_is_safe_from_others(steps: list[tuple[str, int, bool]]) -> None:
     """A tenant loses answers only to its own, or while it holds more than an equal share."""
     store = AnswerStore("f0", 30_000, rendezvous_rank)
