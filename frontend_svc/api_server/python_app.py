@@ -44,7 +44,7 @@ from frontend_svc.api_server.request_limits import RequestLimits
 from frontend_svc.api_server.spec import DEFAULT_MAX_TEXT_BYTES, TEXT_BYTES_PER_TOKEN
 from frontend_svc.api_server.stream_start import StreamStart
 from frontend_svc.api_server.tenants import TenantAdmission, Tenants
-from frontend_svc.api_server.token_lists import answer_in_parts
+from frontend_svc.api_server.token_lists import answer_in_parts, use_ids_alone
 from frontend_svc.api_server.vllm_arguments import check_reasoning_parser, parse_arguments, refuse
 from tailrace.tenancy.file import KeyFile
 from tailrace.wire.setting_errors import one_line
@@ -113,6 +113,7 @@ async def serve(boot: PythonBoot, args: Namespace) -> None:
     http = socket.socket(fileno=boot.http_fd)
     FleetClient.admission = Ready.admission = AdmissionReader(Path(boot.admission_path))
     FleetClient.sends_tenants = boot.sends_tenants
+    use_ids_alone()
     engine = FleetClient.from_vllm_config(
         vllm_config=vllm_config,
         usage_context=UsageContext.OPENAI_API_SERVER,

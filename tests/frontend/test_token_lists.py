@@ -80,3 +80,65 @@ async def test_texts_of_a_large_request_are_looked_up_in_a_thread(monkeypatch: p
         finally:
             large_task.reset(token)
     assert answer.token_strs == ["1", "2"] and threads == ["apart"]
+
+
+def tokenizers() -> dict[str, Any]:
+    """Return the tiny model's tokenizer, and one with special tokens around each text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import AutoTokenizer, TokenizersBackend
+
+    from tailrace.tiny import MODEL_PATH
+
+    words = {"[UNK]": 0, "[BOS]": 1, "[EOS]": 2, "a": 3, "é": 4, "🙂": 5}
+    around = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    around.pre_tokenizer = pre_tokenizers.Whitespace()
+    around.post_processor = processors.TemplateProcessing(
+        single="[BOS] $A [EOS]", special_tokens=[("[BOS]", 1), ("[EOS]", 2)]
+    )
+    return {
+        "tiny": AutoTokenizer.from_pretrained(str(MODEL_PATH)),
+        "around": TokenizersBackend(tokenizer_object=around, bos_token="[BOS]", eos_token="[EOS]"),
+        "left": TokenizersBackend(tokenizer_object=around, truncation_side="left"),
+    }
+
+
+@pytest.mark.parametrize("name", ["tiny", "around", "left"])
+@pytest.mark.parametrize("max_length", [None, 1, 5, 50_000])
+@pytest.mark.parametrize("special", [True, False])
+def test_ids_of_a_large_text_are_the_same(
+    monkeypatch: pytest.MonkeyPatch, name: str, max_length: int | None, special: bool
+) -> None:
+    from transformers import TokenizersBackend
+    from vllm.renderers.base import BaseRenderer
+
+    from frontend_svc.api_server import token_lists
+
+    tokenizer = tokenizers()[name]
+    text = "a é 🙂 [EOS] b\n<|im_end|> " * 4_000
+    kwargs = {"truncation": max_length is not None, "max_length": max_length, "add_special_tokens": special}
+    params = SimpleNamespace(get_encode_kwargs=lambda: kwargs)
+    renderer = SimpleNamespace(
+        get_tokenizer=lambda: tokenizer,
+        _wants_offsets=lambda *_: False,
+        _build_tokens_prompt=BaseRenderer._build_tokens_prompt,
+    )
+    expected = tokenizer(text, **kwargs)["input_ids"]
+    # To be restored after the test.
+    monkeypatch.setattr(BaseRenderer, "_tokenize_prompt", BaseRenderer._tokenize_prompt)
+    monkeypatch.setattr(TokenizersBackend, "_encode_plus", TokenizersBackend._encode_plus)
+    token_lists.use_ids_alone()
+    slow: list[str] = []
+
+    def encode_plus(self: object, text: str, **options: Any) -> object:
+        slow.append(text)
+        return original(self, text=text, **options)
+
+    original = token_lists._encode_plus
+    monkeypatch.setattr(token_lists, "_encode_plus", encode_plus)
+    prompt = token_lists._tokenize(renderer, {"prompt": text}, params)
+    assert prompt == {"prompt_token_ids": expected, "prompt": text}
+    assert slow == [""]
+    # A short text, and one whose offsets are asked for, are tokenized as before.
+    assert token_lists._tokenize(renderer, {"prompt": "a"}, params)["prompt_token_ids"]
+    assert tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
+    assert slow == ["", "a", text]
