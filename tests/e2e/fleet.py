@@ -328,13 +328,27 @@ class Fleet:
     def migrate(self, request_id: str, target: str) -> migration_pb2.MigrationRecord:
         """Migrate a request, wait for the end and return the last record. Raise grpc.RpcError if refused.
 
-        Workers that fail to connect to each other, since one was restarted or is busy, try again.
+        Ordered again while the target is suspect, or the workers fail to connect to each other: one was
+        restarted, or is busy.
         """
         deadline_s = time.monotonic() + WAIT_S
         while True:
-            record = self._order(request_id, target)
+            try:
+                record = self._order(request_id, target)
+            except grpc.RpcError as error:
+                if "is suspect" not in str(error) or time.monotonic() > deadline_s:
+                    raise
+                self._wait_active(target)
+                continue
             if "failed to connect" not in record.error or time.monotonic() > deadline_s:
                 return record
+
+    def _wait_active(self, name: str) -> None:
+        def active() -> bool:
+            seen = self.instances().get(name)
+            return seen is not None and seen.state == types_pb2.INSTANCE_STATE_ACTIVE
+
+        wait_until(active, f"{name} to report")
 
     def _order(self, request_id: str, target: str) -> migration_pb2.MigrationRecord:
         record = migration_pb2.MigrationRecord()
