@@ -292,10 +292,11 @@ async def test_unreachable_leader_is_asked_once_until_it_serves_again(channels: 
                     pass
                 assert reply.instance_id == "b"
                 await probed.wait()
-        assert len(hung.place_requests) == 1
+        asked = len(hung.place_requests)
+        assert asked <= 1
         hung.answer, serving = placed_on("a"), True
         async with asyncio.timeout(WAIT_S):
-            while len(hung.place_requests) == 1:
+            while len(hung.place_requests) == asked:
                 await calls.place(scheduler_pb2.PlaceRequest(request_id="again"))
         await calls.close()
 
