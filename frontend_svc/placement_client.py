@@ -122,10 +122,13 @@ class PlacementClient:
             try:
                 return await stream.ask(message)
             except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                code = error.code()
+                # INTERNAL: the call ended while the message was written, and grpc.aio has lost its status.
+                if code not in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INTERNAL):
                     raise
             self._drop_stream(address)
-            self._without_streams.add(address)
+            if code is grpc.StatusCode.UNIMPLEMENTED:
+                self._without_streams.add(address)
         return await stub.PlaceMany(message, timeout=_DEADLINE_S)
 
     def _drop_stream(self, address: str) -> None:
