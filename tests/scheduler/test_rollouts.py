@@ -264,17 +264,25 @@ async def test_undo_races_with_an_advancing_rollout(
     assert advanced and back.undoes and back.new == fingerprint(OLD.key)
 
 
+BEGUN_LONG_AGO = RolloutRecord(
+    model="chat", before=OLD.key, new=NEW.key, state=RolloutState.PREPARING, begun_s=1.0, min_warm=1
+)
+
+
+async def begun_long_ago(control: Control, admin: AdminAsyncStub) -> FrontEnd:
+    """Begin a rollout that, by the leader's clock, began long ago; return the front end that it waits for."""
+    front = await front_end(control)
+    await control.wait_for_members(lambda m: ("frontend", "f0") in m.services)
+    await control.store.put("rollouts/chat", msgspec.json.encode(BEGUN_LONG_AGO))
+    await wait_for_rollout(admin, lambda rollout: "f0: connected to no instance" in rollout.message)
+    return front
+
+
 async def test_a_leader_with_another_clock_grants_the_full_time(
     control: Control, admin: AdminAsyncStub, reports: Reports
 ) -> None:
     """By this leader's clock, the rollout began long ago."""
-    front = await front_end(control)
-    await control.wait_for_members(lambda m: ("frontend", "f0") in m.services)
-    record = RolloutRecord(
-        model="chat", before=OLD.key, new=NEW.key, state=RolloutState.PREPARING, begun_s=1.0, min_warm=1
-    )
-    await control.store.put("rollouts/chat", msgspec.json.encode(record))
-    await wait_for_rollout(admin, lambda rollout: "f0: connected to no instance" in rollout.message)
+    front = await begun_long_ago(control, admin)
     await front.set_connected_models(OLD, NEW)
     await wait_for_rollout(admin, lambda rollout: rollout.state == DONE)
 
@@ -304,20 +312,14 @@ async def test_a_rollout_that_a_later_version_takes_over_does_not_end_the_leader
     """And it goes on once its record can be read again."""
     failures = LOOP_FAILURES.labels("rollouts")
     before = failures._value.get()
-    front = await front_end(control)
-    await control.wait_for_members(lambda m: ("frontend", "f0") in m.services)
-    record = RolloutRecord(
-        model="chat", before=OLD.key, new=NEW.key, state=RolloutState.PREPARING, begun_s=1.0, min_warm=1
-    )
-    await control.store.put("rollouts/chat", msgspec.json.encode(record))
-    await wait_for_rollout(admin, lambda rollout: "f0: connected to no instance" in rollout.message)
+    front = await begun_long_ago(control, admin)
     await control.store.put("rollouts/chat", b'{"state": "canary"}')
     # It would advance now, and may not write.
     await front.set_connected_models(OLD, NEW)
     await control.store.put("pools/a", b"decode")
     await control.wait_for_members(lambda m: "a" in m.pools)
     assert await control.store.get("rollouts/chat") == b'{"state": "canary"}'
-    await control.store.put("rollouts/chat", msgspec.json.encode(record))
+    await control.store.put("rollouts/chat", msgspec.json.encode(BEGUN_LONG_AGO))
     await wait_for_rollout(admin, lambda rollout: rollout.state == DONE)
     assert failures._value.get() == before
 
