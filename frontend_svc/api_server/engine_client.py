@@ -34,6 +34,7 @@ from frontend_svc.api_server.statistics import (
 from tailrace.request_ids import chosen_by_client, own_id, problem_with
 from tailrace.tenancy.keys import Tenant
 from tailrace.tenancy.share import SHARE_HEADER, Share
+from tailrace.wire import pace_in
 
 # Looked up for every token.
 _ERROR: Final = FinishReason.ERROR
@@ -95,6 +96,8 @@ class FleetClient(AsyncLLM):  # type: ignore[misc]
         What is wrong with the request is refused here, before the response starts. Raise RequestRefused.
         """
         _check_ids(request_id, kwargs.get("session_id"))
+        if problem := pace_in(sampling_params.extra_args)[1]:
+            raise RequestRefused(Refusal(400, problem))
         call = call_of_task.get()
         if call is not None:
             kwargs["trace_headers"] = {**(kwargs.get("trace_headers") or {}), ANSWER_HEADER: call.name}

@@ -11,9 +11,9 @@ import msgspec
 
 from frontend_svc.api_server.middleware import App, Message, Receive, Send
 
-# Longest time that a response's headers wait for the first event: placing takes less, and a client with a
-# deadline for the headers hardly notices.
-HOLD_S: Final = 0.25
+# Longest time that a response's headers wait for the first event: placing takes less unless the fleet is
+# full, and a client with a deadline for the headers hardly notices.
+HOLD_S: Final = 1.0
 
 _ERROR: Final = b'data: {"error"'
 

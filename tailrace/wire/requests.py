@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -231,8 +231,7 @@ def read_abort(frames: Frames) -> list[str]:
 
 
 def _read_extras(extra_args: msgspec.Raw) -> tuple[float | None, str]:
-    """Return the pace in milliseconds per token (None: not set), and what is wrong with Tailrace's
-    arguments."""
+    """Decode the extra arguments that are Tailrace's and return what `pace_in` does."""
     if len(memoryview(extra_args)) < 2:
         return None, ""
     try:
@@ -240,13 +239,18 @@ def _read_extras(extra_args: msgspec.Raw) -> tuple[float | None, str]:
     except msgspec.ValidationError:
         # Names that are no strings: not from a user, over HTTP.
         return None, ""
+    return pace_in({name: msgspec.msgpack.decode(raw) for name, raw in extras.items() if _is_ours(name)})
+
+
+def pace_in(extra_args: Mapping[str, object] | None) -> tuple[float | None, str]:
+    """Return the pace in milliseconds per token (None: not set), and what is wrong with Tailrace's
+    arguments among these, for the user (empty: nothing)."""
     pace_ms: float | None = None
-    for name, raw in extras.items():
-        if not name.startswith(_OURS):
+    for name, value in (extra_args or {}).items():
+        if not _is_ours(name):
             continue
         if name != _PACE:
             return None, f"vllm_xargs.{name}: Tailrace has no such argument, only {_PACE}."
-        value: object = msgspec.msgpack.decode(raw)
         if value is None:
             continue
         # A bool is an int; NaN is in no range.
@@ -256,6 +260,10 @@ def _read_extras(extra_args: msgspec.Raw) -> tuple[float | None, str]:
             return None, f"vllm_xargs.{name}: {shown} is not a number from 0 to {_PACE_MAX_MS:.0f}."
         pace_ms = float(value)
     return pace_ms, ""
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith(_OURS)
 
 
 def _array_length(head: bytes) -> int:

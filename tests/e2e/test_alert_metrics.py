@@ -15,6 +15,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.fleet import Fleet
+from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.fleet
 
@@ -54,7 +55,7 @@ def _asked_for() -> dict[str, set[str]]:
 def test_what_alerts_and_dashboards_ask_for_is_exported(simulated_fleet: Fleet) -> None:
     exported: dict[str, set[str]] = defaultdict(set)
     for port in simulated_fleet.metrics_ports.values():
-        page = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+        page = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_S).text
         for family in text_string_to_metric_families(page):
             for sample in family.samples:
                 exported[sample.name].update(sample.labels)

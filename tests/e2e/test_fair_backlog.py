@@ -89,7 +89,7 @@ def front_end(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FairFrontEnd
 def _serves(fleet: Fleet, key: str) -> bool:
     try:
         headers = {"authorization": f"Bearer {key}"}
-        return httpx.get(f"{fleet.http}/v1/models", headers=headers).status_code == 200
+        return httpx.get(f"{fleet.http}/v1/models", headers=headers, timeout=WAIT_S).status_code == 200
     except httpx.TransportError:
         return False
 

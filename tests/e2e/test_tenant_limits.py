@@ -12,6 +12,7 @@ from tailrace.tenancy.file import locked_key_file
 from tailrace.tenancy.keys import Tenant, TenantKeys
 from tests.e2e.fleet import MODEL, Fleet
 from tests.e2e.processes import wait_until
+from tests.waiting import WAIT_S
 
 pytestmark = [pytest.mark.fleet, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -73,7 +74,9 @@ def front_end(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontEnd]:
         def serves() -> bool:
             try:
                 headers = {"authorization": f"Bearer {keys['a']}"}
-                return httpx.get(f"{fleet.http}/v1/models", headers=headers).status_code == 200
+                return (
+                    httpx.get(f"{fleet.http}/v1/models", headers=headers, timeout=WAIT_S).status_code == 200
+                )
             except httpx.TransportError:
                 return False
 
