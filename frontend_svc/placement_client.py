@@ -10,7 +10,7 @@ import grpc
 
 from frontend_svc.fleet import Members
 from tailrace.security.roles import Role
-from tailrace.service.channels import Channels, format_error, preferred
+from tailrace.service.channels import Channels, decoded, format_error, preferred
 from tailrace.service.reachability import Reachability
 from tailrace.service.tasks import cancel, run_once
 from tailrace.v1 import scheduler_pb2, scheduler_pb2_grpc
@@ -129,7 +129,7 @@ class PlacementClient:
             self._drop_stream(address)
             if code is grpc.StatusCode.UNIMPLEMENTED:
                 self._without_streams.add(address)
-        return await stub.PlaceMany(message, timeout=_DEADLINE_S)
+        return decoded(await stub.PlaceMany(message, timeout=_DEADLINE_S), address)
 
     def _drop_stream(self, address: str) -> None:
         stream = self._streams.pop(address, None)

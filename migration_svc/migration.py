@@ -217,7 +217,8 @@ async def ask_end(entry: Opened, channels: Channels) -> worker_pb2.ImportEvent:
     until_s, give_up_s = loop.time() + SETTLE_S, loop.time() + _UNREACHABLE_S
     while True:
         try:
-            reply = await stub.CancelImport(request, timeout=max(0.0, until_s - loop.time()))
+            call = stub.CancelImport(request, timeout=max(0.0, until_s - loop.time()))
+            reply = decoded(await call, entry.target_address)
         except grpc.aio.AioRpcError as error:
             reason = f"target not reached: {format_error(error)}"
             if error.code() is not grpc.StatusCode.UNAVAILABLE or loop.time() > give_up_s:

@@ -11,7 +11,7 @@ import grpc
 
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.security.roles import Role
-from tailrace.service.channels import Channels
+from tailrace.service.channels import Channels, decoded
 from tailrace.v1 import cache_pb2, cache_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -53,9 +53,10 @@ class CacheSync:
         tracked = self._state.tracked(instance_id)
         if tracked is None:
             return
-        stub = cache_pb2_grpc.CacheStub(self._channels.get(tracked.record.address, Role.WORKER))
+        address = tracked.record.address
+        stub = cache_pb2_grpc.CacheStub(self._channels.get(address, Role.WORKER))
         try:
-            reply = await stub.ListBlocks(cache_pb2.ListCacheRequest(), timeout=_DEADLINE_S)
+            reply = decoded(await stub.ListBlocks(cache_pb2.ListCacheRequest(), timeout=_DEADLINE_S), address)
         except grpc.aio.AioRpcError as error:
             log.info("cache of %s: %s", instance_id, error.code().name)
             retry_s = _RETRY_S * random.uniform(0.5, 1.5)

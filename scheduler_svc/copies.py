@@ -12,7 +12,7 @@ from scheduler_svc.admin.errors import AdminError
 from tailrace.actions import CopyPrefix
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.security.roles import Role
-from tailrace.service.channels import Channels
+from tailrace.service.channels import Channels, decoded
 from tailrace.v1 import cache_pb2, cache_pb2_grpc
 
 # Longer than a worker's default limit of a pull; the worker stops when the call ends.
@@ -50,7 +50,7 @@ class Copier:
     async def _copy(self, target_id: str, address: str, request: cache_pb2.CopyRequest) -> str:
         stub = cache_pb2_grpc.CacheStub(self._channels.get(address, Role.WORKER))
         try:
-            reply = await stub.Copy(request, timeout=_COPY_S)
+            reply = decoded(await stub.Copy(request, timeout=_COPY_S), address)
         except grpc.aio.AioRpcError as error:
             raise AdminError(error.code(), error.details() or error.code().name) from error
         finally:

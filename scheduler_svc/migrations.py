@@ -116,7 +116,7 @@ class Migrations:
         for service in preferred(self._members, KIND):
             stub = MigrationStub(self._channels.get(service.address, Role.MIGRATION))
             try:
-                return await stub.ListMigrations(request, timeout=_LIST_S)
+                return decoded(await stub.ListMigrations(request, timeout=_LIST_S), service.address)
             except grpc.aio.AioRpcError as error:
                 failure = _reason(error)
         raise _unavailable(failure)
@@ -317,7 +317,7 @@ class Negotiator:
     async def _offer(self, source: InstanceRecord, offered: bidask_pb2.OfferRequest) -> bool:
         stub = bidask_pb2_grpc.BidAskStub(self._channels.get(source.address, Role.WORKER))
         try:
-            reply = await stub.Offer(offered, timeout=_OFFER_S)
+            reply = decoded(await stub.Offer(offered, timeout=_OFFER_S), source.address)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 raise BidAskUnsupported(source.instance_id) from error
@@ -348,11 +348,11 @@ class Recaller:
         tracked = self._state.tracked(instance_id)
         if tracked is None:
             raise AdminError(grpc.StatusCode.NOT_FOUND, f"{instance_id} is gone")
-        stub = worker_pb2_grpc.WorkerStub(self._channels.get(tracked.record.address, Role.WORKER))
+        address = tracked.record.address
+        stub = worker_pb2_grpc.WorkerStub(self._channels.get(address, Role.WORKER))
+        request = worker_pb2.HandBackPromptsRequest(request_ids=request_ids)
         try:
-            reply = await stub.HandBackPrompts(
-                worker_pb2.HandBackPromptsRequest(request_ids=request_ids), timeout=_CALL_S
-            )
+            reply = decoded(await stub.HandBackPrompts(request, timeout=_CALL_S), address)
         except grpc.aio.AioRpcError as error:
             raise AdminError(error.code(), error.details() or error.code().name) from error
         return int(reply.handed_back)

@@ -14,7 +14,7 @@ import grpc
 
 from tailrace.records import ServiceRecord
 from tailrace.security.roles import Role
-from tailrace.service.channels import Channels, Services, format_error
+from tailrace.service.channels import Channels, Services, decoded, format_error
 from tailrace.service.tasks import cancel, run_once
 from tailrace.v1 import answers_pb2, answers_pb2_grpc
 
@@ -155,7 +155,7 @@ class Peers:
 
     async def _call(self, peer: Peer, call: Awaitable[Reply]) -> Reply:
         try:
-            return await call
+            return decoded(await call, peer.frontend_id)
         except grpc.aio.AioRpcError as error:
             if error.code() not in _UNREACHABLE_CODES:
                 log.error("a call of front end %s failed: %s", peer.frontend_id, format_error(error))

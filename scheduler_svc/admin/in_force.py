@@ -11,7 +11,7 @@ from scheduler_svc.admin.errors import AdminError
 from scheduler_svc.admin.forward import KIND
 from tailrace.records import ServiceRecord
 from tailrace.security.roles import Role
-from tailrace.service.channels import Channels
+from tailrace.service.channels import Channels, decoded
 from tailrace.store.membership import Membership
 from tailrace.v1 import admin_pb2
 from tailrace.v1.admin_pb2_grpc import AdminStub
@@ -56,7 +56,8 @@ class InForce:
         stub = AdminStub(self._channels.get(scheduler.address, Role.SCHEDULER))
         while True:
             try:
-                reply = await stub.ListServices(admin_pb2.ListServicesRequest(), timeout=_ANSWER_S)
+                call = stub.ListServices(admin_pb2.ListServicesRequest(), timeout=_ANSWER_S)
+                reply = decoded(await call, scheduler.address)
             except grpc.aio.AioRpcError:
                 return
             if reply.revision >= revision:

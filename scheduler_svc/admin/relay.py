@@ -27,9 +27,8 @@ async def fetch_trace(
     refused = AdminError(grpc.StatusCode.UNAVAILABLE, "no monitor is registered")
     for monitor in preferred(members, _KIND):
         try:
-            return await MonitorStub(channels.get(monitor.address, Role.MONITOR)).GetTrace(
-                request, timeout=_DEADLINE_S
-            )
+            stub = MonitorStub(channels.get(monitor.address, Role.MONITOR))
+            return decoded(await stub.GetTrace(request, timeout=_DEADLINE_S), monitor.address)
         except grpc.aio.AioRpcError as error:
             # NOT_FOUND from one monitor says more than that another one cannot be reached.
             if refused.code is not grpc.StatusCode.NOT_FOUND:

@@ -46,9 +46,9 @@ def is_from_server(error: grpc.Call) -> bool:
 
 
 def decoded(reply: Reply | None, sender: str) -> Reply:
-    """Return a reply of a stream. Raise grpc.aio.AioRpcError (INTERNAL) if it cannot be decoded.
+    """Return a reply. Raise grpc.aio.AioRpcError (INTERNAL) if it cannot be decoded.
 
-    grpc.aio logs that, gives None in its place, and goes on with the next reply.
+    grpc.aio logs that, gives None in its place, and goes on with the next reply of a stream.
     """
     if reply is not None:
         return reply

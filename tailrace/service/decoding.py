@@ -1,6 +1,6 @@
-"""Answer requests that cannot be decoded with INVALID_ARGUMENT.
+"""Answer requests that cannot be decoded with INVALID_ARGUMENT, and count calls that fail unexpectedly.
 
-By default gRPC reports UNKNOWN, as if the server were broken, and logs a traceback for each.
+By default gRPC reports UNKNOWN for both, as if the server were broken, and logs a traceback for each.
 """
 
 from __future__ import annotations
@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Final
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from tailrace.security.handlers import (
     Behavior,
+    CallWrapper,
     Context,
     Deserializer,
     Handler,
@@ -21,6 +23,9 @@ from tailrace.security.handlers import (
     rebuild_handler,
     wrap_handler,
 )
+from tailrace.telemetry.incidents import loop_failed, loop_named
+
+_CALLS: Final = loop_named("gRPC calls")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +36,10 @@ class _Undecodable:
 
 
 class Decoding(grpc.aio.ServerInterceptor):
-    """End a call at the first request that cannot be decoded; the handler does not see that one."""
+    """End a call at the first request that cannot be decoded; the handler does not see that one.
+
+    An exception that a handler did not foresee is counted as one of the loop `_CALLS`.
+    """
 
     async def intercept_service(
         self,
@@ -42,7 +50,7 @@ class Decoding(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_deserializer is None:
             return handler
-        behavior = behavior_of(wrap_handler(handler, _check_decoded))
+        behavior = behavior_of(wrap_handler(handler, _checked(handler_call_details.method)))
         if handler.request_streaming:
             behavior = _until_undecodable(behavior)
         return rebuild_handler(handler, behavior, _lenient(handler.request_deserializer))
@@ -85,14 +93,24 @@ def _until_undecodable(behavior: Behavior) -> Behavior:
     return serve
 
 
-@asynccontextmanager
-async def _check_decoded(request: object, context: Context) -> AsyncIterator[None]:
-    if isinstance(request, _Undecodable):
-        await _refuse(context, request)
-    yield
-    # The handler saw the end of the requests; once it has returned, tell the caller why.
-    if isinstance(request, _Requests) and request.undecodable is not None:
-        await _refuse(context, request.undecodable)
+def _checked(method: str) -> CallWrapper:
+    @asynccontextmanager
+    async def check(request: object, context: Context) -> AsyncIterator[None]:
+        if isinstance(request, _Undecodable):
+            await _refuse(context, request)
+        try:
+            yield
+        except (grpc.aio.AbortError, grpc.aio.InternalError, NotImplementedError):
+            # The status that the handler gives, a caller that has gone, or a method of a later version.
+            raise
+        except Exception as error:
+            loop_failed(_CALLS, method, error)
+            raise
+        # The handler saw the end of the requests; once it has returned, tell the caller why.
+        if isinstance(request, _Requests) and request.undecodable is not None:
+            await _refuse(context, request.undecodable)
+
+    return check
 
 
 async def _refuse(context: Context, request: _Undecodable) -> None:

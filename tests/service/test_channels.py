@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import grpc
+import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
@@ -9,6 +11,7 @@ from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.service.server import serve_grpc
 from tests.waiting import WAIT_S
+from worker_agent.prefixes.copies import GrpcPromptLink, PromptUnknown
 
 HOUR_S = 3600.0
 
@@ -45,3 +48,30 @@ async def test_recently_used_channels_are_kept() -> None:
     kept = [channels.get(f"127.0.0.1:{port}", Role.WORKER) for port in range(1, 5)]
     assert [channels.get(f"127.0.0.1:{port}", Role.WORKER) for port in range(1, 5)] == kept
     await channels.close()
+
+
+@pytest.mark.parametrize("reply", [b"\x0f", b""], ids=["undecodable", "empty"])
+async def test_undecodable_reply_is_an_error_of_the_call(reply: bytes) -> None:
+    """grpc.aio itself returns None for it."""
+
+    async def prompt(request: object, context: object) -> bytes:
+        return reply
+
+    server = grpc.aio.server()
+    handler = grpc.unary_unary_rpc_method_handler(prompt)
+    server.add_generic_rpc_handlers(
+        [grpc.method_handlers_generic_handler("tailrace.v1.Cache", {"Prompt": handler})]
+    )
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    channels = Channels()
+    link = GrpcPromptLink(lambda at: channels.get(at, Role.WORKER))
+    try:
+        if reply:
+            with pytest.raises(PromptUnknown, match="cannot be decoded"):
+                await link.prompt(address, "r")
+        else:
+            assert await link.prompt(address, "r") == []
+    finally:
+        await channels.close()
+        await server.stop(None)

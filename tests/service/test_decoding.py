@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from tailrace.service.server import Servicer, serve_grpc
+from tailrace.telemetry.incidents import LOOP_FAILURES
 from tailrace.v1 import monitor_pb2, monitor_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.waiting import WAIT_S
 
@@ -32,6 +33,9 @@ class Monitor:
         request: monitor_pb2.WatchRequest,
         context: grpc.aio.ServicerContext[monitor_pb2.WatchRequest, monitor_pb2.StateDelta],
     ) -> AsyncIterator[monitor_pb2.StateDelta]:
+        """Meet a bug if the subscriber calls itself "bug"."""
+        if request.subscriber == "bug":
+            raise ZeroDivisionError
         yield monitor_pb2.StateDelta(snapshot=True)
 
 
@@ -115,3 +119,16 @@ async def test_requests_before_an_undecodable_one_are_answered(method: str) -> N
     async with _channel() as channel:
         replies, status, _ = await _call(channel, method, [b"", b"", NO_MESSAGE, b""])
     assert (len(replies), status) == (2, grpc.StatusCode.INVALID_ARGUMENT)
+
+
+async def test_a_handler_that_fails_unexpectedly_is_counted() -> None:
+    failures = LOOP_FAILURES.labels("gRPC calls")
+    before = failures._value.get()
+    async with _channel() as channel:
+        request = monitor_pb2.WatchRequest(subscriber="bug").SerializeToString()
+        assert (await _call(channel, "Monitor/Watch", [request]))[1] is grpc.StatusCode.UNKNOWN
+        assert failures._value.get() == before + 1
+        # A status that a handler gives is no failure.
+        assert (await _call(channel, "Worker/HandBackPrompts", [b""]))[1] is grpc.StatusCode.UNIMPLEMENTED
+        assert (await _call(channel, "Monitor/Watch", [NO_MESSAGE]))[1] is grpc.StatusCode.INVALID_ARGUMENT
+    assert failures._value.get() == before + 1

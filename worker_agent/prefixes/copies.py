@@ -13,7 +13,7 @@ from typing import Final, Protocol
 
 import grpc
 
-from tailrace.service.channels import format_error
+from tailrace.service.channels import decoded, format_error
 from tailrace.v1 import cache_pb2, cache_pb2_grpc
 from worker_agent.engine.base import Frames, Pull, RequestKey, Submission
 from worker_agent.metrics import WorkerMetrics
@@ -49,7 +49,8 @@ class GrpcPromptLink:
         """PromptLink.prompt."""
         stub = cache_pb2_grpc.CacheStub(self._channel(address))
         try:
-            reply = await stub.Prompt(cache_pb2.PromptRequest(request_id=request_id), timeout=_PROMPT_S)
+            call = stub.Prompt(cache_pb2.PromptRequest(request_id=request_id), timeout=_PROMPT_S)
+            reply = decoded(await call, address)
         except grpc.aio.AioRpcError as error:
             raise PromptUnknown(format_error(error)) from error
         return list(reply.frames)
