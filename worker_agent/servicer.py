@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 from collections.abc import AsyncIterator
+from functools import partial
 
 import grpc
 
 from tailrace.security.handlers import Context
+from tailrace.service.tasks import cancel, run_once
 from tailrace.store.client import StoreUnavailable
 from tailrace.v1 import profile_pb2, worker_pb2, worker_pb2_grpc
 from worker_agent.hand_backs import HandBacks
@@ -19,6 +22,8 @@ from worker_agent.migration.imports import ImportRefused, Imports
 from worker_agent.migration.lease import Lease
 from worker_agent.profiling.calls import profile_events
 from worker_agent.profiling.profiler import Profiler, ProfilingFailed, Refused
+
+log = logging.getLogger(__name__)
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
@@ -50,14 +55,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         """Serve the source side of a migration; the call is its lease."""
         lease = Lease()
         self._exports.start(lease)
-        reader = asyncio.create_task(_read(request_iterator, lease), name="export reader")
+        reader = run_once("export readers", partial(_read, request_iterator, lease))
         try:
             while (event := await lease.next_event()) is not None:
                 await context.write(event)
         finally:
             lease.break_off("the target is gone")
-            reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
+            await cancel(reader)
 
     async def Import(  # type: ignore[override]
         self,
@@ -120,6 +124,8 @@ async def _read(commands: AsyncIterator[worker_pb2.ExportCommand], lease: Lease)
     try:
         async for command in commands:
             lease.inbox.command(command)
+    except grpc.aio.BaseError as error:
+        log.debug("the call of an export ended: %s", error)
     finally:
         lease.break_off("the target closed the export")
 

@@ -104,7 +104,14 @@ async def _run(options: Options, cluster: Cluster, timeline: Timeline, console: 
         await invariants.record_baseline()
         timeline.note(f"{options.faults} faults of seed {options.seed}")
         began_s = timeline.now_s
-        await campaign.run(list(draw(options.seed, options.faults, _targets(cluster), kinds)))
+        try:
+            await campaign.run(list(draw(options.seed, options.faults, _targets(cluster), kinds)))
+        except asyncio.CancelledError:
+            # Ctrl-C: what has been measured until now is worth printing.
+            task = asyncio.current_task()
+            if task is None or task.uncancel():
+                raise
+            timeline.note("interrupted")
         took_s = timeline.now_s - began_s
         corrupt = invariants.counter_total(CORRUPT)
     await print_violations(cluster, timeline, console)
@@ -184,7 +191,10 @@ def main() -> int:
     if options.output == "json":
         print(json.dumps(plain))
     console.print(f"figures: {save(f'chaos-{options.seed}', plain)}")
-    return int(bool(figures.broken))
+    injected = sum(figures.faults.values())
+    if injected < options.faults:
+        console.print(f"interrupted: {injected} of {options.faults} faults were injected", style="red")
+    return int(bool(figures.broken) or injected < options.faults)
 
 
 if __name__ == "__main__":
