@@ -12,7 +12,6 @@ from monitor_svc.feed import Feed
 from monitor_svc.reports import Reports, missed_objectives
 from monitor_svc.servicer import MonitorServicer
 from monitor_svc.traces import TraceStore
-from tailrace.request_columns import columns_of
 from tailrace.slo import Slo
 from tailrace.v1 import types_pb2
 
@@ -101,7 +100,7 @@ class MonitorGauges(Collector):
         slo = self._slo()
         for name, known in self._reports.instances.items():
             report = known.steady.message
-            missed = missed_objectives(columns_of(report), report.time_s, slo)
+            missed = missed_objectives(report.requests, report.time_s, slo)
             metric.add_metric([name, "ttft"], missed.ttft)
             metric.add_metric([name, "tpot"], missed.tpot)
             metric.add_metric([name, "qoe"], missed.qoe)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tailrace.request_columns import rows_from
 from tailrace.v1 import monitor_pb2
 
 
@@ -48,13 +47,3 @@ class ReceivedReport:
         if report.HasField("cache"):
             news.cache.CopyFrom(report.cache)
         return ReceivedReport.of(news)
-
-
-def encoded_by_row(encoded: bytes) -> bytes:
-    """Return an encoded report with its requests by row, for subscribers of earlier versions."""
-    report = monitor_pb2.WorkerReport.FromString(encoded)
-    if not report.HasField("request_columns"):
-        return encoded
-    report.requests.extend(rows_from(report.request_columns))
-    report.ClearField("request_columns")
-    return report.SerializeToString()

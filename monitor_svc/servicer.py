@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator
 from typing import Final
 
 import grpc
@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 
 from monitor_svc.acknowledgements import Acknowledgements
 from monitor_svc.feed import Feed
-from monitor_svc.received import ReceivedReport, encoded_by_row
+from monitor_svc.received import ReceivedReport
 from monitor_svc.reports import Reports
 from monitor_svc.traces import AmbiguousTraceError, TraceStore
 from tailrace.security.handlers import Handler
@@ -48,7 +48,7 @@ class MonitorServicer:
         reading = asyncio.create_task(self._read(request_iterator, acknowledgements), name="worker reports")
         try:
             async for seq in acknowledgements:
-                yield monitor_pb2.ReportAck(seq=seq, reads_columns=True)
+                yield monitor_pb2.ReportAck(seq=seq)
             await reading
         except InvalidReportError as error:
             unreadable("report of a worker", f"from {context.peer()}", error)
@@ -94,10 +94,7 @@ class MonitorServicer:
         slow."""
         with self._feed.subscribe() as subscription:
             while True:
-                delta = await subscription.next()
-                if not request.reads_columns:
-                    delta.reports[:] = [*_by_row(delta.reports)]
-                yield delta
+                yield await subscription.next()
 
     async def GetTrace(
         self,
@@ -114,15 +111,6 @@ class MonitorServicer:
         if trace is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"id: no spans of {request.id!r} are held")
         return admin_pb2.GetTraceReply(traces_data=trace.SerializeToString())
-
-
-def _by_row(reports: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield encoded reports with their requests by row; leave out those that cannot be converted."""
-    for encoded in reports:
-        try:
-            yield encoded_by_row(encoded)
-        except Exception as error:  # noqa: BLE001 - whatever a worker's bytes lead to
-            unreadable("report of a worker", "for a subscriber of an earlier version", error)
 
 
 def add_to_server(servicer: MonitorServicer, server: grpc.aio.Server) -> None:

@@ -160,7 +160,7 @@ class MonitorWatch:
             request_serializer=monitor_pb2.WatchRequest.SerializeToString,
             response_deserializer=monitor_pb2.EncodedDelta.FromString,
         )
-        call = watch(monitor_pb2.WatchRequest(subscriber=self._subscriber, reads_columns=True))
+        call = watch(monitor_pb2.WatchRequest(subscriber=self._subscriber))
         try:
             async for reply in call:
                 delta = decoded(reply, f"the monitor at {address}")

@@ -1,8 +1,7 @@
 """The requests of a worker's report by column: one array per property instead of one message per request.
 
 A protobuf message costs a Python object when it is read, which for all requests of a large fleet costs more
-than everything else that is done with them. Workers of earlier versions report rows; `columns_of` is the one
-place that reads both.
+than everything else that is done with them.
 """
 
 from __future__ import annotations
@@ -17,13 +16,6 @@ T = TypeVar("T")
 
 ABSENT: Final = math.nan
 """Stands for the absent value of an optional property in a column."""
-
-
-def columns_of(report: monitor_pb2.WorkerReport) -> monitor_pb2.RequestColumns:
-    """Return the requests of a steady report by column, whichever way it has them."""
-    if report.requests and not report.HasField("request_columns"):
-        return columns_from(report.requests)
-    return report.request_columns
 
 
 def full(column: Sequence[T], count: int, default: T) -> list[T]:
@@ -82,74 +74,28 @@ def columns_from(rows: Iterable[monitor_pb2.RequestReport]) -> monitor_pb2.Reque
     )
 
 
-def rows_from(columns: monitor_pb2.RequestColumns) -> list[monitor_pb2.RequestReport]:
-    """Convert columns to rows, in the same order, for readers of earlier versions."""
-    count = len(columns.request_ids)
-    traceparents = traceparents_of(columns)
-    names = list(columns.frontend_ids)
-    return [
-        monitor_pb2.RequestReport(
-            request_id=request_id,
-            frontend_id=names[frontend] if frontend < len(names) else "",
-            epoch=epoch,
-            phase=phase,
-            state=state,
-            prompt_tokens=prompt,
-            output_tokens=output,
-            reasoning_tokens=reasoning,
-            max_tokens=most,
-            kv_blocks=blocks,
-            arrival_s=arrival_s,
-            token_interval_ms=interval_ms,
-            pacer_slack_tokens=_known(slack),
-            qoe=_known(qoe),
-            phase_tokens=phase_tokens,
-            demoted=demoted,
-            predicted_remaining_tokens=_known(predicted),
-            traceparent=traceparents.get(request_id, ""),
-            host_kv_blocks=host_blocks,
-        )
-        for (
-            request_id,
-            frontend,
-            epoch,
-            phase,
-            state,
-            prompt,
-            output,
-            reasoning,
-            most,
-            blocks,
-            arrival_s,
-            interval_ms,
-            slack,
-            qoe,
-            phase_tokens,
-            demoted,
-            predicted,
-            host_blocks,
-        ) in zip(
-            columns.request_ids,
-            full(columns.frontends, count, 0),
-            full(columns.epochs, count, 0),
-            full(columns.phases, count, 0),
-            full(columns.states, count, 0),
-            full(columns.prompt_tokens, count, 0),
-            full(columns.output_tokens, count, 0),
-            full(columns.reasoning_tokens, count, 0),
-            full(columns.max_tokens, count, 0),
-            full(columns.kv_blocks, count, 0),
-            full(columns.arrival_s, count, 0.0),
-            full(columns.token_interval_ms, count, 0.0),
-            full(columns.pacer_slack_tokens, count, ABSENT),
-            full(columns.qoe, count, ABSENT),
-            full(columns.phase_tokens, count, 0),
-            full(columns.demoted, count, False),
-            full(columns.predicted_remaining_tokens, count, ABSENT),
-            full(columns.host_kv_blocks, count, 0),
-            strict=True,
-        )
-    ]
+_OPTIONAL: Final = frozenset(
+    field.name for field in monitor_pb2.RequestReport.DESCRIPTOR.fields if field.has_presence
+)
+_NOT_BY_REQUEST: Final = frozenset({"frontend_ids", "traced", "traceparents"})
+
+
+def picked(columns: monitor_pb2.RequestColumns, rows: Sequence[int]) -> monitor_pb2.RequestColumns:
+    """Return the requests of these rows, in their order."""
+    position = {row: number for number, row in enumerate(rows)}
+    traced = {
+        position[row]: traceparent
+        for row, traceparent in zip(columns.traced, columns.traceparents, strict=False)
+        if row in position
+    }
+    kept = monitor_pb2.RequestColumns(
+        frontend_ids=columns.frontend_ids, traced=traced, traceparents=traced.values()
+    )
+    for field, column in columns.ListFields():
+        if field.name not in _NOT_BY_REQUEST:
+            default = ABSENT if field.name in _OPTIONAL else 0
+            getattr(kept, field.name).extend(value_of(column, row, default) for row in rows)
+    return kept
 
 
 def traceparents_of(columns: monitor_pb2.RequestColumns) -> dict[str, str]:
@@ -162,10 +108,6 @@ def traceparents_of(columns: monitor_pb2.RequestColumns) -> dict[str, str]:
         for row, traceparent in zip(columns.traced, columns.traceparents, strict=False)
         if row < len(ids)
     }
-
-
-def _known(value: float) -> float | None:
-    return None if math.isnan(value) else value
 
 
 def _unless_default(column: list[T]) -> list[T]:

@@ -89,7 +89,6 @@ class Reports:
         self._reachability = Reachability(channels, Role.MONITOR)
         self._interval_s = interval_s
         self._seq = 0
-        self._monitor_reads_columns = False
         self._cache = cache
 
     async def run(self) -> None:
@@ -133,8 +132,6 @@ class Reports:
         """Run one stream to its end; return whether the monitor failed, and why the stream ended."""
         call = monitor_pb2_grpc.MonitorStub(self._channels.get(address, Role.MONITOR)).Report()
         unacknowledged = Unacknowledged()
-        # An earlier version does not say so, and gets rows for as long as it serves this stream.
-        self._monitor_reads_columns = False
         reading = asyncio.create_task(
             self._read_acknowledgements(call, unacknowledged), name="report acknowledgements"
         )
@@ -221,10 +218,7 @@ class Reports:
         for request in stats.requests:
             with guarded(_LOOP, request.request_id):
                 rows.append(request_report(request, self._carried.by_id(request.request_id), now_s))
-        if self._monitor_reads_columns:
-            report.request_columns.CopyFrom(columns_from(rows))
-        else:
-            report.requests.extend(rows)
+        report.requests.CopyFrom(columns_from(rows))
 
     async def _read_acknowledgements(
         self,
@@ -234,5 +228,4 @@ class Reports:
         """Read acknowledgements, which show that the monitor is alive and receives the reports."""
         while isinstance(ack := await call.read(), monitor_pb2.ReportAck):
             unacknowledged.acknowledged(ack.seq)
-            self._monitor_reads_columns = ack.reads_columns
         raise _Closed("closed by the monitor")

@@ -124,7 +124,7 @@ class Population:
         self._placed: set[str] = set()
         self._news: list[monitor_pb2.PhaseEvent] = []
         self._steady = monitor_pb2.WorkerReport(instance_id=instance_id, incarnation=incarnation)
-        self._steady.request_columns.frontend_ids.append(_FRONTEND)
+        self._steady.requests.frontend_ids.append(_FRONTEND)
         # At the start a quarter is in use; an instance that is sent ever more requests becomes full.
         load = self._steady.load
         load.block_tokens = BLOCK_TOKENS
@@ -161,7 +161,7 @@ class Population:
         event = self._event(row, types_pb2.PHASE_UNSPECIFIED, now_s)
         event.output_tokens = 0
         self._news.append(event)
-        phase = self._steady.request_columns.phases[row]
+        phase = self._steady.requests.phases[row]
         moved = Moved(request_id, phase, self._rows.tokens_of(row, now_s), self._rows.values_of(row))
         self._remove(row)
         return moved
@@ -178,7 +178,7 @@ class Population:
         report, rows = self._steady, self._rows
         tokens = rows.tokens(now_s)
         blocks = -(-(PROMPT_TOKENS + tokens) // BLOCK_TOKENS)
-        columns, load = report.request_columns, report.load
+        columns, load = report.requests, report.load
         columns.output_tokens[:] = tokens.tolist()
         columns.phase_tokens[:] = (tokens - rows.phase_from).tolist()
         columns.kv_blocks[:] = blocks.tolist()
@@ -225,7 +225,7 @@ class Population:
         self, request_id: str, phase: types_pb2.Phase.ValueType, epoch: int, arrival_s: float
     ) -> None:
         """Add the last request to the report's columns, and schedule the end of its phase."""
-        columns = self._steady.request_columns
+        columns = self._steady.requests
         columns.request_ids.append(request_id)
         columns.frontends.append(0)
         columns.epochs.append(epoch)
@@ -240,7 +240,7 @@ class Population:
     def _remove(self, row: int) -> None:
         del self._ids[row]
         self._rows.remove(row)
-        columns = self._steady.request_columns
+        columns = self._steady.requests
         for column in (
             columns.request_ids,
             columns.frontends,
@@ -266,11 +266,11 @@ class Population:
         if request_id in self._placed:
             self._placed.discard(request_id)
             self._add(request_id, now_s, self._draw_length(), now_s)
-            return self._event(len(self._ids) - 1, self._steady.request_columns.phases[-1], now_s)
+            return self._event(len(self._ids) - 1, self._steady.requests.phases[-1], now_s)
         if request_id not in self._ids:
             return None
         row = self._ids.index(request_id)
-        phases = self._steady.request_columns.phases
+        phases = self._steady.requests.phases
         reasons = phases[row] == types_pb2.PHASE_REASONING
         if self._rows.phase_ends_s(row, reasons) > now_s:
             return None
@@ -288,7 +288,7 @@ class Population:
         return monitor_pb2.PhaseEvent(
             request_id=self._ids[row],
             frontend_id=_FRONTEND,
-            epoch=self._steady.request_columns.epochs[row],
+            epoch=self._steady.requests.epochs[row],
             phase=phase,
             prompt_tokens=PROMPT_TOKENS,
             output_tokens=tokens,

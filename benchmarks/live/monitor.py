@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from tailrace.request_columns import columns_of
 from tailrace.service.tasks import cancel
 from tailrace.v1 import monitor_pb2
 from tailrace.v1.monitor_pb2_grpc import MonitorStub
@@ -32,7 +31,7 @@ class MonitorSubscriber:
                 self.first_seen.setdefault(event.request_id, report.instance_id)
                 if not delta.snapshot:
                     self.delays_s.append(now_s - event.time_s)
-            for request_id in columns_of(report).request_ids:
+            for request_id in report.requests.request_ids:
                 self.first_seen.setdefault(request_id, report.instance_id)
 
 
@@ -41,9 +40,7 @@ async def subscribed_to(monitor: str) -> AsyncIterator[MonitorSubscriber]:
     """Subscribe to the monitor at HOST:PORT for the block."""
     subscriber = MonitorSubscriber()
     async with grpc.aio.insecure_channel(monitor) as channel:
-        call = MonitorStub(channel).Watch(
-            monitor_pb2.WatchRequest(subscriber="live against simulated", reads_columns=True)
-        )
+        call = MonitorStub(channel).Watch(monitor_pb2.WatchRequest(subscriber="live against simulated"))
 
         async def read() -> None:
             async for delta in call:

@@ -24,11 +24,7 @@ from tailrace.records import InstanceRecord, ProfileRecord
 from tailrace.slo import Slo
 
 FORMAT: Final = 2
-"""Version of the format; incremented when an older reader would misread the new one.
-
-1: reports contain requests by row only.
-"""
-_READ: Final = (1, FORMAT)
+"""Version of the format; incremented when an older reader would misread the new one."""
 
 
 class InvalidRecordingError(ValueError):
@@ -330,10 +326,10 @@ def _check_format(line: bytes) -> None:
         raise InvalidRecordingError(f"line 1: not the start of a recording ({error})") from error
     if beginning.event != "started":
         raise InvalidRecordingError("line 1: not the start of a recording")
-    if beginning.format not in _READ:
+    if beginning.format != FORMAT:
         raise InvalidRecordingError(
-            f"format {beginning.format}, of Tailrace {beginning.version}; this one reads {_READ[0]} to "
-            f"{FORMAT}; replay it with that version"
+            f"format {beginning.format}, of Tailrace {beginning.version}; this one reads {FORMAT}; replay it "
+            "with that version"
         )
 
 

@@ -16,7 +16,6 @@ from tailrace.perf.measured import Measured
 from tailrace.perf.ttft import TtftPredictor
 from tailrace.policy.candidates import kv_needed_tokens
 from tailrace.records import InstanceRecord
-from tailrace.request_columns import columns_of
 from tailrace.v1 import monitor_pb2
 
 # Seconds after which a placed request that no report shows has never arrived, or has already gone.
@@ -69,7 +68,7 @@ class ReportedInstance(Corrections[str, PendingRequest]):
         before, changed = self._rows, self._changed
         block_tokens = load.block_tokens or self.block_tokens
         rows = self._rows = ReportedRows(
-            self.record.instance_id, block_tokens, self.record.max_model_len, columns_of(report), before
+            self.record.instance_id, block_tokens, self.record.max_model_len, report.requests, before
         )
         left = rows.left_since(before)
         for request_id, request in changed.items():

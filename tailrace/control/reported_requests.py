@@ -37,10 +37,9 @@ from tailrace.policy.phase_load import (
 )
 from tailrace.request_columns import (
     ABSENT,
-    columns_from,
     full,
     optional_of,
-    rows_from,
+    picked,
     traceparents_of,
     value_of,
 )
@@ -372,7 +371,7 @@ class ReportedRows:
 
 def _without_repeated(columns: monitor_pb2.RequestColumns) -> monitor_pb2.RequestColumns:
     """Return each request once, as last named, where it was first named."""
-    return columns_from({row.request_id: row for row in rows_from(columns)}.values())
+    return picked(columns, list({name: row for row, name in enumerate(columns.request_ids)}.values()))
 
 
 class ReportedRequests(ListsMovable, ListsExpectedLengths, ListsDecoding, LazyRequests):

@@ -9,7 +9,6 @@ import pytest
 from benchmarks.control.population import TOKENS_PER_S, Population
 from benchmarks.control.report_streams import ReportStreams
 from tailrace.perf.future_load import FutureLoad
-from tailrace.request_columns import columns_of
 from tailrace.v1 import monitor_pb2, types_pb2
 from tests.monitor.conftest import Monitor
 from tests.monitor.conftest import monitor as monitor
@@ -69,16 +68,16 @@ def test_a_placed_request_reasons_answers_and_ends() -> None:
     for step in range(200):
         report = report_of(population, 0.05 * step)
         phases += [event.phase for event in report.phase_events]
-        columns = columns_of(report)
+        columns = report.requests
         assert len(columns.request_ids) == len(columns.output_tokens) == len(columns.epochs)
     assert phases == [types_pb2.PHASE_REASONING, types_pb2.PHASE_ANSWERING, types_pb2.PHASE_UNSPECIFIED]
-    assert not columns_of(report).request_ids
+    assert not report.requests.request_ids
 
 
 def test_reports_have_the_future_load_of_a_worker() -> None:
     population = Population("a", "1", 20, 400, "seed", 0.0)
     report = report_of(population, 5.0)
-    columns = columns_of(report)
+    columns = report.requests
     rows = zip(columns.prompt_tokens, columns.output_tokens, columns.predicted_remaining_tokens, strict=True)
     expected = FutureLoad()([(prompt + output, remaining) for prompt, output, remaining in rows])
     assert tuple(report.load.future_load) == expected
@@ -97,7 +96,7 @@ def test_a_migrated_request_continues_where_it_was() -> None:
     report = report_of(target, 4.0)
     (joined,) = report.phase_events
     assert (joined.epoch, joined.phase) == (1, types_pb2.PHASE_REASONING)
-    columns = columns_of(report)
+    columns = report.requests
     assert list(columns.epochs) == [1]
     assert abs(columns.output_tokens[0] - 3.0 * TOKENS_PER_S) <= 2
     # It also comes back, and each phase ends once.

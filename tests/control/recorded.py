@@ -20,7 +20,6 @@ from tailrace.control.runner import ActivePolicy, Guard, Moment, PlaceQuestion, 
 from tailrace.policy.parameters import parse_parameters, read_assignments
 from tailrace.policy.registry import parameters_of
 from tailrace.records import PolicyRecord
-from tailrace.request_columns import columns_from
 from tailrace.slo import Slo
 from tailrace.v1 import cache_pb2, monitor_pb2, types_pb2
 from tests.scheduler.facts import ANSWERING, GONE, PREFILL, REASONING, event, members, request, steady
@@ -47,8 +46,6 @@ class RandomRun:
         """Create a scheduler; `policy` is a name with optional parameters: "tailrace copy_ahead=true"."""
         self.draw = random.Random(seed)
         self.lines: list[bytes] = []
-        # Share of the steady reports that have their requests by column.
-        self.by_column = 0.5
         self.now_s = 100.0
         self.cache_seq = dict.fromkeys(INSTANCES, 0)
         self.open: list[str] = []
@@ -153,9 +150,6 @@ class RandomRun:
         change = cache_pb2.CacheChange(tier=cache_pb2.CACHE_TIER_DEVICE, stored=stored)
         report.cache.seq = self.cache_seq[name]
         report.cache.changes.append(change)
-        if self.draw.random() < self.by_column:
-            report.request_columns.CopyFrom(columns_from(there))
-            del report.requests[:]
         self.take(report)
         if name in self.control.model.cache.follower.incomplete and self.draw.random() < 0.5:
             listed = cache_pb2.ListCacheReply(incarnation="1", seq=self.cache_seq[name], held=[change])

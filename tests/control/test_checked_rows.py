@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from tailrace.cluster import Arrival
 from tailrace.control.reported_cluster import PhaseChange, ReportedCluster
-from tailrace.request_columns import columns_from
 from tailrace.v1 import monitor_pb2, types_pb2
 from tests.scheduler.facts import GONE, event, members, request, steady
 
@@ -65,8 +64,8 @@ class CheckingAll(ReportedCluster):
         """Apply a report."""
         tracked = self.tracked(report.instance_id)
         if tracked is not None:
-            for row in report.requests:
-                tracked.unsettle(row.request_id)
+            for request_id in report.requests.request_ids:
+                tracked.unsettle(request_id)
         return super().apply(report, now_s)
 
 
@@ -99,16 +98,3 @@ def test_the_model_is_the_same_as_if_all_rows_were_checked(steps: list[object]) 
         assert run(model, number, step) == run(checking, number, step)
     assert list(model.requests()) == list(checking.requests())
     assert model.state() == checking.state()
-
-
-@given(steps)
-def test_columns_are_the_same_as_rows(steps: list[object]) -> None:
-    by_row, by_column = ReportedCluster(), ReportedCluster()
-    for number, step in enumerate(steps):
-        converted = step
-        if isinstance(step, monitor_pb2.WorkerReport) and step.HasField("load"):
-            converted = monitor_pb2.WorkerReport.FromString(step.SerializeToString())
-            converted.request_columns.CopyFrom(columns_from(step.requests))
-            del converted.requests[:]
-        assert run(by_row, number, step) == run(by_column, number, converted)
-    assert by_row.state() == by_column.state()

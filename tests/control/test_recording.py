@@ -39,11 +39,9 @@ POLICIES = (
 )
 
 
-def run_of(policy: str, seed: int, before: int = 40, after: int = 80, by_column: float = 0.5) -> RandomRun:
-    """Return a run with `before` unrecorded and `after` recorded steps; this share of the reports is by
-    column."""
+def run_of(policy: str, seed: int, before: int = 40, after: int = 80) -> RandomRun:
+    """Return a run with `before` unrecorded and `after` recorded steps."""
     run = RandomRun(policy, seed)
-    run.by_column = by_column
     for _ in range(before):
         run.step()
     run.record()
@@ -70,14 +68,6 @@ def test_a_replay_makes_the_same_decisions(policy: str, seed: int, before: int, 
     now, then = replay.control.model.view(), run.control.model.view()
     assert dict(now.instances) == dict(then.instances) and now.stages == then.stages
     assert _encoded(replay.control.state(0.0)) == _encoded(run.control.state(0.0))
-
-
-def test_a_recording_of_the_first_format_gives_the_same_decisions() -> None:
-    run = run_of("pascal", 4, by_column=0.0)
-    run.lines[0] = run.lines[0].replace(b'"format":2', b'"format":1')
-    replayed: list[Replayed] = []
-    Replay(decode(run.lines), replayed.append).run()
-    assert replayed and all(each.same for each in replayed)
 
 
 def _encoded(state: object) -> bytes:
@@ -180,7 +170,7 @@ def test_an_invalid_recording_is_reported_with_its_line() -> None:
     with pytest.raises(InvalidRecordingError, match="empty"):
         Replay(decode([]), lambda replayed: None)
     later = run.lines[0].replace(b'"format":2', b'"format":3')
-    with pytest.raises(InvalidRecordingError, match=r"format 3, of Tailrace .*; this one reads 1 to 2"):
+    with pytest.raises(InvalidRecordingError, match=r"format 3, of Tailrace .*; this one reads 2;"):
         list(decode([later]))
     # Also if the rest of the line is not as this version expects it.
     with pytest.raises(InvalidRecordingError, match="format 3"):

@@ -31,6 +31,7 @@ from tailrace.intra.base import IntraPolicy
 from tailrace.messages import PHASE_NUMBERS, REQUEST_STATE_NUMBERS
 from tailrace.policy.phase_load import phase_load, prompts
 from tailrace.records import InstanceRecord
+from tailrace.request_columns import columns_from
 from tailrace.v1 import monitor_pb2, types_pb2
 from tests.scheduler.facts import Members, instance
 from tests.simulator.moving import MoveEverything
@@ -120,7 +121,7 @@ class Mirrored(Views):
                 context_tokens=report.context,
                 migrations_in=self._known[name].instance.migrations_in,
             ),
-            requests=[
+            requests=columns_from(
                 monitor_pb2.RequestReport(
                     request_id=job.request.request_id,
                     epoch=job.migrations,
@@ -133,7 +134,7 @@ class Mirrored(Views):
                     kv_blocks=blocks_of((job, tokens, state, blocks), BLOCK),
                 )
                 for job, tokens, state, blocks in rows
-            ],
+            ),
         )
 
     def _send_event(self, job: Job, name: str, tokens: int, phase: types_pb2.Phase.ValueType) -> None:

@@ -44,12 +44,12 @@ def steady(name: str, seq: int = 0, requests: int = 0, incarnation: str = "1") -
         load=monitor_pb2.InstanceLoad(
             running=requests, reasoning=requests, kv_blocks_total=100, generated_tokens=seq
         ),
-        requests=[
+        requests=columns_from(
             monitor_pb2.RequestReport(
                 request_id=f"r{n}", phase=types_pb2.PHASE_REASONING, output_tokens=5, token_interval_ms=20
             )
             for n in range(requests)
-        ],
+        ),
     )
 
 
@@ -116,7 +116,7 @@ def test_a_new_incarnation_starts_empty() -> None:
     )
     (report,) = decoded(reports.snapshot()).reports
     assert report.incarnation == "2"
-    assert not report.requests
+    assert not report.requests.request_ids
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ async def test_a_lagging_subscriber_gets_the_latest_state_and_all_news() -> None
         ("a", 4, True),
     ]
     _, without_state, _, cached, _ = delta.reports
-    assert list(without_state.phase_events) == [ended] and not without_state.requests
+    assert list(without_state.phase_events) == [ended] and not without_state.HasField("requests")
     assert cached.cache.seq == 7
 
 
@@ -212,7 +212,7 @@ async def test_report_and_watch(monitor: Monitor) -> None:
     watch = monitor.stub.Watch(monitor_pb2.WatchRequest(subscriber="test"))
     first = await read_message(watch, monitor_pb2.StateDelta)
     assert first.snapshot
-    assert len(first.reports[0].requests) == 2
+    assert first.reports[0].requests.request_ids == ["r0", "r1"]
     assert [e.phase for e in first.reports[0].phase_events] == [types_pb2.PHASE_ANSWERING]
     async for _ in monitor.stub.Report(iter([steady("b", 7)])):
         pass
@@ -240,26 +240,6 @@ async def test_a_subscriber_that_does_not_read_gets_the_latest_state(monitor: Mo
             received += [r.seq for r in delta.reports]
     assert len(received) < 600
     assert received == sorted(received)
-    watch.cancel()
-
-
-@pytest.mark.parametrize("reads_columns", [False, True])
-async def test_subscribers_get_requests_in_the_form_they_read(monitor: Monitor, reads_columns: bool) -> None:
-    rows = steady("a", requests=2).requests
-    watch = monitor.stub.Watch(monitor_pb2.WatchRequest(subscriber="test", reads_columns=reads_columns))
-    assert (await read_message(watch, monitor_pb2.StateDelta)).snapshot
-    by_column = steady("a")
-    by_column.request_columns.CopyFrom(columns_from(rows))
-    acks = [ack async for ack in monitor.stub.Report(iter([by_column]))]
-    assert all(ack.reads_columns for ack in acks)
-    (report,) = (await read_message(watch, monitor_pb2.StateDelta)).reports
-    assert report.HasField("request_columns") == reads_columns
-    assert (list(report.requests) == list(rows)) == (not reads_columns)
-    watch.cancel()
-    # A snapshot contains the same.
-    watch = monitor.stub.Watch(monitor_pb2.WatchRequest(subscriber="test", reads_columns=reads_columns))
-    (again,) = (await read_message(watch, monitor_pb2.StateDelta)).reports
-    assert again == report
     watch.cancel()
 
 
@@ -322,26 +302,6 @@ async def test_a_report_that_cannot_be_processed_is_refused_alone(
     async for _ in monitor.stub.Report(iter([steady("a")])):
         pass
     assert "a" in monitor.reports.instances
-
-
-async def test_an_earlier_subscriber_gets_the_reports_that_can_be_converted(
-    monitor: Monitor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def convert(encoded: bytes) -> bytes:
-        if b"poison" in encoded:
-            raise IndexError("nobody foresaw this")
-        return encoded
-
-    monkeypatch.setattr("monitor_svc.servicer.encoded_by_row", convert)
-    before = skipped("report of a worker")
-    for name in ("a", "poison", "b"):
-        apply(monitor.reports, steady(name), 0.0)
-    call = monitor.stub.Watch(monitor_pb2.WatchRequest(subscriber="earlier"))
-    async with asyncio.timeout(WAIT_S):
-        delta = await read_message(call, monitor_pb2.StateDelta)
-    call.cancel()
-    assert [report.instance_id for report in delta.reports] == ["a", "b"]
-    assert skipped("report of a worker") == before + 1
 
 
 def test_gauges_of_instances_and_slos() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from tailrace.cluster import Pool, Stage
 from tailrace.records import InstanceRecord, ProfileRecord
+from tailrace.request_columns import columns_from
 from tailrace.v1 import monitor_pb2, types_pb2
 
 PREFILL = types_pb2.PHASE_PREFILL
@@ -96,7 +97,7 @@ def steady(
             block_tokens=16,
             context_tokens=sum(r.prompt_tokens + r.output_tokens for r in requests),
         ),
-        requests=requests,
+        requests=columns_from(requests),
     )
 
 

@@ -64,9 +64,9 @@ async def test_a_recording_ends_when_another_scheduler_leads() -> None:
 
 async def test_a_slow_reader_gets_the_beginning() -> None:
     run = RandomRun("pascal", 3)
-    async with aclosing(Recorder(run.control, leading(), bytes_max=5_000).record(LONG_S)) as recording:
+    async with aclosing(Recorder(run.control, leading(), bytes_max=12_000).record(LONG_S)) as recording:
         lines = await anext(recording)
-        for _ in range(60):
+        for _ in range(120):
             run.step()
         lines += [line async for some in recording for line in some]
     assert isinstance(list(decode(lines))[-1], RecordingOverflow)

@@ -58,7 +58,7 @@ async def test_undecodable_reply_is_an_error_of_the_call(reply: bytes) -> None:
         return reply
 
     server = grpc.aio.server()
-    handler = grpc.unary_unary_rpc_method_handler(prompt)
+    handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_unary_rpc_method_handler(prompt)
     server.add_generic_rpc_handlers(
         [grpc.method_handlers_generic_handler("tailrace.v1.Cache", {"Prompt": handler})]
     )

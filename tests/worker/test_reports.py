@@ -12,7 +12,7 @@ from dataclasses import replace
 import grpc
 
 from tailrace.profiles import load_profile
-from tailrace.request_columns import columns_of
+from tailrace.request_columns import optional_of, traceparents_of
 from tailrace.service.channels import Channels
 from tailrace.telemetry.incidents import LOOP_FAILURES
 from tailrace.v1 import admin_pb2, monitor_pb2, monitor_pb2_grpc, types_pb2
@@ -33,7 +33,6 @@ class ScriptedMonitor(monitor_pb2_grpc.MonitorServicer):
 
     def __init__(self) -> None:
         self.reports: asyncio.Queue[monitor_pb2.WorkerReport] = asyncio.Queue()
-        self.reads_columns = True
         # How many reports are refused first, as reports that cannot be read are.
         self.unreadable = 0
         # While it is not set, reports are neither read nor acknowledged.
@@ -50,7 +49,7 @@ class ScriptedMonitor(monitor_pb2_grpc.MonitorServicer):
             if report.seq <= self.unreadable:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request cannot be decoded")
             self.reports.put_nowait(report)
-            yield monitor_pb2.ReportAck(seq=report.seq, reads_columns=self.reads_columns)
+            yield monitor_pb2.ReportAck(seq=report.seq)
 
     def Watch(
         self,
@@ -174,7 +173,7 @@ async def test_periodic_reports_are_complete() -> None:
     assert (load.prefilling, load.reasoning, load.answering) == (1, 1, 1)
     assert (load.migrations_in, load.migrations_out, load.migration_bytes_per_s) == (1, 2, 3e6)
     assert load.context_tokens == 360 and load.kv_blocks_used == 24
-    columns = columns_of(second)
+    columns = second.requests
     assert columns.request_ids == ["r1", "r2", "r3"]
     assert columns.states[1] == types_pb2.REQUEST_STATE_PAUSED
 
@@ -193,7 +192,7 @@ async def test_figures_that_cannot_be_reported_hide_no_others() -> None:
         report = await monitor.next_periodic()
     assert report.load.kv_blocks_used == 24 and report.load.prefill_backlog_tokens == 0
     assert report.load.running == 1 and report.load.prefill_base_s > 0
-    assert columns_of(report).request_ids == ["r1", "r3"]
+    assert report.requests.request_ids == ["r1", "r3"]
     assert LOOP_FAILURES.labels("reports")._value.get() - before >= 4
 
 
@@ -211,32 +210,18 @@ def test_heartbeats_describe_the_engine_and_go_out_without_that() -> None:
     assert LOOP_FAILURES.labels("heartbeats")._value.get() == before + 1
 
 
-async def test_requests_are_reported_by_column_to_monitors_that_read_columns() -> None:
-    monitor, earlier = ScriptedMonitor(), ScriptedMonitor()
-    earlier.reads_columns = False
-    async with serving(monitor) as port, reporting(f"127.0.0.1:{port}", PhaseEvents(), 0.05):
-        # Until the monitor has said what it reads.
-        assert len((await monitor.next_periodic()).requests) == 3
-        while not (report := await monitor.next_periodic()).HasField("request_columns"):
-            pass
-        assert len(report.request_columns.request_ids) == 3 and not report.requests
-        # The next monitor on this address, after a rollback, is an earlier version.
-    async with serving(earlier) as port, reporting(f"127.0.0.1:{port}", PhaseEvents(), 0.05):
-        for _ in range(4):
-            assert len((await earlier.next_periodic()).requests) == 3
-
-
 async def test_periodic_reports_contain_the_values_policies_use() -> None:
     monitor = ScriptedMonitor()
     async with serving(monitor) as port, reporting(f"127.0.0.1:{port}", PhaseEvents(), 3600):
         report = await monitor.next_periodic()
-    reasoning, answering, prefilling = report.requests
-    assert reasoning.traceparent == TRACEPARENT and reasoning.phase_tokens == 20
-    assert not reasoning.HasField("pacer_slack_tokens") and not reasoning.HasField("qoe")
+    columns = report.requests
+    assert traceparents_of(columns)["r1"] == TRACEPARENT
     # 15 answering tokens in 2 s, in which a user reads 21.
-    assert answering.phase_tokens == 15
-    assert -8 < answering.pacer_slack_tokens < -6 and 0.5 < answering.qoe < 0.95
-    assert not prefilling.HasField("predicted_remaining_tokens")
+    assert columns.phase_tokens[:2] == [20, 15]
+    slack, qoe = columns.pacer_slack_tokens, columns.qoe
+    assert [optional_of(column, row) for column in (slack, qoe) for row in (0, 2)] == [None] * 4
+    assert -8 < slack[1] < -6 and 0.5 < qoe[1] < 0.95
+    assert optional_of(columns.predicted_remaining_tokens, 2) is None
     load = report.load
     assert load.future_load[0] == load.context_tokens
     assert load.prefill_delay_s > 0 and load.max_running_tokens > 0
