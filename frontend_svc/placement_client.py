@@ -10,7 +10,7 @@ import grpc
 
 from frontend_svc.fleet import Members
 from tailrace.security.roles import Role
-from tailrace.service.channels import Channels, decoded, format_error, preferred
+from tailrace.service.channels import Channels, format_error, preferred
 from tailrace.service.reachability import Reachability
 from tailrace.service.tasks import cancel, run_once
 from tailrace.v1 import scheduler_pb2, scheduler_pb2_grpc
@@ -48,8 +48,6 @@ class PlacementClient:
         self._task: asyncio.Task[None] | None = None
         # By address.
         self._streams: dict[str, _PlacementStream] = {}
-        # Addresses of schedulers that are of an earlier version and get a call per message.
-        self._without_streams: set[str] = set()
 
     async def place(self, request: scheduler_pb2.PlaceRequest) -> scheduler_pb2.PlaceReply | None:
         """Return the reply of the first scheduler that answers, the leader first; None if none does."""
@@ -98,7 +96,6 @@ class PlacementClient:
                     return list(reply.replies)
                 log.error("scheduler at %s: %d replies to %d", address, len(reply.replies), len(requests))
             self._drop_stream(address)
-            self._without_streams.discard(address)
             self._reachability.failed(address)
         return [None] * len(requests)
 
@@ -107,29 +104,27 @@ class PlacementClient:
     ) -> scheduler_pb2.PlaceManyReply:
         """Return a scheduler's reply. Raise grpc.aio.AioRpcError, _StreamEnded or TimeoutError."""
         channel = self._channels.get(address, Role.SCHEDULER)
-        stub = scheduler_pb2_grpc.SchedulerStub(channel)
-        if address not in self._without_streams:
-            stream = self._streams.get(address)
-            # A new certificate means a new channel.
-            if stream is not None and stream.channel is channel:
-                try:
-                    return await stream.ask(message)
-                except (grpc.aio.AioRpcError, _StreamEnded) as error:
-                    # It may have ended since the last message, for instance because the scheduler restarted.
-                    log.debug("scheduler at %s: %s; opening another stream", address, format_error(error))
-            self._drop_stream(address)
-            stream = self._streams[address] = _PlacementStream(channel, stub)
+        stream = self._streams.get(address)
+        # A new certificate means a new channel.
+        if stream is not None and stream.channel is channel:
             try:
                 return await stream.ask(message)
-            except grpc.aio.AioRpcError as error:
-                code = error.code()
-                # INTERNAL: the call ended while the message was written, and grpc.aio has lost its status.
-                if code not in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INTERNAL):
-                    raise
-            self._drop_stream(address)
-            if code is grpc.StatusCode.UNIMPLEMENTED:
-                self._without_streams.add(address)
-        return decoded(await stub.PlaceMany(message, timeout=_DEADLINE_S), address)
+            except (grpc.aio.AioRpcError, _StreamEnded) as error:
+                # It may have ended since the last message, for instance because the scheduler restarted.
+                log.debug("scheduler at %s: %s; opening another stream", address, format_error(error))
+        try:
+            return await self._open_stream(address, channel).ask(message)
+        except grpc.aio.AioRpcError as error:
+            # The call ended while the message was written, and grpc.aio has lost its status.
+            if error.code() is not grpc.StatusCode.INTERNAL:
+                raise
+        return await self._open_stream(address, channel).ask(message)
+
+    def _open_stream(self, address: str, channel: grpc.aio.Channel) -> _PlacementStream:
+        self._drop_stream(address)
+        stub = scheduler_pb2_grpc.SchedulerStub(channel)
+        stream = self._streams[address] = _PlacementStream(channel, stub)
+        return stream
 
     def _drop_stream(self, address: str) -> None:
         stream = self._streams.pop(address, None)
@@ -140,7 +135,6 @@ class PlacementClient:
         """Return addresses of the schedulers that are worth asking now, and forget those that are gone."""
         addresses = [record.address for record in preferred(self._members, "scheduler")]
         self._reachability.keep_only(addresses)
-        self._without_streams.intersection_update(addresses)
         for address in self._streams.keys() - set(addresses):
             self._drop_stream(address)
         return [address for address in addresses if self._reachability.usable(address)]
@@ -154,11 +148,11 @@ class _StreamEnded(Exception):
 
 
 class _PlacementStream:
-    """One PlaceStream call, with one message at a time under way."""
+    """One Place call, with one message at a time under way."""
 
     def __init__(self, channel: grpc.aio.Channel, stub: scheduler_pb2_grpc.SchedulerAsyncStub) -> None:
         self.channel = channel
-        self._call = stub.PlaceStream()
+        self._call = stub.Place()
 
     async def ask(self, message: scheduler_pb2.PlaceManyRequest) -> scheduler_pb2.PlaceManyReply:
         """Return the reply to a message.

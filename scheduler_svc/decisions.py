@@ -141,26 +141,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
 
     async def Place(
         self,
-        request: scheduler_pb2.PlaceRequest,
-        context: grpc.aio.ServicerContext[scheduler_pb2.PlaceRequest, scheduler_pb2.PlaceReply],
-    ) -> scheduler_pb2.PlaceReply:
-        """Place one request; reply with an instance or a refusal."""
-        if not request.request_id:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "request_id: must not be empty")
-        return self._place(request)
-
-    async def PlaceMany(
-        self,
-        request: scheduler_pb2.PlaceManyRequest,
-        context: grpc.aio.ServicerContext[scheduler_pb2.PlaceManyRequest, scheduler_pb2.PlaceManyReply],
-    ) -> scheduler_pb2.PlaceManyReply:
-        """Place several requests in order."""
-        if unnamed := _unnamed(request):
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, unnamed)
-        return self._place_many(request)
-
-    async def PlaceStream(
-        self,
         requests: AsyncIterator[scheduler_pb2.PlaceManyRequest],
         context: grpc.aio.ServicerContext[scheduler_pb2.PlaceManyRequest, scheduler_pb2.PlaceManyReply],
     ) -> AsyncIterator[scheduler_pb2.PlaceManyReply]:
@@ -168,10 +148,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         async for request in requests:
             if unnamed := _unnamed(request):
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, unnamed)
-            yield self._place_many(request)
-
-    def _place_many(self, request: scheduler_pb2.PlaceManyRequest) -> scheduler_pb2.PlaceManyReply:
-        return scheduler_pb2.PlaceManyReply(replies=[self._place(each) for each in request.requests])
+            yield scheduler_pb2.PlaceManyReply(replies=[self._place(each) for each in request.requests])
 
     def _place(self, request: scheduler_pb2.PlaceRequest) -> scheduler_pb2.PlaceReply:
         excluded = request.excluded_instance_ids

@@ -46,8 +46,6 @@ _BY_SERVICE: Final[Mapping[str, Mapping[str, frozenset[Role]]]] = {
     },
     "tailrace.v1.Scheduler": {
         "Place": frozenset({Role.FRONTEND}),
-        "PlaceMany": frozenset({Role.FRONTEND}),
-        "PlaceStream": frozenset({Role.FRONTEND}),
     },
     "tailrace.v1.Monitor": {"Report": _WORKER, "Watch": _SCHEDULER, "GetTrace": _SCHEDULER},
     "tailrace.v1.Migration": {

@@ -111,7 +111,9 @@ def _try_to_place(fleet: Fleet, scheduler: str, request_id: str, timeout_s: floa
     with grpc.insecure_channel(fleet.addresses[scheduler]) as channel:
         try:
             stub = scheduler_pb2_grpc.SchedulerStub(channel)
-            return bool(stub.Place(request, timeout=timeout_s).instance_id)
+            message = scheduler_pb2.PlaceManyRequest(requests=[request])
+            (reply,) = next(stub.Place(iter([message]), timeout=timeout_s)).replies
+            return bool(reply.instance_id)
         except grpc.RpcError:
             return False
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from frontend_svc.fleet import Fleet
 from frontend_svc.placement import NoPlacement, Placed, Placement
-from frontend_svc.placement_client import PlacementClient
+from frontend_svc.placement_client import PlacementClient, _PlacementStream
 from frontend_svc.streams import TEXT_GENERATION, Requirements, Stream, StreamTable
 from tailrace.cluster import Pool
 from tailrace.records import ServiceRecord
@@ -41,62 +41,24 @@ class AttachedOutbox:
 
 
 class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
-    """Scheduler of an earlier version, which replies by the function `answer`, or never if it is None."""
-
-    def __init__(
-        self, answer: Callable[[scheduler_pb2.PlaceRequest], scheduler_pb2.PlaceReply] | None
-    ) -> None:
-        self.answer = answer
-        self.place_requests: list[scheduler_pb2.PlaceRequest] = []
-        # Number of requests in each call.
-        self.calls: list[int] = []
-        self.called, self.open = asyncio.Event(), asyncio.Event()
-        self.open.set()
-
-    async def Place(
-        self,
-        request: scheduler_pb2.PlaceRequest,
-        context: grpc.aio.ServicerContext[scheduler_pb2.PlaceRequest, scheduler_pb2.PlaceReply],
-    ) -> scheduler_pb2.PlaceReply:
-        raise NotImplementedError("front ends place requests in batches")
-
-    async def PlaceMany(
-        self,
-        request: scheduler_pb2.PlaceManyRequest,
-        context: grpc.aio.ServicerContext[scheduler_pb2.PlaceManyRequest, scheduler_pb2.PlaceManyReply],
-    ) -> scheduler_pb2.PlaceManyReply:
-        self.place_requests += request.requests
-        self.calls.append(len(request.requests))
-        self.called.set()
-        if self.answer is None:
-            await asyncio.Event().wait()
-            raise AssertionError
-        await self.open.wait()
-        return scheduler_pb2.PlaceManyReply(replies=[self.answer(each) for each in request.requests])
-
-    async def PlaceStream(
-        self,
-        requests: AsyncIterator[scheduler_pb2.PlaceManyRequest],
-        context: grpc.aio.ServicerContext[scheduler_pb2.PlaceManyRequest, scheduler_pb2.PlaceManyReply],
-    ) -> AsyncIterator[scheduler_pb2.PlaceManyReply]:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED)
-        yield scheduler_pb2.PlaceManyReply()
-
-
-class StreamingScheduler(Scheduler):
-    """Scheduler that is asked over streams, each of which it ends after so many replies."""
+    """Scheduler that replies by the function `answer`, or never if it is None, and ends each stream after so
+    many replies."""
 
     def __init__(
         self,
         answer: Callable[[scheduler_pb2.PlaceRequest], scheduler_pb2.PlaceReply] | None,
         replies_per_stream: int = 1 << 30,
     ) -> None:
-        super().__init__(answer)
+        self.answer = answer
         self.replies_per_stream = replies_per_stream
         self.streams = 0
-        self.ended = asyncio.Event()
+        self.place_requests: list[scheduler_pb2.PlaceRequest] = []
+        # Number of requests in each message.
+        self.calls: list[int] = []
+        self.called, self.open, self.ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.open.set()
 
-    async def PlaceStream(
+    async def Place(
         self,
         requests: AsyncIterator[scheduler_pb2.PlaceManyRequest],
         context: grpc.aio.ServicerContext[scheduler_pb2.PlaceManyRequest, scheduler_pb2.PlaceManyReply],
@@ -107,9 +69,19 @@ class StreamingScheduler(Scheduler):
                 request = await anext(requests, None)
                 if request is None:
                     return
-                yield await self.PlaceMany(request, context)
+                yield await self.reply(request)
         finally:
             self.ended.set()
+
+    async def reply(self, request: scheduler_pb2.PlaceManyRequest) -> scheduler_pb2.PlaceManyReply:
+        self.place_requests += request.requests
+        self.calls.append(len(request.requests))
+        self.called.set()
+        if self.answer is None:
+            await asyncio.Event().wait()
+            raise AssertionError
+        await self.open.wait()
+        return scheduler_pb2.PlaceManyReply(replies=[self.answer(each) for each in request.requests])
 
 
 @asynccontextmanager
@@ -299,22 +271,25 @@ async def test_unreachable_leader_is_asked_once_until_it_serves_again(channels: 
 async def test_stream_that_ends_while_it_is_written_to_costs_no_placement(
     channels: Channels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then grpc.aio gives INTERNAL, whatever the status was; so may a scheduler without streams end one."""
+    """Then grpc.aio gives INTERNAL, whatever the status was."""
+    ask, failures = _PlacementStream.ask, 1
 
-    async def ask(stream: object, message: scheduler_pb2.PlaceManyRequest) -> scheduler_pb2.PlaceManyReply:
-        nothing = grpc.aio.Metadata()
-        raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, "Internal error from Core")
+    async def fail_first(
+        stream: _PlacementStream, message: scheduler_pb2.PlaceManyRequest
+    ) -> scheduler_pb2.PlaceManyReply:
+        nonlocal failures
+        if failures:
+            failures -= 1
+            nothing = grpc.aio.Metadata()
+            raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, "Internal error from Core")
+        return await ask(stream, message)
 
-    members, only = StaticMembers(), StreamingScheduler(placed_on("a"))
+    members, only = StaticMembers(), Scheduler(placed_on("a"))
     async with scheduler(members, "s0", only):
         client = PlacementClient(members, channels)
-        with monkeypatch.context() as patch:
-            patch.setattr("frontend_svc.placement_client._PlacementStream.ask", ask)
-            assert await place(client, "r0") == "a"
-        # It is not known to be without streams.
-        served_by_stream = only.streams
-        assert await place(client, "r1") == "a"
-        assert only.streams == served_by_stream + 1
+        monkeypatch.setattr(_PlacementStream, "ask", fail_first)
+        assert await place(client, "r0") == "a"
+        assert only.calls == [1] and not failures
         await client.close()
 
 
@@ -327,9 +302,7 @@ async def place(client: PlacementClient, request_id: str) -> str:
 
 async def test_placements_share_a_stream(channels: Channels) -> None:
     members = StaticMembers()
-    leader = StreamingScheduler(
-        lambda request: scheduler_pb2.PlaceReply(instance_id=f"on-{request.request_id}")
-    )
+    leader = Scheduler(lambda request: scheduler_pb2.PlaceReply(instance_id=f"on-{request.request_id}"))
     async with scheduler(members, "s0", leader):
         client = PlacementClient(members, channels)
         leader.open.clear()
@@ -349,7 +322,7 @@ async def test_placements_share_a_stream(channels: Channels) -> None:
 async def test_a_stream_that_has_ended_is_opened_again(channels: Channels) -> None:
     """As after a restart of the scheduler, which then is not taken for one that cannot be reached."""
     members, reachability = StaticMembers(), Reachability(channels, Role.SCHEDULER)
-    leader, standby = StreamingScheduler(placed_on("a"), replies_per_stream=2), Scheduler(placed_on("b"))
+    leader, standby = Scheduler(placed_on("a"), replies_per_stream=2), Scheduler(placed_on("b"))
     async with scheduler(members, "s0", leader), scheduler(members, "s1", standby):
         client = PlacementClient(members, channels, reachability)
         assert [await place(client, f"r{n}") for n in range(6)] == ["a"] * 6
@@ -362,7 +335,7 @@ async def test_the_next_scheduler_is_asked_if_a_stream_hangs(
     channels: Channels, caplog: pytest.LogCaptureFixture
 ) -> None:
     members = StaticMembers()
-    hung, standby = StreamingScheduler(None), StreamingScheduler(placed_on("b"))
+    hung, standby = Scheduler(None), Scheduler(placed_on("b"))
     async with scheduler(members, "s0", hung), scheduler(members, "s1", standby):
         client = PlacementClient(members, channels)
         assert [await place(client, f"r{n}") for n in range(3)] == ["b"] * 3
@@ -374,19 +347,9 @@ async def test_the_next_scheduler_is_asked_if_a_stream_hangs(
         await client.close()
 
 
-async def test_a_scheduler_of_an_earlier_version_gets_a_call_per_message(channels: Channels) -> None:
-    members = StaticMembers()
-    earlier = Scheduler(placed_on("a"))
-    async with scheduler(members, "s0", earlier):
-        client = PlacementClient(members, channels)
-        assert [await place(client, f"r{n}") for n in range(3)] == ["a"] * 3
-        assert earlier.calls == [1, 1, 1]
-        await client.close()
-
-
 async def test_a_new_channel_gets_a_new_stream() -> None:
     """After a certificate has been renewed, the scheduler sees the new one."""
-    members, leader = StaticMembers(), StreamingScheduler(placed_on("a"))
+    members, leader = StaticMembers(), Scheduler(placed_on("a"))
     first, second = Channels(), Channels()
     async with scheduler(members, "s0", leader):
         client = PlacementClient(members, first)
@@ -403,7 +366,7 @@ async def test_a_new_channel_gets_a_new_stream() -> None:
 
 async def test_a_scheduler_that_has_left_loses_its_stream(channels: Channels) -> None:
     members = StaticMembers()
-    left, stays = StreamingScheduler(placed_on("a")), StreamingScheduler(placed_on("b"))
+    left, stays = Scheduler(placed_on("a")), Scheduler(placed_on("b"))
     async with scheduler(members, "s0", left), scheduler(members, "s1", stays):
         client = PlacementClient(members, channels)
         assert await place(client, "r0") == "a"

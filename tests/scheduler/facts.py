@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from tailrace.cluster import Pool, Stage
 from tailrace.records import InstanceRecord, ProfileRecord
 from tailrace.request_columns import columns_from
-from tailrace.v1 import monitor_pb2, types_pb2
+from tailrace.v1 import monitor_pb2, scheduler_pb2, scheduler_pb2_grpc, types_pb2
+from tests.waiting import WAIT_S
 
 PREFILL = types_pb2.PHASE_PREFILL
 REASONING = types_pb2.PHASE_REASONING
@@ -127,3 +128,23 @@ def event(
             )
         ],
     )
+
+
+async def place(
+    scheduler: scheduler_pb2_grpc.SchedulerAsyncStub, *requests: scheduler_pb2.PlaceRequest
+) -> list[scheduler_pb2.PlaceReply]:
+    """Place requests with one message, as a front end does. Raise grpc.aio.AioRpcError."""
+    stream = scheduler.Place(timeout=WAIT_S)
+    await stream.write(scheduler_pb2.PlaceManyRequest(requests=requests))
+    reply = await stream.read()
+    stream.cancel()
+    assert isinstance(reply, scheduler_pb2.PlaceManyReply)
+    return list(reply.replies)
+
+
+async def place_one(
+    scheduler: scheduler_pb2_grpc.SchedulerAsyncStub, request: scheduler_pb2.PlaceRequest
+) -> scheduler_pb2.PlaceReply:
+    """Place one request. Raise grpc.aio.AioRpcError."""
+    (reply,) = await place(scheduler, request)
+    return reply

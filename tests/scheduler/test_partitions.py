@@ -15,6 +15,7 @@ from tailrace.service.channels import Channels, preferred
 from tailrace.v1 import admin_pb2, monitor_pb2, scheduler_pb2, types_pb2
 from tailrace.v1.monitor_pb2_grpc import MonitorStub
 from tests.scheduler.conftest import Control
+from tests.scheduler.facts import place_one
 from tests.service.silent_proxy import silent_proxy
 from tests.waiting import WAIT_S
 from worker_agent.carried import CarriedRequests
@@ -104,9 +105,8 @@ async def test_a_worker_cut_off_from_only_the_leading_monitor_still_gets_request
         # The leading monitor misses it, but the scheduler hears from it through the other one.
         assert await all_active(admin)
         placed = [
-            await scheduler.Place(
-                scheduler_pb2.PlaceRequest(request_id=f"r{n}", prompt_tokens=100, max_tokens=10),
-                timeout=WAIT_S,
+            await place_one(
+                scheduler, scheduler_pb2.PlaceRequest(request_id=f"r{n}", prompt_tokens=100, max_tokens=10)
             )
             for n in range(4)
         ]

@@ -19,7 +19,7 @@ from tailrace.telemetry.incidents import LOOP_FAILURES
 from tailrace.v1 import admin_pb2, scheduler_pb2, types_pb2
 from tests.migration.scripted_worker import commit
 from tests.scheduler.conftest import Control
-from tests.scheduler.facts import request, steady
+from tests.scheduler.facts import place_one, request, steady
 from tests.scheduler.test_service import call_error, states, until
 from tests.waiting import WAIT_S
 
@@ -379,7 +379,7 @@ async def test_a_placement_contains_the_rollout(control: Control, admin: AdminAs
         request = scheduler_pb2.PlaceRequest(
             request_id="r", prompt_tokens=1, max_tokens=1, model=model, served_name=name
         )
-        return (await scheduler.Place(request, timeout=WAIT_S)).rollout
+        return (await place_one(scheduler, request)).rollout
 
     async def heard() -> bool:
         return bool(await rollout_in_reply(OLD.key, "chat"))

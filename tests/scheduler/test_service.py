@@ -23,7 +23,7 @@ from tailrace.v1 import admin_pb2, migration_pb2, scheduler_pb2, types_pb2
 from tailrace.v1.admin_pb2_grpc import AdminStub
 from tests.migration.scripted_worker import ABORTED, COMMITTED, commit
 from tests.scheduler.conftest import Control, leads, open_control
-from tests.scheduler.facts import PREFILL, REASONING, event, request, steady
+from tests.scheduler.facts import PREFILL, REASONING, event, place, place_one, request, steady
 from tests.streamed import read_message
 from tests.waiting import WAIT_S
 
@@ -83,27 +83,21 @@ async def test_place_and_list(control: Control) -> None:
     admin, scheduler = await control.admin(), await control.scheduler()
     await until(lambda: _both_active(admin))
     placed = [
-        await scheduler.Place(
-            scheduler_pb2.PlaceRequest(request_id=f"r{n}", prompt_tokens=100, max_tokens=10), timeout=WAIT_S
+        await place_one(
+            scheduler, scheduler_pb2.PlaceRequest(request_id=f"r{n}", prompt_tokens=100, max_tokens=10)
         )
         for n in range(4)
     ]
     assert sorted(p.instance_id for p in placed) == ["a", "a", "b", "b"]
     assert all(p.policy == "least_loaded" and p.decided_us > 0 for p in placed)
     excluded = scheduler_pb2.PlaceRequest(request_id="r9", excluded_instance_ids=["a", "b"])
-    assert (await scheduler.Place(excluded, timeout=WAIT_S)).refusal == "no active instance"
-    code, details = await call_error(scheduler.Place(scheduler_pb2.PlaceRequest(), timeout=WAIT_S))
-    assert (code, details) == (grpc.StatusCode.INVALID_ARGUMENT, "request_id: must not be empty")
+    assert (await place_one(scheduler, excluded)).refusal == "no active instance"
     several = [scheduler_pb2.PlaceRequest(request_id=f"m{n}", prompt_tokens=100) for n in range(4)]
-    together = await scheduler.PlaceMany(scheduler_pb2.PlaceManyRequest(requests=several), timeout=WAIT_S)
+    together = await place(scheduler, *several)
     # Each placement counts the ones before it.
-    assert sorted(reply.instance_id for reply in together.replies) == ["a", "a", "b", "b"]
+    assert sorted(reply.instance_id for reply in together) == ["a", "a", "b", "b"]
     several.append(scheduler_pb2.PlaceRequest())
-    code, details = await call_error(
-        scheduler.PlaceMany(scheduler_pb2.PlaceManyRequest(requests=several), timeout=WAIT_S)
-    )
-    assert (code, details) == (grpc.StatusCode.INVALID_ARGUMENT, "requests[4].request_id: must not be empty")
-    stream = scheduler.PlaceStream(timeout=WAIT_S)
+    stream = scheduler.Place(timeout=WAIT_S)
     for batch in ("p", "q"):
         named = [scheduler_pb2.PlaceRequest(request_id=f"{batch}{n}") for n in range(2)]
         await stream.write(scheduler_pb2.PlaceManyRequest(requests=named))
@@ -440,7 +434,7 @@ async def test_prefill_done_hands_over_by_policy(control: Control) -> None:
     for number in range(3):
         request_id = f"r{number}"
         arrival = scheduler_pb2.PlaceRequest(request_id=request_id, prompt_tokens=100, max_tokens=10)
-        assert (await scheduler.Place(arrival, timeout=WAIT_S)).instance_id == "a"
+        assert (await place_one(scheduler, arrival)).instance_id == "a"
         await control.report(event("a", request_id, REASONING))
         imported = await asyncio.wait_for(control.workers["b"].imports.get(), WAIT_S)
         assert (imported.request_id, imported.source_instance_id) == (request_id, "a")
@@ -460,7 +454,7 @@ async def test_drain_and_undrain(control: Control) -> None:
     }
     assert imported == {"one", "two"}
     arrival = scheduler_pb2.PlaceRequest(request_id="new", prompt_tokens=1, max_tokens=1)
-    assert (await scheduler.Place(arrival, timeout=WAIT_S)).instance_id == "b"
+    assert (await place_one(scheduler, arrival)).instance_id == "b"
 
     async def reporting() -> None:
         """Keep reporting; the drain ends when the worker reports that it is empty."""
@@ -514,7 +508,7 @@ async def test_a_silent_instance_is_suspect(control: Control) -> None:
 
     await until(suspected)
     arrival = scheduler_pb2.PlaceRequest(request_id="r", prompt_tokens=1, max_tokens=1)
-    assert (await scheduler.Place(arrival, timeout=WAIT_S)).instance_id == "b"
+    assert (await place_one(scheduler, arrival)).instance_id == "b"
     await control.report(steady("a"))
     await until(lambda: _both_active(admin))
 
@@ -535,7 +529,7 @@ async def test_a_standby_places_lists_and_forwards_writes(control: Control) -> N
     admin, scheduler = await control.admin("s2"), await control.scheduler("s2")
     await until(lambda: _both_active(admin))
     arrival = scheduler_pb2.PlaceRequest(request_id="r", prompt_tokens=1, max_tokens=1)
-    assert (await scheduler.Place(arrival, timeout=WAIT_S)).instance_id
+    assert (await place_one(scheduler, arrival)).instance_id
     await admin.SetPolicy(admin_pb2.SetPolicyRequest(name="round_robin"), timeout=WAIT_S)
     code, details = await call_error(admin.SetPolicy(admin_pb2.SetPolicyRequest(name="best"), timeout=WAIT_S))
     assert (code, details[:14]) == (grpc.StatusCode.INVALID_ARGUMENT, "name: unknown ")
@@ -605,7 +599,7 @@ async def test_the_series_of_an_instance_end_with_it(control: Control) -> None:
     await until(lambda: _both_active(admin))
     for number in range(4):
         arrival = scheduler_pb2.PlaceRequest(request_id=f"r{number}", prompt_tokens=100, max_tokens=10)
-        await scheduler.Place(arrival, timeout=WAIT_S)
+        await place_one(scheduler, arrival)
     address = control.members.services[("scheduler", "s1")].metrics_address
 
     async def shown() -> set[str]:
@@ -673,7 +667,7 @@ async def test_without_a_monitor_the_last_known_state_is_used(control: Control) 
     await control.stop("monitor")
     await control.wait_for_members(lambda m: ("monitor", "monitor") not in m.services)
     arrival = scheduler_pb2.PlaceRequest(request_id="r", prompt_tokens=1, max_tokens=1)
-    assert (await scheduler.Place(arrival, timeout=WAIT_S)).instance_id == "b"
+    assert (await place_one(scheduler, arrival)).instance_id == "b"
     assert "one" in await requests(admin)
     await control.start_monitor()
     await report_running(control, admin, "two")
@@ -695,7 +689,7 @@ async def test_an_etcd_outage(tmp_path: Path) -> None:
         assert code is grpc.StatusCode.UNAVAILABLE and details.startswith("etcd:")
         for number in range(4):
             arrival = scheduler_pb2.PlaceRequest(request_id=f"r{number}", prompt_tokens=1, max_tokens=1)
-            assert (await scheduler.Place(arrival, timeout=WAIT_S)).instance_id
+            assert (await place_one(scheduler, arrival)).instance_id
         # Reports need no etcd either.
         await report_running(control, admin, "two")
         assert await states(admin) == {"a": ACTIVE, "b": ACTIVE}
