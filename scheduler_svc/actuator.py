@@ -13,7 +13,7 @@ import grpc
 from scheduler_svc.admin.errors import AdminError
 from scheduler_svc.copies import Copier
 from scheduler_svc.metrics import SchedulerMetrics
-from scheduler_svc.migrations import BidAskUnsupported, MigrationStarter, Negotiator, Recaller
+from scheduler_svc.migrations import MigrationStarter, Negotiator, Recaller
 from scheduler_svc.settings import Settings
 from tailrace.actions import (
     Action,
@@ -26,7 +26,7 @@ from tailrace.actions import (
     WhenFull,
     could_only_wait,
 )
-from tailrace.cluster import RequestView, Stage
+from tailrace.cluster import Stage
 from tailrace.control.reported_cluster import PoolOrder, ReportedCluster
 from tailrace.service.tasks import cancel
 from tailrace.store.client import StoreUnavailable
@@ -104,7 +104,7 @@ class Actuator:
             case Migrate():
                 return self._begin_migration(action, policy, when_full)
             case Offer():
-                return self._begin_offer(action, policy, when_full)
+                return self._begin_offer(action, policy)
             case HandBack():
                 return self._hand_back(action)
             case CopyPrefix():
@@ -167,34 +167,14 @@ class Actuator:
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"{len(target.coming)} migrations to {action.target_id} are open",
             )
-        return _outcome(self._order(request, action, policy, when_full))
+        order = self._migration_starter.order(request, action.target_id, action.reason, policy, when_full)
+        return _outcome(order)
 
-    def _begin_offer(self, action: Offer, policy: str, when_full: WhenFull) -> Coroutine[None, None, str]:
+    def _begin_offer(self, action: Offer, policy: str) -> Coroutine[None, None, str]:
         request = self._state.request(action.request_id)
         if request is None or request.instance_id != action.source_id:
             return _outdated()
-        offered = self._negotiator.offer(request, action, policy)
-        return self._negotiated(offered, request, action, policy, when_full)
-
-    async def _negotiated(
-        self,
-        offered: Coroutine[None, None, bool],
-        request: RequestView,
-        action: Offer,
-        policy: str,
-        when_full: WhenFull,
-    ) -> str:
-        try:
-            return await _outcome(offered)
-        except BidAskUnsupported as error:
-            log.debug("%s does not support bid-ask; migrating to the first receiver instead", error)
-        first = Migrate(action.request_id, action.source_id, action.receiver_ids[0], action.reason)
-        return await _outcome(self._order(request, first, policy, when_full))
-
-    def _order(
-        self, request: RequestView, action: Migrate, policy: str, when_full: WhenFull
-    ) -> Coroutine[None, None, bool]:
-        return self._migration_starter.order(request, action.target_id, action.reason, policy, when_full)
+        return _outcome(self._negotiator.offer(request, action, policy))
 
 
 async def _outdated() -> str:

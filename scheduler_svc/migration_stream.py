@@ -42,12 +42,6 @@ class MigrationStream:
         """Return whether no more migrations can be sent."""
         return self._task.done()
 
-    @property
-    def unsupported(self) -> bool:
-        """Return whether the service does not have the call, being of an earlier version."""
-        error = self._opened.exception() if self._opened.done() else None
-        return isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.UNIMPLEMENTED
-
     async def opened(self) -> None:
         """Wait until the service has accepted the call. Raise grpc.aio.AioRpcError, or StreamLost if it did
         not in time."""

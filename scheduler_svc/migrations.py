@@ -41,7 +41,7 @@ class Migrations:
         self._members = members
         self._channels = channels
         self._unreachable = LimitedLog(log)
-        # By address and incarnation, so that a service that was upgraded in place is asked again.
+        # By address and incarnation, so that a service that was restarted in place gets a stream of its own.
         self._streams: dict[tuple[str, str], MigrationStream] = {}
 
     async def migrate(
@@ -83,8 +83,6 @@ class Migrations:
             try:
                 await stream.opened()
             except (grpc.aio.AioRpcError, StreamLost) as error:
-                if stream.unsupported:
-                    return await self._run_alone(request)
                 if isinstance(error, grpc.aio.AioRpcError) and error.code() is not _UNAVAILABLE:
                     raise AdminError(error.code(), error.details() or error.code().name) from error
                 self._log_unreachable(service, error)
@@ -124,19 +122,12 @@ class Migrations:
     def _stream_to(self, service: ServiceRecord) -> MigrationStream:
         key = service.address, service.incarnation
         stream = self._streams.get(key)
-        if stream is None or (stream.broken and not stream.unsupported):
+        if stream is None or stream.broken:
             # Streams to services that have gone are broken, too.
             self._streams = {k: each for k, each in self._streams.items() if not each.broken}
             channel = self._channels.get(service.address, Role.MIGRATION)
             stream = self._streams[key] = MigrationStream(MigrationStub(channel))
         return stream
-
-    async def _run_alone(self, request: migration_pb2.MigrateRequest) -> bool:
-        """Migrate by a call of its own, as services of earlier versions require."""
-        state = types_pb2.MIGRATION_STATE_UNSPECIFIED
-        async for record in self.migrate(request):
-            state = record.state
-        return state == types_pb2.MIGRATION_STATE_COMMITTED
 
     def _log_unreachable(self, service: ServiceRecord, error: Exception) -> None:
         reason = f"migration service {service.service_id}: {_reason(error)}"
@@ -265,10 +256,6 @@ class MigrationStarter:
 _OFFER_S: Final = OFFER_S + 15.0
 
 
-class BidAskUnsupported(Exception):
-    """The request's worker does not implement bid-ask."""
-
-
 class Negotiator:
     """Have a request's worker find the instance that takes it over by bid-ask, if the policy leaves that to
     workers.
@@ -285,7 +272,7 @@ class Negotiator:
         """Enter the migration into the model; return a coroutine for whether one of the receivers took the
         request.
 
-        Raise AdminError, immediately or when awaited; BidAskUnsupported when awaited.
+        Raise AdminError, immediately or when awaited.
         """
         source = self._state.tracked(request.instance_id)
         receivers = [
@@ -319,8 +306,6 @@ class Negotiator:
         try:
             reply = decoded(await stub.Offer(offered, timeout=_OFFER_S), source.address)
         except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                raise BidAskUnsupported(source.instance_id) from error
             raise AdminError(error.code(), error.details() or error.code().name) from error
         finally:
             self._state.migration_closed(offered.request_id)

@@ -34,10 +34,7 @@ class Page:
 
 
 def pages(stub: AdminStub, listing: Listing) -> Iterator[Page]:
-    """Yield at least one page. Raise grpc.RpcError.
-
-    A scheduler of an earlier version ignores all but the instance: the rest is done here then.
-    """
+    """Yield at least one page. Raise grpc.RpcError."""
     left, token = listing.limit, ""
     while True:
         request = ListRequestsRequest(
@@ -48,15 +45,10 @@ def pages(stub: AdminStub, listing: Listing) -> Iterator[Page]:
             page_token=token,
         )
         reply = stub.ListRequests(request, timeout=CALL_TIMEOUT_S)
-        requests = list(reply.requests)
-        if requests and not reply.total_size:
-            requests = _as_asked(requests, listing)
-            yield Page(requests[:left], len(requests), last=True)
-            return
-        left = None if left is None else max(0, left - len(requests))
+        left = None if left is None else max(0, left - len(reply.requests))
         token = reply.next_page_token
         last = not token or left == 0
-        yield Page(requests, reply.total_size, last)
+        yield Page(list(reply.requests), reply.total_size, last)
         if last:
             return
 
@@ -64,11 +56,3 @@ def pages(stub: AdminStub, listing: Listing) -> Iterator[Page]:
 def first_page(stub: AdminStub, listing: Listing) -> Page:
     """Return the requests of a listing whose limit is small enough for one page."""
     return next(pages(stub, listing))
-
-
-def _as_asked(requests: list[RequestInfo], listing: Listing) -> list[RequestInfo]:
-    if listing.phase:
-        requests = [request for request in requests if request.phase == listing.phase]
-    if listing.order == RequestOrder.REQUEST_ORDER_OLDEST:
-        requests.sort(key=lambda request: -request.age_s)
-    return requests

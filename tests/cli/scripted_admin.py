@@ -38,8 +38,6 @@ class Script:
     stream_ends: tuple[grpc.StatusCode, str] | None = None
     shadow: admin.Shadow = field(default_factory=lambda: admin.Shadow(policy="pascal"))
     slo: admin.Slo = field(default_factory=lambda: admin.Slo(ttft_s=2.0, tpot_s=0.15))
-    # Requests are listed as by a scheduler of an earlier version: all of an instance in one reply.
-    without_pages: bool = False
     # Method name to its error status.
     errors: dict[str, tuple[grpc.StatusCode, str]] = field(default_factory=dict)
     # Trailing metadata of these errors.
@@ -75,9 +73,6 @@ class ScriptedAdmin(admin_pb2_grpc.AdminServicer):
             for row in self.script.requests
             if request.instance_id in ("", row.instance_id) and request.phase in (0, row.phase)
         ]
-        if self.script.without_pages:
-            found = [row for row in self.script.requests if request.instance_id in ("", row.instance_id)]
-            return admin.ListRequestsReply(requests=found)
         if request.order == admin.REQUEST_ORDER_OLDEST:
             found.sort(key=lambda row: -row.age_s)
         begin = int(request.page_token or 0)

@@ -88,15 +88,6 @@ def test_filters_and_order_are_the_schedulers(run: Run, script: Script) -> None:
     assert (call.phase, call.order, call.instance_id) == (PHASE_ANSWERING, REQUEST_ORDER_OLDEST, "worker-0")
 
 
-def test_a_scheduler_without_pages(run: Run, script: Script) -> None:
-    script.requests, script.without_pages = many(10), True
-    arguments = ("--phase", "answering", "--sort", "age", "--limit", "2")
-    result = run("get", "requests", *arguments)
-    rows = result.stdout.splitlines()[1:]
-    assert [row.split()[0] for row in rows] == ["chatcmpl-0009", "chatcmpl-0006"]
-    assert result.stderr == "2 of 4 requests; --limit 0 lists all\n"
-
-
 @pytest.mark.parametrize("arguments", [(), ("--limit", "3"), ("--watch",)])
 def test_json_of_a_listing_that_fails_is_not_begun(
     run: Run, script: Script, arguments: tuple[str, ...]

@@ -72,14 +72,6 @@ def test_top_as_json_counts_all_requests(run: Run, script: Script) -> None:
     assert (len(document["requests"]), document["requests_total"]) == (20, 32)
 
 
-def test_top_with_a_scheduler_that_lists_all_requests(run: Run, script: Script) -> None:
-    script.without_pages = True
-    script.requests += [RequestInfo(request_id=f"later-{i:02}", age_s=i) for i in range(30)]
-    document = json.loads(run("top", "--once", "-o", "json").stdout)
-    assert document["requests"][0]["request_id"] == "later-29"
-    assert (len(document["requests"]), document["requests_total"]) == (20, 32)
-
-
 def _sample(at_s: float, **tokens: int) -> Sample:
     instances = tuple(InstanceInfo(instance_id=i, generated_tokens=n) for i, n in tokens.items())
     return Sample(at_s, "p", instances, (), 0, ())

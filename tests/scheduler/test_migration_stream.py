@@ -107,17 +107,6 @@ class Counting(MigrationServicer):
             yield record
 
 
-def add_earlier(servicer: Counting, server: grpc.aio.Server) -> None:
-    """Register the service as a version without MigrateMany does."""
-    migrate = grpc.unary_stream_rpc_method_handler(
-        servicer.Migrate,
-        request_deserializer=migration_pb2.MigrateRequest.FromString,
-        response_serializer=migration_pb2.MigrationRecord.SerializeToString,
-    )
-    handlers = grpc.method_handlers_generic_handler("tailrace.v1.Migration", {"Migrate": migrate})
-    server.add_generic_rpc_handlers((handlers,))
-
-
 async def test_many_migrations_share_a_stream_and_each_gets_its_own_end() -> None:
     async with bench() as b, caller() as c:
         b.worker.script = commit()
@@ -168,16 +157,6 @@ async def test_a_service_that_is_not_reached_or_stops_is_passed_over() -> None:
         await c.serve(servicer(b))
         assert await c.run()
         assert not stopping.history.list("", 0)
-
-
-async def test_a_service_of_an_earlier_version_is_called_for_each_migration() -> None:
-    async with bench() as b, caller() as c:
-        b.worker.script = commit()
-        earlier = Counting(b.runs, b.history, lambda: b.instances)
-        await c.serve(earlier, add_earlier)
-        assert await c.run("one")
-        assert await c.run("two")
-        assert (earlier.streams, earlier.calls) == (0, 2)
 
 
 async def test_ends_are_sent_before_the_stream_ends() -> None:

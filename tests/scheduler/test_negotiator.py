@@ -1,4 +1,4 @@
-"""Offers that the scheduler passes to workers, and workers without bid-ask."""
+"""Offers that the scheduler passes to workers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from scheduler_svc.admin.errors import AdminError
 from scheduler_svc.decisions import Traceparents
-from scheduler_svc.migrations import BidAskUnsupported, Negotiator
+from scheduler_svc.migrations import Negotiator
 from tailrace.actions import Offer
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.service.channels import Channels
@@ -74,18 +74,4 @@ async def test_the_source_gets_the_complete_offer(taker: str) -> None:
         assert state.migration_opened(moving, None)
         with pytest.raises(AdminError, match="is open"):
             await negotiator.offer(dataclasses.replace(moving), Offer("r", "a", ("b",), "load"), "cascade")
-    await channels.close()
-
-
-async def test_a_worker_without_bid_ask() -> None:
-    channels = Channels()
-    async with serve_grpc("127.0.0.1:0", []) as server:
-        state = cluster(server.address)
-        moving = state.request("r")
-        assert moving is not None
-        with pytest.raises(BidAskUnsupported):
-            await Negotiator(state, channels, Traceparents()).offer(
-                moving, Offer("r", "a", ("b",), "load"), "cascade"
-            )
-        assert state.migration_opened(moving, "b")
     await channels.close()
