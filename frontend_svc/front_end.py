@@ -95,7 +95,7 @@ async def run_front_end(
             traces,
             settings.wait_limits,
             Phase.REASONING if settings.reasoning_parser else Phase.ANSWERING,
-            settings.pace_s,
+            settings.pace_tpot_ms / 1e3,
             settings.limits,
             served,
             on_models,
@@ -191,7 +191,7 @@ def _launch(
         adapters=adapters,
     )
     if settings.front is Front.RUST:
-        return rust_launch(spec, http, sockets, settings.vllm_rs)
+        return rust_launch(spec, http, sockets, settings.vllm_rs or Path())
     return python_launch(spec, http, sockets, admission)
 
 

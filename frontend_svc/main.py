@@ -9,8 +9,9 @@ import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from hashlib import blake2b
 from http import HTTPStatus
 from importlib.metadata import version
@@ -29,60 +30,28 @@ from frontend_svc.answers.service import answers_servicer, keep_answers
 from frontend_svc.api_server.middleware import READY_PATH, unready_body
 from frontend_svc.api_server.rust import flags_to_json
 from frontend_svc.api_server.sockets import bind_http, split_address
-from frontend_svc.api_server.spec import (
-    ARGUMENTS_REFUSED,
-    DEFAULT_CONNECTION_LIMITS,
-    BodyLimits,
-    ConnectionLimits,
-)
-from frontend_svc.engine import DEFAULT_WAIT_LIMITS, ApiServerStuck
+from frontend_svc.api_server.spec import ARGUMENTS_REFUSED, BodyLimits, ConnectionLimits
+from frontend_svc.engine import ApiServerStuck
 from frontend_svc.fleet import ServedModel
 from frontend_svc.front_end import ApiServerExited, ArgumentsRefused, run_front_end
 from frontend_svc.observer import RequestTraces
-from frontend_svc.settings import (
-    DEFAULT_KEEP_ANSWERS_BYTES,
-    DEFAULT_PLACE_WAIT_S,
-    DRAIN_TIMEOUT_S,
-    Front,
-    Limits,
-    Settings,
-    WaitLimits,
-)
+from frontend_svc.settings import Front, Settings, place_wait_s
 from tailrace.address import format_address
 from tailrace.model_folder import TOKENIZER_FLAGS, ModelFolderError, require_model, require_tokenizer
 from tailrace.model_identity import identify_model
-from tailrace.numeric import RealRange, WholeRange
-from tailrace.records import ServiceRecord
 from tailrace.security.options import exposed
-from tailrace.service.channels import Channels
-from tailrace.service.message_stream import MAX_MESSAGE_BYTES, MIN_MESSAGE_BYTES
-from tailrace.service.options import KEPT_ANSWERS, CommonOptions, common_options, new_incarnation
-from tailrace.service.runtime import Shutdown, run_service
+from tailrace.service.options import CommonOptions, common_options
+from tailrace.service.runtime import Shutdown, open_service, run_service
 from tailrace.service.server import serve_grpc
+from tailrace.service.settings import options_of, settings_options
 from tailrace.store.membership import Membership
-from tailrace.store.registration import register
-from tailrace.store.store import Store
-from tailrace.telemetry.metrics import Page, new_registry, serve_metrics
-from tailrace.telemetry.tracing import configure
+from tailrace.telemetry.metrics import Page
 from tailrace.tenancy.file import KeyFile, KeyFileUnusable, read_keys
 from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 
 log = logging.getLogger(__name__)
 
 KIND: Final = "frontend"
-_LIMITS: Final = Limits()
-_BODY_LIMITS: Final = BodyLimits()
-# Parameters that only our middleware in vLLM's Python app applies.
-_PYTHON_ONLY: Final = (
-    "max_body_bytes",
-    "max_text_bytes",
-    "max_messages",
-    "max_sequences",
-    "max_bodies_bytes",
-    "body_timeout",
-    "header_timeout",
-    "max_pending_connections",
-)
 # Version of what front ends exchange about answers; increased with each change that an older one would
 # misread.
 _ANSWERS_FORMAT: Final = "1"
@@ -91,319 +60,96 @@ _RESPONSES_STORE: Final = "VLLM_ENABLE_RESPONSES_API_STORE"
 
 @click.command("frontend")
 @common_options(KIND)
-@click.option(
-    "--http",
-    default="127.0.0.1:8000",
-    show_default=True,
-    metavar="HOST:PORT",
-    help="Address for users; beyond loopback it requires API keys (or --insecure).",
-)
-@click.option(
-    "--front",
-    type=click.Choice([front.value for front in Front]),
-    default=Front.PYTHON.value,
-    show_default=True,
-    help="vLLM's API server: its Python app, vllm-rs, or none (run one yourself, see --ipc).",
-)
-@click.option("--model", metavar="PATH", help="Model folder or name.  [default: the tiny reasoning model]")
-@click.option("--served-model-name", default="", metavar="NAME", help="Model name that users send.")
-@click.option("--reasoning-parser", default="", metavar="NAME", help="vLLM's reasoning parser for the model.")
-@click.option(
-    "--vllm-rs",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Executable for --front rust.  [default: the one on PATH or next to this Python]",
-)
-@click.option(
-    "--ipc",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for the engine core's sockets.  [default: a private one]",
-)
-@click.option(
-    "--place-wait",
-    type=RealRange(min=0),
-    help="Maximum seconds that a request waits for its first instance if there is none.  "
-    f"[default: {DEFAULT_PLACE_WAIT_S[Front.PYTHON]:g}; {DEFAULT_PLACE_WAIT_S[Front.RUST]:g} with "
-    "--front rust, which cannot tell a client to try again]",
-)
-@click.option(
-    "--resume-wait",
-    type=RealRange(min=0),
-    default=DEFAULT_WAIT_LIMITS.resume_s,
-    show_default=True,
-    help="The same for a request that an instance has started, when that instance is lost.",
-)
-@click.option(
-    "--pace-tpot",
-    type=RealRange(min=0),
-    default=0.0,
-    show_default=True,
-    metavar="MS",
-    help="Minimum milliseconds per token at which answers are shown; 0: no pacing. A request overrides it "
-    "with tailrace_pace_tpot_ms in vllm_xargs.",
-)
-@click.option(
-    "--drain-timeout",
-    type=RealRange(min=0),
-    default=DRAIN_TIMEOUT_S,
-    show_default=True,
-    metavar="SECONDS",
-    help="On SIGTERM, how long running streams may take to finish before they end with an error.",
-)
-@click.option(
-    "--max-streams",
-    type=WholeRange(min=1),
-    default=_LIMITS.max_streams,
-    show_default=True,
-    help="Maximum requests in progress; further ones are refused with 429.",
-)
-@click.option(
-    "--max-unplaced",
-    type=WholeRange(min=1),
-    default=_LIMITS.max_unplaced,
-    show_default=True,
-    help="Maximum requests waiting for an instance; further ones are refused with 503.",
-)
-@click.option(
-    "--max-message-bytes",
-    type=WholeRange(MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES),
-    default=_LIMITS.max_message_bytes,
-    show_default=True,
-    help="Largest message accepted from a worker: one step's outputs, with their log-probabilities.",
-)
-@click.option(
-    "--api-keys",
-    type=click.Path(dir_okay=False, path_type=Path),
-    envvar="TAILRACE_API_KEYS",
-    metavar="FILE",
-    help="Require users' API keys from this file (tailrace keys make), with their tenants' models and "
-    "limits. Only with --front python.",
-)
-@click.option(
-    "--fair-backlog",
-    type=WholeRange(min=0),
-    default=_LIMITS.fair_backlog_tokens,
-    show_default=True,
-    metavar="TOKENS",
-    help="While prompts of this many tokens per instance have no first token yet, new requests wait for "
-    "their tenant's turn, by weight (tailrace keys make --weight), for at most --place-wait; 0: off. "
-    "Requires --api-keys.",
-)
-@click.option(
-    "--max-body-bytes",
-    type=WholeRange(min=1024),
-    default=_BODY_LIMITS.max_body_bytes,
-    show_default=True,
-    help="Largest body of a user's request; larger ones are refused with 413. Only with --front python.",
-)
-@click.option(
-    "--header-timeout",
-    type=RealRange(min=0.1),
-    default=DEFAULT_CONNECTION_LIMITS.header_timeout_s,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long a connection may take to send a request's header; it is then closed with 408. Only with "
-    "--front python.",
-)
-@click.option(
-    "--max-pending-connections",
-    type=WholeRange(min=1),
-    default=DEFAULT_CONNECTION_LIMITS.max_pending,
-    show_default=True,
-    help="Maximum connections that have not sent a whole header; for a further one, the one that waited "
-    "longest is closed. Only with --front python.",
-)
-@click.option(
-    "--max-text-bytes",
-    type=WholeRange(min=0),
-    default=_BODY_LIMITS.max_text_bytes,
-    show_default=True,
-    help="Largest body without its images and other media, as sent; larger ones are refused with 413; 0: 16 "
-    "bytes for each token of the model's context, at least 1 MiB. Only with --front python.",
-)
-@click.option(
-    "--max-messages",
-    type=WholeRange(min=1),
-    default=_BODY_LIMITS.max_messages,
-    show_default=True,
-    help="Most messages of a request, with their content parts and tools; more are refused with 400. Only "
-    "with --front python.",
-)
-@click.option(
-    "--max-sequences",
-    type=WholeRange(min=1),
-    default=_BODY_LIMITS.max_sequences,
-    show_default=True,
-    help="Most sequences of a request, which are its prompts times n; more are refused with 400. Only with "
-    "--front python.",
-)
-@click.option(
-    "--max-bodies-bytes",
-    type=WholeRange(min=1024),
-    default=_BODY_LIMITS.max_bodies_bytes,
-    show_default=True,
-    help="Most bytes of the bodies of all users' requests in progress; with --api-keys one tenant may have "
-    "half of them. Further ones are refused with 429. Only with --front python.",
-)
-@click.option(
-    "--body-timeout",
-    type=RealRange(min=0.1),
-    default=_BODY_LIMITS.body_timeout_s,
-    show_default=True,
-    metavar="SECONDS",
-    help="Time for the body of a user's request to arrive, besides a second for each 256 KiB; later it is "
-    "refused with 400. Only with --front python.",
-)
-@click.option(
-    "--keep-answers",
-    type=KEPT_ANSWERS,
-    default=0.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Clients that reconnect (Last-Event-ID, Idempotency-Key) get the rest of their answers from any "
-    "front end that keeps answers. How long an answer is kept after its client stops reading, here "
-    "and on a second front end; at least 5 s; 0: off. Only with --front python.",
-)
-@click.option(
-    "--keep-answers-bytes",
-    type=WholeRange(min=1 << 20),
-    default=DEFAULT_KEEP_ANSWERS_BYTES,
-    show_default=True,
-    help="Memory for all kept answers, including copies for other front ends; one answer may use an "
-    "eighth of it.",
-)
+@settings_options(Settings, "settings")
 @click.argument("vllm_arguments", nargs=-1, type=click.UNPROCESSED)
-def command(
-    common: CommonOptions,
-    http: str,
-    front: str,
-    model: str | None,
-    served_model_name: str,
-    reasoning_parser: str,
-    vllm_rs: Path | None,
-    ipc: Path | None,
-    place_wait: float | None,
-    resume_wait: float,
-    pace_tpot: float,
-    drain_timeout: float,
-    max_streams: int,
-    max_unplaced: int,
-    max_message_bytes: int,
-    api_keys: Path | None,
-    fair_backlog: int,
-    max_body_bytes: int,
-    header_timeout: float,
-    max_pending_connections: int,
-    max_text_bytes: int,
-    max_messages: int,
-    max_sequences: int,
-    max_bodies_bytes: int,
-    body_timeout: float,
-    keep_answers: float,
-    keep_answers_bytes: int,
-    vllm_arguments: tuple[str, ...],
-) -> None:
+def command(common: CommonOptions, settings: Settings, vllm_arguments: tuple[str, ...]) -> None:
     """Serve the fleet to users through vLLM's own API server.
 
     Put flags of `vllm serve` after `--`; engine flags have no effect here.
     """
+    settings = replace(settings, frontend_id=common.member_id, vllm_arguments=vllm_arguments)
+    _check(common, settings)
+    settings = _with_defaults(settings)
     try:
-        split_address(http)
+        require_model(settings.model)
+        if not any(argument.startswith(TOKENIZER_FLAGS) for argument in vllm_arguments):
+            require_tokenizer(settings.model)
+    except ModelFolderError as error:
+        raise click.BadParameter(str(error), param_hint="--model") from error
+    run_service(lambda shutdown: serve(common, settings, shutdown))
+
+
+def _check(common: CommonOptions, settings: Settings) -> None:
+    """Refuse settings that do not go together. Raise click.UsageError or click.ClickException."""
+    try:
+        split_address(settings.http)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--http") from error
-    if api_keys is not None:
-        _check_keys(api_keys, Front(front), vllm_arguments)
-    elif not _asks_for_key(vllm_arguments):
-        _check_without_keys(common, http)
-    if fair_backlog and api_keys is None:
+    if settings.api_keys is not None:
+        _check_keys(settings.api_keys, settings.front, settings.vllm_arguments)
+    elif not _asks_for_key(settings.vllm_arguments):
+        _check_without_keys(common, settings.http)
+    if settings.limits.fair_backlog_tokens and settings.api_keys is None:
         problem = (
             "not supported by vllm-rs; use --front python and --api-keys"
-            if front == Front.RUST.value
+            if settings.front is Front.RUST
             else "requires --api-keys"
         )
         raise click.UsageError(f"--fair-backlog: {problem}")
-    if keep_answers and front != Front.PYTHON.value:
-        raise click.UsageError(
-            "--keep-answers: not supported by vllm-rs, which has no middleware; use --front python"
+    if settings.front is not Front.PYTHON:
+        if settings.keep_answers_s:
+            raise click.UsageError(
+                "--keep-answers: not supported by vllm-rs, which has no middleware; use --front python"
+            )
+        _refuse_given(
+            {**options_of(BodyLimits), **options_of(ConnectionLimits)},
+            "has no effect without --front python: nothing else applies it",
         )
-    if front != Front.PYTHON.value:
-        _refuse_given(_PYTHON_ONLY, "has no effect without --front python: nothing else applies it")
-    if front == Front.RUST.value:
+    if settings.front is Front.RUST:
         try:
-            flags_to_json(vllm_arguments)
+            flags_to_json(settings.vllm_arguments)
         except ValueError as error:
             raise click.BadParameter(str(error), param_hint="VLLM_ARGUMENTS") from error
-    model = model or str(MODEL_PATH)
-    if Path(model).resolve() == MODEL_PATH:
-        reasoning_parser = reasoning_parser or REASONING_PARSER
-    try:
-        require_model(model)
-        if not any(argument.startswith(TOKENIZER_FLAGS) for argument in vllm_arguments):
-            require_tokenizer(model)
-    except ModelFolderError as error:
-        raise click.BadParameter(str(error), param_hint="--model") from error
-    settings = Settings(
-        frontend_id=common.member_id,
-        http=http,
-        front=Front(front),
+
+
+def _with_defaults(settings: Settings) -> Settings:
+    """Return the settings with the defaults that follow from others. Raise click.ClickException."""
+    model = settings.model or str(MODEL_PATH)
+    tiny = Path(model).resolve() == MODEL_PATH
+    waits = settings.wait_limits
+    if click.get_current_context().get_parameter_source("place_s") is ParameterSource.DEFAULT:
+        waits = replace(waits, place_s=place_wait_s(settings.front))
+    return replace(
+        settings,
         model=model,
-        served_model_name=served_model_name,
-        reasoning_parser=reasoning_parser,
-        vllm_arguments=vllm_arguments,
-        vllm_rs=_vllm_rs(vllm_rs) if front == Front.RUST.value else Path(),
-        ipc_folder=ipc,
-        wait_limits=WaitLimits(
-            DEFAULT_PLACE_WAIT_S[Front(front)] if place_wait is None else place_wait, resume_wait
-        ),
-        drain_timeout_s=drain_timeout,
-        pace_s=pace_tpot / 1e3,
-        limits=Limits(max_message_bytes, max_streams, max_unplaced, fair_backlog),
-        api_keys=api_keys,
-        connections=ConnectionLimits(header_timeout, max_pending_connections),
-        body_limits=BodyLimits(
-            max_body_bytes, max_text_bytes, max_messages, max_sequences, max_bodies_bytes, body_timeout
-        ),
-        keep_answers_s=keep_answers,
-        keep_answers_bytes=keep_answers_bytes,
+        reasoning_parser=settings.reasoning_parser or (REASONING_PARSER if tiny else ""),
+        vllm_rs=_vllm_rs(settings.vllm_rs) if settings.front is Front.RUST else None,
+        wait_limits=waits,
     )
-    run_service(lambda shutdown: serve(common, settings, shutdown))
 
 
 async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -> None:
     """Run one front end until cancelled. Raise StoreUnavailable or ListenError (PortTaken)."""
     served = await asyncio.to_thread(_served_model, settings)
-    async with AsyncExitStack() as stack:
-        store = await Store.connect(common.etcd, common.cluster, common.transport)
-        stack.push_async_callback(store.close)
-        members = await Membership.start(store)
-        stack.push_async_callback(members.close)
+    readiness = Readiness()
+    pages = {READY_PATH: lambda: _ready_page(readiness)}
+    async with open_service(KIND, common, pages) as service, AsyncExitStack() as stack:
+        members, channels, registry = service.members, service.channels, service.registry
         http = stack.enter_context(bind_http(settings.http, lambda: _is_shared(common, settings, members)))
-        tracing = await stack.enter_async_context(configure(KIND, common.member_id))
-        channels = Channels(common.transport)
-        stack.push_async_callback(channels.close)
-        registry = new_registry(KIND, common.member_id)
         registry.model = served.public_name
         if settings.api_keys is not None:
             _register_key_file(registry, KeyFile(settings.api_keys))
-        readiness = Readiness()
-        pages = {READY_PATH: lambda: _ready_page(readiness)}
-        metrics = await stack.enter_async_context(
-            serve_metrics(common.metrics, registry, common.transport, pages)
-        )
         answers, setting = None, ""
         if settings.keep_answers_s:
             setting = _answers_setting(settings, served)
             answers = keep_answers(settings, setting, members, channels, registry)
-        adapters = SharedAdapters(store, members, served.public_name)
+        adapters = SharedAdapters(service.store, members, served.public_name)
         stack.push_async_callback(adapters.close)
         servicers = [] if answers is None else [answers_servicer(answers)]
         server = await stack.enter_async_context(serve_grpc(common.listen, servicers, common.transport))
         await server.set_serving(False)
-        record = ServiceRecord(
-            kind=KIND,
-            service_id=common.member_id,
-            incarnation=new_incarnation(),
-            address=common.advertised(server.address),
-            metrics_address=common.advertised(metrics.address),
+        record = msgspec.structs.replace(
+            service.record(server.address),
             http_address=common.advertised(_host_port(http.getsockname())),
             model_name=served.public_name,
             model=served.name,
@@ -411,13 +157,11 @@ async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -
             answers=setting,
         )
         # Before the HTTP port is bound: a second front end on it must recognise this one as a member.
-        registration = await register(
-            store, f"services/{KIND}/{common.member_id}", msgspec.json.encode(record)
-        )
-        stack.push_async_callback(registration.withdraw)
+        registration = await stack.enter_async_context(service.announced(record))
         announcer = Announcer(registration, record)
         announcer.start()
         stack.push_async_callback(announcer.close)
+        tracing = service.tracing
         traces = RequestTraces(tracing.tracer(KIND), common.member_id) if tracing.enabled else None
 
         async def set_serving(serving: bool) -> None:
@@ -448,12 +192,12 @@ async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -
             raise SystemExit(1) from None
 
 
-def _refuse_given(parameters: Iterable[str], problem: str) -> None:
-    """Raise click.UsageError if one of these parameters was given."""
+def _refuse_given(flags: Mapping[str, str], problem: str) -> None:
+    """Raise click.UsageError if one of these options, by parameter, was given."""
     context = click.get_current_context()
-    for parameter in parameters:
+    for parameter, flag in flags.items():
         if context.get_parameter_source(parameter) is not ParameterSource.DEFAULT:
-            raise click.UsageError(f"--{parameter.replace('_', '-')} {problem}")
+            raise click.UsageError(f"{flag} {problem}")
 
 
 def _check_keys(file: Path, front: Front, vllm_arguments: tuple[str, ...]) -> None:

@@ -1,12 +1,13 @@
-"""Settings of one front end, as given on its command line."""
+"""Settings of one front end, and its command's options."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import click
 
 from frontend_svc.api_server.spec import (
     DEFAULT_BODY_LIMITS,
@@ -14,13 +15,14 @@ from frontend_svc.api_server.spec import (
     BodyLimits,
     ConnectionLimits,
 )
-from tailrace.service.message_stream import DEFAULT_MAX_MESSAGE_BYTES
+from tailrace.numeric import RealRange, WholeRange
+from tailrace.service.message_stream import DEFAULT_MAX_MESSAGE_BYTES, MAX_MESSAGE_BYTES, MIN_MESSAGE_BYTES
+from tailrace.service.options import KEPT_ANSWERS
+from tailrace.service.settings import OneOf, setting
 
-DRAIN_TIMEOUT_S: Final = 300.0
-"""Time for streams in progress to finish once a front end is told to stop: a long answer takes minutes."""
-
-DEFAULT_KEEP_ANSWERS_BYTES: Final = 256 << 20
-"""Enough for some thousands of long answers."""
+# It answers 200 first and has no way to tell a client to try again, so it waits for longer than the restart
+# of an instance takes.
+_RUST_PLACE_S: Final = 30.0
 
 
 class Front(enum.Enum):
@@ -33,68 +35,137 @@ class Front(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What a front end holds at most; more is refused."""
-
-    # Largest message that workers may send: one step's outputs.
-    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
-    # Streams in any state: a new one is refused with 429.
-    max_streams: int = 16_384
-    # Streams that wait for an instance: a new one is refused with 503.
-    max_unplaced: int = 8_192
-    # Prompt tokens without a first token yet, per instance: further requests wait for their tenant's turn. 0:
-    # none waits.
-    fair_backlog_tokens: int = 0
-    # Waiting requests of one tenant: a new one is refused with 429.
-    max_waiting: int = 1_024
-
-
-@dataclass(frozen=True, slots=True)
 class WaitLimits:
     """Seconds that a stream may wait for an instance when none can take it; then it ends with an error."""
 
-    # A stream that no engine has had yet: its client can be told to try again (`--place-wait`).
-    place_s: float = 5.0
-    # A stream that an engine had: the client waits for an answer that had begun, or was about to
-    # (`--resume-wait`).
-    resume_s: float = 60.0
+    # A stream that no engine has had yet: its client can be told to try again.
+    place_s: float = setting(
+        5.0,
+        "Maximum seconds that a request waits for its first instance if there is none.  "
+        f"[default: 5; {_RUST_PLACE_S:g} with --front rust, which cannot tell a client to try again]",
+        "--place-wait",
+        type=RealRange(min=0),
+        show_default=False,
+    )
+    # A stream that an engine had: the client waits for an answer that had begun, or was about to.
+    resume_s: float = setting(
+        60.0,
+        "The same for a request that an instance has started, when that instance is lost.",
+        "--resume-wait",
+        type=RealRange(min=0),
+    )
 
 
-DEFAULT_PLACE_WAIT_S: Final[Mapping[Front, float]] = {
-    Front.PYTHON: WaitLimits().place_s,
-    # It answers 200 first and has no way to tell a client to try again, so it waits for longer than the
-    # restart of an instance takes.
-    Front.RUST: 30.0,
-    Front.NONE: WaitLimits().place_s,
-}
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a front end holds at most; more is refused."""
+
+    max_streams: int = setting(
+        16_384,
+        "Maximum requests in progress; further ones are refused with 429.",
+        type=WholeRange(min=1),
+    )
+    max_unplaced: int = setting(
+        8_192,
+        "Maximum requests waiting for an instance; further ones are refused with 503.",
+        type=WholeRange(min=1),
+    )
+    max_message_bytes: int = setting(
+        DEFAULT_MAX_MESSAGE_BYTES,
+        "Largest message accepted from a worker: one step's outputs, with their log-probabilities.",
+        type=WholeRange(MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES),
+    )
+    fair_backlog_tokens: int = setting(
+        0,
+        "While prompts of this many tokens per instance have no first token yet, new requests wait for "
+        "their tenant's turn, by weight (tailrace keys make --weight), for at most --place-wait; 0: off. "
+        "Requires --api-keys.",
+        "--fair-backlog",
+        type=WholeRange(min=0),
+        metavar="TOKENS",
+    )
+    # Waiting requests of one tenant: a new one is refused with 429.
+    max_waiting: int = 1_024
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """One front end."""
 
-    frontend_id: str
-    # HOST:PORT as requested; port 0: any free one.
-    http: str
-    front: Front
-    model: str
-    served_model_name: str
-    reasoning_parser: str
-    vllm_arguments: tuple[str, ...]
-    vllm_rs: Path
-    # Folder of the engine core's sockets; None: a private temporary folder.
-    ipc_folder: Path | None
-    wait_limits: WaitLimits
-    # Seconds for streams in progress to finish once it is told to stop.
-    drain_timeout_s: float = DRAIN_TIMEOUT_S
-    # Seconds per token at which answers are shown to users; 0: as they are made.
-    pace_s: float = 0.0
+    frontend_id: str = ""
+    # Port 0: any free one.
+    http: str = setting(
+        "127.0.0.1:8000",
+        "Address for users; beyond loopback it requires API keys (or --insecure).",
+        metavar="HOST:PORT",
+    )
+    front: Front = setting(
+        Front.PYTHON,
+        "vLLM's API server: its Python app, vllm-rs, or none (run one yourself, see --ipc).",
+        type=OneOf(Front),
+    )
+    model: str = setting("", "Model folder or name.  [default: the tiny reasoning model]", metavar="PATH")
+    served_model_name: str = setting("", "Model name that users send.", metavar="NAME")
+    reasoning_parser: str = setting("", "vLLM's reasoning parser for the model.", metavar="NAME")
+    # Flags of `vllm serve`.
+    vllm_arguments: tuple[str, ...] = ()
+    vllm_rs: Path | None = setting(
+        None,
+        "Executable for --front rust.  [default: the one on PATH or next to this Python]",
+        type=click.Path(dir_okay=False, path_type=Path),
+    )
+    ipc_folder: Path | None = setting(
+        None,
+        "Folder for the engine core's sockets.  [default: a private one]",
+        "--ipc",
+        type=click.Path(file_okay=False, path_type=Path),
+    )
+    wait_limits: WaitLimits = WaitLimits()
+    pace_tpot_ms: float = setting(
+        0.0,
+        "Minimum milliseconds per token at which answers are shown; 0: no pacing. A request overrides it "
+        "with tailrace_pace_tpot_ms in vllm_xargs.",
+        "--pace-tpot",
+        type=RealRange(min=0),
+        metavar="MS",
+    )
+    # A long answer takes minutes.
+    drain_timeout_s: float = setting(
+        300.0,
+        "On SIGTERM, how long running streams may take to finish before they end with an error.",
+        "--drain-timeout",
+        type=RealRange(min=0),
+        metavar="SECONDS",
+    )
     limits: Limits = Limits()
-    # File of tenants and keys; None: no key is required but vLLM's own.
-    api_keys: Path | None = None
+    api_keys: Path | None = setting(
+        None,
+        "Require users' API keys from this file (tailrace keys make), with their tenants' models and "
+        "limits. Only with --front python.",
+        type=click.Path(dir_okay=False, path_type=Path),
+        envvar="TAILRACE_API_KEYS",
+        metavar="FILE",
+    )
     connections: ConnectionLimits = DEFAULT_CONNECTION_LIMITS
     body_limits: BodyLimits = DEFAULT_BODY_LIMITS
-    # Seconds for which an answer is kept once no client reads it; 0: none is kept.
-    keep_answers_s: float = 0.0
-    # Memory for all kept answers together.
-    keep_answers_bytes: int = DEFAULT_KEEP_ANSWERS_BYTES
+    keep_answers_s: float = setting(
+        0.0,
+        "Clients that reconnect (Last-Event-ID, Idempotency-Key) get the rest of their answers from any "
+        "front end that keeps answers. How long an answer is kept after its client stops reading, here "
+        "and on a second front end; at least 5 s; 0: off. Only with --front python.",
+        "--keep-answers",
+        type=KEPT_ANSWERS,
+        metavar="SECONDS",
+    )
+    # Enough for some thousands of long answers.
+    keep_answers_bytes: int = setting(
+        256 << 20,
+        "Memory for all kept answers, including copies for other front ends; one answer may use an "
+        "eighth of it.",
+        type=WholeRange(min=1 << 20),
+    )
+
+
+def place_wait_s(front: Front) -> float:
+    """Return how long a request waits for its first instance unless an operator says it."""
+    return _RUST_PLACE_S if front is Front.RUST else WaitLimits().place_s

@@ -18,17 +18,17 @@ from migration_svc.runs import History, Runs
 from migration_svc.servicer import MigrationServicer
 from migration_svc.traces import MigrationTraces
 from tailrace.handover import MIGRATE_MAX_S, SETTLE_S, TRANSFERS
-from tailrace.numeric import RealRange, WholeRange
+from tailrace.numeric import WholeRange
 from tailrace.service.options import CommonOptions, common_options, file_of
 from tailrace.service.runtime import Shutdown, open_service, run_service
 from tailrace.service.server import Servicer, serve_grpc
+from tailrace.service.settings import settings_options
 from tailrace.store.election import Election
 from tailrace.v1.migration_pb2_grpc import add_MigrationServicer_to_server
 
 log = logging.getLogger(__name__)
 
 KIND: Final = "migration"
-_DEFAULTS: Final = CopyRules()
 # Time for resigning leadership, beyond what migrations may take.
 _MARGIN_S: Final = 10.0
 
@@ -54,52 +54,15 @@ _MARGIN_S: Final = 10.0
     show_default=True,
     help="Maximum migrations waiting for a slot of one instance in one direction.",
 )
-@click.option(
-    "--patience",
-    type=RealRange(min=0.1),
-    default=10.0,
-    show_default=True,
-    help="Maximum seconds that a migration waits for a slot, and again for room at its target.",
-)
-@click.option(
-    "--timeout",
-    type=RealRange(min=0.1),
-    default=_DEFAULTS.timeout_s,
-    show_default=True,
-    help="Seconds after which an uncommitted migration is aborted, from when it has room.",
-)
-@click.option(
-    "--max-rounds",
-    type=WholeRange(min=1),
-    default=_DEFAULTS.max_rounds,
-    show_default=True,
-    help="Maximum copy rounds before the request is paused, however much is left.",
-)
-@click.option(
-    "--stop-threshold",
-    type=WholeRange(min=1),
-    default=_DEFAULTS.stop_threshold_blocks,
-    show_default=True,
-    help="KV blocks that may be left to copy when the request is paused.",
-)
-def command(
-    common: CommonOptions,
-    journal: Path | None,
-    limit: int,
-    queue: int,
-    patience: float,
-    timeout: float,
-    max_rounds: int,
-    stop_threshold: int,
-) -> None:
+@settings_options(CopyRules, "rules")
+def command(common: CommonOptions, journal: Path | None, limit: int, queue: int, rules: CopyRules) -> None:
     """Execute migrations; run a second service as a standby."""
-    if (longest_s := 2 * patience + timeout + SETTLE_S) > MIGRATE_MAX_S:
+    if (longest_s := 2 * rules.room_wait_s + rules.timeout_s + SETTLE_S) > MIGRATE_MAX_S:
         raise click.UsageError(
             f"--patience (twice) and --timeout: with {SETTLE_S:g} s for its end a migration may take "
             f"{longest_s:g} s, and schedulers wait {MIGRATE_MAX_S:g} s"
         )
-    admission = Admission(limit, queue, patience)
-    rules = CopyRules(stop_threshold, max_rounds, timeout, patience)
+    admission = Admission(limit, queue, rules.room_wait_s)
     run_service(lambda shutdown: serve(common, journal, admission, rules, shutdown))
 
 
@@ -126,7 +89,8 @@ async def serve(
                 serve_grpc(common.listen, services, common.transport) as server,
                 AsyncExitStack() as membership,
             ):
-                record = await membership.enter_async_context(service.announced(server.address))
+                record = service.record(server.address)
+                await membership.enter_async_context(service.announced(record))
                 log.info("%s serves on %s", record.service_id, server.address)
                 election = Election(service.store, record)
                 election.start()

@@ -16,8 +16,10 @@ from migration_svc.journal import Closed, Journal, Opened
 from migration_svc.metrics import MigrationMetrics
 from migration_svc.traces import MigrationTrace, MigrationTraces
 from tailrace.handover import SETTLE_S
+from tailrace.numeric import RealRange, WholeRange
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels, decoded, format_error
+from tailrace.service.settings import setting
 from tailrace.v1 import migration_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -35,17 +37,32 @@ _UNREACHABLE_S: Final = 3.0
 
 @dataclass(frozen=True, slots=True)
 class CopyRules:
-    """How a request is copied.
+    """How a request is copied."""
 
-    Stop-and-copy begins once at most `stop_threshold_blocks` are left, or after `max_rounds`. A migration
-    that is not committed `timeout_s` seconds after it got room is aborted. One that may wait for room at its
-    target does so for up to `room_wait_s` seconds.
-    """
-
-    stop_threshold_blocks: int = 2
-    max_rounds: int = 4
-    timeout_s: float = 10.0
-    room_wait_s: float = 10.0
+    # As long as a migration may wait for a slot before (admission.py).
+    room_wait_s: float = setting(
+        10.0,
+        "Maximum seconds that a migration waits for a slot, and again for room at its target.",
+        "--patience",
+        type=RealRange(min=0.1),
+    )
+    timeout_s: float = setting(
+        10.0,
+        "Seconds after which an uncommitted migration is aborted, from when it has room.",
+        "--timeout",
+        type=RealRange(min=0.1),
+    )
+    max_rounds: int = setting(
+        4,
+        "Maximum copy rounds before the request is paused, however much is left.",
+        type=WholeRange(min=1),
+    )
+    stop_threshold_blocks: int = setting(
+        2,
+        "KV blocks that may be left to copy when the request is paused.",
+        "--stop-threshold",
+        type=WholeRange(min=1),
+    )
 
 
 @dataclass(frozen=True, slots=True)

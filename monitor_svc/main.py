@@ -70,7 +70,8 @@ async def serve(
             serve_grpc(common.listen, servicers, common.transport) as server,
             AsyncExitStack() as membership,
         ):
-            record = await membership.enter_async_context(service.announced(server.address))
+            record = service.record(server.address)
+            await membership.enter_async_context(service.announced(record))
             log.info("%s serves on %s", record.service_id, server.address)
             election = Election(service.store, record)
             election.start()

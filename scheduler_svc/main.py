@@ -149,7 +149,8 @@ async def serve(
             serve_grpc(common.listen, parts.servicers, common.transport, [audit], allowed) as server,
             AsyncExitStack() as membership,
         ):
-            record = await membership.enter_async_context(service.announced(server.address))
+            record = service.record(server.address)
+            await membership.enter_async_context(service.announced(record))
             log.info("%s serves on %s", record.service_id, server.address)
             election = Election(service.store, record, leading)
             election.start()

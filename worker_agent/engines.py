@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import click
+
 from tailrace.collector import collector_paused
+from tailrace.numeric import RealRange, WholeRange
+from tailrace.service.settings import empty_setting, setting
 from worker_agent.engine.base import Engine, EngineInfo
 from worker_agent.faults import Faults
 from worker_agent.kv.client import KvClient
@@ -27,31 +31,6 @@ class EngineOptionError(ValueError):
     """An invalid engine setting; the message says which."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """Settings from the command line; None leaves a choice to the engine."""
-
-    kind: str
-    model: str | None = None
-    reasoning_parser: str | None = None
-    kv_blocks: int | None = None
-    block_tokens: int | None = None
-    max_num_seqs: int | None = None
-    max_model_len: int | None = None
-    # Parallel sizes (vLLM only).
-    tensor_parallel_size: int | None = None
-    pipeline_parallel_size: int | None = None
-    host_kv_bytes: int | None = None
-    # How long the other nodes of an engine on several machines may take to join, in seconds (vLLM only).
-    nodes_timeout_s: float = 600.0
-    # vLLM only.
-    async_scheduling: bool | None = None
-    # File of a length predictor (vLLM only). None: the tiny model has its own, others have none. Empty: none.
-    predictor: str | None = None
-    # Other engine arguments: fields of vLLM's EngineArgs or of SimulatedSettings.
-    arguments: Mapping[str, Json] = field(default_factory=dict)
-
-
 def read_argument(text: str) -> tuple[str, Json]:
     """Parse NAME=VALUE; the value is JSON, or else a string. Raise EngineOptionError."""
     name, equals, value = text.partition("=")
@@ -62,6 +41,73 @@ def read_argument(text: str) -> tuple[str, Json]:
         return name, json.loads(value)
     except ValueError:
         return name, value
+
+
+def _read_arguments(
+    context: click.Context, parameter: click.Parameter, given: tuple[str, ...]
+) -> dict[str, Json]:
+    try:
+        return dict(map(read_argument, given))
+    except EngineOptionError as error:
+        raise click.UsageError(str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Settings from the command line; None leaves a choice to the engine."""
+
+    kind: str = setting("vllm", "Engine.", "--engine", type=click.Choice(["vllm", "simulated"]))
+    model: str | None = setting(None, "Model; by default the tiny one that ships with Tailrace.")
+    reasoning_parser: str | None = setting(None, "vLLM's reasoning parser for the model.")
+    kv_blocks: int | None = setting(None, "KV cache size in blocks.", type=WholeRange(2, 2**31))
+    block_tokens: int | None = setting(None, "Tokens per KV block.", "--block-size", type=WholeRange(1))
+    max_num_seqs: int | None = setting(None, "Maximum number of running requests.", type=WholeRange(1))
+    max_model_len: int | None = setting(
+        None, "Maximum length of prompt and output, in tokens.", type=WholeRange(1)
+    )
+    tensor_parallel_size: int | None = setting(
+        None,
+        "Devices that split each layer (vLLM only); must divide the model's heads.",
+        type=WholeRange(1),
+    )
+    pipeline_parallel_size: int | None = setting(
+        None, "Stages of layers, each on its own devices (vLLM only).", type=WholeRange(1)
+    )
+    async_scheduling: bool | None = setting(
+        None,
+        "Start a step before the tokens of the previous one are available (vLLM only). Default: vLLM's "
+        "choice.",
+        "--async-scheduling/--no-async-scheduling",
+    )
+    # Of the tiny model by default its own, of others none. Empty: none.
+    predictor: str | None = setting(
+        None,
+        "Length predictor of the model (vLLM only); '' for none. Default: the tiny model's own.",
+        metavar="PATH",
+    )
+    # Fields of vLLM's EngineArgs or of SimulatedSettings.
+    arguments: Mapping[str, Json] = empty_setting(
+        dict,
+        "Any other engine argument; can be repeated.",
+        "--engine-arg",
+        multiple=True,
+        callback=_read_arguments,
+        metavar="NAME=VALUE",
+    )
+    nodes_timeout_s: float = setting(
+        600.0,
+        "How long the other machines of an engine (--engine-arg nnodes=N, vLLM only) may take to join.",
+        "--nodes-timeout",
+        type=RealRange(min=1),
+        metavar="SECONDS",
+    )
+    host_kv_bytes: int | None = setting(
+        None,
+        "Host memory for KV, in bytes: for preempted requests, and in the remaining space for prefixes "
+        "evicted from the device; 0: both are recomputed.  [default: 4 GiB, or an eighth of the "
+        "machine's memory if that is less; on a CPU engine, for preempted requests only]",
+        type=WholeRange(0),
+    )
 
 
 def make_engine(

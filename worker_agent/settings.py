@@ -1,60 +1,143 @@
-"""Settings of a worker besides those of its engine."""
+"""Settings of a worker besides those of its engine, and the options of its command."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+import click
 
 from tailrace.handover import ADOPT_S
 from tailrace.intra.base import ENGINE_ORDER
-from tailrace.profiles import Profile
-from tailrace.service.message_stream import DEFAULT_MAX_MESSAGE_BYTES
-from worker_agent.kv.binding import PortRange
+from tailrace.intra.registry import intra_names
+from tailrace.numeric import RealRange, WholeRange
+from tailrace.profiles import Profile, ProfileError, load_profile
+from tailrace.service.message_stream import DEFAULT_MAX_MESSAGE_BYTES, MAX_MESSAGE_BYTES, MIN_MESSAGE_BYTES
+from tailrace.service.settings import setting
+from worker_agent.intra_switch import BY_POLICY
+from worker_agent.kv.binding import BindingError, PortRange
 from worker_agent.migration.link_budget import SHARE
+from worker_agent.prefixes.loans import LOAN_MAX_S
+
+
+class _Ports(click.ParamType[PortRange]):
+    name = "ports"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> PortRange:
+        """Return the range. Raise click.BadParameter."""
+        try:
+            return PortRange.parse(value)
+        except BindingError as error:
+            self.fail(str(error), param, ctx)
+
+
+class _Profile(click.ParamType[Profile]):
+    name = "profile"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Profile:
+        """Return the profile. Raise click.BadParameter."""
+        try:
+            return load_profile(value)
+        except ProfileError as error:
+            self.fail(str(error), param, ctx)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
     """Times in seconds, sizes in bytes."""
 
-    # Port on which front ends attach; 0: any free port.
-    stream_port: int = 0
-    # Address of this machine that KV transfer binds to; None: the one that the worker listens on.
-    kv_address: str | None = None
-    # TCP ports for KV transfer; None: any free ports.
-    kv_ports: PortRange | None = None
-    # Whether KV leaves this host encrypted only, and is fetched from other hosts only so.
-    encrypt_kv: bool = False
-    # Largest message that front ends may send: a submission with its prompt.
-    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
-    # Most requests here at a time, waiting or running; more are placed elsewhere, or refused.
-    max_requests: int = 8192
-    # Interval of steady reports to the monitor.
-    report_s: float = 0.5
+    intra: str = setting(
+        ENGINE_ORDER,
+        "Order in which the engine serves requests; `policy`: the order that belongs to the fleet's policy.",
+        type=click.Choice([BY_POLICY, *intra_names()]),
+    )
+    stream_port: int = setting(
+        0, "Port that front ends connect to; 0: any free port.", type=WholeRange(0, 65535)
+    )
+    kv_address: str | None = setting(
+        None,
+        "Address whose network device KV transfer is bound to; default: that of --listen.",
+        metavar="HOST",
+    )
+    kv_ports: PortRange | None = setting(
+        None,
+        "TCP ports for KV transfer, one per network device; default: any free ports.",
+        type=_Ports(),
+        metavar="LOW-HIGH",
+    )
+    encrypt_kv: bool = setting(
+        False,
+        "Encrypt KV that leaves this host, and accept only encrypted KV from other hosts; for KV in host "
+        "memory.",
+        is_flag=True,
+    )
+    max_message_bytes: int = setting(
+        DEFAULT_MAX_MESSAGE_BYTES,
+        "Largest message accepted from front ends: a request with its prompt.",
+        type=WholeRange(MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES),
+    )
+    max_requests: int = setting(
+        8192,
+        "Maximum requests on this worker, waiting or running; further ones are placed elsewhere, or refused.",
+        type=WholeRange(min=1),
+    )
+    report_s: float = setting(
+        0.5, "Seconds between periodic reports.", "--report-interval", type=RealRange(min=0.01)
+    )
+    # When an engine that has requests to run but finishes no step counts as hung: progress.py.
+    step_limit_s: float = setting(
+        300.0,
+        "Seconds without a finished step after which an engine with requests to run always counts as hung.",
+        "--step-limit",
+        type=RealRange(min=1),
+    )
+    step_floor_s: float = setting(
+        30.0,
+        "Minimum of the same limit when derived from recent steps (ten times the longest of its kind).",
+        "--step-floor",
+        type=RealRange(min=1),
+    )
+    drain_timeout_s: float = setting(
+        60.0,
+        "On SIGTERM, how long its requests may take to migrate; the rest is recomputed elsewhere.",
+        "--drain-timeout",
+        type=RealRange(min=0),
+        metavar="SECONDS",
+    )
+    pull_timeout_s: float = setting(
+        5.0,
+        "How long a pull of a prefix from another worker may take; after that the prompt is computed.",
+        "--pull-timeout",
+        # No holder lends for longer.
+        type=RealRange(min=0, min_open=True, max=LOAN_MAX_S),
+        metavar="SECONDS",
+    )
+    migration_bandwidth_share: float = setting(
+        SHARE,
+        "Share of link time for incoming KV that no user waits for (rescheduling); 1: no limit.",
+        type=RealRange(min=0, min_open=True, max=1),
+    )
+    profile: Profile | None = setting(
+        None,
+        "Step times of the model on this machine, instead of measured ones (tailrace profile).",
+        type=_Profile(),
+        metavar="NAME|PATH",
+    )
+    profile_at_start: bool = setting(
+        False,
+        "Profile the engine before joining the fleet, unless its kind already has a profile; takes about "
+        "a minute.",
+        is_flag=True,
+    )
     # Time to live of the etcd lease.
     lease_ttl_s: float = 10.0
     # A front end from which nothing arrives for this long is disconnected.
     frontend_silence_s: float = 10.0
     # Timeout of an import whose request does not set one.
     import_timeout_s: float = 10.0
-    # Time after which a prefix that is pulled from another worker is computed instead.
-    pull_timeout_s: float = 5.0
     # A source that is paused longer asks the front end whether to resume.
     pause_limit_s: float = 10.0
     # An export whose target is silent for this long before the pause is ended.
     export_idle_s: float = 30.0
-    # The engine's batch order: a name of tailrace.intra.registry, or intra_switch.BY_POLICY.
-    intra: str = ENGINE_ORDER
-    # Profile of this model on this machine; None: the measured one, else the engine's own, if it has one.
-    profile: Profile | None = None
-    # Profile the engine before joining, unless one of its kind has been profiled.
-    profile_at_start: bool = False
-    # Share of the link's time for incoming background transfers; 1: all of it.
-    migration_bandwidth_share: float = SHARE
     # Timeout of the front end's reply to an adoption, for which it may itself wait 2 s.
     adopt_timeout_s: float = ADOPT_S
-    # Time for its requests to be moved once it is told to stop; the rest is handed back to be recomputed.
-    drain_timeout_s: float = 60.0
-    # Bounds of the time after which an engine that has requests to run but finishes no step counts as hanging
-    # (progress.py).
-    step_floor_s: float = 30.0
-    step_limit_s: float = 300.0

@@ -12,15 +12,13 @@ from functools import partial
 from tailrace.perf.transfer_rate import TransferRate
 from tailrace.records import InstanceRecord
 from tailrace.security.roles import Role
-from tailrace.service.channels import Channels, first_address, preferred
+from tailrace.service.channels import first_address, preferred
 from tailrace.service.message_stream import Admission as StreamAdmission
 from tailrace.service.message_stream import serve_streams
 from tailrace.service.options import new_incarnation
+from tailrace.service.runtime import ServiceContext
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.service.tasks import Loop, supervised
-from tailrace.store.membership import Membership
-from tailrace.store.store import Store
-from tailrace.telemetry.tracing import Tracing
 from tailrace.v1 import worker_pb2
 from tailrace.v1.bidask_pb2_grpc import add_BidAskServicer_to_server
 from tailrace.v1.cache_pb2_grpc import add_CacheServicer_to_server
@@ -71,21 +69,6 @@ class EngineStartError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class SharedServices:
-    """What the workers of one process share."""
-
-    store: Store
-    membership: Membership
-    channels: Channels
-    tracing: Tracing
-    # HOST:PORT of /metrics as others reach it.
-    metrics_address: str
-    # Host under which others reach this process.
-    host: str
-    memory: SharedMemory
-
-
-@dataclass(frozen=True, slots=True)
 class RunningWorker:
     """A worker that serves."""
 
@@ -106,7 +89,8 @@ async def running_worker(
     instance_id: str,
     engine: Engine,
     listen: str,
-    shared: SharedServices,
+    service: ServiceContext,
+    memory: SharedMemory,
     metrics: WorkerMetrics,
     settings: WorkerSettings,
     died: asyncio.Future[str],
@@ -116,9 +100,9 @@ async def running_worker(
     `died` gets the reason when the engine fails for good or another worker takes over the id; the caller then
     exits the process. Raise IdInUse, EngineStartError, ListenError or StoreUnavailable.
     """
-    await wait_until_free(shared.store, instance_id, settings.lease_ttl_s)
+    await wait_until_free(service.store, instance_id, settings.lease_ttl_s)
     async with AsyncExitStack() as stack:
-        worker = _WorkerBuilder(instance_id, engine, shared, metrics, settings, died, stack)
+        worker = _WorkerBuilder(instance_id, engine, service, memory, metrics, settings, died, stack)
         await worker.start_engine()
         await worker.connect_kv()
         worker.open_migrations()
@@ -140,7 +124,8 @@ class _WorkerBuilder:
         self,
         instance_id: str,
         engine: Engine,
-        shared: SharedServices,
+        service: ServiceContext,
+        memory: SharedMemory,
         metrics: WorkerMetrics,
         settings: WorkerSettings,
         died: asyncio.Future[str],
@@ -148,7 +133,8 @@ class _WorkerBuilder:
     ) -> None:
         self._instance_id = instance_id
         self._engine = engine
-        self._shared = shared
+        self._service = service
+        self._memory = memory
         self._metrics = metrics
         self._settings = settings
         self._died = died
@@ -156,7 +142,7 @@ class _WorkerBuilder:
         self._own = Addressee(instance_id, new_incarnation())
         self._faults = Faults.from_environment(instance_id)
         self._front_ends = FrontEnds()
-        self._carried = CarriedRequests(lambda: shared.membership.slo.reading_s)
+        self._carried = CarriedRequests(lambda: service.members.slo.reading_s)
         self._events = PhaseEvents()
         self._incoming = TransferRate()
 
@@ -176,7 +162,7 @@ class _WorkerBuilder:
         except RuntimeError as error:
             raise EngineStartError(f"{self._instance_id}: {error}") from error
         self._stack.push_async_callback(self._engine.stop)
-        follow_batch_order(self._settings.intra, self._engine.set_intra, self._shared.membership)
+        follow_batch_order(self._settings.intra, self._engine.set_intra, self._service.members)
 
     async def connect_kv(self) -> None:
         """Open the KV transport and prefix pulls over it. Raise EngineStartError."""
@@ -185,7 +171,7 @@ class _WorkerBuilder:
                 self._instance_id,
                 self._engine,
                 self._info,
-                self._shared.memory,
+                self._memory,
                 self._faults,
                 self._metrics,
                 self._settings.encrypt_kv,
@@ -193,14 +179,14 @@ class _WorkerBuilder:
         except KvTransferError as error:
             raise EngineStartError(f"{self._instance_id}: {error}") from error
         self._stack.push_async_callback(self._transport.close)
-        self._spans = TransferSpans(self._shared.tracing, self._instance_id)
+        self._spans = TransferSpans(self._service.tracing, self._instance_id)
         self._pulls = Pulls(
             PullParts(
                 engine=self._engine,
                 shape=self._info.kv_shape,
                 puller=self._transport,
                 connect=lambda address, request, seconds: GrpcLoanLink(
-                    self._shared.channels.get(address, Role.WORKER), request, seconds
+                    self._service.channels.get(address, Role.WORKER), request, seconds
                 ),
                 metrics=self._metrics,
                 faults=self._faults,
@@ -248,7 +234,9 @@ class _WorkerBuilder:
                 link=LinkBudget(self._settings.migration_bandwidth_share),
                 incoming=self._incoming,
             ),
-            lambda address, seconds: GrpcSourceLink(self._shared.channels.get(address, Role.WORKER), seconds),
+            lambda address, seconds: GrpcSourceLink(
+                self._service.channels.get(address, Role.WORKER), seconds
+            ),
         )
         self._stack.push_async_callback(self._imports.close)
 
@@ -277,7 +265,7 @@ class _WorkerBuilder:
         self._hand_backs = HandBacks(self._stats, self._carried, self._front_ends, self._exports.open)
         self._draining = Draining(
             self._instance_id,
-            lambda: self._instance_id in self._shared.membership.draining,
+            lambda: self._instance_id in self._service.members.draining,
             self._hand_backs,
             self._carried,
             self._exports,
@@ -294,8 +282,8 @@ class _WorkerBuilder:
             self._info.kv_shape.block_tokens,
             self._carried,
             self._imports,
-            self._shared.channels,
-            lambda: first_address(self._shared.membership, "migration"),
+            self._service.channels,
+            lambda: first_address(self._service.members, "migration"),
             self._metrics,
             lambda: self._draining.active,
         )
@@ -303,14 +291,14 @@ class _WorkerBuilder:
 
     async def open_profiler(self) -> None:
         """Create the profiler; profile the engine now if the settings say so."""
-        tpot_s = partial(slo_tpot_s, self._shared.membership)
+        tpot_s = partial(slo_tpot_s, self._service.members)
         self._profiler = Profiler(
             self._instance_id,
             self._engine,
             self._info,
             self._sink,
             self._carried,
-            self._shared.store,
+            self._service.store,
             tpot_s,
         )
         if self._settings.profile_at_start:
@@ -318,9 +306,9 @@ class _WorkerBuilder:
 
     async def serve(self, listen: str) -> None:
         """Serve gRPC and the streams of front ends. Raise ListenError."""
-        transport = self._shared.channels.transport
+        transport = self._service.channels.transport
         loans = Loans(self._engine, self._info.kv_shape, self._transport, self._faults)
-        prompts = GrpcPromptLink(lambda address: self._shared.channels.get(address, Role.WORKER))
+        prompts = GrpcPromptLink(lambda address: self._service.channels.get(address, Role.WORKER))
         copies = Copies(self._pulls, prompts, lambda: len(self._imports), self._metrics)
         servicers = [
             Servicer(
@@ -348,8 +336,9 @@ class _WorkerBuilder:
         )
         stopping = worker_pb2.Goodbye(reason="the worker is stopping")
         self._stack.push_async_callback(self._front_ends.leave, stopping)
-        self._address = self._advertised(self._server.address)
-        self._stream_address = self._advertised(stream_address)
+        advertised = self._service.common.advertised
+        self._address = advertised(self._server.address)
+        self._stream_address = advertised(stream_address)
         self._coordinator.address = self._address
 
     async def run_background(self) -> None:
@@ -374,12 +363,12 @@ class _WorkerBuilder:
             self._own.incarnation,
             self._address,
             self._stream_address,
-            self._shared.metrics_address,
+            self._service.common.advertised(self._service.metrics_address),
             self._info,
             # A profile from the command line takes precedence over measured ones.
             "" if self._settings.profile is not None else self._profiler.kind,
         )
-        store, lease_ttl_s = self._shared.store, self._settings.lease_ttl_s
+        store, lease_ttl_s = self._service.store, self._settings.lease_ttl_s
         # Loading a model takes minutes, in which another worker may have taken the id.
         await wait_until_free(store, self._instance_id, lease_ttl_s, self._address)
         registration = await register_instance(store, record, lease_ttl_s)
@@ -404,7 +393,7 @@ class _WorkerBuilder:
         )
 
     def _reports(self) -> Reports:
-        speeds = KnownSpeeds(self._info.profile, self._settings, self._profiler.kind, self._shared.membership)
+        speeds = KnownSpeeds(self._info.profile, self._settings, self._profiler.kind, self._service.members)
         return Reports(
             self._instance_id,
             self._own.incarnation,
@@ -414,18 +403,14 @@ class _WorkerBuilder:
             self._carried,
             self._events,
             speeds.current,
-            lambda: [record.address for record in preferred(self._shared.membership, "monitor")],
-            self._shared.channels,
+            lambda: [record.address for record in preferred(self._service.members, "monitor")],
+            self._service.channels,
             self._settings.report_s,
             self._info.cache,
         )
 
     def _stats(self) -> EngineStats:
         return own_stats(self._engine.stats(), self._sink)
-
-    def _advertised(self, listening: str) -> str:
-        """Return HOST:PORT under which others reach a port that the process listens on."""
-        return f"{self._shared.host}:{listening.rpartition(':')[2]}"
 
     def _on_dead(self, reason: str) -> None:
         # Immediately: a hanging engine may delay the exit of this process.

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import msgspec
+from tailrace.numeric import RealRange, WholeRange
+from tailrace.service.settings import setting
 
 # An API server starts at once and waits for the first worker; the front end decides for how long, not vLLM.
 READY_TIMEOUT_S: Final = 7 * 24 * 3600
@@ -34,13 +35,26 @@ ADAPTER_UNLOADED: Final = "tailrace_adapter_unloaded"
 ADAPTER_CALLS: Final = frozenset({ADAPTERS_GIVEN, ADAPTER_LOADED, ADAPTER_UNLOADED})
 
 
-class ConnectionLimits(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
     """Bounds of connections that have not sent a whole header: they need no key."""
 
     # From the first byte of a header (of a new connection: from its beginning) to the last.
-    header_timeout_s: float = 10.0
-    # Beyond it the one that has had most time is closed.
-    max_pending: int = 1_000
+    header_timeout_s: float = setting(
+        10.0,
+        "How long a connection may take to send a request's header; it is then closed with 408. Only with "
+        "--front python.",
+        "--header-timeout",
+        type=RealRange(min=0.1),
+        metavar="SECONDS",
+    )
+    max_pending: int = setting(
+        1_000,
+        "Maximum connections that have not sent a whole header; for a further one, the one that waited "
+        "longest is closed. Only with --front python.",
+        "--max-pending-connections",
+        type=WholeRange(min=1),
+    )
 
 
 DEFAULT_CONNECTION_LIMITS: Final = ConnectionLimits()
@@ -50,18 +64,43 @@ DEFAULT_CONNECTION_LIMITS: Final = ConnectionLimits()
 class BodyLimits:
     """What a user's request may ask for, with or without a key."""
 
-    # Largest body, in bytes.
-    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
-    # The same without images and other media; 0: by the model's context.
-    max_text_bytes: int = 0
-    # Messages, their content parts, and tools.
-    max_messages: int = 2_048
-    # Prompts times answers to each.
-    max_sequences: int = 2_048
-    # Of the bodies of all requests in progress.
-    max_bodies_bytes: int = 512 << 20
-    # Seconds for a body to arrive, besides those for its size.
-    body_timeout_s: float = 30.0
+    max_body_bytes: int = setting(
+        DEFAULT_MAX_BODY_BYTES,
+        "Largest body of a user's request; larger ones are refused with 413. Only with --front python.",
+        type=WholeRange(min=1024),
+    )
+    max_text_bytes: int = setting(
+        0,
+        "Largest body without its images and other media, as sent; larger ones are refused with 413; 0: 16 "
+        "bytes for each token of the model's context, at least 1 MiB. Only with --front python.",
+        type=WholeRange(min=0),
+    )
+    max_messages: int = setting(
+        2_048,
+        "Most messages of a request, with their content parts and tools; more are refused with 400. Only "
+        "with --front python.",
+        type=WholeRange(min=1),
+    )
+    max_sequences: int = setting(
+        2_048,
+        "Most sequences of a request, which are its prompts times n; more are refused with 400. Only with "
+        "--front python.",
+        type=WholeRange(min=1),
+    )
+    max_bodies_bytes: int = setting(
+        512 << 20,
+        "Most bytes of the bodies of all users' requests in progress; with --api-keys one tenant may have "
+        "half of them. Further ones are refused with 429. Only with --front python.",
+        type=WholeRange(min=1024),
+    )
+    body_timeout_s: float = setting(
+        30.0,
+        "Time for the body of a user's request to arrive, besides a second for each 256 KiB; later it is "
+        "refused with 400. Only with --front python.",
+        "--body-timeout",
+        type=RealRange(min=0.1),
+        metavar="SECONDS",
+    )
 
 
 DEFAULT_BODY_LIMITS: Final = BodyLimits()

@@ -9,14 +9,14 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 import msgspec
 import uvloop
-from prometheus_client import CollectorRegistry
 
 from tailrace.records import ServiceRecord
 from tailrace.service.channels import Channels
@@ -25,11 +25,11 @@ from tailrace.service.tasks import task_error
 from tailrace.service.watchdog import watchdog_timeout_s, watched_loop
 from tailrace.store.client import StoreUnavailable
 from tailrace.store.membership import Membership
-from tailrace.store.registration import register
+from tailrace.store.registration import Registration, register
 from tailrace.store.store import Store
 from tailrace.telemetry.log_format import start_logging
 from tailrace.telemetry.membership import MembershipMetrics
-from tailrace.telemetry.metrics import new_registry, serve_metrics
+from tailrace.telemetry.metrics import Page, ServiceRegistry, new_registry, serve_metrics
 from tailrace.telemetry.tracing import Tracing, configure
 
 log = logging.getLogger(__name__)
@@ -160,9 +160,13 @@ def _force_exit() -> None:
     os._exit(1)
 
 
+# Of these there are few: one series of a cluster's gauges each is enough.
+_CONTROL: Final = frozenset({"scheduler", "monitor", "migration"})
+
+
 @dataclass(frozen=True, slots=True)
 class ServiceContext:
-    """What every control service needs around its own work: store, membership, channels, traces, metrics.
+    """What every service needs around its own work: store, membership, channels, traces, metrics.
 
     Valid for the duration of its block.
     """
@@ -173,31 +177,37 @@ class ServiceContext:
     members: Membership
     channels: Channels
     tracing: Tracing
-    registry: CollectorRegistry
+    registry: ServiceRegistry
     metrics_address: str
 
-    @asynccontextmanager
-    async def announced(self, address: str) -> AsyncIterator[ServiceRecord]:
-        """Register in etcd as a service that listens on HOST:PORT, until the block ends."""
-        record = ServiceRecord(
+    def record(self, address: str) -> ServiceRecord:
+        """Return the record of a service that listens on HOST:PORT."""
+        return ServiceRecord(
             kind=self.kind,
             service_id=self.common.member_id,
             incarnation=new_incarnation(),
             address=self.common.advertised(address),
             metrics_address=self.common.advertised(self.metrics_address),
         )
+
+    @asynccontextmanager
+    async def announced(self, record: ServiceRecord) -> AsyncIterator[Registration]:
+        """Register this service in etcd until the block ends."""
         registration = await register(
-            self.store, f"services/{self.kind}/{record.service_id}", msgspec.json.encode(record)
+            self.store, f"services/{record.kind}/{record.service_id}", msgspec.json.encode(record)
         )
         try:
-            yield record
+            yield registration
         finally:
             await registration.withdraw()
 
 
 @asynccontextmanager
-async def open_service(kind: str, common: CommonOptions) -> AsyncIterator[ServiceContext]:
-    """Connect to etcd and serve metrics. Raise StoreUnavailable, or OSError if the metrics port is in use."""
+async def open_service(
+    kind: str, common: CommonOptions, pages: Mapping[str, Callable[[], Page]] = MappingProxyType({})
+) -> AsyncIterator[ServiceContext]:
+    """Connect to etcd and serve metrics, and `pages` beside them. Raise StoreUnavailable, or OSError if the
+    metrics port is in use."""
     async with AsyncExitStack() as stack:
         store = await Store.connect(common.etcd, common.cluster, common.transport)
         stack.push_async_callback(store.close)
@@ -207,6 +217,9 @@ async def open_service(kind: str, common: CommonOptions) -> AsyncIterator[Servic
         stack.push_async_callback(channels.close)
         tracing = await stack.enter_async_context(configure(kind, common.member_id))
         registry = new_registry(kind, common.member_id)
-        registry.register(MembershipMetrics(members))
-        metrics = await stack.enter_async_context(serve_metrics(common.metrics, registry, common.transport))
+        if kind in _CONTROL:
+            registry.register(MembershipMetrics(members))
+        metrics = await stack.enter_async_context(
+            serve_metrics(common.metrics, registry, common.transport, pages)
+        )
         yield ServiceContext(kind, common, store, members, channels, tracing, registry, metrics.address)

@@ -7,7 +7,7 @@ from typing import Final
 
 import click
 
-from frontend_svc.settings import DRAIN_TIMEOUT_S
+from frontend_svc.settings import Settings
 from migration_svc.admission import Admission
 from migration_svc.migration import CopyRules
 from tailrace.cli.serve import serve
@@ -18,7 +18,7 @@ from worker_agent.settings import WorkerSettings
 # For closing after the drain (tailrace.service.runtime).
 _CLOSE_S: Final = 15.0
 _DRAIN_S: Final = {
-    "frontend": DRAIN_TIMEOUT_S,
+    "frontend": Settings().drain_timeout_s,
     "worker": WorkerSettings().drain_timeout_s + HANDOVER_S,
     "migration": Admission().max_wait_s + CopyRules().room_wait_s + CopyRules().timeout_s + SETTLE_S,
 }
