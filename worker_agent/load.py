@@ -7,13 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from tailrace.cluster import Phase
+from tailrace.messages import PHASE_NUMBERS
 from tailrace.perf.future_load import FutureLoad
 from tailrace.perf.remaining import tokens_left
 from tailrace.telemetry.incidents import guarded
 from tailrace.v1 import monitor_pb2, worker_pb2
 from worker_agent.carried import Carried
-from worker_agent.engine.base import EnginePhase, EngineStats, RequestStats
-from worker_agent.phase_events import PHASES, STATES
+from worker_agent.engine.base import EngineStats, RequestStats
+from worker_agent.phase_events import STATES
 from worker_agent.progress import Progress
 from worker_agent.speeds import Speeds
 
@@ -41,9 +43,9 @@ def load_of(
         "running": states["running"],
         "waiting": states["waiting"] + states["preempted"],
         "paused": states["paused"],
-        "prefilling": phases[EnginePhase.PREFILL],
-        "reasoning": phases[EnginePhase.REASONING],
-        "answering": phases[EnginePhase.ANSWERING],
+        "prefilling": phases[Phase.PREFILL],
+        "reasoning": phases[Phase.REASONING],
+        "answering": phases[Phase.ANSWERING],
         "kv_blocks_used": stats.kv_blocks_used,
         "kv_blocks_total": stats.kv_blocks_total,
         "block_tokens": block_tokens,
@@ -91,7 +93,7 @@ def _remaining(request: RequestStats) -> float:
 def _add_profiled(load: monitor_pb2.InstanceLoad, stats: EngineStats, speeds: Speeds) -> None:
     """Add Arrow's two quantities (section 5.3), and the coefficients of what another prompt adds to the
     first."""
-    prefilling = (request for request in stats.requests if request.phase is EnginePhase.PREFILL)
+    prefilling = (request for request in stats.requests if request.phase is Phase.PREFILL)
     prompts = [request.prompt_tokens + request.output_tokens for request in prefilling]
     load.prefill_delay_s = speeds.prefill_delay_s(stats.prefill_backlog_tokens, prompts)
     load.prefill_base_s = speeds.ttft.base_s
@@ -139,7 +141,7 @@ def request_report(request: RequestStats, carried: Carried | None, now_s: float)
         request_id=request.request_id,
         frontend_id=request.frontend_id,
         epoch=request.epoch,
-        phase=PHASES[request.phase],
+        phase=PHASE_NUMBERS[request.phase],
         state=STATES[request.state],
         prompt_tokens=request.prompt_tokens,
         output_tokens=request.output_tokens,

@@ -12,7 +12,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from tailrace.actions import PULL_OUTCOMES
-from worker_agent.engine.base import EnginePhase, EngineStats
+from tailrace.cluster import Phase
+from worker_agent.engine.base import EngineStats
 
 _PAUSE_BUCKETS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 _LATE_BUCKETS_S: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
@@ -115,7 +116,7 @@ class WorkerCollector(Collector):
         phases = Counter(request.phase for engine_stats in stats for request in engine_stats.requests)
         states = Counter(request.state for engine_stats in stats for request in engine_stats.requests)
         by_phase = GaugeMetricFamily("tailrace_worker_requests", "Requests here.", labels=["phase"])
-        for phase in EnginePhase:
+        for phase in Phase:
             by_phase.add_metric([phase.value], phases[phase])
         yield by_phase
         by_state = GaugeMetricFamily("tailrace_worker_request_states", "Requests here.", labels=["state"])

@@ -8,24 +8,15 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
+from tailrace.messages import PHASE_NUMBERS, REQUEST_STATE_NUMBERS
 from tailrace.v1 import monitor_pb2, types_pb2
 from worker_agent.carried import Carried, CarriedRequests
-from worker_agent.engine.base import EnginePhase, RequestStats
+from worker_agent.engine.base import RequestStats
 
 # Events beyond this are dropped, oldest first: the next steady report contains all that matters.
 _PENDING_MAX: Final = 10_000
 
-PHASES: Final = {
-    EnginePhase.PREFILL: types_pb2.PHASE_PREFILL,
-    EnginePhase.REASONING: types_pb2.PHASE_REASONING,
-    EnginePhase.ANSWERING: types_pb2.PHASE_ANSWERING,
-}
-STATES: Final = {
-    "waiting": types_pb2.REQUEST_STATE_WAITING,
-    "running": types_pb2.REQUEST_STATE_RUNNING,
-    "paused": types_pb2.REQUEST_STATE_PAUSED,
-    "preempted": types_pb2.REQUEST_STATE_PREEMPTED,
-}
+STATES: Final = {state.value: number for state, number in REQUEST_STATE_NUMBERS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +90,7 @@ class PhaseEvents:
                     request_id=request.request_id,
                     frontend_id=request.frontend_id,
                     epoch=request.epoch,
-                    phase=PHASES[request.phase],
+                    phase=PHASE_NUMBERS[request.phase],
                     prompt_tokens=request.prompt_tokens,
                     output_tokens=request.output_tokens,
                     time_s=now_s,

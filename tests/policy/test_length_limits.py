@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tailrace.cluster import Phase
 from tailrace.perf.remaining import limited, tokens_left
-from worker_agent.engine.base import EnginePhase, EngineStats, RequestStats
+from worker_agent.engine.base import EngineStats, RequestStats
 from worker_agent.load import MigrationLoad, load_of
 
 
@@ -38,12 +39,12 @@ def test_without_a_known_context_length_only_max_tokens_limits() -> None:
 def test_a_request_without_prediction_counts_until_its_limit() -> None:
     """One of two requests has 100 tokens left: after those, only the other one counts."""
     requests = [
-        RequestStats("a", "f", 0, EnginePhase.ANSWERING, "running", 1_000, 100, 0, 200, 8, 1.0, 10.0),
+        RequestStats("a", "f", 0, Phase.ANSWERING, "running", 1_000, 100, 0, 200, 8, 1.0, 10.0),
         RequestStats(
             "b",
             "f",
             0,
-            EnginePhase.ANSWERING,
+            Phase.ANSWERING,
             "running",
             500,
             0,

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tailrace.cluster import Phase
 from tests.waiting import WAIT_S
 from tests.worker.simulated import SMALL, Fleet
-from worker_agent.engine.base import EnginePhase, EngineStats, RequestStats
+from worker_agent.engine.base import EngineStats, RequestStats
 from worker_agent.engine.step_times import LARGE_STEPS_MIN, SMALL_STEPS_MIN, StepTimes
 from worker_agent.progress import Progress, StepBounds, watch_progress
 
@@ -33,7 +34,7 @@ IDLE = EngineStats(
 
 def busy(steps: int, state: str = "running") -> EngineStats:
     """Return the stats of an engine with one request."""
-    request = RequestStats("r", "f", 0, EnginePhase.REASONING, state, 10, 5, 5, 100, 1, 0.0, 10.0)
+    request = RequestStats("r", "f", 0, Phase.REASONING, state, 10, 5, 5, 100, 1, 0.0, 10.0)
     return replace(IDLE, requests=[request], steps=steps)
 
 

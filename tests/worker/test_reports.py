@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import grpc
 
+from tailrace.cluster import Phase
 from tailrace.profiles import load_profile
 from tailrace.request_columns import optional_of, traceparents_of
 from tailrace.service.channels import Channels
@@ -18,7 +19,7 @@ from tailrace.telemetry.incidents import LOOP_FAILURES
 from tailrace.v1 import admin_pb2, monitor_pb2, monitor_pb2_grpc, types_pb2
 from tests.waiting import WAIT_S
 from worker_agent.carried import Carried, CarriedRequests
-from worker_agent.engine.base import EnginePhase, EngineStats, RequestKey, RequestStats
+from worker_agent.engine.base import EngineStats, RequestKey, RequestStats
 from worker_agent.load import Heartbeats, MigrationLoad
 from worker_agent.phase_events import PhaseEvents
 from worker_agent.progress import Progress, StepBounds
@@ -88,7 +89,7 @@ async def serving(monitor: ScriptedMonitor, port: int = 0) -> AsyncIterator[int]
 
 
 def request(
-    number: int, phase: EnginePhase, state: str = "running", predicted: float | None = None
+    number: int, phase: Phase, state: str = "running", predicted: float | None = None
 ) -> RequestStats:
     return RequestStats(
         f"r{number}",
@@ -118,9 +119,9 @@ def carried() -> CarriedRequests:
 
 STATS = EngineStats(
     requests=[
-        request(1, EnginePhase.REASONING, predicted=250.0),
-        request(2, EnginePhase.ANSWERING, "paused"),
-        request(3, EnginePhase.PREFILL, "preempted"),
+        request(1, Phase.REASONING, predicted=250.0),
+        request(2, Phase.ANSWERING, "paused"),
+        request(3, Phase.PREFILL, "preempted"),
     ],
     kv_blocks_used=24,
     kv_blocks_total=100,

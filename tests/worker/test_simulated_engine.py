@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from tailrace import wire
+from tailrace.cluster import Phase
 from tests.waiting import WAIT_S
 from tests.worker.simulated import (
     END_THINK,
@@ -25,7 +26,6 @@ from tests.worker.simulated import (
     undisturbed,
 )
 from worker_agent.engine.base import (
-    EnginePhase,
     ExportedPause,
     OutputFlag,
     RequestKey,
@@ -83,7 +83,7 @@ def test_model_without_reasoning() -> None:
     fleet = Fleet(msgspec.structs.replace(SMALL, reasoning_mean_tokens=0))
     stream = fleet.submit(0, PROMPT, max_tokens=None, min_tokens=3)
     fleet.clock.advance(3)
-    assert fleet.engines[0].stats().requests[0].phase is EnginePhase.ANSWERING
+    assert fleet.engines[0].stats().requests[0].phase is Phase.ANSWERING
     fleet.clock.drain()
     assert END_THINK not in stream.tokens
 
@@ -426,7 +426,7 @@ def test_copy_rounds_followed_by_the_pause() -> None:
     source, target = fleet.engines
     exported = now(source.export_open(request_id))
     assert exported.output_token_ids == stream.tokens
-    assert exported.phase is EnginePhase.REASONING
+    assert exported.phase is Phase.REASONING
     have = len(exported.block_hashes)
     now(target.import_open(exported, RequestKey(3, 1), 1))
     _copy(fleet, request_id, 0, have)

@@ -20,6 +20,7 @@ import pytest_asyncio
 from tailrace.cache.follow import Change
 from tailrace.cache.index import Tier
 from tailrace.cache.names import block_names, short
+from tailrace.cluster import Phase
 from tailrace.handover import LIVE, Way
 from tailrace.tiny import MODEL_PATH, PREDICTOR_PATH, REASONING_PARSER
 from tailrace.tiny.task import task
@@ -38,7 +39,6 @@ from tests.worker.vllm_bundle import Bundle, forget_prefixes, take_out
 from tests.worker.vllm_front import Front, Stream
 from worker_agent.engine.base import (
     EngineInfo,
-    EnginePhase,
     ExportedPause,
     Held,
     OutputFlag,
@@ -353,7 +353,7 @@ async def test_phases(engine: VllmEngine, front: Front) -> None:
     front.submit(engine, stream)
     await front.until_tokens(stream, 3)
     (stats,) = engine.stats().requests
-    assert (stats.phase, stats.state, stats.frontend_id) == (EnginePhase.REASONING, "running", "front")
+    assert (stats.phase, stats.state, stats.frontend_id) == (Phase.REASONING, "running", "front")
     assert stats.reasoning_tokens >= 3
     engine.abort([stream.key])
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from tailrace.cache.book import CacheBook
 from tailrace.cache.names import Naming
+from tailrace.cluster import Phase
 from tailrace.handover import LIVE, Handover
 from tailrace.model_identity import ModelIdentity
 from tailrace.policy.parameters import NO_PARAMETERS, Value
@@ -30,14 +31,6 @@ from worker_agent.kv.address import KvShape as KvShape
 from worker_agent.ranks.links import RankLinks
 
 Frames = Sequence[bytes]
-
-
-class EnginePhase(enum.Enum):
-    """Phase of a request on this engine, with the values of tailrace.cluster.Phase."""
-
-    PREFILL = "prefill"
-    REASONING = "reasoning"
-    ANSWERING = "answering"
 
 
 class OutputFlag(enum.IntFlag):
@@ -177,7 +170,7 @@ class RequestStats:
     request_id: str
     frontend_id: str
     epoch: int
-    phase: EnginePhase
+    phase: Phase
     # "waiting", "running", "paused" or "preempted".
     state: str
     prompt_tokens: int
@@ -201,7 +194,7 @@ class RequestStats:
     @property
     def phase_tokens(self) -> int:
         """Return the tokens generated in the current phase."""
-        answering = self.phase is EnginePhase.ANSWERING
+        answering = self.phase is Phase.ANSWERING
         return self.output_tokens - self.reasoning_tokens if answering else self.output_tokens
 
 
@@ -263,7 +256,7 @@ class Exported:
     epoch: int
     frames: Frames
     output_token_ids: list[int]
-    phase: EnginePhase
+    phase: Phase
     traceparent: str
     # Content hash of each full block whose KV exists and can be read.
     block_hashes: list[bytes]

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from tailrace.v1 import types_pb2, worker_pb2
-from worker_agent.engine.base import EnginePhase, Exported, ExportedPause, KvShape, RequestKey
+from tailrace.cluster import Phase
+from tailrace.messages import PHASES
+from tailrace.v1 import worker_pb2
+from worker_agent.engine.base import Exported, ExportedPause, KvShape, RequestKey
 from worker_agent.kv.address import KvTransferError
 from worker_agent.kv.ticket import Ticket
-from worker_agent.phase_events import PHASES
-
-_ENGINE_PHASES = {value: phase for phase, value in PHASES.items()}
-
-
-def phase_of(phase: EnginePhase) -> types_pb2.Phase.ValueType:
-    """Return the protobuf value of a phase."""
-    return PHASES[phase]
 
 
 def kv_layout(shape: KvShape) -> worker_pb2.KvLayout:
@@ -65,7 +59,7 @@ def exported_of(opened: worker_pb2.ExportOpened, key: RequestKey) -> Exported:
         epoch=opened.epoch,
         frames=list(opened.frames),
         output_token_ids=list(opened.output_token_ids),
-        phase=_ENGINE_PHASES.get(opened.phase, EnginePhase.PREFILL),
+        phase=PHASES.get(opened.phase, Phase.PREFILL),
         traceparent=opened.traceparent,
         block_hashes=block_hashes(opened.blocks),
         adapter_version=opened.adapter_version,

@@ -19,6 +19,7 @@ import logging
 import time
 from typing import Final
 
+from tailrace.messages import PHASE_NUMBERS
 from tailrace.service.tasks import run_to_completion
 from tailrace.v1 import worker_pb2
 from worker_agent.engine.base import Exported, ExportedPause, RequestKey
@@ -27,7 +28,7 @@ from worker_agent.kv.address import KvTransferError, addresses_of
 from worker_agent.migration.blocks import BlockSession
 from worker_agent.migration.inbox import Broken, Ended, Item, Owned, Released
 from worker_agent.migration.lease import Lease
-from worker_agent.migration.messages import block_identities, kv_layout, phase_of
+from worker_agent.migration.messages import block_identities, kv_layout
 from worker_agent.migration.parts import SourceParts
 from worker_agent.migration.way import identity_message
 
@@ -127,7 +128,7 @@ class Export:
             epoch=exported.epoch,
             frames=[bytes(frame) for frame in exported.frames],
             output_token_ids=exported.output_token_ids,
-            phase=phase_of(exported.phase),
+            phase=PHASE_NUMBERS[exported.phase],
             layout=kv_layout(self._parts.info.kv_shape),
             traceparent=exported.traceparent,
             blocks=block_identities(exported.block_hashes),

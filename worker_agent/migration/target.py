@@ -16,7 +16,7 @@ from typing import Final
 
 from tailrace import wire
 from tailrace.handover import BACKGROUND, LIVE, TELL_SOURCE_S, Handover, Way
-from tailrace.messages import WAYS
+from tailrace.messages import PHASE_NUMBERS, WAYS
 from tailrace.service.tasks import run_to_completion
 from tailrace.v1 import types_pb2, worker_pb2
 from worker_agent.engine.base import Exported, OutputFlag, RequestKey, Submission
@@ -27,7 +27,7 @@ from worker_agent.migration import replaying
 from worker_agent.migration.adoption import Adoption, Verdict
 from worker_agent.migration.blocks import BlockTransfer
 from worker_agent.migration.copying import Copying, Paused, Round
-from worker_agent.migration.messages import exported_of, phase_of, tickets_of
+from worker_agent.migration.messages import exported_of, tickets_of
 from worker_agent.migration.parts import TargetParts
 from worker_agent.migration.source_link import SourceFailed, SourceLink, SourceLost
 from worker_agent.migration.way import CannotMove, plan_of, way_of
@@ -424,7 +424,7 @@ class Import:
         """Return its current phase, which may have changed since the export was opened."""
         for request in self._parts.engine.stats().requests:
             if request.request_id == self.request_id:
-                return phase_of(request.phase)
+                return PHASE_NUMBERS[request.phase]
         return opened.phase
 
     def _fail(self, key: RequestKey, next_index: int) -> None:

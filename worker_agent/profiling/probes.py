@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from tailrace.cluster import Phase
 from worker_agent.engine.base import (
     Engine,
-    EnginePhase,
     EngineSink,
     EngineStats,
     Frames,
@@ -39,7 +39,7 @@ def own_stats(stats: EngineStats, probes: Probes) -> EngineStats:
         return stats
     users = [request for request in stats.requests if request.frontend_id != NAME]
     probe_requests = [request for request in stats.requests if request.frontend_id == NAME]
-    backlog = sum(request.prompt_tokens for request in probe_requests if request.phase is EnginePhase.PREFILL)
+    backlog = sum(request.prompt_tokens for request in probe_requests if request.phase is Phase.PREFILL)
     return replace(
         stats,
         requests=users,

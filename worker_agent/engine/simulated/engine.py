@@ -15,6 +15,7 @@ from msgspec import structs
 from tailrace import wire
 from tailrace.cache.book import CacheBook
 from tailrace.cache.names import ALGORITHM, Naming
+from tailrace.cluster import Phase
 from tailrace.handover import LIVE, by_replay
 from tailrace.intra.registry import make_intra
 from tailrace.model_identity import ModelIdentity, identify_model
@@ -23,7 +24,6 @@ from tailrace.profiles import Profile, ProfileError, load_profile
 from tailrace.slo import Slo
 from worker_agent.engine.base import (
     EngineInfo,
-    EnginePhase,
     EngineSink,
     EngineStats,
     Exported,
@@ -565,17 +565,17 @@ class SimulatedEngine:
         request.total += 1
         self._generated_tokens += 1
         flags = 0
-        if request.phase is EnginePhase.PREFILL:
+        if request.phase is Phase.PREFILL:
             flags = _PREFILL_DONE
             request.phase = request.decode_phase
-            if request.phase is EnginePhase.ANSWERING:
+            if request.phase is Phase.ANSWERING:
                 flags |= _REASONING_ENDED
         elif request.reasoning_end == index - 1:
             flags = _ANSWER_BEGUN
         if request.reasoning_end is None and request.reasons and token == self._vocabulary.end_think:
             flags |= _REASONING_ENDED
             request.reasoning_end = index
-            request.phase = EnginePhase.ANSWERING
+            request.phase = Phase.ANSWERING
         if flags & _REASONING_ENDED:
             request.turn.start_answering(time.time())
         if self._ends(request, index, token):

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from worker_agent.engine.base import EnginePhase, Exported, ExportedPause, KvShape, RequestKey, Staging
+from tailrace.cluster import Phase
+from worker_agent.engine.base import Exported, ExportedPause, KvShape, RequestKey, Staging
 from worker_agent.engine.errors import EngineRefusal, KvCorrupt, NoRoom, raised_anew
 from worker_agent.engine.host_ledger import Swapped
 from worker_agent.engine.import_queue import ImportQueue
@@ -155,7 +156,7 @@ class Imports:
             request.reasoning_end = end if 0 <= end < len(outputs) else None
         if outputs and pause.computed_tokens == request.total - 1:
             request.phase = request.decode_phase
-        if request.phase is EnginePhase.ANSWERING:
+        if request.phase is Phase.ANSWERING:
             request.turn.start_answering(time.time(), pause.answering_for_s)
 
         blocks = self._scheduler.pool.blocks_for(pause.computed_tokens)

@@ -7,9 +7,10 @@ import itertools
 import time
 from typing import Final
 
+from tailrace.cluster import Phase
 from tailrace.intra.base import JobView
 from tailrace.perf.remaining import limited, tokens_left
-from worker_agent.engine.base import EnginePhase, Frames, RequestKey
+from worker_agent.engine.base import Frames, RequestKey
 from worker_agent.engine.simulated.kv import BlockChain
 from worker_agent.engine.simulated.script import Script
 from worker_agent.engine.turns import Turn, arrival_order, view_of
@@ -110,7 +111,7 @@ class Request:
         self.blocks: list[int] = []
         self.state = State.WAITING
         self.turn = Turn(arrival_order(arrival_s, next(_numbers)))
-        self.phase = EnginePhase.PREFILL
+        self.phase = Phase.PREFILL
         # Output tokens that the open export has reported; None: no export is open.
         self.exported_outputs: int | None = None
         # Monotonic time of submission, for the API server's metrics.
@@ -155,11 +156,11 @@ class Request:
         return self.exported_outputs is not None
 
     @property
-    def decode_phase(self) -> EnginePhase:
+    def decode_phase(self) -> Phase:
         """Return the phase when the prompt is computed."""
         if self.reasons and self.reasoning_end is None:
-            return EnginePhase.REASONING
-        return EnginePhase.ANSWERING
+            return Phase.REASONING
+        return Phase.ANSWERING
 
     @property
     def reasoning_tokens(self) -> int:

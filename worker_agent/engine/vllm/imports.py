@@ -16,7 +16,8 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
 
-from worker_agent.engine.base import EnginePhase, Exported, ExportedPause, RequestKey
+from tailrace.cluster import Phase
+from worker_agent.engine.base import Exported, ExportedPause, RequestKey
 from worker_agent.engine.errors import EngineRefusal, KvCorrupt, NoRoom
 from worker_agent.engine.host_ledger import Swapped
 from worker_agent.engine.import_queue import ImportQueue
@@ -373,7 +374,7 @@ class Imports:
         phases = PhaseTracker(self._core.marks, request.prompt_token_ids or ())
         phases.replay(outputs)
         turn = self._table.new_turn(request)
-        if phases.phase is EnginePhase.ANSWERING:
+        if phases.phase is Phase.ANSWERING:
             turn.start_answering(time.time(), pause.answering_for_s)
         found.prepared = Entry(
             key=found.key,

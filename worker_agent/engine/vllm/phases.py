@@ -10,11 +10,12 @@ from vllm.config import VllmConfig
 from vllm.reasoning import ReasoningParser, ReasoningParserManager
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from worker_agent.engine.base import EnginePhase, OutputFlag
+from tailrace.cluster import Phase
+from worker_agent.engine.base import OutputFlag
 
 # Used for every token: module globals are cheaper than enum members, and plain ints than flags.
-_REASONING: Final = EnginePhase.REASONING
-_ANSWERING: Final = EnginePhase.ANSWERING
+_REASONING: Final = Phase.REASONING
+_ANSWERING: Final = Phase.ANSWERING
 _NOTHING: Final = int(OutputFlag.NONE)
 _ANSWER_BEGUN: Final = int(OutputFlag.ANSWER_BEGUN)
 _PREFILL_DONE: Final = int(OutputFlag.PREFILL_DONE)
@@ -72,7 +73,7 @@ class PhaseTracker:
     __slots__ = ("_answer_due", "_end_token_ids", "_reasons", "phase", "reasoning_tokens")
 
     def __init__(self, marks: ReasoningMarks | None, prompt_token_ids: Sequence[int]) -> None:
-        self.phase = EnginePhase.PREFILL
+        self.phase = Phase.PREFILL
         self.reasoning_tokens = 0
         self._end_token_ids: frozenset[int] = frozenset() if marks is None else marks.end_token_ids
         self._reasons = marks is not None and marks.opens_reasoning(prompt_token_ids)
@@ -91,7 +92,7 @@ class PhaseTracker:
 
     def back_to_prefill(self) -> None:
         """Return to PREFILL because the KV must be recomputed; the next token restores the phase."""
-        self.phase = EnginePhase.PREFILL
+        self.phase = Phase.PREFILL
 
     def advance(self, token_ids: Sequence[int]) -> int:
         """Advance over the next tokens (at least one) and return the resulting `OutputFlag`s."""
