@@ -14,6 +14,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,7 +26,7 @@ import pytest
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from tests.e2e.fleet import MODEL, Fleet
 from tests.e2e.processes import wait_until
-from tests.service.silent_proxy import silent_proxy
+from tests.service.silent_proxy import SilentProxy, silent_proxy
 from tests.waiting import WAIT_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(7200)]
@@ -77,6 +78,9 @@ class Soak:
     workers: tuple[str, ...]
     draw: random.Random
     outcomes: Counter[str] = field(default_factory=Counter)
+    # Links that are cut, by stream and source: a worker keeps a channel to each address for ten minutes.
+    links: dict[tuple[int, str], SilentProxy] = field(default_factory=dict)
+    stack: AsyncExitStack = field(default_factory=AsyncExitStack)
     numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     async def run(self, count: int) -> None:
@@ -88,10 +92,10 @@ class Soak:
         ):
             self.admin, self.http = admin_pb2_grpc.AdminStub(channel), http
             async with asyncio.TaskGroup() as group:
-                for _ in range(STREAMS):
-                    group.create_task(self.drive(count))
+                for number in range(STREAMS):
+                    group.create_task(self.drive(number, count))
 
-    async def drive(self, count: int) -> None:
+    async def drive(self, number: int, count: int) -> None:
         while min(self.outcomes["committed"], self.outcomes["aborted"]) < count // 2:
             chunks = asyncio.Queue[str]()
             stream = asyncio.create_task(self.stream(chunks))
@@ -100,7 +104,7 @@ class Soak:
                 while not stream.done():
                     abort = self.outcomes["aborted"] < self.outcomes["committed"]
                     end = self.draw.choice(ENDS) if abort else "nobody"
-                    if not await self.move(name, end, stream) or end == "source":
+                    if not await self.move(number, name, end, stream) or end == "source":
                         break
             finally:
                 stream.cancel()
@@ -119,7 +123,7 @@ class Soak:
                 if line.startswith("data: {") and not chunks.qsize():
                     chunks.put_nowait(line.partition('"id":"')[2].partition('"')[0])
 
-    async def move(self, name: str, end: str, stream: asyncio.Task[None]) -> bool:
+    async def move(self, number: int, name: str, end: str, stream: asyncio.Task[None]) -> bool:
         """Move the stream's request; return whether it is still there."""
         requests = (await self.admin.ListRequests(admin_pb2.ListRequestsRequest(), timeout=WAIT_S)).requests
         found = next((each for each in requests if name in each.request_id), None)
@@ -130,7 +134,7 @@ class Soak:
         target = self.draw.choice([each for each in self.workers if each != found.instance_id])
         try:
             if end in ("target", "link"):
-                state = await self.import_directly(found, target, step, end)
+                state = await self.import_directly(number, found, target, step, end)
             else:
                 state = await self.migrate(found, target, step, end, stream)
         except grpc.aio.AioRpcError as refused:
@@ -169,6 +173,7 @@ class Soak:
 
     async def import_directly(
         self,
+        number: int,
         found: admin_pb2.RequestInfo,
         target: str,
         step: types_pb2.MigrationState.ValueType,
@@ -176,10 +181,8 @@ class Soak:
     ) -> types_pb2.MigrationState.ValueType:
         """Import over a link that is cut at this step, or by a call that ends there."""
         state: types_pb2.MigrationState.ValueType = types_pb2.MIGRATION_STATE_QUEUED
-        async with (
-            silent_proxy(self.fleet.addresses[found.instance_id]) as proxy,
-            grpc.aio.insecure_channel(self.fleet.addresses[target]) as channel,
-        ):
+        proxy = await self.link(number, found.instance_id)
+        async with grpc.aio.insecure_channel(self.fleet.addresses[target]) as channel:
             call = worker_pb2_grpc.WorkerStub(channel).Import(
                 worker_pb2.ImportRequest(
                     migration_id=f"soak-{next(self.numbers)}",
@@ -205,6 +208,13 @@ class Soak:
                 if not call.cancelled():
                     raise
         return state
+
+    async def link(self, number: int, source: str) -> SilentProxy:
+        """Return the link of a stream to its source, which stays until `stack` is closed."""
+        if (number, source) not in self.links:
+            opened = silent_proxy(self.fleet.addresses[source])
+            self.links[number, source] = await self.stack.enter_async_context(opened)
+        return self.links[number, source]
 
     @staticmethod
     def cut(call: grpc.aio.UnaryStreamCall, cut: object, end: str) -> None:  # type: ignore[type-arg]
@@ -252,10 +262,18 @@ def soak(fleet: Fleet, workers: tuple[str, ...], count: int) -> None:
     """Migrate `count` times and check that every process is back where it was."""
     soaking = Soak(fleet, workers, random.Random(1))
     fleet.faults.write_text(json.dumps(HOLDS))
-    asyncio.run(soaking.run(int(count * WARM_UP)))
-    fleet.wait_idle()
-    before = uses(fleet)
-    asyncio.run(soaking.run(count))
+
+    async def migrate() -> dict[str, Use]:
+        async with soaking.stack:
+            for number, source in itertools.product(range(STREAMS), workers):
+                await soaking.link(number, source)
+            await soaking.run(int(count * WARM_UP))
+            await asyncio.to_thread(fleet.wait_idle)
+            before = uses(fleet)
+            await soaking.run(count)
+        return before
+
+    before = asyncio.run(migrate())
     fleet.disarm()
     fleet.wait_idle()
     with contextlib.suppress(TimeoutError):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import os
 import sys
+import weakref
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -307,6 +309,22 @@ async def test_ticket_is_valid_once(client: KvClient) -> None:
             async with asyncio.timeout(0.3):
                 await client.connect(address, ticket)
         await source.ask("end", number)
+
+
+async def test_closed_channel_keeps_no_buffer_of_a_receive(client: KvClient, source: Source) -> None:
+    """Each aborted import closes one while messages are under way."""
+    number, address, _ = await source.open(client)
+    channel = await Channel.connect(address)
+    buffer = np.empty(64, np.uint8)
+    message, kept = channel.receive(buffer, 12345), weakref.ref(buffer)
+    await asyncio.sleep(0)
+    await channel.close()
+    with pytest.raises(KvTransferError):
+        await channel.wait(message)
+    await source.ask("end", number)
+    del channel, message, buffer
+    gc.collect()
+    assert kept() is None
 
 
 async def test_unclaimed_ticket_expires(client: KvClient) -> None:

@@ -193,7 +193,11 @@ class Channel:
 
     def _end(self, task: asyncio.Task[object]) -> None:
         self._under_way.discard(task)
-        if not task.cancelled():
-            with contextlib.suppress(asyncio.InvalidStateError):
-                # Retrieve the exception, since there may be no waiter left to do so.
-                task.exception()
+        if task.cancelled():
+            return
+        with contextlib.suppress(asyncio.InvalidStateError):
+            # Retrieve the exception, since there may be no waiter left to do so.
+            if (error := task.exception()) is not None:
+                # UCX's endpoint keeps it as the end of a message, and its frames have the endpoint and the
+                # buffer. That circle runs through C++, where the garbage collector sees nothing.
+                error.__traceback__ = None
