@@ -8,7 +8,6 @@ received here and dropped.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -66,7 +65,10 @@ async def discard_strays() -> int:
         # Receiving into a buffer that is too small completes the message as truncated, also for its sender.
         # If the sender is gone, the receive is cancelled.
         request = worker.tag_recv_with_handle(_SINK, message)
-        with contextlib.suppress(ucxx.exceptions.UCXError):
+        try:
             async with asyncio.timeout(_RECEIVE_S):
                 await request.wait()
+        except ucxx.exceptions.UCXError as error:
+            # The request keeps it, and its frames have the request: see transport.py.
+            error.__traceback__ = None
     return _BATCH_MAX

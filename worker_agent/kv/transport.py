@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import os
 from collections.abc import Mapping
@@ -73,8 +74,22 @@ def start_ucx(options: Mapping[str, str]) -> None:
             ) from error
         # Restart the progress thread with our polling interval.
         with progress_paused():
-            pass
+            if not _has_cuda():
+                # ucxx would look for CUDA's driver at each start of the thread.
+                ucxx.core._get_ctx().worker.set_progress_thread_start_callback(_nothing)
         _started = True
+
+
+def _has_cuda() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def _nothing() -> None:
+    pass
 
 
 def ucx_started_with() -> Mapping[str, str]:
