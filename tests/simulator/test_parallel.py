@@ -137,7 +137,8 @@ def test_an_interrupt_is_deferred_until_workers_have_started(monkeypatch: pytest
 
 
 def _work_for_ever() -> int:
-    print("working", flush=True)
+    # In one piece: the other worker writes to the same pipe.
+    os.write(1, b"working\n")
     while True:
         sum(range(1_000))
 
