@@ -15,7 +15,7 @@ import grpc
 from tailrace.address import Endpoint
 from tailrace.security.renewed_channel import RenewedChannel
 from tailrace.security.transport import PLAIN, Transport
-from tailrace.service.tasks import cancel
+from tailrace.service.tasks import cancel, task_error
 from tailrace.store.etcd_api import (
     LEASE_KEEP_ALIVE,
     RANGE,
@@ -330,6 +330,9 @@ class _Call(Generic[_Result]):
             # It has this call in its frames.
             self._cause = None
             await cancel(*self._pending)
+            for task in self._pending:
+                # Of an attempt that another one has overtaken nobody wants to know how it failed.
+                task_error(task)
 
     def _begin(self, left_s: float) -> None:
         """Start an attempt at the next idle member; if all are busy, at the next one in order again."""
