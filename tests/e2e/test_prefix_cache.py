@@ -83,6 +83,11 @@ def host_memory_blocks(fleet: Fleet, name: str) -> int:
     return fleet.instances()[name].cached_host_blocks
 
 
+def placed_by_front_end(fleet: Fleet) -> float:
+    """Return how many requests the front end has placed itself, since no scheduler answered."""
+    return fleet.metric("frontend", "tailrace_frontend_placements_total", 'by="fallback"')
+
+
 def turn(fleet: Fleet, conversation: Conversation) -> None:
     """Run one turn and wait until the scheduler knows of its prompt's blocks and of its end."""
     before = cached_blocks(fleet)
@@ -403,12 +408,17 @@ def test_conversations_find_their_prefixes(fleet: Fleet) -> None:
     fleet.wait_leader()
     wait_until(lambda: cached_blocks(fleet) >= blocks, f"{blocks} blocks to be known again")
     assert fleet.metric("scheduler-0", "tailrace_scheduler_cache_snapshots") >= 1
+    decided = []
     for conversation in conversations:
-        known = conversation.prompt_tokens
+        known, own = conversation.prompt_tokens, placed_by_front_end(fleet)
         turn(fleet, conversation)
-        assert conversation.cached_tokens >= known // BLOCK * BLOCK
+        # On a busy machine the new scheduler may not answer within the front end's second.
+        if placed_by_front_end(fleet) == own:
+            assert conversation.cached_tokens >= known // BLOCK * BLOCK
+            decided.append(conversation)
+    assert decided
     placed = fleet.metric("scheduler-0", EXPECTED)
-    assert placed == sum(conversation.cached_tokens for conversation in conversations)
+    assert placed == sum(conversation.cached_tokens for conversation in decided)
 
     salted = Conversation(openai, "talk a", salt="another tenant")
     turn(fleet, salted)
