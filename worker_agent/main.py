@@ -123,15 +123,18 @@ async def serve(
     require_listenable("--listen", common.listen)
     require_listenable("--stream-port", f"{common.listen.rpartition(':')[0]}:{settings.stream_port}")
     names = consecutive_ids(common.member_id, count)
-    async with open_service(KIND, common) as service, AsyncExitStack() as stack:
-        registry = service.registry
-        collector, histograms = WorkerCollector(registry), WorkerHistograms(registry)
-        cluster = f"{','.join(common.etcd)}/{common.cluster}"
-        engines = [
-            make_engine(options, histograms.step_late_seconds.observe, f"{cluster}/{name}") for name in names
-        ]
+    cluster = f"{','.join(common.etcd)}/{common.cluster}"
+    # Before etcd is asked: what is wrong with the options is told at once.
+    engines = [
+        make_engine(options, lambda late_s: histograms.step_late_seconds.observe(late_s), f"{cluster}/{name}")
+        for name in names
+    ]
+    async with AsyncExitStack() as stack:
         start_ucx(_ucx_options(common, settings))
         stack.callback(stop_ucx)
+        service = await stack.enter_async_context(open_service(KIND, common))
+        registry = service.registry
+        collector, histograms = WorkerCollector(registry), WorkerHistograms(registry)
         await stack.enter_async_context(discarding_strays(histograms.kv_strays.inc))
         memory = SharedMemory()
         stack.callback(memory.segments.close)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from click.testing import CliRunner
 
 from tailrace.store.store import Store
 from tailrace.tiny import MODEL_PATH, PREDICTOR_PATH
+from tests.waiting import WAIT_S
 from tests.worker.worker_processes import worker_process
 from worker_agent.engines import (
     EngineOptionError,
@@ -58,6 +61,22 @@ def test_tiny_model_is_recognized_through_a_symlink(tmp_path: Path) -> None:
 def test_several_workers_per_process_require_the_simulated_engine() -> None:
     result = CliRunner().invoke(command, ["--engine", "vllm", "--count", "2"])
     assert result.exit_code == 2 and "--count" in result.output
+
+
+@pytest.mark.parametrize(
+    ("option", "problem"),
+    [
+        (["--engine-arg", "profile=nowhere"], "no profile 'nowhere'"),
+        (["--kv-address", "192.0.2.1", "--insecure"], "cannot be bound to 192.0.2.1"),
+    ],
+)
+def test_a_wrong_option_is_told_without_etcd(option: list[str], problem: str) -> None:
+    worker = [sys.executable, "-m", "tailrace", "serve", "worker", "--engine", "simulated"]
+    ended = subprocess.run(
+        [*worker, "--etcd", "127.0.0.1:1", *option], capture_output=True, text=True, timeout=WAIT_S
+    )
+    assert ended.returncode == 1 and problem in ended.stderr
+    assert "etcd" not in ended.stderr
 
 
 def test_invalid_faults_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
