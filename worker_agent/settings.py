@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import click
 
@@ -13,33 +12,11 @@ from tailrace.intra.registry import intra_names
 from tailrace.numeric import RealRange, WholeRange
 from tailrace.profiles import Profile, ProfileError, load_profile
 from tailrace.service.message_stream import DEFAULT_MAX_MESSAGE_BYTES, MAX_MESSAGE_BYTES, MIN_MESSAGE_BYTES
-from tailrace.service.settings import setting
+from tailrace.service.settings import Parsed, setting
 from worker_agent.intra_switch import BY_POLICY
 from worker_agent.kv.binding import BindingError, PortRange
 from worker_agent.migration.link_budget import SHARE
 from worker_agent.prefixes.loans import LOAN_MAX_S
-
-
-class _Ports(click.ParamType[PortRange]):
-    name = "ports"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> PortRange:
-        """Return the range. Raise click.BadParameter."""
-        try:
-            return PortRange.parse(value)
-        except BindingError as error:
-            self.fail(str(error), param, ctx)
-
-
-class _Profile(click.ParamType[Profile]):
-    name = "profile"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Profile:
-        """Return the profile. Raise click.BadParameter."""
-        try:
-            return load_profile(value)
-        except ProfileError as error:
-            self.fail(str(error), param, ctx)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +39,7 @@ class WorkerSettings:
     kv_ports: PortRange | None = setting(
         None,
         "TCP ports for KV transfer, one per network device; default: any free ports.",
-        type=_Ports(),
+        type=Parsed(PortRange.parse, BindingError),
         metavar="LOW-HIGH",
     )
     encrypt_kv: bool = setting(
@@ -120,7 +97,7 @@ class WorkerSettings:
     profile: Profile | None = setting(
         None,
         "Step times of the model on this machine, instead of measured ones (tailrace profile).",
-        type=_Profile(),
+        type=Parsed(load_profile, ProfileError),
         metavar="NAME|PATH",
     )
     profile_at_start: bool = setting(

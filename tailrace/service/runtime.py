@@ -160,7 +160,7 @@ def _force_exit() -> None:
     os._exit(1)
 
 
-# Of these there are few: one series of a cluster's gauges each is enough.
+# They export the gauges of the whole cluster; front ends and workers, of which there are many, do not.
 _CONTROL: Final = frozenset({"scheduler", "monitor", "migration"})
 
 

@@ -29,6 +29,23 @@ class OneOf(click.Choice):  # type: ignore[type-arg]
         return self._members(super().convert(value, param, ctx))
 
 
+class Parsed(click.ParamType[Any]):
+    """Parse a value by a function, whose error names what is wrong with it."""
+
+    name = "value"
+
+    def __init__(self, parse: Callable[[str], object], error: type[Exception]) -> None:
+        self._parse = parse
+        self._error = error
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return what the function does. Raise click.BadParameter."""
+        try:
+            return self._parse(value)
+        except self._error as error:
+            self.fail(str(error), param, ctx)
+
+
 def setting(default: T, help_text: str, flag: str = "", /, **attributes: Any) -> T:
     """Declare a field that a command has as an option.
 
@@ -89,10 +106,10 @@ def _flag(declared: Field[Any]) -> str:
 
 def _attributes(declared: Field[Any]) -> Mapping[str, Any]:
     given: dict[str, Any] = declared.metadata[_OPTION][1]
-    default = declared.default
+    default = given.get("default", declared.default)
     if isinstance(default, enum.Enum):
         default = default.value
-    shows = default not in (None, "") and not given.get("is_flag")
+    shows = default not in (None, "", ()) and not given.get("is_flag")
     return {"default": default, "show_default": shows, **given}
 
 
