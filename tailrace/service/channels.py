@@ -17,6 +17,7 @@ from tailrace.records import ServiceRecord
 from tailrace.security.renewed_channel import RenewedChannel
 from tailrace.security.roles import Role
 from tailrace.security.transport import PLAIN, Transport
+from tailrace.service.pings import ping_options
 from tailrace.telemetry.incidents import unreadable
 
 Reply = TypeVar("Reply")
@@ -91,9 +92,7 @@ MESSAGE_BYTES_MAX: Final = 256 * 1024 * 1024
 """Largest message either way: a step's outputs or a long prompt, with room to spare."""
 
 _OPTIONS: Final = (
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.max_pings_without_data", 0),
+    *ping_options(10.0, 5.0),
     # Reconnect to a restarted peer soon, not after gRPC's default of up to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     # Timeout of one connection attempt.

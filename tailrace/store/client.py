@@ -15,6 +15,7 @@ import grpc
 from tailrace.address import Endpoint
 from tailrace.security.renewed_channel import RenewedChannel
 from tailrace.security.transport import PLAIN, Transport
+from tailrace.service.pings import ping_options
 from tailrace.service.tasks import cancel, task_error
 from tailrace.store.etcd_api import (
     LEASE_KEEP_ALIVE,
@@ -67,9 +68,7 @@ _CHANNEL_OPTIONS: Final = (
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     ("grpc.use_local_subchannel_pool", 1),
     # etcd rejects pings more often than every 5 s, or without an open call.
-    ("grpc.keepalive_time_ms", 6_000),
-    ("grpc.keepalive_timeout_ms", 3_000),
-    ("grpc.http2.max_pings_without_data", 0),
+    *ping_options(6.0, 3.0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     # Timeout of one connection attempt.
     ("grpc.min_reconnect_backoff_ms", 2_000),
