@@ -22,6 +22,9 @@ from tests.ports import free_port
 from tests.waiting import WAIT_S
 
 MODEL = "tiny"
+# An engine on CPUs computes, and the ranks of one wait for each other, on the cores that everything else runs
+# on: two ranks on two cores would keep etcd and the schedulers waiting for longer than a stream lasts.
+_ENGINE_NICENESS = 10
 
 
 class Fleet:
@@ -153,13 +156,14 @@ class Fleet:
             *arguments,
         ]
         log = self.root / f"{name}.log"
+        niceness = _ENGINE_NICENESS if kind == "worker" and self.engine == "vllm" else 0
         if kind == "worker" and self.plugins:
             # A process forked from one without them would not find them.
             path = os.pathsep.join(filter(None, [self.plugins, os.environ.get("PYTHONPATH", "")]))
             env = {**env, "PYTHONPATH": path}
         elif self.forks_workers and kind == "worker":
-            return self._start(name, lambda: Process.fork_tailrace(name, command, log, env))
-        return self._start(name, lambda: Process.launch(name, tailrace(*command), log, env))
+            return self._start(name, lambda: Process.fork_tailrace(name, command, log, env, niceness))
+        return self._start(name, lambda: Process.launch(name, tailrace(*command), log, env, niceness))
 
     def _start(self, name: str, launch: Callable[[], Process]) -> Process:
         self._launches[name] = launch

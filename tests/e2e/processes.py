@@ -33,8 +33,10 @@ class Process:
         self._child = child
 
     @classmethod
-    def launch(cls, name: str, command: Sequence[str], log: Path, env: Mapping[str, str]) -> Process:
-        """Run a command."""
+    def launch(
+        cls, name: str, command: Sequence[str], log: Path, env: Mapping[str, str], niceness: int = 0
+    ) -> Process:
+        """Run a command; `niceness` is its and its children's."""
         with log.open("ab") as out:
             child = subprocess.Popen(
                 command,
@@ -45,12 +47,19 @@ class Process:
                 # A process group of its own, so that killing it includes its children.
                 start_new_session=True,
             )
-        return cls(name, child, log)
+        return cls(name, child, log)._with(niceness)
 
     @classmethod
-    def fork_tailrace(cls, name: str, arguments: Sequence[str], log: Path, env: Mapping[str, str]) -> Process:
+    def fork_tailrace(
+        cls, name: str, arguments: Sequence[str], log: Path, env: Mapping[str, str], niceness: int = 0
+    ) -> Process:
         """Run `tailrace` with these arguments in a process that has already imported vLLM."""
-        return cls(name, ForkedCommand(arguments, log, env), log)
+        return cls(name, ForkedCommand(arguments, log, env), log)._with(niceness)
+
+    def _with(self, niceness: int) -> Process:
+        if niceness:
+            os.setpriority(os.PRIO_PROCESS, self.pid, niceness)
+        return self
 
     @property
     def pid(self) -> int:
