@@ -15,12 +15,10 @@ from tailrace.numeric import RealRange, WholeRange
 from tailrace.service.settings import empty_setting, setting
 from worker_agent.engine.base import Engine, EngineInfo
 from worker_agent.faults import Faults
-from worker_agent.kv.client import KvClient
-from worker_agent.kv.segments import SharedMemory
+from worker_agent.kv.client import KvClient, SingleTransport
+from worker_agent.kv.memory import SharedMemory, StagingPool, require_sealable
 from worker_agent.kv.server import KvServer
-from worker_agent.kv.single import SingleTransport
-from worker_agent.kv.staging import StagingPool, require_sealable
-from worker_agent.kv.transport import ucx_started_with
+from worker_agent.kv.ucx import ucx_started_with
 from worker_agent.metrics import WorkerMetrics
 from worker_agent.ranks.transfers import RankedTransport
 

@@ -19,12 +19,10 @@ from worker_agent.draining import HANDOVER_S
 from worker_agent.engine.errors import EngineSettingError
 from worker_agent.engines import EngineOptionError, EngineOptions, make_engine
 from worker_agent.id_claim import IdInUse
-from worker_agent.kv.binding import BindingError, interfaces, rdma_devices, ucx_options
-from worker_agent.kv.segments import SharedMemory
-from worker_agent.kv.strays import discarding_strays
-from worker_agent.kv.transport import start_ucx, stop_ucx
+from worker_agent.kv.memory import SharedMemory
+from worker_agent.kv.ucx import discarding_strays, start_ucx, stop_ucx
 from worker_agent.metrics import WorkerCollector, WorkerHistograms, WorkerMetrics
-from worker_agent.nodes.network import untrusted_reason
+from worker_agent.network import BindingError, interfaces, rdma_devices, ucx_options, untrusted_reason
 from worker_agent.nodes.span import worker_span
 from worker_agent.settings import WorkerSettings
 from worker_agent.worker import EngineStartError, RunningWorker, running_worker

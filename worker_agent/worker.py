@@ -37,7 +37,7 @@ from worker_agent.hand_backs import HandBacks
 from worker_agent.id_claim import Addressee, replaced_message, wait_until_free
 from worker_agent.intra_switch import follow_batch_order
 from worker_agent.kv.address import KvTransferError
-from worker_agent.kv.segments import SharedMemory
+from worker_agent.kv.memory import SharedMemory
 from worker_agent.load import Heartbeats, MigrationLoad
 from worker_agent.metrics import WorkerMetrics
 from worker_agent.migration.exports import Exports

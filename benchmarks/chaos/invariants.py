@@ -43,7 +43,7 @@ MEMORY: Final = "process_resident_memory_bytes"
 CORRUPT: Final = "tailrace_worker_kv_checksum_failures_total"
 COUNTERS: Final = (CORRUPT,)
 # Allowed above the tier's baseline: connections come and go, and a worker keeps up to a dozen KV segments
-# for the next transfer, a file each (worker_agent/kv/segments.py).
+# for the next transfer, a file each (worker_agent/kv/memory.py).
 _SLACK: Final = {TASKS: 15.0, FILES: 30.0}
 # Caches and histories fill up to their bounds; anything unbounded soon exceeds this.
 _MEMORY_TIMES: Final = 1.5

@@ -27,15 +27,11 @@ from tailrace.v1 import worker_pb2
 from worker_agent.engine.base import Engine, KvShape, Staging
 from worker_agent.engine.errors import EngineRefusal
 from worker_agent.faults import Faults, FaultSpec
-from worker_agent.kv.address import KvTransferError, address_of
+from worker_agent.kv.address import KvTransferError, Ticket, address_of
 from worker_agent.kv.client import KvClient
-from worker_agent.kv.segments import Mappings, Segments
-from worker_agent.kv.server import KvServer
-from worker_agent.kv.sessions import Session
-from worker_agent.kv.staging import StagingPool
-from worker_agent.kv.strays import discarding_strays
-from worker_agent.kv.ticket import Ticket
-from worker_agent.kv.transport import start_ucx, stop_ucx
+from worker_agent.kv.memory import Mappings, Segments, StagingPool
+from worker_agent.kv.server import KvServer, Session
+from worker_agent.kv.ucx import discarding_strays, start_ucx, stop_ucx
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
 
 

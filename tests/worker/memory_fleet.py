@@ -27,10 +27,9 @@ from worker_agent.engine.simulated import SimulatedEngine, SimulatedSettings
 from worker_agent.faults import Faults
 from worker_agent.frontends import FrontEnds
 from worker_agent.id_claim import Addressee
-from worker_agent.kv.address import KvAddress, KvTransferError
+from worker_agent.kv.address import KvAddress, KvTransferError, Ticket
 from worker_agent.kv.client import Deliver
-from worker_agent.kv.sessions import Session
-from worker_agent.kv.ticket import Ticket
+from worker_agent.kv.server import Session
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
 from worker_agent.migration.exports import Exports
 from worker_agent.migration.imports import ImportRefused, Imports

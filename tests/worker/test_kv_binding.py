@@ -8,7 +8,7 @@ import socket
 import psutil
 import pytest
 
-from worker_agent.kv.binding import BindingError, Interface, PortRange, interfaces, ucx_options
+from worker_agent.network import BindingError, Interface, PortRange, interfaces, ucx_options
 
 LOOPBACK = Interface("lo", ipaddress.ip_address("127.0.0.1"))
 ETHERNET = Interface("eth0", ipaddress.ip_address("10.0.0.5"))

@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.worker.kv_peer import Memory, block
-from worker_agent.kv.address import KvTransferError
-from worker_agent.kv.sealing import TAG_BYTES, Bytes, Seal, host_bytes
-from worker_agent.kv.staging import require_sealable
-from worker_agent.kv.ticket import Ticket
+from worker_agent.kv.address import KvTransferError, Ticket
+from worker_agent.kv.memory import require_sealable
+from worker_agent.kv.wire import TAG_BYTES, Bytes, Seal, host_bytes
 
 TICKET = Ticket(bytes(range(32)))
 SIZE = 4096

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from tests.waiting import WAIT_S
-from worker_agent.kv.segments import Mappings, Segment, SegmentName, Segments, this_host
+from worker_agent.kv.memory import Mappings, Segment, SegmentName, Segments, this_host
 
 SIZE = 64 << 10
 # Maps the segment named by its arguments and prints the sum of its bytes.
 READER = """
 import sys
-from worker_agent.kv.segments import Mappings, SegmentName
+from worker_agent.kv.memory import Mappings, SegmentName
 name = SegmentName(*map(int, sys.argv[1:]))
 print(int(Mappings().map(name).sum()))
 """

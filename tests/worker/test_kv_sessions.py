@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from worker_agent.kv.address import KvTransferError
-from worker_agent.kv.sessions import Session
+from worker_agent.kv.server import Session
 
 NAMES = [bytes([number]) * 32 for number in range(4)]
 

@@ -26,17 +26,21 @@ from tests.worker.kv_peer import BlockEngine, PeerSettings, block, block_hash, c
 from worker_agent.engine.base import KvShape, Staging
 from worker_agent.engine.errors import KvCorrupt
 from worker_agent.faults import FaultSpec
-from worker_agent.kv.address import KvAddress, KvIdentityError, KvTransferError, address_of
-from worker_agent.kv.binding import interfaces, ucx_options
+from worker_agent.kv.address import KvAddress, KvIdentityError, KvTransferError, Ticket, address_of
 from worker_agent.kv.client import KvClient, KvTransfer
-from worker_agent.kv.progress import progress_paused
-from worker_agent.kv.segments import Mappings
-from worker_agent.kv.staging import StagingPool
-from worker_agent.kv.strays import discard_strays, discarding_strays
-from worker_agent.kv.ticket import Ticket
-from worker_agent.kv.transport import Channel, own_address, start_ucx, stop_ucx
+from worker_agent.kv.memory import Mappings, StagingPool
+from worker_agent.kv.ucx import (
+    Channel,
+    discard_strays,
+    discarding_strays,
+    own_address,
+    progress_paused,
+    start_ucx,
+    stop_ucx,
+)
 from worker_agent.kv.wire import RequestKind
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
+from worker_agent.network import interfaces, ucx_options
 
 # UCX is bound to one event loop.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -461,7 +465,7 @@ async def test_discarding_strays_goes_on_after_a_mistake(monkeypatch: pytest.Mon
         return next(results, 0)
 
     before = failures_of("stray KV messages")
-    monkeypatch.setattr("worker_agent.kv.strays.discard_strays", discard)
+    monkeypatch.setattr("worker_agent.kv.ucx.discard_strays", discard)
     async with discarding_strays(counted.put_nowait), asyncio.timeout(WAIT_S):
         assert await counted.get() == 3
     assert failures_of("stray KV messages") == before + 1

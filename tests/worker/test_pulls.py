@@ -16,8 +16,7 @@ from tests.worker.simulated import SMALL
 from worker_agent.engine.base import Pull, RequestKey, Submission
 from worker_agent.engine.simulated import SimulatedEngine
 from worker_agent.faults import Faults
-from worker_agent.kv.address import KvAddress, KvShape
-from worker_agent.kv.ticket import Ticket
+from worker_agent.kv.address import KvAddress, KvShape, Ticket
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
 from worker_agent.migration.messages import kv_layout
 from worker_agent.migration.spans import TransferSpans

@@ -16,8 +16,7 @@ from prometheus_client import CollectorRegistry
 from tests.counting import failures_of, skipped
 from tests.waiting import WAIT_S
 from worker_agent.engine.errors import EngineRefusal, KvCorrupt
-from worker_agent.kv.address import KvAddress, KvTransferError
-from worker_agent.kv.ticket import Ticket
+from worker_agent.kv.address import KvAddress, KvTransferError, Ticket
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
 from worker_agent.ranks.links import Pulse, RankLinks, RankLost
 from worker_agent.ranks.messages import (

@@ -5,9 +5,9 @@ The target requests an export's blocks, a chunk at a time; each reply consists o
 checksum of every block) and the blocks' bytes. Several chunks are in flight, so that gathering and
 verification overlap with the transfer.
 
-Between processes of one host, bytes in host memory go through shared memory (`segments.py`). Everything else
+Between processes of one host, bytes in host memory go through shared memory (`memory.py`). Everything else
 uses the transport that UCX chooses (TCP, RDMA, CUDA); UCX_TLS and related variables work as UCX documents.
-`transport.py` has the measurements behind the parameters.
+`ucx.py` has the measurements behind the parameters.
 """
 
 import os

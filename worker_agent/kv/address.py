@@ -1,11 +1,18 @@
-"""UCX addresses of workers, the shape of their KV blocks, and the errors of transfers."""
+"""What the two ends of a transfer know of each other: the shape of their KV, UCX addresses, and tickets.
+
+Source and target exchange these over the migration's gRPC stream, before any message over UCX. The interfaces
+of the transport that exports, imports and prefix pulls use are here, too. An engine has one endpoint, or one
+per rank: addresses and tickets are lists in rank order.
+"""
 
 from __future__ import annotations
 
+import secrets
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Final
+from typing import Final, Protocol
 
 from tailrace.v1 import worker_pb2
 
@@ -96,3 +103,98 @@ def address_of(message: worker_pb2.KvAddress, own_address: KvAddress) -> KvAddre
 
 def _digest(worker: bytes) -> bytes:
     return blake2b(worker, digest_size=16).digest()
+
+
+_TICKET_BYTES: Final = 32
+_REQUEST, _HEADER, _DATA, _GOODBYE = range(4)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Ticket:
+    """A secret shared by source and target."""
+
+    secret: bytes
+
+    def __post_init__(self) -> None:
+        if len(self.secret) != _TICKET_BYTES:
+            raise ValueError(f"a ticket has {_TICKET_BYTES} bytes, not {len(self.secret)}")
+
+    @classmethod
+    def fresh(cls) -> Ticket:
+        """Create a ticket from the system's randomness."""
+        return cls(secrets.token_bytes(_TICKET_BYTES))
+
+    def request(self, number: int) -> int:
+        """Return the tag of the target's request of this number."""
+        return self._tag(_REQUEST, number)
+
+    def header(self, chunk: int) -> int:
+        """Return the tag of a chunk's header."""
+        return self._tag(_HEADER, chunk)
+
+    def data(self, chunk: int) -> int:
+        """Return the tag of a chunk's blocks."""
+        return self._tag(_DATA, chunk)
+
+    def goodbye(self) -> int:
+        """Return the tag of the source's message that the export has ended."""
+        return self._tag(_GOODBYE, 0)
+
+    def _tag(self, kind: int, number: int) -> int:
+        message = struct.pack("<BQ", kind, number)
+        return int.from_bytes(blake2b(message, key=self.secret, digest_size=8).digest(), "little")
+
+
+class BlockSession(Protocol):
+    """The readable blocks of one export: those announced to its target."""
+
+    # The target has committed and reads no more.
+    taken: bool
+
+    @property
+    def tickets(self) -> Sequence[Ticket]:
+        """Return the tickets that permit reading, one per endpoint."""
+
+    async def announce(self, first_block: int, hashes: Sequence[bytes]) -> None:
+        """Allow these blocks to be read from now on. Raise KvTransferError."""
+
+    async def end(self) -> None:
+        """Revoke access; when this returns nothing is being read any more."""
+
+
+class BlockSource(Protocol):
+    """The source's end of the transport."""
+
+    @property
+    def addresses(self) -> Sequence[KvAddress]:
+        """Return the source's addresses."""
+
+    async def open(self, request_id: str, targets: Sequence[KvAddress]) -> BlockSession:
+        """Allow this target, which has as many endpoints, to read what is announced. Raise
+        KvTransferError."""
+
+
+class BlockTransfer(Protocol):
+    """All pulls of one migration, one after the other."""
+
+    async def pull(self, first_block: int, hashes: Sequence[bytes]) -> int:
+        """Fetch blocks, verify them and write them into the import's reservation; return the bytes received.
+
+        Raise KvTransferError, KvCorrupt or EngineRefusal; then nothing is written any more.
+        """
+
+    async def close(self) -> None:
+        """End the transfer. May be called again."""
+
+
+class BlockPuller(Protocol):
+    """The target's end of the transport."""
+
+    @property
+    def addresses(self) -> Sequence[KvAddress]:
+        """Return the addresses to which sources send blocks."""
+
+    async def connect(
+        self, request_id: str, sources: Sequence[KvAddress], tickets: Sequence[Ticket]
+    ) -> BlockTransfer:
+        """Begin a transfer from a source with as many endpoints. Raise KvTransferError."""

@@ -1,4 +1,6 @@
-"""The target's side of the KV transport: pull blocks from a source."""
+"""The target's side of the KV transport: pull blocks from a source; and both sides of an engine with one
+device.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +8,28 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
 
 from tailrace.service.channels import format_error
 from tailrace.service.tasks import run_to_completion
-from worker_agent.engine.base import KvShape, Staging
-from worker_agent.kv.address import KvAddress, KvIdentityError, KvTransferError
-from worker_agent.kv.sealing import TAG_BYTES, Seal, host_bytes
-from worker_agent.kv.segments import NAME_BYTES, Mappings, SegmentName
-from worker_agent.kv.staging import StagingPool
-from worker_agent.kv.ticket import Ticket
-from worker_agent.kv.transport import Channel, own_address
-from worker_agent.kv.wire import WINDOW, Request, RequestKind, decode_header, header_bytes
+from worker_agent.engine.base import Engine, KvShape, Staging
+from worker_agent.kv.address import KvAddress, KvIdentityError, KvTransferError, Ticket
+from worker_agent.kv.memory import NAME_BYTES, Mappings, SegmentName, StagingPool
+from worker_agent.kv.server import KvServer, Session
+from worker_agent.kv.ucx import Channel, own_address
+from worker_agent.kv.wire import (
+    TAG_BYTES,
+    WINDOW,
+    Request,
+    RequestKind,
+    Seal,
+    decode_header,
+    header_bytes,
+    host_bytes,
+)
 from worker_agent.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
@@ -257,3 +267,66 @@ class KvTransfer:
 
 async def _run(deliver: Deliver, chunk: _Incoming, checksums: Sequence[int]) -> None:
     await deliver(chunk.first, chunk.num_blocks, chunk.staging, checksums)
+
+
+class SingleSession:
+    """The blocks of one export."""
+
+    def __init__(self, session: Session, server: KvServer) -> None:
+        self.tickets = [session.ticket]
+        self.taken = False
+        self._session = session
+        self._server = server
+
+    async def announce(self, first_block: int, hashes: Sequence[bytes]) -> None:
+        """BlockSession.announce."""
+        self._session.announce(first_block, hashes)
+
+    async def end(self) -> None:
+        """BlockSession.end."""
+        self._session.taken = self.taken
+        await self._server.end(self._session)
+
+
+class SingleTransfer:
+    """All pulls of one migration; the engine writes the blocks."""
+
+    def __init__(self, transfer: KvTransfer, deliver: Deliver) -> None:
+        self._transfer = transfer
+        self._deliver = deliver
+
+    async def pull(self, first_block: int, hashes: Sequence[bytes]) -> int:
+        """BlockTransfer.pull."""
+        return await self._transfer.pull(first_block, hashes, self._deliver)
+
+    async def close(self) -> None:
+        """BlockTransfer.close."""
+        await self._transfer.close()
+
+
+class SingleTransport:
+    """BlockSource and BlockPuller over one endpoint."""
+
+    def __init__(self, engine: Engine, server: KvServer, client: KvClient) -> None:
+        self._engine = engine
+        self._server = server
+        self._client = client
+        self.addresses = [server.address]
+
+    async def open(self, request_id: str, targets: Sequence[KvAddress]) -> SingleSession:
+        """BlockSource.open."""
+        (target,) = targets
+        return SingleSession(await self._server.open(request_id, target), self._server)
+
+    async def connect(
+        self, request_id: str, sources: Sequence[KvAddress], tickets: Sequence[Ticket]
+    ) -> SingleTransfer:
+        """BlockPuller.connect."""
+        if len(tickets) != 1:
+            raise KvTransferError(f"{len(tickets)} tickets for one device")
+        transfer = await self._client.connect(sources[0], tickets[0])
+        return SingleTransfer(transfer, partial(self._engine.write_blocks, request_id))
+
+    async def close(self) -> None:
+        """End every session."""
+        await self._server.close()

@@ -16,8 +16,7 @@ from tailrace.service.tasks import run_to_completion
 from tailrace.v1 import types_pb2, worker_pb2
 from worker_agent.engine.base import Engine, ExportedPause
 from worker_agent.faults import Faults
-from worker_agent.kv.address import KvTransferError
-from worker_agent.migration.blocks import BlockTransfer
+from worker_agent.kv.address import BlockTransfer, KvTransferError
 from worker_agent.migration.link_budget import LinkBudget
 from worker_agent.migration.messages import block_hashes, pause_of
 from worker_agent.migration.source_link import SourceLink, SourceLost

@@ -8,8 +8,7 @@ from tailrace.cluster import Phase
 from tailrace.messages import PHASES
 from tailrace.v1 import worker_pb2
 from worker_agent.engine.base import Exported, ExportedPause, KvShape, RequestKey
-from worker_agent.kv.address import KvTransferError
-from worker_agent.kv.ticket import Ticket
+from worker_agent.kv.address import KvTransferError, Ticket
 
 
 def kv_layout(shape: KvShape) -> worker_pb2.KvLayout:

@@ -11,8 +11,8 @@ from worker_agent.engine.base import Engine, EngineInfo, Submission
 from worker_agent.faults import Faults
 from worker_agent.frontends import FrontEnds
 from worker_agent.id_claim import Addressee
+from worker_agent.kv.address import BlockPuller, BlockSource
 from worker_agent.metrics import WorkerMetrics
-from worker_agent.migration.blocks import BlockPuller, BlockSource
 from worker_agent.migration.link_budget import LinkBudget
 from worker_agent.migration.spans import TransferSpans
 from worker_agent.phase_events import PhaseEvents

@@ -24,8 +24,7 @@ from tailrace.service.tasks import run_to_completion
 from tailrace.v1 import worker_pb2
 from worker_agent.engine.base import Exported, ExportedPause, RequestKey
 from worker_agent.engine.errors import EngineRefusal, Gone
-from worker_agent.kv.address import KvTransferError, addresses_of
-from worker_agent.migration.blocks import BlockSession
+from worker_agent.kv.address import BlockSession, KvTransferError, addresses_of
 from worker_agent.migration.inbox import Broken, Ended, Item, Owned, Released
 from worker_agent.migration.lease import Lease
 from worker_agent.migration.messages import block_identities, kv_layout

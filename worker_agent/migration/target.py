@@ -22,10 +22,9 @@ from tailrace.v1 import types_pb2, worker_pb2
 from worker_agent.engine.base import Exported, OutputFlag, RequestKey, Submission
 from worker_agent.engine.errors import EngineRefusal, KvCorrupt
 from worker_agent.frontends import FrontEnd
-from worker_agent.kv.address import KvIdentityError, KvTransferError, addresses_of
+from worker_agent.kv.address import BlockTransfer, KvIdentityError, KvTransferError, addresses_of
 from worker_agent.migration import replaying
 from worker_agent.migration.adoption import Adoption, Verdict
-from worker_agent.migration.blocks import BlockTransfer
 from worker_agent.migration.copying import Copying, Paused, Round
 from worker_agent.migration.messages import exported_of, tickets_of
 from worker_agent.migration.parts import TargetParts

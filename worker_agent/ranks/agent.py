@@ -25,15 +25,11 @@ from tailrace.service.tasks import cancel, run_to_completion
 from worker_agent.engine.base import Staging
 from worker_agent.engine.vllm.kv_blocks import KvBlocks
 from worker_agent.faults import Faults
-from worker_agent.kv.address import KvTransferError
+from worker_agent.kv.address import KvTransferError, Ticket
 from worker_agent.kv.client import KvClient, KvTransfer
-from worker_agent.kv.segments import SharedMemory
-from worker_agent.kv.server import KvServer
-from worker_agent.kv.sessions import Session
-from worker_agent.kv.staging import StagingPool, require_sealable
-from worker_agent.kv.strays import discarding_strays
-from worker_agent.kv.ticket import Ticket
-from worker_agent.kv.transport import start_ucx, stop_ucx
+from worker_agent.kv.memory import SharedMemory, StagingPool, require_sealable
+from worker_agent.kv.server import KvServer, Session
+from worker_agent.kv.ucx import discarding_strays, start_ucx, stop_ucx
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
 from worker_agent.ranks.left_behind import names_of, remove, remove_meeting
 from worker_agent.ranks.memory import RankMemory

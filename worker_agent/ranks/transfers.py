@@ -11,8 +11,7 @@ from typing import TypeVar
 from tailrace.service.tasks import run_to_completion
 from worker_agent.engine.base import RankedMemory
 from worker_agent.engine.errors import EngineRefusal
-from worker_agent.kv.address import KvAddress, KvTransferError
-from worker_agent.kv.ticket import Ticket
+from worker_agent.kv.address import KvAddress, KvTransferError, Ticket
 from worker_agent.metrics import WorkerMetrics
 from worker_agent.ranks.links import RankLink
 from worker_agent.ranks.messages import (

@@ -44,8 +44,8 @@ from worker_agent.engine.vllm.orders import use_policy
 from worker_agent.engine.vllm.rank_facts import hardware
 from worker_agent.engine.vllm.settings import VllmSettings
 from worker_agent.engine.vllm.stats import Compilations, engine_stats
+from worker_agent.network import use_network_of
 from worker_agent.nodes.gathering import Nodes
-from worker_agent.nodes.network import use_network_of
 from worker_agent.nodes.span import NodeSpan, worker_span
 from worker_agent.ranks.left_behind import Record, names_of, remove
 from worker_agent.ranks.messages import Address

@@ -1,4 +1,4 @@
-"""Bind UCX to the network device that has the worker's listen address.
+"""The network devices of a worker: UCX's for KV, and those between an engine's machines.
 
 UCX binds to devices, not to addresses: its TCP transport listens on the first address of every device in
 UCX_NET_DEVICES, on a port from UCX_TCP_PORT_RANGE.
@@ -10,6 +10,7 @@ import array
 import fcntl
 import ipaddress
 import logging
+import os
 import re
 import socket
 import struct
@@ -17,6 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from tailrace.security.options import exposed
 
 log = logging.getLogger(__name__)
 
@@ -160,3 +163,31 @@ def _ipv6() -> list[Interface]:
         return []
     fields = [line.split() for line in lines]
     return [Interface(line[5], ipaddress.IPv6Address(bytes.fromhex(line[0]))) for line in fields]
+
+
+_ADDRESS: Final = "VLLM_HOST_IP"
+_DEVICE: Final = "GLOO_SOCKET_IFNAME"
+
+
+def use_network_of(address: str) -> None:
+    """Make vLLM and Gloo use the network device that has this address, unless the environment names others.
+
+    By default, vLLM takes the address of the default route, and Gloo that of the host's name, which is a
+    loopback address on many machines. NCCL finds devices by itself.
+    """
+    os.environ.setdefault(_ADDRESS, address)
+    device = next((each.device for each in interfaces() if str(each.address) == address), "")
+    if device:
+        os.environ.setdefault(_DEVICE, device)
+
+
+def untrusted_reason(meeting: str) -> str:
+    """Return why an engine whose nodes, or data-parallel ranks, meet at HOST:PORT runs only with --insecure;
+    empty if it need not."""
+    if not exposed([meeting]):
+        return ""
+    return (
+        f"{meeting}: vLLM's connections between the nodes of an engine, or between data-parallel ranks, are "
+        "neither encrypted nor authenticated, with certificates or without: give --insecure in a network "
+        "that only trusted machines can reach"
+    )

@@ -1,14 +1,14 @@
 """The process's UCX context, and messages over one endpoint.
 
 There is no listener of our own: two processes exchange their UCX worker addresses, and each creates an
-endpoint to the other. `binding.py` limits what UCX itself listens on for that. If a process is killed, its
-peers' endpoints fail within milliseconds; if it only closes its endpoint, the other end does not notice, so
-protocols must say goodbye.
+endpoint to the other. `worker_agent/network.py` limits what UCX itself listens on for that. If a process is
+killed, its peers' endpoints fail within milliseconds; if it only closes its endpoint, the other end does not
+notice, so protocols must say goodbye.
 
 Endpoints use error handling, since otherwise a killed peer ends our process too (UCX's cma treats that as
 fatal). UCX's shared-memory transports cannot handle a peer's failure and are disabled by that, so that UCX
 uses TCP on loopback between processes of one host. Blocks therefore go through our own shared memory there
-(`segments.py`), and UCX carries only requests and headers.
+(`memory.py`), and UCX carries only requests and headers.
 
 The following was chosen by measurement on a shared two-core machine, so only comparisons are meaningful
 (`benchmarks/transfer.py` measures the rate together with ucx_perftest's in one run).
@@ -22,7 +22,7 @@ The following was chosen by measurement on a shared two-core machine, so only co
   other processes used both cores); 2 MiB reached 1.3 GiB/s, 1 MiB 0.3 GiB/s: each message costs up to half a
   millisecond of handovers between threads.
 - Receives are posted before the request is sent, and the connection is made before the pause. So every
-  expected message has a receive when it arrives, and all others can be discarded (`strays.py`).
+  expected message has a receive when it arrives, and all others can be discarded (`discard_strays`).
 """
 
 from __future__ import annotations
@@ -32,22 +32,24 @@ import contextlib
 import ctypes
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import Final
 
 import numpy as np
 import ucxx
-from ucxx.types import Tag
+from ucxx._lib.arr import Array
+from ucxx.types import Tag, TagMask
 
 from tailrace.service.channels import format_error
+from tailrace.service.tasks import cancel, supervise
 from worker_agent.kv.address import KvAddress, KvTransferError
-from worker_agent.kv.binding import BindingError
-from worker_agent.kv.progress import progress_paused
-from worker_agent.kv.segments import this_host
+from worker_agent.kv.memory import this_host
+from worker_agent.network import BindingError
 
 log = logging.getLogger(__name__)
 
-CHUNK_BYTES: Final = 8 << 20
 # Timeout for closing an endpoint, which waits for UCX's progress thread; nanoseconds.
 _CLOSE_NS: Final = 200_000_000
 # Timeout for messages in flight when their endpoint is closed, which ends them.
@@ -216,3 +218,83 @@ class Channel:
                 # UCX's endpoint keeps it as the end of a message, and its frames have the endpoint and the
                 # buffer. That circle runs through C++, where the garbage collector sees nothing.
                 error.__traceback__ = None
+
+
+# Longest sleep of the progress thread; events wake it up earlier. ucxx's default of a millisecond costs each
+# idle worker 3% of a core.
+_PROGRESS_MS: Final = 50
+
+
+@contextmanager
+def progress_paused() -> Iterator[None]:
+    """Stop the progress thread for the block, which must be short and must not await.
+
+    For creating and closing endpoints, and for looking for messages. UCX must be initialized.
+
+    With a running progress thread, ucxx passes some calls to it and waits on a condition variable in its own
+    stack frame. The thread sets a flag, releases the mutex and only then notifies (`CallbackNotifier::set` in
+    ucxx 0.52). If the caller sees the flag before that, its frame is gone when the thread notifies, and glibc
+    then changes what lies there: frames of whatever the caller calls next, which crashes. Without a progress
+    thread, ucxx makes these calls itself. Stopping the thread is safe: ucxx waits until it has ended.
+    """
+    worker = ucxx.core._get_ctx().worker
+    worker.stop_progress_thread()
+    try:
+        yield
+    finally:
+        worker.start_progress_thread(polling_mode=False, epoll_timeout=_PROGRESS_MS)
+
+
+_SWEEP_S: Final = 0.5
+# Maximum messages per call, so that a flood does not block the event loop.
+_BATCH_MAX: Final = 256
+_RECEIVE_S: Final = 5.0
+# One receive buffer for all of them: its content is never read.
+_SINK: Final = Array(np.zeros(1, np.uint8))
+
+
+@asynccontextmanager
+async def discarding_strays(count: Callable[[int], None]) -> AsyncIterator[None]:
+    """Discard unexpected messages while the block runs, and `count` them. UCX must be started.
+
+    Every receive is posted before its message is requested, and no tag is used twice, so an unexpected
+    message is late or comes from a sender without a ticket. UCX stores such messages until they are received;
+    they are received here and dropped.
+    """
+    task = supervise("stray KV messages", partial(_sweep, count))
+    try:
+        yield
+    finally:
+        await cancel(task)
+
+
+async def _sweep(count: Callable[[int], None]) -> None:
+    while True:
+        await asyncio.sleep(_SWEEP_S)
+        try:
+            while dropped := await discard_strays():
+                count(dropped)
+                log.info("dropped %d unexpected KV messages", dropped)
+        except TimeoutError:
+            log.warning("an unexpected KV message cannot be dropped")
+
+
+async def discard_strays() -> int:
+    """Discard at most _BATCH_MAX of the messages received so far; return their number."""
+    worker = ucxx.core._get_ctx().worker
+    for dropped in range(_BATCH_MAX):
+        # Any tag.
+        with progress_paused():
+            message = worker.tag_probe(Tag(0), TagMask(0), remove=True)
+        if not message.matched:
+            return dropped
+        # Receiving into a buffer that is too small completes the message as truncated, also for its sender.
+        # If the sender is gone, the receive is cancelled.
+        request = worker.tag_recv_with_handle(_SINK, message)
+        try:
+            async with asyncio.timeout(_RECEIVE_S):
+                await request.wait()
+        except ucxx.exceptions.UCXError as error:
+            # The request keeps it, and its frames have the request: see Channel._end.
+            error.__traceback__ = None
+    return _BATCH_MAX

@@ -1,4 +1,4 @@
-"""Shared memory for chunks between two processes of one host.
+"""The memory of transfers: staging buffers for chunks, and memory shared by two processes of one host.
 
 UCX's shared-memory transports cannot handle the failure of a peer: with error handling UCX does not use them,
 and without it a peer that is killed during a transfer ends our process too. So between processes of one host
@@ -22,19 +22,25 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from worker_agent.engine.base import Staging
+from worker_agent.kv.address import KvTransferError
+
 log = logging.getLogger(__name__)
+
+# Chosen by measurement: see ucx.py.
+CHUNK_BYTES: Final = 8 << 20
 
 # process, file descriptor, size, inode
 _NAME: Final = struct.Struct("<IIQQ")
 NAME_BYTES: Final = _NAME.size
 # Number of own segments, and of mappings of peers' segments, kept for the next transfers: memory that was
 # touched before causes no page faults.
-_KEPT_MAX: Final = 4
+_SEGMENTS_KEPT_MAX: Final = 4
 _SHARED: Final = frozenset({"all", "sm", "shm", "mm", "posix", "sysv", "cma", "knem", "xpmem"})
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -103,7 +109,7 @@ class Segments:
     def give_back(self, segment: Segment) -> None:
         """Return a segment that no process reads any more."""
         self._free.append(segment)
-        if len(self._free) > _KEPT_MAX:
+        if len(self._free) > _SEGMENTS_KEPT_MAX:
             self._free.pop(0).close()
 
     def close(self) -> None:
@@ -146,7 +152,7 @@ class Mappings:
         mapping.users -= 1
         self._mapped.move_to_end(name)
         idle = [name for name, mapping in self._mapped.items() if not mapping.users]
-        self._close(idle[: max(0, len(idle) - _KEPT_MAX)])
+        self._close(idle[: max(0, len(idle) - _SEGMENTS_KEPT_MAX)])
 
     def drop_gone(self) -> None:
         """Unmap unused segments that their process has closed, or which has ended itself."""
@@ -211,3 +217,55 @@ def this_host(environment: Mapping[str, str]) -> bytes:
     except OSError:
         return b""
     return blake2b(boot + struct.pack("<QQ", space, os.getuid()), digest_size=16).digest()
+
+
+class KvMemory(Protocol):
+    """Allocates staging buffers and reads blocks of exports into them. Called from one event loop only."""
+
+    def staging(self, num_blocks: int) -> Staging:
+        """Return a contiguous buffer for `num_blocks` blocks in the memory that holds the KV."""
+
+    def staging_over(self, memory: npt.NDArray[np.uint8]) -> Staging | None:
+        """Return a buffer over this host memory, of a whole number of blocks; None if the KV is not in host
+        memory."""
+
+    async def read_blocks(
+        self, request_id: str, first_block: int, num_blocks: int, out: Staging
+    ) -> list[int]:
+        """Copy an export's blocks into `out`; return a 64-bit checksum per block. Raise EngineRefusal."""
+
+
+_BUFFERS_KEPT_MAX: Final = 8
+
+
+def require_sealable(memory: KvMemory, block_bytes: int) -> None:
+    """Raise KvTransferError unless KV passes through host memory, where it can be encrypted."""
+    if memory.staging_over(np.zeros(block_bytes, np.uint8)) is None:
+        raise KvTransferError(
+            "--encrypt-kv: KV in device memory cannot be encrypted; encrypt the link (WireGuard, IPsec) "
+            "and omit the option"
+        )
+
+
+class StagingPool:
+    """The staging buffers of one engine or rank. Buffers of a full chunk are kept; smaller ones are not."""
+
+    def __init__(self, memory: KvMemory, block_bytes: int) -> None:
+        self._memory = memory
+        self.chunk_blocks = max(1, CHUNK_BYTES // block_bytes)
+        self._free: list[Staging] = []
+
+    def take(self, num_blocks: int) -> Staging:
+        """Return a buffer of exactly this many blocks, at most `chunk_blocks`."""
+        if num_blocks == self.chunk_blocks and self._free:
+            return self._free.pop()
+        return self._memory.staging(num_blocks)
+
+    def over(self, memory: npt.NDArray[np.uint8]) -> Staging | None:
+        """Return a buffer over this host memory; None if the KV is not in host memory."""
+        return self._memory.staging_over(memory)
+
+    def give_back(self, staging: Staging, num_blocks: int) -> None:
+        """Return a buffer that no transfer uses any more."""
+        if num_blocks == self.chunk_blocks and len(self._free) < _BUFFERS_KEPT_MAX:
+            self._free.append(staging)
