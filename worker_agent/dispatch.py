@@ -15,8 +15,7 @@ from worker_agent.engine.base import Engine, OutputFlag, Pull, RequestKey, Submi
 from worker_agent.frontends import FrontEnd, FrontEnds
 from worker_agent.held import HeldQueries
 from worker_agent.metrics import WorkerMetrics
-from worker_agent.migration.exports import Exports
-from worker_agent.migration.imports import Imports
+from worker_agent.migration.registry import Exports, Imports
 from worker_agent.phase_events import PhaseEvents
 from worker_agent.prefixes.pulls import Pulls
 

@@ -21,8 +21,7 @@ from tailrace.v1 import worker_pb2
 from worker_agent.carried import CarriedRequests
 from worker_agent.frontends import FrontEnds
 from worker_agent.hand_backs import HandBacks
-from worker_agent.migration.exports import Exports
-from worker_agent.migration.imports import Imports
+from worker_agent.migration.registry import Exports, Imports
 
 log = logging.getLogger(__name__)
 

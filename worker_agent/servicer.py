@@ -17,9 +17,8 @@ from tailrace.store.client import StoreUnavailable
 from tailrace.v1 import profile_pb2, worker_pb2, worker_pb2_grpc
 from worker_agent.hand_backs import HandBacks
 from worker_agent.id_claim import Addressee
-from worker_agent.migration.exports import Exports
-from worker_agent.migration.imports import ImportRefused, Imports
-from worker_agent.migration.lease import Lease
+from worker_agent.migration.export_call import Lease
+from worker_agent.migration.registry import Exports, ImportRefused, Imports
 from worker_agent.profiling.calls import profile_events
 from worker_agent.profiling.profiler import Profiler, ProfilingFailed, Refused
 

@@ -14,7 +14,7 @@ from tailrace.profiles import Profile, ProfileError, load_profile
 from tailrace.service.message_stream import DEFAULT_MAX_MESSAGE_BYTES, MAX_MESSAGE_BYTES, MIN_MESSAGE_BYTES
 from tailrace.service.settings import Parsed, setting
 from worker_agent.intra_switch import BY_POLICY
-from worker_agent.migration.link_budget import SHARE
+from worker_agent.migration.copying import SHARE
 from worker_agent.network import BindingError, PortRange
 from worker_agent.prefixes.loans import LOAN_MAX_S
 

@@ -40,12 +40,11 @@ from worker_agent.kv.address import KvTransferError
 from worker_agent.kv.memory import SharedMemory
 from worker_agent.load import Heartbeats, MigrationLoad
 from worker_agent.metrics import WorkerMetrics
-from worker_agent.migration.exports import Exports
-from worker_agent.migration.imports import Imports
-from worker_agent.migration.link_budget import LinkBudget
-from worker_agent.migration.parts import SourceParts, TargetParts
-from worker_agent.migration.source_link import GrpcSourceLink
-from worker_agent.migration.spans import TransferSpans
+from worker_agent.migration.copying import LinkBudget
+from worker_agent.migration.export_call import SourceLink
+from worker_agent.migration.registry import Exports, Imports
+from worker_agent.migration.source import SourceParts
+from worker_agent.migration.target import TargetParts
 from worker_agent.phase_events import PhaseEvents
 from worker_agent.prefixes.copies import Copies, GrpcPromptLink
 from worker_agent.prefixes.loan_link import GrpcLoanLink
@@ -59,6 +58,7 @@ from worker_agent.reports import Reports
 from worker_agent.servicer import WorkerServicer
 from worker_agent.settings import WorkerSettings
 from worker_agent.sink import FrontEndSink
+from worker_agent.spans import TransferSpans
 from worker_agent.speeds import KnownSpeeds, slo_tpot_s
 
 log = logging.getLogger(__name__)
@@ -234,9 +234,7 @@ class _WorkerBuilder:
                 link=LinkBudget(self._settings.migration_bandwidth_share),
                 incoming=self._incoming,
             ),
-            lambda address, seconds: GrpcSourceLink(
-                self._service.channels.get(address, Role.WORKER), seconds
-            ),
+            lambda address, seconds: SourceLink(self._service.channels.get(address, Role.WORKER), seconds),
         )
         self._stack.push_async_callback(self._imports.close)
 

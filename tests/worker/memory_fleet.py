@@ -31,17 +31,16 @@ from worker_agent.kv.address import KvAddress, KvTransferError, Ticket
 from worker_agent.kv.client import Deliver
 from worker_agent.kv.server import Session
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
-from worker_agent.migration.exports import Exports
-from worker_agent.migration.imports import ImportRefused, Imports
-from worker_agent.migration.lease import Lease
-from worker_agent.migration.parts import SourceParts, TargetParts
-from worker_agent.migration.source_link import SourceFailed, SourceLost
-from worker_agent.migration.spans import TransferSpans
+from worker_agent.migration.export_call import Lease, SourceFailed, SourceLink, SourceLost
+from worker_agent.migration.registry import Exports, ImportRefused, Imports
+from worker_agent.migration.source import SourceParts
+from worker_agent.migration.target import TargetParts
 from worker_agent.phase_events import PhaseEvents
 from worker_agent.prefixes.loan_link import LoanLink, LoanLost
 from worker_agent.prefixes.pulls import PullParts, Pulls
 from worker_agent.settings import WorkerSettings
 from worker_agent.sink import FrontEndSink
+from worker_agent.spans import TransferSpans
 
 SETTINGS = WorkerSettings(import_timeout_s=3.0, pause_limit_s=4.0, adopt_timeout_s=5.0)
 ENGINE = SimulatedSettings(
@@ -73,7 +72,7 @@ class Links:
         await asyncio.sleep(self._random.choice((0.0, 0.0005, 0.002, 0.01, 0.2)))
 
 
-class MemorySourceLink:
+class MemorySourceLink(SourceLink):
     """SourceLink to a node of the fleet."""
 
     def __init__(self, links: Links, node: Node | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tailrace.handover import BACKGROUND, URGENT, label
-from worker_agent.migration.link_budget import LinkBudget
+from worker_agent.migration.copying import LinkBudget
 
 
 class Clock:

@@ -28,9 +28,8 @@ from tests.worker.scripted_front_end import ScriptedFrontEnd, Stream
 from tests.worker.worker_processes import WorkerProcess, committed, migrate, worker_process
 from worker_agent.faults import Faults
 from worker_agent.kv.address import KvTransferError
-from worker_agent.migration.copying import Copying
-from worker_agent.migration.source_link import SourceFailed
-from worker_agent.migration.way import ImportPlan
+from worker_agent.migration.copying import Copying, ImportPlan
+from worker_agent.migration.export_call import SourceFailed
 
 pytestmark = [pytest.mark.fleet, pytest.mark.asyncio(loop_scope="module")]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tailrace.v1 import worker_pb2
-from worker_agent.migration.messages import pause_of
+from worker_agent.migration.export_call import pause_of
 
 
 @pytest.mark.parametrize("predicted", [None, 0.0, 123.5])

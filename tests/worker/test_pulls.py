@@ -16,11 +16,10 @@ from tests.worker.simulated import SMALL
 from worker_agent.engine.base import Pull, RequestKey, Submission
 from worker_agent.engine.simulated import SimulatedEngine
 from worker_agent.faults import Faults
-from worker_agent.kv.address import KvAddress, KvShape, Ticket
+from worker_agent.kv.address import KvAddress, KvShape, Ticket, kv_layout
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
-from worker_agent.migration.messages import kv_layout
-from worker_agent.migration.spans import TransferSpans
 from worker_agent.prefixes.pulls import PullParts, Pulls
+from worker_agent.spans import TransferSpans
 
 SHAPE = KvShape("model", block_tokens=4, num_layers=1, layer_block_bytes=8)
 HOLDER = Pull("holder", "127.0.0.1:9", 8)

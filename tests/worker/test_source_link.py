@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from tailrace.v1 import worker_pb2
-from worker_agent.migration.source_link import GrpcSourceLink
+from worker_agent.migration.export_call import SourceLink
 
 
 class Call:
@@ -33,7 +33,7 @@ class Call:
 
 async def test_answers_that_are_there_already_are_each_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
-        link, call = GrpcSourceLink(channel, 1.0), Call(3)
+        link, call = SourceLink(channel, 1.0), Call(3)
         link.drop()
         monkeypatch.setattr(link, "_call", call)
         # An answer to a command that was given up.

@@ -12,8 +12,8 @@ from tailrace.handover import LIVE, Handover, Way, between, by_replay
 from tailrace.model_identity import ModelIdentity
 from tailrace.v1 import worker_pb2
 from worker_agent.engine.base import EngineInfo, KvShape
-from worker_agent.migration.messages import kv_layout
-from worker_agent.migration.way import CannotMove, identity_message, way_of
+from worker_agent.kv.address import kv_layout
+from worker_agent.migration.copying import CannotMove, identity_message, way_of
 
 SHAPE = KvShape("fingerprint", block_tokens=16, num_layers=2, layer_block_bytes=512)
 MODEL = ModelIdentity("text", "weights", "bfloat16 None auto")

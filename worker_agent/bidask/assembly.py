@@ -20,7 +20,7 @@ from worker_agent.carried import CarriedRequests
 from worker_agent.engine.base import Engine, EngineStats
 from worker_agent.id_claim import Addressee
 from worker_agent.metrics import WorkerMetrics
-from worker_agent.migration.imports import Imports
+from worker_agent.migration.registry import Imports
 
 
 class BidAskServicer(bidask_pb2_grpc.BidAskServicer):

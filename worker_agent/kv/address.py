@@ -43,6 +43,35 @@ class KvShape:
         return self.num_layers * self.layer_block_bytes
 
 
+def kv_layout(shape: KvShape) -> worker_pb2.KvLayout:
+    """Return the shape as a message."""
+    return worker_pb2.KvLayout(
+        model_fingerprint=shape.model_fingerprint,
+        block_tokens=shape.block_tokens,
+        num_layers=shape.num_layers,
+        layer_block_bytes=shape.layer_block_bytes,
+        tensor_parallel_size=shape.tensor_parallel_size,
+        pipeline_parallel_size=shape.pipeline_parallel_size,
+    )
+
+
+def layout_difference(own: KvShape, peer: worker_pb2.KvLayout) -> str:
+    """Return why the two cannot exchange KV, naming the settings that differ; empty if they can."""
+    if own.block_tokens != peer.block_tokens:
+        return f"KV blocks of {peer.block_tokens} tokens against {own.block_tokens} (block_size)"
+    for setting in ("tensor_parallel_size", "pipeline_parallel_size"):
+        # 0: a worker of a version without parallelism.
+        peer_value, own_value = getattr(peer, setting) or 1, getattr(own, setting)
+        if peer_value != own_value:
+            return f"{setting} {peer_value} against {own_value}"
+    if own.model_fingerprint != peer.model_fingerprint:
+        return "the models' KV, its format (kv_cache_dtype), its layout or the versions of vLLM differ"
+    if (own.num_layers, own.layer_block_bytes) != (peer.num_layers, peer.layer_block_bytes):
+        source = f"{peer.num_layers} layers of {peer.layer_block_bytes} bytes a block"
+        return f"{source} against {own.num_layers} of {own.layer_block_bytes}"
+    return ""
+
+
 # A UCX worker address has a few dozen bytes per device.
 _BYTES_MAX: Final = 64 << 10
 

@@ -1,28 +1,182 @@
-"""Copy one request to the target: rounds while the source decodes, then the rest during the pause.
+"""How a request is copied to the target: live or by replay, in which rounds, and at which share of the link.
 
-Everything here can be cancelled at any moment; the owner of the import then drops the reservation.
+Rounds go on while the source decodes; the rest follows during the pause. Everything here can be cancelled at
+any moment; the owner of the import then drops the reservation. In a replay nothing is copied: the source
+stops the request and sends the tokens it has generated; once the front end has accepted, they are recomputed
+here.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
+from tailrace.handover import LIVE, Handover, Way, by_replay
+from tailrace.model_identity import ModelIdentity, difference
 from tailrace.service.tasks import run_to_completion
 from tailrace.v1 import types_pb2, worker_pb2
-from worker_agent.engine.base import Engine, ExportedPause
+from worker_agent.engine.base import Engine, EngineInfo, ExportedPause, RequestKey, Submission
 from worker_agent.faults import Faults
-from worker_agent.kv.address import BlockTransfer, KvTransferError
-from worker_agent.migration.link_budget import LinkBudget
-from worker_agent.migration.messages import block_hashes, pause_of
-from worker_agent.migration.source_link import SourceLink, SourceLost
-from worker_agent.migration.way import ImportPlan
+from worker_agent.kv.address import BlockTransfer, KvTransferError, layout_difference
+from worker_agent.migration.export_call import (
+    SourceLink,
+    SourceLost,
+    block_hashes,
+    pause_of,
+)
 
-log = logging.getLogger(__name__)
+
+class CannotMove(Exception):
+    """The request can move neither way; the message names the setting."""
+
+
+def way_of(info: EngineInfo, opened: worker_pb2.ExportOpened) -> Handover:
+    """Return the way to an engine of this kind. Raise CannotMove. Pure.
+
+    A replay needs the same model computed in the same number formats; otherwise the answer would continue
+    differently.
+    """
+    if info.handover.way is Way.STAYS:
+        raise CannotMove(f"target: {info.handover.reason}")
+    layouts = layout_difference(info.kv_shape, opened.layout)
+    if opened.replay_reason:
+        way = by_replay(f"source: {opened.replay_reason}")
+    elif info.handover.way is Way.REPLAY:
+        way = by_replay(f"target: {info.handover.reason}")
+    elif layouts:
+        way = by_replay(layouts)
+    else:
+        return LIVE
+    if opened.layout.model_fingerprint != info.kv_shape.model_fingerprint:
+        models = difference(_identity(opened), info.identity)
+        if models:
+            raise CannotMove(models)
+    return way
+
+
+def identity_message(identity: ModelIdentity | None) -> worker_pb2.ModelIdentity | None:
+    """Return the identity as a message."""
+    if identity is None:
+        return None
+    return worker_pb2.ModelIdentity(
+        text=identity.text, weights=identity.weights, precision=identity.precision
+    )
+
+
+def _identity(opened: worker_pb2.ExportOpened) -> ModelIdentity | None:
+    """Return the source's identity; None if its version does not send one."""
+    model = opened.model
+    return ModelIdentity(model.text, model.weights, model.precision) if opened.HasField("model") else None
+
+
+_STOP_BLOCKS: Final = 2
+_ROUNDS: Final = 8
+_ROUNDS_MAX: Final = 32
+_TIMEOUT_MAX_S: Final = 600.0
+# Less than a source waits for a silent target (WorkerSettings.export_idle_s).
+_ROOM_WAIT_MAX_S: Final = 25.0
+
+
+@dataclass(frozen=True, slots=True)
+class ImportPlan:
+    """The rounds, the blocks to leave for the pause, and time limits.
+
+    `stop_blocks`: a rest of at most this many blocks is copied during the pause. `room_wait_s`: seconds to
+    wait for room (0: do not wait). `timeout_s`: seconds from then until the commit.
+    """
+
+    rounds: int
+    stop_blocks: int
+    room_wait_s: float
+    timeout_s: float
+
+
+def plan_of(request: worker_pb2.ImportRequest, timeout_s: float) -> ImportPlan:
+    """Return the plan; zeroes in the request mean the defaults."""
+    rounds = min(request.max_rounds or _ROUNDS, _ROUNDS_MAX)
+    if request.mode == worker_pb2.COPY_MODE_STOP_AND_COPY:
+        rounds = 0
+    return ImportPlan(
+        rounds=rounds,
+        stop_blocks=request.stop_threshold_blocks or _STOP_BLOCKS,
+        room_wait_s=min(max(0.0, request.room_wait_s), _ROOM_WAIT_MAX_S),
+        timeout_s=min(request.timeout_s or timeout_s, _TIMEOUT_MAX_S),
+    )
+
+
+# Half. Rescheduling pays off over thousands of steps, so half the speed costs it little; and what a copy has
+# to chase grows by a token per step, thousands of times slower than half of any link.
+SHARE: Final = 0.5
+# Largest accumulated budget in seconds of link time: a small request moves at full speed.
+_BURST_S: Final = 0.1
+
+
+class Clock(Protocol):
+    """The used part of an event loop."""
+
+    def time(self) -> float: ...
+
+
+class LinkBudget:
+    """Limit the share of a worker's link that background transfers use. Called on one event loop.
+
+    A token bucket of link time: an active transfer spends it second by second, and it refills at `share`
+    seconds per second. A share needs no figure for the link's speed, which differs between fleets and between
+    pairs of hosts; and however fast the link is, the rest of its time stays free for the handovers that users
+    wait for. One worker's incoming transfers share one budget, since their target drives them.
+    """
+
+    def __init__(self, share: float = SHARE, clock: Clock | None = None) -> None:
+        """`share` in (0, 1]; 1: no limit. `clock`: the running event loop by default. Raise ValueError."""
+        if not 0.0 < share <= 1.0:
+            raise ValueError(f"a share of a link is above 0 and at most 1, not {share}")
+        self._share = share
+        self._clock = clock
+        self._budget_s = _BURST_S
+        self._updated_s: float | None = None
+        self._active = 0
+
+    def wait_s(self) -> float:
+        """Return the seconds until another transfer may begin; 0.0: now."""
+        if self._share >= 1.0:
+            return 0.0
+        self._update()
+        if self._budget_s > 0.0:
+            return 0.0
+        # It does not refill while others spend it; they end within a slice.
+        return max(0.001, -self._budget_s / self._share)
+
+    async def wait_for_budget(self) -> None:
+        """Wait until a transfer may begin. The caller sets the deadline."""
+        # Waits for time to pass, so there is no event.
+        while (wait_s := self.wait_s()) > 0.0:  # noqa: ASYNC110
+            await asyncio.sleep(wait_s)
+
+    @contextmanager
+    def transfer(self) -> Iterator[None]:
+        """Account for a transfer that is active during the block."""
+        self._update()
+        self._active += 1
+        try:
+            yield
+        finally:
+            self._update()
+            self._active -= 1
+
+    def _update(self) -> None:
+        """Update the budget to the present."""
+        if self._clock is None:
+            self._clock = asyncio.get_running_loop()
+        now_s = self._clock.time()
+        passed_s = 0.0 if self._updated_s is None else now_s - self._updated_s
+        self._updated_s = now_s
+        rate = self._share - (1.0 if self._active else 0.0)
+        self._budget_s = min(_BURST_S, self._budget_s + rate * passed_s)
+
 
 _MS: Final = 1000.0
 # Blocks per pull on a shared link: tens of milliseconds of a fast link.
@@ -160,3 +314,32 @@ class Copying:
                     await self._source.ask(worker_pb2.ExportCommand(more=more))
         except TimeoutError:
             return
+
+
+async def stop_to_replay(source: SourceLink, faults: Faults) -> Paused:
+    """Stop the request at its source. Raise SourceLost or SourceFailed."""
+    requested_s = time.monotonic()
+    event = await source.ask(worker_pb2.ExportCommand(pause=worker_pb2.ExportPause(replay=True)))
+    if event.WhichOneof("body") != "paused":
+        raise SourceLost("the source did not stop the request")
+    pause, arrived_s = pause_of(event.paused), time.monotonic()
+    pace = event.paused.answer_pace if event.paused.HasField("answer_pace") else None
+    await faults.hold("import:paused")
+    return Paused(pause, requested_s + pause.waited_s, pace, arrived_s)
+
+
+def replay_submission(
+    opened: worker_pb2.ExportOpened, paused: Paused, key: RequestKey, request_id: str, epoch: int
+) -> Submission:
+    """Return a submission of the request with all its tokens to the target's engine."""
+    return Submission(
+        key=key,
+        request_id=request_id,
+        epoch=epoch,
+        frames=list(opened.frames),
+        output_token_ids=[*opened.output_token_ids, *paused.pause.new_output_token_ids],
+        traceparent=opened.traceparent,
+        frontend_id=opened.frontend_id,
+        sampling_state=paused.pause.sampling_state,
+        adapter_version=opened.adapter_version,
+    )

@@ -17,19 +17,38 @@ import asyncio
 import enum
 import logging
 import time
+from dataclasses import dataclass
 from typing import Final
 
 from tailrace.messages import PHASE_NUMBERS
 from tailrace.service.tasks import run_to_completion
 from tailrace.v1 import worker_pb2
-from worker_agent.engine.base import Exported, ExportedPause, RequestKey
+from worker_agent.carried import CarriedRequests
+from worker_agent.engine.base import Engine, EngineInfo, Exported, ExportedPause, RequestKey
 from worker_agent.engine.errors import EngineRefusal, Gone
-from worker_agent.kv.address import BlockSession, KvTransferError, addresses_of
-from worker_agent.migration.inbox import Broken, Ended, Item, Owned, Released
-from worker_agent.migration.lease import Lease
-from worker_agent.migration.messages import block_identities, kv_layout
-from worker_agent.migration.parts import SourceParts
-from worker_agent.migration.way import identity_message
+from worker_agent.faults import Faults
+from worker_agent.frontends import FrontEnds
+from worker_agent.id_claim import Addressee
+from worker_agent.kv.address import (
+    BlockSession,
+    BlockSource,
+    KvTransferError,
+    addresses_of,
+    kv_layout,
+)
+from worker_agent.metrics import WorkerMetrics
+from worker_agent.migration.copying import identity_message
+from worker_agent.migration.export_call import (
+    Broken,
+    Ended,
+    Item,
+    Lease,
+    Owned,
+    Released,
+    block_identities,
+)
+from worker_agent.phase_events import PhaseEvents
+from worker_agent.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +56,23 @@ _OPEN_S: Final = 5.0
 OWNERSHIP_S: Final = 2.0
 # An attached front end that leaves so many queries unanswered is disconnected.
 _OWNERSHIP_QUERIES_MAX: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class SourceParts:
+    """Parts used by an export."""
+
+    own: Addressee
+    engine: Engine
+    info: EngineInfo
+    # Sends the blocks.
+    blocks: BlockSource
+    front_ends: FrontEnds
+    carried: CarriedRequests
+    events: PhaseEvents
+    metrics: WorkerMetrics
+    faults: Faults
+    settings: WorkerSettings
 
 
 class Outcome(enum.Enum):

@@ -9,29 +9,51 @@ over      committed, or aborted
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 from typing import Final
 
 from tailrace import wire
 from tailrace.handover import BACKGROUND, LIVE, TELL_SOURCE_S, Handover, Way
 from tailrace.messages import PHASE_NUMBERS, WAYS
+from tailrace.perf.transfer_rate import TransferRate
 from tailrace.service.tasks import run_to_completion
 from tailrace.v1 import types_pb2, worker_pb2
-from worker_agent.engine.base import Exported, OutputFlag, RequestKey, Submission
+from worker_agent.carried import CarriedRequests
+from worker_agent.engine.base import Engine, EngineInfo, Exported, OutputFlag, RequestKey, Submission
 from worker_agent.engine.errors import EngineRefusal, KvCorrupt
-from worker_agent.frontends import FrontEnd
-from worker_agent.kv.address import BlockTransfer, KvIdentityError, KvTransferError, addresses_of
-from worker_agent.migration import replaying
-from worker_agent.migration.adoption import Adoption, Verdict
-from worker_agent.migration.copying import Copying, Paused, Round
-from worker_agent.migration.messages import exported_of, tickets_of
-from worker_agent.migration.parts import TargetParts
-from worker_agent.migration.source_link import SourceFailed, SourceLink, SourceLost
-from worker_agent.migration.way import CannotMove, plan_of, way_of
+from worker_agent.faults import Faults
+from worker_agent.frontends import FrontEnd, FrontEnds
+from worker_agent.id_claim import Addressee
+from worker_agent.kv.address import (
+    BlockPuller,
+    BlockTransfer,
+    KvIdentityError,
+    KvTransferError,
+    addresses_of,
+)
+from worker_agent.metrics import WorkerMetrics
+from worker_agent.migration.copying import (
+    CannotMove,
+    Copying,
+    LinkBudget,
+    Paused,
+    Round,
+    plan_of,
+    replay_submission,
+    stop_to_replay,
+    way_of,
+)
+from worker_agent.migration.export_call import SourceFailed, SourceLink, SourceLost, exported_of, tickets_of
+from worker_agent.phase_events import PhaseEvents
+from worker_agent.settings import WorkerSettings
+from worker_agent.spans import TransferSpans
 
 log = logging.getLogger(__name__)
+
 
 ABORTED: Final = types_pb2.MIGRATION_STATE_ABORTED
 GONE: Final = types_pb2.MIGRATION_STATE_GONE
@@ -40,12 +62,96 @@ _ENDS: Final = frozenset(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class TargetParts:
+    """Parts used by an import."""
+
+    own: Addressee
+    engine: Engine
+    info: EngineInfo
+    puller: BlockPuller
+    front_ends: FrontEnds
+    carried: CarriedRequests
+    events: PhaseEvents
+    metrics: WorkerMetrics
+    faults: Faults
+    spans: TransferSpans
+    settings: WorkerSettings
+    # Submits a request that had to wait for the end of an import.
+    resubmit: Callable[[Submission], None]
+    # Limits background transfers.
+    link: LinkBudget = field(default_factory=LinkBudget)
+    # Rate of incoming KV, including waits for the link budget.
+    incoming: TransferRate = field(default_factory=TransferRate)
+
+
 class Abort(Exception):
     """The import cannot continue; the message says why. `gone`: because the request has left its source."""
 
     def __init__(self, reason: str, gone: bool = False) -> None:
         super().__init__(reason)
         self.gone = gone
+
+
+class Verdict(enum.Enum):
+    """The outcome of an adoption."""
+
+    ACCEPTED = "accepted"
+    REFUSED = "refused"
+    # The stream to the front end ended first: it may have accepted or not. It recovers the request in either
+    # case.
+    UNKNOWN = "unknown"
+
+
+class Adoption:
+    """Ask a front end to adopt once.
+
+    Between the request and the reply the import can neither be cancelled nor time out: only the end of the
+    stream to the front end decides otherwise, and a front end that does not reply is disconnected.
+    """
+
+    def __init__(self, front_ends: FrontEnds, front_end: FrontEnd) -> None:
+        self._front_ends = front_ends
+        self._front_end = front_end
+        self._reply: worker_pb2.AdoptReply | None = None
+        # Set once there is a reply or there will be none.
+        self._settled = asyncio.Event()
+
+    @property
+    def gone(self) -> bool:
+        """Return whether the front end refused because the request has ended."""
+        return self._reply is not None and self._reply.gone
+
+    def answer(self, reply: worker_pb2.AdoptReply) -> None:
+        """Take the front end's reply."""
+        self._reply = self._reply or reply
+        self._settled.set()
+
+    async def ask(self, adopt: worker_pb2.Adopt, timeout_s: float) -> tuple[Verdict, str]:
+        """Return the verdict, and the reason if it is not ACCEPTED."""
+        if not self._front_end.send(worker_pb2.AttachDown(adopt=adopt)):
+            # Not sent, so it cannot have been accepted.
+            return Verdict.REFUSED, "the front end is gone"
+        watch = asyncio.create_task(self._watch(), name="adoption")
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._settled.wait()
+        except TimeoutError:
+            pass
+        finally:
+            watch.cancel()
+        if self._reply is not None:
+            if self._reply.accepted:
+                return Verdict.ACCEPTED, ""
+            return Verdict.REFUSED, self._reply.reason or "refused by the front end"
+        if not self._front_end.closed.is_set():
+            self._front_end.disconnect(f"did not answer an adoption within {timeout_s:g} s")
+            self._front_ends.detach(self._front_end)
+        return Verdict.UNKNOWN, f"the front end is gone: {self._front_end.reason}"
+
+    async def _watch(self) -> None:
+        await self._front_end.closed.wait()
+        self._settled.set()
 
 
 class Import:
@@ -256,7 +362,7 @@ class Import:
     async def _open_and_copy(self) -> Paused:
         opened = await self._open()
         if self._handover.way is Way.REPLAY:
-            return await replaying.stop(self._source, self._parts.faults)
+            return await stop_to_replay(self._source, self._parts.faults)
         puller = self._parts.puller
         sources, tickets = addresses_of(opened.kv_addresses, puller.addresses), tickets_of(opened)
         if not sources:
@@ -414,7 +520,7 @@ class Import:
     async def _begin(self, key: RequestKey, opened: worker_pb2.ExportOpened, paused: Paused) -> None:
         """Start the request on this engine. Raise EngineRefusal."""
         if self._handover.way is Way.REPLAY:
-            submission = replaying.submission(opened, paused, key, self.request_id, self._request.epoch)
+            submission = replay_submission(opened, paused, key, self.request_id, self._request.epoch)
             self._parts.engine.submit(submission)
         else:
             await self._parts.engine.import_activate(self.request_id)

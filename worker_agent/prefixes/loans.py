@@ -12,8 +12,7 @@ from tailrace.v1 import cache_pb2
 from worker_agent.engine.base import Engine, KvShape
 from worker_agent.engine.errors import EngineRefusal
 from worker_agent.faults import Faults
-from worker_agent.kv.address import BlockSession, BlockSource, KvTransferError, addresses_of
-from worker_agent.migration.messages import kv_layout
+from worker_agent.kv.address import BlockSession, BlockSource, KvTransferError, addresses_of, kv_layout
 
 # Maximum concurrent loans, each of which keeps blocks from being evicted.
 _LOANS_MAX: Final = 16

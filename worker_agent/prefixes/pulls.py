@@ -22,11 +22,17 @@ from tailrace.v1 import cache_pb2
 from worker_agent.engine.base import Engine, KvShape, Pull, RequestKey, Submission
 from worker_agent.engine.errors import EngineRefusal, KvCorrupt
 from worker_agent.faults import Faults
-from worker_agent.kv.address import BlockPuller, KvIdentityError, KvTransferError, Ticket, addresses_of
+from worker_agent.kv.address import (
+    BlockPuller,
+    KvIdentityError,
+    KvTransferError,
+    Ticket,
+    addresses_of,
+    layout_difference,
+)
 from worker_agent.metrics import WorkerMetrics
-from worker_agent.migration.messages import layout_difference
-from worker_agent.migration.spans import TransferSpans
 from worker_agent.prefixes.loan_link import LoanLink, LoanLost
+from worker_agent.spans import TransferSpans
 
 log = logging.getLogger(__name__)
 
