@@ -9,11 +9,12 @@ over      committed, or aborted
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Final
 
 from tailrace import wire
@@ -54,12 +55,11 @@ from worker_agent.spans import TransferSpans
 
 log = logging.getLogger(__name__)
 
-
 ABORTED: Final = types_pb2.MIGRATION_STATE_ABORTED
 GONE: Final = types_pb2.MIGRATION_STATE_GONE
-_ENDS: Final = frozenset(
-    {ABORTED, GONE, types_pb2.MIGRATION_STATE_COMMITTED, types_pb2.MIGRATION_STATE_UNKNOWN}
-)
+COMMITTED: Final = types_pb2.MIGRATION_STATE_COMMITTED
+UNKNOWN: Final = types_pb2.MIGRATION_STATE_UNKNOWN
+_ENDS: Final = frozenset({ABORTED, COMMITTED, GONE, UNKNOWN})
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,72 +86,18 @@ class TargetParts:
 
 
 class Abort(Exception):
-    """The import cannot continue; the message says why. `gone`: because the request has left its source."""
+    """The import ends without a commit; the message says why.
 
-    def __init__(self, reason: str, gone: bool = False) -> None:
-        super().__init__(reason)
-        self.gone = gone
-
-
-class Verdict(enum.Enum):
-    """The outcome of an adoption."""
-
-    ACCEPTED = "accepted"
-    REFUSED = "refused"
-    # The stream to the front end ended first: it may have accepted or not. It recovers the request in either
-    # case.
-    UNKNOWN = "unknown"
-
-
-class Adoption:
-    """Ask a front end to adopt once.
-
-    Between the request and the reply the import can neither be cancelled nor time out: only the end of the
-    stream to the front end decides otherwise, and a front end that does not reply is disconnected.
+    `state`: the migration's end; GONE if the request has left its source.
     """
 
-    def __init__(self, front_ends: FrontEnds, front_end: FrontEnd) -> None:
-        self._front_ends = front_ends
-        self._front_end = front_end
-        self._reply: worker_pb2.AdoptReply | None = None
-        # Set once there is a reply or there will be none.
-        self._settled = asyncio.Event()
+    def __init__(self, reason: str, state: types_pb2.MigrationState.ValueType = ABORTED) -> None:
+        super().__init__(reason)
+        self.state = state
 
-    @property
-    def gone(self) -> bool:
-        """Return whether the front end refused because the request has ended."""
-        return self._reply is not None and self._reply.gone
 
-    def answer(self, reply: worker_pb2.AdoptReply) -> None:
-        """Take the front end's reply."""
-        self._reply = self._reply or reply
-        self._settled.set()
-
-    async def ask(self, adopt: worker_pb2.Adopt, timeout_s: float) -> tuple[Verdict, str]:
-        """Return the verdict, and the reason if it is not ACCEPTED."""
-        if not self._front_end.send(worker_pb2.AttachDown(adopt=adopt)):
-            # Not sent, so it cannot have been accepted.
-            return Verdict.REFUSED, "the front end is gone"
-        watch = asyncio.create_task(self._watch(), name="adoption")
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._settled.wait()
-        except TimeoutError:
-            pass
-        finally:
-            watch.cancel()
-        if self._reply is not None:
-            if self._reply.accepted:
-                return Verdict.ACCEPTED, ""
-            return Verdict.REFUSED, self._reply.reason or "refused by the front end"
-        if not self._front_end.closed.is_set():
-            self._front_end.disconnect(f"did not answer an adoption within {timeout_s:g} s")
-            self._front_ends.detach(self._front_end)
-        return Verdict.UNKNOWN, f"the front end is gone: {self._front_end.reason}"
-
-    async def _watch(self) -> None:
-        await self._front_end.closed.wait()
-        self._settled.set()
+# What ends a copy, besides Abort.
+_COPY_FAILURES: Final = (TimeoutError, SourceFailed, SourceLost, EngineRefusal, KvCorrupt, KvTransferError)
 
 
 class Import:
@@ -168,18 +114,19 @@ class Import:
         self._copying: asyncio.Timeout | None = None
         self._transfer: BlockTransfer | None = None
         self._cancelled = ""
+        # Whether the request has left its source, or is not to be moved any more.
         self._gone = False
-        # How it ends if it is not committed.
-        self._end: types_pb2.MigrationState.ValueType = ABORTED
-        self._opened: worker_pb2.ExportOpened | None = None
         # How it moves; known once the source has opened its export.
         self._handover: Handover = LIVE
         # Whether the engine may have a reservation to drop.
         self._in_engine = False
         self._reserved = False
-        self._rounds: list[Round] = []
         self._front_end: FrontEnd | None = None
-        self._adoption: Adoption | None = None
+        # Set once the front end is to be asked.
+        self._adopting = False
+        self._adopt_reply: worker_pb2.AdoptReply | None = None
+        # Set once there is a reply or there will be none.
+        self._adopt_settled = asyncio.Event()
         # A submission of the same request that arrived meanwhile and replaces the import.
         self._successor: Submission | None = None
         self.key: RequestKey | None = None
@@ -202,7 +149,7 @@ class Import:
         """Return the event with its end, once it is over; one that says so if it failed without any."""
         if self._events and self._events[-1].state in _ENDS:
             return self._events[-1]
-        state = types_pb2.MIGRATION_STATE_COMMITTED if self.committed else ABORTED
+        state = COMMITTED if self.committed else ABORTED
         return worker_pb2.ImportEvent(state=state, reason="the target failed")
 
     @property
@@ -229,7 +176,7 @@ class Import:
 
         `gone`: because the request is not to be moved any more.
         """
-        if self._adoption is not None or self.over.is_set():
+        if self._adopting or self.over.is_set():
             return False
         if not self._cancelled:
             self._cancelled, self._gone = reason, gone
@@ -239,8 +186,9 @@ class Import:
 
     def answer(self, reply: worker_pb2.AdoptReply) -> None:
         """Take the front end's AdoptReply."""
-        if self._adoption is not None:
-            self._adoption.answer(reply)
+        if self._adopting:
+            self._adopt_reply = self._adopt_reply or reply
+            self._adopt_settled.set()
 
     def supersede_by(self, submission: Submission) -> bool:
         """End the import in favour of a submission of the same request, which follows once it is over.
@@ -271,114 +219,30 @@ class Import:
         if self.key is not None and self.key.client == client:
             self.cancel("its front end is gone", gone=True)
 
-    # ---- life cycle
+    # ---- the way
 
     async def run(self) -> None:
-        """Run from opening the export to the end."""
-        try:
-            committed, reason = await self._attempt()
-            if not committed:
-                self._parts.metrics.imports["aborted"] += 1
-                log.info("%s: import aborted: %s", self.request_id, reason)
-                self._emit(worker_pb2.ImportEvent(state=self._end, reason=reason))
-        finally:
-            self._source.drop()
-            # No await in between: a submission is either handed over here or refused by `supersede_by`.
-            self.over.set()
-            self._changed.set()
-            self._hand_over()
-
-    def _hand_over(self) -> None:
-        """Submit the request that was submitted meanwhile."""
-        successor, self._successor = self._successor, None
-        if successor is None:
-            return
-        if self.committed and self.key is not None:
-            self._parts.engine.abort([self.key])
-        self._parts.resubmit(successor)
-
-    async def _attempt(self) -> tuple[bool, str]:
-        try:
-            return await self._copy_and_commit()
-        finally:
-            if self._transfer is not None:
-                await run_to_completion(self._transfer.close())
-
-    async def _copy_and_commit(self) -> tuple[bool, str]:
-        try:
-            paused = await self._copy()
-        except Abort as abort:
-            self._end = GONE if abort.gone or self._gone else ABORTED
-            await run_to_completion(self._give_up(str(abort)))
-            return False, str(abort)
-        except BaseException:
-            # The worker is stopping, or has a bug.
-            await run_to_completion(self._give_up("the target failed"))
-            raise
-        return await run_to_completion(self._settle(paused))
-
-    async def _settle(self, paused: Paused) -> tuple[bool, str]:
-        """Ask the front end and act on its reply, whatever fails in between."""
-        try:
-            return await self._commit(paused)
-        except Exception:
-            if not self.committed:
-                await self._give_up("the target failed")
-            raise
-
-    async def _copy(self) -> Paused:
-        """Run the part that can be cancelled. Raise Abort."""
-        if self._cancelled:
-            raise Abort(self._cancelled)
-        try:
-            # Not a task of its own: it would keep what failed in it, with the frames and so this import.
-            async with asyncio.timeout(self._plan.room_wait_s + self._plan.timeout_s) as self._copying:
-                paused = await self._open_and_copy()
-        except TimeoutError as error:
-            if self._cancelled:
-                raise Abort(self._cancelled) from None
-            raise Abort(f"not finished within {self._plan.timeout_s:g} s of getting room") from error
-        except SourceFailed as error:
-            raise Abort(f"source: {error}", error.gone) from error
-        except SourceLost as error:
-            raise Abort(f"source: {error}") from error
-        except EngineRefusal as error:
-            raise Abort(f"target: {error}") from error
-        except KvCorrupt as error:
-            self._parts.metrics.kv_checksum_failures += 1
-            raise Abort(f"KV corrupted in transfer: {error}") from error
-        except KvIdentityError as error:
-            self._parts.metrics.kv_identity_failures += 1
-            raise Abort(f"KV transfer: {error}") from error
-        except KvTransferError as error:
-            self._parts.metrics.kv_transfer_failures += 1
-            raise Abort(f"KV transfer: {error}") from error
-        finally:
-            self._copying = None
-        if self._cancelled:
-            raise Abort(self._cancelled)
-        return paused
-
-    async def _open_and_copy(self) -> Paused:
-        opened = await self._open()
-        if self._handover.way is Way.REPLAY:
-            return await stop_to_replay(self._source, self._parts.faults)
-        puller = self._parts.puller
-        sources, tickets = addresses_of(opened.kv_addresses, puller.addresses), tickets_of(opened)
-        if not sources:
-            raise KvTransferError(f"{len(opened.kv_addresses)} endpoints there, {len(puller.addresses)} here")
-        transfer = self._transfer = await puller.connect(self.request_id, sources, tickets)
-        copying = Copying(
-            self._parts.engine,
-            transfer,
-            self._source,
-            self._parts.faults,
-            self.request_id,
-            self._round_done,
-            self._parts.link if self._request.reason in BACKGROUND else None,
-            self._held(),
-        )
-        return await copying.run(opened, self._plan)
+        """Open the export, copy the request in rounds, and commit: afterwards exactly one end has it."""
+        async with AsyncExitStack() as ending:
+            # These follow from the last to the first, however it ends.
+            ending.callback(self._close)
+            ending.push(self._report)
+            ending.push_async_callback(self._close_transfer)
+            ending.push_async_exit(self._give_up)
+            self._raise_if_cancelled()
+            try:
+                # Not a task of its own: it would keep what failed in it, with the frames and so this import.
+                async with asyncio.timeout(self._plan.room_wait_s + self._plan.timeout_s) as self._copying:
+                    opened = await self._open()
+                    paused = await self._copy(opened)
+            except _COPY_FAILURES as error:
+                raise self._abort_of(error) from error
+            finally:
+                self._copying = None
+            self._raise_if_cancelled()
+            # From here on only the front end decides.
+            self._adopting = True
+            await run_to_completion(self._commit(opened, paused))
 
     async def _open(self) -> worker_pb2.ExportOpened:
         """Get the source's snapshot, and reserve room here."""
@@ -392,7 +256,7 @@ class Import:
         event = await self._source.ask(worker_pb2.ExportCommand(open=command))
         if event.WhichOneof("body") != "opened":
             raise SourceLost("the source did not open the export")
-        opened = self._opened = event.opened
+        opened = event.opened
         try:
             handover = self._handover = way_of(self._parts.info, opened)
         except CannotMove as error:
@@ -444,49 +308,105 @@ class Import:
         await self._parts.engine.import_open(exported, key, self._request.epoch)
         self._in_engine = self._reserved = True
 
-    async def _commit(self, paused: Paused) -> tuple[bool, str]:
-        """Ask the front end and act on its reply."""
-        front_end, opened, key = self._front_end, self._opened, self.key
-        assert front_end is not None and opened is not None and key is not None
-        next_index = len(opened.output_token_ids) + len(paused.pause.new_output_token_ids)
-        self._adoption = Adoption(self._parts.front_ends, front_end)
-        await self._parts.faults.hold("import:adopt")
-        adopt = worker_pb2.Adopt(
-            migration_id=self.migration_id,
-            handle=opened.handle,
-            request_id=self.request_id,
-            from_epoch=self._request.from_epoch,
-            epoch=self._request.epoch,
-            next_index=next_index,
+    async def _copy(self, opened: worker_pb2.ExportOpened) -> Paused:
+        """Copy until the source has paused the request and nothing is left to copy."""
+        parts = self._parts
+        if self._handover.way is Way.REPLAY:
+            return await stop_to_replay(self._source, parts.faults)
+        puller = parts.puller
+        sources, tickets = addresses_of(opened.kv_addresses, puller.addresses), tickets_of(opened)
+        if not sources:
+            raise KvTransferError(f"{len(opened.kv_addresses)} endpoints there, {len(puller.addresses)} here")
+        transfer = self._transfer = await puller.connect(self.request_id, sources, tickets)
+        copying = Copying(
+            parts.engine,
+            transfer,
+            self._source,
+            parts.faults,
+            self.request_id,
+            self._round_done,
+            parts.link if self._request.reason in BACKGROUND else None,
+            self._held(),
         )
-        verdict, reason = await self._adoption.ask(adopt, self._parts.settings.adopt_timeout_s)
-        if verdict is Verdict.ACCEPTED:
-            # From now on the request belongs to this instance alone: whatever fails, it must run here, or the
-            # front end must be told that it does not.
-            self.committed = True
-            self._parts.metrics.imports["committed"] += 1
-            await self._activate(key, opened, paused, next_index)
-            return True, ""
-        if verdict is Verdict.UNKNOWN:
-            # Only the front end knows, and the source asks it. Reporting an abort here could make two owners.
-            self._source.drop()
-            self._end = types_pb2.MIGRATION_STATE_UNKNOWN
-        elif self._adoption.gone:
-            self._end = GONE
-        await self._give_up(reason)
-        return False, reason
+        return await copying.run(opened, self._plan)
 
-    async def _activate(
-        self, key: RequestKey, opened: worker_pb2.ExportOpened, paused: Paused, next_index: int
-    ) -> None:
+    def _round_done(self, done: Round) -> None:
+        self._parts.incoming.add(done.message.bytes, done.ended_s - done.began_s)
+        self._parts.spans.round_done(self._request.traceparent, done)
+        self._emit(worker_pb2.ImportEvent(state=done.state, round=done.message))
+
+    async def _commit(self, opened: worker_pb2.ExportOpened, paused: Paused) -> None:
+        """Ask the front end, and run the request here once it has accepted. Raise Abort if it has not."""
+        next_index = len(opened.output_token_ids) + len(paused.pause.new_output_token_ids)
+        await self._parts.faults.hold("import:adopt")
+        await self._ask_front_end(
+            worker_pb2.Adopt(
+                migration_id=self.migration_id,
+                handle=opened.handle,
+                request_id=self.request_id,
+                from_epoch=self._request.from_epoch,
+                epoch=self._request.epoch,
+                next_index=next_index,
+            )
+        )
+        # From now on the request belongs to this instance alone: whatever fails, it must run here, or the
+        # front end must be told that it does not.
+        self.committed = True
+        self._parts.metrics.imports["committed"] += 1
+        await self._activate(opened, paused, next_index)
+        self._report_commit(opened, paused, next_index)
+        await self._end_source(True, "")
+
+    async def _ask_front_end(self, adopt: worker_pb2.Adopt) -> None:
+        """Return once the front end has accepted. Raise Abort if it has refused, or if nobody knows.
+
+        Meanwhile the import can neither be cancelled nor time out: only the end of the stream to the front
+        end decides otherwise, and a front end that does not reply is disconnected.
+        """
+        front_end, timeout_s = self._front_end, self._parts.settings.adopt_timeout_s
+        assert front_end is not None
+        if not front_end.send(worker_pb2.AttachDown(adopt=adopt)):
+            # Not sent, so it cannot have been accepted.
+            raise Abort("the front end is gone")
+        watch = asyncio.create_task(self._watch(front_end), name="adoption")
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._adopt_settled.wait()
+        except TimeoutError:
+            pass
+        finally:
+            watch.cancel()
+        reply = self._adopt_reply
+        if reply is None:
+            if not front_end.closed.is_set():
+                front_end.disconnect(f"did not answer an adoption within {timeout_s:g} s")
+                self._parts.front_ends.detach(front_end)
+            # It may have accepted or not, and recovers the request in either case. Only the front end knows,
+            # and the source asks it: reporting an abort here could make two owners.
+            self._source.drop()
+            raise Abort(f"the front end is gone: {front_end.reason}", UNKNOWN)
+        if not reply.accepted:
+            raise Abort(reply.reason or "refused by the front end", GONE if reply.gone else ABORTED)
+
+    async def _watch(self, front_end: FrontEnd) -> None:
+        await front_end.closed.wait()
+        self._adopt_settled.set()
+
+    async def _activate(self, opened: worker_pb2.ExportOpened, paused: Paused, next_index: int) -> None:
+        """Run the request on this engine, or tell the front end that it does not run here."""
+        key, epoch = self.key, self._request.epoch
+        assert key is not None
         try:
             await self._parts.faults.hold("import:adopted")
             carried = self._parts.carried.add(
-                key, self.request_id, opened.frontend_id, self._request.epoch, opened.traceparent
+                key, self.request_id, opened.frontend_id, epoch, opened.traceparent
             )
             if paused.answer_pace is not None:
                 carried.pace.go_on(paused.answer_pace, next_index, paused.arrived_s)
-            await self._begin(key, opened, paused)
+            if self._handover.way is Way.REPLAY:
+                self._parts.engine.submit(replay_submission(opened, paused, key, self.request_id, epoch))
+            else:
+                await self._parts.engine.import_activate(self.request_id)
         except Exception as error:
             if isinstance(error, EngineRefusal):
                 log.warning("%s was adopted but does not run: %s", self.request_id, error)
@@ -496,6 +416,8 @@ class Import:
             self._fail(key, next_index)
             self._parts.carried.remove(key)
             await self._parts.engine.import_drop(self.request_id)
+
+    def _report_commit(self, opened: worker_pb2.ExportOpened, paused: Paused, next_index: int) -> None:
         phase = self._phase(opened)
         pause_s = time.monotonic() - paused.since_s
         interval_ms = paused.pause.token_interval_ms
@@ -504,7 +426,7 @@ class Import:
         self._parts.spans.paused(self._request.traceparent, paused.since_s, pause_s)
         self._emit(
             worker_pb2.ImportEvent(
-                state=types_pb2.MIGRATION_STATE_COMMITTED,
+                state=COMMITTED,
                 pause_ms=pause_s * 1000,
                 pause_steps=pause_s * 1000 / interval_ms if interval_ms > 0 else 0.0,
                 step_wait_ms=paused.pause.waited_s * 1000,
@@ -515,15 +437,6 @@ class Import:
         log.info(
             "%s adopted at token %d after a pause of %.1f ms", self.request_id, next_index, pause_s * 1000
         )
-        await self._end_source(True, "")
-
-    async def _begin(self, key: RequestKey, opened: worker_pb2.ExportOpened, paused: Paused) -> None:
-        """Start the request on this engine. Raise EngineRefusal."""
-        if self._handover.way is Way.REPLAY:
-            submission = replay_submission(opened, paused, key, self.request_id, self._request.epoch)
-            self._parts.engine.submit(submission)
-        else:
-            await self._parts.engine.import_activate(self.request_id)
 
     def _phase(self, opened: worker_pb2.ExportOpened) -> types_pb2.Phase.ValueType:
         """Return its current phase, which may have changed since the export was opened."""
@@ -544,8 +457,44 @@ class Import:
         )
         self._front_end.send(worker_pb2.AttachDown(outputs=outputs))
 
-    async def _give_up(self, reason: str) -> None:
-        """Drop everything; the source has been told, if it still listens."""
+    # ---- how it ends
+
+    def _raise_if_cancelled(self) -> None:
+        if self._cancelled:
+            raise Abort(self._cancelled)
+
+    def _abort_of(self, error: Exception) -> Abort:
+        """Return the abort that follows from one of _COPY_FAILURES."""
+        metrics = self._parts.metrics
+        match error:
+            case TimeoutError():
+                late = f"not finished within {self._plan.timeout_s:g} s of getting room"
+                return Abort(self._cancelled or late)
+            case SourceFailed():
+                return Abort(f"source: {error}", GONE if error.gone else ABORTED)
+            case SourceLost():
+                return Abort(f"source: {error}")
+            case EngineRefusal():
+                return Abort(f"target: {error}")
+            case KvCorrupt():
+                metrics.kv_checksum_failures += 1
+                return Abort(f"KV corrupted in transfer: {error}")
+            case KvIdentityError():
+                metrics.kv_identity_failures += 1
+            case _:
+                metrics.kv_transfer_failures += 1
+        return Abort(f"KV transfer: {error}")
+
+    async def _give_up(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Drop everything unless it is committed; the source resumes."""
+        if not self.committed:
+            # Without an Abort, the worker is stopping, or has a bug.
+            reason = str(error) if isinstance(error, Abort) else "the target failed"
+            await run_to_completion(self._drop(reason))
+
+    async def _drop(self, reason: str) -> None:
         try:
             if self._in_engine:
                 self._in_engine = self._reserved = False
@@ -560,11 +509,34 @@ class Import:
         except TimeoutError:
             self._source.drop()
 
-    def _round_done(self, done: Round) -> None:
-        self._rounds.append(done)
-        self._parts.incoming.add(done.message.bytes, done.ended_s - done.began_s)
-        self._parts.spans.round_done(self._request.traceparent, done)
-        self._emit(worker_pb2.ImportEvent(state=done.state, round=done.message))
+    async def _close_transfer(self) -> None:
+        if self._transfer is not None:
+            await run_to_completion(self._transfer.close())
+
+    def _report(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        """Tell the migration service of an abort, and return whether there was one."""
+        if not isinstance(error, Abort):
+            return False
+        state = GONE if self._gone and error.state == ABORTED else error.state
+        self._parts.metrics.imports["aborted"] += 1
+        log.info("%s: import aborted: %s", self.request_id, error)
+        self._emit(worker_pb2.ImportEvent(state=state, reason=str(error)))
+        return True
+
+    def _close(self) -> None:
+        """End it for all who wait, and submit the request if it was submitted meanwhile."""
+        self._source.drop()
+        # No await in between: a submission is either handed over here or refused by `supersede_by`.
+        self.over.set()
+        self._changed.set()
+        successor, self._successor = self._successor, None
+        if successor is None:
+            return
+        if self.committed and self.key is not None:
+            self._parts.engine.abort([self.key])
+        self._parts.resubmit(successor)
 
     def _emit(self, event: worker_pb2.ImportEvent) -> None:
         self._events.append(event)
