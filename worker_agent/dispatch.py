@@ -11,8 +11,8 @@ from tailrace import wire
 from tailrace.telemetry.incidents import unreadable
 from tailrace.v1 import worker_pb2
 from worker_agent.carried import CarriedRequests
-from worker_agent.engine.base import Engine, OutputFlag, Pull, RequestKey, Submission
-from worker_agent.frontends import FrontEnd, FrontEnds
+from worker_agent.engine.base import Engine, Pull, RequestKey, Submission
+from worker_agent.frontends import FrontEnd, FrontEnds, failed_here
 from worker_agent.held import HeldQueries
 from worker_agent.metrics import WorkerMetrics
 from worker_agent.migration.registry import Exports, Imports
@@ -138,16 +138,8 @@ def _pull(submit: worker_pb2.Submit) -> Pull | None:
 
 
 def _failed(submission: Submission) -> worker_pb2.AttachDown:
-    """Build the message that the request failed here; it may be tried elsewhere."""
-    outputs = worker_pb2.StepOutputs(
-        frames=wire.error_outputs([submission.request_id]),
-        handles=[submission.key.handle],
-        epochs=[submission.epoch],
-        first_indices=[len(submission.output_token_ids)],
-        counts=[0],
-        flags=[int(OutputFlag.FAILED)],
-    )
-    return worker_pb2.AttachDown(outputs=outputs)
+    next_index = len(submission.output_token_ids)
+    return failed_here(submission.request_id, submission.key.handle, submission.epoch, next_index)
 
 
 class Dispatcher:

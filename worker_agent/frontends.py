@@ -9,8 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Final, Protocol
 
+from tailrace import wire
 from tailrace.service.message_stream import DEFAULT_MAX_MESSAGE_BYTES, StreamBroken
 from tailrace.v1 import worker_pb2
+from worker_agent.engine.base import OutputFlag
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,19 @@ class Downstream(Protocol):
 
     def stalled_s(self, now_s: float) -> float:
         """Return for how many seconds it has read none of the unsent bytes; 0 if there are none."""
+
+
+def failed_here(request_id: str, handle: int, epoch: int, next_index: int) -> worker_pb2.AttachDown:
+    """Return the message that the request failed here before this token; it may be tried elsewhere."""
+    outputs = worker_pb2.StepOutputs(
+        frames=wire.error_outputs([request_id]),
+        handles=[handle],
+        epochs=[epoch],
+        first_indices=[next_index],
+        counts=[0],
+        flags=[int(OutputFlag.FAILED)],
+    )
+    return worker_pb2.AttachDown(outputs=outputs)
 
 
 class FrontEnd:

@@ -17,17 +17,16 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final
 
-from tailrace import wire
 from tailrace.handover import BACKGROUND, LIVE, TELL_SOURCE_S, Handover, Way
 from tailrace.messages import PHASE_NUMBERS, WAYS
 from tailrace.perf.transfer_rate import TransferRate
 from tailrace.service.tasks import run_to_completion
 from tailrace.v1 import types_pb2, worker_pb2
 from worker_agent.carried import CarriedRequests
-from worker_agent.engine.base import Engine, EngineInfo, Exported, OutputFlag, RequestKey, Submission
+from worker_agent.engine.base import Engine, EngineInfo, Exported, RequestKey, Submission
 from worker_agent.engine.errors import EngineRefusal, KvCorrupt
 from worker_agent.faults import Faults
-from worker_agent.frontends import FrontEnd, FrontEnds
+from worker_agent.frontends import FrontEnd, FrontEnds, failed_here
 from worker_agent.id_claim import Addressee
 from worker_agent.kv.address import (
     BlockPuller,
@@ -394,8 +393,8 @@ class Import:
 
     async def _activate(self, opened: worker_pb2.ExportOpened, paused: Paused, next_index: int) -> None:
         """Run the request on this engine, or tell the front end that it does not run here."""
-        key, epoch = self.key, self._request.epoch
-        assert key is not None
+        front_end, key, epoch = self._front_end, self.key, self._request.epoch
+        assert front_end is not None and key is not None
         try:
             await self._parts.faults.hold("import:adopted")
             carried = self._parts.carried.add(
@@ -413,7 +412,7 @@ class Import:
             else:
                 log.exception("%s was adopted but does not run", self.request_id)
             # The front end has it recomputed elsewhere.
-            self._fail(key, next_index)
+            front_end.send(failed_here(self.request_id, key.handle, epoch, next_index))
             self._parts.carried.remove(key)
             await self._parts.engine.import_drop(self.request_id)
 
@@ -444,18 +443,6 @@ class Import:
             if request.request_id == self.request_id:
                 return PHASE_NUMBERS[request.phase]
         return opened.phase
-
-    def _fail(self, key: RequestKey, next_index: int) -> None:
-        assert self._front_end is not None
-        outputs = worker_pb2.StepOutputs(
-            frames=wire.error_outputs([self.request_id]),
-            handles=[key.handle],
-            epochs=[self._request.epoch],
-            first_indices=[next_index],
-            counts=[0],
-            flags=[int(OutputFlag.FAILED)],
-        )
-        self._front_end.send(worker_pb2.AttachDown(outputs=outputs))
 
     # ---- how it ends
 
