@@ -17,6 +17,8 @@ import asyncio
 import enum
 import logging
 import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Final
 
@@ -84,6 +86,10 @@ class Outcome(enum.Enum):
     GONE = "gone"
 
 
+class NotAnExport(Exception):
+    """The stream does not begin with an export of this instance; the message says why."""
+
+
 class Export:
     """Export one request."""
 
@@ -91,8 +97,10 @@ class Export:
         self._parts = parts
         self._lease = lease
         self._request_id = ""
+        # None for a target with other parallel sizes, which cannot use the KV.
+        self._session: BlockSession | None = None
         self._paused_s: float | None = None
-        self._reason = ""
+        self._outcome, self._reason = Outcome.RESUME, ""
         # Output tokens when the export was opened.
         self._opened_tokens = 0
         # Set once the engine has opened the export.
@@ -112,50 +120,46 @@ class Export:
         return self._paused_s is not None
 
     async def run(self) -> None:
-        """Run from the first command to the end. Never leaves a request paused or pinned."""
-        try:
-            await self._run()
-        finally:
-            self._lease.close()
+        """Open the export, send blocks in rounds, pause, and hand the request over, or go on with it.
 
-    async def _run(self) -> None:
+        Never leaves a request paused or pinned.
+        """
+        async with AsyncExitStack() as ending:
+            # These follow from the last to the first, however it ends.
+            ending.callback(self._lease.close)
+            try:
+                opening = await self._read_open()
+                exported = await run_to_completion(self._parts.engine.export_open(self._request_id))
+            except (NotAnExport, EngineRefusal) as error:
+                self._fail(str(error), gone=isinstance(error, Gone))
+                return
+            self.key, self.epoch = exported.key, exported.epoch
+            self._opened_tokens = len(exported.output_token_ids)
+            ending.push_async_callback(self._settle)
+            try:
+                self._outcome = await self._open(opening, exported) or await self._follow_commands()
+            except KvTransferError as error:
+                self._reason = str(error)
+
+    async def _read_open(self) -> worker_pb2.ExportOpen:
+        """Return the first command. Raise NotAnExport if it does not open an export of this instance."""
         command = await self._lease.inbox.next(_OPEN_S)
         if not isinstance(command, worker_pb2.ExportCommand) or not command.HasField("open"):
-            self._fail("the first command must open the export")
-            return
-        opening = command.open
-        if refusal := self._parts.own.refusal(opening.source_instance_id):
-            self._fail(refusal)
-            return
-        self._request_id = opening.request_id
-        try:
-            exported = await run_to_completion(self._parts.engine.export_open(self._request_id))
-        except EngineRefusal as error:
-            self._fail(str(error), gone=isinstance(error, Gone))
-            return
-        self.key, self.epoch = exported.key, exported.epoch
-        self._opened_tokens = len(exported.output_token_ids)
-        session: BlockSession | None = None
-        outcome = Outcome.RESUME
-        try:
-            if self._parts.front_ends.by_client(exported.key.client) is None:
-                outcome, self._reason = Outcome.GONE, "its front end is gone"
-            else:
-                blocks = self._parts.blocks
-                # None for a target with other parallel sizes, which cannot use the KV.
-                if targets := addresses_of(opening.kv_addresses, blocks.addresses):
-                    session = await blocks.open(self._request_id, targets)
-                await self._announce(session, exported)
-                outcome = await self._run_commands(session)
-        except KvTransferError as error:
-            self._reason = str(error)
-        finally:
-            self.decided = True
-            await run_to_completion(self._settle(session, outcome))
+            raise NotAnExport("the first command must open the export")
+        if refusal := self._parts.own.refusal(command.open.source_instance_id):
+            raise NotAnExport(refusal)
+        self._request_id = command.open.request_id
+        return command.open
 
-    async def _announce(self, session: BlockSession | None, exported: Exported) -> None:
-        if session is not None:
-            await session.announce(0, exported.block_hashes)
+    async def _open(self, opening: worker_pb2.ExportOpen, exported: Exported) -> Outcome | None:
+        """Let the target read the blocks that exist, and tell it all about the request."""
+        if self._parts.front_ends.by_client(exported.key.client) is None:
+            self._reason = "its front end is gone"
+            return Outcome.GONE
+        blocks = self._parts.blocks
+        if targets := addresses_of(opening.kv_addresses, blocks.addresses):
+            self._session = await blocks.open(self._request_id, targets)
+        await self._announce(0, exported.block_hashes)
         await self._parts.faults.hold("export:open")
         opened = worker_pb2.ExportOpened(
             frontend_id=exported.frontend_id,
@@ -167,19 +171,24 @@ class Export:
             layout=kv_layout(self._parts.info.kv_shape),
             traceparent=exported.traceparent,
             blocks=block_identities(exported.block_hashes),
-            kv_addresses=[address.message() for address in self._parts.blocks.addresses],
-            kv_tickets=[] if session is None else [ticket.secret for ticket in session.tickets],
+            kv_addresses=[address.message() for address in blocks.addresses],
+            kv_tickets=[] if self._session is None else [ticket.secret for ticket in self._session.tickets],
             replay_reason=exported.replay_reason,
             model=identity_message(self._parts.info.identity),
             adapter_version=exported.adapter_version,
         )
         self._lease.send(worker_pb2.ExportEvent(opened=opened))
+        return None
 
-    async def _run_commands(self, session: BlockSession | None) -> Outcome:
+    async def _announce(self, first_block: int, hashes: Sequence[bytes]) -> None:
+        if self._session is not None:
+            await self._session.announce(first_block, hashes)
+
+    async def _follow_commands(self) -> Outcome:
         """Handle commands and signals until there is an outcome."""
         while True:
             item = await self._lease.inbox.next(self._timeout_s())
-            outcome = await self._handle(session, item)
+            outcome = await self._handle(item)
             if outcome is not None:
                 return outcome
 
@@ -189,7 +198,7 @@ class Export:
             return settings.export_idle_s
         return max(0.0, self._paused_s + settings.pause_limit_s - _now_s())
 
-    async def _handle(self, session: BlockSession | None, item: Item | None) -> Outcome | None:
+    async def _handle(self, item: Item | None) -> Outcome | None:
         match item:
             case Released():
                 return self._released()
@@ -203,16 +212,14 @@ class Export:
             case None:
                 return await self._on_target_lost("the target fell silent")
             case _:
-                return await self._handle_command(session, item)
+                return await self._handle_command(item)
 
-    async def _handle_command(
-        self, session: BlockSession | None, command: worker_pb2.ExportCommand
-    ) -> Outcome | None:
+    async def _handle_command(self, command: worker_pb2.ExportCommand) -> Outcome | None:
         match command.WhichOneof("body"):
             case "more" if not self.paused:
-                return await self._send_more_blocks(session, command.more.have_blocks)
+                return await self._send_more_blocks(command.more.have_blocks)
             case "pause" if not self.paused:
-                return await self._pause(session, command.pause)
+                return await self._pause(command.pause)
             case "end" if command.end.committed and self.paused:
                 return Outcome.RELEASE
             case "end":
@@ -221,20 +228,19 @@ class Export:
             case other:
                 return await self._on_target_lost(f"unexpected command {other}")
 
-    async def _send_more_blocks(self, session: BlockSession | None, have_blocks: int) -> Outcome | None:
+    async def _send_more_blocks(self, have_blocks: int) -> Outcome | None:
         await self._parts.faults.hold("export:pre_copy")
         try:
             hashes = await run_to_completion(self._parts.engine.export_more(self._request_id, have_blocks))
         except EngineRefusal as error:
             self._reason = str(error)
             return Outcome.GONE
-        if session is not None:
-            await session.announce(have_blocks, hashes)
+        await self._announce(have_blocks, hashes)
         blocks = worker_pb2.ExportBlocks(first_block=have_blocks, blocks=block_identities(hashes))
         self._lease.send(worker_pb2.ExportEvent(blocks=blocks))
         return None
 
-    async def _pause(self, session: BlockSession | None, command: worker_pb2.ExportPause) -> Outcome | None:
+    async def _pause(self, command: worker_pb2.ExportPause) -> Outcome | None:
         engine, have_blocks = self._parts.engine, command.have_blocks
         try:
             pause = await run_to_completion(
@@ -246,8 +252,7 @@ class Export:
             self._reason = str(error)
             return Outcome.GONE if isinstance(error, Gone) else Outcome.RESUME
         self._paused_s = _now_s()
-        if session is not None:
-            await session.announce(have_blocks, pause.block_hashes)
+        await self._announce(have_blocks, pause.block_hashes)
         await self._parts.faults.hold("export:paused")
         paused = worker_pb2.ExportPaused(
             new_output_token_ids=pause.new_output_token_ids,
@@ -323,13 +328,17 @@ class Export:
                     if item.HasField("end") and item.end.committed:
                         return Outcome.RELEASE
 
-    async def _settle(self, session: BlockSession | None, outcome: Outcome) -> None:
-        """Carry out the outcome: nothing of the export is left when this returns."""
+    async def _settle(self) -> None:
+        """Carry out the outcome, final from here on: nothing of the export is left when this returns."""
+        self.decided = True
+        await run_to_completion(self._carry_out(self._outcome))
+
+    async def _carry_out(self, outcome: Outcome) -> None:
         if outcome is Outcome.RELEASE:
             await self._parts.faults.hold("export:adopt")
-        if session is not None:
-            session.taken = outcome is Outcome.RELEASE
-            await session.end()
+        if self._session is not None:
+            self._session.taken = outcome is Outcome.RELEASE
+            await self._session.end()
         try:
             if outcome is Outcome.RELEASE:
                 await self._parts.engine.export_release(self._request_id)
