@@ -20,7 +20,7 @@ from worker_agent.kv.memory import SharedMemory, StagingPool, require_sealable
 from worker_agent.kv.server import KvServer
 from worker_agent.kv.ucx import ucx_started_with
 from worker_agent.metrics import WorkerMetrics
-from worker_agent.ranks.transfers import RankedTransport
+from worker_agent.parallel.rank_transfers import RankedTransport
 
 Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
 

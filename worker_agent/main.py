@@ -23,7 +23,7 @@ from worker_agent.kv.memory import SharedMemory
 from worker_agent.kv.ucx import discarding_strays, start_ucx, stop_ucx
 from worker_agent.metrics import WorkerCollector, WorkerHistograms, WorkerMetrics
 from worker_agent.network import BindingError, interfaces, rdma_devices, ucx_options, untrusted_reason
-from worker_agent.nodes.span import worker_span
+from worker_agent.parallel.node_span import worker_span
 from worker_agent.settings import WorkerSettings
 from worker_agent.worker import EngineStartError, RunningWorker, running_worker
 

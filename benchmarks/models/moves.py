@@ -13,7 +13,7 @@ from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.vllm.engine import VllmEngine
 from worker_agent.engine.vllm.kv_blocks import DeviceStaging
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
-from worker_agent.ranks.transfers import RankedTransport
+from worker_agent.parallel.rank_transfers import RankedTransport
 
 _MAX_TRIES = 200
 

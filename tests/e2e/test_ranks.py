@@ -23,7 +23,7 @@ from tests.e2e.chats import Chats, assert_expected
 from tests.e2e.fleet import Fleet
 from tests.e2e.processes import wait_until
 from tests.waiting import WAIT_S
-from worker_agent.ranks.left_behind import Names, names_of
+from worker_agent.parallel.rank_leftovers import Names, names_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -14,9 +14,17 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.ports import free_port
-from worker_agent.data_parallel.meeting import Meeting, MeetingError, Place, meet
-from worker_agent.data_parallel.messages import Hello, Link, LinkLost, Start
-from worker_agent.data_parallel.peers import Peers
+from worker_agent.parallel.data_parallel_meeting import (
+    Hello,
+    Link,
+    LinkLost,
+    Meeting,
+    MeetingError,
+    Place,
+    Start,
+    meet,
+)
+from worker_agent.parallel.data_parallel_peers import Peers
 
 DEADLINE_S = 30.0
 SETTINGS = {"data_parallel_size": "3"}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from worker_agent.ranks.left_behind import Names, Record, names_of, remove
+from worker_agent.parallel.rank_leftovers import Names, Record, names_of, remove
 
 SHARED = Path("/dev/shm")
 # As a rank of a vLLM engine on a CPU: a message queue, and memory of the ranks' own communicator.

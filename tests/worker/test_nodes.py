@@ -17,10 +17,10 @@ from tests.counting import failures_of
 from tests.ports import free_port
 from tests.waiting import WAIT_S
 from worker_agent.engine.errors import EngineSettingError
-from worker_agent.nodes.gathering import Nodes
-from worker_agent.nodes.joining import NodeRefused, follow, join
-from worker_agent.nodes.messages import NodeStream, Start
-from worker_agent.nodes.span import NodeSpan, read_span, worker_span
+from worker_agent.parallel.node_gathering import Nodes
+from worker_agent.parallel.node_joining import NodeRefused, follow, join
+from worker_agent.parallel.node_messages import NodeStream, Start
+from worker_agent.parallel.node_span import NodeSpan, read_span, worker_span
 
 VLLM = "0.32.0"
 # No test waits for it to pass.
@@ -47,7 +47,7 @@ class Log(logging.Handler):
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture) -> Iterator[Log]:
-    handler, logger = Log(), logging.getLogger("worker_agent.nodes.gathering")
+    handler, logger = Log(), logging.getLogger("worker_agent.parallel.node_gathering")
     caplog.set_level(logging.INFO, logger.name)
     logger.addHandler(handler)
     yield handler

@@ -18,8 +18,8 @@ from tests.waiting import WAIT_S
 from worker_agent.engine.errors import EngineRefusal, KvCorrupt
 from worker_agent.kv.address import KvAddress, KvTransferError, Ticket
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
-from worker_agent.ranks.links import Pulse, RankLinks, RankLost
-from worker_agent.ranks.messages import (
+from worker_agent.parallel.rank_links import Pulse, RankLinks, RankLost
+from worker_agent.parallel.rank_messages import (
     Announce,
     Answer,
     Begin,
@@ -42,7 +42,7 @@ from worker_agent.ranks.messages import (
     failed,
     read_frame,
 )
-from worker_agent.ranks.transfers import RankedTransport
+from worker_agent.parallel.rank_transfers import RankedTransport
 
 HASHES = [b"a", b"b", b"c"]
 SOURCES = [KvAddress(b"theirs %d" % rank, "1") for rank in range(2)]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from worker_agent.data_parallel.waves import Waves
+from worker_agent.parallel.data_parallel_waves import Waves
 
 NUMBERS = st.integers(0, 3)
 

@@ -28,7 +28,7 @@ from tailrace.records import RankRecord
 from tailrace.slo import Slo
 from worker_agent.engine.errors import EngineRefusal
 from worker_agent.kv.address import KvShape as KvShape
-from worker_agent.ranks.links import RankLinks
+from worker_agent.parallel.rank_links import RankLinks
 
 Frames = Sequence[bytes]
 

@@ -15,7 +15,7 @@ from worker_agent.engine.base import StepColumns
 from worker_agent.engine.errors import EngineSettingError
 from worker_agent.engine.vllm.admission import Admission
 from worker_agent.engine.vllm.cache_watch import CacheWatch
-from worker_agent.engine.vllm.data_parallel import prepare_data_parallel
+from worker_agent.engine.vllm.data_parallel_settings import prepare_data_parallel
 from worker_agent.engine.vllm.exports import Exports
 from worker_agent.engine.vllm.fetches import Fetch, Fetches
 from worker_agent.engine.vllm.imports import Import, Imports

@@ -45,10 +45,10 @@ from worker_agent.engine.vllm.rank_facts import hardware
 from worker_agent.engine.vllm.settings import VllmSettings
 from worker_agent.engine.vllm.stats import Compilations, engine_stats
 from worker_agent.network import use_network_of
-from worker_agent.nodes.gathering import Nodes
-from worker_agent.nodes.span import NodeSpan, worker_span
-from worker_agent.ranks.left_behind import Record, names_of, remove
-from worker_agent.ranks.messages import Address
+from worker_agent.parallel.node_gathering import Nodes
+from worker_agent.parallel.node_span import NodeSpan, worker_span
+from worker_agent.parallel.rank_leftovers import Record, names_of, remove
+from worker_agent.parallel.rank_messages import Address
 
 _T = TypeVar("_T")
 

@@ -11,8 +11,8 @@ from multiprocessing.process import BaseProcess
 from typing import Final
 
 from worker_agent.engine.vllm.core import EngineParts
-from worker_agent.ranks.left_behind import Record, names_of, remove, remove_meeting
-from worker_agent.ranks.links import RankLinks
+from worker_agent.parallel.rank_leftovers import Record, names_of, remove, remove_meeting
+from worker_agent.parallel.rank_links import RankLinks
 
 _log = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ from worker_agent.engine.vllm.request_states import Adoption, Rewind
 from worker_agent.engine.vllm.scheduler import PausingScheduler
 
 if TYPE_CHECKING:
-    from worker_agent.ranks.messages import Address
+    from worker_agent.parallel.rank_messages import Address
 
 # Far more than the number of batches that vLLM ever has in flight.
 _MAX_DRAIN_STEPS = 64

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.distributed.utils import stateless_destroy_torch_distributed_process_group
 
-from worker_agent.data_parallel.waves import Waves
-from worker_agent.engine.vllm.data_parallel import meet_peers
+from worker_agent.engine.vllm.data_parallel_settings import meet_peers
+from worker_agent.parallel.data_parallel_waves import Waves
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore

@@ -21,8 +21,8 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from tailrace.model_identity import identify_model
 from worker_agent.engine.errors import EngineSettingError
 from worker_agent.engine.vllm.settings import VllmSettings, vllm_config
-from worker_agent.nodes.span import NODE
-from worker_agent.ranks.left_behind import Names, Record, names_of, remove, remove_meeting
+from worker_agent.parallel.node_span import NODE
+from worker_agent.parallel.rank_leftovers import Names, Record, names_of, remove, remove_meeting
 
 _log = logging.getLogger(__name__)
 

@@ -22,13 +22,13 @@ from worker_agent.engine.vllm.request_states import (
     RequestStates,
     Rewind,
 )
-from worker_agent.ranks.orphan import OrphanWatch
+from worker_agent.parallel.rank_orphan import OrphanWatch
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
 
-    from worker_agent.ranks.memory import RankMemory
-    from worker_agent.ranks.messages import Address
+    from worker_agent.parallel.rank_memory import RankMemory
+    from worker_agent.parallel.rank_messages import Address
 
 # vLLM imports this module in each rank before the rendezvous, and calls it only after all ranks are ready.
 _ORPHAN_WATCH = OrphanWatch()
@@ -73,7 +73,7 @@ class RunnerExtension:
             # Its parent, which follows the worker, goes on being watched.
             return
         # Imported here because it loads UCX into the process.
-        from worker_agent.ranks.agent import start_agent
+        from worker_agent.parallel.rank_agent import start_agent
 
         self.tailrace_memory = start_agent(
             self.rank, self._tailrace_blocks(), self._tailrace_meeting(), address

@@ -15,9 +15,9 @@ from tailrace.model_folder import ModelFolderError, require_model
 from tailrace.wire.setting_errors import one_line
 from worker_agent.engine.errors import EngineSettingError
 from worker_agent.engine.vllm.connectors import transfer_config
-from worker_agent.engine.vllm.data_parallel import check_data_parallel
+from worker_agent.engine.vllm.data_parallel_settings import check_data_parallel
 from worker_agent.engine.vllm.internals import require_multi, require_runner_v2
-from worker_agent.engine.vllm.parallel import prepare_ranks
+from worker_agent.engine.vllm.rank_settings import prepare_ranks
 
 Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
 
@@ -61,7 +61,7 @@ class VllmSettings:
     engine_args: Mapping[str, Json] = field(default_factory=dict)
     # How long the other nodes of an engine on several machines may take to join.
     nodes_timeout_s: float = 600.0
-    # Identifies the worker, also after a restart; see ranks/left_behind.py.
+    # Identifies the worker, also after a restart; see parallel/rank_leftovers.py.
     owner: str = ""
 
     @property

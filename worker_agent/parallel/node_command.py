@@ -19,7 +19,7 @@ from tailrace.service.runtime import Shutdown, run_service
 from tailrace.telemetry.log_format import log_as
 from worker_agent.engine.errors import EngineSettingError
 from worker_agent.network import untrusted_reason, use_network_of
-from worker_agent.nodes.joining import NodeRefused, follow, join
+from worker_agent.parallel.node_joining import NodeRefused, follow, join
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ import msgspec
 from tailrace.service.tasks import cancel, supervise
 from tailrace.telemetry.incidents import unreadable
 from worker_agent.kv.address import KvTransferError
-from worker_agent.ranks.messages import (
+from worker_agent.parallel.rank_messages import (
     ERRORS,
     Answer,
     Command,

@@ -8,7 +8,7 @@ from typing import Final
 
 from tailrace import __version__ as tailrace_version
 from tailrace.address import parse_address
-from worker_agent.nodes.messages import Join, Loaded, NodeStream, Refused, Start, Stopped
+from worker_agent.parallel.node_messages import Join, Loaded, NodeStream, Refused, Start, Stopped
 
 _RETRY_S: Final = 0.5
 _ATTEMPT_S: Final = 10.0

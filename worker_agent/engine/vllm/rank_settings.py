@@ -10,8 +10,8 @@ import torch
 from vllm.platforms import current_platform
 
 from worker_agent.engine.errors import EngineSettingError
-from worker_agent.nodes.span import NodeSpan, parallel_size, read_span
-from worker_agent.ranks.orphan import WORKER_PID
+from worker_agent.parallel.node_span import NodeSpan, parallel_size, read_span
+from worker_agent.parallel.rank_orphan import WORKER_PID
 
 # What the worker sets itself, and why it has to.
 _OURS: Final = {

@@ -1,6 +1,6 @@
 """Messages between a worker and the ranks of its engine: msgpack, each prefixed with its length.
 
-Both ends belong to one process tree and run one version; `links.py` admits nobody else.
+Both ends belong to one process tree and run one version; `rank_links.py` admits nobody else.
 """
 
 from __future__ import annotations

@@ -31,9 +31,9 @@ from worker_agent.kv.memory import SharedMemory, StagingPool, require_sealable
 from worker_agent.kv.server import KvServer, Session
 from worker_agent.kv.ucx import discarding_strays, start_ucx, stop_ucx
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
-from worker_agent.ranks.left_behind import names_of, remove, remove_meeting
-from worker_agent.ranks.memory import RankMemory
-from worker_agent.ranks.messages import (
+from worker_agent.parallel.rank_leftovers import names_of, remove, remove_meeting
+from worker_agent.parallel.rank_memory import RankMemory
+from worker_agent.parallel.rank_messages import (
     Address,
     Announce,
     Answer,

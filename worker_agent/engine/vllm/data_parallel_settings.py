@@ -11,10 +11,10 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.version import __version__ as vllm_version
 
 from tailrace.model_identity import ORIGIN
-from worker_agent.data_parallel.meeting import Meeting, MeetingError, Place, meet
-from worker_agent.data_parallel.peers import Peers
 from worker_agent.engine.errors import EngineSettingError
 from worker_agent.engine.vllm.internals import require_data_parallel
+from worker_agent.parallel.data_parallel_meeting import Meeting, MeetingError, Place, meet
+from worker_agent.parallel.data_parallel_peers import Peers
 
 MEETING_DEADLINE_S: Final = 600.0
 """How long a rank waits for the others; they meet before they load the model."""

@@ -2,7 +2,7 @@
 
 vLLM's ranks watch their parent only once the model is loaded. Until then an orphaned rank goes on: it waits
 in the rendezvous for ranks that nobody will start, half an hour by default, or loads a model and holds device
-memory meanwhile. Once the model is loaded the rank's agent (agent.py) takes over, because it has to clean up
+memory meanwhile. Once the model is loaded the rank's agent (rank_agent.py) takes over, as it has to clean up
 first.
 """
 
@@ -14,7 +14,7 @@ import threading
 from multiprocessing import connection
 from typing import Final
 
-from worker_agent.ranks.left_behind import names_of, remove
+from worker_agent.parallel.rank_leftovers import names_of, remove
 
 WORKER_PID: Final = "TAILRACE_WORKER_PID"
 """Environment variable that holds the process id of the ranks' worker."""

@@ -14,8 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from worker_agent.data_parallel.meeting import Meeting
-from worker_agent.data_parallel.messages import Leave, Link, LinkLost, Message, Start
+from worker_agent.parallel.data_parallel_meeting import Leave, Link, LinkLost, Meeting, Message, Start
 
 _log = logging.getLogger(__name__)
 

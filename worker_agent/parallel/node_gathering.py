@@ -13,8 +13,8 @@ from typing import Final
 from tailrace import __version__ as tailrace_version
 from tailrace.service.tasks import cancel, supervise
 from worker_agent.engine.errors import EngineSettingError
-from worker_agent.nodes.messages import Join, Loaded, NodeStream, Refused, Start, Stopped
-from worker_agent.nodes.span import ADDRESS, PORT, NodeSpan
+from worker_agent.parallel.node_messages import Join, Loaded, NodeStream, Refused, Start, Stopped
+from worker_agent.parallel.node_span import ADDRESS, PORT, NodeSpan
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Nodes:
     def start(self, settings: bytes, model: str) -> None:
         """Tell the nodes to start their ranks; from now on, `lost` tells if one leaves.
 
-        See messages.Start for the arguments.
+        See node_messages.Start for the arguments.
         """
         self._started = True
         for stream in self._joined.values():
@@ -77,7 +77,7 @@ class Nodes:
             self._report_lost(node, "")
 
     def loaded(self, meetings: Mapping[int, str]) -> None:
-        """Tell the nodes that the engine runs. `meetings`: messages.Loaded.meeting, by node."""
+        """Tell the nodes that the engine runs. `meetings`: Loaded.meeting, by node."""
         for node, stream in self._joined.items():
             stream.send(Loaded(meetings[node]))
 

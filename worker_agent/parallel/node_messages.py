@@ -8,7 +8,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 from tailrace.service.retransmission import probe_when_idle
-from worker_agent.ranks.messages import encode, read_frame
+from worker_agent.parallel.rank_messages import encode, read_frame
 
 # A peer whose machine or network fails silently is lost after 20 s. The kernels exchange these probes, so
 # that a process which is busy loading a model is not taken for dead.

@@ -13,8 +13,8 @@ from worker_agent.engine.base import RankedMemory
 from worker_agent.engine.errors import EngineRefusal
 from worker_agent.kv.address import KvAddress, KvTransferError, Ticket
 from worker_agent.metrics import WorkerMetrics
-from worker_agent.ranks.links import RankLink
-from worker_agent.ranks.messages import (
+from worker_agent.parallel.rank_links import RankLink
+from worker_agent.parallel.rank_messages import (
     Announce,
     Begin,
     Begun,

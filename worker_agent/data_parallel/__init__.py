@@ -1,1 +1,0 @@
-"""Ranks of a data-parallel deployment: how they meet, step together, and notice that one is lost."""
