@@ -10,7 +10,6 @@ from typing import Final, Protocol
 from tailrace import wire
 from tailrace.telemetry.incidents import unreadable
 from tailrace.v1 import worker_pb2
-from worker_agent.carried import CarriedRequests
 from worker_agent.engine.base import Engine, Pull, RequestKey, Submission
 from worker_agent.frontends import FrontEnd, FrontEnds, failed_here
 from worker_agent.held import HeldQueries
@@ -18,6 +17,7 @@ from worker_agent.metrics import WorkerMetrics
 from worker_agent.migration.registry import Exports, Imports
 from worker_agent.phase_events import PhaseEvents
 from worker_agent.prefixes.pulls import Pulls
+from worker_agent.running_requests import RunningRequests
 
 log = logging.getLogger(__name__)
 
@@ -29,13 +29,13 @@ class Suspects:
     not know of other front ends' suspects. The worker does, and rejects a second front end's.
     """
 
-    def __init__(self, carried: CarriedRequests) -> None:
-        self._carried = carried
+    def __init__(self, running: RunningRequests) -> None:
+        self._running = running
         self._suspects: set[RequestKey] = set()
 
     def may_admit(self, client: int) -> bool:
         """Return whether no other front end has a suspect here."""
-        self._suspects = {key for key in self._suspects if self._carried.get(key) is not None}
+        self._suspects = {key for key in self._suspects if self._running.get(key) is not None}
         return all(key.client == client for key in self._suspects)
 
     def add(self, key: RequestKey) -> None:
@@ -65,16 +65,16 @@ class Admission:
         self,
         engine: SubmissionTarget,
         front_ends: FrontEnds,
-        carried: CarriedRequests,
+        running: RunningRequests,
         metrics: WorkerMetrics,
         max_requests: int,
     ) -> None:
         """`max_requests`: most requests here at a time, waiting or running."""
         self._max_requests = max_requests
         self._engine = engine
-        self.suspects = Suspects(carried)
+        self.suspects = Suspects(running)
         self._front_ends = front_ends
-        self._carried = carried
+        self._running = running
         self._metrics = metrics
 
     def submit(self, submission: Submission) -> None:
@@ -97,14 +97,14 @@ class Admission:
         reply = worker_pb2.Taken(handle=submission.key.handle, epoch=submission.epoch)
         front_end.send(worker_pb2.AttachDown(taken=reply))
         try:
-            carried = self._carried.add(
+            running = self._running.add(
                 submission.key,
                 submission.request_id,
                 submission.frontend_id,
                 submission.epoch,
                 submission.traceparent,
             )
-            carried.pace.recover(
+            running.pace.recover(
                 submission.answer_tokens,
                 submission.answering_s,
                 len(submission.output_token_ids),
@@ -116,15 +116,15 @@ class Admission:
         except Exception:
             # A bug must not break the stream that carries all other requests.
             log.exception("request %s was not submitted", submission.request_id)
-            self._carried.remove(submission.key)
+            self._running.remove(submission.key)
             self._metrics.finished["failed"] += 1
             front_end.send(_failed(submission))
 
     def _rejection_reason(self, submission: Submission) -> str | None:
         """Return why the request must run elsewhere, or None."""
-        if self._carried.get(submission.key) is not None:
+        if self._running.get(submission.key) is not None:
             return None
-        if len(self._carried) >= self._max_requests:
+        if len(self._running) >= self._max_requests:
             return f"{self._max_requests} requests are already here (--max-requests)"
         if submission.suspect and not self.suspects.may_admit(submission.key.client):
             return "a suspect request of another front end is here"
@@ -152,17 +152,17 @@ class Dispatcher:
         exports: Exports,
         imports: Imports,
         pulls: Pulls,
-        carried: CarriedRequests,
+        running: RunningRequests,
         events: PhaseEvents,
         metrics: WorkerMetrics,
     ) -> None:
-        self._queries = HeldQueries(engine, carried, exports.open, self._is_incoming, self.give_up)
+        self._queries = HeldQueries(engine, running, exports.open, self._is_incoming, self.give_up)
         self._engine = engine
         self._admission = admission
         self._exports = exports
         self._imports = imports
         self._pulls = pulls
-        self._carried = carried
+        self._running = running
         self._events = events
         self._metrics = metrics
 
@@ -214,18 +214,18 @@ class Dispatcher:
         self._engine.abort([key])
         self._exports.request_aborted(key)
         self._imports.request_aborted(key)
-        carried = self._carried.remove(key)
-        if carried is not None:
+        running = self._running.remove(key)
+        if running is not None:
             self._metrics.finished["failed"] += 1
-            self._events.gone(carried)
+            self._events.gone(running)
 
     def client_gone(self, client: int) -> None:
         """Free all requests of a front end whose stream has ended."""
         self._pulls.drop_client(client)
         self._engine.abort_client(client)
-        for carried in self._carried.remove_client(client):
+        for running in self._running.remove_client(client):
             self._metrics.finished["aborted"] += 1
-            self._events.gone(carried)
+            self._events.gone(running)
 
     def _submit(self, front_end: FrontEnd, submit: worker_pb2.Submit) -> None:
         submission = Submission(
@@ -269,14 +269,14 @@ class Dispatcher:
         for key in keys:
             self._exports.request_aborted(key)
             self._imports.request_aborted(key)
-            carried = self._carried.remove(key)
-            if carried is not None:
+            running = self._running.remove(key)
+            if running is not None:
                 self._metrics.finished["aborted"] += 1
-                self._events.gone(carried)
+                self._events.gone(running)
 
     def _release(self, key: RequestKey, epoch: int) -> None:
         """Let an export free the request that it has paused, or abort the request if it still runs in that
         epoch."""
-        carried = self._carried.get(key)
-        if not self._exports.handle_release(key, epoch) and carried is not None and carried.epoch == epoch:
+        running = self._running.get(key)
+        if not self._exports.handle_release(key, epoch) and running is not None and running.epoch == epoch:
             self._abort([key])

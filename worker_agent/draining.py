@@ -18,10 +18,10 @@ from tailrace.records import InstanceRecord
 from tailrace.store.client import StoreUnavailable
 from tailrace.store.registration import Registration
 from tailrace.v1 import worker_pb2
-from worker_agent.carried import CarriedRequests
 from worker_agent.frontends import FrontEnds
 from worker_agent.hand_backs import HandBacks
 from worker_agent.migration.registry import Exports, Imports
+from worker_agent.running_requests import RunningRequests
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Draining:
         instance_id: str,
         drained: Callable[[], bool],
         hand_backs: HandBacks,
-        carried: CarriedRequests,
+        running: RunningRequests,
         exports: Exports,
         imports: Imports,
         front_ends: FrontEnds,
@@ -52,7 +52,7 @@ class Draining:
         self._instance_id = instance_id
         self._drained = drained
         self._hand_backs = hand_backs
-        self._carried = carried
+        self._running = running
         self._exports = exports
         self._imports = imports
         self._front_ends = front_ends
@@ -88,13 +88,13 @@ class Draining:
         self._imports.refuse("the worker is stopping")
         await set_serving(False)
         await self._announce(registration, record)
-        log.info("%s: %d requests to hand over", self._instance_id, len(self._carried))
+        log.info("%s: %d requests to hand over", self._instance_id, len(self._running))
         if await self._emptied(timeout_s):
             return
-        log.warning("%s: %d requests left after %g s", self._instance_id, len(self._carried), timeout_s)
+        log.warning("%s: %d requests left after %g s", self._instance_id, len(self._running), timeout_s)
         self._hand_backs.hand_back_all(_now_s())
         if not await self._emptied(HANDOVER_S):
-            log.warning("%s: %d requests found no other instance", self._instance_id, len(self._carried))
+            log.warning("%s: %d requests found no other instance", self._instance_id, len(self._running))
 
     async def _announce(self, registration: Registration, record: InstanceRecord) -> None:
         """Publish the draining state in etcd for the scheduler; attached front ends know already."""
@@ -109,7 +109,7 @@ class Draining:
         """Wait until no request and no migration is left here; return False after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
-                while len(self._carried) or len(self._exports) or len(self._imports):  # noqa: ASYNC110
+                while len(self._running) or len(self._exports) or len(self._imports):  # noqa: ASYNC110
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             return False

@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 from tailrace.v1 import worker_pb2
-from worker_agent.carried import CarriedRequests
 from worker_agent.engine.base import EngineStats, RequestKey
 from worker_agent.frontends import FrontEnds
+from worker_agent.running_requests import RunningRequests
 
 # Seconds after which a front end that found no other instance is asked again.
 RETRY_S: Final = 2.0
@@ -25,13 +25,13 @@ class HandBacks:
     def __init__(
         self,
         stats: Callable[[], EngineStats],
-        carried: CarriedRequests,
+        running: RunningRequests,
         front_ends: FrontEnds,
         exporting: Callable[[RequestKey], bool],
     ) -> None:
         """`exporting(key)` returns whether a migration of the request from here is open."""
         self._stats = stats
-        self._carried = carried
+        self._running = running
         self._front_ends = front_ends
         self._exporting = exporting
         # When each was last handed back, in seconds of the caller's clock.
@@ -63,7 +63,7 @@ class HandBacks:
 
     def hand_back_all(self, now_s: float) -> None:
         """Hand back everything that is left here, including requests that are being migrated."""
-        self._hand_back([key for key, _ in self._carried.items()], now_s)
+        self._hand_back([key for key, _ in self._running.items()], now_s)
 
     def _hand_back_named(self, request_ids: Collection[str], now_s: float) -> int:
         if not request_ids:
@@ -71,23 +71,23 @@ class HandBacks:
         return self._hand_back(
             [
                 key
-                for key, carried in self._carried.items()
-                if carried.request_id in request_ids and not self._exporting(key)
+                for key, running in self._running.items()
+                if running.request_id in request_ids and not self._exporting(key)
             ],
             now_s,
         )
 
     def _hand_back(self, keys: Collection[RequestKey], now_s: float) -> int:
         """Hand back requests that were not handed back a moment ago; return how many."""
-        carried = dict(self._carried.items())
-        self._handed_back_s = {key: at_s for key, at_s in self._handed_back_s.items() if key in carried}
+        running = dict(self._running.items())
+        self._handed_back_s = {key: at_s for key, at_s in self._handed_back_s.items() if key in running}
         messages: dict[int, worker_pb2.HandBack] = defaultdict(worker_pb2.HandBack)
         for key in keys:
             if now_s - self._handed_back_s.get(key, -RETRY_S) < RETRY_S:
                 continue
             self._handed_back_s[key] = now_s
             messages[key.client].handles.append(key.handle)
-            messages[key.client].epochs.append(carried[key].epoch)
+            messages[key.client].epochs.append(running[key].epoch)
         for client, message in messages.items():
             front_end = self._front_ends.by_client(client)
             if front_end is not None:

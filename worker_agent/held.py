@@ -14,10 +14,10 @@ from typing import Final
 from tailrace.service.tasks import cancel, task_error
 from tailrace.telemetry.incidents import loop_failed, loop_named
 from tailrace.v1 import worker_pb2
-from worker_agent.carried import CarriedRequests
 from worker_agent.engine.base import Engine, Held, RequestKey
 from worker_agent.engine.errors import EngineRefusal
 from worker_agent.frontends import FrontEnd
+from worker_agent.running_requests import RunningRequests
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class HeldQueries:
     def __init__(
         self,
         engine: Engine,
-        carried: CarriedRequests,
+        running: RunningRequests,
         exporting: Callable[[RequestKey], bool],
         importing: Callable[[RequestKey], bool],
         give_up: Callable[[RequestKey], None],
@@ -40,7 +40,7 @@ class HeldQueries:
         `give_up` frees whatever the worker keeps of a request.
         """
         self._engine = engine
-        self._carried = carried
+        self._running = running
         self._exporting = exporting
         self._importing = importing
         self._give_up = give_up
@@ -75,9 +75,9 @@ class HeldQueries:
         )
         front_end.send(worker_pb2.AttachDown(held_reply=reply))
         for key, epoch in missing.items():
-            carried = self._carried.get(key)
-            if carried is not None and carried.epoch == epoch:
-                log.error("%s was lost by this worker", carried.request_id)
+            running = self._running.get(key)
+            if running is not None and running.epoch == epoch:
+                log.error("%s was lost by this worker", running.request_id)
                 self._give_up(key)
 
     def _has(self, key: RequestKey, epoch: int, held: Held | None) -> bool:

@@ -13,10 +13,10 @@ from tailrace.perf.future_load import FutureLoad
 from tailrace.perf.remaining import tokens_left
 from tailrace.telemetry.incidents import guarded
 from tailrace.v1 import monitor_pb2, worker_pb2
-from worker_agent.carried import Carried
 from worker_agent.engine.base import EngineStats, RequestStats
 from worker_agent.phase_events import STATES
 from worker_agent.progress import Progress
+from worker_agent.running_requests import RunningRequest
 from worker_agent.speeds import Speeds
 
 _future_load: Final = FutureLoad()
@@ -129,14 +129,16 @@ class Heartbeats:
         return lambda _: worker_pb2.Heartbeat(steps=steps, running=running)
 
 
-def request_report(request: RequestStats, carried: Carried | None, now_s: float) -> monitor_pb2.RequestReport:
-    """Return the report of one request; `now_s`: monotonic. `carried` is None for a request that is just
+def request_report(
+    request: RequestStats, running: RunningRequest | None, now_s: float
+) -> monitor_pb2.RequestReport:
+    """Return the report of one request; `now_s`: monotonic. `running` is None for a request that is just
     leaving."""
     slack: float | None = None
     qoe: float | None = None
-    if carried is not None and carried.pace.begun:
-        carried.pace.count(request.output_tokens, now_s)
-        slack, qoe = carried.pace.slack_tokens(now_s), carried.pace.qoe
+    if running is not None and running.pace.begun:
+        running.pace.count(request.output_tokens, now_s)
+        slack, qoe = running.pace.slack_tokens(now_s), running.pace.qoe
     return monitor_pb2.RequestReport(
         request_id=request.request_id,
         frontend_id=request.frontend_id,
@@ -156,5 +158,5 @@ def request_report(request: RequestStats, carried: Carried | None, now_s: float)
         predicted_remaining_tokens=request.predicted_remaining_tokens,
         pacer_slack_tokens=slack,
         qoe=qoe,
-        traceparent="" if carried is None else carried.traceparent,
+        traceparent="" if running is None else running.traceparent,
     )

@@ -10,8 +10,8 @@ from typing import Final
 
 from tailrace.messages import PHASE_NUMBERS, REQUEST_STATE_NUMBERS
 from tailrace.v1 import monitor_pb2, types_pb2
-from worker_agent.carried import Carried, CarriedRequests
 from worker_agent.engine.base import RequestStats
+from worker_agent.running_requests import RunningRequest, RunningRequests
 
 # Events beyond this are dropped, oldest first: the next steady report contains all that matters.
 _PENDING_MAX: Final = 10_000
@@ -58,16 +58,16 @@ class PhaseEvents:
             self._changed[request_id] = None
         self.wakeup.set()
 
-    def gone(self, carried: Carried, output_tokens: int = 0) -> None:
+    def gone(self, request: RunningRequest, output_tokens: int = 0) -> None:
         """Record that a request has left this instance: finished, aborted or moved. `output_tokens`: if
         known."""
-        self._changed.pop(carried.request_id, None)
+        self._changed.pop(request.request_id, None)
         self._gone.append(
-            _Gone(carried.request_id, carried.frontend_id, carried.epoch, output_tokens, time.time())
+            _Gone(request.request_id, request.frontend_id, request.epoch, output_tokens, time.time())
         )
         self.wakeup.set()
 
-    def take(self, requests: list[RequestStats], carried: CarriedRequests) -> list[monitor_pb2.PhaseEvent]:
+    def take(self, requests: list[RequestStats], running: RunningRequests) -> list[monitor_pb2.PhaseEvent]:
         """Return and remove all events, given the engine's current requests."""
         self.wakeup.clear()
         gone, self._gone = self._gone, deque(maxlen=_PENDING_MAX)
@@ -97,7 +97,7 @@ class PhaseEvents:
                     max_tokens=request.max_tokens,
                     phase_tokens=request.phase_tokens,
                     state=STATES[request.state],
-                    traceparent=_traceparent(carried.by_id(request.request_id)),
+                    traceparent=_traceparent(running.by_id(request.request_id)),
                     predicted_remaining_tokens=request.predicted_remaining_tokens,
                 )
                 for request in requests
@@ -106,5 +106,5 @@ class PhaseEvents:
         return events
 
 
-def _traceparent(carried: Carried | None) -> str:
-    return "" if carried is None else carried.traceparent
+def _traceparent(running: RunningRequest | None) -> str:
+    return "" if running is None else running.traceparent

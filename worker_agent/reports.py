@@ -18,10 +18,10 @@ from tailrace.service.reachability import Reachability
 from tailrace.telemetry.incidents import guarded
 from tailrace.v1 import monitor_pb2, monitor_pb2_grpc
 from worker_agent.cache_servicer import update_of
-from worker_agent.carried import CarriedRequests
 from worker_agent.engine.base import EngineStats
 from worker_agent.load import MigrationLoad, load_of, request_report
 from worker_agent.phase_events import PhaseEvents
+from worker_agent.running_requests import RunningRequests
 from worker_agent.speeds import Speeds
 from worker_agent.unacknowledged import Unacknowledged
 
@@ -66,7 +66,7 @@ class Reports:
         block_tokens: int,
         stats: Callable[[], EngineStats],
         migrations: Callable[[], MigrationLoad],
-        carried: CarriedRequests,
+        running: RunningRequests,
         events: PhaseEvents,
         speeds: Callable[[], Speeds | None],
         monitors: Callable[[], Sequence[str]],
@@ -81,7 +81,7 @@ class Reports:
         self._block_tokens = block_tokens
         self._stats = stats
         self._migrations = migrations
-        self._carried = carried
+        self._running = running
         self._events = events
         self._speeds = speeds
         self._monitors = monitors
@@ -202,7 +202,7 @@ class Reports:
                 stats = self._stats()
         with guarded(_LOOP, "phase events"):
             report.phase_events.extend(
-                self._events.take(stats.requests if stats is not None else [], self._carried)
+                self._events.take(stats.requests if stats is not None else [], self._running)
             )
         if steady and stats is not None:
             with guarded(_LOOP, "load"):
@@ -217,7 +217,7 @@ class Reports:
         rows: list[monitor_pb2.RequestReport] = []
         for request in stats.requests:
             with guarded(_LOOP, request.request_id):
-                rows.append(request_report(request, self._carried.by_id(request.request_id), now_s))
+                rows.append(request_report(request, self._running.by_id(request.request_id), now_s))
         report.requests.CopyFrom(columns_from(rows))
 
     async def _read_acknowledgements(

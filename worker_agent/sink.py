@@ -12,12 +12,12 @@ import msgspec
 
 from tailrace import wire
 from tailrace.v1 import worker_pb2
-from worker_agent.carried import Carried, CarriedRequests
 from worker_agent.engine.base import Frames, OutputFlag, RequestKey, StepColumns
 from worker_agent.engine.errors import EngineRefusal, Unrunnable
 from worker_agent.frontends import FrontEnd, FrontEnds
 from worker_agent.metrics import WorkerMetrics
 from worker_agent.phase_events import PhaseEvents
+from worker_agent.running_requests import RunningRequest, RunningRequests
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class FrontEndSink:
     def __init__(
         self,
         front_ends: FrontEnds,
-        carried: CarriedRequests,
+        running: RunningRequests,
         events: PhaseEvents,
         metrics: WorkerMetrics,
         on_dead: Callable[[str], None],
@@ -57,7 +57,7 @@ class FrontEndSink:
     ) -> None:
         """`give_up` frees a request whose outputs cannot be sent; called on the event loop."""
         self._front_ends = front_ends
-        self._carried = carried
+        self._running = running
         self._events = events
         self._metrics = metrics
         self._on_dead = on_dead
@@ -168,26 +168,28 @@ class FrontEndSink:
             if not flags:
                 continue
             key = RequestKey(columns.client, columns.handles[entry])
-            carried = self._carried.get(key)
-            if carried is None or carried.epoch != columns.epochs[entry]:
+            running = self._running.get(key)
+            if running is None or running.epoch != columns.epochs[entry]:
                 continue
             if flags & _ANSWER_BEGUN or flags & _NO_REASONING == _NO_REASONING:
-                carried.pace.begin(columns.first_indices[entry], time.monotonic())
+                running.pace.begin(columns.first_indices[entry], time.monotonic())
             if flags & _ENDED:
-                self._request_ended(key, carried, flags, columns.first_indices[entry] + columns.counts[entry])
+                self._request_ended(key, running, flags, columns.first_indices[entry] + columns.counts[entry])
             else:
-                self._events.changed(carried.request_id)
+                self._events.changed(running.request_id)
 
-    def _request_ended(self, key: RequestKey, carried: Carried, flags: int, output_tokens: int) -> None:
-        self._carried.remove(key)
-        self._events.gone(carried, output_tokens)
+    def _request_ended(
+        self, key: RequestKey, running: RunningRequest, flags: int, output_tokens: int
+    ) -> None:
+        self._running.remove(key)
+        self._events.gone(running, output_tokens)
         if flags & OutputFlag.FAILED:
             self._metrics.finished["failed"] += 1
             return
         self._metrics.finished["finished"] += 1
-        if carried.pace.begun:
-            carried.pace.count(output_tokens, time.monotonic())
-            self._metrics.qoe.observe(carried.pace.qoe)
+        if running.pace.begun:
+            running.pace.count(output_tokens, time.monotonic())
+            self._metrics.qoe.observe(running.pace.qoe)
 
 
 def _message(columns: StepColumns) -> worker_pb2.AttachDown:

@@ -26,7 +26,6 @@ from tailrace.v1.worker_pb2_grpc import add_WorkerServicer_to_server
 from worker_agent.attach import AttachStreams, refusal_message
 from worker_agent.bidask.assembly import BidAskServicer, coordinator_of
 from worker_agent.cache_servicer import CacheServicer
-from worker_agent.carried import CarriedRequests
 from worker_agent.dispatch import Admission, Dispatcher
 from worker_agent.draining import Draining
 from worker_agent.engine.base import Engine, EngineInfo, EngineStats
@@ -55,6 +54,7 @@ from worker_agent.profiling.profiler import Profiler
 from worker_agent.progress import Progress, StepBounds, watch_progress
 from worker_agent.registration import instance_record, register_instance
 from worker_agent.reports import Reports
+from worker_agent.running_requests import RunningRequests
 from worker_agent.servicer import WorkerServicer
 from worker_agent.settings import WorkerSettings
 from worker_agent.sink import FrontEndSink
@@ -142,7 +142,7 @@ class _WorkerBuilder:
         self._own = Addressee(instance_id, new_incarnation())
         self._faults = Faults.from_environment(instance_id)
         self._front_ends = FrontEnds()
-        self._carried = CarriedRequests(lambda: service.members.slo.reading_s)
+        self._running = RunningRequests(lambda: service.members.slo.reading_s)
         self._events = PhaseEvents()
         self._incoming = TransferRate()
 
@@ -150,7 +150,7 @@ class _WorkerBuilder:
         """Start the engine with its outputs going to the front ends. Raise EngineStartError."""
         users = FrontEndSink(
             self._front_ends,
-            self._carried,
+            self._running,
             self._events,
             self._metrics,
             self._on_dead,
@@ -200,7 +200,7 @@ class _WorkerBuilder:
     def open_migrations(self) -> None:
         """Create both ends of migrations."""
         self._admission = Admission(
-            self._pulls, self._front_ends, self._carried, self._metrics, self._settings.max_requests
+            self._pulls, self._front_ends, self._running, self._metrics, self._settings.max_requests
         )
         self._exports = Exports(
             SourceParts(
@@ -209,7 +209,7 @@ class _WorkerBuilder:
                 info=self._info,
                 blocks=self._transport,
                 front_ends=self._front_ends,
-                carried=self._carried,
+                running=self._running,
                 events=self._events,
                 metrics=self._metrics,
                 faults=self._faults,
@@ -224,7 +224,7 @@ class _WorkerBuilder:
                 info=self._info,
                 puller=self._transport,
                 front_ends=self._front_ends,
-                carried=self._carried,
+                running=self._running,
                 events=self._events,
                 metrics=self._metrics,
                 faults=self._faults,
@@ -246,7 +246,7 @@ class _WorkerBuilder:
             self._exports,
             self._imports,
             self._pulls,
-            self._carried,
+            self._running,
             self._events,
             self._metrics,
         )
@@ -260,12 +260,12 @@ class _WorkerBuilder:
             max_message_bytes=self._settings.max_message_bytes,
             model="" if identity is None else identity.key,
         )
-        self._hand_backs = HandBacks(self._stats, self._carried, self._front_ends, self._exports.open)
+        self._hand_backs = HandBacks(self._stats, self._running, self._front_ends, self._exports.open)
         self._draining = Draining(
             self._instance_id,
             lambda: self._instance_id in self._service.members.draining,
             self._hand_backs,
-            self._carried,
+            self._running,
             self._exports,
             self._imports,
             self._front_ends,
@@ -278,7 +278,7 @@ class _WorkerBuilder:
             self._own,
             self._engine,
             self._info.kv_shape.block_tokens,
-            self._carried,
+            self._running,
             self._imports,
             self._service.channels,
             lambda: first_address(self._service.members, "migration"),
@@ -295,7 +295,7 @@ class _WorkerBuilder:
             self._engine,
             self._info,
             self._sink,
-            self._carried,
+            self._running,
             self._service.store,
             tpot_s,
         )
@@ -398,7 +398,7 @@ class _WorkerBuilder:
             self._info.kv_shape.block_tokens,
             self._stats,
             lambda: MigrationLoad(self._imports.with_room, len(self._exports), self._incoming.bytes_per_s),
-            self._carried,
+            self._running,
             self._events,
             speeds.current,
             lambda: [record.address for record in preferred(self._service.members, "monitor")],

@@ -12,7 +12,6 @@ from prometheus_client import CollectorRegistry
 from tailrace.service.message_stream import serve_streams
 from tailrace.v1 import worker_pb2
 from worker_agent.attach import AttachStreams
-from worker_agent.carried import CarriedRequests
 from worker_agent.dispatch import Admission, Dispatcher
 from worker_agent.engine.base import RequestKey, Submission
 from worker_agent.engine.simulated import Faults, SimulatedEngine, SimulatedSettings
@@ -21,14 +20,15 @@ from worker_agent.load import Heartbeats
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
 from worker_agent.phase_events import PhaseEvents
 from worker_agent.progress import Progress, StepBounds
+from worker_agent.running_requests import RunningRequests
 from worker_agent.sink import FrontEndSink
 
 
 class _Submissions(Dispatcher):
     """Dispatcher of submissions and aborts, without migrations."""
 
-    def __init__(self, engine: SimulatedEngine, admission: Admission, carried: CarriedRequests) -> None:
-        self._engine, self._admission, self._carried = engine, admission, carried
+    def __init__(self, engine: SimulatedEngine, admission: Admission, running: RunningRequests) -> None:
+        self._engine, self._admission, self._running = engine, admission, running
 
     def handle(self, front_end: FrontEnd, message: worker_pb2.AttachUp) -> None:
         if message.HasField("submit"):
@@ -44,7 +44,7 @@ class _Submissions(Dispatcher):
             keys = [RequestKey(front_end.client, handle) for handle in message.abort.handles]
             self._engine.abort(keys)
             for key in keys:
-                self._carried.remove(key)
+                self._running.remove(key)
 
 
 class SimulatedWorker:
@@ -86,15 +86,15 @@ class SimulatedWorker:
 
     async def _run(self, started: asyncio.Event) -> None:
         engine = SimulatedEngine(self._settings, faults=self._faults)
-        carried, metrics = CarriedRequests(), WorkerMetrics(WorkerHistograms(CollectorRegistry()))
-        sink = FrontEndSink(self._front_ends, carried, PhaseEvents(), metrics, self.die, lambda key: None)
+        running, metrics = RunningRequests(), WorkerMetrics(WorkerHistograms(CollectorRegistry()))
+        sink = FrontEndSink(self._front_ends, running, PhaseEvents(), metrics, self.die, lambda key: None)
         info = await engine.start(sink)
-        admission = _Counting(engine, self._front_ends, carried, metrics, 1000)
+        admission = _Counting(engine, self._front_ends, running, metrics, 1000)
         admission.submitted = self.submitted
         hello = worker_pb2.WorkerHello(
             instance_id=self.instance_id, incarnation="1", ready_response=info.ready_response
         )
-        streams = AttachStreams(self._front_ends, _Submissions(engine, admission, carried), hello)
+        streams = AttachStreams(self._front_ends, _Submissions(engine, admission, running), hello)
         progress = Progress(StepBounds(1.0, 1.0), 0.0)
         heartbeats = asyncio.create_task(
             send_heartbeats(self._front_ends, 30.0, Heartbeats(progress, engine.stats))

@@ -18,11 +18,11 @@ from tests.scheduler.conftest import Control
 from tests.scheduler.facts import place_one
 from tests.service.silent_proxy import silent_proxy
 from tests.waiting import WAIT_S
-from worker_agent.carried import CarriedRequests
 from worker_agent.engine.base import EngineStats
 from worker_agent.load import MigrationLoad
 from worker_agent.phase_events import PhaseEvents
 from worker_agent.reports import Reports
+from worker_agent.running_requests import RunningRequests
 from worker_agent.speeds import Speeds
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def reports(control: Control, name: str, channels: Channels) -> Reports:
         16,
         lambda: IDLE,
         lambda: MigrationLoad(0, 0, 0.0),
-        CarriedRequests(lambda: 0.1),
+        RunningRequests(lambda: 0.1),
         PhaseEvents(),
         lambda: Speeds.of(load_profile("llama-3.1-8b-h100"), 0.1),
         lambda: [record.address for record in preferred(control.members, "monitor")],

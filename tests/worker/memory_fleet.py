@@ -20,7 +20,6 @@ from tailrace.telemetry.tracing import Tracing
 from tailrace.v1 import cache_pb2, types_pb2, worker_pb2
 from tests.worker.simulated import request_frames
 from worker_agent.attach import AttachStreams
-from worker_agent.carried import CarriedRequests
 from worker_agent.dispatch import Admission, Dispatcher
 from worker_agent.engine.base import RequestKey, Submission
 from worker_agent.engine.simulated import SimulatedEngine, SimulatedSettings
@@ -38,6 +37,7 @@ from worker_agent.migration.target import TargetParts
 from worker_agent.phase_events import PhaseEvents
 from worker_agent.prefixes.loan_link import LoanLink, LoanLost
 from worker_agent.prefixes.pulls import PullParts, Pulls
+from worker_agent.running_requests import RunningRequests
 from worker_agent.settings import WorkerSettings
 from worker_agent.sink import FrontEndSink
 from worker_agent.spans import TransferSpans
@@ -219,7 +219,7 @@ class Node:
         self.number = number
         self.dead = False
         self.front_ends, self.blocks = FrontEnds(), MemoryBlocks(number)
-        self.carried = CarriedRequests()
+        self.running = RunningRequests()
         self.metrics = WorkerMetrics(WorkerHistograms(CollectorRegistry()))
         self.engine = SimulatedEngine(settings, clock=asyncio.get_running_loop())
         self.leases: list[MemorySourceLink] = []
@@ -229,7 +229,7 @@ class Node:
 
     async def start(self) -> None:
         sink = FrontEndSink(
-            self.front_ends, self.carried, self._events, self.metrics, lambda reason: None, lambda key: None
+            self.front_ends, self.running, self._events, self.metrics, lambda reason: None, lambda key: None
         )
         info = await self.engine.start(sink)
         faults = self.faults = Faults()
@@ -248,7 +248,7 @@ class Node:
                 timeout_s=SETTINGS.pull_timeout_s,
             )
         )
-        admission = Admission(pulls, self.front_ends, self.carried, self.metrics, 1000)
+        admission = Admission(pulls, self.front_ends, self.running, self.metrics, 1000)
         own = Addressee(str(self.number), "1")
         self.exports = Exports(
             SourceParts(
@@ -257,7 +257,7 @@ class Node:
                 info,
                 self.blocks,
                 self.front_ends,
-                self.carried,
+                self.running,
                 self._events,
                 self.metrics,
                 faults,
@@ -271,7 +271,7 @@ class Node:
                 info,
                 puller,
                 self.front_ends,
-                self.carried,
+                self.running,
                 self._events,
                 self.metrics,
                 faults,
@@ -288,7 +288,7 @@ class Node:
             self.exports,
             self.imports,
             pulls,
-            self.carried,
+            self.running,
             self._events,
             self.metrics,
         )
@@ -566,7 +566,7 @@ class Fleet:
             assert stats.requests == [], f"node {node.number} still runs {stats.requests}"
             assert stats.kv_blocks_used == 0, f"node {node.number} holds blocks"
             assert len(node.imports) == len(node.exports) == len(node.blocks.sessions) == 0
-            assert len(node.carried) == 0
+            assert len(node.running) == 0
             assert node.engine.stats().kv_blocks_total > 0
 
     async def close(self) -> None:

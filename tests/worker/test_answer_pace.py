@@ -7,8 +7,8 @@ import pytest
 from tailrace.qoe import TokenRun, qoe
 from tailrace.slo import Slo
 from worker_agent.answer_pace import AnswerPace
-from worker_agent.carried import CarriedRequests
 from worker_agent.engine.base import RequestKey
+from worker_agent.running_requests import RunningRequests
 
 TPOT_S = 0.1
 
@@ -62,11 +62,11 @@ def test_pace_after_a_loss_comes_from_the_front_end() -> None:
 
 def test_pace_follows_the_slo_of_the_deployment() -> None:
     slo = Slo(2.0, 0.05)
-    carried = CarriedRequests(lambda: slo.reading_s)
-    first = carried.add(RequestKey(0, 1), "one", "f", 0)
+    running = RunningRequests(lambda: slo.reading_s)
+    first = running.add(RequestKey(0, 1), "one", "f", 0)
     # After a change of the SLO, running requests keep theirs.
     slo = Slo(2.0, 0.05, pace_s=0.2)
-    second = carried.add(RequestKey(0, 2), "two", "f", 0)
+    second = running.add(RequestKey(0, 2), "two", "f", 0)
     for request in (first, second):
         request.pace.begin(0, 0.0)
     assert first.pace.slack_tokens(1.0) == pytest.approx(1 - 21.0)

@@ -18,7 +18,6 @@ from tests.counting import skipped
 from tests.waiting import WAIT_S
 from tests.worker.simulated import SMALL, request_frames
 from worker_agent.attach import AttachStreams
-from worker_agent.carried import CarriedRequests
 from worker_agent.dispatch import Admission, Dispatcher
 from worker_agent.engine.base import OutputFlag, RequestKey, StepColumns, Submission
 from worker_agent.engine.simulated import SimulatedEngine
@@ -26,6 +25,7 @@ from worker_agent.frontends import HEARTBEAT_S, STALL_S, AttachRefused, FrontEnd
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
 from worker_agent.migration.registry import Imports
 from worker_agent.phase_events import PhaseEvents
+from worker_agent.running_requests import RunningRequests
 from worker_agent.sink import FrontEndSink
 
 HELLO = worker_pb2.WorkerHello(instance_id="w", incarnation="1", ready_response=b"ready")
@@ -87,7 +87,7 @@ class Worker:
 
     def __init__(self) -> None:
         self.front_ends = FrontEnds()
-        self.carried = CarriedRequests()
+        self.running = RunningRequests()
         self.gone: list[int] = []
         self.failed_because: list[RequestKey] = []
         self.front_ends.on_gone(self.gone.append)
@@ -96,7 +96,7 @@ class Worker:
         self.metrics = WorkerMetrics(WorkerHistograms(CollectorRegistry()))
         self.sink = FrontEndSink(
             self.front_ends,
-            self.carried,
+            self.running,
             PhaseEvents(),
             self.metrics,
             lambda reason: None,
@@ -368,7 +368,7 @@ async def test_worker_at_its_request_limit_rejects_others() -> None:
     worker = Worker()
     engine = SimulatedEngine(SMALL)
     await engine.start(worker.sink)
-    admission = Admission(engine, worker.front_ends, worker.carried, worker.metrics, 2)
+    admission = Admission(engine, worker.front_ends, worker.running, worker.metrics, 2)
     front = await attached(worker, "a")
     for handle in (1, 2, 3):
         admission.submit(submission(handle))
@@ -378,7 +378,7 @@ async def test_worker_at_its_request_limit_rejects_others() -> None:
     assert (worker.metrics.submitted, worker.metrics.rejected_busy) == (2, 1)
     # When one ends, there is room again.
     engine.abort([RequestKey(0, 1)])
-    worker.carried.remove(RequestKey(0, 1))
+    worker.running.remove(RequestKey(0, 1))
     admission.submit(submission(4))
     assert worker.metrics.submitted == 3
     await engine.stop()
@@ -394,13 +394,13 @@ async def test_failing_submission_ends_only_its_request(monkeypatch: pytest.Monk
         raise ZeroDivisionError("a mistake")
 
     monkeypatch.setattr(engine, "submit", fail)
-    admission = Admission(engine, worker.front_ends, worker.carried, worker.metrics, 2)
+    admission = Admission(engine, worker.front_ends, worker.running, worker.metrics, 2)
     front = await attached(worker, "a")
     admission.submit(submission(1))
     assert (await front.peer.down.get()).taken.handle == 1
     outputs = (await front.peer.down.get()).outputs
     assert list(outputs.handles) == [1] and list(outputs.flags) == [int(OutputFlag.FAILED)]
-    assert len(worker.carried) == 0 and not front.front_end.closed.is_set()
+    assert len(worker.running) == 0 and not front.front_end.closed.is_set()
     front.peer.up.put_nowait(None)
     await front.served
 

@@ -46,13 +46,13 @@ async def test_requests_unknown_to_the_engine_are_missing() -> None:
     importing: set[RequestKey] = set()
     failed_because: list[RequestKey] = []
     queries = HeldQueries(
-        engine, worker.carried, exporting.__contains__, importing.__contains__, failed_because.append
+        engine, worker.running, exporting.__contains__, importing.__contains__, failed_because.append
     )
     front = await attached(worker, "a")
     for handle in (1, 2, 3):
         key, name = RequestKey(0, handle), f"r{handle}"
         engine.submit(Submission(key, name, 0, request_frames(name, [65, 66]), frontend_id="a"))
-        worker.carried.add(key, name, "a", 0)
+        worker.running.add(key, name, "a", 0)
     assert await ask(queries, front, 1, 2, 3, 9) == [9]
     # With another epoch it is a different request.
     assert await ask(queries, front, 1, epoch=1) == [1]
@@ -77,7 +77,7 @@ async def test_request_paused_for_an_ended_export_is_missing(monkeypatch: pytest
     monkeypatch.setattr(engine, "find_held", find_held)
     exporting = {key}
     queries = HeldQueries(
-        engine, worker.carried, exporting.__contains__, lambda key: False, worker.failed_because.append
+        engine, worker.running, exporting.__contains__, lambda key: False, worker.failed_because.append
     )
     front = await attached(worker, "a")
     assert await ask(queries, front, 1) == []
@@ -102,7 +102,7 @@ async def test_unresponsive_engine_reports_no_request_missing(
 
     monkeypatch.setattr(engine, "find_held", find_held)
     queries = HeldQueries(
-        engine, worker.carried, lambda key: False, lambda key: False, worker.failed_because.append
+        engine, worker.running, lambda key: False, lambda key: False, worker.failed_because.append
     )
     front = await attached(worker, "a")
     queries.answer(front.front_end, worker_pb2.HeldQuery(handles=[1], epochs=[0]))

@@ -18,12 +18,12 @@ from tailrace.service.channels import Channels
 from tailrace.telemetry.incidents import LOOP_FAILURES
 from tailrace.v1 import admin_pb2, monitor_pb2, monitor_pb2_grpc, types_pb2
 from tests.waiting import WAIT_S
-from worker_agent.carried import Carried, CarriedRequests
 from worker_agent.engine.base import EngineStats, RequestKey, RequestStats
 from worker_agent.load import Heartbeats, MigrationLoad
 from worker_agent.phase_events import PhaseEvents
 from worker_agent.progress import Progress, StepBounds
 from worker_agent.reports import Reports
+from worker_agent.running_requests import RunningRequest, RunningRequests
 from worker_agent.speeds import Speeds
 
 TRACEPARENT = f"00-{1:032x}-{2:016x}-01"
@@ -108,9 +108,9 @@ def request(
     )
 
 
-def carried() -> CarriedRequests:
+def running() -> RunningRequests:
     """Return requests: r2's answer began two seconds ago, at its sixth token; r1 is traced."""
-    requests = CarriedRequests()
+    requests = RunningRequests()
     requests.add(RequestKey(0, 1), "r1", "fe", 2, TRACEPARENT)
     answering = requests.add(RequestKey(0, 2), "r2", "fe", 2)
     answering.pace.begin(5, time.monotonic() - 2.0)
@@ -147,7 +147,7 @@ async def reporting(
         16,
         lambda: stats,
         lambda: MigrationLoad(1, 2, 3e6),
-        carried(),
+        running(),
         news,
         lambda: Speeds.of(load_profile("llama-3.1-8b-h100"), 0.1),
         lambda: [address] if isinstance(address, str) else address,
@@ -185,7 +185,7 @@ async def test_figures_that_cannot_be_reported_hide_no_others() -> None:
     requests = [first, replace(second, kv_blocks=-5), third]
     broken = replace(STATS, requests=requests, prefill_backlog_tokens=-1, steps=1 << 80)
     news = PhaseEvents()
-    news.gone(carried().add(RequestKey(0, 9), "r9", "fe", 2), -7)
+    news.gone(running().add(RequestKey(0, 9), "r9", "fe", 2), -7)
     before = LOOP_FAILURES.labels("reports")._value.get()
     monitor = ScriptedMonitor()
     async with serving(monitor) as port, reporting(f"127.0.0.1:{port}", news, 0.05, broken):
@@ -234,7 +234,7 @@ async def test_phase_changes_are_reported_at_once() -> None:
         assert (await monitor.next()).HasField("load")
         news.changed("r1")
         news.changed("r2")
-        news.gone(Carried("r9", "fe", 4), 33)
+        news.gone(RunningRequest("r9", "fe", 4), 33)
         report = await monitor.next()
     assert not report.HasField("load")
     events = {event.request_id: event for event in report.phase_events}

@@ -28,7 +28,7 @@ async def test_suspects_of_another_front_end_wait_for_progress() -> None:
     engine.faults.hang = True
     await engine.start(worker.sink)
     fronts = [await attached(worker, name) for name in ("a", "b")]
-    admission = Admission(engine, worker.front_ends, worker.carried, worker.metrics, 100)
+    admission = Admission(engine, worker.front_ends, worker.running, worker.metrics, 100)
 
     def submit(front: int, handle: int, suspect: bool) -> list[str]:
         client, name = fronts[front].front_end.client, f"r{front}{handle}"
@@ -45,7 +45,7 @@ async def test_suspects_of_another_front_end_wait_for_progress() -> None:
     admission.suspects.clear(RequestKey(fronts[0].front_end.client, 1))
     assert submit(1, 2, True) == ["rejected 2"]
     # The other suspect ends.
-    worker.carried.remove(RequestKey(fronts[0].front_end.client, 2))
+    worker.running.remove(RequestKey(fronts[0].front_end.client, 2))
     assert submit(1, 2, True) == ["taken 2"]
     assert submit(0, 3, True) == ["rejected 3"]
     await engine.stop()

@@ -16,11 +16,11 @@ from worker_agent.bidask.coordinator import Coordinator, MeantForAnother
 from worker_agent.bidask.fetching import Fetching
 from worker_agent.bidask.messages import UnknownMessage, Wire
 from worker_agent.bidask.peers import Send
-from worker_agent.carried import CarriedRequests
 from worker_agent.engine.base import Engine, EngineStats
 from worker_agent.id_claim import Addressee
 from worker_agent.metrics import WorkerMetrics
 from worker_agent.migration.registry import Imports
+from worker_agent.running_requests import RunningRequests
 
 
 class BidAskServicer(bidask_pb2_grpc.BidAskServicer):
@@ -62,7 +62,7 @@ def coordinator_of(
     own: Addressee,
     engine: Engine,
     block_tokens: int,
-    carried: CarriedRequests,
+    running: RunningRequests,
     imports: Imports,
     channels: Channels,
     migration_service: Callable[[], str | None],
@@ -76,7 +76,7 @@ def coordinator_of(
     """
 
     def is_here(request_id: str) -> bool:
-        return carried.by_id(request_id) is not None
+        return running.by_id(request_id) is not None
 
     def space() -> Space:
         known = space_of(engine.stats(), block_tokens)

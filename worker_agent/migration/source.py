@@ -25,7 +25,6 @@ from typing import Final
 from tailrace.messages import PHASE_NUMBERS
 from tailrace.service.tasks import run_to_completion
 from tailrace.v1 import worker_pb2
-from worker_agent.carried import CarriedRequests
 from worker_agent.engine.base import Engine, EngineInfo, Exported, ExportedPause, RequestKey
 from worker_agent.engine.errors import EngineRefusal, Gone
 from worker_agent.faults import Faults
@@ -50,6 +49,7 @@ from worker_agent.migration.export_call import (
     block_identities,
 )
 from worker_agent.phase_events import PhaseEvents
+from worker_agent.running_requests import RunningRequests
 from worker_agent.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class SourceParts:
     # Sends the blocks.
     blocks: BlockSource
     front_ends: FrontEnds
-    carried: CarriedRequests
+    running: RunningRequests
     events: PhaseEvents
     metrics: WorkerMetrics
     faults: Faults
@@ -270,12 +270,12 @@ class Export:
 
     def _answer_pace(self, pause: ExportedPause) -> worker_pb2.AnswerPace | None:
         """Return the pace state until now; None before the first answering token."""
-        carried = None if self.key is None else self._parts.carried.get(self.key)
-        if carried is None:
+        running = None if self.key is None else self._parts.running.get(self.key)
+        if running is None:
             return None
         now_s = time.monotonic()
-        carried.pace.count(self._opened_tokens + len(pause.new_output_token_ids), now_s)
-        return carried.pace.leave(now_s)
+        running.pace.count(self._opened_tokens + len(pause.new_output_token_ids), now_s)
+        return running.pace.leave(now_s)
 
     def _released(self) -> Outcome:
         """Handle a release; a request that is not paused here must stop at once."""
@@ -348,10 +348,10 @@ class Export:
             log.warning("%s after its export: %s", self._request_id, error)
         if outcome is Outcome.RELEASE:
             self._parts.metrics.exports["committed"] += 1
-            carried = None if self.key is None else self._parts.carried.remove(self.key)
-            if carried is not None:
+            running = None if self.key is None else self._parts.running.remove(self.key)
+            if running is not None:
                 self._parts.metrics.finished["moved"] += 1
-                self._parts.events.gone(carried)
+                self._parts.events.gone(running)
             log.info("%s has moved", self._request_id)
             return
         if self._lease.inbox.released and self.key is not None:

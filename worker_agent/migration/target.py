@@ -22,7 +22,6 @@ from tailrace.messages import PHASE_NUMBERS, WAYS
 from tailrace.perf.transfer_rate import TransferRate
 from tailrace.service.tasks import run_to_completion
 from tailrace.v1 import types_pb2, worker_pb2
-from worker_agent.carried import CarriedRequests
 from worker_agent.engine.base import Engine, EngineInfo, Exported, RequestKey, Submission
 from worker_agent.engine.errors import EngineRefusal, KvCorrupt
 from worker_agent.faults import Faults
@@ -49,6 +48,7 @@ from worker_agent.migration.copying import (
 )
 from worker_agent.migration.export_call import SourceFailed, SourceLink, SourceLost, exported_of, tickets_of
 from worker_agent.phase_events import PhaseEvents
+from worker_agent.running_requests import RunningRequests
 from worker_agent.settings import WorkerSettings
 from worker_agent.spans import TransferSpans
 
@@ -70,7 +70,7 @@ class TargetParts:
     info: EngineInfo
     puller: BlockPuller
     front_ends: FrontEnds
-    carried: CarriedRequests
+    running: RunningRequests
     events: PhaseEvents
     metrics: WorkerMetrics
     faults: Faults
@@ -397,11 +397,11 @@ class Import:
         assert front_end is not None and key is not None
         try:
             await self._parts.faults.hold("import:adopted")
-            carried = self._parts.carried.add(
+            running = self._parts.running.add(
                 key, self.request_id, opened.frontend_id, epoch, opened.traceparent
             )
             if paused.answer_pace is not None:
-                carried.pace.go_on(paused.answer_pace, next_index, paused.arrived_s)
+                running.pace.go_on(paused.answer_pace, next_index, paused.arrived_s)
             if self._handover.way is Way.REPLAY:
                 self._parts.engine.submit(replay_submission(opened, paused, key, self.request_id, epoch))
             else:
@@ -413,7 +413,7 @@ class Import:
                 log.exception("%s was adopted but does not run", self.request_id)
             # The front end has it recomputed elsewhere.
             front_end.send(failed_here(self.request_id, key.handle, epoch, next_index))
-            self._parts.carried.remove(key)
+            self._parts.running.remove(key)
             await self._parts.engine.import_drop(self.request_id)
 
     def _report_commit(self, opened: worker_pb2.ExportOpened, paused: Paused, next_index: int) -> None:

@@ -19,7 +19,7 @@ def _pace() -> AnswerPace:
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
+class RunningRequest:
     """What is kept of a request besides the engine's state: its identity, and how its answer could be
     read."""
 
@@ -30,7 +30,7 @@ class Carried:
     pace: AnswerPace = field(default_factory=_pace, compare=False)
 
 
-class CarriedRequests:
+class RunningRequests:
     """Track requests from submission or adoption until they end here. Touched a few times in a request's
     life."""
 
@@ -38,43 +38,43 @@ class CarriedRequests:
         """`reading_s`: the users' reading pace in seconds per token. An answer keeps the pace at its
         request's arrival."""
         self._reading_s = reading_s
-        self._by_key: dict[RequestKey, Carried] = {}
-        self._by_id: dict[str, Carried] = {}
+        self._by_key: dict[RequestKey, RunningRequest] = {}
+        self._by_id: dict[str, RunningRequest] = {}
 
     def __len__(self) -> int:
         return len(self._by_key)
 
     def add(
         self, key: RequestKey, request_id: str, frontend_id: str, epoch: int, traceparent: str = ""
-    ) -> Carried:
+    ) -> RunningRequest:
         """Add a request."""
-        carried = Carried(request_id, frontend_id, epoch, traceparent, AnswerPace(self._reading_s()))
+        request = RunningRequest(request_id, frontend_id, epoch, traceparent, AnswerPace(self._reading_s()))
         self.remove(key)
-        self._by_key[key] = self._by_id[request_id] = carried
-        return carried
+        self._by_key[key] = self._by_id[request_id] = request
+        return request
 
-    def items(self) -> Iterator[tuple[RequestKey, Carried]]:
+    def items(self) -> Iterator[tuple[RequestKey, RunningRequest]]:
         """Iterate over all requests."""
         return iter(list(self._by_key.items()))
 
-    def get(self, key: RequestKey) -> Carried | None:
+    def get(self, key: RequestKey) -> RunningRequest | None:
         """Return the request with this key, or None."""
         return self._by_key.get(key)
 
-    def by_id(self, request_id: str) -> Carried | None:
+    def by_id(self, request_id: str) -> RunningRequest | None:
         """Return the request with this id of vLLM's API server, or None."""
         return self._by_id.get(request_id)
 
-    def remove(self, key: RequestKey) -> Carried | None:
+    def remove(self, key: RequestKey) -> RunningRequest | None:
         """Remove and return a request, or return None."""
-        carried = self._by_key.pop(key, None)
-        if carried is None:
+        request = self._by_key.pop(key, None)
+        if request is None:
             return None
-        if self._by_id.get(carried.request_id) is carried:
-            del self._by_id[carried.request_id]
-        return carried
+        if self._by_id.get(request.request_id) is request:
+            del self._by_id[request.request_id]
+        return request
 
-    def remove_client(self, client: int) -> list[Carried]:
+    def remove_client(self, client: int) -> list[RunningRequest]:
         """Remove and return all requests of a front end whose stream ended."""
         keys = [key for key in self._by_key if key.client == client]
-        return [carried for key in keys if (carried := self.remove(key)) is not None]
+        return [request for key in keys if (request := self.remove(key)) is not None]
