@@ -15,7 +15,7 @@ from tailrace.actions import Offer, WhenFull
 from tailrace.bid_ask import OFFER_S
 from tailrace.cluster import InstanceState, Phase, RequestView
 from tailrace.control.reported_cluster import ReportedCluster
-from tailrace.handover import MIGRATE_MAX_S, Way, between
+from tailrace.handover import MIGRATE_MAX_S, TransferMode, handover_between
 from tailrace.model_identity import difference
 from tailrace.records import InstanceRecord, ServiceRecord
 from tailrace.security.roles import Role
@@ -235,8 +235,8 @@ class MigrationStarter:
             raise AdminError(
                 _PRECONDITION, f"instance {target_id} is {target.state.value}; it gets no new requests"
             )
-        if between(source.record.handover, tracked.record.handover).way is Way.STAYS:
-            stays = between(source.record.handover, tracked.record.handover)
+        if handover_between(source.record.handover, tracked.record.handover).mode is TransferMode.STAYS:
+            stays = handover_between(source.record.handover, tracked.record.handover)
             raise AdminError(_PRECONDITION, f"request {request.request_id} cannot move: {stays.reason}")
         if tracked.record.model_fingerprint != source.record.model_fingerprint:
             # The move is by replay, which needs the same model.

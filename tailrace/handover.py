@@ -1,4 +1,4 @@
-"""The way in which a running request moves to another instance: live, by replay, or not at all."""
+"""How a running request moves to another instance: live, by replay, or not at all."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Final
 import msgspec
 
 
-class Way(enum.Enum):
-    """The ways; the protobuf enum's values in tailrace.messages correspond to them."""
+class TransferMode(enum.Enum):
+    """The modes; the values of the protobuf enum `Way` correspond to them (tailrace.messages)."""
 
     # Its KV is transferred.
     LIVE = "live"
@@ -22,7 +22,8 @@ class Way(enum.Enum):
 class Handover(msgspec.Struct, frozen=True):
     """How requests move from and to an instance. `reason`: why not live; empty if live."""
 
-    way: Way = Way.LIVE
+    # Stored and sent as `way`.
+    mode: TransferMode = msgspec.field(default=TransferMode.LIVE, name="way")
     reason: str = ""
 
 
@@ -49,15 +50,15 @@ MIGRATE_MAX_S: Final = 180.0
 
 def by_replay(reason: str) -> Handover:
     """Return a handover by replay, with its reason."""
-    return Handover(Way.REPLAY, reason)
+    return Handover(TransferMode.REPLAY, reason)
 
 
-def between(source: Handover, target: Handover) -> Handover:
-    """Return the way from one instance to another: that of the end that supports less."""
-    for way in (Way.STAYS, Way.REPLAY):
+def handover_between(source: Handover, target: Handover) -> Handover:
+    """Return how requests move from one instance to another: as the end that supports less."""
+    for mode in (TransferMode.STAYS, TransferMode.REPLAY):
         for handover, end in ((source, "source"), (target, "target")):
-            if handover.way is way:
-                return Handover(way, f"{end}: {handover.reason}")
+            if handover.mode is mode:
+                return Handover(mode, f"{end}: {handover.reason}")
     return LIVE
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from tailrace.cluster import InstanceState, Phase, Pool, RequestState, RequestView
-from tailrace.handover import Way
+from tailrace.handover import TransferMode
 from tailrace.perf.remaining import limited, tokens_left
 from tailrace.records import ProfileRecord
 from tailrace.request_columns import optional_of, value_of
@@ -96,10 +96,10 @@ def request_view(
     )
 
 
-WAYS: Final = {
-    Way.LIVE: types_pb2.WAY_LIVE,
-    Way.REPLAY: types_pb2.WAY_REPLAY,
-    Way.STAYS: types_pb2.WAY_STAYS,
+TRANSFER_MODES: Final = {
+    TransferMode.LIVE: types_pb2.WAY_LIVE,
+    TransferMode.REPLAY: types_pb2.WAY_REPLAY,
+    TransferMode.STAYS: types_pb2.WAY_STAYS,
 }
 
 

@@ -9,7 +9,13 @@ from tailrace.cache.index import Tier
 from tailrace.cluster import InstanceView, Phase, RequestView, Stage
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.control.reported_instance import ReportedInstance
-from tailrace.messages import INSTANCE_STATE_NUMBERS, PHASE_NUMBERS, REQUEST_STATE_NUMBERS, WAYS, pool_number
+from tailrace.messages import (
+    INSTANCE_STATE_NUMBERS,
+    PHASE_NUMBERS,
+    REQUEST_STATE_NUMBERS,
+    TRANSFER_MODES,
+    pool_number,
+)
 from tailrace.policy import registry
 from tailrace.policy.parameters import Parameter, Value, format_value
 from tailrace.records import PolicyRecord
@@ -75,7 +81,7 @@ def _instance_info(
         prompt_tokens=load.prompt_tokens,
         cached_prompt_tokens=load.cached_prompt_tokens,
         model_key=record.model_identity.key if record.model_identity is not None else "",
-        way=WAYS[record.handover.way],
+        way=TRANSFER_MODES[record.handover.mode],
         way_reason=record.handover.reason,
         ranks=[admin_pb2.RankInfo(process=rank.process, hardware=rank.hardware) for rank in record.ranks],
         tensor_parallel_size=record.tensor_parallel_size,

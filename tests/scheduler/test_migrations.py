@@ -16,7 +16,7 @@ from scheduler_svc.migrations import Migrations, MigrationStarter
 from tailrace.actions import Migrate
 from tailrace.cluster import RequestView
 from tailrace.control.reported_cluster import ReportedCluster
-from tailrace.handover import Handover, Way, by_replay
+from tailrace.handover import Handover, TransferMode, by_replay
 from tailrace.model_identity import ModelIdentity
 from tailrace.records import InstanceRecord
 from tailrace.service.channels import Channels
@@ -44,7 +44,7 @@ FLEET = [
     record("older", "blocks of 32"),
     record("drafts", handover=by_replay("a draft model")),
     record("lower", "other", ModelIdentity("text", "weights", "fp8")),
-    record("embeds", handover=Handover(Way.STAYS, "a pooling model")),
+    record("embeds", handover=Handover(TransferMode.STAYS, "a pooling model")),
 ]
 
 

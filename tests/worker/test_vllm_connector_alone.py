@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.handover import Way
+from tailrace.handover import TransferMode
 from tailrace.tiny import MODEL_PATH
 
 pytest.importorskip("vllm", reason="the vLLM engine is not installed")
@@ -47,27 +47,27 @@ def test_our_connector_is_added_to_the_given_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "way", "reason"),
+    ("arguments", "mode", "reason"),
     [
-        ({"kv_transfer_config": BESIDE}, Way.LIVE, ""),
-        ({"kv_offloading_size": 1.0}, Way.LIVE, ""),
-        ({"kv_transfer_config": OFFLOADING}, Way.REPLAY, "kv_connector OffloadingConnector alone"),
+        ({"kv_transfer_config": BESIDE}, TransferMode.LIVE, ""),
+        ({"kv_offloading_size": 1.0}, TransferMode.LIVE, ""),
+        ({"kv_transfer_config": OFFLOADING}, TransferMode.REPLAY, "kv_connector OffloadingConnector alone"),
         (
             {"kv_transfer_config": BESIDE, "tensor_parallel_size": 2},
-            Way.REPLAY,
+            TransferMode.REPLAY,
             "other KV connectors on an engine with several ranks",
         ),
     ],
 )
 def test_how_requests_move(
-    arguments: dict[str, Json], way: Way, reason: str, monkeypatch: pytest.MonkeyPatch
+    arguments: dict[str, Json], mode: TransferMode, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("VLLM_WORKER_MULTIPROC_METHOD", "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"):
         # Set as the engine does, and restored afterwards.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     handover = handover_of(vllm_config(VllmSettings(model=str(MODEL_PATH), engine_args=arguments)))
-    assert handover.way is way
+    assert handover.mode is mode
     assert handover.reason.startswith(reason)
 
 
@@ -98,7 +98,7 @@ async def test_stream_is_replayed_with_a_disk_store(tmp_path: Path) -> None:
     front = Front()
     info = await engine.start(front)
     try:
-        assert info.handover.way is Way.REPLAY
+        assert info.handover.mode is TransferMode.REPLAY
         assert info.handover.reason.startswith("kv_connector ExampleConnector alone")
         reference = await front.run(engine, PROMPT, greedy())
         assert stored(tmp_path)

@@ -21,7 +21,7 @@ from tailrace.cache.follow import Change
 from tailrace.cache.index import Tier
 from tailrace.cache.names import block_names, short
 from tailrace.cluster import Phase
-from tailrace.handover import LIVE, Way
+from tailrace.handover import LIVE, TransferMode
 from tailrace.tiny import MODEL_PATH, PREDICTOR_PATH, REASONING_PARSER
 from tailrace.tiny.task import task
 from tailrace.tiny.tokens import encode_turns
@@ -257,19 +257,19 @@ async def test_untested_version_moves_by_replay_and_reports_this(
     config = engine._parts.core.config
     assert handover_of(config) == LIVE
     monkeypatch.setattr(handover, "vllm_version", version)
-    assert handover_of(config).way is Way.REPLAY
+    assert handover_of(config).mode is TransferMode.REPLAY
     assert handover_of(config).reason.startswith(f"vLLM {version}: ")
     assert any(record.levelname == "WARNING" and version in record.message for record in caplog.records)
 
 
-@pytest.mark.parametrize(("method", "way"), [("ngram", Way.LIVE), ("eagle3", Way.REPLAY)])
+@pytest.mark.parametrize(("method", "mode"), [("ngram", TransferMode.LIVE), ("eagle3", TransferMode.REPLAY)])
 async def test_stateful_drafts_move_by_replay(
-    engine: VllmEngine, method: str, way: Way, monkeypatch: pytest.MonkeyPatch
+    engine: VllmEngine, method: str, mode: TransferMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = engine._parts.core.config
     monkeypatch.setattr(config, "speculative_config", SimpleNamespace(method=method))
-    assert handover_of(config).way is way
-    assert (method in handover_of(config).reason) == (way is Way.REPLAY)
+    assert handover_of(config).mode is mode
+    assert (method in handover_of(config).reason) == (mode is TransferMode.REPLAY)
 
 
 async def test_seeded_prompt_longer_than_a_step_does_not_end_the_engine(

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from tailrace.adapter_versions import AdapterVersions
-from tailrace.handover import Way
+from tailrace.handover import TransferMode
 from tailrace.tiny import MODEL_PATH
 
 pytest.importorskip("vllm", reason="the vLLM engine is not installed")
@@ -51,7 +51,7 @@ class Lab:
     engine: VllmEngine
     front: Front
     folder: Path
-    way: Way
+    mode: TransferMode
 
     def stream(self, model: str, number: int = 7, max_tokens: int = 50) -> Stream:
         """Create a greedy request for the tiny model or an adapter, with an API server's adapter number."""
@@ -88,7 +88,7 @@ async def lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
     front = Front()
     info = await engine.start(front)
     assert info.takes_adapters
-    yield Lab(engine, front, folder, info.handover.way)
+    yield Lab(engine, front, folder, info.handover.mode)
     await engine.import_drop("nobody")
     stats = engine.stats()
     await engine.stop()
@@ -104,7 +104,7 @@ async def test_speculation_yields_several_tokens_per_step(lab: Lab) -> None:
 
 @pytest.mark.parametrize("model", [pytest.param("", marks=pytest.mark.slow), "one", "two"])
 async def test_moved_request_yields_the_same_tokens(lab: Lab, model: str) -> None:
-    assert lab.way is Way.LIVE
+    assert lab.mode is TransferMode.LIVE
     reference, moved, replayed = (lab.stream(model) for _ in range(3))
     await lab.ends(reference)
     lab.front.submit(lab.engine, moved)

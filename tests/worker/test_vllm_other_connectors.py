@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import pytest_asyncio
 
-from tailrace.handover import Way
+from tailrace.handover import TransferMode
 from tailrace.tiny import MODEL_PATH
 
 pytest.importorskip("vllm", reason="the vLLM engine is not installed")
@@ -66,7 +66,7 @@ async def started() -> AsyncIterator[tuple[VllmEngine, Front]]:
     )
     front = Front()
     info = await engine.start(front)
-    assert (info.handover.way, info.handover.reason) == (Way.LIVE, "")
+    assert (info.handover.mode, info.handover.reason) == (TransferMode.LIVE, "")
     assert engine.stats().host_kv_bytes_total == 0
     yield engine, front
     await engine.stop()

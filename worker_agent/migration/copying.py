@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from tailrace.handover import LIVE, Handover, Way, by_replay
+from tailrace.handover import LIVE, Handover, TransferMode, by_replay
 from tailrace.model_identity import ModelIdentity, difference
 from tailrace.service.tasks import run_to_completion
 from tailrace.v1 import types_pb2, worker_pb2
@@ -31,31 +31,31 @@ from worker_agent.migration.export_call import (
 
 
 class CannotMove(Exception):
-    """The request can move neither way; the message names the setting."""
+    """The request can move neither live nor by replay; the message names the setting."""
 
 
-def way_of(info: EngineInfo, opened: worker_pb2.ExportOpened) -> Handover:
-    """Return the way to an engine of this kind. Raise CannotMove. Pure.
+def handover_to(info: EngineInfo, opened: worker_pb2.ExportOpened) -> Handover:
+    """Return how the request moves to an engine of this kind. Raise CannotMove. Pure.
 
     A replay needs the same model computed in the same number formats; otherwise the answer would continue
     differently.
     """
-    if info.handover.way is Way.STAYS:
+    if info.handover.mode is TransferMode.STAYS:
         raise CannotMove(f"target: {info.handover.reason}")
     layouts = layout_difference(info.kv_shape, opened.layout)
     if opened.replay_reason:
-        way = by_replay(f"source: {opened.replay_reason}")
-    elif info.handover.way is Way.REPLAY:
-        way = by_replay(f"target: {info.handover.reason}")
+        handover = by_replay(f"source: {opened.replay_reason}")
+    elif info.handover.mode is TransferMode.REPLAY:
+        handover = by_replay(f"target: {info.handover.reason}")
     elif layouts:
-        way = by_replay(layouts)
+        handover = by_replay(layouts)
     else:
         return LIVE
     if opened.layout.model_fingerprint != info.kv_shape.model_fingerprint:
         models = difference(_identity(opened), info.identity)
         if models:
             raise CannotMove(models)
-    return way
+    return handover
 
 
 def identity_message(identity: ModelIdentity | None) -> worker_pb2.ModelIdentity | None:

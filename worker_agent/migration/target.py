@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final
 
-from tailrace.handover import BACKGROUND, LIVE, TELL_SOURCE_S, Handover, Way
-from tailrace.messages import PHASE_NUMBERS, WAYS
+from tailrace.handover import BACKGROUND, LIVE, TELL_SOURCE_S, Handover, TransferMode
+from tailrace.messages import PHASE_NUMBERS, TRANSFER_MODES
 from tailrace.perf.transfer_rate import TransferRate
 from tailrace.service.tasks import run_to_completion
 from tailrace.v1 import types_pb2, worker_pb2
@@ -41,10 +41,10 @@ from worker_agent.migration.copying import (
     LinkBudget,
     Paused,
     Round,
+    handover_to,
     plan_of,
     replay_submission,
     stop_to_replay,
-    way_of,
 )
 from worker_agent.migration.export_call import SourceFailed, SourceLink, SourceLost, exported_of, tickets_of
 from worker_agent.phase_events import PhaseEvents
@@ -257,7 +257,7 @@ class Import:
             raise SourceLost("the source did not open the export")
         opened = event.opened
         try:
-            handover = self._handover = way_of(self._parts.info, opened)
+            handover = self._handover = handover_to(self._parts.info, opened)
         except CannotMove as error:
             raise Abort(str(error)) from error
         if opened.epoch != self._request.from_epoch:
@@ -267,7 +267,7 @@ class Import:
             raise Abort(f"front end {opened.frontend_id} is not attached to this instance")
         key = self.key = RequestKey(front_end.client, opened.handle)
         exported = exported_of(opened, key)
-        if handover.way is Way.REPLAY:
+        if handover.mode is TransferMode.REPLAY:
             await self._parts.engine.replay_check(exported, key)
         else:
             await self._reserve(exported, key)
@@ -276,7 +276,7 @@ class Import:
             worker_pb2.ImportEvent(
                 state=types_pb2.MIGRATION_STATE_OPEN,
                 phase=opened.phase,
-                way=WAYS[handover.way],
+                way=TRANSFER_MODES[handover.mode],
                 way_reason=handover.reason,
                 held_blocks=self._held(),
                 held_bytes=self._held() * self._parts.info.kv_shape.block_bytes,
@@ -310,7 +310,7 @@ class Import:
     async def _copy(self, opened: worker_pb2.ExportOpened) -> Paused:
         """Copy until the source has paused the request and nothing is left to copy."""
         parts = self._parts
-        if self._handover.way is Way.REPLAY:
+        if self._handover.mode is TransferMode.REPLAY:
             return await stop_to_replay(self._source, parts.faults)
         puller = parts.puller
         sources, tickets = addresses_of(opened.kv_addresses, puller.addresses), tickets_of(opened)
@@ -402,7 +402,7 @@ class Import:
             )
             if paused.answer_pace is not None:
                 running.pace.go_on(paused.answer_pace, next_index, paused.arrived_s)
-            if self._handover.way is Way.REPLAY:
+            if self._handover.mode is TransferMode.REPLAY:
                 self._parts.engine.submit(replay_submission(opened, paused, key, self.request_id, epoch))
             else:
                 await self._parts.engine.import_activate(self.request_id)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from vllm.v1.request import RequestStatus
 
-from tailrace.handover import Way
+from tailrace.handover import TransferMode
 from worker_agent.engine.base import Exported, ExportedPause
 from worker_agent.engine.errors import EngineRefusal, Gone
 from worker_agent.engine.vllm.host_pool import HostSlot
@@ -86,7 +86,7 @@ class Exports:
         if entry is None:
             raise Gone(f"request {request_id} is not running here")
         status, handover = entry.request.status, self._core.handover
-        if handover.way is Way.STAYS:
+        if handover.mode is TransferMode.STAYS:
             raise EngineRefusal(handover.reason)
         if not self._can_leave(entry):
             raise EngineRefusal(f"request {request_id} is {_state(status)}")
@@ -96,7 +96,7 @@ class Exports:
         )
         self._exports[request_id] = export
         self._core.scheduler.exporting.add(request_id)
-        if handover.way is Way.LIVE:
+        if handover.mode is TransferMode.LIVE:
             self._pin_full(export)
         return Exported(
             key=entry.key,
@@ -174,7 +174,7 @@ class Exports:
         status = entry.request.status
         if status == RequestStatus.RUNNING or self._core.host.get(entry.request_id) is not None:
             return True
-        return self._core.handover.way is Way.REPLAY and status == RequestStatus.PREEMPTED
+        return self._core.handover.mode is TransferMode.REPLAY and status == RequestStatus.PREEMPTED
 
     def _running(self, request_id: str) -> Export:
         """Return the export of a request that is not paused yet. Raises EngineRefusal."""

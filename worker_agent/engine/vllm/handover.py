@@ -7,7 +7,7 @@ import logging
 from vllm.config import VllmConfig
 from vllm.version import __version__ as vllm_version
 
-from tailrace.handover import LIVE, Handover, Way, by_replay
+from tailrace.handover import LIVE, Handover, TransferMode, by_replay
 from worker_agent.engine.vllm.connectors import connector_reason
 from worker_agent.engine.vllm.internals import TESTED_VERSIONS
 
@@ -18,7 +18,9 @@ def handover_of(config: VllmConfig) -> Handover:
     """Return how requests of this configuration are handed over: by replay if live migration is not possible,
     not at all for pooling models. Never raises."""
     if config.model_config.runner_type != "generate":
-        return Handover(Way.STAYS, "a pooling model's request ends with the step that computes its prompt")
+        return Handover(
+            TransferMode.STAYS, "a pooling model's request ends with the step that computes its prompt"
+        )
     reason = _version_reason(vllm_version) or _feature_reason(config)
     return by_replay(reason) if reason else LIVE
 

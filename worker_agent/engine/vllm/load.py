@@ -19,7 +19,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder
 
-from tailrace.handover import Way, by_replay
+from tailrace.handover import TransferMode, by_replay
 from tailrace.intra.base import IntraPolicy
 from tailrace.wire.setting_errors import one_line
 from worker_agent.engine.base import Frames
@@ -102,7 +102,7 @@ class LoadedCore:
         self.layout = Layout(self.scheduler.kv_cache_config, self.kv_manager)
         self.block_tokens: int = self.layout.block_tokens
         reason = next((each.live_reason for each in self.ranks if each.live_reason), "")
-        if reason and self.handover.way is Way.LIVE:
+        if reason and self.handover.mode is TransferMode.LIVE:
             self.handover = by_replay(reason)
         self._kv: KvBlocks | None = None
         self.host_pool: HostPool | None = None
@@ -170,7 +170,7 @@ class LoadedCore:
     def _no_host_tier_reason(self, host_bytes_configured: bool) -> str:
         if self.ranked:
             return "several ranks"
-        if self.handover.way is not Way.LIVE:
+        if self.handover.mode is not TransferMode.LIVE:
             return self.handover.reason
         if not self.layout.plain:
             return "several KV cache groups, or none with full attention"

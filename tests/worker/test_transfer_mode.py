@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.handover import LIVE, Handover, Way, between, by_replay
+from tailrace.handover import LIVE, Handover, TransferMode, by_replay, handover_between
 from tailrace.model_identity import ModelIdentity
 from tailrace.v1 import worker_pb2
 from worker_agent.engine.base import EngineInfo, KvShape
 from worker_agent.kv.address import kv_layout
-from worker_agent.migration.copying import CannotMove, identity_message, way_of
+from worker_agent.migration.copying import CannotMove, handover_to, identity_message
 
 SHAPE = KvShape("fingerprint", block_tokens=16, num_layers=2, layer_block_bytes=512)
 MODEL = ModelIdentity("text", "weights", "bfloat16 None auto")
 INFO = EngineInfo("vllm", "tiny", SHAPE, 100, 2048, 8, b"", identity=MODEL)
-STAYS = Handover(Way.STAYS, "a pooling model")
+STAYS = Handover(TransferMode.STAYS, "a pooling model")
 
 
 def opened(
@@ -32,9 +32,9 @@ def opened(
 
 
 def test_requests_between_equal_engines_move_live() -> None:
-    assert way_of(INFO, opened()) == LIVE
+    assert handover_to(INFO, opened()) == LIVE
     # Also from a source of a version that does not send its model.
-    assert way_of(INFO, opened(model=None)) == LIVE
+    assert handover_to(INFO, opened(model=None)) == LIVE
 
 
 @pytest.mark.parametrize(
@@ -56,9 +56,9 @@ def test_requests_between_equal_engines_move_live() -> None:
 def test_incompatible_kv_is_replayed_and_the_setting_is_named(
     info: EngineInfo, source: worker_pb2.ExportOpened, reason: str
 ) -> None:
-    way = way_of(info, source)
-    assert way.way is Way.REPLAY
-    assert reason in way.reason
+    handover = handover_to(info, source)
+    assert handover.mode is TransferMode.REPLAY
+    assert reason in handover.reason
 
 
 @pytest.mark.parametrize(
@@ -72,12 +72,12 @@ def test_incompatible_kv_is_replayed_and_the_setting_is_named(
 )
 def test_answer_of_another_model_is_never_continued(model: ModelIdentity | None, setting: str) -> None:
     with pytest.raises(CannotMove, match=setting):
-        way_of(INFO, opened(replace(SHAPE, model_fingerprint="other"), model))
+        handover_to(INFO, opened(replace(SHAPE, model_fingerprint="other"), model))
 
 
 def test_pooling_model_takes_no_request() -> None:
     with pytest.raises(CannotMove, match="target: a pooling model"):
-        way_of(replace(INFO, handover=STAYS), opened())
+        handover_to(replace(INFO, handover=STAYS), opened())
 
 
 ENDS = st.sampled_from([LIVE, by_replay("a feature"), STAYS])
@@ -85,7 +85,7 @@ ENDS = st.sampled_from([LIVE, by_replay("a feature"), STAYS])
 
 @given(source=ENDS, target=ENDS)
 def test_less_capable_end_decides(source: Handover, target: Handover) -> None:
-    order = [Way.LIVE, Way.REPLAY, Way.STAYS]
-    way = between(source, target)
-    assert way.way is max(source.way, target.way, key=order.index)
-    assert bool(way.reason) == (way.way is not Way.LIVE)
+    order = [TransferMode.LIVE, TransferMode.REPLAY, TransferMode.STAYS]
+    handover = handover_between(source, target)
+    assert handover.mode is max(source.mode, target.mode, key=order.index)
+    assert bool(handover.reason) == (handover.mode is not TransferMode.LIVE)
