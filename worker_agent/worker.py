@@ -45,8 +45,8 @@ from worker_agent.migration.registry import Exports, Imports
 from worker_agent.migration.source import SourceParts
 from worker_agent.migration.target import TargetParts
 from worker_agent.phase_events import PhaseEvents
-from worker_agent.prefixes.copies import Copies, GrpcPromptLink
-from worker_agent.prefixes.loan_link import GrpcLoanLink
+from worker_agent.prefixes.copies import Copies, PromptLink
+from worker_agent.prefixes.loan_link import LoanLink
 from worker_agent.prefixes.loans import Loans
 from worker_agent.prefixes.pulls import PullParts, Pulls
 from worker_agent.profiling.probes import Probes, own_stats
@@ -185,7 +185,7 @@ class _WorkerBuilder:
                 engine=self._engine,
                 shape=self._info.kv_shape,
                 puller=self._transport,
-                connect=lambda address, request, seconds: GrpcLoanLink(
+                connect=lambda address, request, seconds: LoanLink(
                     self._service.channels.get(address, Role.WORKER), request, seconds
                 ),
                 metrics=self._metrics,
@@ -306,7 +306,7 @@ class _WorkerBuilder:
         """Serve gRPC and the streams of front ends. Raise ListenError."""
         transport = self._service.channels.transport
         loans = Loans(self._engine, self._info.kv_shape, self._transport, self._faults)
-        prompts = GrpcPromptLink(lambda address: self._service.channels.get(address, Role.WORKER))
+        prompts = PromptLink(lambda address: self._service.channels.get(address, Role.WORKER))
         copies = Copies(self._pulls, prompts, lambda: len(self._imports), self._metrics)
         servicers = [
             Servicer(

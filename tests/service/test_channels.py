@@ -11,7 +11,7 @@ from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.service.server import serve_grpc
 from tests.waiting import WAIT_S
-from worker_agent.prefixes.copies import GrpcPromptLink, PromptUnknown
+from worker_agent.prefixes.copies import PromptLink, PromptUnknown
 
 HOUR_S = 3600.0
 
@@ -65,7 +65,7 @@ async def test_undecodable_reply_is_an_error_of_the_call(reply: bytes) -> None:
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     channels = Channels()
-    link = GrpcPromptLink(lambda at: channels.get(at, Role.WORKER))
+    link = PromptLink(lambda at: channels.get(at, Role.WORKER))
     try:
         if reply:
             with pytest.raises(PromptUnknown, match="cannot be decoded"):

@@ -7,7 +7,7 @@ import asyncio
 from tailrace.v1 import cache_pb2
 from tests.worker.test_pulls import HOLDER, Worker
 from worker_agent.engine.base import Frames
-from worker_agent.prefixes.copies import Copies, PromptUnknown
+from worker_agent.prefixes.copies import Copies, PromptLink, PromptUnknown
 from worker_agent.prefixes.pulls import Outcome
 
 REQUEST = cache_pb2.CopyRequest(
@@ -15,8 +15,11 @@ REQUEST = cache_pb2.CopyRequest(
 )
 
 
-class Prompts:
+class Prompts(PromptLink):
     """PromptLink to a holder that has one request."""
+
+    def __init__(self) -> None:
+        pass
 
     async def prompt(self, address: str, request_id: str) -> Frames:
         if (address, request_id) != (HOLDER.address, "asked"):

@@ -18,6 +18,7 @@ from worker_agent.engine.simulated import SimulatedEngine
 from worker_agent.faults import Faults
 from worker_agent.kv.address import KvAddress, KvShape, Ticket, kv_layout
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
+from worker_agent.prefixes.loan_link import LoanLink
 from worker_agent.prefixes.pulls import PullParts, Pulls
 from worker_agent.spans import TransferSpans
 
@@ -71,7 +72,7 @@ class HeldTransfer:
         pass
 
 
-class Loan:
+class Loan(LoanLink):
     """LoanLink to a holder that grants every loan."""
 
     shape = SHAPE

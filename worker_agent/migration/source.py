@@ -95,7 +95,8 @@ class Export:
 
     def __init__(self, parts: SourceParts, lease: Lease) -> None:
         self._parts = parts
-        self._lease = lease
+        # Delivers its commands and signals.
+        self.lease = lease
         self._request_id = ""
         # None for a target with other parallel sizes, which cannot use the KV.
         self._session: BlockSession | None = None
@@ -110,11 +111,6 @@ class Export:
         self.decided = False
 
     @property
-    def lease(self) -> Lease:
-        """Return the lease that delivers its commands and signals."""
-        return self._lease
-
-    @property
     def paused(self) -> bool:
         """Return whether the request is paused."""
         return self._paused_s is not None
@@ -126,7 +122,7 @@ class Export:
         """
         async with AsyncExitStack() as ending:
             # These follow from the last to the first, however it ends.
-            ending.callback(self._lease.close)
+            ending.callback(self.lease.close)
             try:
                 opening = await self._read_open()
                 exported = await run_to_completion(self._parts.engine.export_open(self._request_id))
@@ -143,7 +139,7 @@ class Export:
 
     async def _read_open(self) -> worker_pb2.ExportOpen:
         """Return the first command. Raise NotAnExport if it does not open an export of this instance."""
-        command = await self._lease.inbox.next(_OPEN_S)
+        command = await self.lease.inbox.next(_OPEN_S)
         if not isinstance(command, worker_pb2.ExportCommand) or not command.HasField("open"):
             raise NotAnExport("the first command must open the export")
         if refusal := self._parts.own.refusal(command.open.source_instance_id):
@@ -177,7 +173,7 @@ class Export:
             model=identity_message(self._parts.info.identity),
             adapter_version=exported.adapter_version,
         )
-        self._lease.send(worker_pb2.ExportEvent(opened=opened))
+        self.lease.send(worker_pb2.ExportEvent(opened=opened))
         return None
 
     async def _announce(self, first_block: int, hashes: Sequence[bytes]) -> None:
@@ -187,7 +183,7 @@ class Export:
     async def _follow_commands(self) -> Outcome:
         """Handle commands and signals until there is an outcome."""
         while True:
-            item = await self._lease.inbox.next(self._timeout_s())
+            item = await self.lease.inbox.next(self._timeout_s())
             outcome = await self._handle(item)
             if outcome is not None:
                 return outcome
@@ -237,7 +233,7 @@ class Export:
             return Outcome.GONE
         await self._announce(have_blocks, hashes)
         blocks = worker_pb2.ExportBlocks(first_block=have_blocks, blocks=block_identities(hashes))
-        self._lease.send(worker_pb2.ExportEvent(blocks=blocks))
+        self.lease.send(worker_pb2.ExportEvent(blocks=blocks))
         return None
 
     async def _pause(self, command: worker_pb2.ExportPause) -> Outcome | None:
@@ -265,7 +261,7 @@ class Export:
             answer_pace=self._answer_pace(pause),
             waited_s=pause.waited_s,
         )
-        self._lease.send(worker_pb2.ExportEvent(paused=paused))
+        self.lease.send(worker_pb2.ExportEvent(paused=paused))
         return None
 
     def _answer_pace(self, pause: ExportedPause) -> worker_pb2.AnswerPace | None:
@@ -311,7 +307,7 @@ class Export:
         """Return the outcome that the front end's reply implies; None if it took too long."""
         until_s = _now_s() + OWNERSHIP_S
         while True:
-            item = await self._lease.inbox.next(max(0.0, until_s - _now_s()))
+            item = await self.lease.inbox.next(max(0.0, until_s - _now_s()))
             match item:
                 case Owned(current):
                     return Outcome.RESUME if current else Outcome.RELEASE
@@ -354,7 +350,7 @@ class Export:
                 self._parts.events.gone(running)
             log.info("%s has moved", self._request_id)
             return
-        if self._lease.inbox.released and self.key is not None:
+        if self.lease.inbox.released and self.key is not None:
             # The front end allowed the source to resume, and then accepted the target after all.
             self._parts.engine.abort([self.key])
         self._parts.metrics.exports["aborted"] += 1
@@ -363,7 +359,7 @@ class Export:
 
     def _fail(self, reason: str, gone: bool = False) -> None:
         failed = worker_pb2.ExportFailed(reason=reason, gone=gone)
-        self._lease.send(worker_pb2.ExportEvent(failed=failed))
+        self.lease.send(worker_pb2.ExportEvent(failed=failed))
 
 
 def _now_s() -> float:

@@ -103,6 +103,8 @@ class Import:
     """Import one request."""
 
     def __init__(self, parts: TargetParts, request: worker_pb2.ImportRequest, source: SourceLink) -> None:
+        self.migration_id: Final = request.migration_id
+        self.request_id: Final = request.request_id
         self._parts = parts
         self._request = request
         self._source = source
@@ -117,9 +119,9 @@ class Import:
         self._gone = False
         # How it moves; known once the source has opened its export.
         self._handover: Handover = LIVE
-        # Whether the engine may have a reservation to drop.
+        # Whether the engine may have a reservation to drop; and whether it has reserved blocks, or runs it.
         self._in_engine = False
-        self._reserved = False
+        self.reserved = False
         self._front_end: FrontEnd | None = None
         # Set once the front end is to be asked.
         self._adopting = False
@@ -134,27 +136,12 @@ class Import:
         self.committed = False
 
     @property
-    def migration_id(self) -> str:
-        """Return the migration's id."""
-        return self._request.migration_id
-
-    @property
-    def request_id(self) -> str:
-        """Return the id of the request that is moved."""
-        return self._request.request_id
-
-    @property
     def last_event(self) -> worker_pb2.ImportEvent:
         """Return the event with its end, once it is over; one that says so if it failed without any."""
         if self._events and self._events[-1].state in _ENDS:
             return self._events[-1]
         state = COMMITTED if self.committed else ABORTED
         return worker_pb2.ImportEvent(state=state, reason="the target failed")
-
-    @property
-    def reserved(self) -> bool:
-        """Return whether the engine has reserved blocks for it, or runs it."""
-        return self._reserved
 
     # ---- called by others
 
@@ -287,7 +274,7 @@ class Import:
 
     def _held(self) -> int:
         """Return the number of leading blocks that this engine's prefix cache had. Raise EngineRefusal."""
-        return self._parts.engine.import_cached(self.request_id) if self._reserved else 0
+        return self._parts.engine.import_cached(self.request_id) if self.reserved else 0
 
     async def _reserve(self, exported: Exported, key: RequestKey) -> None:
         """Reserve room on the engine, waiting for it if the plan says so. Raise EngineRefusal or Abort."""
@@ -301,11 +288,11 @@ class Import:
                 await engine.import_queue(exported, key, epoch)
         except TimeoutError:
             raise Abort(f"target: no room within {wait_s:g} s") from None
-        self._reserved = True
+        self.reserved = True
 
     async def _open_import(self, exported: Exported, key: RequestKey) -> None:
         await self._parts.engine.import_open(exported, key, self._request.epoch)
-        self._in_engine = self._reserved = True
+        self._in_engine = self.reserved = True
 
     async def _copy(self, opened: worker_pb2.ExportOpened) -> Paused:
         """Copy until the source has paused the request and nothing is left to copy."""
@@ -484,7 +471,7 @@ class Import:
     async def _drop(self, reason: str) -> None:
         try:
             if self._in_engine:
-                self._in_engine = self._reserved = False
+                self._in_engine = self.reserved = False
                 await self._parts.engine.import_drop(self.request_id)
         finally:
             await self._end_source(False, reason)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 import grpc
 
@@ -31,22 +31,15 @@ class PromptUnknown(Exception):
     """The holder has no such request, or is gone; the message says why."""
 
 
-class PromptLink(Protocol):
+class PromptLink:
     """Fetches prompts from other workers."""
-
-    async def prompt(self, address: str, request_id: str) -> Frames:
-        """Return a request as it was submitted to that worker. Raise PromptUnknown."""
-
-
-class GrpcPromptLink:
-    """PromptLink over gRPC."""
 
     def __init__(self, channel: Callable[[str], grpc.aio.Channel]) -> None:
         """`channel(address)`: returns a channel to a worker."""
         self._channel = channel
 
     async def prompt(self, address: str, request_id: str) -> Frames:
-        """PromptLink.prompt."""
+        """Return a request as it was submitted to that worker. Raise PromptUnknown."""
         stub = cache_pb2_grpc.CacheStub(self._channel(address))
         try:
             call = stub.Prompt(cache_pb2.PromptRequest(request_id=request_id), timeout=_PROMPT_S)

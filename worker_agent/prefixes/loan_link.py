@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
 
 import grpc
 
@@ -15,25 +14,15 @@ class LoanLost(Exception):
     """The holder refused or ended the loan, or is lost; the message says why."""
 
 
-class LoanLink(Protocol):
+class LoanLink:
     """One loan, from the borrower's side."""
-
-    async def open(self) -> cache_pb2.Lent:
-        """Return what is lent; it is valid until the link is closed. Raise LoanLost."""
-
-    def close(self) -> None:
-        """End the loan; the blocks must not be read any more. Idempotent."""
-
-
-class GrpcLoanLink:
-    """LoanLink over gRPC."""
 
     def __init__(self, channel: grpc.aio.Channel, request: cache_pb2.LendRequest, timeout_s: float) -> None:
         """`timeout_s`: deadline of the whole loan, in seconds."""
         self._call = cache_pb2_grpc.CacheStub(channel).Lend(request, timeout=timeout_s)
 
     async def open(self) -> cache_pb2.Lent:
-        """LoanLink.open."""
+        """Return what is lent; it is valid until the link is closed. Raise LoanLost."""
         try:
             lent = await self._call.read()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
@@ -43,5 +32,5 @@ class GrpcLoanLink:
         return lent
 
     def close(self) -> None:
-        """LoanLink.close."""
+        """End the loan; the blocks must not be read any more. Idempotent."""
         self._call.cancel()
