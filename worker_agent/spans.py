@@ -1,4 +1,4 @@
-"""Trace spans of a migration's transfer: one per copy round, and one for the pause."""
+"""Trace spans of KV transfers: a migration's copy rounds and its pause, and pulls of prefixes."""
 
 from __future__ import annotations
 

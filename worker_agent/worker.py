@@ -46,9 +46,8 @@ from worker_agent.migration.source import SourceParts
 from worker_agent.migration.target import TargetParts
 from worker_agent.phase_events import PhaseEvents
 from worker_agent.prefixes.copies import Copies, PromptLink
-from worker_agent.prefixes.loan_link import LoanLink
 from worker_agent.prefixes.loans import Loans
-from worker_agent.prefixes.pulls import PullParts, Pulls
+from worker_agent.prefixes.pulls import LoanLink, PullParts, Pulls
 from worker_agent.profiling.probes import Probes, own_stats
 from worker_agent.profiling.profiler import Profiler
 from worker_agent.progress import Progress, StepBounds, watch_progress

@@ -35,8 +35,7 @@ from worker_agent.migration.registry import Exports, ImportRefused, Imports
 from worker_agent.migration.source import SourceParts
 from worker_agent.migration.target import TargetParts
 from worker_agent.phase_events import PhaseEvents
-from worker_agent.prefixes.loan_link import LoanLink, LoanLost
-from worker_agent.prefixes.pulls import PullParts, Pulls
+from worker_agent.prefixes.pulls import LoanLink, LoanLost, PullParts, Pulls
 from worker_agent.running_requests import RunningRequests
 from worker_agent.settings import WorkerSettings
 from worker_agent.sink import FrontEndSink

@@ -15,10 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import grpc
+
 from tailrace.perf.transfer_rate import TransferRate
+from tailrace.service.channels import format_error
 from tailrace.service.tasks import cancel, run_to_completion, task_error
 from tailrace.telemetry.incidents import loop_failed, loop_named
-from tailrace.v1 import cache_pb2
+from tailrace.v1 import cache_pb2, cache_pb2_grpc
 from worker_agent.engine.base import Engine, KvShape, Pull, RequestKey, Submission
 from worker_agent.engine.errors import EngineRefusal, KvCorrupt
 from worker_agent.faults import Faults
@@ -31,12 +34,39 @@ from worker_agent.kv.address import (
     layout_difference,
 )
 from worker_agent.metrics import WorkerMetrics
-from worker_agent.prefixes.loan_link import LoanLink, LoanLost
 from worker_agent.spans import TransferSpans
 
 log = logging.getLogger(__name__)
 
 _LOOP: Final = loop_named("pulls")
+
+
+class LoanLost(Exception):
+    """The holder refused or ended the loan, or is lost; the message says why."""
+
+
+class LoanLink:
+    """One loan, from the borrower's side: a Lend call to the holder of a prefix."""
+
+    def __init__(self, channel: grpc.aio.Channel, request: cache_pb2.LendRequest, timeout_s: float) -> None:
+        """`timeout_s`: deadline of the whole loan, in seconds."""
+        self._call = cache_pb2_grpc.CacheStub(channel).Lend(request, timeout=timeout_s)
+
+    async def open(self) -> cache_pb2.Lent:
+        """Return what is lent; it is valid until the link is closed. Raise LoanLost."""
+        try:
+            lent = await self._call.read()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            raise LoanLost(format_error(error)) from error
+        if not isinstance(lent, cache_pb2.Lent):
+            raise LoanLost("the holder closed the loan")
+        return lent
+
+    def close(self) -> None:
+        """End the loan; the blocks must not be read any more. Idempotent."""
+        self._call.cancel()
+
+
 Connect = Callable[[str, cache_pb2.LendRequest, float], LoanLink]
 """Opens a loan from a worker's address, with a timeout in seconds."""
 
