@@ -7,7 +7,6 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import grpc
@@ -16,7 +15,7 @@ from opentelemetry.trace import Tracer
 
 from scheduler_svc.metrics import SchedulerMetrics
 from tailrace.actions import Refuse
-from tailrace.cluster import Incoming
+from tailrace.cluster import Arrival
 from tailrace.control.live import LiveControl
 from tailrace.control.runner import Moment
 from tailrace.model_identity import covers
@@ -47,27 +46,6 @@ class Traceparents:
         return self._known.get(request_id, "")
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """The instance for a request, or the refusal. Exactly one of `instance_id` and `refusal` is empty.
-
-    `seconds` is how long the decision took.
-    """
-
-    instance_id: str
-    policy: str
-    refusal: str
-    seconds: float
-    # The refusal is final: asking again is pointless.
-    final: bool = False
-    # Tokens of the request that the instance is known to hold, including those about to arrive.
-    cached_tokens: int = 0
-    # The instance from which to pull KV, its worker's address, and how many tokens it has.
-    pull_from: str = ""
-    pull_address: str = ""
-    pull_tokens: int = 0
-
-
 class Placer:
     """Place requests on instances, timed and counted."""
 
@@ -75,31 +53,35 @@ class Placer:
         self._control = control
         self._metrics = metrics
 
-    def place(self, incoming: Incoming) -> Decision:
+    def place(self, asked: Arrival) -> scheduler_pb2.PlaceReply:
         """Decide and enter the placement into the model. Does no I/O: works on the last known state."""
         began_s = time.perf_counter()
         policy = self._control.active.name
-        arrival, placement = self._control.arrived(incoming, Moment(time.monotonic(), time.time()))
-        seconds = time.perf_counter() - began_s
+        arrival, placement = self._control.arrived(asked, Moment(time.monotonic(), time.time()))
+        decided_us = (time.perf_counter() - began_s) * 1e6
         if isinstance(placement, Refuse):
             counter = self._metrics.refused_late if placement.final else self._metrics.refusals
             counter.inc()
-            return Decision("", policy, placement.reason or "refused", seconds, placement.final)
+            return scheduler_pb2.PlaceReply(
+                policy=policy,
+                refusal=placement.reason or "refused",
+                final=placement.final,
+                decided_us=decided_us,
+            )
         self._metrics.placed(policy, placement.instance_id)
         cached = arrival.found_tokens(placement.instance_id, placement.pull_from)
         self._metrics.placed_tokens.inc(arrival.context_tokens)
         self._metrics.placed_cached_tokens.inc(cached)
-        decision = Decision(placement.instance_id, policy, "", seconds, cached_tokens=cached)
-        holder = self._control.model.tracked(placement.pull_from) if placement.pull_from else None
-        if holder is None:
-            return decision
-        self._metrics.pulls.inc()
-        return replace(
-            decision,
-            pull_from=placement.pull_from,
-            pull_address=holder.record.address,
-            pull_tokens=arrival.reported_tokens(placement.pull_from),
+        reply = scheduler_pb2.PlaceReply(
+            instance_id=placement.instance_id, policy=policy, cached_tokens=cached, decided_us=decided_us
         )
+        holder = self._control.model.tracked(placement.pull_from) if placement.pull_from else None
+        if holder is not None:
+            self._metrics.pulls.inc()
+            reply.pull_from_instance_id = placement.pull_from
+            reply.pull_address = holder.record.address
+            reply.pull_tokens = arrival.reported_tokens(placement.pull_from)
+        return reply
 
 
 class Members(Protocol):
@@ -151,56 +133,48 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             yield scheduler_pb2.PlaceManyReply(replies=[self._place(each) for each in request.requests])
 
     def _place(self, request: scheduler_pb2.PlaceRequest) -> scheduler_pb2.PlaceReply:
-        excluded = request.excluded_instance_ids
-        decision = self._placer.place(
-            Incoming(
-                request.request_id,
-                request.frontend_id,
-                request.prompt_tokens,
-                request.output_tokens,
-                request.max_tokens,
-                frozenset(excluded) if excluded else _NONE_EXCLUDED,
-                request.model,
-                tuple(request.block_names),
-                request.block_tokens,
-                request.session_id,
-                request.admitted,
-            )
-        )
+        reply = self._placer.place(_arrival(request))
         self._traceparents.remember(request.request_id, request.traceparent)
         if self._tracing.continues(request.traceparent):
-            self._trace(request, decision)
-        return scheduler_pb2.PlaceReply(
-            instance_id=decision.instance_id,
-            policy=decision.policy,
-            refusal=decision.refusal,
-            decided_us=decision.seconds * 1e6,
-            cached_tokens=decision.cached_tokens,
-            pull_from_instance_id=decision.pull_from,
-            pull_address=decision.pull_address,
-            pull_tokens=decision.pull_tokens,
-            final=decision.final,
-            rollout=newer_rollout(request, self._members.rollouts),
-        )
+            self._trace(request, reply)
+        reply.rollout = newer_rollout(request, self._members.rollouts)
+        return reply
 
-    def _trace(self, request: scheduler_pb2.PlaceRequest, decision: Decision) -> None:
+    def _trace(self, request: scheduler_pb2.PlaceRequest, reply: scheduler_pb2.PlaceReply) -> None:
         end_ns = time.time_ns()
         record_span(
             self._tracer,
             "place",
             request.traceparent,
-            end_ns - int(decision.seconds * 1e9),
+            end_ns - int(reply.decided_us * 1e3),
             end_ns,
             attributes={
                 attributes.REQUEST_ID: request.request_id,
-                attributes.INSTANCE: decision.instance_id,
-                attributes.POLICY: decision.policy,
+                attributes.INSTANCE: reply.instance_id,
+                attributes.POLICY: reply.policy,
                 attributes.PROMPT_TOKENS: request.prompt_tokens,
-                attributes.CACHED_TOKENS: decision.cached_tokens,
-                attributes.PULL_HOLDER: decision.pull_from,
+                attributes.CACHED_TOKENS: reply.cached_tokens,
+                attributes.PULL_HOLDER: reply.pull_from_instance_id,
             },
-            error=decision.refusal,
+            error=reply.refusal,
         )
+
+
+def _arrival(request: scheduler_pb2.PlaceRequest) -> Arrival:
+    excluded = request.excluded_instance_ids
+    return Arrival(
+        request.request_id,
+        request.prompt_tokens,
+        request.max_tokens,
+        output_tokens=request.output_tokens,
+        excluded=frozenset(excluded) if excluded else _NONE_EXCLUDED,
+        block_names=tuple(request.block_names),
+        block_tokens=request.block_tokens,
+        session_id=request.session_id,
+        admitted=request.admitted,
+        model=request.model,
+        frontend_id=request.frontend_id,
+    )
 
 
 # How soon a newly set policy with another tick interval is noticed.

@@ -214,7 +214,7 @@ class Simulation:
             self._events.schedule(self.jobs[self._next].request.arrival_s, self._arrive)
         arrival = self._arrival(job, now)
         self._placements += 1
-        placement = self._runner.place(arrival, "", Moment(now, now))
+        placement = self._runner.place(arrival, Moment(now, now))
         if isinstance(placement, Refuse):
             self._refuse(job, placement.reason)
             return
@@ -236,6 +236,7 @@ class Simulation:
             arrival,
             cached=self._prefixes.held(names, request.unit_tokens, now),
             block_names=names,
+            block_tokens=request.unit_tokens,
             session_id=request.session_id,
         )
 
@@ -250,7 +251,7 @@ class Simulation:
     def _submit(self, job: Job, instance: Instance, placement: Place, arrival: Arrival, now: float) -> None:
         job.expected_cached = arrival.found_tokens(instance.instance_id, placement.pull_from)
         self._prefixes.record_placement(instance, arrival.block_names, now)
-        self._views.hot.arrived(arrival, job.request.unit_tokens, now)
+        self._views.hot.arrived(arrival, now)
         job.placements.append(PlacementRecord(now, instance.instance_id))
         self._views.request_placed(job, instance)
         self._carry_out(placement.also, now)
@@ -392,7 +393,7 @@ class Simulation:
     def _place_elsewhere(self, job: Job, source: Instance, now: float) -> None:
         arrival = replace(self._arrival(job, now), excluded=frozenset({source.instance_id}), admitted=True)
         self._placements += 1
-        placement = self._runner.place(arrival, "", Moment(now, now))
+        placement = self._runner.place(arrival, Moment(now, now))
         if isinstance(placement, Refuse):
             return
         target = self._instance(placement.instance_id)

@@ -314,31 +314,32 @@ class ClusterView:
 NOTHING_CACHED: Final[Mapping[str, CachedTokens]] = MappingProxyType({})
 
 
-def _nothing_cached() -> Mapping[str, CachedTokens]:
-    return NOTHING_CACHED
-
-
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request that needs an instance."""
+    """A request that needs an instance: as its front end asked, and completed by the scheduler (`seq`,
+    `cached`)."""
 
     request_id: str
     prompt_tokens: int
     max_tokens: int
     # Number of placements that this scheduler has made; a stateless round-robin uses it.
-    seq: int
+    seq: int = 0
     # Above 0: the request continues after its instance was lost, with this many tokens already delivered.
     output_tokens: int = 0
     excluded: frozenset[str] = field(default_factory=frozenset)
     # What each instance has cached of its prompt and delivered tokens, without those that hold or report
     # nothing.
-    cached: Mapping[str, CachedTokens] = field(default_factory=_nothing_cached)
-    # Names of its leading blocks (tailrace.cache.names), if known.
+    cached: Mapping[str, CachedTokens] = field(default_factory=dict)
+    # Names of its leading blocks (tailrace.cache.names), and their size in tokens, if known.
     block_names: Sequence[int] = ()
+    block_tokens: int = 0
     # The conversation that it belongs to; empty: unknown.
     session_id: str = ""
     # It has been on an instance before.
     admitted: bool = False
+    # Key of the model that may answer; empty: any.
+    model: str = ""
+    frontend_id: str = ""
 
     @property
     def context_tokens(self) -> int:
@@ -362,26 +363,6 @@ class Arrival:
     def reported_tokens(self, instance_id: str) -> int:
         """Return the tokens whose KV can be pulled from an instance."""
         return self.held_on(instance_id).reported
-
-
-@dataclass(frozen=True, slots=True)
-class Incoming:
-    """A placement request as received from a front end. Lengths in tokens."""
-
-    request_id: str
-    frontend_id: str
-    prompt_tokens: int
-    output_tokens: int
-    max_tokens: int
-    excluded: frozenset[str] = frozenset()
-    # Key of the model that may answer; empty: any.
-    model: str = ""
-    # Names of its leading blocks, their size in tokens, and its session, if known.
-    block_names: tuple[int, ...] = ()
-    block_tokens: int = 0
-    session_id: str = ""
-    # It has been on an instance before.
-    admitted: bool = False
 
 
 def length_bounds(stages: Sequence[Stage]) -> dict[str, int]:

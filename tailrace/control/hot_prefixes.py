@@ -60,10 +60,10 @@ class HotTracker:
         if period_s != (None if self._recent is None else self._recent.period_s):
             self._recent = None if period_s is None else RecentPrefixes(period_s)
 
-    def arrived(self, arrival: Arrival, block_tokens: int, now_s: float) -> None:
+    def arrived(self, arrival: Arrival, now_s: float) -> None:
         """Add a new request that was placed."""
         if self._recent is not None and not arrival.admitted:
-            names = arrival.block_names
+            names, block_tokens = arrival.block_names, arrival.block_tokens
             self._recent.arrived(PrefixArrival(now_s, arrival.request_id, names, block_tokens))
 
     def add_copy(self, copy: CopyPrefix, now_s: float) -> bool:

@@ -13,7 +13,7 @@ from typing import Final
 
 from tailrace import __version__
 from tailrace.actions import Place, Refuse
-from tailrace.cluster import Arrival, Incoming, Phase, Stage, length_bounds
+from tailrace.cluster import Arrival, Phase, Stage, length_bounds
 from tailrace.control.outgrown import OutgrownRequests
 from tailrace.control.recording import (
     FORMAT,
@@ -80,39 +80,24 @@ class LiveControl:
             self.runner.watchers.append(shadow)
         self.shadow = shadow
 
-    def arrived(self, incoming: Incoming, at: Moment) -> tuple[Arrival, Place | Refuse]:
+    def arrived(self, incoming: Arrival, at: Moment) -> tuple[Arrival, Place | Refuse]:
         """Place a request, enter the placement into the model, and submit the actions decided with it, such
-        as a pool move.
+        as a pool move. Return the completed arrival with the placement.
 
         Any scheduler may do that, leader or not, because pool moves are compare-and-swap.
         """
         if self.model.tap is not None:
             self.model.tap(Arrived(incoming, at.model_s, at.policy_s))
-        arrival = Arrival(
-            incoming.request_id,
-            incoming.prompt_tokens,
-            incoming.max_tokens,
-            self._placements,
-            incoming.output_tokens,
-            incoming.excluded,
-            self.model.cache.of_arrival(
-                incoming.block_names,
-                incoming.block_tokens,
-                incoming.prompt_tokens + incoming.output_tokens,
-                at.model_s,
-            ),
-            incoming.block_names,
-            incoming.session_id,
-            incoming.admitted,
+        cached = self.model.cache.of_arrival(
+            incoming.block_names, incoming.block_tokens, incoming.context_tokens, at.model_s
         )
+        arrival = replace(incoming, seq=self._placements, cached=cached)
         self._placements += 1
         policy = self.active.name
-        placement = self._drop_impossible_pull(self.runner.place(arrival, incoming.model, at))
+        placement = self._drop_impossible_pull(self.runner.place(arrival, at))
         if isinstance(placement, Place):
-            self.model.place(
-                arrival, placement.instance_id, incoming.frontend_id, at.model_s, placement.pull_from
-            )
-            self.model.hot.arrived(arrival, incoming.block_tokens, at.model_s)
+            self.model.place(arrival, placement.instance_id, at.model_s, placement.pull_from)
+            self.model.hot.arrived(arrival, at.model_s)
             if placement.also:
                 self._executor.submit(placement.also, policy)
         return arrival, placement

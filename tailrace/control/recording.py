@@ -16,7 +16,7 @@ import msgspec
 from tailrace.actions import Action, CopyPrefix, Place, Placement, Refuse
 from tailrace.cache.follow import CacheState
 from tailrace.cache.recent import PrefixArrival
-from tailrace.cluster import Incoming, Phase, Pool, RequestView, Stage
+from tailrace.cluster import Arrival, Phase, Pool, RequestView, Stage
 from tailrace.control.hot_prefixes import OpenCopy
 from tailrace.lengths import LengthWindowState
 from tailrace.policy.parameters import Value
@@ -180,9 +180,9 @@ class CacheListed(_Event, frozen=True, tag="cache"):
 
 
 class Arrived(_Event, frozen=True, tag="arrival"):
-    """A request asked for an instance."""
+    """A request asked for an instance; `incoming` is as its front end asked."""
 
-    incoming: Incoming
+    incoming: Arrival
     now_s: float
     wall_s: float
 

@@ -231,9 +231,7 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         self._mark_dirty(report.instance_id)
         return changes
 
-    def place(
-        self, arrival: Arrival, instance_id: str, frontend_id: str, now_s: float, pull_from: str = ""
-    ) -> None:
+    def place(self, arrival: Arrival, instance_id: str, now_s: float, pull_from: str = "") -> None:
         """Add a placement before any report shows it, so that a burst does not pile up. `pull_from`: as in
         Place."""
         tracked = self._known.get(instance_id)
@@ -254,7 +252,7 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
             output_tokens=arrival.output_tokens,
             max_tokens=arrival.max_tokens,
             epoch=epoch,
-            frontend_id=frontend_id,
+            frontend_id=arrival.frontend_id,
         )
         if location is None and not arrival.output_tokens:
             self.count_arrival(request.prompt_tokens, now_s)

@@ -328,13 +328,13 @@ class PolicyRunner:
         method = _METHODS[point]
         return getattr(type(self._policy_in_force.policy), method) is not getattr(Policy, method)
 
-    def place(self, arrival: Arrival, model: str, at: Moment) -> Placement:
-        """Return where an arrival for this model (its key; empty: any) goes.
+    def place(self, arrival: Arrival, at: Moment) -> Placement:
+        """Return where an arrival goes.
 
         The caller enters the placement into the model, then submits its additional actions. Those of a
         placement that is refused as too late are submitted here.
         """
-        view = self._model.view_for_arrival(model, at.model_s)
+        view = self._model.view_for_arrival(arrival.model, at.model_s)
         question = PlaceQuestion(view, arrival, at.policy_s)
         placement = self._calls.place(self._policy_in_force, question)
         for watcher in self.watchers:

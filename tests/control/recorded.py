@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 from tailrace.actions import Action, CopyPrefix, Migrate, Offer, Placement, SetPool, WhenFull
-from tailrace.cluster import Incoming, Pool, Stage
+from tailrace.cluster import Arrival, Pool, Stage
 from tailrace.control.live import LiveControl
 from tailrace.control.recording import (
     Decided,
@@ -126,7 +126,7 @@ class RandomRun:
         name = f"r{self.count}"
         prompt = self.draw.randint(20, 400)
         names = tuple(range(1 << 63, (1 << 63) + self.draw.randint(0, 6)))
-        placed = Incoming(name, "f", prompt, 0, 1_000, block_names=names, block_tokens=16)
+        placed = Arrival(name, prompt, 1_000, block_names=names, block_tokens=16, frontend_id="f")
         _, placement = self.control.arrived(placed, self.at)
         instance_id = getattr(placement, "instance_id", "")
         if instance_id:

@@ -75,7 +75,7 @@ def run(model: ReportedCluster, number: int, step: object) -> object:
     model.set_members(members(*INSTANCES), now_s)
     match step:
         case Placed(instance_id, request_id):
-            model.place(Arrival(request_id, 100, 1_000, number), instance_id, "f", now_s)
+            model.place(Arrival(request_id, 100, 1_000, number), instance_id, now_s)
         case Absent(instance_id):
             model.set_members(members(*[name for name in INSTANCES if name != instance_id]), now_s)
         case monitor_pb2.WorkerReport():

@@ -50,7 +50,7 @@ class Rig:
 
     def arrive(self, name: str, where: str, names: Sequence[int], at_s: float = 0.0) -> None:
         """Add a request and its blocks to an instance."""
-        self.tracker.arrived(Arrival(name, 100, 100, 0, block_names=names), BLOCK, at_s)
+        self.tracker.arrived(Arrival(name, 100, 100, block_names=names, block_tokens=BLOCK), at_s)
         self.known.where[name] = where
         self.known.blocks[where] = names
 
@@ -101,8 +101,8 @@ def test_counts_are_dropped_when_disabled_or_for_another_period() -> None:
 def test_a_request_placed_again_counts_once() -> None:
     """It was counted on arrival; the loss of its instance does not make its prefix hotter."""
     rig = two_requests()
-    again = Arrival("r", 100, 100, 1, block_names=FOUR, admitted=True)
-    rig.tracker.arrived(again, BLOCK, 1.0)
+    again = Arrival("r", 100, 100, 1, block_names=FOUR, block_tokens=BLOCK, admitted=True)
+    rig.tracker.arrived(again, 1.0)
     assert rig.hottest(1.0).hits == 2
 
 

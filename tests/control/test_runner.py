@@ -26,7 +26,7 @@ from tailrace.policy.base import Policy
 from tailrace.policy.registry import Declared, declared
 from tests.policy.fleets import cluster, instance, request
 
-ARRIVAL = Arrival("r", 10, 10, 0)
+ARRIVAL = Arrival("r", 10, 10, 0, model="m")
 MOVE = Migrate("r", "a", "b", "test")
 REQUEST = request("r", "a")
 
@@ -177,7 +177,7 @@ def test_actions_of_each_decision_point_are_observed_then_submitted() -> None:
 def test_a_placement_uses_the_view_of_its_model_and_is_returned() -> None:
     runner, model, _, log = runner_of(Placing())
     runner.watchers.append(log)
-    assert runner.place(ARRIVAL, "m", Moment(1.0, 2.0)) == Place("a")
+    assert runner.place(ARRIVAL, Moment(1.0, 2.0)) == Place("a")
     assert model.requested == [("model m", 1.0)]
     assert log.lines == [("placed", "Placing", 2.0, Place("a"))]
 
@@ -194,7 +194,7 @@ def test_actions_of_a_late_placement_are_submitted() -> None:
     model.view = cluster(loaded, instance("b"))
     runner = PolicyRunner(model, Active(Moving(), late), log, PlainCalls())
     runner.watchers.append(log)
-    refused = runner.place(ARRIVAL, "m", Moment(1.0, 2.0))
+    refused = runner.place(ARRIVAL, Moment(1.0, 2.0))
     assert isinstance(refused, Refuse) and refused.final
     # Watchers compare policies, so they see the policy's decision.
     assert log.lines == [
@@ -202,7 +202,7 @@ def test_actions_of_a_late_placement_are_submitted() -> None:
         ("submit", ["test"], "Moving", WhenFull.REFUSE),
     ]
     admitted = replace(ARRIVAL, admitted=True)
-    assert runner.place(admitted, "m", Moment(1.0, 2.0)) == Place("a", (MOVE,))
+    assert runner.place(admitted, Moment(1.0, 2.0)) == Place("a", (MOVE,))
 
 
 def test_a_tick_sees_the_time_of_the_last_one_of_the_same_policy() -> None:

@@ -75,7 +75,7 @@ class Mirrored(Views):
     def request_placed(self, job: Job, instance: Instance) -> None:
         super().request_placed(job, instance)
         arrival = Arrival(job.request.request_id, job.prompt, self._spec.max_tokens, 0)
-        self.live.place(arrival, instance.instance_id, "f", 0.0)
+        self.live.place(arrival, instance.instance_id, 0.0)
 
     def phase_entered(self, job: Job, instance: Instance, tokens: int) -> None:
         super().phase_entered(job, instance, tokens)

@@ -40,9 +40,9 @@ def two_requests(address: str) -> ReportedCluster:
     state.set_members(Members(instances=members), 0.0)
     state.hot.track(1e9)
     for name in "rq":
-        arrival = Arrival(name, 50, 100, 0, block_names=(1, 2, 3))
-        state.place(arrival, "a", "f", 0.0)
-        state.hot.arrived(arrival, 16, 0.0)
+        arrival = Arrival(name, 50, 100, 0, block_names=(1, 2, 3), block_tokens=16)
+        state.place(arrival, "a", 0.0)
+        state.hot.arrived(arrival, 0.0)
     return state
 
 

@@ -15,7 +15,7 @@ from scheduler_svc.decisions import Decider, Placer
 from scheduler_svc.drainer import Drainer
 from scheduler_svc.metrics import SchedulerMetrics
 from tailrace.actions import Action, Migrate, Place, Placement, Refuse, SetPool, WhenFull
-from tailrace.cluster import Arrival, ClusterView, Incoming, Pool, RequestView, Stage
+from tailrace.cluster import Arrival, ClusterView, Pool, RequestView, Stage
 from tailrace.control.live import LiveControl
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.control.runner import ActivePolicy, Guard
@@ -85,8 +85,8 @@ class Scheduler:
 
     def place(self, request_id: str = "r", excluded: frozenset[str] = frozenset()) -> tuple[str, str]:
         """Return the instance and the reason of a refusal."""
-        decision = self.placer.place(Incoming(request_id, "f", 10, 0, 10, excluded))
-        return decision.instance_id, decision.refusal
+        reply = self.placer.place(Arrival(request_id, 10, 10, excluded=excluded, frontend_id="f"))
+        return reply.instance_id, reply.refusal
 
 
 @pytest.fixture

@@ -51,8 +51,8 @@ def test_a_placement_counts_its_remaining_prefill_and_updates_the_cache() -> Non
     state.set_members(members("a", "b"), 0.0)
     report_stored(state, "a", 1, NAMES)
     cached = state.cache.of_arrival(NAMES, BLOCK, 100, 0.0)
-    state.place(Arrival("r", 100, 10, 0, cached=cached, block_names=NAMES), "a", "f", 0.0)
-    state.place(Arrival("s", 100, 10, 0, cached=cached, block_names=NAMES), "b", "f", 0.0)
+    state.place(Arrival("r", 100, 10, 0, cached=cached, block_names=NAMES), "a", 0.0)
+    state.place(Arrival("s", 100, 10, 0, cached=cached, block_names=NAMES), "b", 0.0)
     view = state.view()
     assert view.instances["a"].prefill_backlog_tokens == 36
     assert view.instances["b"].prefill_backlog_tokens == 100

@@ -9,7 +9,7 @@ from tests.scheduler.facts import ANSWERING, GONE, event, members, request, stea
 
 def place(state: ReportedCluster, request_id: str, name: str, now_s: float, output_tokens: int = 0) -> None:
     arrival = Arrival(request_id, 100, 1_000, 0, output_tokens)
-    state.place(arrival, name, "f", now_s)
+    state.place(arrival, name, now_s)
 
 
 def state_with_lengths(period_s: float | None = 60.0) -> ReportedCluster:

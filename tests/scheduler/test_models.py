@@ -11,7 +11,7 @@ from scheduler_svc.admin.errors import AdminError
 from scheduler_svc.decisions import Traceparents
 from scheduler_svc.migrations import Negotiator
 from tailrace.actions import Offer, Place
-from tailrace.cluster import Arrival, Incoming, Stage
+from tailrace.cluster import Arrival, Stage
 from tailrace.control.cluster_model import ModelGroups
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.model_identity import ModelIdentity
@@ -47,9 +47,9 @@ def two_models() -> Members:
     )
 
 
-def incoming(request_id: str, model: str, excluded: frozenset[str] = frozenset()) -> Incoming:
+def incoming(request_id: str, model: str, excluded: frozenset[str] = frozenset()) -> Arrival:
     """Return a request for this model."""
-    return Incoming(request_id, "f", 10, 0, 10, excluded, model)
+    return Arrival(request_id, 10, 10, excluded=excluded, model=model, frontend_id="f")
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_a_prefix_is_pulled_only_from_the_same_model(holder: str, pulled: str) -
     scheduler.state.set_members(two_models(), 0.0)
     scheduler.policy.pull_from = holder
     # Any model may answer, as with two precisions of one model.
-    assert scheduler.placer.place(incoming("r", "")).pull_from == pulled
+    assert scheduler.placer.place(incoming("r", "")).pull_from_instance_id == pulled
 
 
 def test_prefixes_of_other_models_are_ignored(state: ReportedCluster) -> None:
@@ -190,4 +190,4 @@ def test_what_a_policy_kept_of_another_view_affects_no_placement(
             placement = used.place(view, arrival, 1.0)
             assert placement == load(policy).place(view, arrival, 1.0)
             if isinstance(placement, Place):
-                state.place(arrival, placement.instance_id, "f", 0.0)
+                state.place(arrival, placement.instance_id, 0.0)

@@ -116,7 +116,7 @@ async def test_the_instance_at_the_end_of_a_page_may_leave() -> None:
 
 async def test_placements_that_are_not_reported_yet_are_the_youngest() -> None:
     state = fleet()
-    state.place(Arrival("c", seq=1, prompt_tokens=1, max_tokens=1), "b", "f", 1.0)
+    state.place(Arrival("c", seq=1, prompt_tokens=1, max_tokens=1), "b", 1.0)
     ids, reply = await page(state, ListRequestsRequest(order=REQUEST_ORDER_OLDEST))
     assert (ids[0], ids[-1], reply.total_size) == ("b3", "c", 11)
     ids, _ = await page(state, ListRequestsRequest(phase=PREFILL))

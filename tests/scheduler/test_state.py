@@ -83,14 +83,14 @@ def test_a_burst_is_distributed() -> None:
         new = arrival(f"r{number}")
         placement = policy.place(state.view(), new, 0.0)
         assert isinstance(placement, Place)
-        state.place(new, placement.instance_id, "f", 0.0)
+        state.place(new, placement.instance_id, 0.0)
         placed[placement.instance_id] += 1
     assert set(placed.values()) == {10}
 
 
 def test_a_reported_placement_is_not_counted_twice() -> None:
     state = cluster("a")
-    state.place(arrival("r"), "a", "f", 1.0)
+    state.place(arrival("r"), "a", 1.0)
     assert state.view().instances["a"].prefill_backlog_tokens == 100
     assert state.view().instances["a"].waiting == 1
     state.apply(steady("a", [request("r")]), 1.5)
@@ -101,7 +101,7 @@ def test_a_reported_placement_is_not_counted_twice() -> None:
 
 def test_a_placement_that_is_never_reported_is_dropped() -> None:
     state = cluster("a")
-    state.place(arrival("r"), "a", "f", 1.0)
+    state.place(arrival("r"), "a", 1.0)
     state.apply(steady("a"), 1.5)
     assert state.view().instances["a"].waiting == 1
     state.apply(steady("a"), 3.5)
@@ -111,8 +111,8 @@ def test_a_placement_that_is_never_reported_is_dropped() -> None:
 
 def test_a_request_placed_again_moves() -> None:
     state = cluster("a", "b")
-    state.place(arrival("r"), "a", "f", 1.0)
-    state.place(arrival("r"), "b", "f", 1.1)
+    state.place(arrival("r"), "a", 1.0)
+    state.place(arrival("r"), "b", 1.1)
     assert state.view().instances["a"].waiting == 0
     found = state.request("r")
     assert found is not None and found.instance_id == "b"
@@ -120,7 +120,7 @@ def test_a_request_placed_again_moves() -> None:
 
 def test_events_update_counts_between_reports() -> None:
     state = cluster("a")
-    state.place(arrival("r"), "a", "f", 1.0)
+    state.place(arrival("r"), "a", 1.0)
     (change,) = state.apply(event("a", "r", REASONING), 1.1)
     assert (change.left, change.request.phase) == (Phase.PREFILL, Phase.REASONING)
     assert change.request.max_tokens == 1_000
@@ -135,7 +135,7 @@ def test_events_update_counts_between_reports() -> None:
 
 def test_the_next_report_compensates_a_lost_event() -> None:
     state = cluster("a")
-    state.place(arrival("r"), "a", "f", 1.0)
+    state.place(arrival("r"), "a", 1.0)
     (change,) = state.apply(steady("a", [request("r", REASONING)]), 1.5)
     assert change.left is Phase.PREFILL
     assert state.apply(steady("a", [request("r", REASONING)]), 2.0) == []
@@ -175,7 +175,7 @@ def test_a_migrated_request_counts_where_its_epoch_is_newest() -> None:
 def test_a_recovered_request_counts_on_its_new_instance() -> None:
     state = cluster("a", "b")
     state.apply(steady("a", [request("r", REASONING)]), 1.0)
-    state.place(replace(arrival("r"), output_tokens=10), "b", "f", 1.1)
+    state.place(replace(arrival("r"), output_tokens=10), "b", 1.1)
     # A late event of the lost instance.
     assert state.apply(event("a", "r", ANSWERING, output_tokens=11), 1.2) == []
     found = state.request("r")
@@ -291,7 +291,7 @@ def test_views_contain_all_reported_values() -> None:
     load.future_load.extend([260.0, 100.0])
     load.migration_bytes_per_s = 40_000.0
     state.apply(report, 1.0)
-    state.place(arrival("p"), "a", "f", 1.1)
+    state.place(arrival("p"), "a", 1.1)
     seen = state.view().instances["a"]
     assert phase_load(seen.requests) == PhaseLoad(2, 1, -3.5, quantum_tokens=500)
     assert (seen.host_kv_tokens, seen.host_kv_capacity_tokens) == (100, 1_000)
@@ -308,7 +308,7 @@ def test_views_contain_all_reported_values() -> None:
 def test_phase_events_contain_predictions() -> None:
     """The dispatch to decode is decided on the event, before any report contains the request."""
     state = cluster("a")
-    state.place(arrival("r"), "a", "f", 1.0)
+    state.place(arrival("r"), "a", 1.0)
     (change,) = state.apply(event("a", "r", REASONING, predicted=600.0), 1.1)
     assert change.request.predicted_remaining_tokens == 600.0
     (seen,) = state.view().instances["a"].requests
@@ -340,7 +340,7 @@ def test_unreported_placements_are_bounded() -> None:
     state = cluster("a")
     # The monitor is down, so nothing is known of them.
     for number in range(5_000):
-        state.place(arrival(f"r{number}"), "a", "f", 0.0)
+        state.place(arrival(f"r{number}"), "a", 0.0)
     assert len(state.requests_on("a")) == 1_024 == len(state._locations)
     # It returns, and one of the dropped requests is running.
     state.apply(steady("a", [request("r0")]), 10.0)
