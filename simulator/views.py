@@ -26,12 +26,11 @@ from tailrace.actions import WhenFull
 from tailrace.cluster import ClusterView, InstanceView, Phase, PhaseLoad, RequestState, RequestView, Stage
 from tailrace.control.cluster_model import ClusterModel, Corrections, CountedRequest, Pending
 from tailrace.control.hot_prefixes import HotTracker, PrefixSource
-from tailrace.control.lazy_requests import LazyRequests
 from tailrace.intra.base import IntraPolicy
 from tailrace.perf.remaining import limited, tokens_left
 from tailrace.perf.ttft import TtftPredictor
 from tailrace.policy.candidates import kv_needed_tokens
-from tailrace.policy.phase_load import Prompt
+from tailrace.policy.requests import Prompt, RequestTable
 from tailrace.qoe import slack_tokens
 
 _STATES: Mapping[JobState, RequestState] = {
@@ -49,38 +48,39 @@ _WAITING = frozenset({JobState.QUEUED, JobState.SWAPPED})
 _NO_UPDATES: Mapping[Job, CountedRequest] = MappingProxyType({})
 
 
-class ReportedRequests(LazyRequests):
-    """The requests of an instance, built and counted only on access."""
+class ReportedRequests(RequestTable):
+    """The requests of an instance, whose views are made only on access; counts and prompts without any."""
 
-    __slots__ = ("_instance", "_pending", "_report", "_updates", "_views")
+    __slots__ = ("_instance", "_model", "_pending", "_report", "_updates")
 
     def __init__(
         self,
-        views: Views,
+        model: Views,
         instance: Instance,
         report: Report,
         updates: Mapping[Job, CountedRequest],
         pending: Sequence[Job],
     ) -> None:
         super().__init__()
-        self._views = views
+        self._model = model
         self._instance = instance
         self._report = report
         self._updates = updates
         self._pending = pending
 
-    def _build(self) -> tuple[RequestView, ...]:
-        return self._views.build(self._instance, self._report, self._updates, self._pending)
+    def make_views(self) -> tuple[RequestView, ...]:
+        """Make the views of all requests, once."""
+        return self._model.build(self._instance, self._report, self._updates, self._pending)
+
+    def prompts(self) -> Sequence[Prompt]:
+        """Return the prompts of the requests without an output token."""
+        return [(job.request.arrival_s, job.prompt) for job, tokens, _, _ in self._jobs() if not tokens]
 
     def _count(self, quantum_tokens: int, without: str) -> PhaseLoad:
-        rows = self._views.rows(self._instance, self._report, self._updates, self._pending)
-        return self._views.phase_load(rows, self._report.at_s, quantum_tokens, without)
+        return self._model.phase_load(self._jobs(), self._report.at_s, quantum_tokens, without)
 
-    def prompts(self) -> list[Prompt]:
-        """Return (arrival, tokens) of requests without an output token, as
-        `tailrace.policy.phase_load.prompts` does."""
-        rows = self._views.rows(self._instance, self._report, self._updates, self._pending)
-        return [(job.request.arrival_s, job.prompt) for job, tokens, _, _ in rows if not tokens]
+    def _jobs(self) -> Iterator[Row]:
+        return self._model.rows(self._instance, self._report, self._updates, self._pending)
 
 
 class _InstanceState(Corrections[Job, Pending]):
@@ -419,7 +419,7 @@ class Views(ClusterModel[_InstanceState]):
         return (row for row in rows if row[0].instance_id == instance_id and row[0].state is not done)
 
     def phase_load(self, rows: Iterable[Row], at_s: float, quantum_tokens: int, without: str) -> PhaseLoad:
-        """Count rows as tailrace.policy.phase_load counts views of them."""
+        """Count rows as `RequestTable.phase_load` counts views of them."""
         reasoning = fresh = 0
         # Tokens delivered beyond what a reader has consumed since the start of the simulation; the least of
         # them.

@@ -148,8 +148,8 @@ class InstanceView:
     coming_tokens: int = 0
     # Tokens of KV per second that recent migrations to it have reached. None: none yet.
     migration_tokens_per_s: float | None = None
-    # Live and simulated, views of requests are created only on access: most decisions need only counts
-    # (tailrace.policy.phase_load).
+    # Live and simulated, views of requests are created only on access: most decisions need only counts and
+    # columns (tailrace.policy.requests).
     requests: Sequence[RequestView] = ()
 
     @property

@@ -201,8 +201,9 @@ class LiveControl:
         if tracked is None:
             return
         bound = self._length_bound(instance_id)
-        requests = [] if bound is None else tracked.requests().from_context(bound)
-        for request in requests:
+        requests = tracked.requests()
+        outgrown = [] if bound is None else requests.where(requests.context_tokens >= bound)
+        for request in outgrown:
             if self._outgrown.add(request.request_id, instance_id):
                 # The view for this request includes the decision about the previous one.
                 self.runner.request_changed(Point.LENGTH_BOUNDARY, request, at)

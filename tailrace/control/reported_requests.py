@@ -7,43 +7,30 @@ report's columns are kept as they are, and a view of a request is made when some
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
-from operator import add
-from typing import Final
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tailrace.cluster import Phase, PhaseLoad, RequestView
 from tailrace.control.cluster_model import CountedRequest
-from tailrace.control.lazy_requests import LazyRequests
 from tailrace.messages import PHASES, REQUEST_STATES, request_view
-from tailrace.perf.remaining import limited, tokens_left
-from tailrace.policy.columns import (
-    ExpectedLengths,
-    ListsExpectedLengths,
-    ListsMovable,
-    MovableRequests,
-    expected_length_columns,
-    movable,
-    movable_columns,
-)
-from tailrace.policy.decoding import DecodingRequests, Lengths, ListsDecoding, decodes, decoding_columns
-from tailrace.policy.phase_load import (
+from tailrace.perf.steps import Floats
+from tailrace.policy.requests import (
     OFF_DEVICE,
+    Column,
+    Ints,
     PhaseShare,
     Prompt,
+    RequestTable,
     phase_share,
     share_of,
 )
-from tailrace.request_columns import (
-    ABSENT,
-    full,
-    optional_of,
-    picked,
-    traceparents_of,
-    value_of,
-)
+from tailrace.request_columns import ABSENT, full, optional_of, picked, traceparents_of, value_of
 from tailrace.v1 import monitor_pb2, types_pb2
+
+T = TypeVar("T", bound=np.generic)
 
 _REASONING: Final = types_pb2.PHASE_REASONING
 _ANSWERING: Final = types_pb2.PHASE_ANSWERING
@@ -64,17 +51,18 @@ class ReportedRows:
         "_columns",
         "_counted",
         "_epochs",
-        "_ids",
         "_index",
         "_instance_id",
+        "_made",
         "_max_model_len",
         "_phases",
         "_prompts",
         "_reasoning",
         "_traceparents",
         "_views",
+        "ids",
     )
-    _ids: list[str]
+    ids: list[str]
     _index: dict[str, int]
 
     def __init__(
@@ -91,46 +79,47 @@ class ReportedRows:
         self._block_tokens = block_tokens
         self._max_model_len = max_model_len
         ids = columns.request_ids[:]
-        if before is not None and before._ids == ids:
+        if before is not None and before.ids == ids:
             # Equal but not the same strings: the new ones are not kept.
-            ids, index = before._ids, before._index
+            ids, index = before.ids, before._index
         else:
             index = dict(zip(ids, range(len(ids)), strict=True))
             if len(index) != len(ids):
                 columns = _without_repeated(columns)
                 ids = list(index)
                 index = dict(zip(ids, range(len(ids)), strict=True))
-        self._ids = ids
+        self.ids = ids
         self._index = index
         self._columns = columns
         self._phases = full(columns.phases, len(ids), _UNSPECIFIED)
         self._epochs = full(columns.epochs, len(ids), 0)
-        # Views made so far, the counts by one quantum, and others; made on first use.
+        # Views and columns made so far, the counts by one quantum, and others; made on first use.
         self._views: dict[str, RequestView] = {}
+        self._made: dict[str, NDArray[Any]] = {}
         self._counted: PhaseLoad | None = None
         self._reasoning: int | None = None
         self._prompts: dict[str, Prompt] | None = None
         self._traceparents: dict[str, str] | None = None
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self.ids)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._ids)
+        return iter(self.ids)
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._index
 
     def left_since(self, before: ReportedRows) -> set[str]:
         """Return the requests that an earlier report of the instance has and this one has not."""
-        return set() if self._ids is before._ids else before._index.keys() - self._index.keys()
+        return set() if self.ids is before.ids else before._index.keys() - self._index.keys()
 
     def changed_since(self, before: ReportedRows, others: Collection[str]) -> list[tuple[str, int, Phase]]:
         """Return id, epoch and phase of requests that an earlier report of the instance does not have, or
         with another epoch or phase, and of `others` as far as they are here; in the report's order."""
         index, phases, epochs = self._index, self._phases, self._epochs
         rows = {row for name in others if (row := index.get(name)) is not None}
-        if self._ids is not before._ids:
+        if self.ids is not before.ids:
             old_row, old_phases, old_epochs = before._index.get, before._phases, before._epochs
             for name, row in index.items():
                 old = old_row(name)
@@ -143,7 +132,7 @@ class ReportedRows:
                 for row, (phase, old_phase, epoch, old_epoch) in enumerate(pairs)
                 if phase != old_phase or epoch != old_epoch
             )
-        return [(self._ids[row], epochs[row], PHASES.get(phases[row], Phase.PREFILL)) for row in sorted(rows)]
+        return [(self.ids[row], epochs[row], PHASES.get(phases[row], Phase.PREFILL)) for row in sorted(rows)]
 
     def in_order(self, request_ids: Set[str]) -> list[str]:
         """Return those of the requests that are in the report, in its order."""
@@ -163,13 +152,17 @@ class ReportedRows:
             )
         return view
 
+    def row(self, request_id: str) -> int:
+        """Return the row of a request that is in the report."""
+        return self._index[request_id]
+
     def prompt_tokens(self, request_id: str) -> int:
         """Return the length of the prompt of a request that is in the report."""
         return value_of(self._columns.prompt_tokens, self._index[request_id], 0)
 
     def arrivals(self) -> Iterator[tuple[str, float]]:
         """Yield the id of each request and the time of day when it arrived, without making views."""
-        return zip(self._ids, full(self._columns.arrival_s, len(self._ids), 0.0), strict=True)
+        return zip(self.ids, full(self._columns.arrival_s, len(self.ids), 0.0), strict=True)
 
     def counted(self, request_id: str) -> CountedRequest:
         """Return how the instance's counts include a request that is in the report."""
@@ -179,13 +172,6 @@ class ReportedRows:
             value_of(columns.kv_blocks, row, 0) * self._block_tokens,
             value_of(columns.states, row, types_pb2.REQUEST_STATE_UNSPECIFIED) in _SEATED,
         )
-
-    def from_context(self, tokens: int) -> list[str]:
-        """Return the requests with a context of at least so many tokens, in the report's order."""
-        columns, count = self._columns, len(self._ids)
-        prompts, outputs = full(columns.prompt_tokens, count, 0), full(columns.output_tokens, count, 0)
-        rows = zip(self._ids, prompts, outputs, strict=True)
-        return [name for name, prompt, output in rows if prompt + output >= tokens]
 
     def traceparent(self, request_id: str) -> str:
         """Return the reported trace context; "" if there is none."""
@@ -262,111 +248,57 @@ class ReportedRows:
                 self._prompts = {
                     name: (arrival_s, length)
                     for name, phase, arrival_s, length in zip(
-                        self._ids, phases, arrivals, lengths, strict=True
+                        self.ids, phases, arrivals, lengths, strict=True
                     )
                     if phase != _REASONING and phase != _ANSWERING
                 }
         return self._prompts
 
-    def movable(self, without: Collection[str]) -> MovableRequests:
-        """Return those that may migrate, except those of `without`."""
-        columns, count = self._columns, len(self._ids)
-        states = full(columns.states, count, types_pb2.REQUEST_STATE_UNSPECIFIED)
-        rows = [
-            row
-            for row, (name, phase, state) in enumerate(zip(self._ids, self._phases, states, strict=True))
-            if phase in (_REASONING, _ANSWERING) and state == _RUNNING and name not in without
-        ]
-        prompts = full(columns.prompt_tokens, count, 0)
-        outputs = full(columns.output_tokens, count, 0)
-        most = full(columns.max_tokens, count, 0)
-        predicted = full(columns.predicted_remaining_tokens, count, ABSENT)
-        lefts = (tokens_left(prompts[row], outputs[row], most[row], self._max_model_len) for row in rows)
-        return MovableRequests(
-            [self._ids[row] for row in rows],
-            np.array([prompts[row] + outputs[row] for row in rows], dtype=np.float64),
-            np.array([outputs[row] for row in rows], dtype=np.float64),
-            np.array(
-                [
-                    predicted[row] if predicted[row] != predicted[row] else limited(predicted[row], left)
-                    for row, left in zip(rows, lefts, strict=True)
-                ],
-                dtype=np.float64,
-            ),
-            np.array([self._epochs[row] for row in rows], dtype=np.float64),
-        )
+    def column(self, name: str) -> NDArray[Any]:
+        """Return a column of a table of these requests, by its name in RequestTable."""
+        made = self._made.get(name)
+        if made is None:
+            made = self._made[name] = self._make_column(name)
+        return made
 
-    def decoding(self, without: Collection[str]) -> DecodingRequests:
-        """Return those that are past prefill and not migrating, except those of `without`."""
-        contexts, arrivals = self._contexts(), full(self._columns.arrival_s, len(self._ids), 0.0)
-        paused = self._paused()
-        if not without and not paused and not self.in_prefill():
-            return DecodingRequests(self._ids, contexts, arrivals)
-        rows = [
-            row
-            for row, (name, phase) in enumerate(zip(self._ids, self._phases, strict=True))
-            if phase in (_REASONING, _ANSWERING) and name not in without and row not in paused
-        ]
-        return DecodingRequests(
-            [self._ids[row] for row in rows], [contexts[row] for row in rows], [arrivals[row] for row in rows]
-        )
+    def _make_column(self, name: str) -> NDArray[Any]:
+        """Convert a column of the report, so that it holds what the views of its requests do."""
+        made: NDArray[Any]
+        match name:
+            case "in_prefill":
+                made = np.zeros(len(self), dtype=np.bool_)
+                if self.prompts():
+                    made[[self._index[request_id] for request_id in self.prompts()]] = True
+            case "running":
+                made = self._numbers(self._columns.states) == _RUNNING
+            case "migrating":
+                # Paused by their instance for a migration.
+                made = self._numbers(self._columns.states) == _PAUSED
+            case "epochs":
+                made = self._numbers(self._epochs)
+            case "arrival_s":
+                made = np.array(full(self._columns.arrival_s, len(self), 0.0), dtype=np.float64)
+            case "predicted_remaining_tokens":
+                made = self._predicted()
+            case _:
+                made = self._numbers(getattr(self._columns, name))
+        return made
 
-    def any_decoding(self, without: Collection[str]) -> bool:
-        """Return whether any is past prefill and not migrating, except those of `without`."""
-        paused = self._paused()
-        return any(
-            phase in (_REASONING, _ANSWERING) and name not in without and row not in paused
-            for row, (name, phase) in enumerate(zip(self._ids, self._phases, strict=True))
-        )
+    def _numbers(self, column: Sequence[int]) -> Ints:
+        return np.array(full(column, len(self), 0), dtype=np.int64)
 
-    def migrating_tokens(self, without: Collection[str]) -> int:
-        """Return the context of those that are migrating away, except those of `without`."""
-        paused = self._paused()
-        if not paused:
-            return 0
-        contexts = self._contexts()
-        return sum(contexts[row] for row in paused if self._ids[row] not in without)
-
-    def _paused(self) -> list[int]:
-        """Return the rows of those that their instance has paused for a migration."""
-        states = self._columns.states[:]
-        if _PAUSED not in states:
-            return []
-        return [row for row, state in enumerate(states[: len(self._ids)]) if state == _PAUSED]
-
-    def in_prefill(self) -> Collection[str]:
-        """Return those in prefill, in the report's order."""
-        return self.prompts().keys()
-
-    def lengths(self, without: Collection[str]) -> tuple[list[int], list[int]]:
-        """Return prompt tokens, and tokens of context, of all but those of `without`."""
-        prompts, contexts = full(self._columns.prompt_tokens, len(self._ids), 0), self._contexts()
-        gone = sorted((row for name in without if (row := self._index.get(name)) is not None), reverse=True)
-        for row in gone:
-            del prompts[row], contexts[row]
-        return prompts, contexts
-
-    def expected_lengths(self, without: Collection[str]) -> ExpectedLengths:
-        """Return tokens so far and expected remaining tokens of all but those of `without`."""
-        columns, count = self._columns, len(self._ids)
-        contexts = np.array(self._contexts(), dtype=np.float64)
-        outputs = np.array(full(columns.output_tokens, count, 0), dtype=np.float64)
-        most = np.array(full(columns.max_tokens, count, 0), dtype=np.float64)
-        predicted = np.array(full(columns.predicted_remaining_tokens, count, ABSENT), dtype=np.float64)
-        # As `tokens_left` and `limited`: only predictions are capped by the length of the model.
-        left = np.maximum(np.where(most > 0.0, most - outputs, np.inf), 0.0)
-        capped = left
+    def _predicted(self) -> Floats:
+        """Return the predicted remaining tokens, capped by what may still come; NaN: no prediction."""
+        given = full(self._columns.predicted_remaining_tokens, len(self), ABSENT)
+        predicted = np.array(given, dtype=np.float64)
+        prompts, outputs = self.column("prompt_tokens"), self.column("output_tokens")
+        limits = self.column("max_tokens")
+        # As `tokens_left` and `limited`.
+        left = np.where(limits > 0, limits - outputs, np.inf)
         if self._max_model_len > 0:
-            capped = np.minimum(left, np.maximum(self._max_model_len - contexts, 0.0))
-        remaining = np.where(np.isnan(predicted), left, np.maximum(np.minimum(predicted, capped), 0.0))
-        gone = [row for name in without if (row := self._index.get(name)) is not None]
-        if gone:
-            contexts, remaining = np.delete(contexts, gone), np.delete(remaining, gone)
-        return ExpectedLengths(contexts, remaining)
-
-    def _contexts(self) -> list[int]:
-        columns, count = self._columns, len(self._ids)
-        return list(map(add, full(columns.prompt_tokens, count, 0), full(columns.output_tokens, count, 0)))
+            left = np.minimum(left, self._max_model_len - prompts - outputs)
+        capped: Floats = np.maximum(np.minimum(predicted, np.maximum(left, 0.0)), 0.0)
+        return capped
 
 
 def _without_repeated(columns: monitor_pb2.RequestColumns) -> monitor_pb2.RequestColumns:
@@ -374,10 +306,24 @@ def _without_repeated(columns: monitor_pb2.RequestColumns) -> monitor_pb2.Reques
     return picked(columns, list({name: row for row, name in enumerate(columns.request_ids)}.values()))
 
 
-class ReportedRequests(ListsMovable, ListsExpectedLengths, ListsDecoding, LazyRequests):
-    """The requests of an instance at one moment, pending placements last. Immutable."""
+class _Parts(NamedTuple):
+    """How the requests of an instance differ from its report."""
 
-    __slots__ = ("_changed", "_pending", "_prompts", "_rows")
+    # Those of the report that are still here.
+    reported: list[str]
+    # Rows of the report whose requests have left.
+    gone: list[int]
+    # Requests of the report that have changed since.
+    replaced: list[RequestView]
+    # Requests that the report does not have.
+    added: list[RequestView]
+
+
+class ReportedRequests(RequestTable):
+    """The requests of an instance at one moment: in the report's order, as changed since; then those added
+    since, then pending placements."""
+
+    __slots__ = ("_changed", "_parts", "_pending", "_prompts", "_rows")
 
     def __init__(
         self,
@@ -390,13 +336,64 @@ class ReportedRequests(ListsMovable, ListsExpectedLengths, ListsDecoding, LazyRe
         self._rows = rows
         self._changed = changed
         self._pending = pending
+        # Made on first use.
+        self._parts: _Parts | None = None
         self._prompts: list[Prompt] | None = None
+
+    # ---- a table of the report's rows, corrected
+
+    def make_views(self) -> tuple[RequestView, ...]:
+        """Make the views of all requests, once."""
+        rows, changed, parts = self._rows, self._changed, self._arranged()
+        return (*(changed.get(name) or rows.view(name) for name in parts.reported), *parts.added)
+
+    def make_column(self, column: Column[T]) -> NDArray[T]:
+        """Make a column from that of the report."""
+        reported: NDArray[T] = self._rows.column(column.name)
+        parts = self._arranged()
+        if not self._changed and not parts.added:
+            return reported
+        made = reported.copy()
+        if parts.replaced:
+            made[[self._rows.row(r.request_id) for r in parts.replaced]] = column.of(parts.replaced)
+        if parts.gone:
+            made = np.delete(made, parts.gone)
+        return np.concatenate((made, column.of(parts.added))) if parts.added else made
+
+    @property
+    def ids(self) -> Sequence[str]:
+        """Return the ids of the requests, in their order."""
+        parts = self._arranged()
+        return [*parts.reported, *(r.request_id for r in parts.added)] if parts.added else parts.reported
+
+    def view(self, row: int) -> RequestView:
+        """Return one request."""
+        parts = self._arranged()
+        if row >= len(parts.reported):
+            return parts.added[row - len(parts.reported)]
+        name = parts.reported[row]
+        return self._changed.get(name) or self._rows.view(name)
+
+    def _arranged(self) -> _Parts:
+        if self._parts is None:
+            rows, changed = self._rows, self._changed
+            held = [request for request in changed.values() if request is not None]
+            replaced = [request for request in held if request.request_id in rows]
+            added = [request for request in held if request.request_id not in rows]
+            gone = [rows.row(name) for name, request in changed.items() if request is None and name in rows]
+            reported = rows.ids
+            if gone:
+                reported = [name for name in reported if changed.get(name, name) is not None]
+            self._parts = _Parts(reported, gone, replaced, [*added, *self._pending])
+        return self._parts
+
+    # ---- counts of the report, corrected by what has changed
 
     def prompts(self) -> list[Prompt]:
         """Return the prompts of requests in prefill."""
         if self._prompts is None:
             reported = self._rows.prompts().items()
-            added = (r for r in self._added() if r.phase is Phase.PREFILL)
+            added = (r for r in self._corrections() if r.phase is Phase.PREFILL)
             self._prompts = [prompt for name, prompt in reported if name not in self._changed]
             self._prompts += [(r.arrival_s, r.prompt_tokens) for r in added]
         return self._prompts
@@ -405,83 +402,8 @@ class ReportedRequests(ListsMovable, ListsExpectedLengths, ListsDecoding, LazyRe
         """Return how many requests count as reasoning."""
         rows = self._rows
         gone = sum(rows.reasons(name) for name in self._changed if name in rows)
-        added = sum(r.phase is not Phase.ANSWERING and not r.demoted for r in self._added())
+        added = sum(r.phase is not Phase.ANSWERING and not r.demoted for r in self._corrections())
         return rows.reasoning - gone + added
-
-    def movable(self) -> MovableRequests:
-        """Return the requests that may migrate: those as reported first."""
-        reported = self._rows.movable(self._changed)
-        added = list(filter(movable, self._added()))
-        if not added:
-            return reported
-        both = zip(reported[1:], movable_columns(added)[1:], strict=True)
-        names = [*reported.request_ids, *(request.request_id for request in added)]
-        return MovableRequests(names, *(np.concatenate(columns) for columns in both))
-
-    def decoding(self) -> DecodingRequests:
-        """Return the requests that are past prefill and not migrating: those as reported first."""
-        reported = self._rows.decoding(self._changed)
-        if not self._changed and not self._pending:
-            return reported
-        added = decoding_columns(self._added())
-        return DecodingRequests(
-            [*reported.request_ids, *added.request_ids],
-            [*reported.context_tokens, *added.context_tokens],
-            [*reported.arrival_s, *added.arrival_s],
-        )
-
-    def any_decoding(self) -> bool:
-        """Return whether any request is past prefill and not migrating."""
-        return self._rows.any_decoding(self._changed) or any(map(decodes, self._added()))
-
-    def migrating_tokens(self) -> int:
-        """Return the context of the requests that are migrating away, in tokens."""
-        added = sum(request.context_tokens for request in self._added() if request.migrating)
-        return self._rows.migrating_tokens(self._changed) + added
-
-    def lengths(self) -> Lengths:
-        """Return the lengths of all requests: those as reported first."""
-        prompts, contexts = self._rows.lengths(self._changed)
-        for request in self._added():
-            prompts.append(request.prompt_tokens)
-            contexts.append(request.context_tokens)
-        return prompts, contexts
-
-    def expected_lengths(self) -> ExpectedLengths:
-        """Return the lengths of all requests: those as reported first."""
-        reported = self._rows.expected_lengths(self._changed)
-        if not self._changed and not self._pending:
-            return reported
-        added = expected_length_columns(self._added())
-        return ExpectedLengths(*(np.concatenate(both) for both in zip(reported, added, strict=True)))
-
-    def in_prefill(self) -> list[RequestView]:
-        """Return the requests in prefill, in order."""
-        return [r for r in self._in_order(self._rows.in_prefill()) if r.phase is Phase.PREFILL]
-
-    def from_context(self, tokens: int) -> list[RequestView]:
-        """Return the requests with a context of at least so many tokens, in order, without making views of
-        the others."""
-        rows = self._in_order(self._rows.from_context(tokens))
-        return [request for request in rows if request.context_tokens >= tokens]
-
-    def _in_order(self, reported: Iterable[str]) -> list[RequestView]:
-        """Return these of the report's requests, and all that are not as in the report, in order."""
-        rows, changed = self._rows, self._changed
-        names = rows.in_order({*reported, *changed})
-        held = [changed[name] if name in changed else rows.view(name) for name in names]
-        held += [request for name, request in changed.items() if name not in rows]
-        held += self._pending
-        return [request for request in held if request is not None]
-
-    def find(self, request_id: str) -> RequestView:
-        """Return the view of one of the requests. Raise KeyError if it is not among them."""
-        if request_id not in self._changed and request_id in self._rows:
-            return self._rows.view(request_id)
-        for request in self._added():
-            if request.request_id == request_id:
-                return request
-        raise KeyError(request_id)
 
     def _count(self, quantum_tokens: int, without: str) -> PhaseLoad:
         """Correct the count of the report by what has changed."""
@@ -502,7 +424,7 @@ class ReportedRequests(ListsMovable, ListsExpectedLengths, ListsDecoding, LazyRe
             gone = frozenset(removed)
             slacks = (rows.share(name, quantum_tokens).slack_tokens for name in rows if name not in gone)
             least = min(slacks, default=math.inf)
-        for request in self._added():
+        for request in self._corrections():
             if not without or request.request_id != without:
                 share = phase_share(request, quantum_tokens)
                 reasoning += share.reasoning
@@ -510,20 +432,9 @@ class ReportedRequests(ListsMovable, ListsExpectedLengths, ListsDecoding, LazyRe
                 least = min(least, share.slack_tokens)
         return PhaseLoad(reasoning, fresh, least, quantum_tokens)
 
-    def _added(self) -> Iterator[RequestView]:
+    def _corrections(self) -> Iterator[RequestView]:
         """Yield the requests that are not as in the report."""
         for request in self._changed.values():
             if request is not None:
                 yield request
         yield from self._pending
-
-    def _build(self) -> tuple[RequestView, ...]:
-        rows, changed = self._rows, self._changed
-        held = [changed[name] if name in changed else rows.view(name) for name in rows]
-        held += [request for name, request in changed.items() if name not in rows]
-        return (*(request for request in held if request is not None), *self._pending)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and self._all() == tuple(other)
-
-    __hash__ = None  # type: ignore[assignment]

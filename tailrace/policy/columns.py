@@ -1,5 +1,4 @@
-"""Numbers of a cluster's instances, and of an instance's requests, by column, for policies that compare all
-of them at each decision.
+"""Numbers of a cluster's instances by column, for policies that compare all of them at each decision.
 
 Between two decisions few of a thousand instances have changed. An instance's view is immutable, so what was
 read from it holds for as long as the cluster's view contains the same object: such a cache does not affect
@@ -10,20 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
-from math import nan
 from operator import is_not
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Final, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tailrace.cluster import ClusterView, InstanceView, Phase, RequestState, RequestView, ViewChanges
-from tailrace.perf.remaining import expected_remaining
+from tailrace.cluster import ClusterView, InstanceView, ViewChanges
 from tailrace.perf.steps import Floats
-
-Mask = NDArray[np.bool_]
-
+from tailrace.policy.requests import Mask
 
 # Instances from which a comparison by column takes less time than one by one.
 COLUMNS_MIN: Final = 32
@@ -128,100 +122,3 @@ def smallest(values: Floats, among: Mask) -> int:
     """Return the position of the smallest finite value among those where `among` is true; the first of
     equals."""
     return int(np.where(among, values, np.inf).argmin())
-
-
-class MovableRequests(NamedTuple):
-    """Requests of an instance that may migrate, by column; lengths in tokens."""
-
-    request_ids: Sequence[str]
-    context_tokens: Floats
-    output_tokens: Floats
-    # NaN: no prediction.
-    predicted_remaining_tokens: Floats
-    epochs: Floats
-
-
-class ListsMovable:
-    """A collection of requests that lists those that may migrate without creating a view of each.
-
-    Not an abstract base class, like `phase_load.CountsPhases`.
-    """
-
-    __slots__ = ()
-
-    def movable(self) -> MovableRequests:
-        """Return what the function `movable_requests` returns for these requests."""
-        raise NotImplementedError
-
-    def find(self, request_id: str) -> RequestView:
-        """Return the view of a request that is among them."""
-        raise NotImplementedError
-
-
-def movable(request: RequestView) -> bool:
-    """Return whether a request can migrate: not during prefill, nor while it waits in host memory."""
-    return (
-        request.phase is not Phase.PREFILL and request.state is RequestState.RUNNING and not request.migrating
-    )
-
-
-def movable_requests(requests: Sequence[RequestView]) -> MovableRequests:
-    """Return the requests that may migrate, in their order."""
-    if isinstance(requests, ListsMovable):
-        return requests.movable()
-    return movable_columns(filter(movable, requests))
-
-
-def movable_columns(requests: Iterable[RequestView]) -> MovableRequests:
-    """Return these requests by column."""
-    among = list(requests)
-    predicted = (r.predicted_remaining_tokens for r in among)
-    return MovableRequests(
-        [r.request_id for r in among],
-        np.array([r.context_tokens for r in among], dtype=np.float64),
-        np.array([r.output_tokens for r in among], dtype=np.float64),
-        np.array([nan if tokens is None else tokens for tokens in predicted], dtype=np.float64),
-        np.array([r.epoch for r in among], dtype=np.float64),
-    )
-
-
-class ExpectedLengths(NamedTuple):
-    """Requests of an instance by column: tokens so far, and expected remaining tokens, infinite if
-    unbounded."""
-
-    context_tokens: Floats
-    remaining_tokens: Floats
-
-
-class ListsExpectedLengths:
-    """A collection of requests that lists these without creating a view of each. Not abstract, like
-    ListsMovable."""
-
-    __slots__ = ()
-
-    def expected_lengths(self) -> ExpectedLengths:
-        """Return what the function `expected_lengths` returns for these requests."""
-        raise NotImplementedError
-
-
-def expected_lengths(requests: Sequence[RequestView]) -> ExpectedLengths:
-    """Return the lengths of all requests, in any order."""
-    if isinstance(requests, ListsExpectedLengths):
-        return requests.expected_lengths()
-    return expected_length_columns(requests)
-
-
-def expected_length_columns(requests: Iterable[RequestView]) -> ExpectedLengths:
-    """Return the lengths of these requests, in their order."""
-    among = list(requests)
-    return ExpectedLengths(
-        np.array([r.context_tokens for r in among], dtype=np.float64),
-        np.array([expected_remaining(r) for r in among], dtype=np.float64),
-    )
-
-
-def find_request(requests: Sequence[RequestView], request_id: str) -> RequestView:
-    """Return the view of one of the requests."""
-    if isinstance(requests, ListsMovable):
-        return requests.find(request_id)
-    return next(request for request in requests if request.request_id == request_id)

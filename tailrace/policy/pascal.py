@@ -44,12 +44,12 @@ from tailrace.policy.candidates import (
     footprint_tokens,
     held_tokens_on,
 )
-from tailrace.policy.columns import Columns, Mask, PerInstances, SeenInstances, smallest
+from tailrace.policy.columns import Columns, PerInstances, SeenInstances, smallest
 from tailrace.policy.deployment import Fact
 from tailrace.policy.min_kv import QUEUED_WEIGHT
 from tailrace.policy.parameters import Parameter
-from tailrace.policy.phase_load import phase_load
 from tailrace.policy.pulling import PULLS, pulling
+from tailrace.policy.requests import Mask, table_of
 from tailrace.profiles import Profile
 
 # Values of the parameter `migration`.
@@ -208,10 +208,10 @@ class Pascal(Policy):
 
     def load_of(self, instance: InstanceView) -> PhaseLoad:
         """Return r_i, a_i and the pacer slack that decides t_i."""
-        return phase_load(instance.requests, quantum_tokens=self.quantum_tokens)
+        return table_of(instance.requests).phase_load(self.quantum_tokens)
 
     def _load_without(self, instance: InstanceView, request: RequestView) -> PhaseLoad:
-        return phase_load(instance.requests, quantum_tokens=self.quantum_tokens, without=request.request_id)
+        return table_of(instance.requests).phase_load(self.quantum_tokens, request.request_id)
 
     # ---- columns
 

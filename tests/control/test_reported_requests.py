@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import itemgetter
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,16 +10,8 @@ from hypothesis import strategies as st
 from tailrace.cluster import Phase, RequestState, RequestView
 from tailrace.control.cluster_model import CountedRequest
 from tailrace.control.reported_requests import ReportedRequests, ReportedRows
-from tailrace.policy.columns import (
-    expected_length_columns,
-    expected_lengths,
-    find_request,
-    movable,
-    movable_columns,
-    movable_requests,
-)
-from tailrace.policy.decoding import any_decoding, decoding, in_prefill, lengths, migrating_tokens
-from tailrace.policy.phase_load import ListsPrompts, phase_load, reasoning
+from tailrace.perf.remaining import expected_remaining
+from tailrace.policy.requests import Column, RequestTable, decodes, movable
 from tailrace.request_columns import columns_from
 from tailrace.v1 import monitor_pb2, types_pb2
 
@@ -91,24 +82,24 @@ def test_counts_equal_those_of_the_requests(
     gone = {name for name, view in changed.items() if view is None}
     assert {r.request_id for r in held} == ({*rows, *changed} - gone) | {r.request_id for r in placed}
     for number in (quantum, 200, quantum):
-        counted = phase_load(requests, quantum_tokens=number, without=without)
-        assert counted == phase_load(held, quantum_tokens=number, without=without)
-    assert reasoning(requests) == reasoning(held)
-    columns, expected = movable_requests(requests), movable_columns(filter(movable, held))
-    rows_of = [sorted(zip(*each, strict=True), key=itemgetter(0)) for each in (columns, expected)]
-    assert repr(rows_of[0]) == repr(rows_of[1])
-    assert all(find_request(requests, r.request_id) == r for r in held)
-    growing, wanted_growing = expected_lengths(requests), expected_length_columns(held)
-    assert sorted(zip(*growing, strict=True)) == sorted(zip(*wanted_growing, strict=True))
+        assert requests.phase_load(number, without) == RequestTable(held).phase_load(number, without)
+    assert requests.reasoning() == RequestTable(held).reasoning()
+    for column in vars(RequestTable).values():
+        if isinstance(column, Column):
+            found, wanted = getattr(requests, column.name), column.of(held)
+            assert found.dtype == wanted.dtype and repr(found) == repr(wanted), column.name
+    # Tables that have made no views yet answer by column.
+    untouched = ReportedRequests(reported(rows), changed, placed)
+    assert untouched.ids == [r.request_id for r in held]
+    assert untouched.context_tokens.tolist() == [r.context_tokens for r in held]
+    assert untouched.expected_remaining_tokens.tolist() == list(map(expected_remaining, held))
+    assert untouched.movable.tolist() == list(map(movable, held))
+    assert untouched.decoding.tolist() == list(map(decodes, held))
+    assert [untouched.view(row) for row in range(len(held))] == list(held)
     for tokens in (0, 3, 9):
-        assert requests.from_context(tokens) == [r for r in held if r.context_tokens >= tokens]
-    for columns_of in (decoding, lengths):
-        found, wanted = (sorted(zip(*columns_of(each), strict=True)) for each in (requests, held))
-        assert found == wanted
-    for answer in (any_decoding, migrating_tokens):
-        assert answer(requests) == answer(held)
-    assert list(in_prefill(requests)) == in_prefill(held)
-    assert isinstance(requests, ListsPrompts)
+        outgrown = untouched.where(untouched.context_tokens >= tokens)
+        assert outgrown == [r for r in held if r.context_tokens >= tokens]
+    assert untouched.where(untouched.in_prefill) == [r for r in held if r.phase is Phase.PREFILL]
     prompts = [(r.arrival_s, r.prompt_tokens) for r in held if r.phase is Phase.PREFILL]
     assert sorted(requests.prompts()) == sorted(prompts)
 

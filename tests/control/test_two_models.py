@@ -29,7 +29,7 @@ from tailrace.control.hot_prefixes import PrefixSource
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.intra.base import IntraPolicy
 from tailrace.messages import PHASE_NUMBERS, REQUEST_STATE_NUMBERS
-from tailrace.policy.phase_load import phase_load, prompts
+from tailrace.policy.requests import RequestTable, table_of
 from tailrace.records import InstanceRecord
 from tailrace.request_columns import columns_from
 from tailrace.v1 import monitor_pb2, types_pb2
@@ -183,16 +183,16 @@ def _compare_counts(simulated: InstanceView, live: InstanceView, coming: bool) -
 
 def _compare_phases(simulated: InstanceView, live: InstanceView, demotes: bool) -> None:
     """Compare phase counts; `demotes` says whether the batch order demotes requests, which messages omit."""
-    counted = phase_load(simulated.requests)
-    reasoning, fresh, least_slack, _ = astuple(phase_load(tuple(simulated.requests)))
+    counted = table_of(simulated.requests).phase_load()
+    reasoning, fresh, least_slack, _ = astuple(RequestTable(tuple(simulated.requests)).phase_load())
     assert (counted.reasoning, counted.fresh_answering) == (reasoning, fresh)
     assert counted.least_pacer_slack_tokens == pytest.approx(least_slack)
     if not demotes:
-        there = phase_load(live.requests)
+        there = table_of(live.requests).phase_load()
         assert (there.reasoning, there.fresh_answering) == (reasoning, fresh)
     wait = [r.prompt_tokens for r in simulated.requests if r.phase is Phase.PREFILL]
     for view in (simulated, live):
-        assert sorted(tokens for _, tokens in prompts(view)) == sorted(wait)
+        assert sorted(tokens for _, tokens in table_of(view.requests).prompts()) == sorted(wait)
 
 
 def _phase_tokens(job: Job, tokens: int) -> int:

@@ -11,7 +11,7 @@ from tailrace.cluster import ClusterView, InstanceView, RequestView, Stage
 from tailrace.handover import TRANSFERS
 from tailrace.policy.candidates import Ledger
 from tailrace.policy.cascade.layout import active_in, earliest_stage
-from tailrace.policy.decoding import decodes
+from tailrace.policy.requests import decodes
 
 
 def demand_tokens(instance: InstanceView, ledger: Ledger) -> int:

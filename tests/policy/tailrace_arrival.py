@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tailrace.cluster import InstanceView, Phase
 from tailrace.intra.due import PREFILLS, due_s, nominal_s
-from tailrace.policy.phase_load import phase_load
+from tailrace.policy.requests import table_of
 from tailrace.policy.tailrace.costs import Costs, Longest
 
 
@@ -51,7 +51,7 @@ def arrival_s(
     # The requests that its prefill delays.
     after = len(prompts) - len(first)
     others = max(0, requests - after)
-    reasoning = phase_load(instance.requests).reasoning
+    reasoning = table_of(instance.requests).phase_load().reasoning
     decoding = max(1, requests - len(prompts))
     reasons = min(1.0, max(0, reasoning - len(prompts)) / decoding)
     share = min(1.0, step_s / costs.tpot_slo_s)

@@ -13,6 +13,7 @@ from tailrace.cluster import ClusterView, Stage
 from tailrace.perf.qoe_model import QoeModel, features, mean_relative_error
 from tailrace.policy.cascade.layout import earliest_stage, repaired, stage_of, tiles
 from tailrace.policy.cascade.refinement import (
+    Lengths,
     Refinement,
     Sharing,
     Splitter,
@@ -23,7 +24,6 @@ from tailrace.policy.cascade.refinement import (
     quantity_split,
     whole,
 )
-from tailrace.policy.decoding import Lengths, lengths
 from tailrace.profiles import load_profile
 from tests.policy.fleets import MAX_LENGTH, fleets, quick
 
@@ -148,7 +148,10 @@ def test_a_share_has_an_equal_part_of_the_requests(held: list[tuple[int, int]], 
 
 
 def held_by(view: ClusterView) -> Mapping[str, Lengths]:
-    return {name: lengths(i.requests) for name, i in view.instances.items()}
+    return {
+        name: columns([(r.prompt_tokens, r.context_tokens) for r in i.requests])
+        for name, i in view.instances.items()
+    }
 
 
 @pytest.mark.parametrize("share", [divided, whole])

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from tailrace.cluster import Phase, RequestState, RequestView
-from tailrace.policy.phase_load import phase_share
+from tailrace.policy.requests import phase_share
 
 
 @pytest.mark.parametrize("state", RequestState)

@@ -34,8 +34,9 @@ from tailrace.perf.qoe_model import QoeModel
 from tailrace.perf.steps import StepModel
 from tailrace.perf.ttft import TtftPredictor
 from tailrace.policy.candidates import Ledger, needed_tokens
-from tailrace.policy.columns import PerInstances, movable
+from tailrace.policy.columns import PerInstances
 from tailrace.policy.registry import load
+from tailrace.policy.requests import movable
 from tailrace.policy.tailrace.costs import Costs, Longest
 from tailrace.policy.tailrace.moves import MovePlanner, remaining_tokens
 from tailrace.policy.tailrace.offers import FEW, OfferPlanner

@@ -15,7 +15,7 @@ from tailrace.cluster import ClusterView, InstanceView
 from tailrace.intra.due import due_s
 from tailrace.perf.length_penalty import load_length_penalty
 from tailrace.perf.steps import StepModel, StepTimes
-from tailrace.policy.phase_load import phase_load, prompts
+from tailrace.policy.requests import table_of
 from tailrace.policy.tailrace.arrival import (
     OF_MANY,
     OF_ONE,
@@ -42,8 +42,8 @@ NOW = 4.0
 def reported(instance: InstanceView) -> Reported[float]:
     """Return what a view contains of the instance."""
     backlog = instance.prefill_backlog_tokens
-    waiting = prompts(instance) if backlog else ()
-    counted = phase_load(instance.requests)
+    waiting = table_of(instance.requests).prompts() if backlog else ()
+    counted = table_of(instance.requests).phase_load()
     return Reported(
         running=instance.running,
         waiting=instance.waiting,
@@ -63,7 +63,7 @@ def before(
     instance: InstanceView, offered: Offer[float], steps: StepModel, prompt: int
 ) -> tuple[float, float, float]:
     """Return the tokens and seconds served before such a prompt, and the number of prompts after it."""
-    waiting = prompts(instance) if instance.prefill_backlog_tokens else ()
+    waiting = table_of(instance.requests).prompts() if instance.prefill_backlog_tokens else ()
     if not waiting:
         return offered.unlisted, offered.unlisted_s, 0.0
     queue = Queue.of(waiting, instance.prefill_backlog_tokens, steps)

@@ -8,7 +8,7 @@ from tailrace.actions import Migrate, Place
 from tailrace.cluster import Arrival, Phase, PhaseLoad
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.policy.pascal import Pascal
-from tailrace.policy.phase_load import phase_load
+from tailrace.policy.requests import table_of
 from tailrace.v1 import monitor_pb2, types_pb2
 from tests.scheduler.facts import ANSWERING, REASONING, event, members, request, steady
 
@@ -59,7 +59,7 @@ def test_an_event_can_report_a_blocked_answer() -> None:
     reported.phase_events[0].state = types_pb2.REQUEST_STATE_PREEMPTED
     state.apply(reported, 1.1)
     seen = state.view().instances["a"]
-    assert phase_load(seen.requests).least_pacer_slack_tokens == float("-inf")
+    assert table_of(seen.requests).phase_load().least_pacer_slack_tokens == float("-inf")
     assert (seen.running, seen.waiting) == (0, 1)
 
 
@@ -73,7 +73,7 @@ def test_a_request_that_enters_a_phase_is_running_by_default() -> None:
     seen = state.view().instances["a"]
     assert (seen.running, seen.waiting) == (1, 0)
     assert seen.requests[0].phase is Phase.ANSWERING
-    assert phase_load(seen.requests) == PhaseLoad(0, 1, float("inf"), quantum_tokens=500)
+    assert table_of(seen.requests).phase_load() == PhaseLoad(0, 1, float("inf"), quantum_tokens=500)
 
 
 def test_counts_with_another_quantum_are_recomputed() -> None:

@@ -11,7 +11,7 @@ from tailrace.actions import Place
 from tailrace.cluster import Arrival, InstanceState, Phase, PhaseLoad, Pool
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.policy.least_loaded import LeastLoaded
-from tailrace.policy.phase_load import phase_load
+from tailrace.policy.requests import table_of
 from tests.scheduler.facts import (
     ANSWERING,
     GONE,
@@ -293,7 +293,7 @@ def test_views_contain_all_reported_values() -> None:
     state.apply(report, 1.0)
     state.place(arrival("p"), "a", 1.1)
     seen = state.view().instances["a"]
-    assert phase_load(seen.requests) == PhaseLoad(2, 1, -3.5, quantum_tokens=500)
+    assert table_of(seen.requests).phase_load() == PhaseLoad(2, 1, -3.5, quantum_tokens=500)
     assert (seen.host_kv_tokens, seen.host_kv_capacity_tokens) == (100, 1_000)
     placed = arrival("p").prompt_tokens
     assert seen.prefill_delay_s == pytest.approx(0.51 + placed * 1e-3 + placed**2 * 1e-6)

@@ -29,7 +29,7 @@ from tailrace.intra.orders import Fcfs
 from tailrace.intra.pascal import PascalQueue
 from tailrace.policy.min_kv import MinKv
 from tailrace.policy.pascal import Pascal
-from tailrace.policy.phase_load import phase_load
+from tailrace.policy.requests import RequestTable, table_of
 from tailrace.profiles import load_profile
 
 ALL: tuple[Experiment, ...] = (*pascal.EXPERIMENTS, *ares.EXPERIMENTS)
@@ -235,8 +235,8 @@ class _Checked(Pascal):
         for instance in view.instances.values():
             assert isinstance(instance.requests, ReportedRequests)
             for without in ("", request.request_id):
-                counted = phase_load(instance.requests, quantum_tokens=300, without=without)
-                each = phase_load(list(instance.requests), quantum_tokens=300, without=without)
+                counted = table_of(instance.requests).phase_load(300, without)
+                each = RequestTable(tuple(instance.requests)).phase_load(300, without)
                 assert (counted.reasoning, counted.fresh_answering) == (each.reasoning, each.fresh_answering)
                 assert counted.least_pacer_slack_tokens == pytest.approx(each.least_pacer_slack_tokens)
                 self.checks += 1

@@ -20,7 +20,7 @@ from tailrace.cluster import Arrival, ClusterView, InstanceView, RequestView, St
 from tailrace.intra.orders import Fcfs
 from tailrace.perf.future_load import FutureLoad
 from tailrace.policy.base import Policy
-from tailrace.policy.phase_load import phase_load
+from tailrace.policy.requests import RequestTable, table_of
 from tests.simulator.moving import MoveEverything
 from tests.simulator.worlds import INTRA, PROFILE, workloads
 
@@ -143,15 +143,15 @@ class CheckCounts(MoveEverything):
             requests = tuple(instance.requests)
             # The second time, the result comes from the cache.
             for _ in range(2):
-                offered = phase_load(instance.requests, quantum_tokens=13)
-                counted = phase_load(requests, quantum_tokens=13)
+                offered = table_of(instance.requests).phase_load(13)
+                counted = RequestTable(requests).phase_load(13)
                 assert offered.reasoning == counted.reasoning
                 assert offered.fresh_answering == counted.fresh_answering
                 assert offered.least_pacer_slack_tokens == pytest.approx(counted.least_pacer_slack_tokens)
             for request in requests:
                 without = request.request_id
-                offered = phase_load(instance.requests, quantum_tokens=13, without=without)
-                counted = phase_load(requests, quantum_tokens=13, without=without)
+                offered = table_of(instance.requests).phase_load(13, without)
+                counted = RequestTable(requests).phase_load(13, without)
                 assert offered.reasoning == counted.reasoning
                 assert offered.fresh_answering == counted.fresh_answering
                 self.compared += 1

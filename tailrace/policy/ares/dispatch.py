@@ -26,7 +26,8 @@ from tailrace.cluster import (
     RequestState,
     RequestView,
 )
-from tailrace.policy.columns import Columns, Mask, PerInstances, smallest
+from tailrace.policy.columns import Columns, PerInstances, smallest
+from tailrace.policy.requests import Mask
 
 _NO_DECODE = (Pool.PREFILL, Pool.DECODE_TO_PREFILL)
 _NO_PREFILL = (Pool.DECODE, Pool.PREFILL_TO_DECODE)

@@ -11,7 +11,7 @@ import numpy as np
 from tailrace.cluster import InstanceView
 from tailrace.perf.future_load import FutureLoad
 from tailrace.perf.horizon import Floats, Horizon, floats
-from tailrace.policy.columns import expected_lengths
+from tailrace.policy.requests import table_of
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ def _completed(instances: Sequence[InstanceView], horizon: Horizon) -> list[tupl
     if not missing or not horizon.points:
         return rows
     # All at once: a simulation of one instance takes as long as one of a dozen.
-    lengths = [expected_lengths(instances[n].requests) for n in missing]
+    tables = [table_of(instances[n].requests) for n in missing]
     simulated = FutureLoad(horizon).of_each(
-        np.concatenate([each.context_tokens for each in lengths]),
-        np.concatenate([each.remaining_tokens for each in lengths]),
-        [len(each.context_tokens) for each in lengths],
+        np.concatenate([table.context_tokens for table in tables]).astype(np.float64),
+        np.concatenate([table.expected_remaining_tokens for table in tables]),
+        [len(table.context_tokens) for table in tables],
     )
     for n, row in zip(missing, simulated, strict=True):
         rows[n] = row

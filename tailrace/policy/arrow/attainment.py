@@ -13,7 +13,7 @@ from tailrace.cluster import Arrival, InstanceView
 from tailrace.policy.arrow.kv_wait import KvWait
 from tailrace.policy.arrow.load import LoadModel
 from tailrace.policy.arrow.pools import Pools
-from tailrace.policy.phase_load import prompts
+from tailrace.policy.requests import table_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class AttainmentModel:
             for instance in pools.members()
             # Without prefill work, skip reading the requests.
             if instance.prefill_backlog_tokens > 0 or instance.waiting > 0
-            for prompt in prompts(instance)
+            for prompt in table_of(instance.requests).prompts()
         ]
         # A prompt that was just placed has no arrival time yet.
         recent = [tokens for at_s, tokens in in_prefill if not at_s or at_s > now - self.ttft_slo_s]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tailrace.cluster import InstanceView
 from tailrace.perf.ttft import TtftPredictor
-from tailrace.policy.decoding import any_decoding
+from tailrace.policy.requests import table_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def has_decodes_left(instance: InstanceView) -> bool:
     """
     if instance.running == 0 and instance.waiting == 0:
         return False
-    return any_decoding(instance.requests)
+    return bool(table_of(instance.requests).decoding.any())
 
 
 def mean_token_interval_s(instances: Sequence[InstanceView]) -> float:

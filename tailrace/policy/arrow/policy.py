@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from heapq import nsmallest
-from itertools import repeat
 from typing import Final
+
+import numpy as np
 
 from tailrace.actions import Action, Place, Placement, Refuse, SetPool
 from tailrace.cluster import Arrival, ClusterView, InstanceState, InstanceView, Pool, RequestView
@@ -33,11 +34,11 @@ from tailrace.policy.arrow.pools import (
 from tailrace.policy.arrow.targets import DecodeTargets, LeastDelay, PrefillTargets
 from tailrace.policy.base import Policy
 from tailrace.policy.candidates import CACHE_AWARE, Ledger, held_tokens_on
-from tailrace.policy.columns import find_request, has_many
-from tailrace.policy.decoding import decoding
+from tailrace.policy.columns import has_many
 from tailrace.policy.deployment import Fact
 from tailrace.policy.parameters import Parameter
 from tailrace.policy.pulling import PULLS, pulling
+from tailrace.policy.requests import RequestTable, table_of
 from tailrace.profiles import Profile, load_profile
 
 # The paper's model (section 7.1) on the built-in profile's GPU that is nearest to its H800.
@@ -357,17 +358,19 @@ class Arrow(Policy):
 
         Requests on D->P instances stay: such an instance finishes its decodes.
         """
-        waiting: list[tuple[float, str, InstanceView]] = []
+        waiting: list[tuple[float, str, RequestTable, int]] = []
         for instance in pools.prefill:
             if instance.running > 0:
-                names, _, arrivals_s = decoding(instance.requests)
-                waiting += zip(arrivals_s, names, repeat(instance), strict=False)
+                requests = table_of(instance.requests)
+                arrivals_s, ids = requests.arrival_s, requests.ids
+                rows = np.flatnonzero(requests.decoding).tolist()
+                waiting += [(float(arrivals_s[row]), ids[row], requests, row) for row in rows]
         if not waiting:
             return []
         ledger = _ledger(view)
         oldest = [
-            find_request(instance.requests, name)
-            for _, name, instance in nsmallest(_HANDOVERS, waiting, key=lambda candidate: candidate[:2])
+            requests.view(row)
+            for _, _, requests, row in nsmallest(_HANDOVERS, waiting, key=lambda candidate: candidate[:2])
         ]
         actions: list[Action] = []
         for request in oldest:

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from tailrace.cluster import ClusterView, InstanceState, InstanceView, Pool, RequestView
 from tailrace.perf.steps import Floats
 from tailrace.policy.arrow.load import LoadModel, running_tokens
-from tailrace.policy.columns import Columns, Mask, PerInstances, smallest
+from tailrace.policy.columns import Columns, PerInstances, smallest
+from tailrace.policy.requests import Mask
 
 # Groups by the order in which they are preferred; all others have none.
 _NONE: Final = -1.0

@@ -13,13 +13,14 @@ from heapq import heapify, heappop
 from typing import Final, Protocol
 from zlib import crc32
 
+import numpy as np
+
 from tailrace.actions import Action, Migrate, Offer
 from tailrace.cluster import ClusterView, InstanceView, RequestView, Stage
 from tailrace.handover import TRANSFERS
 from tailrace.policy.cascade.layout import Positions, earliest_stage
 from tailrace.policy.cascade.room import Room, RoomOfInstances
-from tailrace.policy.columns import find_request
-from tailrace.policy.decoding import decodes, decoding, migrating_tokens
+from tailrace.policy.requests import decodes, table_of
 
 BOUNDARY = "length boundary"
 OVERLOADED = "overloaded"
@@ -90,29 +91,29 @@ class Handovers:
         receivers: dict[int, _Receivers] = {}
         actions: list[Action] = []
         while leaving and self._room.handovers < HANDOVERS_MAX:
-            shortness, name, _, at, source = heappop(leaving)
+            shortness, _, _, at, source, row = heappop(leaving)
             to = earliest_stage(stages, -shortness)
             if to <= at:
                 continue
             if to not in receivers:
                 receivers[to] = self._receivers(stages[to])
             if receivers[to].may_have_room(-shortness):
-                request = find_request(source.requests, name)
+                request = table_of(source.requests).view(row)
                 actions += self._hand_over(source, request, receivers[to], BOUNDARY, None)
         return actions
 
-    def _leaving(self, stages: Sequence[Stage]) -> Iterator[tuple[int, str, int, int, InstanceView]]:
-        """Yield (less the context, id, number, number of the stage, source) for requests that decode beyond
-        the end of their stage; none of the last."""
+    def _leaving(self, stages: Sequence[Stage]) -> Iterator[tuple[int, str, int, int, InstanceView, int]]:
+        """Yield (less the context, id, number, number of the stage, source, row there) for requests that
+        decode beyond the end of their stage; none of the last."""
         number = 0
         for at, stage in enumerate(stages[:-1]):
             for name in stage.instance_ids:
                 source = self._view.instances[name]
-                names, contexts, _ = decoding(source.requests)
-                for request_id, context in zip(names, contexts, strict=True):
-                    if context >= stage.hi:
-                        yield -context, request_id, number, at, source
-                        number += 1
+                requests = table_of(source.requests)
+                contexts, ids = requests.context_tokens, requests.ids
+                for row in np.flatnonzero(requests.decoding & (contexts >= stage.hi)).tolist():
+                    yield -int(contexts[row]), ids[row], number, at, source, row
+                    number += 1
 
     def rebalance(self, stage: Stage | None, outlier: float) -> list[Action]:
         """Hand over requests from overloaded instances of one stage to their peers, most overloaded first.
@@ -137,16 +138,18 @@ class Handovers:
         for less_demand, position in outliers:
             sender = room.instances[position]
             # Requests that are already migrating away count as gone.
-            excess = -less_demand - migrating_tokens(sender.requests) - mean
-            names, contexts, _ = decoding(sender.requests)
-            candidates = [found for found in zip(contexts, names, strict=True) if found[0] <= excess]
-            candidates.sort(key=lambda found: (-found[0], found[1]))
-            for length, name in candidates:
+            requests = table_of(sender.requests)
+            contexts, ids = requests.context_tokens, requests.ids
+            excess = -less_demand - int(contexts[requests.migrating].sum()) - mean
+            rows = np.flatnonzero(requests.decoding & (contexts <= excess)).tolist()
+            longest_first = sorted((-int(contexts[row]), ids[row], row) for row in rows)
+            for less_length, _, row in longest_first:
+                length = -less_length
                 if room.handovers >= HANDOVERS_MAX:
                     return actions
                 if length > excess or not receivers.may_have_room(length):
                     continue
-                request = find_request(sender.requests, name)
+                request = requests.view(row)
                 ordered = self._hand_over(sender, request, receivers, OVERLOADED, math.floor(limit))
                 if ordered:
                     actions += ordered

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from tailrace.actions import HandBack
 from tailrace.cluster import ClusterView, InstanceView, RequestState, RequestView
 from tailrace.policy.cascade.layout import active_in, earliest_stage
-from tailrace.policy.decoding import in_prefill
+from tailrace.policy.requests import table_of
 
 
 def misplaced(view: ClusterView) -> list[HandBack]:
@@ -55,7 +55,8 @@ def misplaced(view: ClusterView) -> list[HandBack]:
 def _prompts(instance: InstanceView) -> Sequence[RequestView]:
     """Return the prompts in order of arrival; those without a known arrival time were just placed, and are
     last."""
-    return sorted(in_prefill(instance.requests), key=lambda request: request.arrival_s or math.inf)
+    requests = table_of(instance.requests)
+    return sorted(requests.where(requests.in_prefill), key=lambda request: request.arrival_s or math.inf)
 
 
 def _waits(request: RequestView) -> bool:

@@ -42,6 +42,7 @@ from tailrace.policy.cascade.parameters import (
 from tailrace.policy.cascade.planner import Planner, chain, exact, no_pipeline
 from tailrace.policy.cascade.planning import Planning
 from tailrace.policy.cascade.refinement import (
+    Lengths,
     Refinement,
     Sharing,
     Splitter,
@@ -53,9 +54,9 @@ from tailrace.policy.cascade.refinement import (
 )
 from tailrace.policy.cascade.room import RoomOfInstances, demand_tokens
 from tailrace.policy.cascade.traffic import Traffic
-from tailrace.policy.decoding import Lengths, lengths
 from tailrace.policy.deployment import Fact
 from tailrace.policy.pulling import pulling
+from tailrace.policy.requests import table_of
 from tailrace.profiles import Profile, load_profile
 
 
@@ -294,4 +295,5 @@ def _members(view: ClusterView) -> list[InstanceView]:
 
 
 def _lengths(members: Sequence[InstanceView]) -> Mapping[str, Lengths]:
-    return {i.instance_id: lengths(i.requests) for i in members}
+    tables = {i.instance_id: table_of(i.requests) for i in members}
+    return {name: (table.prompt_tokens, table.context_tokens) for name, table in tables.items()}

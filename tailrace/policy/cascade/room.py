@@ -17,7 +17,8 @@ from tailrace.cluster import ClusterView, InstanceState, InstanceView, RequestVi
 from tailrace.perf.steps import Floats
 from tailrace.policy.candidates import needed_tokens
 from tailrace.policy.cascade.layout import Positions, StageMembers
-from tailrace.policy.columns import Columns, Mask, PerInstances
+from tailrace.policy.columns import Columns, PerInstances
+from tailrace.policy.requests import Mask
 
 _COLUMNS: Final = 7
 

@@ -16,13 +16,14 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tailrace.actions import Migrate
 from tailrace.cluster import InstanceView, RequestView
 from tailrace.perf.horizon import HORIZON
 from tailrace.perf.steps import Floats
 from tailrace.policy.candidates import Ledger, with_request
-from tailrace.policy.columns import MovableRequests, find_request, movable_requests
+from tailrace.policy.requests import RequestTable, table_of
 from tailrace.policy.tailrace.costs import Costs, Longest
 from tailrace.policy.tailrace.targets import Targets
 
@@ -124,23 +125,26 @@ class MovePlanner:
 
         Requests are examined in the order of an upper bound on their gain, until none can gain more.
         """
-        requests = movable_requests(source.requests)
-        bounds_s = self._largest_gains_s(requests, source, targets)
+        requests = table_of(source.requests)
+        rows = np.flatnonzero(requests.movable)
+        bounds_s = self._largest_gains_s(requests, rows, source, targets)
         best: Move | None = None
         for n in (-bounds_s).argsort(kind="stable").tolist():
             gain_s = 0.0 if best is None else best.gain_s
             if bounds_s[n] <= gain_s:
                 break
-            request = find_request(source.requests, requests.request_ids[n])
+            request = requests.view(int(rows[n]))
             best = self.best(request, source, targets, gain_s) or best
         return best
 
-    def _largest_gains_s(self, requests: MovableRequests, source: InstanceView, targets: Targets) -> Floats:
-        """Return an upper bound on the gain of each request's move."""
-        costs, tokens = self._costs, requests.context_tokens
+    def _largest_gains_s(
+        self, requests: RequestTable, rows: NDArray[np.intp], source: InstanceView, targets: Targets
+    ) -> Floats:
+        """Return an upper bound on the gain of the move of each request of these rows."""
+        costs, tokens = self._costs, requests.context_tokens[rows].astype(np.float64)
         if costs.penalty is not None:
             return np.full(len(tokens), np.inf)
-        predicted, made = requests.predicted_remaining_tokens, requests.output_tokens
+        predicted, made = requests.predicted_remaining_tokens[rows], requests.output_tokens[rows]
         expected = np.where(np.isnan(predicted), np.maximum(costs.expected_tokens, made), predicted)
         remaining = np.minimum(expected, float(HORIZON.length))
         steps, others = costs.steps_of(source), max(0, source.running + source.waiting - 1)
@@ -151,7 +155,9 @@ class MovePlanner:
         there_s, per_token_s = targets.least_terms()
         saved_s = remaining * (here_s - there_s - per_token_s * tokens)
         saved_s += costs.shortage_s(source, costs.expected_tokens)
-        gains_s: Floats = saved_s - self._margin * (1.0 + requests.epochs) * costs.transfer_s(source, tokens)
+        gains_s: Floats = saved_s - self._margin * (1.0 + requests.epochs[rows]) * costs.transfer_s(
+            source, tokens
+        )
         return gains_s + _ROUNDING_S
 
     def reserve(self, request: RequestView, target: InstanceView, reason: str) -> Migrate:

@@ -20,7 +20,7 @@ from tailrace.cluster import NOTHING_CACHED, CachedTokens, ClusterView, Instance
 from tailrace.intra.due import PREFILLS, due_after_s, nominal_s
 from tailrace.perf.steps import Floats, StepModel, StepTimes
 from tailrace.policy.columns import SeenInstances
-from tailrace.policy.phase_load import prompts, reasoning
+from tailrace.policy.requests import table_of
 from tailrace.policy.tailrace.arrival import (
     OF_MANY,
     OF_ONE,
@@ -287,7 +287,8 @@ class OfferPlanner:
         else:
             self._pooled.add(position)
         backlog = instance.prefill_backlog_tokens
-        waiting = prompts(instance) if backlog else ()
+        requests = table_of(instance.requests)
+        waiting = requests.prompts() if backlog else ()
         tokens = 0
         if waiting:
             queue = Queue.of(waiting, backlog, steps)
@@ -304,7 +305,7 @@ class OfferPlanner:
             instance.host_kv_tokens,
             instance.kv_capacity_tokens,
             instance.context_tokens,
-            reasoning(instance.requests),
+            requests.reasoning(),
             max(future) if future else -inf,
             len(waiting),
             tokens,

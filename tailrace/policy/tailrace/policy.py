@@ -12,9 +12,10 @@ from tailrace.perf.steps import NOMINAL, StepModel
 from tailrace.policy.arrow.policy import FILTER, Arrow
 from tailrace.policy.base import Policy
 from tailrace.policy.candidates import NO_INSTANCE, Ledger, candidates
-from tailrace.policy.columns import PerInstances, movable
+from tailrace.policy.columns import PerInstances
 from tailrace.policy.deployment import Fact
 from tailrace.policy.parameters import Parameter
+from tailrace.policy.requests import movable
 from tailrace.policy.tailrace.copies import COPY_AHEAD, PERIOD_S, Copies
 from tailrace.policy.tailrace.costs import Costs
 from tailrace.policy.tailrace.moves import MovePlanner

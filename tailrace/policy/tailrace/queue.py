@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tailrace.intra.due import PREFILLS, STRETCH, due_after_s, nominal_s
 from tailrace.perf.steps import Floats, StepModel
-from tailrace.policy.phase_load import Prompt
+from tailrace.policy.requests import Prompt
 
 
 @dataclass(frozen=True, slots=True)
