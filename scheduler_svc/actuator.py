@@ -27,6 +27,7 @@ from tailrace.actions import (
     could_only_wait,
 )
 from tailrace.cluster import Stage
+from tailrace.control.events import PoolOrdered, PoolSettled
 from tailrace.control.reported_cluster import PoolOrder, ReportedCluster
 from tailrace.service.tasks import cancel
 from tailrace.store.client import StoreUnavailable
@@ -110,7 +111,8 @@ class Actuator:
             case CopyPrefix():
                 return self._copier.copy(action)
             case SetPool():
-                order = self._state.pool_ordered(action.instance_id, action.pool)
+                ordered = self._state.order(PoolOrdered(action.instance_id, action.pool))
+                order = self._state.pool_order(action.instance_id) if ordered else None
                 if order is None:
                     raise AdminError(
                         _PRECONDITION, f"{action.instance_id} is gone or has another pending order"
@@ -146,10 +148,15 @@ class Actuator:
             written = True
         finally:
             if not written:
-                self._state.pool_settled(order)
+                self._settle_pool(order)
         # Etcd's watch delivers the move in a moment, unless another writer has reverted it meanwhile.
-        asyncio.get_running_loop().call_later(_ETCD_LAG_S, self._state.pool_settled, order)
+        asyncio.get_running_loop().call_later(_ETCD_LAG_S, self._settle_pool, order)
         return "done"
+
+    def _settle_pool(self, order: PoolOrder) -> None:
+        """Remove an order if it still counts: the instance is where etcd says."""
+        if self._state.pool_order(order.instance_id) is order:
+            self._state.apply(PoolSettled(order.instance_id))
 
     async def _set_stages(self, action: SetStages, before: tuple[Stage, ...]) -> str:
         await self._settings.swap_stages(before, action.stages)

@@ -9,6 +9,7 @@ from typing import Final
 
 import grpc
 
+from tailrace.control.events import CacheListed
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels, decoded
@@ -62,4 +63,4 @@ class CacheSync:
             retry_s = _RETRY_S * random.uniform(0.5, 1.5)
             self._retry_at_s[instance_id] = asyncio.get_running_loop().time() + retry_s
         else:
-            self._state.cache_listed(instance_id, reply)
+            self._state.apply(CacheListed(instance_id, reply))

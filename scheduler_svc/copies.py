@@ -10,6 +10,7 @@ import grpc
 
 from scheduler_svc.admin.errors import AdminError
 from tailrace.actions import CopyPrefix
+from tailrace.control.events import CopyOrdered, CopySettled
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels, decoded
@@ -33,7 +34,8 @@ class Copier:
         Raise AdminError, immediately or when awaited.
         """
         holder, target = self._state.tracked(copy.holder_id), self._state.tracked(copy.target_id)
-        if holder is None or target is None or not self._state.copy_ordered(copy, time.monotonic()):
+        ordered = CopyOrdered(copy, time.monotonic())
+        if holder is None or target is None or not self._state.order(ordered):
             raise AdminError(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"{copy.target_id} is receiving a copy already, or {copy.holder_id} has no {copy.request_id}",
@@ -54,5 +56,5 @@ class Copier:
         except grpc.aio.AioRpcError as error:
             raise AdminError(error.code(), error.details() or error.code().name) from error
         finally:
-            self._state.copy_settled(target_id, time.monotonic())
+            self._state.apply(CopySettled(target_id, time.monotonic()))
         return reply.outcome

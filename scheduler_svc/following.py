@@ -11,6 +11,7 @@ from typing import Final, Generic, TypeVar
 
 from scheduler_svc.admin.validation import policy_record
 from scheduler_svc.settings import Conflict, Settings
+from tailrace.control.events import PolicyFollowed
 from tailrace.control.live import LiveControl
 from tailrace.control.runner import Guard
 from tailrace.records import PolicyRecord, resumed, suspended
@@ -73,7 +74,8 @@ class Following:
                 # Another policy was set, or the record in etcd says the same by now.
                 self._suspension = None
         with self._guard.loading(policy or self._control.active.default):
-            self._control.follow(policy, self._members.slo if self._slo is None else self._slo.value)
+            slo = self._members.slo if self._slo is None else self._slo.value
+            self._control.handle(PolicyFollowed(policy, slo))
 
     async def set_policy(self, request: admin_pb2.SetPolicyRequest) -> tuple[PolicyRecord | None, int]:
         """Set the policy, also one that is suspended; return the previous record or None, and the revision of

@@ -23,9 +23,9 @@ from scheduler_svc.admin.servicer import AdminServicer
 from scheduler_svc.admin.shadowing import Shadowing
 from scheduler_svc.cache_sync import CacheSync
 from scheduler_svc.copies import Copier
-from scheduler_svc.decisions import Decider, Placer, SchedulerServicer, Traceparents
 from scheduler_svc.drainer import Drainer
 from scheduler_svc.following import Following
+from scheduler_svc.loop import DecisionLoop, SchedulerServicer, Traceparents
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.migrations import Migrations, MigrationStarter, Negotiator, Recaller
 from scheduler_svc.monitor_watch import MonitorWatch
@@ -33,6 +33,7 @@ from scheduler_svc.orphans import remove_orphaned_records
 from scheduler_svc.recorder import Recorder
 from scheduler_svc.rollouts import Rollouts
 from scheduler_svc.settings import Settings
+from tailrace.control.events import KnownMembers, MembersChanged
 from tailrace.control.live import LiveControl
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.control.runner import DEFAULT_BUDGETS, ActivePolicy, Budgets, Call, Guard, warm_up
@@ -223,18 +224,17 @@ class Parts:
             self._following.suspend_record(hung)
         self._follow_members()
         service.members.add_listener(self._follow_members)
-        self._decider = Decider(self.control, leading)
+        self._loop = DecisionLoop(self.control, leading, self.metrics)
         self._drainer = Drainer(self.state, self.actuator, leading)
         name = service.common.member_id
         self._watch = MonitorWatch(
-            name, service.members, service.channels, self.state, self._decider.handle_report, self.metrics
+            name, service.members, service.channels, self.state, self._loop.handle_report, self.metrics
         )
         self._cache_sync = CacheSync(self.state, service.channels)
         self._rollouts = Rollouts(service.members, self.state, settings.swap_rollout, leading)
         shadowing = Shadowing(self.control, self.metrics, guard)
         leading.on_end(shadowing.end)
-        leading.on_end(self.control.forget_ticks)
-        placer = Placer(self.control, self.metrics)
+        leading.on_end(self._loop.forget_ticks)
         admin = AdminServicer(
             self.state,
             service.members,
@@ -252,7 +252,7 @@ class Parts:
         self.servicers = [
             Servicer(
                 add_SchedulerServicer_to_server,
-                SchedulerServicer(placer, service.members, traceparents, service.tracing),
+                SchedulerServicer(self._loop, service.members, traceparents, service.tracing),
                 "tailrace.v1.Scheduler",
             ),
             Servicer(add_AdminServicer_to_server, admin, "tailrace.v1.Admin"),
@@ -265,7 +265,7 @@ class Parts:
             "suspensions": self._following.run,
             "monitors": self._watch.run,
             "prefix caches": self._cache_sync.run,
-            "ticks": self._decider.run_ticks,
+            "ticks": self._loop.run_ticks,
             "drains": self._drainer.run,
             "rollouts": self._rollouts.run,
             "orphaned records": lambda: remove_orphaned_records(
@@ -277,7 +277,7 @@ class Parts:
                 await asyncio.get_running_loop().create_future()
 
     def _follow_members(self) -> None:
-        self.state.set_members(self._members, time.monotonic())
+        self.control.handle(MembersChanged(KnownMembers.of(self._members), time.monotonic()))
         self.metrics.keep_instances(self._members.instances)
         self._following.follow()
         self.metrics.in_force(self.active.name)

@@ -9,11 +9,12 @@ from typing import Final
 import grpc
 
 from scheduler_svc.admin.errors import AdminError
-from scheduler_svc.decisions import Traceparents
+from scheduler_svc.loop import Traceparents
 from scheduler_svc.migration_stream import MigrationStream, StreamLost
 from tailrace.actions import Offer, WhenFull
 from tailrace.bid_ask import OFFER_S
 from tailrace.cluster import InstanceState, Phase, RequestView
+from tailrace.control.events import MigrationClosed, MigrationOpened
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.handover import MIGRATE_MAX_S, TransferMode, handover_between
 from tailrace.model_identity import difference
@@ -190,7 +191,7 @@ class MigrationStarter:
         when_full: WhenFull,
     ) -> migration_pb2.MigrateRequest:
         self.check(request, target_id)
-        if not self._state.migration_opened(request, target_id):
+        if not self._state.order(MigrationOpened(request, target_id)):
             raise AdminError(_PRECONDITION, f"request {request.request_id}: a migration of it is open")
         return migration_pb2.MigrateRequest(
             request_id=request.request_id,
@@ -209,7 +210,7 @@ class MigrationStarter:
         try:
             return await self._migrations.run(request)
         finally:
-            self._state.migration_closed(request.request_id)
+            self._state.apply(MigrationClosed(request.request_id))
 
     async def _migrate(
         self, request: migration_pb2.MigrateRequest
@@ -220,7 +221,7 @@ class MigrationStarter:
                 yield record
         finally:
             await records.aclose()
-            self._state.migration_closed(request.request_id)
+            self._state.apply(MigrationClosed(request.request_id))
 
     def check(self, request: RequestView, target_id: str) -> None:
         """Check that the request can move to the target now. Raise AdminError."""
@@ -283,7 +284,7 @@ class Negotiator:
         ]
         if source is None or not receivers:
             raise AdminError(grpc.StatusCode.NOT_FOUND, "no instance to offer the request to")
-        if not self._state.migration_opened(request, None):
+        if not self._state.order(MigrationOpened(request, None)):
             raise AdminError(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"request {request.request_id}: a migration of it is open",
@@ -308,7 +309,7 @@ class Negotiator:
         except grpc.aio.AioRpcError as error:
             raise AdminError(error.code(), error.details() or error.code().name) from error
         finally:
-            self._state.migration_closed(offered.request_id)
+            self._state.apply(MigrationClosed(offered.request_id))
         if not reply.taker_instance_id:
             log.debug("%s stays on %s: %s", offered.request_id, source.instance_id, reply.reason)
         return bool(reply.taker_instance_id)

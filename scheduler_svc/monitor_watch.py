@@ -13,6 +13,7 @@ from typing import Final
 import grpc
 
 from scheduler_svc.metrics import SchedulerMetrics
+from tailrace.control.events import ReportsStopped
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels, decoded, preferred
@@ -192,4 +193,4 @@ class MonitorWatch:
         self._metrics.monitor_connected.set(float(self._merged.connected))
         # Without a monitor it is unknown who is silent; the last known state is kept.
         if self._merged.connected:
-            self._state.set_silent(self._merged.silent)
+            self._state.apply(ReportsStopped(sorted(self._merged.silent)))

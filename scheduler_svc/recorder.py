@@ -14,7 +14,7 @@ from tailrace.actions import Action, Placement
 from tailrace.control.live import LiveControl
 from tailrace.control.recording import (
     Decided,
-    Event,
+    Line,
     RecordingOverflow,
     encode,
     recorded_actions,
@@ -88,7 +88,7 @@ class Recorder:
         self._lines_added.clear()
         return lines
 
-    def tap(self, event: Event) -> None:
+    def tap(self, event: Line) -> None:
         """Record an event."""
         if self._overflowed:
             return

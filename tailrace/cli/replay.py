@@ -19,8 +19,8 @@ from tailrace.cli.output import Output, note, output_option, print_figures, prin
 from tailrace.cli.plain import JsonValue
 from tailrace.control.recording import (
     FAILED,
-    Event,
     InvalidRecordingError,
+    Line,
     decode,
     recorded_actions,
     recorded_placement,
@@ -110,7 +110,7 @@ def _policy(name: str, assignments: Sequence[str]) -> PolicyRecord:
     return PolicyRecord(name=name, parameters={key: values[key] for key in parameters})
 
 
-def _replay_recorded(events: Iterator[Event], printer: _DifferencePrinter) -> tuple[Replay, Counter[str]]:
+def _replay_recorded(events: Iterator[Line], printer: _DifferencePrinter) -> tuple[Replay, Counter[str]]:
     """Replay with the recorded policy; return the replay and the differences by decision point."""
 
     def on_replayed(replayed: Replayed) -> None:
@@ -124,7 +124,7 @@ def _replay_recorded(events: Iterator[Event], printer: _DifferencePrinter) -> tu
 
 
 def _replay_other(
-    events: Iterator[Event], record: PolicyRecord, printer: _DifferencePrinter
+    events: Iterator[Line], record: PolicyRecord, printer: _DifferencePrinter
 ) -> tuple[Replay, Counter[str]]:
     """Replay with another policy as the shadow of the recorded one; return as `_replay_recorded` does."""
     different: Counter[str] = Counter()

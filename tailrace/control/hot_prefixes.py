@@ -66,15 +66,18 @@ class HotTracker:
             names, block_tokens = arrival.block_names, arrival.block_tokens
             self._recent.arrived(PrefixArrival(now_s, arrival.request_id, names, block_tokens))
 
-    def add_copy(self, copy: CopyPrefix, now_s: float) -> bool:
-        """Add a copy; return False if its target has an open one already or the prefix is not known any
-        more."""
+    def may_copy(self, copy: CopyPrefix, now_s: float) -> bool:
+        """Return False if its target has an open copy already or the prefix is not known any more."""
         self._drop_expired(now_s)
         recent = self._recent
         if recent is None or copy.target_id in self._copies:
             return False
-        arrival = recent.find(copy.request_id)
-        if arrival is None:
+        return recent.find(copy.request_id) is not None
+
+    def add_copy(self, copy: CopyPrefix, now_s: float) -> bool:
+        """Add a copy; return False if it must not be made (`may_copy`)."""
+        arrival = None if self._recent is None else self._recent.find(copy.request_id)
+        if arrival is None or not self.may_copy(copy, now_s):
             return False
         names = arrival.names[: copy.tokens // arrival.block_tokens]
         self._copies[copy.target_id] = OpenCopy(copy.target_id, names, now_s + _COPY_TIMEOUT_S)

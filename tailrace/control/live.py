@@ -9,33 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Final, NamedTuple, overload
 
 from tailrace import __version__
 from tailrace.actions import Place, Refuse
 from tailrace.cluster import Arrival, Phase, Stage, length_bounds
+from tailrace.control.events import Arrived, Input, PolicyFollowed, Reported, Ticked, TicksForgotten
 from tailrace.control.outgrown import OutgrownRequests
-from tailrace.control.recording import (
-    FORMAT,
-    Arrived,
-    Event,
-    InstanceKnown,
-    PolicyFollowed,
-    RecordedPolicy,
-    Reported,
-    Started,
-    Ticked,
-    TicksForgotten,
-)
+from tailrace.control.recording import FORMAT, InstanceKnown, Line, Started
 from tailrace.control.reported_cluster import PhaseChange, ReportedCluster
 from tailrace.control.runner import ActivePolicy, Calls, Executor, Moment, Point, PolicyRunner
 from tailrace.control.shadow import Shadow
 from tailrace.policy.base import Policy
-from tailrace.records import PolicyRecord, suspended
+from tailrace.records import PolicyRecord
 from tailrace.slo import Slo
-from tailrace.v1 import monitor_pb2
 
 _POINT_OF_PHASE_END: Final = {Phase.PREFILL: Point.PREFILL_DONE, Phase.REASONING: Point.REASONING_ENDED}
+
+
+class Placed(NamedTuple):
+    """An arrival, completed by what the model knew, and what was decided about it."""
+
+    arrival: Arrival
+    placement: Place | Refuse
 
 
 class LiveControl:
@@ -59,18 +55,67 @@ class LiveControl:
         self._bounded_stages: tuple[Stage, ...] = ()
         self._bounds: dict[str, int] = {}
 
-    def follow(self, record: PolicyRecord | None, slo: Slo) -> None:
+    # ---- an event comes, it is applied, the policy is asked, its actions are submitted
+
+    @overload
+    def handle(self, event: Arrived) -> Placed: ...
+    @overload
+    def handle(self, event: Input) -> Placed | None: ...
+    def handle(self, event: Input) -> Placed | None:
+        """Apply an event to the model, and ask the policy about what it shows.
+
+        Whatever the policy decides is in the model before this returns. Only an arrival has a result. Any
+        scheduler may place, leader or not, because pool moves are compare-and-swap.
+        """
+        if isinstance(event, Reported):
+            # A standby keeps lengths as well, because it may lead in a moment.
+            self.model.keep_lengths(self.active.declared.lengths_period_s, event.now_s)
+        changes = self.model.apply(event)
+        match event:
+            case Arrived():
+                return self._place(event.incoming, Moment(event.now_s, event.wall_s))
+            case Reported(deciding=True):
+                at = Moment(event.now_s, event.wall_s)
+                for change in changes:
+                    self._phase_changed(change, at)
+                self._check_lengths(event.report.instance_id, at)
+            case Ticked():
+                self.runner.tick(Moment(event.now_s, event.wall_s))
+            case TicksForgotten():
+                # Another scheduler leads, and when it ticks is unknown here.
+                self.runner.last_tick_s = None
+            case PolicyFollowed():
+                self._follow(event.policy, event.slo)
+            case _:
+                # The model knows; nothing is decided on it.
+                pass
+        return None
+
+    def _place(self, asked: Arrival, at: Moment) -> Placed:
+        """Place a request, enter the placement into the model, and submit the actions decided with it, such
+        as a pool move."""
+        cached = self.model.cache.of_arrival(
+            asked.block_names, asked.block_tokens, asked.context_tokens, at.model_s
+        )
+        arrival = replace(asked, seq=self._placements, cached=cached)
+        self._placements += 1
+        policy = self.active.name
+        placement = self._drop_impossible_pull(self.runner.place(arrival, at))
+        if isinstance(placement, Place):
+            self.model.place(arrival, placement.instance_id, at.model_s, placement.pull_from)
+            self.model.hot.arrived(arrival, at.model_s)
+            if placement.also:
+                self._executor.submit(placement.also, policy)
+        return Placed(arrival, placement)
+
+    def _follow(self, record: PolicyRecord | None, slo: Slo) -> None:
         """Decide by this policy (None: the default) and for these SLOs from now on."""
-        if self.model.tap is not None:
-            self.model.tap(PolicyFollowed(None if record is None else _recorded_policy(record), slo))
         self.active.follow(record, slo)
         if self.shadow is not None:
             self.shadow.follow_slo(slo)
         self.model.hot.track(self.active.declared.prefixes_period_s)
 
-    def suspend(self, why: str) -> None:
-        """Let `least_loaded` decide instead of the policy in force from now on, until another one is set."""
-        self.follow(suspended(self.active.record, why), self.active.slo)
+    # ---- a shadow policy
 
     def follow_shadow(self, shadow: Shadow | None) -> None:
         """Ask this shadow policy the same questions from now on; None: ask none."""
@@ -80,61 +125,9 @@ class LiveControl:
             self.runner.watchers.append(shadow)
         self.shadow = shadow
 
-    def arrived(self, incoming: Arrival, at: Moment) -> tuple[Arrival, Place | Refuse]:
-        """Place a request, enter the placement into the model, and submit the actions decided with it, such
-        as a pool move. Return the completed arrival with the placement.
-
-        Any scheduler may do that, leader or not, because pool moves are compare-and-swap.
-        """
-        if self.model.tap is not None:
-            self.model.tap(Arrived(incoming, at.model_s, at.policy_s))
-        cached = self.model.cache.of_arrival(
-            incoming.block_names, incoming.block_tokens, incoming.context_tokens, at.model_s
-        )
-        arrival = replace(incoming, seq=self._placements, cached=cached)
-        self._placements += 1
-        policy = self.active.name
-        placement = self._drop_impossible_pull(self.runner.place(arrival, at))
-        if isinstance(placement, Place):
-            self.model.place(arrival, placement.instance_id, at.model_s, placement.pull_from)
-            self.model.hot.arrived(arrival, at.model_s)
-            if placement.also:
-                self._executor.submit(placement.also, policy)
-        return arrival, placement
-
-    def reported(self, report: monitor_pb2.WorkerReport, at: Moment, *, deciding: bool) -> None:
-        """Apply a report and decide on the changes that it shows.
-
-        A standby does not decide, but keeps lengths as well, because it may lead in a moment.
-        """
-        if self.model.tap is not None:
-            self.model.tap(Reported(report.SerializeToString(), deciding, at.model_s, at.policy_s))
-        self.model.keep_lengths(self.active.declared.lengths_period_s, at.model_s)
-        changes = self.model.apply(report, at.model_s)
-        if not deciding:
-            return
-        for change in changes:
-            self._phase_changed(change, at)
-        if self.model.stages:
-            self._check_lengths(report.instance_id, at)
-        else:
-            self._outgrown.clear()
-
-    def tick(self, at: Moment) -> None:
-        """Run one tick."""
-        if self.model.tap is not None:
-            self.model.tap(Ticked(at.model_s, at.policy_s))
-        self.runner.tick(at)
-
-    def forget_ticks(self) -> None:
-        """Drop the time of the last tick: another scheduler leads, and when it ticks is unknown here."""
-        if self.model.tap is not None:
-            self.model.tap(TicksForgotten())
-        self.runner.last_tick_s = None
-
     # ---- recordings
 
-    def state(self, now_s: float) -> list[Event]:
+    def state(self, now_s: float) -> list[Line]:
         """Return the complete state as the first lines of a recording."""
         model, instances = self.model.state()
         active = self.active
@@ -144,8 +137,8 @@ class LiveControl:
             format=FORMAT,
             version=__version__,
             now_s=now_s,
-            policy=_recorded_policy(active.record),
-            default=_recorded_policy(active.default),
+            policy=active.record,
+            default=active.default,
             slo=active.slo,
             placements=self._placements,
             outgrown=outgrown,
@@ -160,9 +153,9 @@ class LiveControl:
     ) -> LiveControl:
         """Build a control from a recorded state. Raise UnknownPolicyError, UnusablePolicyError or
         ParameterError."""
-        policy, default = (read_policy(record) for record in (started.policy, started.default))
-        control = LiveControl(ReportedCluster(), ActivePolicy(default, started.slo), executor, calls)
-        control.active.switch(policy, started.slo)
+        active = ActivePolicy(started.default, started.slo)
+        control = LiveControl(ReportedCluster(), active, executor, calls)
+        control.active.switch(started.policy, started.slo)
         control.model.restore(started.model, instances, started.now_s)
         control._placements = started.placements
         control._outgrown_policy = control.active.policy
@@ -190,6 +183,9 @@ class LiveControl:
 
     def _check_lengths(self, instance_id: str, at: Moment) -> None:
         """Ask the policy about requests on this instance that have outgrown its stage."""
+        if not self.model.stages:
+            self._outgrown.clear()
+            return
         if self._outgrown_policy is not self.active.policy:
             # The policy has changed and has not been asked about any request.
             self._outgrown_policy = self.active.policy
@@ -215,12 +211,3 @@ class LiveControl:
         if stages is not self._bounded_stages:
             self._bounded_stages, self._bounds = stages, length_bounds(stages)
         return self._bounds.get(instance_id)
-
-
-def _recorded_policy(record: PolicyRecord) -> RecordedPolicy:
-    return RecordedPolicy(record.name, dict(record.parameters), record.suspended)
-
-
-def read_policy(recorded: RecordedPolicy) -> PolicyRecord:
-    """Return the policy that was recorded."""
-    return PolicyRecord(name=recorded.name, parameters=recorded.parameters, suspended=recorded.suspended)

@@ -8,20 +8,23 @@ KV blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from base64 import b64decode
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, TypeAlias
 
 import msgspec
+from google.protobuf.message import DecodeError, Message
 
-from tailrace.actions import Action, CopyPrefix, Place, Placement, Refuse
+from tailrace.actions import Action, Place, Placement, Refuse
 from tailrace.cache.follow import CacheState
 from tailrace.cache.recent import PrefixArrival
-from tailrace.cluster import Arrival, Phase, Pool, RequestView, Stage
+from tailrace.cluster import Phase, Pool, RequestView
+from tailrace.control.events import CacheListed, Event, Input, KnownMembers, Reported
 from tailrace.control.hot_prefixes import OpenCopy
 from tailrace.lengths import LengthWindowState
-from tailrace.policy.parameters import Value
-from tailrace.records import InstanceRecord, ProfileRecord
+from tailrace.records import PolicyRecord
 from tailrace.slo import Slo
+from tailrace.v1 import cache_pb2, monitor_pb2
 
 FORMAT: Final = 2
 """Version of the format; incremented when an older reader would misread the new one."""
@@ -31,31 +34,7 @@ class InvalidRecordingError(ValueError):
     """The file is not a recording, or one of another format; the message names the line."""
 
 
-class _Event(msgspec.Struct, frozen=True, tag_field="event"):
-    pass
-
-
-class RecordedMembers(msgspec.Struct, frozen=True):
-    """Membership as passed to the model (tailrace.control.reported_cluster.Members)."""
-
-    instances: dict[str, InstanceRecord]
-    pools: dict[str, Pool]
-    draining: frozenset[str]
-    suspects: frozenset[str]
-    stages: tuple[Stage, ...]
-    profiles: dict[str, ProfileRecord]
-
-
 # ---- what the model knew when the recording began
-
-
-class RecordedPolicy(msgspec.Struct, frozen=True):
-    """A policy by name, with the parameters that differ from their defaults."""
-
-    name: str
-    parameters: dict[str, Value] = {}
-    # As in PolicyRecord.
-    suspended: str = ""
 
 
 class RecordedWhere(msgspec.Struct, frozen=True):
@@ -93,7 +72,7 @@ class RecentState(msgspec.Struct, frozen=True):
 class ModelKnown(msgspec.Struct, frozen=True):
     """The model's state that does not belong to a single instance."""
 
-    members: RecordedMembers
+    members: KnownMembers
     silent: frozenset[str]
     where: list[RecordedWhere]
     # Open migrations by request: source, and target if known.
@@ -107,14 +86,14 @@ class ModelKnown(msgspec.Struct, frozen=True):
     copies: list[OpenCopy] = []
 
 
-class Started(_Event, frozen=True, tag="started"):
+class Started(Event, frozen=True, tag="started"):
     """The first line: versions, the policy in force, and the model. `now_s`: the model's clock."""
 
     format: int
     version: str
     now_s: float
-    policy: RecordedPolicy
-    default: RecordedPolicy
+    policy: PolicyRecord
+    default: PolicyRecord
     slo: Slo
     placements: int
     outgrown: dict[str, str]
@@ -122,7 +101,7 @@ class Started(_Event, frozen=True, tag="started"):
     model: ModelKnown
 
 
-class InstanceKnown(_Event, frozen=True, tag="instance"):
+class InstanceKnown(Event, frozen=True, tag="instance"):
     """One line per instance: its last report (`load`: the encoded message) and the corrections to it."""
 
     instance_id: str
@@ -140,105 +119,10 @@ class InstanceKnown(_Event, frozen=True, tag="instance"):
     cache: CacheState | None
 
 
-# ---- what happened
+# ---- what was decided
 
 
-class MembersChanged(_Event, frozen=True, tag="members"):
-    """Membership, pools, stages or profiles changed in etcd."""
-
-    members: RecordedMembers
-    now_s: float
-
-
-class PolicyFollowed(_Event, frozen=True, tag="policy"):
-    """The policy or the SLOs changed; policy None: the default."""
-
-    policy: RecordedPolicy | None
-    slo: Slo
-
-
-class ReportsStopped(_Event, frozen=True, tag="silent"):
-    """These instances have stopped reporting."""
-
-    instance_ids: list[str]
-
-
-class Reported(_Event, frozen=True, tag="report"):
-    """A worker's report; `deciding`: this scheduler led."""
-
-    report: bytes
-    deciding: bool
-    now_s: float
-    wall_s: float
-
-
-class CacheListed(_Event, frozen=True, tag="cache"):
-    """A worker listed its prefix cache."""
-
-    instance_id: str
-    reply: bytes
-
-
-class Arrived(_Event, frozen=True, tag="arrival"):
-    """A request asked for an instance; `incoming` is as its front end asked."""
-
-    incoming: Arrival
-    now_s: float
-    wall_s: float
-
-
-class Ticked(_Event, frozen=True, tag="tick"):
-    """A tick of the policy."""
-
-    now_s: float
-    wall_s: float
-
-
-class TicksForgotten(_Event, frozen=True, tag="no_ticks"):
-    """Another scheduler became leader."""
-
-
-class MigrationOpened(_Event, frozen=True, tag="migration_opened"):
-    """A migration was ordered."""
-
-    request: RequestView
-    target_id: str | None
-
-
-class MigrationClosed(_Event, frozen=True, tag="migration_closed"):
-    """A migration is over."""
-
-    request_id: str
-
-
-class PoolOrdered(_Event, frozen=True, tag="pool_ordered"):
-    """A pool move was ordered."""
-
-    instance_id: str
-    pool: Pool | None
-
-
-class PoolSettled(_Event, frozen=True, tag="pool_settled"):
-    """A pool order does not count any more."""
-
-    instance_id: str
-
-
-class CopyOrdered(_Event, frozen=True, tag="copy_ordered"):
-    """A copy of a prefix was ordered."""
-
-    copy: CopyPrefix
-    now_s: float
-
-
-class CopySettled(_Event, frozen=True, tag="copy_settled"):
-    """A copy of a prefix is over."""
-
-    target_id: str
-    now_s: float
-
-
-class Decided(_Event, frozen=True, tag="decided"):
+class Decided(Event, frozen=True, tag="decided"):
     """The policy's answer to the preceding input. `answer` null: the policy failed."""
 
     point: str
@@ -248,36 +132,16 @@ class Decided(_Event, frozen=True, tag="decided"):
     answer: msgspec.Raw
 
 
-class RecordingOverflow(_Event, frozen=True, tag="too_much"):
+class RecordingOverflow(Event, frozen=True, tag="too_much"):
     """The last line, if the reader was too slow."""
 
 
-class BrokenOff(_Event, frozen=True, tag="broken_off"):
+class BrokenOff(Event, frozen=True, tag="broken_off"):
     """Decoded in place of a last line that was not written completely; never written itself."""
 
 
-Event: TypeAlias = (
-    Started
-    | InstanceKnown
-    | MembersChanged
-    | PolicyFollowed
-    | ReportsStopped
-    | Reported
-    | CacheListed
-    | Arrived
-    | Ticked
-    | TicksForgotten
-    | MigrationOpened
-    | MigrationClosed
-    | PoolOrdered
-    | PoolSettled
-    | CopyOrdered
-    | CopySettled
-    | Decided
-    | RecordingOverflow
-    | BrokenOff
-)
-Tap: TypeAlias = Callable[[Event], None]
+Line: TypeAlias = Started | InstanceKnown | Input | Decided | RecordingOverflow | BrokenOff
+"""What a line of a recording says."""
 
 
 class _Beginning(msgspec.Struct):
@@ -288,11 +152,31 @@ class _Beginning(msgspec.Struct):
     version: str
 
 
-encode: Final = msgspec.json.Encoder().encode
-_DECODER: Final = msgspec.json.Decoder(Event)
+class _UnreadableMessage(Exception):
+    """A message in an event cannot be read; the error's text names the event."""
 
 
-def decode(lines: Iterable[bytes]) -> Iterator[Event]:
+_MESSAGE_IN: Final = {monitor_pb2.WorkerReport: Reported, cache_pb2.ListCacheReply: CacheListed}
+
+
+def _encoded_message(message: object) -> bytes:
+    """Return a message in an event as it is recorded: encoded."""
+    assert isinstance(message, Message)
+    return message.SerializeToString()
+
+
+def _decoded_message(kind: type[Message], recorded: str) -> Message:
+    try:
+        return kind.FromString(b64decode(recorded, validate=True))
+    except DecodeError as error:
+        raise _UnreadableMessage(f"the message in {_MESSAGE_IN[kind].__name__}: {error}") from error
+
+
+encode: Final = msgspec.json.Encoder(enc_hook=_encoded_message).encode
+_DECODER: Final = msgspec.json.Decoder(Line, dec_hook=_decoded_message)
+
+
+def decode(lines: Iterable[bytes]) -> Iterator[Line]:
     """Decode a recording's lines. Raise InvalidRecordingError, which names the line.
 
     An incomplete last line, without its line end, is what a full disk or a killed recorder leaves: it yields
@@ -302,7 +186,9 @@ def decode(lines: Iterable[bytes]) -> Iterator[Event]:
         if number == 1:
             _check_format(line)
         try:
-            event: Event = _DECODER.decode(line)
+            event: Line = _DECODER.decode(line)
+        except _UnreadableMessage as error:
+            raise InvalidRecordingError(str(error)) from error
         except msgspec.MsgspecError as error:
             if number > 1 and not line.endswith(b"\n"):
                 yield BrokenOff()

@@ -7,38 +7,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
-from google.protobuf.message import DecodeError
 
 from tailrace.actions import Action, Placement, WhenFull
-from tailrace.control.live import LiveControl, read_policy
+from tailrace.control.events import Arrived, CopyOrdered, MigrationOpened, PoolOrdered, Reported, Ticked
+from tailrace.control.live import LiveControl
 from tailrace.control.recording import (
-    Arrived,
     BrokenOff,
-    CacheListed,
-    CopyOrdered,
-    CopySettled,
     Decided,
-    Event,
     InstanceKnown,
     InvalidRecordingError,
-    MembersChanged,
-    MigrationClosed,
-    MigrationOpened,
-    PolicyFollowed,
-    PoolOrdered,
-    PoolSettled,
+    Line,
     RecordingOverflow,
-    Reported,
-    ReportsStopped,
     Started,
-    Ticked,
-    TicksForgotten,
     recorded_actions,
     recorded_placement,
 )
-from tailrace.control.runner import Moment, PlaceQuestion, Point, Question, Watcher, patient_guard
-from tailrace.records import PolicyRecord
-from tailrace.v1 import cache_pb2, monitor_pb2
+from tailrace.control.runner import PlaceQuestion, Point, Question, Watcher, patient_guard
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,29 +49,29 @@ class Replayed:
 _NO_ACTIONS = msgspec.Raw(b"[]")
 
 
-class _Events:
-    """Iterate over the events with one event of look-ahead."""
+class _Lines:
+    """Iterate over the lines with one line of look-ahead."""
 
-    def __init__(self, events: Iterator[Event]) -> None:
-        self._events = events
-        self._next: Event | None = None
+    def __init__(self, lines: Iterator[Line]) -> None:
+        self._lines = lines
+        self._next: Line | None = None
 
-    def peek(self) -> Event | None:
+    def peek(self) -> Line | None:
         if self._next is None:
-            self._next = next(self._events, None)
+            self._next = next(self._lines, None)
         return self._next
 
-    def pop(self) -> Event | None:
-        event, self._next = self.peek(), None
-        return event
+    def pop(self) -> Line | None:
+        line, self._next = self.peek(), None
+        return line
 
 
 class Replay:
     """Replay a recording once. The counters are by decision point."""
 
-    def __init__(self, events: Iterator[Event], on_compared: Callable[[Replayed], None]) -> None:
+    def __init__(self, lines: Iterator[Line], on_compared: Callable[[Replayed], None]) -> None:
         """`on_compared` is called with each decision as it is compared."""
-        self._events = _Events(events)
+        self._lines = _Lines(lines)
         self._on_compared = on_compared
         self.decisions: Counter[str] = Counter()
         self.acting: Counter[str] = Counter()
@@ -100,15 +84,15 @@ class Replay:
         self.control = self._start()
 
     def _start(self) -> LiveControl:
-        started = self._events.pop()
+        started = self._lines.pop()
         if started is None:
             raise InvalidRecordingError("empty: nothing was recorded")
         if not isinstance(started, Started):
             raise InvalidRecordingError("line 1: not the start of a recording")
         instances: list[InstanceKnown] = []
-        while isinstance(event := self._events.peek(), InstanceKnown):
+        while isinstance(event := self._lines.peek(), InstanceKnown):
             instances.append(event)
-            self._events.pop()
+            self._lines.pop()
         self._began_s = started.now_s
         control = LiveControl.restored(started, instances, self, patient_guard())
         control.runner.watchers.append(self)
@@ -125,57 +109,26 @@ class Replay:
 
     def run(self) -> None:
         """Replay to the end. Raise InvalidRecordingError."""
-        while (event := self._events.pop()) is not None:
-            try:
-                self._feed(event)
-            except DecodeError as error:
-                raise InvalidRecordingError(f"the message in {type(event).__name__}: {error}") from error
+        while (line := self._lines.pop()) is not None:
+            self._feed(line)
 
-    def _feed(self, event: Event) -> None:
-        control, model = self.control, self.control.model
-        match event:
-            case Reported():
-                report = monitor_pb2.WorkerReport.FromString(event.report)
-                control.reported(report, self._at(event), deciding=event.deciding)
-            case Arrived():
-                control.arrived(event.incoming, self._at(event))
-            case Ticked():
-                control.tick(self._at(event))
-            case TicksForgotten():
-                control.forget_ticks()
-            case MembersChanged():
-                model.set_members(event.members, event.now_s)
-            case PolicyFollowed():
-                control.follow(_policy(event), event.slo)
-            case ReportsStopped():
-                model.set_silent(event.instance_ids)
-            case CacheListed():
-                model.cache_listed(event.instance_id, cache_pb2.ListCacheReply.FromString(event.reply))
-            case MigrationOpened():
-                model.migration_opened(event.request, event.target_id)
-            case MigrationClosed():
-                model.migration_closed(event.request_id)
-            case PoolOrdered():
-                model.pool_ordered(event.instance_id, event.pool)
-            case PoolSettled():
-                model.settle_pool(event.instance_id)
-            case CopyOrdered():
-                model.copy_ordered(event.copy, event.now_s)
-            case CopySettled():
-                model.copy_settled(event.target_id, event.now_s)
+    def _feed(self, line: Line) -> None:
+        match line:
             case Decided():
                 # The policy was not asked in the replay.
-                self._count(Replayed(event.point, event.request_id, event.policy, event.answer, None))
+                self._count(Replayed(line.point, line.request_id, line.policy, line.answer, None))
             case RecordingOverflow():
                 self.ends_early = "its reader could not keep up"
             case BrokenOff():
                 self.ends_early = "its last line is incomplete, as after a full disk or a killed recorder"
             case Started() | InstanceKnown():
                 raise InvalidRecordingError("an instance's state after the beginning")
-
-    def _at(self, event: Reported | Arrived | Ticked) -> Moment:
-        self.seconds = event.now_s - self._began_s
-        return Moment(event.now_s, event.wall_s)
+            case MigrationOpened() | PoolOrdered() | CopyOrdered():
+                self.control.model.order(line)
+            case _:
+                if isinstance(line, (Reported, Arrived, Ticked)):
+                    self.seconds = line.now_s - self._began_s
+                self.control.handle(line)
 
     # ---- Watcher: called when the policy has decided again
 
@@ -190,14 +143,14 @@ class Replay:
         self._match_recorded(question.point, request_id, policy, recorded_actions(actions))
 
     def _match_recorded(self, point: Point, request_id: str, policy: str, answer: msgspec.Raw) -> None:
-        recorded = self._events.peek()
+        recorded = self._lines.peek()
         if recorded is None or isinstance(recorded, (RecordingOverflow, BrokenOff)):
             # The recording ends between an input and the decisions on it.
             return
         then: msgspec.Raw | None = None
         asked = point.value, request_id
         if isinstance(recorded, Decided) and (recorded.point, recorded.request_id) == asked:
-            self._events.pop()
+            self._lines.pop()
             then = recorded.answer
         self._count(Replayed(point.value, request_id, policy, then, answer))
 
@@ -212,13 +165,9 @@ class Replay:
 
     def submit(self, actions: Sequence[Action], policy: str, when_full: WhenFull = WhenFull.REFUSE) -> None:
         """Feed the orders that were given with the recorded decision."""
-        while isinstance(event := self._events.peek(), (MigrationOpened, PoolOrdered, CopyOrdered)):
-            self._events.pop()
+        while isinstance(event := self._lines.peek(), (MigrationOpened, PoolOrdered, CopyOrdered)):
+            self._lines.pop()
             self._feed(event)
-
-
-def _policy(event: PolicyFollowed) -> PolicyRecord | None:
-    return None if event.policy is None else read_policy(event.policy)
 
 
 def points(counts: Iterable[str]) -> list[str]:

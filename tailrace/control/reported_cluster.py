@@ -6,9 +6,9 @@ Pure: no I/O; callers pass the time in seconds of their monotonic clock.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from tailrace.actions import CopyPrefix
 from tailrace.cache.recent import RecentPrefixes
@@ -22,52 +22,38 @@ from tailrace.cluster import (
     Pool,
     RequestState,
     RequestView,
-    Stage,
     ViewChanges,
 )
 from tailrace.control.cluster_model import ClusterModel, ModelGroups
-from tailrace.control.hot_prefixes import HotTracker
-from tailrace.control.known_cache import KnownCache
-from tailrace.control.recording import (
+from tailrace.control.events import (
     CacheListed,
     CopyOrdered,
     CopySettled,
-    InstanceKnown,
+    Input,
+    KnownMembers,
     MembersChanged,
     MigrationClosed,
     MigrationOpened,
-    ModelKnown,
+    Order,
     PoolOrdered,
     PoolSettled,
+    Reported,
+    ReportsStopped,
+)
+from tailrace.control.hot_prefixes import HotTracker
+from tailrace.control.known_cache import KnownCache
+from tailrace.control.recording import (
+    InstanceKnown,
+    ModelKnown,
     RecentState,
-    RecordedMembers,
     RecordedPlacement,
     RecordedWhere,
-    ReportsStopped,
-    Tap,
 )
 from tailrace.control.reported_instance import ReportedInstance
 from tailrace.lengths import LengthWindow
 from tailrace.perf.measured import Measured
-from tailrace.records import InstanceRecord, ProfileRecord
-from tailrace.v1 import cache_pb2, monitor_pb2, types_pb2
-
-
-class Members(Protocol):
-    """The used part of tailrace.store.membership.Membership."""
-
-    @property
-    def instances(self) -> Mapping[str, InstanceRecord]: ...
-    @property
-    def pools(self) -> Mapping[str, Pool]: ...
-    @property
-    def draining(self) -> frozenset[str]: ...
-    @property
-    def suspects(self) -> frozenset[str]: ...
-    @property
-    def stages(self) -> tuple[Stage, ...]: ...
-    @property
-    def profiles(self) -> Mapping[str, ProfileRecord]: ...
+from tailrace.records import ProfileRecord
+from tailrace.v1 import monitor_pb2, types_pb2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,8 +118,8 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
 
     def __init__(self) -> None:
         super().__init__()
-        # Receives events while a recording runs; LiveControl adds reports and placements.
-        self.tap: Tap | None = None
+        # Gets each event before it is applied, while a recording runs.
+        self.tap: Callable[[Input], None] | None = None
         # Which instance caches which prefix.
         self.cache = KnownCache()
         self.hot = HotTracker(self)
@@ -159,10 +145,54 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
 
     # ---- what happens
 
-    def set_members(self, members: Members, now_s: float) -> None:
-        """Apply membership, pools, drains, stages and profiles. A new incarnation starts empty."""
+    def apply(self, event: Input) -> list[PhaseChange]:
+        """Apply an event; return the phase changes that it shows, in order. Only reports show any.
+
+        Events that concern the policy alone change nothing here.
+        """
         if self.tap is not None:
-            self.tap(MembersChanged(_recorded(members), now_s))
+            self.tap(event)
+        match event:
+            case Reported():
+                return self._apply_report(event.report, event.now_s)
+            case MembersChanged():
+                self._set_members(event.members, event.now_s)
+            case ReportsStopped():
+                self._set_silent(event.instance_ids)
+            case CacheListed():
+                self.cache.listed(event.instance_id, event.reply)
+            case MigrationOpened():
+                self._open_migration(event.request, event.target_id)
+            case MigrationClosed():
+                self._close_migration(event.request_id)
+            case PoolOrdered():
+                self._order_pool(event.instance_id, event.pool)
+            case PoolSettled():
+                self._pool_orders.pop(event.instance_id, None)
+                self._mark_dirty(event.instance_id)
+            case CopyOrdered():
+                self.hot.add_copy(event.copy, event.now_s)
+            case CopySettled():
+                self.hot.end_copy(event.target_id, event.now_s)
+            case _:
+                pass
+        return []
+
+    def order(self, event: Order) -> bool:
+        """Apply an order unless it contradicts what is known or ordered; return whether it was applied."""
+        match event:
+            case MigrationOpened():
+                possible = event.request.request_id not in self._migrating
+            case PoolOrdered():
+                possible = event.instance_id in self._known and event.instance_id not in self._pool_orders
+            case CopyOrdered():
+                possible = self._may_copy(event.copy, event.now_s)
+        if possible:
+            self.apply(event)
+        return possible
+
+    def _set_members(self, members: KnownMembers, now_s: float) -> None:
+        """Apply membership, pools, drains, stages and profiles. A new incarnation starts empty."""
         tracked: dict[str, ReportedInstance] = {}
         for name in sorted(members.instances):
             record = members.instances[name]
@@ -195,21 +225,19 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         }
         self._rebuild()
 
-    def set_silent(self, names: Collection[str]) -> None:
+    def _set_silent(self, names: Collection[str]) -> None:
         """Set which instances have stopped reporting.
 
         If all have, the monitor receives nothing, and front ends know better which instances are alive.
         """
         silent = frozenset(names)
-        if self.tap is not None:
-            self.tap(ReportsStopped(sorted(silent)))
         if silent >= self._known.keys():
             silent = frozenset()
         if silent != self._silent:
             self._silent = silent
             self._rebuild()
 
-    def apply(self, report: monitor_pb2.WorkerReport, now_s: float) -> list[PhaseChange]:
+    def _apply_report(self, report: monitor_pb2.WorkerReport, now_s: float) -> list[PhaseChange]:
         """Apply a report; return the phase changes that it shows, in order. Unknown instances are ignored."""
         tracked = self._known.get(report.instance_id)
         if tracked is None or tracked.record.incarnation != report.incarnation:
@@ -263,17 +291,10 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         self._locations[arrival.request_id] = RequestLocation(instance_id, epoch, Phase.PREFILL)
         self._mark_dirty(instance_id)
 
-    def migration_opened(self, request: RequestView, target_id: str | None) -> bool:
-        """Add an open migration of the request and the KV that it will take; return False if one is open
-        already.
-
-        `target_id` None: not known yet.
-        """
+    def _open_migration(self, request: RequestView, target_id: str | None) -> None:
+        """Add an open migration of the request and the KV that it will take. `target_id` None: not known
+        yet."""
         request_id = request.request_id
-        if request_id in self._migrating:
-            return False
-        if self.tap is not None:
-            self.tap(MigrationOpened(request, target_id))
         self._migrating[request_id] = (request.instance_id, target_id)
         self._set_migrating(request_id, True)
         source, target = self._known.get(request.instance_id), self._known.get(target_id or "")
@@ -282,12 +303,9 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         if target is not None:
             target.reserve(request_id, request.context_tokens)
             self._mark_dirty(target.record.instance_id)
-        return True
 
-    def migration_closed(self, request_id: str) -> None:
+    def _close_migration(self, request_id: str) -> None:
         """Remove the open migration of the request."""
-        if self.tap is not None:
-            self.tap(MigrationClosed(request_id))
         for name in self._migrating.pop(request_id, ()):
             tracked = self._known.get(name or "")
             if tracked is not None:
@@ -295,56 +313,22 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
                 self._mark_dirty(tracked.record.instance_id)
         self._set_migrating(request_id, False)
 
-    def pool_ordered(self, instance_id: str, pool: Pool | None) -> PoolOrder | None:
-        """Add an order to move an instance to a pool; return None if it has one already or does not exist.
+    def _order_pool(self, instance_id: str, pool: Pool | None) -> None:
+        """Add an order to move an instance to a pool.
 
         The order counts until etcd confirms it: decisions meanwhile must not order the next move for the same
         reason.
         """
-        if instance_id in self._pool_orders or instance_id not in self._known:
-            return None
-        if self.tap is not None:
-            self.tap(PoolOrdered(instance_id, pool))
-        order = self._pool_orders[instance_id] = PoolOrder(instance_id, self._pools.get(instance_id), pool)
-        self._mark_dirty(instance_id)
-        return order
-
-    def pool_settled(self, order: PoolOrder) -> None:
-        """Remove an order if it still counts: the instance is where etcd says."""
-        if self._pool_orders.get(order.instance_id) is order:
-            self.settle_pool(order.instance_id)
-
-    def settle_pool(self, instance_id: str) -> None:
-        """Remove the order of this instance, if any."""
-        if self.tap is not None:
-            self.tap(PoolSettled(instance_id))
-        self._pool_orders.pop(instance_id, None)
+        self._pool_orders[instance_id] = PoolOrder(instance_id, self._pools.get(instance_id), pool)
         self._mark_dirty(instance_id)
 
-    def copy_ordered(self, copy: CopyPrefix, now_s: float) -> bool:
-        """Add a copy of a prefix; return False if it must not be made, or the prefix is not known any
-        more."""
+    def _may_copy(self, copy: CopyPrefix, now_s: float) -> bool:
+        """Return whether a prefix is known and may be copied, and its target receives no copy yet."""
         request = self.request(copy.request_id)
         known = request is not None and request.instance_id == copy.holder_id
-        if not known or not self.can_exchange_kv(copy.holder_id, copy.target_id):
-            return False
-        if not self.hot.add_copy(copy, now_s):
-            return False
-        if self.tap is not None:
-            self.tap(CopyOrdered(copy, now_s))
-        return True
-
-    def copy_settled(self, target_id: str, now_s: float) -> None:
-        """End the copy to that instance, whatever its outcome."""
-        if self.tap is not None:
-            self.tap(CopySettled(target_id, now_s))
-        self.hot.end_copy(target_id, now_s)
-
-    def cache_listed(self, instance_id: str, reply: cache_pb2.ListCacheReply) -> None:
-        """Apply a full listing of an instance's prefix cache."""
-        if self.tap is not None:
-            self.tap(CacheListed(instance_id, reply.SerializeToString()))
-        self.cache.listed(instance_id, reply)
+        return (
+            known and self.can_exchange_kv(copy.holder_id, copy.target_id) and self.hot.may_copy(copy, now_s)
+        )
 
     # ---- queries
 
@@ -409,6 +393,10 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         """Return the number of placements that no report shows yet."""
         return sum(len(known.pending) for known in self._known.values())
 
+    def pool_order(self, instance_id: str) -> PoolOrder | None:
+        """Return the order to move an instance that etcd has not confirmed yet, or None."""
+        return self._pool_orders.get(instance_id)
+
     def tracked(self, instance_id: str) -> ReportedInstance | None:
         """Return an instance, or None."""
         return self._known.get(instance_id)
@@ -466,7 +454,7 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
 
     def state(self) -> tuple[ModelKnown, list[InstanceKnown]]:
         """Return the state that `restore` takes."""
-        members = RecordedMembers(
+        members = KnownMembers(
             {name: known.record for name, known in self._known.items()},
             dict(self._pools),
             self._draining,
@@ -493,7 +481,7 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
 
     def restore(self, model: ModelKnown, instances: Iterable[InstanceKnown], now_s: float) -> None:
         """Continue from a recorded state. The model must be new."""
-        self.set_members(model.members, now_s)
+        self._set_members(model.members, now_s)
         for state in instances:
             self._known[state.instance_id].restore(state)
             if state.cache is not None:
@@ -621,14 +609,3 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         self._changes = ViewChanges()
         self._dirty.clear()
         self._view = None
-
-
-def _recorded(members: Members) -> RecordedMembers:
-    return RecordedMembers(
-        dict(members.instances),
-        dict(members.pools),
-        members.draining,
-        members.suspects,
-        members.stages,
-        dict(members.profiles),
-    )

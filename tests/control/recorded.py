@@ -7,16 +7,33 @@ from collections.abc import Sequence
 
 from tailrace.actions import Action, CopyPrefix, Migrate, Offer, Placement, SetPool, WhenFull
 from tailrace.cluster import Arrival, Pool, Stage
+from tailrace.control.events import (
+    Arrived,
+    CacheListed,
+    CopyOrdered,
+    CopySettled,
+    KnownMembers,
+    MembersChanged,
+    MigrationClosed,
+    MigrationOpened,
+    PolicyFollowed,
+    PoolOrdered,
+    PoolSettled,
+    Reported,
+    ReportsStopped,
+    Ticked,
+    TicksForgotten,
+)
 from tailrace.control.live import LiveControl
 from tailrace.control.recording import (
     Decided,
-    Event,
+    Line,
     encode,
     recorded_actions,
     recorded_placement,
 )
 from tailrace.control.reported_cluster import ReportedCluster
-from tailrace.control.runner import ActivePolicy, Guard, Moment, PlaceQuestion, Point, Question
+from tailrace.control.runner import ActivePolicy, Guard, PlaceQuestion, Point, Question
 from tailrace.policy.parameters import parse_parameters, read_assignments
 from tailrace.policy.registry import parameters_of
 from tailrace.records import PolicyRecord
@@ -60,7 +77,7 @@ class RandomRun:
         parameters = parse_parameters(name, parameters_of(name), read_assignments(given))
         active = ActivePolicy(PolicyRecord(name=name, parameters=parameters))
         self.control = LiveControl(ReportedCluster(), active, self, Guard(NoMetrics()))
-        self.control.follow(None, Slo())
+        self.control.handle(PolicyFollowed(None, Slo()))
         self.set_members()
 
     # ---- Executor
@@ -72,11 +89,11 @@ class RandomRun:
             if isinstance(action, (Migrate, Offer)):
                 found = model.request(action.request_id)
                 target = action.target_id if isinstance(action, Migrate) else None
-                if found is not None and model.migration_opened(found, target):
+                if found is not None and model.order(MigrationOpened(found, target)):
                     self.open.append(action.request_id)
-            elif isinstance(action, SetPool) and model.pool_ordered(action.instance_id, action.pool):
+            elif isinstance(action, SetPool) and model.order(PoolOrdered(action.instance_id, action.pool)):
                 self.orders.append(action.instance_id)
-            elif isinstance(action, CopyPrefix) and model.copy_ordered(action, self.now_s):
+            elif isinstance(action, CopyPrefix) and model.order(CopyOrdered(action, self.now_s)):
                 self.copied += 1
                 self.copies.append(action.target_id)
 
@@ -88,7 +105,7 @@ class RandomRun:
         self.control.model.tap = self.tap
         self.control.runner.watchers.append(self)
 
-    def tap(self, event: Event) -> None:
+    def tap(self, event: Line) -> None:
         self.lines.append(encode(event))
 
     def placed(self, policy: str, question: PlaceQuestion, placement: Placement) -> None:
@@ -110,16 +127,17 @@ class RandomRun:
         event_method()
 
     @property
-    def at(self) -> Moment:
-        return Moment(self.now_s, self.now_s + 1e9)
+    def wall_s(self) -> float:
+        return self.now_s + 1e9
 
     def set_members(self) -> None:
         changed = members(*INSTANCES)
         changed.pools = {name: pool for name, pool in POOLS.items() if self.draw.random() < 0.8}
         changed.stages = STAGES if self.draw.random() < 0.7 else ()
         changed.draining = frozenset(name for name in INSTANCES[:1] if self.draw.random() < 0.2)
-        self.control.model.set_members(changed, self.now_s)
-        self.control.model.set_silent([name for name in INSTANCES if self.draw.random() < 0.1])
+        self.control.handle(MembersChanged(KnownMembers.of(changed), self.now_s))
+        silent = [name for name in INSTANCES if self.draw.random() < 0.1]
+        self.control.handle(ReportsStopped(silent))
 
     def arrive(self) -> None:
         self.count += 1
@@ -127,7 +145,7 @@ class RandomRun:
         prompt = self.draw.randint(20, 400)
         names = tuple(range(1 << 63, (1 << 63) + self.draw.randint(0, 6)))
         placed = Arrival(name, prompt, 1_000, block_names=names, block_tokens=16, frontend_id="f")
-        _, placement = self.control.arrived(placed, self.at)
+        _, placement = self.control.handle(Arrived(placed, self.now_s, self.wall_s))
         instance_id = getattr(placement, "instance_id", "")
         if instance_id:
             self.requests[name] = instance_id, PREFILL, 0
@@ -153,7 +171,7 @@ class RandomRun:
         self.take(report)
         if name in self.control.model.cache.follower.incomplete and self.draw.random() < 0.5:
             listed = cache_pb2.ListCacheReply(incarnation="1", seq=self.cache_seq[name], held=[change])
-            self.control.model.cache_listed(name, listed)
+            self.control.handle(CacheListed(name, listed))
 
     def change_phase(self) -> None:
         if not self.requests:
@@ -169,22 +187,22 @@ class RandomRun:
         self.take(event(where, name, later, output_tokens=generated))
 
     def take(self, report: monitor_pb2.WorkerReport) -> None:
-        self.control.reported(report, self.at, deciding=self.draw.random() < 0.95)
+        self.control.handle(Reported(report, self.draw.random() < 0.95, self.now_s, self.wall_s))
 
     def tick(self) -> None:
         if self.draw.random() < 0.1:
-            self.control.forget_ticks()
-        self.control.tick(self.at)
+            self.control.handle(TicksForgotten())
+        self.control.handle(Ticked(self.now_s, self.wall_s))
 
     def end_order(self) -> None:
         model = self.control.model
         if self.open and self.draw.random() < 0.7:
             name = self.open.pop(self.draw.randrange(len(self.open)))
-            model.migration_closed(name)
+            model.apply(MigrationClosed(name))
             if name in self.requests:
                 where, phase, generated = self.requests[name]
                 self.requests[name] = self.draw.choice([where, *INSTANCES]), phase, generated
         elif self.copies and self.draw.random() < 0.7:
-            model.copy_settled(self.copies.pop(), self.now_s)
+            model.apply(CopySettled(self.copies.pop(), self.now_s))
         elif self.orders:
-            model.settle_pool(self.orders.pop())
+            model.apply(PoolSettled(self.orders.pop()))

@@ -8,9 +8,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tailrace.cluster import Arrival
+from tailrace.control.events import Input, Reported
 from tailrace.control.reported_cluster import PhaseChange, ReportedCluster
 from tailrace.v1 import monitor_pb2, types_pb2
-from tests.scheduler.facts import GONE, event, members, request, steady
+from tests.scheduler.facts import GONE, event, members, report_to, request, set_members, steady
 
 # Few, so that the same row is often reported again.
 INSTANCES = ("a", "b")
@@ -60,26 +61,25 @@ steps = st.lists(
 class CheckingAll(ReportedCluster):
     """Checks every row of each report."""
 
-    def apply(self, report: monitor_pb2.WorkerReport, now_s: float) -> list[PhaseChange]:
-        """Apply a report."""
-        tracked = self.tracked(report.instance_id)
-        if tracked is not None:
-            for request_id in report.requests.request_ids:
+    def apply(self, event: Input) -> list[PhaseChange]:
+        """Apply an event."""
+        if isinstance(event, Reported) and (tracked := self.tracked(event.report.instance_id)) is not None:
+            for request_id in event.report.requests.request_ids:
                 tracked.unsettle(request_id)
-        return super().apply(report, now_s)
+        return super().apply(event)
 
 
 def run(model: ReportedCluster, number: int, step: object) -> object:
     """Let something happen to the model; return what it says about it."""
     now_s = number * 0.4
-    model.set_members(members(*INSTANCES), now_s)
+    set_members(model, members(*INSTANCES), now_s)
     match step:
         case Placed(instance_id, request_id):
             model.place(Arrival(request_id, 100, 1_000, number), instance_id, now_s)
         case Absent(instance_id):
-            model.set_members(members(*[name for name in INSTANCES if name != instance_id]), now_s)
+            set_members(model, members(*[name for name in INSTANCES if name != instance_id]), now_s)
         case monitor_pb2.WorkerReport():
-            return model.apply(step, now_s)
+            return report_to(model, step, now_s)
     return None
 
 

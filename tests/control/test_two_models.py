@@ -25,6 +25,7 @@ from simulator.simulation import simulate
 from simulator.views import Views
 from tailrace.actions import WhenFull
 from tailrace.cluster import Arrival, ClusterView, InstanceView, Phase, RequestState
+from tailrace.control.events import MigrationClosed, MigrationOpened
 from tailrace.control.hot_prefixes import PrefixSource
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.intra.base import IntraPolicy
@@ -33,7 +34,7 @@ from tailrace.policy.requests import RequestTable, table_of
 from tailrace.records import InstanceRecord
 from tailrace.request_columns import columns_from
 from tailrace.v1 import monitor_pb2, types_pb2
-from tests.scheduler.facts import Members, instance
+from tests.scheduler.facts import Members, instance, report_to, set_members
 from tests.simulator.moving import MoveEverything
 from tests.simulator.worlds import INTRA, PROFILE, workloads
 
@@ -63,14 +64,14 @@ class Mirrored(Views):
         super().__init__(spec, instances, intra, prefixes)
         self.live = ReportedCluster()
         records = {each.instance_id: _record(each) for each in instances}
-        self.live.set_members(Members(instances=records), 0.0)
+        set_members(self.live, Members(instances=records), 0.0)
 
     # ---- updates
 
     def publish(self, reports: Sequence[Report]) -> None:
         super().publish(reports)
         for name, report in zip(self._known, reports, strict=True):
-            self.live.apply(self._message(name, report), 0.0)
+            report_to(self.live, self._message(name, report), 0.0)
 
     def request_placed(self, job: Job, instance: Instance) -> None:
         super().request_placed(job, instance)
@@ -91,11 +92,11 @@ class Mirrored(Views):
         found = self.live.request(migration.job.request.request_id)
         assert found is not None
         at_request = replace(found, output_tokens=migration.requested_tokens - found.prompt_tokens)
-        assert self.live.migration_opened(at_request, migration.target.instance_id)
+        assert self.live.order(MigrationOpened(at_request, migration.target.instance_id))
 
     def migration_aborted(self, migration: Migration) -> None:
         super().migration_aborted(migration)
-        self.live.migration_closed(migration.job.request.request_id)
+        self.live.apply(MigrationClosed(migration.job.request.request_id))
 
     def migration_committed(self, migration: Migration) -> None:
         super().migration_committed(migration)
@@ -103,7 +104,7 @@ class Mirrored(Views):
         self._send_event(
             job, migration.target.instance_id, job.tokens, PHASE_NUMBERS[job.phase_of(job.tokens)]
         )
-        self.live.migration_closed(job.request.request_id)
+        self.live.apply(MigrationClosed(job.request.request_id))
 
     def _message(self, name: str, report: Report) -> monitor_pb2.WorkerReport:
         report.read_counts()
@@ -147,8 +148,8 @@ class Mirrored(Views):
             phase_tokens=_phase_tokens(job, tokens),
             max_tokens=self._spec.max_tokens,
         )
-        self.live.apply(
-            monitor_pb2.WorkerReport(instance_id=name, incarnation="1", phase_events=[event]), 0.0
+        report_to(
+            self.live, monitor_pb2.WorkerReport(instance_id=name, incarnation="1", phase_events=[event]), 0.0
         )
 
     # ---- views

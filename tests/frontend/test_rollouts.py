@@ -14,7 +14,7 @@ from frontend_svc.fleet import Fleet, ServedModel
 from frontend_svc.placement import prefix_of
 from frontend_svc.settings import Limits
 from frontend_svc.streams import StreamTable
-from scheduler_svc.decisions import newer_rollout
+from scheduler_svc.loop import newer_rollout
 from tailrace.adapter_versions import AdapterVersions
 from tailrace.cache.names import ALGORITHM, Keys, Naming, block_names
 from tailrace.model_identity import ModelIdentity

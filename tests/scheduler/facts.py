@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tailrace.cluster import Pool, Stage
+from tailrace.control.events import KnownMembers, MembersChanged, Reported
+from tailrace.control.reported_cluster import PhaseChange, ReportedCluster
 from tailrace.records import InstanceRecord, ProfileRecord
 from tailrace.request_columns import columns_from
 from tailrace.v1 import monitor_pb2, scheduler_pb2, scheduler_pb2_grpc, types_pb2
@@ -56,6 +58,16 @@ _seq = itertools.count(1)
 def members(*names: str) -> Members:
     """Return a membership of these instances."""
     return Members(instances={name: instance(name) for name in names})
+
+
+def set_members(state: ReportedCluster, members: Members, now_s: float) -> None:
+    """Apply a membership to the model."""
+    state.apply(MembersChanged(KnownMembers.of(members), now_s))
+
+
+def report_to(state: ReportedCluster, report: monitor_pb2.WorkerReport, now_s: float) -> list[PhaseChange]:
+    """Apply a report to the model; return the phase changes that it shows."""
+    return state.apply(Reported(report, deciding=False, now_s=now_s, wall_s=0.0))
 
 
 def request(

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from scheduler_svc.actuator import Actuator
 from scheduler_svc.copies import Copier
-from scheduler_svc.decisions import Decider, Traceparents
+from scheduler_svc.loop import DecisionLoop, Traceparents
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.migrations import Migrations, MigrationStarter, Negotiator, Recaller
 from scheduler_svc.settings import Settings
@@ -27,7 +27,17 @@ from tailrace.store.membership import Membership
 from tailrace.store.store import Store
 from tests.counting import failures_of
 from tests.scheduler.conftest import connect
-from tests.scheduler.facts import PREFILL, REASONING, Members, event, instance, request, steady
+from tests.scheduler.facts import (
+    PREFILL,
+    REASONING,
+    Members,
+    event,
+    instance,
+    report_to,
+    request,
+    set_members,
+    steady,
+)
 from tests.waiting import WAIT_S
 
 
@@ -55,7 +65,7 @@ class Scheduler:
     membership: Membership
     state: ReportedCluster
     actuator: Actuator
-    decider: Decider
+    loop: DecisionLoop
 
     @property
     def pools(self) -> list[Pool | None]:
@@ -109,11 +119,11 @@ async def scheduler(etcd: str, cluster: str) -> AsyncIterator[Scheduler]:
             state, mover, negotiator, recaller, Copier(state, channels), Settings(store), metrics
         )
         stack.push_async_callback(actuator.close)
-        state.set_members(in_pools(dict.fromkeys("abc", Pool.PREFILL)), 0.0)
-        state.apply(steady("a", [request("r", PREFILL), request("q", PREFILL)]), 1.0)
+        set_members(state, in_pools(dict.fromkeys("abc", Pool.PREFILL)), 0.0)
+        report_to(state, steady("a", [request("r", PREFILL), request("q", PREFILL)]), 1.0)
         control = LiveControl(state, active, actuator, Guard(metrics))
-        decider = Decider(control, leading)
-        yield Scheduler(store, membership, state, actuator, decider)
+        loop = DecisionLoop(control, leading, metrics)
+        yield Scheduler(store, membership, state, actuator, loop)
 
 
 async def test_two_prefills_that_end_together_flip_one_instance(
@@ -121,7 +131,7 @@ async def test_two_prefills_that_end_together_flip_one_instance(
 ) -> None:
     both = event("a", "r", REASONING)
     both.phase_events.extend(event("a", "q", REASONING).phase_events)
-    scheduler.decider.handle_report(both, 2.0)
+    scheduler.loop.handle_report(both, 2.0)
     # Nothing has been heard from etcd or other services yet.
     assert scheduler.pools == [Pool.DECODE, Pool.PREFILL, Pool.PREFILL]
     assert scheduler.incoming == [0, 1, 1]
@@ -137,8 +147,8 @@ async def test_two_requests_that_outgrow_a_stage_have_different_targets(
 ) -> None:
     members = in_pools(dict.fromkeys("abc", Pool.PREFILL))
     members.stages = (Stage(0, 50, ("a",)), Stage(50, 1_000, ("b", "c")))
-    scheduler.state.set_members(members, 1.5)
-    scheduler.decider.handle_report(steady("a", [request("r"), request("q")]), 2.0)
+    set_members(scheduler.state, members, 1.5)
+    scheduler.loop.handle_report(steady("a", [request("r"), request("q")]), 2.0)
     assert scheduler.incoming == [0, 1, 1]
     await scheduler.finish_actions()
 
@@ -147,12 +157,12 @@ async def test_an_ordered_pool_counts_until_etcd_reports_it(scheduler: Scheduler
     scheduler.actuator.submit([SetPool("b", Pool.DECODE)], "test")
     await scheduler.finish_actions()
     # Other changes in etcd meanwhile can show a state older than the order.
-    scheduler.state.set_members(in_pools(dict.fromkeys("abc", Pool.PREFILL)), 2.0)
+    set_members(scheduler.state, in_pools(dict.fromkeys("abc", Pool.PREFILL)), 2.0)
     assert scheduler.pools == [Pool.PREFILL, Pool.DECODE, Pool.PREFILL]
     await scheduler.wait_for_pool("b", Pool.DECODE)
-    scheduler.state.set_members(in_pools({"a": Pool.PREFILL, "b": Pool.DECODE, "c": Pool.PREFILL}), 3.0)
+    set_members(scheduler.state, in_pools({"a": Pool.PREFILL, "b": Pool.DECODE, "c": Pool.PREFILL}), 3.0)
     # From then on, an operator's change takes precedence.
-    scheduler.state.set_members(in_pools(dict.fromkeys("abc", Pool.PREFILL)), 4.0)
+    set_members(scheduler.state, in_pools(dict.fromkeys("abc", Pool.PREFILL)), 4.0)
     assert scheduler.pools == [Pool.PREFILL, Pool.PREFILL, Pool.PREFILL]
 
 
@@ -215,7 +225,7 @@ async def test_a_migration_that_could_only_wait_is_refused_at_once_unless_the_po
     scheduler: Scheduler,
 ) -> None:
     several = [request(f"r{n}", REASONING) for n in range(2 * ORDERED_MAX + 2)]
-    scheduler.state.apply(steady("a", several), 2.0)
+    report_to(scheduler.state, steady("a", several), 2.0)
     moves = [Migrate(each.request_id, "a", "b", "test") for each in several]
     for when_full in (WhenFull.REFUSE, WhenFull.HOST):
         scheduler.actuator.submit(moves[: ORDERED_MAX + 1], "test", when_full)

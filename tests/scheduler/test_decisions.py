@@ -11,11 +11,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from scheduler_svc.actuator import without_swaps
-from scheduler_svc.decisions import Decider, Placer
 from scheduler_svc.drainer import Drainer
+from scheduler_svc.loop import DecisionLoop
 from scheduler_svc.metrics import SchedulerMetrics
 from tailrace.actions import Action, Migrate, Place, Placement, Refuse, SetPool, WhenFull
 from tailrace.cluster import Arrival, ClusterView, Pool, RequestView, Stage
+from tailrace.control.events import MigrationClosed, MigrationOpened
 from tailrace.control.live import LiveControl
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.control.runner import ActivePolicy, Guard
@@ -23,7 +24,17 @@ from tailrace.policy.base import Policy
 from tailrace.records import PolicyRecord
 from tailrace.slo import Slo
 from tailrace.v1 import types_pb2
-from tests.scheduler.facts import ANSWERING, PREFILL, REASONING, event, members, request, steady
+from tests.scheduler.facts import (
+    ANSWERING,
+    PREFILL,
+    REASONING,
+    event,
+    members,
+    report_to,
+    request,
+    set_members,
+    steady,
+)
 from tests.waiting import WAIT_S
 
 
@@ -72,7 +83,7 @@ class Scheduler:
 
     def __init__(self) -> None:
         self.state = ReportedCluster()
-        self.state.set_members(members("a", "b"), 0.0)
+        set_members(self.state, members("a", "b"), 0.0)
         self.active = ActivePolicy(PolicyRecord(name="least_loaded"))
         self.policy = self.active.policy = Recorder()
         self.executor = RecordingExecutor()
@@ -80,12 +91,11 @@ class Scheduler:
         self.leading.set()
         self.metrics = SchedulerMetrics(CollectorRegistry())
         self.control = LiveControl(self.state, self.active, self.executor, Guard(self.metrics))
-        self.decider = Decider(self.control, self.leading)
-        self.placer = Placer(self.control, self.metrics)
+        self.loop = DecisionLoop(self.control, self.leading, self.metrics)
 
     def place(self, request_id: str = "r", excluded: frozenset[str] = frozenset()) -> tuple[str, str]:
         """Return the instance and the reason of a refusal."""
-        reply = self.placer.place(Arrival(request_id, 10, 10, excluded=excluded, frontend_id="f"))
+        reply = self.loop.place(Arrival(request_id, 10, 10, excluded=excluded, frontend_id="f"))
         return reply.instance_id, reply.refusal
 
 
@@ -97,21 +107,21 @@ def scheduler() -> Scheduler:
 
 def test_phase_events_reach_the_policy_in_order(scheduler: Scheduler) -> None:
     scheduler.place()
-    scheduler.decider.handle_report(event("a", "r", REASONING), 1.0)
-    scheduler.decider.handle_report(event("a", "r", ANSWERING, output_tokens=9), 2.0)
+    scheduler.loop.handle_report(event("a", "r", REASONING), 1.0)
+    scheduler.loop.handle_report(event("a", "r", ANSWERING, output_tokens=9), 2.0)
     assert scheduler.policy.calls == [("prefill_done", "r"), ("reasoning_ended", "r")]
     assert scheduler.executor.actions == [Migrate("r", "a", "b", "test")]
 
 
 def test_a_request_without_reasoning_has_one_event(scheduler: Scheduler) -> None:
     scheduler.place()
-    scheduler.decider.handle_report(event("a", "r", ANSWERING), 1.0)
+    scheduler.loop.handle_report(event("a", "r", ANSWERING), 1.0)
     assert scheduler.policy.calls == [("prefill_done", "r")]
 
 
 def test_a_standby_tracks_the_state_but_does_not_decide(scheduler: Scheduler) -> None:
     scheduler.leading.clear()
-    scheduler.decider.handle_report(event("a", "r", REASONING), 1.0)
+    scheduler.loop.handle_report(event("a", "r", REASONING), 1.0)
     assert scheduler.policy.calls == []
     assert scheduler.state.request("r") is not None
     assert scheduler.place("q") == ("a", "")
@@ -128,10 +138,10 @@ def test_a_tick_sees_the_time_of_the_previous_one(scheduler: Scheduler) -> None:
 
     scheduler.active.policy = RecordTicks()
     for _ in range(3):
-        scheduler.decider.tick()
+        scheduler.loop.tick()
     assert [last_s for last_s, _ in seen_by_policy] == [None, seen_by_policy[0][1], seen_by_policy[1][1]]
     scheduler.active.policy = RecordTicks()
-    scheduler.decider.tick()
+    scheduler.loop.tick()
     assert seen_by_policy[-1][0] is None
 
 
@@ -148,13 +158,13 @@ def test_a_tick_sees_the_lengths_its_policy_requires(scheduler: Scheduler) -> No
     scheduler.active.policy = RecordLengths()
     # A standby records lengths, too.
     scheduler.leading.clear()
-    scheduler.decider.handle_report(steady("a"), time.monotonic())
+    scheduler.loop.handle_report(steady("a"), time.monotonic())
     scheduler.place("r")
     scheduler.leading.set()
-    scheduler.decider.tick()
+    scheduler.loop.tick()
     assert seen_by_policy == [1]
     scheduler.active.policy = Recorder()
-    scheduler.decider.handle_report(steady("a"), time.monotonic())
+    scheduler.loop.handle_report(steady("a"), time.monotonic())
     assert scheduler.state.lengths(time.monotonic()) is None
 
 
@@ -178,7 +188,7 @@ async def test_a_new_term_starts_without_a_previous_tick(scheduler: Scheduler) -
 
     scheduler.active.policy = RecordTicks()
     async with asyncio.TaskGroup() as tasks:
-        ticking = tasks.create_task(scheduler.decider.run_ticks())
+        ticking = tasks.create_task(scheduler.loop.run_ticks())
         await wait_for_ticks(2)
         assert seen_by_policy[0] is None and seen_by_policy[1] is not None
         scheduler.leading.clear()
@@ -222,29 +232,29 @@ async def test_a_slow_tick_leaves_the_loop_as_long_as_it_took(
             raise asyncio.CancelledError
 
     events, clock = list[str | float](), Clock()
-    monkeypatch.setattr("scheduler_svc.decisions.time", clock)
-    monkeypatch.setattr("scheduler_svc.decisions.asyncio.sleep", sleep)
+    monkeypatch.setattr("scheduler_svc.loop.time", clock)
+    monkeypatch.setattr("scheduler_svc.loop.asyncio.sleep", sleep)
     scheduler.active.policy = Slow()
     with pytest.raises(asyncio.CancelledError):
-        await scheduler.decider.run_ticks()
+        await scheduler.loop.run_ticks()
     assert events == [0.05, *["tick", 0.08] * 3]
 
 
 def test_an_outgrown_stage_is_reported_once(scheduler: Scheduler) -> None:
     facts = members("a", "b")
     facts.stages = (Stage(0, 120, ("a",)), Stage(120, 4096, ("b",)))
-    scheduler.state.set_members(facts, 0.0)
-    scheduler.decider.handle_report(steady("a", [request("r", output_tokens=19)]), 1.0)
+    set_members(scheduler.state, facts, 0.0)
+    scheduler.loop.handle_report(steady("a", [request("r", output_tokens=19)]), 1.0)
     assert scheduler.policy.calls == []
     for second in (2.0, 3.0):
-        scheduler.decider.handle_report(steady("a", [request("r", output_tokens=20)]), second)
+        scheduler.loop.handle_report(steady("a", [request("r", output_tokens=20)]), second)
     assert scheduler.policy.calls == [("length_boundary", "r")]
-    scheduler.decider.handle_report(steady("b", [request("r", epoch=1, output_tokens=5000)]), 4.0)
+    scheduler.loop.handle_report(steady("b", [request("r", epoch=1, output_tokens=5000)]), 4.0)
     assert scheduler.policy.calls == [("length_boundary", "r")] * 2
 
 
 def test_policy_errors_are_counted(scheduler: Scheduler) -> None:
-    scheduler.decider.tick()
+    scheduler.loop.tick()
     assert scheduler.metrics.policy_errors.labels("least_loaded", "tick")._value.get() == 1
 
 
@@ -291,8 +301,8 @@ def _draining(scheduler: Scheduler, count: int) -> Drainer:
     """Return a drainer: `a` drains with `count` requests; `b` and `c` are free."""
     facts = members("a", "b", "c")
     facts.draining = frozenset("a")
-    scheduler.state.set_members(facts, 0.0)
-    scheduler.state.apply(steady("a", [request(f"r{n}") for n in range(count)]), 1.0)
+    set_members(scheduler.state, facts, 0.0)
+    report_to(scheduler.state, steady("a", [request(f"r{n}") for n in range(count)]), 1.0)
     return Drainer(scheduler.state, scheduler.executor, scheduler.leading)
 
 
@@ -316,10 +326,10 @@ def test_draining_limits_concurrent_migrations(scheduler: Scheduler) -> None:
         assert isinstance(action, Migrate)
         moving = scheduler.state.request(action.request_id)
         assert moving is not None
-        scheduler.state.migration_opened(moving, action.target_id)
+        scheduler.state.order(MigrationOpened(moving, action.target_id))
     drainer.run_once(1.5)
     assert len(scheduler.executor.actions) == 8
-    scheduler.state.migration_closed("r0")
+    scheduler.state.apply(MigrationClosed("r0"))
     drainer.run_once(1.6)
     # The next request is migrated; this one is retried later.
     assert [a.request_id for a in scheduler.executor.actions if isinstance(a, Migrate)][8:] == ["r8"]
@@ -331,7 +341,7 @@ def test_draining_avoids_instances_with_incompatible_kv(scheduler: Scheduler) ->
     facts.draining = frozenset("a")
     other = msgspec.structs.replace(facts.instances["b"], model_fingerprint="other")
     facts.instances = {**facts.instances, "b": other}
-    scheduler.state.set_members(facts, 2.0)
+    set_members(scheduler.state, facts, 2.0)
     drainer.run_once(2.0)
     assert {a.target_id for a in scheduler.executor.actions if isinstance(a, Migrate)} == {"c"}
 
@@ -340,7 +350,7 @@ def test_a_waiting_prompt_is_not_migrated(scheduler: Scheduler) -> None:
     drainer = _draining(scheduler, 0)
     waiting = request("w")
     waiting.state = types_pb2.REQUEST_STATE_WAITING
-    scheduler.state.apply(steady("a", [request("p", phase=PREFILL), waiting]), 1.0)
+    report_to(scheduler.state, steady("a", [request("p", phase=PREFILL), waiting]), 1.0)
     drainer.run_once(1.0)
     assert scheduler.executor.actions == []
 
@@ -348,9 +358,9 @@ def test_a_waiting_prompt_is_not_migrated(scheduler: Scheduler) -> None:
 def test_a_new_policy_decides_about_outgrown_requests_again(scheduler: Scheduler) -> None:
     facts = members("a", "b")
     facts.stages = (Stage(0, 120, ("a",)), Stage(120, 4096, ("b",)))
-    scheduler.state.set_members(facts, 0.0)
-    scheduler.decider.handle_report(steady("a", [request("r", output_tokens=20)]), 1.0)
+    set_members(scheduler.state, facts, 0.0)
+    scheduler.loop.handle_report(steady("a", [request("r", output_tokens=20)]), 1.0)
     successor = scheduler.active.policy = Recorder()
     for second in (2.0, 3.0):
-        scheduler.decider.handle_report(steady("a", [request("r", output_tokens=20)]), second)
+        scheduler.loop.handle_report(steady("a", [request("r", output_tokens=20)]), second)
     assert successor.calls == [("length_boundary", "r")]

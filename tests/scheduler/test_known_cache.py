@@ -5,7 +5,7 @@ from __future__ import annotations
 from tailrace.cluster import Arrival, CachedTokens
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.v1 import cache_pb2
-from tests.scheduler.facts import members, steady
+from tests.scheduler.facts import members, report_to, set_members, steady
 
 BLOCK = 16
 NAMES = [11, 12, 13, 14]
@@ -16,7 +16,7 @@ def report_stored(state: ReportedCluster, name: str, seq: int, stored: list[int]
     report.cache.seq = seq
     if stored:
         report.cache.changes.add(tier=cache_pb2.CACHE_TIER_DEVICE, stored=stored)
-    state.apply(report, 0.0)
+    report_to(state, report, 0.0)
 
 
 def lookup(state: ReportedCluster, prompt_tokens: int = 100, now_s: float = 0.0) -> dict[str, CachedTokens]:
@@ -25,7 +25,7 @@ def lookup(state: ReportedCluster, prompt_tokens: int = 100, now_s: float = 0.0)
 
 def test_reports_update_the_cache_and_a_listing_repairs_gaps() -> None:
     state = ReportedCluster()
-    state.set_members(members("a", "b"), 0.0)
+    set_members(state, members("a", "b"), 0.0)
     assert lookup(state) == {}
     report_stored(state, "a", 1, NAMES[:2])
     report_stored(state, "b", 1, NAMES)
@@ -42,13 +42,13 @@ def test_reports_update_the_cache_and_a_listing_repairs_gaps() -> None:
     assert state.cache.follower.incomplete == []
     # Host memory can be pulled from, too.
     assert lookup(state)["a"] == CachedTokens(32, 64, 64)
-    state.set_members(members("b"), 0.0)
+    set_members(state, members("b"), 0.0)
     assert set(lookup(state)) == {"b"}
 
 
 def test_a_placement_counts_its_remaining_prefill_and_updates_the_cache() -> None:
     state = ReportedCluster()
-    state.set_members(members("a", "b"), 0.0)
+    set_members(state, members("a", "b"), 0.0)
     report_stored(state, "a", 1, NAMES)
     cached = state.cache.of_arrival(NAMES, BLOCK, 100, 0.0)
     state.place(Arrival("r", 100, 10, 0, cached=cached, block_names=NAMES), "a", 0.0)

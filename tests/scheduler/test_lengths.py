@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from tailrace.cluster import Arrival
 from tailrace.control.reported_cluster import ReportedCluster
-from tests.scheduler.facts import ANSWERING, GONE, event, members, request, steady
+from tests.scheduler.facts import (
+    ANSWERING,
+    GONE,
+    event,
+    members,
+    report_to,
+    request,
+    set_members,
+    steady,
+)
 
 
 def place(state: ReportedCluster, request_id: str, name: str, now_s: float, output_tokens: int = 0) -> None:
@@ -14,7 +23,7 @@ def place(state: ReportedCluster, request_id: str, name: str, now_s: float, outp
 
 def state_with_lengths(period_s: float | None = 60.0) -> ReportedCluster:
     state = ReportedCluster()
-    state.set_members(members("a", "b"), 0.0)
+    set_members(state, members("a", "b"), 0.0)
     state.keep_lengths(period_s, 0.0)
     return state
 
@@ -36,19 +45,19 @@ def test_without_a_period_no_lengths_are_kept() -> None:
 def test_a_request_counts_from_placement_to_last_token() -> None:
     state = state_with_lengths()
     place(state, "r", "a", 1.0)
-    state.apply(event("a", "r", ANSWERING), 2.0)
-    state.apply(steady("a", [request("r", ANSWERING, output_tokens=30)]), 3.0)
+    report_to(state, event("a", "r", ANSWERING), 2.0)
+    report_to(state, steady("a", [request("r", ANSWERING, output_tokens=30)]), 3.0)
     # The event has the exact number; the last report is half a second old.
-    state.apply(event("a", "r", GONE, output_tokens=41), 3.4)
+    report_to(state, event("a", "r", GONE, output_tokens=41), 3.4)
     assert rows(state) == (1, [(100, 41)])
-    state.apply(steady("a"), 3.5)
+    report_to(state, steady("a"), 3.5)
     assert rows(state) == (1, [(100, 41)])
 
 
 def test_a_request_that_no_report_contained_counts() -> None:
     state = state_with_lengths()
     place(state, "r", "a", 1.0)
-    state.apply(event("a", "r", GONE, output_tokens=2), 1.2)
+    report_to(state, event("a", "r", GONE, output_tokens=2), 1.2)
     assert rows(state) == (1, [(100, 2)])
 
 
@@ -56,11 +65,11 @@ def test_a_request_without_a_last_token_has_not_finished() -> None:
     """It was aborted or migrated: at its target, the epoch shows that it is not an arrival."""
     state = state_with_lengths()
     place(state, "r", "a", 1.0)
-    state.apply(steady("a", [request("r")]), 2.0)
-    state.apply(event("a", "r", GONE, output_tokens=0), 3.0)
-    state.apply(event("b", "r", ANSWERING, epoch=1, output_tokens=30), 3.1)
+    report_to(state, steady("a", [request("r")]), 2.0)
+    report_to(state, event("a", "r", GONE, output_tokens=0), 3.0)
+    report_to(state, event("b", "r", ANSWERING, epoch=1, output_tokens=30), 3.1)
     assert rows(state) == (1, [])
-    state.apply(event("b", "r", GONE, epoch=1, output_tokens=50), 4.0)
+    report_to(state, event("b", "r", GONE, epoch=1, output_tokens=50), 4.0)
     assert rows(state) == (1, [(100, 50)])
 
 
@@ -70,8 +79,8 @@ def test_repeated_placements_and_unknown_requests_count_once() -> None:
     place(state, "r", "a", 1.0)
     place(state, "r", "b", 2.0)
     place(state, "lost", "b", 2.5, output_tokens=20)
-    state.apply(steady("a", [request("other"), request("moved", epoch=2)]), 3.0)
-    state.apply(steady("a", [request("other"), request("moved", epoch=2)]), 4.0)
+    report_to(state, steady("a", [request("other"), request("moved", epoch=2)]), 3.0)
+    report_to(state, steady("a", [request("other"), request("moved", epoch=2)]), 4.0)
     assert rows(state) == (2, [])
 
 

@@ -10,7 +10,16 @@ from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.policy.pascal import Pascal
 from tailrace.policy.requests import table_of
 from tailrace.v1 import monitor_pb2, types_pb2
-from tests.scheduler.facts import ANSWERING, REASONING, event, members, request, steady
+from tests.scheduler.facts import (
+    ANSWERING,
+    REASONING,
+    event,
+    members,
+    report_to,
+    request,
+    set_members,
+    steady,
+)
 
 ARRIVAL = Arrival("new", 100, 1_000, 0)
 
@@ -25,9 +34,9 @@ def blocked(request_id: str, state: types_pb2.RequestState.ValueType) -> monitor
 def cluster(*reports: monitor_pb2.WorkerReport) -> ReportedCluster:
     """Return a state with these reports applied."""
     state = ReportedCluster()
-    state.set_members(members(*[report.instance_id for report in reports]), 0.0)
+    set_members(state, members(*[report.instance_id for report in reports]), 0.0)
     for report in reports:
-        state.apply(report, 1.0)
+        report_to(state, report, 1.0)
     return state
 
 
@@ -48,7 +57,7 @@ def test_algorithm_2_avoids_instances_with_a_blocked_answer() -> None:
     assert ending is not None
     # c itself has one other reasoning request, like b: the request stays.
     assert Pascal().on_reasoning_ended(state.view(), ending, 1.0) == ()
-    state.apply(steady("c", [request("p"), request("o"), request("ends")]), 1.1)
+    report_to(state, steady("c", [request("p"), request("o"), request("ends")]), 1.1)
     moves = Pascal(growth_tokens=10**6).on_reasoning_ended(state.view(), ending, 1.1)
     assert [move.target_id for move in moves if isinstance(move, Migrate)] == ["b"]
 
@@ -57,7 +66,7 @@ def test_an_event_can_report_a_blocked_answer() -> None:
     state = cluster(steady("a", [request("r", REASONING)]))
     reported = event("a", "r", ANSWERING, output_tokens=50)
     reported.phase_events[0].state = types_pb2.REQUEST_STATE_PREEMPTED
-    state.apply(reported, 1.1)
+    report_to(state, reported, 1.1)
     seen = state.view().instances["a"]
     assert table_of(seen.requests).phase_load().least_pacer_slack_tokens == float("-inf")
     assert (seen.running, seen.waiting) == (0, 1)
@@ -69,7 +78,7 @@ def test_a_request_that_enters_a_phase_is_running_by_default() -> None:
     report = steady("a", [waiting])
     report.load.running, report.load.waiting = 0, 1
     state = cluster(report)
-    state.apply(event("a", "r", ANSWERING, output_tokens=0), 1.1)
+    report_to(state, event("a", "r", ANSWERING, output_tokens=0), 1.1)
     seen = state.view().instances["a"]
     assert (seen.running, seen.waiting) == (1, 0)
     assert seen.requests[0].phase is Phase.ANSWERING

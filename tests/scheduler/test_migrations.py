@@ -10,8 +10,8 @@ import pytest
 import pytest_asyncio
 
 from scheduler_svc.admin.errors import AdminError
-from scheduler_svc.decisions import Traceparents
 from scheduler_svc.drainer import Drainer
+from scheduler_svc.loop import Traceparents
 from scheduler_svc.migrations import Migrations, MigrationStarter
 from tailrace.actions import Migrate
 from tailrace.cluster import RequestView
@@ -20,7 +20,7 @@ from tailrace.handover import Handover, TransferMode, by_replay
 from tailrace.model_identity import ModelIdentity
 from tailrace.records import InstanceRecord
 from tailrace.service.channels import Channels
-from tests.scheduler.facts import Members, instance, request, steady
+from tests.scheduler.facts import Members, instance, report_to, request, set_members, steady
 from tests.scheduler.test_decisions import Scheduler
 
 MODEL = ModelIdentity("text", "weights", "bf16")
@@ -52,8 +52,8 @@ FLEET = [
 async def mover() -> AsyncIterator[tuple[MigrationStarter, RequestView]]:
     """Yield a migration starter and a request on `a`."""
     state, channels = ReportedCluster(), Channels()
-    state.set_members(Members(instances={each.instance_id: each for each in FLEET}), 0.0)
-    state.apply(steady("a", [request("r")]), 1.0)
+    set_members(state, Members(instances={each.instance_id: each for each in FLEET}), 0.0)
+    report_to(state, steady("a", [request("r")]), 1.0)
     found = state.request("r")
     assert found is not None
     yield MigrationStarter(state, Migrations(Members(), channels), Traceparents()), found  # type: ignore[arg-type]
@@ -81,10 +81,12 @@ def drain_target(*others: InstanceRecord) -> str:
     """Return the target of the only request of `a` when `a` is drained."""
     scheduler = Scheduler()
     fleet = [record("a"), *others]
-    scheduler.state.set_members(
-        Members(instances={each.instance_id: each for each in fleet}, draining=frozenset("a")), 0.0
+    set_members(
+        scheduler.state,
+        Members(instances={each.instance_id: each for each in fleet}, draining=frozenset("a")),
+        0.0,
     )
-    scheduler.state.apply(steady("a", [request("r")]), 1.0)
+    report_to(scheduler.state, steady("a", [request("r")]), 1.0)
     leading = asyncio.Event()
     leading.set()
     Drainer(scheduler.state, scheduler.executor, leading).run_once(1.0)

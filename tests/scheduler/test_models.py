@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_svc.admin.errors import AdminError
-from scheduler_svc.decisions import Traceparents
+from scheduler_svc.loop import Traceparents
 from scheduler_svc.migrations import Negotiator
 from tailrace.actions import Offer, Place
 from tailrace.cluster import Arrival, Stage
 from tailrace.control.cluster_model import ModelGroups
+from tailrace.control.events import ReportsStopped
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.model_identity import ModelIdentity
 from tailrace.policy.pulling import most_cached
@@ -21,7 +22,16 @@ from tailrace.records import InstanceRecord, PolicyRecord
 from tailrace.service.channels import Channels
 from tailrace.slo import Slo
 from tailrace.v1 import cache_pb2
-from tests.scheduler.facts import REASONING, Members, event, instance, request, steady
+from tests.scheduler.facts import (
+    REASONING,
+    Members,
+    event,
+    instance,
+    report_to,
+    request,
+    set_members,
+    steady,
+)
 from tests.scheduler.test_decisions import Scheduler
 
 FIRST, SECOND = ModelIdentity("t", "first", "bf16"), ModelIdentity("t", "second", "bf16")
@@ -56,7 +66,7 @@ def incoming(request_id: str, model: str, excluded: frozenset[str] = frozenset()
 def state() -> ReportedCluster:
     """Return a state with both models."""
     state = ReportedCluster()
-    state.set_members(two_models(), 0.0)
+    set_members(state, two_models(), 0.0)
     return state
 
 
@@ -73,7 +83,7 @@ def test_a_view_of_a_model_has_only_its_instances(state: ReportedCluster) -> Non
 def test_a_view_of_a_model_is_updated_by_reports(state: ReportedCluster) -> None:
     before = state.view_of_model("t:first")
     assert state.view_of_model("t:first") is before
-    state.apply(steady("a", [request("r")]), 1.0)
+    report_to(state, steady("a", [request("r")]), 1.0)
     assert state.view_of_model("t:first").instances["a"].running == 1
     assert before.instances["a"].running == 0
 
@@ -88,29 +98,29 @@ def test_an_instance_without_a_model_identity_matches_any_model() -> None:
 @pytest.mark.parametrize(("model", "names"), [("t:first", {"a", "c"}), ("t:second", {"b", "d"})])
 def test_requests_of_a_model_are_placed_on_its_instances(model: str, names: set[str]) -> None:
     scheduler = Scheduler()
-    scheduler.state.set_members(two_models(), 0.0)
+    set_members(scheduler.state, two_models(), 0.0)
     scheduler.active.follow(PolicyRecord(name="round_robin"), Slo())
-    placed = [scheduler.placer.place(incoming(f"r{n}", model)) for n in range(4)]
+    placed = [scheduler.loop.place(incoming(f"r{n}", model)) for n in range(4)]
     assert {decision.instance_id for decision in placed} == names
-    nowhere = scheduler.placer.place(incoming("r", model, frozenset(names)))
+    nowhere = scheduler.loop.place(incoming("r", model, frozenset(names)))
     assert (nowhere.instance_id, nowhere.refusal) == ("", "no active instance")
 
 
 def test_a_placement_on_another_model_is_replaced() -> None:
     scheduler = Scheduler()
-    scheduler.state.set_members(two_models(), 0.0)
+    set_members(scheduler.state, two_models(), 0.0)
     assert scheduler.policy.choice == "a"
-    assert scheduler.placer.place(incoming("r", "t:second")).instance_id in {"b", "d"}
+    assert scheduler.loop.place(incoming("r", "t:second")).instance_id in {"b", "d"}
 
 
 @pytest.mark.parametrize(("holder", "pulled"), [("c", "c"), ("b", "")])
 def test_a_prefix_is_pulled_only_from_the_same_model(holder: str, pulled: str) -> None:
     """Blocks are named by their tokens, so both models use the same names."""
     scheduler = Scheduler()
-    scheduler.state.set_members(two_models(), 0.0)
+    set_members(scheduler.state, two_models(), 0.0)
     scheduler.policy.pull_from = holder
     # Any model may answer, as with two precisions of one model.
-    assert scheduler.placer.place(incoming("r", "")).pull_from_instance_id == pulled
+    assert scheduler.loop.place(incoming("r", "")).pull_from_instance_id == pulled
 
 
 def test_prefixes_of_other_models_are_ignored(state: ReportedCluster) -> None:
@@ -118,7 +128,7 @@ def test_prefixes_of_other_models_are_ignored(state: ReportedCluster) -> None:
         report = steady(name)
         report.cache.seq = 1
         report.cache.changes.add(tier=cache_pb2.CACHE_TIER_DEVICE, stored=[11])
-        state.apply(report, 0.0)
+        report_to(state, report, 0.0)
     cached = state.cache.of_arrival([11], 16, 100, 0.0)
     assert set(cached) == {"a", "b", "c", "d"}
     arrival = Arrival("r", 100, 10, 0, cached=cached)
@@ -128,16 +138,16 @@ def test_prefixes_of_other_models_are_ignored(state: ReportedCluster) -> None:
 
 def test_a_policy_sees_only_instances_a_request_can_migrate_to() -> None:
     scheduler = Scheduler()
-    scheduler.state.set_members(two_models(), 0.0)
+    set_members(scheduler.state, two_models(), 0.0)
     scheduler.place()
-    scheduler.decider.handle_report(event("a", "r", REASONING), 1.0)
+    scheduler.loop.handle_report(event("a", "r", REASONING), 1.0)
     assert [list(view.instances) for view in scheduler.policy.seen] == [["a", "c"]]
 
 
 async def test_a_request_is_offered_only_to_instances_of_its_model(state: ReportedCluster) -> None:
     channels = Channels()
     negotiator = Negotiator(state, channels, Traceparents())
-    state.apply(steady("a", [request("r")]), 1.0)
+    report_to(state, steady("a", [request("r")]), 1.0)
     moving = state.request("r")
     assert moving is not None
     with pytest.raises(AdminError, match="no instance to offer"):
@@ -174,16 +184,16 @@ def test_what_a_policy_kept_of_another_view_affects_no_placement(
 ) -> None:
     state, used = ReportedCluster(), load(policy)
     present = two_models()
-    state.set_members(present, 0.0)
+    set_members(state, present, 0.0)
     for number, (step, name, count) in enumerate(steps):
         if step == "report":
-            state.apply(steady(name, [request(f"{name}{n}") for n in range(count)]), 0.0)
+            report_to(state, steady(name, [request(f"{name}{n}") for n in range(count)]), 0.0)
         elif step == "silence":
-            state.set_silent({name} if count else ())
+            state.apply(ReportsStopped([name] if count else []))
         elif step == "join":
             joined = {**present.instances, f"{name}2": with_model(f"{name}2", FIRST if count else SECOND)}
             present = Members(instances=joined)
-            state.set_members(present, 0.0)
+            set_members(state, present, 0.0)
         else:
             view = state.view_of_model((FIRST if count % 2 else SECOND).key if count < 4 else "")
             arrival = Arrival(f"new-{number}", 100, 1_000, number)

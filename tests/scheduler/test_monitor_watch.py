@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.monitor_watch import MergedReports, MonitorWatch
+from tailrace.control.events import ReportsStopped
 from tailrace.records import InstanceRecord, ServiceRecord
 from tailrace.service.channels import Channels
 from tailrace.service.server import Servicer, serve_grpc
@@ -38,7 +39,7 @@ class StaticMembers:
 class SilentInstances:
     """Takes who is silent."""
 
-    def set_silent(self, names: frozenset[str]) -> None:
+    def apply(self, event: ReportsStopped) -> None:
         """See ReportedCluster."""
 
 

@@ -8,14 +8,15 @@ import grpc
 import pytest
 
 from scheduler_svc.admin.errors import AdminError
-from scheduler_svc.decisions import Traceparents
+from scheduler_svc.loop import Traceparents
 from scheduler_svc.migrations import Negotiator
 from tailrace.actions import Offer
+from tailrace.control.events import MigrationOpened
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.service.channels import Channels
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.v1 import bidask_pb2, bidask_pb2_grpc
-from tests.scheduler.facts import Members, instance, request, steady
+from tests.scheduler.facts import Members, instance, report_to, request, set_members, steady
 
 
 class Worker(bidask_pb2_grpc.BidAskServicer):
@@ -44,12 +45,12 @@ class Worker(bidask_pb2_grpc.BidAskServicer):
 def cluster(address: str) -> ReportedCluster:
     """Return a state with request r on a, which listens at `address`, and instances b and c."""
     state = ReportedCluster()
-    state.set_members(
-        Members(instances={"a": instance("a", address), "b": instance("b"), "c": instance("c")}), 0.0
+    set_members(
+        state, Members(instances={"a": instance("a", address), "b": instance("b"), "c": instance("c")}), 0.0
     )
     reported = request("r", epoch=3, output_tokens=20)
     reported.traceparent = "00-1-2-01"
-    state.apply(steady("a", [reported]), 1.0)
+    report_to(state, steady("a", [reported]), 1.0)
     return state
 
 
@@ -71,7 +72,7 @@ async def test_the_source_gets_the_complete_offer(taker: str) -> None:
         assert offer.most_tokens == 5_000
         assert (offer.reason, offer.policy, offer.traceparent) == ("length boundary", "cascade", "00-1-2-01")
         # It may be migrated again.
-        assert state.migration_opened(moving, None)
+        assert state.order(MigrationOpened(moving, None))
         with pytest.raises(AdminError, match="is open"):
             await negotiator.offer(dataclasses.replace(moving), Offer("r", "a", ("b",), "load"), "cascade")
     await channels.close()

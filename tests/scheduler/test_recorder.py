@@ -10,7 +10,8 @@ import pytest
 
 from scheduler_svc.admin.errors import AdminError
 from scheduler_svc.recorder import Recorder
-from tailrace.control.recording import RecordingOverflow, TicksForgotten, decode
+from tailrace.control.events import TicksForgotten
+from tailrace.control.recording import RecordingOverflow, decode
 from tailrace.control.replay import Replay, Replayed
 from tests.control.recorded import RandomRun
 
@@ -54,7 +55,7 @@ async def test_a_recording_ends_when_another_scheduler_leads() -> None:
     async with aclosing(Recorder(run.control, leads).record(LONG_S)) as recording:
         lines = await anext(recording)
         leads.clear()
-        run.control.forget_ticks()
+        run.control.handle(TicksForgotten())
         lines += await anext(recording)
         assert isinstance(list(decode(lines))[-1], TicksForgotten)
         with pytest.raises(AdminError, match="does not lead any more") as caught:

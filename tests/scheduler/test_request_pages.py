@@ -21,7 +21,18 @@ from tailrace.v1.admin_pb2 import (
     ListRequestsRequest,
     RequestOrder,
 )
-from tests.scheduler.facts import ANSWERING, GONE, PREFILL, REASONING, event, members, request, steady
+from tests.scheduler.facts import (
+    ANSWERING,
+    GONE,
+    PREFILL,
+    REASONING,
+    event,
+    members,
+    report_to,
+    request,
+    set_members,
+    steady,
+)
 
 NOW_S = 100.0
 
@@ -29,12 +40,12 @@ NOW_S = 100.0
 def fleet() -> ReportedCluster:
     """Return two instances: b0..b3 on b arrived before a0..a5 on a, of which every second one answers."""
     state = ReportedCluster()
-    state.set_members(members("a", "b"), 0.0)
+    set_members(state, members("a", "b"), 0.0)
     for name, count, arrival_s in (("a", 6, 50.0), ("b", 4, 10.0)):
         rows = [request(f"{name}{i}", ANSWERING if i % 2 else REASONING) for i in range(count)]
         for i, row in enumerate(rows):
             row.arrival_s = arrival_s - i
-        state.apply(steady(name, rows), 0.0)
+        report_to(state, steady(name, rows), 0.0)
     return state
 
 
@@ -97,8 +108,8 @@ async def test_requests_that_come_and_go_between_pages_shift_nothing() -> None:
     asked = ListRequestsRequest(page_size=4)
     _, reply = await page(state, asked)
     for gone in ("a0", "a3"):
-        state.apply(event("a", gone, GONE), 1.0)
-    state.apply(event("a", "a00", REASONING), 1.0)
+        report_to(state, event("a", gone, GONE), 1.0)
+    report_to(state, event("a", "a00", REASONING), 1.0)
     asked.page_token = reply.next_page_token
     ids, reply = await page(state, asked)
     assert (ids, reply.total_size) == (["a4", "a5", "b0", "b1"], 9)
@@ -108,7 +119,7 @@ async def test_the_instance_at_the_end_of_a_page_may_leave() -> None:
     state = fleet()
     asked = ListRequestsRequest(page_size=4)
     _, reply = await page(state, asked)
-    state.set_members(members("b"), 1.0)
+    set_members(state, members("b"), 1.0)
     asked.page_token = reply.next_page_token
     ids, _ = await page(state, asked)
     assert ids == ["b0", "b1", "b2", "b3"]
@@ -134,7 +145,7 @@ async def test_a_request_that_moves_while_a_page_is_made_is_listed_once(
     # One turn reads one instance, the first one of the page first.
     for _ in range(turns):
         await asyncio.sleep(0)
-    state.apply(event("b", "a0", REASONING, epoch=1), 1.0)
+    report_to(state, event("b", "a0", REASONING, epoch=1), 1.0)
     ids, _ = await asked
     assert sorted(ids) == ["a0", "a1", "a2", "a3", "a4", "a5", "b0", "b1", "b2", "b3"]
 
@@ -146,7 +157,7 @@ async def test_a_request_that_leaves_the_phase_while_a_page_is_made_is_not_liste
     state = fleet()
     asked = asyncio.create_task(page(state, ListRequestsRequest(phase=REASONING)))
     await asyncio.sleep(0)
-    state.apply(event("a", "a0", ANSWERING), 1.0)
+    report_to(state, event("a", "a0", ANSWERING), 1.0)
     ids, _ = await asked
     assert ids == ["a2", "a4", "b0", "b2"]
 
@@ -158,7 +169,7 @@ async def test_a_request_that_leaves_the_instance_while_a_page_is_made_is_not_li
     state = fleet()
     asked = asyncio.create_task(page(state, ListRequestsRequest(instance_id="a")))
     await asyncio.sleep(0)
-    state.apply(event("b", "a0", REASONING, epoch=1), 1.0)
+    report_to(state, event("b", "a0", REASONING, epoch=1), 1.0)
     ids, _ = await asked
     assert ids == ["a1", "a2", "a3", "a4", "a5"]
 
@@ -167,7 +178,7 @@ async def test_a_request_that_leaves_the_instance_while_a_page_is_made_is_not_li
 async def test_pages_by_age_of_many_instances(size: int) -> None:
     draw = Random(5)
     state = ReportedCluster()
-    state.set_members(members(*"abcdefgh"), 0.0)
+    set_members(state, members(*"abcdefgh"), 0.0)
     expected: list[tuple[float, str]] = []
     for name in "abcdefgh":
         rows = [request(f"{name}{i:02}") for i in range(25)]
@@ -175,15 +186,15 @@ async def test_pages_by_age_of_many_instances(size: int) -> None:
             # Several arrive at the same time.
             row.arrival_s = float(draw.randint(1, 40))
             expected.append((row.arrival_s, row.request_id))
-        state.apply(steady(name, rows), 0.0)
+        report_to(state, steady(name, rows), 0.0)
     pages = await all_pages(state, ListRequestsRequest(page_size=size, order=REQUEST_ORDER_OLDEST))
     assert [name for ids in pages for name in ids] == [name for _, name in sorted(expected)]
 
 
 async def test_a_page_has_a_limit_of_its_own() -> None:
     state = ReportedCluster()
-    state.set_members(members("a"), 0.0)
-    state.apply(steady("a", [request(f"r{i:05}") for i in range(PAGE_MAX + 2)]), 0.0)
+    set_members(state, members("a"), 0.0)
+    report_to(state, steady("a", [request(f"r{i:05}") for i in range(PAGE_MAX + 2)]), 0.0)
     pages = await all_pages(state, ListRequestsRequest(page_size=10 * PAGE_MAX))
     assert [len(ids) for ids in pages] == [PAGE_MAX, 2]
 

@@ -9,6 +9,7 @@ import pytest
 
 from tailrace.actions import Place
 from tailrace.cluster import Arrival, InstanceState, Phase, PhaseLoad, Pool
+from tailrace.control.events import MigrationClosed, MigrationOpened, ReportsStopped
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.policy.least_loaded import LeastLoaded
 from tailrace.policy.requests import table_of
@@ -20,7 +21,9 @@ from tests.scheduler.facts import (
     event,
     instance,
     members,
+    report_to,
     request,
+    set_members,
     steady,
 )
 
@@ -28,9 +31,9 @@ from tests.scheduler.facts import (
 def cluster(*names: str) -> ReportedCluster:
     """Return a state of these instances, all of which have reported."""
     state = ReportedCluster()
-    state.set_members(members(*names), 0.0)
+    set_members(state, members(*names), 0.0)
     for name in names:
-        state.apply(steady(name), 0.0)
+        report_to(state, steady(name), 0.0)
     return state
 
 
@@ -41,7 +44,7 @@ def arrival(request_id: str, prompt_tokens: int = 100) -> Arrival:
 
 def test_a_report_updates_the_view() -> None:
     state = cluster("a", "b")
-    state.apply(steady("a", [request("r", output_tokens=28)]), 1.0)
+    report_to(state, steady("a", [request("r", output_tokens=28)]), 1.0)
     view = state.view().instances["a"]
     assert (view.running, view.kv_used_tokens, view.kv_capacity_tokens) == (1, 128, 16_000)
     assert view.requests[0].context_tokens == 128
@@ -52,25 +55,25 @@ def test_a_report_updates_the_view() -> None:
 def test_views_are_immutable() -> None:
     state = cluster("a")
     before = state.view()
-    state.apply(steady("a", [request("r")]), 1.0)
-    state.set_members(members("a", "b"), 1.0)
+    report_to(state, steady("a", [request("r")]), 1.0)
+    set_members(state, members("a", "b"), 1.0)
     assert before.instances["a"].running == 0
     assert list(before.instances) == ["a"]
 
 
 def test_reports_of_unknown_and_earlier_incarnations_are_ignored() -> None:
     state = cluster("a")
-    state.apply(steady("x", [request("r")]), 1.0)
-    state.apply(steady("a", [request("r")], incarnation="0"), 1.0)
+    report_to(state, steady("x", [request("r")]), 1.0)
+    report_to(state, steady("a", [request("r")], incarnation="0"), 1.0)
     assert list(state.requests()) == []
 
 
 def test_a_restarted_instance_starts_empty() -> None:
     state = cluster("a")
-    state.apply(steady("a", [request("r")]), 1.0)
+    report_to(state, steady("a", [request("r")]), 1.0)
     restarted = members("a")
     restarted.instances = {"a": instance("a", incarnation="2")}
-    state.set_members(restarted, 2.0)
+    set_members(state, restarted, 2.0)
     assert list(state.requests()) == []
     assert state.view().instances["a"].running == 0
 
@@ -93,7 +96,7 @@ def test_a_reported_placement_is_not_counted_twice() -> None:
     state.place(arrival("r"), "a", 1.0)
     assert state.view().instances["a"].prefill_backlog_tokens == 100
     assert state.view().instances["a"].waiting == 1
-    state.apply(steady("a", [request("r")]), 1.5)
+    report_to(state, steady("a", [request("r")]), 1.5)
     view = state.view().instances["a"]
     assert (view.prefill_backlog_tokens, view.waiting, view.running) == (0, 0, 1)
     assert len(view.requests) == 1
@@ -102,9 +105,9 @@ def test_a_reported_placement_is_not_counted_twice() -> None:
 def test_a_placement_that_is_never_reported_is_dropped() -> None:
     state = cluster("a")
     state.place(arrival("r"), "a", 1.0)
-    state.apply(steady("a"), 1.5)
+    report_to(state, steady("a"), 1.5)
     assert state.view().instances["a"].waiting == 1
-    state.apply(steady("a"), 3.5)
+    report_to(state, steady("a"), 3.5)
     assert state.view().instances["a"].waiting == 0
     assert state.request("r") is None
 
@@ -121,14 +124,14 @@ def test_a_request_placed_again_moves() -> None:
 def test_events_update_counts_between_reports() -> None:
     state = cluster("a")
     state.place(arrival("r"), "a", 1.0)
-    (change,) = state.apply(event("a", "r", REASONING), 1.1)
+    (change,) = report_to(state, event("a", "r", REASONING), 1.1)
     assert (change.left, change.request.phase) == (Phase.PREFILL, Phase.REASONING)
     assert change.request.max_tokens == 1_000
     view = state.view().instances["a"]
     assert (view.running, view.waiting, view.prefill_backlog_tokens) == (1, 0, 0)
-    (change,) = state.apply(event("a", "r", ANSWERING, output_tokens=50), 1.2)
+    (change,) = report_to(state, event("a", "r", ANSWERING, output_tokens=50), 1.2)
     assert (change.left, change.request.output_tokens) == (Phase.REASONING, 50)
-    assert state.apply(event("a", "r", GONE), 1.3) == []
+    assert report_to(state, event("a", "r", GONE), 1.3) == []
     view = state.view().instances["a"]
     assert (view.running, view.kv_used_tokens, view.context_tokens, view.requests) == (0, 0, 0, ())
 
@@ -136,51 +139,51 @@ def test_events_update_counts_between_reports() -> None:
 def test_the_next_report_compensates_a_lost_event() -> None:
     state = cluster("a")
     state.place(arrival("r"), "a", 1.0)
-    (change,) = state.apply(steady("a", [request("r", REASONING)]), 1.5)
+    (change,) = report_to(state, steady("a", [request("r", REASONING)]), 1.5)
     assert change.left is Phase.PREFILL
-    assert state.apply(steady("a", [request("r", REASONING)]), 2.0) == []
+    assert report_to(state, steady("a", [request("r", REASONING)]), 2.0) == []
 
 
 def test_requests_from_before_this_scheduler_are_no_phase_change() -> None:
     state = cluster("a")
-    assert state.apply(steady("a", [request("r", ANSWERING)]), 1.0) == []
+    assert report_to(state, steady("a", [request("r", ANSWERING)]), 1.0) == []
 
 
 def test_phase_changes_of_requests_placed_by_another_scheduler() -> None:
     state = cluster("a")
-    (change,) = state.apply(event("a", "r1", REASONING), 1.0)
+    (change,) = report_to(state, event("a", "r1", REASONING), 1.0)
     assert change.left is Phase.PREFILL
-    (change,) = state.apply(event("a", "r2", ANSWERING, output_tokens=1), 1.0)
+    (change,) = report_to(state, event("a", "r2", ANSWERING, output_tokens=1), 1.0)
     assert change.left is Phase.PREFILL
-    (change,) = state.apply(event("a", "r3", ANSWERING, output_tokens=40), 1.0)
+    (change,) = report_to(state, event("a", "r3", ANSWERING, output_tokens=40), 1.0)
     assert change.left is Phase.REASONING
 
 
 def test_a_migrated_request_counts_where_its_epoch_is_newest() -> None:
     state = cluster("a", "b")
-    state.apply(steady("a", [request("r")]), 1.0)
-    assert state.apply(event("b", "r", REASONING, epoch=1, output_tokens=12), 1.1) == []
+    report_to(state, steady("a", [request("r")]), 1.0)
+    assert report_to(state, event("b", "r", REASONING, epoch=1, output_tokens=12), 1.1) == []
     found = state.request("r")
     assert found is not None and (found.instance_id, found.epoch) == ("b", 1)
     # The source still reports it.
-    assert state.apply(steady("a", [request("r")]), 1.2) == []
+    assert report_to(state, steady("a", [request("r")]), 1.2) == []
     found = state.request("r")
     assert found is not None and found.instance_id == "b"
     assert state.requests_on("a") == []
-    state.apply(event("a", "r", GONE), 1.3)
+    report_to(state, event("a", "r", GONE), 1.3)
     assert state.request("r") is not None
     assert len(list(state.requests())) == 1
 
 
 def test_a_recovered_request_counts_on_its_new_instance() -> None:
     state = cluster("a", "b")
-    state.apply(steady("a", [request("r", REASONING)]), 1.0)
+    report_to(state, steady("a", [request("r", REASONING)]), 1.0)
     state.place(replace(arrival("r"), output_tokens=10), "b", 1.1)
     # A late event of the lost instance.
-    assert state.apply(event("a", "r", ANSWERING, output_tokens=11), 1.2) == []
+    assert report_to(state, event("a", "r", ANSWERING, output_tokens=11), 1.2) == []
     found = state.request("r")
     assert found is not None and found.instance_id == "b"
-    (change,) = state.apply(event("b", "r", REASONING, epoch=1, output_tokens=11), 1.3)
+    (change,) = report_to(state, event("b", "r", REASONING, epoch=1, output_tokens=11), 1.3)
     assert change.left is Phase.PREFILL
 
 
@@ -189,8 +192,8 @@ def test_instance_states() -> None:
     facts = members("a", "b", "c", "d")
     facts.draining, facts.suspects = frozenset("b"), frozenset("c")
     facts.pools = {"a": Pool.PREFILL}
-    state.set_members(facts, 1.0)
-    state.set_silent(["d"])
+    set_members(state, facts, 1.0)
+    state.apply(ReportsStopped(["d"]))
     states = {name: i.state for name, i in state.view().instances.items()}
     assert states == {
         "a": InstanceState.ACTIVE,
@@ -203,76 +206,76 @@ def test_instance_states() -> None:
 
 def test_if_all_instances_are_silent_none_is_suspect() -> None:
     state = cluster("a", "b")
-    state.set_silent(["a", "b"])
+    state.apply(ReportsStopped(["a", "b"]))
     assert len(state.view().placeable()) == 2
 
 
 def test_one_open_migration_per_request() -> None:
     state = cluster("a")
-    state.apply(steady("a", [request("r")]), 1.0)
+    report_to(state, steady("a", [request("r")]), 1.0)
     moving = state.request("r")
     assert moving is not None
-    assert state.migration_opened(moving, None)
-    assert not state.migration_opened(moving, None)
+    assert state.order(MigrationOpened(moving, None))
+    assert not state.order(MigrationOpened(moving, None))
     assert state.view().instances["a"].requests[0].migrating
-    state.apply(steady("a", [request("r")]), 1.5)
+    report_to(state, steady("a", [request("r")]), 1.5)
     assert state.view().instances["a"].requests[0].migrating
-    state.migration_closed("r")
+    state.apply(MigrationClosed("r"))
     assert not state.view().instances["a"].requests[0].migrating
 
 
 def test_requests_of_a_removed_instance_are_dropped() -> None:
     state = cluster("a", "b")
-    state.apply(steady("a", [request("r", PREFILL)]), 1.0)
-    state.set_members(members("b"), 2.0)
+    report_to(state, steady("a", [request("r", PREFILL)]), 1.0)
+    set_members(state, members("b"), 2.0)
     assert state.request("r") is None
     assert list(state.view().instances) == ["b"]
 
 
 def test_an_incoming_migration_reserves_room_until_reported() -> None:
     state = cluster("a", "b")
-    state.apply(steady("a", [request("r", output_tokens=20)]), 1.0)
+    report_to(state, steady("a", [request("r", output_tokens=20)]), 1.0)
     moving = state.request("r")
     assert moving is not None
-    assert state.migration_opened(moving, "b")
+    assert state.order(MigrationOpened(moving, "b"))
     source, target = (state.view().instances[name] for name in "ab")
     # 120 tokens, in blocks, plus a block for growth.
     assert (target.kv_used_tokens, target.migrations_in, source.migrations_out) == (144, 1, 1)
     report = steady("b")
     report.load.migrations_in, report.load.kv_blocks_used = 1, 9
-    state.apply(report, 1.5)
+    report_to(state, report, 1.5)
     assert state.view().instances["b"].kv_used_tokens == 144
-    state.apply(event("b", "r", ANSWERING, epoch=1, output_tokens=30), 1.6)
-    state.migration_closed("r")
+    report_to(state, event("b", "r", ANSWERING, epoch=1, output_tokens=30), 1.6)
+    state.apply(MigrationClosed("r"))
     assert state.view().instances["b"].kv_used_tokens == 144
-    state.apply(steady("b", [request("r", ANSWERING, epoch=1, output_tokens=30)]), 2.0)
+    report_to(state, steady("b", [request("r", ANSWERING, epoch=1, output_tokens=30)]), 2.0)
     target = state.view().instances["b"]
     assert (target.kv_used_tokens, target.migrations_in) == (144, 0)
 
 
 def test_incoming_context_counts_until_the_request_arrives() -> None:
     state = cluster("a", "b")
-    state.apply(steady("a", [request("r", output_tokens=20)]), 1.0)
+    report_to(state, steady("a", [request("r", output_tokens=20)]), 1.0)
     moving = state.request("r")
-    assert moving is not None and state.migration_opened(moving, "b")
+    assert moving is not None and state.order(MigrationOpened(moving, "b"))
     target = state.view().instances["b"]
     assert (target.context_tokens, target.coming_tokens) == (0, moving.context_tokens)
     # It ends with the request's arrival, even while the migration is open, not with a report.
-    state.apply(steady("b"), 1.5)
+    report_to(state, steady("b"), 1.5)
     assert state.view().instances["b"].coming_tokens == moving.context_tokens
-    state.apply(event("b", "r", ANSWERING, epoch=1, output_tokens=30), 1.6)
+    report_to(state, event("b", "r", ANSWERING, epoch=1, output_tokens=30), 1.6)
     target = state.view().instances["b"]
     assert (target.context_tokens, target.coming_tokens) == (moving.prompt_tokens + 30, 0)
-    state.migration_closed("r")
+    state.apply(MigrationClosed("r"))
     assert state.view().instances["b"].coming_tokens == 0
 
 
 def test_an_abandoned_migration_frees_the_room() -> None:
     state = cluster("a", "b")
-    state.apply(steady("a", [request("r")]), 1.0)
+    report_to(state, steady("a", [request("r")]), 1.0)
     moving = state.request("r")
-    assert moving is not None and state.migration_opened(moving, "b")
-    state.migration_closed("r")
+    assert moving is not None and state.order(MigrationOpened(moving, "b"))
+    state.apply(MigrationClosed("r"))
     source, target = (state.view().instances[name] for name in "ab")
     assert (target.kv_used_tokens, target.migrations_in, source.migrations_out) == (0, 0, 0)
 
@@ -290,7 +293,7 @@ def test_views_contain_all_reported_values() -> None:
     load.prefill_base_s, load.prefill_s_per_token, load.prefill_s_per_token_squared = 0.01, 1e-3, 1e-6
     load.future_load.extend([260.0, 100.0])
     load.migration_bytes_per_s = 40_000.0
-    state.apply(report, 1.0)
+    report_to(state, report, 1.0)
     state.place(arrival("p"), "a", 1.1)
     seen = state.view().instances["a"]
     assert table_of(seen.requests).phase_load() == PhaseLoad(2, 1, -3.5, quantum_tokens=500)
@@ -309,14 +312,14 @@ def test_phase_events_contain_predictions() -> None:
     """The dispatch to decode is decided on the event, before any report contains the request."""
     state = cluster("a")
     state.place(arrival("r"), "a", 1.0)
-    (change,) = state.apply(event("a", "r", REASONING, predicted=600.0), 1.1)
+    (change,) = report_to(state, event("a", "r", REASONING, predicted=600.0), 1.1)
     assert change.request.predicted_remaining_tokens == 600.0
     (seen,) = state.view().instances["a"].requests
     assert seen.predicted_remaining_tokens == 600.0
     # Without a new prediction, the previous one counts down.
-    (change,) = state.apply(event("a", "r", ANSWERING, output_tokens=51), 1.2)
+    (change,) = report_to(state, event("a", "r", ANSWERING, output_tokens=51), 1.2)
     assert change.request.predicted_remaining_tokens == 550.0
-    state.apply(event("a", "r", ANSWERING, output_tokens=61, predicted=20.0), 1.3)
+    report_to(state, event("a", "r", ANSWERING, output_tokens=61, predicted=20.0), 1.3)
     (seen,) = state.view().instances["a"].requests
     assert seen.predicted_remaining_tokens == 20.0
 
@@ -328,10 +331,10 @@ def test_predictions_never_exceed_the_length_limits() -> None:
     reported.predicted_remaining_tokens = 8_000.0
     long = request("q", prompt_tokens=3_500, output_tokens=10)
     long.predicted_remaining_tokens = 8_000.0
-    state.apply(steady("a", [reported, long]), 1.0)
+    report_to(state, steady("a", [reported, long]), 1.0)
     predicted = {r.request_id: r.predicted_remaining_tokens for r in state.view().instances["a"].requests}
     assert predicted == {"r": 100.0, "q": 4_096.0 - 3_510.0}
-    state.apply(event("a", "new", REASONING, predicted=8_000.0), 1.1)
+    report_to(state, event("a", "new", REASONING, predicted=8_000.0), 1.1)
     found = state.request("new")
     assert found is not None and found.predicted_remaining_tokens == 4_096.0 - 101.0
 
@@ -343,6 +346,6 @@ def test_unreported_placements_are_bounded() -> None:
         state.place(arrival(f"r{number}"), "a", 0.0)
     assert len(state.requests_on("a")) == 1_024 == len(state._locations)
     # It returns, and one of the dropped requests is running.
-    state.apply(steady("a", [request("r0")]), 10.0)
+    report_to(state, steady("a", [request("r0")]), 10.0)
     assert [r.request_id for r in state.requests()] == ["r0"]
     assert list(state._locations) == ["r0"]

@@ -1,5 +1,9 @@
-"""The scheduler's entry points into the policy: placements on every scheduler, reports and ticks on the
-leader."""
+"""The way of each decision: an event comes, it is applied to the model, the policy is asked about what it
+shows, and its actions are carried out.
+
+Read on with `LiveControl.handle` (tailrace/control/live.py), which tells all of them: `ReportedCluster.apply`
+changes the model, `PolicyRunner` asks the policy through its guard, and `Actuator` carries out the actions.
+"""
 
 from __future__ import annotations
 
@@ -16,48 +20,71 @@ from opentelemetry.trace import Tracer
 from scheduler_svc.metrics import SchedulerMetrics
 from tailrace.actions import Refuse
 from tailrace.cluster import Arrival
+from tailrace.control.events import Arrived, Reported, Ticked, TicksForgotten
 from tailrace.control.live import LiveControl
-from tailrace.control.runner import Moment
 from tailrace.model_identity import covers
 from tailrace.rollout.record import RolloutRecord
 from tailrace.telemetry import attributes
 from tailrace.telemetry.tracing import Tracing, record_span
 from tailrace.v1 import monitor_pb2, scheduler_pb2, scheduler_pb2_grpc
 
-_TRACEPARENTS_MAX: Final = 20_000
+# How soon a newly set policy with another tick interval is noticed.
+_POLL_S: Final = 1.0
+# Shortest time between two ticks, whatever interval a policy declares.
+_REST_S: Final = 0.001
 
 
-class Traceparents:
-    """Remember the trace contexts of the most recently placed requests, for later events of theirs."""
+class DecisionLoop:
+    """Turn what comes to this scheduler into events: placements on every scheduler, and on the leader reports
+    and ticks."""
 
-    def __init__(self) -> None:
-        self._known: OrderedDict[str, str] = OrderedDict()
-
-    def remember(self, request_id: str, traceparent: str) -> None:
-        """Remember a request's traceparent unless it is empty."""
-        if not traceparent:
-            return
-        self._known[request_id] = traceparent
-        if len(self._known) > _TRACEPARENTS_MAX:
-            self._known.popitem(last=False)
-
-    def get(self, request_id: str) -> str:
-        """Return the traceparent; "" if unknown."""
-        return self._known.get(request_id, "")
-
-
-class Placer:
-    """Place requests on instances, timed and counted."""
-
-    def __init__(self, control: LiveControl, metrics: SchedulerMetrics) -> None:
+    def __init__(self, control: LiveControl, leading: asyncio.Event, metrics: SchedulerMetrics) -> None:
+        """`leading` is set while this scheduler leads: only the leader decides."""
         self._control = control
+        self._leading = leading
         self._metrics = metrics
 
+    def handle_report(self, report: monitor_pb2.WorkerReport, now_s: float) -> None:
+        """Apply a report and decide on the changes that it shows."""
+        self._control.handle(Reported(report, self._leading.is_set(), now_s, time.time()))
+
+    def tick(self) -> None:
+        """Run one tick now."""
+        self._control.handle(Ticked(time.monotonic(), time.time()))
+
+    def forget_ticks(self) -> None:
+        """Drop the time of the last tick: another scheduler leads."""
+        self._control.handle(TicksForgotten())
+
+    async def run_ticks(self) -> None:
+        """Call on_tick at the policy's interval while leading; run until cancelled.
+
+        After a tick the loop is left to others for at least as long as the tick took.
+        """
+        ticked_s = rested_s = time.monotonic()
+        while True:
+            if not self._leading.is_set():
+                self.forget_ticks()
+                await self._leading.wait()
+            interval_s = self._control.active.declared.tick_interval_s
+            if interval_s is None:
+                await asyncio.sleep(_POLL_S)
+                continue
+            left_s = max(ticked_s + interval_s, rested_s) - time.monotonic()
+            if left_s > 0:
+                await asyncio.sleep(min(left_s, _POLL_S))
+                continue
+            ticked_s = time.monotonic()
+            self.tick()
+            ended_s = time.monotonic()
+            rested_s = ended_s + max(ended_s - ticked_s, _REST_S)
+
     def place(self, asked: Arrival) -> scheduler_pb2.PlaceReply:
-        """Decide and enter the placement into the model. Does no I/O: works on the last known state."""
+        """Decide and enter the placement into the model, timed and counted. Does no I/O: works on the last
+        known state."""
         began_s = time.perf_counter()
         policy = self._control.active.name
-        arrival, placement = self._control.arrived(asked, Moment(time.monotonic(), time.time()))
+        arrival, placement = self._control.handle(Arrived(asked, time.monotonic(), time.time()))
         decided_us = (time.perf_counter() - began_s) * 1e6
         if isinstance(placement, Refuse):
             counter = self._metrics.refused_late if placement.final else self._metrics.refusals
@@ -82,6 +109,28 @@ class Placer:
             reply.pull_address = holder.record.address
             reply.pull_tokens = arrival.reported_tokens(placement.pull_from)
         return reply
+
+
+_TRACEPARENTS_MAX: Final = 20_000
+
+
+class Traceparents:
+    """Remember the trace contexts of the most recently placed requests, for later events of theirs."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, str] = OrderedDict()
+
+    def remember(self, request_id: str, traceparent: str) -> None:
+        """Remember a request's traceparent unless it is empty."""
+        if not traceparent:
+            return
+        self._known[request_id] = traceparent
+        if len(self._known) > _TRACEPARENTS_MAX:
+            self._known.popitem(last=False)
+
+    def get(self, request_id: str) -> str:
+        """Return the traceparent; "" if unknown."""
+        return self._known.get(request_id, "")
 
 
 class Members(Protocol):
@@ -113,9 +162,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     """Serve placements on leader and standby alike: they need the last known state, not leadership."""
 
     def __init__(
-        self, placer: Placer, members: Members, traceparents: Traceparents, tracing: Tracing
+        self, loop: DecisionLoop, members: Members, traceparents: Traceparents, tracing: Tracing
     ) -> None:
-        self._placer = placer
+        self._loop = loop
         self._members = members
         self._traceparents = traceparents
         self._tracing = tracing
@@ -133,7 +182,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             yield scheduler_pb2.PlaceManyReply(replies=[self._place(each) for each in request.requests])
 
     def _place(self, request: scheduler_pb2.PlaceRequest) -> scheduler_pb2.PlaceReply:
-        reply = self._placer.place(_arrival(request))
+        reply = self._loop.place(_arrival(request))
         self._traceparents.remember(request.request_id, request.traceparent)
         if self._tracing.continues(request.traceparent):
             self._trace(request, reply)
@@ -175,48 +224,3 @@ def _arrival(request: scheduler_pb2.PlaceRequest) -> Arrival:
         model=request.model,
         frontend_id=request.frontend_id,
     )
-
-
-# How soon a newly set policy with another tick interval is noticed.
-_POLL_S: Final = 1.0
-# Shortest time between two ticks, whatever interval a policy declares.
-_REST_S: Final = 0.001
-
-
-class Decider:
-    """Pass reports and ticks to the policy. Only the leader decides."""
-
-    def __init__(self, control: LiveControl, leading: asyncio.Event) -> None:
-        self._control = control
-        self._leading = leading
-
-    def handle_report(self, report: monitor_pb2.WorkerReport, now_s: float) -> None:
-        """Apply a report and decide on the changes that it shows."""
-        self._control.reported(report, Moment(now_s, time.time()), deciding=self._leading.is_set())
-
-    async def run_ticks(self) -> None:
-        """Call on_tick at the policy's interval while leading; run until cancelled.
-
-        After a tick the loop is left to others for at least as long as the tick took.
-        """
-        ticked_s = rested_s = time.monotonic()
-        while True:
-            if not self._leading.is_set():
-                self._control.forget_ticks()
-                await self._leading.wait()
-            interval_s = self._control.active.declared.tick_interval_s
-            if interval_s is None:
-                await asyncio.sleep(_POLL_S)
-                continue
-            left_s = max(ticked_s + interval_s, rested_s) - time.monotonic()
-            if left_s > 0:
-                await asyncio.sleep(min(left_s, _POLL_S))
-                continue
-            ticked_s = time.monotonic()
-            self.tick()
-            ended_s = time.monotonic()
-            rested_s = ended_s + max(ended_s - ticked_s, _REST_S)
-
-    def tick(self) -> None:
-        """Run one tick now."""
-        self._control.tick(Moment(time.monotonic(), time.time()))
