@@ -97,7 +97,7 @@ class LiveControl:
         cached = self.model.cache.of_arrival(
             asked.block_names, asked.block_tokens, asked.context_tokens, at.model_s
         )
-        arrival = replace(asked, seq=self._placements, cached=cached)
+        arrival = asked.completed(self._placements, cached)
         self._placements += 1
         policy = self.active.name
         placement = self._drop_impossible_pull(self.runner.place(arrival, at))
