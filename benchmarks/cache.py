@@ -32,7 +32,6 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.report import print_json, save
 from benchmarks.scenarios import LLAMA, SCENARIOS, Scenario, Slo
 from simulator.cluster import ClusterSpec
 from simulator.estimate import estimate
@@ -44,6 +43,7 @@ from tailrace.policy.deployment import Deployment
 from tailrace.policy.parameters import Value
 from tailrace.profiles import SwapModel, load_profile
 from tailrace.slo import Slo as PolicySlo
+from tests.harness.report import print_json, save
 
 SHARES: Final = (0.6, 0.85, 1.1)
 _TARGET: Final = 0.9

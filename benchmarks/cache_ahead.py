@@ -19,7 +19,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import save
 from simulator.cluster import ClusterSpec
 from simulator.request import SimRequest
 from simulator.setups import setup_for
@@ -29,6 +28,7 @@ from tailrace.policy.deployment import Deployment
 from tailrace.policy.parameters import Value
 from tailrace.profiles import load_profile
 from tailrace.slo import Slo
+from tests.harness.report import save
 
 PROFILE: Final = load_profile("llama-3.1-8b-h100")
 _SLO: Final = Slo(5.0, 0.1)

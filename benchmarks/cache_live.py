@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.conversations import TURNS, Users, later_ttfts_s
-from benchmarks.loadgen import percentile
 from benchmarks.real.fleet import Engines, Fleet, running_fleet
-from benchmarks.report import print_json, save
+from tests.harness.loadgen import percentile
+from tests.harness.report import print_json, save
 
 POLICIES: Final = ("round_robin", "least_loaded", "session", "prefix_affinity", "tailrace")
 ROUNDS: Final = 2

@@ -28,12 +28,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.conversations import Turn, Users, later_ttfts_s
-from benchmarks.loadgen import percentile
 from benchmarks.real.fleet import BLOCK_TOKENS, Engines, running_fleet
-from benchmarks.report import print_json, save
-from benchmarks.servers import MODEL, ServeProcess, wait_until_up
 from tailrace.local.ports import free_ports
 from tailrace.tiny import MODEL_PATH, REASONING_PARSER
+from tests.harness.loadgen import percentile
+from tests.harness.report import print_json, save
+from tests.harness.servers import MODEL, ServeProcess, wait_until_up
 
 # Policies of Tailrace and of the router. Those at the same position get the same requests.
 TAILRACE: Final = ("tailrace", "prefix_affinity", "least_loaded")

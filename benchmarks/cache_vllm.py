@@ -22,7 +22,6 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.cache import unbounded_hit_rate
-from benchmarks.report import print_json, save
 from simulator.cluster import ClusterSpec
 from simulator.request import SimRequest
 from simulator.simulation import simulate
@@ -31,6 +30,7 @@ from tailrace.intra.orders import Fcfs
 from tailrace.policy.least_loaded import LeastLoaded
 from tailrace.profiles import load_profile
 from tailrace.tiny import MODEL_PATH
+from tests.harness.report import print_json, save
 
 SHAPE: Final = Shape(
     turns=4.0,

@@ -24,8 +24,6 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.clusters import REQUESTS_PER_INSTANCE, arrivals, cluster
-from benchmarks.loadgen import percentile
-from benchmarks.report import print_json, save
 from tailrace.actions import SetStages
 from tailrace.cache.index import CacheIndex
 from tailrace.cluster import CachedTokens, ClusterView, Phase, Pool, Stage
@@ -36,6 +34,8 @@ from tailrace.policy.cascade.policy import Cascade
 from tailrace.policy.cascade.traffic import Traffic
 from tailrace.policy.cascade.workload import bucket_edges
 from tailrace.policy.registry import load, names
+from tests.harness.loadgen import percentile
+from tests.harness.report import print_json, save
 
 SIZES = (16, 64, 256, 1_024)
 

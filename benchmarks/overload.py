@@ -40,13 +40,13 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.loadgen import StreamResult, completion_request, percentile, run_stream, run_streams
 from benchmarks.overload_largest import LargeClient, Sent, kinds_named
-from benchmarks.processes import cpu_seconds, descendants, resident_bytes
-from benchmarks.report import machine, save
-from benchmarks.servers import MODEL, TailraceCluster, wait_until_up
 from tailrace.local.ports import free_ports
 from tailrace.profiles import load_profile
+from tests.harness.loadgen import StreamResult, completion_request, percentile, run_stream, run_streams
+from tests.harness.report import machine, save
+from tests.harness.servers import MODEL, TailraceCluster, wait_until_up
+from tests.harness.usage import cpu_seconds, descendants, resident_bytes
 from worker_agent.engine.simulated.settings import at_speed
 
 PROFILE, SPEED, WORKERS = "llama-3.1-8b-h100", 0.2, 2

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from benchmarks.loadgen import decode_body
-from benchmarks.servers import MODEL
+from tests.harness.loadgen import decode_body
+from tests.harness.servers import MODEL
 
 _CHAT, _COMPLETIONS, _TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
 _TIMEOUT_S: Final = 120.0

@@ -16,7 +16,6 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.loadgen import percentile
 from benchmarks.overload import (
     LIMIT_PER_MINUTE,
     OUTPUT_TOKENS,
@@ -26,7 +25,6 @@ from benchmarks.overload import (
     WORKERS,
     at_random,
 )
-from benchmarks.report import print_json, save
 from simulator.cluster import ClusterSpec
 from simulator.request import SimRequest
 from simulator.setups import setup_for
@@ -35,6 +33,8 @@ from tailrace.policy.deployment import Deployment
 from tailrace.profiles import load_profile
 from tailrace.tenancy.keys import Tenant
 from tailrace.tenancy.meter import Meter
+from tests.harness.loadgen import percentile
+from tests.harness.report import print_json, save
 from worker_agent.engine.simulated.settings import at_speed
 
 # Requests per second that two of these engines serve, measured by `make bench-overload`.

@@ -25,9 +25,9 @@ from rich.progress import Progress
 from benchmarks.contestants import ALL, OURS, PAPERS, prepare
 from benchmarks.policy_outcome import Outcome
 from benchmarks.policy_tables import group_table, rivals_table, summary_table
-from benchmarks.report import print_json, save
 from benchmarks.scenarios import SCENARIOS, Scenario
 from simulator.simulation import simulate
+from tests.harness.report import print_json, save
 
 SHARES = (0.6, 0.85, 1.1)
 TARGET = 0.9

@@ -26,10 +26,10 @@ from openai import AsyncOpenAI
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.loadgen import percentile
 from benchmarks.real.fleet import BLOCK_TOKENS, Engines, Fleet, running_fleet
-from benchmarks.report import print_json, save
 from tailrace.v1 import admin_pb2
+from tests.harness.loadgen import percentile
+from tests.harness.report import print_json, save
 
 LENGTHS: Final = (64, 128, 256, 512, 1_024, 1_536)
 # Per worker: enough that nothing is evicted.

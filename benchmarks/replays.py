@@ -23,7 +23,6 @@ from rich.table import Table
 from benchmarks.live.fleet import LiveFleet, live_fleet
 from benchmarks.live.shape import FleetShape
 from benchmarks.live.simulated import has_pools
-from benchmarks.report import save
 from simulator.workloads.arrivals import poisson_requests
 from simulator.workloads.lengths import Lengths, lognormal, tokens
 from tailrace.control.recording import decode
@@ -31,6 +30,7 @@ from tailrace.control.replay import Replay
 from tailrace.control.shadow import Comparison, Shadow, Verdict
 from tailrace.records import PolicyRecord
 from tailrace.v1 import admin_pb2
+from tests.harness.report import save
 
 POLICIES: Final = ("pascal", "ares", "arrow", "cascade", "tailrace")
 _MARGIN_S: Final = 60.0

@@ -18,10 +18,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.loadgen import completion_request, percentile, run_streams
-from benchmarks.processes import cpu_seconds
-from benchmarks.report import machine, save
-from benchmarks.servers import MODEL, TailraceCluster
+from tests.harness.loadgen import completion_request, percentile, run_streams
+from tests.harness.report import machine, save
+from tests.harness.servers import MODEL, TailraceCluster
+from tests.harness.usage import cpu_seconds
 
 
 @dataclass(frozen=True, slots=True)

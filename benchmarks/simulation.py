@@ -21,7 +21,6 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.report import print_json, save
 from simulator.cluster import ClusterSpec, LinkSpec
 from simulator.request import SimRequest
 from simulator.setups import setup_for, setup_names
@@ -32,6 +31,7 @@ from simulator.workloads.base import Clip
 from simulator.workloads.generators import GENERATORS
 from tailrace.policy.deployment import Deployment
 from tailrace.profiles import load_profile
+from tests.harness.report import print_json, save
 
 # Names the folder of the public data, which contains `traces/`.
 DATA_VARIABLE: Final = "TAILRACE_DATA"

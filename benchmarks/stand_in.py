@@ -21,10 +21,10 @@ from typing import Final, Self
 
 import msgspec
 
-from benchmarks.servers import TailraceCluster
 from tailrace.cli.admin import connect
 from tailrace.profiles import Profile
 from tailrace.v1 import admin_pb2, types_pb2
+from tests.harness.servers import TailraceCluster
 
 NAME: Final = "stand-in"
 _READY_S: Final = 60.0

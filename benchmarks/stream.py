@@ -25,10 +25,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.loadgen import StreamResult, completion_request, percentile, run_streams
-from benchmarks.processes import cpu_seconds
-from benchmarks.report import machine, save
-from benchmarks.servers import MODEL, Server, TailraceCluster, VllmServe
+from tests.harness.loadgen import StreamResult, completion_request, percentile, run_streams
+from tests.harness.report import machine, save
+from tests.harness.servers import MODEL, Server, TailraceCluster, VllmServe
+from tests.harness.usage import cpu_seconds
 
 _LOWER_IS_BETTER = ("ttft_ms", "gap_p50_ms", "gap_p99_ms", "cpu_s_per_1000")
 

@@ -19,8 +19,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import print_json, save
 from tailrace.tiny import MODEL_PATH
+from tests.harness.report import print_json, save
 from worker_agent.engine.base import Frames, StepColumns
 from worker_agent.engine.vllm.core import EngineParts
 from worker_agent.engine.vllm.engine import VllmEngine

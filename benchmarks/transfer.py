@@ -29,11 +29,11 @@ import libucx
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import machine, save
-from benchmarks.servers import MODEL, TailraceCluster
 from examples.fleet import Fleet
 from tailrace.local.ports import free_ports
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, types_pb2, worker_pb2
+from tests.harness.report import machine, save
+from tests.harness.servers import MODEL, TailraceCluster
 
 KV_BYTES_PER_TOKEN = 16384
 # By name: the transports that UCX may use (all if empty), and further options of the workers.

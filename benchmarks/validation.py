@@ -27,15 +27,15 @@ from typing import Final
 import msgspec
 from rich.console import Console
 
-from benchmarks.loadgen import StreamResult, completion_request, run_stream
-from benchmarks.processes import stolen_s
-from benchmarks.report import RESULTS, machine, save
-from benchmarks.servers import MODEL, TailraceCluster
 from benchmarks.stand_in import StandIn
 from simulator.cli.validate import validation_table
 from simulator.validation.recorded import RecordedRun, read_run
 from simulator.validation.replay import validate
 from tailrace.profiles import Profile
+from tests.harness.loadgen import StreamResult, completion_request, run_stream
+from tests.harness.report import RESULTS, machine, save
+from tests.harness.servers import MODEL, TailraceCluster
+from tests.harness.usage import stolen_s
 
 # Settings of `tailrace up` for a worker of the tiny model.
 _BLOCK_TOKENS: Final = 32

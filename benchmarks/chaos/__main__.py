@@ -25,7 +25,6 @@ from typing import Final
 import msgspec
 from rich.console import Console
 
-from benchmarks.bad_policies import BAD_POLICIES, HANGING, REFUSED
 from benchmarks.chaos.answers import draw_questions
 from benchmarks.chaos.campaign import Campaign
 from benchmarks.chaos.cluster import Cluster, Shape, open_cluster
@@ -38,8 +37,9 @@ from benchmarks.chaos.report import Figures, collect_figures, print_figures, pri
 from benchmarks.chaos.rollouts import Rollouts
 from benchmarks.chaos.schedule import ROLLOUTS, RULES, SIMULATED_ONLY, Kind, Targets, Tier, Version, draw
 from benchmarks.chaos.timeline import Timeline
-from benchmarks.etcd_faults.namespaces import NamespacesUnavailable, command_in_namespaces, is_inside, prepare
-from benchmarks.report import RESULTS, machine, save
+from tests.harness.bad_policies import BAD_POLICIES, HANGING, REFUSED
+from tests.harness.namespaces import NamespacesUnavailable, command_in_namespaces, is_inside, prepare
+from tests.harness.report import RESULTS, machine, save
 
 UNSUPPORTED: Final = 3
 """Exit status if namespaces cannot be created on this machine."""

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from benchmarks.chaos.cluster import KEY, MODEL
 from benchmarks.chaos.schedule import Version
-from benchmarks.loadgen import StreamResult, completion_request, decode_body
+from tests.harness.loadgen import StreamResult, completion_request, decode_body
 
 
 class Ending(enum.StrEnum):

@@ -18,14 +18,11 @@ from typing import Final
 
 import grpc
 
-from benchmarks.bad_policies import install
 from benchmarks.chaos.core_dumps import native_stack, take_core
 from benchmarks.chaos.links import Link
 from benchmarks.chaos.schedule import Tier, Version
 from benchmarks.chaos.timeline import Timeline
 from benchmarks.chaos.xdp import XdpPrograms, XdpUnavailable
-from benchmarks.etcd_faults.cluster import COUNT, FaultyCluster, member_addresses
-from benchmarks.etcd_faults.namespaces import run
 from tailrace.address import parse_endpoints
 from tailrace.local.certificates import (
     ETCD_ROOT,
@@ -46,6 +43,9 @@ from tailrace.store.client import EtcdClient
 from tailrace.store.etcd_roles import apply_rights
 from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 from tailrace.v1 import admin_pb2_grpc
+from tests.harness.bad_policies import install
+from tests.harness.etcd_members import COUNT, FaultyCluster, member_addresses
+from tests.harness.namespaces import run
 
 KEY: Final = "sk-of-the-users"
 MODEL: Final = "tiny"

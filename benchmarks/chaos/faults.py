@@ -24,11 +24,11 @@ from benchmarks.chaos.mover import Mover
 from benchmarks.chaos.rollouts import Rollouts
 from benchmarks.chaos.schedule import Fault, Kind, Tier
 from benchmarks.chaos.timeline import Timeline
-from benchmarks.etcd_faults.cluster import FaultyMember
-from benchmarks.etcd_faults.namespaces import fill
-from benchmarks.loadgen import StreamResult, run_stream
 from tailrace.store.store import Store
 from tailrace.v1 import admin_pb2
+from tests.harness.etcd_members import FaultyMember
+from tests.harness.loadgen import StreamResult, run_stream
+from tests.harness.namespaces import fill
 
 _CALL_S: Final = 10.0
 # Processes check their certificate at most once a second.

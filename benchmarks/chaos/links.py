@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from benchmarks.chaos.xdp import XdpPrograms
-from benchmarks.etcd_faults.cluster import CLIENTS
-from benchmarks.etcd_faults.namespaces import ip, run
+from tests.harness.etcd_members import CLIENTS
+from tests.harness.namespaces import ip, run
 
 _DEVICE: Final = "part"
 _BRIDGE: Final = "clients"

@@ -18,7 +18,7 @@ from benchmarks.chaos.gaps import Exposure, longest_gaps
 from benchmarks.chaos.reconnecting import ReceivedAnswer, ResumeHeader
 from benchmarks.chaos.schedule import Tier, Version
 from benchmarks.chaos.timeline import Timeline
-from benchmarks.loadgen import StreamResult, run_stream
+from tests.harness.loadgen import StreamResult, run_stream
 
 _REFERENCE_S = 300.0
 # Longer than any fault of a front end, and the recovery from it.

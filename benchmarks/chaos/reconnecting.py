@@ -6,7 +6,7 @@ import enum
 import json
 from collections.abc import Iterator, Mapping
 
-from benchmarks.loadgen import StreamResult, decode_body
+from tests.harness.loadgen import StreamResult, decode_body
 
 _DONE = b"[DONE]"
 # Front ends send this to an older request: a later one has the answer (frontend_svc/answers/opening.py).

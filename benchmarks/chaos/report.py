@@ -18,9 +18,9 @@ from benchmarks.chaos.load import Load, Tally
 from benchmarks.chaos.reconnecting import ResumeHeader
 from benchmarks.chaos.schedule import Tier
 from benchmarks.chaos.timeline import Timeline
-from benchmarks.loadgen import percentile
 from tailrace.telemetry.tree import render_tree
 from tailrace.v1 import admin_pb2
+from tests.harness.loadgen import percentile
 
 # How much of the timeline to print before and after the first violation.
 _CONTEXT_S: Final = 30.0

@@ -14,7 +14,7 @@ import struct
 from pathlib import Path
 from typing import Final
 
-from benchmarks.etcd_faults.namespaces import run
+from tests.harness.namespaces import run
 
 _BPF: Final = {"x86_64": 321, "aarch64": 280}
 _PROG_LOAD: Final = 5

@@ -33,9 +33,6 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.control.population import MAX_TOKENS, PROMPT_TOKENS, TOKENS_PER_S
-from benchmarks.loadgen import percentile
-from benchmarks.processes import cpu_seconds
-from benchmarks.report import print_json, save
 from frontend_svc.placement_client import PlacementClient
 from tailrace.local.ports import LOOPBACK, free_ports
 from tailrace.records import InstanceRecord
@@ -45,6 +42,9 @@ from tailrace.service.tasks import cancel
 from tailrace.store.membership import Membership
 from tailrace.store.store import Store
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, scheduler_pb2
+from tests.harness.loadgen import percentile
+from tests.harness.report import print_json, save
+from tests.harness.usage import cpu_seconds
 
 POLICIES: Final = ("tailrace", "pascal", "ares", "arrow", "cascade")
 _PREFIX: Final = "worker-"

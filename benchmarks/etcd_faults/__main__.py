@@ -22,19 +22,19 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.etcd_faults.cluster import FaultyCluster
 from benchmarks.etcd_faults.faults import DEFAULT, FAULTS
 from benchmarks.etcd_faults.fleet import Fleet, Streams, fleet
-from benchmarks.etcd_faults.namespaces import (
+from benchmarks.etcd_faults.observe import Observed, observe
+from tailrace.service.tasks import cancel
+from tests.harness.etcd_members import FaultyCluster
+from tests.harness.namespaces import (
     NamespacesUnavailable,
     command_in_namespaces,
     is_inside,
     prepare,
     run,
 )
-from benchmarks.etcd_faults.observe import Observed, observe
-from benchmarks.report import machine, save
-from tailrace.service.tasks import cancel
+from tests.harness.report import machine, save
 
 QUIET = "none"
 UNSUPPORTED = 3

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from benchmarks.etcd_faults.cluster import FaultyCluster, FaultyMember
+from tests.harness.etcd_members import FaultyCluster, FaultyMember
 
 Action = Callable[[FaultyCluster, FaultyMember], None]
 

@@ -17,7 +17,6 @@ from typing import Final
 import grpc
 
 from benchmarks.live.fleet import NoProgress
-from benchmarks.live.front import LoadGenerator
 from simulator.request import SimRequest
 from tailrace.local.plan import PartSpec, Plan, Tier
 from tailrace.local.ports import LOOPBACK, free_ports
@@ -25,6 +24,7 @@ from tailrace.local.start import Starter
 from tailrace.local.state import RunFolder
 from tailrace.service.tasks import cancel
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, types_pb2
+from tests.harness.engine_core_load import LoadGenerator
 
 WORKERS: Final = 4
 _MAX_TOKENS: Final = 8_000

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from benchmarks.features.rows import Row, as_json, from_json
 from benchmarks.features.scenarios import SCENARIOS, Scale
-from benchmarks.report import RESULTS, save
+from tests.harness.report import RESULTS, save
 
 _PATH: Final = RESULTS / "features.json"
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import grpc
 from openai import OpenAI
 
-from benchmarks.servers import MODEL, TailraceCluster
 from examples.fleet import Fleet
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, types_pb2
+from tests.harness.servers import MODEL, TailraceCluster
 
 
 @dataclass(frozen=True, slots=True)

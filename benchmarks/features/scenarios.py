@@ -18,10 +18,10 @@ from benchmarks.features.models import make_adapter
 from benchmarks.features.moving import Moves, moved_chat
 from benchmarks.features.rows import Row
 from benchmarks.features.vision import image_url, make_vision_model
-from benchmarks.servers import MODEL
 from examples.fleet import Chat, Prompt, stream_chat
 from tailrace.tiny import MODEL_PATH
 from tailrace.tiny.task import task
+from tests.harness.servers import MODEL
 
 _MAX_TRIES: Final = 4
 GREEDY: Final[Mapping[str, object]] = {"temperature": 0}

@@ -31,12 +31,12 @@ from benchmarks.fuzz.cluster import clear_plan
 from benchmarks.fuzz.record_inputs import Way
 from benchmarks.fuzz.records import RecordFuzz, RecordTally
 from benchmarks.fuzz.streams import fuzz_stream, stream_addresses
-from benchmarks.loadgen import completion_request, run_streams
-from benchmarks.report import machine, save
 from tailrace.local.plan import Plan
 from tailrace.local.progress import make_progress
 from tailrace.local.start import Starter
 from tailrace.local.state import Part, RunFolder, RunState
+from tests.harness.loadgen import completion_request, run_streams
+from tests.harness.report import machine, save
 
 _WORKERS: Final = 3
 _STREAMS: Final = 10

@@ -24,7 +24,7 @@ from benchmarks.gpu.devices import description, nvidia_gpu
 from benchmarks.gpu.model import write_model
 from benchmarks.gpu.setting import ON_CPU, ON_GPU, Budget, Setting
 from benchmarks.gpu.tables import Rows
-from benchmarks.report import RESULTS
+from tests.harness.report import RESULTS
 
 PARTS: Final = ("transfer", "serving", "migration", "lengths", "profile")
 NO_GPU: Final = 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.gpu.setting import Setting
-from benchmarks.servers import MODEL, ServeProcess, TailraceCluster
+from tests.harness.servers import MODEL, ServeProcess, TailraceCluster
 
 
 def tailrace_cluster(setting: Setting, model: Path, workers: int) -> TailraceCluster:

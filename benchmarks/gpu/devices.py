@@ -7,7 +7,7 @@ import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
-from benchmarks.report import machine
+from tests.harness.report import machine
 
 _TIMEOUT_S: Final = 20.0
 _QUERY: Final = ("name", "driver_version", "memory.total")

@@ -17,11 +17,11 @@ from benchmarks.gpu.cluster import tailrace_cluster
 from benchmarks.gpu.model import prompt
 from benchmarks.gpu.setting import Budget, Setting
 from benchmarks.gpu.tables import Rows
-from benchmarks.loadgen import completion_request, run_stream
-from benchmarks.servers import MODEL, Server
 from benchmarks.transfer import migrate_once
 from examples.fleet import Fleet
 from tailrace.v1 import admin_pb2_grpc
+from tests.harness.loadgen import completion_request, run_stream
+from tests.harness.servers import MODEL, Server
 
 _MODES = ("live", "stop and copy")
 # Time for the last migration.

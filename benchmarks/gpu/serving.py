@@ -13,8 +13,8 @@ from benchmarks.gpu.cluster import plain_vllm, tailrace_cluster
 from benchmarks.gpu.model import prompt
 from benchmarks.gpu.setting import Budget, Setting
 from benchmarks.gpu.tables import Rows
-from benchmarks.loadgen import StreamResult, completion_request, percentile, run_streams
-from benchmarks.servers import MODEL, Server
+from tests.harness.loadgen import StreamResult, completion_request, percentile, run_streams
+from tests.harness.servers import MODEL, Server
 
 
 @dataclass(frozen=True)

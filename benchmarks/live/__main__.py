@@ -31,8 +31,8 @@ from benchmarks.live.scheduler_cost import SchedulerCost, cost_shape, scheduler_
 from benchmarks.live.slices import Slice, SliceSpec, available_traces, take_slice
 from benchmarks.live.tables import print_costs, print_rows
 from benchmarks.live.tries import compare_trace, update_progress
-from benchmarks.report import RESULTS, machine, print_json, save
 from simulator.workloads.base import WorkloadError
+from tests.harness.report import RESULTS, machine, print_json, save
 
 # Names the folder of the public data, which contains `traces/`.
 DATA_VARIABLE: Final = "TAILRACE_DATA"

@@ -18,9 +18,7 @@ import grpc
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.live.front import LoadGenerator
 from benchmarks.live.shape import REPORT_S, FleetShape
-from benchmarks.processes import descendants
 from tailrace.cluster import Pool
 from tailrace.local.plan import PartSpec, Plan, Tier
 from tailrace.local.ports import LOOPBACK, free_ports
@@ -29,6 +27,8 @@ from tailrace.local.start import Starter
 from tailrace.local.state import RunFolder
 from tailrace.service.etcd import etcd_command
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, types_pb2
+from tests.harness.engine_core_load import LoadGenerator
+from tests.harness.usage import descendants
 
 _CALL_S: Final = 10.0
 _SETTLE_S: Final = 60.0

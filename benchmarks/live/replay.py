@@ -12,13 +12,13 @@ import numpy as np
 
 from benchmarks.live.figures import Counts, Spread
 from benchmarks.live.fleet import LiveFleet
-from benchmarks.live.front import Stream
 from benchmarks.live.monitor import MonitorSubscriber, subscribed_to
 from benchmarks.live.outcome import Machine, Outcome, Placements
 from benchmarks.live.shape import Delays
-from benchmarks.processes import cpu_seconds
 from simulator.request import SimRequest
 from tailrace.v1 import migration_pb2, types_pb2
+from tests.harness.engine_core_load import Stream
+from tests.harness.usage import cpu_seconds
 
 # Seconds that the last request may take after the last arrival, at full speed.
 _PATIENCE_S: Final = 36.0

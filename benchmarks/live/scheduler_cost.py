@@ -16,9 +16,9 @@ from benchmarks.live.outcome import Placements
 from benchmarks.live.replay import replay
 from benchmarks.live.shape import FleetShape
 from benchmarks.live.simulated import has_pools
-from benchmarks.processes import cpu_seconds
 from simulator.workloads.arrivals import poisson_requests
 from simulator.workloads.lengths import Lengths
+from tests.harness.usage import cpu_seconds
 
 # Small requests at a rate that two cores can handle: only the scheduler is measured.
 _PROMPT_TOKENS: Final = 200

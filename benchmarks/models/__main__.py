@@ -26,7 +26,7 @@ from rich.table import Table
 from benchmarks.models.cell import MOVES, Result
 from benchmarks.models.cells import NAMES, Cell, cells_of, select_cells
 from benchmarks.models.lanes import Lane
-from benchmarks.report import RESULTS, save
+from tests.harness.report import RESULTS, save
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from benchmarks.real import ares, arrow, cascade, pascal, switch
 from benchmarks.real.fleet import WORKERS
 from benchmarks.real.plan import Bench, Scale, progress
 from benchmarks.real.report import Comparison, summary
-from benchmarks.report import machine, save
+from tests.harness.report import machine, save
 
 _FILE_COLUMNS: Final = 120
 # PASCAL first: its last fleet is reused by the others.

@@ -13,14 +13,14 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from benchmarks.loadgen import run_stream
 from benchmarks.real.chat import chat_request
 from benchmarks.real.check import Disturbed
 from benchmarks.real.fleet import BLOCK_TOKENS, WORKERS, Fleet
 from benchmarks.real.plan import progress
 from benchmarks.real.prompts import max_completion_tokens, messages, prompt_tokens
-from benchmarks.servers import MODEL
 from tailrace.tiny.task import Task
+from tests.harness.loadgen import run_stream
+from tests.harness.servers import MODEL
 
 # Multiple of what fits into the fleet's KV: requests wait throughout the measurement.
 _BACKLOG: Final = 4

@@ -9,8 +9,8 @@ from typing import Final
 
 import msgspec
 
-from benchmarks.loadgen import StreamResult, decode_body, post_request
 from tailrace.qoe import TokenRun, qoe
+from tests.harness.loadgen import StreamResult, decode_body, post_request
 
 # Gaps of this length are noticeable to a reader.
 STALL_S: Final = 0.25

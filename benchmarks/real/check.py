@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from benchmarks.loadgen import run_stream
 from benchmarks.real.chat import Answer, chat_request, read_chat
 from benchmarks.real.fleet import WORKERS, Fleet
 from benchmarks.real.prompts import max_completion_tokens, messages
-from benchmarks.servers import MODEL
 from tailrace.tiny.task import Task
 from tailrace.tiny.task import check as check_task
+from tests.harness.loadgen import run_stream
+from tests.harness.servers import MODEL
 
 # Attempts to record undisturbed answers without preemptions.
 _TRIES: Final = 4

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from benchmarks.loadgen import percentile
 from benchmarks.real.chat import Timing
 from benchmarks.real.load import Outcome
 from benchmarks.real.observe import Observations
+from tests.harness.loadgen import percentile
 
 # PASCAL's SLO (section III): QoE of the answer at the reader's pace.
 QOE_SLO: Final = 0.95

@@ -15,11 +15,11 @@ from typing import Final
 import grpc
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.servers import TailraceCluster
 from tailrace.cluster import Pool
 from tailrace.store.membership import Membership
 from tailrace.store.store import Store
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, profile_pb2, types_pb2
+from tests.harness.servers import TailraceCluster
 
 WORKERS: Final = 3
 BLOCK_TOKENS: Final = 32

@@ -11,11 +11,11 @@ import statistics
 from collections.abc import Sequence
 from typing import Final
 
-from benchmarks.loadgen import completion_request, run_streams
 from benchmarks.real.check import Disturbed
 from benchmarks.real.fleet import MAX_LEN, Fleet
 from benchmarks.real.plan import progress
-from benchmarks.servers import MODEL
+from tests.harness.loadgen import completion_request, run_streams
+from tests.harness.servers import MODEL
 
 _REQUESTS: Final = 8
 _OUTPUT: Final = 512

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from benchmarks.loadgen import run_stream
 from benchmarks.real.chat import Timing, chat_request, read_chat
 from benchmarks.real.check import References
 from benchmarks.real.fleet import Fleet
 from benchmarks.real.prompts import max_completion_tokens, messages
-from benchmarks.servers import MODEL
 from tailrace.tiny.task import Task
+from tests.harness.loadgen import run_stream
+from tests.harness.servers import MODEL
 
 # The reading pace of PASCAL, with which the workers compute pacer slack.
 TPOT_S: Final = 0.1

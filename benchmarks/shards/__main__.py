@@ -24,12 +24,12 @@ from typing import Final, TypeVar
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.report import print_json, save
 from benchmarks.shards.measure import SEARCHED, Case, Outcome, measure, sustained_rate
 from benchmarks.shards.tables import groups, table
 from benchmarks.shards.ways import ALL, FEW, SESSIONS, WORKLOADS, Way
 from simulator.parallel import Progress as Done
 from simulator.parallel import Task, run_tasks
+from tests.harness.report import print_json, save
 
 FRONT_ENDS: Final = 8
 _POLICIES: Final = ("tailrace", "pascal")

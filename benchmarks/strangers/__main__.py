@@ -26,15 +26,6 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.etcd_faults.namespaces import (
-    NamespacesUnavailable,
-    command_in_namespaces,
-    ip,
-    is_inside,
-    prepare,
-)
-from benchmarks.loadgen import completion_request, run_streams
-from benchmarks.report import machine, save
 from benchmarks.strangers.calls import IN_THE_CLEAR, NO_CERTIFICATE
 from benchmarks.strangers.cluster import KEY, exposed_plan, listening_ports
 from benchmarks.strangers.etcd import print_etcd, try_etcd
@@ -46,6 +37,15 @@ from tailrace.local.start import Starter
 from tailrace.local.state import RunFolder, RunState
 from tailrace.security.access import METHODS
 from tailrace.security.roles import Role
+from tests.harness.loadgen import completion_request, run_streams
+from tests.harness.namespaces import (
+    NamespacesUnavailable,
+    command_in_namespaces,
+    ip,
+    is_inside,
+    prepare,
+)
+from tests.harness.report import machine, save
 
 _NAMESPACE: Final = "stranger"
 _CLUSTER_ADDRESS: Final = "10.99.0.1"

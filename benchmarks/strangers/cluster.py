@@ -10,7 +10,6 @@ from typing import Final
 
 import psutil
 
-from benchmarks.processes import descendants
 from benchmarks.simulated_cluster import simulated_options
 from tailrace.local.certificates import ETCD_ROOT, ETCD_SERVER, OPERATOR, certificate_folder
 from tailrace.local.plan import PartSpec, Plan, make_plan
@@ -19,6 +18,7 @@ from tailrace.local.state import RunFolder, RunState
 from tailrace.security.authority import Authority
 from tailrace.security.roles import Identity, Role
 from tailrace.service.etcd import etcd_command
+from tests.harness.usage import descendants
 
 KEY: Final = "sk-of-the-users"
 """The API key that vLLM's front end requires of users."""

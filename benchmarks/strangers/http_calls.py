@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from benchmarks.servers import MODEL
 from benchmarks.strangers.routes import Route
 from frontend_svc.api_server.tenants import SERVED_ROUTES
+from tests.harness.servers import MODEL
 
 _CALL_S: Final = 20.0
 _BODY_BYTES: Final = 1_000

@@ -17,7 +17,6 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.servers import MODEL, TailraceCluster, wait_until_up
 from benchmarks.strangers.cluster import KEY
 from benchmarks.strangers.http_calls import (
     ONE_KEY,
@@ -37,6 +36,7 @@ from benchmarks.strangers.http_calls import (
 from benchmarks.strangers.routes import DEVELOPMENT, Route, app_routes
 from tailrace.local.ports import LOOPBACK, free_ports
 from tailrace.tiny import MODEL_PATH
+from tests.harness.servers import MODEL, TailraceCluster, wait_until_up
 
 _WRONG: Final = (HttpOutcome.IMPROPER, HttpOutcome.MISSING)
 _START_S: Final = 180.0

@@ -27,7 +27,7 @@ from benchmarks.chaos.reconnecting import ReceivedAnswer, ResumeHeader
 from benchmarks.chaos.report import collect_figures, print_figures
 from benchmarks.chaos.schedule import RULES, Kind, Targets, Tier, Version, draw
 from benchmarks.chaos.timeline import Timeline
-from benchmarks.loadgen import StreamResult
+from tests.harness.loadgen import StreamResult
 
 CAST = Targets(
     {tier: [f"{tier.value}-{n}" for n in range(3)] for tier in Tier}, ["pascal", "ares"], ["ForgotReturn"]

@@ -17,7 +17,7 @@ from benchmarks.gpu import devices, lengths, migration, profile, serving, transf
 from benchmarks.gpu.__main__ import NO_GPU, PARTS, load_part, save
 from benchmarks.gpu.model import LLAMA_8B, SMALL, prompt, prompt_ids, write_model
 from benchmarks.gpu.setting import KV_BYTES, ON_CPU, ON_GPU, Budget
-from benchmarks.loadgen import StreamResult
+from tests.harness.loadgen import StreamResult
 from tests.waiting import WAIT_S
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from benchmarks.loadgen import StreamResult
 from benchmarks.real.chat import Answer, read_chat
 from benchmarks.real.check import References
 from benchmarks.real.figures import Figures, figures
@@ -17,6 +16,7 @@ from benchmarks.real.prompts import FollowUp, max_completion_tokens, messages, m
 from benchmarks.real.report import Comparison
 from tailrace.tiny.task import task
 from tailrace.v1 import migration_pb2, types_pb2
+from tests.harness.loadgen import StreamResult
 
 
 def event(*, content: str = "", reasoning: str = "", finish: str | None = None) -> bytes:

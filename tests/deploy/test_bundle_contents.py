@@ -135,7 +135,7 @@ def test_a_trimmed_wheel_is_valid_and_reproducible(tmp_path: Path) -> None:
 def test_the_benchmarks_are_included(tmp_path: Path) -> None:
     wheel = benchmarks_wheel(ROOT, tmp_path)
     _assert_record_is_correct(wheel)
-    assert {"benchmarks/__init__.py", "benchmarks/loadgen.py"} <= set(zipfile.ZipFile(wheel).namelist())
+    assert {"benchmarks/__init__.py", "tests/harness/loadgen.py"} <= set(zipfile.ZipFile(wheel).namelist())
 
 
 def test_the_cpu_build_is_named_vllm(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.deploy.compose import DEPLOY, LocalCompose, LocalService, load_compose, rust_front_end
-from tests.e2e.processes import Process, tailrace
+from tests.harness.processes import Process, tailrace
 from tests.ports import free_port
 from tests.waiting import WAIT_S
 

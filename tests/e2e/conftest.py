@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.chats import Chats
-from tests.e2e.fleet import Fleet
-from tests.e2e.forked import end_server
+from tests.harness.chats import Chats
+from tests.harness.fleet import Fleet
+from tests.harness.forked import end_server
 
 RUST_FRONT = Path(sys.executable).parent / "vllm-rs"
 VLLM_WORKERS = ("w0", "w1", "w2")

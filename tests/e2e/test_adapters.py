@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from benchmarks.features.models import make_adapter
-from tests.e2e.fleet import Fleet
-from tests.e2e.processes import wait_until
+from tests.harness.fleet import Fleet
+from tests.harness.processes import wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

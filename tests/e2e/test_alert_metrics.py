@@ -14,7 +14,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.e2e.fleet import Fleet
+from tests.harness.fleet import Fleet
 from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.fleet

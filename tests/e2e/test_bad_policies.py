@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from benchmarks.bad_policies import BAD_POLICIES, HANGING, REFUSED, install
 from tailrace.v1 import admin_pb2, scheduler_pb2, scheduler_pb2_grpc
-from tests.e2e.fleet import Fleet
-from tests.e2e.processes import wait_until
+from tests.harness.bad_policies import BAD_POLICIES, HANGING, REFUSED, install
+from tests.harness.fleet import Fleet
+from tests.harness.processes import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -20,8 +20,8 @@ import pytest
 from tailrace.tiny import MODEL_PATH
 from tailrace.v1 import types_pb2
 from tests.e2e.cpu_experts import write_plugin
-from tests.e2e.fleet import MODEL, Fleet
-from tests.e2e.processes import wait_until
+from tests.harness.fleet import MODEL, Fleet
+from tests.harness.processes import wait_until
 from tests.ports import free_port
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]

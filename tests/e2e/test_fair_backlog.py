@@ -12,8 +12,8 @@ import pytest
 from tailrace.tenancy.file import locked_key_file
 from tailrace.tenancy.keys import Tenant, TenantKeys
 from tailrace.tenancy.share import SHARE_HEADER, Share
-from tests.e2e.fleet import MODEL, Fleet
-from tests.e2e.processes import wait_until
+from tests.harness.fleet import MODEL, Fleet
+from tests.harness.processes import wait_until
 from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.fleet

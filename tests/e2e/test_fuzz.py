@@ -17,7 +17,7 @@ from tailrace.v1.admin_pb2 import AdminProfileRequest
 from tailrace.v1.profile_pb2 import ProfileRequest
 from tailrace.v1.worker_pb2 import ImportRequest
 from tailrace.v1.worker_pb2_grpc import WorkerStub
-from tests.e2e.fleet import Fleet
+from tests.harness.fleet import Fleet
 from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.fleet

@@ -24,8 +24,8 @@ import psutil
 import pytest
 
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
-from tests.e2e.fleet import MODEL, Fleet
-from tests.e2e.processes import wait_until
+from tests.harness.fleet import MODEL, Fleet
+from tests.harness.processes import wait_until
 from tests.service.silent_proxy import SilentProxy, silent_proxy
 from tests.waiting import WAIT_S
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.etcd_faults.namespaces import NamespacesUnavailable, command_in_namespaces
+from tests.harness.namespaces import NamespacesUnavailable, command_in_namespaces
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1500)]
 

@@ -14,11 +14,11 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from tailrace.tiny.task import task
 from tailrace.v1 import admin_pb2, types_pb2
-from tests.e2e.chats import Chats, assert_expected, client
 from tests.e2e.conftest import VLLM_KV_BLOCKS, VLLM_WORKERS
-from tests.e2e.fleet import MODEL, Fleet
-from tests.e2e.processes import wait_until
 from tests.e2e.test_vllm_fleet import longer_than, move_at_each
+from tests.harness.chats import Chats, assert_expected, client
+from tests.harness.fleet import MODEL, Fleet
+from tests.harness.processes import wait_until
 from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.vllm

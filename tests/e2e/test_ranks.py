@@ -19,9 +19,9 @@ import pytest
 from examples.fleet import Chat
 from tailrace.tiny.task import task
 from tailrace.v1 import types_pb2
-from tests.e2e.chats import Chats, assert_expected
-from tests.e2e.fleet import Fleet
-from tests.e2e.processes import wait_until
+from tests.harness.chats import Chats, assert_expected
+from tests.harness.fleet import Fleet
+from tests.harness.processes import wait_until
 from tests.waiting import WAIT_S
 from worker_agent.parallel.rank_leftovers import Names, names_of
 

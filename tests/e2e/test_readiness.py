@@ -13,8 +13,8 @@ import pytest
 from frontend_svc.admission import NO_INSTANCE
 from tailrace.v1 import admin_pb2
 from tests.e2e.conftest import RUST_FRONT
-from tests.e2e.fleet import Fleet
-from tests.e2e.processes import wait_until
+from tests.harness.fleet import Fleet
+from tests.harness.processes import wait_until
 from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.fleet

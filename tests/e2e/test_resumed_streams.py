@@ -9,9 +9,9 @@ from contextlib import suppress
 import httpx
 import pytest
 
-from tests.e2e.fleet import MODEL, Fleet
-from tests.e2e.processes import wait_until
 from tests.e2e.resuming import Received, read_events, stream
+from tests.harness.fleet import MODEL, Fleet
+from tests.harness.processes import wait_until
 from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.fleet

@@ -10,9 +10,9 @@ import pytest
 
 from examples.fifty_streams import variants
 from tests.e2e.conftest import VLLM_KV_BLOCKS
-from tests.e2e.fleet import MODEL, Fleet
-from tests.e2e.processes import wait_until
 from tests.e2e.resuming import Received, stream
+from tests.harness.fleet import MODEL, Fleet
+from tests.harness.processes import wait_until
 from tests.waiting import WAIT_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(900)]

@@ -10,11 +10,11 @@ import pytest
 from examples.fleet import Chat
 from tailrace.tiny import MODEL_PATH
 from tailrace.v1 import admin_pb2
-from tests.e2e.chats import Chats
 from tests.e2e.conftest import RUST_FRONT, VLLM_KV_BLOCKS
-from tests.e2e.fleet import MODEL, Fleet
-from tests.e2e.processes import wait_until
-from tests.e2e.rollouts import Load, changed_model, count_by_model, fingerprints, run_rollout
+from tests.harness.chats import Chats
+from tests.harness.fleet import MODEL, Fleet
+from tests.harness.processes import wait_until
+from tests.harness.rollouts import Load, changed_model, count_by_model, fingerprints, run_rollout
 from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.fleet

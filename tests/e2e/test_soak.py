@@ -10,9 +10,9 @@ import pytest
 
 from examples import fifty_streams
 from examples.fleet import Fleet as AdminFleet
-from tests.e2e.chats import Chats
 from tests.e2e.conftest import SIMULATED_WORKERS
-from tests.e2e.fleet import Fleet
+from tests.harness.chats import Chats
+from tests.harness.fleet import Fleet
 from tests.waiting import WAIT_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(1200)]

@@ -12,10 +12,10 @@ import pytest
 
 from examples.fleet import Chat
 from tailrace.tiny import MODEL_PATH
-from tests.e2e.chats import Chats
 from tests.e2e.conftest import RUST_FRONT
-from tests.e2e.fleet import Fleet
-from tests.e2e.processes import wait_until
+from tests.harness.chats import Chats
+from tests.harness.fleet import Fleet
+from tests.harness.processes import wait_until
 from tests.waiting import WAIT_S
 
 pytestmark = [

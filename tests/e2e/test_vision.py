@@ -9,9 +9,9 @@ import pytest
 from benchmarks.features.vision import image_url, make_vision_model
 from examples.fleet import Chat, Prompt, stream_chat
 from tailrace.v1 import types_pb2
-from tests.e2e.chats import Chats, client
-from tests.e2e.fleet import MODEL, Fleet
-from tests.e2e.processes import wait_until
+from tests.harness.chats import Chats, client
+from tests.harness.fleet import MODEL, Fleet
+from tests.harness.processes import wait_until
 from tests.waiting import WAIT_S
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

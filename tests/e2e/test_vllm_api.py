@@ -17,10 +17,10 @@ from tailrace.request_ids import matching
 from tailrace.tiny.task import task
 from tailrace.tiny.tokens import encode_turns
 from tailrace.v1 import types_pb2
-from tests.e2e.chats import client
 from tests.e2e.conftest import JSON_WORKER, VLLM_WORKERS
-from tests.e2e.fleet import MODEL, Fleet, request_had_ended
-from tests.e2e.processes import wait_until
+from tests.harness.chats import client
+from tests.harness.fleet import MODEL, Fleet, request_had_ended
+from tests.harness.processes import wait_until
 from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.vllm

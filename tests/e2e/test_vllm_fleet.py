@@ -19,10 +19,10 @@ import pytest
 from examples.fleet import Chat
 from tailrace.tiny.task import task
 from tailrace.v1 import admin_pb2, migration_pb2, types_pb2
-from tests.e2e.chats import Chats, assert_expected, client
 from tests.e2e.conftest import VLLM_MAX_MESSAGE_BYTES, VLLM_WORKERS
-from tests.e2e.fleet import MODEL, Fleet, request_had_ended
-from tests.e2e.processes import wait_until
+from tests.harness.chats import Chats, assert_expected, client
+from tests.harness.fleet import MODEL, Fleet, request_had_ended
+from tests.harness.processes import wait_until
 from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.vllm

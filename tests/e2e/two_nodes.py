@@ -15,13 +15,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.etcd_faults.namespaces import ip, prepare, run
 from tailrace.tiny.task import task
 from tailrace.v1 import types_pb2
-from tests.e2e.chats import Chats, assert_expected
-from tests.e2e.fleet import Fleet
-from tests.e2e.processes import tailrace, wait_until
 from tests.e2e.test_ranks import is_running, streaming_on, wait_decoding
+from tests.harness.chats import Chats, assert_expected
+from tests.harness.fleet import Fleet
+from tests.harness.namespaces import ip, prepare, run
+from tests.harness.processes import tailrace, wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -22,10 +22,10 @@ from frontend_svc.settings import Front
 from tailrace.service.message_stream import MIN_MESSAGE_BYTES
 from tailrace.v1 import scheduler_pb2, worker_pb2
 from tailrace.wire import NIL
-from tests.e2e.processes import wait_until
 from tests.frontend.echo_worker import ANSWER, THOUGHT
 from tests.frontend.front_end_thread import MAX_STREAMS, FrontEndThread
 from tests.frontend.test_placement import Scheduler, scheduler
+from tests.harness.processes import wait_until
 from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.vllm

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.processes import wait_until
+from tests.harness.processes import wait_until
 from tests.waiting import WAIT_S
 
 # Plays a test run: starts a process that no signal to the run reaches, says which, and hangs.

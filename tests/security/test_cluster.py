@@ -16,7 +16,6 @@ from pathlib import Path
 import grpc
 import pytest
 
-from benchmarks.loadgen import completion_request, run_streams
 from benchmarks.strangers.calls import call_all, http_get
 from benchmarks.strangers.cluster import listening_ports
 from benchmarks.strangers.sniffer import Sniffer
@@ -25,6 +24,7 @@ from tailrace.security.access import METHODS
 from tailrace.security.authority import Authority
 from tailrace.security.credentials import read_credentials
 from tailrace.security.roles import Identity, Role, server_name
+from tests.harness.loadgen import completion_request, run_streams
 from tests.ports import free_port
 
 pytestmark = pytest.mark.fleet

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from benchmarks.etcd_faults.namespaces import fill, ip, run
 from tailrace.security.credentials import AUTHORITIES, CERTIFICATE, KEY
 from tailrace.service.etcd import certificate_arguments, find_etcd
+from tests.harness.namespaces import fill, ip, run
 
 COUNT: Final = 3
 _PORT: Final = 2379

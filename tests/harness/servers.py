@@ -15,9 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from benchmarks.processes import descendants
 from tailrace.local.ports import free_ports
 from tailrace.tiny import MODEL_PATH, REASONING_PARSER
+from tests.harness.usage import descendants
 
 MODEL = "tiny"
 

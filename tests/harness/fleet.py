@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tailrace.service.etcd import etcd_command
 from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, types_pb2
-from tests.e2e.processes import Process, tailrace, wait_until
+from tests.harness.processes import Process, tailrace, wait_until
 from tests.ports import free_port
 from tests.waiting import WAIT_S
 

@@ -19,9 +19,9 @@ from safetensors.numpy import load_file, save_file
 
 from examples.fleet import Chat, stream_chat
 from tailrace.tiny import MODEL_PATH
-from tests.e2e.chats import client
-from tests.e2e.fleet import MODEL, Fleet
-from tests.e2e.processes import tailrace
+from tests.harness.chats import client
+from tests.harness.fleet import MODEL, Fleet
+from tests.harness.processes import tailrace
 from tests.waiting import WAIT_S
 
 

@@ -9,7 +9,7 @@ from openai import OpenAI
 
 from examples.fleet import Chat, Prompt, stream_chat
 from tailrace.tiny.task import Task
-from tests.e2e.fleet import MODEL
+from tests.harness.fleet import MODEL
 from tests.waiting import WAIT_S
 
 

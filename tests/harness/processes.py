@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from tests.e2e.forked import ForkedCommand
+from tests.harness.forked import ForkedCommand
 from tests.waiting import WAIT_S
 
 

@@ -1,0 +1,9 @@
+"""Fleets of real processes, for tests, checks, benchmarks and experiments.
+
+- `fleet.py`: a fleet whose processes are started, frozen and killed one by one (`processes.py`, `forked.py`).
+- `servers.py`: `tailrace up` in a run folder of its own, and plain `vllm serve`.
+- `etcd_members.py`: three etcd members that fail, in the namespaces of `namespaces.py`.
+- Clients, from the OpenAI package down to vLLM's messages: `chats.py`, `rollouts.py`, `loadgen.py`,
+  `engine_core_load.py`.
+- `usage.py`: CPU time and memory of processes; `report.py`: saved figures.
+"""
