@@ -75,13 +75,13 @@ soak: install ## Run the slow tests: random kills, partitions and migrations
 
 mutants: install ## Mutation testing of the pure modules (ARGS="--count 20 --seed 2 MODULE")
 	@$(PYTHON) -c 'import cosmic_ray' 2>/dev/null || $(PYTHON) -m pip install -q --disable-pip-version-check -e '.[mutants]'
-	$(PYTHON) -m benchmarks.mutants $(ARGS)
+	$(PYTHON) -m tests.mutants $(ARGS)
 
 test-features: install ## Speculation, adapters, embedding, images: migrated streams against undisturbed ones (ARGS="--resume adapters")
-	$(PYTHON) -m benchmarks.features $(ARGS)
+	$(PYTHON) -m tests.features $(ARGS)
 
 test-models: install ## Every architecture in every run configuration of vLLM, each stream migrated twice (ARGS=--resume)
-	$(PYTHON) -m benchmarks.models $(ARGS)
+	$(PYTHON) -m tests.models $(ARGS)
 
 test-vllm: ## Run the vLLM workers' tests on another vLLM version, in a separate environment (VERSION=0.31.0)
 	@scripts/install.sh --vllm $(VERSION)
@@ -90,7 +90,7 @@ test-vllm: ## Run the vLLM workers' tests on another vLLM version, in a separate
 
 test-upgrade: install ## Upgrade a running local cluster from an older revision, and roll back, under load (FROM=REVISION)
 	@test -n "$(FROM)" || { echo "from which revision? make test-upgrade FROM=v0.1.0" >&2; exit 2; }
-	$(PYTHON) -m benchmarks.upgrade $(FROM) $(ARGS)
+	$(PYTHON) -m tests.upgrade $(FROM) $(ARGS)
 
 test-ranks: ## Engines with two ranks, on one machine and on two (namespaces), and data-parallel ones: kill -9 of a rank during a stream and in each step of a migration
 	@scripts/install.sh --rust
@@ -167,19 +167,19 @@ bench-replays: install ## Live runs under each policy, recorded, and replayed wi
 	$(PYTHON) -m benchmarks.replays $(ARGS)
 
 bench-etcd: install ## Leaders, views and streams while one of three etcd members fails (ARGS=--no-streams)
-	$(PYTHON) -m benchmarks.etcd_faults $(ARGS)
+	$(PYTHON) -m tests.etcd_faults $(ARGS)
 
 strangers: ## Try etcd, the users' HTTP port and every port of a cluster as strangers, and capture its links (ARGS=--http-only)
 	@scripts/install.sh --rust
-	$(PYTHON) -m benchmarks.strangers $(ARGS)
+	$(PYTHON) -m tests.strangers $(ARGS)
 
 fuzz: ## Every record in etcd, gRPC method and message stream with random and corrupted input (ARGS="--inputs 200 --seed 2")
 	@scripts/install.sh --rust
-	$(PYTHON) -m benchmarks.fuzz $(ARGS)
+	$(PYTHON) -m tests.fuzz $(ARGS)
 
 chaos: ## A cluster under random faults (root; ARGS="--faults 300 --seed 1 --workers 8 --streams 30 -o json")
 	@scripts/install.sh --rust
-	$(PYTHON) -m benchmarks.chaos $(ARGS)
+	$(PYTHON) -m tests.chaos $(ARGS)
 
 claims: install ## Reproduce every claim of the papers, with JSON and a page in benchmarks/results (TAILRACE_DATA as above)
 	$(TAILRACE) claims $(if $(TAILRACE_DATA),--traces $(TAILRACE_DATA)/traces) \

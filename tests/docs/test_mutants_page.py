@@ -5,11 +5,11 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
-from benchmarks.mutants.targets import TARGETS
+from tests.mutants.targets import TARGETS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "mutants.md").read_text()
-EQUIVALENT = tomllib.loads((ROOT / "benchmarks" / "mutants" / "equivalent.toml").read_text())["mutant"]
+EQUIVALENT = tomllib.loads((ROOT / "tests" / "mutants" / "equivalent.toml").read_text())["mutant"]
 
 
 def test_every_equivalent_mutant_is_listed_with_its_reason() -> None:

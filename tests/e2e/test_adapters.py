@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.features.models import make_adapter
+from tests.features.models import make_adapter
 from tests.harness.fleet import Fleet
 from tests.harness.processes import wait_until
 

@@ -8,8 +8,6 @@ from random import Random
 import grpc
 import pytest
 
-from benchmarks.fuzz.calls import METHODS, Finding, fuzz_method, is_served
-from benchmarks.fuzz.streams import fuzz_stream, stream_addresses
 from tailrace.security.access import CHANGES
 from tailrace.service.message_stream import connect_stream
 from tailrace.v1 import worker_pb2
@@ -17,6 +15,8 @@ from tailrace.v1.admin_pb2 import AdminProfileRequest
 from tailrace.v1.profile_pb2 import ProfileRequest
 from tailrace.v1.worker_pb2 import ImportRequest
 from tailrace.v1.worker_pb2_grpc import WorkerStub
+from tests.fuzz.calls import METHODS, Finding, fuzz_method, is_served
+from tests.fuzz.streams import fuzz_stream, stream_addresses
 from tests.harness.fleet import Fleet
 from tests.waiting import WAIT_S
 

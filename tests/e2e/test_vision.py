@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.features.vision import image_url, make_vision_model
 from examples.fleet import Chat, Prompt, stream_chat
 from tailrace.v1 import types_pb2
+from tests.features.vision import image_url, make_vision_model
 from tests.harness.chats import Chats, client
 from tests.harness.fleet import MODEL, Fleet
 from tests.harness.processes import wait_until

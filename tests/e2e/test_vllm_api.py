@@ -12,12 +12,12 @@ import pytest
 from openai import BadRequestError, OpenAI
 from openai.types import Completion
 
-from benchmarks.features.vision import image_url
 from tailrace.request_ids import matching
 from tailrace.tiny.task import task
 from tailrace.tiny.tokens import encode_turns
 from tailrace.v1 import types_pb2
 from tests.e2e.conftest import JSON_WORKER, VLLM_WORKERS
+from tests.features.vision import image_url
 from tests.harness.chats import client
 from tests.harness.fleet import MODEL, Fleet, request_had_ended
 from tests.harness.processes import wait_until

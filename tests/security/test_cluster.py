@@ -16,9 +16,6 @@ from pathlib import Path
 import grpc
 import pytest
 
-from benchmarks.strangers.calls import call_all, http_get
-from benchmarks.strangers.cluster import listening_ports
-from benchmarks.strangers.sniffer import Sniffer
 from tailrace.local.state import RunFolder, RunState
 from tailrace.security.access import METHODS
 from tailrace.security.authority import Authority
@@ -26,6 +23,9 @@ from tailrace.security.credentials import read_credentials
 from tailrace.security.roles import Identity, Role, server_name
 from tests.harness.loadgen import completion_request, run_streams
 from tests.ports import free_port
+from tests.strangers.calls import call_all, http_get
+from tests.strangers.cluster import listening_ports
+from tests.strangers.sniffer import Sniffer
 
 pytestmark = pytest.mark.fleet
 

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from benchmarks.etcd_faults.__main__ import UNSUPPORTED
+from tests.etcd_faults.__main__ import UNSUPPORTED
 
 # Documented limits in seconds; a fault lasts longer, so that a missing recovery is noticed.
 LEADER_S = 10.0
@@ -25,7 +25,7 @@ FAULTS = ("stopped", "isolated", "full-disk")
 
 async def observe_fault(fault: str) -> dict[str, float]:
     """Return the effects on services of one fault of etcd's leader, the worst member to lose."""
-    command = [sys.executable, "-m", "benchmarks.etcd_faults", "--no-streams", "-o", "json"]
+    command = [sys.executable, "-m", "tests.etcd_faults", "--no-streams", "-o", "json"]
     command += ["--fault", fault, "--member", "leader"]
     command += ["--before", "1", "--lasts", str(LASTS_S), "--after", "1"]
     process = await asyncio.create_subprocess_exec(

@@ -12,8 +12,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from benchmarks.fuzz.record_inputs import Way, record_input
-from benchmarks.fuzz.records import PROFILE, make_targets
 from tailrace.cluster import Pool
 from tailrace.model_identity import ModelIdentity
 from tailrace.records import (
@@ -39,6 +37,8 @@ from tailrace.store.reading import (
 )
 from tailrace.store.store import Store
 from tailrace.telemetry.incidents import UNREADABLE_KINDS
+from tests.fuzz.record_inputs import Way, record_input
+from tests.fuzz.records import PROFILE, make_targets
 from tests.store.test_membership import encoded, instance
 
 SERVICE = ServiceRecord(kind="scheduler", service_id="s", incarnation="1", address="127.0.0.1:2")

@@ -19,7 +19,7 @@ from vllm.exceptions import LoRAAdapterNotFoundError
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 
-from benchmarks.features.models import make_adapter
+from tests.features.models import make_adapter
 from tests.worker.vllm_bundle import take_out
 from tests.worker.vllm_front import Front, Stream
 from worker_agent.engine.base import OutputFlag

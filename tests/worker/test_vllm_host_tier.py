@@ -19,7 +19,7 @@ pytest.importorskip("vllm", reason="the vLLM engine is not installed")
 
 from vllm.sampling_params import SamplingParams
 
-from benchmarks.models.triton_on_cpu import is_requested
+from tests.models.triton_on_cpu import is_requested
 from tests.waiting import WAIT_S
 from tests.worker.test_vllm_engine import assert_same, idle, params
 from tests.worker.vllm_front import Front, Stream

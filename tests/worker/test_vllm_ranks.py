@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.models.cell import MOVES
-from benchmarks.models.cells import Cell
-from benchmarks.models.lanes import run_cell
 from tailrace.handover import by_replay
 from tailrace.tiny import MODEL_PATH
+from tests.models.cell import MOVES
+from tests.models.cells import Cell
+from tests.models.lanes import run_cell
 
 pytest.importorskip("vllm", reason="the vLLM engine is not installed")
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.models.cell import MOVES
-from benchmarks.models.cells import Cell
-from benchmarks.models.lanes import run_cell
+from tests.models.cell import MOVES
+from tests.models.cells import Cell
+from tests.models.lanes import run_cell
 
 pytest.importorskip("vllm", reason="the vLLM engine is not installed")
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -30,7 +30,7 @@ async def test_moved_streams_are_unchanged(cell: Cell, tmp_path: Path) -> None:
 
 _IN_V2 = """
 import sys
-from benchmarks.models.triton_on_cpu import use_model_runner_v2
+from tests.models.triton_on_cpu import use_model_runner_v2
 use_model_runner_v2()
 import pytest
 sys.exit(pytest.main(sys.argv[1:]))
