@@ -28,9 +28,9 @@ import msgspec
 from rich.console import Console
 
 from benchmarks.stand_in import StandIn
-from simulator.cli.validate import validation_table
-from simulator.validation.recorded import RecordedRun, read_run
-from simulator.validation.replay import validate
+from experiments.validation.command import validation_table
+from experiments.validation.recorded import RecordedRun, read_run
+from experiments.validation.replay import validate
 from tailrace.profiles import Profile
 from tests.harness.loadgen import StreamResult, completion_request, run_stream
 from tests.harness.report import RESULTS, machine, save

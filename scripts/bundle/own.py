@@ -25,9 +25,11 @@ def project_wheel(root: Path, folder: Path) -> Path:
 
 
 def benchmarks_wheel(root: Path, folder: Path) -> Path:
-    """Pack `benchmarks/`, which the project's wheel has not, for hosts without the repository."""
+    """Pack `benchmarks/` and `experiments/`, which the project's wheel has not, for hosts without the
+    repository."""
     # Benchmarks share the tests' fleets, and the examples' ways of talking to a cluster.
-    sources = [*(root / "benchmarks").rglob("*.py"), *(root / "examples").glob("*.py")]
+    sources = [path for name in ("benchmarks", "experiments") for path in (root / name).rglob("*.py")]
+    sources += [*(root / "examples").glob("*.py")]
     sources += [*(root / "tests" / "harness").glob("*.py")]
     sources += [root / "tests" / name for name in ("__init__.py", "ports.py", "waiting.py")]
     files = {str(path.relative_to(root)): path.read_bytes() for path in sources}

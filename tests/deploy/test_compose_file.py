@@ -177,5 +177,5 @@ def test_every_package_is_in_the_image() -> None:
     for package in sorted(
         path.parent.name for path in ROOT.glob("*/__init__.py") if path.parent.name != "tests"
     ):
-        if package not in ("benchmarks", "examples"):
+        if package not in ("benchmarks", "examples", "experiments"):
             assert f"COPY {package} {package}\n" in text

@@ -1,0 +1,51 @@
+"""Rows A8 to A11: about the predictor and the hardware, which a cluster simulation does not show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from experiments.claims.ares.cluster import PROFILE
+from experiments.claims.ares.rows import A8, A9, A10, A11
+from experiments.claims.base import Experiment, Figures, Finding, Verdict
+from tailrace.profiles import load_profile
+
+# Requests in a batch at half-full KV: 222,000 / 2 tokens at 5,500 per request on average.
+_BATCH: Final = 20
+
+
+def judge(_: Mapping[str, Figures]) -> Sequence[Finding]:
+    """Report what the profile says about A8; the rest needs the model."""
+    profile = load_profile(PROFILE)
+    step_ms = profile.step_ms(0.0, _BATCH, profile.kv_capacity_tokens // 2)
+    none = Verdict.NOT_REPRODUCIBLE
+    return (
+        Finding(
+            A8.claim_id,
+            f"step {step_ms:.1f} ms by our profile",
+            none,
+            "the predictor's latency is a GPU's; 1.40 / 18.23 = 7.68% and a 20th of it are consistent",
+            {"step_ms": step_ms},
+        ),
+        Finding(
+            A9.claim_id,
+            "-",
+            none,
+            "needs the model's hidden states; its MAE is an input here (simulator/predictors.py)",
+        ),
+        Finding(
+            A10.claim_id,
+            "-",
+            none,
+            "needs the model's hidden states; both numbers are inputs here (simulator/predictors.py)",
+        ),
+        Finding(
+            A11.claim_id,
+            "-",
+            none,
+            "the length of the migrated request is not given, and its KV over 10 Gbit/s determines the share",
+        ),
+    )
+
+
+PREDICTOR: Final = Experiment("ares-predictor", (A8, A9, A10, A11), (), judge)

@@ -1,0 +1,201 @@
+"""Rows P13 and P14: one GPU with half of its KV memory (section III-A, figures 4 and 5).
+
+The rate is not given, but bounded: the full device holds all KV at any time, without blocking or preemption.
+Used here is the highest such rate: the mean KV plus three standard deviations fills the device at 0.8 times
+its saturation rate (with Poisson arrivals the variance is mean x E[sum of context^2] / E[sum of context],
+sums over a request's steps).
+
+The rate decides P14: below that bound RR equals the oracle, above it FCFS and RR both wait. So the figures
+include the curve from 0.5 to 0.9.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Final
+
+import numpy as np
+
+from experiments.claims.base import Effort, Experiment, Figures, Finding, Run, Verdict
+from experiments.claims.pascal.cluster import PROFILE
+from experiments.claims.pascal.rows import P13, P14
+from experiments.claims.saturation import poisson_at_load
+from experiments.claims.verdicts import (
+    format_estimate,
+    judge_effect,
+    judged,
+    means_of,
+    number,
+    spreads_of,
+    weakest,
+)
+from simulator.cluster import ClusterSpec
+from simulator.estimate import Estimate, estimate
+from simulator.records import RequestRecord
+from simulator.simulation import simulate
+from simulator.workloads.generators import GENERATORS
+from tailrace.intra.base import IntraPolicy
+from tailrace.intra.orders import Fcfs, QuantumRoundRobin
+from tailrace.policy.min_kv import MinKv
+from tailrace.profiles import load_profile
+
+REQUESTS: Final = 300
+LOAD: Final = 0.8
+LOADS: Final = (0.5, 0.6, 0.7, LOAD, 0.9)
+SEEDS: Final = tuple(range(1, 11))
+_TTFAT_S: Final = 0.25
+_TPOT_S: Final = 0.1
+_QOE_LIMIT: Final = 0.95
+_REASONING: Final = "reasoning_phase"
+_ANSWERING: Final = "answering_phase"
+_SHORT: Final = 128
+_LONG: Final = 2048
+_INTRA: Final[Mapping[str, type[Fcfs] | type[QuantumRoundRobin]]] = {
+    "oracle": Fcfs,
+    "fcfs": Fcfs,
+    "rr": QuantumRoundRobin,
+}
+
+
+def one_gpu(dataset: str, arm: str, load: float, requests: int, seed: int) -> Figures:
+    """Run one scheduler on one GPU; "oracle" has unlimited memory, the others half of the device's."""
+    profile = load_profile(PROFILE)
+    capacity = 100 * profile.kv_capacity_tokens if arm == "oracle" else profile.kv_capacity_tokens // 2
+    spec = ClusterSpec.uniform(1, profile, kv_capacity_tokens=capacity, max_num_seqs=requests)
+    sent = poisson_at_load(dataset, GENERATORS[dataset].lengths, requests, load, seed, profile, 1)
+    intra: IntraPolicy = _INTRA[arm]()
+    done = simulate(spec, sent, MinKv(), intra, seed=seed).requests
+    latency = np.array([r.latency_s for r in done], np.float64)
+    tokens = np.array([max(r.reasoning_tokens, r.answer_tokens) for r in done])
+    attained = np.array([qoe_with_ttfat(r) >= _QOE_LIMIT for r in done])
+    return {
+        "latency_short_s": float(latency[tokens == _SHORT].mean()),
+        "latency_long_s": float(latency[tokens == _LONG].mean()),
+        "attained": float(attained.mean()),
+        "attained_long": float(attained[tokens == _LONG].mean()),
+    }
+
+
+def qoe_with_ttfat(record: RequestRecord) -> float:
+    """Return the QoE of an answer that the user expects 0.25 s after its request arrived (figure 5).
+
+    The record's QoE counts from the first token. With D from then until the last token is read, n tokens and
+    the user's pace p, the expected area is (D + late) n - p n (n - 1) / 2 (tailrace/qoe.py). D is the later
+    of the user's pace and the last token's time; the contribution of stalls that are made up for is
+    neglected.
+    """
+    if record.qoe is None or record.ttft_s is None or record.latency_s is None:
+        return 0.0
+    count = record.answer_tokens
+    read_s = max((count - 1) * _TPOT_S, record.latency_s - record.ttft_s)
+    triangle = _TPOT_S * count * (count - 1) / 2.0
+    read = record.qoe * (read_s * count - triangle)
+    expected = (read_s + max(0.0, record.ttft_s - _TTFAT_S)) * count - triangle
+    return read / expected
+
+
+def _run_name(dataset: str, arm: str, load: float, seed: int) -> str:
+    return f"{dataset}/{arm}/{load:g}/{seed}"
+
+
+def _runs(effort: Effort) -> tuple[Run, ...]:
+    # All 300 requests, even in a quick check: their number determines the operating point.
+    return tuple(
+        Run(_run_name(dataset, arm, load, seed), one_gpu, (dataset, arm, load, REQUESTS, seed), 0.4)
+        for dataset in (_REASONING, _ANSWERING)
+        for arm in _INTRA
+        for load in (LOADS if dataset == _ANSWERING else (LOAD,))
+        for seed in effort.seeds(SEEDS)
+    )
+
+
+# Figures of each seed: by dataset, scheduler, figure and load.
+_PerSeed = Callable[[str, str, str, float], list[float]]
+
+
+def judge(effort: Effort, figures: Mapping[str, Figures]) -> Sequence[Finding]:
+    """Judge P13 and P14."""
+    seeds = effort.seeds(SEEDS)
+
+    def per_seed(dataset: str, arm: str, name: str, load: float) -> list[float]:
+        return [number(figures[_run_name(dataset, arm, load, seed)], name) for seed in seeds]
+
+    return (*judged((P13,), _blocking, per_seed), *judged((P14,), _attained, per_seed))
+
+
+def _blocking(per_seed: _PerSeed) -> Finding:
+    def ratios(arm: str, name: str) -> Estimate:
+        ours, oracles = (per_seed(_REASONING, one, name, LOAD) for one in (arm, "oracle"))
+        return estimate([theirs / oracle for theirs, oracle in zip(ours, oracles, strict=True)])
+
+    latency = {
+        "fcfs_short_ratio": ratios("fcfs", "latency_short_s"),
+        "rr_long_ratio": ratios("rr", "latency_long_s"),
+    }
+    fcfs, rr = latency["fcfs_short_ratio"], latency["rr_long_ratio"]
+    return Finding(
+        P13.claim_id,
+        f"{format_estimate(fcfs, '.2f')}x / {format_estimate(rr, '.2f')}x",
+        weakest([judge_effect(fcfs.mean - 1.0, 4.14), judge_effect(rr.mean - 1.0, 0.75)]),
+        "blocking affects the short, preemption the long; our RR ranks by quanta used (section V-B), "
+        "which keeps the longest out while shorter ones arrive; in circular order (section V-A) they "
+        "would have their turn sooner",
+        means_of(latency),
+        spreads_of(latency),
+    )
+
+
+def _attained(per_seed: _PerSeed) -> Finding:
+    attained = {
+        f"{name}_{arm}": estimate(per_seed(_ANSWERING, arm, name, LOAD))
+        for arm in _INTRA
+        for name in ("attained", "attained_long")
+    }
+    curves: dict[str, float | Sequence[float]] = {"loads": list(LOADS)}
+    for arm in _INTRA:
+        for name in ("attained", "attained_long"):
+            curves[f"curve_{name}_{arm}"] = [
+                estimate(per_seed(_ANSWERING, arm, name, load)).mean for load in LOADS
+            ]
+    holding = [load for load in LOADS if _p14_holds(per_seed, load)]
+    return Finding(
+        P14.claim_id,
+        f"{format_estimate(attained['attained_rr'], '.0%')} vs "
+        f"{format_estimate(attained['attained_fcfs'], '.0%')}; "
+        f"at 2048: {attained['attained_long_rr'].mean:.0%} vs oracle "
+        f"{attained['attained_long_oracle'].mean:.0%}; holds "
+        + (f"at loads {', '.join(f'{load:g}' for load in holding)}" if holding else "at no load tried"),
+        _over_loads(holding),
+        "the rate decides: where the halved memory overflows only briefly, RR starts every answer "
+        "immediately and keeps it ahead of its reader; nearer saturation even its answers wait longer",
+        {**means_of(attained), **curves},
+        spreads_of(attained),
+    )
+
+
+def _p14(per_seed: _PerSeed, load: float) -> list[bool]:
+    """Return whether RR attains more than FCFS, and at 2048 tokens as much as the oracle."""
+
+    def mean(arm: str, name: str) -> float:
+        return estimate(per_seed(_ANSWERING, arm, name, load)).mean
+
+    long = mean("rr", "attained_long") >= mean("oracle", "attained_long") - 0.05
+    return [mean("rr", "attained") > mean("fcfs", "attained"), long]
+
+
+def _p14_holds(per_seed: _PerSeed, load: float) -> bool:
+    return all(_p14(per_seed, load))
+
+
+def _over_loads(holding: Sequence[float]) -> Verdict:
+    """Judge an ordering whose rate the paper leaves open, over all loads at which the oracle never waits."""
+    open_loads = [load for load in LOADS if load <= LOAD]
+    if all(load in holding for load in open_loads):
+        return Verdict.HOLDS
+    return Verdict.DIRECTION if holding else Verdict.DOES_NOT_HOLD
+
+
+def one_gpu_rows(effort: Effort) -> Experiment:
+    """Return the experiment of rows P13 and P14."""
+    return Experiment("pascal-one-gpu", (P13, P14), _runs(effort), partial(judge, effort))
