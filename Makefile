@@ -119,52 +119,52 @@ bench-control: install ## Placements while 1,024 synthetic instances report to a
 
 bench-validation: ## A real worker, profiled and loaded, against the simulator
 	@scripts/install.sh --rust
-	$(PYTHON) -m benchmarks.validation $(ARGS)
+	$(PYTHON) -m experiments.validation $(ARGS)
 
 bench-simulation: install ## Run time of simulations (TAILRACE_DATA=folder with the public data)
 	$(PYTHON) -m benchmarks.simulation $(if $(TRACE),--trace $(TRACE))
 
 bench-policies: install ## Every policy on every paper's workload and on a mix (TAILRACE_DATA=folder with the public data, ARGS=--quick)
-	$(PYTHON) -m benchmarks.policies $(ARGS)
+	$(PYTHON) -m experiments.policies $(ARGS)
 
 bench-shards: install ## A fleet divided among 2 to 16 schedulers, and placement leases, against one scheduler, simulated (ARGS=--quick)
-	$(PYTHON) -m benchmarks.shards $(ARGS)
+	$(PYTHON) -m experiments.shards $(ARGS)
 
 bench-cache: install ## Prefix-aware placement on Mooncake's conversations, simulated (TAILRACE_DATA as above)
-	$(PYTHON) -m benchmarks.cache $(ARGS)
+	$(PYTHON) -m experiments.cache.placement $(ARGS)
 
 bench-cache-ahead: install ## Hot prefixes copied to a second instance in advance, simulated
-	$(PYTHON) -m benchmarks.cache_ahead $(ARGS)
+	$(PYTHON) -m experiments.cache.ahead $(ARGS)
 
 bench-cache-vllm: install ## The simulator's prefix cache against real vLLM's, request by request
-	$(PYTHON) -m benchmarks.cache_vllm $(ARGS)
+	$(PYTHON) -m experiments.cache.against_vllm $(ARGS)
 
 bench-cache-router: install ## Conversations on Tailrace and on plain vLLM servers behind vLLM's router (ARGS=--router DIR)
-	$(PYTHON) -m benchmarks.cache_router $(ARGS)
+	$(PYTHON) -m benchmarks.cache.router $(ARGS)
 
 bench-pull: ## A prefix pulled from another real vLLM worker against computing it
 	@scripts/install.sh --rust
-	$(PYTHON) -m benchmarks.pull $(ARGS)
+	$(PYTHON) -m benchmarks.cache.pull $(ARGS)
 
 bench-cache-live: ## Conversations on two real vLLM workers, with and without prefix-aware placement
 	@scripts/install.sh --rust
-	$(PYTHON) -m benchmarks.cache_live $(ARGS)
+	$(PYTHON) -m benchmarks.cache.policies $(ARGS)
 
 bench-real: ## PASCAL, Arrow, ARES, CascadeInfer and policy switching on real vLLM workers, with every answer checked (ARGS=--quick)
 	@scripts/install.sh --rust
-	$(PYTHON) -m benchmarks.real $(ARGS)
+	$(PYTHON) -m experiments.live.vllm $(ARGS)
 
 bench-overload: install ## Effect of overload by one tenant, and by all, on the served requests (ARGS="--parts 1")
 	$(PYTHON) -m benchmarks.overload $(ARGS)
 
 bench-overload-simulated: install ## A tenant beyond its limit beside another, in the simulator
-	$(PYTHON) -m benchmarks.overload_simulated $(ARGS)
+	$(PYTHON) -m experiments.overload $(ARGS)
 
 bench-live: install ## Slices of traces on live simulated engines and in the simulator (TAILRACE_DATA as above, ARGS=--quick)
-	$(PYTHON) -m benchmarks.live $(ARGS)
+	$(PYTHON) -m experiments.live.simulated $(ARGS)
 
 bench-replays: install ## Live runs under each policy, recorded, and replayed with all policies
-	$(PYTHON) -m benchmarks.replays $(ARGS)
+	$(PYTHON) -m experiments.live.replays $(ARGS)
 
 bench-etcd: install ## Leaders, views and streams while one of three etcd members fails (ARGS=--no-streams)
 	$(PYTHON) -m tests.etcd_faults $(ARGS)

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from benchmarks.overload import Ratio, at_random, evenly
-from benchmarks.overload_simulated import metered, own_ttfts
+from benchmarks.overload.figures import Ratio, at_random, evenly
+from experiments.overload import metered, own_ttfts
 
 
 def test_a_tenant_at_its_limit_sends_evenly() -> None:

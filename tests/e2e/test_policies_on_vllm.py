@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.real import switch
-from benchmarks.real.plan import Bench, Scale
 from examples import life_of_a_request
+from experiments.live.vllm import switch
+from experiments.live.vllm.plan import Bench, Scale
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(900)]
 

@@ -6,8 +6,6 @@ Two schedulers, a monitor, a migration service, one process of workers, and a fr
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -16,15 +14,11 @@ from typing import Final
 
 import grpc
 
-from benchmarks.live.fleet import NoProgress
 from simulator.request import SimRequest
-from tailrace.local.plan import PartSpec, Plan, Tier
-from tailrace.local.ports import LOOPBACK, free_ports
-from tailrace.local.start import Starter
-from tailrace.local.state import RunFolder
 from tailrace.service.tasks import cancel
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, types_pb2
 from tests.harness.engine_core_load import LoadGenerator
+from tests.harness.loaded_fleet import Workers, loaded_fleet
 
 WORKERS: Final = 4
 _MAX_TOKENS: Final = 8_000
@@ -103,45 +97,14 @@ class Fleet:
 @asynccontextmanager
 async def fleet(endpoints: Sequence[str], folder: Path) -> AsyncIterator[Fleet]:
     """Run the fleet for the block. Raise PartFailed or TimeoutError if it does not start."""
-    async with AsyncExitStack() as stack:
-        run = RunFolder(folder / "fleet")
-        stack.enter_context(run.locked())
-        run.data.mkdir()
-        sockets = run.path / "front"
-        sockets.mkdir()
-        load = await stack.enter_async_context(LoadGenerator(sockets, _MAX_TOKENS, False))
-        plan = _plan(",".join(endpoints), sockets)
-        starter = Starter(plan, run, NoProgress(), cores=2)
-        await starter.run(None, "simulated")
-        stack.callback(starter.stop)
-        await load.ready()
-        admins = [part.address for part in plan.parts if part.name.startswith("scheduler")]
-        yield Fleet(load, admins)
-
-
-def _plan(etcd: str, sockets: Path) -> Plan:
-    http, *ports = free_ports(13)
-    member_addresses = iter([f"{LOOPBACK}:{port}" for port in ports])
-
-    def service(kind: str, name: str, tier: Tier, *arguments: str) -> PartSpec:
-        listen = next(member_addresses)
-        command = [sys.executable, "-m", "tailrace", "serve", kind, "--etcd", etcd, "--listen", listen]
-        command += ["--metrics", next(member_addresses), "--id", name]
-        members = [f"worker-{n}" for n in range(WORKERS)] if tier is Tier.WORKER else []
-        return PartSpec(name, tier, [*command, *arguments], listen, members=members)
-
     settings = {"speed": _SPEED, "kv_blocks": 20_000, "max_model_len": _MAX_TOKENS}
     settings["reasoning_mean_tokens"] = 0
-    engine = [f"--engine-arg={name}={json.dumps(value)}" for name, value in settings.items()]
-    worker = ["--engine", "simulated", "--count", str(WORKERS), *engine]
-    front = ["--front", "none", "--ipc", str(sockets), "--http", f"{LOOPBACK}:{http}"]
-    first = service("scheduler", "scheduler-0", Tier.CONTROL)
-    parts = [
-        first,
-        service("scheduler", "scheduler-1", Tier.CONTROL),
-        service("monitor", "monitor", Tier.CONTROL),
-        service("migration", "migration", Tier.CONTROL),
-        service("worker", "worker-0", Tier.WORKER, *worker),
-        service("frontend", "frontend", Tier.FRONTEND, *front),
-    ]
-    return Plan(parts, {}, first.address, "", etcd)
+    async with loaded_fleet(
+        folder / "fleet",
+        Workers(WORKERS, settings),
+        max_tokens=_MAX_TOKENS,
+        reasons=False,
+        schedulers=2,
+        endpoints=endpoints,
+    ) as loaded:
+        yield Fleet(loaded.load, loaded.admins)

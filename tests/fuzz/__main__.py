@@ -28,14 +28,13 @@ from rich.table import Table
 
 from tailrace.local.plan import Plan
 from tailrace.local.progress import make_progress
-from tailrace.local.start import Starter
 from tailrace.local.state import Part, RunFolder, RunState
 from tests.fuzz.calls import METHODS, Finding, fuzz_method, is_served
-from tests.fuzz.cluster import clear_plan
 from tests.fuzz.record_inputs import Way
 from tests.fuzz.records import RecordFuzz, RecordTally
 from tests.fuzz.streams import fuzz_stream, stream_addresses
 from tests.harness.loadgen import completion_request, run_streams
+from tests.harness.plans import simulated_plan, started
 from tests.harness.report import machine, save
 
 _WORKERS: Final = 3
@@ -193,14 +192,9 @@ async def run(console: Console, inputs: int, seed: int, keep: Path | None) -> in
         folder = RunFolder(keep or Path(root))
         with folder.locked():
             folder.data.mkdir(exist_ok=True)
-            plan = clear_plan(folder, _WORKERS)
-            with make_progress([part.name for part in plan.parts]) as progress:
-                starter = Starter(plan, folder, progress, 2)
-                state = await starter.run(None, "tiny")
-            try:
+            plan = simulated_plan(folder, _WORKERS)
+            async with started(plan, folder, make_progress([part.name for part in plan.parts])) as state:
                 return await fuzz(console, inputs, seed, plan, state)
-            finally:
-                starter.stop()
 
 
 def main() -> int:

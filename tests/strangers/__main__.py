@@ -28,8 +28,7 @@ from rich.table import Table
 
 from tailrace.local.plan import Plan
 from tailrace.local.progress import make_progress
-from tailrace.local.start import Starter
-from tailrace.local.state import RunFolder, RunState
+from tailrace.local.state import RunFolder
 from tailrace.security.access import METHODS
 from tailrace.security.roles import Role
 from tests.harness.loadgen import completion_request, run_streams
@@ -40,6 +39,7 @@ from tests.harness.namespaces import (
     is_inside,
     prepare,
 )
+from tests.harness.plans import started
 from tests.harness.report import machine, save
 from tests.strangers.calls import IN_THE_CLEAR, NO_CERTIFICATE
 from tests.strangers.cluster import KEY, exposed_plan, listening_ports
@@ -137,15 +137,11 @@ async def measure(console: Console, workers: int) -> int:
             http = await asyncio.to_thread(try_http, folder.data)
             print_http(console, http)
             plan = exposed_plan(folder, _CLUSTER_ADDRESS, workers)
-            with make_progress([part.name for part in plan.parts]) as progress:
-                starter = Starter(plan, folder, progress, os.cpu_count() or 1)
-                try:
-                    state: RunState = await starter.run(None, "tiny")
-                    ports = listening_ports(state)
-                    replies = await asyncio.to_thread(call_all_ports, plan, ports)
-                    size, leaked, failed = await capture_streams(plan)
-                finally:
-                    starter.stop()
+            progress = make_progress([part.name for part in plan.parts])
+            async with started(plan, folder, progress, cores=os.cpu_count() or 1) as state:
+                ports = listening_ports(state)
+                replies = await asyncio.to_thread(call_all_ports, plan, ports)
+                size, leaked, failed = await capture_streams(plan)
     violations = print_results(console, ports, replies)
     console.print(f"{len(ports)} ports; improperly answered: {violations}")
     console.print(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,14 +9,14 @@ from typing import Final
 
 import psutil
 
-from benchmarks.simulated_cluster import simulated_options
 from tailrace.local.certificates import ETCD_ROOT, ETCD_SERVER, OPERATOR, certificate_folder
-from tailrace.local.plan import PartSpec, Plan, make_plan
-from tailrace.local.ports import LOOPBACK, free_ports
+from tailrace.local.plan import PartSpec, Plan
+from tailrace.local.ports import LOOPBACK
 from tailrace.local.state import RunFolder, RunState
 from tailrace.security.authority import Authority
 from tailrace.security.roles import Identity, Role
 from tailrace.service.etcd import etcd_command
+from tests.harness.plans import simulated_plan
 from tests.harness.usage import descendants
 
 KEY: Final = "sk-of-the-users"
@@ -26,9 +25,7 @@ KEY: Final = "sk-of-the-users"
 
 def exposed_plan(folder: RunFolder, host: str, workers: int) -> Plan:
     """Return the plan of `tailrace up --tls` with simulated engines, but on `host` in place of loopback."""
-    options = replace(simulated_options(workers), tls=True)
-    command = [sys.executable, "-m", "tailrace"]
-    plan = make_plan(options, free_ports, partial(_etcd, folder), command, str(folder.data))
+    plan = simulated_plan(folder, workers, tls=True, etcd=partial(_etcd, folder))
     plan = replace(
         plan,
         parts=[_rebind(part, host) for part in plan.parts],

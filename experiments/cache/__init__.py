@@ -1,0 +1,1 @@
+"""The prefix cache in the simulator: `placement` by it, copies made `ahead`, and `against_vllm`."""

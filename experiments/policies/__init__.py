@@ -1,0 +1,1 @@
+"""Every policy in every paper's scenario, and in a mix of them."""

@@ -1,0 +1,57 @@
+"""What the admin API does to a fleet, each call with a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Final
+
+from tailrace.cluster import Pool
+from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, types_pb2
+
+NO_PARAMETERS: Final[Mapping[str, str]] = MappingProxyType({})
+
+CALL_S: Final = 10.0
+SETTLE_S: Final = 60.0
+POLL_S: Final = 0.05
+_POOLS: Final = {pool: getattr(types_pb2, f"POOL_{pool.name}") for pool in Pool}
+
+
+class ControlledFleet:
+    """A running fleet with its admin API."""
+
+    def __init__(self, admin: admin_pb2_grpc.AdminAsyncStub) -> None:
+        self.admin = admin
+
+    async def instances(self) -> Mapping[str, admin_pb2.InstanceInfo]:
+        """Return the instances by ID, as the scheduler sees them."""
+        reply = await self.admin.ListInstances(admin_pb2.ListInstancesRequest(), timeout=CALL_S)
+        return {info.instance_id: info for info in reply.instances}
+
+    async def set_policy(self, name: str, parameters: Mapping[str, str] = NO_PARAMETERS) -> None:
+        """Run `tailrace set policy NAME key=value ...`; return once it is in effect."""
+        request = admin_pb2.SetPolicyRequest(name=name, parameters=parameters)
+        await self.admin.SetPolicy(request, timeout=CALL_S)
+        async with asyncio.timeout(SETTLE_S):
+            while await self._active_policy() != name:  # noqa: ASYNC110 - the scheduler is polled
+                await asyncio.sleep(POLL_S)
+
+    async def _active_policy(self) -> str:
+        reply = await self.admin.ListPolicies(admin_pb2.ListPoliciesRequest(), timeout=CALL_S)
+        return next((policy.name for policy in reply.policies if policy.active), "")
+
+    async def set_stages(self, stages: Sequence[types_pb2.Stage]) -> None:
+        """Run `tailrace set stages`."""
+        await self.admin.SetStages(admin_pb2.SetStagesRequest(stages=stages), timeout=CALL_S)
+
+    async def set_pool(self, name: str, pool: Pool | None) -> None:
+        """Run `tailrace set pool` for an instance; None: remove it from all pools."""
+        number = types_pb2.POOL_UNSPECIFIED if pool is None else _POOLS[pool]
+        await self.admin.SetPool(admin_pb2.SetPoolRequest(instance_id=name, pool=number), timeout=CALL_S)
+
+    async def migrations(self, limit: int) -> list[migration_pb2.MigrationRecord]:
+        """Return the latest migrations, committed or not."""
+        request = migration_pb2.ListMigrationsRequest(limit=limit)
+        reply = await self.admin.ListMigrations(request, timeout=CALL_S)
+        return list(reply.migrations)
