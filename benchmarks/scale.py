@@ -1,5 +1,4 @@
-"""`make bench-scale`: 100 simulated workers and 1,000 concurrent streams on this machine, with each API
-server.
+"""100 simulated workers and 1,000 concurrent streams on this machine, with each API server.
 
 The engines cost almost nothing, so everything else is measured: HTTP, tokenization and detokenization in
 vLLM's API server, Tailrace's stream path, and the workers' part of it.

@@ -1,4 +1,4 @@
-"""`make bench-swap`: measure the cost of swapping to host memory and back, per step of a real vLLM worker.
+"""Measure the cost of swapping to host memory and back, per step of a real vLLM worker.
 
 One engine has the tiny model on one CPU thread, the order `round_robin`, and KV for only some of its
 requests. Each step is timed on the engine's own thread (CPU time, so that other processes do not count), with
@@ -191,7 +191,7 @@ def cost_of(steps: list[Step], block_bytes: int) -> SwapCost:
 
 def main(arguments: Iterable[str] | None = None) -> None:
     """Run the benchmark; print and save its figures."""
-    parser = argparse.ArgumentParser(prog="make bench-swap", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.swap", description=__doc__)
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
     options = parser.parse_args(None if arguments is None else list(arguments))
     cost, block_bytes = asyncio.run(measure())

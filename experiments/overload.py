@@ -1,4 +1,4 @@
-"""`make bench-overload-simulated`: the first part of `make bench-overload` in the simulator.
+"""The first part of `make bench-overload` in the simulator.
 
 The same engines, arrivals and limits, metered by the same code as in a front end, in as many stretches of
 time as P99 needs, and with different amounts of its rate that the tenant beyond its limit has saved up. What
@@ -116,7 +116,7 @@ def measure(stretches: int, seconds: float) -> list[Case]:
 
 def main() -> int:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(prog="make bench-overload-simulated", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m experiments.overload", description=__doc__)
     parser.add_argument("--stretches", type=int, default=36)
     parser.add_argument("--seconds", type=float, default=40.0, help="of arrivals, each stretch")
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")

@@ -1,5 +1,4 @@
-"""`make bench-cache-live`: conversations on two real vLLM workers, with placement by cached prefix and
-without.
+"""Conversations on two real vLLM workers, with placement by cached prefix and without.
 
 A closed loop of users, each with one conversation of five turns after another, which begin with a shared
 system prompt. Each policy has its own conversations, so that it begins with no cached prefix but the shared
@@ -111,7 +110,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> Path:
     """Run the benchmark; return the path of the figures."""
-    parser = argparse.ArgumentParser(prog="make bench-cache-live", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cache.policies", description=__doc__)
     parser.add_argument("--users", type=int, default=6)
     parser.add_argument("--conversations", type=int, default=24, help="per policy and round")
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")

@@ -1,4 +1,4 @@
-"""`make bench-pull`: pull a prefix from another real vLLM worker, compared with computing it.
+"""Pull a prefix from another real vLLM worker, compared with computing it.
 
 Also compare migrations to a worker with a cached prefix of the answer and to one without.
 
@@ -267,7 +267,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> Path:
     """Run the benchmark; return the path of the figures."""
-    parser = argparse.ArgumentParser(prog="make bench-pull", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cache.pull", description=__doc__)
     parser.add_argument("--prompts", type=int, default=15, help="per length and mode")
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
     options = parser.parse_args(arguments)

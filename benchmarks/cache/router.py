@@ -1,4 +1,4 @@
-"""`make bench-cache-router`: conversations on two real vLLM engines behind Tailrace, and on two behind vLLM's
+"""Conversations on two real vLLM engines behind Tailrace, and on two behind vLLM's
 router (https://pypi.org/project/vllm-router), which also places by cached prefix.
 
 The engines are configured alike, the API servers are vLLM's Python ones, the load is a closed loop of users.
@@ -189,7 +189,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit status is 1 if answers differ."""
     parser = argparse.ArgumentParser(
-        prog="make bench-cache-router",
+        prog="python -m benchmarks.cache.router",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

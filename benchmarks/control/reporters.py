@@ -1,4 +1,4 @@
-"""`python -m benchmarks.control.reporters`: synthetic workers that report to a real monitor.
+"""Synthetic workers that report to a real monitor.
 
 One process plays all instances. Each has a report stream of its own; as targets of migrations all have one
 address, and a request that migrates continues on its target after a moment. Placements arrive on standard

@@ -1,4 +1,4 @@
-"""`make bench-cache-vllm`: the simulator's prefix cache against real vLLM's, on the same requests.
+"""The simulator's prefix cache against real vLLM's, on the same requests.
 
 Small sessions with shared instructions and documents, on one engine with the tiny model and little KV, so
 that much is evicted. If requests run one at a time, the hits depend only on the order of eviction; if all
@@ -185,7 +185,7 @@ def table(agreements: Sequence[Agreement]) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> Path:
     """Run the benchmark; return the path of the figures."""
-    parser = argparse.ArgumentParser(prog="make bench-cache-vllm", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m experiments.cache.against_vllm", description=__doc__)
     parser.add_argument("--requests", type=int, default=120)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")

@@ -1,8 +1,7 @@
-"""`make bench-cache-ahead`: copy hot prefixes ahead of need (`copy_ahead`), in the simulator.
+"""Copy hot prefixes ahead of need (`copy_ahead`), in the simulator.
 
 Crowds: documents of 20,000 tokens, each of which is asked about occasionally, and by many for six seconds,
-among other prompts. Sessions: a minute of them, as in `make bench-cache`, at about 85% of the sustainable
-rate.
+among other prompts. Sessions: a minute of them, as in `placement.py`, at about 85% of the sustainable rate.
 All policies get the same requests, on four instances of Llama 3.1 8B on H100.
 """
 
@@ -150,7 +149,7 @@ def measure(workload: str, seeds: int) -> list[Outcome]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; print a table."""
-    parser = argparse.ArgumentParser(prog="make bench-cache-ahead", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m experiments.cache.ahead", description=__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--only", metavar="TEXT", default="", help="workloads whose name contains this")
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""`make bench-cache`: placement by cached prefix against placement without, in the simulator.
+"""Placement by cached prefix against placement without, in the simulator.
 
 On Mooncake's conversations (Arrow's SLOs: TTFT 30 s, 0.1 s per token) and on generated sessions of agents and
 about documents (TTFT 5 s, as Yuan et al. count effective requests in "DualMap", ICLR 2026, and 0.1 s per
@@ -372,7 +372,7 @@ def _text(values: Sequence[float], places: int) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> Path:
     """Run the benchmark; return the path of the figures."""
-    parser = argparse.ArgumentParser(prog="make bench-cache", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m experiments.cache.placement", description=__doc__)
     parser.add_argument(
         "--data", type=Path, default=os.environ.get("TAILRACE_DATA"), help="folder that contains traces/"
     )

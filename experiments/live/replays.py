@@ -1,8 +1,8 @@
-"""`make bench-replays`: record live runs under each of the five policies, and replay them.
+"""Record live runs under each of the five policies, and replay them.
 
-Simulated engines run behind the real services, as in `make bench-live`. Each run is recorded, then replayed
-with the policy that decided (every decision must be the same) and, as shadows on the same state, with the
-other four.
+Simulated engines run behind the real services, as in `experiments.live.simulated`. Each run is recorded, then
+replayed with the policy that decided (every decision must be the same) and, as shadows on the same state,
+with the other four.
 """
 
 from __future__ import annotations
@@ -150,7 +150,9 @@ def _table(runs: Sequence[Run]) -> Table:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return 1 if a decision differs in the replay."""
     parser = argparse.ArgumentParser(
-        prog="make bench-replays", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m experiments.live.replays",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--policies", nargs="+", default=list(POLICIES))
     parser.add_argument("--workers", type=int, default=8)

@@ -1,5 +1,4 @@
-"""`make bench-policies`: every policy in every paper's scenario and in a mix of them
-(docs/policy-tailrace.md).
+"""Every policy in every paper's scenario and in a mix of them (docs/policy-tailrace.md).
 
 Rates are 60, 85 and 110% of the one that the best policy of the four papers, or least-loaded, sustains: the
 highest rate found at which it meets the SLOs of 90% of requests (Arrow's target), searched in steps of 25%
@@ -168,7 +167,7 @@ def report(outcomes: Sequence[Outcome], console: Console) -> None:
 
 def main(arguments: Iterable[str] | None = None) -> Path:
     """Run the benchmark; return the path of the figures."""
-    parser = argparse.ArgumentParser(prog="make bench-policies", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m experiments.policies", description=__doc__)
     parser.add_argument(
         "--data", type=Path, default=os.environ.get("TAILRACE_DATA"), help="folder that contains traces/"
     )

@@ -1,4 +1,4 @@
-"""`make bench-shards`: several schedulers, and placement leases, against one scheduler, in the simulator.
+"""Several schedulers, and placement leases, against one scheduler, in the simulator.
 
 How to go beyond one scheduler (docs/fleet-size.md): N instances are divided among 2 to 16 schedulers, of
 which each request asks a random one, its session's, the emptier of two, or two and takes the better answer;
@@ -125,7 +125,9 @@ def _run(tasks: Sequence[Task[T]], title: str, console: Console) -> dict[str, T]
 def main(arguments: Sequence[str] | None = None) -> Path:
     """Run the benchmark; return the path of the figures."""
     parser = argparse.ArgumentParser(
-        prog="make bench-shards", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m experiments.shards",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--only",

@@ -1,4 +1,4 @@
-"""`make bench-validation`: profile and load a real vLLM worker, simulate the same, and report the error.
+"""Profile and load a real vLLM worker, simulate the same, and report the error.
 
 Nothing is fitted to the compared load. The worker measures its own profile (`tailrace profile`) twice: alone,
 and while everything that serves such a load is active, with a simulated engine in the worker's place. As that

@@ -23,7 +23,7 @@ def test_equal_units_are_equal_tokens_and_all_others_differ() -> None:
     assert len(set(of_name.values())) > 0.9 * len(of_name)
 
 
-# 90 s on two cores; `make bench-cache-vllm` runs the whole benchmark.
+# 90 s on two cores; `python -m experiments.cache.against_vllm` runs the whole benchmark.
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_sequential_hits_equal_those_of_vllm_and_batched_ones_within_two_points() -> None:

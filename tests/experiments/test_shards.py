@@ -1,4 +1,4 @@
-"""`make bench-shards`: policies that imitate several schedulers, and front ends with leases."""
+"""Policies that imitate several schedulers, and front ends with leases."""
 
 from __future__ import annotations
 

@@ -50,8 +50,7 @@ class ControlledFleet:
         number = types_pb2.POOL_UNSPECIFIED if pool is None else _POOLS[pool]
         await self.admin.SetPool(admin_pb2.SetPoolRequest(instance_id=name, pool=number), timeout=CALL_S)
 
-    async def migrations(self, limit: int) -> list[migration_pb2.MigrationRecord]:
-        """Return the latest migrations, committed or not."""
-        request = migration_pb2.ListMigrationsRequest(limit=limit)
-        reply = await self.admin.ListMigrations(request, timeout=CALL_S)
+    async def migrations(self) -> list[migration_pb2.MigrationRecord]:
+        """Return the migrations that the migration service still lists, committed or not, newest first."""
+        reply = await self.admin.ListMigrations(migration_pb2.ListMigrationsRequest(), timeout=CALL_S)
         return list(reply.migrations)

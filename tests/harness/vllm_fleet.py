@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tailrace.cluster import Pool
 from tailrace.store.membership import Membership
 from tailrace.store.store import Store
-from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, profile_pb2
+from tailrace.v1 import admin_pb2, admin_pb2_grpc, profile_pb2
 from tests.harness.controlled import CALL_S, POLL_S, SETTLE_S, ControlledFleet
 from tests.harness.servers import TailraceCluster
 
@@ -31,8 +31,6 @@ MAX_LEN: Final = 2_900
 FAST_FRONT: Final = "rust" if (Path(sys.executable).parent / "vllm-rs").exists() else "python"
 
 _PROFILE_S: Final = 20.0
-# More migrations than a fleet makes in a run.
-_LISTED: Final = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +95,6 @@ class Fleet(ControlledFleet):
             if event.HasField("profile"):
                 return event.profile
         raise RuntimeError("profiling ended without a profile")
-
-    async def all_migrations(self) -> list[migration_pb2.MigrationRecord]:
-        """Return the migrations since the start, committed or not."""
-        return await self.migrations(_LISTED)
 
     async def counters(self) -> Counts:
         """Return the workers' counters, summed over all workers."""

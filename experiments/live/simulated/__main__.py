@@ -1,4 +1,4 @@
-"""`make bench-live`: replay part of each trace through the real services and through the simulator.
+"""Replay part of each trace through the real services and through the simulator.
 
 Simulated engines run behind etcd, monitor, migration service, scheduler and front end, all of them real
 processes. vLLM's API server is left out: a load generator sends its messages, since HTTP and tokenization
@@ -64,7 +64,9 @@ async def scheduler_costs(options: argparse.Namespace, console: Console) -> list
 
 def _parse(arguments: Sequence[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser = argparse.ArgumentParser(
-        prog="make bench-live", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m experiments.live.simulated",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     names = ["azure-code", "azure-conv", "mooncake", "burstgpt", "r1", "none"]
     parser.add_argument("--traces", nargs="+", choices=names, help="default: all available ones")

@@ -21,8 +21,6 @@ from tests.harness.engine_core_load import LoadGenerator
 from tests.harness.loaded_fleet import LoadedFleet, Workers, loaded_fleet
 
 _NEUTRAL: Final = "round_robin"
-# As many migrations as a migration service lists.
-_LISTED: Final = 1_000
 
 
 class LiveFleet(ControlledFleet):
@@ -77,8 +75,8 @@ class LiveFleet(ControlledFleet):
         )
 
     async def migrations_since(self, since_s: float) -> list[migration_pb2.MigrationRecord]:
-        """Return at most the last 1,000 migrations opened since then (seconds since the epoch)."""
-        return [m for m in await self.migrations(_LISTED) if m.opened_s >= since_s]
+        """Return the listed migrations that were opened since then (seconds since the epoch)."""
+        return [m for m in await self.migrations() if m.opened_s >= since_s]
 
     async def scrape(self, part: str) -> list[Metric]:
         """Return a part's current metrics."""

@@ -1,5 +1,4 @@
-"""`make bench-real`: compare each paper's policy with its rivals on real vLLM workers, checking every
-answer."""
+"""Compare each paper's policy with its rivals on real vLLM workers, checking every answer."""
 
 from __future__ import annotations
 

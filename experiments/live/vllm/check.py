@@ -62,13 +62,13 @@ class References:
             return
         for _ in range(_TRIES):
             await fleet.clear()
-            before, moved = await fleet.counters(), len(await fleet.all_migrations())
+            before, moved = await fleet.counters(), len(await fleet.migrations())
             slots = asyncio.Semaphore(2 * WORKERS)
             began_s = time.perf_counter()
             await asyncio.gather(*(self._ask(fleet, each, slots) for each in new))
             took_s = time.perf_counter() - began_s
             done = (await fleet.counters()).since(before)
-            if not done.preemptions and len(await fleet.all_migrations()) == moved:
+            if not done.preemptions and len(await fleet.migrations()) == moved:
                 self.seconds += took_s
                 self.tokens += done.tokens
                 return

@@ -48,7 +48,7 @@ class Observations:
 async def observing(fleet: Fleet) -> AsyncIterator[Observations]:
     """Observe the fleet for the block."""
     observed = Observations()
-    known = {record.migration_id for record in await fleet.all_migrations()}
+    known = {record.migration_id for record in await fleet.migrations()}
     before = await fleet.counters()
     pools: dict[str, Pool] = dict(fleet.members.pools)
     active = True
@@ -73,7 +73,7 @@ async def observing(fleet: Fleet) -> AsyncIterator[Observations]:
         with contextlib.suppress(asyncio.CancelledError):
             await sampling
     observed.counts = (await fleet.counters()).since(before)
-    observed.migrations = [r for r in await fleet.all_migrations() if r.migration_id not in known]
+    observed.migrations = [r for r in await fleet.migrations() if r.migration_id not in known]
 
 
 async def _sample(fleet: Fleet, observed: Observations) -> None:
