@@ -92,7 +92,7 @@ def test_remaining_streams_are_recomputed_without_a_scheduler(
     for name in schedulers:
         simulated_fleet.processes[name].kill()
     stop(simulated_fleet, ["w3"])
-    del simulated_fleet.processes["w3"]
+    simulated_fleet.forget("w3")
     check_answers(streams, undisturbed)
     assert recoveries(simulated_fleet, "handed_back") > handed_back
     assert recoveries(simulated_fleet, "lost") == lost

@@ -174,6 +174,11 @@ class Fleet:
         """Restart an ended process with the same arguments, without waiting until it serves."""
         return self._start(name, self._launches[name])
 
+    def forget(self, name: str) -> None:
+        """Take an ended process out of the fleet, so that it is not restarted."""
+        for known in (self.processes, self.addresses, self.metrics_ports, self._launches):
+            known.pop(name, None)
+
     def repair(self, timeout_s: float = WAIT_S) -> None:
         """Restart all ended processes with the same arguments and thaw frozen ones."""
         ended = [name for name, process in self.processes.items() if not process.alive]
