@@ -97,7 +97,7 @@ strangers: ## Try etcd, the users' HTTP port and every port of a cluster as stra
 	@scripts/install.sh --rust
 	$(PYTHON) -m tests.strangers $(ARGS)
 
-##@ Benchmarks; further ones are run as python -m benchmarks.NAME: cache, scale, swap
+##@ Benchmarks; further ones are run as python -m benchmarks.NAME: scale, cache.pull, cache.router
 
 bench-stream: ## Throughput through the front ends against plain vllm serve (ARGS="--against clear": overhead of mutual TLS)
 	@scripts/install.sh --rust

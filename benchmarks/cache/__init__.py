@@ -1,1 +1,1 @@
-"""The prefix cache of real vLLM workers: by `policies`, against vLLM's `router`, and what a `pull` saves."""
+"""The prefix cache of real vLLM workers: what a `pull` saves, and placement against vLLM's `router`."""

@@ -1,1 +1,2 @@
-"""The prefix cache in the simulator: `placement` by it, copies made `ahead`, and `against_vllm`."""
+"""The prefix cache: simulated `placement` by it, copies made `ahead`, the simulator `against_vllm`, and real
+workers under several `policies`."""

@@ -191,7 +191,7 @@ def cost_of(steps: list[Step], block_bytes: int) -> SwapCost:
 
 def main(arguments: Iterable[str] | None = None) -> None:
     """Run the benchmark; print and save its figures."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.swap", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m experiments.swap", description=__doc__)
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
     options = parser.parse_args(None if arguments is None else list(arguments))
     cost, block_bytes = asyncio.run(measure())

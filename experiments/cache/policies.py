@@ -110,7 +110,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> Path:
     """Run the benchmark; return the path of the figures."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cache.policies", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m experiments.cache.policies", description=__doc__)
     parser.add_argument("--users", type=int, default=6)
     parser.add_argument("--conversations", type=int, default=24, help="per policy and round")
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
