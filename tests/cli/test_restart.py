@@ -14,8 +14,8 @@ from tailrace.local.identity import identify
 from tailrace.local.plan import Tier
 from tailrace.local.restart import find_parts
 from tailrace.local.state import Part, RunFolder, RunState
-from tests.cli.test_up import WorkingFolder
 from tests.e2e.conftest import RUST_FRONT
+from tests.harness.working_folder import WorkingFolder
 
 WORK: rolling_restart.Work = [
     (f"Prompt {number} of a rolling restart.", {"max_tokens": 200, "extra_body": {"min_tokens": 200}})

@@ -18,54 +18,11 @@ from click.testing import CliRunner
 
 from tailrace.cli.main import main
 from tailrace.local.state import RunFolder, RunState
-from tests.ports import free_port
+from tests.harness.processes import FAST_FRONT
+from tests.harness.working_folder import WorkingFolder
 from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.fleet
-
-_UP_S = 120.0
-_FRONT = "rust" if (Path(sys.executable).parent / "vllm-rs").exists() else "python"
-
-
-class WorkingFolder:
-    """A temporary folder in which the tests run `tailrace`."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.folder = RunFolder(path / ".run")
-        self.port = free_port()
-
-    def command(self, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", "tailrace", *arguments]
-
-    def environment(self) -> dict[str, str]:
-        ours = ("TAILRACE_", "OTEL_")
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-        # The examples are not installed with the packages.
-        return kept | {"PYTHONPATH": str(Path(__file__).parents[2])}
-
-    def tailrace(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return self.run(*self.command(*arguments))
-
-    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            command,
-            cwd=self.path,
-            env=self.environment(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_UP_S,
-        )
-
-    def up(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        common = ("--engine", "simulated", "--front", _FRONT, "--port", str(self.port))
-        return self.tailrace("up", *common, *arguments)
-
-    def state(self) -> RunState:
-        state = self.folder.read()
-        assert state is not None
-        return state
 
 
 def _wait(condition: Callable[[], bool], what: str) -> None:
@@ -214,7 +171,7 @@ def test_a_part_that_fails_while_starting(here: WorkingFolder) -> None:
 
 def test_a_worker_killed_while_starting(here: WorkingFolder) -> None:
     running = subprocess.Popen(
-        here.command("up", "--engine", "simulated", "--front", _FRONT, "--port", str(here.port)),
+        here.command("up", "--engine", "simulated", "--front", FAST_FRONT, "--port", str(here.port)),
         cwd=here.path,
         env=here.environment(),
         stdin=subprocess.DEVNULL,
@@ -232,7 +189,7 @@ def test_a_worker_killed_while_starting(here: WorkingFolder) -> None:
 
 def test_an_interrupted_start(here: WorkingFolder) -> None:
     running = subprocess.Popen(
-        here.command("up", "--engine", "simulated", "--front", _FRONT, "--port", str(here.port)),
+        here.command("up", "--engine", "simulated", "--front", FAST_FRONT, "--port", str(here.port)),
         cwd=here.path,
         env=here.environment(),
         stdin=subprocess.DEVNULL,

@@ -11,7 +11,7 @@ from examples import rolling_restart
 from examples.fifty_streams import variants
 from tailrace.local.restart import find_parts
 from tailrace.local.state import RunFolder
-from tests.cli.test_up import WorkingFolder
+from tests.harness.working_folder import WorkingFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(3600)]
 

@@ -10,9 +10,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 from tests.harness.forked import ForkedCommand
 from tests.waiting import WAIT_S
+
+FAST_FRONT: Final = "rust" if (Path(sys.executable).parent / "vllm-rs").exists() else "python"
+"""The API server that starts at once, if it is installed."""
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 import urllib.request
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import grpc
@@ -19,6 +17,7 @@ from tailrace.store.membership import Membership
 from tailrace.store.store import Store
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, profile_pb2
 from tests.harness.controlled import CALL_S, POLL_S, SETTLE_S, ControlledFleet
+from tests.harness.processes import FAST_FRONT
 from tests.harness.servers import TailraceCluster
 
 WORKERS: Final = 3
@@ -27,8 +26,6 @@ BLOCK_TOKENS: Final = 32
 # be recorded two at a time.
 KV_BLOCKS: Final = 96
 MAX_LEN: Final = 2_900
-
-FAST_FRONT: Final = "rust" if (Path(sys.executable).parent / "vllm-rs").exists() else "python"
 
 _PROFILE_S: Final = 20.0
 

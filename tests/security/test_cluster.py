@@ -4,101 +4,65 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import socket
 import ssl
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 import pytest
 
-from tailrace.local.state import RunFolder, RunState
 from tailrace.security.access import METHODS
 from tailrace.security.authority import Authority
 from tailrace.security.credentials import read_credentials
 from tailrace.security.roles import Identity, Role, server_name
 from tests.harness.loadgen import completion_request, run_streams
-from tests.ports import free_port
+from tests.harness.working_folder import WorkingFolder
 from tests.strangers.calls import call_all, http_get
 from tests.strangers.cluster import listening_ports
 from tests.strangers.sniffer import Sniffer
 
 pytestmark = pytest.mark.fleet
 
-_FRONT = "rust" if (Path(sys.executable).parent / "vllm-rs").exists() else "python"
-_UP_S = 120.0
 _STREAMS = 50
 
 
-@dataclass
-class Cluster:
+class Cluster(WorkingFolder):
     """A cluster started by `tailrace up --tls`."""
-
-    folder: Path
-    http_port: int
-
-    @property
-    def state(self) -> RunState:
-        """The current state, which changes when parts are restarted."""
-        state = RunFolder(self.folder / ".run").read()
-        assert state is not None
-        return state
 
     @property
     def authority(self) -> Authority:
-        return Authority.load(Path(self.state.certificates))
-
-    def tailrace(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return _tailrace(self.folder, *arguments)
+        return Authority.load(Path(self.state().certificates))
 
     def listening_ports(self) -> dict[int, str]:
         """Return every TCP port of the cluster, and the part that listens there."""
-        return listening_ports(self.state)
+        return listening_ports(self.state())
 
     async def streams(self, prompts: Sequence[str], tokens: int) -> list[str]:
         """Run streams concurrently and return their errors."""
-        url = f"http://127.0.0.1:{self.http_port}"
+        url = f"http://127.0.0.1:{self.port}"
         requests = [completion_request(url, "tiny", prompt, tokens) for prompt in prompts]
         results = await run_streams(url, requests)
         short = [f"{r.tokens} of {tokens} tokens" for r in results if not r.error and r.tokens != tokens]
         return [r.error for r in results if r.error] + short
 
 
-def _tailrace(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {n: v for n, v in os.environ.items() if not n.startswith(("TAILRACE_", "OTEL_"))}
-    return subprocess.run(
-        [sys.executable, "-m", "tailrace", *arguments],
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=_UP_S,
-    )
-
-
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    folder = tmp_path_factory.mktemp("cluster")
-    port = free_port()
-    options = ("--tls", "--engine", "simulated", "--workers", "2", "--front", _FRONT, "--port", str(port))
+    place = Cluster(tmp_path_factory.mktemp("cluster"))
     try:
-        result = _tailrace(folder, "up", *options)
+        result = place.up("--tls", "--workers", "2")
         assert result.returncode == 0, result.stderr
-        yield Cluster(folder, port)
+        yield place
     finally:
-        _tailrace(folder, "down")
+        place.tailrace("down")
 
 
 def test_user_who_started_the_cluster_is_its_operator(cluster: Cluster) -> None:
     instances = json.loads(cluster.tailrace("get", "instances", "-o", "json").stdout)["instances"]
     assert [each["state"] for each in instances] == ["active", "active"]
     assert cluster.tailrace("set", "slo", "ttft=3").returncode == 0
-    log = (cluster.folder / ".run" / "logs" / "scheduler.log").read_text()
+    log = (cluster.folder.logs / "scheduler.log").read_text()
     assert '"who":"admin/local"' in log and '"what":"SetSlo"' in log
 
 
@@ -111,7 +75,7 @@ def test_viewer_can_read_but_not_change(cluster: Cluster) -> None:
 
 
 def test_wrong_certificate_is_explained(cluster: Cluster, tmp_path: Path) -> None:
-    admin = ("get", "slo", "--admin", cluster.state.admin)
+    admin = ("get", "slo", "--admin", cluster.state().admin)
     without = cluster.tailrace(*admin)
     assert without.returncode == 3 and "does it require a certificate? (--tls)" in without.stderr
     foreign = Authority.create(tmp_path / "foreign").issue(Identity(Role.ADMIN, "x")).folder
@@ -122,7 +86,7 @@ def test_wrong_certificate_is_explained(cluster: Cluster, tmp_path: Path) -> Non
     assert (
         refused.returncode == 1 and "its role is worker; admin or viewer is required here" in refused.stderr
     )
-    assert cluster.tailrace("certs", "rotate", "--dir", cluster.state.certificates).returncode == 0
+    assert cluster.tailrace("certs", "rotate", "--dir", cluster.state().certificates).returncode == 0
 
 
 @pytest.mark.slow
@@ -139,7 +103,9 @@ async def test_rotation_of_certificates_and_authority_breaks_no_stream(cluster: 
     long = asyncio.create_task(keep_streaming())
     steps = ("rotate", "new-authority", "rotate", "retire-authority", "rotate")
     for step in steps:
-        result = await asyncio.to_thread(cluster.tailrace, "certs", step, "--dir", cluster.state.certificates)
+        result = await asyncio.to_thread(
+            cluster.tailrace, "certs", step, "--dir", cluster.state().certificates
+        )
         assert result.returncode == 0, result.stderr
         if step == "new-authority":
             # etcd reads its trusted authorities only at startup.
@@ -159,7 +125,7 @@ async def test_rotation_of_certificates_and_authority_breaks_no_stream(cluster: 
 async def test_prompts_are_encrypted_on_all_links(cluster: Cluster) -> None:
     secret = "sesame opens this very door"
     try:
-        sniffer = Sniffer(frozenset({cluster.http_port}))
+        sniffer = Sniffer(frozenset({cluster.port}))
     except PermissionError:
         pytest.skip("no permission to capture packets")
     with sniffer:
@@ -177,7 +143,7 @@ def test_every_port_and_method_refuses_callers_without_a_certificate(cluster: Cl
     ports = cluster.listening_ports()
     assert len(ports) >= 2 * 6 + 2
     exempt = _plain_text_ports(cluster)
-    authorities = (Path(cluster.state.certificates) / "ca.crt").read_bytes()
+    authorities = (Path(cluster.state().certificates) / "ca.crt").read_bytes()
     for port, part in ports.items():
         if port in exempt:
             continue
@@ -208,10 +174,10 @@ def test_member_with_another_role_is_refused(cluster: Cluster, role: Role) -> No
 
 def _plain_text_ports(cluster: Cluster) -> set[int]:
     """Return the intentionally unencrypted ports: HTTP for users, etcd's health on loopback, UCX transfer."""
-    etcd = next(part for part in cluster.state.parts if part.name == "etcd")
+    etcd = next(part for part in cluster.state().parts if part.name == "etcd")
     assert etcd.spec is not None
     health = int(etcd.spec.address.rpartition(":")[2])
-    exempt_ports = {cluster.http_port, health}
+    exempt_ports = {cluster.port, health}
     for port, part in cluster.listening_ports().items():
         if part.startswith("worker") and not _speaks_tls(port):
             exempt_ports.add(port)
