@@ -61,7 +61,7 @@ _TOO_LARGE: Final = "larger than max"
 # Largest listing: 300,000 instances, and what a process can hold.
 _LISTING_BYTES: Final = 256 << 20
 
-_CHANNEL_OPTIONS: Final = (
+_CHANNEL_OPTIONS: Final[tuple[tuple[str, str | int], ...]] = (
     ("grpc.max_receive_message_length", _MESSAGE_BYTES),
     # A name with several addresses stands for several members: calls use the next that answers.
     ("grpc.lb_policy_name", "round_robin"),
