@@ -11,7 +11,9 @@ time (worker_agent/dispatch.py) and rejects the others.
 
 Clearing all suspects takes as long as their prompts take one after the other. If that is too long (long
 queues, or very many streams), the number per instance doubles every WIDEN_S seconds: nobody waits forever
-because of a crash that may have had other reasons.
+because of a crash that may have had other reasons. While no suspect runs, as when the crash took the last
+instance, they wait for an instance and not for each other: then it does not double, and when an instance
+comes, it again gets one at a time.
 """
 
 from __future__ import annotations
@@ -93,6 +95,13 @@ class Probation:
         """Go back to one suspect per instance: an engine died again."""
         self._width, self._widened_s = 1, self._clock()
 
+    def instance_attached(self) -> None:
+        """Let suspects that waited for an instance share it no sooner than others do."""
+        until_s = self._clock() + EXCLUSIVE_S
+        for stream in self._active.values():
+            if stream.owner is None:
+                stream.exclusive_until_s = until_s
+
     def drop(self, streams: Iterable[Stream]) -> None:
         """Remove streams that were lost again or have ended."""
         for stream in streams:
@@ -130,6 +139,8 @@ class Probation:
         self.check_progress()
         if not self._prime_suspects and not self._other_suspects:
             self._width = 1
+        elif all(stream.owner is None for stream in self._active.values()):
+            self._widened_s = now_s
         elif now_s - self._widened_s >= WIDEN_S:
             self._width, self._widened_s = 2 * self._width, now_s
             self._release()

@@ -140,6 +140,7 @@ class Recovery:
     def attached(self, instance_id: str, incarnation: str) -> None:
         """Record that an instance answers, and from its incarnation whether the lost process survived."""
         self._incarnations[instance_id] = incarnation
+        self._probation.instance_attached()
         case = self._unexplained.pop(instance_id, None)
         if case is None:
             return

@@ -52,6 +52,8 @@ class Model:
     # Seconds until the front end learns that the process of a dead engine has ended; None: the worker itself
     # reports the death.
     report_s: float | None = None
+    # Seconds until a new process has replaced one whose engine died; None: none does.
+    back_s: float | None = None
     now_s: float = 100.0
     table: StreamTable = field(default_factory=StreamTable)
     deaths: list[str] = field(default_factory=list)
@@ -152,13 +154,21 @@ class Model:
         self.recovery.tick()
 
     def die(self, engine: Engine) -> None:
-        """End the engine's process; it is replaced much later or never."""
+        """End the engine's process."""
         engine.attached, engine.dead = False, True
+        if self.back_s is not None:
+            self.later.append((self.now_s + self.back_s, lambda: self.replace(engine)))
         if self.report_s is None:
             self.recovery.instance_lost(engine.name, Loss(LossCause.ENGINE_FAILED, "the engine failed"))
             return
         self.recovery.instance_lost(engine.name, Loss(LossCause.BROKEN, "closed"))
         self.later.append((self.now_s + self.report_s, lambda: self.recovery.process_gone(engine.name)))
+
+    def replace(self, engine: Engine) -> None:
+        """Start another process in place of the one that ended."""
+        engine.attached, engine.dead = True, False
+        engine.incarnation += 1
+        self.recovery.attached(engine.name, str(engine.incarnation))
 
     def cut(self, engine: Engine, back_s: float) -> None:
         """Cut the engine's link for `back_s` seconds."""
@@ -232,6 +242,19 @@ def test_only_the_culprit_is_ended_whatever_the_network_does(
     assert model.finished == set(names)
     # A network failure at the wrong moment hides where requests were, which can cost one more engine.
     assert len(model.deaths) == 2 or (cuts and len(model.deaths) <= 3)
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_suspects_that_waited_for_an_instance_get_it_one_at_a_time(engines: int, seed: int) -> None:
+    """While all instances are away, suspects do not wait for each other."""
+    model = Model(engines, {"culprit": 1}, seed, back_s=12.0)
+    names = add_neighbours(model, 20)
+    model.add("culprit")
+    model.run(120)
+    assert set(model.ended) == {"culprit"}
+    assert model.finished == set(names)
+    assert len(model.deaths) == 2
 
 
 def test_failure_of_a_machine_with_several_engines_ends_no_request() -> None:
