@@ -43,7 +43,7 @@ from experiments.claims.verdicts import judged
 REQUESTS: Final = 4_000
 SEEDS: Final = (1, 2, 3, 4, 5)
 CURVE_SEEDS: Final = (1, 2, 3)
-# Seconds on one core of an idle machine of the kind that docs/claims-pascal.md names.
+# Seconds on one core of an idle machine.
 _COST_S: Final[Mapping[str, float]] = {
     "fcfs": 3.0,
     "rr": 3.0,
