@@ -38,7 +38,7 @@ from frontend_svc.liveness import Liveness
 from frontend_svc.names import NamedOutput
 from frontend_svc.observer import StreamObserver
 from frontend_svc.pacing import Pacer
-from frontend_svc.placement import Placed, Placement
+from frontend_svc.placement import Placement
 from frontend_svc.recovery import Recovery
 from frontend_svc.settings import Limits, WaitLimits
 from frontend_svc.streams import (
@@ -120,7 +120,9 @@ class Carrier:
         self._limits = limits
         self._on_full = on_full
         self._observer = observer
-        self._dispatch = Dispatcher(table, placement, workers, self, wait_limits)
+        self._dispatch = Dispatcher(
+            table, placement, workers, observer, wait_limits, self._on_unplaced, self._on_refused
+        )
         self.fair_gate: FairGate | None = None
         if limits.fair_backlog_tokens:
             self.fair_gate = FairGate(
@@ -132,7 +134,7 @@ class Carrier:
                 observer.turn_waited,
             )
         self._recovery = Recovery(table, self._dispatch, workers, self._give_up, observer.engine_died)
-        self._relocations = Relocations(table, placement, workers, self._dispatch, self)
+        self._relocations = Relocations(table, placement, workers, self._dispatch, observer)
         self._adoptions = Adoptions(table, workers, observer.adopted, placement.may_run)
         self._liveness = Liveness(table, workers)
         # What the attached instances last said of their engines.
@@ -544,22 +546,14 @@ class Carrier:
 
     # ---- from dispatch and recovery
 
-    def on_placed(self, stream: Stream, placed: Placed, seconds: float) -> None:
-        """Record that a stream was submitted to an instance."""
-        self._observer.placed(stream, placed, seconds)
-
-    def on_handed_back(self, stream: Stream, instance_id: str) -> None:
-        """See RelocationSink."""
-        self._observer.handed_back(stream, instance_id)
-
-    def on_unplaced(self, stream: Stream, reason: str, seconds: float) -> None:
+    def _on_unplaced(self, stream: Stream, reason: str, seconds: float) -> None:
         """End a stream that no instance could take in time."""
         if self._table.is_live(stream):
             log.warning("%s found no instance in %.1f s: %s", stream.request_id, seconds, reason)
             self._end_with_error(stream, CANNOT_GO_ON if stream.accepted else NO_INSTANCE)
             self._observer.gave_up(stream, reason)
 
-    def on_refused(self, stream: Stream, reason: str) -> None:
+    def _on_refused(self, stream: Stream, reason: str) -> None:
         """End a stream that the scheduler refuses because its first token would be too late."""
         if self._table.is_live(stream):
             log.info("%s is too late: %s", stream.request_id, reason)

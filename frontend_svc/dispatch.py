@@ -11,9 +11,10 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
 from frontend_svc.links import Outbox, abort_message, request_bytes
+from frontend_svc.observer import StreamObserver
 from frontend_svc.placement import NoPlacement, Placed, Placement
 from frontend_svc.settings import WaitLimits
 from frontend_svc.streams import Stream, StreamTable
@@ -33,19 +34,6 @@ _RETRY_S: Final = 0.5
 BUSY_S: Final = 0.5
 
 
-class DispatchSink(Protocol):
-    """Receive the outcome of each placement."""
-
-    def on_placed(self, stream: Stream, placed: Placed, seconds: float) -> None:
-        """Handle a stream submitted to an instance `seconds` after placement began."""
-
-    def on_unplaced(self, stream: Stream, reason: str, seconds: float) -> None:
-        """Handle a stream that found no instance within its wait limit; it has to be ended."""
-
-    def on_refused(self, stream: Stream, reason: str) -> None:
-        """Handle a stream that the scheduler refused for good; it has to be ended."""
-
-
 def _none_forbidden() -> frozenset[str]:
     return frozenset()
 
@@ -58,14 +46,23 @@ class Dispatcher:
         table: StreamTable,
         placement: Placement,
         outbox: Outbox,
-        sink: DispatchSink,
+        observer: StreamObserver,
         wait_limits: WaitLimits,
+        on_unplaced: Callable[[Stream, str, float], None],
+        on_refused: Callable[[Stream, str], None],
     ) -> None:
+        """Place nothing yet. Both callbacks have to end the stream, for the reason that they are given.
+
+        `on_unplaced(stream, reason, seconds)`: it found no instance within its wait limit;
+        `on_refused(stream, reason)`: the scheduler refused it for good.
+        """
         self._table = table
         self._placement = placement
         self._outbox = outbox
-        self._sink = sink
+        self._observer = observer
         self._wait_limits = wait_limits
+        self._on_unplaced = on_unplaced
+        self._on_refused = on_refused
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         # Instances that rejected a request as busy, each with the monotonic time until which it gets none.
@@ -132,17 +129,17 @@ class Dispatcher:
                 if chosen.instance_id not in forbidden() and self.submit(
                     stream, chosen.instance_id, chosen.pull
                 ):
-                    self._sink.on_placed(stream, chosen, placing_s)
+                    self._observer.placed(stream, chosen, placing_s)
                     return
                 reason = f"{chosen.instance_id} cannot take it now"
             elif chosen.final:
-                self._sink.on_refused(stream, chosen.reason)
+                self._on_refused(stream, chosen.reason)
                 return
             else:
                 reason = chosen.reason
             wait_s = self._wait_s(stream)
             if placing_s >= wait_s:
-                self._sink.on_unplaced(stream, reason, placing_s)
+                self._on_unplaced(stream, reason, placing_s)
                 return
             await self._wait(min(_RETRY_S, wait_s - placing_s))
 
@@ -211,28 +208,7 @@ class Dispatcher:
         if (error := task_error(task)) is not None:
             # A bug here must not leave the client waiting forever.
             loop_failed(_PLACING, stream.request_id, error)
-            self._sink.on_unplaced(stream, "internal error", 0.0)
-
-
-class Submitter(Protocol):
-    """Submit and place streams (dispatch.Dispatcher)."""
-
-    def submit(self, stream: Stream, instance_id: str, pull: worker_pb2.Pull | None = None) -> bool:
-        """Submit an unowned stream to an instance; return False if it cannot be sent now. `pull`: see
-        Placed."""
-
-    def start(self, stream: Stream, avoid: frozenset[str] = frozenset()) -> None:
-        """Begin to place an unowned stream."""
-
-
-class RelocationSink(Protocol):
-    """Receive each relocation."""
-
-    def on_handed_back(self, stream: Stream, instance_id: str) -> None:
-        """Handle a stream that was taken from this instance."""
-
-    def on_placed(self, stream: Stream, placed: Placed, seconds: float) -> None:
-        """Handle a stream submitted to another instance `seconds` after it was handed back."""
+            self._on_unplaced(stream, "internal error", 0.0)
 
 
 class Relocations:
@@ -248,14 +224,14 @@ class Relocations:
         table: StreamTable,
         placement: Placement,
         outbox: Outbox,
-        dispatch: Submitter,
-        sink: RelocationSink,
+        dispatch: Dispatcher,
+        observer: StreamObserver,
     ) -> None:
         self._table = table
         self._placement = placement
         self._outbox = outbox
         self._dispatch = dispatch
-        self._sink = sink
+        self._observer = observer
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def hand_back(self, instance_id: str, message: worker_pb2.HandBack) -> None:
@@ -283,9 +259,9 @@ class Relocations:
             return
         self._table.orphan(stream)
         self._outbox.send(instance_id, abort_message([stream.handle]))
-        self._sink.on_handed_back(stream, instance_id)
+        self._observer.handed_back(stream, instance_id)
         if self._dispatch.submit(stream, chosen.instance_id, chosen.pull):
-            self._sink.on_placed(stream, chosen, time.monotonic() - began_s)
+            self._observer.placed(stream, chosen, time.monotonic() - began_s)
         else:
             self._dispatch.start(stream, avoid)
 

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Final, Protocol
+from typing import Final
 
+from frontend_svc.dispatch import Dispatcher
 from frontend_svc.streams import Stream, StreamTable
 
 # Tokens after which a stream has made progress. More than the steps that an engine has in flight: a token can
@@ -30,15 +31,6 @@ PROGRESS_TOKENS: Final = 3
 WIDEN_S: Final = 2.0
 # Seconds after which a suspect may share an instance with another one if there is no free one.
 EXCLUSIVE_S: Final = 2.0
-
-
-class Starter(Protocol):
-    """Place streams on instances (dispatch.Dispatcher)."""
-
-    def start(
-        self, stream: Stream, avoid: frozenset[str] = ..., forbidden: Callable[[], frozenset[str]] = ...
-    ) -> None:
-        """Begin to place a stream. `avoid`: only if there is no other instance; `forbidden`: never these."""
 
 
 def has_progressed(stream: Stream) -> bool:
@@ -57,7 +49,7 @@ class Probation:
         self,
         table: StreamTable,
         attached: Callable[[], list[str]],
-        dispatch: Starter,
+        dispatch: Dispatcher,
         clock: Callable[[], float],
         on_cleared: Callable[[Stream], None],
     ) -> None:
