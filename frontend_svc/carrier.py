@@ -334,10 +334,7 @@ class Carrier:
 
     def send_output(self, handle: int, frames: Sequence[bytes], tokens: int, last: bool) -> None:
         """See ApiServerSink."""
-        if self._pacer.is_paced(handle):
-            self._pacer.put(handle, frames, tokens, last)
-        else:
-            self._output.send(frames)
+        self._pacer.put(handle, frames, tokens, last)
 
     def end_request(self, request_id: str, refusal: Refusal) -> None:
         """See ApiServerSink."""
@@ -589,11 +586,7 @@ class Carrier:
         self._close(stream)
         if self._answers is not None:
             self._answers.stream_ended(stream.handle)
-        frames = _error(stream.request_id, refusal)
-        if self._pacer.is_paced(stream.handle):
-            self._pacer.put(stream.handle, frames, 0, True)
-        else:
-            self._output.send(frames)
+        self._pacer.put(stream.handle, _error(stream.request_id, refusal), 0, True)
 
 
 def _problem_with_ids(head: RequestHead) -> str:

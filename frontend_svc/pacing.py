@@ -80,8 +80,12 @@ class Pacer:
         return handle in self._by_handle
 
     def put(self, handle: int, frames: Frames, tokens: int, last: bool) -> None:
-        """Show this message when it is due; `last`: no message follows."""
-        paced = self._by_handle[handle]
+        """Show this message when it is due, at once if its stream is not paced; `last`: no message
+        follows."""
+        paced = self._by_handle.get(handle)
+        if paced is None:
+            self._send(frames)
+            return
         paced.buffered.append((frames, tokens, self._now_s()))
         paced.ended = paced.ended or last
         self._buffered += 1
