@@ -56,6 +56,9 @@ def _small(size: int) -> bytes:
 KINDS: Final = (
     # The case with nobody else once more: its ratio tells how much is noise.
     Large("nobody, again", "bytes", 0, _completion, connections=0),
+    # What a flood of any requests costs, over as many connections as the kinds below have.
+    Large("smallest, 4 at a time", "byte", 1, _small),
+    Large("smallest, 32 at a time", "byte", 1, _small, connections=32),
     Large("longest text", "bytes", 4 << 20, _completion),
     Large("text to /tokenize", "bytes", 4 << 20, lambda size: _json(prompt="x" * size), _TOKENIZE),
     Large(
