@@ -35,7 +35,7 @@ def test_prometheus_loads_the_rules() -> None:
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
 def test_rules_use_existing_metrics(rule: Rule) -> None:
-    known = set(re.findall(r"`(tailrace_\w+)`", (DOCS / "operations.md").read_text()))
+    known = set(re.findall(r"`(tailrace_\w+)`", (DOCS / "monitoring.md").read_text()))
     named = set(re.findall(r"\btailrace_\w+", rule["expr"]))
     assert named <= known
     assert named or rule["expr"].startswith("up{")

@@ -137,7 +137,7 @@ def test_the_manual_s_table_of_metrics_is_complete(cluster: Cluster) -> None:
     exported = set(re.findall(r"^# TYPE (tailrace_\w+) ", cluster.scrape(), re.MULTILINE))
     # prometheus_client adds a creation time to histograms, which is not documented.
     exported = {name for name in exported if not name.endswith("_created")}
-    manual = (DEPLOY.parent / "docs" / "operations.md").read_text()
+    manual = (DEPLOY.parent / "docs" / "monitoring.md").read_text()
     documented = set(re.findall(r"`(tailrace_\w+)(?:\{[^`]*\})?`", manual))
     assert exported - documented == set()
 
