@@ -112,48 +112,42 @@ class Slo:
 # The objectives by the names of `tailrace set slo`.
 OBJECTIVES: Final = (
     Parameter(
-        "ttft",
-        float,
         DEFAULT_TTFT_S,
         "time to the first answering token; 0: no objective",
         unit="s",
         source="Arrow, table 1",
         minimum=0.0,
+        name="ttft",
     ),
     Parameter(
-        "tpot",
-        float,
         DEFAULT_TPOT_S,
         "mean time between answering tokens; 0: no objective",
         unit="s a token",
         source="Arrow, table 1",
         minimum=0.0,
+        name="tpot",
     ),
     Parameter(
-        "qoe",
-        float,
         0.0,
         "minimum QoE of an answer; 0: no objective",
         source="ours; PASCAL uses 0.95 (section V-A)",
         minimum=0.0,
         maximum=1.0,
+        name="qoe",
     ),
     Parameter(
-        "pace",
-        float,
         0.0,
         "pace at which users read, on which QoE is based; 0: 0.1, or tpot if that is less",
         unit="s a token",
         source="PASCAL, section V-A (0.1)",
         minimum=0.0,
+        name="pace",
     ),
     Parameter(
-        "admit",
-        float,
         0.0,
         "refuse a request whose predicted TTFT exceeds this multiple of ttft; 0: never refuse",
-        source="ours",
         minimum=0.0,
+        name="admit",
     ),
 )
 

@@ -14,7 +14,7 @@ from typing import ClassVar, Final
 
 from tailrace.cluster import Phase
 from tailrace.policy.deployment import Fact
-from tailrace.policy.parameters import Parameter
+from tailrace.policy.parameters import Parametrized, parameter
 
 # Smaller ranks are served earlier. The last element is the arrival order, which makes ranks distinct on an
 # instance. A prefix of the rank is the level, within which requests do not preempt each other.
@@ -27,27 +27,21 @@ ENGINE_ORDER: Final = "vllm"
 QUANTUM_TOKENS: Final = 500
 
 # Shared by every policy and order that counts in quanta.
-QUANTUM: Final = Parameter(
-    "quantum_tokens",
-    int,
+QUANTUM: Final = parameter(
     QUANTUM_TOKENS,
     "output tokens per quantum; an answer with fewer is fresh",
     unit="tokens",
     source="PASCAL, section V-A",
     minimum=1,
 )
-WATERMARK: Final = Parameter(
-    "watermark",
-    float,
+WATERMARK: Final = parameter(
     0.01,
     "share of an instance's KV blocks that admission leaves free, so that the batch can grow",
     source="vLLM 0.6",
     minimum=0.0,
     maximum=1.0,
 )
-PASS_OVER: Final = Parameter(
-    "pass_over",
-    float,
+PASS_OVER: Final = parameter(
     0.0,
     "KV that later requests of the same level may take past a waiting request that does not fit, before "
     "it blocks them, as a multiple of the instance's KV",
@@ -93,12 +87,10 @@ class ImportView:
     source_kv_tokens: int
 
 
-class IntraPolicy(ABC):
-    """A batch order. Pure; its constructor parameters are its only state."""
+class IntraPolicy(Parametrized, ABC):
+    """A batch order. Pure; its parameters are its only state. One shared with the fleet's policy has the same
+    name and meaning there."""
 
-    # Keyword arguments of the constructor. A parameter shared with the fleet's policy has the same name and
-    # meaning there.
-    parameters: ClassVar[tuple[Parameter, ...]] = ()
     # Facts about the deployment that it uses, also keyword arguments; workers know only the SLOs and the
     # pace.
     needs: ClassVar[tuple[Fact, ...]] = ()

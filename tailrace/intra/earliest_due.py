@@ -8,7 +8,7 @@ from tailrace.cluster import Phase
 from tailrace.intra.base import PASS_OVER, WATERMARK, IntraPolicy, JobView, Rank
 from tailrace.intra.due import due_s
 from tailrace.policy.deployment import Fact
-from tailrace.policy.parameters import Parameter
+from tailrace.policy.parameters import Value, parameter
 from tailrace.slo import DEFAULT_TTFT_S, READING_S
 
 LEAD_S: Final = 20.0
@@ -37,29 +37,18 @@ class EarliestDue(IntraPolicy):
     meet it. It still precedes all prompts that arrive `late_s` after it, so it does not starve.
     """
 
-    parameters = (
-        Parameter(
-            "lead_s",
-            float,
-            LEAD_S,
-            "how much later a running request's next token must be due than that of a request waiting for "
-            "KV, for the running one to be preempted",
-            unit="s",
-            source="ours",
-            minimum=0.0,
-        ),
-        Parameter(
-            "late_s",
-            float,
-            LATE_S,
-            "how long a waiting prompt that has missed the TTFT SLO is postponed",
-            unit="s",
-            source="ours",
-            minimum=0.0,
-        ),
-        WATERMARK,
-        PASS_OVER,
+    lead_s: float = parameter(
+        LEAD_S,
+        "how much later a running request's next token must be due than that of a request waiting for "
+        "KV, for the running one to be preempted",
+        unit="s",
+        minimum=0.0,
     )
+    late_s: float = parameter(
+        LATE_S, "how long a waiting prompt that has missed the TTFT SLO is postponed", unit="s", minimum=0.0
+    )
+    watermark: float = WATERMARK
+    pass_over: float = PASS_OVER
     needs = (Fact.TTFT_SLO, Fact.PACE)
     summary = "by when the next token is due; requests far ahead of their reader yield KV; late prompts last"
     preemptive = True
@@ -67,18 +56,13 @@ class EarliestDue(IntraPolicy):
     def __init__(
         self,
         *,
-        lead_s: float = LEAD_S,
-        late_s: float = LATE_S,
-        watermark: float = 0.01,
-        pass_over: float = 0.0,
         ttft_slo_s: float = DEFAULT_TTFT_S,
         pace_s: float = READING_S,
+        **parameters: Value,
     ) -> None:
-        """See `parameters`. `pace_s`: users' reading pace, in seconds per token."""
-        self.watermark = watermark
-        self.pass_over = pass_over
-        self._lead_us = _whole_us(lead_s)
-        self._late_s = late_s
+        """`pace_s`: users' reading pace, in seconds per token."""
+        super().__init__(**parameters)
+        self._lead_us = _whole_us(self.lead_s)
         self._ttft_slo_s = ttft_slo_s
         self._pace_s = pace_s
 
@@ -87,7 +71,7 @@ class EarliestDue(IntraPolicy):
         if job.phase is Phase.PREFILL:
             due = due_s(job.arrived_s, job.prompt_tokens, job.queue_s)
             if job.lapsed:
-                due = max(due, job.arrived_s + self._late_s)
+                due = max(due, job.arrived_s + self.late_s)
             return (_whole_us(due + self._ttft_slo_s), PROMPT, job.arrival)
         begun_s = job.answering_s if job.phase is Phase.ANSWERING else job.arrived_s + self._ttft_slo_s
         read_s = self._pace_s * (job.phase_tokens - job.phase_tokens % RANK_TOKENS)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tailrace.cluster import Phase
-from tailrace.intra.base import PASS_OVER, QUANTUM, QUANTUM_TOKENS, WATERMARK, IntraPolicy, JobView, Rank
+from tailrace.intra.base import PASS_OVER, QUANTUM, WATERMARK, IntraPolicy, JobView, Rank
+from tailrace.policy.parameters import Value
 
 
 class Fcfs(IntraPolicy):
@@ -14,13 +15,9 @@ class Fcfs(IntraPolicy):
     V-A). This is vLLM's order unless `pass_over` is above 0.
     """
 
-    parameters = (WATERMARK, PASS_OVER)
+    watermark: float = WATERMARK
+    pass_over: float = PASS_OVER
     summary = "arrival order; preempts the last when KV is short"
-
-    def __init__(self, *, watermark: float = 0.01, pass_over: float = 0.0) -> None:
-        """See `parameters`."""
-        self.watermark = watermark
-        self.pass_over = pass_over
 
     def rank(self, job: JobView) -> Rank:
         """Return (arrival,)."""
@@ -35,19 +32,16 @@ class QuantumRoundRobin(IntraPolicy):
     one that has used fewer quanta.
     """
 
-    parameters = (QUANTUM, WATERMARK, PASS_OVER)
+    quantum_tokens: int = QUANTUM
+    watermark: float = WATERMARK
+    pass_over: float = PASS_OVER
     summary = "fewest token quanta used goes first"
     preemptive = True
 
-    def __init__(
-        self, *, quantum_tokens: int = QUANTUM_TOKENS, watermark: float = 0.01, pass_over: float = 0.0
-    ) -> None:
-        """See `parameters`."""
-        if quantum_tokens < 1:
-            raise ValueError(f"a quantum has at least one token, not {quantum_tokens}")
-        self.quantum_tokens = quantum_tokens
-        self.watermark = watermark
-        self.pass_over = pass_over
+    def __init__(self, **parameters: Value) -> None:
+        super().__init__(**parameters)
+        if self.quantum_tokens < 1:
+            raise ValueError(f"a quantum has at least one token, not {self.quantum_tokens}")
 
     def rank(self, job: JobView) -> Rank:
         """Return (quanta used up, arrival)."""
@@ -66,13 +60,9 @@ class DecodeFirst(IntraPolicy):
     every prompt, so that prompts are preempted first if KV is short. Admissions do not preempt.
     """
 
-    parameters = (WATERMARK, PASS_OVER)
+    watermark: float = WATERMARK
+    pass_over: float = PASS_OVER
     summary = "decodes before prompts, chunked prefill in the rest, KV migrations in order"
-
-    def __init__(self, *, watermark: float = 0.01, pass_over: float = 0.0) -> None:
-        """See `parameters`."""
-        self.watermark = watermark
-        self.pass_over = pass_over
 
     def rank(self, job: JobView) -> Rank:
         """Return (1 for prefill or 0 for decode, arrival)."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from tailrace.cluster import Phase
-from tailrace.intra.base import PASS_OVER, QUANTUM, QUANTUM_TOKENS, WATERMARK, IntraPolicy, JobView, Rank
-from tailrace.policy.parameters import Parameter
+from tailrace.intra.base import PASS_OVER, QUANTUM, WATERMARK, IntraPolicy, JobView, Rank
+from tailrace.policy.parameters import Value, parameter
 
 HIGH: Final = 0
 LOW: Final = 1
@@ -24,40 +24,26 @@ class PascalQueue(IntraPolicy):
     treated as a low-priority answering request".
     """
 
-    parameters = (
-        QUANTUM,
-        Parameter(
-            "demotion_tokens",
-            int,
-            DEMOTION_TOKENS,
-            "context length above which a reasoning request is demoted to the low-priority queue",
-            unit="tokens",
-            source="PASCAL, section V-A",
-            minimum=1,
-        ),
-        WATERMARK,
-        PASS_OVER,
+    quantum_tokens: int = QUANTUM
+    # None: never.
+    demotion_tokens: int | None = parameter(
+        DEMOTION_TOKENS,
+        "context length above which a reasoning request is demoted to the low-priority queue",
+        unit="tokens",
+        source="PASCAL, section V-A",
+        minimum=1,
     )
+    watermark: float = WATERMARK
+    pass_over: float = PASS_OVER
     summary = "reasoning before answering, quanta in each, long reasoning demoted"
     preemptive = True
     # Without room on the device an answering request spills "its KV cache to CPU memory" (on Algorithm 2).
     receives_on_host = True
 
-    def __init__(
-        self,
-        *,
-        quantum_tokens: int = QUANTUM_TOKENS,
-        demotion_tokens: int | None = DEMOTION_TOKENS,
-        watermark: float = 0.01,
-        pass_over: float = 0.0,
-    ) -> None:
-        """`demotion_tokens`: context length above which reasoning is demoted (section V-A); None: never."""
-        if quantum_tokens < 1:
-            raise ValueError(f"a quantum has at least one token, not {quantum_tokens}")
-        self.quantum_tokens = quantum_tokens
-        self.demotion_tokens = demotion_tokens
-        self.watermark = watermark
-        self.pass_over = pass_over
+    def __init__(self, **parameters: Value | None) -> None:
+        super().__init__(**parameters)
+        if self.quantum_tokens < 1:
+            raise ValueError(f"a quantum has at least one token, not {self.quantum_tokens}")
 
     def rank(self, job: JobView) -> Rank:
         """Return (queue, quanta used up in it, arrival)."""

@@ -15,19 +15,18 @@ from tailrace.actions import Action, Placement, WhenFull
 from tailrace.cluster import Arrival, ClusterView, RequestView
 from tailrace.intra.base import ENGINE_ORDER
 from tailrace.policy.deployment import Fact
-from tailrace.policy.parameters import Parameter, Value
+from tailrace.policy.parameters import Parametrized, Value
 
 
-class Policy(ABC):
+class Policy(Parametrized, ABC):
     """A policy of the fleet, and what it declares about the system around it.
 
-    Only `place` is required; every other decision point does nothing by default. The constructor gets a
-    keyword argument for each of `parameters`, and one for each of `needs` that is known; all of them must
-    have defaults.
+    Only `place` is required; every other decision point does nothing by default. Attributes that are declared
+    by `parameter` may be set by users with `tailrace set policy NAME key=value` and `--set key=value`. A
+    constructor gets them as keyword arguments, and one for each of `needs` that is known, which must have a
+    default.
     """
 
-    # Parameters that users may set with `tailrace set policy NAME key=value` and `--set key=value`.
-    parameters: ClassVar[tuple[Parameter, ...]] = ()
     # Facts about the deployment that it uses for planning.
     needs: ClassVar[tuple[Fact, ...]] = ()
     # The batch order inside each instance that belongs to it, a name of `tailrace.intra.registry`. A paper's

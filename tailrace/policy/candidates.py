@@ -12,7 +12,7 @@ from typing import Final
 from tailrace.actions import Migrate, Refuse
 from tailrace.cluster import Arrival, ClusterView, InstanceState, InstanceView, RequestView
 from tailrace.perf.steps import StepModel, held_tokens
-from tailrace.policy.parameters import Parameter
+from tailrace.policy.parameters import parameter
 
 NO_INSTANCE = Refuse("no active instance")
 
@@ -26,9 +26,7 @@ def candidates(view: ClusterView, arrival: Arrival) -> list[InstanceView]:
     return [i for i in view.instances.values() if i.state is active and i.instance_id not in excluded]
 
 
-CACHE_AWARE: Final = Parameter(
-    "cache_aware",
-    bool,
+CACHE_AWARE: Final = parameter(
     False,
     "whether the tokens of an arrival's prefix that an instance has cached are subtracted there; those in "
     "host memory count less by what it takes to load them",

@@ -8,11 +8,9 @@ from tailrace.actions import Place, Placement
 from tailrace.cluster import Arrival, ClusterView, InstanceView
 from tailrace.policy.base import Policy
 from tailrace.policy.candidates import NO_INSTANCE, candidates, footprint_tokens
-from tailrace.policy.parameters import Parameter
+from tailrace.policy.parameters import parameter
 
-QUEUED_WEIGHT: Final = Parameter(
-    "queued_weight",
-    float,
+QUEUED_WEIGHT: Final = parameter(
     1.0,
     "weight of placed prompts without KV in an instance's KV footprint (m_i)",
     source="ours; 0 follows PASCAL literally",
@@ -24,13 +22,9 @@ class MinKv(Policy):
     """Place each request on the instance with the smallest KV footprint, and never migrate it (PASCAL,
     section V-A)."""
 
-    parameters = (QUEUED_WEIGHT,)
+    queued_weight: float = QUEUED_WEIGHT
     baseline_of = "pascal"
     summary = "each arrival to the instance with the smallest KV footprint; no migration"
-
-    def __init__(self, *, queued_weight: float = 1.0) -> None:
-        """`queued_weight`: as in `Pascal`, so that the two policies share one definition of m_i."""
-        self.queued_weight = queued_weight
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
         """Return argmin m_i; the first of equals."""

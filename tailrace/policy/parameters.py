@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Final, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias, TypeVar
 
 from tailrace.bounded import shown
 
 Value: TypeAlias = bool | int | float | str
+V = TypeVar("V", bool, int, float, str)
 NO_PARAMETERS: Final[Mapping[str, Value]] = MappingProxyType({})
 
 _TYPE_NAMES: Final[Mapping[type[Value], str]] = {
@@ -29,13 +30,9 @@ class ParameterError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter, as a policy class lists it in `parameters`.
+    """A parameter, as a class of `Parametrized` declares it."""
 
-    The class's constructor takes a keyword argument of the same name, with the same default.
-    """
-
-    name: str
-    type: type[Value]
+    # Of the same type as all of its values.
     default: Value
     description: str
     # Empty: dimensionless, or a word.
@@ -47,17 +44,21 @@ class Parameter:
     maximum: float | None = None
     # Allowed values of a `str` parameter; empty: any.
     choices: tuple[str, ...] = ()
+    # That of the attribute which declares it.
+    name: str = ""
 
     def __post_init__(self) -> None:
         """Raise TypeError or ValueError for a contradictory declaration."""
         if self.type not in _TYPE_NAMES:
-            raise TypeError(f"parameter {self.name!r}: type {self.type!r} is not bool, int, float or str")
-        if not self.name.isidentifier():
-            raise ValueError(f"parameter {self.name!r}: the name is not an identifier")
+            raise TypeError(f"parameter {self.name!r}: {self.default!r} is not a bool, int, float or str")
         if self.choices and self.type is not str:
             raise TypeError(f"parameter {self.name!r}: only a str parameter has choices")
-        if type(self.parse(self.default)) is not type(self.default):
-            raise TypeError(f"parameter {self.name!r}: the default {self.default!r} is not {self.allowed}")
+        self.parse(self.default)
+
+    @property
+    def type(self) -> type[Value]:
+        """Return the type of its values."""
+        return type(self.default)
 
     @property
     def type_name(self) -> str:
@@ -114,6 +115,50 @@ class Parameter:
         except (ValueError, KeyError, OverflowError):
             pass
         raise ValueError(self.allowed)
+
+
+def parameter(
+    default: V,
+    description: str,
+    *,
+    unit: str = "",
+    source: str = "ours",
+    minimum: float | None = None,
+    maximum: float | None = None,
+    choices: tuple[str, ...] = (),
+) -> V:
+    """Declare an attribute of a class of `Parametrized` that users may set. See Parameter."""
+    declared: Any = Parameter(default, description, unit, source, minimum, maximum, choices)
+    return declared  # type: ignore[no-any-return]
+
+
+class Parametrized:
+    """A class that declares each of its parameters once, as an attribute:
+
+        watermark: float = parameter(0.01, "share of KV that admission leaves free", minimum=0.0, maximum=1.0)
+
+    An object has as that attribute what its constructor was given, else the default.
+    """
+
+    # What the class and those above it declare.
+    parameters: ClassVar[tuple[Parameter, ...]] = ()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Take the declarations from the attributes of the class, which then are the defaults."""
+        super().__init_subclass__(**options)
+        own = {name: value for name, value in vars(cls).items() if isinstance(value, Parameter)}
+        for name, value in own.items():
+            setattr(cls, name, value.default)
+        if own:
+            above = tuple(p for p in cls.parameters if p.name not in own)
+            cls.parameters = (*above, *(replace(value, name=name) for name, value in own.items()))
+
+    def __init__(self, **values: Any) -> None:
+        """Raise TypeError for a value of what is not a parameter. Values are not checked here."""
+        for declared in self.parameters:
+            setattr(self, declared.name, values.pop(declared.name, declared.default))
+        for name in values:
+            raise TypeError(f"{type(self).__name__} has no parameter {name!r}")
 
 
 def parse_parameters(

@@ -47,7 +47,7 @@ from tailrace.policy.candidates import (
 from tailrace.policy.columns import Columns, PerInstances, SeenInstances, smallest
 from tailrace.policy.deployment import Fact
 from tailrace.policy.min_kv import QUEUED_WEIGHT
-from tailrace.policy.parameters import Parameter
+from tailrace.policy.parameters import Value, parameter
 from tailrace.policy.pulling import PULLS, pulling
 from tailrace.policy.requests import Mask, table_of
 from tailrace.profiles import Profile
@@ -79,66 +79,41 @@ class Pascal(Policy):
     """
 
     needs = (Fact.PROFILE,)
-    parameters = (
-        Parameter(
-            "migration",
-            str,
-            ADAPTIVE,
-            "when reasoning ends, migrate to Algorithm 2's choice: unless memory is short, always, or never",
-            source="PASCAL, section IV-B; section V-D's always is non-adaptive, never no migration",
-            choices=(ADAPTIVE, ALWAYS, NEVER),
-        ),
-        Parameter(
-            "behind_tokens",
-            float,
-            1.0,
-            "how far an answering request may fall behind its user's pace before it fails its SLO (t_i)",
-            unit="tokens",
-            source="ours, of PASCAL's Algorithm 1, line 3",
-            minimum=0.0,
-        ),
-        QUEUED_WEIGHT,
-        CACHE_AWARE,
-        PULLS,
-        QUANTUM,
-        Parameter(
-            "growth_tokens",
-            int,
-            QUANTUM_TOKENS,
-            "free KV, beyond what a request holds, that is sufficient for its answering phase",
-            unit="tokens",
-            source="ours, of PASCAL's section IV-B (adaptive migration): one quantum",
-            minimum=0,
-        ),
+    migration: str = parameter(
+        ADAPTIVE,
+        "when reasoning ends, migrate to Algorithm 2's choice: unless memory is short, always, or never",
+        source="PASCAL, section IV-B; section V-D's always is non-adaptive, never no migration",
+        choices=(ADAPTIVE, ALWAYS, NEVER),
+    )
+    behind_tokens: float = parameter(
+        1.0,
+        "how far an answering request may fall behind its user's pace before it fails its SLO (t_i)",
+        unit="tokens",
+        source="ours, of PASCAL's Algorithm 1, line 3",
+        minimum=0.0,
+    )
+    queued_weight: float = QUEUED_WEIGHT
+    cache_aware: bool = CACHE_AWARE
+    pulls: bool = PULLS
+    quantum_tokens: int = QUANTUM
+    growth_tokens: int = parameter(
+        QUANTUM_TOKENS,
+        "free KV, beyond what a request holds, that is sufficient for its answering phase",
+        unit="tokens",
+        source="ours, of PASCAL's section IV-B (adaptive migration): one quantum",
+        minimum=0,
     )
     batch_order = "pascal"
     # "Spilling its KV cache to CPU memory" (section IV-B, on Algorithm 2).
     when_full = WhenFull.HOST
     summary = "PASCAL: reasoning to small KV, answering to few reasoning, migrating where memory allows"
 
-    def __init__(
-        self,
-        *,
-        migration: str = ADAPTIVE,
-        behind_tokens: float = 1.0,
-        queued_weight: float = 1.0,
-        quantum_tokens: int = QUANTUM_TOKENS,
-        growth_tokens: int = QUANTUM_TOKENS,
-        cache_aware: bool = False,
-        pulls: bool = False,
-        profile: Profile | None = None,
-    ) -> None:
-        """`quantum_tokens`: tokens within which an answering request counts as fresh (section V-A)."""
-        if quantum_tokens < 1:
-            raise ValueError(f"a quantum has at least one token, not {quantum_tokens}")
-        self.migration = migration
-        self.behind_tokens = behind_tokens
-        self.queued_weight = queued_weight
-        self.quantum_tokens = quantum_tokens
-        self.growth_tokens = growth_tokens
-        self.cache_aware = cache_aware
+    def __init__(self, *, profile: Profile | None = None, **parameters: Value) -> None:
+        super().__init__(**parameters)
+        if self.quantum_tokens < 1:
+            raise ValueError(f"a quantum has at least one token, not {self.quantum_tokens}")
         self.nominal = StepModel.of_profile(profile)
-        self.pull = pulling(profile, pulls)
+        self.pull = pulling(profile, self.pulls)
         self._columns = PerInstances(lambda: Columns(self._read, len(_Loads._fields)))
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from tailrace.actions import Place, Placement
 from tailrace.cluster import Arrival, ClusterView
 from tailrace.perf.steps import StepModel
 from tailrace.policy.base import Policy
 from tailrace.policy.candidates import NO_INSTANCE, candidates, held_tokens_on
 from tailrace.policy.deployment import Fact
-from tailrace.policy.parameters import Parameter
-from tailrace.policy.pulling import PULLS, pulling
+from tailrace.policy.parameters import Value, parameter
+from tailrace.policy.pulling import pulling, pulls_parameter
 from tailrace.profiles import Profile
 
 
@@ -27,27 +25,21 @@ class PrefixAffinity(Policy):
     """
 
     needs = (Fact.PROFILE,)
-    parameters = (
-        Parameter(
-            "overlap_weight",
-            float,
-            1.0,
-            "weight of a token to prefill relative to a token of KV in use",
-            source="Dynamo's kv_overlap_score_weight",
-            minimum=0.0,
-        ),
-        replace(PULLS, source="false: Dynamo's router; true: ours"),
+    overlap_weight: float = parameter(
+        1.0,
+        "weight of a token to prefill relative to a token of KV in use",
+        source="Dynamo's kv_overlap_score_weight",
+        minimum=0.0,
     )
+    pulls: bool = pulls_parameter("false: Dynamo's router; true: ours")
     summary = (
         "each arrival where most of its prefix is cached, minus load, as in the routers of Dynamo and llm-d"
     )
 
-    def __init__(
-        self, *, overlap_weight: float = 1.0, pulls: bool = False, profile: Profile | None = None
-    ) -> None:
-        self.overlap_weight = overlap_weight
+    def __init__(self, *, profile: Profile | None = None, **parameters: Value) -> None:
+        super().__init__(**parameters)
         self.nominal = StepModel.of_profile(profile)
-        self.pull = pulling(profile, pulls)
+        self.pull = pulling(profile, self.pulls)
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
         """Return the instance with the least cost, then the fewest requests; the first of equals."""

@@ -8,17 +8,21 @@ from typing import Final
 from tailrace.actions import Place, Placement
 from tailrace.cluster import Arrival, ClusterView, InstanceState, InstanceView
 from tailrace.perf.steps import StepModel, held_tokens, load_s
-from tailrace.policy.parameters import Parameter
+from tailrace.policy.parameters import parameter
 from tailrace.profiles import Profile
 
-PULLS: Final = Parameter(
-    "pulls",
-    bool,
-    False,
-    "whether an arrival's prefix is pulled to its instance from another one that holds it, if that takes "
-    "less time than computing it",
-    source="false: the paper, which has no prefix cache; true: ours",
-)
+
+def pulls_parameter(source: str) -> bool:
+    """Declare the parameter `pulls`; `source` says whose default it is."""
+    return parameter(
+        False,
+        "whether an arrival's prefix is pulled to its instance from another one that holds it, if that takes "
+        "less time than computing it",
+        source=source,
+    )
+
+
+PULLS: Final = pulls_parameter("false: the paper, which has no prefix cache; true: ours")
 # Assumed where no transfer has been measured: the time to open one, and a link of 100 Gbit/s.
 _OPEN_S: Final = 0.01
 _LINK_BYTES_PER_S: Final = 12.5e9

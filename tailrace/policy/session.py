@@ -10,7 +10,7 @@ from tailrace.actions import Place, Placement
 from tailrace.cluster import Arrival, ClusterView
 from tailrace.policy.base import Policy
 from tailrace.policy.candidates import NO_INSTANCE, candidates
-from tailrace.policy.parameters import Parameter
+from tailrace.policy.parameters import parameter
 
 _MASK: Final = (1 << 64) - 1
 
@@ -24,20 +24,13 @@ class Session(Policy):
     highest score wins. When an instance joins or leaves, only its own sessions move.
     """
 
-    parameters = (
-        Parameter(
-            "blocks",
-            int,
-            4,
-            "number of leading blocks of a prompt that identify a session if the client sends no session ID",
-            unit="blocks",
-            minimum=1,
-        ),
+    blocks: int = parameter(
+        4,
+        "number of leading blocks of a prompt that identify a session if the client sends no session ID",
+        unit="blocks",
+        minimum=1,
     )
     summary = "each session to one instance, by consistent hashing on its id or the first blocks"
-
-    def __init__(self, *, blocks: int = 4) -> None:
-        self.blocks = blocks
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
         """Return the instance with the highest score for the session's key."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Set
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from tailrace.perf.horizon import Horizon
+from tailrace.policy.parameters import Parametrized
 from tailrace.policy.reference import reference
 
 PAGES = ("pascal", "ares", "arrow", "cascadeinfer")
@@ -42,11 +44,20 @@ def test_documented_parameters_and_defaults_match_the_code(
     assert len(written) == rows.count("\n")
     code = import_module(module)
     if name:
-        signature = inspect.signature(getattr(code, name))
-        taken = {key: p.default for key, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD}
-        assert written == taken
+        assert written == taken_by(getattr(code, name), {name for _, _, name, _ in tables()})
     else:
         assert written == {key: getattr(code, key) for key in written}
+
+
+def taken_by(kind: type, documented: Set[str]) -> dict[str, object]:
+    """Return what the constructor takes, with the defaults, without the parameters of a class above that has
+    a table of its own."""
+    own = kind.parameters if issubclass(kind, Parametrized) else ()
+    bases = [base for base in kind.__mro__[1:] if issubclass(base, Parametrized)]
+    above = {p.name for base in bases if base.__name__ in documented for p in base.parameters}
+    arguments = inspect.signature(kind).parameters
+    facts = {name: each.default for name, each in arguments.items() if each.kind is not each.VAR_KEYWORD}
+    return {p.name: p.default for p in own if p.name not in above} | facts
 
 
 def test_the_reference_page_is_up_to_date() -> None:

@@ -14,17 +14,37 @@ from tailrace.policy import registry
 from tailrace.policy.ares.policy import Ares
 from tailrace.policy.arrow.policy import Arrow
 from tailrace.policy.deployment import Deployment, Fact
-from tailrace.policy.parameters import Parameter, ParameterError, Value, format_value, parse_parameters
+from tailrace.policy.parameters import (
+    Parameter,
+    ParameterError,
+    Parametrized,
+    Value,
+    format_value,
+    parameter,
+    parse_parameters,
+)
 from tailrace.policy.pascal import Pascal
 from tailrace.policy.tailrace.policy import Tailrace
 from tailrace.slo import Slo
 
-DECLARED = (
-    Parameter("count", int, 3, "so many", unit="tokens", minimum=1, maximum=10),
-    Parameter("share", float, 0.5, "so much", minimum=0.0),
-    Parameter("eager", bool, False, "or not"),
-    Parameter("rule", str, "paper", "which", choices=("paper", "ours")),
-)
+
+class Declaring(Parametrized):
+    """One parameter of each type."""
+
+    count: int = parameter(3, "so many", unit="tokens", minimum=1, maximum=10)
+    share: float = parameter(0.5, "so much", minimum=0.0)
+    eager: bool = parameter(False, "or not")
+    rule: str = parameter("paper", "which", choices=("paper", "ours"))
+
+
+DECLARED = Declaring.parameters
+
+
+class AlsoDeclaring(Declaring):
+    """Another one, and one declared anew."""
+
+    share: float = parameter(0.25, "less", minimum=0.0)
+    pace: float = parameter(1.0, "how fast")
 
 
 def test_missing_values_get_their_defaults() -> None:
@@ -91,21 +111,35 @@ def test_a_policy_without_parameters_says_so() -> None:
 
 @given(st.floats(allow_nan=False, allow_infinity=False) | st.integers() | st.booleans())
 def test_formatted_values_are_read_back(value: float | int | bool) -> None:
-    parameter = Parameter("p", type(value), value, "any")
-    assert parameter.parse(format_value(value)) == value
+    assert Parameter(value, "any").parse(format_value(value)) == value
 
 
-@pytest.mark.parametrize("bad", [{"default": 0.5}, {"default": 11}, {"name": "a-b"}, {"choices": ("a",)}])
+@pytest.mark.parametrize("bad", [{"default": ()}, {"default": 11}, {"choices": ("a",)}])
 def test_contradictory_declarations_are_errors(bad: dict[str, Value]) -> None:
-    words: dict[str, object] = {"name": "count", "type": int, "default": 3, "maximum": 10, **bad}
+    words: dict[str, object] = {"default": 3, "maximum": 10, **bad}
     with pytest.raises((TypeError, ValueError)):
         Parameter(description="", **words)  # type: ignore[arg-type]
 
 
+def test_an_object_has_what_it_was_given_else_the_default() -> None:
+    made = Declaring(share=2.0)
+    assert (made.count, made.share, made.eager, made.rule) == (3, 2.0, False, "paper")
+    assert (Declaring.count, Declaring.share) == (3, 0.5)
+    with pytest.raises(TypeError, match="Declaring has no parameter 'pace'"):
+        Declaring(pace=1.0)
+
+
+def test_a_subclass_adds_parameters_and_declares_some_anew() -> None:
+    assert [p.name for p in AlsoDeclaring.parameters] == ["count", "eager", "rule", "share", "pace"]
+    assert [p.name for p in Declaring.parameters] == ["count", "share", "eager", "rule"]
+    made = AlsoDeclaring(pace=2.0)
+    assert (made.count, made.share, made.pace) == (3, 0.25, 2.0)
+
+
 @pytest.mark.parametrize("name", registry.names())
-def test_policy_constructors_match_the_declarations(name: str) -> None:
+def test_policies_take_their_parameters_and_facts(name: str) -> None:
     kind = registry.policy_class(name)
-    check_constructor(kind, kind.parameters)
+    check_declared(kind, kind.parameters)
     for fact in kind.needs:
         assert fact.value in inspect.signature(kind).parameters
     policy = registry.load(name, parameters={p.name: p.default for p in kind.parameters})
@@ -113,26 +147,21 @@ def test_policy_constructors_match_the_declarations(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(INTRA_POLICIES))
-def test_batch_order_constructors_match_the_declarations(name: str) -> None:
-    check_constructor(INTRA_POLICIES[name], INTRA_POLICIES[name].parameters)
+def test_batch_orders_take_their_parameters(name: str) -> None:
+    check_declared(INTRA_POLICIES[name], INTRA_POLICIES[name].parameters)
 
 
-def check_constructor(kind: type, declared: tuple[Parameter, ...]) -> None:
-    """Assert that keywords with a simple default are declared with that default, and that all declared
-    parameters are accepted. Deployment facts are exempt."""
-    signature = inspect.signature(kind).parameters
-    passes_on = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.values())
+def check_declared(kind: type, declared: tuple[Parameter, ...]) -> None:
+    """Assert that each parameter is an attribute of the objects, and that nothing else that a user could set
+    is an argument of the constructor. Deployment facts are exempt."""
     assert len({p.name for p in declared}) == len(declared)
-    for parameter in declared:
-        assert parameter.description and parameter.source
-        if parameter.name in signature:
-            assert signature[parameter.name].default == parameter.default
-        else:
-            assert passes_on
-    names = {p.name for p in declared} | set(Fact)
-    for name, taken in signature.items():
+    made = kind(**{p.name: p.default for p in declared})
+    for each in declared:
+        assert each.description and each.source
+        assert getattr(made, each.name) == each.default
+    for name, taken in inspect.signature(kind).parameters.items():
         plain = isinstance(taken.default, (bool, int, float, str))
-        assert name in names or not plain, f"{kind.__name__} takes {name} and does not declare it"
+        assert name in set(Fact) or not plain, f"{kind.__name__} takes {name} and does not declare it"
 
 
 @pytest.mark.parametrize("name", registry.names())
@@ -140,8 +169,8 @@ def test_a_policy_and_its_batch_order_share_parameter_definitions(name: str) -> 
     kind = registry.policy_class(name)
     order = INTRA_POLICIES.get(kind.batch_order)
     of_order = {p.name: p for p in order.parameters} if order is not None else {}
-    for parameter in kind.parameters:
-        assert of_order.get(parameter.name, parameter) == parameter
+    for each in kind.parameters:
+        assert of_order.get(each.name, each) == each
 
 
 def test_parameters_reach_the_policy() -> None:
@@ -150,7 +179,7 @@ def test_parameters_reach_the_policy() -> None:
     assert (pascal.quantum_tokens, pascal.growth_tokens, pascal.behind_tokens) == (200, 10, 1.0)
     ares = registry.load("ares", parameters={"theta": 0.3, "horizon_points": 4})
     assert isinstance(ares, Ares)
-    assert ares.rescheduling.theta == 0.3 and ares.horizon.points == 4
+    assert ares.algorithm.theta == 0.3 and ares.horizon.points == 4
 
 
 def test_batch_order_parameters_are_checked_with_the_policy() -> None:

@@ -45,14 +45,14 @@ def idle(count: int) -> ClusterView:
 def test_published_policies_ignore_the_cache_by_default(
     kind: type[Policy], view: ClusterView, tokens: int, where: str
 ) -> None:
-    plain, cache_aware = kind(), kind(cache_aware=True)  # type: ignore[call-arg]
+    plain, cache_aware = kind(), kind(cache_aware=True)
     with_cached = arrival(tokens, cached=held(where, tokens // 2))
     assert plain.place(view, with_cached, 1.0) == plain.place(view, arrival(tokens), 1.0)
     assert cache_aware.place(view, arrival(tokens), 1.0) == plain.place(view, arrival(tokens), 1.0)
 
 
 CACHE_AWARE: tuple[Policy, ...] = (
-    *(kind(cache_aware=True) for kind in PAPERS),  # type: ignore[call-arg]
+    *(kind(cache_aware=True) for kind in PAPERS),
     PrefixAffinity(),
     Tailrace(),
 )
@@ -89,7 +89,7 @@ def test_a_prefix_in_own_host_memory_is_not_pulled(kind: type[Policy]) -> None:
     busy = replace(instance("w1"), waiting=9, prefill_backlog_tokens=400_000, kv_used_tokens=400_000)
     view = cluster(instance("w0"), busy)
     there = CachedTokens(16_000, 16_000, 16_000)
-    policy = kind(pulls=True)  # type: ignore[call-arg]
+    policy = kind(pulls=True)
     own = arrival(16_500, cached={"w0": CachedTokens(0, 16_000, 16_000), "w1": there})
     assert policy.place(view, own, 1.0) == Place("w0")
     part = arrival(16_500, cached={"w0": CachedTokens(0, 4_000, 4_000), "w1": there})
@@ -104,7 +104,7 @@ def test_pulls_do_not_affect_placement(
 ) -> None:
     with_cached = arrival(tokens, cached={where: CachedTokens(tokens // 2, tokens // 2, tokens // 2)})
     without = kind().place(view, with_cached, 1.0)
-    pulling = kind(pulls=True).place(view, with_cached, 1.0)  # type: ignore[call-arg]
+    pulling = kind(pulls=True).place(view, with_cached, 1.0)
     assert isinstance(without, Place) and isinstance(pulling, Place)
     assert without.pull_from == ""
     assert replace(pulling, pull_from="") == without
@@ -118,10 +118,10 @@ def test_a_prefix_is_pulled_if_that_is_faster(kind: type[Policy], rate: float | 
     busy = replace(instance("w1"), waiting=9, prefill_backlog_tokens=400_000, kv_used_tokens=400_000)
     view = cluster(replace(instance("w0"), migration_tokens_per_s=rate), busy)
     with_cached = arrival(16_500, cached={"w1": CachedTokens(16_000, 16_000, 16_000)})
-    assert kind(pulls=True).place(view, with_cached, 1.0) == Place("w0", pull_from=pull_from)  # type: ignore[call-arg]
+    assert kind(pulls=True).place(view, with_cached, 1.0) == Place("w0", pull_from=pull_from)
     # A prefix that was placed there but not reported yet cannot be pulled.
     coming = arrival(16_500, cached=held("w1", 16_000))
-    assert kind(pulls=True).place(view, coming, 1.0) == Place("w0")  # type: ignore[call-arg]
+    assert kind(pulls=True).place(view, coming, 1.0) == Place("w0")
 
 
 @given(fleets(all_active=True, least=1), st.integers(1, 20_000), st.integers(0, 2**32))

@@ -8,7 +8,7 @@ from tailrace.actions import Action, Migrate, Place, Placement, Refuse, WhenFull
 from tailrace.cluster import Arrival, ClusterView, InstanceView, Pool, RequestView
 from tailrace.intra.base import IntraPolicy, JobView, Rank
 from tailrace.policy.base import Policy, Variant
-from tailrace.policy.parameters import Parameter
+from tailrace.policy.parameters import parameter
 
 
 class ShortestPrompt(IntraPolicy):
@@ -24,21 +24,13 @@ class ShortestPrompt(IntraPolicy):
 class Divided(Policy):
     """Place prompts in the prefill pool, and hand them over to the decode pool."""
 
-    parameters = (
-        Parameter(
-            "prefill_share", float, 0.25, "share of the instances that prefill", minimum=0.0, maximum=1.0
-        ),
-    )
+    prefill_share: float = parameter(0.25, "share of the instances that prefill", minimum=0.0, maximum=1.0)
     # The order inside each instance, by the name of its entry point.
     batch_order = "shortest_prompt"
     # A handover whose target has no room is refused, and ordered again at the next tick.
     when_full = WhenFull.REFUSE
     tick_interval_s = 0.5
     summary = "fixed pools; the shortest prompt first"
-
-    def __init__(self, *, prefill_share: float = 0.25) -> None:
-        """`prefill_share`: for the start of a simulation; a live fleet uses `tailrace set pool`."""
-        self.prefill_share = prefill_share
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
         """Choose the instance with the fewest waiting prompt tokens, among those that prefill."""

@@ -7,31 +7,17 @@ from collections.abc import Sequence
 from tailrace.actions import Action, Migrate, Place, Placement, Refuse
 from tailrace.cluster import Arrival, ClusterView, InstanceView, RequestView
 from tailrace.policy.base import Policy
-from tailrace.policy.parameters import Parameter
+from tailrace.policy.parameters import parameter
 
 
 class Headroom(Policy):
     """Decide two of the five points: where to prefill, and where to answer."""
 
-    parameters = (
-        Parameter(
-            "full", float, 0.9, "share of KV in use beyond which answers leave", minimum=0.0, maximum=1.0
-        ),
-        Parameter(
-            "roomy",
-            float,
-            0.7,
-            "share of KV in use below which an instance takes them",
-            minimum=0.0,
-            maximum=1.0,
-        ),
+    full: float = parameter(0.9, "share of KV in use beyond which answers leave", minimum=0.0, maximum=1.0)
+    roomy: float = parameter(
+        0.7, "share of KV in use below which an instance takes them", minimum=0.0, maximum=1.0
     )
     summary = "most free KV; answers leave an instance that is nearly full"
-
-    def __init__(self, *, full: float = 0.9, roomy: float = 0.7) -> None:
-        """Answers leave an instance with more than `full` of its KV in use for one with less than `roomy`."""
-        self.full = full
-        self.roomy = roomy
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
         """Choose the instance with most KV left once its queue is prefilled; of equals the first by id."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar, Final
+from typing import Final
 
 from tailrace.actions import Action, Migrate, Place, Placement
 from tailrace.cluster import Arrival, ClusterView, InstanceView, RequestView
@@ -26,12 +26,12 @@ from tailrace.policy.ares.dispatch import (
     waiting_to_leave,
 )
 from tailrace.policy.ares.loads import collect
-from tailrace.policy.ares.rescheduling import PARAMETERS, Rescheduling
+from tailrace.policy.ares.rescheduling import Constants, Rescheduling
 from tailrace.policy.base import Policy, Variant
 from tailrace.policy.candidates import CACHE_AWARE, NO_INSTANCE, candidates, credit, fits_device, with_request
 from tailrace.policy.columns import has_many
 from tailrace.policy.deployment import Fact
-from tailrace.policy.parameters import Parameter
+from tailrace.policy.parameters import Value, parameter
 from tailrace.policy.pulling import PULLS, pulling
 from tailrace.profiles import Profile
 
@@ -44,65 +44,46 @@ CURRENT_LOAD: Final = "current_load"
 OFF: Final = "off"
 
 
-class Ares(Policy):
+class Ares(Constants, Policy):
     """Dispatch by KV load; reschedule decodes by Algorithm 1 on each tick."""
 
     needs = (Fact.PROFILE,)
-    parameters: ClassVar[tuple[Parameter, ...]] = (
-        Parameter(
-            "rescheduling",
-            str,
-            PREDICTED_LOAD,
-            "reschedule decodes by current and predicted load, by current load alone, or not at all",
-            source="ARES, section 5; the others are baselines of its section 6.1",
-            choices=(PREDICTED_LOAD, CURRENT_LOAD, OFF),
-        ),
-        *PARAMETERS,
-        Parameter(
-            "dispatch",
-            str,
-            KV_LOAD,
-            "handover from prefill to decode: to the least KV load, or to the instance that minimizes "
-            "equation 4",
-            source="ARES, section 6.1 (all its systems dispatch by KV load)",
-            choices=(KV_LOAD, VARIANCE),
-        ),
-        CACHE_AWARE,
-        PULLS,
-        Parameter(
-            "migrations_per_tick",
-            int,
-            1,
-            "maximum number of migrations per interval",
-            source="ARES, Algorithm 1, line 10",
-            minimum=1,
-        ),
-        Parameter(
-            "horizon_tokens",
-            int,
-            HORIZON.length,
-            "number of decode steps to look ahead (H)",
-            unit="tokens",
-            source="ARES, section 5.3 (the paper's one length scale)",
-            minimum=1,
-        ),
-        Parameter(
-            "horizon_points",
-            int,
-            HORIZON.points,
-            "number of equidistant steps of the horizon at which loads are compared; 0: only the present",
-            minimum=0,
-            maximum=4096,
-        ),
-        Parameter(
-            "horizon_end_weight",
-            float,
-            HORIZON.end_weight,
-            "weight of the horizon's last step relative to the present (beta_H / beta_0)",
-            source="ours, of ARES's equation 4",
-            minimum=1e-9,
-            maximum=1.0,
-        ),
+    rescheduling: str = parameter(
+        PREDICTED_LOAD,
+        "reschedule decodes by current and predicted load, by current load alone, or not at all",
+        source="ARES, section 5; the others are baselines of its section 6.1",
+        choices=(PREDICTED_LOAD, CURRENT_LOAD, OFF),
+    )
+    dispatch: str = parameter(
+        KV_LOAD,
+        "handover from prefill to decode: to the least KV load, or to the instance that minimizes equation 4",
+        source="ARES, section 6.1 (all its systems dispatch by KV load)",
+        choices=(KV_LOAD, VARIANCE),
+    )
+    cache_aware: bool = CACHE_AWARE
+    pulls: bool = PULLS
+    migrations_per_tick: int = parameter(
+        1, "maximum number of migrations per interval", source="ARES, Algorithm 1, line 10", minimum=1
+    )
+    horizon_tokens: int = parameter(
+        HORIZON.length,
+        "number of decode steps to look ahead (H)",
+        unit="tokens",
+        source="ARES, section 5.3 (the paper's one length scale)",
+        minimum=1,
+    )
+    horizon_points: int = parameter(
+        HORIZON.points,
+        "number of equidistant steps of the horizon at which loads are compared; 0: only the present",
+        minimum=0,
+        maximum=4096,
+    )
+    horizon_end_weight: float = parameter(
+        HORIZON.end_weight,
+        "weight of the horizon's last step relative to the present (beta_H / beta_0)",
+        source="ours, of ARES's equation 4",
+        minimum=1e-9,
+        maximum=1.0,
     )
     # 1P+3D (section 6.1).
     prefill_share = 0.25
@@ -110,35 +91,19 @@ class Ares(Policy):
     tick_interval_s = 1.0
     summary = "ARES: rescheduling of decodes by current and predicted token load"
 
-    def __init__(
-        self,
-        *,
-        rescheduling: str = PREDICTED_LOAD,
-        horizon_tokens: int = HORIZON.length,
-        horizon_points: int = HORIZON.points,
-        horizon_end_weight: float = HORIZON.end_weight,
-        dispatch: str = KV_LOAD,
-        migrations_per_tick: int = 1,
-        cache_aware: bool = False,
-        pulls: bool = False,
-        profile: Profile | None = None,
-        **limits: float,
-    ) -> None:
-        """`limits`: keyword arguments of `Rescheduling`.
+    def __init__(self, *, profile: Profile | None = None, **parameters: Value) -> None:
+        """Raise ValueError if the horizon has more points than tokens.
 
-        Workers report loads for the default horizon; for others, loads are simulated here. Raise ValueError
-        if the horizon has more points than tokens.
+        Workers report loads for the default horizon; for others, loads are simulated here.
         """
-        self.rescheduling = Rescheduling(**limits)
-        self.reschedules = rescheduling != OFF
-        self.predictions = rescheduling == PREDICTED_LOAD
-        self.dispatch = dispatch
-        self.cache_aware = cache_aware
+        super().__init__(**parameters)
+        constants = {constant.name: getattr(self, constant.name) for constant in Constants.parameters}
+        self.algorithm = Rescheduling(**constants)
+        self.predictions = self.rescheduling == PREDICTED_LOAD
         self.nominal = StepModel.of_profile(profile)
-        self.pull = pulling(profile, pulls)
+        self.pull = pulling(profile, self.pulls)
         self.least_kv_load = LeastKvLoad()
-        self.migrations_per_tick = migrations_per_tick
-        horizon = Horizon(horizon_tokens, horizon_points, horizon_end_weight)
+        horizon = Horizon(self.horizon_tokens, self.horizon_points, self.horizon_end_weight)
         self.horizon = horizon if self.predictions else NOW
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
@@ -172,16 +137,16 @@ class Ares(Policy):
         """Retry handovers that found no room, then reschedule by Algorithm 1."""
         instances = decoders(view.placeable())
         actions = self.retry_handovers(view, instances)
-        if not self.reschedules:
+        if self.rescheduling == OFF:
             return actions
         loads = collect(instances, self.horizon)
         for _ in range(self.migrations_per_tick):
-            move = self.rescheduling.plan(loads)
+            move = self.algorithm.plan(loads)
             if move is None:
                 break
             source, target = instances[move.source].instance_id, instances[move.target].instance_id
             actions.append(Migrate(move.request.request_id, source, target, "rescheduling"))
-            loads = self.rescheduling.after(loads, move)
+            loads = self.algorithm.after(loads, move)
         return actions
 
     def choose(self, instances: Sequence[InstanceView], tokens: int, remaining: float) -> InstanceView:
@@ -205,7 +170,7 @@ class Ares(Policy):
         if self.dispatch == KV_LOAD or not self.horizon.points:
             return True
         predicted = request.predicted_remaining_tokens or 0.0
-        limit = self.rescheduling.memory_share * target.kv_capacity_tokens
+        limit = self.memory_share * target.kv_capacity_tokens
         return target.context_tokens + request.context_tokens + predicted <= limit
 
     def hand_over(

@@ -32,7 +32,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +41,7 @@ from tailrace.perf.horizon import Floats, floats
 from tailrace.perf.remaining import expected_remaining
 from tailrace.policy.ares.loads import Loads
 from tailrace.policy.candidates import with_request
-from tailrace.policy.parameters import Parameter
+from tailrace.policy.parameters import Parametrized, parameter
 
 
 def time_weighted_variance(tokens: Floats, weights: Floats) -> float:
@@ -64,67 +63,55 @@ Mask = NDArray[np.bool_]
 # Sources whose requests are evaluated together.
 _SOURCES = 4
 
-PARAMETERS: Final = (
-    Parameter(
-        "theta",
-        float,
+
+class Constants(Parametrized):
+    """The constants of Algorithm 1."""
+
+    theta: float = parameter(
         0.1,
         "an instance is overloaded from (1 + theta) times the mean weighted load",
         source="ours, of ARES's Algorithm 1, line 14",
         minimum=0.0,
-    ),
-    Parameter(
-        "theta_under",
-        float,
+    )
+    theta_under: float = parameter(
         0.1,
         "an instance is underloaded below (1 + theta_under) times the mean weighted load",
         source="ours, of ARES's Algorithm 1, line 15",
         minimum=-1.0,
-    ),
-    Parameter(
-        "open_s",
-        float,
+    )
+    open_s: float = parameter(
         0.01,
         "time to open and commit a migration, part of C_mig",
         unit="s",
         source="ours, of ARES's Algorithm 1, line 20",
         minimum=0.0,
-    ),
-    Parameter(
-        "copy_tokens_per_s",
-        float,
+    )
+    copy_tokens_per_s: float = parameter(
         50_000.0,
         "assumed copy rate of KV to an instance without a measured rate, part of C_mig",
         unit="tokens/s",
         source="ours, of ARES's Algorithm 1, line 20",
         minimum=1.0,
-    ),
-    Parameter(
-        "token_interval_s",
-        float,
+    )
+    token_interval_s: float = parameter(
         0.01823,
         "T_exec of a source that reports no token interval",
         unit="s",
         source="ARES, section 5.3",
         minimum=1e-6,
-    ),
-    Parameter(
-        "memory_share",
-        float,
+    )
+    memory_share: float = parameter(
         0.9,
         "C_mem: share of the target's KV capacity that load and prediction may reach",
         source="ours, of ARES's Algorithm 1, line 21",
         minimum=0.0,
-    ),
-    Parameter(
-        "least_gain",
-        float,
+    )
+    least_gain: float = parameter(
         0.0,
         "minimum share of the variance that a migration must remove",
         source="ARES, Algorithm 1, line 26",
         minimum=0.0,
-    ),
-)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,27 +171,8 @@ class Candidates:
             yield self.requests[row].request_id, int(self.sources[row]), target
 
 
-class Rescheduling:
-    """Algorithm 1 and its constants; the module describes them."""
-
-    def __init__(
-        self,
-        *,
-        theta: float = 0.1,
-        theta_under: float = 0.1,
-        open_s: float = 0.01,
-        copy_tokens_per_s: float = 50_000.0,
-        token_interval_s: float = 0.01823,
-        memory_share: float = 0.9,
-        least_gain: float = 0.0,
-    ) -> None:
-        self.theta = theta
-        self.theta_under = theta_under
-        self.open_s = open_s
-        self.copy_tokens_per_s = copy_tokens_per_s
-        self.token_interval_s = token_interval_s
-        self.memory_share = memory_share
-        self.least_gain = least_gain
+class Rescheduling(Constants):
+    """Algorithm 1; the module describes it."""
 
     def plan(self, loads: Loads) -> Move | None:
         """Select the best migration (lines 4-10); return None if there is none.

@@ -17,7 +17,7 @@ from tailrace.policy.arrow.pools import Pools, assign
 from tailrace.policy.base import Policy, Variant
 from tailrace.policy.candidates import Ledger
 from tailrace.policy.deployment import Fact
-from tailrace.policy.parameters import Parameter
+from tailrace.policy.parameters import Value, parameter
 from tailrace.profiles import Profile, load_profile
 
 # As in `Arrow`.
@@ -46,33 +46,20 @@ class MinimalLoad(Policy):
     """
 
     needs = (Fact.PROFILE,)
-    parameters = (
-        Parameter(
-            "dispatch",
-            str,
-            MINIMAL_LOAD,
-            "within a pool: the least loaded instance, or round robin",
-            source="Arrow, section 7.3",
-            choices=(MINIMAL_LOAD, ROUND_ROBIN),
-        ),
-        PREFILL_SHARE,
-        TICK_INTERVAL,
+    dispatch: str = parameter(
+        MINIMAL_LOAD,
+        "within a pool: the least loaded instance, or round robin",
+        source="Arrow, section 7.3",
+        choices=(MINIMAL_LOAD, ROUND_ROBIN),
     )
+    prefill_share: float = PREFILL_SHARE
+    tick_interval_s: float = TICK_INTERVAL
     batch_order = "decode_first"
     baseline_of = "arrow"
-    prefill_share: float
     summary = "Arrow's baseline: static prefill and decode pools, minimal load within each"
 
-    def __init__(
-        self,
-        profile: Profile | None = None,
-        dispatch: str = MINIMAL_LOAD,
-        prefill_share: float = 0.5,
-        tick_interval_s: float = 0.5,
-    ) -> None:
-        self.dispatch = dispatch
-        self.prefill_share = prefill_share
-        self.tick_interval_s = tick_interval_s
+    def __init__(self, profile: Profile | None = None, **parameters: Value) -> None:
+        super().__init__(**parameters)
         predictor = TtftPredictor.of_profile(profile if profile is not None else load_profile(PROFILE))
         # SLOs play no part: only its KV bounds a batch.
         self.loads = LoadModel(predictor, max_running_tokens=sys.maxsize)

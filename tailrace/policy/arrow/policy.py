@@ -36,7 +36,7 @@ from tailrace.policy.base import Policy
 from tailrace.policy.candidates import CACHE_AWARE, Ledger, held_tokens_on
 from tailrace.policy.columns import has_many
 from tailrace.policy.deployment import Fact
-from tailrace.policy.parameters import Parameter
+from tailrace.policy.parameters import Value, parameter
 from tailrace.policy.pulling import PULLS, pulling
 from tailrace.policy.requests import RequestTable, table_of
 from tailrace.profiles import Profile, load_profile
@@ -56,23 +56,15 @@ FILTER: Final = "filter"
 PAPER: Final = "paper"
 ATTAINMENT: Final = "attainment"
 
-PREFILL_SHARE: Final = Parameter(
-    "prefill_share",
-    float,
+PREFILL_SHARE: Final = parameter(
     0.5,
     "share of the instances without a pool that are initially assigned to the prefill pool",
     source="Arrow, section 7.3 (4P+4D)",
     minimum=0.0,
     maximum=1.0,
 )
-TICK_INTERVAL: Final = Parameter(
-    "tick_interval_s",
-    float,
-    0.5,
-    "period of the monitor's rules",
-    unit="s",
-    source="ours, of Arrow's section 5.5",
-    minimum=0.01,
+TICK_INTERVAL: Final = parameter(
+    0.5, "period of the monitor's rules", unit="s", source="ours, of Arrow's section 5.5", minimum=0.01
 )
 
 
@@ -99,65 +91,49 @@ class Arrow(Policy):
     """
 
     needs = (Fact.TTFT_SLO, Fact.TPOT_SLO, Fact.PROFILE)
-    parameters = (
-        Parameter(
-            "profiled_context_tokens",
-            int,
-            1024,
-            "request length at which Max Running Tokens is computed",
-            unit="tokens",
-            source="ours, of Arrow's section 5.3",
-            minimum=1,
-        ),
-        Parameter(
-            "low_load_share",
-            float,
-            0.5,
-            "decode load is low if the other instances could carry it within this share of Max Running "
-            "Tokens",
-            source="ours, of Arrow's Algorithm 1 (overload guard)",
-            minimum=0.0,
-        ),
-        PREFILL_SHARE,
-        TICK_INTERVAL,
-        Parameter(
-            "room",
-            str,
-            QUEUE,
-            "queue: a request queues for KV at the decode instance that Algorithm 2 chooses; filter: "
-            "choose only instances with room",
-            source="Arrow, Algorithm 2 and section 5.4; filter: ours",
-            choices=(QUEUE, FILTER),
-        ),
-        Parameter(
-            "kv_wait",
-            bool,
-            False,
-            "whether a prompt's predicted TTFT includes the wait for KV on the prefill instance",
-            source="false: Arrow, section 5.3; true: ours",
-        ),
-        Parameter(
-            "flips",
-            str,
-            PAPER,
-            "paper: flip by Algorithms 1 and 2 and the monitor's rules; attainment: flip by the number of "
-            "requests predicted to meet their SLOs, in prefill and decode together",
-            source="paper: Arrow, sections 5.3 and 5.5; attainment: ours",
-            choices=(PAPER, ATTAINMENT),
-        ),
-        Parameter(
-            "flip_gain",
-            float,
-            0.05,
-            "minimum share of requests that a flip must bring within their SLOs, with flips=attainment",
-            minimum=0.0,
-            maximum=1.0,
-        ),
-        CACHE_AWARE,
-        PULLS,
+    profiled_context_tokens: int = parameter(
+        1024,
+        "request length at which Max Running Tokens is computed",
+        unit="tokens",
+        source="ours, of Arrow's section 5.3",
+        minimum=1,
     )
+    low_load_share: float = parameter(
+        0.5,
+        "decode load is low if the other instances could carry it within this share of Max Running Tokens",
+        source="ours, of Arrow's Algorithm 1 (overload guard)",
+        minimum=0.0,
+    )
+    prefill_share: float = PREFILL_SHARE
+    tick_interval_s: float = TICK_INTERVAL
+    room: str = parameter(
+        QUEUE,
+        "queue: a request queues for KV at the decode instance that Algorithm 2 chooses; filter: "
+        "choose only instances with room",
+        source="Arrow, Algorithm 2 and section 5.4; filter: ours",
+        choices=(QUEUE, FILTER),
+    )
+    kv_wait: bool = parameter(
+        False,
+        "whether a prompt's predicted TTFT includes the wait for KV on the prefill instance",
+        source="false: Arrow, section 5.3; true: ours",
+    )
+    flips: str = parameter(
+        PAPER,
+        "paper: flip by Algorithms 1 and 2 and the monitor's rules; attainment: flip by the number of "
+        "requests predicted to meet their SLOs, in prefill and decode together",
+        source="paper: Arrow, sections 5.3 and 5.5; attainment: ours",
+        choices=(PAPER, ATTAINMENT),
+    )
+    flip_gain: float = parameter(
+        0.05,
+        "minimum share of requests that a flip must bring within their SLOs, with flips=attainment",
+        minimum=0.0,
+        maximum=1.0,
+    )
+    cache_aware: bool = CACHE_AWARE
+    pulls: bool = PULLS
     batch_order = "decode_first"
-    prefill_share: float
     summary = "Arrow: SLO-aware dispatch over elastic prefill and decode pools"
 
     def __init__(
@@ -165,36 +141,21 @@ class Arrow(Policy):
         ttft_slo_s: float = 2.0,
         tpot_slo_s: float = 0.15,
         profile: Profile | None = None,
-        profiled_context_tokens: int = 1024,
-        low_load_share: float = 0.5,
-        prefill_share: float = 0.5,
-        tick_interval_s: float = 0.5,
-        room: str = QUEUE,
-        kv_wait: bool = False,
-        flips: str = PAPER,
-        flip_gain: float = 0.05,
-        cache_aware: bool = False,
-        pulls: bool = False,
+        **parameters: Value,
     ) -> None:
+        super().__init__(**parameters)
         profile = profile if profile is not None else load_profile(PROFILE)
         self.ttft_slo_s = ttft_slo_s
         self.tpot_slo_s = tpot_slo_s
-        self.low_load_share = low_load_share
-        self.room = room
-        self.kv_wait = kv_wait
-        self.flips = flips
-        self.cache_aware = cache_aware
         self.nominal = StepModel.of_profile(profile)
-        self.pull = pulling(profile, pulls)
-        self.prefill_share = prefill_share
-        self.tick_interval_s = tick_interval_s
+        self.pull = pulling(profile, self.pulls)
         self.loads = LoadModel(
             TtftPredictor.of_profile(profile),
-            max_running_tokens(profile, tpot_slo_s, profiled_context_tokens),
+            max_running_tokens(profile, tpot_slo_s, self.profiled_context_tokens),
         )
         self.prefill_targets = PrefillTargets(self.loads)
-        self.decode_targets = DecodeTargets(needs_room=room == FILTER)
-        self.attainment = AttainmentModel(self.loads, ttft_slo_s, tpot_slo_s, flip_gain, kv_wait)
+        self.decode_targets = DecodeTargets(needs_room=self.room == FILTER)
+        self.attainment = AttainmentModel(self.loads, ttft_slo_s, tpot_slo_s, self.flip_gain, self.kv_wait)
 
     # ---- Alg. 1
 

@@ -13,7 +13,7 @@ from tailrace.actions import Action, Place, Placement, Refuse
 from tailrace.cluster import Arrival, ClusterView, InstanceView, Phase, RequestState, RequestView
 from tailrace.policy.base import Policy
 from tailrace.policy.candidates import Ledger, needed_tokens
-from tailrace.policy.parameters import Parameter
+from tailrace.policy.parameters import parameter
 
 
 class Llumnix(Policy):
@@ -27,34 +27,23 @@ class Llumnix(Policy):
     - Each pair moves one request per tick, the shortest ("SJF").
     """
 
-    parameters = (
-        Parameter(
-            "migrate_below",
-            float,
-            3.0,
-            "freeness below which an instance sends requests away, and above which it receives them",
-            unit="blocks a request",
-            source="Llumnix's published code",
-            minimum=0.0,
-        ),
-        Parameter(
-            "tick_interval_s",
-            float,
-            0.1,
-            "interval between pairings of instances",
-            unit="s",
-            source="ours; Llumnix's published code has 0.05 s",
-            minimum=0.01,
-        ),
-        Parameter("transfers", int, 3, "maximum concurrent migrations per instance and direction", minimum=1),
+    migrate_below: float = parameter(
+        3.0,
+        "freeness below which an instance sends requests away, and above which it receives them",
+        unit="blocks a request",
+        source="Llumnix's published code",
+        minimum=0.0,
     )
+    tick_interval_s: float = parameter(
+        0.1,
+        "interval between pairings of instances",
+        unit="s",
+        source="ours; Llumnix's published code has 0.05 s",
+        minimum=0.01,
+    )
+    transfers: int = parameter(3, "maximum concurrent migrations per instance and direction", minimum=1)
     baseline_of = "cascade"
     summary = "Llumnix: dispatch to the freest instance, migration from the fullest to the emptiest"
-
-    def __init__(self, migrate_below: float = 3.0, tick_interval_s: float = 0.1, transfers: int = 3) -> None:
-        self.migrate_below = migrate_below
-        self.tick_interval_s = tick_interval_s
-        self.transfers = transfers
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
         """Place on the instance with the highest freeness."""

@@ -22,7 +22,7 @@ from tailrace.cluster import (
 from tailrace.perf.length_penalty import FittedLengthPenalty
 from tailrace.perf.qoe_model import QoeModel
 from tailrace.perf.steps import StepModel
-from tailrace.policy.base import Policy, Variant
+from tailrace.policy.base import Variant
 from tailrace.policy.candidates import credit
 from tailrace.policy.cascade.dispatch import LeastDemand, demand_share
 from tailrace.policy.cascade.handover import Handovers, ReceiverChoice, by_bids, round_robin
@@ -33,11 +33,11 @@ from tailrace.policy.cascade.parameters import (
     CHAIN,
     MEMORY,
     ONE_STAGE,
-    PARAMETERS,
     PLANNED,
     QOE,
     QUANTITY,
     ROUND_ROBIN,
+    Parameters,
 )
 from tailrace.policy.cascade.planner import Planner, chain, exact, no_pipeline
 from tailrace.policy.cascade.planning import Planning
@@ -55,6 +55,7 @@ from tailrace.policy.cascade.refinement import (
 from tailrace.policy.cascade.room import RoomOfInstances, demand_tokens
 from tailrace.policy.cascade.traffic import Traffic
 from tailrace.policy.deployment import Fact
+from tailrace.policy.parameters import Value
 from tailrace.policy.pulling import pulling
 from tailrace.policy.requests import table_of
 from tailrace.profiles import Profile, load_profile
@@ -88,7 +89,7 @@ _SPLITS: Final[Mapping[str, tuple[Splitter, Sharing]]] = {
 _RECEIVER_CHOICES: Final[Mapping[str, ReceiverChoice]] = {BID_ASK: by_bids, ROUND_ROBIN: round_robin}
 
 
-class Cascade(Policy):
+class Cascade(Parameters):
     """Earliest stage at arrival, bid-ask at a boundary and between overloaded peers, stages by the planner.
 
     Choices that the paper leaves open:
@@ -123,7 +124,6 @@ class Cascade(Policy):
     """
 
     needs = (Fact.PROFILE, Fact.PENALTY)
-    parameters = PARAMETERS
     # "Migration is skipped if no idle cache is available" (section 5).
     when_full = WhenFull.REFUSE
     summary = "CascadeInfer: length stages, bid-ask handover and rebalance, adaptive boundaries"
@@ -135,56 +135,31 @@ class Cascade(Policy):
         model: QoeModel | None = None,
         history: Sequence[tuple[int, int]] = (),
         history_s: float | None = None,
-        history_in_flight: float = 64.0,
-        plan_requests: float = 5.0,
-        replan_s: float = 60.0,
-        least_plan_gain: float = 0.05,
-        most_work: float = 1.0,
-        plan_penalty: bool = False,
-        refine_s: float = 5.0,
-        smoothing: float = 0.2,
-        outlier: float = 1.25,
-        bandwidth_bytes_per_s: float = 50e9,
-        max_length: int = 131_072,
-        tick_interval_s: float = 1.0,
-        cache_aware: bool = False,
-        pulls: bool = False,
-        handover: str = BID_ASK,
-        rebalance: bool = True,
-        layout: str = PLANNED,
-        boundaries: str = QOE,
+        **parameters: Value,
     ) -> None:
-        self.handover = handover
-        self.choose_receiver = _RECEIVER_CHOICES[handover]
-        self.rebalances = rebalance
-        self.split, self.share = _SPLITS[boundaries]
+        super().__init__(**parameters)
+        self.choose_receiver = _RECEIVER_CHOICES[self.handover]
+        self.split, self.share = _SPLITS[self.boundaries]
         profile = profile if profile is not None else load_profile(PROFILE)
         self.history = Traffic.of_history(history, history_s)
-        self.history_in_flight = history_in_flight
-        self.replan_s = replan_s
-        self.lengths_period_s = replan_s if math.isfinite(replan_s) else None
-        self.refine_s = refine_s
-        self.smoothing = smoothing
-        self.outlier = outlier
-        self.tick_interval_s = tick_interval_s
-        self.cache_aware = cache_aware
+        self.lengths_period_s = self.replan_s if math.isfinite(self.replan_s) else None
         self.nominal = StepModel.of_profile(profile)
         self.least_demand = LeastDemand()
         self.rooms = RoomOfInstances()
-        self.pull = pulling(profile, pulls)
+        self.pull = pulling(profile, self.pulls)
         self.planning = Planning(
-            planner=_PLANNERS[layout],
+            planner=_PLANNERS[self.layout],
             profile=profile,
             model=model if model is not None else QoeModel.of_profile(profile),
-            bandwidth_bytes_per_s=bandwidth_bytes_per_s,
-            max_length=max_length,
+            bandwidth_bytes_per_s=self.bandwidth_bytes_per_s,
+            max_length=self.max_length,
             penalty=penalty,
-            weighs_penalty=plan_penalty,
-            most_work=most_work if most_work > 0.0 else math.inf,
-            least_requests=plan_requests,
-            least_gain=least_plan_gain,
+            weighs_penalty=self.plan_penalty,
+            most_work=self.most_work if self.most_work > 0.0 else math.inf,
+            least_requests=self.plan_requests,
+            least_gain=self.least_plan_gain,
             # The baselines' layouts are used even if they are worse.
-            adopts_any_first=layout != PLANNED,
+            adopts_any_first=self.layout != PLANNED,
         )
 
     # ---- section 3.2
@@ -250,7 +225,7 @@ class Cascade(Policy):
         handovers = self._handovers(view)
         if periods_elapsed(self.refine_s, view.last_tick_s, now):
             actions += handovers.outgrown(stages)
-        if self.rebalances:
+        if self.rebalance:
             for stage in stages or (None,):
                 actions += handovers.rebalance(stage, self.outlier)
         return actions

@@ -13,14 +13,12 @@ from typing import Final
 from tailrace.actions import Action, CopyPrefix, Migrate
 from tailrace.cluster import NOTHING_HELD, ClusterView, HotPrefix, InstanceState, InstanceView
 from tailrace.policy.cascade.layout import stage_of
-from tailrace.policy.parameters import Parameter
+from tailrace.policy.parameters import parameter
 from tailrace.policy.pulling import pull_s
 from tailrace.policy.tailrace.costs import Costs
 from tailrace.policy.tailrace.pooled import prefillers
 
-COPY_AHEAD: Final = Parameter(
-    "copy_ahead",
-    bool,
+COPY_AHEAD: Final = parameter(
     False,
     "whether a hot prefix is copied to a second instance in advance if the only one that holds it is "
     "overloaded",

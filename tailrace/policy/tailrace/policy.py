@@ -14,7 +14,7 @@ from tailrace.policy.base import Policy
 from tailrace.policy.candidates import NO_INSTANCE, Ledger, candidates
 from tailrace.policy.columns import PerInstances
 from tailrace.policy.deployment import Fact
-from tailrace.policy.parameters import Parameter
+from tailrace.policy.parameters import Value, parameter
 from tailrace.policy.requests import movable
 from tailrace.policy.tailrace.copies import COPY_AHEAD, PERIOD_S, Copies
 from tailrace.policy.tailrace.costs import Costs
@@ -42,39 +42,26 @@ class Tailrace(Policy):
     """
 
     needs = (Fact.PROFILE, Fact.PENALTY, Fact.TTFT_SLO, Fact.TPOT_SLO)
-    parameters = (
-        Parameter(
-            "margin",
-            float,
-            2.0,
-            "minimum saving of a migration, as a multiple of its transfer time",
-            minimum=0.0,
-        ),
-        Parameter(
-            "pulls",
-            bool,
-            True,
-            "whether a prefix that another instance holds is pulled if that takes less time than "
-            "computing it",
-        ),
-        Parameter(
-            "pull_margin",
-            float,
-            1.0,
-            "minimum saving of a pull or a copy ahead, as a multiple of its transfer time; 0: pull every "
-            "prefix that another instance holds",
-            minimum=0.0,
-        ),
-        COPY_AHEAD,
-        Parameter(
-            "tick_interval_s",
-            float,
-            1.0,
-            "period of rebalancing and of the pools' rules",
-            unit="s",
-            source="ARES, Algorithm 1, line 3",
-            minimum=0.01,
-        ),
+    margin: float = parameter(
+        2.0, "minimum saving of a migration, as a multiple of its transfer time", minimum=0.0
+    )
+    pulls: bool = parameter(
+        True,
+        "whether a prefix that another instance holds is pulled if that takes less time than computing it",
+    )
+    pull_margin: float = parameter(
+        1.0,
+        "minimum saving of a pull or a copy ahead, as a multiple of its transfer time; 0: pull every "
+        "prefix that another instance holds",
+        minimum=0.0,
+    )
+    copy_ahead: bool = COPY_AHEAD
+    tick_interval_s: float = parameter(
+        1.0,
+        "period of rebalancing and of the pools' rules",
+        unit="s",
+        source="ARES, Algorithm 1, line 3",
+        minimum=0.01,
     )
     batch_order = "earliest_due"
     summary = "Tailrace's own: the four papers' mechanisms under one cost, in predicted seconds"
@@ -84,26 +71,21 @@ class Tailrace(Policy):
         profile: Profile | None = None,
         penalty: FittedLengthPenalty | None = None,
         *,
-        margin: float = 2.0,
-        pulls: bool = True,
-        pull_margin: float = 1.0,
-        copy_ahead: bool = False,
         ttft_slo_s: float = 2.0,
         tpot_slo_s: float = 0.15,
-        tick_interval_s: float = 1.0,
+        **parameters: Value,
     ) -> None:
+        super().__init__(**parameters)
         profile = profile if profile is not None else load_profile(NOMINAL)
         steps = StepModel.of_profile(profile)
         self.costs = Costs(steps, penalty, tpot_slo_s=tpot_slo_s)
         self.offers = PerInstances(lambda: OfferPlanner(self.costs))
         self.decoders = Decoders(self.costs)
-        self.margin = margin
-        self.pulls = Pulls(self.costs, pull_margin) if pulls else None
-        self.copies = Copies(self.costs, pull_margin) if copy_ahead else None
-        self.prefixes_period_s = PERIOD_S if copy_ahead else None
+        self.puller = Pulls(self.costs, self.pull_margin) if self.pulls else None
+        self.copies = Copies(self.costs, self.pull_margin) if self.copy_ahead else None
+        self.prefixes_period_s = PERIOD_S if self.copy_ahead else None
         self.ttft_slo_s = ttft_slo_s
-        self.tick_interval_s = tick_interval_s
-        self.arrow = Arrow(ttft_slo_s, tpot_slo_s, profile, tick_interval_s=tick_interval_s, room=FILTER)
+        self.arrow = Arrow(ttft_slo_s, tpot_slo_s, profile, tick_interval_s=self.tick_interval_s, room=FILTER)
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
         """Place the arrival where it costs least, among the prefill instances of the stage for its length."""
@@ -123,8 +105,8 @@ class Tailrace(Policy):
         if offers.pooled:
             among = prefillers(usable)
         chosen, pull_from = offers.cheapest(among, tokens, now, arrival.cached), ""
-        if self.pulls is not None and arrival.cached:
-            chosen, pull_from = self.pulls.place(offers, among, arrival, chosen, now)
+        if self.puller is not None and arrival.cached:
+            chosen, pull_from = self.puller.place(offers, among, arrival, chosen, now)
         if offers.pooled:
             cached_tokens = costs.held_tokens(chosen, arrival.held_on(chosen.instance_id))
             cached = max(cached_tokens, arrival.reported_tokens(pull_from))
