@@ -91,8 +91,11 @@ def _key(item: tuple[tuple[str, str], ServiceRecord]) -> tuple[str, str]:
 MESSAGE_BYTES_MAX: Final = 256 * 1024 * 1024
 """Largest message either way: a step's outputs or a long prompt, with room to spare."""
 
+PINGS: Final = ping_options(10.0, 5.0)
+"""Options of every connection between our processes, for channels and servers."""
+
 _OPTIONS: Final = (
-    *ping_options(10.0, 5.0),
+    *PINGS,
     # Reconnect to a restarted peer soon, not after gRPC's default of up to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     # Timeout of one connection attempt.

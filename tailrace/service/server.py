@@ -12,15 +12,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from tailrace.security.transport import PLAIN, Transport
-from tailrace.service.channels import MESSAGE_BYTES_MAX
+from tailrace.service.channels import MESSAGE_BYTES_MAX, PINGS
 from tailrace.service.decoding import Decoding
 from tailrace.service.listening import ListenError, listen_problem
-from tailrace.service.pings import ping_options
 
 _OPTIONS: Final = (
     # Otherwise a second process on the same port would silently share it.
     ("grpc.so_reuseport", 0),
-    *ping_options(10.0, 5.0),
+    *PINGS,
     # Allow the pings of our own channels.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
