@@ -12,7 +12,6 @@ import math
 import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -35,7 +34,7 @@ from tailrace.policy.cascade.traffic import Traffic
 from tailrace.policy.cascade.workload import bucket_edges
 from tailrace.policy.registry import load, names
 from tests.harness.loadgen import percentile
-from tests.harness.report import print_json, save
+from tests.harness.report import print_json, save, table_console
 
 SIZES = (16, 64, 256, 1_024)
 
@@ -363,8 +362,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     if options.output == "json":
         print_json("decisions", figures)
     else:
-        # Files and pipes have no terminal width.
-        Console(width=None if sys.stdout.isatty() else 120).print(table(rows))
+        table_console(120).print(table(rows))
         if memory_mib is not None:
             print(f"index of a million blocks on 1,024 instances: {memory_mib:.0f} MiB")
     console.print(f"saved to {path}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -31,7 +30,7 @@ from simulator.workloads.base import Clip
 from simulator.workloads.generators import GENERATORS
 from tailrace.policy.deployment import Deployment
 from tailrace.profiles import load_profile
-from tests.harness.report import print_json, save
+from tests.harness.report import print_json, save, table_console
 
 # Names the folder of the public data, which contains `traces/`.
 DATA_VARIABLE: Final = "TAILRACE_DATA"
@@ -204,8 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     if options.output == "json":
         print_json("simulation", figures)
     else:
-        # Files and pipes have no terminal width.
-        Console(width=None if sys.stdout.isatty() else 140).print(table(costs))
+        table_console(140).print(table(costs))
     console.print(f"saved to {path}")
     return path
 

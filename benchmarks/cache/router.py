@@ -31,7 +31,7 @@ from benchmarks.cache.conversations import Turn, Users, later_ttfts_s
 from tailrace.local.ports import free_ports
 from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 from tests.harness.loadgen import percentile
-from tests.harness.report import print_json, save
+from tests.harness.report import print_json, save, table_console
 from tests.harness.servers import MODEL, ServeProcess, wait_until_up
 from tests.harness.vllm_fleet import BLOCK_TOKENS, Engines, running_fleet
 
@@ -212,8 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.output == "json":
         print_json("cache-router", figures)
     else:
-        # Files and pipes have no terminal width.
-        Console(width=None if sys.stdout.isatty() else 120).print(table(outcomes))
+        table_console(120).print(table(outcomes))
     console.print(f"saved to {path}")
     return 1 if any(each.different for each in outcomes) else 0
 

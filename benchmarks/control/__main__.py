@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -33,7 +32,7 @@ from frontend_svc.placement_client import PlacementClient
 from tailrace.service.channels import Channels
 from tailrace.v1 import scheduler_pb2
 from tests.harness.loadgen import percentile
-from tests.harness.report import print_json, save
+from tests.harness.report import print_json, save, table_console
 from tests.harness.usage import cpu_seconds, resident_bytes
 
 POLICIES: Final = ("tailrace", "pascal", "ares", "arrow", "cascade")
@@ -242,11 +241,10 @@ def main() -> None:
     if options.output == "json":
         print_json("control", figures)
     else:
-        # Files and pipes have no terminal width.
-        output = Console(width=None if sys.stdout.isatty() else 160)
-        output.print(table(outcomes))
+        printed = table_console(160)
+        printed.print(table(outcomes))
         for failure in failures:
-            output.print(
+            printed.print(
                 f"not measured: {failure.policy} with {failure.instances} instances: {failure.reason}"
             )
     console.print(f"saved to {path}")

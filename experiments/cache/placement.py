@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
@@ -43,7 +42,7 @@ from tailrace.policy.deployment import Deployment
 from tailrace.policy.parameters import Value
 from tailrace.profiles import SwapModel, load_profile
 from tailrace.slo import Slo as PolicySlo
-from tests.harness.report import print_json, save
+from tests.harness.report import print_json, save, table_console
 
 SHARES: Final = (0.6, 0.85, 1.1)
 _TARGET: Final = 0.9
@@ -411,8 +410,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     if options.output == "json":
         print_json("cache", figures)
     else:
-        # Files and pipes have no terminal width.
-        printed = Console(width=None if sys.stdout.isatty() else 140)
+        printed = table_console(140)
         for workload in plan.workloads:
             printed.print(table(workload, [o for o in outcomes if o.case.workload == workload]))
         for ours, theirs in _COMPARED:

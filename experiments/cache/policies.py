@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from rich.table import Table
 
 from benchmarks.cache.conversations import TURNS, Users, later_ttfts_s
 from tests.harness.loadgen import percentile
-from tests.harness.report import print_json, save
+from tests.harness.report import print_json, save, table_console
 from tests.harness.vllm_fleet import Engines, Fleet, running_fleet
 
 POLICIES: Final = ("round_robin", "least_loaded", "session", "prefix_affinity", "tailrace")
@@ -122,8 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     if options.output == "json":
         print_json("cache-live", figures)
     else:
-        # Files and pipes have no terminal width.
-        Console(width=None if sys.stdout.isatty() else 120).print(table(outcomes))
+        table_console(120).print(table(outcomes))
     console.print(f"saved to {path}")
     return path
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -26,7 +25,7 @@ from experiments.policies.outcome import Outcome
 from experiments.policies.tables import group_table, rivals_table, summary_table
 from experiments.scenarios import SCENARIOS, Scenario
 from simulator.simulation import simulate
-from tests.harness.report import print_json, save
+from tests.harness.report import print_json, save, table_console
 
 SHARES = (0.6, 0.85, 1.1)
 TARGET = 0.9
@@ -192,8 +191,7 @@ def main(arguments: Iterable[str] | None = None) -> Path:
     if options.output == "json":
         print_json("policies", figures)
     else:
-        # Files and pipes have no terminal width.
-        report(outcomes, Console(width=None if sys.stdout.isatty() else 120))
+        report(outcomes, table_console(120))
     console.print(f"{len(outcomes)} runs in {time.perf_counter() - began_s:.0f} s; saved to {path}")
     return path
 

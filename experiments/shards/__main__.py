@@ -14,7 +14,6 @@ scheduler, per placement. The time that a call takes is not simulated.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -29,7 +28,7 @@ from experiments.shards.tables import groups, table
 from experiments.shards.ways import ALL, FEW, SESSIONS, WORKLOADS, Way
 from simulator.parallel import Progress as Done
 from simulator.parallel import Task, run_tasks
-from tests.harness.report import print_json, save
+from tests.harness.report import print_json, save, table_console
 
 FRONT_ENDS: Final = 8
 _POLICIES: Final = ("tailrace", "pascal")
@@ -156,8 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     if options.output == "json":
         print_json("shards", figures)
     else:
-        # Files and pipes have no terminal width.
-        printed = Console(width=None if sys.stdout.isatty() else 190)
+        printed = table_console(190)
         for group in groups(outcomes):
             printed.print(table(group))
     console.print(f"{len(outcomes)} runs in {time.perf_counter() - began_s:.0f} s; saved to {path}")

@@ -38,11 +38,14 @@ from tests.chaos.rollouts import Rollouts
 from tests.chaos.schedule import ROLLOUTS, RULES, SIMULATED_ONLY, Kind, Targets, Tier, Version, draw
 from tests.chaos.timeline import Timeline
 from tests.harness.bad_policies import BAD_POLICIES, HANGING, REFUSED
-from tests.harness.namespaces import NamespacesUnavailable, command_in_namespaces, is_inside, prepare
+from tests.harness.namespaces import (
+    UNSUPPORTED,
+    NamespacesUnavailable,
+    command_in_namespaces,
+    is_inside,
+    prepare,
+)
 from tests.harness.report import RESULTS, machine, save
-
-UNSUPPORTED: Final = 3
-"""Exit status if namespaces cannot be created on this machine."""
 
 _QUESTION_COUNT: Final = 60
 # Workers that run the changed version, if there are rollouts.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import io
 import json
 import os
@@ -16,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from tests.chaos.__main__ import UNSUPPORTED
 from tests.chaos.answers import Answer, Ending, Verdict, judge, parse_answer
 from tests.chaos.cluster import Cluster, Shape
 from tests.chaos.gaps import NO_FAULT, Exposure, longest_gaps
@@ -28,6 +25,7 @@ from tests.chaos.report import collect_figures, print_figures
 from tests.chaos.schedule import RULES, Kind, Targets, Tier, Version, draw
 from tests.chaos.timeline import Timeline
 from tests.harness.loadgen import StreamResult
+from tests.harness.namespaces import NamespacesUnavailable, figures_of
 
 CAST = Targets(
     {tier: [f"{tier.value}-{n}" for n in range(3)] for tier in Tier}, ["pascal", "ares"], ["ForgotReturn"]
@@ -217,20 +215,11 @@ async def test_a_short_run() -> None:
     """Three etcd members, every process in its own network namespace; 45 s on two cores."""
     command = [sys.executable, "-m", "tests.chaos", "--faults", "3", "--seed", "7", "-o", "json"]
     command += ["--workers", "2", "--streams", "6", "--kind", "kill", "cut", "corrupt_kv"]
-    process = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
     try:
-        output, errors = await process.communicate()
-    finally:
-        # Its child processes end with it.
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-    if process.returncode == UNSUPPORTED:
-        pytest.skip(errors.decode().strip())
-    assert output, errors.decode()
-    figures = json.loads(output)
-    assert not figures["broken"], errors.decode()
+        figures, errors = await figures_of(*command)
+    except NamespacesUnavailable as unavailable:
+        pytest.skip(str(unavailable))
+    assert not figures["broken"], errors
     assert figures["streams"]["whole"] > 0
 
 

@@ -28,6 +28,7 @@ from tests.etcd_faults.fleet import Fleet, Streams, fleet
 from tests.etcd_faults.observe import Observed, observe
 from tests.harness.etcd_members import FaultyCluster
 from tests.harness.namespaces import (
+    UNSUPPORTED,
     NamespacesUnavailable,
     command_in_namespaces,
     is_inside,
@@ -37,8 +38,6 @@ from tests.harness.namespaces import (
 from tests.harness.report import machine, save
 
 QUIET = "none"
-UNSUPPORTED = 3
-"""Exit status if namespaces cannot be created on this machine."""
 
 
 @dataclass(frozen=True, slots=True)

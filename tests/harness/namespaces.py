@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
 import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 _INSIDE: Final = "TAILRACE_ETCD_FAULTS_INSIDE"
 _SEPARATE: Final = ("--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+
+UNSUPPORTED: Final = 3
+"""Exit status of a command that cannot have the namespaces that it needs."""
 
 
 class NamespacesUnavailable(RuntimeError):
@@ -41,6 +47,26 @@ def command_in_namespaces(command: Sequence[str]) -> list[str]:
             return [*unshare, "env", f"{_INSIDE}=1", *command]
     reason = attempt.stderr.decode().strip()
     raise NamespacesUnavailable(f"cannot make network namespaces (root, or user namespaces): {reason}")
+
+
+async def figures_of(*command: str) -> tuple[Any, str]:
+    """Run a command that gives itself namespaces; return the figures that it prints, and its error output.
+
+    Raise NamespacesUnavailable if it cannot have them.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        output, errors = await process.communicate()
+    finally:
+        # Its child processes end with it.
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+    if process.returncode == UNSUPPORTED:
+        raise NamespacesUnavailable(errors.decode().strip())
+    assert output, errors.decode()
+    return json.loads(output), errors.decode()
 
 
 def prepare() -> None:

@@ -51,16 +51,16 @@ class Process:
                 # A process group of its own, so that killing it includes its children.
                 start_new_session=True,
             )
-        return cls(name, child, log)._with(niceness)
+        return cls(name, child, log)._set_niceness(niceness)
 
     @classmethod
     def fork_tailrace(
         cls, name: str, arguments: Sequence[str], log: Path, env: Mapping[str, str], niceness: int = 0
     ) -> Process:
         """Run `tailrace` with these arguments in a process that has already imported vLLM."""
-        return cls(name, ForkedCommand(arguments, log, env), log)._with(niceness)
+        return cls(name, ForkedCommand(arguments, log, env), log)._set_niceness(niceness)
 
-    def _with(self, niceness: int) -> Process:
+    def _set_niceness(self, niceness: int) -> Process:
         if niceness:
             os.setpriority(os.PRIO_PROCESS, self.pid, niceness)
         return self

@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+from rich.console import Console
+
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 
@@ -36,3 +38,8 @@ def print_json(name: str, figures: dict[str, object]) -> None:
     """Print a benchmark's figures, with the machine, as one JSON object."""
     json.dump({"benchmark": name, "machine": machine(), **figures}, sys.stdout, indent=2)
     sys.stdout.write("\n")
+
+
+def table_console(width: int) -> Console:
+    """Return a console for tables on the standard output; files and pipes get this width."""
+    return Console(width=None if sys.stdout.isatty() else width)

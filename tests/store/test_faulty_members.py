@@ -6,13 +6,11 @@ Runs in namespaces of its own, if the machine permits them.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import sys
 
 import pytest
 
-from tests.etcd_faults.__main__ import UNSUPPORTED
+from tests.harness.namespaces import NamespacesUnavailable, figures_of
 
 # Documented limits in seconds; a fault lasts longer, so that a missing recovery is noticed.
 LEADER_S = 10.0
@@ -28,19 +26,11 @@ async def observe_fault(fault: str) -> dict[str, float]:
     command = [sys.executable, "-m", "tests.etcd_faults", "--no-streams", "-o", "json"]
     command += ["--fault", fault, "--member", "leader"]
     command += ["--before", "1", "--lasts", str(LASTS_S), "--after", "1"]
-    process = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
     try:
-        output, errors = await process.communicate()
-    finally:
-        # Its child processes end with it.
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-    if process.returncode == UNSUPPORTED:
-        pytest.skip(errors.decode().strip())
-    assert output, errors.decode()
-    (row,) = json.loads(output)["rows"]
+        figures, _ = await figures_of(*command)
+    except NamespacesUnavailable as unavailable:
+        pytest.skip(str(unavailable))
+    (row,) = figures["rows"]
     observed: dict[str, float] = row["seen"]
     return observed
 

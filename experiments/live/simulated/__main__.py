@@ -32,7 +32,7 @@ from experiments.live.simulated.slices import Slice, SliceSpec, available_traces
 from experiments.live.simulated.tables import print_costs, print_rows
 from experiments.live.simulated.tries import compare_trace, update_progress
 from simulator.workloads.base import WorkloadError
-from tests.harness.report import RESULTS, machine, print_json, save
+from tests.harness.report import RESULTS, machine, print_json, save, table_console
 
 # Names the folder of the public data, which contains `traces/`.
 DATA_VARIABLE: Final = "TAILRACE_DATA"
@@ -144,8 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.output == "json":
         print_json(name, figures)
     else:
-        # Files and pipes have no terminal width.
-        out = Console(width=None if sys.stdout.isatty() else 160)
+        out = table_console(160)
         if rows:
             print_rows(rows, out)
         if costs:
