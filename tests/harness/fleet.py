@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -300,8 +301,9 @@ class Fleet:
         return False
 
     def _held_lines(self, step: str) -> int:
-        line = f"fault: holding at {step}\n"
-        return sum(p.text().count(line) for n, p in self.processes.items() if n.startswith("w"))
+        # The message ends with the line, or where a worker logs JSON, with its quotation mark.
+        held = re.compile(rf'fault: holding at {re.escape(step)}["\n]')
+        return sum(len(held.findall(p.text())) for n, p in self.processes.items() if n.startswith("w"))
 
     def migrations(self, part: str) -> list[migration_pb2.MigrationRecord]:
         """Return the migrations of requests whose ID contains `part`, oldest first."""
