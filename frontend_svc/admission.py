@@ -49,6 +49,14 @@ class Refusal:
         return cls(int(status), message) if colon and status.isdigit() else None
 
 
+class Refused(Exception):
+    """A new request ends without an answer; nothing has run it."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
+
+
 NO_INSTANCE: Final = Refusal(503, "No instance can take this request now.")
 """No instance in the fleet can take the request now."""
 

@@ -91,11 +91,6 @@ class Adoptions:
         self._on_commit = on_commit
         self._pending: dict[int, _Pending] = {}
 
-    @property
-    def waiting(self) -> bool:
-        """Return whether any adoption waits; while none does, `check_pending` need not be called."""
-        return bool(self._pending)
-
     def request(self, target: str, adopt: worker_pb2.Adopt) -> None:
         """Decide on a target's request; a newer one for the same stream supersedes a pending one."""
         self._refuse_pending(adopt.handle, "superseded by another migration")

@@ -1,36 +1,56 @@
-"""The engine core that the API server sees: all of a front end except the API server itself."""
+"""The engine core that the API server sees: all of a front end except the API server itself.
+
+Every message arrives here, of the API server and of the instances, and goes to the part that decides about
+it: requests.py (a request's way), streams.py (which tokens are accepted), recovery.py (lost instances),
+adopt.py (migrations), utilities.py (calls of engine methods).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 from prometheus_client import CollectorRegistry
 
 from frontend_svc.adapters import SharedAdapters
-from frontend_svc.admission import AdmissionFlag, AdmissionGate
+from frontend_svc.admission import AdmissionFlag, AdmissionGate, Refusal
+from frontend_svc.adopt import Adoptions
 from frontend_svc.answers.coordinator import AnswerCoordinator
-from frontend_svc.carrier import Carrier
+from frontend_svc.api_server.spec import ADAPTER_CALLS
 from frontend_svc.engine_core import EngineCoreSocket, HandshakeFailed
 from frontend_svc.fair_metrics import FairMetrics
 from frontend_svc.fleet import Fleet, Members, ServedModel, prefill_instances, usable_instances
-from frontend_svc.links import Loss, WorkerLinks
+from frontend_svc.links import Loss, WorkerLinks, abort_message
+from frontend_svc.liveness import Liveness
 from frontend_svc.load import Load, load_of
 from frontend_svc.names import NamedOutput
 from frontend_svc.observer import FrontendMetrics, RequestTraces, StreamObserver
+from frontend_svc.outputs import Outputs
 from frontend_svc.pacing import Pacer
 from frontend_svc.placement import Placement
+from frontend_svc.recovery import Recovery
+from frontend_svc.requests import Requests
 from frontend_svc.settings import Limits, WaitLimits
-from frontend_svc.streams import StreamTable
+from frontend_svc.streams import (
+    FINISHED,
+    PREFILL_DONE,
+    MalformedStep,
+    Reject,
+    StepVerdict,
+    StreamTable,
+)
+from frontend_svc.utilities import UtilityCalls
 from tailrace.cluster import Phase
 from tailrace.service.channels import Channels
 from tailrace.service.tasks import first_ended, supervised
+from tailrace.telemetry.incidents import unreadable
 from tailrace.v1 import worker_pb2
-from tailrace.wire import stats_outputs
+from tailrace.wire import UtilityCall, stats_outputs
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +61,12 @@ _TICK_S: Final = 0.5
 # A dead API server shows first as a broken socket; its exit status, which says more, follows within this
 # time.
 _EXIT_WAIT_S: Final = 1.0
+# A request whose outputs could not be sent more often than this ends.
+MAX_CONGESTED: Final = 3
+# Bytes that the API server has not read: beyond the first, new requests are refused; beyond the second,
+# streams end, so that the rest can go on.
+UNREAD_FULL_BYTES: Final = 64 << 20
+UNREAD_MAX_BYTES: Final = 512 << 20
 # Seconds between two checks whether all streams have ended.
 _POLL_S: Final = 0.05
 
@@ -72,44 +98,53 @@ class FleetEngine:
     ) -> None:
         """Build the parts; `run` starts them.
 
-        `pace_s`, `answers` and `adapters`: see Carrier; `served`: see Fleet. `on_models(keys)` is called with
-        the keys of the models that the front end is connected to whenever they may have changed.
-        `ipc_folder` holds the API server's ROUTER (`in`) and PULL (`out`) sockets.
+        `pace_s`: see Requests; `served`: see Fleet; `answers`: None if no answers are kept; `adapters`: None
+        if those that users load are not shared. `on_models(keys)` is called with the keys of the models that
+        the front end is connected to whenever they may have changed. `ipc_folder` holds the API server's
+        ROUTER (`in`) and PULL (`out`) sockets.
         """
         self.fleet = Fleet(members, served)
+        self._limits = limits
         self._on_models = on_models
+        self._shared_adapters = adapters
         self._gate = AdmissionGate(admission, wait_limits.place_s)
         self._stuck = asyncio.Event()
         self._first_hello: asyncio.Future[worker_pb2.WorkerHello] = asyncio.get_running_loop().create_future()
-        self.table = StreamTable(after_prefill)
+        # What the attached instances last said of their engines.
+        self._engines: dict[str, worker_pb2.EngineState] = {}
+        self.table = table = StreamTable(after_prefill)
         self._socket = EngineCoreSocket(ipc_folder / "in", ipc_folder / "out", self._stuck.set)
         hello = worker_pb2.FrontendHello(
             frontend_id=frontend_id,
             incarnation=uuid.uuid4().hex,
             max_message_bytes=limits.max_message_bytes,
         )
-        self.workers = WorkerLinks(lambda: self.fleet.instances, hello, self, channels.transport)
-        self._placement = Placement(frontend_id, self.fleet, self.workers, self.table, channels)
-        self.metrics = FrontendMetrics(registry, self.table, self.workers.attached)
-        observer = StreamObserver(self.metrics, traces)
+        self.workers = workers = WorkerLinks(lambda: self.fleet.instances, hello, self, channels.transport)
+        self._placement = placement = Placement(frontend_id, self.fleet, workers, table, channels)
+        self.metrics = FrontendMetrics(registry, table, workers.attached)
+        self._observer = observer = StreamObserver(self.metrics, traces)
         output = NamedOutput(self._socket.send, self._socket.unread_bytes)
         self.pacer = Pacer(output.send)
-        self.carrier = Carrier(
-            self.table,
-            self.workers,
-            self._placement,
-            output,
+        self.outputs = outputs = Outputs(output, self.pacer, answers)
+        self.requests = requests = Requests(
+            table,
+            placement,
+            workers,
+            outputs,
             observer,
-            self.pacer,
             wait_limits,
             limits,
             self._gate.update_full,
             pace_s,
-            answers,
-            adapters,
         )
-        if self.carrier.fair_gate is not None:
-            FairMetrics(registry, self.carrier.fair_gate)
+        self._recovery = Recovery(table, requests, workers, observer.engine_died)
+        self._adoptions = Adoptions(table, workers, observer.adopted, placement.may_run)
+        self._liveness = Liveness(table, workers)
+        self._utilities = UtilityCalls(workers, outputs.reply)
+        if answers is not None:
+            answers.bind(outputs, requests.end_request)
+        if requests.fair_gate is not None:
+            FairMetrics(registry, requests.fair_gate)
         self.fleet.add_listener(self._on_membership)
 
     async def run(self) -> None:
@@ -119,7 +154,10 @@ class FleetEngine:
                 await first_ended(self._serve(), self._fail_when_stuck())
         finally:
             self._gate.cancel()
-            await self.carrier.close()
+            self._adoptions.close()
+            self._utilities.close()
+            await self.outputs.close()
+            await self.requests.close()
             await self._placement.close()
             self._socket.close()
 
@@ -132,7 +170,7 @@ class FleetEngine:
             await asyncio.sleep(_EXIT_WAIT_S)
             raise
         async with supervised({"fleet statistics": self._tell_stats}):
-            await self._socket.receive(self.carrier)
+            await self._socket.receive(self)
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no stream is left; return False if some are left after `timeout_s`."""
@@ -144,7 +182,37 @@ class FleetEngine:
             return False
         return True
 
-    # ---- LinkSink: update the fleet and admission, then pass on to the carrier
+    def end_streams(self) -> None:
+        """End all streams with an error: this front end is about to exit.
+
+        Kept answers are left: their clients get the rest from another front end, and an error would be the
+        end.
+        """
+        if not self.outputs.keeps_answers:
+            self.requests.end_all()
+
+    # ---- from the API server (EngineCoreSink)
+
+    def on_add(self, frames: Sequence[bytes]) -> None:
+        """See EngineCoreSink."""
+        self.requests.admit(frames)
+
+    def on_abort(self, request_ids: Sequence[str]) -> None:
+        """See EngineCoreSink."""
+        for name in request_ids:
+            self.requests.abort(name)
+        self._adoptions.check_pending()
+
+    def on_utility(self, call: UtilityCall, frames: Sequence[bytes]) -> None:
+        """See EngineCoreSink."""
+        if self.outputs.handle_call(call):
+            return
+        if self._shared_adapters is not None and call.method in ADAPTER_CALLS:
+            self._shared_adapters.handle_call(call, self.outputs.reply)
+        else:
+            self._utilities.call(call, frames)
+
+    # ---- from instances (LinkSink)
 
     def on_attached(self, instance_id: str, hello: worker_pb2.WorkerHello) -> None:
         """See LinkSink."""
@@ -152,32 +220,151 @@ class FleetEngine:
             self._first_hello.set_result(hello)
         self.fleet.attached(instance_id, hello)
         self._update_admission()
-        self.carrier.on_attached(instance_id, hello)
+        self._recovery.attached(instance_id, hello.incarnation)
+        self._utilities.instance_attached(instance_id)
+        self.requests.fleet_changed()
 
     def on_lost(self, instance_id: str, loss: Loss) -> None:
         """See LinkSink."""
         self.fleet.lost(instance_id)
         self._update_admission()
-        self.carrier.on_lost(instance_id, loss)
+        self._utilities.instance_lost(instance_id)
+        self._liveness.lost(instance_id)
+        self._engines.pop(instance_id, None)
+        self._observer.lost(self._recovery.instance_lost(instance_id, loss), instance_id, loss.reason)
+        self._adoptions.check_pending()
 
     def on_process_gone(self, instance_id: str) -> None:
         """See LinkSink."""
-        self.carrier.on_process_gone(instance_id)
+        self._recovery.process_gone(instance_id)
 
     def on_message(self, instance_id: str, message: worker_pb2.AttachDown) -> None:
         """See LinkSink."""
-        if message.HasField("draining"):
-            log.info("%s drains", instance_id)
-            self.fleet.mark_draining(instance_id)
-            self._update_admission()
+        match message.WhichOneof("body"):
+            case "outputs":
+                self._on_step(instance_id, message.outputs)
+            case "adopt":
+                self._adoptions.request(instance_id, message.adopt)
+            case "ownership_query":
+                self._adoptions.answer_ownership_query(instance_id, message.ownership_query)
+            case "hand_back":
+                self.requests.hand_back(instance_id, message.hand_back)
+            case "utility":
+                self._utilities.result(instance_id, message.utility)
+            case "held_reply":
+                self._on_held_reply(instance_id, message.held_reply)
+            case "taken":
+                self.table.confirm_on_engine(instance_id, message.taken.handle, message.taken.epoch)
+            case "rejected":
+                self._on_request_rejected(instance_id, message.rejected)
+            case "heartbeat":
+                said = message.heartbeat
+                self._liveness.heartbeat_received(instance_id, said.steps, said.running, time.monotonic())
+                if said.HasField("engine"):
+                    self._engines[instance_id] = said.engine
+            case "draining":
+                log.info("%s drains", instance_id)
+                self.fleet.mark_draining(instance_id)
+                self._update_admission()
+            case body:
+                log.warning("unexpected %s from %s", body, instance_id)
+
+    def _on_step(self, instance_id: str, step: worker_pb2.StepOutputs) -> None:
+        """Accept what the rule allows of a step's outputs, and send it on."""
+        try:
+            verdict = self.table.accept(instance_id, step)
+        except MalformedStep as error:
+            # It is unknown which tokens belong to which stream, so everything that the instance owns restarts
+            # on a new connection.
+            log.error("malformed outputs from %s: %s", instance_id, error)
+            self.workers.reconnect(instance_id, f"malformed outputs: {error}")
             return
-        self.carrier.on_message(instance_id, message)
+        self._liveness.step_received(instance_id, step.step, time.monotonic())
+        self.outputs.instance_heard()
+        try:
+            self.outputs.forward(instance_id, step, verdict)
+        except Exception as error:  # noqa: BLE001 - whatever a worker's bytes lead to
+            self._fail_unreadable(instance_id, step, verdict, error)
+        for stream, flags in verdict.flagged:
+            if flags & FINISHED:
+                self.requests.finished(stream)
+            elif flags & PREFILL_DONE:
+                self.requests.prefilled(stream)
+        self._observer.accepted(verdict)
+        if verdict.rejected:
+            self._on_rejected_outputs(instance_id, verdict)
+        self._recovery.check_progress()
+        self._adoptions.check_pending()
+
+    def _fail_unreadable(
+        self, instance_id: str, step: worker_pb2.StepOutputs, verdict: StepVerdict, error: Exception
+    ) -> None:
+        """End streams whose tokens were accepted but whose output payload cannot be decoded.
+
+        The tokens are lost, so ending with an error is the only alternative to a gap in the answer.
+        """
+        unreadable("outputs of a worker", instance_id, error)
+        finished = {stream.handle: stream for stream, _ in verdict.flagged}
+        keep = verdict.keep or [True] * len(step.handles)
+        for handle, kept in zip(step.handles, keep, strict=True):
+            stream = self.table.get(handle) or finished.get(handle)
+            if kept and stream is not None:
+                self.workers.send(instance_id, abort_message([handle]))
+                self.requests.give_up(stream, "unreadable outputs")
+
+    def _on_rejected_outputs(self, instance_id: str, verdict: StepVerdict) -> None:
+        stale = [
+            handle
+            for handle, reason in verdict.rejected
+            if reason is Reject.UNKNOWN or reason is Reject.NOT_OWNER
+        ]
+        if stale:
+            # An abort carries only the handle; an instance that does not own the stream must keep nothing of
+            # it.
+            self.workers.send(instance_id, abort_message(stale))
+        if verdict.failed:
+            self._observer.failed(verdict.failed, instance_id)
+            self._recovery.failed(verdict.failed, instance_id)
+
+    def _on_held_reply(self, instance_id: str, reply: worker_pb2.HeldReply) -> None:
+        """Restart streams that an instance owns but does not have any more."""
+        for handle, epoch in zip(reply.missing_handles, reply.missing_epochs, strict=False):
+            stream = self.table.get(handle)
+            if stream is None or stream.owner != instance_id or stream.epoch != epoch:
+                continue
+            log.error("%s no longer has %s", instance_id, stream.request_id)
+            self.table.fail(stream)
+            self._observer.missing(stream, instance_id)
+            self._recovery.failed([stream], instance_id)
+
+    def _on_request_rejected(self, instance_id: str, rejected: worker_pb2.RequestRejected) -> None:
+        """Place a rejected request elsewhere, or end it if it is at fault itself."""
+        stream = self.table.get(rejected.handle)
+        if stream is None or stream.owner != instance_id or stream.epoch != rejected.epoch:
+            return
+        congested = rejected.code == worker_pb2.REJECT_CODE_CONGESTED
+        stream.congested += congested
+        if congested and stream.congested > MAX_CONGESTED:
+            self.requests.end_congested(stream, rejected.reason)
+        elif congested or rejected.code == worker_pb2.REJECT_CODE_BUSY:
+            self._observer.instance_busy(instance_id)
+            self._recovery.instance_busy(stream, instance_id)
+        elif rejected.code == worker_pb2.REJECT_CODE_FAILED:
+            self.table.fail(stream)
+            self._observer.failed([stream], instance_id)
+            self._recovery.failed([stream], instance_id, rejected.reason)
+        else:
+            # No other instance would accept it.
+            refusal = Refusal(400, f"The request failed: {rejected.reason}.")
+            self.requests.fail(stream, refusal, rejected.reason)
+
+    # ---- the fleet, and periodic work
 
     def _on_membership(self) -> None:
         self.fleet.refresh()
         self.workers.refresh()
         self._update_admission()
-        self.carrier.fleet_changed()
+        self.requests.fleet_changed()
 
     def _update_admission(self) -> None:
         attached = self.workers.attached()
@@ -185,14 +372,26 @@ class FleetEngine:
         # others are.
         accepting = usable_instances(self.fleet, self.fleet.accepting_new(attached))
         self._gate.update(len(accepting))
-        if self.carrier.fair_gate is not None:
-            self.carrier.fair_gate.set_instances(len(prefill_instances(self.fleet, accepting)))
+        if self.requests.fair_gate is not None:
+            self.requests.fair_gate.set_instances(len(prefill_instances(self.fleet, accepting)))
         self._on_models(self.fleet.models_of(attached))
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
-            self.carrier.tick()
+            self.tick()
+
+    def tick(self) -> None:
+        """Run the periodic checks. Called every half second."""
+        self._liveness.tick(time.monotonic())
+        self._recovery.tick()
+        self.outputs.tick()
+        unread_bytes = self.outputs.unread_bytes
+        if unread_bytes > UNREAD_MAX_BYTES:
+            ended = self.requests.end_newest("the API server does not read")
+            log.warning("the API server has not read %d bytes: %d streams end", unread_bytes, ended)
+        full = len(self.table) >= self._limits.max_streams or unread_bytes > UNREAD_FULL_BYTES
+        self._gate.update_full(full)
 
     async def _tell_stats(self) -> None:
         """Send the API server what an engine core would say of its load, whenever it has changed.
@@ -201,7 +400,7 @@ class FleetEngine:
         """
         told = Load()
         while True:
-            load = load_of(self.table, self.carrier.engines)
+            load = load_of(self.table, self._engines)
             if load != told and not self._socket.unread_bytes():
                 self._socket.send(stats_outputs(load.running, load.waiting, load.kv_usage))
                 told = load

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 # An API server that reads none of its pending outputs for this long hangs. One that is only slow is waited
-# for, however much is pending; the carrier sheds requests meanwhile.
+# for, however much is pending; engine.py sheds requests meanwhile.
 STALL_S: Final = 600.0
 
 _GREETING: Final = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)

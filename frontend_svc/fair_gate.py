@@ -11,9 +11,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
-from frontend_svc.admission import NO_INSTANCE, NO_TURN, Refusal
+from frontend_svc.admission import NO_INSTANCE, NO_TURN, TENANT_FULL, Refused
 from frontend_svc.streams import Stream
 from tailrace.tenancy.fair_queue import Entry, FairQueue, TenantQueueFull
 from tailrace.tenancy.share import Share
@@ -22,7 +21,8 @@ from tailrace.tenancy.share import Share
 @dataclass(slots=True)
 class _Waiting:
     entry: Entry[Stream]
-    timer: asyncio.TimerHandle
+    # Set when its turn has come.
+    admitted: asyncio.Event
 
 
 class FairGate:
@@ -38,20 +38,15 @@ class FairGate:
         backlog_tokens: int,
         max_waiting: int,
         patience_s: float,
-        start: Callable[[Stream], None],
-        give_up: Callable[[Stream, Refusal], None],
         observe_wait: Callable[[float], None],
     ) -> None:
         """`backlog_tokens`: prompt tokens per instance; `max_waiting`: requests of one tenant, each for
         `patience_s` seconds.
 
-        `start` is called with each admitted stream, `give_up` with each that waited too long, and
-        `observe_wait` with the seconds that an admitted one waited.
+        `observe_wait` is called with the seconds that an admitted request waited.
         """
         self._per_instance = backlog_tokens
         self._patience_s = patience_s
-        self._start = start
-        self._give_up = give_up
         self._observe_wait = observe_wait
         self._instances = 0
         self._queue = FairQueue[Stream](max_waiting)
@@ -75,24 +70,32 @@ class FairGate:
         """Return the number of waiting requests of each tenant that has any."""
         return self._queue.waiting()
 
-    def enqueue(self, stream: Stream, share: Share, priority: int) -> None:
-        """Queue a new request; its wait limit starts now. Raise TenantQueueFull."""
+    async def turn(self, stream: Stream, share: Share, priority: int) -> None:
+        """Wait for a new request's turn; its wait limit starts now. Raise Refused if it does not come.
+
+        Whatever comes of it, `release` must follow.
+        """
         try:
             entry = self._queue.push(stream, share.tenant, share.weight, _cost(stream), priority)
         except TenantQueueFull:
             self.refused["full"] += 1
-            raise
+            raise Refused(TENANT_FULL) from None
         stream.placing_since_s = time.monotonic()
-        timer = asyncio.get_running_loop().call_later(self._patience_s, partial(self._expire, stream))
-        self._waiting[stream.handle] = _Waiting(entry, timer)
+        waiting = self._waiting[stream.handle] = _Waiting(entry, asyncio.Event())
         self._admit()
+        try:
+            async with asyncio.timeout(self._patience_s):
+                await waiting.admitted.wait()
+        except TimeoutError:
+            if not waiting.admitted.is_set():
+                self.refused["deadline"] += 1
+                raise Refused(NO_TURN if self._instances else NO_INSTANCE) from None
 
     def release(self, handle: int) -> None:
         """Free the backlog of a request that has its first token or has ended. Unknown handles are
         ignored."""
         waiting = self._waiting.pop(handle, None)
         if waiting is not None:
-            waiting.timer.cancel()
             self._queue.remove(waiting.entry)
         cost = self._admitted.pop(handle, 0)
         self.backlog_tokens -= cost
@@ -109,24 +112,15 @@ class FairGate:
     def close(self) -> None:
         """Stop admitting."""
         self._instances = 0
-        for waiting in self._waiting.values():
-            waiting.timer.cancel()
 
     def _admit(self) -> None:
         while self._queue and self.backlog_tokens < self.limit_tokens:
             entry = self._queue.pop()
             stream = entry.item
-            self._waiting.pop(stream.handle).timer.cancel()
+            self._waiting.pop(stream.handle).admitted.set()
             self._admitted[stream.handle] = _cost(stream)
             self.backlog_tokens += _cost(stream)
             self._observe_wait(time.monotonic() - stream.placing_since_s)
-            self._start(stream)
-
-    def _expire(self, stream: Stream) -> None:
-        waiting = self._waiting.pop(stream.handle)
-        self._queue.remove(waiting.entry)
-        self.refused["deadline"] += 1
-        self._give_up(stream, NO_TURN if self._instances else NO_INSTANCE)
 
 
 def _cost(stream: Stream) -> int:

@@ -69,8 +69,7 @@ async def run_front_end(
 
     `set_serving(True)` is awaited once users can connect, `set_serving(False)` when the drain begins: nothing
     new is accepted, and streams have `settings.drain_timeout_s` to finish. `readiness` is kept up to date.
-    `on_models`: see FleetEngine;
-    `answers` and `adapters`: see Carrier.
+    `on_models`, `answers` and `adapters`: see FleetEngine.
 
     Raise ApiServerExited, ApiServerStuck or OSError; none of them leaves a process behind.
     """
@@ -168,7 +167,7 @@ class _Drain:
 
     async def _end_streams(self) -> None:
         """End the streams that are left with an error, and wait until their clients have it."""
-        self._engine.carrier.end_streams()
+        self._engine.end_streams()
         if self._api_server is not None:
             await self._api_server.finish(_FAREWELL_S)
 

@@ -270,7 +270,7 @@ class _AwaitedAnswer:
 
 
 class StreamObserver:
-    """Receive the carrier's events. Costs nothing per token: a step without flags only adds to two
+    """Receive the events of all streams. Costs nothing per token: a step without flags only adds to two
     counters."""
 
     def __init__(self, metrics: FrontendMetrics, traces: RequestTraces | None) -> None:

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from frontend_svc.dispatch import Dispatcher
+from frontend_svc.requests import Requests, Where
 from frontend_svc.streams import Stream, StreamTable
 
 # Tokens after which a stream has made progress. More than the steps that an engine has in flight: a token can
@@ -49,29 +49,25 @@ class Probation:
         self,
         table: StreamTable,
         attached: Callable[[], list[str]],
-        dispatch: Dispatcher,
+        requests: Requests,
         clock: Callable[[], float],
         on_cleared: Callable[[Stream], None],
     ) -> None:
-        """Start suspects through `dispatch`; `on_cleared(stream)` is called for each that has made
+        """Start suspects through `requests`; `on_cleared(stream)` is called for each that has made
         progress."""
         self._on_cleared = on_cleared
         self._table = table
         self._attached = attached
-        self._dispatch = dispatch
+        self._requests = requests
         self._clock = clock
-        # Waiting suspects by handle, each with the instances to avoid: the prime suspects, and the others.
-        self._prime_suspects: dict[int, tuple[Stream, frozenset[str]]] = {}
-        self._other_suspects: dict[int, tuple[Stream, frozenset[str]]] = {}
+        # Waiting suspects by handle, each with where it may be placed: the prime suspects, and the others.
+        self._prime_suspects: dict[int, tuple[Stream, Where]] = {}
+        self._other_suspects: dict[int, tuple[Stream, Where]] = {}
         # Started, not cleared yet.
         self._active: dict[int, Stream] = {}
         # How many suspects an instance gets at a time, and when that last changed.
         self._width = 1
         self._widened_s = 0.0
-
-    def __bool__(self) -> bool:
-        """Return whether any suspect waits or is active."""
-        return bool(self._active or self._prime_suspects or self._other_suspects)
 
     def add(self, streams: Iterable[Stream], avoid: frozenset[str]) -> None:
         """Put these streams on probation."""
@@ -80,7 +76,7 @@ class Probation:
         for stream in streams:
             before_others = stream.deaths > 1 or stream.accepted == stream.tokens_at_placement
             waiting = self._prime_suspects if before_others else self._other_suspects
-            waiting[stream.handle] = (stream, avoid)
+            waiting[stream.handle] = (stream, Where(avoid))
         self._release()
 
     def tighten(self) -> None:
@@ -105,7 +101,7 @@ class Probation:
         for stream in streams:
             waiting = self._forget(stream.handle)
             if waiting is not None and self._table.is_live(stream):
-                self._dispatch.start(*waiting)
+                self._requests.place_again(*waiting)
         self._release()
 
     def check_progress(self) -> None:
@@ -158,15 +154,15 @@ class Probation:
         for waiting in (self._prime_suspects, self._other_suspects):
             while free > 0 and waiting:
                 handle = next(iter(waiting))
-                stream, avoid = waiting.pop(handle)
+                stream, where = waiting.pop(handle)
                 if self._table.get(handle) is not stream:
                     continue
                 self._active[handle] = stream
                 stream.exclusive_until_s = self._clock() + EXCLUSIVE_S
-                self._dispatch.start(stream, avoid, self.forbidden(stream))
+                self._requests.place_again(stream, Where(where.avoid, self.forbidden(stream)))
                 free -= 1
 
-    def _forget(self, handle: int) -> tuple[Stream, frozenset[str]] | None:
+    def _forget(self, handle: int) -> tuple[Stream, Where] | None:
         """Remove a suspect; return what it waited with if it waited."""
         if (active := self._active.pop(handle, None)) is not None:
             active.exclusive_until_s = 0.0

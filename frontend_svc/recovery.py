@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from frontend_svc.dispatch import Dispatcher
 from frontend_svc.links import Loss, LossCause, WorkerLinks, abort_message
 from frontend_svc.probation import PROGRESS_TOKENS, Probation, has_progressed
+from frontend_svc.requests import Requests, Where
 from frontend_svc.streams import Stream, StreamTable
 from tailrace.v1 import worker_pb2
 
@@ -65,32 +65,24 @@ class Recovery:
     def __init__(
         self,
         table: StreamTable,
-        dispatch: Dispatcher,
+        requests: Requests,
         workers: WorkerLinks,
-        give_up: Callable[[Stream, str], None],
         on_engine_died: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Restart through `dispatch`.
+        """Restart through `requests`.
 
-        `give_up(stream, reason)` ends a stream with an error; `on_engine_died(instance)` is called for each
-        engine that died with streams of this front end.
+        `on_engine_died(instance)` is called for each engine that died with streams of this front end.
         """
         self._table = table
-        self._dispatch = dispatch
+        self._requests = requests
         self._workers = workers
-        self._give_up = give_up
         self._on_engine_died = on_engine_died
         self._clock = clock
-        self._probation = Probation(table, workers.attached, dispatch, clock, self._send_cleared)
+        self._probation = Probation(table, workers.attached, requests, clock, self._send_cleared)
         self._unexplained: dict[str, _UnexplainedLoss] = {}
         # The incarnation of each instance's process when it last attached.
         self._incarnations: dict[str, str] = {}
-
-    @property
-    def watching(self) -> bool:
-        """Return whether `check_progress` has anything to check."""
-        return bool(self._probation)
 
     def instance_lost(self, instance_id: str, loss: Loss) -> list[Stream]:
         """Take all streams from the instance and restart them; return those that were on it."""
@@ -160,7 +152,8 @@ class Recovery:
     def instance_busy(self, stream: Stream, instance_id: str) -> None:
         """Place a stream elsewhere that the instance rejected because it has as many requests as it may."""
         self._table.orphan(stream)
-        self._dispatch.start_elsewhere(stream, instance_id, self._probation.forbidden(stream))
+        where = Where(forbidden=self._probation.forbidden(stream))
+        self._requests.place_elsewhere(stream, instance_id, where)
 
     def check_progress(self) -> None:
         """Look for suspects that have made progress or ended."""
@@ -238,7 +231,7 @@ class Recovery:
             if stream.deaths and not has_progressed(stream):
                 suspects.append(stream)
             else:
-                self._dispatch.start(stream, avoid)
+                self._requests.place_again(stream, Where(avoid))
         self._probation.add(suspects, avoid)
 
     def _within_bounds(self, streams: Iterable[Stream], instance_id: str, reason: str = "") -> list[Stream]:
@@ -249,9 +242,11 @@ class Recovery:
                 continue
             if stream.failures > MAX_FAILURES:
                 why = f": {reason}" if reason else ""
-                self._give_up(stream, f"it failed {stream.failures} times, last on {instance_id}{why}")
+                self._requests.give_up(
+                    stream, f"it failed {stream.failures} times, last on {instance_id}{why}"
+                )
             elif stream.losses > MAX_LOSSES:
-                self._give_up(stream, f"its instance was lost {stream.losses} times in a row")
+                self._requests.give_up(stream, f"its instance was lost {stream.losses} times in a row")
             else:
                 restarted.append(stream)
         return restarted
@@ -265,10 +260,9 @@ class Recovery:
     def _end_stream(self, stream: Stream, reason: str) -> None:
         """Abort and give up a stream, wherever it is by now."""
         self._probation.drop([stream])
-        self._dispatch.cancel(stream)
         if stream.owner is not None:
             self._workers.send(stream.owner, abort_message([stream.handle]))
-        self._give_up(stream, reason)
+        self._requests.give_up(stream, reason)
 
 
 _NUMBERS: Final = {2: "two", 3: "three", 4: "four", 5: "five"}

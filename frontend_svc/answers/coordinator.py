@@ -62,13 +62,10 @@ def _new_id() -> str:
 
 
 class ApiServerSink(Protocol):
-    """Send outputs to the API server and end requests of earlier runs (implemented by the carrier)."""
+    """Send to the API server (the used part of outputs.Outputs)."""
 
     def send_output(self, handle: int, frames: Sequence[bytes], tokens: int, last: bool) -> None:
         """Send one output; `handle` 0: no stream carries it."""
-
-    def end_request(self, request_id: str, refusal: Refusal) -> None:
-        """End this request with an error, wherever it runs."""
 
     def reply(self, frames: Sequence[bytes]) -> None:
         """Send a utility call's result."""
@@ -111,6 +108,7 @@ class AnswerCoordinator:
         self._metrics = metrics
         self._clock = clock
         self._sink: ApiServerSink | None = None
+        self._end_request: Callable[[str, Refusal], None] = lambda name, refusal: None
         self._replication = Replication(
             frontend_id,
             store,
@@ -131,9 +129,12 @@ class AnswerCoordinator:
         self._calls: set[asyncio.Task[None]] = set()
         self._opener = AnswerOpener(store, peers, self, metrics, clock, new_id)
 
-    def bind(self, sink: ApiServerSink) -> None:
-        """Set the sink. Must be called before anything else."""
-        self._sink = sink
+    def bind(self, sink: ApiServerSink, end_request: Callable[[str, Refusal], None]) -> None:
+        """Set the sink, and what ends the API server's request of a name, wherever it runs, with an error.
+
+        Must be called before anything else.
+        """
+        self._sink, self._end_request = sink, end_request
 
     async def close(self) -> None:
         """Cancel all pending calls and copies."""
@@ -413,9 +414,8 @@ class AnswerCoordinator:
         if delivery is None:
             return
         self._close_delivery(delivery)
-        assert self._sink is not None
         for name in delivery.request_ids.values():
-            self._sink.end_request(name, SUPERSEDED)
+            self._end_request(name, SUPERSEDED)
 
     def _close_delivery(self, delivery: Delivery) -> None:
         answer_id = delivery.answer.head.answer_id

@@ -179,7 +179,7 @@ class FrontEnd:
         )
         self.table = StreamTable()
         self.connections: dict[str, Connection] = {}
-        self.coordinator.bind(self)
+        self.coordinator.bind(self, self.end_request)
 
     @property
     def uncopied(self) -> float | None:

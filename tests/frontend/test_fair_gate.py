@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from frontend_svc.admission import NO_INSTANCE, NO_TURN, TENANT_FULL, Refusal
+from frontend_svc.admission import NO_INSTANCE, NO_TURN, TENANT_FULL, Refusal, Refused
 from frontend_svc.fair_gate import FairGate
 from frontend_svc.fair_metrics import MAX_TENANTS, OTHERS, FairMetrics
 from frontend_svc.settings import Limits
 from frontend_svc.streams import Stream, StreamTable
-from tailrace.tenancy.fair_queue import TenantQueueFull
+from tailrace.service.tasks import cancel
 from tailrace.tenancy.share import SHARE_HEADER, Share
 from tailrace.v1 import worker_pb2
 from tailrace.wire import FinishReason
@@ -164,7 +164,7 @@ async def test_requests_beyond_the_unplaced_limit_are_refused(rig: Rig) -> None:
     worker = await rig.worker("w")
     await rig.front.ready()
     await burst(rig, worker, waiting=1)
-    rig.engine.carrier._limits = Limits(fair_backlog_tokens=10, max_unplaced=1)
+    rig.engine.requests._limits = Limits(fair_backlog_tokens=10, max_unplaced=1)
     await send_request(rig, "b0", "b")
     assert await refusal_of(rig, "b0") == NO_INSTANCE
 
@@ -185,34 +185,44 @@ def test_backlog_is_bounded_and_work_conserving(actions: list[tuple[str, int, in
 
 
 async def _run_actions(actions: list[tuple[str, int, int]]) -> None:
-    table, in_progress, started = StreamTable(), dict[int, int](), list[int]()
+    table, in_progress, refused = StreamTable(), dict[int, int](), list[int]()
 
-    def start(stream: Stream) -> None:
-        # Only while the backlog is below its limit.
-        assert sum(in_progress.values()) < gate.limit_tokens
-        in_progress[stream.handle] = max(1, stream.prompt_tokens)
-        started.append(stream.handle)
+    def admitted(seconds: float) -> None:
+        # Only while the backlog was below its limit.
+        newest = list(gate._admitted.values())[-1]
+        assert gate.backlog_tokens - newest < gate.limit_tokens
 
-    def unexpected_refusal(stream: Stream, refusal: Refusal) -> None:
-        raise AssertionError(refusal)
+    gate = FairGate(10, 5, 60.0, admitted)
 
-    gate = FairGate(10, 5, 60.0, start, unexpected_refusal, lambda seconds: None)
-    live: list[int] = []
+    async def turn(stream: Stream, share: Share) -> None:
+        try:
+            await gate.turn(stream, share, 0)
+        except Refused as error:
+            assert error.refusal is TENANT_FULL and gate.waiting()[share.tenant] == 5
+            refused.append(stream.handle)
+        else:
+            in_progress[stream.handle] = max(1, stream.prompt_tokens)
+
+    async def settle() -> None:
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    turns: dict[int, asyncio.Task[None]] = {}
     try:
         for action, number, tokens in (*actions, ("instances", 1, 0)):
             if action == "enqueue":
                 stream = table.open(f"r{len(table)}", prompt_tokens=tokens)
-                try:
-                    gate.enqueue(stream, Share(f"t{number}", number + 0.5), 0)
-                    live.append(stream.handle)
-                except TenantQueueFull:
-                    assert gate.waiting()[f"t{number}"] == 5
-            elif action == "release" and live:
-                handle = live.pop(number % len(live))
+                share = Share(f"t{number}", number + 0.5)
+                turns[stream.handle] = asyncio.create_task(turn(stream, share))
+            elif action == "release" and turns:
+                # Of a request that waits or runs, or was refused.
+                handle = list(turns)[number % len(turns)]
+                await cancel(turns.pop(handle))
                 in_progress.pop(handle, None)
                 gate.release(handle)
             elif action == "instances":
                 gate.set_instances(number)
+            await settle()
             assert gate.backlog_tokens == sum(in_progress.values())
             assert not len(gate) or gate.backlog_tokens >= gate.limit_tokens
         # Every request gets its turn in the end.
@@ -220,18 +230,23 @@ async def _run_actions(actions: list[tuple[str, int, int]]) -> None:
             handle = next(iter(in_progress))
             del in_progress[handle]
             gate.release(handle)
-        assert set(live) <= set(started)
+            await settle()
+        assert all(task.done() and task.exception() is None for task in turns.values())
     finally:
         gate.close()
+        await cancel(*turns.values())
 
 
 async def test_tenants_beyond_the_limit_share_one_metric_series() -> None:
     registry, table = CollectorRegistry(), StreamTable()
-    gate = FairGate(1, 10, 60.0, lambda stream: None, lambda stream, refusal: None, lambda seconds: None)
+    gate = FairGate(1, 10, 60.0, lambda seconds: None)
     FairMetrics(registry, gate)
+    turns = []
     try:
         for number in range(MAX_TENANTS + 7):
-            gate.enqueue(table.open(f"r{number}", prompt_tokens=3), Share(f"t{number}"), 0)
+            stream = table.open(f"r{number}", prompt_tokens=3)
+            turns.append(asyncio.create_task(gate.turn(stream, Share(f"t{number}"), 0)))
+        await asyncio.sleep(0)
         counts = {
             sample.labels["tenant"]: sample.value
             for metric in registry.collect()
@@ -241,3 +256,4 @@ async def test_tenants_beyond_the_limit_share_one_metric_series() -> None:
         assert len(counts) == MAX_TENANTS + 1 and counts[OTHERS] == 7
     finally:
         gate.close()
+        await cancel(*turns)

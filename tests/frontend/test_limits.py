@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from frontend_svc.admission import CONGESTED, NO_INSTANCE, TOO_MANY_REQUESTS, AdmissionState, Refusal
-from frontend_svc.carrier import MAX_CONGESTED, UNREAD_FULL_BYTES, UNREAD_MAX_BYTES
+from frontend_svc.engine import MAX_CONGESTED, UNREAD_FULL_BYTES, UNREAD_MAX_BYTES
 from frontend_svc.settings import Limits
 from tailrace.v1 import worker_pb2
 from tailrace.wire import FinishReason
@@ -224,11 +224,11 @@ async def test_slow_api_server_sheds_requests_and_is_waited_for(
         await rig.front.add(request_id)
     old, new = await worker.submitted(), await worker.submitted()
     unread = UNREAD_FULL_BYTES + 1
-    monkeypatch.setattr(rig.engine.carrier._output, "_unread_bytes", lambda: unread)
+    monkeypatch.setattr(rig.engine.outputs._output, "_unread_bytes", lambda: unread)
     await eventually(lambda: rig.admission.read() is AdmissionState.FULL)
     assert len(rig.engine.table) == 2
     unread = UNREAD_MAX_BYTES + 1
-    rig.engine.carrier.tick()
+    rig.engine.tick()
     unread = 0
     assert list((await worker.expect("abort")).abort.handles) == [new.handle]
     assert await refusal_of(rig, "new") == CONGESTED

@@ -16,19 +16,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frontend_svc.dispatch import Dispatcher
 from frontend_svc.links import Loss, LossCause, WorkerLinks
 from frontend_svc.probation import PROGRESS_TOKENS, WIDEN_S
 from frontend_svc.recovery import EXPLAIN_S, MAX_LOSSES, Recovery
+from frontend_svc.requests import Requests, Where
 from frontend_svc.streams import Stream, StreamTable
 from tailrace.v1 import worker_pb2
 
 STEP_S = 0.02
 LENGTH = 12
-
-
-def no_instances() -> frozenset[str]:
-    return frozenset()
 
 
 @dataclass
@@ -43,7 +39,7 @@ class Engine:
 
 @dataclass
 class Model:
-    """Instances and a clock, which also stands in for Dispatcher and WorkerLinks."""
+    """Instances and a clock, which also stands in for Requests and WorkerLinks."""
 
     count: int
     # By request ID: the length in tokens at which the request crashes its engine.
@@ -60,9 +56,7 @@ class Model:
     ended: dict[str, str] = field(default_factory=dict)
     finished: set[str] = field(default_factory=set)
     # Streams that wait for an instance.
-    waiting: dict[int, tuple[Stream, frozenset[str], Callable[[], frozenset[str]]]] = field(
-        default_factory=dict
-    )
+    waiting: dict[int, tuple[Stream, Where]] = field(default_factory=dict)
     # Number of placements of each request.
     placements: Counter[str] = field(default_factory=Counter)
     later: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
@@ -72,9 +66,8 @@ class Model:
         self.engines = {f"w{n}": Engine(f"w{n}") for n in range(self.count)}
         self.recovery = Recovery(
             self.table,
-            cast(Dispatcher, self),
+            cast(Requests, self),
             cast(WorkerLinks, self),
-            self.give_up,
             self.deaths.append,
             lambda: self.now_s,
         )
@@ -92,20 +85,13 @@ class Model:
     def send_on_wakeup(self, instance_id: str, message: worker_pb2.AttachUp) -> None:
         """Drop the message: no instance of this model wakes up."""
 
-    # ---- Dispatch
+    # ---- Requests
 
-    def start(
-        self,
-        stream: Stream,
-        avoid: frozenset[str] = frozenset(),
-        forbidden: Callable[[], frozenset[str]] = no_instances,
-    ) -> None:
-        self.waiting[stream.handle] = (stream, avoid, forbidden)
-
-    def cancel(self, stream: Stream) -> None:
-        self.waiting.pop(stream.handle, None)
+    def place_again(self, stream: Stream, where: Where) -> None:
+        self.waiting[stream.handle] = (stream, where)
 
     def give_up(self, stream: Stream, reason: str) -> None:
+        self.waiting.pop(stream.handle, None)
         self.table.close(stream)
         self.ended[stream.request_id] = reason
 
@@ -113,15 +99,15 @@ class Model:
 
     def add(self, request_id: str) -> Stream:
         stream = self.table.open(request_id)
-        self.start(stream)
+        self.place_again(stream, Where())
         return stream
 
     def place(self) -> None:
         """Place each waiting stream on the instance with the fewest streams."""
-        for stream, avoid, forbidden in list(self.waiting.values()):
-            free = [name for name in self.attached() if name not in forbidden()]
+        for stream, where in list(self.waiting.values()):
+            free = [name for name in self.attached() if name not in where.forbidden()]
             chosen = min(
-                [name for name in free if name not in avoid] or free,
+                [name for name in free if name not in where.avoid] or free,
                 key=lambda name: (self.table.count_owned(name), name),
                 default=None,
             )
@@ -264,7 +250,7 @@ def test_failure_of_a_machine_with_several_engines_ends_no_request() -> None:
     model.place()
     for engine in list(model.engines.values())[:3]:
         model.die(engine)
-        for stream, _, _ in list(model.waiting.values()):
+        for stream, _ in list(model.waiting.values()):
             # Placed on a dead engine whose loss the front end has not noticed yet.
             destination = next((each for each in ("w1", "w2") if model.engines[each].attached), "w3")
             del model.waiting[stream.handle]

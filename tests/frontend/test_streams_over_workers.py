@@ -163,18 +163,18 @@ async def test_statistics_that_no_api_server_can_read_are_left_out(rig: Rig, num
 async def test_request_that_cannot_be_handled_fails_alone(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = await rig.worker("a")
     await rig.front.ready()
-    dispatch = rig.engine.carrier._dispatch
-    start_one = dispatch.start
+    observer = rig.engine._observer
+    arrived = observer.arrived
 
-    def fail_once(stream: Stream) -> None:
-        monkeypatch.setattr(dispatch, "start", start_one)
+    def fail_once(stream: Stream, traceparent: str, chosen: str = "") -> None:
+        monkeypatch.setattr(observer, "arrived", arrived)
         raise LookupError(f"nobody foresaw {stream.request_id}")
 
-    monkeypatch.setattr(dispatch, "start", fail_once)
+    monkeypatch.setattr(observer, "arrived", fail_once)
     await rig.front.add("wrong")
     end = await rig.front.end_of("wrong")
     assert Refusal.decode(end.stop_reason) == NOT_HANDLED
-    assert len(rig.engine.carrier._table) == 0
+    assert len(rig.engine.table) == 0
     await rig.front.add("right")
     submit = await worker.submitted()
     worker.send(outputs(submit, [10], 0, FINISHED))
