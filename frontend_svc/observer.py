@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from frontend_svc.placement import FALLBACK, Placed
 from frontend_svc.streams import (
+    ANSWER_BEGUN,
     FINISHED,
     PREFILL_DONE,
     REASONING_ENDED,
@@ -260,15 +261,6 @@ class RequestTraces:
         trace.phase = None
 
 
-@dataclass(slots=True)
-class _AwaitedAnswer:
-    """A stream whose reasoning has ended: its next token is the first of the answer."""
-
-    stream: Stream
-    from_index: int
-    ended_s: float
-
-
 class StreamObserver:
     """Receive the events of all streams. Costs nothing per token: a step without flags only adds to two
     counters."""
@@ -277,7 +269,6 @@ class StreamObserver:
         """`traces`: None if tracing is off."""
         self._metrics = metrics
         self._traces = traces
-        self._awaiting_answer: dict[int, _AwaitedAnswer] = {}
 
     def arrived(self, stream: Stream, traceparent: str, chosen: str = "") -> None:
         """Record a new request and set the trace context that everything downstream continues.
@@ -319,8 +310,6 @@ class StreamObserver:
         metrics.tokens += verdict.tokens
         for _, reason in verdict.rejected:
             metrics.rejected[reason.value] += 1
-        if self._awaiting_answer:
-            self._record_first_answers()
         for stream, flags in verdict.flagged:
             self._apply_flags(stream, flags)
 
@@ -378,7 +367,11 @@ class StreamObserver:
                 self._metrics.ttft_seconds.observe(now_s - stream.arrived_s)
                 stream.first_answer_s = now_s
         elif flags & REASONING_ENDED:
-            self._awaiting_answer[stream.handle] = _AwaitedAnswer(stream, stream.accepted, now_s)
+            stream.reasoning_ended_s, stream.first_answer_index = now_s, stream.accepted
+        if flags & ANSWER_BEGUN and stream.first_answer_s is None and stream.reasoning_ended_s is not None:
+            stream.first_answer_s = now_s
+            self._metrics.ttft_seconds.observe(now_s - stream.arrived_s)
+            self._metrics.ttfat_seconds.observe(now_s - stream.reasoning_ended_s)
         if self._traces is not None and flags & (PREFILL_DONE | REASONING_ENDED):
             self._traces.phase_changed(stream)
         if flags & FINISHED:
@@ -386,18 +379,7 @@ class StreamObserver:
                 self._metrics.tpot_seconds.observe((now_s - stream.first_token_s) / (stream.accepted - 1))
             self._record_end(stream, "finished")
 
-    def _record_first_answers(self) -> None:
-        now_s = time.monotonic()
-        for handle, awaited in list(self._awaiting_answer.items()):
-            if awaited.stream.accepted > awaited.from_index:
-                del self._awaiting_answer[handle]
-                awaited.stream.first_answer_s = now_s
-                awaited.stream.first_answer_index = awaited.from_index
-                self._metrics.ttft_seconds.observe(now_s - awaited.stream.arrived_s)
-                self._metrics.ttfat_seconds.observe(now_s - awaited.ended_s)
-
     def _record_end(self, stream: Stream, outcome: str) -> None:
-        self._awaiting_answer.pop(stream.handle, None)
         self._metrics.requests[outcome] += 1
         if self._traces is not None:
             self._traces.end(stream, outcome)

@@ -19,6 +19,7 @@ FINISHED = 1
 PREFILL_DONE = 2
 REASONING_ENDED = 4
 FAILED = 8
+ANSWER_BEGUN = 16
 
 
 class Columns(Protocol):
@@ -108,6 +109,8 @@ class Stream:
     placing_since_s: float = 0.0
     # When the first token was accepted; None: not yet.
     first_token_s: float | None = None
+    # When the reasoning ended; None: not yet, or it does not reason.
+    reasoning_ended_s: float | None = None
     # When the first answering token was accepted, and its index; None: not yet.
     first_answer_s: float | None = None
     first_answer_index: int = 0
@@ -335,7 +338,7 @@ class StreamTable:
             del self._by_owner[stream.owner]
 
     def _apply_flags(self, stream: Stream, flags: int, verdict: StepVerdict) -> None:
-        new_flags = flags & FINISHED
+        new_flags = flags & (FINISHED | ANSWER_BEGUN)
         # A recomputed request reports the same transitions again.
         if flags & PREFILL_DONE and stream.phase is Phase.PREFILL:
             stream.phase = self._after_prefill

@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 from frontend_svc.adopt import Commit, Wait, evaluate
 from frontend_svc.load import Load, load_of
 from frontend_svc.streams import (
+    ANSWER_BEGUN,
     FAILED,
     FINISHED,
     PREFILL_DONE,
@@ -291,6 +292,7 @@ def test_flags_match_the_protocol() -> None:
         "PREFILL_DONE": PREFILL_DONE,
         "REASONING_ENDED": REASONING_ENDED,
         "FAILED": FAILED,
+        "ANSWER_BEGUN": ANSWER_BEGUN,
     }
     assert {f"OUTPUT_FLAG_{name}": flag for name, flag in flags.items()}.items() <= {
         *worker_pb2.OutputFlag.items()

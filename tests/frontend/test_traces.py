@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from frontend_svc.observer import FrontendMetrics, RequestTraces, StreamObserver
 from frontend_svc.placement import Placed
-from frontend_svc.streams import FINISHED, PREFILL_DONE, REASONING_ENDED, StreamTable
+from frontend_svc.streams import ANSWER_BEGUN, FINISHED, PREFILL_DONE, REASONING_ENDED, StreamTable
 from tests.frontend.test_streams import single_entry_step
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -32,7 +32,7 @@ def test_recovered_request_is_one_trace() -> None:
     table.assign(stream, "b")
     observer.placed(stream, Placed("b", "test"), 0.01)
     observer.accepted(table.accept("b", single_entry_step(stream, 1, 1, [2], REASONING_ENDED)))
-    observer.accepted(table.accept("b", single_entry_step(stream, 1, 2, [3], FINISHED)))
+    observer.accepted(table.accept("b", single_entry_step(stream, 1, 2, [3], ANSWER_BEGUN | FINISHED)))
     spans = exporter.get_finished_spans()
     names = [span.name for span in spans]
     assert names == [

@@ -57,6 +57,7 @@ def test_phase_changes_are_flagged() -> None:
     for index, flags in enumerate(stream.flags):
         assert bool(flags & OutputFlag.PREFILL_DONE) == (index == 0)
         assert bool(flags & OutputFlag.REASONING_ENDED) == (index == closes)
+        assert bool(flags & OutputFlag.ANSWER_BEGUN) == (index == closes + 1)
         assert bool(flags & OutputFlag.FINISHED) == (index == len(stream.tokens) - 1)
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.vllm
 
 END_OF_REASONING = 9
+PREFILL, ENDED, BEGUN = OutputFlag.PREFILL_DONE, OutputFlag.REASONING_ENDED, OutputFlag.ANSWER_BEGUN
 
 
 class Reasoner:
@@ -109,6 +110,53 @@ def test_flags_mark_the_end_of_the_reasoning_and_the_token_after_it() -> None:
     assert flags == [OutputFlag.PREFILL_DONE, 0, OutputFlag.REASONING_ENDED, OutputFlag.ANSWER_BEGUN, 0]
     assert entry.phases.reasoning_tokens == 3
     assert entry.turn.answering_s > 0
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        # Several tokens in a step, of which the answer's first is one.
+        ([[3], [4, END_OF_REASONING, 5], [6]], [PREFILL, ENDED | BEGUN, 0]),
+        ([[END_OF_REASONING, 5], [6]], [PREFILL | ENDED | BEGUN, 0]),
+        # A preemption between the end of the reasoning and the answer.
+        ([[3], [END_OF_REASONING], None, [5], [6]], [PREFILL, ENDED, PREFILL | ENDED | BEGUN, 0]),
+        # One before, and one after.
+        ([[3], None, [4], [END_OF_REASONING], [5]], [PREFILL, PREFILL, ENDED, BEGUN]),
+        ([[3], [END_OF_REASONING], [5], None, [6]], [PREFILL, ENDED, BEGUN, PREFILL | ENDED]),
+    ],
+)
+def test_answer_begins_once_wherever_its_first_token_is_made(
+    steps: list[list[int] | None], expected: list[int]
+) -> None:
+    from worker_agent.engine.vllm.phases import PhaseTracker, ReasoningMarks
+
+    parser: Any = Reasoner()
+    phases = PhaseTracker(ReasoningMarks(parser, frozenset([END_OF_REASONING])), [1])
+    flags = []
+    for tokens in steps:
+        if tokens is None:
+            phases.back_to_prefill()
+        else:
+            flags.append(phases.advance(tokens))
+    assert flags == expected
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([3, END_OF_REASONING], PREFILL | ENDED | BEGUN),
+        ([3, END_OF_REASONING, 5], PREFILL | ENDED),
+        ([3, 4], PREFILL),
+    ],
+)
+def test_answer_begins_on_the_instance_that_continues(tokens: list[int], expected: int) -> None:
+    from worker_agent.engine.vllm.phases import PhaseTracker, ReasoningMarks
+
+    parser: Any = Reasoner()
+    phases = PhaseTracker(ReasoningMarks(parser, frozenset([END_OF_REASONING])), [1])
+    phases.replay(tokens)
+    phases.back_to_prefill()
+    assert phases.advance([6]) == expected
 
 
 def test_prompts_are_counted_with_their_first_token() -> None:

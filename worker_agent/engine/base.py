@@ -38,7 +38,7 @@ class OutputFlag(enum.IntFlag):
 
     A request that does not reason has PREFILL_DONE and REASONING_ENDED at once, because its first token
     belongs to the answer. One that reasons has ANSWER_BEGUN with the token after the one that ended its
-    reasoning.
+    reasoning, wherever that is made: in the same step, after a preemption, or on another instance.
     """
 
     NONE = 0

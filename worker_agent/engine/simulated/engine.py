@@ -570,8 +570,8 @@ class SimulatedEngine:
             request.phase = request.decode_phase
             if request.phase is Phase.ANSWERING:
                 flags |= _REASONING_ENDED
-        elif request.reasoning_end == index - 1:
-            flags = _ANSWER_BEGUN
+        if request.reasoning_end is not None and request.reasoning_end == index - 1:
+            flags |= _ANSWER_BEGUN
         if request.reasoning_end is None and request.reasons and token == self._vocabulary.end_think:
             flags |= _REASONING_ENDED
             request.reasoning_end = index

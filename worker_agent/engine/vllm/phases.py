@@ -104,10 +104,10 @@ class PhaseTracker:
             return _ANSWER_BEGUN
         if phase is _REASONING:
             return self._reason(token_ids)
-        self._answer_due = False
         if not self._reasons:
             self.phase = _ANSWERING
-            return _PREFILL_DONE | _REASONING_ENDED
+            begun, self._answer_due = self._answer_due, False
+            return _PREFILL_DONE | _REASONING_ENDED | (_ANSWER_BEGUN if begun else _NOTHING)
         self.phase = _REASONING
         return _PREFILL_DONE | self._reason(token_ids)
 
@@ -119,5 +119,5 @@ class PhaseTracker:
                 self._reasons = False
                 self._answer_due = count == len(token_ids)
                 self.phase = _ANSWERING
-                return _REASONING_ENDED
+                return _REASONING_ENDED if self._answer_due else _REASONING_ENDED | _ANSWER_BEGUN
         return _NOTHING
