@@ -16,6 +16,7 @@ API server with tenant keys; requests arrive at random (Poisson), in an open loo
 4. A tenant sends small requests, while another sends the largest of one kind, as often as it is allowed to
    (benchmarks/overload/largest.py). The engines are fast, so that only the front end counts. Reported are the
    ratio of the first one's P99 TTFT to that with nobody else, and the API server's largest resident memory.
+   The other one has no limit on the number of its requests, unless `--large-per-minute` sets one.
 
 The first part takes seven minutes, the fourth five, all of them sixteen (`--turns 3 --burst-turns 1`: ten).
 """
@@ -75,6 +76,12 @@ def main() -> int:
     parser.add_argument(
         "--large", default="", metavar="NAME,..", help="kinds of the fourth part, by a part of their names"
     )
+    parser.add_argument(
+        "--large-per-minute",
+        type=float,
+        default=0.0,
+        help="requests per minute of the fourth part's tenant, five seconds' worth saved up; 0: no limit",
+    )
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
     options = parser.parse_args()
     parts = set(options.parts.split(","))
@@ -92,7 +99,7 @@ def main() -> int:
             folder = Path(name)
             console.print("starting fast engines", style="dim")
             file = folder / "keys.json"
-            keys = make_keys(file)
+            keys = make_keys(file, options.large_per_minute)
             cluster = stack.enter_context(start_cluster(folder, FAST))
             front = stack.enter_context(run_front_end(cluster, folder, file, keys))
             asyncio.run(front.send("patient", at_random(2.0, 5.0, 99), SMALL_TOKENS))  # warm up

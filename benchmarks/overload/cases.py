@@ -119,13 +119,18 @@ async def beside_large_requests(
     front_end: FrontEndClient, names: Sequence[str], seconds: float, turns: int, console: Console
 ) -> list[LargeFigures]:
     """Run the fourth part with the kinds whose names contain one of `names`."""
-    kinds, client = kinds_named(names), front_end.large_client("bursty")
+    # The sizes are found without a limit on their number.
+    kinds, client, finder = (
+        kinds_named(names),
+        front_end.large_client("large"),
+        front_end.large_client("bursty"),
+    )
     ttfts: dict[str, list[list[float]]] = {}
     sent: dict[str, Sent] = {}
     failed: dict[str, int]
     resident, failed = dict.fromkeys((kind.name for kind in kinds), 0.0), {}
     try:
-        sizes = {kind.name: await client.largest(kind) for kind in kinds}
+        sizes = {kind.name: await finder.largest(kind) for kind in kinds}
         for turn in range(turns):
             for kind in (None, *kinds):
                 case = "" if kind is None else kind.name
@@ -150,6 +155,7 @@ async def beside_large_requests(
                 await front_end.send("patient", [2.0, 2.1, 2.2], SMALL_TOKENS)
     finally:
         client.close()
+        finder.close()
     return [
         LargeFigures(
             kind.name,

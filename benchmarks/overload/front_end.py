@@ -83,14 +83,21 @@ class FrontEndClient:
         return (cpu_seconds(pids) - began_s) / refused
 
 
-def make_keys(file: Path) -> dict[str, str]:
-    """Make a key for each tenant; return them by tenant."""
-    limits = ("--requests-per-minute", str(LIMIT_PER_MINUTE), "--burst-seconds", str(BURST_S))
+def make_keys(file: Path, large_per_minute: float = 0.0) -> dict[str, str]:
+    """Make a key for each tenant; return them by tenant.
+
+    `large_per_minute`: limit of the tenant `large`; 0: none.
+    """
     return {
         "patient": _make_key(file, "patient"),
-        "greedy": _make_key(file, "greedy", *limits),
+        "greedy": _make_key(file, "greedy", *_limits(LIMIT_PER_MINUTE)),
         "bursty": _make_key(file, "bursty"),
+        "large": _make_key(file, "large", *(_limits(large_per_minute) if large_per_minute else ())),
     }
+
+
+def _limits(per_minute: float) -> tuple[str, ...]:
+    return ("--requests-per-minute", str(per_minute), "--burst-seconds", str(BURST_S))
 
 
 @contextmanager
