@@ -27,7 +27,7 @@ from tailrace.slo import Slo
 _POINT_OF_PHASE_END: Final = {Phase.PREFILL: Point.PREFILL_DONE, Phase.REASONING: Point.REASONING_ENDED}
 
 
-class Placed(NamedTuple):
+class DecidedArrival(NamedTuple):
     """An arrival, completed by what the model knew, and what was decided about it."""
 
     arrival: Arrival
@@ -58,10 +58,10 @@ class LiveControl:
     # ---- an event comes, it is applied, the policy is asked, its actions are submitted
 
     @overload
-    def handle(self, event: Arrived) -> Placed: ...
+    def handle(self, event: Arrived) -> DecidedArrival: ...
     @overload
-    def handle(self, event: Input) -> Placed | None: ...
-    def handle(self, event: Input) -> Placed | None:
+    def handle(self, event: Input) -> DecidedArrival | None: ...
+    def handle(self, event: Input) -> DecidedArrival | None:
         """Apply an event to the model, and ask the policy about what it shows.
 
         Whatever the policy decides is in the model before this returns. Only an arrival has a result. Any
@@ -91,7 +91,7 @@ class LiveControl:
                 pass
         return None
 
-    def _place(self, asked: Arrival, at: Moment) -> Placed:
+    def _place(self, asked: Arrival, at: Moment) -> DecidedArrival:
         """Place a request, enter the placement into the model, and submit the actions decided with it, such
         as a pool move."""
         cached = self.model.cache.of_arrival(
@@ -106,7 +106,7 @@ class LiveControl:
             self.model.hot.arrived(arrival, at.model_s)
             if placement.also:
                 self._executor.submit(placement.also, policy)
-        return Placed(arrival, placement)
+        return DecidedArrival(arrival, placement)
 
     def _follow(self, record: PolicyRecord | None, slo: Slo) -> None:
         """Decide by this policy (None: the default) and for these SLOs from now on."""

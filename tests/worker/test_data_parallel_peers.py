@@ -20,7 +20,7 @@ from worker_agent.parallel.data_parallel_meeting import (
     LinkLost,
     Meeting,
     MeetingError,
-    Place,
+    Rendezvous,
     Start,
     meet,
 )
@@ -52,7 +52,7 @@ def arrive(port: int) -> Iterator[Arrive]:
                         stack.callback(link.close)
 
             future = pool.submit(
-                meet, Place("127.0.0.1", port, rank, 3, settings), PORTS if rank == 0 else [], deadline_s
+                meet, Rendezvous("127.0.0.1", port, rank, 3, settings), PORTS if rank == 0 else [], deadline_s
             )
             future.add_done_callback(close)
             return future

@@ -130,7 +130,7 @@ _MAX_STRANGERS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Rendezvous:
     """Where a rank stands. `host` and `port`: where rank 0 listens.
 
     `settings`: those that must be equal on all ranks, for example sizes.
@@ -163,22 +163,22 @@ class MeetingError(Exception):
     """The ranks did not meet; the message is one line that says which rank or setting is wrong."""
 
 
-def meet(place: Place, ports: Sequence[int], deadline_s: float) -> Meeting:
+def meet(own: Rendezvous, ports: Sequence[int], deadline_s: float) -> Meeting:
     """Wait for all ranks, for at most `deadline_s` seconds. Raise MeetingError. Blocks.
 
     `ports`: see Welcome; only those of rank 0 count.
     """
     until_s = time.monotonic() + deadline_s
-    if place.rank == 0:
-        return _Host(place, deadline_s, until_s).gather(ports)
-    return _visit(place, deadline_s, until_s)
+    if own.rank == 0:
+        return _Host(own, deadline_s, until_s).gather(ports)
+    return _visit(own, deadline_s, until_s)
 
 
 class _Host:
     """Rank 0 while it waits for the others."""
 
-    def __init__(self, place: Place, deadline_s: float, until_s: float) -> None:
-        self._place = place
+    def __init__(self, own: Rendezvous, deadline_s: float, until_s: float) -> None:
+        self._own = own
         self._deadline_s = deadline_s
         self._until_s = until_s
         self._links: dict[int, Link] = {}
@@ -186,12 +186,12 @@ class _Host:
         self._selector = selectors.DefaultSelector()
 
     def gather(self, ports: Sequence[int]) -> Meeting:
-        place = self._place
+        own = self._own
         try:
-            server = socket.create_server((place.host, place.port), family=_family(place))
+            server = socket.create_server((own.host, own.port), family=_family(own))
         except OSError as error:
             raise MeetingError(
-                f"rank 0 cannot listen on {place.address} (data_parallel_address, data_parallel_rpc_port): "
+                f"rank 0 cannot listen on {own.address} (data_parallel_address, data_parallel_rpc_port): "
                 f"{error.strerror or error}"
             ) from error
         with server, self._selector:
@@ -199,7 +199,7 @@ class _Host:
             server.setblocking(False)
             self._selector.register(server, selectors.EVENT_READ)
             try:
-                while len(self._links) < place.size - 1:
+                while len(self._links) < own.size - 1:
                     self._wait(server)
                 for rank, link in self._links.items():
                     self._welcome(rank, link, ports)
@@ -213,10 +213,10 @@ class _Host:
     def _wait(self, server: socket.socket) -> None:
         left_s = self._until_s - time.monotonic()
         if left_s <= 0:
-            missing = [rank for rank in range(1, self._place.size) if rank not in self._links]
+            missing = [rank for rank in range(1, self._own.size) if rank not in self._links]
             ranks = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing))
             raise MeetingError(
-                f"{ranks} of data_parallel_size {self._place.size} did not come to {self._place.address} "
+                f"{ranks} of data_parallel_size {self._own.size} did not come to {self._own.address} "
                 f"within {self._deadline_s:.0f} s"
             )
         for key, _ in self._selector.select(left_s):
@@ -253,19 +253,19 @@ class _Host:
             raise LinkLost("was refused")
         self._strangers.discard(link)
         self._links[message.rank] = link
-        _log.info("rank %d of %d has come", message.rank, self._place.size)
+        _log.info("rank %d of %d has come", message.rank, self._own.size)
 
     def _refusal(self, hello: Hello) -> str:
         """Return why the rank cannot take part; empty if it can."""
         wrong = [
             f"{name} {hello.settings.get(name)} against {value} on rank 0"
-            for name, value in self._place.settings.items()
+            for name, value in self._own.settings.items()
             if hello.settings.get(name) != value
         ]
         if wrong:
             return "; ".join(wrong)
-        if not 0 < hello.rank < self._place.size:
-            return f"data_parallel_rank {hello.rank} is not one of 1 to {self._place.size - 1}"
+        if not 0 < hello.rank < self._own.size:
+            return f"data_parallel_rank {hello.rank} is not one of 1 to {self._own.size - 1}"
         if hello.rank in self._links:
             return f"another worker is rank {hello.rank} already (data_parallel_rank)"
         return ""
@@ -290,17 +290,17 @@ class _Host:
             link.close()
 
 
-def _visit(place: Place, deadline_s: float, until_s: float) -> Meeting:
+def _visit(own: Rendezvous, deadline_s: float, until_s: float) -> Meeting:
     """Connect to rank 0 and wait for its welcome; start again if it goes, as it may restart meanwhile."""
     last = "nobody listens"
     while (left_s := until_s - time.monotonic()) > 0:
         try:
-            link = Link(socket.create_connection((place.host, place.port), min(left_s, _CONNECT_S)))
+            link = Link(socket.create_connection((own.host, own.port), min(left_s, _CONNECT_S)))
         except OSError as error:
             last = str(error.strerror or error)
         else:
             try:
-                link.send(Hello(place.rank, place.settings))
+                link.send(Hello(own.rank, own.settings))
                 return Meeting({0: link}, _await_welcome(link, until_s))
             except LinkLost as lost:
                 last = f"rank 0 {lost}"
@@ -310,7 +310,7 @@ def _visit(place: Place, deadline_s: float, until_s: float) -> Meeting:
                 raise
         time.sleep(max(0.0, min(_RETRY_S, until_s - time.monotonic())))
     raise MeetingError(
-        f"rank {place.rank} did not meet all {place.size} ranks at {place.address} (data_parallel_address, "
+        f"rank {own.rank} did not meet all {own.size} ranks at {own.address} (data_parallel_address, "
         f"data_parallel_rpc_port) within {deadline_s:.0f} s: {last}"
     )
 
@@ -330,5 +330,5 @@ def _await_welcome(link: Link, until_s: float) -> Sequence[int]:
     raise LinkLost("waits for other ranks")
 
 
-def _family(place: Place) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in place.host else socket.AF_INET
+def _family(own: Rendezvous) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in own.host else socket.AF_INET

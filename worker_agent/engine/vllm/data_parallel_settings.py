@@ -13,7 +13,7 @@ from vllm.version import __version__ as vllm_version
 from tailrace.model_identity import ORIGIN
 from worker_agent.engine.errors import EngineSettingError
 from worker_agent.engine.vllm.internals import require_data_parallel
-from worker_agent.parallel.data_parallel_meeting import Meeting, MeetingError, Place, meet
+from worker_agent.parallel.data_parallel_meeting import Meeting, MeetingError, Rendezvous, meet
 from worker_agent.parallel.data_parallel_peers import Peers
 
 MEETING_DEADLINE_S: Final = 600.0
@@ -85,7 +85,7 @@ def meet_peers(config: VllmConfig, on_start: Callable[[int], None], on_lost: Cal
     """
     parallel = config.parallel_config
     rank, size = parallel.data_parallel_rank, parallel.data_parallel_size
-    place = Place(
+    rendezvous = Rendezvous(
         host=parallel.data_parallel_master_ip,
         port=parallel.data_parallel_rpc_port,
         rank=rank,
@@ -99,7 +99,7 @@ def meet_peers(config: VllmConfig, on_start: Callable[[int], None], on_lost: Cal
     # vLLM's front end hands its own free ports to all ranks in the same way.
     offered = [parallel.data_parallel_master_port, *parallel._data_parallel_master_port_list]
     try:
-        meeting: Meeting = meet(place, offered, MEETING_DEADLINE_S)
+        meeting: Meeting = meet(rendezvous, offered, MEETING_DEADLINE_S)
     except MeetingError as error:
         raise EngineSettingError(str(error)) from error
     parallel.data_parallel_master_port, *parallel._data_parallel_master_port_list = meeting.ports

@@ -21,7 +21,7 @@ from worker_agent.engine.base import Exported, ExportedPause
 from worker_agent.engine.errors import EngineRefusal, Gone
 from worker_agent.engine.vllm.host_pool import HostSlot
 from worker_agent.engine.vllm.in_use import InUse
-from worker_agent.engine.vllm.layouts import Place
+from worker_agent.engine.vllm.layouts import BlockPosition
 from worker_agent.engine.vllm.load import LoadedCore
 from worker_agent.engine.vllm.pinned import Pinned
 from worker_agent.engine.vllm.requests import Entry, RequestTable
@@ -236,27 +236,27 @@ class Exports:
         swapped = self._core.host.get(request.request_id)
         computed = self._core.scheduler.verified_tokens(request) if swapped is None else swapped.tokens
         have, full = len(export.pinned), self._core.layout.full_blocks(computed)
-        self._pin(export, self._core.layout.places(computed)[have:full])
+        self._pin(export, self._core.layout.positions(computed)[have:full])
         export.hashes += [self._core.block_name(request, number) for number in range(have, full)]
 
     def _pin_rest(self, export: Export, computed: int) -> None:
         """Pin the blocks that every step changes: partial blocks, sliding windows and recurrent state."""
-        rest = self._core.layout.places(computed)[len(export.pinned) :]
+        rest = self._core.layout.positions(computed)[len(export.pinned) :]
         self._pin(export, rest)
         export.hashes += [b""] * len(rest)
 
-    def _pin(self, export: Export, places: Sequence[Place]) -> None:
+    def _pin(self, export: Export, positions: Sequence[BlockPosition]) -> None:
         request_id = export.entry.request_id
         swapped = self._core.host.get(request_id)
         if swapped is None:
-            blocks = self._core.blocks_at(request_id, places)
+            blocks = self._core.blocks_at(request_id, positions)
             self._core.block_pool.touch(blocks)
             export.pinned += blocks
             return
         # Only layouts with a single group are swapped.
-        for place in places:
-            self._core.host.pin(swapped.slots[place.index])
-            export.pinned.append(HostSlot(swapped.slots[place.index]))
+        for position in positions:
+            self._core.host.pin(swapped.slots[position.index])
+            export.pinned.append(HostSlot(swapped.slots[position.index]))
 
     def _unpin(self, export: Export) -> None:
         def free() -> None:

@@ -327,7 +327,7 @@ class Imports:
             return
         if found.settled is not None:
             # The reservation grows when the last token is known. Until then, this bounds what is buffered.
-            if num_blocks > len(self._core.layout.places(self._core.max_model_len)):
+            if num_blocks > len(self._core.layout.positions(self._core.max_model_len)):
                 raise EngineRefusal(f"{num_blocks} KV blocks are more than a request can have here")
             return
         if num_blocks <= self._core.max_blocks:
@@ -352,7 +352,7 @@ class Imports:
         computed = request.num_prompt_tokens + len(outputs) - 1
         if not outputs or pause.computed_tokens != computed:
             raise EngineRefusal(f"KV of {pause.computed_tokens} tokens does not fit {len(outputs)} outputs")
-        used = len(self._core.layout.places(computed))
+        used = len(self._core.layout.positions(computed))
         missing = set(range(used)) - found.written
         if missing:
             raise EngineRefusal(f"{len(missing)} KV blocks have not arrived")
@@ -398,7 +398,7 @@ class Imports:
         request.num_computed_tokens = computed
         if not core.extend(request):
             raise EngineRefusal("no room: its last KV blocks are not free")
-        places = core.layout.places(computed)
+        places = core.layout.positions(computed)
         ids = [block.block_id for block in core.blocks_at(request.request_id, places)]
         if core.ranked:
             core.settle_ranks(request.request_id, ids)

@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import (
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BlockPosition:
     """Block number `index` of a request in group `group`."""
 
     group: int
@@ -34,7 +34,7 @@ class Place:
 
 
 class Layout:
-    """The layout of a loaded engine. Engines with the same groups order places identically."""
+    """The layout of a loaded engine. Engines with the same groups order positions identically."""
 
     def __init__(self, config: KVCacheConfig, manager: KVCacheManager) -> None:
         self._managers = list(manager.coordinator.single_type_managers)
@@ -46,8 +46,7 @@ class Layout:
         # The group whose full blocks are transferred in rounds while the request runs; None: no block is
         # final.
         self.main: int | None = full[0] if full else None
-        # A single group that keeps all blocks: received blocks have their final places from the first round
-        # on.
+        # A single group that keeps all blocks: received blocks have final places from the first round on.
         self.plain = len(self._managers) == 1 and self.main == 0
 
     @property
@@ -59,11 +58,11 @@ class Layout:
         """Return how many blocks of a request with this many computed tokens are transferred in rounds."""
         return 0 if self.main is None else computed // self.block_tokens
 
-    def places(self, computed: int) -> list[Place]:
-        """Return the places that the request's next token depends on, starting with the main group's."""
+    def positions(self, computed: int) -> list[BlockPosition]:
+        """Return the positions that the request's next token depends on, starting with the main group's."""
         others = [number for number in range(len(self._managers)) if number != self.main]
         order = others if self.main is None else [self.main, *others]
-        return [Place(group, index) for group in order for index in self._indices(group, computed)]
+        return [BlockPosition(group, index) for group in order for index in self._indices(group, computed)]
 
     def _indices(self, group: int, computed: int) -> range:
         manager = self._managers[group]

@@ -33,7 +33,7 @@ from worker_agent.engine.vllm.hidden_states import HiddenStateTap, StepStates
 from worker_agent.engine.vllm.host_pool import HostLoads, HostPool, HostSlot, default_host_bytes
 from worker_agent.engine.vllm.host_tier import HostTier
 from worker_agent.engine.vllm.kv_blocks import KvBlocks
-from worker_agent.engine.vllm.layouts import Layout, Place
+from worker_agent.engine.vllm.layouts import BlockPosition, Layout
 from worker_agent.engine.vllm.lockstep import Lockstep
 from worker_agent.engine.vllm.phases import ReasoningMarks, load_marks
 from worker_agent.engine.vllm.rank_facts import RankFacts
@@ -343,10 +343,10 @@ class LoadedCore:
         """Return the request's blocks of the main group, in token order."""
         return self._groups_of(request_id)[self.layout.main or 0]
 
-    def blocks_at(self, request_id: str, places: Sequence[Place]) -> list[KVCacheBlock]:
-        """Return the request's blocks at these places."""
+    def blocks_at(self, request_id: str, positions: Sequence[BlockPosition]) -> list[KVCacheBlock]:
+        """Return the request's blocks at these positions."""
         groups = self._groups_of(request_id)
-        return [groups[place.group][place.index] for place in places]
+        return [groups[position.group][position.index] for position in positions]
 
     def block_name(self, request: Request, number: int) -> bytes:
         """Return the name of a full block of the main group, a hash of its tokens and all before them; empty
