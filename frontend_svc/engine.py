@@ -24,7 +24,7 @@ from frontend_svc.answers.coordinator import AnswerCoordinator
 from frontend_svc.api_server.spec import ADAPTER_CALLS
 from frontend_svc.engine_core import EngineCoreSocket, HandshakeFailed
 from frontend_svc.fair_metrics import FairMetrics
-from frontend_svc.fleet import Fleet, Members, ServedModel, prefill_instances, usable_instances
+from frontend_svc.fleet import Fleet, ServedModel
 from frontend_svc.links import Loss, WorkerLinks, abort_message
 from frontend_svc.liveness import Liveness
 from frontend_svc.load import Load, load_of
@@ -32,7 +32,7 @@ from frontend_svc.names import NamedOutput
 from frontend_svc.observer import FrontendMetrics, RequestTraces, StreamObserver
 from frontend_svc.outputs import Outputs
 from frontend_svc.pacing import Pacer
-from frontend_svc.placement import Placement
+from frontend_svc.placement import InstanceChooser
 from frontend_svc.recovery import Recovery
 from frontend_svc.requests import Requests
 from frontend_svc.settings import Limits, WaitLimits
@@ -46,6 +46,7 @@ from frontend_svc.streams import (
 )
 from frontend_svc.utilities import UtilityCalls
 from tailrace.cluster import Phase
+from tailrace.members import Members
 from tailrace.service.channels import Channels
 from tailrace.service.tasks import first_ended, supervised
 from tailrace.telemetry.incidents import unreadable
@@ -120,7 +121,7 @@ class FleetEngine:
             max_message_bytes=limits.max_message_bytes,
         )
         self.workers = workers = WorkerLinks(lambda: self.fleet.instances, hello, self, channels.transport)
-        self._placement = placement = Placement(frontend_id, self.fleet, workers, table, channels)
+        self._chooser = chooser = InstanceChooser(frontend_id, self.fleet, workers, table, channels)
         self.metrics = FrontendMetrics(registry, table, workers.attached)
         self._observer = observer = StreamObserver(self.metrics, traces)
         output = NamedOutput(self._socket.send, self._socket.unread_bytes)
@@ -128,7 +129,7 @@ class FleetEngine:
         self.outputs = outputs = Outputs(output, self.pacer, answers)
         self.requests = requests = Requests(
             table,
-            placement,
+            chooser,
             workers,
             outputs,
             observer,
@@ -138,7 +139,7 @@ class FleetEngine:
             pace_s,
         )
         self._recovery = Recovery(table, requests, workers, observer.engine_died)
-        self._adoptions = Adoptions(table, workers, observer.adopted, placement.may_run)
+        self._adoptions = Adoptions(table, workers, observer.adopted, chooser.may_run)
         self._liveness = Liveness(table, workers)
         self._utilities = UtilityCalls(workers, outputs.reply)
         if answers is not None:
@@ -158,7 +159,7 @@ class FleetEngine:
             self._utilities.close()
             await self.outputs.close()
             await self.requests.close()
-            await self._placement.close()
+            await self._chooser.close()
             self._socket.close()
 
     async def _serve(self) -> None:
@@ -370,10 +371,10 @@ class FleetEngine:
         attached = self.workers.attached()
         # Filter by model first: suspects are usable if all instances of this model are suspects, whatever
         # others are.
-        accepting = usable_instances(self.fleet, self.fleet.accepting_new(attached))
+        accepting = self.fleet.usable(self.fleet.accepting_new(attached))
         self._gate.update(len(accepting))
         if self.requests.fair_gate is not None:
-            self.requests.fair_gate.set_instances(len(prefill_instances(self.fleet, accepting)))
+            self.requests.fair_gate.set_instances(len(self.fleet.prefilling(accepting)))
         self._on_models(self.fleet.models_of(attached))
 
     async def _tick(self) -> None:

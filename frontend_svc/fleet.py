@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Protocol
+from typing import Final
 
 from frontend_svc.streams import Requirements
 from tailrace.cache.names import Naming
 from tailrace.cluster import Pool
+from tailrace.members import Members
 from tailrace.model_identity import ModelIdentity, covers, fingerprint, is_model
-from tailrace.records import InstanceRecord, ServiceRecord
+from tailrace.records import InstanceRecord
 from tailrace.rollout.record import RolloutRecord
 from tailrace.v1 import worker_pb2
 
@@ -54,28 +54,8 @@ class ServedModel:
         return bool(self.identity.weights) or record.model_identity is None or record.model == self.name
 
 
-class Members(Protocol):
-    """Membership as read from etcd (the used part of tailrace.store.membership.Membership)."""
-
-    @property
-    def instances(self) -> Mapping[str, InstanceRecord]: ...
-    @property
-    def services(self) -> Mapping[tuple[str, str], ServiceRecord]: ...
-    @property
-    def leaders(self) -> Mapping[str, ServiceRecord]: ...
-    @property
-    def pools(self) -> Mapping[str, Pool]: ...
-    @property
-    def draining(self) -> frozenset[str]: ...
-    @property
-    def leaving(self) -> frozenset[str]: ...
-    @property
-    def suspects(self) -> frozenset[str]: ...
-    @property
-    def rollouts(self) -> Mapping[str, RolloutRecord]: ...
-    @property
-    def unread_rollouts(self) -> frozenset[str]: ...
-    def add_listener(self, callback: Callable[[], None]) -> None: ...
+# Arrow's pools: these take no prefills (P->D finishes the ones it has).
+_NO_PREFILL: Final = frozenset({Pool.DECODE, Pool.PREFILL_TO_DECODE})
 
 
 class Fleet:
@@ -87,17 +67,21 @@ class Fleet:
 
     def __init__(self, members: Members, served: ServedModel | None = None) -> None:
         """Read membership as it is now. `served`: None accepts whatever model the instances run."""
-        self._members = members
+        self.members = members
         self._served = served
-        self._instances: dict[str, InstanceRecord] = {}
-        self._model = ""
+        # The instances of the model by id, suspects included. Read only.
+        self.instances: Mapping[str, InstanceRecord] = {}
+        # Key of the model that may answer a new request: the full key if all instances run exactly one model,
+        # else the short key that covers them.
+        self.model = ""
         self._rollout: RolloutRecord | None = None
         # A rollout that a scheduler reported before etcd's watch did.
         self._scheduler_rollout: RolloutRecord | None = None
         self._listeners: list[Callable[[], None]] = []
         # See `incapable`.
         self._pooling = self._generating = self._without_adapters = frozenset[str]()
-        self._naming: Naming | None = None
+        # How instances name their KV blocks; None if none reports it.
+        self.naming: Naming | None = None
         # Instances of other models, each with the incarnation for which that was logged.
         self._logged_mismatches: dict[str, str] = {}
         # Model keys reported by attached instances, which may have left the membership since.
@@ -106,29 +90,11 @@ class Fleet:
         self._reported_draining: dict[str, str] = {}
         self.refresh()
 
-    @property
-    def instances(self) -> Mapping[str, InstanceRecord]:
-        """Return the instances of the model by id, suspects included."""
-        return MappingProxyType(self._instances)
-
-    @property
-    def model(self) -> str:
-        """Return the key of the model that may answer a new request.
-
-        It is the full key if all instances run exactly one model, else the short key that covers them.
-        """
-        return self._model
-
-    @property
-    def naming(self) -> Naming | None:
-        """Return how instances name their KV blocks, or None if none reports it."""
-        return self._naming
-
     def accepting_new(self, instance_ids: Iterable[str]) -> list[str]:
         """Return those of these instances whose model takes new requests."""
         if self.rollout_error:
             return []
-        return [instance_id for instance_id in instance_ids if self.is_model(instance_id, self._model)]
+        return [instance_id for instance_id in instance_ids if self.is_model(instance_id, self.model)]
 
     def models_of(self, instance_ids: Iterable[str]) -> frozenset[str]:
         """Return the keys of the models that these instances report."""
@@ -139,7 +105,7 @@ class Fleet:
         reported = self._reported_models.get(instance_id)
         if reported:
             return reported
-        record = self._instances.get(instance_id)
+        record = self.instances.get(instance_id)
         return record.model_identity.key if record is not None and record.model_identity is not None else ""
 
     def is_model(self, instance_id: str, model: str) -> bool:
@@ -156,53 +122,38 @@ class Fleet:
         others = self._pooling if requirements.generates else self._generating
         return others | self._without_adapters if requirements.adapter else others
 
-    @property
-    def services(self) -> Mapping[tuple[str, str], ServiceRecord]:
-        """See Members."""
-        return self._members.services
+    def usable(self, instance_ids: Iterable[str]) -> list[str]:
+        """Return those of these attached instances that may get new work as far as this front end knows.
 
-    @property
-    def leaders(self) -> Mapping[str, ServiceRecord]:
-        """See Members."""
-        return self._members.leaders
+        Suspects, which etcd has not heard of but which do answer here, are used only if there is no other.
+        """
+        draining, suspects = self.draining, self.members.suspects
+        not_draining = [i for i in instance_ids if i not in draining]
+        return [i for i in not_draining if i not in suspects] or not_draining
 
-    @property
-    def pools(self) -> Mapping[str, Pool]:
-        """See Members."""
-        return self._members.pools
+    def prefilling(self, instance_ids: Sequence[str]) -> Sequence[str]:
+        """Return those of these instances in a pool that prefills; all of them if there is none, so that the
+        request is still served."""
+        pools = self.members.pools
+        return [i for i in instance_ids if pools.get(i) not in _NO_PREFILL] or instance_ids
 
     @property
     def draining(self) -> frozenset[str]:
         """Return instances that get no new requests."""
-        draining = self._members.draining
+        draining = self.members.draining
         return draining.union(self._reported_draining) if self._reported_draining else draining
 
     @property
     def leaving(self) -> frozenset[str]:
         """Return the draining instances that only a rollout drains."""
-        return self._members.leaving.difference(self._reported_draining)
-
-    @property
-    def suspects(self) -> frozenset[str]:
-        """See Members."""
-        return self._members.suspects
-
-    @property
-    def rollouts(self) -> Mapping[str, RolloutRecord]:
-        """See Members."""
-        return self._members.rollouts
-
-    @property
-    def unread_rollouts(self) -> frozenset[str]:
-        """See Members."""
-        return self._members.unread_rollouts
+        return self.members.leaving.difference(self._reported_draining)
 
     def add_listener(self, callback: Callable[[], None]) -> None:
         """Call `callback` when membership changes or a scheduler reports a newer rollout.
 
         What instances report over their links does not call it.
         """
-        self._members.add_listener(callback)
+        self.members.add_listener(callback)
         self._listeners.append(callback)
 
     @property
@@ -213,7 +164,7 @@ class Fleet:
     @property
     def rollout_error(self) -> str:
         """Return why it is unknown which model takes new requests; empty if it is known."""
-        if self._newest_rollout() is not None or self.public_name not in self._members.unread_rollouts:
+        if self._newest_rollout() is not None or self.public_name not in self.members.unread_rollouts:
             return ""
         return f"the rollout of {self.public_name} cannot be read by this version of the front end"
 
@@ -241,11 +192,11 @@ class Fleet:
 
     def _identified_members(self) -> list[InstanceRecord]:
         """Return members that report which model they run."""
-        return [record for record in self._members.instances.values() if record.model_identity is not None]
+        return [record for record in self.members.instances.values() if record.model_identity is not None]
 
     def _newest_rollout(self) -> RolloutRecord | None:
         """Return the newer of the rollouts reported by etcd and by a scheduler."""
-        from_etcd, from_scheduler = self._members.rollouts.get(self.public_name), self._scheduler_rollout
+        from_etcd, from_scheduler = self.members.rollouts.get(self.public_name), self._scheduler_rollout
         if from_etcd is None or from_scheduler is None:
             return from_etcd or from_scheduler
         return from_scheduler if from_scheduler.newer_than(from_etcd) else from_etcd
@@ -273,15 +224,15 @@ class Fleet:
         What was reported by instances that left or restarted is dropped.
         """
         self._rollout = self._steering_rollout()
-        instances = self._instances = self._matching_instances()
+        instances = self.instances = self._matching_instances()
         self._pooling = frozenset(name for name, record in instances.items() if record.pooling)
         self._generating = frozenset(instances) - self._pooling
         self._without_adapters = frozenset(n for n, record in instances.items() if not record.takes_adapters)
-        self._naming = common_naming(instances.values())
+        self.naming = common_naming(instances.values())
         if self._served is not None:
             takes = self._served.key if self._rollout is None else self._rollout.in_force
             keys = {key for key in self.models_of(instances) if covers(takes, key)}
-            self._model = keys.pop() if len(keys) == 1 else takes
+            self.model = keys.pop() if len(keys) == 1 else takes
         self._reported_draining = {
             name: incarnation
             for name, incarnation in self._reported_draining.items()
@@ -308,7 +259,7 @@ class Fleet:
 
     def _matching_instances(self) -> dict[str, InstanceRecord]:
         """Return members that run the model; log each of the others once."""
-        known = self._members.instances
+        known = self.members.instances
         served = self._served
         if served is None:
             return dict(known)
@@ -323,23 +274,3 @@ class Fleet:
                 )
         self._logged_mismatches = {name: known[name].incarnation for name in known.keys() - chosen.keys()}
         return chosen
-
-
-def usable_instances(members: Members, attached: list[str]) -> list[str]:
-    """Return instances that may get new work as far as this front end knows.
-
-    Suspects, which etcd has not heard of but which do answer here, are used only if there is no other.
-    """
-    not_draining = [i for i in attached if i not in members.draining]
-    return [i for i in not_draining if i not in members.suspects] or not_draining
-
-
-# Arrow's pools: these take no prefills (P->D finishes the ones it has).
-_NO_PREFILL = frozenset({Pool.DECODE, Pool.PREFILL_TO_DECODE})
-
-
-def prefill_instances(members: Members, candidates: list[str]) -> list[str]:
-    """Return candidates in a pool that prefills; all of them if there is none, so that the request is still
-    served."""
-    prefill = [i for i in candidates if members.pools.get(i) not in _NO_PREFILL]
-    return prefill or candidates

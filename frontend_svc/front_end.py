@@ -23,11 +23,12 @@ from frontend_svc.api_server.rust import rust_launch
 from frontend_svc.api_server.sockets import EngineSockets, is_listening
 from frontend_svc.api_server.spec import ARGUMENTS_REFUSED, ApiServerSpec, Launch
 from frontend_svc.engine import FleetEngine
-from frontend_svc.fleet import Members, ServedModel
+from frontend_svc.fleet import ServedModel
 from frontend_svc.observer import RequestTraces
 from frontend_svc.settings import Front, Settings
 from tailrace.address import format_address
 from tailrace.cluster import Phase
+from tailrace.members import Members
 from tailrace.service.channels import Channels
 from tailrace.service.runtime import Shutdown
 from tailrace.service.tasks import first_ended, supervised

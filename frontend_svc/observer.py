@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from frontend_svc.placement import FALLBACK, Placed
+from frontend_svc.placement import FALLBACK, Chosen
 from frontend_svc.streams import (
     ANSWER_BEGUN,
     FINISHED,
@@ -180,13 +180,13 @@ class RequestTraces:
         self._open[stream.handle] = _Trace(root, root_context)
         return root_context
 
-    def placed(self, stream: Stream, placed: Placed, seconds: float) -> None:
+    def placed(self, stream: Stream, chosen: Chosen, seconds: float) -> None:
         """Record the placement and open the span of the stream's phase."""
         trace = self._open.get(stream.handle)
         if trace is None:
             return
         now_s = time.monotonic()
-        about: Attributes = {attributes.INSTANCE: placed.instance_id, attributes.POLICY: placed.by}
+        about: Attributes = {attributes.INSTANCE: chosen.instance_id, attributes.POLICY: chosen.by}
         parent = trace.traceparent
         if trace.current is not None:
             parent = traceparent_of(trace.current)
@@ -296,12 +296,12 @@ class StreamObserver:
         """Count a submission that a busy instance rejected; the stream is placed again."""
         self._metrics.recoveries["busy"] += 1
 
-    def placed(self, stream: Stream, placed: Placed, seconds: float) -> None:
+    def placed(self, stream: Stream, chosen: Chosen, seconds: float) -> None:
         """Record a submission to an instance."""
-        self._metrics.placements[placed.by] += 1
+        self._metrics.placements[chosen.by] += 1
         self._metrics.placement_seconds.observe(seconds)
         if self._traces is not None:
-            self._traces.placed(stream, placed, seconds)
+            self._traces.placed(stream, chosen, seconds)
 
     def accepted(self, verdict: StepVerdict) -> None:
         """Record the verdict on one step's outputs."""

@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from frontend_svc.fleet import Fleet, prefill_instances, usable_instances
+from frontend_svc.fleet import Fleet
 from frontend_svc.links import Outbox
 from frontend_svc.placement_client import PlacementClient
 from frontend_svc.streams import Stream, StreamTable
@@ -61,11 +61,11 @@ def prefix_of(stream: Stream, naming: Naming | None) -> Prefix:
 # The scheduler may choose an instance that has just been lost; it is asked again up to this many times.
 _ATTEMPTS: Final = 3
 FALLBACK: Final = "fallback"
-"""Who placed a request if no scheduler did (`Placed.by`)."""
+"""Who placed a request if no scheduler did (`Chosen.by`)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class Chosen:
     """The chosen instance. `by`: the scheduler's policy, or "fallback".
 
     `pull`: the instance to fetch the KV of the request's first tokens from; None to fetch from nowhere.
@@ -77,14 +77,14 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class NoPlacement:
+class NoneChosen:
     """No instance can take the request now. `final`: the request must not wait until one can."""
 
     reason: str
     final: bool = False
 
 
-class Placement:
+class InstanceChooser:
     """Ask a scheduler; while none answers, choose the attached instance with the fewest streams of this front
     end.
 
@@ -98,7 +98,7 @@ class Placement:
         self._fleet = fleet
         self._outbox = outbox
         self._table = table
-        self._calls = PlacementClient(fleet, channels)
+        self._calls = PlacementClient(fleet.members, channels)
 
     async def close(self) -> None:
         """Close the scheduler client."""
@@ -112,11 +112,11 @@ class Placement:
         """Return whether an instance may run the model of this key."""
         return self._fleet.is_model(instance_id, model)
 
-    async def choose(self, stream: Stream, avoid: frozenset[str]) -> Placed | NoPlacement:
+    async def choose(self, stream: Stream, avoid: frozenset[str]) -> Chosen | NoneChosen:
         """Choose an instance for the stream that is attached now; `avoid` is never chosen. Takes a few
         seconds at most."""
         if not stream.accepted and self._fleet.rollout_error:
-            return NoPlacement(self._fleet.rollout_error)
+            return NoneChosen(self._fleet.rollout_error)
         unable, excluded = self._excluded(stream, avoid)
         prefix = prefix_of(stream, self._fleet.naming)
         for _ in range(_ATTEMPTS):
@@ -128,13 +128,13 @@ class Placement:
                 unable, excluded = self._excluded(stream, avoid)
                 continue
             if not reply.instance_id:
-                return NoPlacement(reply.refusal or "the scheduler named no instance", reply.final)
+                return NoneChosen(reply.refusal or "the scheduler named no instance", reply.final)
             if self._may_take(reply.instance_id, stream):
-                return Placed(reply.instance_id, reply.policy, _pull(reply))
+                return Chosen(reply.instance_id, reply.policy, _pull(reply))
             excluded.add(reply.instance_id)
         return self._fallback(stream, avoid | unable)
 
-    def last_resort(self, stream: Stream, avoid: frozenset[str]) -> Placed | None:
+    def last_resort(self, stream: Stream, avoid: frozenset[str]) -> Chosen | None:
         """Return an instance for a stream with tokens if `choose` found none: one that only a rollout drains.
 
         A rollout keeps new requests away from it, and this one is not new.
@@ -195,20 +195,20 @@ class Placement:
         attached = instance_id in self._outbox.attached()
         return attached and self._fleet.is_model(instance_id, self._model(stream))
 
-    def _fallback(self, stream: Stream, avoid: frozenset[str]) -> Placed | NoPlacement:
+    def _fallback(self, stream: Stream, avoid: frozenset[str]) -> Chosen | NoneChosen:
         model = self._model(stream)
         of_model = [i for i in self._outbox.attached() if self._fleet.is_model(i, model)]
-        candidates = [i for i in usable_instances(self._fleet, of_model) if i not in avoid]
+        candidates = [i for i in self._fleet.usable(of_model) if i not in avoid]
         if not candidates:
-            return NoPlacement(
+            return NoneChosen(
                 "no instance of its model answers" if stream.accepted else "no instance answers"
             )
         return self._least_loaded(candidates)
 
-    def _least_loaded(self, candidates: list[str]) -> Placed:
+    def _least_loaded(self, candidates: list[str]) -> Chosen:
         count = self._table.count_owned
-        best = min(prefill_instances(self._fleet, candidates), key=lambda i: (count(i), i))
-        return Placed(best, FALLBACK)
+        best = min(self._fleet.prefilling(candidates), key=lambda i: (count(i), i))
+        return Chosen(best, FALLBACK)
 
 
 def _pull(reply: scheduler_pb2.PlaceReply) -> worker_pb2.Pull | None:

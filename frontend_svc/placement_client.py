@@ -8,7 +8,7 @@ from typing import Final
 
 import grpc
 
-from frontend_svc.fleet import Members
+from tailrace.members import Members
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels, format_error, preferred
 from tailrace.service.reachability import Reachability

@@ -32,7 +32,7 @@ from frontend_svc.fair_gate import FairGate
 from frontend_svc.links import Outbox, abort_message, request_bytes
 from frontend_svc.observer import StreamObserver
 from frontend_svc.outputs import Outputs
-from frontend_svc.placement import NoPlacement, Placed, Placement
+from frontend_svc.placement import Chosen, InstanceChooser, NoneChosen
 from frontend_svc.settings import Limits, WaitLimits
 from frontend_svc.streams import Requirements, Stream, StreamTable
 from tailrace.adapter_versions import AdapterVersions
@@ -101,7 +101,7 @@ class Requests:
     def __init__(
         self,
         table: StreamTable,
-        placement: Placement,
+        chooser: InstanceChooser,
         outbox: Outbox,
         outputs: Outputs,
         observer: StreamObserver,
@@ -116,7 +116,7 @@ class Requests:
         token at which answers are shown if the request does not set it; 0 shows tokens as they are generated.
         """
         self._table = table
-        self._placement = placement
+        self._chooser = chooser
         self._outbox = outbox
         self._outputs = outputs
         self._observer = observer
@@ -175,7 +175,7 @@ class Requests:
             self._fleet_changed.clear()
             chosen = await self._choose(stream, where)
             placing_s = time.monotonic() - stream.placing_since_s
-            if isinstance(chosen, Placed):
+            if isinstance(chosen, Chosen):
                 if chosen.instance_id not in where.forbidden() and self._submit(stream, chosen):
                     self._observer.placed(stream, chosen, placing_s)
                     return
@@ -205,12 +205,12 @@ class Requests:
         began_s, leaving = time.monotonic(), handed_back.instance_id
         if not _owns(handed_back, stream):
             return
-        chosen: Placed | NoPlacement | None = None
+        chosen: Chosen | NoneChosen | None = None
         with guarded(_MOVING, stream.request_id):
-            chosen = await self._placement.choose(stream, frozenset({leaving}))
+            chosen = await self._chooser.choose(stream, frozenset({leaving}))
         if not _owns(handed_back, stream):
             return
-        if not isinstance(chosen, Placed) or chosen.instance_id == leaving:
+        if not isinstance(chosen, Chosen) or chosen.instance_id == leaving:
             log.debug("%s stays on %s, which hands it back", stream.request_id, leaving)
             return
         self._table.orphan(stream)
@@ -221,14 +221,14 @@ class Requests:
         else:
             self.place_again(stream, Where(frozenset({leaving})))
 
-    async def _choose(self, stream: Stream, where: Where) -> Placed | NoPlacement:
+    async def _choose(self, stream: Stream, where: Where) -> Chosen | NoneChosen:
         never = where.forbidden() | self._unsuitable(stream)
-        chosen = await self._placement.choose(stream, where.avoid | never)
-        if isinstance(chosen, NoPlacement) and not chosen.final and where.avoid - never:
-            chosen = await self._placement.choose(stream, where.forbidden() | self._unsuitable(stream))
-        if isinstance(chosen, NoPlacement) and not chosen.final:
+        chosen = await self._chooser.choose(stream, where.avoid | never)
+        if isinstance(chosen, NoneChosen) and not chosen.final and where.avoid - never:
+            chosen = await self._chooser.choose(stream, where.forbidden() | self._unsuitable(stream))
+        if isinstance(chosen, NoneChosen) and not chosen.final:
             never = where.forbidden() | self._unsuitable(stream)
-            return self._placement.last_resort(stream, never) or chosen
+            return self._chooser.last_resort(stream, never) or chosen
         return chosen
 
     def _unsuitable(self, stream: Stream) -> frozenset[str]:
@@ -244,7 +244,7 @@ class Requests:
         )
         return frozenset(self._busy).union(small)
 
-    def _submit(self, stream: Stream, placed: Placed) -> bool:
+    def _submit(self, stream: Stream, chosen: Chosen) -> bool:
         """Submit an unowned stream to the instance; return False if it cannot be sent now."""
         submit = worker_pb2.Submit(
             handle=stream.handle,
@@ -254,18 +254,18 @@ class Requests:
             output_token_ids=stream.token_ids,
             traceparent=stream.traceparent,
             suspect=time.monotonic() < stream.exclusive_until_s,
-            pull=placed.pull,
+            pull=chosen.pull,
             adapter_version=stream.adapter_version,
         )
         if stream.first_answer_s is not None:
             submit.answer_tokens = stream.accepted - stream.first_answer_index
             submit.answering_s = time.monotonic() - stream.first_answer_s
-        if not self._outbox.send(placed.instance_id, worker_pb2.AttachUp(submit=submit)):
+        if not self._outbox.send(chosen.instance_id, worker_pb2.AttachUp(submit=submit)):
             return False
-        self._table.assign(stream, placed.instance_id)
+        self._table.assign(stream, chosen.instance_id)
         self._unplaced.discard(stream.handle)
         if not stream.accepted:
-            stream.model = self._placement.model_of(placed.instance_id)
+            stream.model = self._chooser.model_of(chosen.instance_id)
         return True
 
     # ---- its begin

@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping
-from typing import Final, Protocol
+from typing import Final
 
 import grpc
 import msgspec
@@ -22,6 +22,7 @@ from tailrace.actions import Refuse
 from tailrace.cluster import Arrival
 from tailrace.control.events import Arrived, Reported, Ticked, TicksForgotten
 from tailrace.control.live import LiveControl
+from tailrace.members import Members
 from tailrace.model_identity import covers
 from tailrace.rollout.record import RolloutRecord
 from tailrace.telemetry import attributes
@@ -131,13 +132,6 @@ class Traceparents:
     def get(self, request_id: str) -> str:
         """Return the traceparent; "" if unknown."""
         return self._known.get(request_id, "")
-
-
-class Members(Protocol):
-    """The used part of tailrace.store.membership.Membership."""
-
-    @property
-    def rollouts(self) -> Mapping[str, RolloutRecord]: ...
 
 
 def newer_rollout(request: scheduler_pb2.PlaceRequest, rollouts: Mapping[str, RolloutRecord]) -> bytes:

@@ -8,12 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Final, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Final
 
-from tailrace.cluster import Pool
-from tailrace.records import InstanceRecord, ServiceRecord
-from tailrace.rollout.record import RolloutRecord
+from tailrace.members import Members
 from tailrace.store.client import StoreUnavailable
 
 log = logging.getLogger(__name__)
@@ -22,21 +20,6 @@ KEEP_S: Final = 600.0
 """Seconds for which the drain and pool of an absent instance are kept: a restart, an upgrade, a reboot."""
 
 _POLL_S: Final = 10.0
-
-
-class Members(Protocol):
-    """The used part of tailrace.store.membership.Membership."""
-
-    @property
-    def instances(self) -> Mapping[str, InstanceRecord]: ...
-    @property
-    def drained(self) -> frozenset[str]: ...
-    @property
-    def pools(self) -> Mapping[str, Pool]: ...
-    @property
-    def services(self) -> Mapping[tuple[str, str], ServiceRecord]: ...
-    @property
-    def rollouts(self) -> Mapping[str, RolloutRecord]: ...
 
 
 class OrphanedRecords:

@@ -12,9 +12,10 @@ from typing import Final, TypeVar
 
 import grpc
 
+from tailrace.members import Members
 from tailrace.records import ServiceRecord
 from tailrace.security.roles import Role
-from tailrace.service.channels import Channels, Services, decoded, format_error
+from tailrace.service.channels import Channels, decoded, format_error
 from tailrace.service.tasks import cancel, run_once
 from tailrace.v1 import answers_pb2, answers_pb2_grpc
 
@@ -66,7 +67,7 @@ class Peers:
 
     def __init__(
         self,
-        members: Services,
+        members: Members,
         frontend_id: str,
         setting: str,
         channels: Channels,

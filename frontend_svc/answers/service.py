@@ -12,7 +12,8 @@ from frontend_svc.answers.metrics import AnswerMetrics
 from frontend_svc.answers.peers import Peers, rendezvous_rank
 from frontend_svc.answers.store import AnswerStore
 from frontend_svc.settings import Settings
-from tailrace.service.channels import Channels, Services
+from tailrace.members import Members
+from tailrace.service.channels import Channels
 from tailrace.service.server import Servicer
 from tailrace.v1 import answers_pb2, answers_pb2_grpc
 
@@ -52,7 +53,7 @@ def answers_servicer(coordinator: AnswerCoordinator) -> Servicer:
 
 
 def keep_answers(
-    settings: Settings, setting: str, members: Services, channels: Channels, registry: CollectorRegistry
+    settings: Settings, setting: str, members: Members, channels: Channels, registry: CollectorRegistry
 ) -> AnswerCoordinator:
     """Build the coordinator of a front end that keeps answers. `setting`: see Peers."""
     store = AnswerStore(settings.frontend_id, settings.keep_answers_bytes, rendezvous_rank)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -20,7 +21,7 @@ from tailrace.cli.output import note
 from tailrace.local.certificates import ETCD_SERVER, certificate_folder, issue_certificates
 from tailrace.local.options import MONITOR_TRACES, ClusterOptions, Engine, Front
 from tailrace.local.plan import Plan, make_plan
-from tailrace.local.ports import LOOPBACK, PortUnavailable, free_ports, require_free
+from tailrace.local.ports import PortUnavailable, free_ports, require_free
 from tailrace.local.process import PartFailed, PartRefused
 from tailrace.local.progress import make_progress
 from tailrace.local.requirements import Missing, loses_precision, require_installed, visible_gpus
@@ -28,12 +29,11 @@ from tailrace.local.start import Starter
 from tailrace.local.state import RunFolder, RunFolderBusy, RunFolderUnusable, RunState
 from tailrace.local.stop import stop_parts
 from tailrace.model_folder import TOKENIZER_FLAGS, ModelFolderError, require_model, require_tokenizer
-from tailrace.numeric import WholeRange
 from tailrace.policy.parameters import ParameterError, read_assignments
 from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, load
 from tailrace.security.roles import Identity, Role
 from tailrace.service.etcd import EtcdNotFoundError, etcd_command
-from tailrace.service.options import KEPT_ANSWERS
+from tailrace.service.settings import settings_options
 from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 from tailrace.v1.admin_pb2 import SetPolicyRequest
 
@@ -44,95 +44,18 @@ _TINY_ARGUMENTS: Final = ("--kv-blocks", "4096")
 
 
 @click.command(epilog="Example: tailrace up --workers 2 --policy pascal --set quantum_tokens=250")
-@click.option("--workers", type=WholeRange(1, 500), default=3, show_default=True, help="Number of workers.")
-@click.option(
-    "--engine",
-    type=click.Choice([engine.value for engine in Engine]),
-    default=Engine.VLLM.value,
-    show_default=True,
-    help="Engine of the instances.",
-)
-@click.option("--policy", metavar="NAME", help="Active policy (tailrace get policies).")
+@settings_options(ClusterOptions, "options")
 @click.option(
     "--set",
     "assignments",
     multiple=True,
     metavar="KEY=VALUE",
-    help="A parameter of that policy; can be repeated.",
+    help="A parameter of the --policy; can be repeated.",
 )
-@click.option(
-    "--front",
-    type=click.Choice([front.value for front in Front]),
-    default=Front.PYTHON.value,
-    show_default=True,
-    help="vLLM's API server: its Python app or vllm-rs.",
-)
-@click.option("--port", type=WholeRange(1, 65535), default=8000, show_default=True, help="HTTP port.")
-@click.option("--schedulers", type=WholeRange(1, 5), default=1, show_default=True, help="One leads.")
-@click.option(
-    "--frontends", type=WholeRange(1, 32), default=1, show_default=True, help="They share the port."
-)
-@click.option(
-    "--keep-answers",
-    type=KEPT_ANSWERS,
-    default=0.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Clients that reconnect get the rest of their answers from any front end; at least 5 s; 0: off. "
-    "Only with --front python; use two or more --frontends to survive the loss of one.",
-)
-@click.option("--model", metavar="PATH", help="Model folder or name.  [default: the tiny reasoning model]")
-@click.option("--served-model-name", metavar="NAME", help="Model name that clients use.  [default: --model]")
-@click.option("--reasoning-parser", metavar="NAME", help="vLLM's reasoning parser for the model.")
-@click.option(
-    "--frontend-arg",
-    "frontend_arguments",
-    multiple=True,
-    metavar="FLAG[=VALUE]",
-    help="A flag of `vllm serve` for the API server, such as --frontend-arg=--enable-auto-tool-choice "
-    "--frontend-arg=--tool-call-parser=hermes; can be repeated. Pass an API key as VLLM_API_KEY in "
-    "the environment instead, where `ps` does not show it.",
-)
-@click.option(
-    "--tensor-parallel-size",
-    type=WholeRange(1),
-    default=1,
-    show_default=True,
-    help="Devices per worker that split each layer (vLLM only).",
-)
-@click.option(
-    "--pipeline-parallel-size",
-    type=WholeRange(1),
-    default=1,
-    show_default=True,
-    help="Stages of layers per worker, each on its own devices (vLLM only).",
-)
-@click.option("--predictor", metavar="PATH", help="Length predictor of the model (vLLM only); '' for none.")
-@click.option("--profile", is_flag=True, help="Profile the engine first, for the policies (about a minute).")
 @click.option("--no-traces", is_flag=True, help="Export no spans.")
-@click.option("--tls", is_flag=True, help="Create certificates, and use mutual TLS everywhere.")
 @click.argument("worker_arguments", nargs=-1, type=click.UNPROCESSED)
 def up(
-    workers: int,
-    engine: str,
-    policy: str | None,
-    assignments: tuple[str, ...],
-    front: str,
-    port: int,
-    schedulers: int,
-    frontends: int,
-    keep_answers: float,
-    model: str | None,
-    served_model_name: str | None,
-    reasoning_parser: str | None,
-    frontend_arguments: tuple[str, ...],
-    tensor_parallel_size: int,
-    pipeline_parallel_size: int,
-    predictor: str | None,
-    profile: bool,
-    no_traces: bool,
-    tls: bool,
-    worker_arguments: tuple[str, ...],
+    options: ClusterOptions, assignments: tuple[str, ...], no_traces: bool, worker_arguments: tuple[str, ...]
 ) -> None:
     """Start a local cluster: etcd, services, workers and a front end on 127.0.0.1.
 
@@ -140,34 +63,25 @@ def up(
     Spans go to the cluster's monitor (see tailrace trace), or to OTEL_EXPORTER_OTLP_ENDPOINT if set. Put
     options of `tailrace serve worker` after --.
     """
-    if engine == Engine.SIMULATED.value and tensor_parallel_size * pipeline_parallel_size != 1:
+    vllm = options.engine is Engine.VLLM
+    if not vllm and options.ranks != 1:
         raise UsageProblem("--tensor-parallel-size and --pipeline-parallel-size are for vLLM engines")
-    if model is None and engine == Engine.VLLM.value:
-        worker_arguments = (*_TINY_ARGUMENTS, *worker_arguments)
-    options = ClusterOptions(
-        workers=workers,
-        engine=Engine(engine),
-        front=Front(front),
-        host=LOOPBACK,
-        port=port,
-        schedulers=schedulers,
-        frontends=frontends,
-        keep_answers_s=keep_answers,
-        model=model or str(MODEL_PATH),
-        served_name=served_model_name or (_TINY_NAME if model is None else model),
-        reasoning_parser=reasoning_parser or (REASONING_PARSER if model is None else None),
-        policy=policy,
-        policy_parameters=_policy_parameters(policy, assignments),
+    if not options.model:
+        options = replace(
+            options,
+            model=str(MODEL_PATH),
+            served_name=options.served_name or _TINY_NAME,
+            reasoning_parser=options.reasoning_parser or REASONING_PARSER,
+        )
+        worker_arguments = (*(_TINY_ARGUMENTS if vllm else ()), *worker_arguments)
+    options = replace(
+        options,
+        served_name=options.served_name or options.model,
+        policy_parameters=_policy_parameters(options.policy, assignments),
         cores=len(os.sched_getaffinity(0)),
-        gpus=visible_gpus() if engine == Engine.VLLM.value else (),
-        tensor_parallel_size=tensor_parallel_size,
-        pipeline_parallel_size=pipeline_parallel_size,
-        predictor=predictor,
-        profile=profile,
+        gpus=visible_gpus() if vllm else (),
         worker_arguments=worker_arguments,
-        frontend_arguments=frontend_arguments,
         traces=None if no_traces else os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", MONITOR_TRACES),
-        tls=tls,
     )
     folder = RunFolder.default()
     try:
@@ -180,7 +94,7 @@ def up(
     except (RunFolderBusy, RunFolderUnusable) as error:
         raise CliError(str(error)) from error
     click.echo(greeting(state, folder.logs, tailrace_command()))
-    if options.engine is Engine.VLLM and loses_precision(options.model, worker_arguments):
+    if vllm and loses_precision(options.model, worker_arguments):
         note(
             f"tailrace up: the weights of {options.model} are float32, and vLLM serves them in 16 bits; "
             "to keep their precision: tailrace up ... -- --engine-arg dtype=float32"

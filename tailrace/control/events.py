@@ -6,33 +6,16 @@ They are all that a decision depends on. A recording is the sequence of them, wi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
 from tailrace.actions import CopyPrefix
 from tailrace.cluster import Arrival, Pool, RequestView, Stage
+from tailrace.members import Members
 from tailrace.records import InstanceRecord, PolicyRecord, ProfileRecord
 from tailrace.slo import Slo
 from tailrace.v1 import cache_pb2, monitor_pb2
-
-
-class Members(Protocol):
-    """The used part of tailrace.store.membership.Membership."""
-
-    @property
-    def instances(self) -> Mapping[str, InstanceRecord]: ...
-    @property
-    def pools(self) -> Mapping[str, Pool]: ...
-    @property
-    def draining(self) -> frozenset[str]: ...
-    @property
-    def suspects(self) -> frozenset[str]: ...
-    @property
-    def stages(self) -> tuple[Stage, ...]: ...
-    @property
-    def profiles(self) -> Mapping[str, ProfileRecord]: ...
 
 
 class KnownMembers(msgspec.Struct, frozen=True):

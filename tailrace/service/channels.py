@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
 import grpc
 
+from tailrace.members import Members
 from tailrace.records import ServiceRecord
 from tailrace.security.renewed_channel import RenewedChannel
 from tailrace.security.roles import Role
@@ -59,16 +60,7 @@ def decoded(reply: Reply | None, sender: str) -> Reply:
     raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, details)
 
 
-class Services(Protocol):
-    """The used part of tailrace.store.membership.Membership."""
-
-    @property
-    def services(self) -> Mapping[tuple[str, str], ServiceRecord]: ...
-    @property
-    def leaders(self) -> Mapping[str, ServiceRecord]: ...
-
-
-def preferred(members: Services, kind: str) -> list[ServiceRecord]:
+def preferred(members: Members, kind: str) -> list[ServiceRecord]:
     """Return the leader if one is known, then the others by id; each address once."""
     by_kind: dict[str, ServiceRecord] = {}
     if (leader := members.leaders.get(kind)) is not None:
@@ -79,7 +71,7 @@ def preferred(members: Services, kind: str) -> list[ServiceRecord]:
     return list(by_kind.values())
 
 
-def first_address(members: Services, kind: str) -> str | None:
+def first_address(members: Members, kind: str) -> str | None:
     """Return the address to call first, or None if no such service is known."""
     return next((record.address for record in preferred(members, kind)), None)
 

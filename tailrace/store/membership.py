@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Final, TypeVar, cast
 
 from tailrace.cluster import Pool, Stage
@@ -59,20 +58,25 @@ class Membership:
         # What was read by key, with the bytes that it was read from; None: they are unreadable.
         self._read: dict[str, tuple[bytes, object]] = {}
         self._suspects: dict[str, asyncio.TimerHandle] = {}
-        self._instances: dict[str, InstanceRecord] = {}
-        self._services: dict[tuple[str, str], ServiceRecord] = {}
-        self._leaders: dict[str, ServiceRecord] = {}
-        self._pools: dict[str, Pool] = {}
-        self._draining: frozenset[str] = frozenset()
-        self._drained: frozenset[str] = frozenset()
-        self._leaving: frozenset[str] = frozenset()
-        self._stages: tuple[Stage, ...] = ()
-        self._policy: PolicyRecord | None = None
-        self._slo = Slo()
-        self._profiles: dict[str, ProfileRecord] = {}
-        self._rollouts: dict[str, RolloutRecord] = {}
-        self._unread_rollouts: frozenset[str] = frozenset()
-        self._adapters: dict[str, AdapterRecord] = {}
+        # Read only; each change sets new ones. What they mean: see Members.
+        self.instances: Mapping[str, InstanceRecord] = {}
+        self.services: Mapping[tuple[str, str], ServiceRecord] = {}
+        self.leaders: Mapping[str, ServiceRecord] = {}
+        self.pools: Mapping[str, Pool] = {}
+        self.stages: tuple[Stage, ...] = ()
+        # An unchanged record remains the same object.
+        self.profiles: Mapping[str, ProfileRecord] = {}
+        self.draining: frozenset[str] = frozenset()
+        self.leaving: frozenset[str] = frozenset()
+        self.drained: frozenset[str] = frozenset()
+        self.rollouts: Mapping[str, RolloutRecord] = {}
+        self.unread_rollouts: frozenset[str] = frozenset()
+        # The LoRA adapters that were loaded at run time, of all models, by key.
+        self.adapters: Mapping[str, AdapterRecord] = {}
+        # None: none was set.
+        self.policy: PolicyRecord | None = None
+        # Until they are set, the defaults.
+        self.slo = Slo()
         # What was written by this revision has been read.
         self.revision = 0
 
@@ -95,76 +99,6 @@ class Membership:
             timer.cancel()
         if self._task is not None:
             await cancel(self._task)
-
-    @property
-    def instances(self) -> Mapping[str, InstanceRecord]:
-        """Return instances by id, suspects included."""
-        return MappingProxyType(self._instances)
-
-    @property
-    def services(self) -> Mapping[tuple[str, str], ServiceRecord]:
-        """Return services by (kind, id)."""
-        return MappingProxyType(self._services)
-
-    @property
-    def leaders(self) -> Mapping[str, ServiceRecord]:
-        """Return the elected service of each kind that elects one."""
-        return MappingProxyType(self._leaders)
-
-    @property
-    def pools(self) -> Mapping[str, Pool]:
-        """Return pools by instance id; an instance in no pool is absent."""
-        return MappingProxyType(self._pools)
-
-    @property
-    def draining(self) -> frozenset[str]:
-        """Return ids of instances that get no new requests."""
-        return self._draining
-
-    @property
-    def leaving(self) -> frozenset[str]:
-        """Return the draining instances that only a rollout drains."""
-        return self._leaving
-
-    @property
-    def drained(self) -> frozenset[str]:
-        """Return ids that an operator drains, whether such instances exist or not."""
-        return self._drained
-
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """Return the length stages; empty if there are none."""
-        return self._stages
-
-    @property
-    def policy(self) -> PolicyRecord | None:
-        """Return the policy that was set, or None."""
-        return self._policy
-
-    @property
-    def slo(self) -> Slo:
-        """Return the deployment's SLOs, or the defaults until they are set."""
-        return self._slo
-
-    @property
-    def profiles(self) -> Mapping[str, ProfileRecord]:
-        """Return measured profiles by kind of instance. An unchanged record remains the same object."""
-        return MappingProxyType(self._profiles)
-
-    @property
-    def rollouts(self) -> Mapping[str, RolloutRecord]:
-        """Return rollouts by public name: which model takes its new requests."""
-        return MappingProxyType(self._rollouts)
-
-    @property
-    def unread_rollouts(self) -> frozenset[str]:
-        """Return names whose rollout this version cannot read, and for which no earlier one is known."""
-        return self._unread_rollouts
-
-    @property
-    def adapters(self) -> Mapping[str, AdapterRecord]:
-        """Return the LoRA adapters that were loaded at run time, of all models, by key."""
-        return MappingProxyType(self._adapters)
 
     @property
     def suspects(self) -> frozenset[str]:
@@ -216,37 +150,37 @@ class Membership:
                 adapters[key] = adapter
             elif area == "rollouts":
                 # If it cannot be read, keep the previous one: requests must not change their model.
-                rollout = self._named(key, value, RolloutRecord) or self._rollouts.get(name)
+                rollout = self._named(key, value, RolloutRecord) or self.rollouts.get(name)
                 if rollout is None:
                     unread.add(name)
                 else:
                     rollouts[name] = rollout
         self._hold_vanished(instances, mapping)
-        self._instances = dict(sorted(instances.items()))
-        self._services = services
-        self._leaders = leaders
-        self._profiles = profiles
-        self._rollouts = rollouts
-        self._unread_rollouts = frozenset(unread)
-        self._pools = pools
-        self._adapters = adapters
+        self.instances = dict(sorted(instances.items()))
+        self.services = services
+        self.leaders = leaders
+        self.profiles = profiles
+        self.rollouts = rollouts
+        self.unread_rollouts = frozenset(unread)
+        self.pools = pools
+        self.adapters = adapters
         # Drained by an operator; stopping by themselves; and drained by a rollout.
-        self._drained = frozenset(key.partition("/")[2] for key in mapping if key.startswith("drains/"))
-        stopping = {name for name, record in self._instances.items() if record.draining}
-        stopped = self._drained | stopping
-        self._leaving = _leaving(self._instances, services, rollouts) - stopped
-        self._draining = stopped | self._leaving
+        self.drained = frozenset(key.partition("/")[2] for key in mapping if key.startswith("drains/"))
+        stopping = {name for name, record in self.instances.items() if record.draining}
+        stopped = self.drained | stopping
+        self.leaving = _leaving(self.instances, services, rollouts) - stopped
+        self.draining = stopped | self.leaving
         # A setting that cannot be read stays as it was.
         stages = self._value("stages", mapping.get("stages", b""), read_stages)
-        self._stages = self._stages if stages is None else stages
+        self.stages = self.stages if stages is None else stages
         if not (policy := mapping.get("policy", b"")):
-            self._policy = None
+            self.policy = None
         else:
-            self._policy = self._value("policy", policy, read_policy) or self._policy
+            self.policy = self._value("policy", policy, read_policy) or self.policy
         if not (slo := mapping.get("slo", b"")):
-            self._slo = Slo()
+            self.slo = Slo()
         else:
-            self._slo = self._value("slo", slo, read_slo) or self._slo
+            self.slo = self._value("slo", slo, read_slo) or self.slo
         self._show_unreadable()
 
     def _show_unreadable(self) -> None:
@@ -277,7 +211,7 @@ class Membership:
             if (timer := self._suspects.pop(name, None)) is not None:
                 timer.cancel()
                 log.info("instance %s is back", name)
-        for name, record in self._instances.items():
+        for name, record in self.instances.items():
             if name in instances:
                 continue
             if self._is_withdrawn(record, mapping):
@@ -301,7 +235,7 @@ class Membership:
     def _drop(self, name: str) -> None:
         log.warning("instance %s did not come back; dropped", name)
         del self._suspects[name]
-        self._instances = {other: record for other, record in self._instances.items() if other != name}
+        self.instances = {other: record for other, record in self.instances.items() if other != name}
         self._notify()
 
 

@@ -3,46 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import Final, Protocol
+from collections.abc import Iterable
+from typing import Final
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from tailrace.cluster import Pool
-from tailrace.records import InstanceRecord, ServiceRecord
-from tailrace.rollout.record import RolloutRecord, RolloutState
+from tailrace.members import Members
+from tailrace.rollout.record import RolloutState
 
 _NO_POOL: Final = "none"
 _KINDS: Final = ("frontend", "scheduler", "monitor", "migration")
-
-
-class Members(Protocol):
-    """The part of `tailrace.store.membership.Membership` that is used here."""
-
-    @property
-    def instances(self) -> Mapping[str, InstanceRecord]:
-        """Return the instances by id, including suspects."""
-
-    @property
-    def services(self) -> Mapping[tuple[str, str], ServiceRecord]:
-        """Return the services by kind and id."""
-
-    @property
-    def pools(self) -> Mapping[str, Pool]:
-        """Return the pools by instance id."""
-
-    @property
-    def draining(self) -> frozenset[str]:
-        """Return the instances that get no new requests."""
-
-    @property
-    def suspects(self) -> frozenset[str]:
-        """Return the instances whose lease expired without a withdrawal."""
-
-    @property
-    def rollouts(self) -> Mapping[str, RolloutRecord]:
-        """Return the last rollout of each model, by the model name that users know."""
 
 
 class MembershipMetrics(Collector):

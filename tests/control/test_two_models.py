@@ -34,9 +34,10 @@ from tailrace.policy.requests import RequestTable, table_of
 from tailrace.records import InstanceRecord
 from tailrace.request_columns import columns_from
 from tailrace.v1 import monitor_pb2, types_pb2
-from tests.scheduler.facts import Members, instance, report_to, set_members
+from tests.scheduler.facts import instance, report_to, set_members
 from tests.simulator.moving import MoveEverything
 from tests.simulator.worlds import INTRA, PROFILE, workloads
+from tests.static_members import StaticMembers
 
 BLOCK = 8
 # Steps take at least 7 ms, so that a request generates at most this many tokens between two reports.
@@ -64,7 +65,7 @@ class Mirrored(Views):
         super().__init__(spec, instances, intra, prefixes)
         self.live = ReportedCluster()
         records = {each.instance_id: _record(each) for each in instances}
-        set_members(self.live, Members(instances=records), 0.0)
+        set_members(self.live, StaticMembers(instances=records), 0.0)
 
     # ---- updates
 

@@ -19,8 +19,9 @@ from frontend_svc.settings import Limits, WaitLimits
 from tailrace.model_identity import ModelIdentity
 from tailrace.service.channels import Channels
 from tests.frontend.fake_api_server import FakeApiServer
-from tests.frontend.fleet import StaticMembers, record
+from tests.frontend.fleet import record
 from tests.frontend.scripted_worker import ScriptedWorker, serving
+from tests.static_members import StaticMembers
 from tests.waiting import WAIT_S
 
 PLACE_WAIT_S = 0.5

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
 
-from tailrace.cluster import Pool
-from tailrace.records import InstanceRecord, ServiceRecord
-from tailrace.rollout.record import RolloutRecord
+from tailrace.records import InstanceRecord
 
 
 def record(instance_id: str, address: str) -> InstanceRecord:
@@ -27,27 +24,3 @@ def record(instance_id: str, address: str) -> InstanceRecord:
         kv_bytes_per_token=1,
         started_s=0.0,
     )
-
-
-class StaticMembers:
-    """Membership that a test edits directly."""
-
-    def __init__(self) -> None:
-        self.instances: dict[str, InstanceRecord] = {}
-        self.services: dict[tuple[str, str], ServiceRecord] = {}
-        self.leaders: dict[str, ServiceRecord] = {}
-        self.pools: dict[str, Pool] = {}
-        self.draining: frozenset[str] = frozenset()
-        self.leaving: frozenset[str] = frozenset()
-        self.suspects: frozenset[str] = frozenset()
-        self.rollouts: dict[str, RolloutRecord] = {}
-        self.unread_rollouts: frozenset[str] = frozenset()
-        self._listeners: list[Callable[[], None]] = []
-
-    def add_listener(self, callback: Callable[[], None]) -> None:
-        self._listeners.append(callback)
-
-    def changed(self) -> None:
-        """Notify the listeners of a change."""
-        for callback in self._listeners:
-            callback()

@@ -20,8 +20,9 @@ from tailrace.service.message_stream import MIN_MESSAGE_BYTES
 from tailrace.service.runtime import Shutdown
 from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 from tests.frontend.echo_worker import EchoWorker
-from tests.frontend.fleet import StaticMembers, record
+from tests.frontend.fleet import record
 from tests.frontend.scripted_worker import serving
+from tests.static_members import StaticMembers
 from tests.waiting import WAIT_S
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from tailrace.service.channels import Channels
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.v1 import answers_pb2, answers_pb2_grpc
 from tests.frontend.conftest import eventually
-from tests.frontend.fleet import StaticMembers
+from tests.static_members import StaticMembers
 
 
 class Failing(answers_pb2_grpc.AnswersServicer):

@@ -8,14 +8,15 @@ import msgspec
 import pytest
 
 from frontend_svc.fleet import Fleet, ServedModel
-from frontend_svc.placement import NoPlacement, Placed, Placement
+from frontend_svc.placement import Chosen, InstanceChooser, NoneChosen
 from frontend_svc.streams import StreamTable
 from tailrace.model_identity import ModelIdentity
 from tailrace.records import InstanceRecord
 from tailrace.service.channels import Channels
 from tailrace.v1 import scheduler_pb2
-from tests.frontend.fleet import StaticMembers, record
+from tests.frontend.fleet import record
 from tests.frontend.test_placement import AttachedOutbox, Scheduler, scheduler
+from tests.static_members import StaticMembers
 
 SERVED_ROUTES = ServedModel("/models/m", ModelIdentity("text", "weights"))
 NOWHERE: frozenset[str] = frozenset()
@@ -84,17 +85,17 @@ def fleet_of(**precisions: str) -> Fleet:
 
 async def test_fallback_keeps_a_stream_with_tokens_on_the_model_that_made_them(channels: Channels) -> None:
     fleet, table, outbox = fleet_of(a="fp8", b="bf16", c="bf16"), StreamTable(), AttachedOutbox("a", "b", "c")
-    placement = Placement("f0", fleet, outbox, table, channels)
+    chooser = InstanceChooser("f0", fleet, outbox, table, channels)
     stream = table.open("r")
-    assert await placement.choose(stream, NOWHERE) == Placed("a", "fallback")
-    stream.model = placement.model_of("b")
+    assert await chooser.choose(stream, NOWHERE) == Chosen("a", "fallback")
+    stream.model = chooser.model_of("b")
     # Without tokens, any model can start over.
-    assert await placement.choose(stream, frozenset("b")) == Placed("a", "fallback")
+    assert await chooser.choose(stream, frozenset("b")) == Chosen("a", "fallback")
     stream.token_ids.append(1)
-    assert await placement.choose(stream, frozenset("b")) == Placed("c", "fallback")
+    assert await chooser.choose(stream, frozenset("b")) == Chosen("c", "fallback")
     outbox.instance_ids.remove("c")
-    refused = await placement.choose(stream, frozenset("b"))
-    assert refused == NoPlacement("no instance of its model answers")
+    refused = await chooser.choose(stream, frozenset("b"))
+    assert refused == NoneChosen("no instance of its model answers")
 
 
 async def test_placement_request_names_the_model_and_a_reply_with_another_is_ignored(
@@ -106,12 +107,14 @@ async def test_placement_request_names_the_model_and_a_reply_with_another_is_ign
     table = StreamTable()
     leader = Scheduler(lambda request: scheduler_pb2.PlaceReply(instance_id="a"))
     async with scheduler(members, "s0", leader):
-        placement = Placement("f0", Fleet(members, SERVED_ROUTES), AttachedOutbox("a", "b"), table, channels)
+        chooser = InstanceChooser(
+            "f0", Fleet(members, SERVED_ROUTES), AttachedOutbox("a", "b"), table, channels
+        )
         stream = table.open("r")
-        assert await placement.choose(stream, NOWHERE) == Placed("a", "")
-        stream.model = placement.model_of("b")
+        assert await chooser.choose(stream, NOWHERE) == Chosen("a", "")
+        stream.model = chooser.model_of("b")
         stream.token_ids.append(1)
-        assert await placement.choose(stream, NOWHERE) == Placed("b", "fallback")
+        assert await chooser.choose(stream, NOWHERE) == Chosen("b", "fallback")
     # Both precisions suit a new request; a fleet with a single precision names it.
     assert leader.place_requests[0].model == "text:weights"
     assert fleet_of(a="fp8", b="fp8").model == "text:weights:fp8"

@@ -1,4 +1,4 @@
-"""Placement of requests with schedulers that reply, refuse, hang or are absent."""
+"""InstanceChooser of requests with schedulers that reply, refuse, hang or are absent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from frontend_svc.fleet import Fleet
-from frontend_svc.placement import NoPlacement, Placed, Placement
+from frontend_svc.placement import Chosen, InstanceChooser, NoneChosen
 from frontend_svc.placement_client import PlacementClient, _PlacementStream
 from frontend_svc.streams import TEXT_GENERATION, Requirements, Stream, StreamTable
 from tailrace.cluster import Pool
@@ -20,7 +20,8 @@ from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.service.reachability import Reachability
 from tailrace.v1 import scheduler_pb2, scheduler_pb2_grpc, worker_pb2
-from tests.frontend.fleet import StaticMembers, record
+from tests.frontend.fleet import record
+from tests.static_members import StaticMembers
 from tests.waiting import WAIT_S
 
 
@@ -133,11 +134,11 @@ async def test_request_goes_to_an_instance_that_meets_its_requirements(
     stream.requirements = requirements
     outbox = AttachedOutbox(*members.instances)
     # Without a scheduler the front end itself chooses.
-    chosen = await Placement("f0", Fleet(members), outbox, table, channels).choose(stream, frozenset())
-    assert chosen.instance_id in capable if isinstance(chosen, Placed) else not capable
+    chosen = await InstanceChooser("f0", Fleet(members), outbox, table, channels).choose(stream, frozenset())
+    assert chosen.instance_id in capable if isinstance(chosen, Chosen) else not capable
     refusing = Scheduler(lambda request: scheduler_pb2.PlaceReply(refusal="none"))
     async with scheduler(members, "s0", refusing):
-        await Placement("f0", Fleet(members), outbox, table, channels).choose(stream, frozenset())
+        await InstanceChooser("f0", Fleet(members), outbox, table, channels).choose(stream, frozenset())
     assert set(refusing.place_requests[0].excluded_instance_ids) == members.instances.keys() - capable
 
 
@@ -147,8 +148,8 @@ async def test_placement_request_has_exact_lengths(channels: Channels) -> None:
     stream.token_ids.extend([1, 2])
     leader = Scheduler(placed_on("b"))
     async with scheduler(members, "s0", leader):
-        placement = Placement("f0", Fleet(members), AttachedOutbox("a", "b"), table, channels)
-        assert await placement.choose(stream, frozenset({"z"})) == Placed("b", "test")
+        chooser = InstanceChooser("f0", Fleet(members), AttachedOutbox("a", "b"), table, channels)
+        assert await chooser.choose(stream, frozenset({"z"})) == Chosen("b", "test")
     (request,) = leader.place_requests
     assert (request.request_id, request.frontend_id) == ("r", "f0")
     assert (request.prompt_tokens, request.output_tokens, request.max_tokens) == (7, 2, 9)
@@ -164,9 +165,9 @@ async def test_only_a_request_never_placed_may_be_refused_as_late(channels: Chan
     table.orphan(moved)
     late = Scheduler(lambda request: scheduler_pb2.PlaceReply(refusal="too late", final=True))
     async with scheduler(members, "s0", late):
-        placement = Placement("f0", Fleet(members), AttachedOutbox("a"), table, channels)
-        assert await placement.choose(new, frozenset()) == NoPlacement("too late", final=True)
-        await placement.choose(moved, frozenset())
+        chooser = InstanceChooser("f0", Fleet(members), AttachedOutbox("a"), table, channels)
+        assert await chooser.choose(new, frozenset()) == NoneChosen("too late", final=True)
+        await chooser.choose(moved, frozenset())
     assert [request.admitted for request in late.place_requests] == [False, True]
 
 
@@ -176,45 +177,45 @@ async def test_requests_that_arrive_during_a_call_are_placed_in_one_batch(channe
     leader.open.clear()
     names = [f"r{number}" for number in range(600)]
     async with scheduler(members, "s0", leader):
-        placement = Placement(
+        chooser = InstanceChooser(
             "f0", Fleet(members), AttachedOutbox(*(f"on-{name}" for name in names)), table, channels
         )
-        first = asyncio.create_task(placement.choose(table.open(names[0]), frozenset()))
+        first = asyncio.create_task(chooser.choose(table.open(names[0]), frozenset()))
         await leader.called.wait()
-        others = [asyncio.create_task(placement.choose(table.open(n), frozenset())) for n in names[1:]]
+        others = [asyncio.create_task(chooser.choose(table.open(n), frozenset())) for n in names[1:]]
         await asyncio.sleep(0)
         # Its client has disconnected.
         others[3].cancel()
         leader.open.set()
         async with asyncio.timeout(WAIT_S):
-            assert (await first) == Placed("on-r0", "")
+            assert (await first) == Chosen("on-r0", "")
             answers = await asyncio.gather(*others, return_exceptions=True)
         for number, answer in enumerate(answers, 1):
             if number != 4:
-                assert answer == Placed(f"on-r{number}", "")
+                assert answer == Chosen(f"on-r{number}", "")
         assert isinstance(answers[3], asyncio.CancelledError)
-        await placement.close()
+        await chooser.close()
     assert leader.calls == [1, 512, 87]
 
 
 async def test_close_completes_pending_placements(channels: Channels) -> None:
     members, table = StaticMembers(), StreamTable()
     async with scheduler(members, "s0", Scheduler(None)) as _:
-        placement = Placement("f0", Fleet(members), AttachedOutbox("a"), table, channels)
-        waiting = asyncio.create_task(placement.choose(table.open("r"), frozenset()))
+        chooser = InstanceChooser("f0", Fleet(members), AttachedOutbox("a"), table, channels)
+        waiting = asyncio.create_task(chooser.choose(table.open("r"), frozenset()))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        await placement.close()
+        await chooser.close()
         async with asyncio.timeout(WAIT_S):
-            assert await waiting == Placed("a", "fallback")
+            assert await waiting == Chosen("a", "fallback")
 
 
 async def test_scheduler_refusal_is_returned(channels: Channels) -> None:
     members, table = StaticMembers(), StreamTable()
     refusing = Scheduler(lambda request: scheduler_pb2.PlaceReply(refusal="full"))
     async with scheduler(members, "s0", refusing):
-        placement = Placement("f0", Fleet(members), AttachedOutbox("a"), table, channels)
-        assert await placement.choose(table.open("r"), frozenset()) == NoPlacement("full")
+        chooser = InstanceChooser("f0", Fleet(members), AttachedOutbox("a"), table, channels)
+        assert await chooser.choose(table.open("r"), frozenset()) == NoneChosen("full")
 
 
 async def test_placement_on_an_unattached_instance_is_requested_again(channels: Channels) -> None:
@@ -225,18 +226,18 @@ async def test_placement_on_an_unattached_instance_is_requested_again(channels: 
         )
     )
     async with scheduler(members, "s0", stale):
-        placement = Placement("f0", Fleet(members), AttachedOutbox("a"), table, channels)
-        assert await placement.choose(table.open("r"), frozenset()) == Placed("a", "")
+        chooser = InstanceChooser("f0", Fleet(members), AttachedOutbox("a"), table, channels)
+        assert await chooser.choose(table.open("r"), frozenset()) == Chosen("a", "")
 
 
 async def test_standby_scheduler_is_asked_when_the_leader_hangs(channels: Channels) -> None:
     members, table = StaticMembers(), StreamTable()
     hung, standby = Scheduler(None), Scheduler(placed_on("b"))
     async with scheduler(members, "s0", hung), scheduler(members, "s1", standby):
-        placement = Placement("f0", Fleet(members), AttachedOutbox("a", "b"), table, channels)
-        assert await placement.choose(table.open("r"), frozenset()) == Placed("b", "test")
+        chooser = InstanceChooser("f0", Fleet(members), AttachedOutbox("a", "b"), table, channels)
+        assert await chooser.choose(table.open("r"), frozenset()) == Chosen("b", "test")
         # The next request does not wait for the hung one.
-        assert await placement.choose(table.open("s"), frozenset()) == Placed("b", "test")
+        assert await chooser.choose(table.open("s"), frozenset()) == Chosen("b", "test")
     assert len(hung.place_requests) == 1
 
 
@@ -386,16 +387,16 @@ async def test_fallback_chooses_the_least_loaded_prefill_instance(channels: Chan
     members.pools["d"] = Pool.DECODE
     members.draining, members.suspects = frozenset({"x"}), frozenset({"y"})
     outbox = AttachedOutbox("a", "b", "d", "x", "y")
-    placement = Placement("f0", Fleet(members), outbox, table, channels)
+    chooser = InstanceChooser("f0", Fleet(members), outbox, table, channels)
     for name, expected in (("r0", "a"), ("r1", "b"), ("r2", "a")):
         stream = table.open(name)
-        assert await placement.choose(stream, frozenset()) == Placed(expected, "fallback")
+        assert await chooser.choose(stream, frozenset()) == Chosen(expected, "fallback")
         table.assign(stream, expected)
-    assert await placement.choose(table.open("r3"), frozenset({"a", "b"})) == Placed("d", "fallback")
+    assert await chooser.choose(table.open("r3"), frozenset({"a", "b"})) == Chosen("d", "fallback")
     outbox.instance_ids = ["x", "y"]
-    assert await placement.choose(table.open("r5"), frozenset()) == Placed("y", "fallback")
+    assert await chooser.choose(table.open("r5"), frozenset()) == Chosen("y", "fallback")
     outbox.instance_ids = ["x"]
-    assert isinstance(await placement.choose(table.open("r4"), frozenset()), NoPlacement)
+    assert isinstance(await chooser.choose(table.open("r4"), frozenset()), NoneChosen)
 
 
 class NonIterableTable(StreamTable):
@@ -410,8 +411,8 @@ async def test_fallback_placement_does_not_iterate_over_streams(channels: Channe
     names = [f"w{number}" for number in range(64)]
     for number in range(10_000):
         table.assign(table.open(f"r{number}"), names[number % 63])
-    placement = Placement("f0", Fleet(members), AttachedOutbox(*names), table, channels)
-    assert await placement.choose(table.open("new"), frozenset()) == Placed("w63", "fallback")
+    chooser = InstanceChooser("f0", Fleet(members), AttachedOutbox(*names), table, channels)
+    assert await chooser.choose(table.open("new"), frozenset()) == Chosen("w63", "fallback")
     # The loss of an instance does not iterate over the streams of others either.
     assert len(table.orphan_all("w0")) == 159
     assert [table.count_owned(name) for name in ("w0", "w1", "w62", "w63")] == [0, 159, 158, 0]

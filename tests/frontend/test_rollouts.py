@@ -24,12 +24,12 @@ from tailrace.wire import FinishReason
 from tailrace.wire.requests import EngineCoreRequest
 from tests.frontend.conftest import Rig, eventually, open_rig
 from tests.frontend.fake_api_server import NIL
-from tests.frontend.fleet import StaticMembers
 from tests.frontend.scripted_worker import FINISHED, outputs
 from tests.frontend.test_adopt import adopt
 from tests.frontend.test_models import running
 from tests.frontend.test_placement import Scheduler, scheduler
 from tests.frontend.test_relocation import hand_back
+from tests.static_members import StaticMembers
 
 OLD, NEW = ModelIdentity("text", "old", "bf16"), ModelIdentity("text", "new", "bf16")
 SERVED_ROUTES = ServedModel("/models/old", ModelIdentity("text", "old"), "chat")

@@ -8,7 +8,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import CollectorRegistry
 
 from frontend_svc.observer import FrontendMetrics, RequestTraces, StreamObserver
-from frontend_svc.placement import Placed
+from frontend_svc.placement import Chosen
 from frontend_svc.streams import ANSWER_BEGUN, FINISHED, PREFILL_DONE, REASONING_ENDED, StreamTable
 from tests.frontend.test_streams import single_entry_step
 
@@ -26,11 +26,11 @@ def test_recovered_request_is_one_trace() -> None:
     assert stream.traceparent.split("-")[1] == TRACEPARENT.split("-")[1]
     assert stream.traceparent != TRACEPARENT
     table.assign(stream, "a")
-    observer.placed(stream, Placed("a", "test"), 0.01)
+    observer.placed(stream, Chosen("a", "test"), 0.01)
     observer.accepted(table.accept("a", single_entry_step(stream, 0, 0, [1], PREFILL_DONE)))
     observer.lost(table.orphan_all("a"), "a", "silent")
     table.assign(stream, "b")
-    observer.placed(stream, Placed("b", "test"), 0.01)
+    observer.placed(stream, Chosen("b", "test"), 0.01)
     observer.accepted(table.accept("b", single_entry_step(stream, 1, 1, [2], REASONING_ENDED)))
     observer.accepted(table.accept("b", single_entry_step(stream, 1, 2, [3], ANSWER_BEGUN | FINISHED)))
     spans = exporter.get_finished_spans()

@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
-from tailrace.cluster import Pool, Stage
 from tailrace.control.events import KnownMembers, MembersChanged, Reported
 from tailrace.control.reported_cluster import PhaseChange, ReportedCluster
-from tailrace.records import InstanceRecord, ProfileRecord
+from tailrace.records import InstanceRecord
 from tailrace.request_columns import columns_from
 from tailrace.v1 import monitor_pb2, scheduler_pb2, scheduler_pb2_grpc, types_pb2
+from tests.static_members import StaticMembers
 from tests.waiting import WAIT_S
 
 PREFILL = types_pb2.PHASE_PREFILL
 REASONING = types_pb2.PHASE_REASONING
 ANSWERING = types_pb2.PHASE_ANSWERING
 GONE = types_pb2.PHASE_UNSPECIFIED
-
-
-@dataclass
-class Members:
-    """A membership that tests modify."""
-
-    instances: Mapping[str, InstanceRecord] = field(default_factory=dict)
-    pools: Mapping[str, Pool] = field(default_factory=dict)
-    draining: frozenset[str] = frozenset()
-    suspects: frozenset[str] = frozenset()
-    stages: tuple[Stage, ...] = ()
-    profiles: Mapping[str, ProfileRecord] = field(default_factory=dict)
 
 
 def instance(name: str, address: str = "127.0.0.1:1", incarnation: str = "1") -> InstanceRecord:
@@ -55,12 +42,12 @@ def instance(name: str, address: str = "127.0.0.1:1", incarnation: str = "1") ->
 _seq = itertools.count(1)
 
 
-def members(*names: str) -> Members:
+def members(*names: str) -> StaticMembers:
     """Return a membership of these instances."""
-    return Members(instances={name: instance(name) for name in names})
+    return StaticMembers(instances={name: instance(name) for name in names})
 
 
-def set_members(state: ReportedCluster, members: Members, now_s: float) -> None:
+def set_members(state: ReportedCluster, members: StaticMembers, now_s: float) -> None:
     """Apply a membership to the model."""
     state.apply(MembersChanged(KnownMembers.of(members), now_s))
 

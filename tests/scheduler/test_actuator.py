@@ -30,7 +30,6 @@ from tests.scheduler.conftest import connect
 from tests.scheduler.facts import (
     PREFILL,
     REASONING,
-    Members,
     event,
     instance,
     report_to,
@@ -38,6 +37,7 @@ from tests.scheduler.facts import (
     set_members,
     steady,
 )
+from tests.static_members import StaticMembers
 from tests.waiting import WAIT_S
 
 
@@ -92,9 +92,9 @@ class Scheduler:
                 changed.clear()
 
 
-def in_pools(pools: dict[str, Pool]) -> Members:
+def in_pools(pools: dict[str, Pool]) -> StaticMembers:
     """Return instances a, b and c in these pools, as in etcd."""
-    return Members(instances={name: instance(name) for name in "abc"}, pools=pools)
+    return StaticMembers(instances={name: instance(name) for name in "abc"}, pools=pools)
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.service.channels import Channels
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.v1 import cache_pb2, cache_pb2_grpc
-from tests.scheduler.facts import Members, instance, set_members
+from tests.scheduler.facts import instance, set_members
+from tests.static_members import StaticMembers
 
 COPY = CopyPrefix("q", "a", "b", 48, "test")
 
@@ -37,7 +38,7 @@ def two_requests(address: str) -> ReportedCluster:
     """Return a state with two requests on `a` that share three blocks."""
     state = ReportedCluster()
     members = {"a": instance("a", "127.0.0.1:7"), "b": instance("b", address), "c": instance("c", address)}
-    set_members(state, Members(instances=members), 0.0)
+    set_members(state, StaticMembers(instances=members), 0.0)
     state.hot.track(1e9)
     for name in "rq":
         arrival = Arrival(name, 50, 100, 0, block_names=(1, 2, 3), block_tokens=16)

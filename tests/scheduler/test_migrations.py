@@ -20,8 +20,9 @@ from tailrace.handover import Handover, TransferMode, by_replay
 from tailrace.model_identity import ModelIdentity
 from tailrace.records import InstanceRecord
 from tailrace.service.channels import Channels
-from tests.scheduler.facts import Members, instance, report_to, request, set_members, steady
+from tests.scheduler.facts import instance, report_to, request, set_members, steady
 from tests.scheduler.test_decisions import Scheduler
+from tests.static_members import StaticMembers
 
 MODEL = ModelIdentity("text", "weights", "bf16")
 
@@ -52,11 +53,11 @@ FLEET = [
 async def mover() -> AsyncIterator[tuple[MigrationStarter, RequestView]]:
     """Yield a migration starter and a request on `a`."""
     state, channels = ReportedCluster(), Channels()
-    set_members(state, Members(instances={each.instance_id: each for each in FLEET}), 0.0)
+    set_members(state, StaticMembers(instances={each.instance_id: each for each in FLEET}), 0.0)
     report_to(state, steady("a", [request("r")]), 1.0)
     found = state.request("r")
     assert found is not None
-    yield MigrationStarter(state, Migrations(Members(), channels), Traceparents()), found  # type: ignore[arg-type]
+    yield MigrationStarter(state, Migrations(StaticMembers(), channels), Traceparents()), found  # type: ignore[arg-type]
     await channels.close()
 
 
@@ -83,7 +84,7 @@ def drain_target(*others: InstanceRecord) -> str:
     fleet = [record("a"), *others]
     set_members(
         scheduler.state,
-        Members(instances={each.instance_id: each for each in fleet}, draining=frozenset("a")),
+        StaticMembers(instances={each.instance_id: each for each in fleet}, draining=frozenset("a")),
         0.0,
     )
     report_to(scheduler.state, steady("a", [request("r")]), 1.0)

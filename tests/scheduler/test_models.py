@@ -24,7 +24,6 @@ from tailrace.slo import Slo
 from tailrace.v1 import cache_pb2
 from tests.scheduler.facts import (
     REASONING,
-    Members,
     event,
     instance,
     report_to,
@@ -33,6 +32,7 @@ from tests.scheduler.facts import (
     steady,
 )
 from tests.scheduler.test_decisions import Scheduler
+from tests.static_members import StaticMembers
 
 FIRST, SECOND = ModelIdentity("t", "first", "bf16"), ModelIdentity("t", "second", "bf16")
 
@@ -43,7 +43,7 @@ def with_model(name: str, identity: ModelIdentity | None) -> InstanceRecord:
     return msgspec.structs.replace(instance(name), model_identity=identity, model_fingerprint=kv)
 
 
-def two_models() -> Members:
+def two_models() -> StaticMembers:
     """Return two instances of each model, in two stages."""
     records = [
         with_model("a", FIRST),
@@ -51,7 +51,7 @@ def two_models() -> Members:
         with_model("c", FIRST),
         with_model("d", SECOND),
     ]
-    return Members(
+    return StaticMembers(
         instances={record.instance_id: record for record in records},
         stages=(Stage(0, 120, ("a", "b")), Stage(120, 4096, ("c", "d"))),
     )
@@ -192,7 +192,7 @@ def test_what_a_policy_kept_of_another_view_affects_no_placement(
             state.apply(ReportsStopped([name] if count else []))
         elif step == "join":
             joined = {**present.instances, f"{name}2": with_model(f"{name}2", FIRST if count else SECOND)}
-            present = Members(instances=joined)
+            present = StaticMembers(instances=joined)
             set_members(state, present, 0.0)
         else:
             view = state.view_of_model((FIRST if count % 2 else SECOND).key if count < 4 else "")

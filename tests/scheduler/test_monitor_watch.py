@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Sequence
 
 import grpc
 from hypothesis import given
@@ -14,26 +13,15 @@ from prometheus_client import CollectorRegistry
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.monitor_watch import MergedReports, MonitorWatch
 from tailrace.control.events import ReportsStopped
-from tailrace.records import InstanceRecord, ServiceRecord
+from tailrace.records import ServiceRecord
 from tailrace.service.channels import Channels
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.service.tasks import supervised
 from tailrace.v1 import monitor_pb2
 from tests.counting import failures_of, skipped
 from tests.raw_replies import UNDECODABLE
+from tests.static_members import StaticMembers
 from tests.waiting import WAIT_S
-
-
-@dataclass
-class StaticMembers:
-    """Members that do not change."""
-
-    services: dict[tuple[str, str], ServiceRecord] = field(default_factory=dict)
-    leaders: dict[str, ServiceRecord] = field(default_factory=dict)
-    instances: dict[str, InstanceRecord] = field(default_factory=dict)
-
-    def add_listener(self, listener: Callable[[], None]) -> None:
-        """See Membership."""
 
 
 class SilentInstances:

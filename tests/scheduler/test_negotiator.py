@@ -16,7 +16,8 @@ from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.service.channels import Channels
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.v1 import bidask_pb2, bidask_pb2_grpc
-from tests.scheduler.facts import Members, instance, report_to, request, set_members, steady
+from tests.scheduler.facts import instance, report_to, request, set_members, steady
+from tests.static_members import StaticMembers
 
 
 class Worker(bidask_pb2_grpc.BidAskServicer):
@@ -45,9 +46,8 @@ class Worker(bidask_pb2_grpc.BidAskServicer):
 def cluster(address: str) -> ReportedCluster:
     """Return a state with request r on a, which listens at `address`, and instances b and c."""
     state = ReportedCluster()
-    set_members(
-        state, Members(instances={"a": instance("a", address), "b": instance("b"), "c": instance("c")}), 0.0
-    )
+    fleet = {"a": instance("a", address), "b": instance("b"), "c": instance("c")}
+    set_members(state, StaticMembers(instances=fleet), 0.0)
     reported = request("r", epoch=3, output_tokens=20)
     reported.traceparent = "00-1-2-01"
     report_to(state, steady("a", [reported]), 1.0)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import grpc
 import msgspec
@@ -14,7 +12,7 @@ import pytest
 from scheduler_svc.orphans import OrphanedRecords, UnservedRollouts, remove_orphaned_records
 from scheduler_svc.settings import Settings
 from tailrace.cluster import Pool
-from tailrace.records import InstanceRecord, ServiceRecord
+from tailrace.records import ServiceRecord
 from tailrace.rollout.record import RolloutRecord, RolloutState
 from tailrace.store.membership import Membership
 from tailrace.store.registration import register
@@ -22,26 +20,16 @@ from tailrace.store.store import Store
 from tailrace.v1 import admin_pb2, types_pb2
 from tests.scheduler.conftest import Control
 from tests.scheduler.facts import instance
+from tests.static_members import StaticMembers
 from tests.store.waiting import until
 from tests.streamed import read_message
 from tests.waiting import WAIT_S
 
 
-@dataclass
-class Fleet:
-    """A membership given by a test."""
-
-    instances: Mapping[str, InstanceRecord] = field(default_factory=dict)
-    drained: frozenset[str] = frozenset()
-    pools: Mapping[str, Pool] = field(default_factory=dict)
-    services: Mapping[tuple[str, str], ServiceRecord] = field(default_factory=dict)
-    rollouts: Mapping[str, RolloutRecord] = field(default_factory=dict)
-
-
 def test_a_restarted_instance_keeps_its_drain_and_pool() -> None:
     orphans = OrphanedRecords(keep_s=600)
-    gone = Fleet(drained=frozenset({"a"}), pools={"a": Pool.DECODE})
-    there = Fleet({"a": instance("a")}, gone.drained, gone.pools)
+    gone = StaticMembers(drained=frozenset({"a"}), pools={"a": Pool.DECODE})
+    there = StaticMembers(instances={"a": instance("a")}, drained=gone.drained, pools=gone.pools)
     assert orphans.due(gone, 0) == []
     assert orphans.due(gone, 599) == []
     assert orphans.due(there, 599.5) == []
@@ -52,7 +40,11 @@ def test_a_restarted_instance_keeps_its_drain_and_pool() -> None:
 
 def test_only_records_of_missing_instances_are_due() -> None:
     orphans = OrphanedRecords(keep_s=0)
-    fleet = Fleet({"a": instance("a")}, frozenset({"a", "b"}), {"a": Pool.DECODE, "c": Pool.PREFILL})
+    fleet = StaticMembers(
+        instances={"a": instance("a")},
+        drained=frozenset({"a", "b"}),
+        pools={"a": Pool.DECODE, "c": Pool.PREFILL},
+    )
     assert orphans.due(fleet, 1) == ["b", "c"]
 
 
@@ -64,11 +56,12 @@ def test_a_finished_rollout_without_front_ends_is_reported_once() -> None:
         kind="frontend", service_id="f0", incarnation="1", address="127.0.0.1:1", model_name="chat"
     )
     unserved = UnservedRollouts(keep_s=600)
-    over = Fleet(rollouts={"chat": rollout(RolloutState.DONE)})
+    over = StaticMembers(rollouts={"chat": rollout(RolloutState.DONE)})
     assert unserved.due(over, 0) == []
-    assert unserved.due(Fleet(services={("frontend", "f0"): front}, rollouts=over.rollouts), 599) == []
+    served = StaticMembers(services={("frontend", "f0"): front}, rollouts=over.rollouts)
+    assert unserved.due(served, 599) == []
     assert unserved.due(over, 700) == []
-    assert unserved.due(Fleet(rollouts={"chat": rollout(RolloutState.DRAINING)}), 800) == []
+    assert unserved.due(StaticMembers(rollouts={"chat": rollout(RolloutState.DRAINING)}), 800) == []
     assert unserved.due(over, 900) == []
     assert unserved.due(over, 1_500) == ["chat"]
     assert unserved.due(over, 1_600) == []

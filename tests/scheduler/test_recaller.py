@@ -12,7 +12,8 @@ from tailrace.service.channels import Channels
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.v1 import worker_pb2, worker_pb2_grpc
 from tests.migration.scripted_worker import ScriptedWorker
-from tests.scheduler.facts import Members, instance, set_members
+from tests.scheduler.facts import instance, set_members
+from tests.static_members import StaticMembers
 
 
 class Worker(ScriptedWorker):
@@ -36,7 +37,7 @@ async def test_the_instance_gets_the_request_ids() -> None:
     servicer = Servicer(worker_pb2_grpc.add_WorkerServicer_to_server, worker, "tailrace.v1.Worker")
     async with serve_grpc("127.0.0.1:0", [servicer]) as server:
         state = ReportedCluster()
-        set_members(state, Members(instances={"a": instance("a", server.address)}), 0.0)
+        set_members(state, StaticMembers(instances={"a": instance("a", server.address)}), 0.0)
         recaller = Recaller(state, channels)
         assert await recaller.recall("a", ("r", "q", "p")) == 2
         assert worker.recalled == [["r", "q", "p"]]
@@ -49,7 +50,7 @@ async def test_a_worker_that_cannot_hand_prompts_back() -> None:
     channels = Channels()
     async with serve_grpc("127.0.0.1:0", []) as server:
         state = ReportedCluster()
-        set_members(state, Members(instances={"a": instance("a", server.address)}), 0.0)
+        set_members(state, StaticMembers(instances={"a": instance("a", server.address)}), 0.0)
         with pytest.raises(AdminError):
             await Recaller(state, channels).recall("a", ("r",))
     await channels.close()

@@ -23,6 +23,7 @@ from tailrace.store.client import StoreUnavailable
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2
 from tests.security.conftest import transport
 from tests.security.test_audit import AuditSink
+from tests.static_members import StaticMembers
 from tests.waiting import WAIT_S
 
 
@@ -61,26 +62,19 @@ class Admin:
         return admin_pb2.ListServicesReply(services=[admin_pb2.ServiceInfo(kind=self._name)])
 
 
-class Members:
-    """Membership that knows only the leaders."""
-
-    def __init__(self) -> None:
-        self.leaders: dict[str, ServiceRecord] = {}
-
-
 @dataclass
 class Pair:
     """A client of the standby's admin API, and the leader with its audit log."""
 
     admin: admin_pb2_grpc.AdminAsyncStub
-    members: Members
+    members: StaticMembers
     leader: GrpcServer
     audit: AuditSink
 
 
 @asynccontextmanager
 async def scheduler(
-    name: str, own: Transport, members: Members, audit: AuditSink, leads: bool
+    name: str, own: Transport, members: StaticMembers, audit: AuditSink, leads: bool
 ) -> AsyncIterator[GrpcServer]:
     """Serve a scheduler's admin API with the same layers as scheduler_svc."""
     leading = asyncio.Event()
@@ -101,7 +95,7 @@ async def scheduler(
 @asynccontextmanager
 async def pair(authority: Authority, caller: Role) -> AsyncIterator[Pair]:
     """Serve a leader and a standby."""
-    members, audit = Members(), AuditSink()
+    members, audit = StaticMembers(), AuditSink()
     own = transport(authority, Role.SCHEDULER, "leads")
     other = transport(authority, Role.SCHEDULER, "stands-by")
     client = transport(authority, caller, "alice")

@@ -26,8 +26,8 @@ from tailrace.service.server import serve_grpc
 from tailrace.v1 import answers_pb2, answers_pb2_grpc
 from tailrace.wire import EngineCoreOutput, encode_outputs, read_outputs
 from tests.frontend.conftest import eventually
-from tests.frontend.fleet import StaticMembers
 from tests.security.conftest import transport
+from tests.static_members import StaticMembers
 from tests.waiting import WAIT_S
 
 
@@ -85,7 +85,7 @@ async def front_end(members: StaticMembers, name: str, authority: Authority) -> 
     channels = Channels(own)
     coordinator = keep_answers(settings, "same", members, channels, CollectorRegistry())
     sink = Sink()
-    coordinator.bind(sink)
+    coordinator.bind(sink, sink.end_request)
     async with serve_grpc("127.0.0.1:0", [answers_servicer(coordinator)], own) as server:
         members.services["frontend", name] = ServiceRecord(
             kind="frontend", service_id=name, incarnation=name, address=server.address, answers="same"

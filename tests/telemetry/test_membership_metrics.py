@@ -1,23 +1,12 @@
 """Metrics of the membership."""
 
-from dataclasses import dataclass, field
-
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tailrace.cluster import Pool
 from tailrace.records import InstanceRecord, ServiceRecord
 from tailrace.rollout.record import RolloutRecord, RolloutState
 from tailrace.telemetry.membership import MembershipMetrics
-
-
-@dataclass
-class _Members:
-    instances: dict[str, InstanceRecord] = field(default_factory=dict)
-    services: dict[tuple[str, str], ServiceRecord] = field(default_factory=dict)
-    pools: dict[str, Pool] = field(default_factory=dict)
-    draining: frozenset[str] = frozenset()
-    suspects: frozenset[str] = frozenset()
-    rollouts: dict[str, RolloutRecord] = field(default_factory=dict)
+from tests.static_members import StaticMembers
 
 
 def _instance(name: str) -> InstanceRecord:
@@ -41,7 +30,7 @@ def _instance(name: str) -> InstanceRecord:
 def test_members_are_counted_by_pool_kind_and_state() -> None:
     service = ServiceRecord(kind="monitor", service_id="m", incarnation="1", address="h:2")
     draining = RolloutRecord(model="m", before="t:a", new="t:b", state=RolloutState.DRAINING, begun_s=1.0)
-    members = _Members(
+    members = StaticMembers(
         instances={name: _instance(name) for name in "abc"},
         services={("monitor", "m"): service},
         # Pools and drains of missing instances do not count.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from typing import cast
 
 import msgspec
@@ -13,9 +12,9 @@ from hypothesis import strategies as st
 
 from tailrace.perf.steps import UNLIMITED_TOKENS
 from tailrace.profiles import DecodeModel, PrefillModel, load_profile
-from tailrace.records import ProfileRecord
 from tailrace.slo import Slo
 from tailrace.store.membership import Membership
+from tests.static_members import StaticMembers
 from worker_agent.settings import WorkerSettings
 from worker_agent.speeds import KnownSpeeds, Speeds
 
@@ -73,16 +72,8 @@ def test_step_times_of_zero_are_refused() -> None:
         DecodeModel(base_ms=5e-324, ms_per_request=0.0, ms_per_kv_token=0.0)
 
 
-@dataclass
-class Members:
-    """The part of a membership that is used here."""
-
-    slo: Slo = Slo()  # noqa: RUF009 - immutable
-    profiles: dict[str, ProfileRecord] = field(default_factory=dict)
-
-
 def test_max_running_tokens_follow_the_slo_of_the_deployment() -> None:
-    members, profile = Members(), load_profile("llama-3.1-8b-h100")
+    members, profile = StaticMembers(), load_profile("llama-3.1-8b-h100")
     known = KnownSpeeds(profile, WorkerSettings(), "kind", cast("Membership", members))
     assert known.current() == Speeds.of(profile, 0.15)
     assert known.current() is known.current()
