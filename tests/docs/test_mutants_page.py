@@ -1,4 +1,4 @@
-"""docs/mutants.md lists every mutant that is excluded from the count."""
+"""docs/mutants.md has every sampled module; a mutant that is not counted is one of a line that exists."""
 
 from __future__ import annotations
 
@@ -10,15 +10,6 @@ from tests.mutants.targets import TARGETS
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "mutants.md").read_text()
 EQUIVALENT = tomllib.loads((ROOT / "tests" / "mutants" / "equivalent.toml").read_text())["mutant"]
-
-
-def test_every_equivalent_mutant_is_listed_with_its_reason() -> None:
-    rows = {
-        f"| `{each['module']}` | `{each['before']}` | `{each['after']}` | {each['because']} |"
-        for each in EQUIVALENT
-    }
-    listed = {line for line in PAGE.splitlines() if line.count("|") == 5 and line.startswith("| `")}
-    assert listed == rows
 
 
 def test_equivalent_mutants_refer_to_existing_lines() -> None:
