@@ -63,7 +63,7 @@ def _none_forbidden() -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Where a request that has no instance may be placed.
+    """Where a request that has no instance may be placed, as recovery.py and probation.py decide.
 
     `avoid`: instances to use only if there is no other. `forbidden`: returns the instances that must not be
     used at the moment of the call; called before each attempt.
@@ -146,7 +146,8 @@ class Requests:
                 await self.fair_gate.turn(stream, _share_of(head), head.priority)
             await self._place(stream, Where())
             while True:
-                # It runs: nothing to do until it has no instance, or is about to lose it.
+                # It runs: nothing to do until it has lost its instance, which recovery.py has taken it from
+                # by then (so that later outputs of it are stale), or is about to lose it.
                 match await self._next_order(stream):
                     case Where() as where:
                         await self._place(stream, where)
@@ -384,8 +385,8 @@ class Requests:
         self._fleet_changed.set()
 
     def _order(self, stream: Stream, order: Where | HandedBack) -> None:
-        """Tell `_serve` what to do next. The newest order counts: one to place follows the loss of the owner,
-        without which nothing is handed back."""
+        """Tell `_serve` what to do next. The newest order counts: what an instance hands back and is then lost
+        with is placed, and what has no instance cannot be handed back."""
         serving = self._serving[stream.handle]
         serving.order = order
         if serving.ordered is not None:

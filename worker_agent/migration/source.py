@@ -7,8 +7,10 @@ The request is in exactly one of these states, and leaves it in one of two ways 
                                                      target aborting               -> resume
                                                      target lost or silent         -> ask the front end
 
-A paused source cannot know whether a target that is gone has been accepted: the front end can. So it asks,
-and repeats that while the front end is attached; if that is gone too, the request has ended with it.
+A paused source cannot know whether a target that is gone has been accepted: the front end can, which sends
+`Released` when it accepts one. So the source asks, and repeats that while the front end is attached; if that
+is gone too, the request has ended with it. The front end may still accept the target after it has told the
+source to go on; then its `Released` ends what was resumed here.
 """
 
 from __future__ import annotations
@@ -82,7 +84,7 @@ class Outcome(enum.Enum):
 
     RELEASE = "release"
     RESUME = "resume"
-    # Finished or aborted: only its blocks are still pinned.
+    # Finished, aborted, or without its front end: nothing can go on, and what is pinned is freed.
     GONE = "gone"
 
 
@@ -229,8 +231,7 @@ class Export:
         try:
             hashes = await run_to_completion(self._parts.engine.export_more(self._request_id, have_blocks))
         except EngineRefusal as error:
-            self._reason = str(error)
-            return Outcome.GONE
+            return self._refused(error)
         await self._announce(have_blocks, hashes)
         blocks = worker_pb2.ExportBlocks(first_block=have_blocks, blocks=block_identities(hashes))
         self.lease.send(worker_pb2.ExportEvent(blocks=blocks))
@@ -245,8 +246,7 @@ class Export:
                 else engine.export_pause(self._request_id, have_blocks)
             )
         except EngineRefusal as error:
-            self._reason = str(error)
-            return Outcome.GONE if isinstance(error, Gone) else Outcome.RESUME
+            return self._refused(error)
         self._paused_s = _now_s()
         await self._announce(have_blocks, pause.block_hashes)
         await self._parts.faults.hold("export:paused")
@@ -263,6 +263,10 @@ class Export:
         )
         self.lease.send(worker_pb2.ExportEvent(paused=paused))
         return None
+
+    def _refused(self, error: EngineRefusal) -> Outcome:
+        self._reason = str(error)
+        return Outcome.GONE if isinstance(error, Gone) else Outcome.RESUME
 
     def _answer_pace(self, pause: ExportedPause) -> worker_pb2.AnswerPace | None:
         """Return the pace state until now; None before the first answering token."""
