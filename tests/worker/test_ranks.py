@@ -68,7 +68,8 @@ class Rank:
         while True:
             try:
                 numbered = msgspec.msgpack.decode(await read_frame(reader), type=NumberedCommand)
-            except asyncio.IncompleteReadError:
+            except (asyncio.IncompleteReadError, ConnectionResetError):
+                # Closed, perhaps with an answer of this rank unread.
                 return
             self.received_commands.append(numbered.command)
             if isinstance(numbered.command, Pull):
