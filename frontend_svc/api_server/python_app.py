@@ -31,6 +31,7 @@ from frontend_svc.api_server.engine_control import RefuseEngineControl
 from frontend_svc.api_server.http_protocol import BoundedProtocol
 from frontend_svc.api_server.kept_answers import FrontendCalls, KeepAnswers
 from frontend_svc.api_server.large_lane import use_two_lanes
+from frontend_svc.api_server.media import keep_media_apart
 from frontend_svc.api_server.middleware import (
     GracefulStop,
     Ready,
@@ -129,6 +130,7 @@ async def serve(boot: PythonBoot, args: Namespace) -> None:
     )
     if two_lanes:
         use_two_lanes(engine.renderer._executor)
+    keep_media_apart(engine.renderer)
     answer_in_parts()
     # vLLM does this when its engine core has started, which here is another process. Its code reads settings
     # from the environment for every token.
