@@ -9,6 +9,7 @@ sent as it came.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import accumulate
 
 import msgspec
@@ -58,21 +59,32 @@ class Outputs:
     def forward(self, instance_id: str, step: worker_pb2.StepOutputs, verdict: StepVerdict) -> None:
         """Send the accepted outputs of an instance's step, and begin to pace the answers that begin with it.
 
-        Raise whatever the instance's bytes lead to if they cannot be read; nothing of them was sent then.
+        Raise whatever the instance's bytes lead to if some cannot be read. `verdict.keep` then tells which
+        were accepted and not sent.
         """
         frames, keep = list(step.frames), verdict.keep
+        error: msgspec.DecodeError | None = None
         if keep is None or any(keep):
             if keep is not None:
                 frames = filter_outputs(frames, keep)
-            frames = _readable(instance_id, frames)
-            if self._pacer or self._answers:
-                self._deliver_apart(frames, step, keep)
-            else:
-                self._output.send(frames)
+            try:
+                frames = _readable(instance_id, frames)
+            except msgspec.DecodeError as unreadable_outputs:
+                error = unreadable_outputs
+                frames, keep = _only_readable(instance_id, frames, keep or [True] * len(step.handles))
+            if keep is None or any(keep):
+                if self._pacer or self._answers:
+                    self._deliver_apart(frames, step, keep)
+                else:
+                    self._output.send(frames)
         for stream, flags in verdict.flagged:
             if stream.pace_s and stream.phase is Phase.ANSWERING and not flags & FINISHED:
                 # Without reasoning, the first token already belongs to the answer and has just been sent.
                 self._pacer.begin(stream, 1 if flags & PREFILL_DONE else 0)
+        if error is not None and keep is not None:
+            accepted = verdict.keep or [True] * len(keep)
+            verdict.keep = [one and not sent for one, sent in zip(accepted, keep, strict=True)]
+            raise error
 
     def _deliver_apart(
         self, frames: list[bytes], step: worker_pb2.StepOutputs, keep: list[bool] | None
@@ -197,6 +209,28 @@ def _readable(instance_id: str, frames: list[bytes]) -> list[bytes]:
         check_outputs(frames)
         unreadable("outputs of a worker", instance_id, f"statistics: {error}")
     return frames
+
+
+def _only_readable(
+    instance_id: str, frames: list[bytes], keep: Sequence[bool]
+) -> tuple[list[bytes], list[bool]]:
+    """Return those outputs that can be read, each by itself, and which entries of the step they are.
+
+    `frames`: what `keep` allows of a step, and cannot be read together. Raise msgspec.DecodeError or
+    ValueError if its outputs cannot be told apart.
+    """
+    entries = [entry for entry, kept in enumerate(keep) if kept]
+    readable = [False] * len(keep)
+    try:
+        _, messages = split_outputs(frames, range(len(entries)))
+    except IndexError as error:
+        raise ValueError(f"fewer than {len(entries)} outputs") from error
+    for entry, message in zip(entries, messages, strict=True):
+        with suppress(msgspec.DecodeError):
+            _readable(instance_id, message)
+            readable[entry] = True
+    frames = filter_outputs(frames, [readable[entry] for entry in entries])
+    return _readable(instance_id, frames) if any(readable) else frames, readable
 
 
 def _error(request_id: str, refusal: Refusal) -> list[bytes]:

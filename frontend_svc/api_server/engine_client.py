@@ -18,10 +18,23 @@ from vllm.renderers import BaseRenderer, TokenizeParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestOutputCollector
+from vllm.v1.engine.output_processor import (
+    EMPTY_CPU_TENSOR,
+    OutputProcessor,
+    OutputProcessorOutput,
+    RequestOutputCollector,
+    RequestState,
+)
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
-from frontend_svc.admission import NO_INSTANCE, TOO_MANY_REQUESTS, AdmissionReader, AdmissionState, Refusal
+from frontend_svc.admission import (
+    NO_INSTANCE,
+    NOT_HANDLED,
+    TOO_MANY_REQUESTS,
+    AdmissionReader,
+    AdmissionState,
+    Refusal,
+)
 from frontend_svc.answers.calls import ANSWER_HEADER
 from frontend_svc.api_server.kept_answers import Call, call_of_task
 from frontend_svc.api_server.request_limits import Account, LimitRefusal, account_of_task
@@ -283,23 +296,43 @@ def _prepare_outputs(processor: OutputProcessor) -> None:
     ) -> OutputProcessorOutput:
         now_s = time.monotonic()
         for output in outputs:
-            # Neither is set in most outputs.
-            if output.finish_reason is None and output.events is None:
+            # None of them is set in most outputs.
+            if (
+                output.finish_reason is None
+                and output.events is None
+                and output.new_logprobs is None
+                and output.new_prompt_logprobs_tensors is None
+            ):
                 continue
             state = processor.request_states.get(output.request_id)
             if state is None:
                 continue
             correct_times(state, output, now_s if engine_s is None else engine_s, now_s)
-            if output.finish_reason is _ERROR and (refusal := Refusal.decode(output.stop_reason)) is not None:
+            _leave_out_unasked(state, output)
+            refusal = Refusal.decode(output.stop_reason) if output.finish_reason is _ERROR else None
+            if refusal is not None:
                 account = getattr(state, "account", None)
                 if account is not None:
                     account.refused = True
-                if state.parent_req is None and state.queue is not None:
-                    # The queue drops the output that follows.
-                    state.queue.put(RequestRefused(refusal))
+            if state.detokenizer is None and output.pooling_output is None:
+                # It ends without a result, for which vLLM has no case.
+                output.pooling_output = EMPTY_CPU_TENSOR
+                refusal = refusal or NOT_HANDLED
+            if refusal is not None and state.parent_req is None and state.queue is not None:
+                # The queue drops the output that follows.
+                state.queue.put(RequestRefused(refusal))
         return process_outputs(outputs, now_s, *arguments, **named_arguments)
 
     processor.process_outputs = process
+
+
+def _leave_out_unasked(state: RequestState, output: EngineCoreOutput) -> None:
+    """Leave log-probabilities out that a request did not ask for: vLLM would give up all requests."""
+    logprobs = state.logprobs_processor
+    if logprobs is None or logprobs.num_logprobs is None:
+        output.new_logprobs = None
+    if logprobs is None or logprobs.num_prompt_logprobs is None:
+        output.new_prompt_logprobs_tensors = None
 
 
 def _refusal_in(output: RequestOutput) -> RequestRefused | None:

@@ -11,9 +11,7 @@ from tailrace.wire.outputs import (
     EngineCoreOutput,
     EngineCoreOutputs,
     FinishReason,
-    OutputHead,
     abort_outputs,
-    check_outputs,
     detach_buffers,
     encode_outputs,
     error_outputs,
@@ -26,6 +24,7 @@ from tailrace.wire.outputs import (
     stats_outputs,
     without_statistics,
 )
+from tailrace.wire.readable import check_outputs
 from tailrace.wire.ready import (
     ENGINE_CORE_DEAD,
     ReadyResponse,
@@ -58,7 +57,6 @@ __all__ = [
     "EngineCoreOutputs",
     "EngineCoreRequest",
     "FinishReason",
-    "OutputHead",
     "ReadyResponse",
     "RequestHead",
     "RequestType",

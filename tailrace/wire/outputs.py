@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Iterable, Sequence
-from typing import Annotated
 
 import msgspec
 
@@ -68,46 +67,10 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     weight_version: str | None = None
 
 
-_U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
-
-
-class _ReadableOutput(msgspec.Struct, array_like=True, gc=False):
-    """The fields of one output that every API server reads, as narrow as vllm-rs reads them."""
+class _OutputName(msgspec.Struct, array_like=True, gc=False):
+    """The leading field of one output, whatever follows it."""
 
     request_id: str
-    new_token_ids: list[_U32]
-    new_logprobs: msgspec.Raw = NIL
-    new_prompt_logprobs_tensors: msgspec.Raw = NIL
-    pooling_output: msgspec.Raw = NIL
-    finish_reason: FinishReason | None = None
-    stop_reason: _U32 | str | None = None
-    events: msgspec.Raw = NIL
-    kv_transfer_params: msgspec.Raw = NIL
-    ec_transfer_params: msgspec.Raw = NIL
-    trace_headers: dict[str, str] | None = None
-    prefill_stats: dict[str, _U32] | None = None
-    routed_experts: msgspec.Raw = NIL
-    num_nans_in_logits: _U32 = 0
-
-
-class _ReadableOutputs(msgspec.Struct, array_like=True, gc=False):
-    """The same of one step's outputs. The statistics of an engine are its front end's to tell."""
-
-    engine_index: _U32
-    outputs: list[_ReadableOutput]
-    scheduler_stats: None = None
-    timestamp: float = 0.0
-    utility_output: None = None
-    finished_requests: list[str] | None = None
-    wave_complete: _U32 | None = None
-    start_wave: _U32 | None = None
-
-
-class OutputHead(msgspec.Struct, array_like=True, gc=False):
-    """The leading fields of one output: enough to identify it."""
-
-    request_id: str
-    new_token_ids: list[int]
 
 
 class OutputEnd(msgspec.Struct, array_like=True, gc=False):
@@ -123,24 +86,15 @@ class OutputEnd(msgspec.Struct, array_like=True, gc=False):
 
 _encoder = msgspec.msgpack.Encoder()
 _outputs = msgspec.msgpack.Decoder(EngineCoreOutputs)
-_readable = msgspec.msgpack.Decoder(_ReadableOutputs)
 _raw_list = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _end = msgspec.msgpack.Decoder(OutputEnd)
-_head = msgspec.msgpack.Decoder(OutputHead)
+_name = msgspec.msgpack.Decoder(_OutputName)
 _names = msgspec.msgpack.Decoder(list[str] | None)
 
 
 def read_outputs(frames: Frames) -> EngineCoreOutputs:
     """Decode a message. Raise msgspec.DecodeError if it is not a message of outputs."""
     return _outputs.decode(head_frame(frames))
-
-
-def check_outputs(frames: Frames) -> None:
-    """Raise msgspec.DecodeError unless API servers can read this message of outputs.
-
-    One that cannot read a message gives all of its requests up.
-    """
-    _readable.decode(head_frame(frames))
 
 
 def without_statistics(frames: Frames) -> list[bytes]:
@@ -182,7 +136,7 @@ def filter_outputs(frames: Frames, keep: Sequence[bool]) -> list[bytes]:
     if len(outputs) != len(keep):
         raise ValueError(f"{len(keep)} verdicts for {len(outputs)} outputs")
     dropped = {
-        _head.decode(output).request_id for output, kept in zip(outputs, keep, strict=True) if not kept
+        _name.decode(output).request_id for output, kept in zip(outputs, keep, strict=True) if not kept
     }
     rebuild_handler: list[msgspec.Raw | list[msgspec.Raw] | list[str] | None] = [*fields]
     rebuild_handler[1] = [output for output, kept in zip(outputs, keep, strict=True) if kept]
@@ -208,7 +162,7 @@ def split_outputs(frames: Frames, positions: Sequence[int]) -> tuple[list[bytes]
     messages: list[list[bytes]] = []
     for position in positions:
         output = outputs[position]
-        name = _head.decode(output).request_id
+        name = _name.decode(output).request_id
         names = [name] if name in ended else None
         ended.discard(name)
         messages.append([_encoder.encode([fields[0], [output], NIL, *fields[3:4], NIL, names]), *aux])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from frontend_svc.admission import OVERLOADED
+from frontend_svc.admission import OVERLOADED, Refusal
 from tailrace.tenancy.keys import Tenant
 from tailrace.tiny import MODEL_PATH
 
@@ -34,6 +34,29 @@ class Answers:
 
         self.processor: OutputProcessor = OutputProcessor(get_tokenizer(str(MODEL_PATH)), log_stats=False)
         _prepare_outputs(self.processor)
+
+    def ask_to_embed(self) -> RequestOutputCollector:
+        """Add a request for an embedding, "e0", and return its queue."""
+        from vllm.pooling_params import PoolingParams
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine import EngineCoreRequest
+        from vllm.v1.engine.output_processor import RequestOutputCollector
+
+        queue = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, "e")
+        request = EngineCoreRequest(
+            request_id="e0",
+            external_req_id="e",
+            prompt_token_ids=[72],
+            mm_features=None,
+            sampling_params=None,
+            pooling_params=PoolingParams(task="embed"),
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        self.processor.add_request(request, "H", None, 0, queue)
+        return queue
 
     def ask(self, n: int = 1) -> RequestOutputCollector:
         """Add a request for `n` answers, "r0" and so on, and return its queue."""
@@ -117,6 +140,46 @@ def test_refusal_replaces_a_token_that_was_not_consumed() -> None:
         with pytest.raises(RequestRefused):
             queue.get_nowait()
         assert queue.get_nowait() is None
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("refusal", [OVERLOADED, None])
+def test_embedding_that_ends_without_a_result_ends_alone(refusal: Refusal | None) -> None:
+    from frontend_svc.api_server.engine_client import RequestRefused
+
+    async def check() -> None:
+        from vllm.v1.engine import FinishReason
+
+        answers = Answers()
+        queue, other = answers.ask_to_embed(), answers.ask(n=2)
+        stop_reason = None if refusal is None else refusal.encode()
+        answers.step(end("e0", FinishReason.ERROR, stop_reason), token("r1"))
+        with pytest.raises(RequestRefused) as error:
+            await queue.get()
+        assert error.value.http_status == (500 if refusal is None else refusal.status)
+        assert other.get_nowait() is not None
+
+    asyncio.run(check())
+
+
+def test_log_probabilities_that_nobody_asked_for_are_left_out() -> None:
+    async def check() -> None:
+        import numpy as np
+        import torch
+        from vllm.v1.outputs import LogprobsLists, LogprobsTensors
+
+        answers = Answers()
+        queue = answers.ask()
+        ids, values = [[7, 8]], [[-0.5, -1.0]]
+        output = token()
+        output.new_logprobs = LogprobsLists(np.array(ids), np.array(values), np.array([1]))
+        output.new_prompt_logprobs_tensors = LogprobsTensors(
+            torch.tensor(ids), torch.tensor(values), torch.tensor([1])
+        )
+        answers.step(output)
+        shown = queue.get_nowait()
+        assert shown is not None and shown.outputs[0].logprobs is None
 
     asyncio.run(check())
 

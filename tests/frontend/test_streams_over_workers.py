@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -142,6 +144,48 @@ async def test_outputs_that_no_api_server_can_read_end_their_streams_alone(
     worker.send(outputs(second, [11], 0, FINISHED))
     await rig.front.end_of("b0")
     assert rig.front.tokens["b0"] == [11]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"new_token_ids": [-1]},
+        {"new_logprobs": b""},
+        {"new_logprobs": [("<f4", [9], 7)] * 3},
+        {"new_prompt_logprobs_tensors": [1, 2, 3]},
+        {"events": [{"type": 9, "timestamp": 1.0}]},
+        {"pooling_output": ["float32", [7], 1]},
+    ],
+    ids=str,
+)
+async def test_only_the_stream_whose_output_no_api_server_can_read_ends(
+    rig: Rig, damage: dict[str, object]
+) -> None:
+    """The others of the same step go on, each of their tokens once."""
+    worker = await rig.worker("a")
+    await rig.front.ready()
+    (first,), (second,), (third,) = [await start(rig, name, worker) for name in "abc"]
+    before = skipped("outputs of a worker")
+    fields: dict[str, Any] = {"new_token_ids": [20]}
+    fields |= {
+        name: value if name == "new_token_ids" else msgspec.Raw(msgspec.msgpack.encode(value))
+        for name, value in damage.items()
+    }
+    step = [
+        EngineCoreOutput("a0", [10]),
+        EngineCoreOutput("b0", **fields),
+        EngineCoreOutput("c0", [30], finish_reason=FinishReason.STOP),
+    ]
+    sent = outputs(first, [10], 0), outputs(second, [20], 0), outputs(third, [30], 0, FINISHED)
+    worker.send(merge(*sent, frames=encode_outputs(step)))
+    assert list((await worker.expect("abort")).abort.handles) == [second.handle]
+    assert (await rig.front.end_of("b0")).finish_reason == FinishReason.ERROR
+    assert (await rig.front.end_of("c0")).finish_reason == FinishReason.STOP
+    worker.send(outputs(first, [11], 1, FINISHED))
+    assert (await rig.front.end_of("a0")).finish_reason == FinishReason.STOP
+    assert rig.front.tokens["a0"] == [10, 11]
+    assert rig.front.tokens["c0"] == [30]
+    assert skipped("outputs of a worker") == before + 1
 
 
 @pytest.mark.parametrize("number", [-1, 2**32, 1.5, "1"])

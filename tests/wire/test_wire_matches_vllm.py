@@ -204,7 +204,7 @@ def _two_outputs_with_logprobs(vllm_engine: Any) -> Any:
         return LogprobsLists(
             np.arange(200).reshape(20, 10) + offset,
             np.full((20, 10), -0.5 - offset, np.float32),
-            np.arange(20) + offset,
+            np.arange(1, 21) + offset,
         )
 
     return vllm_engine.EngineCoreOutputs(
@@ -257,6 +257,24 @@ def test_filter_keeps_the_rest_untouched(vllm_engine: Any, serial: Any, keep: tu
 def test_filter_requires_one_verdict_per_output(vllm_engine: Any, serial: Any) -> None:
     with pytest.raises(ValueError, match="1 verdicts for 2"):
         wire.filter_outputs(_encode(serial, _two_outputs_with_logprobs(vllm_engine)), [True])
+
+
+def test_what_vllm_encodes_is_readable(vllm_engine: Any, serial: Any) -> None:
+    import torch
+    from vllm.v1.outputs import LogprobsTensors
+
+    wire.check_outputs(_encode(serial, _two_outputs_with_logprobs(vllm_engine)))
+    ids = torch.arange(8_000, dtype=torch.int32).reshape(400, 20)
+    prompt = LogprobsTensors(ids, -ids.float(), torch.ones(400, dtype=torch.int64))
+    kinds = vllm_engine.EngineCoreEventType
+    embedding, image = torch.ones(3, dtype=torch.bfloat16), torch.ones(3, 200)
+    outputs = [
+        vllm_engine.EngineCoreOutput("a", [1], new_prompt_logprobs_tensors=prompt),
+        vllm_engine.EngineCoreOutput("b", [1], events=[vllm_engine.EngineCoreEvent.new_event(kinds.QUEUED)]),
+        *(vllm_engine.EngineCoreOutput("c", [], pooling_output=each) for each in (embedding, image)),
+        vllm_engine.EngineCoreOutput("d", [1], routed_experts=np.ones((1, 2, 3), np.int16)),
+    ]
+    wire.check_outputs(_encode(serial, vllm_engine.EngineCoreOutputs(outputs=outputs, timestamp=1.0)))
 
 
 def test_outputs_survive_a_round_trip(vllm_engine: Any, serial: Any) -> None:
