@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable
 from typing import Final, Protocol
 
 from tailrace import wire
@@ -68,9 +69,12 @@ class Admission:
         running: RunningRequests,
         metrics: WorkerMetrics,
         max_requests: int,
+        drained: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`max_requests`: most requests here at a time, waiting or running."""
+        """`max_requests`: most requests here at a time, waiting or running. `drained()`: whether an operator
+        drains the instance."""
         self._max_requests = max_requests
+        self._drained = drained
         self._engine = engine
         self.suspects = Suspects(running)
         self._front_ends = front_ends
@@ -78,7 +82,7 @@ class Admission:
         self._metrics = metrics
 
     def submit(self, submission: Submission) -> None:
-        """Submit to the engine, unless the front end has detached; reject if too many requests are here."""
+        """Submit to the engine, unless the front end has detached; reject what must run elsewhere."""
         front_end = self._front_ends.by_client(submission.key.client)
         if front_end is None:
             return
@@ -124,6 +128,9 @@ class Admission:
         """Return why the request must run elsewhere, or None."""
         if self._running.get(submission.key) is not None:
             return None
+        if self._drained():
+            # From a front end that has not heard of it, and no scheduler that has answers it.
+            return "an operator drains this instance"
         if len(self._running) >= self._max_requests:
             return f"{self._max_requests} requests are already here (--max-requests)"
         if submission.suspect and not self.suspects.may_admit(submission.key.client):

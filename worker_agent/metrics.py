@@ -98,7 +98,7 @@ class WorkerCollector(Collector):
         yield _count("submitted_requests", "Requests submitted.", sum(w.submitted for w in workers))
         yield _count(
             "turned_away_requests",
-            "Requests turned away because too many were here.",
+            "Requests turned away: too many were here, or an operator drained the instance.",
             sum(w.rejected_busy for w in workers),
         )
         yield _labelled("ended_requests", "Requests that left, by how.", (w.finished for w in workers))

@@ -199,7 +199,12 @@ class _WorkerBuilder:
     def open_migrations(self) -> None:
         """Create both ends of migrations."""
         self._admission = Admission(
-            self._pulls, self._front_ends, self._running, self._metrics, self._settings.max_requests
+            self._pulls,
+            self._front_ends,
+            self._running,
+            self._metrics,
+            self._settings.max_requests,
+            lambda: self._instance_id in self._service.members.drained,
         )
         self._exports = Exports(
             SourceParts(

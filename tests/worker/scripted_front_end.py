@@ -71,6 +71,8 @@ class ScriptedFrontEnd:
         # Instances that announced a drain, and (instance, handle) of requests that they handed back.
         self.draining: asyncio.Queue[str] = asyncio.Queue()
         self.handed_back: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
+        # Those that they rejected.
+        self.rejected: asyncio.Queue[worker_pb2.RequestRejected] = asyncio.Queue()
         # If set, every Adopt is refused with this reason.
         self.refuse = ""
         self.silent = False
@@ -159,6 +161,8 @@ class ScriptedFrontEnd:
                 for handle, epoch in zip(back.handles, back.epochs, strict=True):
                     assert self.streams[handle].epoch == epoch
                     self.handed_back.put_nowait((instance, handle))
+            case "rejected":
+                self.rejected.put_nowait(message.rejected)
             case "utility":
                 self.utilities.put_nowait(message.utility)
             case "ownership_query":

@@ -143,6 +143,27 @@ async def test_operators_drain_hands_back_waiting_prompts(etcd: str, tmp_path: P
         await r.store.delete("drains/w")
 
 
+async def test_operators_drain_keeps_out_what_a_front_end_that_knows_nothing_of_it_submits(
+    etcd: str, tmp_path: Path
+) -> None:
+    """Such as one whose fallback chooses among the instances that it knew, with no scheduler to ask."""
+    async with rig(etcd, tmp_path) as r:
+        running, waiting = await r.start_running(), await r.submit(**SHORT)
+        await r.store.put("drains/w", b"")
+        assert await r.next_handed_back() == waiting.handle
+        late = await r.submit(**SHORT)
+        async with asyncio.timeout(WAIT_S):
+            rejected = await r.front_end.rejected.get()
+        assert (rejected.handle, rejected.code) == (late.handle, worker_pb2.REJECT_CODE_BUSY)
+        assert "drains" in rejected.reason
+        # What it has goes on.
+        tokens_before = len(running.tokens)
+        await running.until(tokens_before + 20)
+        await r.abort(running)
+        await r.store.delete("drains/w")
+        assert len(await waiting.end()) == SHORT["max_tokens"]
+
+
 async def test_scheduler_can_request_waiting_prompts_back(etcd: str, tmp_path: Path) -> None:
     """Only the named ones that wait are handed back, and the worker still accepts new requests."""
     async with rig(etcd, tmp_path) as r:
