@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 import grpc
 
@@ -30,6 +30,15 @@ from tailrace.telemetry.incidents import unreadable
 from tailrace.v1 import etcd_pb2
 
 log = logging.getLogger(__name__)
+
+
+class Listing(NamedTuple):
+    """All values under a prefix, in key order, as of the revision that the header tells."""
+
+    values: dict[bytes, bytes]
+    header: etcd_pb2.ResponseHeader
+    # Keys whose values are too large to be read.
+    skipped: frozenset[bytes]
 
 
 class StoreUnavailable(Exception):
@@ -214,14 +223,13 @@ class EtcdClient:
         request = etcd_pb2.RangeRequest(key=b"/tailrace", count_only=True)
         return (await self.call(RANGE, request, "read the revision")).reply.header
 
-    async def list_prefix(
-        self, prefix: bytes, action: str
-    ) -> tuple[dict[bytes, bytes], etcd_pb2.ResponseHeader]:
-        """Return all values under a prefix as of one revision, which the header tells, in key order.
+    async def list_prefix(self, prefix: bytes, action: str) -> Listing:
+        """Return all values under a prefix as of one revision.
 
         Raise StoreUnavailable also if there is too much under it, or Rejected.
         """
         values: dict[bytes, bytes] = {}
+        skipped: set[bytes] = set()
         first: etcd_pb2.ResponseHeader | None = None
         request = etcd_pb2.RangeRequest(key=prefix, range_end=prefix_end(prefix), limit=_PAGE_KEYS)
         size = 0
@@ -229,7 +237,7 @@ class EtcdClient:
             try:
                 reply = (await self.call(RANGE, request, action)).reply
             except Rejected as error:
-                if not (_is_too_large(error) and await self._shorten(request, action)):
+                if not (_is_too_large(error) and await self._shorten(request, action, skipped)):
                     raise
                 continue
             if first is None:
@@ -245,11 +253,11 @@ class EtcdClient:
                     "delete what does not belong there"
                 )
             if not reply.more:
-                return values, first
+                return Listing(values, first, frozenset(skipped))
             request.key = reply.kvs[-1].key + b"\0"
             request.limit = min(_PAGE_KEYS, 2 * request.limit)
 
-    async def _shorten(self, request: etcd_pb2.RangeRequest, action: str) -> bool:
+    async def _shorten(self, request: etcd_pb2.RangeRequest, action: str, skipped: set[bytes]) -> bool:
         """Make a page that is too large smaller, or skip its only key; return False if it is empty."""
         if request.limit > 1:
             request.limit //= 2
@@ -261,6 +269,7 @@ class EtcdClient:
         if not reply.kvs:
             return False
         unreadable("value in etcd", repr(reply.kvs[0].key), f"it has more than {_MESSAGE_BYTES} bytes")
+        skipped.add(reply.kvs[0].key)
         request.key = reply.kvs[0].key + b"\0"
         return True
 

@@ -31,7 +31,15 @@ from tailrace.store.reading import (
     read_stages,
 )
 from tailrace.store.store import TOMBSTONES, Store
-from tailrace.telemetry.incidents import RECORD_KINDS, TAKEN_NAME, UNREADABLE_NOW, guarded, unreadable
+from tailrace.telemetry.incidents import (
+    ODD_KEY,
+    ODD_VALUE,
+    RECORD_KINDS,
+    TAKEN_NAME,
+    UNREADABLE_NOW,
+    guarded,
+    unreadable,
+)
 
 log = logging.getLogger(__name__)
 
@@ -112,9 +120,11 @@ class Membership:
     # ---- following
 
     async def _follow(self, first: asyncio.Event) -> None:
-        async for mapping, revision in self._store.watch_revisions(""):
-            self.revision = revision
-            self._apply(mapping)
+        async for snapshot in self._store.watch_revisions(""):
+            self.revision = snapshot.revision
+            self._apply(snapshot.values)
+            UNREADABLE_NOW.labels(ODD_KEY).set(snapshot.odd_keys)
+            UNREADABLE_NOW.labels(ODD_VALUE).set(snapshot.odd_values)
             first.set()
             self._notify()
 

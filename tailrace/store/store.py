@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import grpc
 
@@ -57,6 +57,16 @@ class LeasedValue:
 
     value: bytes
     lease: int
+
+
+class Snapshot(NamedTuple):
+    """All values under a prefix by relative key."""
+
+    values: dict[str, bytes]
+    revision: int
+    # How many keys are not names, and how many values cannot be read.
+    odd_keys: int
+    odd_values: int
 
 
 class Store:
@@ -122,7 +132,7 @@ class Store:
     async def get_prefix(self, prefix: str) -> dict[str, bytes]:
         """Return all values whose keys begin with the prefix, by relative key, in key order."""
         try:
-            values, _ = await self._client.list_prefix(self._key(prefix), f"list {prefix}")
+            values = (await self._client.list_prefix(self._key(prefix), f"list {prefix}")).values
         except Rejected as error:
             raise StoreUnavailable(f"etcd: list {prefix}: {error}") from error
         return self._by_name(values)
@@ -183,14 +193,16 @@ class Store:
         change.
         """
         async with aclosing(self.watch_revisions(prefix)) as changes:
-            async for values, _ in changes:
-                yield values
+            async for snapshot in changes:
+                yield snapshot.values
 
-    async def watch_revisions(self, prefix: str) -> AsyncGenerator[tuple[dict[str, bytes], int]]:
+    async def watch_revisions(self, prefix: str) -> AsyncGenerator[Snapshot]:
         """Yield as `watch_prefix` does, each with a revision: what was written by then is in the values."""
-        async with aclosing(PrefixWatch(self._client, self._key(prefix)).values()) as changes:
+        watch = PrefixWatch(self._client, self._key(prefix))
+        async with aclosing(watch.values()) as changes:
             async for values, revision in changes:
-                yield self._by_name(values), revision
+                named = self._by_name(values)
+                yield Snapshot(named, revision, len(values) - len(named), len(watch.skipped))
 
     # ---- leases
 

@@ -47,6 +47,8 @@ class PrefixWatch:
         self._client = client
         self._prefix = prefix
         self._values: dict[bytes, bytes] = {}
+        # Keys whose values are too large to be read.
+        self.skipped: frozenset[bytes] = frozenset()
         # Revisions of the last listing, of the last event and of the member's last message, and the cluster's
         # id. Events are compared with the listing only: before 3.5.8 etcd may report progress ahead of the
         # events before it.
@@ -118,8 +120,9 @@ class PrefixWatch:
             stream.cancel()
 
     async def _list(self) -> None:
-        values, header = await self._client.list_prefix(self._prefix, f"list {self._prefix.decode()}")
-        self._values = values
+        self._values, header, self.skipped = await self._client.list_prefix(
+            self._prefix, f"list {self._prefix.decode()}"
+        )
         self._listed_revision = self._event_revision = self._revision = header.revision
         self._cluster_id = header.cluster_id
         self._changed.set()
@@ -137,6 +140,7 @@ class PrefixWatch:
                     # Happens before 3.5.8 on a member that was behind and caught up by a snapshot.
                     raise StreamEnded("its revisions went backwards")
                 self._event_revision = event.kv.mod_revision
+                self.skipped -= {event.kv.key}
                 if event.type == etcd_pb2.Event.DELETE:
                     self._values.pop(event.kv.key, None)
                 else:

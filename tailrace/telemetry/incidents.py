@@ -55,10 +55,12 @@ RECORD_KINDS: Final = (
     ),
     TAKEN_NAME,
 )
+ODD_KEY: Final = "key in etcd"
+ODD_VALUE: Final = "value in etcd"
+LASTING_KINDS: Final = (*RECORD_KINDS, ODD_KEY, ODD_VALUE)
+"""Those that stay until somebody deletes them."""
 UNREADABLE_KINDS: Final = (
-    *RECORD_KINDS,
-    "key in etcd",
-    "value in etcd",
+    *LASTING_KINDS,
     "answer of a rank",
     "message of a front end",
     "message of a worker",
@@ -71,7 +73,7 @@ UNREADABLE_KINDS: Final = (
 )
 for _kind in UNREADABLE_KINDS:
     UNREADABLE.labels(_kind)
-for _kind in RECORD_KINDS:
+for _kind in LASTING_KINDS:
     UNREADABLE_NOW.labels(_kind)
 
 _SHOWN: Final = 200

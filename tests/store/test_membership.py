@@ -23,8 +23,9 @@ from tailrace.records import (
 from tailrace.rollout.record import RolloutRecord, RolloutState
 from tailrace.service.etcd import local_etcd
 from tailrace.slo import Slo
+from tailrace.store import client as store_client
 from tailrace.store.client import EtcdClient
-from tailrace.store.etcd_api import TXN, put_op
+from tailrace.store.etcd_api import TXN, delete_op, put_op
 from tailrace.store.membership import Membership
 from tailrace.store.reading import read_policy
 from tailrace.store.registration import register
@@ -131,6 +132,33 @@ async def test_unreadable_records_are_skipped(store: Store) -> None:
     await wait_for_members(members, lambda: members.revision >= revision)
     assert unreadable_now() == {}
     await members.close()
+
+
+async def test_odd_keys_and_values_are_told_for_as_long_as_they_are_there(
+    etcd: str, store: Store, cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = EtcdClient(parse_endpoints([etcd]))
+    prefix = f"/tailrace/{cluster}/".encode()
+    odd_keys = [prefix + b"\xff", prefix + b"instances/\x00"]
+    for key in odd_keys:
+        await client.call(TXN, etcd_pb2.TxnRequest(success=[put_op(key, b"x")]), "put")
+    await store.put("instances/large", bytes(1_000_000))
+    options = dict(store_client._CHANNEL_OPTIONS) | {"grpc.max_receive_message_length": 500_000}
+    monkeypatch.setattr(store_client, "_CHANNEL_OPTIONS", tuple(options.items()))
+    narrow = await Store.connect([etcd], cluster)
+    members = await Membership.start(narrow)
+    told = {"key in etcd": 2, "value in etcd": 1}
+    assert unreadable_now() == told
+    await store.put("policy", b"pascal")
+    await wait_for_members(members, lambda: members.policy is not None)
+    assert unreadable_now() == told
+    await client.call(TXN, etcd_pb2.TxnRequest(success=[delete_op(key) for key in odd_keys]), "delete")
+    revision = await store.delete("instances/large")
+    await wait_for_members(members, lambda: members.revision >= revision)
+    assert unreadable_now() == {}
+    await members.close()
+    await narrow.close()
+    await client.close()
 
 
 def unreadable_now() -> dict[str, float]:

@@ -16,7 +16,7 @@ from tailrace.actions import PULL_OUTCOMES
 from tailrace.cluster import Phase
 from tailrace.records import PROFILES
 from tailrace.store.store import TOMBSTONES
-from tailrace.telemetry.incidents import RECORD_KINDS, TAKEN_NAME, UNREADABLE_KINDS
+from tailrace.telemetry.incidents import LASTING_KINDS, TAKEN_NAME, UNREADABLE_KINDS
 from tailrace.telemetry.metrics import ServiceRegistry, new_registry
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
 
@@ -69,7 +69,7 @@ def test_every_kind_of_unreadable_thing_is_counted_from_zero() -> None:
     registry = new_registry("monitor", "m0")
     for kind in UNREADABLE_KINDS:
         assert registry.get_sample_value("tailrace_unreadable_total", {"what": kind}) is not None
-    for kind in RECORD_KINDS:
+    for kind in LASTING_KINDS:
         assert registry.get_sample_value("tailrace_unreadable_records", {"what": kind}) is not None
 
 
