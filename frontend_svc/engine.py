@@ -30,7 +30,7 @@ from frontend_svc.liveness import Liveness
 from frontend_svc.load import Load, load_of
 from frontend_svc.names import NamedOutput
 from frontend_svc.observer import FrontendMetrics, RequestTraces, StreamObserver
-from frontend_svc.outputs import Outputs
+from frontend_svc.outputs import Outputs, Unsent
 from frontend_svc.pacing import Pacer
 from frontend_svc.placement import InstanceChooser
 from frontend_svc.recovery import Recovery
@@ -284,8 +284,11 @@ class FleetEngine:
         self.outputs.instance_heard()
         try:
             self.outputs.forward(instance_id, step, verdict)
+        except Unsent as error:
+            self._fail_unreadable(instance_id, step, verdict, error.unsent, error)
         except Exception as error:  # noqa: BLE001 - whatever a worker's bytes lead to
-            self._fail_unreadable(instance_id, step, verdict, error)
+            accepted = verdict.keep or [True] * len(step.handles)
+            self._fail_unreadable(instance_id, step, verdict, accepted, error)
         for stream, flags in verdict.flagged:
             if flags & FINISHED:
                 self.requests.finished(stream)
@@ -298,7 +301,12 @@ class FleetEngine:
         self._adoptions.check_pending()
 
     def _fail_unreadable(
-        self, instance_id: str, step: worker_pb2.StepOutputs, verdict: StepVerdict, error: Exception
+        self,
+        instance_id: str,
+        step: worker_pb2.StepOutputs,
+        verdict: StepVerdict,
+        unsent: Sequence[bool],
+        error: Exception,
     ) -> None:
         """End streams whose tokens were accepted but whose output payload cannot be decoded.
 
@@ -306,10 +314,9 @@ class FleetEngine:
         """
         unreadable("outputs of a worker", instance_id, error)
         finished = {stream.handle: stream for stream, _ in verdict.flagged}
-        keep = verdict.keep or [True] * len(step.handles)
-        for handle, kept in zip(step.handles, keep, strict=True):
+        for handle, lost in zip(step.handles, unsent, strict=True):
             stream = self.table.get(handle) or finished.get(handle)
-            if kept and stream is not None:
+            if lost and stream is not None:
                 self.workers.send(instance_id, abort_message([handle]))
                 self.requests.give_up(stream, "unreadable outputs")
 

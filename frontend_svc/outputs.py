@@ -35,6 +35,15 @@ from tailrace.wire import (
 )
 
 
+class Unsent(Exception):
+    """Some accepted outputs of a step cannot be read, and were not sent; the others were."""
+
+    def __init__(self, unsent: list[bool], error: Exception) -> None:
+        """`unsent`: which entries of the step."""
+        super().__init__(str(error))
+        self.unsent = unsent
+
+
 class Outputs:
     """Send outputs, errors and kept answers of one front end to its API server."""
 
@@ -59,19 +68,19 @@ class Outputs:
     def forward(self, instance_id: str, step: worker_pb2.StepOutputs, verdict: StepVerdict) -> None:
         """Send the accepted outputs of an instance's step, and begin to pace the answers that begin with it.
 
-        Raise whatever the instance's bytes lead to if some cannot be read. `verdict.keep` then tells which
-        were accepted and not sent.
+        Raise Unsent, or whatever the instance's bytes lead to if none can be read.
         """
         frames, keep = list(step.frames), verdict.keep
-        error: msgspec.DecodeError | None = None
+        unsent: Unsent | None = None
         if keep is None or any(keep):
             if keep is not None:
                 frames = filter_outputs(frames, keep)
             try:
                 frames = _readable(instance_id, frames)
-            except msgspec.DecodeError as unreadable_outputs:
-                error = unreadable_outputs
-                frames, keep = _only_readable(instance_id, frames, keep or [True] * len(step.handles))
+            except msgspec.DecodeError as error:
+                accepted = keep or [True] * len(step.handles)
+                frames, keep = _only_readable(instance_id, frames, accepted)
+                unsent = Unsent([one and not sent for one, sent in zip(accepted, keep, strict=True)], error)
             if keep is None or any(keep):
                 if self._pacer or self._answers:
                     self._deliver_apart(frames, step, keep)
@@ -81,10 +90,8 @@ class Outputs:
             if stream.pace_s and stream.phase is Phase.ANSWERING and not flags & FINISHED:
                 # Without reasoning, the first token already belongs to the answer and has just been sent.
                 self._pacer.begin(stream, 1 if flags & PREFILL_DONE else 0)
-        if error is not None and keep is not None:
-            accepted = verdict.keep or [True] * len(keep)
-            verdict.keep = [one and not sent for one, sent in zip(accepted, keep, strict=True)]
-            raise error
+        if unsent is not None:
+            raise unsent
 
     def _deliver_apart(
         self, frames: list[bytes], step: worker_pb2.StepOutputs, keep: list[bool] | None

@@ -385,8 +385,8 @@ class Requests:
         self._fleet_changed.set()
 
     def _order(self, stream: Stream, order: Where | HandedBack) -> None:
-        """Tell `_serve` what to do next. The newest order counts: what an instance hands back and is then lost
-        with is placed, and what has no instance cannot be handed back."""
+        """Tell `_serve` what to do next. The newest order counts: a request that was handed back, and whose
+        instance is then lost, is placed; without an instance none can be handed back."""
         serving = self._serving[stream.handle]
         serving.order = order
         if serving.ordered is not None:
