@@ -42,7 +42,7 @@ class WaitLimits:
     place_s: float = setting(
         5.0,
         "Maximum seconds that a request waits for its first instance if there is none.  "
-        f"[default: 5; {_RUST_PLACE_S:g} with --front rust, which cannot tell a client to try again]",
+        f"[default: 5; {_RUST_PLACE_S:g} with --front rust]",
         "--place-wait",
         type=RealRange(min=0),
         show_default=False,
@@ -62,12 +62,12 @@ class Limits:
 
     max_streams: int = setting(
         16_384,
-        "Maximum requests in progress; further ones are refused with 429.",
+        "Maximum requests in progress.",
         type=WholeRange(min=1),
     )
     max_unplaced: int = setting(
         8_192,
-        "Maximum requests waiting for an instance; further ones are refused with 503.",
+        "Maximum requests waiting for an instance.",
         type=WholeRange(min=1),
     )
     max_message_bytes: int = setting(
@@ -78,8 +78,7 @@ class Limits:
     fair_backlog_tokens: int = setting(
         0,
         "While prompts of this many tokens per instance have no first token yet, new requests wait for "
-        "their tenant's turn, by weight (tailrace keys make --weight), for at most --place-wait; 0: off. "
-        "Requires --api-keys.",
+        "their tenant's turn; 0: off. Requires --api-keys.",
         "--fair-backlog",
         type=WholeRange(min=0),
         metavar="TOKENS",
@@ -123,8 +122,7 @@ class Settings:
     wait_limits: WaitLimits = WaitLimits()
     pace_tpot_ms: float = setting(
         0.0,
-        "Minimum milliseconds per token at which answers are shown; 0: no pacing. A request overrides it "
-        "with tailrace_pace_tpot_ms in vllm_xargs.",
+        "Minimum milliseconds per token at which answers are shown; 0: no pacing.",
         "--pace-tpot",
         type=RealRange(min=0),
         metavar="MS",
@@ -140,8 +138,7 @@ class Settings:
     limits: Limits = Limits()
     api_keys: Path | None = setting(
         None,
-        "Require users' API keys from this file (tailrace keys make), with their tenants' models and "
-        "limits. Only with --front python.",
+        "Require users' API keys from this file, made by tailrace keys (--front python only).",
         type=click.Path(dir_okay=False, path_type=Path),
         envvar="TAILRACE_API_KEYS",
         metavar="FILE",
@@ -150,9 +147,8 @@ class Settings:
     body_limits: BodyLimits = DEFAULT_BODY_LIMITS
     keep_answers_s: float = setting(
         0.0,
-        "Clients that reconnect (Last-Event-ID, Idempotency-Key) get the rest of their answers from any "
-        "front end that keeps answers. How long an answer is kept after its client stops reading, here "
-        "and on a second front end; at least 5 s; 0: off. Only with --front python.",
+        "How long an answer is kept for a client that reconnects (Last-Event-ID, Idempotency-Key); at least "
+        "5 s; 0: off (--front python only).",
         "--keep-answers",
         type=KEPT_ANSWERS,
         metavar="SECONDS",
@@ -160,8 +156,7 @@ class Settings:
     # Enough for some thousands of long answers.
     keep_answers_bytes: int = setting(
         256 << 20,
-        "Memory for all kept answers, including copies for other front ends; one answer may use an "
-        "eighth of it.",
+        "Memory for all kept answers; one may use an eighth of it.",
         type=WholeRange(min=1 << 20),
     )
 

@@ -55,7 +55,7 @@ class WorkerSettings:
     )
     max_requests: int = setting(
         8192,
-        "Maximum requests on this worker, waiting or running; further ones are placed elsewhere, or refused.",
+        "Maximum requests on this worker, waiting or running.",
         type=WholeRange(min=1),
     )
     report_s: float = setting(

@@ -60,7 +60,7 @@ _STYLES = {
 @click.option(
     "--fresh",
     is_flag=True,
-    help="Compute everything, also what an earlier call with the same code has already computed.",
+    help="Compute everything again.",
 )
 @click.option(
     "--save", type=click.Path(dir_okay=False, path_type=Path), help="Also write the JSON to this file."
@@ -83,9 +83,8 @@ def claims_command(
     Holds: same direction, within a third of the paper's effect. Direction only: a different size. After ±:
     half of the 95% interval over seeds.
 
-    The figures of each run are kept as they are made (~/.cache/tailrace/claims.jsonl), and the next call goes
-    on from there, also after Ctrl-C; changed code, or changed traces, computes them again. Exit code 1: a row
-    could not be judged.
+    Finished runs are kept (~/.cache/tailrace/claims.jsonl) until code or traces change; the next call goes on
+    from there. Exit code 1: a row could not be judged.
     """
     effort = QUICK if quick else WHOLE
     everything = experiments(traces, effort)

@@ -42,16 +42,14 @@ class ConnectionLimits:
     # From the first byte of a header (of a new connection: from its beginning) to the last.
     header_timeout_s: float = setting(
         10.0,
-        "How long a connection may take to send a request's header; it is then closed with 408. Only with "
-        "--front python.",
+        "How long a connection may take to send a request's header (--front python only).",
         "--header-timeout",
         type=RealRange(min=0.1),
         metavar="SECONDS",
     )
     max_pending: int = setting(
         1_000,
-        "Maximum connections that have not sent a whole header; for a further one, the one that waited "
-        "longest is closed. Only with --front python.",
+        "Maximum connections that have not sent a whole header (--front python only).",
         "--max-pending-connections",
         type=WholeRange(min=1),
     )
@@ -66,37 +64,34 @@ class BodyLimits:
 
     max_body_bytes: int = setting(
         DEFAULT_MAX_BODY_BYTES,
-        "Largest body of a user's request; larger ones are refused with 413. Only with --front python.",
+        "Largest body of a user's request (--front python only).",
         type=WholeRange(min=1024),
     )
     max_text_bytes: int = setting(
         0,
-        "Largest body without its images and other media, as sent; larger ones are refused with 413; 0: 16 "
-        "bytes for each token of the model's context, at least 1 MiB. Only with --front python.",
+        "Largest body without its images and other media; 0: 16 bytes for each token of the model's context, "
+        "at least 1 MiB (--front python only).",
         type=WholeRange(min=0),
     )
     max_messages: int = setting(
         2_048,
-        "Most messages of a request, with their content parts and tools; more are refused with 400. Only "
-        "with --front python.",
+        "Most messages, content parts and tools of a request (--front python only).",
         type=WholeRange(min=1),
     )
     max_sequences: int = setting(
         2_048,
-        "Most sequences of a request, which are its prompts times n; more are refused with 400. Only with "
-        "--front python.",
+        "Most sequences of a request: its prompts times n (--front python only).",
         type=WholeRange(min=1),
     )
     max_bodies_bytes: int = setting(
         512 << 20,
-        "Most bytes of the bodies of all users' requests in progress; with --api-keys one tenant may have "
-        "half of them. Further ones are refused with 429. Only with --front python.",
+        "Most bytes in the bodies of all requests in progress, half of them for one tenant (--front python "
+        "only).",
         type=WholeRange(min=1024),
     )
     body_timeout_s: float = setting(
         30.0,
-        "Time for the body of a user's request to arrive, besides a second for each 256 KiB; later it is "
-        "refused with 400. Only with --front python.",
+        "Time for a request's body to arrive, besides a second for each 256 KiB (--front python only).",
         "--body-timeout",
         type=RealRange(min=0.1),
         metavar="SECONDS",

@@ -224,8 +224,7 @@ set_option = click.option(
     "assignments",
     multiple=True,
     metavar="[POLICY:]KEY=VALUE",
-    help="A parameter of the policy (tailrace get policies -o json lists them); can be repeated. Without "
-    "POLICY: for all policies that have it.",
+    help="A parameter of the policy, or of all that have it; can be repeated.",
 )
 
 

@@ -22,8 +22,7 @@ _FILE: Final = "TAILRACE_API_KEYS"
 
 
 @click.group(
-    help="Users' API keys, in a file that front ends watch (--api-keys): no restart is needed. The file "
-    "keeps its owner, group and mode.",
+    help="Users' API keys, in a file that front ends watch (--api-keys): no restart is needed.",
     epilog="Example: tailrace keys make team-a --requests-per-minute 600 --concurrency 50",
 )
 def keys() -> None:
@@ -71,8 +70,8 @@ def _file_option(function: F) -> F:
 @click.option(
     "--shared-cache",
     metavar="NAME",
-    help="Tenants with the same NAME share cached prompts, and can tell by time what another has sent; "
-    "'': it shares with nobody, which is the default.",
+    help="Tenants with the same NAME share cached prompts, and can tell what another has sent; '' (default): "
+    "with nobody.",
 )
 @click.option("--no-key", is_flag=True, help="Only change the tenant's limits.")
 @_file_option

@@ -44,12 +44,9 @@ def profile(
 ) -> None:
     """Profile the speed of each INSTANCE; by default, an idle one of each kind.
 
-    The worker runs its own requests on its engine: single prompts by length (Arrow's TTFT curve), and batches
-    by size and length (decode steps, Max Running Tokens, CascadeInfer's QoE model). These are neither placed
-    nor counted. The profile is stored in etcd for all instances of the kind (model, engine, hardware), and
-    policies use it at once; tailrace get profiles lists it. An instance that carries requests is refused, and
-    a user's request that arrives in the meantime stops the profiling: tailrace drain keeps them away.
-    Progress goes to stderr.
+    The profile is stored in etcd for all instances of the kind (model, engine, hardware), and policies use it
+    at once. An instance that carries requests is refused, and a user's request that arrives in the meantime
+    stops the profiling: tailrace drain keeps them away. Progress goes to stderr.
     """
     with connect(admin) as connection, connection.errors(_HINT):
         names = instances or _one_of_each_kind(connection)

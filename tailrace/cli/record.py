@@ -32,9 +32,8 @@ _MARGIN_S: Final = 10.0
 def record(file: Path, seconds: float, admin: str | None) -> None:
     """Write the leading scheduler's state, its inputs from now on, and its decisions to FILE.
 
-    The format is JSON lines with IDs, lengths, phases and hashes of KV blocks, without the text of any prompt
-    or answer. tailrace replay FILE runs a policy on them again. FILE is replaced as soon as the recording
-    begins; if it ends early, what FILE has by then can be replayed.
+    JSON lines, without the text of any prompt or answer, for tailrace replay. FILE is replaced as soon as the
+    recording begins; if it ends early, what FILE has by then can be replayed.
     """
     lines = 0
     with connect(admin) as connection, file_errors(path=file), ExitStack() as opened:

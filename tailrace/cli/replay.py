@@ -71,9 +71,8 @@ _LARGEST_BYTES = 1 << 40
 def replay(file: Path, policy: str | None, assignments: tuple[str, ...], show: int, output: Output) -> None:
     """Feed the recording FILE to the scheduler's cluster model again and compare every decision.
 
-    The recorded policy must make identical decisions, to the last byte; otherwise the exit code is 1. Another
-    policy (--policy) is called on the same state that the recorded one decided on, so it shows what it would
-    have done at each moment, not what would have followed.
+    The recorded policy must make identical decisions; otherwise the exit code is 1. Another policy (--policy)
+    shows what it would have done in each state, not what would have followed.
     """
     if policy is None and assignments:
         raise UsageProblem("--set requires --policy")

@@ -45,8 +45,7 @@ class ClusterOptions:
     frontends: int = setting(1, "They share the port.", type=WholeRange(1, 32))
     keep_answers_s: float = setting(
         0.0,
-        "Clients that reconnect get the rest of their answers from any front end; at least 5 s; 0: off. "
-        "Only with --front python; use two or more --frontends to survive the loss of one.",
+        "How long answers are kept for clients that reconnect; at least 5 s; 0: off (--front python only).",
         "--keep-answers",
         type=KEPT_ANSWERS,
         metavar="SECONDS",
@@ -60,9 +59,8 @@ class ClusterOptions:
     reasoning_parser: str | None = setting(None, "vLLM's reasoning parser for the model.", metavar="NAME")
     frontend_arguments: tuple[str, ...] = setting(
         (),
-        "A flag of `vllm serve` for the API server, such as --frontend-arg=--enable-auto-tool-choice "
-        "--frontend-arg=--tool-call-parser=hermes; can be repeated. Pass an API key as VLLM_API_KEY in "
-        "the environment instead, where `ps` does not show it.",
+        "A flag of `vllm serve` for the API server, such as --frontend-arg=--tool-call-parser=hermes; can "
+        "be repeated. `ps` shows it: pass an API key as VLLM_API_KEY instead.",
         "--frontend-arg",
         multiple=True,
         metavar="FLAG[=VALUE]",

@@ -44,8 +44,7 @@ def tls_option(function: F) -> F:
         type=click.Path(file_okay=False, path_type=Path),
         envvar=TLS_FOLDER,
         metavar="DIR",
-        help="Folder with this process's certificate: ca.crt, tls.crt, tls.key (see tailrace certs "
-        "issue). All connections then use mutual TLS.",
+        help="Use mutual TLS, with the certificate in this folder (tailrace certs issue).",
     )(function)
 
 
