@@ -16,8 +16,8 @@ NIL = msgspec.Raw(b"\xc0")
 _FINISHED_REQUESTS = 5
 """Position of finished_requests in EngineCoreOutputs."""
 _SCHEDULER_STATS = 2
-# By position in EngineCoreOutput: prefill_stats, num_nans_in_logits; with what says nothing.
-_STATISTICS = {11: NIL, 13: msgspec.Raw(b"\x00")}
+# By position in EngineCoreOutput: events, prefill_stats, num_nans_in_logits; with what says nothing.
+_STATISTICS = {7: NIL, 11: NIL, 13: msgspec.Raw(b"\x00")}
 
 
 class FinishReason(enum.IntEnum):

@@ -153,7 +153,6 @@ async def test_outputs_that_no_api_server_can_read_end_their_streams_alone(
         {"new_logprobs": b""},
         {"new_logprobs": [("<f4", [9], 7)] * 3},
         {"new_prompt_logprobs_tensors": [1, 2, 3]},
-        {"events": [{"type": 9, "timestamp": 1.0}]},
         {"pooling_output": ["float32", [7], 1]},
     ],
     ids=str,
@@ -195,11 +194,13 @@ async def test_statistics_that_no_api_server_can_read_are_left_out(rig: Rig, num
     (submit,) = await start(rig, "r", worker)
     before = skipped("outputs of a worker")
     stats = msgspec.Raw(msgspec.msgpack.encode({"num_prompt_tokens": number}))
-    output = EngineCoreOutput("r0", [10], finish_reason=FinishReason.STOP, prefill_stats=stats)
+    events = msgspec.Raw(msgspec.msgpack.encode([{"type": 9, "timestamp": number}]))
+    output = EngineCoreOutput("r0", [10], finish_reason=FinishReason.STOP, prefill_stats=stats, events=events)
     wrong = [msgspec.msgpack.encode([0, [output], {"num_running_reqs": number}])]
     worker.send(merge(outputs(submit, [10], 0, FINISHED), frames=wrong))
     end = await rig.front.end_of("r0")
-    assert (end.finish_reason, bytes(end.prefill_stats)) == (FinishReason.STOP, b"\xc0")
+    assert end.finish_reason == FinishReason.STOP
+    assert (bytes(end.prefill_stats), bytes(end.events)) == (b"\xc0", b"\xc0")
     assert rig.front.tokens["r0"] == [10]
     assert skipped("outputs of a worker") == before + 1
 
