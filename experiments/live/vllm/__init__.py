@@ -1,1 +1,1 @@
-"""Compare the policies on real vLLM engines, with every answer checked (docs/live-results.md)."""
+"""Compare the policies on real vLLM engines, with every answer checked (docs/results.md)."""

@@ -32,7 +32,7 @@ class Scale:
 
     @staticmethod
     def full(seeds: int) -> Scale:
-        """Return the scale of docs/live-results.md."""
+        """Return the scale of docs/results.md."""
         return Scale(20.0, tuple(range(1, seeds + 1)), 120.0, True)
 
     @staticmethod
