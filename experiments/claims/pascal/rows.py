@@ -78,8 +78,7 @@ P15: Final = _row(
 def judge_fidelity(_: Mapping[str, Figures]) -> Sequence[Finding]:
     """Report P15 as not reproducible here."""
     why = (
-        "requires vLLM 0.6.1 on an H100; our simulator's error against a real vLLM run is in "
-        "docs/results.md"
+        "requires vLLM 0.6.1 on an H100; our simulator's error against a real vLLM run is in docs/results.md"
     )
     return (Finding(P15.claim_id, "-", Verdict.NOT_REPRODUCIBLE, why),)
 
