@@ -18,7 +18,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry
 
 from frontend_svc.adapters import SharedAdapters
-from frontend_svc.admission import AdmissionFlag, AdmissionGate, Refusal
+from frontend_svc.admission import CONGESTED, STOPPING, AdmissionFlag, AdmissionGate, Refusal
 from frontend_svc.adopt import Adoptions
 from frontend_svc.answers.coordinator import AnswerCoordinator
 from frontend_svc.api_server.spec import ADAPTER_CALLS
@@ -190,7 +190,7 @@ class FleetEngine:
         end.
         """
         if not self.outputs.keeps_answers:
-            self.requests.end_all()
+            self.requests.end_each(self.table, STOPPING, "the front end stops")
 
     # ---- from the API server (EngineCoreSink)
 
@@ -396,8 +396,9 @@ class FleetEngine:
         self.outputs.tick()
         unread_bytes = self.outputs.unread_bytes
         if unread_bytes > UNREAD_MAX_BYTES:
-            ended = self.requests.end_newest("the API server does not read")
-            log.warning("the API server has not read %d bytes: %d streams end", unread_bytes, ended)
+            newest = list(self.table)[len(self.table) // 2 :]
+            log.warning("the API server has not read %d bytes: %d streams end", unread_bytes, len(newest))
+            self.requests.end_each(newest, CONGESTED, "the API server does not read")
         full = len(self.table) >= self._limits.max_streams or unread_bytes > UNREAD_FULL_BYTES
         self._gate.update_full(full)
 

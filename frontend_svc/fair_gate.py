@@ -80,7 +80,6 @@ class FairGate:
         except TenantQueueFull:
             self.refused["full"] += 1
             raise Refused(TENANT_FULL) from None
-        stream.placing_since_s = time.monotonic()
         waiting = self._waiting[stream.handle] = _Waiting(entry, asyncio.Event())
         self._admit()
         try:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from frontend_svc.admission import (
@@ -21,7 +21,6 @@ from frontend_svc.admission import (
     NO_INSTANCE,
     NOT_HANDLED,
     OVERLOADED,
-    STOPPING,
     TOO_MANY_REQUESTS,
     Refusal,
     Refused,
@@ -86,9 +85,9 @@ class _Serving:
     """What `_serve` is told from outside about one request."""
 
     task: asyncio.Task[None]
-    # What to do next, and who waits for it.
+    # What to do next, if it was ordered.
     order: Where | HandedBack | None = None
-    ordered: asyncio.Event | None = None
+    ordered: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class _NoInstance(Exception):
@@ -154,7 +153,7 @@ class Requests:
                     case HandedBack() as handed_back:
                         await self._move(stream, handed_back)
         except Refused as refused:
-            self.refuse(stream, refused.refusal)
+            self._refuse(stream, refused.refusal)
         except _NoInstance as error:
             self._end(stream, CANNOT_GO_ON if stream.accepted else NO_INSTANCE, str(error))
         except Exception as error:  # noqa: BLE001 - a bug must not leave the client waiting forever
@@ -164,10 +163,10 @@ class Requests:
 
     async def _next_order(self, stream: Stream) -> Where | HandedBack:
         serving = self._serving[stream.handle]
-        while serving.order is None:
-            serving.ordered = asyncio.Event()
+        while (order := serving.order) is None:
+            serving.ordered.clear()
             await serving.ordered.wait()
-        order, serving.order = serving.order, None
+        serving.order = None
         return order
 
     async def _place(self, stream: Stream, where: Where) -> None:
@@ -389,8 +388,7 @@ class Requests:
         instance is then lost, is placed; without an instance none can be handed back."""
         serving = self._serving[stream.handle]
         serving.order = order
-        if serving.ordered is not None:
-            serving.ordered.set()
+        serving.ordered.set()
 
     # ---- its end
 
@@ -415,7 +413,7 @@ class Requests:
         self.abort(name)
         self._outputs.send_error(name, refusal)
 
-    def refuse(self, stream: Stream, refusal: Refusal) -> None:
+    def _refuse(self, stream: Stream, refusal: Refusal) -> None:
         """End a stream that was never submitted to an instance."""
         log.info("%s refused: %s", stream.request_id, refusal.message)
         self._close(stream)
@@ -436,20 +434,11 @@ class Requests:
         """End a stream whose outputs are made faster than they are read."""
         self._end(stream, CONGESTED, reason)
 
-    def end_newest(self, why: str) -> int:
-        """End half of the streams, the newest, as congested; return how many."""
-        streams = list(self._table)
-        ended = streams[len(streams) // 2 :]
-        for stream in ended:
+    def end_each(self, streams: Iterable[Stream], refusal: Refusal, reason: str) -> None:
+        """End streams with this error, wherever they run."""
+        for stream in streams:
             self._free(stream)
-            self._end(stream, CONGESTED, why)
-        return len(ended)
-
-    def end_all(self) -> None:
-        """End all streams with an error: this front end is about to exit."""
-        for stream in self._table:
-            self._free(stream)
-            self._end(stream, STOPPING, "the front end stops")
+            self._end(stream, refusal, reason)
 
     async def close(self) -> None:
         """Serve nothing any more."""

@@ -398,8 +398,8 @@ class Imports:
         request.num_computed_tokens = computed
         if not core.extend(request):
             raise EngineRefusal("no room: its last KV blocks are not free")
-        places = core.layout.positions(computed)
-        ids = [block.block_id for block in core.blocks_at(request.request_id, places)]
+        positions = core.layout.positions(computed)
+        ids = [block.block_id for block in core.blocks_at(request.request_id, positions)]
         if core.ranked:
             core.settle_ranks(request.request_id, ids)
         for first, staging in found.later:
