@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -77,14 +78,19 @@ def run(setting: Setting, model: Path, budget: Budget) -> dict[str, object]:
 
 def _engine(setting: Setting, model: Path, backend: str, timeout_s: float) -> dict[str, object] | str:
     command = [sys.executable, "-m", "benchmarks.gpu.lengths_engine", str(model), "--device", setting.device]
-    command += ["--backend", backend]
+    with tempfile.TemporaryDirectory(prefix="tailrace-lengths-") as folder:
+        out = Path(folder) / "figures.json"
+        return _measured([*command, "--backend", backend, "--out", str(out)], out, timeout_s)
+
+
+def _measured(command: Sequence[str], out: Path, timeout_s: float) -> dict[str, object] | str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
         return f"not run: not done within {timeout_s:.0f} s"
     if done.returncode != 0:
         return f"failed: {' '.join(done.stderr.strip().splitlines()[-3:])[-600:]}"
-    result: dict[str, object] = json.loads(done.stdout.strip().splitlines()[-1])
+    result: dict[str, object] = json.loads(out.read_text())
     steps = result["step_ms"]
     assert isinstance(steps, dict)
     return result | {"attention_ratio": attention_ratio(steps)}

@@ -1,5 +1,7 @@
-"""Measure the decode steps of one vLLM engine for batches with each distribution of lengths; JSON on
-stdout."""
+"""Measure the decode steps of one vLLM engine for batches with each distribution of lengths, into a file.
+
+vLLM prints to stdout too, on a GPU even while it exits.
+"""
 
 from __future__ import annotations
 
@@ -82,6 +84,7 @@ def main() -> None:
     """Measure every shape, and the minimal lengths."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON")
     parser.add_argument("--device", choices=["cuda", "cpu"], required=True)
     parser.add_argument(
         "--backend", default="", help="vLLM's name of an attention backend; default: vLLM's choice"
@@ -96,7 +99,8 @@ def main() -> None:
     for number, shape in enumerate(SHAPES):
         lengths = spread(shape, setting.batch, total, setting.shortest)
         times[shape] = step_ms(llm, setting, lengths, 2 + number)
-    print(json.dumps({"total_kv_tokens": total, "capacity_tokens": capacity_tokens(llm), "step_ms": times}))
+    figures = {"total_kv_tokens": total, "capacity_tokens": capacity_tokens(llm), "step_ms": times}
+    options.out.write_text(json.dumps(figures))
 
 
 if __name__ == "__main__":

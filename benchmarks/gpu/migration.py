@@ -25,7 +25,7 @@ from tests.harness.servers import MODEL, Server
 
 _MODES = ("live", "stop and copy")
 # Time for the last migration.
-_RESERVE_S = 60.0
+_RESERVE_S = 25.0
 
 
 @contextmanager
@@ -68,11 +68,11 @@ def run(setting: Setting, model: Path, budget: Budget) -> dict[str, object]:
         with steady_load(cluster, setting, 2 * setting.others, budget.left_s):
             for repeat in range(setting.repeats):
                 for tokens in setting.moved_tokens:
-                    for mode in _MODES:
+                    for number, mode in enumerate(_MODES):
                         if budget.left_s < _RESERVE_S:
                             left_out.append(f"{tokens} tokens, {mode}, repeat {repeat + 1}")
                             continue
-                        moves.append(asdict(migrate_once(cluster, fleet, tokens, mode, repeat)))
+                        moves.append(asdict(migrate_once(cluster, fleet, tokens, mode, 2 * repeat + number)))
     return {"others_on_each": setting.others, "moves": moves, "not_run_for_time": left_out}
 
 

@@ -17,7 +17,7 @@ from scripts.bundle import install_bundle
 from scripts.bundle.download import DownloadError, download
 from scripts.bundle.install_bundle import MANIFEST, Manifest, megabytes, sha256_of
 from scripts.bundle.installed import NOT_FOR_CPU, NotInstalled, installed_pins, wanted
-from scripts.bundle.left_out import chosen, dropped_from_vllm, matcher
+from scripts.bundle.left_out import chosen, dropped_from_vllm, environment_of, matcher
 from scripts.bundle.own import benchmarks_wheel, project_wheel, vllm_name_wheel
 from scripts.bundle.parts import write_manifest, write_parts
 from scripts.bundle.pins import LockError, Pin, locked
@@ -95,6 +95,7 @@ def make(target: Target, part_bytes: int, out: Path) -> Path:
             parts=parts,
             host_modules=("torch", "triton") if target.torch is Torch.HOST else (),
             checks=_CHECKS,
+            environment=environment_of(left_out),
         )
         write_manifest(folder, manifest, left_out)
         shutil.copy(install_bundle.__file__, folder)

@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -79,7 +79,8 @@ class BundledFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a bundle holds. The host's Python must have `host_modules`; `checks` are imported at the end."""
+    """What a bundle holds. The host's Python must have `host_modules`; `checks` are imported at the end;
+    `environment`: variables that the environment's Python has unless they are set."""
 
     name: str
     python: str
@@ -88,6 +89,7 @@ class Manifest:
     parts: tuple[Part, ...]
     host_modules: tuple[str, ...]
     checks: tuple[str, ...]
+    environment: dict[str, str]
 
     @staticmethod
     def read(path: Path) -> Manifest:
@@ -107,6 +109,7 @@ class Manifest:
                 ),
                 host_modules=tuple(data["host_modules"]),
                 checks=tuple(data["checks"]),
+                environment=dict(data["environment"]),
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise BundleError(f"{path} is no manifest of a bundle: {error}", USAGE) from error
@@ -307,8 +310,11 @@ def check_room(needed: int, folder: Path) -> None:
         raise BundleError(f"{place} has {megabytes(free)} free; {megabytes(needed)} are needed", USAGE)
 
 
-def make_environment(folder: Path, python: str, host_folders: Iterable[str]) -> Path:
-    """Make FOLDER a virtual environment, with the host's packages behind its own. Return its interpreter."""
+def make_environment(
+    folder: Path, python: str, host_folders: Iterable[str], variables: Mapping[str, str]
+) -> Path:
+    """Make FOLDER a virtual environment, with the host's packages behind its own, where these variables have
+    these values unless they are set. Return its interpreter."""
     interpreter = folder / "bin" / "python"
     if not interpreter.exists():
         # Without pip: Debian's Python has no ensurepip, and the bundle brings a pip.
@@ -321,6 +327,9 @@ def make_environment(folder: Path, python: str, host_folders: Iterable[str]) -> 
     lines = sorted(set(host_folders))
     if lines:
         (site / "zz-tailrace-host.pth").write_text("".join(f"{line}\n" for line in lines))
+    # Python runs the lines of a .pth file that begin with `import` whenever it starts.
+    defaults = (f"import os; os.environ.setdefault({name!r}, {variables[name]!r})\n" for name in variables)
+    (site / "zz-tailrace-environment.pth").write_text("".join(defaults))
     return interpreter
 
 
@@ -452,7 +461,7 @@ def run(options: argparse.Namespace) -> None:
         raise BundleError(f"still missing, bring them in any order: {names}", INCOMPLETE)
     verified(files, staging)
     say("every file is correct; installing")
-    interpreter = make_environment(folder, options.python, host.values())
+    interpreter = make_environment(folder, options.python, host.values(), manifest.environment)
     install(manifest, files, staging, interpreter, say)
     failed = imports_of(manifest, interpreter)
     if not options.keep_parts:

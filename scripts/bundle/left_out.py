@@ -88,6 +88,12 @@ def _reason(name: str, target: Target) -> str:
     return ""
 
 
+def environment_of(left_out: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that vLLM needs where these packages are left out."""
+    # vLLM imports FlashInfer for top-k and top-p on a GPU without asking whether it is there.
+    return {"VLLM_USE_FLASHINFER_SAMPLER": "0"} if "flashinfer-python" in left_out else {}
+
+
 def dropped_from_vllm(contents: Contents) -> dict[str, str]:
     """Patterns of the members of vLLM's wheel that `contents` does not have, each with what it is."""
     if contents is Contents.FULL:

@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from scripts.bundle import download as download_module
 from scripts.bundle.download import DownloadError, download
 from scripts.bundle.installed import NotInstalled, installed_pins, wanted
-from scripts.bundle.left_out import _PACKAGES, chosen, dropped_from_vllm, matcher
+from scripts.bundle.left_out import _PACKAGES, chosen, dropped_from_vllm, environment_of, matcher
 from scripts.bundle.own import benchmarks_wheel, vllm_name_wheel
 from scripts.bundle.pins import LockError, Pin, locked
 from scripts.bundle.target import Contents, Engine, Target, Torch
@@ -88,6 +88,16 @@ def test_torch_comes_from_the_host_only_on_request() -> None:
     assert [pin.name for pin in kept] == ["nvidia-ml-py", "vllm"]
     assert set(left) == {"torch", "triton", "nvidia-cublas", "cuda-toolkit", "flashinfer-python"}
     assert len(chosen(pins, Target(Engine.GPU, "3.12"))[0]) == len(pins), "full leaves nothing out"
+
+
+def test_vllm_samples_without_flashinfer_where_it_is_left_out() -> None:
+    pins = [Pin("flashinfer-python", "1")]
+    for contents, variables in {
+        Contents.HOPPER: {"VLLM_USE_FLASHINFER_SAMPLER": "0"},
+        Contents.FULL: {},
+    }.items():
+        _, left = chosen(pins, Target(Engine.GPU, "3.12", contents))
+        assert environment_of(left) == variables
 
 
 def test_every_small_bundle_keeps_one_flash_attention() -> None:

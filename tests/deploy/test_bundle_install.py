@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ensurepip
+import os
 import platform
 import shutil
 import subprocess
@@ -40,7 +41,8 @@ def _make(
     astray.mkdir()
     (astray / "module_a.py").write_text("raise ImportError('astray')\n")
     files, parts = write_parts([[first, pip], [own]], bundle, "test", 1_000_000)
-    write_manifest(bundle, Manifest("test", python, machine, files, parts, host, checks), {})
+    manifest = Manifest("test", python, machine, files, parts, host, checks, {"TAILRACE_TEST": "it's set"})
+    write_manifest(bundle, manifest, {})
     shutil.copy(install_bundle.__file__, bundle)
     return bundle
 
@@ -86,6 +88,19 @@ def test_parts_are_installed_incrementally_and_updates_need_only_changes(tmp_pat
     update = _install(newer, into, sorted(newer.glob("test.part-*"))[-1])
     assert update.returncode == 0, update.stderr
     assert (_value(into, "module_a"), _value(into, "module_b")) == ("a", "2")
+
+
+def test_the_environments_python_has_the_manifests_variables_unless_they_are_set(tmp_path: Path) -> None:
+    into = tmp_path / "environment"
+    assert _install(_make(tmp_path / "one"), into).returncode == 0
+    command = [str(into / "bin" / "python"), "-c", "import os; print(os.environ['TAILRACE_TEST'])"]
+    values = [
+        subprocess.run(
+            command, capture_output=True, text=True, timeout=WAIT_S, check=True, env={**os.environ, **given}
+        ).stdout.strip()
+        for given in ({}, {"TAILRACE_TEST": "own"})
+    ]
+    assert values == ["it's set", "own"]
 
 
 def test_an_incompatible_host_is_refused_before_anything_is_written(tmp_path: Path) -> None:

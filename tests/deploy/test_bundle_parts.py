@@ -56,7 +56,7 @@ def _bundle(folder: Path, seed: int = 0) -> Manifest:
     out = folder / f"bundle-{seed}"
     out.mkdir()
     files, parts = write_parts([sources[:2], sources[2:]], out, "test", 9_000)
-    manifest = Manifest("test", "3.11", "x86_64", files, parts, (), ())
+    manifest = Manifest("test", "3.11", "x86_64", files, parts, (), (), {})
     write_manifest(out, manifest, {})
     return manifest
 
@@ -156,7 +156,7 @@ def test_two_installers_do_not_share_a_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../evil", "a/b", "/etc/passwd", "..", ""])
 def test_a_manifest_cannot_write_outside_its_folder(tmp_path: Path, name: str) -> None:
-    manifest = Manifest("test", "3.11", "x86_64", (BundledFile(name, 1, "00", 1),), (), (), ())
+    manifest = Manifest("test", "3.11", "x86_64", (BundledFile(name, 1, "00", 1),), (), (), (), {})
     with pytest.raises(BundleError, match="no plain file name") as raised:
         Manifest.read(write_manifest(tmp_path, manifest, {}))
     assert raised.value.status == USAGE

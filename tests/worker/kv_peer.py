@@ -42,6 +42,8 @@ class PeerSettings(msgspec.Struct):
     claim_s: float = 30.0
     ucx: dict[str, str] = {}
     sealed: bool = False
+    # Blocks that the device has memory to stage; -1: any number.
+    staged_max: int = -1
 
 
 def shape(block_bytes: int) -> KvShape:
@@ -73,11 +75,14 @@ class BlockEngine:
     """The part of Engine that the transport calls. Its blocks are generated in advance, so that a read costs
     as much as in a real engine: a copy and a checksum."""
 
-    def __init__(self, blocks: int, block_bytes: int) -> None:
+    def __init__(self, blocks: int, block_bytes: int, staged_max: int = -1) -> None:
         self._bytes = block_bytes
+        self._staged_max = staged_max
         self._kv = np.concatenate([block(number, block_bytes) for number in range(blocks)])
 
     def staging(self, num_blocks: int) -> Staging:
+        if 0 <= self._staged_max < num_blocks:
+            raise EngineRefusal("no memory")
         return Memory(np.zeros(num_blocks * self._bytes, np.uint8))
 
     def staging_over(self, memory: npt.NDArray[np.uint8]) -> Staging | None:
@@ -106,7 +111,9 @@ class Serving:
 
     def __init__(self, settings: PeerSettings) -> None:
         self._settings = settings
-        engine: Engine = BlockEngine(settings.blocks, settings.block_bytes)  # type: ignore[assignment]
+        engine: Engine = BlockEngine(  # type: ignore[assignment]
+            settings.blocks, settings.block_bytes, settings.staged_max
+        )
         metrics = WorkerMetrics(WorkerHistograms(CollectorRegistry()))
         pool = StagingPool(engine, settings.block_bytes)
         self.server = KvServer(

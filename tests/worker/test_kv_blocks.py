@@ -7,7 +7,7 @@ import pytest
 import torch
 import xxhash
 
-from worker_agent.engine.errors import KvCorrupt
+from worker_agent.engine.errors import EngineRefusal, KvCorrupt
 from worker_agent.engine.vllm.kv_blocks import KvBlocks, odd_weight_sums
 
 BLOCKS, LAYERS = 11, 3
@@ -92,3 +92,16 @@ def test_gpu_checksum_detects_changed_and_swapped_words() -> None:
     swapped = blocks.clone()
     swapped[0, 8:16], swapped[0, 16:24] = blocks[0, 16:24], blocks[0, 8:16]
     assert odd_weight_sums(swapped)[0] != sums[0]
+
+
+def test_a_device_without_memory_refuses_the_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = KvBlocks(tensors(LAYOUTS[0], 1), BLOCKS)
+
+    def without_memory(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 32 MiB")
+
+    monkeypatch.setattr(torch, "empty", without_memory)
+    with pytest.raises(EngineRefusal, match="no memory for a transfer: tried to allocate"):
+        kv.staging(2)
+    with pytest.raises(EngineRefusal, match="no memory for a transfer"), kv.stream():
+        without_memory()

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.worker.kv_peer import Memory, block
+from tests.worker.kv_peer import BlockEngine, Memory, block
 from worker_agent.kv.address import KvTransferError, Ticket
-from worker_agent.kv.memory import require_sealable
+from worker_agent.kv.memory import StagingPool, require_sealable
 from worker_agent.kv.wire import TAG_BYTES, Bytes, Seal, host_bytes
 
 TICKET = Ticket(bytes(range(32)))
@@ -71,6 +71,11 @@ class DeviceMemory:
 def test_sealing_of_device_memory_is_refused() -> None:
     with pytest.raises(KvTransferError, match=r"--encrypt-kv.*WireGuard"):
         require_sealable(DeviceMemory(), 64)
+
+
+def test_chunks_of_device_memory_are_larger() -> None:
+    assert StagingPool(DeviceMemory(), 2 << 20).chunk_blocks == 16
+    assert StagingPool(BlockEngine(1, 2 << 20), 2 << 20).chunk_blocks == 4
 
 
 def test_buffer_bytes_are_not_copied() -> None:

@@ -242,6 +242,18 @@ async def test_unannounced_blocks_are_refused(client: KvClient, source: Source) 
     assert receiver.blocks == {}
 
 
+async def test_source_without_memory_to_stage_blocks_says_so(ucx: None) -> None:
+    receiver = Receiver()
+    async with source_process(PeerSettings(BLOCKS, SIZE, staged_max=1)) as source:
+        remote = client_of(shape(SIZE), Remote)
+        async with source.transfer(remote) as transfer:
+            with pytest.raises(KvTransferError, match="cannot read the blocks"):
+                await transfer.pull(0, names(0, 2), receiver.deliver)
+        async with source.transfer(remote) as transfer:
+            await transfer.pull(0, names(0, 1), receiver.deliver)
+    assert list(receiver.blocks) == [0]
+
+
 async def test_kv_of_another_model_is_refused(client: KvClient, source: Source) -> None:
     number, address, ticket = await source.open(client)
     other = KvShape("another-model", 16, 4, SIZE // 4)

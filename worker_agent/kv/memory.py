@@ -33,7 +33,10 @@ from worker_agent.kv.address import KvTransferError
 log = logging.getLogger(__name__)
 
 # Chosen by measurement: see ucx.py.
-CHUNK_BYTES: Final = 8 << 20
+HOST_CHUNK_BYTES: Final = 8 << 20
+# Each layer costs kernel launches: on an H100, gathering one block of an 8B model takes as long as gathering
+# 16 (docs/gpu-checks.md). Each migration has up to WINDOW of these on either GPU.
+DEVICE_CHUNK_BYTES: Final = 32 << 20
 
 # process, file descriptor, size, inode
 _NAME: Final = struct.Struct("<IIQQ")
@@ -223,7 +226,8 @@ class KvMemory(Protocol):
     """Allocates staging buffers and reads blocks of exports into them. Called from one event loop only."""
 
     def staging(self, num_blocks: int) -> Staging:
-        """Return a contiguous buffer for `num_blocks` blocks in the memory that holds the KV."""
+        """Return a contiguous buffer for `num_blocks` blocks in the memory that holds the KV. Raise
+        EngineRefusal if it has no room."""
 
     def staging_over(self, memory: npt.NDArray[np.uint8]) -> Staging | None:
         """Return a buffer over this host memory, of a whole number of blocks; None if the KV is not in host
@@ -240,23 +244,29 @@ _BUFFERS_KEPT_MAX: Final = 8
 
 def require_sealable(memory: KvMemory, block_bytes: int) -> None:
     """Raise KvTransferError unless KV passes through host memory, where it can be encrypted."""
-    if memory.staging_over(np.zeros(block_bytes, np.uint8)) is None:
+    if _on_device(memory, block_bytes):
         raise KvTransferError(
             "--encrypt-kv: KV in device memory cannot be encrypted; encrypt the link (WireGuard, IPsec) "
             "and omit the option"
         )
 
 
+def _on_device(memory: KvMemory, block_bytes: int) -> bool:
+    return memory.staging_over(np.zeros(block_bytes, np.uint8)) is None
+
+
 class StagingPool:
     """The staging buffers of one engine or rank. Buffers of a full chunk are kept; smaller ones are not."""
 
     def __init__(self, memory: KvMemory, block_bytes: int) -> None:
+        chunk_bytes = DEVICE_CHUNK_BYTES if _on_device(memory, block_bytes) else HOST_CHUNK_BYTES
         self._memory = memory
-        self.chunk_blocks = max(1, CHUNK_BYTES // block_bytes)
+        self.chunk_blocks = max(1, chunk_bytes // block_bytes)
         self._free: list[Staging] = []
 
     def take(self, num_blocks: int) -> Staging:
-        """Return a buffer of exactly this many blocks, at most `chunk_blocks`."""
+        """Return a buffer of exactly this many blocks, at most `chunk_blocks`. Raise EngineRefusal if the
+        memory has no room for it."""
         if num_blocks == self.chunk_blocks and self._free:
             return self._free.pop()
         return self._memory.staging(num_blocks)

@@ -286,8 +286,8 @@ class Conversation:
         if not session.may_read(first, num_blocks):
             await self._refuse(ENDED, request)
             return
-        staging = self._staging(request)
         try:
+            staging = self._staging(request)
             with session.reading():
                 checksums = await run_to_completion(
                     self._memory.read_blocks(session.request_id, first, num_blocks, staging)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from worker_agent.engine.errors import KvCorrupt
+from worker_agent.engine.errors import EngineRefusal, KvCorrupt
 
 
 class DeviceStaging:
@@ -61,10 +61,10 @@ class KvBlocks:
         self.checksum_name = "odd-weights" if on_gpu else "xxh3_64"
 
     def staging(self, num_blocks: int) -> DeviceStaging:
-        """Allocate a buffer for num_blocks blocks in the KV's memory."""
+        """Allocate a buffer for num_blocks blocks in the KV's memory. Raise EngineRefusal without room."""
         shape = (num_blocks, self.num_layers, self.layer_block_bytes)
         # Allocate on the stream that uses it, or torch could return memory that a step in flight still uses.
-        with torch.cuda.stream(self._stream):
+        with _refusing_without_memory(), torch.cuda.stream(self._stream):
             return DeviceStaging(torch.empty(shape, dtype=torch.uint8, device=self.device))
 
     def staging_over(self, memory: npt.NDArray[np.uint8]) -> DeviceStaging | None:
@@ -75,8 +75,9 @@ class KvBlocks:
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        """Run copies inside on KvBlocks' own stream, and wait for them at the end."""
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
+        """Run copies inside on KvBlocks' own stream, and wait for them at the end. Raise EngineRefusal if the
+        device has no memory for them."""
+        with _refusing_without_memory(), torch.inference_mode(), torch.cuda.stream(self._stream):
             yield
             if self._stream is not None:
                 self._stream.synchronize()
@@ -115,7 +116,7 @@ class KvBlocks:
         return sums
 
     def _gather_on_device(self, block_ids: Sequence[int], out: DeviceStaging) -> list[int]:
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
+        with self.stream():
             ids = torch.tensor(block_ids, dtype=torch.long, device=self.device)
             for number, layer in enumerate(self._layers):
                 blocks = layer.index_select(0, ids).reshape(len(block_ids), -1)
@@ -155,7 +156,7 @@ class KvBlocks:
 
     def checksums(self, staging: DeviceStaging, num_blocks: int) -> list[int]:
         """Return the checksums of the first `num_blocks` blocks of `staging`."""
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
+        with self.stream():
             return self._checksums(staging, num_blocks)
 
     def _checksums(self, staging: DeviceStaging, num_blocks: int) -> list[int]:
@@ -163,6 +164,15 @@ class KvBlocks:
         if blocks.is_cuda:
             return odd_weight_sums(blocks)
         return [xxhash.xxh3_64_intdigest(block.data) for block in blocks.numpy()]
+
+
+@contextmanager
+def _refusing_without_memory() -> Iterator[None]:
+    """Refuse what the device has no memory for: serving requests goes first."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise EngineRefusal(f"the device has no memory for a transfer: {error}") from error
 
 
 def odd_weight_sums(blocks: torch.Tensor) -> list[int]:
