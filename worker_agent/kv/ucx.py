@@ -18,9 +18,9 @@ The following was chosen by measurement on a shared two-core machine, so only co
   forever. A process with an idle endpoint uses about 1% of a core, compared to 25-50% with "blocking".
 - Tag messages into our own buffers, at twice the rate of active messages, which arrive in memory that UCX
   allocates each time; the difference is due to page faults.
-- Chunks of 8 MiB (of KV in host memory), four in flight. Through shared memory 4 and 8 MiB were the fastest (1.8 to 2.6 GiB/s while
-  other processes used both cores); 2 MiB reached 1.3 GiB/s, 1 MiB 0.3 GiB/s: each message costs up to half a
-  millisecond of handovers between threads.
+- Chunks of 8 MiB of KV in host memory, four in flight. Through shared memory 4 and 8 MiB were the fastest
+  (1.8 to 2.6 GiB/s while others used both cores); 2 MiB reached 1.3 GiB/s, 1 MiB 0.3 GiB/s: each message
+  costs up to half a millisecond of handovers between threads.
 - Receives are posted before the request is sent, and the connection is made before the pause. So every
   expected message has a receive when it arrives, and all others can be discarded (`discard_strays`).
 """
