@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import msgspec
 import numpy as np
@@ -135,6 +136,7 @@ def test_measuring_ends_at_its_time_budget() -> None:
 
     took_s, bench = run_virtually(run())
     assert took_s <= 3.01 and "is used up" in bench.messages[-1]
+    assert re.search(r"up to [1-9][\d,]* of [\d,]+ tokens of KV", bench.messages[-1])
     assert bench.engine.stats().requests == [], "a probe still runs"
 
 

@@ -9,7 +9,7 @@ from statistics import fmean, median
 from typing import Final
 
 from worker_agent.engine.base import Engine, EngineInfo
-from worker_agent.profiling.plan import Batch, batches, prompt_lengths
+from worker_agent.profiling.plan import Batch, batches, kv_room, prompt_lengths
 from worker_agent.profiling.probes import ProbeResult, Probes
 
 # Prompts per length.
@@ -64,7 +64,11 @@ async def measure(
                     # Samples are independent, so those of an interrupted run are valid too.
                     _keep(probes, samples)
     except TimeoutError:
-        report(f"the budget of {budget_s:g} s is used up; the rest of the plan is skipped")
+        held = max((sample.kv_tokens for sample in samples.decode), default=0.0)
+        report(
+            f"the budget of {budget_s:g} s is used up; the rest of the plan is skipped: steps were measured "
+            f"with up to {held:,.0f} of {kv_room(info):,} tokens of KV, and are extrapolated from there"
+        )
     finally:
         probes.drop(engine)
     return samples

@@ -35,7 +35,7 @@ class Batch:
 
 def prompt_lengths(info: EngineInfo) -> list[int]:
     """Return the prompt lengths for the TTFT curve: 16, 32, ... and the longest that fits."""
-    longest = min(info.max_model_len - 2, _room(info))
+    longest = min(info.max_model_len - 2, kv_room(info))
     lengths = list(_spread(_SHORTEST, longest, 2))
     if not lengths or lengths[-1] < longest:
         lengths.append(longest)
@@ -50,12 +50,13 @@ def batches(info: EngineInfo) -> list[Batch]:
             # The prompts of a batch take several steps, during which the first ones already decode.
             mixed = -(-requests * prompt // info.step_tokens)
             batch = Batch(requests, prompt, _DECODE_STEPS + 2 * mixed)
-            if prompt + batch.output_tokens <= info.max_model_len and batch.tokens <= _room(info):
+            if prompt + batch.output_tokens <= info.max_model_len and batch.tokens <= kv_room(info):
                 planned.append(batch)
     return sorted(planned, key=lambda batch: batch.tokens)
 
 
-def _room(info: EngineInfo) -> int:
+def kv_room(info: EngineInfo) -> int:
+    """Return the tokens of KV that probes may use."""
     return int(_KV_SHARE * info.kv_blocks_total * info.kv_shape.block_tokens)
 
 
