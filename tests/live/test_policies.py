@@ -73,7 +73,8 @@ async def test_cascade_hands_over_a_request_that_outgrows_its_stage(fleet: Fleet
     )
     await fleet.wait_for_members(lambda m: len(m.stages) == 2)
     await fleet.set_policy("cascade_inter_stage_only")
-    requests = [await fleet.send(100, 0, 400) for _ in range(4)]
+    # Long enough to be still running when a busy machine comes to move them.
+    requests = [await fleet.send(100, 0, 1_000) for _ in range(4)]
     await asyncio.gather(*(fleet.wait_for_tokens(r, 2) for r in requests))
     assert set((await fleet.owners()).values()) <= {"w-0", "w-1"}
     moved = await fleet.wait_for_migrations("length boundary", 4)
