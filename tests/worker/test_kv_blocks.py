@@ -61,6 +61,25 @@ def test_blocks_are_gathered_to_any_rows(layout: tuple[int, ...]) -> None:
     assert not apart.bytes[[0, 2, 3]].any()
 
 
+@pytest.mark.parametrize("layout", [*LAYOUTS, (BLOCKS, 1, 3, 1), (BLOCKS, 2, 16, 8)])
+@pytest.mark.parametrize("ids", [[4], [7, 0, 3], list(range(BLOCKS))])
+def test_a_device_moves_the_bytes_that_a_host_moves(layout: tuple[int, ...], ids: list[int]) -> None:
+    """Computed by torch on the device of the KV, here the CPU."""
+    sent = tensors(layout, 1)
+    host, device = KvBlocks(sent, BLOCKS), KvBlocks(sent, BLOCKS)
+    device._rows = []
+    expected, found = host.staging(BLOCKS), device.staging(BLOCKS)
+    assert device.gather(ids, found) == host.gather(ids, expected)
+    assert torch.equal(found.bytes[: len(ids)], expected.bytes[: len(ids)])
+    targets = [BLOCKS - 1 - number for number in ids]
+    of_host, of_device = tensors(layout, 2), tensors(layout, 2)
+    KvBlocks(of_host, BLOCKS).scatter(expected, targets)
+    written = KvBlocks(of_device, BLOCKS)
+    written._rows = []
+    written.scatter(found, targets)
+    assert all(torch.equal(a, b) for a, b in zip(of_host, of_device, strict=True))
+
+
 def test_every_corrupt_byte_is_detected() -> None:
     kv = KvBlocks(tensors(LAYOUTS[0], 1), BLOCKS)
     staging = kv.staging(2)
