@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from simulator.events import EventQueue
 from simulator.instance import Instance
@@ -49,13 +48,6 @@ class _NoBid:
 _Message = ToReceiver | ToSender | _NoBid
 
 
-class BiddingListener(Protocol):
-    """Receive changes of offers."""
-
-    def offer_changed(self, source: Instance) -> None:
-        """Handle an offer of one of the source's requests that was made or has ended."""
-
-
 @dataclass(slots=True)
 class _OpenOffer:
     action: Offer
@@ -90,17 +82,17 @@ class Bidding:
         events: EventQueue,
         message_s: float,
         seed: int,
-        listener: BiddingListener,
+        offer_changed: Callable[[Instance], None],
     ) -> None:
         """Start without offers. `jobs` are by request id; `message_s` is the mean latency of a message, which
-        varies by `seed`."""
+        varies by `seed`. `offer_changed`: called when a request of the source goes on offer or off it."""
         self.outcomes: Counter[str] = Counter()
         self._jobs = jobs
         self._migrations = migrations
         self._events = events
         self._message_s = message_s
         self._random = random.Random(f"bid-ask {seed}")
-        self._listener = listener
+        self._offer_changed = offer_changed
         self._now = 0.0
         self._parties = {i.instance_id: _Party(i, self._make_receiver(i)) for i in instances}
         self._offers: dict[str, _OpenOffer] = {}
@@ -123,7 +115,7 @@ class Bidding:
         self._offers[action.request_id] = offered
         job.on_offer = True
         source.migrations_out += 1
-        self._listener.offer_changed(source)
+        self._offer_changed(source)
         self._events.schedule(now + self._latency_s(), lambda later: self._begin_offer(offered, later))
 
     def finished(self, job: Job, now: float) -> None:
@@ -163,7 +155,7 @@ class Bidding:
         if offered.counted:
             offered.source.migrations_out -= 1
         self.outcomes["taken" if offered.taken else "kept"] += 1
-        self._listener.offer_changed(offered.source)
+        self._offer_changed(offered.source)
 
     # ---- messages
 

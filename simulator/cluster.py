@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from simulator.hooks import FutureLoad, LengthPenalty, LengthPredictor
+from simulator.hooks import LengthPenalty, LengthPredictor
 from tailrace.actions import WhenFull
 from tailrace.cluster import Pool, Stage
 from tailrace.handover import TRANSFERS
+from tailrace.perf.future_load import FutureLoad
 from tailrace.profiles import Profile
 from tailrace.slo import READING_S
 

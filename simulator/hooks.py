@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -31,19 +30,5 @@ class LengthPredictor(Protocol):
         """Return the predicted output tokens after the first `output_tokens`, or None for no prediction.
 
         Must be a pure function of its arguments, so that runs can be repeated.
-        """
-        ...
-
-
-class FutureLoad(Protocol):
-    """A worker's own simulation of its future load (ARES, section 5.2)."""
-
-    def of_each(
-        self, tokens: Sequence[int], remaining: Sequence[float], counts: Sequence[int]
-    ) -> list[tuple[float, ...]]:
-        """Return the token loads of several instances at the coming steps.
-
-        `tokens` and `remaining` are the context and the expected remaining tokens of each request, one
-        instance after the other; `counts` are the requests of each instance.
         """
         ...

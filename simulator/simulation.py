@@ -106,7 +106,14 @@ class Simulation:
         self._sampler = Sampler(self.instances, spec.stages)
         self._sample_interval_s = sample_interval_s
         self.bidding = Bidding(
-            self.instances, self._jobs_by_id, self.migrations, events, spec.migration.message_s, seed, self
+            self.instances,
+            self._jobs_by_id,
+            self.migrations,
+            events,
+            spec.migration.message_s,
+            seed,
+            # A request on offer counts as migrating, as in the live scheduler.
+            offer_changed=self._views.mark_dirty,
         )
         self._request_ids = [request.request_id for request in requests]
         self._completed = CompletedJobs(spec.tpot_target_s)
@@ -186,12 +193,6 @@ class Simulation:
             self._views.migration_committed(migration)
         else:
             self._views.migration_aborted(migration)
-
-    # ---- BiddingListener (simulator/bidding.py)
-
-    def offer_changed(self, source: Instance) -> None:
-        """Update the view: a request on offer counts as migrating, as in the live scheduler."""
-        self._views.mark_dirty(source)
 
     # ---- events
 

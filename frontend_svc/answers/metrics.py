@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -12,15 +12,10 @@ from prometheus_client.registry import Collector
 
 from frontend_svc.answers.store import AnswerStore
 
+if TYPE_CHECKING:
+    from frontend_svc.answers.replication import Replication
+
 _SECONDS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2)
-
-
-class Copies(Protocol):
-    """The copies of answers (the used part of replication.Replication)."""
-
-    peers_lost: int
-
-    def count_unprotected(self) -> int: ...
 
 
 _STATUSES: Final = ("400", "404", "409", "410", "413", "422", "503")
@@ -43,10 +38,10 @@ class AnswerMetrics(Collector):
         self.copied = copy_seconds.observe
         self._store: AnswerStore | None = None
         self._peers: Callable[[], int] = lambda: 0
-        self._copies: Copies | None = None
+        self._copies: Replication | None = None
         registry.register(self)
 
-    def watch(self, store: AnswerStore, peers: Callable[[], int], copies: Copies) -> None:
+    def watch(self, store: AnswerStore, peers: Callable[[], int], copies: Replication) -> None:
         """Set what is exported besides the counters.
 
         `peers()` returns how many front ends can hold copies.
