@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Final
 
 import grpc
+
+CLOSE_WHEN_IDLE: Final = ("grpc.client_idle_timeout_ms", 60_000)
+"""Option of every channel that can be replaced: otherwise gRPC keeps its connection for half an hour after
+the last call."""
 
 
 class RenewedChannel:
     """Start each call on the newest channel; calls in progress finish on the channel they started on.
 
-    A replaced channel is kept while it is connected: gRPC closes its idle connection after
-    `grpc.client_idle_timeout_ms`.
+    A replaced channel is kept while it is connected; with CLOSE_WHEN_IDLE that ends soon after its last call.
     """
 
     def __init__(self, make: Callable[[], grpc.aio.Channel], version: Callable[[], int]) -> None:

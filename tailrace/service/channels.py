@@ -15,7 +15,7 @@ import grpc
 
 from tailrace.members import Members
 from tailrace.records import ServiceRecord
-from tailrace.security.renewed_channel import RenewedChannel
+from tailrace.security.renewed_channel import CLOSE_WHEN_IDLE, RenewedChannel
 from tailrace.security.roles import Role
 from tailrace.security.transport import PLAIN, Transport
 from tailrace.service.pings import ping_options
@@ -98,8 +98,7 @@ _OPTIONS: Final = (
     # Two channels of one process to one address share no connection, so that a slow one does not block the
     # other.
     ("grpc.use_local_subchannel_pool", 1),
-    # A channel that a new certificate replaced is closed soon after its last call.
-    ("grpc.client_idle_timeout_ms", 60_000),
+    CLOSE_WHEN_IDLE,
 )
 
 

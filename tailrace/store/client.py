@@ -13,7 +13,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 import grpc
 
 from tailrace.address import Endpoint
-from tailrace.security.renewed_channel import RenewedChannel
+from tailrace.security.renewed_channel import CLOSE_WHEN_IDLE, RenewedChannel
 from tailrace.security.transport import PLAIN, Transport
 from tailrace.service.pings import ping_options
 from tailrace.service.tasks import cancel, task_error
@@ -82,6 +82,7 @@ _CHANNEL_OPTIONS: Final[tuple[tuple[str, str | int], ...]] = (
     # Timeout of one connection attempt.
     ("grpc.min_reconnect_backoff_ms", 2_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    CLOSE_WHEN_IDLE,
 )
 
 # Statuses about the member or the way to it. Any other status is etcd's answer.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -14,7 +15,10 @@ import grpc
 import pytest
 
 from tailrace.address import parse_endpoints
+from tailrace.security.renewed_channel import CLOSE_WHEN_IDLE
+from tailrace.security.transport import PlainTransport
 from tailrace.service.etcd import find_etcd, local_etcd
+from tailrace.store import client
 from tailrace.store.client import EtcdClient, Member
 from tailrace.store.store import LeasedValue, Store, StoreUnavailable
 from tailrace.v1 import etcd_pb2
@@ -308,6 +312,36 @@ def _varint(number: int) -> bytes:
         encoded.append(number & 127 | 128)
         number >>= 7
     return bytes([*encoded, number])
+
+
+class Renewed(PlainTransport):
+    """A transport whose certificate changes each time that it is asked for."""
+
+    def __init__(self) -> None:
+        self._versions = itertools.count()
+
+    @property
+    def version(self) -> int:  # type: ignore[misc]
+        return next(self._versions)
+
+
+async def test_connections_with_old_certificates_are_closed(
+    etcd: str, cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    soon = tuple(
+        (name, 1_000 if name == CLOSE_WHEN_IDLE[0] else value) for name, value in client._CHANNEL_OPTIONS
+    )
+    monkeypatch.setattr(client, "_CHANNEL_OPTIONS", soon)
+    store = await Store.connect([etcd], cluster, Renewed())
+    await store.get("key")
+    (member,) = store._client._members
+    replaced = member.channel._replaced
+    assert replaced
+    async with asyncio.timeout(WAIT_S):
+        # gRPC notifies of no end of an idle connection.
+        while any(c.get_state() is grpc.ChannelConnectivity.READY for c in replaced):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    await store.close()
 
 
 async def test_etcd_over_ipv6(etcd: str, cluster: str) -> None:
