@@ -320,8 +320,8 @@ class Renewed(PlainTransport):
     def __init__(self) -> None:
         self._versions = itertools.count()
 
-    @property
-    def version(self) -> int:  # type: ignore[misc]
+    @property  # type: ignore[misc]
+    def version(self) -> int:
         return next(self._versions)
 
 
