@@ -43,7 +43,8 @@ from tailrace.v1 import admin_pb2, migration_pb2, types_pb2
 MODEL = "tiny"
 # In tokens: longer than the request's prompt and reasoning, shorter than its whole context.
 BOUNDARY = 700
-REQUEST = task("life", 40, 110)
+# Its answer goes on for seconds after the boundary, in which the stage is rebalanced.
+REQUEST = task("life", 40, 160)
 MOVES = [
     ("prefill done", "arrow"),
     ("reasoning ended", "pascal"),
