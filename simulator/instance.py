@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from simulator.batch import Batch
 from simulator.blocks import blocks_for
@@ -30,9 +30,6 @@ from tailrace.intra.allocate import Claim, Room, allocate
 from tailrace.intra.base import IntraPolicy, Rank
 from tailrace.intra.due import nominal_s
 from tailrace.perf.transfer_rate import TransferRate
-
-if TYPE_CHECKING:
-    from simulator.reports import Report
 
 # Steps for which the length-heterogeneity penalty of a batch is treated as constant.
 _PENALTY_STEPS = 32
@@ -56,6 +53,13 @@ class Listener(Protocol):
 
     def preempted(self, instance: Instance, job: Job, now: float) -> None:
         """Handle the preemption of a request from the device."""
+
+
+class Snapshot(Protocol):
+    """A snapshot of an instance whose contents are read only when needed."""
+
+    def read_all(self) -> None:
+        """Read everything that is still unread: the instance is about to change."""
 
 
 class Instance:
@@ -119,7 +123,7 @@ class Instance:
         self._starting = False
         self._intervals = RecentIntervals()
         # Snapshots to read before the next change.
-        self.snapshots: list[Report] = []
+        self.snapshots: list[Snapshot] = []
 
     # ---- queries, valid at any time
 

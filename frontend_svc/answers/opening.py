@@ -9,16 +9,13 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 from frontend_svc.admission import Refusal
 from frontend_svc.answers.calls import UNLIMITED, Denial, OpenCall, Opened, OpenReply, parse_event_id
 from frontend_svc.answers.locate import AnswerHolders, AnswerQuery, Fetched, fetch, locate
 from frontend_svc.answers.metrics import AnswerMetrics
 from frontend_svc.answers.store import Answer, AnswerStore, AnswerTooLarge, Head, StoreFull
-
-if TYPE_CHECKING:
-    from frontend_svc.answers.coordinator import AnswerCoordinator
 
 # Attempts to resolve a key that two front ends were given at the same time.
 _ATTEMPTS: Final = 4
@@ -49,6 +46,25 @@ _LOST: Final = _denial(
 )
 
 
+class AnswerRuns(Protocol):
+    """The runs of answers at this front end (implemented by the coordinator)."""
+
+    def begin_run(self, answer: Answer, arrival: int, replica: str, replica_entries: int | None) -> None:
+        """Begin a run for the request with this arrival number, and end the one in progress.
+
+        `replica`: the front end that should have the copy, which has `replica_entries` entries already.
+        """
+
+    def is_superseded(self, answer_id: str, arrival: int) -> bool:
+        """Return whether a later request has begun a run already."""
+
+    async def confirm_key(self, answer: Answer) -> bool:
+        """Return whether no other front end has the answer's key."""
+
+    def withdraw(self, answer: Answer) -> None:
+        """End the run in progress and remove its answer."""
+
+
 class AnswerOpener:
     """Decide what each request gets. A request is numbered when it arrives: the latest one has the answer."""
 
@@ -56,7 +72,7 @@ class AnswerOpener:
         self,
         store: AnswerStore,
         holders: AnswerHolders,
-        runs: AnswerCoordinator,
+        runs: AnswerRuns,
         metrics: AnswerMetrics,
         clock: Callable[[], float],
         new_id: Callable[[], str],
