@@ -6,7 +6,6 @@ import json
 import math
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -78,12 +77,9 @@ def run(setting: Setting, model: Path, budget: Budget) -> dict[str, object]:
 
 def _engine(setting: Setting, model: Path, backend: str, timeout_s: float) -> dict[str, object] | str:
     command = [sys.executable, "-m", "benchmarks.gpu.lengths_engine", str(model), "--device", setting.device]
-    with tempfile.TemporaryDirectory(prefix="tailrace-lengths-") as folder:
-        out = Path(folder) / "figures.json"
-        return _measured([*command, "--backend", backend, "--out", str(out)], out, timeout_s)
-
-
-def _measured(command: Sequence[str], out: Path, timeout_s: float) -> dict[str, object] | str:
+    # Beside the model, in a temporary folder.
+    out = model.parent / "lengths.json"
+    command += ["--backend", backend, "--out", str(out)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from frontend_svc.answers.replication import Replication
 
 _SECONDS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2)
-
-
 _STATUSES: Final = ("400", "404", "409", "410", "413", "422", "503")
 
 

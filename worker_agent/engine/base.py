@@ -380,7 +380,7 @@ class Engine(Protocol):
 
     def staging(self, num_blocks: int) -> Staging:
         """Allocate a contiguous buffer of num_blocks * KvShape.block_bytes in the memory that holds the
-        KV."""
+        KV. Raise EngineRefusal if it has no room."""
 
     def staging_over(self, memory: npt.NDArray[np.uint8]) -> Staging | None:
         """Wrap host memory for a whole number of blocks as staging. Return None if the KV is elsewhere."""

@@ -159,7 +159,8 @@ class KvTransfer:
         """Fetch the blocks with these hashes and deliver them chunk by chunk; return the bytes received.
 
         While one chunk is delivered, the next ones are in flight. The caller sets the deadline. Raise
-        KvTransferError, KvIdentityError for other blocks than those named, and what `deliver` raises.
+        KvTransferError, KvIdentityError for other blocks than those named, EngineRefusal if there is no
+        memory to receive them, and what `deliver` raises.
         """
         if not hashes:
             return 0
