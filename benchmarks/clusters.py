@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from tailrace.cluster import Arrival, ClusterView, InstanceView, Phase, RequestState, RequestView
 from tailrace.control.reported_requests import ReportedRequests, ReportedRows
-from tailrace.perf.future_load import FutureLoad
+from tailrace.perf.horizon import FutureLoad
 from tailrace.perf.remaining import expected_remaining
 from tailrace.v1.monitor_pb2 import RequestColumns
 

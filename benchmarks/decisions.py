@@ -30,8 +30,7 @@ from tailrace.lengths import LengthStatistics
 from tailrace.policy.base import Policy
 from tailrace.policy.cascade.planner import Costs, Plan, exact, heuristic
 from tailrace.policy.cascade.policy import Cascade
-from tailrace.policy.cascade.traffic import Traffic
-from tailrace.policy.cascade.workload import bucket_edges
+from tailrace.policy.cascade.workload import Traffic, bucket_edges
 from tailrace.policy.registry import load, names
 from tests.harness.loadgen import percentile
 from tests.harness.report import print_json, save, table_console

@@ -35,8 +35,7 @@ from tailrace.cli.admin import Admin, connect
 from tailrace.cli.output import print_figures
 from tailrace.local.ports import free_ports
 from tailrace.telemetry.attributes import REQUEST_SPAN
-from tailrace.telemetry.spans import read_traces
-from tailrace.telemetry.tree import render_tree
+from tailrace.telemetry.tree import read_traces, render_tree
 from tailrace.tiny.task import check, task
 from tailrace.v1 import admin_pb2, migration_pb2, types_pb2
 

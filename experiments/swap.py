@@ -24,8 +24,8 @@ from tests.harness.report import print_json, save
 from worker_agent.engine.base import Frames, StepColumns
 from worker_agent.engine.vllm.core import EngineParts
 from worker_agent.engine.vllm.engine import VllmEngine
+from worker_agent.engine.vllm.host_pool import SwapMetadata
 from worker_agent.engine.vllm.settings import VllmSettings
-from worker_agent.engine.vllm.swaps import SwapMetadata
 from worker_agent.profiling.probes import Probes
 
 _KV_BLOCKS: Final = 220

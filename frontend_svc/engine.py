@@ -23,14 +23,13 @@ from frontend_svc.adopt import Adoptions
 from frontend_svc.answers.coordinator import AnswerCoordinator
 from frontend_svc.api_server.spec import ADAPTER_CALLS
 from frontend_svc.engine_core import EngineCoreSocket, HandshakeFailed
-from frontend_svc.fair_metrics import FairMetrics
+from frontend_svc.fair_gate import FairMetrics
 from frontend_svc.fleet import Fleet, ServedModel
 from frontend_svc.links import Loss, WorkerLinks, abort_message
 from frontend_svc.liveness import Liveness
 from frontend_svc.load import Load, load_of
-from frontend_svc.names import NamedOutput
 from frontend_svc.observer import FrontendMetrics, RequestTraces, StreamObserver
-from frontend_svc.outputs import Outputs, Unsent
+from frontend_svc.outputs import NamedOutput, Outputs, Unsent
 from frontend_svc.pacing import Pacer
 from frontend_svc.placement import InstanceChooser
 from frontend_svc.recovery import Recovery

@@ -16,11 +16,10 @@ from prometheus_client import CollectorRegistry
 from frontend_svc.adapters import SharedAdapters
 from frontend_svc.admission import AdmissionFlag, Readiness
 from frontend_svc.answers.coordinator import AnswerCoordinator
-from frontend_svc.api_server.listener import stop_accepting
 from frontend_svc.api_server.process import ApiServer
 from frontend_svc.api_server.python import python_launch
 from frontend_svc.api_server.rust import rust_launch
-from frontend_svc.api_server.sockets import EngineSockets, is_listening
+from frontend_svc.api_server.sockets import EngineSockets, is_listening, stop_accepting
 from frontend_svc.api_server.spec import ARGUMENTS_REFUSED, ApiServerSpec, Launch
 from frontend_svc.engine import FleetEngine
 from frontend_svc.fleet import ServedModel

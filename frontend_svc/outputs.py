@@ -2,13 +2,13 @@
 
 Each output passes a chain: into the log of a kept answer (answers/), which gives it back once a second front
 end has it too; through the pacer, which holds back what users would not read yet (pacing.py); to the API
-server under its own name of the request (names.py). A step of which nothing is kept, paced or rejected is
+server under its own name of the request (`Names`). A step of which nothing is kept, paced or rejected is
 sent as it came.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import accumulate
 
@@ -17,7 +17,6 @@ import msgspec
 from frontend_svc.admission import Refusal
 from frontend_svc.answers.calls import METHODS
 from frontend_svc.answers.coordinator import AnswerCoordinator, RunRequest
-from frontend_svc.names import NamedOutput
 from frontend_svc.pacing import Pacer
 from frontend_svc.streams import FINISHED, PREFILL_DONE, StepVerdict, Stream
 from tailrace.cluster import Phase
@@ -30,9 +29,41 @@ from tailrace.wire import (
     check_outputs,
     encode_outputs,
     filter_outputs,
+    rename_outputs,
     split_outputs,
     without_statistics,
 )
+
+
+class NamedOutput:
+    """Send outputs to the API server under its own names of the requests.
+
+    vLLM's Python API server already uses the fleet's ids (frontend_svc/api_server/engine_client.py), so there
+    is nothing to do; vLLM's Rust API server puts what a client chose into the ids that it sends.
+    """
+
+    def __init__(self, send: Callable[[Sequence[bytes]], None], unread_bytes: Callable[[], int]) -> None:
+        """`send` sends one message of vLLM's engine-core protocol."""
+        self._send = send
+        self._unread_bytes = unread_bytes
+        self._names: dict[str, str] = {}
+
+    @property
+    def unread_bytes(self) -> int:
+        """Return how many bytes wait for the API server."""
+        return self._unread_bytes()
+
+    def add(self, request_id: str, name: str) -> None:
+        """Call a request by this name until its last output has been sent."""
+        self._names[request_id] = name
+
+    def drop(self, request_id: str) -> None:
+        """Forget the name of a request that gets no more outputs."""
+        self._names.pop(request_id, None)
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        """Send one message. Raise msgspec.DecodeError if there are names and it is not readable."""
+        self._send(rename_outputs(frames, self._names) if self._names else frames)
 
 
 class Unsent(Exception):

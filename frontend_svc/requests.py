@@ -40,7 +40,7 @@ from tailrace.request_ids import MAX_BYTES, chosen_by_client, is_own_id, own_id,
 from tailrace.service.message_stream import MIN_MESSAGE_BYTES
 from tailrace.service.tasks import cancel, task_error
 from tailrace.telemetry.incidents import guarded, loop_failed, loop_named
-from tailrace.tenancy.share import SHARE_HEADER, Share
+from tailrace.tenancy.keys import SHARE_HEADER, Share
 from tailrace.v1 import worker_pb2
 from tailrace.wire import RequestHead, for_engines, read_request, trace_context
 from tailrace.wire.cache_keys import read_cache_keys

@@ -4,14 +4,95 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Final
 
 import grpc
 
-from migration_svc.many import LOOP, ManyMigrations
 from migration_svc.runs import History, InvalidMigration, Runs, Stopping, UnknownInstance
 from tailrace.records import InstanceRecord
 from tailrace.service.tasks import cancel
+from tailrace.telemetry.incidents import loop_failed, loop_named, shown
 from tailrace.v1 import migration_pb2, migration_pb2_grpc
+
+# Its name as a loop.
+LOOP: Final = loop_named("requested migrations")
+# Migrations of a stream that have not ended, or whose end has not been sent; then no more are read.
+_OPEN_MAX: Final = 1_024
+# Seconds between two replies: a reply costs both sides as much as a dozen ends.
+_GATHER_S: Final = 0.005
+
+# Status by which `Migrate` refuses to begin; here of one migration among others.
+_REFUSALS: Final[Mapping[type[Exception], grpc.StatusCode]] = {
+    InvalidMigration: grpc.StatusCode.INVALID_ARGUMENT,
+    UnknownInstance: grpc.StatusCode.NOT_FOUND,
+    Stopping: grpc.StatusCode.UNAVAILABLE,
+}
+
+
+class ManyMigrations:
+    """The migrations of one stream. They continue when the stream breaks; then nobody hears of their ends."""
+
+    def __init__(self, runs: Runs, instances: Callable[[], Mapping[str, InstanceRecord]]) -> None:
+        self._runs = runs
+        self._instances = instances
+        self._open = 0
+        self._ended: list[migration_pb2.MigrationEnd] = []
+        # No more will begin.
+        self._complete = False
+        self._changed = asyncio.Event()
+        self._room = asyncio.Event()
+        self._room.set()
+
+    async def read(self, requests: AsyncIterator[migration_pb2.MigrateManyRequest]) -> None:
+        """Begin what is requested, as long as there is room for more."""
+        try:
+            async for request in requests:
+                for each in request.migrations:
+                    await self._room.wait()
+                    self._begin(each)
+        finally:
+            self._complete = True
+            self._changed.set()
+
+    async def replies(self) -> AsyncIterator[migration_pb2.MigrateManyReply]:
+        """Yield an empty reply, then the ends, until all that have begun have ended and no more will
+        begin."""
+        yield migration_pb2.MigrateManyReply()
+        while not self._complete or self._open:
+            await self._changed.wait()
+            self._changed.clear()
+            ended, self._ended = self._ended, []
+            if not ended:
+                continue
+            self._open -= len(ended)
+            if self._open < _OPEN_MAX:
+                self._room.set()
+            yield migration_pb2.MigrateManyReply(ended=ended)
+            await asyncio.sleep(_GATHER_S)
+
+    def _begin(self, each: migration_pb2.NumberedMigration) -> None:
+        number = each.number
+        self._open += 1
+        if self._open >= _OPEN_MAX:
+            self._room.clear()
+
+        def ended(record: migration_pb2.MigrationRecord) -> None:
+            self._end(migration_pb2.MigrationEnd(number=number, state=record.state, error=record.error))
+
+        try:
+            self._runs.begin(each.request, self._instances(), ended)
+        except (InvalidMigration, UnknownInstance, Stopping) as error:
+            code, _ = _REFUSALS[type(error)].value
+            self._end(migration_pb2.MigrationEnd(number=number, error=str(error), code=code))
+        except Exception as error:  # noqa: BLE001 - whatever one order leads to, the others go on
+            loop_failed(LOOP, each.request.request_id, error)
+            code, _ = grpc.StatusCode.INTERNAL.value
+            reason = f"the migration has not begun: {shown(error)}"
+            self._end(migration_pb2.MigrationEnd(number=number, error=reason, code=code))
+
+    def _end(self, end: migration_pb2.MigrationEnd) -> None:
+        self._ended.append(end)
+        self._changed.set()
 
 
 class MigrationServicer(migration_pb2_grpc.MigrationServicer):

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from monitor_svc.received import ReceivedReport
-from monitor_svc.reports import Reports
+from monitor_svc.reports import ReceivedReport, Reports
 from tailrace.store.membership import Membership
 from tailrace.v1 import monitor_pb2
 

@@ -31,8 +31,7 @@ from tailrace.control.events import PoolOrdered, PoolSettled
 from tailrace.control.reported_cluster import PoolOrder, ReportedCluster
 from tailrace.service.tasks import cancel
 from tailrace.store.client import StoreUnavailable
-from tailrace.telemetry.incidents import loop_failed, loop_named
-from tailrace.telemetry.limited_log import LimitedLog
+from tailrace.telemetry.incidents import LimitedLog, loop_failed, loop_named
 
 log = logging.getLogger(__name__)
 

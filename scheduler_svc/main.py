@@ -33,11 +33,11 @@ from scheduler_svc.orphans import remove_orphaned_records
 from scheduler_svc.recorder import Recorder
 from scheduler_svc.rollouts import Rollouts
 from scheduler_svc.settings import Settings
+from tailrace.bounded import RealRange
 from tailrace.control.events import KnownMembers, MembersChanged
 from tailrace.control.live import LiveControl
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.control.runner import DEFAULT_BUDGETS, ActivePolicy, Budgets, Call, Guard, warm_up
-from tailrace.numeric import RealRange
 from tailrace.policy.parameters import ParameterError, read_assignments
 from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, all_parameters, load
 from tailrace.records import PolicyRecord, encode_policy, suspended
@@ -47,8 +47,7 @@ from tailrace.service.runtime import ServiceContext, Shutdown, open_service, run
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.service.tasks import Loop, supervised
 from tailrace.service.watchdog import restart_process, waited_for_core_s, watched_calls
-from tailrace.store.election import Election
-from tailrace.store.leadership import Leadership
+from tailrace.store.election import Election, Leadership
 from tailrace.store.reading import read_policy
 from tailrace.telemetry.audit import audit_export
 from tailrace.v1.admin_pb2_grpc import add_AdminServicer_to_server

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from tailrace.actions import PULL_OUTCOMES, Action, CopyPrefix, HandBack, Migrate, Offer, SetPool, SetStages
 from tailrace.control.runner import Point
-from tailrace.telemetry.limited_log import LimitedLog
+from tailrace.telemetry.incidents import LimitedLog
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from tailrace.records import InstanceRecord, ServiceRecord
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels, decoded, preferred
 from tailrace.store.membership import Membership
-from tailrace.telemetry.limited_log import LimitedLog
+from tailrace.telemetry.incidents import LimitedLog
 from tailrace.v1 import bidask_pb2, bidask_pb2_grpc, migration_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 from tailrace.v1.migration_pb2_grpc import MigrationStub
 

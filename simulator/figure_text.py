@@ -1,13 +1,15 @@
-"""Format the figures of a run for tables."""
+"""Format the figures of a run, and what was simulated, for tables."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from simulator.estimate import Estimate
+from simulator.scenario import Figures, Fleet, Scenario
+from tailrace.policy.parameters import Value, format_value
 
 NOTHING: Final = "-"
 
@@ -56,3 +58,75 @@ def _decimals(value: float, digits: int) -> int:
     if not math.isfinite(value) or value == 0.0:
         return digits - 1
     return max(0, digits - 1 - math.floor(math.log10(abs(value))))
+
+
+def summary_rows(figures: Figures) -> list[tuple[str, str]]:
+    """Return rows of (label, value with its unit)."""
+    cached = f"{100 * figures.cached_share:.1f}%"
+    if figures.loaded_share:
+        cached += f", of which {100 * figures.loaded_share:.1f} points from host memory"
+    rows = [
+        ("Requests", f"{figures.requests} at {figures.rate_per_s:.3g}/s"),
+        ("Finished", f"{figures.finished}"),
+        ("Refused", f"{figures.refused}"),
+        ("SLO attainment", f"{figures.attainment:.1%}"),
+        ("Goodput", f"{figures.goodput_per_s:.3g} requests/s"),
+        ("TTFT P50", _seconds(figures.ttft_p50_s)),
+        ("TTFT P99", _seconds(figures.ttft_p99_s)),
+        ("TPOT P50", _milliseconds(figures.tpot_p50_s)),
+        ("TPOT P99", _milliseconds(figures.tpot_p99_s)),
+        ("QoE, mean", f"{figures.qoe_mean:.3f}" if math.isfinite(figures.qoe_mean) else "-"),
+        ("End to end P50", _seconds(figures.latency_p50_s)),
+        ("End to end P99", _seconds(figures.latency_p99_s)),
+        ("Throughput", f"{figures.tokens_per_s:,.0f} tokens/s"),
+        ("Migrations", f"{figures.migrations}, {figures.migrated_bytes / 1024**3:.1f} GiB"),
+        ("Longest pause by a migration", _milliseconds(figures.pause_max_s)),
+        ("Prompt tokens cached", cached),
+        ("Preemptions", f"{figures.swapped} swapped, {figures.recomputed} recomputed"),
+    ]
+    if figures.pool_changes:
+        rows.append(("Pool changes", f"{figures.pool_changes}"))
+    if figures.stage_changes:
+        rows.append(("Stage changes", f"{figures.stage_changes}"))
+    return rows
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if math.isfinite(value) else "-"
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value * 1e3:.3g} ms" if math.isfinite(value) else "-"
+
+
+def describe_fleet(scenario: Scenario) -> str:
+    """Describe the fleet in a phrase."""
+    return f"· {describe_instances(scenario.fleet)}"
+
+
+def describe_instances(fleet: Fleet) -> str:
+    """Describe the number and kind of the instances."""
+    return f"{fleet.instances} instance{'' if fleet.instances == 1 else 's'} of {fleet.profile}"
+
+
+def setup_rows(scenario: Scenario) -> list[tuple[str, str]]:
+    """Return (setting, value) rows of the policy's setup and the fleet."""
+    setup, fleet = scenario.setup(), scenario.fleet
+    share = setup.prefill_share
+    rows = [
+        ("Policy", scenario.policy),
+        ("Parameters", format_parameters(scenario.parameters) or "defaults"),
+        ("Order inside an instance", setup.intra_name),
+        ("Pools at the start", "none" if share is None else f"{share:.0%} of the instances prefill"),
+        ("A migration's target is full", setup.migration.when_full.value),
+        ("Predictions of output lengths", setup.predicts),
+        ("Instances", describe_instances(fleet)),
+        ("Cost of unequal lengths", fleet.penalty),
+        ("Seed", f"{scenario.options.seed}"),
+    ]
+    return rows
+
+
+def format_parameters(parameters: Iterable[tuple[str, Value]]) -> str:
+    """Format parameters as `--set` accepts them."""
+    return ", ".join(f"{name}={format_value(value)}" for name, value in parameters)

@@ -22,13 +22,12 @@ from simulator.intervals import RecentIntervals
 from simulator.job import Job, JobState
 from simulator.prefix_cache import PrefixCache
 from simulator.prompts import Prompts, rank_of
-from simulator.steplog import StepLog
-from simulator.steprun import StepRun
+from simulator.steplog import StepLog, StepRun
 from simulator.steptime import StepTime
 from tailrace.cluster import Pool
 from tailrace.intra.allocate import Claim, Room, allocate
 from tailrace.intra.base import IntraPolicy, Rank
-from tailrace.intra.due import nominal_s
+from tailrace.intra.earliest_due import nominal_s
 from tailrace.perf.transfer_rate import TransferRate
 
 # Steps for which the length-heterogeneity penalty of a batch is treated as constant.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from simulator.steprun import StepRun
+from simulator.steplog import StepRun
 
 _WINDOW_S = 1.0
 
@@ -16,8 +16,8 @@ _NO_INTERVALS: IntervalSum = (0, 0.0)
 class RecentIntervals:
     """Mean over the last one to two seconds: the current second and the one before.
 
-    Like worker_agent.engine.intervals, but for whole runs of steps: each step's duration counts once for each
-    request that decoded in it.
+    Like worker_agent.engine.step_times, but for whole runs of steps: each step's duration counts once for
+    each request that decoded in it.
     """
 
     __slots__ = ("_before", "_now", "_second")

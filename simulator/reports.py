@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from simulator.blocks import blocks_for
-from simulator.hooks import LengthPredictor
+from simulator.cluster import LengthPredictor
 from simulator.instance import Instance
 from simulator.job import Job, JobState
-from tailrace.perf.future_load import FutureLoad
+from tailrace.perf.horizon import FutureLoad
 
 # A job, its output tokens, its state, and its KV blocks; -1: as many as its context needs.
 Row = tuple[Job, int, JobState, int]

@@ -13,7 +13,7 @@ from simulator.events import NEVER, EventQueue
 from simulator.instance import Instance
 from simulator.job import Job, JobState
 from simulator.known_prefixes import KnownPrefixes
-from simulator.metrics import CompletedJobs
+from simulator.metrics import CompletedJobs, Sampler
 from simulator.migration import Migration, Migrations
 from simulator.network import Network
 from simulator.prefix_cache import make_prefix_cache
@@ -21,7 +21,6 @@ from simulator.prefix_pulls import PrefixPulls
 from simulator.records import MigrationOutcome, PlacementRecord, SimResult
 from simulator.reports import Report
 from simulator.request import SimRequest
-from simulator.sampling import Sampler
 from simulator.views import Views
 from tailrace.actions import (
     Action,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.hooks import LengthPenalty
+from simulator.cluster import LengthPenalty
 from tailrace.profiles import Profile
 
 Lengths = Callable[[], NDArray[np.int64]]

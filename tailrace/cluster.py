@@ -138,7 +138,7 @@ class InstanceView:
     # Most tokens in the running batch that keep the TPOT SLO (Arrow, Alg. 2). None: KV capacity.
     max_running_tokens: int | None = None
     # Token load now and at the coming steps of the prediction horizon, simulated by the worker (ARES,
-    # section 5.2; tailrace.perf.future_load).
+    # section 5.2; tailrace.perf.horizon).
     future_load: tuple[float, ...] = ()
     # Measurements of its kind (`tailrace profile`). None: none; policies use their own profile.
     measured: Measured | None = None

@@ -9,7 +9,7 @@ from typing import Final
 
 from tailrace.cluster import Phase
 from tailrace.messages import PHASE_NUMBERS
-from tailrace.perf.future_load import FutureLoad
+from tailrace.perf.horizon import FutureLoad
 from tailrace.perf.remaining import tokens_left
 from tailrace.telemetry.incidents import guarded
 from tailrace.v1 import monitor_pb2, worker_pb2

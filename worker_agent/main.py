@@ -10,7 +10,7 @@ from typing import Final
 
 import click
 
-from tailrace.numeric import WholeRange
+from tailrace.bounded import WholeRange
 from tailrace.service.listening import ListenError, require_listenable
 from tailrace.service.options import CommonOptions, common_options
 from tailrace.service.runtime import Shutdown, open_service, run_service

@@ -19,8 +19,7 @@ from worker_agent.hand_backs import HandBacks
 from worker_agent.id_claim import Addressee
 from worker_agent.migration.export_call import Lease
 from worker_agent.migration.registry import Exports, ImportRefused, Imports
-from worker_agent.profiling.calls import profile_events
-from worker_agent.profiling.profiler import Profiler, ProfilingFailed, Refused
+from worker_agent.profiling.profiler import Profiler, ProfilingFailed, Refused, profile_events
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from vllm.lora.request import LoRARequest
 from frontend_svc.api_server.middleware import App, Message, Receive, Send
 from frontend_svc.api_server.spec import ADAPTER_LOADED, ADAPTER_UNLOADED, ADAPTERS_GIVEN
 from tailrace.records import AdapterRecord
-from tailrace.telemetry.limited_log import LimitedLog
+from tailrace.telemetry.incidents import LimitedLog
 
 log = logging.getLogger(__name__)
 

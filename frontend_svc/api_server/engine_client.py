@@ -45,8 +45,7 @@ from frontend_svc.api_server.statistics import (
     count_untold_waits,
 )
 from tailrace.request_ids import chosen_by_client, own_id, problem_with
-from tailrace.tenancy.keys import Tenant
-from tailrace.tenancy.share import SHARE_HEADER, Share
+from tailrace.tenancy.keys import SHARE_HEADER, Share, Tenant
 from tailrace.wire import pace_in
 
 # Looked up for every token.

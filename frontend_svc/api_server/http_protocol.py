@@ -8,12 +8,15 @@ it: what is over a bound is answered with 400, 408 or 431 in OpenAI's error form
 from __future__ import annotations
 
 import asyncio
+import logging
 from http import HTTPStatus
 from typing import ClassVar, Final
 
+from uvicorn.config import LOGGING_CONFIG
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from frontend_svc.api_server.middleware import error_body
+from frontend_svc.api_server.request_limits import account_of_task
 from frontend_svc.api_server.spec import DEFAULT_CONNECTION_LIMITS, DEFAULT_MAX_HEADER_BYTES, ConnectionLimits
 
 # A refused client may go on sending for so long, and so much, while it is to read the answer.
@@ -180,3 +183,23 @@ class BoundedProtocol(HttpToolsProtocol):
                 self.loop.call_later(_LINGER_S, self.transport.abort)
                 return
         self.transport.close()
+
+
+class RequestIds(logging.Filter):
+    """Give each line of the access log the id of its request: that of its first one in the engine.
+
+    uvicorn logs a response when it begins, in the request's own context.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Set `request_id`; see logging.Filter."""
+        account = account_of_task.get()
+        record.request_id = "" if account is None else account.request_id
+        return True
+
+
+def show_request_ids() -> None:
+    """Show the ids from now on, in text and in JSON, unless vLLM's arguments give a log configuration."""
+    logging.getLogger("uvicorn.access").addFilter(RequestIds())
+    access = LOGGING_CONFIG["formatters"]["access"]
+    access["fmt"] += " %(request_id)s"

@@ -30,10 +30,9 @@ from frontend_svc.api_server.large_lane import (
 from frontend_svc.api_server.middleware import App, Message, Receive, Send, send_error
 from frontend_svc.api_server.spec import DEFAULT_MAX_TEXT_BYTES, BodyLimits
 from frontend_svc.api_server.tenants import TenantAdmission, Tenants, replay_body, tenant_of_call
-from tailrace.tenancy.bodies import Bodies, Body
 from tailrace.tenancy.fair_queue import TenantQueueFull
 from tailrace.tenancy.keys import Tenant
-from tailrace.tenancy.meter import LimitExceeded
+from tailrace.tenancy.meter import Bodies, Body, LimitExceeded
 
 # A body may take another second for each of so many bytes.
 _BYTES_PER_S: Final = 256 << 10

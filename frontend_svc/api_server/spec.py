@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from tailrace.numeric import RealRange, WholeRange
+from tailrace.bounded import RealRange, WholeRange
 from tailrace.service.settings import setting
 
 # An API server starts at once and waits for the first worker; the front end decides for how long, not vLLM.
@@ -117,7 +117,7 @@ class ApiServerSpec:
     api_keys: Path | None = None
     connections: ConnectionLimits = DEFAULT_CONNECTION_LIMITS
     limits: BodyLimits = DEFAULT_BODY_LIMITS
-    # Whether requests carry their tenant to the engine core (tailrace/tenancy/share.py).
+    # Whether requests carry their tenant to the engine core (tailrace/tenancy/keys.py).
     sends_tenants: bool = False
     # Whether clients can come back for their answers (frontend_svc/answers).
     keeps_answers: bool = False

@@ -15,9 +15,8 @@ import grpc
 
 from scheduler_svc.admin import listing
 from scheduler_svc.admin.errors import AdminError
-from scheduler_svc.admin.forward import RECORD_S
+from scheduler_svc.admin.forward import RECORD_S, fetch_trace, profile_events
 from scheduler_svc.admin.in_force import InForce
-from scheduler_svc.admin.relay import fetch_trace, profile_events
 from scheduler_svc.admin.request_pages import request_page
 from scheduler_svc.admin.rollout_calls import RolloutCalls
 from scheduler_svc.admin.shadowing import Shadowing

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from simulator.report.descriptions import describe_fleet, setup_rows
+from simulator.figure_text import describe_fleet, setup_rows, summary_rows
 from simulator.report.lengths import by_prompt, by_reasoning, distribution
 from simulator.report.over_time import kv_use, migrations, pool_membership, stages
 from simulator.report.page import Cell, cards, heading, page, table
 from simulator.scenario import Outcome
-from simulator.summary import summary_rows
 
 
 def run_report(outcome: Outcome) -> str:

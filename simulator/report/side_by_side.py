@@ -8,9 +8,8 @@ from typing import Final, Literal
 from simulator.comparison import Cell as Entry
 from simulator.comparison import Comparison, Group
 from simulator.estimate import Best
-from simulator.figure_text import FIGURE_FORMATS, half_text, mean_text
+from simulator.figure_text import FIGURE_FORMATS, describe_instances, half_text, mean_text, setup_rows
 from simulator.report.charts import Axis, Line, Point, line_chart
-from simulator.report.descriptions import describe_instances, setup_rows
 from simulator.report.lengths import TtftPoint, by_prompt, by_reasoning, distribution
 from simulator.report.over_time import kv_use, migrations, pool_membership, stages
 from simulator.report.page import (

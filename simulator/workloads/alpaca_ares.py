@@ -17,8 +17,7 @@ import numpy as np
 
 from simulator.request import SimRequest
 from simulator.workloads.arrivals import poisson_requests
-from simulator.workloads.lengths import Lengths, tokens
-from simulator.workloads.quantiles import QuantileTable
+from simulator.workloads.lengths import Lengths, QuantileTable, tokens
 
 NAME = "alpaca_ares"
 

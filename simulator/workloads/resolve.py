@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from simulator.workloads import azure, burstgpt, jsonl, mooncake
-from simulator.workloads.arrivals import at_rate, merged, scaled
+from simulator.workloads.arrivals import at_rate, fit, merged, scaled
 from simulator.workloads.base import Clip, Workload, WorkloadError
-from simulator.workloads.fit import fit
 from simulator.workloads.generators import GENERATORS, SESSIONS, Generator, SessionGenerator
 from simulator.workloads.rows import SPAN_MAX_S
 

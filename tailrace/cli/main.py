@@ -2,7 +2,102 @@
 
 from __future__ import annotations
 
-from tailrace.cli.lazy import LazyGroup
+import errno
+import os
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Final
+
+import click
+
+_UNWRITABLE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
+
+
+class LazyGroup(click.Group):
+    """A group of commands given by name: location (`module:attribute`) and one line of help.
+
+    Installed packages add commands with the entry-point group `plugins`. Those in `plugin_help` are listed
+    with that line and in that order, others after them with their location.
+    """
+
+    def __init__(
+        self,
+        *,
+        lazy: Mapping[str, tuple[str, str]],
+        plugins: str,
+        plugin_help: Mapping[str, str],
+        help: str,
+        epilog: str,
+    ) -> None:
+        super().__init__(name="tailrace", help=help, epilog=epilog)
+        self._lazy = lazy
+        self._plugins = plugins
+        self._plugin_help = plugin_help
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a command and exit. Output that cannot be written (a full disk) is an error of one line."""
+        try:
+            try:
+                return super().main(*args, **kwargs)
+            finally:
+                sys.stdout.flush()
+        except OSError as error:
+            if error.errno not in _UNWRITABLE:
+                raise
+            # Python writes what is left at exit, and would fail again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            click.echo(f"tailrace: the output cannot be written: {error.strerror}", err=True)
+            sys.exit(1)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names in the given order, that of a first session."""
+        return [*self._lazy, *self._plugin_lines()]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import and return the command, or None if there is no such name.
+
+        Raise CliError if a plugin's command needs a package that is not installed.
+        """
+        if cmd_name in self._lazy:
+            place = self._lazy[cmd_name][0]
+            module, _, attribute = place.partition(":")
+            return _checked(getattr(import_module(module), attribute), place)
+        point = self._points().get(cmd_name)
+        if point is None:
+            return None
+        try:
+            command: object = point.load()
+        except ModuleNotFoundError as error:
+            # Imported here, since it imports gRPC and `tailrace --help` must be fast.
+            from tailrace.cli.errors import CliError
+
+            raise CliError(f"{cmd_name}: {error}; scripts/install.sh installs what is missing") from error
+        return _checked(command, point.value)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands without importing them."""
+        lines = [(name, summary) for name, (_, summary) in self._lazy.items()]
+        with formatter.section("Commands"):
+            formatter.write_dl([*lines, *self._plugin_lines().items()])
+
+    def _plugin_lines(self) -> dict[str, str]:
+        points = self._points()
+        known = {name: line for name, line in self._plugin_help.items() if name in points}
+        return known | {name: points[name].value for name in sorted(points) if name not in known}
+
+    def _points(self) -> dict[str, EntryPoint]:
+        """Return the plugins' entry points; built-in commands take precedence."""
+        points = entry_points(group=self._plugins)
+        return {point.name: point for point in points if point.name not in self._lazy}
+
+
+def _checked(command: object, module: str) -> click.Command:
+    if not isinstance(command, click.Command):
+        raise TypeError(f"{module} is not a click command")
+    return command
+
 
 _COMMANDS = {
     "up": ("tailrace.cli.up:up", "Start a local cluster."),

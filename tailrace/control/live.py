@@ -7,7 +7,7 @@ same decisions again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple, overload
 
@@ -15,7 +15,6 @@ from tailrace import __version__
 from tailrace.actions import Place, Refuse
 from tailrace.cluster import Arrival, Phase, Stage, length_bounds
 from tailrace.control.events import Arrived, Input, PolicyFollowed, Reported, Ticked, TicksForgotten
-from tailrace.control.outgrown import OutgrownRequests
 from tailrace.control.recording import FORMAT, InstanceKnown, Line, Started
 from tailrace.control.reported_cluster import PhaseChange, ReportedCluster
 from tailrace.control.runner import ActivePolicy, Calls, Executor, Moment, Point, PolicyRunner
@@ -211,3 +210,49 @@ class LiveControl:
         if stages is not self._bounded_stages:
             self._bounded_stages, self._bounds = stages, length_bounds(stages)
         return self._bounds.get(instance_id)
+
+
+class OutgrownRequests:
+    """The instance on which each such request was found last. Pure."""
+
+    def __init__(self, found: Mapping[str, str]) -> None:
+        """`found`: instance by request, as `found` returns it."""
+        self._found = dict(found)
+        self._on: dict[str, set[str]] = {}
+        for request_id, instance_id in found.items():
+            self._on.setdefault(instance_id, set()).add(request_id)
+
+    @property
+    def found(self) -> dict[str, str]:
+        """Return the instance of each request."""
+        return dict(self._found)
+
+    def add(self, request_id: str, instance_id: str) -> bool:
+        """Add a request; return False if it was found there already."""
+        before = self._found.get(request_id)
+        if before == instance_id:
+            return False
+        if before is not None:
+            self._on[before].discard(request_id)
+        self._found[request_id] = instance_id
+        self._on.setdefault(instance_id, set()).add(request_id)
+        return True
+
+    def keep(self, instance_id: str, is_there: Callable[[str], bool]) -> None:
+        """Remove the requests that have left an instance."""
+        on_it = self._on.get(instance_id)
+        if on_it:
+            for request_id in [name for name in on_it if not is_there(name)]:
+                on_it.discard(request_id)
+                del self._found[request_id]
+
+    def keep_instances(self, is_known: Callable[[str], bool]) -> None:
+        """Remove the requests of instances that have left the cluster."""
+        for instance_id in [name for name in self._on if not is_known(name)]:
+            for request_id in self._on.pop(instance_id):
+                del self._found[request_id]
+
+    def clear(self) -> None:
+        """Remove all."""
+        self._found.clear()
+        self._on.clear()

@@ -63,7 +63,8 @@ class JobView:
     phase_tokens: int
     # When it arrived at the fleet, in seconds of a clock that all instances share.
     arrived_s: float = 0.0
-    # Prefill queued on its instance when it arrived there, in nominal seconds (`tailrace.intra.due`).
+    # Prefill queued on its instance when it arrived there, in nominal seconds
+    # (`tailrace.intra.earliest_due`).
     queue_s: float = 0.0
     # When it began to answer, on the same clock; meaningless before.
     answering_s: float = 0.0

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from tailrace.local.identity import identify
 from tailrace.local.plan import PartSpec
-from tailrace.local.state import Part
+from tailrace.local.state import Part, identify
 
 _LAST_LINES: Final = 20
 # An error that a service logs (tailrace.service.runtime), or one of its command line; and its message.

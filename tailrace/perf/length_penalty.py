@@ -70,7 +70,7 @@ class Saturating(msgspec.Struct, frozen=True, kw_only=True, tag="saturating"):
 
 
 class FittedLengthPenalty(msgspec.Struct, frozen=True, kw_only=True):
-    """A penalty as read from its file; implements `simulator.hooks.LengthPenalty`."""
+    """A penalty as read from its file; implements `simulator.cluster.LengthPenalty`."""
 
     name: str
     shape: TowardsLongest | Saturating

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from tailrace.predictor.hazards import cumulative, quantile
-from tailrace.predictor.network import HazardMlp
+from tailrace.predictor.network import HazardMlp, cumulative, quantile
 
 FORMAT: Final = "tailrace-length-predictor-2"
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from tailrace.predictor.file import FORMAT, POINT, Description, Predictor
-from tailrace.predictor.hazards import negative_log_likelihood, quantile
-from tailrace.predictor.network import HazardMlp, widths_for
+from tailrace.predictor.network import HazardMlp, negative_log_likelihood, quantile, widths_for
 from tailrace.predictor.samples import Samples, split_by_request
 
 

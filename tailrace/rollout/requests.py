@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Final
 
 from msgspec.structs import replace
@@ -11,7 +12,6 @@ from msgspec.structs import replace
 from tailrace.model_identity import covers, fingerprint, text_of
 from tailrace.rollout.facts import FleetFacts, FrontEndFacts, list_some
 from tailrace.rollout.record import RolloutRecord, RolloutState
-from tailrace.rollout.weights import group_by_weights
 
 # Smallest distance between the beginnings of two rollouts of a name: a double resolves milliseconds since the
 # epoch.
@@ -267,3 +267,36 @@ def _format_models(keys: Iterable[str], fleet: FleetFacts) -> str:
         return list_some([i.instance_id for i in fleet.running(key)])
 
     return "; ".join(f"{fingerprint(key)} ({instances(key) or 'no instance'})" for key in sorted(keys))
+
+
+@dataclass(frozen=True, slots=True)
+class SameWeights:
+    """Keys of models that differ at most in precision.
+
+    `short` (`text:weights`) covers all precisions of these weights, whatever `keys` are known. A key without
+    a precision, as a front end has, is one of `keys` as well.
+    """
+
+    short: str
+    keys: frozenset[str]
+
+    @property
+    def key(self) -> str:
+        """Return the key that covers them: the exact one if there is only one, else the short one."""
+        return next(iter(self.keys)) if len(self.keys) == 1 else self.short
+
+    def includes(self, key: str) -> bool:
+        """Return whether the model of this key has these weights."""
+        return covers(self.short, key)
+
+    def without(self, key: str) -> SameWeights:
+        """Return the group without `key`, or the same group if that is its only key."""
+        return SameWeights(self.short, self.keys - {key} or self.keys)
+
+
+def group_by_weights(keys: Iterable[str]) -> list[SameWeights]:
+    """Return one group for each set of weights, in key order."""
+    groups: dict[str, set[str]] = {}
+    for key in keys:
+        groups.setdefault(":".join(key.split(":")[:2]), set()).add(key)
+    return [SameWeights(short, frozenset(groups[short])) for short in sorted(groups)]

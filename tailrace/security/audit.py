@@ -18,8 +18,7 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from tailrace.line_file import LineFile
-from tailrace.security.access import CHANGES
-from tailrace.security.guard import caller
+from tailrace.security.access import CHANGES, caller
 from tailrace.security.handlers import Context, Handler, wrap_handler
 from tailrace.security.roles import NoIdentity, Role
 

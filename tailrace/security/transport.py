@@ -9,8 +9,8 @@ from typing import Final, Protocol, cast
 
 import grpc
 
+from tailrace.security.access import Guard
 from tailrace.security.folder import CredentialFolder
-from tailrace.security.guard import Guard
 from tailrace.security.roles import Role, server_name
 from tailrace.security.session import TlsSession
 

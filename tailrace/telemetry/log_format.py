@@ -40,7 +40,7 @@ class JsonFormatter(logging.Formatter):
             "service": self._service,
             "id": self._member_id,
         }
-        # In the access log; see frontend_svc/api_server/access_log.py.
+        # In the access log; see frontend_svc/api_server/http_protocol.py.
         if request_id := getattr(record, "request_id", ""):
             line["request_id"] = request_id
         if record.exc_info:

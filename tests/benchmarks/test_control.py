@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.control.population import TOKENS_PER_S, Population
 from benchmarks.control.report_streams import ReportStreams
-from tailrace.perf.future_load import FutureLoad
+from tailrace.perf.horizon import FutureLoad
 from tailrace.v1 import monitor_pb2, types_pb2
 from tests.monitor.conftest import Monitor
 from tests.monitor.conftest import monitor as monitor

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.cli.greeting import greeting, tailrace_command
+from tailrace.cli.up import greeting, tailrace_command
 from tailrace.local.state import RunState
 
 STATE = RunState(admin="127.0.0.1:7101", http="http://127.0.0.1:8000", model="qwen", workers=500)

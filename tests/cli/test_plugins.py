@@ -9,14 +9,13 @@ from importlib.metadata import EntryPoint
 import pytest
 from click.testing import CliRunner
 
-from tailrace.cli import lazy
 from tailrace.cli.main import main
 from tests.waiting import WAIT_S
 
 
 def _installed(monkeypatch: pytest.MonkeyPatch, **commands: str) -> None:
     points = [EntryPoint(name, value, "tailrace.commands") for name, value in commands.items()]
-    monkeypatch.setattr(lazy, "entry_points", lambda group: points)
+    monkeypatch.setattr("tailrace.cli.main.entry_points", lambda group: points)
 
 
 def test_help_lists_plugin_commands_after_built_in_ones(monkeypatch: pytest.MonkeyPatch) -> None:

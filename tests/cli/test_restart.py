@@ -10,10 +10,9 @@ from click.testing import CliRunner, Result
 
 from examples import rolling_restart
 from tailrace.cli.main import main
-from tailrace.local.identity import identify
 from tailrace.local.plan import Tier
 from tailrace.local.restart import find_parts
-from tailrace.local.state import Part, RunFolder, RunState
+from tailrace.local.state import Part, RunFolder, RunState, identify
 from tests.e2e.conftest import RUST_FRONT
 from tests.harness.working_folder import WorkingFolder
 

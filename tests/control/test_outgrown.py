@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tailrace.control.outgrown import OutgrownRequests
+from tailrace.control.live import OutgrownRequests
 
 
 def test_a_request_is_added_once_on_each_instance() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.model_identity import covers
-from tailrace.rollout.weights import SameWeights, group_by_weights
+from tailrace.rollout.requests import SameWeights, group_by_weights
 
 KEYS = st.sampled_from(["text:a", "text:a:x", "text:a:y", "text:b", "text:b:x", "text:ab:x", "other:a:x"])
 

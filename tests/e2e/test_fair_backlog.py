@@ -10,8 +10,7 @@ import httpx
 import pytest
 
 from tailrace.tenancy.file import locked_key_file
-from tailrace.tenancy.keys import Tenant, TenantKeys
-from tailrace.tenancy.share import SHARE_HEADER, Share
+from tailrace.tenancy.keys import SHARE_HEADER, Share, Tenant, TenantKeys
 from tests.harness.fleet import MODEL, Fleet
 from tests.harness.processes import wait_until
 from tests.waiting import WAIT_S

@@ -16,8 +16,8 @@ from experiments.claims.ares.measure import serve_at_load, serve_at_rate
 from experiments.claims.ares.results import Results, load_level, run_name
 from experiments.claims.base import QUICK, WHOLE, Figures, Finding, Verdict
 from experiments.claims.verdicts import number
-from simulator.predictors import NoisyPredictor, OraclePredictor
 from simulator.request import SimRequest
+from simulator.setups import NoisyPredictor, OraclePredictor
 from simulator.workloads import sharegpt_ares
 
 HOLDS, DIRECTION, NOT = Verdict.HOLDS, Verdict.DIRECTION, Verdict.DOES_NOT_HOLD

@@ -27,8 +27,7 @@ from tailrace.actions import Action
 from tailrace.cluster import ClusterView, RequestView
 from tailrace.intra.orders import Fcfs
 from tailrace.intra.pascal import PascalQueue
-from tailrace.policy.min_kv import MinKv
-from tailrace.policy.pascal import Pascal
+from tailrace.policy.pascal import MinKv, Pascal
 from tailrace.policy.requests import RequestTable, table_of
 from tailrace.profiles import load_profile
 

@@ -14,8 +14,7 @@ from tests.frontend.conftest import Rig, eventually, open_rig
 from tests.frontend.fleet import record
 from tests.frontend.simulated_worker import SimulatedWorker
 from worker_agent.engine.simulated import Faults, SimulatedSettings
-from worker_agent.engine.simulated.script import Script
-from worker_agent.engine.simulated.vocabulary import read_vocabulary
+from worker_agent.engine.simulated.script import Script, read_vocabulary
 
 # A step takes some 7 ms: fifty requests live for half a second.
 SETTINGS = SimulatedSettings(max_num_seqs=64, kv_blocks=2048, reasoning_mean_tokens=0)

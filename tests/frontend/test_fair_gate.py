@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from frontend_svc.admission import NO_INSTANCE, NO_TURN, TENANT_FULL, Refusal, Refused
-from frontend_svc.fair_gate import FairGate
-from frontend_svc.fair_metrics import MAX_TENANTS, OTHERS, FairMetrics
+from frontend_svc.fair_gate import MAX_TENANTS, OTHERS, FairGate, FairMetrics
 from frontend_svc.settings import Limits
 from frontend_svc.streams import Stream, StreamTable
 from tailrace.service.tasks import cancel
-from tailrace.tenancy.share import SHARE_HEADER, Share
+from tailrace.tenancy.keys import SHARE_HEADER, Share
 from tailrace.v1 import worker_pb2
 from tailrace.wire import FinishReason
 from tests.frontend.conftest import Rig, eventually

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
-from frontend_svc.api_server.listener import stop_accepting
+from frontend_svc.api_server.sockets import stop_accepting
 from tests.waiting import WAIT_S
 
 # Connections that a client makes one after another while the first listener goes away.

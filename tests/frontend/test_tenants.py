@@ -18,10 +18,9 @@ from frontend_svc.api_server.middleware import Message, Receive, Send
 from frontend_svc.api_server.request_limits import Account, LimitRefusal, RequestLimits, account_of_task
 from frontend_svc.api_server.spec import DEFAULT_BODY_LIMITS
 from frontend_svc.api_server.tenants import TenantAdmission, Tenants, read_body, tenant_of_call
-from tailrace.tenancy.bodies import Bodies
 from tailrace.tenancy.file import KeyFile, locked_key_file
 from tailrace.tenancy.keys import Tenant, TenantKeys
-from tailrace.tenancy.meter import Meter
+from tailrace.tenancy.meter import Bodies, Meter
 from tests.waiting import WAIT_S
 
 CHAT = "/v1/chat/completions"

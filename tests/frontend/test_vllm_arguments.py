@@ -26,7 +26,7 @@ class Ours(ToolParser):
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """Return what is said about the arguments, which must be refused."""
-    from frontend_svc.api_server.vllm_arguments import parse_arguments
+    from frontend_svc.api_server.python_app import parse_arguments
 
     with pytest.raises(SystemExit) as end:
         parse_arguments([str(MODEL_PATH), *arguments])
@@ -68,7 +68,7 @@ def test_a_message_of_several_lines_becomes_one(capsys: pytest.CaptureFixture[st
 
 
 def test_the_parser_of_a_plugin_is_accepted(tmp_path: Path) -> None:
-    from frontend_svc.api_server.vllm_arguments import parse_arguments
+    from frontend_svc.api_server.python_app import parse_arguments
 
     plugin = tmp_path / "plugin.py"
     plugin.write_text(_PLUGIN)
@@ -79,7 +79,7 @@ def test_the_parser_of_a_plugin_is_accepted(tmp_path: Path) -> None:
 def test_reasoning_parser_that_does_not_fit_the_model_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoTokenizer
 
-    from frontend_svc.api_server.vllm_arguments import check_reasoning_parser
+    from frontend_svc.api_server.python_app import check_reasoning_parser
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
     check_reasoning_parser(REASONING_PARSER, tokenizer)

@@ -21,8 +21,8 @@ import zmq.asyncio
 from simulator.request import SimRequest
 from tailrace import wire
 from tailrace.service.tasks import cancel
+from worker_agent.engine.simulated.script import read_vocabulary
 from worker_agent.engine.simulated.settings import SimulatedSettings
-from worker_agent.engine.simulated.vocabulary import read_vocabulary
 
 _READY_S: Final = 60.0
 # The token ID that ends an answer; the simulated engine ends by length and only outputs it.

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from tailrace.cluster import Phase
 from tailrace.intra.allocate import Claim, Grants, Room, allocate
 from tailrace.intra.base import JobView
-from tailrace.intra.due import due_s
-from tailrace.intra.earliest_due import LATE_S, LEAD_S, RANK_TOKENS, EarliestDue
+from tailrace.intra.earliest_due import LATE_S, LEAD_S, RANK_TOKENS, EarliestDue, due_s
 
 TTFT_S, PACE_S = 2.0, 0.1
 POLICY = EarliestDue(ttft_slo_s=TTFT_S, pace_s=PACE_S, watermark=0.0)

@@ -40,8 +40,7 @@ from tests.frontend.fake_api_server import FakeApiServer
 from tests.waiting import WAIT_S
 from tests.worker.worker_processes import WorkerProcess, worker_process
 from worker_agent.engine.simulated import SimulatedSettings
-from worker_agent.engine.simulated.script import Script
-from worker_agent.engine.simulated.vocabulary import read_vocabulary
+from worker_agent.engine.simulated.script import Script, read_vocabulary
 
 if TYPE_CHECKING:
     from tailrace.v1.admin_pb2_grpc import AdminAsyncStub

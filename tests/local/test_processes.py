@@ -11,9 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.local.identity import Identity, identify
 from tailrace.local.plan import Tier
-from tailrace.local.state import Part, RunFolder, RunFolderBusy, RunFolderUnusable, RunState, find_state
+from tailrace.local.state import (
+    Identity,
+    Part,
+    RunFolder,
+    RunFolderBusy,
+    RunFolderUnusable,
+    RunState,
+    find_state,
+    identify,
+)
 from tailrace.local.stop import stop_parts
 from tests.full_disk import files_end_at
 from tests.waiting import WAIT_S

@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from threading import Lock
 from typing import NoReturn
 
-from worker_agent.engine.vllm.rank_settings import prepare_ranks
+from worker_agent.engine.vllm.settings import prepare_ranks
 
 # vLLM spins for a second before a waiting process sleeps. Six processes of two engines would spend most of
 # two cores spinning.

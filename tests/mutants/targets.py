@@ -101,6 +101,6 @@ TARGETS: Final = (
     Target("tailrace/rollout/progress.py", _ROLLOUT),
     Target("tailrace/rollout/record.py", _ROLLOUT),
     Target("tailrace/rollout/requests.py", _ROLLOUT),
-    Target("tailrace/rollout/weights.py", _ROLLOUT),
+    Target("tailrace/rollout/requests.py", _ROLLOUT),
     Target("frontend_svc/answers/store.py", ("tests/frontend/test_answers.py",)),
 )

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tailrace.perf.fit import fit_times, r_squared
+from worker_agent.profiling.fitting import fit_times, r_squared
 
 
 def test_exact_times_recover_their_coefficients() -> None:

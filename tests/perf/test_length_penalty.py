@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from simulator.hooks import LengthPenalty
+from simulator.cluster import LengthPenalty
 from simulator.steptime import StepTime
 from tailrace.perf.length_penalty import (
     FittedLengthPenalty,

@@ -22,7 +22,7 @@ from tailrace.cluster import (
     RequestState,
     RequestView,
 )
-from tailrace.perf.future_load import FutureLoad
+from tailrace.perf.horizon import FutureLoad
 from tailrace.perf.remaining import expected_remaining
 
 IDS = [f"w{n}" for n in range(6)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tailrace.cluster import InstanceView, Phase
-from tailrace.intra.due import PREFILLS, due_s, nominal_s
+from tailrace.intra.earliest_due import PREFILLS, due_s, nominal_s
 from tailrace.policy.requests import table_of
 from tailrace.policy.tailrace.costs import Costs, Longest
 

@@ -23,13 +23,18 @@ from tailrace.cluster import (
     RequestState,
     RequestView,
 )
-from tailrace.perf.future_load import FutureLoad
-from tailrace.perf.horizon import HORIZON, NOW, Floats, Horizon
+from tailrace.perf.horizon import HORIZON, NOW, Floats, FutureLoad, Horizon
 from tailrace.perf.remaining import expected_remaining
 from tailrace.policy.ares import rescheduling
-from tailrace.policy.ares.loads import Loads, collect
 from tailrace.policy.ares.policy import CURRENT_LOAD, OFF, VARIANCE, Ares
-from tailrace.policy.ares.rescheduling import Move, Rescheduling, change, time_weighted_variance
+from tailrace.policy.ares.rescheduling import (
+    Loads,
+    Move,
+    Rescheduling,
+    change,
+    collect,
+    time_weighted_variance,
+)
 from tailrace.policy.candidates import kv_needed_tokens
 from tests.policy.clusters import clusters
 

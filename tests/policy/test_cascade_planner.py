@@ -16,10 +16,8 @@ from tailrace.perf.length_penalty import load_length_penalty
 from tailrace.perf.qoe_model import QoeModel, features
 from tailrace.policy.cascade.layout import tiles
 from tailrace.policy.cascade.planner import Costs, Plan, chain, exact, heuristic, no_pipeline
-from tailrace.policy.cascade.slowdown import Slowdown
-from tailrace.policy.cascade.stage_work import Engines, stage_work
-from tailrace.policy.cascade.traffic import Traffic
-from tailrace.policy.cascade.workload import Workload, bucket_edges, bucket_of, with_cuts
+from tailrace.policy.cascade.planning import Engines, stage_work
+from tailrace.policy.cascade.workload import Slowdown, Traffic, Workload, bucket_edges, bucket_of, with_cuts
 from tailrace.profiles import load_profile
 from tests.policy.fleets import instance, quick
 

@@ -19,8 +19,7 @@ from tailrace.cluster import (
     RequestState,
     RequestView,
 )
-from tailrace.policy.min_kv import MinKv
-from tailrace.policy.pascal import ALWAYS, NEVER, Pascal
+from tailrace.policy.pascal import ALWAYS, NEVER, MinKv, Pascal
 from tests.policy.clusters import arrivals, clusters
 
 

@@ -15,8 +15,7 @@ from tailrace.cluster import Arrival, ClusterView, InstanceState, Pool
 from tailrace.policy.ares.policy import DISPATCH_ALONE, NO_PREDICTION, Ares
 from tailrace.policy.base import Policy
 from tailrace.policy.candidates import kv_needed_tokens
-from tailrace.policy.min_kv import MinKv
-from tailrace.policy.pascal import NO_MIGRATION, NON_ADAPTIVE, Pascal
+from tailrace.policy.pascal import NO_MIGRATION, NON_ADAPTIVE, MinKv, Pascal
 from tailrace.policy.registry import load
 from tests.policy.clusters import arrivals, clusters
 

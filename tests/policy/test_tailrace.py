@@ -25,8 +25,7 @@ from tailrace.cluster import (
     Stage,
 )
 from tailrace.handover import TRANSFERS
-from tailrace.intra.due import due_s, nominal_s
-from tailrace.intra.earliest_due import EarliestDue
+from tailrace.intra.earliest_due import EarliestDue, due_s, nominal_s
 from tailrace.intra.registry import make_intra
 from tailrace.perf.length_penalty import load_length_penalty
 from tailrace.perf.measured import Measured
@@ -41,10 +40,8 @@ from tailrace.policy.tailrace.costs import Costs, Longest
 from tailrace.policy.tailrace.moves import MovePlanner, remaining_tokens
 from tailrace.policy.tailrace.offers import FEW, OfferPlanner
 from tailrace.policy.tailrace.policy import Tailrace
-from tailrace.policy.tailrace.pooled import decoders
 from tailrace.policy.tailrace.queue import Queue
-from tailrace.policy.tailrace.staged import within_stage
-from tailrace.policy.tailrace.targets import Decoders, Targets
+from tailrace.policy.tailrace.targets import Decoders, Targets, decoders, within_stage
 from tailrace.profiles import load_profile
 from tests.policy.clusters import arrivals as more_arrivals
 from tests.policy.clusters import clusters

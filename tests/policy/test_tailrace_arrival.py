@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.cluster import ClusterView, InstanceView
-from tailrace.intra.due import due_s
+from tailrace.intra.earliest_due import due_s
 from tailrace.perf.length_penalty import load_length_penalty
 from tailrace.perf.steps import StepModel, StepTimes
 from tailrace.policy.requests import table_of

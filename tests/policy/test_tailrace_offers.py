@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.cluster import ClusterView, InstanceView, Phase, RequestView
-from tailrace.intra.due import due_after_s, nominal_s
+from tailrace.intra.earliest_due import due_after_s, nominal_s
 from tailrace.perf.length_penalty import load_length_penalty
 from tailrace.perf.measured import Measured
 from tailrace.perf.qoe_model import QoeModel

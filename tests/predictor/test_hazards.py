@@ -13,8 +13,8 @@ pytest.importorskip("torch", reason="torch comes with the engine")
 
 import torch
 
-from tailrace.predictor.distribution import KaplanMeier
-from tailrace.predictor.hazards import cumulative, edges_for, negative_log_likelihood, quantile
+from tailrace.predictor.evaluate import KaplanMeier
+from tailrace.predictor.network import cumulative, edges_for, negative_log_likelihood, quantile
 
 EDGES = torch.tensor([0.0, 1.0, 4.0, 10.0])
 rates = st.lists(st.floats(1e-3, 2.0), min_size=3, max_size=3)

@@ -14,8 +14,7 @@ pytest.importorskip("torch", reason="torch comes with the engine")
 import torch
 from safetensors.torch import load_file, save_file
 
-from tailrace.predictor.distribution import coverage
-from tailrace.predictor.evaluate import evaluate
+from tailrace.predictor.evaluate import coverage, evaluate
 from tailrace.predictor.file import Predictor, PredictorFileError, load_predictor, save_predictor
 from tailrace.predictor.network import widths_for
 from tailrace.predictor.samples import split_by_request

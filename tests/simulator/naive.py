@@ -11,7 +11,7 @@ from simulator.request import SimRequest
 from tailrace.cluster import Phase
 from tailrace.intra.allocate import Claim, Room, allocate
 from tailrace.intra.base import IntraPolicy, JobView, Rank
-from tailrace.intra.due import nominal_s
+from tailrace.intra.earliest_due import nominal_s
 
 
 @dataclass(eq=False)

@@ -115,7 +115,7 @@ def test_usage_errors_are_reported_before_any_run(arguments: tuple[str, ...], me
 def test_a_failed_run_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "broken_policy.py").write_text(
         "from tailrace.actions import Place\n"
-        "from tailrace.policy.min_kv import MinKv\n\n\n"
+        "from tailrace.policy.pascal import MinKv\n\n\n"
         "class Broken(MinKv):\n"
         "    def place(self, view, arrival, now):\n"
         "        return Place('nobody')\n"

@@ -51,7 +51,7 @@ def test_csv_has_one_row(small: tuple[str, ...]) -> None:
 
 
 def test_a_custom_policy_class(small: tuple[str, ...]) -> None:
-    reply = json.loads(run_cli_ok("simulate", "tailrace.policy.min_kv:MinKv", *small, "-o", "json").stdout)
+    reply = json.loads(run_cli_ok("simulate", "tailrace.policy.pascal:MinKv", *small, "-o", "json").stdout)
     assert reply["figures"]["finished"] == 30
 
 
@@ -59,7 +59,7 @@ def test_a_custom_policy_class_in_the_working_directory(
     small: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine_here.py").write_text(
-        "from tailrace.policy.min_kv import MinKv\n\n\nclass Mine(MinKv):\n    summary = 'mine'\n"
+        "from tailrace.policy.pascal import MinKv\n\n\nclass Mine(MinKv):\n    summary = 'mine'\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])

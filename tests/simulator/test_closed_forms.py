@@ -15,8 +15,7 @@ from simulator.intervals import RecentIntervals
 from simulator.network import Network
 from simulator.request import SimRequest
 from simulator.simulation import simulate
-from simulator.steplog import StepLog, TokenTimes, elapsed, last_s, steps_within
-from simulator.steprun import StepRun
+from simulator.steplog import StepLog, StepRun, TokenTimes, elapsed, last_s, steps_within
 from tailrace.intra.orders import Fcfs
 from tailrace.policy.round_robin import RoundRobin
 from tests.simulator.worlds import PROFILE

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from simulator.cli.group_table import group_table
+from simulator.cli.compare import group_table
 from simulator.comparison import Comparison, Plan, compare
 from simulator.figure_text import half_text, mean_text
 from simulator.records import MigrationOutcome, StageChange
+from simulator.report.charts import linear, logarithmic, tick_text, within
 from simulator.report.over_time import stages
 from simulator.report.page import Cell, cards, table
 from simulator.report.run import run_report
-from simulator.report.scale import linear, logarithmic, tick_text, within
 from simulator.report.side_by_side import comparison_report
 from simulator.scenario import Detail, Fleet, Outcome, Scenario, run_scenario
 from simulator.workloads.resolve import WorkloadOptions

@@ -5,9 +5,15 @@ from __future__ import annotations
 import pytest
 
 from simulator.cluster import ClusterSpec
-from simulator.predictors import NoisyPredictor, OraclePredictor
 from simulator.request import SimRequest
-from simulator.setups import UnknownSetupError, predictor_for, setup_for, setup_names
+from simulator.setups import (
+    NoisyPredictor,
+    OraclePredictor,
+    UnknownSetupError,
+    predictor_for,
+    setup_for,
+    setup_names,
+)
 from simulator.simulation import simulate
 from tailrace.actions import WhenFull
 from tailrace.cluster import Pool
@@ -16,8 +22,8 @@ from tailrace.intra.pascal import PascalQueue
 from tailrace.policy import registry
 from tailrace.policy.arrow.policy import Arrow
 from tailrace.policy.deployment import Deployment
-from tailrace.policy.min_kv import MinKv
 from tailrace.policy.parameters import ParameterError
+from tailrace.policy.pascal import MinKv
 from tailrace.slo import Slo
 from tests.simulator.worlds import PROFILE
 
@@ -118,8 +124,8 @@ def test_a_custom_policy_class() -> None:
     [
         ("magic", "unknown policy 'magic'; known: ares, "),
         ("no_such_module:Mine", "no_such_module"),
-        ("tailrace.policy.min_kv:Mine", "has no Mine"),
-        ("tailrace.policy.min_kv:NO_INSTANCE", "not a class derived from"),
+        ("tailrace.policy.pascal:Mine", "has no Mine"),
+        ("tailrace.policy.pascal:NO_INSTANCE", "not a class derived from"),
     ],
 )
 def test_unknown_names(name: str, message: str) -> None:

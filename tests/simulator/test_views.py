@@ -18,7 +18,7 @@ from simulator.simulation import simulate
 from tailrace.actions import Action, Migrate, Place, Placement, WhenFull
 from tailrace.cluster import Arrival, ClusterView, InstanceView, RequestView, Stage
 from tailrace.intra.orders import Fcfs
-from tailrace.perf.future_load import FutureLoad
+from tailrace.perf.horizon import FutureLoad
 from tailrace.policy.base import Policy
 from tailrace.policy.requests import RequestTable, table_of
 from tests.simulator.moving import MoveEverything

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from simulator.request import SimRequest
 from simulator.workloads import jsonl
-from simulator.workloads.arrivals import at_rate, clipped, mean_rate_per_s, merged, scaled
+from simulator.workloads.arrivals import at_rate, clipped, fit, mean_rate_per_s, merged, scaled
 from simulator.workloads.base import Clip, Workload, WorkloadError
-from simulator.workloads.fit import fit
 from simulator.workloads.resolve import DEFAULT_COUNT, WorkloadOptions, resolve_workload
 from simulator.workloads.statistics import load_per_minute
 

@@ -17,8 +17,7 @@ from simulator.workloads import (
 from simulator.workloads.arrivals import poisson_requests
 from simulator.workloads.base import WorkloadError
 from simulator.workloads.generators import GENERATORS
-from simulator.workloads.lengths import DrawLengths, Lengths, Tokens
-from simulator.workloads.quantiles import QuantileTable
+from simulator.workloads.lengths import DrawLengths, Lengths, QuantileTable, Tokens
 
 DRAWS = 100_000
 moderate = settings(max_examples=30, deadline=None, derandomize=True)

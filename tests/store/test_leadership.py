@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from tailrace.store import leadership
-from tailrace.store.leadership import Leadership, lease_clock
+from tailrace.store import election
+from tailrace.store.election import Leadership, lease_clock
 
 
 async def test_leadership_ends_by_the_clock_without_being_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,7 +16,7 @@ async def test_leadership_ends_by_the_clock_without_being_cleared(monkeypatch: p
     leading.hold_until(lease_clock() + 4)
     assert leading.is_set()
     suspended_s = 60.0
-    monkeypatch.setattr(leadership, "lease_clock", lambda: lease_clock() + suspended_s)
+    monkeypatch.setattr(election, "lease_clock", lambda: lease_clock() + suspended_s)
     assert not leading.is_set()
     waiting = asyncio.create_task(leading.wait())
     await asyncio.sleep(0)

@@ -48,7 +48,7 @@ def main() -> int:
     from vllm.entrypoints.openai.api_server import build_app
     from vllm.tasks import SupportedTask
 
-    from frontend_svc.api_server.vllm_arguments import parse_arguments
+    from frontend_svc.api_server.python_app import parse_arguments
 
     app = build_app(parse_arguments([str(MODEL_PATH)]), tuple(dict.fromkeys(_all_tasks(SupportedTask))))
     # A route of a kind without a path is an error: it would not be tried.

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from tailrace.telemetry.limited_log import LimitedLog
+from tailrace.telemetry.incidents import LimitedLog
 
 log = logging.getLogger(__name__)
 

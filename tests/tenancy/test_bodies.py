@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.tenancy.bodies import Bodies, Body
+from tailrace.tenancy.meter import Bodies, Body
 
 EVENTS = st.one_of(
     st.tuples(st.just("open"), st.sampled_from("abc"), st.just(0)),

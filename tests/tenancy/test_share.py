@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.tenancy.share import Share
+from tailrace.tenancy.keys import Share
 
 
 @given(st.text(max_size=100), st.floats(0.01, 100.0))

@@ -6,9 +6,8 @@ import pytest
 
 from tailrace.qoe import TokenRun, qoe
 from tailrace.slo import Slo
-from worker_agent.answer_pace import AnswerPace
 from worker_agent.engine.base import RequestKey
-from worker_agent.running_requests import RunningRequests
+from worker_agent.running_requests import AnswerPace, RunningRequests
 
 TPOT_S = 0.1
 

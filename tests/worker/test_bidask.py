@@ -24,7 +24,7 @@ from worker_agent.bidask import offer_sender
 from worker_agent.bidask.assembly import BidAskServicer, send_over
 from worker_agent.bidask.bid_receiver import Won
 from worker_agent.bidask.coordinator import Coordinator
-from worker_agent.bidask.peers import Peers
+from worker_agent.bidask.messages import Peers
 from worker_agent.id_claim import Addressee
 
 

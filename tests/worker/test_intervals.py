@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker_agent.engine.intervals import RecentIntervals
+from worker_agent.engine.step_times import RecentIntervals
 
 
 def test_no_intervals_yet() -> None:

@@ -11,7 +11,7 @@ from multiprocessing import connection
 
 import pytest
 
-from worker_agent.parallel.rank_orphan import WORKER_PID, OrphanWatch
+from worker_agent.parallel.rank_leftovers import WORKER_PID, OrphanWatch
 
 
 def rank(pipe: connection.Connection) -> None:

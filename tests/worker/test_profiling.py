@@ -17,8 +17,7 @@ from worker_agent.engine.base import EngineInfo, Frames, RequestKey, StepColumns
 from worker_agent.engine.simulated import Faults, SimulatedEngine, SimulatedSettings
 from worker_agent.engine.simulated.engine import SimulatedEngine as Engine
 from worker_agent.profiling.fitting import TooFewSamples, _qoe, kind_of, profile_of
-from worker_agent.profiling.measure import Samples, measure
-from worker_agent.profiling.plan import batches, prompt_lengths
+from worker_agent.profiling.measure import Samples, batches, measure, prompt_lengths
 from worker_agent.profiling.probes import ProbeFailed, ProbeResult, Probes, own_stats
 
 SETTINGS = SimulatedSettings(kv_blocks=4096, max_model_len=2048, max_num_seqs=64, block_tokens=16)

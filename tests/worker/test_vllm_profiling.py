@@ -14,8 +14,7 @@ from worker_agent.engine.base import Frames, StepColumns
 from worker_agent.engine.vllm.engine import VllmEngine
 from worker_agent.engine.vllm.settings import VllmSettings
 from worker_agent.profiling.fitting import profile_of
-from worker_agent.profiling.measure import measure
-from worker_agent.profiling.plan import batches, prompt_lengths
+from worker_agent.profiling.measure import batches, measure, prompt_lengths
 from worker_agent.profiling.probes import Probes
 
 pytestmark = pytest.mark.vllm

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from worker_agent.parallel.data_parallel_waves import Waves
+from worker_agent.engine.vllm.lockstep import Waves
 
 NUMBERS = st.integers(0, 3)
 

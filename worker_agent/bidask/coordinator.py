@@ -9,9 +9,8 @@ from typing import Final
 from tailrace.bid_ask import Bid, Done, Space, Start, Starving
 from tailrace.v1 import bidask_pb2
 from worker_agent.bidask.bid_receiver import BidReceiver, Fetch
-from worker_agent.bidask.messages import UnknownMessage, Wire, decode
+from worker_agent.bidask.messages import Peers, Send, UnknownMessage, Wire, decode
 from worker_agent.bidask.offer_sender import OfferSender
-from worker_agent.bidask.peers import Peers, Send
 from worker_agent.id_claim import Addressee
 
 # Workers whose addresses are remembered, to reply to their messages.

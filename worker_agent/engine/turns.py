@@ -6,7 +6,7 @@ from typing import Final
 
 from tailrace.cluster import Phase
 from tailrace.intra.base import IntraPolicy, JobView, Rank
-from tailrace.intra.due import nominal_s
+from tailrace.intra.earliest_due import nominal_s
 
 _NEVER: Final = 1 << 62
 _NUMBERS: Final = 1 << 20

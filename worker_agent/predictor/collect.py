@@ -3,16 +3,77 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.predictor.samples import FORMAT, Origin, Samples
-from worker_agent.predictor.prompts import Prompt
+from tailrace.tiny.task import make_task
+
+
+class PromptsError(ValueError):
+    """A file of prompts is invalid; the message names file, line and field."""
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+class _Line(msgspec.Struct, frozen=True):
+    prompt: str | None = None
+    messages: list[Message] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A text that the model continues, or a conversation for its chat template."""
+
+    content: str | tuple[Message, ...]
+
+
+def read_prompts(path: Path, limit: int, seed: int) -> list[Prompt]:
+    """Read JSON lines, each with `prompt` or `messages` as in the OpenAI API; draw `limit` of them.
+
+    Raise PromptsError.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptsError(f"{path}: cannot be read: {error}") from error
+    prompts = [_prompt(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+    return random.Random(seed).sample(prompts, min(limit, len(prompts)))
+
+
+def tiny_prompts(limit: int, seed: int) -> list[Prompt]:
+    """Return tasks of the tiny model."""
+    draw = random.Random(seed)
+    return [Prompt((Message("user", make_task(draw.getrandbits(48)).prompt),)) for _ in range(limit)]
+
+
+def _prompt(place: str, line: str) -> Prompt:
+    try:
+        read = msgspec.json.decode(line, type=_Line)
+    except msgspec.DecodeError as error:
+        raise PromptsError(f"{place}: {error}") from error
+    if (read.prompt is None) == (read.messages is None):
+        raise PromptsError(f"{place}: prompt, messages: one of the two expected")
+    if read.messages is None:
+        assert read.prompt is not None
+        return Prompt(read.prompt)
+    if not read.messages:
+        raise PromptsError(f"{place}: messages: at least one expected")
+    return Prompt(tuple(read.messages))
+
 
 # vLLM's finish reasons of a request that ended by itself, and of one that was truncated.
 _FINISHED: Final = ("stop", "length")
@@ -69,8 +130,7 @@ def collect(prompts: Sequence[Prompt], options: CollectOptions, report: Callable
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     from vllm import LLM
 
-    from worker_agent.engine.vllm.batch_rows import rows_of_v1
-    from worker_agent.engine.vllm.hidden_states import HiddenStateTap, StepStates
+    from worker_agent.engine.vllm.hidden_states import HiddenStateTap, StepStates, rows_of_v1
 
     try:
         llm = LLM(

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 import click
 from rich.table import Table
 
+from tailrace.bounded import RealRange, WholeRange
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
-from tailrace.numeric import RealRange, WholeRange
 from tailrace.predictor.samples import SamplesError, read_samples, write_samples
 from tailrace.tiny import MODEL_PATH, PREDICTOR_PATH
 from worker_agent.engines import EngineOptionError, Json, read_argument
-from worker_agent.predictor.collect import CollectOptions, collect
-from worker_agent.predictor.prompts import PromptsError, read_prompts, tiny_prompts
+from worker_agent.predictor.collect import CollectOptions, PromptsError, collect, read_prompts, tiny_prompts
 
 if TYPE_CHECKING:
     from tailrace.predictor.evaluate import ErrorRow, Evaluation

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sized
+from collections.abc import AsyncGenerator, Callable, Sized
 from typing import Final
 
 import msgspec
 
+from tailrace.messages import profile_message
 from tailrace.records import PROFILES, ProfileRecord
 from tailrace.store.store import Store
 from tailrace.telemetry.incidents import loop_failed, loop_named
+from tailrace.v1 import profile_pb2
 from worker_agent.engine.base import Engine, EngineInfo
 from worker_agent.profiling.fitting import TooFewSamples, kind_of, profile_of
 from worker_agent.profiling.measure import measure
@@ -138,3 +140,35 @@ class Profiler:
             # Nobody else's concern: neither its caller nor, at its start, the worker ends by it.
             loop_failed(_LOOP, self._instance_id, error)
             raise ProfilingFailed(f"{self._instance_id}: {type(error).__name__}: {error}") from error
+
+
+# More than the number of steps in a plan; further progress messages are dropped.
+_NEWS_MAX: Final = 256
+
+
+async def profile_events(
+    profiler: Profiler, request: profile_pb2.ProfileRequest
+) -> AsyncGenerator[profile_pb2.ProfileEvent]:
+    """Yield progress messages, then the profile. Raise Refused, ProfilingFailed or StoreUnavailable."""
+    news: asyncio.Queue[str | None] = asyncio.Queue(_NEWS_MAX)
+
+    def report(text: str) -> None:
+        if not news.full():
+            news.put_nowait(text)
+
+    async def run() -> ProfileRecord:
+        try:
+            return await profiler.profile(report, force=request.force, budget_s=request.budget_s or BUDGET_S)
+        finally:
+            if news.full():
+                news.get_nowait()
+            news.put_nowait(None)
+
+    task = asyncio.create_task(run(), name="profiling")
+    try:
+        while (text := await news.get()) is not None:
+            yield profile_pb2.ProfileEvent(message=text)
+        yield profile_pb2.ProfileEvent(profile=profile_message(await task))
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

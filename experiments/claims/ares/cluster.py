@@ -13,12 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from simulator.cluster import ClusterSpec, LinkSpec, MigrationSpec, ReportSpec
-from simulator.hooks import LengthPredictor
-from simulator.predictors import NoisyPredictor, OraclePredictor
+from simulator.cluster import ClusterSpec, LengthPredictor, LinkSpec, MigrationSpec, ReportSpec
+from simulator.setups import NoisyPredictor, OraclePredictor
 from tailrace.actions import Action
 from tailrace.cluster import ClusterView, Pool
-from tailrace.perf.future_load import FutureLoad
+from tailrace.perf.horizon import FutureLoad
 from tailrace.policy.ares.policy import DISPATCH_ALONE, NO_PREDICTION, Ares
 from tailrace.policy.arrow.baselines import IN_TURN
 from tailrace.policy.base import Policy

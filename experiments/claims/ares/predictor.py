@@ -31,13 +31,13 @@ def judge(_: Mapping[str, Figures]) -> Sequence[Finding]:
             A9.claim_id,
             "-",
             none,
-            "needs the model's hidden states; its MAE is an input here (simulator/predictors.py)",
+            "needs the model's hidden states; its MAE is an input here (simulator/setups.py)",
         ),
         Finding(
             A10.claim_id,
             "-",
             none,
-            "needs the model's hidden states; both numbers are inputs here (simulator/predictors.py)",
+            "needs the model's hidden states; both numbers are inputs here (simulator/setups.py)",
         ),
         Finding(
             A11.claim_id,

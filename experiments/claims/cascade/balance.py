@@ -39,10 +39,8 @@ from tailrace.cluster import Stage
 from tailrace.perf.length_penalty import load_length_penalty
 from tailrace.perf.qoe_model import QoeModel
 from tailrace.policy.cascade.planner import Costs
-from tailrace.policy.cascade.slowdown import Slowdown
-from tailrace.policy.cascade.stage_work import Engines, stage_work
-from tailrace.policy.cascade.traffic import Traffic
-from tailrace.policy.cascade.workload import bucket_edges
+from tailrace.policy.cascade.planning import Engines, stage_work
+from tailrace.policy.cascade.workload import Slowdown, Traffic, bucket_edges
 from tailrace.policy.registry import variant
 from tailrace.profiles import Profile
 

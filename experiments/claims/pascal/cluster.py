@@ -17,8 +17,7 @@ from tailrace.intra.base import IntraPolicy
 from tailrace.intra.orders import Fcfs, QuantumRoundRobin
 from tailrace.intra.pascal import PascalQueue
 from tailrace.policy.base import Policy
-from tailrace.policy.min_kv import MinKv
-from tailrace.policy.pascal import NO_MIGRATION, NON_ADAPTIVE, Pascal
+from tailrace.policy.pascal import NO_MIGRATION, NON_ADAPTIVE, MinKv, Pascal
 from tailrace.profiles import load_profile
 
 INSTANCES: Final = 8

@@ -37,7 +37,7 @@ from simulator.simulation import simulate
 from simulator.workloads.generators import GENERATORS
 from tailrace.intra.base import IntraPolicy
 from tailrace.intra.orders import Fcfs, QuantumRoundRobin
-from tailrace.policy.min_kv import MinKv
+from tailrace.policy.pascal import MinKv
 from tailrace.profiles import load_profile
 
 REQUESTS: Final = 300

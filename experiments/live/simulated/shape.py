@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from simulator.cluster import ClusterSpec, InstanceSpec, LinkSpec, MigrationSpec, ReportSpec
-from simulator.predictors import OraclePredictor
+from simulator.setups import OraclePredictor
 from tailrace.actions import WhenFull
 from tailrace.cluster import Pool
-from tailrace.perf.future_load import FutureLoad
+from tailrace.perf.horizon import FutureLoad
 from tailrace.profiles import Profile, load_profile
 from tailrace.slo import DEFAULT_TPOT_S, READING_S
 from worker_agent.engine.simulated.settings import at_speed

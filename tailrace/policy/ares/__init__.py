@@ -2,5 +2,5 @@
 
 `policy` has the decision points, `rescheduling` Algorithm 1, `dispatch` the handover from prefill to decode.
 `tailrace.perf.horizon` defines the future steps at which loads are compared, and their weights;
-`tailrace.perf.future_load` simulates an instance's load at those steps, in the workers.
+`tailrace.perf.horizon` simulates an instance's load at those steps, in the workers.
 """

@@ -25,8 +25,7 @@ from tailrace.policy.ares.dispatch import (
     prefillers,
     waiting_to_leave,
 )
-from tailrace.policy.ares.loads import collect
-from tailrace.policy.ares.rescheduling import Constants, Rescheduling
+from tailrace.policy.ares.rescheduling import Constants, Rescheduling, collect
 from tailrace.policy.base import Policy, Variant
 from tailrace.policy.candidates import CACHE_AWARE, NO_INSTANCE, candidates, credit, fits_device, with_request
 from tailrace.policy.columns import has_many

@@ -22,8 +22,7 @@ import numpy as np
 
 from tailrace.cluster import Stage
 from tailrace.perf.qoe_model import Floats, QoeModel
-from tailrace.policy.cascade.slowdown import Slowdown
-from tailrace.policy.cascade.workload import Workload
+from tailrace.policy.cascade.workload import Slowdown, Workload
 
 # Working set of one step of the dynamic program, in numbers of 8 bytes; sized to stay in the CPU cache.
 _CACHED: Final = 1 << 16

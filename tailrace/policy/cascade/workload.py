@@ -13,6 +13,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from tailrace.lengths import LengthStatistics
+from tailrace.perf.length_penalty import FittedLengthPenalty
 from tailrace.perf.qoe_model import Floats
 
 Ints = NDArray[np.int64]
@@ -116,3 +118,97 @@ class Workload:
         passing = (prompt[:, None] < inner) & (inner < (prompt + output)[:, None])
         density = (counts @ passing) * (in_flight / total)
         return Workload(edges, sums, density.astype(np.float64))
+
+
+# The slowdown of each possible stage by unequal lengths in its batches, for planning.
+#
+# Eq. (1) is linear in sums and has no term for it.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slowdown:
+    """Factors for each stage from one edge to another: [buckets + 1, buckets + 1], or 1.0 for all."""
+
+    # On the whole decode step, and on its part per KV token.
+    step: Floats | float = 1.0
+    attention: Floats | float = 1.0
+
+    @staticmethod
+    def of(penalty: FittedLengthPenalty, workload: Workload, batch: int) -> Slowdown:
+        """Compute the factors for batches of `batch` requests drawn evenly from a stage's requests in flight.
+
+        Lengths are assumed to be uniform within a bucket.
+        """
+        ends = len(workload.edges)
+        step, attention = np.ones((ends, ends)), np.ones((ends, ends))
+        at = (np.arange(batch) + 0.5) / batch
+        requests = workload.prefix[:, 0]
+        for lo in range(ends - 1):
+            for hi in range(lo + 1, ends):
+                if requests[hi] <= requests[lo]:
+                    continue
+                quantiles = requests[lo] + at * (requests[hi] - requests[lo])
+                lengths = np.interp(quantiles, requests[lo : hi + 1], workload.edges[lo : hi + 1])
+                whole = np.maximum(1, lengths).astype(np.int64)
+                step[lo, hi] = penalty.step_factor(whole)
+                attention[lo, hi] = penalty.attention_factor(whole)
+        return Slowdown(step, attention)
+
+
+# The requests of a period by their input and output lengths, for which stages are planned (section 4.2).
+#
+# Requests that finished in the period give the output lengths; those that arrived in it give the numbers by
+# prompt length. Both are needed: if a stage is overloaded, fewer requests finish than arrive, and counting
+# only those would give it even fewer instances.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Traffic:
+    """Requests; each row stands for `weights` of them."""
+
+    inputs: Floats
+    outputs: Floats
+    weights: Floats
+    # Seconds in which they arrived; None: unknown.
+    seconds: float | None
+
+    @property
+    def requests(self) -> float:
+        """Return the number of requests."""
+        return float(self.weights.sum())
+
+    @staticmethod
+    def of_history(history: Sequence[tuple[int, int]], seconds: float | None) -> Traffic:
+        """Create it from (input, output) lengths of earlier requests."""
+        rows = np.array(history, dtype=np.float64).reshape(-1, 2)
+        return Traffic(rows[:, 0], rows[:, 1], np.ones(len(rows)), seconds)
+
+    @staticmethod
+    def of_period(statistics: LengthStatistics, edges: Ints) -> Traffic | None:
+        """Create it from a period; return None if no request arrived or no output length is known.
+
+        In each bucket of prompt lengths, finished requests represent those that arrived. Prompts of a bucket
+        in which none has finished count with the mean output of all.
+        """
+        prompts, prompt_weights = statistics.arrived()
+        inputs, outputs, weights = statistics.finished()
+        if not len(prompts) or float(weights @ outputs) <= 0.0:
+            return None
+        buckets = len(edges) - 1
+        arrived_at, finished_at = bucket_of(edges, prompts), bucket_of(edges, inputs)
+        arrived = np.bincount(arrived_at, weights=prompt_weights, minlength=buckets)
+        finished = np.bincount(finished_at, weights=weights, minlength=buckets)
+        share = np.divide(arrived, finished, out=np.zeros(buckets), where=finished > 0)
+        without_finished = finished[arrived_at] == 0
+        mean_output = float(weights @ outputs / weights.sum())
+        traffic = Traffic(
+            np.concatenate([inputs, prompts[without_finished]]).astype(np.float64),
+            np.concatenate([outputs, np.full(int(without_finished.sum()), mean_output)]),
+            np.concatenate([weights * share[finished_at], prompt_weights[without_finished]]),
+            statistics.seconds,
+        )
+        return traffic if float(traffic.weights @ traffic.outputs) > 0.0 else None
+
+    def in_flight(self, edges: Ints, requests: float) -> Workload:
+        """Return the workload of `requests` concurrent requests. Raise ValueError without any output."""
+        return Workload.of_history(edges, self.inputs, self.outputs, requests, self.weights)

@@ -16,7 +16,7 @@ from tailrace.policy.cascade.layout import stage_of
 from tailrace.policy.parameters import parameter
 from tailrace.policy.pulling import pull_s
 from tailrace.policy.tailrace.costs import Costs
-from tailrace.policy.tailrace.pooled import prefillers
+from tailrace.policy.tailrace.targets import prefillers
 
 COPY_AHEAD: Final = parameter(
     False,

@@ -25,8 +25,8 @@ class Costs:
     - `expected_tokens`: expected output of an arrival. 256 is near the mean of ShareGPT's answers, as in
       CascadeInfer's QoE model here.
     - `patience_s`: a wait for the first token counts double once it reaches this time plus the longest that
-      the prompt yields to others inside an instance (`tailrace.intra.due`). Half a second, for very short
-      prompts, is half of what a person notices as an interruption (Nielsen's one second).
+      the prompt yields to others inside an instance (`tailrace.intra.earliest_due`). Half a second, for very
+      short prompts, is half of what a person notices as an interruption (Nielsen's one second).
     - `tpot_slo_s`: the SLO against which decode steps of answering requests are weighted (`arrival`).
     - `open_s`, `link_bytes_per_s`: time to open and commit a migration, and assumed bandwidth of its copy
       (100 Gbit/s).

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.cluster import NOTHING_CACHED, CachedTokens, ClusterView, InstanceState, InstanceView
-from tailrace.intra.due import PREFILLS, due_after_s, nominal_s
+from tailrace.intra.earliest_due import PREFILLS, due_after_s, nominal_s
 from tailrace.perf.steps import Floats, StepModel, StepTimes
 from tailrace.policy.columns import SeenInstances
 from tailrace.policy.requests import table_of

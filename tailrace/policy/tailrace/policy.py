@@ -18,13 +18,19 @@ from tailrace.policy.parameters import Value, parameter
 from tailrace.policy.requests import movable
 from tailrace.policy.tailrace.copies import COPY_AHEAD, PERIOD_S, Copies
 from tailrace.policy.tailrace.costs import Costs
-from tailrace.policy.tailrace.moves import MovePlanner
+from tailrace.policy.tailrace.moves import MovePlanner, late_handovers, rebalance
 from tailrace.policy.tailrace.offers import OfferPlanner
-from tailrace.policy.tailrace.pooled import decoders, pooled, prefillers
 from tailrace.policy.tailrace.pulls import Pulls
-from tailrace.policy.tailrace.rebalance import late_handovers, rebalance
-from tailrace.policy.tailrace.staged import groups, next_stage, within_stage
-from tailrace.policy.tailrace.targets import Decoders, Targets
+from tailrace.policy.tailrace.targets import (
+    Decoders,
+    Targets,
+    decoders,
+    groups,
+    next_stage,
+    pooled,
+    prefillers,
+    within_stage,
+)
 from tailrace.profiles import Profile, load_profile
 
 

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.intra.due import PREFILLS, STRETCH, due_after_s, nominal_s
+from tailrace.intra.earliest_due import PREFILLS, STRETCH, due_after_s, nominal_s
 from tailrace.perf.steps import Floats, StepModel
 from tailrace.policy.requests import Prompt
 

@@ -8,18 +8,18 @@ not exceed the cost at the best one so far.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import inf
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from tailrace.cluster import ClusterView, InstanceState, InstanceView
+from tailrace.cluster import ClusterView, InstanceState, InstanceView, Pool, Stage
 from tailrace.handover import TRANSFERS
 from tailrace.perf.steps import Floats
+from tailrace.policy.cascade.layout import earliest_stage, nearest_first, stage_of
 from tailrace.policy.columns import Columns, PerInstances
 from tailrace.policy.tailrace.costs import Costs
-from tailrace.policy.tailrace.pooled import decodes
 
 # Up to this many instances it is faster to examine all: if their terms must be computed first, and if not.
 _FEW: Final = 24
@@ -157,3 +157,71 @@ class Decoders:
 
 def _may_receive(instance: InstanceView) -> bool:
     return instance.state is InstanceState.ACTIVE and decodes(instance) and instance.migrations_in < TRANSFERS
+
+
+# If pools are set: which instances may prefill, and which may decode (Arrow, sections 5.2 to 5.4).
+#
+# Pools are an explicit decision to separate prefill from decode, so they take precedence over the cost model:
+# a request leaves a prefill instance to decode whether or not that pays. Arrow's own rules choose the
+# members.
+
+PREFILL_SIDE: Final = (Pool.PREFILL, Pool.DECODE_TO_PREFILL)
+DECODE_SIDE: Final = (Pool.DECODE, Pool.PREFILL_TO_DECODE)
+
+
+def pooled(view: ClusterView) -> bool:
+    """Return whether any instance is in a pool."""
+    return any(i.pool is not None for i in view.instances.values())
+
+
+def prefillers(instances: Sequence[InstanceView]) -> list[InstanceView]:
+    """Return the instances on the prefill side or in no pool; if there are none, all, since any instance can
+    prefill."""
+    return [i for i in instances if i.pool not in DECODE_SIDE] or list(instances)
+
+
+def decodes(instance: InstanceView) -> bool:
+    """Return whether the instance is on the decode side or in no pool."""
+    return instance.pool not in PREFILL_SIDE
+
+
+def decoders(instances: Iterable[InstanceView]) -> list[InstanceView]:
+    """Return the instances on the decode side or in no pool."""
+    return [i for i in instances if decodes(i)]
+
+
+def within_stage(view: ClusterView, usable: Sequence[InstanceView], tokens: int) -> Sequence[InstanceView]:
+    """Return the instances of `usable` in the earliest stage for the length, else in the nearest stage that
+    has any."""
+    stages = view.stages
+    if not stages:
+        return usable
+    names = {i.instance_id: i for i in usable}
+    for number in nearest_first(len(stages), earliest_stage(stages, tokens)):
+        members = [names[name] for name in stages[number].instance_ids if name in names]
+        if members:
+            return members
+    return usable
+
+
+def next_stage(view: ClusterView, instance_id: str, tokens: int) -> list[InstanceView]:
+    """Return the active instances of the stage for the length if it is later than the instance's own."""
+    at = stage_of(view.stages, instance_id)
+    if at is None:
+        return []
+    to = earliest_stage(view.stages, tokens)
+    return _active(view, view.stages[to]) if to > at else []
+
+
+def groups(view: ClusterView, instances: Sequence[InstanceView]) -> list[list[InstanceView]]:
+    """Group the instances that may exchange requests on a tick: by stage; without stages, all in one."""
+    if not view.stages:
+        return [list(instances)]
+    allowed = {i.instance_id for i in instances}
+    return [[i for i in _active(view, stage) if i.instance_id in allowed] for stage in view.stages]
+
+
+def _active(view: ClusterView, stage: Stage) -> list[InstanceView]:
+    active = InstanceState.ACTIVE
+    members = (view.instances.get(name) for name in stage.instance_ids)
+    return [i for i in members if i is not None and i.state is active]

@@ -39,7 +39,6 @@ from worker_agent.engine.base import (
 )
 from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.host_ledger import HostLedger
-from worker_agent.engine.intervals import RecentIntervals
 from worker_agent.engine.simulated.blocks import BlockPool
 from worker_agent.engine.simulated.clock import Boundary, Clock, Timer
 from worker_agent.engine.simulated.emitter import Emitter
@@ -48,12 +47,11 @@ from worker_agent.engine.simulated.imports import Imports, check_state
 from worker_agent.engine.simulated.kv import Bytes, HostStaging, KvCodec
 from worker_agent.engine.simulated.prefixes import Prefixes
 from worker_agent.engine.simulated.reader import RequestReader, answer_utility
-from worker_agent.engine.simulated.request import Request, State, predicted_remaining
+from worker_agent.engine.simulated.request import Request, RequestTable, State, predicted_remaining
 from worker_agent.engine.simulated.scheduler import HostMemory, Scheduler, Step
+from worker_agent.engine.simulated.script import read_vocabulary
 from worker_agent.engine.simulated.settings import Faults, SimulatedSettings, at_speed
-from worker_agent.engine.simulated.table import RequestTable
-from worker_agent.engine.simulated.vocabulary import read_vocabulary
-from worker_agent.engine.step_times import StepTimes
+from worker_agent.engine.step_times import RecentIntervals, StepTimes
 from worker_agent.engine.turns import remaining_prefill_s
 
 # Plain ints: arithmetic on enum flags costs a microsecond, and this happens for every token.

@@ -10,10 +10,9 @@ import msgspec
 from worker_agent.engine.base import Exported, ExportedPause, KvShape, Staging
 from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.simulated.kv import KvCodec, staged_bytes
-from worker_agent.engine.simulated.request import Request, State
+from worker_agent.engine.simulated.request import Request, RequestTable, State
 from worker_agent.engine.simulated.scheduler import Scheduler
 from worker_agent.engine.simulated.settings import Faults
-from worker_agent.engine.simulated.table import RequestTable
 
 # Bytes processed before yielding to the event loop: about a millisecond of work.
 YIELD_BYTES: Final = 4 << 20

@@ -18,10 +18,9 @@ from worker_agent.engine.import_queue import ImportQueue
 from worker_agent.engine.simulated.exports import YIELD_BYTES, SamplingState
 from worker_agent.engine.simulated.kv import KvCodec, staged_bytes
 from worker_agent.engine.simulated.reader import RequestReader
-from worker_agent.engine.simulated.request import Request, State
+from worker_agent.engine.simulated.request import Request, RequestTable, State
 from worker_agent.engine.simulated.scheduler import Scheduler
 from worker_agent.engine.simulated.settings import Faults
-from worker_agent.engine.simulated.table import RequestTable
 
 _state = msgspec.msgpack.Decoder(SamplingState)
 

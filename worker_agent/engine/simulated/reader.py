@@ -14,9 +14,8 @@ from worker_agent.engine.base import Frames, RequestKey
 from worker_agent.engine.errors import Unrunnable
 from worker_agent.engine.simulated.kv import BlockChain
 from worker_agent.engine.simulated.request import Request
-from worker_agent.engine.simulated.script import Script, opens_reasoning
+from worker_agent.engine.simulated.script import Script, Vocabulary, opens_reasoning
 from worker_agent.engine.simulated.settings import SimulatedSettings
-from worker_agent.engine.simulated.vocabulary import Vocabulary
 
 
 class RequestReader:

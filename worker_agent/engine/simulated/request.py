@@ -5,12 +5,14 @@ from __future__ import annotations
 import enum
 import itertools
 import time
+from collections.abc import Iterator
 from typing import Final
 
 from tailrace.cluster import Phase
 from tailrace.intra.base import JobView
 from tailrace.perf.remaining import limited, tokens_left
 from worker_agent.engine.base import Frames, RequestKey
+from worker_agent.engine.errors import Gone
 from worker_agent.engine.simulated.kv import BlockChain
 from worker_agent.engine.simulated.script import Script
 from worker_agent.engine.turns import Turn, arrival_order, view_of
@@ -186,3 +188,46 @@ def predicted_remaining(request: Request, error: float | None) -> float | None:
     # The request's length limit includes the model's context length.
     most = tokens_left(len(request.prompt), generated, request.length_limit)
     return limited(remaining * (1.0 + error * draw), most)
+
+
+class RequestTable:
+    """All requests that are not GONE."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, Request] = {}
+        self._by_key: dict[RequestKey, Request] = {}
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._by_id.values())
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def add(self, request: Request) -> None:
+        """Add a request whose ID and key are not in the table."""
+        self._by_id[request.request_id] = request
+        self._by_key[request.key] = request
+
+    def remove(self, request: Request) -> None:
+        """Remove a request, which must be in the table."""
+        del self._by_id[request.request_id]
+        del self._by_key[request.key]
+
+    def by_key(self, key: RequestKey) -> Request | None:
+        """Return the request with this key, or None."""
+        return self._by_key.get(key)
+
+    def by_id(self, request_id: str) -> Request | None:
+        """Return the request with this ID, or None."""
+        return self._by_id.get(request_id)
+
+    def of_client(self, client: int) -> list[Request]:
+        """Return all requests of a front end."""
+        return [request for request in self._by_id.values() if request.key.client == client]
+
+    def known(self, request_id: str) -> Request:
+        """Return the request with this ID. Raise Gone if there is none."""
+        request = self._by_id.get(request_id)
+        if request is None:
+            raise Gone(f"request {request_id} is not on this engine")
+        return request

@@ -24,11 +24,10 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from worker_agent.engine.host_ledger import HostLedger
-from worker_agent.engine.vllm.host_pool import HostLoads, HostPool
+from worker_agent.engine.vllm.host_pool import HostLoads, HostPool, Swap, SwapMetadata, kv_names
 from worker_agent.engine.vllm.host_tier import HostTier
 from worker_agent.engine.vllm.kv_blocks import KvBlocks
 from worker_agent.engine.vllm.layouts import layout_name, live_reason, pages
-from worker_agent.engine.vllm.swaps import Swap, SwapMetadata, kv_names
 
 
 class TailraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]

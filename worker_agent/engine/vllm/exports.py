@@ -20,10 +20,9 @@ from tailrace.handover import TransferMode
 from worker_agent.engine.base import Exported, ExportedPause
 from worker_agent.engine.errors import EngineRefusal, Gone
 from worker_agent.engine.vllm.host_pool import HostSlot
-from worker_agent.engine.vllm.in_use import InUse
 from worker_agent.engine.vllm.layouts import BlockPosition
 from worker_agent.engine.vllm.load import LoadedCore
-from worker_agent.engine.vllm.pinned import Pinned
+from worker_agent.engine.vllm.pinned import InUse, Pinned
 from worker_agent.engine.vllm.requests import Entry, RequestTable
 from worker_agent.engine.vllm.scheduler import decodes
 

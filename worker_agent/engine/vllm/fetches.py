@@ -11,9 +11,9 @@ from vllm.v1.request import Request
 
 from worker_agent.engine.base import Submission
 from worker_agent.engine.errors import EngineRefusal, NoRoom
-from worker_agent.engine.vllm.in_use import InUse
 from worker_agent.engine.vllm.kv_blocks import DeviceStaging
 from worker_agent.engine.vllm.load import LoadedCore
+from worker_agent.engine.vllm.pinned import InUse
 
 
 @dataclass(slots=True)

@@ -18,9 +18,8 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from worker_agent.engine.host_ledger import HostLedger
-from worker_agent.engine.vllm.host_pool import HostPool
+from worker_agent.engine.vllm.host_pool import HostPool, Load, Swap
 from worker_agent.engine.vllm.kv_blocks import KvBlocks
-from worker_agent.engine.vllm.swaps import Load, Swap
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,12 +21,12 @@ from worker_agent.engine.base import Exported, ExportedPause, RequestKey
 from worker_agent.engine.errors import EngineRefusal, KvCorrupt, NoRoom
 from worker_agent.engine.host_ledger import Swapped
 from worker_agent.engine.import_queue import ImportQueue
-from worker_agent.engine.vllm.in_use import InUse
+from worker_agent.engine.vllm.host_pool import kv_names
 from worker_agent.engine.vllm.kv_blocks import DeviceStaging
 from worker_agent.engine.vllm.load import LoadedCore
 from worker_agent.engine.vllm.phases import PhaseTracker
+from worker_agent.engine.vllm.pinned import InUse
 from worker_agent.engine.vllm.requests import Entry, LengthPrediction, Pace, RequestTable
-from worker_agent.engine.vllm.swaps import kv_names
 
 _log = logging.getLogger(__name__)
 

@@ -1,9 +1,9 @@
 """All names of vLLM that the worker uses, to be checked against each new version of vLLM.
 
 Few of them are part of vLLM's public interface, and any version may change them. Therefore they are looked up
-before the engine is loaded, and a version that lacks any is refused with a line that names them. `waiting.py`
-hides differences between versions. A test ensures that the worker uses no other names. docs/vllm-versions.md
-lists the tested versions and explains how to support the next one.
+before the engine is loaded, and a version that lacks any is refused with a line that names them.
+`ranked_queue.py` hides differences between versions. A test ensures that the worker uses no other names.
+docs/vllm-versions.md lists the tested versions and explains how to support the next one.
 
     python -m worker_agent.engine.vllm.internals    # what the installed vLLM lacks
 """

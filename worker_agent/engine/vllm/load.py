@@ -27,8 +27,8 @@ from worker_agent.engine.errors import EngineRefusal, EngineSettingError, NoRoom
 from worker_agent.engine.host_ledger import HostLedger
 from worker_agent.engine.vllm.adapters import Adapters
 from worker_agent.engine.vllm.connector import TailraceConnector
+from worker_agent.engine.vllm.connectors import handover_of
 from worker_agent.engine.vllm.grammars import Grammars
-from worker_agent.engine.vllm.handover import handover_of
 from worker_agent.engine.vllm.hidden_states import HiddenStateTap, StepStates
 from worker_agent.engine.vllm.host_pool import HostLoads, HostPool, HostSlot, default_host_bytes
 from worker_agent.engine.vllm.host_tier import HostTier

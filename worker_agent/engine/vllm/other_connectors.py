@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 
 from worker_agent.engine.vllm.connector import TailraceConnector
-from worker_agent.engine.vllm.swaps import SwapMetadata
+from worker_agent.engine.vllm.host_pool import SwapMetadata
 
 
 def tailrace_connector(connector: KVConnectorBase_V1) -> TailraceConnector:

@@ -12,8 +12,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from worker_agent.engine.base import OutputFlag, RequestKey, StepColumns
 from worker_agent.engine.errors import EngineRefusal
-from worker_agent.engine.intervals import RecentIntervals
-from worker_agent.engine.step_times import StepTimes
+from worker_agent.engine.step_times import RecentIntervals, StepTimes
 from worker_agent.engine.vllm.requests import RequestTable
 
 # Plain ints, because enum operators take a microsecond each, and these are used for every token.

@@ -9,9 +9,14 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed import get_pp_group
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from worker_agent.engine.vllm.batch_rows import BatchRows, rows_of_v1, rows_of_v2
 from worker_agent.engine.vllm.connector import TailraceConnector
-from worker_agent.engine.vllm.hidden_states import HiddenStateTap, StepStates
+from worker_agent.engine.vllm.hidden_states import (
+    BatchRows,
+    HiddenStateTap,
+    StepStates,
+    rows_of_v1,
+    rows_of_v2,
+)
 from worker_agent.engine.vllm.kv_blocks import KvBlocks
 from worker_agent.engine.vllm.other_connectors import tailrace_connector
 from worker_agent.engine.vllm.rank_facts import RankFacts, hardware
@@ -22,7 +27,7 @@ from worker_agent.engine.vllm.request_states import (
     RequestStates,
     Rewind,
 )
-from worker_agent.parallel.rank_orphan import OrphanWatch
+from worker_agent.parallel.rank_leftovers import OrphanWatch
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig

@@ -18,8 +18,7 @@ from tailrace.intra.base import Rank
 from worker_agent.engine.step_order import Device, StepOrder
 from worker_agent.engine.vllm.connector import TailraceConnector
 from worker_agent.engine.vllm.other_connectors import OtherConnectors, swap_metadata, tailrace_connector
-from worker_agent.engine.vllm.ranked_queue import RankedQueue
-from worker_agent.engine.vllm.waiting import VllmScheduler
+from worker_agent.engine.vllm.ranked_queue import RankedQueue, VllmScheduler
 
 
 class PausingScheduler(VllmScheduler):  # type: ignore[misc]
