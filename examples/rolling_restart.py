@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -273,6 +274,9 @@ def run(folder: RunFolder, state: RunState, names: Sequence[str], work: Work, ki
     last = load.take()
     rows.append(Row("(after it)", 0.0, 0.0, len(work), len(work), 0, last, 0, 0))
     print(format_row(rows[-1]))
+    for row in rows:
+        for text, count in Counter(row.tally.errors).most_common():
+            print(f"{row.name}: {count} x {text}")
     return rows
 
 
