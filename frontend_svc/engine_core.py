@@ -17,7 +17,7 @@ from typing import Final, Protocol
 import zmq
 import zmq.asyncio
 
-from tailrace.service.socket_writer import SocketWriter
+from tailrace.service.sockets import SocketWriter
 from tailrace.telemetry.incidents import unreadable
 from tailrace.wire import RequestType, UtilityCall, engine_identity, read_abort, read_utility
 

@@ -14,8 +14,8 @@ from frontend_svc.fleet import Fleet
 from frontend_svc.links import Outbox
 from frontend_svc.placement_client import PlacementClient
 from frontend_svc.streams import Stream, StreamTable
-from tailrace.adapter_versions import engine_name
 from tailrace.cache.names import Naming, block_names
+from tailrace.model_identity import engine_name
 from tailrace.rollout.record import RolloutRecord
 from tailrace.service.channels import Channels
 from tailrace.store.reading import UnreadableRecord, read_record

@@ -34,8 +34,8 @@ from frontend_svc.outputs import Outputs
 from frontend_svc.placement import Chosen, InstanceChooser, NoneChosen
 from frontend_svc.settings import Limits, WaitLimits
 from frontend_svc.streams import Requirements, Stream, StreamTable
-from tailrace.adapter_versions import AdapterVersions
 from tailrace.cluster import Phase
+from tailrace.model_identity import AdapterVersions
 from tailrace.request_ids import MAX_BYTES, chosen_by_client, is_own_id, own_id, problem_with
 from tailrace.service.message_stream import MIN_MESSAGE_BYTES
 from tailrace.service.tasks import cancel, task_error

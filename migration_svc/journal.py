@@ -14,8 +14,7 @@ from typing import Final
 
 import msgspec
 
-from tailrace.line_file import LineFile
-from tailrace.replaced_file import new_version
+from tailrace.files import LineFile, new_version
 
 log = logging.getLogger(__name__)
 

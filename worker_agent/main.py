@@ -11,19 +11,19 @@ from typing import Final
 import click
 
 from tailrace.bounded import WholeRange
-from tailrace.service.listening import ListenError, require_listenable
 from tailrace.service.options import CommonOptions, common_options
 from tailrace.service.runtime import Shutdown, open_service, run_service
 from tailrace.service.settings import settings_options
+from tailrace.service.sockets import ListenError, require_listenable
 from worker_agent.draining import HANDOVER_S
 from worker_agent.engine.errors import EngineSettingError
 from worker_agent.engines import EngineOptionError, EngineOptions, make_engine
-from worker_agent.id_claim import IdInUse
 from worker_agent.kv.memory import SharedMemory
 from worker_agent.kv.ucx import discarding_strays, start_ucx, stop_ucx
 from worker_agent.metrics import WorkerCollector, WorkerHistograms, WorkerMetrics
 from worker_agent.network import BindingError, interfaces, rdma_devices, ucx_options, untrusted_reason
 from worker_agent.parallel.node_span import worker_span
+from worker_agent.registration import IdInUse
 from worker_agent.settings import WorkerSettings
 from worker_agent.worker import EngineStartError, RunningWorker, running_worker
 

@@ -71,7 +71,7 @@ class WorkerMetrics:
         # Pulls of prefixes from other workers, by outcome (prefixes/pulls.py), and the tokens pulled.
         self.pulls = _from_zero(*PULL_OUTCOMES)
         self.pulled_tokens = 0
-        # Copies of prefixes to this worker in advance, by outcome (prefixes/copies.py).
+        # Copies of prefixes to this worker in advance, by outcome (prefixes/pulls.py).
         self.copies = _from_zero(*PULL_OUTCOMES)
         self.kv_checksum_failures = 0
         self.kv_identity_failures = 0

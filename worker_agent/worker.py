@@ -24,7 +24,7 @@ from tailrace.v1.bidask_pb2_grpc import add_BidAskServicer_to_server
 from tailrace.v1.cache_pb2_grpc import add_CacheServicer_to_server
 from tailrace.v1.worker_pb2_grpc import add_WorkerServicer_to_server
 from worker_agent.attach import AttachStreams, refusal_message
-from worker_agent.bidask.assembly import BidAskServicer, coordinator_of
+from worker_agent.bidask.coordinator import BidAskServicer, coordinator_of
 from worker_agent.cache_servicer import CacheServicer
 from worker_agent.dispatch import Admission, Dispatcher
 from worker_agent.draining import Draining
@@ -33,7 +33,6 @@ from worker_agent.engines import kv_transport
 from worker_agent.faults import Faults
 from worker_agent.frontends import FrontEnds, send_heartbeats
 from worker_agent.hand_backs import HandBacks
-from worker_agent.id_claim import Addressee, replaced_message, wait_until_free
 from worker_agent.intra_switch import follow_batch_order
 from worker_agent.kv.address import KvTransferError
 from worker_agent.kv.memory import SharedMemory
@@ -45,13 +44,18 @@ from worker_agent.migration.registry import Exports, Imports
 from worker_agent.migration.source import SourceParts
 from worker_agent.migration.target import TargetParts
 from worker_agent.phase_events import PhaseEvents
-from worker_agent.prefixes.copies import Copies, PromptLink
 from worker_agent.prefixes.loans import Loans
-from worker_agent.prefixes.pulls import LoanLink, PullParts, Pulls
+from worker_agent.prefixes.pulls import Copies, LoanLink, PromptLink, PullParts, Pulls
 from worker_agent.profiling.probes import Probes, own_stats
 from worker_agent.profiling.profiler import Profiler
 from worker_agent.progress import Progress, StepBounds, watch_progress
-from worker_agent.registration import instance_record, register_instance
+from worker_agent.registration import (
+    Addressee,
+    instance_record,
+    register_instance,
+    replaced_message,
+    wait_until_free,
+)
 from worker_agent.reports import Reports
 from worker_agent.running_requests import RunningRequests
 from worker_agent.servicer import WorkerServicer

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from experiments.tiny.tokens import END_THINK, IM_END, THINK, Turn, encode_turns
 from tailrace.tiny.task import HELP_ANSWER, HELP_THOUGHT, MAX_COUNT
-from tailrace.tiny.tokens import END_THINK, IM_END, THINK, Turn, encode_turns
 
 RECORD: Final = 9
 """Tokens of one line with the separator before it."""

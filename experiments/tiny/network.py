@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tailrace.tiny.tokens import END_OF_TEXT, IM_END, VOCABULARY_SIZE
+from experiments.tiny.tokens import END_OF_TEXT, IM_END, VOCABULARY_SIZE
 
 
 @dataclass(frozen=True, slots=True)

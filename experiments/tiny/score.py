@@ -17,9 +17,9 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
+from experiments.tiny.tokens import END_THINK, IM_END, THINK
 from tailrace.tiny import MODEL_PATH
 from tailrace.tiny.task import HELP_ANSWER, HELP_THOUGHT, Task, check, make_task
-from tailrace.tiny.tokens import END_THINK, IM_END, THINK
 
 if TYPE_CHECKING:
     from vllm import LLM

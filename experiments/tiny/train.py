@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from experiments.tiny.curriculum import Example, whole_example, window_example
 from experiments.tiny.network import Network, Shape
-from tailrace.tiny.tokens import END_OF_TEXT, IM_END, write_tokenizer
+from experiments.tiny.tokens import END_OF_TEXT, IM_END, write_tokenizer
 
 WINDOW_TOKENS: Final = 5_000
 WHOLE_TOKENS: Final = 5_000

@@ -15,8 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from tailrace.service.listening import ListenError, listen_reason
-from tailrace.service.retransmission import bound_retransmission
+from tailrace.service.sockets import ListenError, bound_retransmission, listen_reason
 
 _OPTION: Final = "--http"
 # Connections of one engine core; more than one only while it reconnects.

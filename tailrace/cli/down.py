@@ -7,8 +7,8 @@ import shutil
 import click
 
 from tailrace.cli.errors import CliError
+from tailrace.local.process import stop_parts
 from tailrace.local.state import RunFolder, RunFolderBusy, RunFolderUnusable
-from tailrace.local.stop import stop_parts
 
 
 @click.command(epilog="Example: tailrace down")

@@ -12,12 +12,11 @@ from tailrace.address import parse_endpoints
 from tailrace.cli.errors import CliError, UsageProblem
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
 from tailrace.cli.plain import JsonValue
-from tailrace.security.etcd_rights import Rights, etcd_rights
 from tailrace.security.options import open_transport, tls_option
 from tailrace.security.roles import Role, etcd_user
 from tailrace.security.transport import Transport
 from tailrace.store.client import EtcdClient, Rejected, StoreUnavailable
-from tailrace.store.etcd_roles import apply_rights, role_name
+from tailrace.store.etcd_roles import Rights, apply_rights, etcd_rights, role_name
 
 
 @click.command(

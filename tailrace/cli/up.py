@@ -23,12 +23,11 @@ from tailrace.local.certificates import ETCD_SERVER, certificate_folder, issue_c
 from tailrace.local.options import MONITOR_TRACES, ClusterOptions, Engine, Front
 from tailrace.local.plan import Plan, make_plan
 from tailrace.local.ports import PortUnavailable, free_ports, require_free
-from tailrace.local.process import PartFailed, PartRefused
+from tailrace.local.process import PartFailed, PartRefused, stop_parts
 from tailrace.local.progress import make_progress
 from tailrace.local.requirements import Missing, loses_precision, require_installed, visible_gpus
 from tailrace.local.start import Starter
 from tailrace.local.state import RunFolder, RunFolderBusy, RunFolderUnusable, RunState
-from tailrace.local.stop import stop_parts
 from tailrace.model_folder import TOKENIZER_FLAGS, ModelFolderError, require_model, require_tokenizer
 from tailrace.policy.parameters import ParameterError, read_assignments
 from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, load

@@ -12,11 +12,10 @@ from typing import Final
 
 from tailrace.local.certificates import OPERATOR, transport_of
 from tailrace.local.plan import PartSpec, Tier
-from tailrace.local.process import PartFailed, PartProcess
+from tailrace.local.process import PartFailed, PartProcess, stop_part
 from tailrace.local.progress import Progress, Step
 from tailrace.local.ready import active_instances, wait_ready
 from tailrace.local.state import Part, RunFolder, RunState
-from tailrace.local.stop import stop_part
 
 DRAIN_S: Final = 330.0
 """Time for a part to drain, in seconds: longer than the default drain timeout of any part."""

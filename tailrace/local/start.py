@@ -12,15 +12,13 @@ import grpc
 from tailrace.address import parse_endpoints
 from tailrace.local.certificates import ETCD_ROOT, ETCD_SERVER, OPERATOR, transport_of
 from tailrace.local.plan import PartSpec, Plan, Tier
-from tailrace.local.process import PartFailed, PartProcess
+from tailrace.local.process import PartFailed, PartProcess, stop_parts
 from tailrace.local.progress import Progress, Step
 from tailrace.local.ready import active_instances, wait_ready
 from tailrace.local.state import RunFolder, RunState
-from tailrace.local.stop import stop_parts
-from tailrace.security.etcd_rights import etcd_rights
 from tailrace.security.roles import Role
 from tailrace.store.client import EtcdClient, Rejected, StoreUnavailable
-from tailrace.store.etcd_roles import apply_rights
+from tailrace.store.etcd_roles import apply_rights, etcd_rights
 from tailrace.v1.admin_pb2 import SetPolicyRequest
 from tailrace.v1.admin_pb2_grpc import AdminStub
 

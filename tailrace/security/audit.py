@@ -17,7 +17,7 @@ import msgspec
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
-from tailrace.line_file import LineFile
+from tailrace.files import LineFile
 from tailrace.security.access import CHANGES, caller
 from tailrace.security.handlers import Context, Handler, wrap_handler
 from tailrace.security.roles import NoIdentity, Role

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from tailrace.replaced_file import replace_file
+from tailrace.files import replace_file
 from tailrace.security.credentials import AUTHORITIES, CERTIFICATE, FOR_ETCD, KEY
 from tailrace.security.roles import MEMBERS, Identity, Role, etcd_user, identity_of, server_name
 

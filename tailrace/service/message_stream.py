@@ -26,9 +26,13 @@ from tailrace.security.roles import NoIdentity, Role
 from tailrace.security.session import TlsSession
 from tailrace.security.transport import PLAIN, Transport
 from tailrace.service.channels import format_error
-from tailrace.service.listening import ListenError, listen_reason
-from tailrace.service.retransmission import bound_retransmission, probe_when_idle
-from tailrace.service.socket_writer import SocketWriter
+from tailrace.service.sockets import (
+    ListenError,
+    SocketWriter,
+    bound_retransmission,
+    listen_reason,
+    probe_when_idle,
+)
 from tailrace.service.tasks import cancel, task_error
 from tailrace.telemetry.incidents import loop_failed, loop_named, unreadable
 

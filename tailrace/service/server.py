@@ -24,7 +24,7 @@ from tailrace.security.handlers import (
 )
 from tailrace.security.transport import PLAIN, Transport
 from tailrace.service.channels import MESSAGE_BYTES_MAX, PINGS
-from tailrace.service.listening import ListenError, listen_problem
+from tailrace.service.sockets import ListenError, listen_problem
 from tailrace.telemetry.incidents import loop_failed, loop_named
 
 _OPTIONS: Final = (

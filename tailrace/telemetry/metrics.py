@@ -29,7 +29,7 @@ from tailrace.security.access import METRICS
 from tailrace.security.credentials import uris_of
 from tailrace.security.roles import NoIdentity, identity_of
 from tailrace.security.transport import PLAIN, TlsTransport, Transport
-from tailrace.service.listening import ListenError, listen_reason
+from tailrace.service.sockets import ListenError, listen_reason
 from tailrace.service.tasks import cancel, supervise
 from tailrace.telemetry.incidents import LOOP_FAILURES, UNREADABLE, UNREADABLE_NOW, guarded, loop_named
 from tailrace.telemetry.tracing import package_version

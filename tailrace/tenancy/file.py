@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from tailrace.bounded import read_regular
-from tailrace.replaced_file import replace_file
+from tailrace.files import replace_file
 from tailrace.tenancy.keys import KeyIndex, TenantKeys
 
 log = logging.getLogger(__name__)

@@ -31,11 +31,10 @@ from tailrace.local.plan import Tier as StartTier
 from tailrace.local.process import PartFailed, PartProcess
 from tailrace.local.ready import active_instances, is_ready
 from tailrace.security.authority import Authority
-from tailrace.security.etcd_rights import etcd_rights
 from tailrace.security.roles import Identity, Role
 from tailrace.service.tasks import cancel
 from tailrace.store.client import EtcdClient
-from tailrace.store.etcd_roles import apply_rights
+from tailrace.store.etcd_roles import apply_rights, etcd_rights
 from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 from tailrace.v1 import admin_pb2_grpc
 from tests.chaos.core_dumps import native_stack, take_core

@@ -12,9 +12,9 @@ import pytest
 from openai import BadRequestError, OpenAI
 from openai.types import Completion
 
+from experiments.tiny.tokens import encode_turns
 from tailrace.request_ids import matching
 from tailrace.tiny.task import task
-from tailrace.tiny.tokens import encode_turns
 from tailrace.v1 import types_pb2
 from tests.e2e.conftest import JSON_WORKER, VLLM_WORKERS
 from tests.features.vision import image_url

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from tailrace.tiny.tokens import END_THINK, IM_END, THINK
+from experiments.tiny.tokens import END_THINK, IM_END, THINK
 from tailrace.v1 import worker_pb2
 from tailrace.wire import (
     NIL,

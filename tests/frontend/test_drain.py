@@ -10,9 +10,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from experiments.tiny.tokens import END_THINK, IM_END, THINK
 from frontend_svc.admission import NOT_SERVING
 from frontend_svc.settings import Front
-from tailrace.tiny.tokens import END_THINK, IM_END, THINK
 from tailrace.v1 import worker_pb2
 from tests.frontend.echo_worker import ANSWER, THOUGHT, EchoWorker
 from tests.frontend.front_end_thread import FrontEndThread

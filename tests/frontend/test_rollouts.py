@@ -15,9 +15,8 @@ from frontend_svc.placement import prefix_of
 from frontend_svc.settings import Limits
 from frontend_svc.streams import StreamTable
 from scheduler_svc.loop import newer_rollout
-from tailrace.adapter_versions import AdapterVersions
 from tailrace.cache.names import ALGORITHM, Keys, Naming, block_names
-from tailrace.model_identity import ModelIdentity
+from tailrace.model_identity import AdapterVersions, ModelIdentity
 from tailrace.rollout.record import RolloutRecord, RolloutState
 from tailrace.v1 import scheduler_pb2, worker_pb2
 from tailrace.wire import FinishReason

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.local.plan import Tier
+from tailrace.local.process import stop_parts
 from tailrace.local.state import (
     Identity,
     Part,
@@ -22,7 +23,6 @@ from tailrace.local.state import (
     find_state,
     identify,
 )
-from tailrace.local.stop import stop_parts
 from tests.full_disk import files_end_at
 from tests.waiting import WAIT_S
 
@@ -74,8 +74,8 @@ def _part(pid: int, tier: Tier = Tier.WORKER) -> Part:
 
 
 def _shorten_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tailrace.local.stop.GRACE_S", 0.2)
-    monkeypatch.setattr("tailrace.local.stop.CLOSE_S", 0.2)
+    monkeypatch.setattr("tailrace.local.process.GRACE_S", 0.2)
+    monkeypatch.setattr("tailrace.local.process.CLOSE_S", 0.2)
 
 
 def _is_running(pid: int) -> bool:
@@ -117,7 +117,7 @@ def test_a_part_that_ignores_sigterm_is_killed(
 def test_a_part_that_drains_for_too_long_gets_a_second_sigterm(
     started: list[Started], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tailrace.local.stop.GRACE_S", 0.2)
+    monkeypatch.setattr("tailrace.local.process.GRACE_S", 0.2)
     process, _ = _start(started, _DRAINS)
     stop_parts([_part(process.pid)], lambda: None)
     assert process.wait(WAIT_S) == 7

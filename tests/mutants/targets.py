@@ -80,7 +80,7 @@ TARGETS: Final = (
         (_POLICY + "test_arrow_pools.py", _POLICY + "test_sound_decisions.py"),
     ),
     Target("tailrace/policy/arrow/policy.py", (*_ARROW, *_DECLARED)),
-    Target("tailrace/policy/arrow/kv_wait.py", _ARROW),
+    Target("tailrace/policy/arrow/attainment.py", _ARROW),
     Target("tailrace/policy/tailrace/arrival.py", _TAILRACE),
     Target("tailrace/policy/tailrace/offers.py", _TAILRACE),
     Target("tailrace/policy/tailrace/copies.py", (_POLICY + "test_tailrace_copies.py",)),
@@ -100,7 +100,6 @@ TARGETS: Final = (
     Target("tailrace/rollout/facts.py", _ROLLOUT),
     Target("tailrace/rollout/progress.py", _ROLLOUT),
     Target("tailrace/rollout/record.py", _ROLLOUT),
-    Target("tailrace/rollout/requests.py", _ROLLOUT),
     Target("tailrace/rollout/requests.py", _ROLLOUT),
     Target("frontend_svc/answers/store.py", ("tests/frontend/test_answers.py",)),
 )

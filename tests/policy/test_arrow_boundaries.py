@@ -9,7 +9,7 @@ import pytest
 
 from tailrace.actions import Action, Migrate, Place, SetPool
 from tailrace.cluster import Arrival, CachedTokens, InstanceView, Phase, Pool, RequestView
-from tailrace.policy.arrow.kv_wait import KvWait
+from tailrace.policy.arrow.attainment import KvWait
 from tailrace.policy.arrow.policy import ATTAINMENT, FILTER, Arrow
 from tailrace.policy.arrow.pools import Pools
 from tailrace.slo import DEFAULT_TPOT_S, DEFAULT_TTFT_S

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from tailrace.actions import Action, Place, SetPool
 from tailrace.cluster import Arrival, ClusterView, InstanceView, Phase, Pool
-from tailrace.policy.arrow.attainment import AttainmentModel
-from tailrace.policy.arrow.kv_wait import KvWait
+from tailrace.policy.arrow.attainment import AttainmentModel, KvWait
 from tailrace.policy.arrow.policy import ATTAINMENT, Arrow
 from tailrace.policy.arrow.pools import Pools
 from tests.policy.fleets import arrivals, cluster, fleets, instance, quick, request

@@ -14,10 +14,9 @@ from tailrace.perf.ttft import TtftPredictor
 from tailrace.policy import columns
 from tailrace.policy.ares.dispatch import LeastKvLoad, decoders, kv_load
 from tailrace.policy.ares.policy import Ares
-from tailrace.policy.arrow.load import LoadModel, running_tokens
+from tailrace.policy.arrow.load import DecodeTargets, LoadModel, PrefillTargets, running_tokens
 from tailrace.policy.arrow.policy import PROFILE, Arrow
 from tailrace.policy.arrow.pools import Pools
-from tailrace.policy.arrow.targets import DecodeTargets, PrefillTargets
 from tailrace.policy.candidates import Ledger, fits_device
 from tailrace.profiles import load_profile
 from tests.policy.fleets import MAX_LENGTH, cluster, fleets, quick

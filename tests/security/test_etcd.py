@@ -16,13 +16,12 @@ import pytest
 from tailrace.address import parse_endpoints
 from tailrace.security.authority import Authority
 from tailrace.security.credentials import Credentials, read_credentials
-from tailrace.security.etcd_rights import etcd_rights
 from tailrace.security.roles import MEMBERS, Identity, Role
 from tailrace.security.transport import PLAIN, Transport
 from tailrace.service.etcd import LocalEtcd, local_etcd
 from tailrace.service.probe import Unhealthy, check_http
 from tailrace.store.client import EtcdClient, StoreUnavailable
-from tailrace.store.etcd_roles import apply_rights
+from tailrace.store.etcd_roles import apply_rights, etcd_rights
 from tailrace.store.registration import register
 from tailrace.store.store import Store
 from tests.ports import free_port

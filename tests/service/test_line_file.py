@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.line_file import LineFile
+from tailrace.files import LineFile
 from tests.full_disk import files_end_at
 
 LINE = b'{"a": 1}'

@@ -11,8 +11,8 @@ import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.service.listening import ListenError
 from tailrace.service.message_stream import MessageStream, StreamBroken, connect_stream, serve_streams
+from tailrace.service.sockets import ListenError
 from tailrace.v1 import worker_pb2
 from tests.counting import skipped
 from tests.waiting import WAIT_S

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.adapter_versions import AdapterVersions
-from tailrace.model_identity import ModelIdentity, identify_model, is_model
+from tailrace.model_identity import AdapterVersions, ModelIdentity, identify_model, is_model
 from tailrace.tiny import MODEL_PATH
 
 

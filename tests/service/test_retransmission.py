@@ -15,7 +15,7 @@ import pytest
 
 from frontend_svc.api_server.sockets import bind_http
 from tailrace.service.message_stream import MessageStream, connect_stream, serve_streams
-from tailrace.service.retransmission import bound_retransmission
+from tailrace.service.sockets import bound_retransmission
 from tailrace.v1 import worker_pb2
 from tests.waiting import WAIT_S
 
@@ -107,7 +107,7 @@ async def test_both_ends_of_a_message_stream_have_both_bounds() -> None:
 
 def test_a_kernel_without_the_option_still_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     # No option has this number.
-    monkeypatch.setattr("tailrace.service.retransmission._TCP_RTO_MAX_MS", 999)
+    monkeypatch.setattr("tailrace.service.sockets._TCP_RTO_MAX_MS", 999)
     with socket.socket() as sock:
         assert not bound_retransmission(sock, 1.0, 60.0)
         assert give_up_ms(sock) == 60_000

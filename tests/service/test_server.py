@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from tailrace.service.listening import ListenError
 from tailrace.service.server import serve_grpc
+from tailrace.service.sockets import ListenError
 
 
 async def _listen_error(listen: str) -> str:

@@ -9,7 +9,7 @@ import threading
 import pytest
 import uvloop
 
-from tailrace.service.socket_writer import SocketWriter
+from tailrace.service.sockets import SocketWriter
 from tests.waiting import WAIT_S
 
 _THREADS = 3

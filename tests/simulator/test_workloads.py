@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments.claims.arrow.statistics import load_per_minute
 from simulator.request import SimRequest
 from simulator.workloads import jsonl
 from simulator.workloads.arrivals import at_rate, clipped, fit, mean_rate_per_s, merged, scaled
 from simulator.workloads.base import Clip, Workload, WorkloadError
 from simulator.workloads.resolve import DEFAULT_COUNT, WorkloadOptions, resolve_workload
-from simulator.workloads.statistics import load_per_minute
 
 moderate = settings(max_examples=30, deadline=None, derandomize=True)
 

@@ -24,8 +24,8 @@ from tailrace.records import (
     encode_slo,
 )
 from tailrace.rollout.record import RolloutRecord, RolloutState
-from tailrace.security.etcd_rights import etcd_rights
 from tailrace.slo import Slo
+from tailrace.store.etcd_roles import etcd_rights
 from tailrace.store.reading import (
     VALUE_BYTES,
     UnreadableRecord,

@@ -17,13 +17,12 @@ from rich.table import Table
 from tailrace.address import parse_endpoints
 from tailrace.security.authority import Authority
 from tailrace.security.credentials import read_credentials
-from tailrace.security.etcd_rights import etcd_rights
 from tailrace.security.folder import CredentialFolder
 from tailrace.security.roles import MEMBERS, Identity, Role
 from tailrace.security.transport import TlsTransport
 from tailrace.service.etcd import LocalEtcd, local_etcd
 from tailrace.store.client import EtcdClient
-from tailrace.store.etcd_roles import apply_rights
+from tailrace.store.etcd_roles import apply_rights, etcd_rights
 from tests.strangers.etcd_calls import (
     METHODS,
     Caller,

@@ -13,9 +13,9 @@ from typing import Final
 
 import grpc
 
-from tailrace.security.etcd_rights import REVISION_KEY, etcd_rights
 from tailrace.security.roles import MEMBERS, Role, etcd_user
 from tailrace.store.etcd_api import prefix_end
+from tailrace.store.etcd_roles import REVISION_KEY, etcd_rights
 from tailrace.v1 import etcd_pb2
 
 _CALL_S: Final = 5.0

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from tailrace.cli.main import main
-from tailrace.replaced_file import replace_file
+from tailrace.files import replace_file
 from tailrace.tenancy.file import KeyFile, read_keys, readers_problem
 
 SERVICE_USER = 65534

@@ -25,7 +25,6 @@ from worker_agent.engine.base import RequestKey, Submission
 from worker_agent.engine.simulated import SimulatedEngine, SimulatedSettings
 from worker_agent.faults import Faults
 from worker_agent.frontends import FrontEnds
-from worker_agent.id_claim import Addressee
 from worker_agent.kv.address import KvAddress, KvTransferError, Ticket
 from worker_agent.kv.client import Deliver
 from worker_agent.kv.server import Session
@@ -36,6 +35,7 @@ from worker_agent.migration.source import SourceParts
 from worker_agent.migration.target import TargetParts
 from worker_agent.phase_events import PhaseEvents
 from worker_agent.prefixes.pulls import LoanLink, LoanLost, PullParts, Pulls
+from worker_agent.registration import Addressee
 from worker_agent.running_requests import RunningRequests
 from worker_agent.settings import WorkerSettings
 from worker_agent.sink import FrontEndSink

@@ -21,11 +21,10 @@ from tailrace.v1.bidask_pb2_grpc import BidAskStub, add_BidAskServicer_to_server
 from tests.counting import failures_of
 from tests.waiting import WAIT_S
 from worker_agent.bidask import offer_sender
-from worker_agent.bidask.assembly import BidAskServicer, send_over
 from worker_agent.bidask.bid_receiver import Won
-from worker_agent.bidask.coordinator import Coordinator
+from worker_agent.bidask.coordinator import BidAskServicer, Coordinator, send_over
 from worker_agent.bidask.messages import Peers
-from worker_agent.id_claim import Addressee
+from worker_agent.registration import Addressee
 
 
 @dataclass

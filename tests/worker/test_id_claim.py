@@ -17,7 +17,7 @@ from tailrace.store.store import Store
 from tests.scheduler.facts import instance
 from tests.waiting import WAIT_S
 from tests.worker.worker_processes import worker_process
-from worker_agent.id_claim import IdInUse, wait_until_free
+from worker_agent.registration import IdInUse, wait_until_free
 
 TTL_S = 1.0
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.intra.base import Rank
-from worker_agent.engine.ranked_requests import RankedRequests
+from worker_agent.engine.turns import RankedRequests
 
 
 @given(

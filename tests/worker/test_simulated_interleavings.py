@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.worker.simulated import SMALL, Fleet, Stream, at_boundary, now, undisturbed
 from worker_agent.engine.base import Exported, ExportedPause
 from worker_agent.engine.errors import EngineRefusal
-from worker_agent.engine.simulated.blocks import BlockPool
+from worker_agent.engine.simulated.kv import BlockPool
 
 PROMPTS = [list(b"What is it?"), list(b"And why is it that?"), list(b"Who says so?"), list(b"x" * 41)]
 SAMPLINGS: list[dict[str, object]] = [

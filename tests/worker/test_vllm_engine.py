@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from experiments.tiny.tokens import encode_turns
 from tailrace.cache.follow import Change
 from tailrace.cache.index import Tier
 from tailrace.cache.names import block_names, short
@@ -24,7 +25,6 @@ from tailrace.cluster import Phase
 from tailrace.handover import LIVE, TransferMode
 from tailrace.tiny import MODEL_PATH, PREDICTOR_PATH, REASONING_PARSER
 from tailrace.tiny.task import task
-from tailrace.tiny.tokens import encode_turns
 from tests.waiting import WAIT_S
 
 pytest.importorskip("vllm", reason="the vLLM engine is not installed")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tailrace.adapter_versions import AdapterVersions
 from tailrace.handover import TransferMode
+from tailrace.model_identity import AdapterVersions
 from tailrace.tiny import MODEL_PATH
 
 pytest.importorskip("vllm", reason="the vLLM engine is not installed")

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
+import grpc
+
 from tailrace.bid_ask import Bid, Done, Space, Start, Starving
-from tailrace.v1 import bidask_pb2
-from worker_agent.bidask.bid_receiver import BidReceiver, Fetch
+from tailrace.security.roles import Role
+from tailrace.service.channels import Channels, decoded
+from tailrace.v1 import bidask_pb2, bidask_pb2_grpc, migration_pb2, migration_pb2_grpc, types_pb2, worker_pb2
+from worker_agent.bidask.bid_receiver import BidReceiver, Fetch, Won
 from worker_agent.bidask.messages import Peers, Send, UnknownMessage, Wire, decode
 from worker_agent.bidask.offer_sender import OfferSender
-from worker_agent.id_claim import Addressee
+from worker_agent.engine.base import Engine, EngineStats
+from worker_agent.metrics import WorkerMetrics
+from worker_agent.migration.registry import Imports
+from worker_agent.registration import Addressee
+from worker_agent.running_requests import RunningRequests
 
 # Workers whose addresses are remembered, to reply to their messages.
 _ADDRESSES_MAX: Final = 4_096
@@ -96,3 +106,134 @@ class Coordinator:
     def _lost(self, instance_id: str) -> None:
         self._offers.lost(instance_id)
         self._receiver.lost(instance_id)
+
+
+log = logging.getLogger(__name__)
+
+# Longer than waiting for admission and copying, both of which the migration service ends before.
+_MIGRATE_S: Final = 40.0
+
+
+class Fetching:
+    """Fetch a won request; implements bid_receiver.Fetch."""
+
+    def __init__(self, instance_id: str, channels: Channels, service: Callable[[], str | None]) -> None:
+        """`service()` returns the address of the migration service while there is one."""
+        self._instance_id = instance_id
+        self._channels = channels
+        self._service = service
+
+    async def __call__(self, won: Won) -> bool:
+        """Return whether the migration was committed."""
+        address = self._service()
+        if address is None:
+            return False
+        award, state = won.award, types_pb2.MIGRATION_STATE_UNSPECIFIED
+        call = migration_pb2_grpc.MigrationStub(self._channels.get(address, Role.MIGRATION)).Migrate(
+            migration_pb2.MigrateRequest(
+                request_id=won.request_id,
+                source_instance_id=won.sender,
+                target_instance_id=self._instance_id,
+                from_epoch=award.from_epoch,
+                reason=award.reason,
+                policy=award.policy,
+                mode=worker_pb2.COPY_MODE_PRE_COPY,
+                traceparent=award.traceparent,
+            ),
+            timeout=_MIGRATE_S,
+        )
+        try:
+            async for record in call:
+                state = decoded(record, f"the migration service at {address}").state
+        except grpc.aio.AioRpcError as error:
+            log.info("%s was not fetched: %s", won.request_id, error.details())
+            return False
+        finally:
+            call.cancel()
+        return state == types_pb2.MIGRATION_STATE_COMMITTED
+
+
+class BidAskServicer(bidask_pb2_grpc.BidAskServicer):
+    """Implement the BidAsk service."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+
+    async def Offer(
+        self,
+        request: bidask_pb2.OfferRequest,
+        context: grpc.aio.ServicerContext[bidask_pb2.OfferRequest, bidask_pb2.OfferReply],
+    ) -> bidask_pb2.OfferReply:
+        """Offer a request; reply once the offer is over."""
+        if not request.request_id:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "request_id: must not be empty")
+        return await self._coordinator.offer(request)
+
+    async def Tell(
+        self,
+        request: bidask_pb2.BidAskMessage,
+        context: grpc.aio.ServicerContext[bidask_pb2.BidAskMessage, bidask_pb2.BidAskReply],
+    ) -> bidask_pb2.BidAskReply:
+        """Process a message at once; the reply to it is a message of its own."""
+        try:
+            self._coordinator.take(request)
+        except UnknownMessage as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"unknown message: {error}")
+        except MeantForAnother as error:
+            # The sender takes it for lost, which the one that it meant is.
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        return bidask_pb2.BidAskReply()
+
+
+_SEND_S: Final = 2.0
+
+
+def coordinator_of(
+    own: Addressee,
+    engine: Engine,
+    block_tokens: int,
+    running: RunningRequests,
+    imports: Imports,
+    channels: Channels,
+    migration_service: Callable[[], str | None],
+    metrics: WorkerMetrics,
+    draining: Callable[[], bool],
+) -> Coordinator:
+    """Build the coordinator; its own address has to be set later.
+
+    `migration_service()` returns the service's address while there is one. A `draining` instance does not
+    bid.
+    """
+
+    def is_here(request_id: str) -> bool:
+        return running.by_id(request_id) is not None
+
+    def space() -> Space:
+        known = space_of(engine.stats(), block_tokens)
+        return replace(known, free_tokens=0) if draining() else known
+
+    return Coordinator(
+        own,
+        is_here,
+        space,
+        lambda request_id: imports.reserved(request_id) or is_here(request_id),
+        Fetching(own.instance_id, channels, migration_service),
+        send_over(channels),
+        metrics.offers,
+    )
+
+
+def space_of(stats: EngineStats, block_tokens: int) -> Space:
+    """Return the room for a request, less a block for it to grow into, and the KV held and queued."""
+    free = stats.kv_blocks_total - stats.kv_blocks_used - 1
+    held = stats.kv_blocks_used * block_tokens
+    return Space(free * block_tokens, held + stats.prefill_backlog_tokens)
+
+
+def send_over(channels: Channels) -> Send:
+    """Return a function that sends messages by gRPC, each with a deadline."""
+
+    async def send(address: str, message: Wire) -> None:
+        await bidask_pb2_grpc.BidAskStub(channels.get(address, Role.WORKER)).Tell(message, timeout=_SEND_S)
+
+    return send

@@ -124,7 +124,7 @@ class Submission:
     pull: Pull | None = None
     # The request was on an engine when that died, and has made no progress since.
     suspect: bool = False
-    # Version of the adapter that the request names (tailrace.adapter_versions); empty: any, or no adapter.
+    # Version of the adapter that the request names (tailrace.model_identity); empty: any, or no adapter.
     adapter_version: str = ""
 
 

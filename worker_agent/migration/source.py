@@ -31,7 +31,6 @@ from worker_agent.engine.base import Engine, EngineInfo, Exported, ExportedPause
 from worker_agent.engine.errors import EngineRefusal, Gone
 from worker_agent.faults import Faults
 from worker_agent.frontends import FrontEnds
-from worker_agent.id_claim import Addressee
 from worker_agent.kv.address import (
     BlockSession,
     BlockSource,
@@ -51,6 +50,7 @@ from worker_agent.migration.export_call import (
     block_identities,
 )
 from worker_agent.phase_events import PhaseEvents
+from worker_agent.registration import Addressee
 from worker_agent.running_requests import RunningRequests
 from worker_agent.settings import WorkerSettings
 

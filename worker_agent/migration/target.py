@@ -26,7 +26,6 @@ from worker_agent.engine.base import Engine, EngineInfo, Exported, RequestKey, S
 from worker_agent.engine.errors import EngineRefusal, KvCorrupt
 from worker_agent.faults import Faults
 from worker_agent.frontends import FrontEnd, FrontEnds, failed_here
-from worker_agent.id_claim import Addressee
 from worker_agent.kv.address import (
     BlockPuller,
     BlockTransfer,
@@ -48,6 +47,7 @@ from worker_agent.migration.copying import (
 )
 from worker_agent.migration.export_call import SourceFailed, SourceLink, SourceLost, exported_of, tickets_of
 from worker_agent.phase_events import PhaseEvents
+from worker_agent.registration import Addressee
 from worker_agent.running_requests import RunningRequests
 from worker_agent.settings import WorkerSettings
 from worker_agent.spans import TransferSpans

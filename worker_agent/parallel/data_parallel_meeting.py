@@ -18,7 +18,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 from tailrace.address import format_address
-from tailrace.service.retransmission import probe_when_idle
+from tailrace.service.sockets import probe_when_idle
 
 _MAX_LINE_BYTES: Final = 1 << 16
 # A peer reads its links all the time, and messages are tens of bytes.

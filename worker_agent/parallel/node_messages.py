@@ -7,7 +7,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from tailrace.service.retransmission import probe_when_idle
+from tailrace.service.sockets import probe_when_idle
 from worker_agent.parallel.rank_messages import encode, read_frame
 
 # A peer whose machine or network fails silently is lost after 20 s. The kernels exchange these probes, so

@@ -8,11 +8,11 @@ from typing import Final
 
 from experiments.claims.arrow.cluster import CODE, CONVERSATION
 from experiments.claims.arrow.not_checked import without_traces
+from experiments.claims.arrow.statistics import load_per_minute
 from experiments.claims.base import Claim, Experiment, Figures, Finding, Run
 from experiments.claims.verdicts import judge_effect, number, weakest
 from simulator.workloads import mooncake
 from simulator.workloads.base import Clip
-from simulator.workloads.statistics import load_per_minute
 
 R10 = Claim(
     "R10",

@@ -7,8 +7,8 @@ import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from experiments.tiny.tokens import encode_turns
 from tailrace.tiny.task import Task, task
-from tailrace.tiny.tokens import encode_turns
 
 
 def tasks(rng: random.Random, count: int, thought: tuple[int, int], answer: tuple[int, int]) -> list[Task]:

@@ -15,10 +15,12 @@ from tailrace.actions import Action, Place, Placement, Refuse, SetPool
 from tailrace.cluster import Arrival, ClusterView, InstanceState, InstanceView, Pool, RequestView
 from tailrace.perf.steps import StepModel, max_running_tokens
 from tailrace.perf.ttft import TtftPredictor
-from tailrace.policy.arrow.attainment import AttainmentModel
-from tailrace.policy.arrow.kv_wait import KvWait
+from tailrace.policy.arrow.attainment import AttainmentModel, KvWait
 from tailrace.policy.arrow.load import (
+    DecodeTargets,
+    LeastDelay,
     LoadModel,
+    PrefillTargets,
     mean_token_interval_s,
     running_tokens,
 )
@@ -31,7 +33,6 @@ from tailrace.policy.arrow.pools import (
     try_move_idle_to_decode,
     try_move_prefill_to_decode,
 )
-from tailrace.policy.arrow.targets import DecodeTargets, LeastDelay, PrefillTargets
 from tailrace.policy.base import Policy
 from tailrace.policy.candidates import CACHE_AWARE, Ledger, held_tokens_on
 from tailrace.policy.columns import has_many

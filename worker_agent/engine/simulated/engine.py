@@ -39,12 +39,11 @@ from worker_agent.engine.base import (
 )
 from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.host_ledger import HostLedger
-from worker_agent.engine.simulated.blocks import BlockPool
 from worker_agent.engine.simulated.clock import Boundary, Clock, Timer
 from worker_agent.engine.simulated.emitter import Emitter
 from worker_agent.engine.simulated.exports import Exports
 from worker_agent.engine.simulated.imports import Imports, check_state
-from worker_agent.engine.simulated.kv import Bytes, HostStaging, KvCodec
+from worker_agent.engine.simulated.kv import BlockPool, Bytes, HostStaging, KvCodec
 from worker_agent.engine.simulated.prefixes import Prefixes
 from worker_agent.engine.simulated.reader import RequestReader, answer_utility
 from worker_agent.engine.simulated.request import Request, RequestTable, State, predicted_remaining

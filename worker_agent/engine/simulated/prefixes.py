@@ -12,8 +12,7 @@ import numpy as np
 
 from worker_agent.engine.base import Staging, Submission
 from worker_agent.engine.errors import EngineRefusal, KvCorrupt, NoRoom
-from worker_agent.engine.simulated.blocks import BlockPool
-from worker_agent.engine.simulated.kv import KvCodec, seeds_of, staged_bytes
+from worker_agent.engine.simulated.kv import BlockPool, KvCodec, seeds_of, staged_bytes
 from worker_agent.engine.simulated.reader import RequestReader
 
 

@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from tailrace.intra.base import IntraPolicy, Rank
 from tailrace.profiles import Profile, SwapModel
 from worker_agent.engine.host_ledger import HostLedger
-from worker_agent.engine.ranked_requests import RankedRequests
-from worker_agent.engine.simulated.blocks import BlockPool
+from worker_agent.engine.simulated.kv import BlockPool
 from worker_agent.engine.simulated.request import Request, State
 from worker_agent.engine.step_order import Device, StepOrder
-from worker_agent.engine.turns import serving_phase
+from worker_agent.engine.turns import RankedRequests, serving_phase
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCore
 
-from tailrace.adapter_versions import AdapterVersions, engine_name
+from tailrace.model_identity import AdapterVersions, engine_name
 from worker_agent.engine.errors import EngineRefusal
 
 

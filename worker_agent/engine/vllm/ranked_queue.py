@@ -12,7 +12,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from tailrace.foreign_names import missing
 from tailrace.intra.base import Rank
-from worker_agent.engine.ranked_requests import RankedRequests
+from worker_agent.engine.turns import RankedRequests
 from worker_agent.engine.vllm.internals import WAITING
 
 # A common view of the waiting requests in the schedulers of all vLLM versions.

@@ -10,6 +10,7 @@ from vllm.distributed import get_pp_group
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from worker_agent.engine.vllm.connector import TailraceConnector
+from worker_agent.engine.vllm.connectors import tailrace_connector
 from worker_agent.engine.vllm.hidden_states import (
     BatchRows,
     HiddenStateTap,
@@ -18,7 +19,6 @@ from worker_agent.engine.vllm.hidden_states import (
     rows_of_v2,
 )
 from worker_agent.engine.vllm.kv_blocks import KvBlocks
-from worker_agent.engine.vllm.other_connectors import tailrace_connector
 from worker_agent.engine.vllm.rank_facts import RankFacts, hardware
 from worker_agent.engine.vllm.request_states import (
     Adoption,
@@ -32,8 +32,8 @@ from worker_agent.parallel.rank_leftovers import OrphanWatch
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
 
-    from worker_agent.parallel.rank_memory import RankMemory
     from worker_agent.parallel.rank_messages import Address
+    from worker_agent.parallel.rank_transfers import RankMemory
 
 # vLLM imports this module in each rank before the rendezvous, and calls it only after all ranks are ready.
 _ORPHAN_WATCH = OrphanWatch()

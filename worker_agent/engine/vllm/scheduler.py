@@ -17,7 +17,7 @@ from vllm.v1.request import Request, RequestStatus
 from tailrace.intra.base import Rank
 from worker_agent.engine.step_order import Device, StepOrder
 from worker_agent.engine.vllm.connector import TailraceConnector
-from worker_agent.engine.vllm.other_connectors import OtherConnectors, swap_metadata, tailrace_connector
+from worker_agent.engine.vllm.connectors import OtherConnectors, swap_metadata, tailrace_connector
 from worker_agent.engine.vllm.ranked_queue import RankedQueue, VllmScheduler
 
 
