@@ -22,7 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-_MARK: Final = "TAILRACE_TEST_RUN"
+# Not one of Tailrace's own variables: fleets are started without those of the developer's shell.
+_MARK: Final = "TEST_RUN_OF_TAILRACE"
 # How long processes have to clean up after themselves (shared memory, leases) before they are killed.
 _GRACE_S: Final = 10.0
 _KILL_S: Final = 10.0

@@ -13,12 +13,15 @@ import pytest
 from tests.harness.processes import wait_until
 from tests.waiting import WAIT_S
 
-# Plays a test run: starts a process that no signal to the run reaches, says which, and hangs.
+# Plays a test run: starts a process that no signal to the run reaches, in the environment in which tests
+# start a local cluster, says which, and hangs.
 RUN = """
-import subprocess, time
+import pathlib, subprocess, time
+from tests.harness.working_folder import WorkingFolder
 from tests.leftovers import end_with_this_process
 end_with_this_process()
-print(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid, flush=True)
+environment = WorkingFolder(pathlib.Path()).environment()
+print(subprocess.Popen(["sleep", "1000"], env=environment, start_new_session=True).pid, flush=True)
 time.sleep(1000)
 """
 
@@ -40,6 +43,7 @@ def running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_run_that_ends_leaves_nothing(number: signal.Signals) -> None:
     run, started = start([sys.executable, "-c", RUN])
