@@ -47,8 +47,9 @@ def test_workers_killed_and_frozen_at_random(
             victim.freeze()
         ended = [future.result(timeout=WAIT_S) for future in futures]
         stop.set()
-        mover.join(timeout=WAIT_S)
+        # A move may wait for the frozen worker to report.
         simulated_fleet.repair()
+        mover.join(timeout=WAIT_S)
         simulated_fleet.wait_instances(SIMULATED_WORKERS)
         assert all(a.same_text_and_usage(b) for a, b in zip(alone, ended, strict=True))
     simulated_fleet.wait_idle()
