@@ -1,7 +1,8 @@
 """The fourth part of `make bench-overload`: a client that sends the largest of each kind, as often as it may.
 
-It has a key of its own, without limits, and runs in another process. The largest is found first: from what
-once stopped a front end, halved until no limit of the API server refuses it.
+It has a key of its own, without limits, and runs in another process, at the lowest priority, since it stands
+for another machine. The largest is found first: from what once stopped a front end, halved until no limit of
+the API server refuses it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -158,6 +160,7 @@ async def _attack(url: str, key: str, kind: Large, size: int, seconds: float) ->
 
 def _run(connection: multiprocessing.connection.Connection, url: str, key: str) -> None:
     """Serve orders until the other end closes: (kind, None) to find a size, (kind, size, s) to attack."""
+    os.nice(19)
     while True:
         try:
             name, size, seconds = connection.recv()

@@ -258,10 +258,12 @@ class RequestLimits:
             except TimeoutError:
                 message = f"This large request had no turn within {_TURN_S:g} s, as others were before it."
                 raise LimitRefusal(HTTPStatus.TOO_MANY_REQUESTS, message, 1) from None
-        elif tenant is not None:
+            return body, True
+        self.lane.small_came()
+        if tenant is not None:
             # Without keys, who sends a request is not known.
             account.entry = await self.doors.enter(name)
-        return body, is_large
+        return body, False
 
     def _judge(self, headers: dict[bytes, bytes], body: bytes) -> Demand:
         """Return what the body asks for. Raise LimitRefusal."""

@@ -57,7 +57,20 @@ async def test_sequences_are_submitted_one_by_one_with_time_in_between() -> None
     async with asyncio.timeout(20), asyncio.TaskGroup() as group:
         for _ in range(11):
             group.create_task(turn.step())
-    assert loop.time() - began_s >= 10 * 0.002
+    assert loop.time() - began_s >= 10 * 0.0012
+    turn.end()
+
+
+async def test_sequences_leave_more_time_once_a_small_request_has_come() -> None:
+    lane = LargeLane()
+    loop = asyncio.get_running_loop()
+    turn = await lane.enter("a", 1.0, 0.0)
+    lane.small_came()
+    began_s = loop.time()
+    async with asyncio.timeout(20):
+        for _ in range(11):
+            await turn.step()
+    assert loop.time() - began_s >= 10 * 0.006
     turn.end()
 
 
