@@ -25,7 +25,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
+import psutil
 from openai import OpenAI
 
 from examples.fifty_streams import run_all, variants
@@ -34,7 +36,7 @@ from tailrace.local.plan import Tier
 from tailrace.local.process import PartFailed
 from tailrace.local.progress import PlainProgress, Step
 from tailrace.local.restart import Restarter, find_parts
-from tailrace.local.state import RunFolder, RunFolderBusy, RunFolderUnusable, RunState
+from tailrace.local.state import Part, RunFolder, RunFolderBusy, RunFolderUnusable, RunState
 
 Work = Sequence[tuple[str, dict[str, object]]]
 
@@ -43,7 +45,6 @@ _STREAM_S = 600.0
 _FLOW_S = 120.0
 _ADOPTIONS = "tailrace_frontend_adoptions_total"
 _RECOVERIES = "tailrace_frontend_recoveries_total"
-_STREAMS = "tailrace_frontend_streams"
 _HEAD = (
     *("process", "until exit, s", "until in use, s"),
     *("streams", "finished", "migrated", "recomputed", "errors", "different"),
@@ -141,7 +142,7 @@ class Row:
     stopping_s: float
     starting_s: float
     # Number of clients; of those whose stream flowed when the restart began; and, if a front end was killed,
-    # of the streams that it carried.
+    # of those connected to it.
     clients: int
     streams: int
     own: int
@@ -169,6 +170,23 @@ class Counters:
     def read(self, metric: str) -> dict[str, float]:
         """Return a metric's sum over its labels, by front end."""
         return {name: sum(_samples(address, metric)) for name, address in self._addresses.items()}
+
+
+def open_connections(part: Part, url: str) -> int:
+    """Count the clients that are connected to a front end.
+
+    They may be more than its streams: a busy API server still sends answers that its front end has in full.
+    """
+    port = urlsplit(url).port
+    connections = [
+        connection
+        for pid in part.identity.session_members()
+        for connection in psutil.Process(pid).net_connections("tcp")
+    ]
+    return sum(
+        connection.status == psutil.CONN_ESTABLISHED and connection.laddr.port == port
+        for connection in connections
+    )
 
 
 def _after(command: Sequence[str], flag: str) -> str:
@@ -216,7 +234,7 @@ class Campaign:
         before = {metric: self._counters.read(metric) for metric in (_ADOPTIONS, _RECOVERIES)}
         own = 0
         if self._kill:
-            own = int(self._counters.read(_STREAMS).get(name, 0.0)) if part.tier == Tier.FRONTEND else 0
+            own = open_connections(part, self._state.http) if part.tier == Tier.FRONTEND else 0
             kill_part(part)
         durations = asyncio.run(self._restarter.restart(name))
         # Requests in progress when it exited must end correctly, too.
