@@ -212,10 +212,10 @@ class FleetEngine:
         else:
             self._utilities.call(call, frames)
 
-    # ---- from instances (LinkSink)
+    # ---- from instances (LinkEvents)
 
     def on_attached(self, instance_id: str, hello: worker_pb2.WorkerHello) -> None:
-        """See LinkSink."""
+        """See LinkEvents."""
         if not self._first_hello.done():
             self._first_hello.set_result(hello)
         self.fleet.attached(instance_id, hello)
@@ -225,7 +225,7 @@ class FleetEngine:
         self.requests.fleet_changed()
 
     def on_lost(self, instance_id: str, loss: Loss) -> None:
-        """See LinkSink."""
+        """See LinkEvents."""
         self.fleet.lost(instance_id)
         self._update_admission()
         self._utilities.instance_lost(instance_id)
@@ -235,11 +235,11 @@ class FleetEngine:
         self._adoptions.check_pending()
 
     def on_process_gone(self, instance_id: str) -> None:
-        """See LinkSink."""
+        """See LinkEvents."""
         self._recovery.process_gone(instance_id)
 
     def on_message(self, instance_id: str, message: worker_pb2.AttachDown) -> None:
-        """See LinkSink."""
+        """See LinkEvents."""
         match message.WhichOneof("body"):
             case "outputs":
                 self._on_step(instance_id, message.outputs)

@@ -112,7 +112,7 @@ class Loss:
     reason: str
 
 
-class LinkSink(Protocol):
+class LinkEvents(Protocol):
     """Receive what a link reports. Called on the event loop; must not block."""
 
     def on_attached(self, instance_id: str, hello: worker_pb2.WorkerHello) -> None:
@@ -154,7 +154,7 @@ class Link:
         self,
         record: InstanceRecord,
         hello: worker_pb2.FrontendHello,
-        sink: LinkSink,
+        sink: LinkEvents,
         transport: Transport = PLAIN,
     ) -> None:
         self.record = record
@@ -406,7 +406,7 @@ class WorkerLinks:
         self,
         instances: Callable[[], Mapping[str, InstanceRecord]],
         hello: worker_pb2.FrontendHello,
-        sink: LinkSink,
+        sink: LinkEvents,
         transport: Transport = PLAIN,
     ) -> None:
         """Open nothing yet. `instances()` returns the current member instances by id."""

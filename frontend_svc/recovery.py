@@ -101,10 +101,10 @@ class Recovery:
         for stream in never:
             stream.losses += 1
         self._restart(never, instance_id)
-        carried = {stream.handle: (stream, stream.accepted) for stream in lost if stream.reached_engine}
-        case = _UnexplainedLoss(instance_id, self._incarnations.get(instance_id, ""), carried, self._clock())
+        running = {stream.handle: (stream, stream.accepted) for stream in lost if stream.reached_engine}
+        case = _UnexplainedLoss(instance_id, self._incarnations.get(instance_id, ""), running, self._clock())
         in_doubt = self._in_doubt()
-        for stream, _ in carried.values():
+        for stream, _ in running.values():
             if has_progressed(stream):
                 stream.deaths = stream.losses = 0
             stream.tokens_at_loss = stream.accepted
@@ -115,7 +115,7 @@ class Recovery:
             self._engine_died(case)
         else:
             self._unexplained[instance_id] = case
-        others = [stream for stream, _ in carried.values() if stream.handle not in case.withheld]
+        others = [stream for stream, _ in running.values() if stream.handle not in case.withheld]
         if loss.cause is LossCause.SILENT:
             # A dying engine ends its process, which closes the connection: silence is not a crash.
             self._restart(others, instance_id)
