@@ -6,9 +6,10 @@ call's status (`errors.py`).
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Final
 
 import grpc
@@ -40,6 +41,9 @@ from tailrace.store.membership import Membership
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, profile_pb2, types_pb2, worker_pb2
 
 OPERATOR: Final = "operator"
+# A worker tells at once what came to it, and in its steady reports what was lost on the way.
+_SHOWN_WITHIN_S: Final = 1.0
+_POLL_S: Final = 0.01
 
 
 class AdminServicer(admin_pb2_grpc.AdminServicer):
@@ -260,7 +264,10 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         request: admin_pb2.AdminMigrateRequest,
         context: grpc.aio.ServicerContext[admin_pb2.AdminMigrateRequest, migration_pb2.MigrationRecord],
     ) -> AsyncIterator[migration_pb2.MigrationRecord]:
-        """Migrate a request and stream its records; disconnecting does not abort the migration."""
+        """Migrate a request and stream its records; disconnecting does not abort the migration.
+
+        The last record comes once the model shows the request at the target, so that it can be named again.
+        """
         matches = find_request(self._state, request.request_id)
         check_instance(self._state, "target_instance_id", request.target_instance_id)
         records = self._migration_starter.move(
@@ -271,7 +278,17 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
             request.mode or worker_pb2.COPY_MODE_PRE_COPY,
         )
         async for record in records:
+            if record.state == types_pb2.MIGRATION_STATE_COMMITTED:
+                await self._shown_at(record.target_instance_id, record.request_id)
             yield record
+
+    async def _shown_at(self, instance_id: str, request_id: str) -> None:
+        """Wait, but not for long, until the instance's own report shows the request: it may have ended."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_SHOWN_WITHIN_S):
+                # Reports come from a stream of many; waiting for one request has no event of its own.
+                while self._state.located(request_id) != instance_id:  # noqa: ASYNC110
+                    await asyncio.sleep(_POLL_S)
 
     async def Profile(
         self,

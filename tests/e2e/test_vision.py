@@ -18,7 +18,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 WORKERS = ("w0", "w1")
 START_S = 300
-TOKENS = 600
+# Enough for two moves, each of which waits for reports, on a fast machine.
+TOKENS = 1_500
 OPTIONS = {"temperature": 0, "max_tokens": TOKENS, "extra_body": {"ignore_eos": True}}
 
 

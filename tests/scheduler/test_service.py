@@ -13,6 +13,7 @@ import grpc
 import pytest
 from google.protobuf.message import Message
 
+from scheduler_svc.admin import servicer
 from scheduler_svc.admin.forward import FORWARDED
 from tailrace.records import PolicyRecord
 from tailrace.security.roles import Role
@@ -23,7 +24,17 @@ from tailrace.v1 import admin_pb2, migration_pb2, scheduler_pb2, types_pb2
 from tailrace.v1.admin_pb2_grpc import AdminStub
 from tests.migration.scripted_worker import ABORTED, COMMITTED, commit
 from tests.scheduler.conftest import Control, leads, open_control
-from tests.scheduler.facts import PREFILL, REASONING, event, place, place_one, request, steady
+from tests.scheduler.facts import (
+    ANSWERING,
+    GONE,
+    PREFILL,
+    REASONING,
+    event,
+    place,
+    place_one,
+    request,
+    steady,
+)
 from tests.streamed import read_message
 from tests.waiting import WAIT_S
 
@@ -204,6 +215,28 @@ async def test_migrate_a_request(control: Control) -> None:
         migration_pb2.ListMigrationsRequest(request_id="chatcmpl-one"), timeout=WAIT_S
     )
     assert [m.migration_id for m in listed.migrations] == [record.migration_id]
+
+
+async def test_a_moved_request_can_be_named_at_once(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servicer, "_SHOWN_WITHIN_S", WAIT_S)
+    admin = await control.admin()
+    await report_running(control, admin, "chatcmpl-one", "chatcmpl-two")
+    control.workers["b"].script = commit()
+    moved = asyncio.create_task(last_record(admin, "one", "b"))
+    await control.workers["b"].imports.get()
+    # Between this and the target's event nobody has the request.
+    await control.report(event("a", "chatcmpl-one", GONE))
+    await until(lambda: _lacks(admin, "chatcmpl-one"))
+    assert not moved.done()
+    await control.report(event("b", "chatcmpl-one", ANSWERING, epoch=1))
+    assert (await moved).state == COMMITTED
+    assert "chatcmpl-one" in await requests(admin)
+
+
+async def _lacks(admin: AdminAsyncStub, request_id: str) -> bool:
+    return not await _has(admin, request_id)
 
 
 async def test_migrate_errors(control: Control) -> None:
