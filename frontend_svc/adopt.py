@@ -21,7 +21,7 @@ IN_FLIGHT_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class Refuse:
     """Why an adoption is refused."""
 
     reason: str
@@ -43,22 +43,22 @@ class Commit:
 
 def evaluate(
     table: StreamTable, stream: Stream | None, target: str, adopt: worker_pb2.Adopt
-) -> Commit | Wait | Refused:
+) -> Commit | Wait | Refuse:
     """Decide on an adoption, without side effects."""
     if stream is None or not table.is_live(stream):
-        return Refused("the request has ended")
+        return Refuse("the request has ended")
     if stream.request_id != adopt.request_id:
-        return Refused("the handle names another request")
+        return Refuse("the handle names another request")
     if stream.epoch != adopt.from_epoch:
-        return Refused(f"epoch {adopt.from_epoch} is over, it is {stream.epoch} now")
+        return Refuse(f"epoch {adopt.from_epoch} is over, it is {stream.epoch} now")
     if adopt.epoch <= stream.epoch:
-        return Refused(f"epoch {adopt.epoch} is not after {stream.epoch}")
+        return Refuse(f"epoch {adopt.epoch} is not after {stream.epoch}")
     if stream.owner is None:
-        return Refused("the request is between instances")
+        return Refuse("the request is between instances")
     if stream.owner == target:
-        return Refused("the request is already there")
+        return Refuse("the request is already there")
     if stream.accepted > adopt.next_index:
-        return Refused(f"the source has continued to index {stream.accepted}")
+        return Refuse(f"the source has continued to index {stream.accepted}")
     if stream.accepted < adopt.next_index:
         return Wait(adopt.next_index - stream.accepted)
     return Commit(stream.owner)
@@ -123,7 +123,7 @@ class Adoptions:
         stream = self._table.get(adopt.handle)
         verdict = evaluate(self._table, stream, target, adopt)
         match verdict:
-            case Refused(reason):
+            case Refuse(reason):
                 self._reply(target, adopt, reason)
             case Wait(missing):
                 reason = f"{missing} tokens of the source did not arrive within {IN_FLIGHT_S:g} s"

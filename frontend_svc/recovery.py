@@ -85,7 +85,17 @@ class Recovery:
         self._incarnations: dict[str, str] = {}
 
     def instance_lost(self, instance_id: str, loss: Loss) -> list[Stream]:
-        """Take all streams from the instance and restart them; return those that were on it."""
+        """Take all streams from the instance and restart them; return those that were on it.
+
+        When they restart depends on the cause:
+
+        - STOPPED: at once, and it does not count as a loss.
+        - Any other, for a stream that never reached the engine: at once.
+        - SILENT: at once.
+        - BROKEN, ENGINE_FAILED: on probation, one at a time per instance.
+        - For a stream in doubt (an engine died with it before, or an earlier loss that is unexplained may be
+          its doing): on probation, once this loss is explained, after EXPLAIN_S at the latest.
+        """
         lost = self._table.orphan_all(instance_id)
         if not lost:
             return lost

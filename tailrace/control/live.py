@@ -63,8 +63,9 @@ class LiveControl:
     def handle(self, event: Input) -> DecidedArrival | None:
         """Apply an event to the model, and ask the policy about what it shows.
 
-        Whatever the policy decides is in the model before this returns. Only an arrival has a result. Any
-        scheduler may place, leader or not, because pool moves are compare-and-swap.
+        Whatever the policy decides is in the model before this returns. A wrong or late answer is dealt with
+        by the runner's `Guard`. Only an arrival has a result. Any scheduler may place, leader or not, because
+        pool moves are compare-and-swap.
         """
         if isinstance(event, Reported):
             # A standby keeps lengths as well, because it may lead in a moment.

@@ -438,9 +438,10 @@ class Guard:
     `least_loaded` places instead of a policy that gives a bad answer; elsewhere nothing is done. After some
     such answers in a row `on_suspend` is called with the reason.
 
-    A late answer is used. It counts as bad only if the one before was late, too, and if it is late without
-    the time in which this thread waited for a core: on a busy machine one call in thousands takes longer
-    than any budget, and no policy is to blame.
+    A late answer is used. It counts as bad only if the one before was late or bad, too, and if it is late
+    without the time in which this thread waited for a core: on a busy machine one call in thousands takes
+    longer than any budget, and no policy is to blame. A call that does not return at all is found by the
+    watcher's thread (tailrace/service/watchdog.py).
     """
 
     def __init__(
