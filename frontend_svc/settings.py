@@ -15,7 +15,7 @@ from frontend_svc.api_server.spec import (
     BodyLimits,
     ConnectionLimits,
 )
-from tailrace.bounded import RealRange, WholeRange
+from tailrace.numeric import RealRange, WholeRange
 from tailrace.service.message_stream import DEFAULT_MAX_MESSAGE_BYTES, MAX_MESSAGE_BYTES, MIN_MESSAGE_BYTES
 from tailrace.service.options import KEPT_ANSWERS
 from tailrace.service.settings import OneOf, setting

@@ -17,8 +17,8 @@ from migration_svc.migration import CopyRules
 from migration_svc.runs import History, Runs
 from migration_svc.servicer import MigrationServicer
 from migration_svc.traces import MigrationTraces
-from tailrace.bounded import WholeRange
 from tailrace.handover import MIGRATE_MAX_S, SETTLE_S, TRANSFERS
+from tailrace.numeric import WholeRange
 from tailrace.service.options import CommonOptions, common_options, file_of
 from tailrace.service.runtime import Shutdown, open_service, run_service
 from tailrace.service.server import Servicer, serve_grpc

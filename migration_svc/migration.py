@@ -15,8 +15,8 @@ from migration_svc.admission import Admission, NotAdmitted
 from migration_svc.journal import Closed, Journal, Opened
 from migration_svc.metrics import MigrationMetrics
 from migration_svc.traces import MigrationTrace, MigrationTraces
-from tailrace.bounded import RealRange, WholeRange
 from tailrace.handover import SETTLE_S
+from tailrace.numeric import RealRange, WholeRange
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels, decoded, format_error
 from tailrace.service.settings import setting

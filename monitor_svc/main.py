@@ -16,7 +16,7 @@ from monitor_svc.gauges import MonitorGauges
 from monitor_svc.reports import Reports
 from monitor_svc.servicer import MONITOR_SERVICE, MonitorServicer, add_to_server
 from monitor_svc.traces import OTLP_SERVICE, OtlpServicer, TraceStore
-from tailrace.bounded import RealRange, WholeRange
+from tailrace.numeric import RealRange, WholeRange
 from tailrace.service.options import CommonOptions, common_options
 from tailrace.service.runtime import Shutdown, open_service, run_service
 from tailrace.service.server import Servicer, serve_grpc

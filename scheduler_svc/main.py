@@ -33,11 +33,11 @@ from scheduler_svc.orphans import remove_orphaned_records
 from scheduler_svc.recorder import Recorder
 from scheduler_svc.rollouts import Rollouts
 from scheduler_svc.settings import Settings
-from tailrace.bounded import RealRange
 from tailrace.control.events import KnownMembers, MembersChanged
 from tailrace.control.live import LiveControl
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.control.runner import DEFAULT_BUDGETS, ActivePolicy, Budgets, Call, Guard, warm_up
+from tailrace.numeric import RealRange
 from tailrace.policy.parameters import ParameterError, read_assignments
 from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, all_parameters, load
 from tailrace.records import PolicyRecord, encode_policy, suspended

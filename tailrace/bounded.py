@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import errno
-import math
 import os
 import stat
 from pathlib import Path
-from typing import Any, BinaryIO, Final
-
-import click
+from typing import BinaryIO, Final
 
 MAX_BYTES: Final = 1 << 30
 _SHOWN: Final = 60
@@ -49,41 +46,3 @@ def read_regular(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     """Read a regular file of at most `max_bytes`. Raise OSError."""
     with open_regular(path, max_bytes) as file:
         return file.read()
-
-
-# Seconds, rates, factors: whatever it counts, more is a slip of the pen.
-_REAL_MAX: Final = 1e12
-# Exact as a float, too; larger than any number of bytes or tokens here.
-_WHOLE_MAX: Final = 2**53
-
-
-class RealRange(click.FloatRange):
-    """A finite number within bounds; without `max`, up to 1e12."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the number. Raise click.BadParameter."""
-        try:
-            number = float(value)
-        except (ValueError, OverflowError):
-            number = math.nan
-        if not math.isfinite(number):
-            self.fail(f"{shown(value)} is not a finite number", param, ctx)
-        if abs(number) > _REAL_MAX:
-            self.fail(f"{shown(value)} is out of range", param, ctx)
-        converted: float = super().convert(number, param, ctx)
-        return converted
-
-
-class WholeRange(click.IntRange):
-    """A whole number within bounds; without `max`, up to 2**53."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Return the number. Raise click.BadParameter."""
-        try:
-            number = int(value)
-        except (ValueError, OverflowError):
-            self.fail(f"{shown(value)} is not a whole number", param, ctx)
-        if abs(number) > _WHOLE_MAX:
-            self.fail(f"{shown(value)} is out of range", param, ctx)
-        converted: int = super().convert(number, param, ctx)
-        return converted

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import click
 
-from tailrace.bounded import RealRange, WholeRange
 from tailrace.collector import collector_paused
+from tailrace.numeric import RealRange, WholeRange
 from tailrace.service.settings import empty_setting, setting
 from worker_agent.engine.base import Engine, EngineInfo
 from worker_agent.faults import Faults

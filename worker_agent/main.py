@@ -10,7 +10,7 @@ from typing import Final
 
 import click
 
-from tailrace.bounded import WholeRange
+from tailrace.numeric import WholeRange
 from tailrace.service.options import CommonOptions, common_options
 from tailrace.service.runtime import Shutdown, open_service, run_service
 from tailrace.service.settings import settings_options

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import click
 
-from tailrace.bounded import RealRange, WholeRange
 from tailrace.handover import ADOPT_S
 from tailrace.intra.base import ENGINE_ORDER
 from tailrace.intra.registry import intra_names
+from tailrace.numeric import RealRange, WholeRange
 from tailrace.profiles import Profile, ProfileError, load_profile
 from tailrace.service.message_stream import DEFAULT_MAX_MESSAGE_BYTES, MAX_MESSAGE_BYTES, MIN_MESSAGE_BYTES
 from tailrace.service.settings import Parsed, setting

@@ -25,10 +25,10 @@ from experiments.claims.catalogue import (
 from experiments.claims.kept import KeptFigures, code_version, default_file
 from experiments.claims.report import claims_report
 from simulator.cli.options import report_option, simulation_errors, task_bar, write_report
-from tailrace.bounded import WholeRange
 from tailrace.cli.errors import CliError, UsageProblem
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
 from tailrace.cli.plain import JsonValue
+from tailrace.numeric import WholeRange
 
 _STYLES = {
     Verdict.HOLDS: "green",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from tailrace.bounded import RealRange, WholeRange
+from tailrace.numeric import RealRange, WholeRange
 from tailrace.service.settings import setting
 
 # An API server starts at once and waits for the first worker; the front end decides for how long, not vLLM.

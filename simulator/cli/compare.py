@@ -32,10 +32,10 @@ from simulator.estimate import Best
 from simulator.figure_text import FIGURE_FORMATS, format_parameters, half_text, mean_text
 from simulator.report.side_by_side import comparison_report
 from simulator.workloads.resolve import WorkloadOptions, resolve_workload
-from tailrace.bounded import RealRange, WholeRange
 from tailrace.cli.errors import UsageProblem
 from tailrace.cli.output import Output, console, note, output_option, print_figures, print_json
 from tailrace.cli.plain import JsonValue
+from tailrace.numeric import RealRange, WholeRange
 
 
 @click.command(

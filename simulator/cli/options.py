@@ -20,10 +20,10 @@ from simulator.setups import PREDICTIONS, UnknownSetupError, setup_for
 from simulator.simulation import SimulationError
 from simulator.workloads.base import WorkloadError
 from simulator.workloads.resolve import COUNT_MAX
-from tailrace.bounded import RealRange, WholeRange
 from tailrace.cli.errors import CliError, UsageProblem
 from tailrace.cli.output import note
 from tailrace.cli.plain import JsonValue
+from tailrace.numeric import RealRange, WholeRange
 from tailrace.perf.length_penalty import LengthPenaltyError, load_length_penalty
 from tailrace.policy.parameters import ParameterError, Value, read_assignments
 from tailrace.profiles import ProfileError, load_profile

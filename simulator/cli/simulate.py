@@ -29,9 +29,9 @@ from simulator.figure_text import format_parameters, summary_rows
 from simulator.report.run import run_report
 from simulator.scenario import Outcome, Scenario, run_scenario
 from simulator.workloads.resolve import WorkloadOptions
-from tailrace.bounded import RealRange, WholeRange
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
 from tailrace.cli.plain import JsonValue
+from tailrace.numeric import RealRange, WholeRange
 
 
 @click.command(

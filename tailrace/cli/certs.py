@@ -10,10 +10,10 @@ from typing import Any, Final, TypeVar
 import click
 from rich.table import Table
 
-from tailrace.bounded import RealRange
 from tailrace.cli.errors import UsageProblem, file_errors
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
 from tailrace.cli.plain import JsonValue
+from tailrace.numeric import RealRange
 from tailrace.security.authority import (
     AUTHORITY_DAYS,
     CERTIFICATE_DAYS,

@@ -7,10 +7,10 @@ from typing import Final
 import click
 import grpc
 
-from tailrace.bounded import RealRange
 from tailrace.cli.admin import admin_option, connect
 from tailrace.cli.errors import CliError
 from tailrace.cli.output import Output, note, output_option, print_json
+from tailrace.numeric import RealRange
 from tailrace.v1.admin_pb2 import DrainEvent, DrainRequest
 
 

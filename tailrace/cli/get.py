@@ -13,7 +13,6 @@ from google.protobuf.message import Message
 from rich.live import Live
 from rich.table import Table
 
-from tailrace.bounded import WholeRange
 from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, admin_option, connect
 from tailrace.cli.long_table import lines
 from tailrace.cli.output import (
@@ -41,6 +40,7 @@ from tailrace.cli.tables import (
     View,
 )
 from tailrace.messages import slo_of
+from tailrace.numeric import WholeRange
 from tailrace.slo import assignments
 from tailrace.v1.admin_pb2 import (
     GetShadowRequest,

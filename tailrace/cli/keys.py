@@ -10,9 +10,9 @@ from typing import Any, Final, TypeVar
 import click
 from rich.table import Table
 
-from tailrace.bounded import RealRange, WholeRange
 from tailrace.cli.errors import UsageProblem, file_errors
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
+from tailrace.numeric import RealRange, WholeRange
 from tailrace.tenancy.file import KeyFileUnusable, locked_key_file, read_keys, readers_problem
 from tailrace.tenancy.keys import MAX_BURST_S, MAX_WEIGHT, MIN_BURST_S, MIN_WEIGHT, Tenant, TenantKeys
 

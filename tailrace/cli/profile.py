@@ -7,12 +7,12 @@ from typing import Final
 
 import click
 
-from tailrace.bounded import RealRange
 from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, admin_option, connect
 from tailrace.cli.errors import CliError
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
 from tailrace.cli.plain import to_plain_list
 from tailrace.cli.tables import PROFILES
+from tailrace.numeric import RealRange
 from tailrace.v1.admin_pb2 import AdminProfileRequest, ListInstancesRequest
 from tailrace.v1.profile_pb2 import MeasuredProfile
 from tailrace.v1.types_pb2 import INSTANCE_STATE_SUSPECT

@@ -8,10 +8,10 @@ from typing import BinaryIO, Final
 
 import click
 
-from tailrace.bounded import RealRange
 from tailrace.cli.admin import admin_option, connect
 from tailrace.cli.errors import CliError, file_errors
 from tailrace.cli.output import note
+from tailrace.numeric import RealRange
 from tailrace.v1.admin_pb2 import RecordRequest
 
 # Time beyond the recording itself for its first lines, one per instance.

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tailrace.actions import Place, Refuse
-from tailrace.bounded import WholeRange, open_regular
+from tailrace.bounded import open_regular
 from tailrace.cli.errors import CliError, UsageProblem, file_errors
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
 from tailrace.cli.plain import JsonValue
@@ -27,6 +27,7 @@ from tailrace.control.recording import (
 )
 from tailrace.control.replay import Replay, Replayed, points
 from tailrace.control.shadow import Answer, Comparison, Shadow, Verdict
+from tailrace.numeric import WholeRange
 from tailrace.policy.parameters import ParameterError, read_assignments
 from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, all_parameters
 from tailrace.records import PolicyRecord

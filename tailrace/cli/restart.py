@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import click
 
-from tailrace.bounded import RealRange
 from tailrace.cli.errors import CliError, UsageProblem
 from tailrace.local.process import PartFailed
 from tailrace.local.progress import make_progress
 from tailrace.local.restart import DRAIN_S, Restarted, Restarter, find_parts
 from tailrace.local.state import RunFolder, RunFolderBusy, RunFolderUnusable, RunState
+from tailrace.numeric import RealRange
 
 
 @click.command(epilog="Example: tailrace restart worker-0")

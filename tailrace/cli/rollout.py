@@ -10,12 +10,12 @@ import click
 import grpc
 from rich.table import Table
 
-from tailrace.bounded import RealRange, WholeRange
 from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, admin_option, connect
 from tailrace.cli.errors import CliError
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
 from tailrace.cli.plain import JsonValue, to_plain, to_plain_list
 from tailrace.cli.tables import NOTHING
+from tailrace.numeric import RealRange, WholeRange
 from tailrace.v1.admin_pb2 import (
     ROLLOUT_STATE_DONE,
     ForgetRolloutRequest,

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tailrace.bounded import WholeRange
 from tailrace.local.ports import LOOPBACK
+from tailrace.numeric import WholeRange
 from tailrace.service.options import KEPT_ANSWERS
 from tailrace.service.settings import OneOf, setting
 from tailrace.tiny import MODEL_PATH

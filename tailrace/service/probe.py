@@ -20,7 +20,7 @@ import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from tailrace.bounded import RealRange
+from tailrace.numeric import RealRange
 from tailrace.security.options import open_transport, tls_option
 from tailrace.security.roles import MEMBERS, Role
 from tailrace.security.transport import PLAIN, TlsTransport, Transport

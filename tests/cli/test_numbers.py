@@ -12,8 +12,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from tailrace.bounded import RealRange, WholeRange
 from tailrace.cli.main import main
+from tailrace.numeric import RealRange, WholeRange
 from tailrace.policy.parameters import ParameterError
 from tailrace.service.options import ZeroOrSeconds
 from tailrace.slo import Slo, changed_slo
@@ -51,7 +51,7 @@ OPTIONS = list(_options(main, ()))
 def test_every_number_is_bounded(path: tuple[str, ...], parameter: click.Parameter) -> None:
     kinds = parameter.type.types if isinstance(parameter.type, click.Tuple) else [parameter.type]
     for kind in kinds:
-        assert isinstance(kind, (RealRange, WholeRange, ZeroOrSeconds)), "use tailrace.bounded"
+        assert isinstance(kind, (RealRange, WholeRange, ZeroOrSeconds)), "use tailrace.numeric"
         wrong = [*WRONG, *(["-1"] if parameter.name != "priority" else [])]
         for text in wrong:
             with pytest.raises(click.BadParameter) as raised:

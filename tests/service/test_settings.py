@@ -10,7 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from tailrace.bounded import WholeRange
+from tailrace.numeric import WholeRange
 from tailrace.service.settings import OneOf, empty_setting, options_of, setting, settings_options
 
 

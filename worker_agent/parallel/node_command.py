@@ -13,8 +13,8 @@ import click
 
 from tailrace import __version__ as tailrace_version
 from tailrace.address import MalformedAddress, parse_address
-from tailrace.bounded import RealRange, WholeRange
 from tailrace.collector import collector_paused
+from tailrace.numeric import RealRange, WholeRange
 from tailrace.security.options import insecure_option
 from tailrace.service.runtime import Shutdown, run_service
 from tailrace.telemetry.log_format import log_as

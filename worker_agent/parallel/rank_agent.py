@@ -32,6 +32,7 @@ from worker_agent.kv.server import KvServer, Session
 from worker_agent.kv.ucx import discarding_strays, start_ucx, stop_ucx
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
 from worker_agent.parallel.rank_leftovers import names_of, remove, remove_meeting
+from worker_agent.parallel.rank_memory import RankMemory
 from worker_agent.parallel.rank_messages import (
     Address,
     Announce,
@@ -58,7 +59,6 @@ from worker_agent.parallel.rank_messages import (
     rank_shape,
     read_frame,
 )
-from worker_agent.parallel.rank_transfers import RankMemory
 
 log = logging.getLogger(__name__)
 

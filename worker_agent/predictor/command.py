@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import click
 from rich.table import Table
 
-from tailrace.bounded import RealRange, WholeRange
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
+from tailrace.numeric import RealRange, WholeRange
 from tailrace.predictor.samples import SamplesError, read_samples, write_samples
 from tailrace.tiny import MODEL_PATH, PREDICTOR_PATH
 from worker_agent.engines import EngineOptionError, Json, read_argument

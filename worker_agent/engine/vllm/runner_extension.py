@@ -32,8 +32,8 @@ from worker_agent.parallel.rank_leftovers import OrphanWatch
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
 
+    from worker_agent.parallel.rank_memory import RankMemory
     from worker_agent.parallel.rank_messages import Address
-    from worker_agent.parallel.rank_transfers import RankMemory
 
 # vLLM imports this module in each rank before the rendezvous, and calls it only after all ranks are ready.
 _ORPHAN_WATCH = OrphanWatch()
