@@ -103,12 +103,16 @@ class Load:
             tally, self._tally = self._tally, Tally()
         return tally
 
-    def wait_flowing(self) -> int:
-        """Wait until nearly every client's stream has a token; return how many have."""
+    @property
+    def streams(self) -> int:
+        """Return how many clients' streams have a token."""
+        return sum(self._flows)
+
+    def wait_flowing(self) -> None:
+        """Wait until nearly every client's stream has a token."""
         until_s = time.monotonic() + _FLOW_S
-        while (flowing := sum(self._flows)) < 0.9 * len(self._flows) and time.monotonic() < until_s:
+        while self.streams < 0.9 * self.clients and time.monotonic() < until_s:
             time.sleep(0.01)
-        return flowing
 
     def _run(self, number: int, prompt: str, options: dict[str, object], expected: Chat) -> None:
         def flows(chat: Chat) -> None:
@@ -229,10 +233,10 @@ class Campaign:
     def restart(self, name: str) -> Row:
         """Restart one process while all clients stream. Raise PartFailed."""
         part = find_parts(self._state)[name]
-        streams = self._load.wait_flowing()
+        self._load.wait_flowing()
         self._load.take()
         before = {metric: self._counters.read(metric) for metric in (_ADOPTIONS, _RECOVERIES)}
-        own = 0
+        streams, own = self._load.streams, 0
         if self._kill:
             own = open_connections(part, self._state.http) if part.tier == Tier.FRONTEND else 0
             kill_part(part)
