@@ -7,6 +7,7 @@ from typing import Final
 
 import grpc
 
+from tailrace.local.certificates import ETCD_SERVER, OPERATOR, transport_of
 from tailrace.local.plan import PartSpec, Tier
 from tailrace.local.process import PartFailed, PartProcess
 from tailrace.local.progress import Progress, Step
@@ -43,12 +44,14 @@ _TIMEOUT_S: Final = 2.0
 _POLL_S: Final = 0.1
 
 
-async def wait_ready(process: PartProcess, progress: Progress, transport: Transport = PLAIN) -> None:
+async def wait_ready(process: PartProcess, progress: Progress, certificates: str = "") -> None:
     """Wait until the part is ready. Raise PartFailed if it exits or is not ready in time.
 
-    `transport`: the operator's, or for etcd its own.
+    `certificates`: folder of the cluster's; empty if it has none.
     """
     spec = process.spec
+    # Of all folders only etcd's own has a certificate that etcd accepts here, and trusts etcd's authority.
+    transport = transport_of(certificates, ETCD_SERVER if spec.tier is Tier.ETCD else OPERATOR)
     try:
         async with asyncio.timeout(spec.timeout_s):
             while not await is_ready(spec, transport):

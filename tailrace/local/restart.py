@@ -57,7 +57,7 @@ class Restarter:
         process = self._start(part.spec)
         self._state.parts[number] = process.part
         self._folder.write(self._state)
-        await wait_ready(process, self._progress, self._transport)
+        await wait_ready(process, self._progress, self._state.certificates)
         await self._settle(part.spec, before)
         return Restarted(stopping_s, time.monotonic() - began_s)
 

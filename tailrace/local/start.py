@@ -10,7 +10,7 @@ from typing import Final
 import grpc
 
 from tailrace.address import parse_endpoints
-from tailrace.local.certificates import ETCD_ROOT, ETCD_SERVER, OPERATOR, transport_of
+from tailrace.local.certificates import ETCD_ROOT, OPERATOR, transport_of
 from tailrace.local.plan import PartSpec, Plan, Tier
 from tailrace.local.process import PartFailed, PartProcess, stop_parts
 from tailrace.local.progress import Progress, Step
@@ -42,7 +42,6 @@ class Starter:
         self._light = asyncio.Semaphore(_LIGHT_AT_ONCE)
         self._processes: list[PartProcess] = []
         self._transport = transport_of(plan.certificates, OPERATOR)
-        self._etcd_transport = transport_of(plan.certificates, ETCD_SERVER)
         self._state = RunState(
             etcd=plan.etcd,
             certificates=plan.certificates,
@@ -121,9 +120,7 @@ class Starter:
     async def _start(self, spec: PartSpec) -> None:
         async with self._heavy if spec.heavy else self._light:
             self._progress.show(spec.name, Step.STARTING)
-            # Of all folders only etcd's own has a certificate that etcd accepts here.
-            own = self._etcd_transport if spec.tier is Tier.ETCD else self._transport
-            await wait_ready(self._launch(spec), self._progress, own)
+            await wait_ready(self._launch(spec), self._progress, self._plan.certificates)
 
     def _launch(self, spec: PartSpec) -> PartProcess:
         environment = {**os.environ, **self._plan.environment, **spec.environment}

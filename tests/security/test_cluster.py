@@ -89,6 +89,12 @@ def test_wrong_certificate_is_explained(cluster: Cluster, tmp_path: Path) -> Non
     assert cluster.tailrace("certs", "rotate", "--dir", cluster.state().certificates).returncode == 0
 
 
+async def test_etcd_can_be_restarted(cluster: Cluster) -> None:
+    restarted = await asyncio.to_thread(cluster.tailrace, "restart", "etcd")
+    assert restarted.returncode == 0, restarted.stderr
+    assert await cluster.streams(["after etcd"], 20) == []
+
+
 @pytest.mark.slow
 async def test_rotation_of_certificates_and_authority_breaks_no_stream(cluster: Cluster) -> None:
     """Fifty streams are running all the time; others begin after each step."""
