@@ -84,11 +84,12 @@ async def test_adoption_refusals_state_the_reason(rig: Rig) -> None:
     ):
         sender.send(message)
         reply = (await sender.expect("adopt_reply")).adopt_reply
-        assert not reply.accepted and reason in reply.reason
+        assert not reply.accepted and not reply.gone and reason in reply.reason
     await rig.front.abort("r")
     await source.expect("abort")
     target.send(adopt(submit, 2))
-    assert "ended" in (await target.expect("adopt_reply")).adopt_reply.reason
+    reply = (await target.expect("adopt_reply")).adopt_reply
+    assert reply.gone and "ended" in reply.reason
 
 
 async def test_source_that_queries_ownership_keeps_the_stream_and_the_target_is_refused(rig: Rig) -> None:
