@@ -38,9 +38,10 @@ from tailrace.slo import Slo
 # `NoisyPredictor` errs as the paper reports for its predictor, in two parts:
 #
 # - Early predictions lean towards the mean output m: (1 - b) * rest + b * m, with b(g) = b0 exp(-g / fade)
-# after g tokens. Figure 7 determines b0 and fade: for requests of 30,000 to 32,000 tokens the error is 18,256
-# tokens from the prompt alone, and 2,929 after 8,000 tokens. - The rest is a normal error of `spread` tokens,
-# drawn every `hold` tokens, which brings the mean error over all predictions to table 1's 3,873.
+#   after g tokens. Figure 7 determines b0 and fade: for requests of 30,000 to 32,000 tokens the error is
+#   18,256 tokens from the prompt alone, and 2,929 after 8,000 tokens.
+# - The rest is a normal error of `spread` tokens, drawn every `hold` tokens, which brings the mean error over
+#   all predictions to table 1's 3,873.
 #
 # It predicts every `every` tokens (section 5.3: k = 20), counts down in between, and never predicts less than
 # 0.

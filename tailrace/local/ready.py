@@ -44,7 +44,7 @@ _TIMEOUT_S: Final = 2.0
 _POLL_S: Final = 0.1
 
 
-async def wait_ready(process: PartProcess, progress: Progress, certificates: str = "") -> None:
+async def wait_ready(process: PartProcess, progress: Progress, certificates: str) -> None:
     """Wait until the part is ready. Raise PartFailed if it exits or is not ready in time.
 
     `certificates`: folder of the cluster's; empty if it has none.
