@@ -205,11 +205,16 @@ class DrainedHolder:
 
 def test_prefix_is_pulled_from_its_holder(fleet: Fleet) -> None:
     set_policy(fleet, "tailrace", pull_margin="0")
-    with DrainedHolder(fleet, "pulled") as held:
-        before = pulls(fleet, "pulled")
-        answer, _, found = ask(fleet, held.name)
-        assert (answer, found) == (held.answer, held.full_block_tokens)
-        assert pulls(fleet, "pulled") == before + 1
+    for number in range(TRIES):
+        with DrainedHolder(fleet, f"pulled {number}") as held:
+            before, own = pulls(fleet, "pulled"), placed_by_front_end(fleet)
+            answer, _, found = ask(fleet, held.name)
+            # On a busy machine the scheduler may answer too late, and the front end knows of no prefix.
+            if placed_by_front_end(fleet) == own:
+                assert (answer, found) == (held.answer, held.full_block_tokens)
+                assert pulls(fleet, "pulled") == before + 1
+                return
+    pytest.fail(f"the scheduler placed none of {TRIES} requests in time")
 
 
 def test_prefix_corrupted_in_transit_is_recomputed(fleet: Fleet) -> None:
