@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -100,10 +100,25 @@ class FrontEnd:
 
     async def finds(self, paths: dict[str, str]) -> None:
         """Wait until requests find these adapters."""
+
+        async def found() -> bool:
+            return await self.names() == paths
+
+        await self._wait_until(found)
+
+    async def follows(self, paths: dict[str, str]) -> None:
+        """Wait until etcd's watch has shown these adapters; requests find what is loaded here before that."""
+
+        async def shown() -> bool:
+            return {each.name: each.path for each in self.members.adapters.values()} == paths
+
+        await self._wait_until(shown)
+
+    async def _wait_until(self, holds: Callable[[], Awaitable[bool]]) -> None:
         changed = asyncio.Event()
         self.members.add_listener(changed.set)
         async with asyncio.timeout(WAIT_S):
-            while await self.names() != paths:
+            while not await holds():
                 await changed.wait()
                 changed.clear()
 
@@ -236,6 +251,7 @@ async def test_what_is_stored_decides_after_a_failure(
             await change(*arguments)
             await second.finds(paths)
             # What the front end knows by itself must not hide what it follows.
+            await first.follows(paths)
             await first.finds(paths)
             raise StoreUnavailable("lost reply")
 
