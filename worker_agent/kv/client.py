@@ -261,9 +261,14 @@ class KvTransfer:
     async def _wait(self, message: asyncio.Task[object]) -> None:
         """Wait until a message is complete. Raise KvTransferError, also if the source says goodbye."""
         await asyncio.wait({message, self._goodbye}, return_when=asyncio.FIRST_COMPLETED)
-        if not message.done() and not self._goodbye.cancelled() and self._goodbye.exception() is None:
+        # The source closes its end after the goodbye, so both may be done by now.
+        if _succeeded(self._goodbye) and not _succeeded(message):
             raise KvTransferError("the export has ended")
         await self._channel.wait(message)
+
+
+def _succeeded(message: asyncio.Task[object]) -> bool:
+    return message.done() and not message.cancelled() and message.exception() is None
 
 
 async def _run(deliver: Deliver, chunk: _Incoming, checksums: Sequence[int]) -> None:
