@@ -146,6 +146,23 @@ def pulls(fleet: Fleet, outcome: str) -> float:
     return counts
 
 
+def submitted(fleet: Fleet) -> dict[str, float]:
+    """Return how many requests each worker has been sent."""
+    return {name: fleet.metric(name, "tailrace_worker_submitted_requests_total") for name in VLLM_WORKERS}
+
+
+def wait_reported(fleet: Fleet, name: str) -> None:
+    """Wait until the scheduler knows what the worker has cached by now."""
+    # The first report may have been sent before.
+    for _ in range(2):
+        began_s = time.monotonic()
+
+        def is_newer(began_s: float = began_s) -> bool:
+            return fleet.instances()[name].report_age_s < time.monotonic() - began_s
+
+        wait_until(is_newer, f"a report of {name}")
+
+
 def draining(fleet: Fleet) -> set[str]:
     """Return the names of draining instances."""
     state = types_pb2.INSTANCE_STATE_DRAINING
@@ -176,21 +193,12 @@ class DrainedHolder:
     prompt_tokens: int = 0
 
     def __enter__(self) -> DrainedHolder:
-        blocks = {name: i.cached_blocks for name, i in self.fleet.instances().items()}
+        before = submitted(self.fleet)
         self.answer, self.prompt_tokens, found = ask(self.fleet, self.name)
         assert found < 2 * BLOCK
-        full_block_tokens = self.prompt_tokens // BLOCK
-
-        def holders() -> list[str]:
-            known = self.fleet.instances()
-            return [
-                name
-                for name, before in blocks.items()
-                if known[name].cached_blocks >= before + full_block_tokens - 2
-            ]
-
-        wait_until(lambda: len(holders()) == 1, "one worker to hold the prompt")
-        (self.holder,) = holders()
+        after = submitted(self.fleet)
+        (self.holder,) = (name for name in after if after[name] > before[name])
+        wait_reported(self.fleet, self.holder)
         drain(self.fleet, self.holder)
         return self
 
