@@ -22,7 +22,7 @@ from rich.table import Table
 
 from simulator.cluster import ClusterSpec, LinkSpec
 from simulator.request import SimRequest
-from simulator.setups import setup_for, setup_names
+from simulator.setups import setup_for
 from simulator.simulation import simulate
 from simulator.workloads import azure
 from simulator.workloads.arrivals import poisson_requests
@@ -39,21 +39,21 @@ TRACE: Final = Path("traces/azure_llm_2023/AzureLLMInferenceTrace_conv.csv")
 POLICIES: Final = (
     "round_robin",
     "least_loaded",
-    "min_kv",
-    "fcfs",
-    "rr",
+    "least_loaded load=footprint",
+    "least_loaded+fcfs load=footprint",
+    "least_loaded+round_robin load=footprint",
     "pascal",
-    "current_load",
+    "ares rescheduling=off",
     "ares",
-    "ares_oracle",
-    "minimal_load",
+    "ares predict=oracle",
+    "static_pools",
     "arrow",
-    "llumnix",
+    "tailrace.policy.cascade.llumnix:Llumnix",
     "cascade",
     "tailrace",
 )
 # Policies of figure 12.
-LARGE_POLICIES: Final = ("current_load", "ares_no_prediction", "ares_oracle")
+LARGE_POLICIES: Final = ("ares rescheduling=off", "ares rescheduling=current_load", "ares predict=oracle")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +164,8 @@ def _cases(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list
     trace: Path | None = options.trace
     if trace is None and DATA_VARIABLE in os.environ:
         trace = Path(os.environ[DATA_VARIABLE]) / TRACE
-    policies = (
-        options.policies.split(",") if options.policies else [p for p in POLICIES if p in setup_names()]
-    )
-    if policies != ["none"]:
+    policies = options.policies.split(",") if options.policies else POLICIES
+    if list(policies) != ["none"]:
         if trace is None or not trace.is_file():
             parser.error(
                 f"missing trace: use --trace, or set {DATA_VARIABLE} to a folder that contains {TRACE}"

@@ -38,7 +38,7 @@ from tailrace.slo import Slo
 
 VARIANTS: Final[Mapping[str, tuple[str, Mapping[str, Value]]]] = {
     "least_loaded, no pools": ("least_loaded", {}),
-    "static pools": ("minimal_load", {}),
+    "static pools": ("static_pools", {}),
     "arrow": ("arrow", {}),
     "room=filter": ("arrow", {"room": "filter"}),
     "kv_wait=true": ("arrow", {"kv_wait": True}),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from simulator.estimate import Best, Estimate, best_of, estimate
 from simulator.parallel import Progress, Task, run_tasks
 from simulator.scenario import Fleet, Outcome, Scenario, run_brief, run_scenario
+from simulator.setups import Setup
 from simulator.workloads.base import Workload
 from simulator.workloads.resolve import WorkloadOptions
 from tailrace.policy.parameters import Value
@@ -54,6 +55,11 @@ class Plan:
             options = replace(options, start_s=self.starts_s[workload][self.seeds.index(seed)])
         parameters = self.parameters.get(policy, ())
         return Scenario(policy, workload, options, self.fleet, self.slo, self.predicts, parameters)
+
+    def setups(self) -> list[Setup]:
+        """Return the contestants' setups."""
+        workload, rate, seed = self.workloads[0], self.rates[0], self.seeds[0]
+        return [self.scenario(policy, workload, rate, seed).setup() for policy in self.policies]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,9 @@ from typing import Final
 
 from simulator.estimate import Estimate
 from simulator.scenario import Figures, Fleet, Scenario
+from simulator.setups import Setup
+from tailrace.intra.registry import intra_needs
+from tailrace.policy.deployment import Fact
 from tailrace.policy.parameters import Value, format_value
 
 NOTHING: Final = "-"
@@ -125,6 +128,30 @@ def setup_rows(scenario: Scenario) -> list[tuple[str, str]]:
         ("Seed", f"{scenario.options.seed}"),
     ]
     return rows
+
+
+# What a policy or an order may know of the SLOs.
+_SLO_FACTS: Final[Mapping[Fact, str]] = {
+    Fact.TTFT_SLO: "TTFT",
+    Fact.TPOT_SLO: "TPOT",
+    Fact.QOE_SLO: "QoE",
+    Fact.PACE: "pace",
+}
+
+
+def knowledge_line(setup: Setup) -> str:
+    """Return the batch order of a policy, its parameters, and what it knows of the SLOs, in one line."""
+    known = [
+        f"{where} ({', '.join(facts)})"
+        for where, needs in (("placement", setup.kind.needs), ("order", intra_needs(setup.intra_name)))
+        if (facts := [word for fact, word in _SLO_FACTS.items() if fact in needs])
+    ]
+    parts = [
+        f"order {setup.intra_name}",
+        f"SLOs known to {' and '.join(known)}" if known else "no SLO known",
+        format_parameters(setup.assigned.items()),
+    ]
+    return f"{setup.name}: {'; '.join(part for part in parts if part)}"
 
 
 def format_parameters(parameters: Iterable[tuple[str, Value]]) -> str:

@@ -2,8 +2,7 @@
 
 A policy declares most of its system itself: the order inside each instance, the initial pools, what a
 migration does whose target is full, whether workers predict lengths. A `Setup` adds what only a simulation
-can choose, as in the policy's paper and equally for every workload. Names are those of `tailrace.policies`,
-PASCAL's baselines `fcfs` and `rr`, and `module:Class` for a policy that is not installed.
+can choose, as in the policy's paper and equally for every workload.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from simulator.cluster import ClusterSpec, LengthPredictor, MigrationSpec
 from simulator.request import SimRequest
 from tailrace.actions import WhenFull
 from tailrace.cluster import Pool
-from tailrace.intra.base import ENGINE_ORDER, IntraPolicy
+from tailrace.intra.base import IntraPolicy
 from tailrace.intra.orders import Fcfs
 from tailrace.intra.registry import intra_parameters, make_intra
 from tailrace.perf.horizon import FutureLoad
 from tailrace.policy import registry
-from tailrace.policy.base import Policy, Variant
+from tailrace.policy.base import Policy
 from tailrace.policy.deployment import Deployment
-from tailrace.policy.parameters import NO_PARAMETERS, Parameter, Value, parse_parameters
+from tailrace.policy.parameters import Parameter, Value, parse_parameters
 from tailrace.policy.pascal import Pascal
 from tailrace.slo import Slo
 
@@ -103,8 +102,7 @@ class Setup:
     """A policy and the system it is simulated with."""
 
     name: str
-    # Name in the policy registry, or `module:Class`.
-    policy_name: str
+    kind: type[Policy]
     # Order inside an instance: a name of `tailrace.intra.registry`.
     intra_name: str
     # Share of the instances that start in the prefill pool, the others in the decode pool; None: no pools.
@@ -112,14 +110,15 @@ class Setup:
     migration: MigrationSpec = field(default_factory=MigrationSpec)
     # One of PREDICTIONS.
     predicts: str = NONE
+    # The same, if it was named with the policy instead of what that needs.
+    named_predicts: str | None = None
     # Parameters of the policy and of the order inside an instance that differ from their defaults.
     assigned: Mapping[str, Value] = field(default_factory=dict)
 
     def policy(self, deployment: Deployment) -> Policy:
         """Create the policy. Raise UnknownSetupError or ParameterError."""
-        kind = _variant(self.policy_name).policy
         try:
-            return registry.make_policy(self.name, kind, self.intra_name, self.assigned, deployment)
+            return registry.make_policy(self.name, self.kind, self.intra_name, self.assigned, deployment)
         except registry.UnusablePolicyError as error:
             raise UnknownSetupError(str(error)) from error
 
@@ -143,14 +142,13 @@ class Setup:
     def _declared(self) -> Setup:
         """Return the setup with what the policy declares. Raise UnknownSetupError or ParameterError."""
         policy = self.policy(Deployment())
-        predicts = self.predicts if self.predicts == ORACLE else NOISY if policy.predictions else NONE
+        predicts = self.named_predicts or (NOISY if policy.predictions else NONE)
         return replace(self, prefill_share=policy.prefill_share, predicts=predicts)
 
     def parameters(self) -> tuple[Parameter, ...]:
         """Return the parameters that can be set. Raise UnknownSetupError."""
-        kind = _variant(self.policy_name).policy
         try:
-            return registry.declared_parameters(kind, self.intra_name)
+            return registry.declared_parameters(self.kind, self.intra_name)
         except registry.UnusablePolicyError as error:
             raise UnknownSetupError(str(error)) from error
 
@@ -206,54 +204,52 @@ _PASCAL: Final = MigrationSpec(
 )
 # Migration specs of policies that differ from the default.
 _MIGRATIONS: Final[Mapping[type[Policy], MigrationSpec]] = MappingProxyType({Pascal: _PASCAL})
-# Setups that exist only in simulation: PASCAL's baselines (section V-A), and ARES with true lengths (section
-# 6.4).
-_SIMULATED: Final[Mapping[str, Setup]] = MappingProxyType(
-    {
-        setup.name: setup
-        for setup in (
-            Setup("fcfs", "min_kv", "fcfs", migration=_PASCAL),
-            Setup("rr", "min_kv", "round_robin", migration=_PASCAL),
-            Setup("ares_oracle", "ares", ENGINE_ORDER, predicts=ORACLE),
-        )
-    }
-)
+# Named like a parameter of the policy: what workers predict, which only a simulation can choose.
+_PREDICT: Final = "predict="
 
 
-def setup_names() -> list[str]:
-    """Return all names that `setup_for` knows, sorted."""
-    return sorted({*registry.names(), *_SIMULATED})
+def setup_for(text: str) -> Setup:
+    """Return the setup of `NAME[+ORDER] [KEY=VALUE ...]`, as `tailrace.policy.registry.choose` reads it.
 
-
-def setup_for(name: str) -> Setup:
-    """Return the setup of that name. Raise UnknownSetupError with the known names."""
-    if name in _SIMULATED:
-        return _SIMULATED[name]._declared()
-    if ":" not in name and name not in registry.names():
-        known = ", ".join(setup_names())
-        raise UnknownSetupError(f"unknown policy {name!r}; known: {known}; or your own as module:Class")
-    variant = _variant(name)
-    kind = variant.policy
-    migration = _MIGRATIONS.get(kind) or MigrationSpec(when_full=kind.when_full)
-    setup = Setup(name, name, kind.batch_order, migration=migration, assigned=dict(variant.parameters))
+    NAME may be `module:Class`, and `predict` of the parameters one of PREDICTIONS. Raise UnknownSetupError or
+    ParameterError.
+    """
+    words = text.split()
+    predicts = [word.removeprefix(_PREDICT) for word in words if word.startswith(_PREDICT)]
+    for name in predicts:
+        predictor_for(name)
+    try:
+        choice = _choose(" ".join(word for word in words if not word.startswith(_PREDICT)))
+    except (registry.UnknownPolicyError, registry.UnusablePolicyError) as error:
+        raise UnknownSetupError(str(error)) from error
+    migration = _MIGRATIONS.get(choice.policy) or MigrationSpec(when_full=choice.policy.when_full)
+    named = predicts[-1] if predicts else None
+    setup = Setup(
+        text,
+        choice.policy,
+        choice.order,
+        migration=migration,
+        named_predicts=named,
+        assigned=dict(choice.parameters),
+    )
     return setup._declared()
 
 
-def _variant(name: str) -> Variant:
-    if ":" not in name:
+def _choose(text: str) -> registry.Choice:
+    name, *assignments = text.split() or [""]
+    name, _, order = name.partition("+")
+    module, colon, attribute = name.partition(":")
+    if not colon:
         try:
-            return registry.variant(name)
-        except registry.UnusablePolicyError as error:
-            raise UnknownSetupError(str(error)) from error
-    module, _, attribute = name.partition(":")
+            return registry.choose(text)
+        except registry.UnknownPolicyError as error:
+            raise UnknownSetupError(f"{error}; or your own as module:Class") from error
     try:
-        variant: object = getattr(import_module(module), attribute)
+        kind: object = getattr(import_module(module), attribute)
     except ImportError as error:
         raise UnknownSetupError(f"policy {name!r}: {error}") from error
     except AttributeError as error:
         raise UnknownSetupError(f"policy {name!r}: {module} has no {attribute}") from error
-    if isinstance(variant, Variant):
-        return variant
-    if isinstance(variant, type) and issubclass(variant, Policy):
-        return Variant(variant, NO_PARAMETERS)
-    raise UnknownSetupError(f"policy {name!r} is not a class derived from tailrace.policy.base.Policy")
+    if not (isinstance(kind, type) and issubclass(kind, Policy)):
+        raise UnknownSetupError(f"policy {name!r} is not a class derived from tailrace.policy.base.Policy")
+    return registry.chosen(text, kind, order, assignments)

@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 from tailrace.intra.base import ENGINE_ORDER
 from tailrace.intra.registry import UnknownIntraError, intra_facts, intra_parameters
 from tailrace.policy.parameters import NO_PARAMETERS, ParameterError, Value
-from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, variant
+from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, choose
 from tailrace.records import PolicyRecord
 from tailrace.slo import Slo
 from tailrace.store.membership import Membership
@@ -61,15 +61,14 @@ def order_of_policy(record: PolicyRecord | None) -> Order:
     """Return the order that belongs to a policy (None: no policy is set), with its share of the policy's
     parameters.
 
-    Raise UnknownPolicyError, UnusablePolicyError or UnknownIntraError.
+    Raise UnknownPolicyError, UnusablePolicyError, UnknownIntraError or ParameterError.
     """
     if record is None:
         return ENGINE_ORDER, NO_PARAMETERS
-    policy = variant(record.name)
-    name = policy.policy.batch_order
-    accepted = {parameter.name for parameter in intra_parameters(name)}
-    values = {**policy.parameters, **record.parameters}
-    return name, {key: value for key, value in values.items() if key in accepted}
+    choice = choose(record.name)
+    accepted = {parameter.name for parameter in intra_parameters(choice.order)}
+    values = {**choice.parameters, **record.parameters}
+    return choice.order, {key: value for key, value in values.items() if key in accepted}
 
 
 class PolicyOrder:
@@ -88,7 +87,7 @@ class PolicyOrder:
         record = self._policy()
         try:
             return order_of_policy(record)
-        except (UnknownPolicyError, UnusablePolicyError, UnknownIntraError) as error:
+        except (UnknownPolicyError, UnusablePolicyError, UnknownIntraError, ParameterError) as error:
             # Log once, not at every change in etcd.
             if record != self._unavailable:
                 log.error("using the engine's own batch order, not that of the policy: %s", error)

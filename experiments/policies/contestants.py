@@ -22,7 +22,7 @@ from tailrace.slo import Slo
 PAPERS: Final = ("pascal", "ares", "arrow", "cascade")
 OURS: Final = "tailrace"
 # Common policies that no paper claims.
-OTHERS: Final = ("least_loaded", "llumnix")
+OTHERS: Final = ("least_loaded", "tailrace.policy.cascade.llumnix:Llumnix")
 ALL: Final = (*PAPERS, OURS, *OTHERS)
 
 

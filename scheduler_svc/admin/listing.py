@@ -116,31 +116,27 @@ def request_info(state: ReportedCluster, request: RequestView, wall_s: float) ->
 
 
 def policy_infos(active: PolicyRecord, values: Mapping[str, Value]) -> list[admin_pb2.PolicyInfo]:
-    """Return all installed policies; `values`: the parameters of the active one.
+    """Return all installed policies, the active one by the name that was set, with its order if that is
+    another policy's; `values`: the parameters of the active one.
 
     A policy that cannot be loaded is listed with the reason.
     """
     infos = []
-    for name in registry.names():
-        info = admin_pb2.PolicyInfo(name=name, active=name == active.name)
+    for installed in registry.names():
+        is_active = installed == registry.base_name(active.name)
+        name = active.name if is_active else installed
+        info = admin_pb2.PolicyInfo(name=name, active=is_active)
         info.suspended = active.suspended if info.active else ""
-        info.summary = registry.problem_of(name)
+        info.summary = registry.problem_of(installed)
         if not info.summary:
-            variant = registry.variant(name)
-            kind, declared = variant.policy, registry.parameters_of(name)
-            info.summary = kind.summary
+            choice = registry.choose(name)
+            declared = registry.declared_parameters(choice.policy, choice.order)
+            info.summary = choice.policy.summary
             in_force = values if info.active else {}
             info.parameters.extend(_parameter(p, in_force.get(p.name)) for p in declared)
-            info.batch_order = kind.batch_order
-            info.baseline_of = kind.baseline_of
-            info.stands_for.update({key: format_value(value) for key, value in variant.parameters.items()})
+            info.batch_order = choice.order
         infos.append(info)
     return infos
-
-
-def listed_by_default(info: admin_pb2.PolicyInfo) -> bool:
-    """Return whether a policy is listed without `all`: active, or neither a baseline nor a variant."""
-    return info.active or not (info.baseline_of or info.stands_for)
 
 
 def _parameter(parameter: Parameter, value: Value | None) -> admin_pb2.PolicyParameter:

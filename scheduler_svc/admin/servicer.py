@@ -111,10 +111,9 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         request: admin_pb2.ListPoliciesRequest,
         context: grpc.aio.ServicerContext[admin_pb2.ListPoliciesRequest, admin_pb2.ListPoliciesReply],
     ) -> admin_pb2.ListPoliciesReply:
-        """List installed policies; without `all` neither baselines nor variants."""
+        """List installed policies."""
         infos = listing.policy_infos(self._active.record, self._active.values)
-        listed = [info for info in infos if request.all or listing.listed_by_default(info)]
-        return admin_pb2.ListPoliciesReply(policies=listed)
+        return admin_pb2.ListPoliciesReply(policies=infos)
 
     async def ListStages(
         self,

@@ -11,7 +11,7 @@ from scheduler_svc.admin.errors import AdminError
 from tailrace.cluster import RequestView, Stage, StagesError, UnknownStageInstance, check_stages
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.policy.parameters import ParameterError, Value, format_value
-from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, all_parameters, load
+from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, all_parameters, choose, load
 from tailrace.records import PolicyRecord
 from tailrace.request_ids import matching
 from tailrace.slo import Slo
@@ -69,18 +69,20 @@ def check_drained(state: ReportedCluster, drained: Collection[str], instance_id:
 
 
 def policy_record(request: admin_pb2.SetPolicyRequest, slo: Slo) -> PolicyRecord:
-    """Return the record to store: an installed policy with its parameters as typed values. Raise
-    AdminError."""
+    """Return the record to store: an installed policy, with the order that was named, and its parameters as
+    typed values. Raise AdminError."""
     try:
         load(request.name, parameters=dict(request.parameters), slo=slo)
         values = all_parameters(request.name, dict(request.parameters))
+        given = {**choose(request.name).parameters, **request.parameters}
     except UnknownPolicyError as error:
         raise AdminError(grpc.StatusCode.INVALID_ARGUMENT, f"name: {error}") from error
     except UnusablePolicyError as error:
         raise AdminError(grpc.StatusCode.FAILED_PRECONDITION, f"name: {error}") from error
     except ParameterError as error:
         raise AdminError(grpc.StatusCode.INVALID_ARGUMENT, f"parameters: {error}") from error
-    return PolicyRecord(name=request.name, parameters={name: values[name] for name in request.parameters})
+    name = request.name.split()[0]
+    return PolicyRecord(name=name, parameters={parameter: values[parameter] for parameter in given})
 
 
 def format_parameters(parameters: Mapping[str, Value]) -> dict[str, str]:

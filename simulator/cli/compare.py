@@ -14,8 +14,10 @@ from rich.table import Table
 
 from simulator.cli.options import (
     check_policy,
+    crossed,
     fleet_of,
     fleet_options,
+    moves_option,
     parameters_of,
     plain,
     report_option,
@@ -29,7 +31,7 @@ from simulator.cli.options import (
 )
 from simulator.comparison import BETTER, Cell, Comparison, Group, Plan, compare, section_starts_s
 from simulator.estimate import Best
-from simulator.figure_text import FIGURE_FORMATS, format_parameters, half_text, mean_text
+from simulator.figure_text import FIGURE_FORMATS, format_parameters, half_text, knowledge_line, mean_text
 from simulator.report.side_by_side import comparison_report
 from simulator.workloads.resolve import WorkloadOptions, resolve_workload
 from tailrace.cli.errors import UsageProblem
@@ -40,7 +42,7 @@ from tailrace.numeric import RealRange, WholeRange
 
 @click.command(
     "compare",
-    epilog="Example: tailrace compare pascal fcfs rr --workload alpaca_eval --rate 8 --rate 12 --seeds 3 "
+    epilog="Example: tailrace compare pascal least_loaded+pascal --workload alpaca_eval --rate 8 --rate 12 "
     "--profile r1-distill-qwen-32b-h100 --report compare.html",
 )
 @click.argument("policies", metavar="POLICY...", nargs=-1, required=True)
@@ -55,6 +57,12 @@ from tailrace.numeric import RealRange, WholeRange
 @click.option("--seeds", type=WholeRange(1, 1000), default=3, show_default=True, help="Number of seeds.")
 @click.option("--seed", type=WholeRange(min=0), default=0, show_default=True, help="First seed.")
 @workload_options
+@click.option(
+    "--cross",
+    is_flag=True,
+    help="Give every policy each of the batch orders that the policies have.",
+)
+@moves_option
 @fleet_options
 @set_option
 @slo_options
@@ -74,6 +82,8 @@ def compare_command(
     start: float,
     duration: float | None,
     max_model_len: int | None,
+    cross: bool,
+    moves: str,
     profile: str,
     instances: int,
     length_penalty: str,
@@ -94,13 +104,17 @@ def compare_command(
 ) -> None:
     """Run several policies on the same requests and compare them.
 
-    POLICY is a name (tailrace get policies), fcfs or rr, or your own module:Class. Values are means over
-    the seeds with 95% intervals (Student's t). In each column * marks the best mean, and = those whose
-    difference from it, paired by seed, is not significant. With --count, each seed uses another stretch of a
-    trace; without it, all seeds use the whole trace, and almost nothing is random.
+    POLICY is NAME[+ORDER] with parameters after it, in quotes: pascal, least_loaded+earliest_due,
+    "cascade layout=chain". NAME is one of tailrace get policies, or your own module:Class; ORDER is a batch
+    order, instead of the one that belongs to the policy. Values are means over the seeds with 95% intervals
+    (Student's t). In each column * marks the best mean, and = those whose difference from it, paired by seed,
+    is not significant. With --count, each seed uses another stretch of a trace; without it, all seeds use the
+    whole trace, and almost nothing is random.
     """
     for name in policies:
         check_policy(name, "POLICY")
+    if cross:
+        policies = crossed(policies)
     _distinct("POLICY", policies)
     _distinct("--workload", workloads)
     _distinct("--rate", rates)
@@ -123,7 +137,7 @@ def compare_command(
         ),
         slo_of(slo_ttft, slo_tpot, slo_qoe, slo_pace, slo_admit),
         predict,
-        parameters=parameters_of(assignments, policies),
+        parameters=parameters_of(assignments, policies, moves),
     )
     with simulation_errors():
         # Report unusable workloads before anything runs.
@@ -148,9 +162,10 @@ def compare_command(
                 if left_out:
                     note(f"no room for {', '.join(left_out)}; -o csv and --report have all")
                 click.echo()
-            for name in policies:
-                if plan.parameters[name]:
-                    click.echo(f"{name}: {format_parameters(plan.parameters[name])}")
+            for setup in plan.setups():
+                click.echo(knowledge_line(setup))
+            if len({setup.intra_name for setup in plan.setups()}) > 1 and not cross:
+                note("batch orders differ, and may make the difference: --cross gives each one to all")
             click.echo(f"SLO: {plan.slo.describe()}; seeds: {seeds}; ± half of a 95% interval (Student's t)")
             click.echo("*: the best mean; =: not distinguishable from it, paired by seed")
 
@@ -213,6 +228,7 @@ def _plain_cell(cell: Cell) -> dict[str, JsonValue]:
     halves = {figure: cell.estimate(figure).half_width for figure in BETTER}
     return {
         "policy": cell.policy,
+        "order": cell.outcomes[0].scenario.setup().intra_name,
         "parameters": dict(cell.outcomes[0].scenario.parameters),
         "mean": plain(means),
         "half_width": plain({name: half for name, half in halves.items() if half is not None}),

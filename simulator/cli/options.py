@@ -26,6 +26,7 @@ from tailrace.cli.plain import JsonValue
 from tailrace.numeric import RealRange, WholeRange
 from tailrace.perf.length_penalty import LengthPenaltyError, load_length_penalty
 from tailrace.policy.parameters import ParameterError, Value, read_assignments
+from tailrace.policy.registry import MOVES
 from tailrace.profiles import ProfileError, load_profile
 from tailrace.slo import Slo, SloError
 
@@ -203,7 +204,7 @@ def check_policy(name: str, option: str) -> None:
         sys.path.append(folder)
     try:
         setup_for(name)
-    except UnknownSetupError as error:
+    except (ParameterError, UnknownSetupError) as error:
         raise UsageProblem(f"{option}: {error}") from error
 
 
@@ -228,12 +229,43 @@ set_option = click.option(
 )
 
 
+moves_option = click.option(
+    "--moves",
+    type=click.Choice(("on", "off")),
+    default="on",
+    show_default=True,
+    help="off: no policy moves a request once it is placed, which is moves=false of each.",
+)
+
+
+def crossed(policies: Sequence[str]) -> tuple[str, ...]:
+    """Return each of these policies with each of the batch orders that they have. Raise UsageProblem."""
+    try:
+        orders = dict.fromkeys(setup_for(policy).intra_name for policy in policies)
+    except (ParameterError, UnknownSetupError) as error:
+        raise UsageProblem(f"POLICY: {error}") from error
+    plain = dict.fromkeys(_without_order(policy) for policy in policies)
+    return tuple(
+        " ".join((f"{name}+{order}", *parameters))
+        for name, *parameters in map(str.split, plain)
+        for order in orders
+    )
+
+
+def _without_order(policy: str) -> str:
+    name, *parameters = policy.split()
+    return " ".join((name.partition("+")[0], *parameters))
+
+
 def parameters_of(
-    assignments: Iterable[str], policies: Sequence[str]
+    assignments: Iterable[str], policies: Sequence[str], moves: str = "on"
 ) -> dict[str, tuple[tuple[str, Value], ...]]:
     """Return the parameters of each policy, checked. Raise UsageProblem."""
     try:
         assigned = _assign(read_assignments(assignments), policies)
+        for policy in policies:
+            if moves == "off" and any(p.name == MOVES.name for p in setup_for(policy).parameters()):
+                assigned[policy][MOVES.name] = False
         setups = {policy: setup_for(policy).with_parameters(assigned[policy]) for policy in policies}
     except (ParameterError, UnknownSetupError) as error:
         raise UsageProblem(f"--set: {error}") from error

@@ -14,6 +14,7 @@ from simulator.cli.options import (
     check_policy,
     fleet_of,
     fleet_options,
+    moves_option,
     parameters_of,
     plain,
     report_option,
@@ -25,7 +26,7 @@ from simulator.cli.options import (
     workload_options,
     write_report,
 )
-from simulator.figure_text import format_parameters, summary_rows
+from simulator.figure_text import format_parameters, knowledge_line, summary_rows
 from simulator.report.run import run_report
 from simulator.scenario import Outcome, Scenario, run_scenario
 from simulator.workloads.resolve import WorkloadOptions
@@ -44,6 +45,7 @@ from tailrace.numeric import RealRange, WholeRange
 @click.option("--rate", type=RealRange(min=0.0, min_open=True), help="Mean requests per second.")
 @workload_options
 @click.option("--seed", type=WholeRange(min=0), default=0, show_default=True, help="Random seed.")
+@moves_option
 @fleet_options
 @set_option
 @slo_options
@@ -59,6 +61,7 @@ def simulate_command(
     duration: float | None,
     max_model_len: int | None,
     seed: int,
+    moves: str,
     profile: str,
     instances: int,
     length_penalty: str,
@@ -78,9 +81,10 @@ def simulate_command(
 ) -> None:
     """Run POLICY on WORKLOAD in the simulator.
 
-    POLICY is a name (tailrace get policies), fcfs or rr, or your own module:Class. WORKLOAD is a generator
-    (r1, sharegpt, mix, ...), azure:FILE, mooncake:FILE, burstgpt:FILE or jsonl:FILE, or several of them,
-    separated by commas.
+    POLICY is NAME[+ORDER] with parameters after it, in quotes: pascal, least_loaded+earliest_due,
+    "cascade layout=chain". NAME is one of tailrace get policies, or your own module:Class; ORDER is a batch
+    order, instead of the one that belongs to the policy. WORKLOAD is a generator (r1, sharegpt, mix, ...),
+    azure:FILE, mooncake:FILE, burstgpt:FILE or jsonl:FILE, or several of them, separated by commas.
     """
     check_policy(policy, "POLICY")
     scenario = Scenario(
@@ -106,7 +110,7 @@ def simulate_command(
         ),
         slo_of(slo_ttft, slo_tpot, slo_qoe, slo_pace, slo_admit),
         predict,
-        parameters_of(assignments, [policy])[policy],
+        parameters_of(assignments, [policy], moves)[policy],
     )
     with simulation_errors(), share_bar(f"{policy} on {workload}") as progress:
         outcome = run_scenario(scenario, progress)
@@ -122,6 +126,7 @@ def simulate_command(
         case _:
             click.echo(f"{_describe(scenario)} on {outcome.source}")
             print_figures(_table(outcome))
+            click.echo(knowledge_line(scenario.setup()))
             click.echo(f"SLO: {scenario.slo.describe()}")
 
 

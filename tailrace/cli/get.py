@@ -192,19 +192,12 @@ def migrations(request_id: str, limit: int, output: Output, watch: bool, admin: 
 
 
 @get.command(epilog="Example: tailrace get policies")
-@click.option(
-    "--all",
-    "everything",
-    is_flag=True,
-    help="Include the papers' baselines, and names for policies with fixed parameters.",
-)
 @_options
-def policies(everything: bool, output: Output, watch: bool, admin: str | None) -> None:
+def policies(output: Output, watch: bool, admin: str | None) -> None:
     """Installed policies, and the active one with its parameters (-o json: all parameters)."""
-    request = ListPoliciesRequest(all=everything)
     _show(
         POLICIES,
-        lambda admin: admin.stub.ListPolicies(request, timeout=CALL_TIMEOUT_S).policies,
+        lambda admin: admin.stub.ListPolicies(ListPoliciesRequest(), timeout=CALL_TIMEOUT_S).policies,
         output,
         watch,
         admin,

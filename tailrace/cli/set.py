@@ -46,7 +46,7 @@ def set_() -> None:
 @output_option()
 @admin_option
 def policy(name: str, parameters: tuple[str, ...], output: Output, admin: str | None) -> None:
-    """Activate the policy NAME.
+    """Activate the policy NAME, or NAME+ORDER with a batch order other than its own.
 
     Parameters that you omit revert to their defaults; tailrace get policies -o json lists them all.
     """

@@ -183,12 +183,10 @@ MIGRATIONS = View[MigrationRecord](
 
 
 def _what_it_does(policy: PolicyInfo) -> str:
-    """Return the policy's summary; for a variant, followed by the parameters that it sets. Of a suspended
-    policy return why it does nothing."""
+    """Return the policy's summary; of a suspended policy why it does nothing."""
     if policy.suspended:
         return f"suspended, least_loaded decides: {policy.suspended}"
-    assignments = [f"{name}={value}" for name, value in sorted(policy.stands_for.items())]
-    return f"{policy.summary}; {' '.join(assignments)}" if assignments else policy.summary
+    return policy.summary
 
 
 POLICIES = View[PolicyInfo](
@@ -196,6 +194,7 @@ POLICIES = View[PolicyInfo](
     columns=(
         Column("POLICY", lambda p: p.name),
         Column("ACTIVE", lambda p: "suspended" if p.suspended else "active" if p.active else ""),
+        Column("ORDER", lambda p: p.batch_order),
         # One per line, to leave room for the other columns.
         Column("PARAMETERS", lambda p: "\n".join(f"{x.name}={x.value}" for x in p.parameters if x.value)),
         Column("WHAT IT DOES", _what_it_does),

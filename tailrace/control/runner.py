@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, Protocol, TypeVar
 
-from tailrace.actions import Action, Placement, Refuse, WhenFull
+from tailrace.actions import Action, HandBack, Migrate, Offer, Place, Placement, Refuse, WhenFull
 from tailrace.cluster import Arrival, ClusterView, HotPrefixes, RequestView
 from tailrace.control.admission import TtftAdmission
 from tailrace.control.answers import BadAnswer, checked_actions, checked_placement
@@ -173,7 +173,11 @@ class PlaceQuestion:
 
     def put_to(self, policy: Policy) -> Placement:
         """Return the policy's placement, checked. Raise BadAnswer, or what the policy raises."""
-        return checked_placement(self.view, self.arrival, policy.place(self.view, self.arrival, self.now_s))
+        answer = policy.place(self.view, self.arrival, self.now_s)
+        placement = checked_placement(self.view, self.arrival, answer)
+        if policy.moves or isinstance(placement, Refuse) or not placement.also:
+            return placement
+        return Place(placement.instance_id, without_moves(placement.also), placement.pull_from)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +192,8 @@ class Question:
     def put_to(self, policy: Policy) -> tuple[Action, ...]:
         """Return the policy's actions, all of them made and checked. Raise BadAnswer, or what the policy
         raises."""
-        return checked_actions(self.view, self.request, self._call(policy))
+        actions = checked_actions(self.view, self.request, self._call(policy))
+        return actions if policy.moves else without_moves(actions)
 
     def _call(self, policy: Policy) -> object:
         request = self.request
@@ -201,6 +206,11 @@ class Question:
                 return policy.on_reasoning_ended(self.view, request, self.now_s)
             case _:
                 return policy.on_length_boundary(self.view, request, self.now_s)
+
+
+def without_moves(actions: Sequence[Action]) -> tuple[Action, ...]:
+    """Return the actions of a policy that is to move no request, without its moves."""
+    return tuple(action for action in actions if not isinstance(action, (Migrate, Offer, HandBack)))
 
 
 class Asked(Protocol[T_co]):

@@ -63,7 +63,12 @@ def make_intra(
 
 def intra_facts(name: str, slo: Slo) -> dict[str, object]:
     """Return the deployment's facts that the order of that name needs. Raise UnknownIntraError."""
-    return {} if name == ENGINE_ORDER else Deployment(slo).facts(_order_class(name).needs)
+    return Deployment(slo).facts(intra_needs(name))
+
+
+def intra_needs(name: str) -> tuple[Fact, ...]:
+    """Return which facts about the deployment the order of that name plans with. Raise UnknownIntraError."""
+    return () if name == ENGINE_ORDER else _order_class(name).needs
 
 
 def intra_parameters(name: str) -> tuple[Parameter, ...]:

@@ -7,15 +7,14 @@ and keeps no state between calls; whatever it needs to remember is in the view.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import ClassVar
 
 from tailrace.actions import Action, Placement, WhenFull
 from tailrace.cluster import Arrival, ClusterView, RequestView
 from tailrace.intra.base import ENGINE_ORDER
 from tailrace.policy.deployment import Fact
-from tailrace.policy.parameters import Parametrized, Value
+from tailrace.policy.parameters import Parametrized
 
 
 class Policy(Parametrized, ABC):
@@ -34,8 +33,9 @@ class Policy(Parametrized, ABC):
     batch_order: ClassVar[str] = ENGINE_ORDER
     # What happens to its migrations whose target has no room.
     when_full: ClassVar[WhenFull] = WhenFull.WAIT
-    # The policy whose paper uses this one as a baseline, if it has no other use.
-    baseline_of: ClassVar[str] = ""
+    # Whether its requests are moved once they are placed; users set it of any policy that moves requests, and
+    # who asks a policy leaves its moves out.
+    moves: bool = True
     # Share of the instances in the prefill pool at the start; the others are in the decode pool. None: no
     # pools.
     prefill_share: float | None = None
@@ -69,19 +69,3 @@ class Policy(Parametrized, ABC):
     def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
         """Decide periodically; called every tick_interval_s."""
         return ()
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """A policy with some parameters set, under a name of its own: for instance an ablation of a paper.
-
-    An entry point of `tailrace.policies` may name a Variant instead of a class. Its name is valid wherever a
-    policy's is; parameters that a user sets take precedence.
-    """
-
-    policy: type[Policy]
-    parameters: Mapping[str, Value]
-
-    def make(self, **arguments: object) -> Policy:
-        """Create the policy; `arguments` are additional ones of its constructor. Raise what that raises."""
-        return self.policy(**{**self.parameters, **arguments})

@@ -60,6 +60,14 @@ def _none(instance: InstanceView) -> int:
     return 0
 
 
+QUEUED_WEIGHT: Final = parameter(
+    1.0,
+    "weight of placed prompts without KV in an instance's KV footprint (m_i)",
+    source="ours; 0 follows PASCAL literally",
+    minimum=0.0,
+)
+
+
 def footprint_tokens(instance: InstanceView, queued_weight: float) -> float:
     """Return PASCAL's m_i, "total memory occupied by KV cache (GPU + CPU)", plus the queued prompts.
 

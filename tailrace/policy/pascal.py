@@ -35,11 +35,11 @@ from tailrace.actions import Action, Migrate, Place, Placement, WhenFull
 from tailrace.cluster import Arrival, ClusterView, InstanceState, InstanceView, PhaseLoad, RequestView
 from tailrace.intra.base import QUANTUM, QUANTUM_TOKENS
 from tailrace.perf.steps import Floats, Number, StepModel
-from tailrace.policy.base import Policy, Variant
+from tailrace.policy.base import Policy
 from tailrace.policy.candidates import (
     CACHE_AWARE,
     NO_INSTANCE,
-    candidates,
+    QUEUED_WEIGHT,
     fits_device,
     fits_host,
     footprint_tokens,
@@ -51,33 +51,6 @@ from tailrace.policy.parameters import Value, parameter
 from tailrace.policy.pulling import PULLS, pulling
 from tailrace.policy.requests import Mask, table_of
 from tailrace.profiles import Profile
-
-QUEUED_WEIGHT: Final = parameter(
-    1.0,
-    "weight of placed prompts without KV in an instance's KV footprint (m_i)",
-    source="ours; 0 follows PASCAL literally",
-    minimum=0.0,
-)
-
-
-class MinKv(Policy):
-    """Place each request on the instance with the smallest KV footprint, and never migrate it (PASCAL,
-    section V-A)."""
-
-    queued_weight: float = QUEUED_WEIGHT
-    baseline_of = "pascal"
-    summary = "each arrival to the instance with the smallest KV footprint; no migration"
-
-    def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
-        """Return argmin m_i; the first of equals."""
-        instances = candidates(view, arrival)
-        if not instances:
-            return NO_INSTANCE
-        return Place(min(instances, key=self._footprint).instance_id)
-
-    def _footprint(self, instance: InstanceView) -> float:
-        return footprint_tokens(instance, self.queued_weight)
-
 
 # Values of the parameter `migration`.
 ADAPTIVE: Final = "adaptive"
@@ -247,7 +220,3 @@ def _usable(loads: _Loads[Floats], seen: SeenInstances, excluded: Iterable[str])
         if (position := seen.at.get(name)) is not None:
             usable[position] = False
     return usable
-
-
-NO_MIGRATION: Final = Variant(Pascal, {"migration": NEVER})
-NON_ADAPTIVE: Final = Variant(Pascal, {"migration": ALWAYS})

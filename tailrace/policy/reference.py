@@ -10,9 +10,8 @@ from typing import Final
 
 from tailrace.intra.base import ENGINE_ORDER
 from tailrace.intra.registry import intra_parameters
-from tailrace.policy.base import Variant
 from tailrace.policy.parameters import Parameter, format_value
-from tailrace.policy.registry import declared_parameters, names, variant
+from tailrace.policy.registry import choose, declared_parameters, names
 from tailrace.slo import OBJECTIVES
 
 _INTRODUCTION: Final = """# Policy parameters
@@ -23,11 +22,14 @@ test checks that it is current.
     tailrace set policy pascal quantum_tokens=250 demotion_tokens=4000   # a running cluster
     tailrace get policies -o json                                        # all of them, and the active values
     tailrace simulate pascal r1 --rate 10 --set quantum_tokens=250
-    tailrace compare pascal arrow --workload r1 --rate 10 --set pascal:quantum_tokens=250
+    tailrace compare pascal 'pascal quantum_tokens=250' --workload r1 --rate 10
+
+A policy is named as `NAME[+ORDER] [KEY=VALUE ...]`: `least_loaded+earliest_due` places by load and serves
+in the order `earliest_due` ([intra.md](intra.md) lists the orders), and `moves=false` keeps any policy from
+moving requests.
 
 A policy and its parameters are set together: parameters that you omit revert to their defaults. "batch order"
-marks a parameter of the order inside each instance ([intra.md](intra.md)), which workers read from the same
-record.
+marks a parameter of the order inside each instance, which workers read from the same record.
 
 ## Service-level objectives
 
@@ -40,40 +42,22 @@ pace: an answer that is behind it marks its instance as failing.
 def reference() -> str:
     """Return the page in Markdown."""
     parts = [_INTRODUCTION, *_table(OBJECTIVES, ())]
-    own_variants = {name: entry for name in names() if _is_built_in(entry := variant(name))}
     plain: list[str] = []
-    for name, entry in own_variants.items():
-        kind = entry.policy
-        parameters = declared_parameters(kind, kind.batch_order)
-        if entry.parameters:
+    for name in names():
+        kind = choose(name).policy
+        # A user's package is described by its own documents.
+        if not kind.__module__.startswith("tailrace."):
             continue
+        parameters = declared_parameters(kind, kind.batch_order)
         if not parameters:
             plain.append(name)
             continue
         parts += ["", f"## `{name}`", ""]
-        if kind.baseline_of:
-            parts += [f"A baseline of `{kind.baseline_of}`.", ""]
         if kind.batch_order != ENGINE_ORDER:
             parts += [f"Batch order: `{kind.batch_order}`.", ""]
         parts += _table(parameters, {p.name for p in intra_parameters(kind.batch_order)})
-        variants = [
-            (other, other_variant)
-            for other, other_variant in own_variants.items()
-            if other_variant.policy is kind and other_variant.parameters
-        ]
-        if variants:
-            parts += ["", "| name | stands for |", "|---|---|"]
-        for other, other_variant in variants:
-            words = " ".join(
-                f"{key}={format_value(value)}" for key, value in other_variant.parameters.items()
-            )
-            parts.append(f"| `{other}` | `{name} {words}` |")
     parts += ["", "## Without parameters", "", ", ".join(f"`{name}`" for name in plain) + "."]
     return "\n".join(parts) + "\n"
-
-
-def _is_built_in(variant: Variant) -> bool:
-    return variant.policy.__module__.startswith("tailrace.")
 
 
 def _table(parameters: Sequence[Parameter], of_order: Iterable[str]) -> list[str]:

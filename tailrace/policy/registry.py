@@ -1,22 +1,62 @@
-"""Find policies by name. A user's package adds one with the entry point group `tailrace.policies`."""
+"""Find policies by name. A user's package adds one with the entry point group `tailrace.policies`.
+
+Wherever a policy is named, it is `NAME[+ORDER] [KEY=VALUE ...]`: placement and moves are the policy's, and so
+is the order in which each instance serves its requests unless another one is named.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
-from typing import TypeGuard
+from typing import Final, TypeGuard
 
 from tailrace.actions import WhenFull
-from tailrace.intra.registry import UnknownIntraError, intra_parameters
+from tailrace.bounded import shown
+from tailrace.intra.registry import UnknownIntraError, intra_names, intra_parameters
 from tailrace.plugins import PluginError, describe_error, load_plugin, plugins, wrong_declaration
-from tailrace.policy.base import Policy, Variant
+from tailrace.policy.base import Policy
 from tailrace.policy.deployment import Deployment, Fact
-from tailrace.policy.parameters import NO_PARAMETERS, Parameter, ParameterError, Value, parse_parameters
+from tailrace.policy.parameters import (
+    NO_PARAMETERS,
+    Parameter,
+    ParameterError,
+    Value,
+    parse_parameters,
+    read_assignments,
+)
 from tailrace.slo import Slo
 
 GROUP = "tailrace.policies"
+
+MOVES: Final = Parameter(
+    True,
+    "whether requests are moved once they are placed, such as when a phase ends, or to rebalance",
+    name="moves",
+)
+"""Parameter of every policy that moves requests."""
+
+# Ablations and baselines that once had names of their own, and what to write.
+FORMER: Final = {
+    "ares_no_prediction": "ares rescheduling=current_load",
+    "ares_oracle": "ares predict=oracle",
+    "cascade_chain": "cascade layout=chain",
+    "cascade_inter_stage_only": "cascade rebalance=false",
+    "cascade_memory": "cascade boundaries=memory",
+    "cascade_no_pipeline": "cascade layout=one_stage",
+    "cascade_quantity": "cascade boundaries=quantity",
+    "cascade_round_robin": "cascade handover=round_robin rebalance=false",
+    "current_load": "ares rescheduling=off",
+    "fcfs": "least_loaded+fcfs load=footprint",
+    "llumnix": "tailrace.policy.cascade.llumnix:Llumnix",
+    "min_kv": "least_loaded load=footprint",
+    "minimal_load": "static_pools",
+    "pascal_no_migration": "pascal migration=never",
+    "pascal_non_adaptive": "pascal migration=always",
+    "round_robin_pools": "static_pools dispatch=round_robin",
+    "rr": "least_loaded+round_robin load=footprint",
+}
 
 
 class UnknownPolicyError(ValueError):
@@ -28,7 +68,7 @@ class UnusablePolicyError(RuntimeError):
 
 
 def names() -> list[str]:
-    """Return every name that `load` accepts, including variants and baselines, sorted."""
+    """Return the name of every installed policy, sorted."""
     return sorted(plugins(GROUP))
 
 
@@ -40,9 +80,9 @@ def load(name: str, *, parameters: Mapping[str, Value] = NO_PARAMETERS, slo: Slo
     for parameters that it does not accept.
     """
     deployment = Deployment() if slo is None else Deployment(slo)
-    resolved = variant(name)
-    merged = {**resolved.parameters, **parameters}
-    return make_policy(name, resolved.policy, resolved.policy.batch_order, merged, deployment)
+    choice = choose(name)
+    merged = {**choice.parameters, **parameters}
+    return make_policy(name, choice.policy, choice.order, merged, deployment)
 
 
 _problems: dict[EntryPoint, str] = {}
@@ -68,34 +108,70 @@ def problem_of(name: str) -> str:
     return _problems[point]
 
 
-def policy_class(name: str) -> type[Policy]:
-    """Return the class behind a name. Raise UnknownPolicyError or UnusablePolicyError."""
-    return variant(name).policy
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a policy's name in full stands for: where requests go, in which order an instance serves them, and
+    parameters of both."""
+
+    policy: type[Policy]
+    # A name of `tailrace.intra.registry`.
+    order: str
+    parameters: Mapping[str, Value]
+
+    def make(self, **arguments: object) -> Policy:
+        """Create the policy; `arguments` are additional ones of its constructor. Raise what that raises."""
+        return self.policy(**{**self.parameters, **arguments})
 
 
-def variant(name: str) -> Variant:
-    """Return the class behind a name, with the parameters that the name implies: none for a policy's own
-    name.
+def choose(text: str) -> Choice:
+    """Return what `NAME[+ORDER] [KEY=VALUE ...]` stands for.
 
-    Raise UnknownPolicyError or UnusablePolicyError.
+    ORDER replaces the batch order that belongs to the policy. Raise UnknownPolicyError, UnusablePolicyError
+    or ParameterError.
     """
+    words = text.split() or [""]
+    name, _, order = words[0].partition("+")
+    return chosen(text, _policy_class(name), order, words[1:])
+
+
+def chosen(text: str, kind: type[Policy], order: str, assignments: Iterable[str]) -> Choice:
+    """Return the choice of this policy that `text` names: `order` is empty for the policy's own.
+
+    Raise UnknownPolicyError, UnusablePolicyError or ParameterError.
+    """
+    if order and order not in intra_names():
+        raise UnknownPolicyError(
+            f"{shown(text)}: unknown order {shown(order)}; known: {', '.join(intra_names())}"
+        )
+    order = order or kind.batch_order
+    given = read_assignments(assignments)
+    values = parse_parameters(f"policy {shown(text)}", declared_parameters(kind, order), given)
+    return Choice(kind, order, {name: values[name] for name in given})
+
+
+def base_name(text: str) -> str:
+    """Return the name under which the policy of `NAME[+ORDER] [KEY=VALUE ...]` is installed."""
+    return text.partition(" ")[0].partition("+")[0]
+
+
+def _policy_class(name: str) -> type[Policy]:
     if name not in plugins(GROUP):
         # It may have been installed since.
         plugins.cache_clear()
     point = plugins(GROUP).get(name)
     if point is None:
-        raise UnknownPolicyError(f"unknown policy {name!r}; installed: {', '.join(names())}")
+        if name in FORMER:
+            raise UnknownPolicyError(f"there is no policy {name!r} any more; write {FORMER[name]!r}")
+        raise UnknownPolicyError(f"unknown policy {shown(name)}; installed: {', '.join(names())}")
     try:
-        plugin = load_plugin(point)
+        kind = load_plugin(point)
     except PluginError as error:
         raise UnusablePolicyError(f"policy {name!r} {error}") from error
-    found = Variant(plugin, NO_PARAMETERS) if _is_policy(plugin) else plugin
-    if not isinstance(found, Variant) or not _is_policy(found.policy):
+    if not _is_policy(kind):
         raise UnusablePolicyError(f"policy {name!r} ({point.value}) is not a tailrace.policy.base.Policy")
-    words = ("batch_order", "baseline_of", "summary")
-    if wrong := wrong_declaration(found.policy, {"parameters": Parameter, "needs": Fact}, words):
+    if wrong := wrong_declaration(kind, {"parameters": Parameter, "needs": Fact}, ("batch_order", "summary")):
         raise UnusablePolicyError(f"policy {name!r} ({point.value}): {wrong}")
-    return found
+    return kind
 
 
 def _is_policy(plugin: object) -> TypeGuard[type[Policy]]:
@@ -103,16 +179,25 @@ def _is_policy(plugin: object) -> TypeGuard[type[Policy]]:
 
 
 def declared_parameters(kind: type[Policy], order: str) -> tuple[Parameter, ...]:
-    """Return what users may set of a policy: its own parameters, and other ones of its batch order.
+    """Return what users may set of a policy: its own parameters, `moves` if it moves requests, and other ones
+    of its batch order.
 
     Raise UnusablePolicyError if the order is not installed.
     """
-    own_names = {parameter.name for parameter in kind.parameters}
+    own = {parameter.name: parameter for parameter in kind.parameters}
+    if _moves(kind):
+        own.setdefault(MOVES.name, MOVES)
     try:
         of_order = intra_parameters(order)
     except UnknownIntraError as error:
         raise UnusablePolicyError(f"{kind.__qualname__}: batch_order: {error}") from error
-    return (*kind.parameters, *(p for p in of_order if p.name not in own_names))
+    return (*own.values(), *(p for p in of_order if p.name not in own))
+
+
+def _moves(kind: type[Policy]) -> bool:
+    """Return whether the policy may move requests: all but `place` is there for that."""
+    points = (Policy.on_prefill_done, Policy.on_reasoning_ended, Policy.on_length_boundary, Policy.on_tick)
+    return any(getattr(kind, point.__name__) is not point for point in points)
 
 
 def all_parameters(name: str, parameters: Mapping[str, Value]) -> dict[str, Value]:
@@ -120,16 +205,16 @@ def all_parameters(name: str, parameters: Mapping[str, Value]) -> dict[str, Valu
 
     Raise UnknownPolicyError, UnusablePolicyError or ParameterError.
     """
-    resolved = variant(name)
-    declared = declared_parameters(resolved.policy, resolved.policy.batch_order)
-    return parse_parameters(f"policy {name!r}", declared, {**resolved.parameters, **parameters})
+    choice = choose(name)
+    declared = declared_parameters(choice.policy, choice.order)
+    return parse_parameters(f"policy {name!r}", declared, {**choice.parameters, **parameters})
 
 
 def parameters_of(name: str) -> tuple[Parameter, ...]:
-    """Return what users may set of the policy called `name`. Raise UnknownPolicyError or
-    UnusablePolicyError."""
-    kind = policy_class(name)
-    return declared_parameters(kind, kind.batch_order)
+    """Return what users may set of the policy called `name`. Raise UnknownPolicyError, UnusablePolicyError or
+    ParameterError."""
+    choice = choose(name)
+    return declared_parameters(choice.policy, choice.order)
 
 
 def make_policy(
@@ -143,6 +228,8 @@ def make_policy(
     own_values = {parameter.name: values[parameter.name] for parameter in kind.parameters}
     try:
         policy = kind(**own_values, **deployment.facts(kind.needs))
+        if not values.get(MOVES.name, True):
+            policy.moves = False
     # The package may be third-party, and raise anything, SystemExit included.
     except BaseException as error:
         if parameters and isinstance(error, ValueError):

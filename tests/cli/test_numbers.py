@@ -84,14 +84,14 @@ def test_commands_have_numbers() -> None:
     ids=" ".join,
 )
 def test_what_cannot_be_simulated_is_a_usage_error(arguments: tuple[str, ...]) -> None:
-    result = CliRunner().invoke(main, ["simulate", "fcfs", *arguments])
+    result = CliRunner().invoke(main, ["simulate", "least_loaded", *arguments])
     assert result.exit_code == 2, result.output
     assert len(result.stderr.splitlines()) == 1 and len(result.stderr) < 500
 
 
 def test_a_pipe_without_a_writer_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    result = CliRunner().invoke(main, ["simulate", "fcfs", f"jsonl:{tmp_path}/pipe"])
+    result = CliRunner().invoke(main, ["simulate", "least_loaded", f"jsonl:{tmp_path}/pipe"])
     assert result.exit_code == 2
     assert "not a regular file" in result.stderr
 

@@ -42,7 +42,11 @@ def test_usage_errors(arguments: str, message: str) -> None:
 
 @pytest.mark.parametrize(
     ("extra", "message"),
-    [("--policy none_such", "none_such"), ("--policy 'a b'", "'a b'"), ("'unclosed", "TAILRACE_SERVE_ARGS")],
+    [
+        ("--policy none_such", "none_such"),
+        ("--policy 'cascade layout=flat'", "'flat'"),
+        ("'unclosed", "TAILRACE_SERVE_ARGS"),
+    ],
 )
 def test_arguments_from_the_environment_are_added(
     extra: str, message: str, monkeypatch: pytest.MonkeyPatch

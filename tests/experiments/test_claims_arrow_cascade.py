@@ -19,11 +19,23 @@ from experiments.claims.arrow.scalability import judge as judge_scalability
 from experiments.claims.base import QUICK, WHOLE, Effort, Experiment, Figures, Finding, Verdict
 from experiments.claims.cascade.balance import four_stages, tokens_by_instance
 from experiments.claims.cascade.balance import judge as judge_balance
-from experiments.claims.cascade.cluster import FIGURE_2, INSTANCES, llama_on_h20, saturation_per_s
+from experiments.claims.cascade.cluster import (
+    CHAIN,
+    FIGURE_2,
+    FULL,
+    IN_TURN,
+    INSTANCES,
+    INTER_STAGE_ONLY,
+    LLUMNIX,
+    MEMORY,
+    ONE_STAGE,
+    llama_on_h20,
+    saturation_per_s,
+)
 from experiments.claims.cascade.heavy import ROWS
 from experiments.claims.cascade.heavy import judge as judge_heavy
 from experiments.claims.cascade.kernels import batches, steps
-from experiments.claims.cascade.operating import HEAVY, cells
+from experiments.claims.cascade.operating import HEAVY, VLLM, cells
 from experiments.claims.cascade.planning import judge as judge_planning
 from experiments.claims.cascade.prediction import judge as judge_prediction
 from experiments.claims.cascade.prediction import observed
@@ -108,15 +120,15 @@ def test_the_ablation_is_judged_by_effect(
     steady = 1.0 if round_robin_attainment < 0.7 else 1.01
     runs = {
         "arrow": rates(aware, [1.0, 0.9, 0.8]),
-        "minimal_load": rates(10.0, [1.0, 0.9, 0.7]),
-        "round_robin_pools": rates(10.0, [steady, 0.9 * steady, round_robin_attainment]),
+        "static_pools": rates(10.0, [1.0, 0.9, 0.7]),
+        "static_pools dispatch=round_robin": rates(10.0, [steady, 0.9 * steady, round_robin_attainment]),
     }
     starts = (0.0, 0.5)
     figures = {run_name("x", policy, start): run for policy, run in runs.items() for start in starts}
     found = judge_ablation("x", starts, R5, 1.67, R6, 0.043)(figures)
     assert verdicts(found) == {"R5": rate, "R6": balance}
     # The start of the trace makes more difference than the policy.
-    figures[run_name("x", "minimal_load", 0.5)] = rates(
+    figures[run_name("x", "static_pools", 0.5)] = rates(
         10.0, [steady, 0.9 * steady, round_robin_attainment + 0.001]
     )
     found = judge_ablation("x", starts, R5, 1.67, R6, 0.043)(figures)
@@ -142,7 +154,7 @@ def test_a_rotated_trace_has_the_same_requests() -> None:
 def scaled(aware: Sequence[float], static: Sequence[float]) -> Mapping[str, Figures]:
     return {
         f"arrow-scalability/{policy}/{gpus}": {"attainment": value}
-        for policy, values in (("arrow", aware), ("minimal_load", static))
+        for policy, values in (("arrow", aware), ("static_pools", static))
         for gpus, value in zip(GPUS, values, strict=True)
     }
 
@@ -193,7 +205,7 @@ GOOD: Figures = {
 }
 
 
-def served(effort: Effort, **worse: Mapping[str, float]) -> dict[str, Figures]:
+def served(effort: Effort, worse: Mapping[str, Mapping[str, float]]) -> dict[str, Figures]:
     """Return figures equal to CascadeInfer's for every policy, except for the given ones."""
     return {cell.name: {**GOOD, **worse.get(cell.policy, {})} for cell in cells(effort)}
 
@@ -202,17 +214,19 @@ def served(effort: Effort, **worse: Mapping[str, float]) -> dict[str, Figures]:
 def test_heavy_load_claims_are_judged_by_ranges(effort: Effort) -> None:
     figures = served(
         effort,
-        round_robin={
-            "ttft_mean_s": 4.0,
-            "tpot_mean_s": 1.05,
-            "tpot_p95_s": 1 / 0.75,
-            "tokens_per_s": 1.1,
-            "attainment_5x": 0.0,
+        {
+            VLLM: {
+                "ttft_mean_s": 4.0,
+                "tpot_mean_s": 1.05,
+                "tpot_p95_s": 1 / 0.75,
+                "tokens_per_s": 1.1,
+                "attainment_5x": 0.0,
+            },
+            LLUMNIX: {"ttft_mean_s": 2.0, "tpot_mean_s": 1.05, "tpot_p95_s": 1.25},
+            CHAIN: {"normalized_s": 1 / 0.7, "tokens_per_s": 1 / 1.071},
+            ONE_STAGE: {"normalized_s": 2.0},
+            MEMORY: {"normalized_s": 1 / 0.79, "tokens_per_s": 1 / 1.12},
         },
-        llumnix={"ttft_mean_s": 2.0, "tpot_mean_s": 1.05, "tpot_p95_s": 1.25},
-        cascade_chain={"normalized_s": 1 / 0.7, "tokens_per_s": 1 / 1.071},
-        cascade_no_pipeline={"normalized_s": 2.0},
-        cascade_memory={"normalized_s": 1 / 0.79, "tokens_per_s": 1 / 1.12},
     )
     findings = judge_heavy(effort, figures)
     found = verdicts(findings)
@@ -230,7 +244,7 @@ def test_heavy_load_claims_are_judged_by_ranges(effort: Effort) -> None:
 
 
 def test_spreads_are_over_the_seeds_of_the_judged_loads() -> None:
-    figures = served(WHOLE, round_robin={"ttft_mean_s": 4.0})
+    figures = served(WHOLE, {VLLM: {"ttft_mean_s": 4.0}})
     first = next(c for c in cells(WHOLE) if c.policy == "round_robin" and c.load == HEAVY[FIGURE_2])
     figures[first.name] = {**figures[first.name], "ttft_mean_s": 2.0}
     row = next(f for f in judge_heavy(WHOLE, figures) if f.claim_id == "C1")
@@ -249,7 +263,7 @@ def test_a_test_point_excludes_its_warm_up() -> None:
 
 def test_balance_prediction_and_planning_are_judged() -> None:
     def balance(full: float, inter: float, turns: float) -> Verdict:
-        values = {"cascade": full, "cascade_inter_stage_only": inter, "cascade_round_robin": turns}
+        values = {FULL: full, INTER_STAGE_ONLY: inter, IN_TURN: turns}
         figures: dict[str, Figures] = {
             f"cascade-balance/{policy}/{seed}": {"mean_variation": value * seed}
             for policy, value in values.items()

@@ -27,7 +27,8 @@ from tailrace.actions import Action
 from tailrace.cluster import ClusterView, RequestView
 from tailrace.intra.orders import Fcfs
 from tailrace.intra.pascal import PascalQueue
-from tailrace.policy.pascal import MinKv, Pascal
+from tailrace.policy.least_loaded import FOOTPRINT, LeastLoaded
+from tailrace.policy.pascal import Pascal
 from tailrace.policy.requests import RequestTable, table_of
 from tailrace.profiles import load_profile
 
@@ -210,7 +211,7 @@ def test_single_gpu_claims_are_judged() -> None:
 def test_a_late_answer_reduces_qoe() -> None:
     spec = ClusterSpec.uniform(1, load_profile("r1-distill-qwen-32b-h100"), max_num_seqs=1)
     requests = [SimRequest(f"r{n}", 0.0, 128, 0, 256) for n in range(2)]
-    first, second = simulate(spec, requests, MinKv(), Fcfs()).requests
+    first, second = simulate(spec, requests, LeastLoaded(load=FOOTPRINT), Fcfs()).requests
     assert single.qoe_with_ttfat(first) == pytest.approx(1.0)
     assert second.qoe == 1.0 and second.ttft_s is not None
     # All tokens are d late, and reading takes D = 25.6 s: (D n - t) / ((D + d) n - t), t = p n (n - 1) / 2.

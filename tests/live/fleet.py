@@ -107,7 +107,7 @@ class Fleet:
         request = admin_pb2.SetPolicyRequest(name=name, parameters=parameters)
         await self.admin.SetPolicy(request, timeout=WAIT_S)
         async with asyncio.timeout(WAIT_S):
-            while await self._active_policy() != name:  # noqa: ASYNC110
+            while await self._active_policy() != name.split()[0]:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
     async def _active_policy(self) -> str:

@@ -72,7 +72,7 @@ async def test_cascade_hands_over_a_request_that_outgrows_its_stage(fleet: Fleet
         types_pb2.Stage(lo=256, hi=131_072, instance_ids=["w-2", "w-3"]),
     )
     await fleet.wait_for_members(lambda m: len(m.stages) == 2)
-    await fleet.set_policy("cascade_inter_stage_only")
+    await fleet.set_policy("cascade", rebalance="false")
     # Long enough to be still running when a busy machine comes to move them.
     requests = [await fleet.send(100, 0, 1_000) for _ in range(4)]
     await asyncio.gather(*(fleet.wait_for_tokens(r, 2) for r in requests))
@@ -91,7 +91,7 @@ async def test_waiting_prompts_are_handed_back_and_placed_elsewhere(fleet: Fleet
         types_pb2.Stage(lo=2_048, hi=131_072, instance_ids=["w-1", "w-2", "w-3"]),
     )
     await fleet.wait_for_members(lambda m: len(m.stages) == 2)
-    await fleet.set_policy("cascade_inter_stage_only")
+    await fleet.set_policy("cascade", rebalance="false")
     before = len(await fleet.migrations())
     requests = [await fleet.send(900, 0, 600) for _ in range(8)]
     await asyncio.gather(*(fleet.wait_for_tokens(r) for r in requests[:4]))
@@ -111,7 +111,7 @@ async def test_waiting_prompts_are_handed_back_and_placed_elsewhere(fleet: Fleet
 async def test_cascade_writes_planned_stages_to_etcd(fleet: Fleet) -> None:
     # For a small fleet, stages are planned from a few seconds of requests, two per instance; stages of one
     # instance are planned whatever the gain.
-    await fleet.set_policy("cascade_chain", plan_requests="2", replan_s="3")
+    await fleet.set_policy("cascade", layout="chain", plan_requests="2", replan_s="3")
     requests: list[str] = []
     async with asyncio.timeout(WAIT_S):
         while not fleet.members.stages:

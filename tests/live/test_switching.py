@@ -20,7 +20,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def test_one_policy_after_another_under_load(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
-    order = names()
+    order = [*names(), "least_loaded+earliest_due", "cascade layout=chain"]
     random.Random(7).shuffle(order)
     lengths = itertools.cycle([(40, 0, 120), (200, 100, 60), (16, 30, 200), (400, 0, 40)])
     live: list[str] = []
@@ -49,7 +49,8 @@ async def test_one_policy_after_another_under_load(fleet: Fleet, caplog: pytest.
 
 
 async def test_workers_apply_the_parameters_of_their_batch_order(fleet: Fleet) -> None:
-    await fleet.set_policy("pascal", demotion_tokens="200")
+    # Another policy's order, with its parameters.
+    await fleet.set_policy("least_loaded+pascal", demotion_tokens="200")
     request = await fleet.send(60, 3_000, 10)
 
     async def demoted() -> bool:

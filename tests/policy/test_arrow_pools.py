@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from tailrace.actions import Action, Migrate, Place, SetPool
 from tailrace.cluster import Arrival, ClusterView, InstanceState, InstanceView, Phase, Pool, RequestView
-from tailrace.policy.arrow.baselines import ROUND_ROBIN, MinimalLoad
 from tailrace.policy.arrow.load import (
     has_decodes_left,
     has_prefills_left,
@@ -28,6 +27,7 @@ from tailrace.policy.arrow.pools import (
     try_move_idle_to_decode,
     try_move_prefill_to_decode,
 )
+from tailrace.policy.static_pools import ROUND_ROBIN, StaticPools
 from tests.policy.fleets import arrivals, cluster, fleets, instance, quick, request
 
 ARROW = Arrow()
@@ -398,10 +398,10 @@ def test_a_flip_is_not_reverted_on_the_same_loads(view: ClusterView, arrival: Ar
         assert not {m.instance_id for m in placement.also if isinstance(m, SetPool)} & given_to_decode
 
 
-@pytest.mark.parametrize("policy", [MinimalLoad(), MinimalLoad(dispatch=ROUND_ROBIN)])
+@pytest.mark.parametrize("policy", [StaticPools(), StaticPools(dispatch=ROUND_ROBIN)])
 @quick
 @given(view=fleets(least=2, pools=(None,), all_active=True))
-def test_static_pools_are_assigned_once(policy: MinimalLoad, view: ClusterView) -> None:
+def test_static_pools_are_assigned_once(policy: StaticPools, view: ClusterView) -> None:
     """Half of the instances prefill, half decode, none is transitional, and nothing changes afterwards."""
     after = apply_moves(view, [*policy.on_tick(view, 0.0)])
     assert {i.pool for i in after.instances.values()} == {P, D}

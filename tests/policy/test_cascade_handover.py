@@ -14,13 +14,13 @@ from tailrace.actions import HandBack, Offer, SetStages
 from tailrace.cluster import ClusterView, InstanceView, Stage
 from tailrace.policy.cascade.handover import HANDOVERS_MAX
 from tailrace.policy.cascade.layout import active_in, stage_of
-from tailrace.policy.cascade.policy import IN_TURN, Cascade
+from tailrace.policy.cascade.policy import ROUND_ROBIN, Cascade
 from tests.policy.fleets import MAX_LENGTH, cluster, fleets, instance, quick, random_layout, request
 from tests.policy.plain_handovers import PlainHandovers
 
 # Each is asked about one fleet after another, so that what they keep of earlier ones would be noticed.
 BY_BIDS = Cascade()
-IN_TURNS = IN_TURN.make(rebalance=True)
+IN_TURNS = Cascade(handover=ROUND_ROBIN)
 
 
 def varied(rng: random.Random, view: ClusterView) -> ClusterView:

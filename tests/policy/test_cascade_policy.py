@@ -25,16 +25,11 @@ from tailrace.lengths import LengthStatistics
 from tailrace.perf.length_penalty import load_length_penalty
 from tailrace.policy.cascade.layout import stage_of, tiles
 from tailrace.policy.cascade.llumnix import Llumnix, freeness
-from tailrace.policy.cascade.policy import (
-    IN_A_CHAIN,
-    IN_TURN,
-    INTER_STAGE_ONLY,
-    NO_PIPELINE,
-    Cascade,
-)
+from tailrace.policy.cascade.policy import CHAIN, ONE_STAGE, ROUND_ROBIN, Cascade
 from tests.policy.fleets import MAX_LENGTH, cluster, fleets, instance, quick, request
 
 POLICY = Cascade()
+IN_TURN = Cascade(handover=ROUND_ROBIN, rebalance=False)
 STAGES = (
     Stage(0, 1_000, ("a", "b")),
     Stage(1_000, 8_000, ("c", "d")),
@@ -97,7 +92,7 @@ def test_a_stage_without_instances_is_replaced_by_a_longer_one() -> None:
 
 
 def test_round_robin_within_the_stage() -> None:
-    turns = [IN_TURN.make().place(staged(), arrival(10, seq), 0.0) for seq in range(3)]
+    turns = [IN_TURN.place(staged(), arrival(10, seq), 0.0) for seq in range(3)]
     assert turns == [Place("a"), Place("b"), Place("a")]
 
 
@@ -116,7 +111,7 @@ def test_an_outgrown_request_is_offered_to_the_next_stage() -> None:
     assert list(POLICY.on_length_boundary(view, outgrown, 0.0)) == [
         Offer("a0", "a", ("d", "c"), "length boundary")
     ]
-    (turned,) = IN_TURN.make().on_length_boundary(view, outgrown, 0.0)
+    (turned,) = IN_TURN.on_length_boundary(view, outgrown, 0.0)
     assert isinstance(turned, Migrate) and turned.target_id in "cd"
 
 
@@ -152,7 +147,7 @@ def test_ongoing_transfers_prevent_migrations_but_no_offers(busy: str) -> None:
         targets = [replace(i, migrations_in=3) for i in targets]
     view = staged(source, *targets)
     assert offers(POLICY.on_length_boundary(view, outgrown, 0.0))
-    assert not IN_TURN.make().on_length_boundary(view, outgrown, 0.0)
+    assert not IN_TURN.on_length_boundary(view, outgrown, 0.0)
 
 
 def test_all_outgrown_requests_are_offered_at_once() -> None:
@@ -303,9 +298,9 @@ def test_an_overloaded_stage_is_planned_by_arrivals() -> None:
 
 
 def test_stages_of_the_baseline_policies() -> None:
-    (chained,) = set_stages(IN_A_CHAIN.make().on_tick(crowded(), 60.0))
+    (chained,) = set_stages(Cascade(layout=CHAIN).on_tick(crowded(), 60.0))
     assert all(len(stage.instance_ids) == 1 for stage in chained.stages)
-    (one,) = set_stages(NO_PIPELINE.make().on_tick(crowded(), 60.0))
+    (one,) = set_stages(Cascade(layout=ONE_STAGE).on_tick(crowded(), 60.0))
     assert len(one.stages) == 1
 
 
@@ -456,7 +451,7 @@ def test_an_overloaded_outlier_offers_requests_to_its_peers() -> None:
     assert list(POLICY.on_tick(with_last_tick(view, 0.5), 1.0)) == [
         Offer(f"a{n}", "a", ("b",), "overloaded", 4_760) for n in (1, 2, 3)
     ]
-    assert not INTER_STAGE_ONLY.make().on_tick(with_last_tick(view, 0.5), 1.0)
+    assert not Cascade(rebalance=False).on_tick(with_last_tick(view, 0.5), 1.0)
 
 
 def test_migrating_requests_do_not_count_for_an_outlier() -> None:

@@ -138,7 +138,7 @@ def test_a_subclass_adds_parameters_and_declares_some_anew() -> None:
 
 @pytest.mark.parametrize("name", registry.names())
 def test_policies_take_their_parameters_and_facts(name: str) -> None:
-    kind = registry.policy_class(name)
+    kind = registry.choose(name).policy
     check_declared(kind, kind.parameters)
     for fact in kind.needs:
         assert fact.value in inspect.signature(kind).parameters
@@ -166,7 +166,7 @@ def check_declared(kind: type, declared: tuple[Parameter, ...]) -> None:
 
 @pytest.mark.parametrize("name", registry.names())
 def test_a_policy_and_its_batch_order_share_parameter_definitions(name: str) -> None:
-    kind = registry.policy_class(name)
+    kind = registry.choose(name).policy
     order = INTRA_POLICIES.get(kind.batch_order)
     of_order = {p.name: p for p in order.parameters} if order is not None else {}
     for each in kind.parameters:

@@ -19,7 +19,8 @@ from tailrace.cluster import (
     RequestState,
     RequestView,
 )
-from tailrace.policy.pascal import ALWAYS, NEVER, MinKv, Pascal
+from tailrace.policy.least_loaded import FOOTPRINT, LeastLoaded
+from tailrace.policy.pascal import ALWAYS, NEVER, Pascal
 from tests.policy.clusters import arrivals, clusters
 
 
@@ -74,7 +75,7 @@ def test_algorithm_1_chooses_the_minimum(view: ClusterView, arrival: Arrival) ->
 @given(view=clusters(), arrival=arrivals)
 def test_baselines_choose_the_smallest_footprint(view: ClusterView, arrival: Arrival) -> None:
     instances = [i for i in view.placeable() if i.instance_id not in arrival.excluded]
-    placement = MinKv().place(view, arrival, 0.0)
+    placement = LeastLoaded(load=FOOTPRINT).place(view, arrival, 0.0)
     if isinstance(placement, Place):
         assert footprint(view.instances[placement.instance_id]) == min(map(footprint, instances))
 

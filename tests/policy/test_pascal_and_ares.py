@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import MappingProxyType
 
 import pytest
@@ -12,21 +13,22 @@ from hypothesis import given, settings
 
 from tailrace.actions import Action, Migrate, Place, Refuse
 from tailrace.cluster import Arrival, ClusterView, InstanceState, Pool
-from tailrace.policy.ares.policy import DISPATCH_ALONE, NO_PREDICTION, Ares
+from tailrace.policy.ares.policy import CURRENT_LOAD, OFF, Ares
 from tailrace.policy.base import Policy
 from tailrace.policy.candidates import kv_needed_tokens
-from tailrace.policy.pascal import NO_MIGRATION, NON_ADAPTIVE, MinKv, Pascal
+from tailrace.policy.least_loaded import FOOTPRINT, LeastLoaded
+from tailrace.policy.pascal import ALWAYS, NEVER, Pascal
 from tailrace.policy.registry import load
 from tests.policy.clusters import arrivals, clusters
 
 NAMES: dict[str, Callable[[], Policy]] = {
-    "min_kv": MinKv,
+    "least_loaded load=footprint": partial(LeastLoaded, load=FOOTPRINT),
     "pascal": Pascal,
-    "pascal_no_migration": NO_MIGRATION.make,
-    "pascal_non_adaptive": NON_ADAPTIVE.make,
-    "current_load": DISPATCH_ALONE.make,
+    "pascal migration=never": partial(Pascal, migration=NEVER),
+    "pascal migration=always": partial(Pascal, migration=ALWAYS),
+    "ares rescheduling=off": partial(Ares, rescheduling=OFF),
     "ares": Ares,
-    "ares_no_prediction": NO_PREDICTION.make,
+    "ares rescheduling=current_load": partial(Ares, rescheduling=CURRENT_LOAD),
 }
 POLICIES: list[Callable[[], Policy]] = [*NAMES.values(), lambda: Ares(migrations_per_tick=4)]
 
@@ -89,7 +91,7 @@ def test_migrations_are_possible_in_the_view(make: Callable[[], Policy], view: C
             assert tokens <= max(target.kv_free_tokens, host_free)
 
 
-@pytest.mark.parametrize("make", [DISPATCH_ALONE.make, Ares, NO_PREDICTION.make])
+@pytest.mark.parametrize("make", [make for name, make in NAMES.items() if name.startswith("ares")])
 @settings(max_examples=40)
 @given(view=clusters())
 def test_ares_migrates_only_to_decode_instances_with_device_memory(

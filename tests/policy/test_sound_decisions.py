@@ -3,38 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tailrace.actions import Action, Migrate, Offer, Place, Refuse, SetPool, SetStages
 from tailrace.cluster import Arrival, ClusterView, InstanceState, Phase, Pool
-from tailrace.policy.arrow.baselines import IN_TURN as POOLS_IN_TURN
-from tailrace.policy.arrow.baselines import MinimalLoad
 from tailrace.policy.arrow.policy import QUEUE, Arrow
 from tailrace.policy.base import Policy
 from tailrace.policy.cascade.layout import tiles
 from tailrace.policy.cascade.llumnix import Llumnix
-from tailrace.policy.cascade.policy import (
-    BY_MEMORY,
-    BY_QUANTITY,
-    IN_A_CHAIN,
-    IN_TURN,
-    INTER_STAGE_ONLY,
-    NO_PIPELINE,
-    Cascade,
-)
+from tailrace.policy.cascade.policy import CHAIN, MEMORY, ONE_STAGE, QUANTITY, ROUND_ROBIN, Cascade
+from tailrace.policy.static_pools import ROUND_ROBIN as POOLS_IN_TURN
+from tailrace.policy.static_pools import StaticPools
 from tests.policy.fleets import MAX_LENGTH, arrivals, fleets, quick
 
-POOLED: list[Callable[[], Policy]] = [Arrow, MinimalLoad, POOLS_IN_TURN.make]
+POOLED: list[Callable[[], Policy]] = [Arrow, StaticPools, partial(StaticPools, dispatch=POOLS_IN_TURN)]
 STAGED: list[Callable[[], Policy]] = [
     Cascade,
-    INTER_STAGE_ONLY.make,
-    IN_TURN.make,
-    IN_A_CHAIN.make,
-    NO_PIPELINE.make,
-    BY_QUANTITY.make,
-    BY_MEMORY.make,
+    partial(Cascade, rebalance=False),
+    partial(Cascade, handover=ROUND_ROBIN, rebalance=False),
+    partial(Cascade, layout=CHAIN),
+    partial(Cascade, layout=ONE_STAGE),
+    partial(Cascade, boundaries=QUANTITY),
+    partial(Cascade, boundaries=MEMORY),
 ]
 # Built once: the tests show that a policy keeps no state.
 POLICIES: list[Policy] = [
@@ -50,7 +43,7 @@ moments = st.sampled_from([0.0, 1.0, 5.0, 60.0, 61.5])
 def check(policy: Policy, view: ClusterView, actions: Sequence[Action]) -> None:
     """Assert that migrations are possible, singly and together, and that pools and stages name instances."""
     # With these policies, the target queues requests without room (Arrow, section 5.4).
-    queues = isinstance(policy, MinimalLoad) or (isinstance(policy, Arrow) and policy.room == QUEUE)
+    queues = isinstance(policy, StaticPools) or (isinstance(policy, Arrow) and policy.room == QUEUE)
     taken: dict[str, int] = {}
     moved: set[str] = set()
     for action in actions:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -76,11 +77,11 @@ CLI = ("-c", "from tailrace.cli.main import main; main()")
 def test_the_commands_on_the_page_run(folder: Path) -> None:
     commands = re.findall(r"^    tailrace (compare .*)$", PAGE.replace("\\\n", " "), flags=re.M)
     fewer = ("--count", "40", "--seeds", "1", "--processes", "1", "-o", "csv")
-    outs = [run(*CLI, *c.split(), *fewer, folder=folder, installed=folder / "site") for c in commands]
+    outs = [run(*CLI, *shlex.split(c), *fewer, folder=folder, installed=folder / "site") for c in commands]
     assert len(outs) == 2
     assert all(f",{name}," in outs[0] for name in ("round_robin", "least_loaded", "headroom"))
     assert "headroom" in (folder / "headroom.html").read_text()
-    assert all(f",{name}," in outs[1] for name in ("divided", "halved", "headroom"))
+    assert all(f",{name}," in outs[1] for name in ("divided", "divided prefill_share=0.5", "headroom"))
 
 
 def test_the_class_can_be_named_without_an_entry_point(folder: Path) -> None:
@@ -95,25 +96,31 @@ def test_a_package_can_declare_a_complete_setup(folder: Path) -> None:
         "from simulator.cluster import ClusterSpec\n"
         "from simulator.setups import setup_for\n"
         "from tailrace.profiles import load_profile\n"
-        "from scheduler_svc.admin.listing import listed_by_default, policy_infos\n"
+        "from scheduler_svc.admin.listing import policy_infos\n"
         "from tailrace.policy.registry import all_parameters, load\n"
         "from tailrace.records import PolicyRecord\n"
         "from worker_agent.intra_switch import order_of_policy\n"
         "spec = ClusterSpec.uniform(8, load_profile('r1-distill-qwen-32b-h100'))\n"
-        "for name in ('divided', 'halved'):\n"
+        "for name in ('divided', 'divided+fcfs prefill_share=0.5'):\n"
         "    setup = setup_for(name)\n"
         "    pools = [i.pool.value for i in setup.apply(spec).instances]\n"
         "    order = order_of_policy(PolicyRecord(name=name))[0]\n"
         "    print(name, pools.count('prefill'), type(setup.intra()).__name__, order,\n"
         "          setup.migration.when_full.value, all_parameters(name, {}))\n"
-        "print(load('halved', parameters={'prefill_share': '0.75'}).prefill_share)\n"
-        "print([i.name for i in policy_infos(PolicyRecord(name='tailrace'), {}) if listed_by_default(i)])\n"
+        "print(load('divided prefill_share=0.5', parameters={'prefill_share': '0.75'}).prefill_share)\n"
+        "active = PolicyRecord(name='divided+fcfs')\n"
+        "print([(i.name, i.batch_order) for i in policy_infos(active, {}) if i.active])\n"
     )
     lines = run("-c", code, folder=folder, installed=folder / "site").splitlines()
-    assert lines[0] == "divided 2 ShortestPrompt shortest_prompt refuse {'prefill_share': 0.25}"
-    assert lines[1] == "halved 4 ShortestPrompt shortest_prompt refuse {'prefill_share': 0.5}"
+    assert lines[0] == (
+        "divided 2 ShortestPrompt shortest_prompt refuse {'prefill_share': 0.25, 'moves': True}"
+    )
+    assert lines[1] == (
+        "divided+fcfs prefill_share=0.5 4 Fcfs fcfs refuse "
+        "{'prefill_share': 0.5, 'moves': True, 'watermark': 0.01, 'pass_over': 0.0}"
+    )
     assert lines[2] == "0.75"
-    assert "divided" in lines[3] and "halved" not in lines[3]
+    assert lines[3] == "[('divided+fcfs', 'fcfs')]"
 
 
 def test_parameters_are_accepted_on_the_command_line(folder: Path) -> None:

@@ -21,6 +21,9 @@ from tailrace.slo import Slo
 from tests.simulator.command_lines import profile, run_cli, run_cli_ok, workload
 from tests.waiting import WAIT_S
 
+# A policy with another one's batch order.
+OTHER = "least_loaded+fcfs"
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -32,7 +35,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def arguments(folder: Path) -> tuple[str, ...]:
     """Return arguments for two policies, two rates, two seeds and one process."""
     return (
-        *("compare", "pascal", "fcfs", "--workload", workload(folder, count=40), "--rate", "10", "--rate"),
+        *(
+            "compare",
+            "pascal",
+            OTHER,
+            "--workload",
+            workload(folder, count=40),
+            "--rate",
+            "10",
+            "--rate",
+        ),
         *("20", "--seeds", "2", "--count", "20", "--profile", str(profile(folder)), "--instances", "2"),
         *("--processes", "1"),
     )
@@ -48,7 +60,7 @@ def reply(arguments: tuple[str, ...]) -> dict[str, Any]:
 def test_each_rate_has_a_group_with_all_policies(reply: dict[str, Any]) -> None:
     assert [group["rate_per_s"] for group in reply["groups"]] == [10.0, 20.0]
     for group in reply["groups"]:
-        assert [cell["policy"] for cell in group["policies"]] == ["pascal", "fcfs"]
+        assert [cell["policy"] for cell in group["policies"]] == ["pascal", OTHER]
         assert all(len(cell["runs"]) == 2 for cell in group["policies"])
 
 
@@ -57,7 +69,7 @@ def test_figures_equal_those_of_single_runs(
 ) -> None:
     # The second seed gets the second half of the trace, which begins with the 21st request.
     options = WorkloadOptions(seed=1, rate_per_s=20.0, count=20, start_s=1.0)
-    scenario = Scenario("fcfs", arguments[4], options, Fleet(str(profile(folder)), 2), Slo())
+    scenario = Scenario(OTHER, arguments[4], options, Fleet(str(profile(folder)), 2), Slo())
     alone = run_scenario(scenario).figures.as_dict()
     assert reply["groups"][1]["policies"][1]["runs"][1] == alone
 
@@ -80,7 +92,7 @@ def test_csv_has_a_row_per_run(arguments: tuple[str, ...]) -> None:
     rows = list(csv.DictReader(io.StringIO(run_cli_ok(*arguments, "-o", "csv").stdout)))
     assert len(rows) == 8
     assert {(row["policy"], row["seed"], row["asked_rate_per_s"]) for row in rows} == {
-        (policy, seed, rate) for policy in ("pascal", "fcfs") for seed in "01" for rate in ("10.0", "20.0")
+        (policy, seed, rate) for policy in ("pascal", OTHER) for seed in "01" for rate in ("10.0", "20.0")
     }
 
 
@@ -89,7 +101,7 @@ def test_table_and_html_report(arguments: tuple[str, ...], folder: Path) -> None
     result = run_cli_ok(*arguments, "--report", page)
     lines = result.stdout.splitlines()
     assert sum(line.startswith("pascal ") for line in lines) == 2
-    assert any("*" in line for line in lines if line.startswith(("pascal ", "fcfs ")))
+    assert any("*" in line for line in lines if line.startswith(("pascal ", OTHER)))
     assert "Student's t" in lines[-2]
     assert f"report: {page}" in result.stderr
     assert "<svg" in page.read_text()
@@ -115,8 +127,8 @@ def test_usage_errors_are_reported_before_any_run(arguments: tuple[str, ...], me
 def test_a_failed_run_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "broken_policy.py").write_text(
         "from tailrace.actions import Place\n"
-        "from tailrace.policy.pascal import MinKv\n\n\n"
-        "class Broken(MinKv):\n"
+        "from tailrace.policy.least_loaded import LeastLoaded\n\n\n"
+        "class Broken(LeastLoaded):\n"
         "    def place(self, view, arrival, now):\n"
         "        return Place('nobody')\n"
     )
@@ -135,7 +147,14 @@ def test_a_failed_run_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_ctrl_c_leaves_no_process_running(folder: Path) -> None:
     # Far more than can finish before the signal.
     command = [
-        *(sys.executable, "-c", "from tailrace.cli.main import main; main()", "compare", "pascal", "fcfs"),
+        *(
+            sys.executable,
+            "-c",
+            "from tailrace.cli.main import main; main()",
+            "compare",
+            "pascal",
+            OTHER,
+        ),
         *("--workload", "r1", "--rate", "20", "--count", "20000", "--processes", "2"),
     ]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
@@ -164,7 +183,8 @@ def test_parameters_for_all_policies_and_for_one(arguments: tuple[str, ...], tmp
     assert fcfs["parameters"] == {"queued_weight": 0.5}
     assert "queued_weight=0.5, quantum_tokens=3" in page.read_text()
     lines = run_cli_ok(*arguments, *given).stdout.splitlines()
-    assert "pascal: queued_weight=0.5, quantum_tokens=3" in lines
+    assert "pascal: order pascal; no SLO known; queued_weight=0.5, quantum_tokens=3" in lines
+    assert "least_loaded+fcfs: order fcfs; no SLO known; queued_weight=0.5" in lines
 
 
 def test_parameters_for_one_policy_override_those_for_all(arguments: tuple[str, ...]) -> None:
@@ -176,11 +196,51 @@ def test_parameters_for_one_policy_override_those_for_all(arguments: tuple[str, 
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("fcfs:quantum_tokens=3", "policy 'fcfs' has no parameter 'quantum_tokens'; its parameters: "),
+        (
+            f"{OTHER}:quantum_tokens=3",
+            f"policy '{OTHER}' has no parameter 'quantum_tokens'; its parameters: ",
+        ),
         ("pace=3", "has no parameter 'pace'"),
-        ("arrow:prefill_share=1", "'arrow' is not one of pascal, fcfs"),
+        ("arrow:prefill_share=1", f"'arrow' is not one of pascal, {OTHER}"),
     ],
 )
 def test_unknown_parameters_are_errors(arguments: tuple[str, ...], word: str, message: str) -> None:
     result = run_cli(*arguments, "--set", word)
     assert result.exit_code == 2 and message in result.stderr
+
+
+def test_orders_are_crossed_and_told(folder: Path) -> None:
+    crossed = (
+        *(
+            "compare",
+            "least_loaded",
+            "tailrace pulls=false",
+            "arrow+earliest_due",
+            "--cross",
+            "--moves",
+            "off",
+        ),
+        *("--workload", workload(folder, count=20), "--seeds", "1", "--profile", str(profile(folder))),
+        *("--instances", "2", "--processes", "1"),
+    )
+    result = run_cli_ok(*crossed)
+    told = [line for line in result.stdout.splitlines() if ": order " in line]
+    placement, order = "placement (TTFT, TPOT)", "order (TTFT, pace)"
+    both = f"{placement} and {order}"
+    assert told == [
+        "least_loaded+vllm: order vllm; no SLO known",
+        f"least_loaded+earliest_due: order earliest_due; SLOs known to {order}",
+        f"tailrace+vllm pulls=false: order vllm; SLOs known to {placement}; pulls=false, moves=false",
+        f"tailrace+earliest_due pulls=false: order earliest_due; SLOs known to {both}; "
+        "pulls=false, moves=false",
+        f"arrow+vllm: order vllm; SLOs known to {placement}; moves=false",
+        f"arrow+earliest_due: order earliest_due; SLOs known to {both}; moves=false",
+    ]
+    assert "batch orders differ" not in result.stderr
+    cells = json.loads(run_cli_ok(*crossed, "-o", "json").stdout)["groups"][0]["policies"]
+    assert [cell["order"] for cell in cells] == ["vllm", "earliest_due"] * 3
+    assert all(cell["mean"]["migrations"] == 0 for cell in cells)
+
+
+def test_different_orders_are_pointed_out(arguments: tuple[str, ...]) -> None:
+    assert "batch orders differ" in run_cli_ok(*arguments).stderr

@@ -37,21 +37,25 @@ def test_json_has_the_figures_of_the_run(small: tuple[str, ...], tmp_path: Path)
 
 
 def test_table_output(small: tuple[str, ...]) -> None:
-    lines = run_cli_ok("simulate", "fcfs", *small).stdout.splitlines()
-    assert lines[0].startswith("fcfs on requests of w.jsonl")
+    lines = run_cli_ok("simulate", "least_loaded+fcfs", *small).stdout.splitlines()
+    assert lines[0].startswith("least_loaded+fcfs on requests of w.jsonl")
     assert any(line.startswith("SLO attainment") and line.endswith("%") for line in lines)
+    assert lines[-2] == "least_loaded+fcfs: order fcfs; no SLO known"
     assert lines[-1].startswith("SLO: TTFT within 2 s")
 
 
 def test_csv_has_one_row(small: tuple[str, ...]) -> None:
-    rows = list(csv.DictReader(io.StringIO(run_cli_ok("simulate", "rr", *small, "-o", "csv").stdout)))
+    policy = "least_loaded+round_robin load=footprint"
+    rows = list(csv.DictReader(io.StringIO(run_cli_ok("simulate", policy, *small, "-o", "csv").stdout)))
     assert len(rows) == 1
-    assert rows[0]["policy"] == "rr"
+    assert rows[0]["policy"] == policy
     assert rows[0]["requests"] == "30"
 
 
 def test_a_custom_policy_class(small: tuple[str, ...]) -> None:
-    reply = json.loads(run_cli_ok("simulate", "tailrace.policy.pascal:MinKv", *small, "-o", "json").stdout)
+    reply = json.loads(
+        run_cli_ok("simulate", "tailrace.policy.least_loaded:LeastLoaded", *small, "-o", "json").stdout
+    )
     assert reply["figures"]["finished"] == 30
 
 
@@ -59,7 +63,7 @@ def test_a_custom_policy_class_in_the_working_directory(
     small: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine_here.py").write_text(
-        "from tailrace.policy.pascal import MinKv\n\n\nclass Mine(MinKv):\n    summary = 'mine'\n"
+        "from tailrace.policy.session import Session\n\n\nclass Mine(Session):\n    summary = 'mine'\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -96,7 +100,7 @@ def test_without_finished_requests_latency_is_null(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("magic", "r1"), "tailrace: POLICY: unknown policy 'magic'; known: ares, "),
+        (("magic", "r1"), "tailrace: POLICY: unknown policy 'magic'; installed: ares, "),
         (("pascal", "nothing"), "tailrace: workload: unknown workload 'nothing'; generators: "),
         (("pascal", "r1"), "needs a rate"),
         (("pascal", "jsonl:/no/such/file"), "/no/such/file"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from simulator.cluster import ClusterSpec
@@ -12,18 +14,19 @@ from simulator.setups import (
     UnknownSetupError,
     predictor_for,
     setup_for,
-    setup_names,
 )
 from simulator.simulation import simulate
 from tailrace.actions import WhenFull
 from tailrace.cluster import Pool
+from tailrace.intra.earliest_due import EarliestDue
 from tailrace.intra.orders import DecodeFirst, Fcfs, QuantumRoundRobin
 from tailrace.intra.pascal import PascalQueue
 from tailrace.policy import registry
 from tailrace.policy.arrow.policy import Arrow
+from tailrace.policy.cascade.llumnix import Llumnix
 from tailrace.policy.deployment import Deployment
+from tailrace.policy.least_loaded import LeastLoaded
 from tailrace.policy.parameters import ParameterError
-from tailrace.policy.pascal import MinKv
 from tailrace.slo import Slo
 from tests.simulator.worlds import PROFILE
 
@@ -32,11 +35,7 @@ SPEC = ClusterSpec.uniform(4, PROFILE)
 REQUESTS = [SimRequest(f"r{n}", n * 0.02, 30 + n, (n % 2) * 40, 20 + n) for n in range(24)]
 
 
-def test_every_policy_has_a_setup() -> None:
-    assert set(registry.names()) < set(setup_names())
-
-
-@pytest.mark.parametrize("name", setup_names())
+@pytest.mark.parametrize("name", [*registry.names(), *registry.FORMER.values()])
 def test_every_setup_serves_every_request(name: str) -> None:
     setup = setup_for(name)
     result = simulate(setup.apply(SPEC, 60.0), REQUESTS, setup.policy(KNOWN), setup.intra())
@@ -46,14 +45,14 @@ def test_every_setup_serves_every_request(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "intra", "when_full", "prefill"),
     [
-        ("fcfs", Fcfs, WhenFull.HOST, None),
-        ("rr", QuantumRoundRobin, WhenFull.HOST, None),
+        ("least_loaded+fcfs load=footprint", Fcfs, WhenFull.WAIT, None),
+        ("least_loaded+round_robin load=footprint", QuantumRoundRobin, WhenFull.WAIT, None),
         ("pascal", PascalQueue, WhenFull.HOST, None),
         ("arrow", DecodeFirst, WhenFull.WAIT, 2),
         ("ares", Fcfs, WhenFull.WAIT, 1),
         ("cascade", Fcfs, WhenFull.REFUSE, None),
-        ("cascade_chain", Fcfs, WhenFull.REFUSE, None),
-        ("llumnix", Fcfs, WhenFull.WAIT, None),
+        ("cascade layout=chain", Fcfs, WhenFull.REFUSE, None),
+        ("tailrace.policy.cascade.llumnix:Llumnix", Fcfs, WhenFull.WAIT, None),
     ],
 )
 def test_setups_match_the_papers(name: str, intra: type, when_full: WhenFull, prefill: int | None) -> None:
@@ -71,12 +70,32 @@ def test_setups_match_the_papers(name: str, intra: type, when_full: WhenFull, pr
 @pytest.mark.parametrize("name", registry.names())
 def test_full_targets_behave_as_the_policy_declares(name: str) -> None:
     """The live scheduler uses the declaration of the class."""
-    assert setup_for(name).migration.when_full is registry.policy_class(name).when_full
+    assert setup_for(name).migration.when_full is registry.choose(name).policy.when_full
 
 
-def test_baselines_of_pascal_are_placed_by_least_kv() -> None:
-    for name in ("fcfs", "rr"):
-        assert isinstance(setup_for(name).policy(KNOWN), MinKv)
+@pytest.mark.parametrize(("former", "text"), registry.FORMER.items())
+def test_former_names_are_refused_with_what_to_write(former: str, text: str) -> None:
+    with pytest.raises(UnknownSetupError, match=re.escape(f"no policy {former!r} any more; write {text!r}")):
+        setup_for(former)
+
+
+def test_a_class_takes_an_order_and_parameters() -> None:
+    setup = setup_for("tailrace.policy.cascade.llumnix:Llumnix+earliest_due migrate_below=1 pass_over=0.5")
+    policy, order = setup.policy(KNOWN), setup.intra(Slo(0.5, 0.03))
+    assert isinstance(policy, Llumnix) and policy.migrate_below == 1.0
+    assert isinstance(order, EarliestDue) and order.pass_over == 0.5
+
+
+def test_nothing_moves_with_moves_off() -> None:
+    requests = [SimRequest(f"r{n}", n * 0.02, 30 + n, (n % 2) * 40, 20 + n) for n in range(24)]
+
+    def migrations(name: str) -> int:
+        setup = setup_for(name)
+        return len(simulate(setup.apply(SPEC, 60.0), requests, setup.policy(KNOWN), setup.intra()).migrations)
+
+    for name in ("arrow", "static_pools", "pascal"):
+        assert migrations(name) > 0
+        assert migrations(f"{name} moves=false") == 0
 
 
 def test_policies_get_the_slos() -> None:
@@ -95,9 +114,9 @@ def test_pool_sizes_apply_only_to_setups_with_pools() -> None:
     assert setup_for("pascal").with_pools(3, 4) == setup_for("pascal")
 
 
-def test_the_predictor_depends_on_the_variant() -> None:
-    assert setup_for("ares_no_prediction").apply(SPEC).predictor is None
-    assert isinstance(setup_for("ares_oracle").apply(SPEC).predictor, OraclePredictor)
+def test_the_predictor_depends_on_the_parameters() -> None:
+    assert setup_for("ares rescheduling=current_load").apply(SPEC).predictor is None
+    assert isinstance(setup_for("ares predict=oracle").apply(SPEC).predictor, OraclePredictor)
     ares = setup_for("ares").apply(SPEC)
     assert ares.predictor == NoisyPredictor()
     assert ares.future_load is not None
@@ -122,7 +141,10 @@ def test_a_custom_policy_class() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("magic", "unknown policy 'magic'; known: ares, "),
+        ("magic", "unknown policy 'magic'; installed: ares, "),
+        ("least_loaded+magic", "unknown order 'magic'; known: decode_first, "),
+        ("", "unknown policy ''"),
+        ("ares predict=psychic", "unknown prediction 'psychic'"),
         ("no_such_module:Mine", "no_such_module"),
         ("tailrace.policy.pascal:Mine", "has no Mine"),
         ("tailrace.policy.pascal:NO_INSTANCE", "not a class derived from"),
@@ -139,10 +161,12 @@ def test_unknown_predictors() -> None:
 
 
 def test_parameters_reach_policy_order_and_pools() -> None:
-    rr = setup_for("rr").with_parameters({"quantum_tokens": "7", "queued_weight": "0"})
+    rr = setup_for("least_loaded+round_robin load=footprint").with_parameters(
+        {"quantum_tokens": "7", "queued_weight": "0"}
+    )
     order, policy = rr.intra(), rr.policy(KNOWN)
     assert isinstance(order, QuantumRoundRobin) and order.quantum_tokens == 7
-    assert isinstance(policy, MinKv) and policy.queued_weight == 0.0
+    assert isinstance(policy, LeastLoaded) and policy.queued_weight == 0.0
     pascal = setup_for("pascal").with_parameters({"quantum_tokens": 200, "demotion_tokens": 900})
     queue = pascal.intra()
     assert isinstance(queue, PascalQueue)
@@ -154,7 +178,7 @@ def test_parameters_reach_policy_order_and_pools() -> None:
 @pytest.mark.parametrize(
     ("name", "given", "message"),
     [
-        ("fcfs", {"quantum_tokens": 7}, "policy 'fcfs' has no parameter 'quantum_tokens'"),
+        ("session", {"quantum_tokens": 7}, "policy 'session' has no parameter 'quantum_tokens'"),
         ("cascade", {"watermark": 0.1}, "policy 'cascade' has no parameter 'watermark'"),
         ("ares", {"horizon_tokens": 10, "horizon_points": 20}, "20 points in 10 steps"),
     ],

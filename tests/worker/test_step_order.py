@@ -24,8 +24,8 @@ from tailrace.intra.pascal import PascalQueue
 from tailrace.intra.registry import INTRA_POLICIES, UnknownIntraError, make_intra
 from tailrace.policy.deployment import Fact
 from tailrace.policy.parameters import Value
+from tailrace.policy.registry import choose
 from tailrace.policy.registry import names as policy_names
-from tailrace.policy.registry import policy_class
 from tailrace.records import PolicyRecord
 from tailrace.slo import Slo
 from tests.simulator.worlds import INTRA, PROFILE
@@ -337,7 +337,7 @@ def test_arrivals_are_ordered_by_time_and_distinct() -> None:
 
 
 def test_every_policy_has_an_order() -> None:
-    orders = {name: policy_class(name).batch_order for name in policy_names()}
+    orders = {name: choose(name).order for name in policy_names()}
     assert (orders["pascal"], orders["arrow"], orders["ares"]) == ("pascal", "decode_first", "vllm")
     for order in orders.values():
         make_intra(order)
@@ -351,8 +351,11 @@ def test_order_of_a_policy_gets_its_own_parameters() -> None:
     parameters: dict[str, Value] = {"quantum_tokens": 200, "growth_tokens": 9}
     order = order_of_policy(PolicyRecord(name="pascal", parameters=parameters))
     assert order == ("pascal", {"quantum_tokens": 200})
-    # An ablation is a policy with some parameters set.
-    assert order_of_policy(PolicyRecord(name="pascal_no_migration", parameters=parameters)) == order
+    # Another order takes those that it has.
+    assert (
+        order_of_policy(PolicyRecord(name="least_loaded+pascal", parameters={"quantum_tokens": 200})) == order
+    )
+    assert order_of_policy(PolicyRecord(name="pascal+fcfs", parameters=parameters)) == ("fcfs", {})
 
 
 def test_unknown_policy_leaves_the_engine_its_own_order(

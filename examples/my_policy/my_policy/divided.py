@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tailrace.actions import Action, Migrate, Place, Placement, Refuse, WhenFull
 from tailrace.cluster import Arrival, ClusterView, InstanceView, Pool, RequestView
 from tailrace.intra.base import IntraPolicy, JobView, Rank
-from tailrace.policy.base import Policy, Variant
+from tailrace.policy.base import Policy
 from tailrace.policy.parameters import parameter
 
 
@@ -67,7 +67,3 @@ class Divided(Policy):
 
 def _free(instance: InstanceView) -> int:
     return instance.kv_free_tokens
-
-
-# A name for a policy with parameters set, as papers have for their ablations.
-HALVED = Variant(Divided, {"prefill_share": 0.5})

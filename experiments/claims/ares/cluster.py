@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 from simulator.cluster import ClusterSpec, LengthPredictor, LinkSpec, MigrationSpec, ReportSpec
@@ -18,9 +19,9 @@ from simulator.setups import NoisyPredictor, OraclePredictor
 from tailrace.actions import Action
 from tailrace.cluster import ClusterView, Pool
 from tailrace.perf.horizon import FutureLoad
-from tailrace.policy.ares.policy import DISPATCH_ALONE, NO_PREDICTION, Ares
-from tailrace.policy.arrow.baselines import IN_TURN
+from tailrace.policy.ares.policy import CURRENT_LOAD, OFF, Ares
 from tailrace.policy.base import Policy
+from tailrace.policy.static_pools import ROUND_ROBIN, StaticPools
 from tailrace.profiles import load_profile
 
 
@@ -52,9 +53,9 @@ class Arm:
 
 
 ARMS: Final[Mapping[str, Arm]] = {
-    "round_robin": Arm(IN_TURN.make),
-    "vllm": Arm(DISPATCH_ALONE.make),
-    "rescheduling": Arm(NO_PREDICTION.make),
+    "round_robin": Arm(partial(StaticPools, dispatch=ROUND_ROBIN)),
+    "vllm": Arm(partial(Ares, rescheduling=OFF)),
+    "rescheduling": Arm(partial(Ares, rescheduling=CURRENT_LOAD)),
     "ares": Arm(Ares, NoisyPredictor()),
     "ares_oracle": Arm(TimedAres, OraclePredictor()),
 }

@@ -33,8 +33,8 @@ LINK_BYTES_PER_S: Final = 200e9
 _IRRELEVANT_PACE_S: Final = 1e3
 # "SLO Aware", "Minimal Load" and "Round Robin" of figure 8.
 SLO_AWARE: Final = "arrow"
-MINIMAL_LOAD: Final = "minimal_load"
-ROUND_ROBIN: Final = "round_robin_pools"
+MINIMAL_LOAD: Final = "static_pools"
+ROUND_ROBIN: Final = "static_pools dispatch=round_robin"
 
 
 @dataclass(frozen=True, slots=True)

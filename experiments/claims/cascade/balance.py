@@ -19,8 +19,11 @@ import numpy as np
 from experiments.claims.base import QUICK, WHOLE, Claim, Effort, Experiment, Figures, Finding, Run
 from experiments.claims.cascade.cluster import (
     FIGURE_2,
+    FULL,
     HISTORY,
+    IN_TURN,
     INSTANCES,
+    INTER_STAGE_ONLY,
     LINK_BYTES_PER_S,
     cluster,
     history,
@@ -41,7 +44,7 @@ from tailrace.perf.qoe_model import QoeModel
 from tailrace.policy.cascade.planner import Costs
 from tailrace.policy.cascade.planning import Engines, stage_work
 from tailrace.policy.cascade.workload import Slowdown, Traffic, bucket_edges
-from tailrace.policy.registry import variant
+from tailrace.policy.registry import choose
 from tailrace.profiles import Profile
 
 C13 = Claim(
@@ -53,7 +56,6 @@ C13 = Claim(
 )
 STAGES: Final = 4
 _NAME: Final = "cascade-balance"
-_FULL, _INTER, _TURNS = "cascade", "cascade_inter_stage_only", "cascade_round_robin"
 _MAX_LENGTH: Final = 131_072
 # Requests of the history in flight per instance: the policy's default.
 _IN_FLIGHT: Final = 64.0
@@ -70,7 +72,7 @@ def balance(effort: Effort = WHOLE) -> Experiment:
     seeds = effort.seeds(SEEDS)
     runs = tuple(
         Run(_run_name(policy, seed), spread, (policy, seconds, seed), 0.11 * seconds)
-        for policy in (_FULL, _INTER, _TURNS)
+        for policy in (FULL, INTER_STAGE_ONLY, IN_TURN)
         for seed in seeds
     )
     return Experiment(_NAME, (C13,), runs, partial(judge, seeds))
@@ -108,7 +110,7 @@ def spread(policy: str, seconds: float, seed: int) -> Figures:
     profile, load = llama_on_h20(), HEAVY[FIGURE_2]
     stages = four_stages(profile, load)
     spec = replace(cluster(profile, policy, FIGURE_2), stages=stages)
-    fixed = variant(policy).make(
+    fixed = choose(policy).make(
         profile=profile,
         penalty=load_length_penalty(FIGURE_2),
         bandwidth_bytes_per_s=LINK_BYTES_PER_S,
@@ -158,14 +160,18 @@ def judge(seeds: Sequence[int], figures: Mapping[str, Figures]) -> Sequence[Find
     """Judge C13 by the mean over the stages, with changes on the same requests."""
     each = {
         policy: [number(figures[_run_name(policy, seed)], "mean_variation") for seed in seeds]
-        for policy in (_FULL, _INTER, _TURNS)
+        for policy in (FULL, INTER_STAGE_ONLY, IN_TURN)
     }
     found = {policy: estimate(values) for policy, values in each.items()}
-    against = [_change(each[_FULL], each[other]) for other in (_INTER, _TURNS)]
-    full, inter, turns = (found[policy].mean for policy in (_FULL, _INTER, _TURNS))
+    against = [_change(each[FULL], each[other]) for other in (INTER_STAGE_ONLY, IN_TURN)]
+    full, inter, turns = (found[policy].mean for policy in (FULL, INTER_STAGE_ONLY, IN_TURN))
     ordered = all(a <= b for a, b in pairwise((full, inter, turns)))
     significant = all(change.half_width is None or abs(change.mean) > change.half_width for change in against)
-    estimates = {"full": found[_FULL], "inter_stage_only": found[_INTER], "round_robin": found[_TURNS]}
+    estimates = {
+        "full": found[FULL],
+        "inter_stage_only": found[INTER_STAGE_ONLY],
+        "round_robin": found[IN_TURN],
+    }
     estimates |= {"against_inter_stage_only": against[0], "against_round_robin": against[1]}
     return (
         Finding(

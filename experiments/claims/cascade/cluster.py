@@ -28,7 +28,7 @@ from simulator.workloads import sharegpt
 from tailrace.perf.length_penalty import load_length_penalty
 from tailrace.policy.base import Policy
 from tailrace.policy.cascade.llumnix import Llumnix
-from tailrace.policy.registry import variant
+from tailrace.policy.registry import choose
 from tailrace.policy.round_robin import RoundRobin
 from tailrace.profiles import Profile, load_profile
 
@@ -45,16 +45,16 @@ HISTORY: Final = 4_000
 # QoE is not evaluated: with a pace so slow that no token is late, it costs no time.
 _IRRELEVANT_PACE_S: Final = 1e3
 
+LLUMNIX: Final = "tailrace.policy.cascade.llumnix:Llumnix"
 # CascadeInfer and its ablations.
-CASCADES: Final = (
-    "cascade",
-    "cascade_chain",
-    "cascade_no_pipeline",
-    "cascade_quantity",
-    "cascade_memory",
-    "cascade_inter_stage_only",
-    "cascade_round_robin",
-)
+FULL: Final = "cascade"
+CHAIN: Final = "cascade layout=chain"
+ONE_STAGE: Final = "cascade layout=one_stage"
+QUANTITY: Final = "cascade boundaries=quantity"
+MEMORY: Final = "cascade boundaries=memory"
+INTER_STAGE_ONLY: Final = "cascade rebalance=false"
+IN_TURN: Final = "cascade handover=round_robin rebalance=false"
+CASCADES: Final = (FULL, CHAIN, ONE_STAGE, QUANTITY, MEMORY, INTER_STAGE_ONLY, IN_TURN)
 
 
 def history() -> list[tuple[int, int]]:
@@ -98,17 +98,17 @@ def cluster(profile: Profile, policy: str, penalty: str) -> ClusterSpec:
 
 
 def policy_for(name: str, profile: Profile, penalty: str, load: float) -> Policy:
-    """Create round robin (vLLM), Llumnix, or one of CASCADES. Raise UnknownPolicyError.
+    """Create round robin (vLLM), LLUMNIX, or one of CASCADES. Raise UnknownPolicyError.
 
     CascadeInfer is given the rate of its history and the cost of unequal lengths, which determine whether a
     stage keeps up, as the statistics of a period do later on.
     """
     if name == "round_robin":
         return RoundRobin()
-    if name == "llumnix":
+    if name == LLUMNIX:
         return Llumnix()
     lengths = history()
-    return variant(name).make(
+    return choose(name).make(
         profile=profile,
         penalty=load_length_penalty(penalty),
         history=lengths,

@@ -8,16 +8,19 @@ from functools import partial
 from typing import Final
 
 from experiments.claims.base import WHOLE, Claim, Effort, Experiment, Figures, Finding, Run, Verdict
-from experiments.claims.cascade.cluster import FIGURE_2, MEASURED
-from experiments.claims.cascade.operating import (
-    BEYOND,
+from experiments.claims.cascade.cluster import (
     CHAIN,
-    HEAVY,
+    FIGURE_2,
+    FULL,
     LLUMNIX,
+    MEASURED,
     MEMORY,
     ONE_STAGE,
-    OURS,
     QUANTITY,
+)
+from experiments.claims.cascade.operating import (
+    BEYOND,
+    HEAVY,
     VLLM,
     Cell,
     Results,
@@ -142,8 +145,8 @@ ROWS: Final = (
     ),
 )
 _ROW_GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
-    "C10": (OURS, CHAIN, ONE_STAGE),
-    "C11": (OURS, MEMORY, QUANTITY),
+    "C10": (FULL, CHAIN, ONE_STAGE),
+    "C11": (FULL, MEMORY, QUANTITY),
 }
 
 
@@ -195,7 +198,7 @@ def _judged_loads(row: Row, results: Results) -> str:
     """Describe the loads that are judged, and who keeps up there."""
     parts = []
     for load in dict.fromkeys(part.loads[FIGURE_2] for part in row.against):
-        policies = [OURS, *(part.baseline for part in row.against if part.loads[FIGURE_2] == load)]
+        policies = [FULL, *(part.baseline for part in row.against if part.loads[FIGURE_2] == load)]
         kept = ", ".join(
             f"{policy} {results.estimate(policy, FIGURE_2, load, 'kept_up').mean:.0%}"
             for policy in dict.fromkeys(policies)
@@ -208,7 +211,7 @@ def _other_loads(row: Row, results: Results) -> list[str]:
     """Describe the same comparison at the other loads of the curve, and with measured kernels."""
     found: list[str] = []
     for penalty, words in ((FIGURE_2, ""), (MEASURED, "with measured kernels ")):
-        for load in results.curve(OURS, penalty):
+        for load in results.curve(FULL, penalty):
             there = [
                 part
                 for part in row.against
@@ -247,7 +250,7 @@ def _details(row: Row, results: Results) -> tuple[dict[str, float | Sequence[flo
             for load in results.curve(part.baseline, penalty):
                 where = f"{penalty}.{load:g}"
                 put(f"{where}.{part.figure}.vs_{part.baseline}", part.change(results, penalty, load))
-                for policy in (OURS, part.baseline):
+                for policy in (FULL, part.baseline):
                     for figure in (part.figure, "kept_up", "ttft_longest_share", "ttft_growth"):
                         put(f"{where}.{policy}.{figure}", results.estimate(policy, penalty, load, figure))
     for policy in _ROW_GROUPS.get(row.claim.claim_id, ()):
@@ -261,7 +264,7 @@ def _formatted(part: Against, change: Estimate, results: Results, penalty: str, 
     """Format as in the paper: ratios of attainment and of large throughputs, otherwise percent."""
     if part.share:
         ours, theirs = (
-            results.estimate(policy, penalty, load, part.figure).mean for policy in (OURS, part.baseline)
+            results.estimate(policy, penalty, load, part.figure).mean for policy in (FULL, part.baseline)
         )
         ratio = f"{1.0 + change.mean:.2f}x" if theirs > _FEW else "no meaningful ratio"
         return f"{ratio} ({ours:.1%} against {theirs:.1%})"

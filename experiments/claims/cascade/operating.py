@@ -22,16 +22,21 @@ from dataclasses import dataclass
 from typing import Final
 
 from experiments.claims.base import QUICK, Effort, Figures
-from experiments.claims.cascade.cluster import FIGURE_2, MEASURED
+from experiments.claims.cascade.cluster import (
+    CHAIN,
+    FIGURE_2,
+    FULL,
+    LLUMNIX,
+    MEASURED,
+    MEMORY,
+    ONE_STAGE,
+    QUANTITY,
+)
 from experiments.claims.verdicts import number
 from simulator.estimate import Estimate, estimate
 
-OURS: Final = "cascade"
-# The systems of the comparison by the paper's names.
-VLLM, LLUMNIX = "round_robin", "llumnix"
-CHAIN, ONE_STAGE = "cascade_chain", "cascade_no_pipeline"
-QUANTITY, MEMORY = "cascade_quantity", "cascade_memory"
-MAIN: Final = (OURS, VLLM, LLUMNIX)
+VLLM = "round_robin"
+MAIN: Final = (FULL, VLLM, LLUMNIX)
 
 KEPT: Final = 0.95
 LOADS: Final[Mapping[str, tuple[float, ...]]] = {FIGURE_2: (0.5, 0.6, 0.7), MEASURED: (0.8, 0.9)}
@@ -142,7 +147,7 @@ class Results:
 
         Uses the seeds that both ran on: the seeds of one are the first of the other's.
         """
-        ours, theirs = (self.per_seed(policy, penalty, load, name) for policy in (OURS, baseline))
+        ours, theirs = (self.per_seed(policy, penalty, load, name) for policy in (FULL, baseline))
         return estimate([a / max(b, least) - 1.0 for a, b in zip(ours, theirs, strict=False)])
 
     def requests(self, policy: str, penalty: str, load: float) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 from simulator.cluster import ClusterSpec, MigrationSpec, ReportSpec
@@ -17,7 +18,8 @@ from tailrace.intra.base import IntraPolicy
 from tailrace.intra.orders import Fcfs, QuantumRoundRobin
 from tailrace.intra.pascal import PascalQueue
 from tailrace.policy.base import Policy
-from tailrace.policy.pascal import NO_MIGRATION, NON_ADAPTIVE, MinKv, Pascal
+from tailrace.policy.least_loaded import FOOTPRINT, LeastLoaded
+from tailrace.policy.pascal import ALWAYS, NEVER, Pascal
 from tailrace.profiles import load_profile
 
 INSTANCES: Final = 8
@@ -34,12 +36,15 @@ class Arm:
     exact_reports: bool = False
 
 
+# Placement of the paper's baselines (section V-A).
+least_kv: Final = partial(LeastLoaded, load=FOOTPRINT)
+
 ARMS: Final[Mapping[str, Arm]] = {
-    "fcfs": Arm(MinKv, Fcfs),
-    "rr": Arm(MinKv, QuantumRoundRobin),
+    "fcfs": Arm(least_kv, Fcfs),
+    "rr": Arm(least_kv, QuantumRoundRobin),
     "pascal": Arm(Pascal, PascalQueue),
-    "no_migration": Arm(NO_MIGRATION.make, PascalQueue),
-    "non_adaptive": Arm(NON_ADAPTIVE.make, PascalQueue),
+    "no_migration": Arm(partial(Pascal, migration=NEVER), PascalQueue),
+    "non_adaptive": Arm(partial(Pascal, migration=ALWAYS), PascalQueue),
     "exact_reports": Arm(Pascal, PascalQueue, exact_reports=True),
 }
 

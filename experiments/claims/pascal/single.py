@@ -37,7 +37,7 @@ from simulator.simulation import simulate
 from simulator.workloads.generators import GENERATORS
 from tailrace.intra.base import IntraPolicy
 from tailrace.intra.orders import Fcfs, QuantumRoundRobin
-from tailrace.policy.pascal import MinKv
+from tailrace.policy.least_loaded import FOOTPRINT, LeastLoaded
 from tailrace.profiles import load_profile
 
 REQUESTS: Final = 300
@@ -65,7 +65,7 @@ def one_gpu(dataset: str, arm: str, load: float, requests: int, seed: int) -> Fi
     spec = ClusterSpec.uniform(1, profile, kv_capacity_tokens=capacity, max_num_seqs=requests)
     sent = poisson_at_load(dataset, GENERATORS[dataset].lengths, requests, load, seed, profile, 1)
     intra: IntraPolicy = _INTRA[arm]()
-    done = simulate(spec, sent, MinKv(), intra, seed=seed).requests
+    done = simulate(spec, sent, LeastLoaded(load=FOOTPRINT), intra, seed=seed).requests
     latency = np.array([r.latency_s for r in done], np.float64)
     tokens = np.array([max(r.reasoning_tokens, r.answer_tokens) for r in done])
     attained = np.array([qoe_with_ttfat(r) >= _QOE_LIMIT for r in done])

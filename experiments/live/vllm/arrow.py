@@ -24,11 +24,11 @@ from tests.harness.vllm_fleet import BLOCK_TOKENS, WORKERS, Engines, Fleet
 # The SLOs that the policy plans for when it is set by name.
 _TTFT_SLO_S: Final = 2.0
 _TPOT_SLO_S: Final = 0.15
-_ARMS: Final = (Arm("static", "minimal_load"), Arm("arrow", "arrow"))
+_ARMS: Final = (Arm("static", "static_pools"), Arm("arrow", "arrow"))
 # With little KV: the paper's algorithm, and our variants.
 _ANSWER_ARMS: Final = (
     Arm("least loaded, no pools", "least_loaded"),
-    Arm("static", "minimal_load"),
+    Arm("static", "static_pools"),
     Arm("arrow, room filter", "arrow", {"room": "filter"}),
     Arm("arrow, KV wait", "arrow", {"kv_wait": "true"}),
     Arm("arrow, KV wait, flips by attainment", "arrow", {"kv_wait": "true", "flips": "attainment"}),

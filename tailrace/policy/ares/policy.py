@@ -26,7 +26,7 @@ from tailrace.policy.ares.dispatch import (
     waiting_to_leave,
 )
 from tailrace.policy.ares.rescheduling import Constants, Rescheduling, collect
-from tailrace.policy.base import Policy, Variant
+from tailrace.policy.base import Policy
 from tailrace.policy.candidates import CACHE_AWARE, NO_INSTANCE, candidates, credit, fits_device, with_request
 from tailrace.policy.columns import has_many
 from tailrace.policy.deployment import Fact
@@ -201,7 +201,3 @@ class Ares(Constants, Policy):
 
 def _handover(request: RequestView, target: InstanceView) -> Migrate:
     return Migrate(request.request_id, request.instance_id, target.instance_id, "prefill done")
-
-
-NO_PREDICTION: Final = Variant(Ares, {"rescheduling": CURRENT_LOAD})
-DISPATCH_ALONE: Final = Variant(Ares, {"rescheduling": OFF})

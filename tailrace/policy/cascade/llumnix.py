@@ -42,7 +42,6 @@ class Llumnix(Policy):
         minimum=0.01,
     )
     transfers: int = parameter(3, "maximum concurrent migrations per instance and direction", minimum=1)
-    baseline_of = "cascade"
     summary = "Llumnix: dispatch to the freest instance, migration from the fullest to the emptiest"
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:

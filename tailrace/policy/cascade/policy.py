@@ -22,7 +22,7 @@ from tailrace.cluster import (
 from tailrace.perf.length_penalty import FittedLengthPenalty
 from tailrace.perf.qoe_model import QoeModel
 from tailrace.perf.steps import StepModel
-from tailrace.policy.base import Policy, Variant
+from tailrace.policy.base import Policy
 from tailrace.policy.candidates import CACHE_AWARE, credit
 from tailrace.policy.cascade.dispatch import LeastDemand, demand_share, misplaced
 from tailrace.policy.cascade.handover import Handovers, ReceiverChoice, by_bids, round_robin
@@ -358,12 +358,6 @@ class Cascade(Parameters):
 
 
 # Section 6.5: figures 16, 14 and 15.
-INTER_STAGE_ONLY: Final = Variant(Cascade, {"rebalance": False})
-IN_TURN: Final = Variant(Cascade, {"handover": ROUND_ROBIN, "rebalance": False})
-IN_A_CHAIN: Final = Variant(Cascade, {"layout": CHAIN})
-NO_PIPELINE: Final = Variant(Cascade, {"layout": ONE_STAGE})
-BY_QUANTITY: Final = Variant(Cascade, {"boundaries": QUANTITY})
-BY_MEMORY: Final = Variant(Cascade, {"boundaries": MEMORY})
 
 
 def _members(view: ClusterView) -> list[InstanceView]:
