@@ -55,6 +55,8 @@ class Claim:
     statement: str
     # The paper's number as printed.
     number: str
+    # What of the paper's own results went into the set-up; empty: none of them.
+    inputs: str = ""
 
 
 class Verdict(enum.Enum):
@@ -62,10 +64,15 @@ class Verdict(enum.Enum):
 
     # Same direction, and the effect is within a third of the paper's (or the whole ordering holds).
     HOLDS = "holds"
+    # Same direction, and more than a third larger than the paper's.
+    EXCEEDS = "exceeds"
     # Same direction, another size.
     DIRECTION = "direction only"
     DOES_NOT_HOLD = "does not hold"
-    # Requires something that a simulator does not have; `why` names it.
+    # The row's own numbers went into the set-up.
+    INPUT = "input"
+    NEEDS_GPU = "needs a GPU"
+    # Requires something else that a simulator does not have; `why` names it.
     NOT_REPRODUCIBLE = "not reproducible here"
     # A run that it needs failed, or its judge did; `why` says which and how.
     NOT_JUDGED = "could not be judged"

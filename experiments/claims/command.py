@@ -32,8 +32,11 @@ from tailrace.numeric import WholeRange
 
 _STYLES = {
     Verdict.HOLDS: "green",
+    Verdict.EXCEEDS: "green",
     Verdict.DIRECTION: "yellow",
     Verdict.DOES_NOT_HOLD: "red",
+    Verdict.INPUT: "dim",
+    Verdict.NEEDS_GPU: "dim",
     Verdict.NOT_REPRODUCIBLE: "dim",
     Verdict.NOT_JUDGED: "red",
 }
@@ -80,8 +83,10 @@ def claims_command(
 ) -> None:
     """Reproduce claims of the four papers in the simulator: the paper's number, ours, and the reason.
 
-    Holds: same direction, within a third of the paper's effect. Direction only: a different size. After ±:
-    half of the 95% interval over seeds.
+    Holds: same direction, within a third of the paper's effect. Exceeds: more than that. Direction only:
+    less, or an ordering that holds in most cases. Input: the row's own number went into the set-up; a row
+    marked "from the paper" has another of the paper's results in it. After ±: half of the 95% interval over
+    seeds.
 
     Finished runs are kept (~/.cache/tailrace/claims.jsonl) until code or traces change; the next call goes on
     from there. Exit code 1: a row could not be judged.
@@ -119,6 +124,11 @@ def claims_command(
     else:
         print_figures(_table(checked))
         click.echo(", ".join(f"{count} {verdict}" for verdict, count in _count(checked).items()))
+        good = [one for one in checked if one.finding.verdict in (Verdict.HOLDS, Verdict.EXCEEDS)]
+        free = sum(not one.claim.inputs for one in good)
+        if good:
+            words = "has no result of its paper" if free == 1 else "have no result of their paper"
+            click.echo(f"of the {len(good)} that hold or exceed, {free} {words} in the set-up")
     if not_judged := [one.claim.claim_id for one in checked if one.finding.verdict is Verdict.NOT_JUDGED]:
         raise CliError(f"could not be judged: {', '.join(not_judged)}")
 
@@ -184,15 +194,16 @@ def _table(checked: Sequence[CheckedClaim]) -> Table:
     for heading in ("ID", "CLAIM", "PAPER'S", "OURS", "VERDICT", "WHY"):
         table.add_column(heading)
     for checked_claim in checked:
-        verdict = checked_claim.finding.verdict
+        verdict, inputs = checked_claim.finding.verdict, checked_claim.claim.inputs
         cell = f"[{_STYLES[verdict]}]{verdict.value}[/]"
+        why = checked_claim.finding.why
         table.add_row(
             checked_claim.claim.claim_id,
             checked_claim.claim.statement,
             checked_claim.claim.number,
             checked_claim.finding.ours,
             cell,
-            checked_claim.finding.why,
+            f"from the paper: {inputs}; {why}" if inputs else why,
         )
     return table
 
@@ -224,6 +235,7 @@ def _plain_claim(claim: Claim) -> dict[str, JsonValue]:
         "where": claim.where,
         "claim": claim.statement,
         "number": claim.number,
+        "inputs": claim.inputs,
     }
 
 

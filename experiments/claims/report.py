@@ -13,14 +13,17 @@ from simulator.report.page import Cell, cards, heading, page, table
 # A verdict's symbol, so that it does not depend on colour, and its CSS class.
 _SIGNS: Final[Mapping[Verdict, tuple[str, Literal["yes", "partly", "no", "unknown"]]]] = {
     Verdict.HOLDS: ("✓", "yes"),
+    Verdict.EXCEEDS: ("✓", "yes"),
     Verdict.DIRECTION: ("~", "partly"),
     Verdict.DOES_NOT_HOLD: ("✗", "no"),
+    Verdict.INPUT: ("–", "unknown"),
+    Verdict.NEEDS_GPU: ("–", "unknown"),
     Verdict.NOT_REPRODUCIBLE: ("–", "unknown"),
     Verdict.NOT_JUDGED: ("?", "unknown"),
 }
 _SUBTITLE: Final = (
-    "Holds: same direction, within a third of the paper's effect. Direction only: a different size. All "
-    "rows of a paper run with the same defaults."
+    "Holds: same direction, within a third of the paper's effect. Exceeds: more than that. Direction only: "
+    "less. Input: the row's own number went into the set-up. All rows of a paper run with the same defaults."
 )
 
 
@@ -44,7 +47,9 @@ def _table(checked: Sequence[CheckedClaim]) -> str:
                 Cell(claim.claim.number),
                 Cell(claim.finding.ours),
                 Cell(f"{sign} {claim.finding.verdict.value}", standing=kind),
-                Cell(claim.finding.why),
+                Cell(
+                    claim.finding.why, f"from the paper: {inputs}" if (inputs := claim.claim.inputs) else ""
+                ),
             ]
         )
     return table(["", "claim", "paper's", "ours", "verdict", "why"], rows, text_columns=(1, 2, 3, 4, 5))

@@ -48,12 +48,19 @@ def means_of(estimates: Mapping[str, Estimate]) -> dict[str, float]:
     return {name: e.mean for name, e in estimates.items()}
 
 
-_ORDER = (Verdict.HOLDS, Verdict.DIRECTION, Verdict.DOES_NOT_HOLD)
+_ORDER = (Verdict.HOLDS, Verdict.EXCEEDS, Verdict.DIRECTION, Verdict.DOES_NOT_HOLD)
 
 
 def judge_effect(ours: float, paper: float) -> Verdict:
     """Judge an effect: holds with the same sign and within a third of the paper's effect, on either side of
-    it."""
+    it; exceeds if it is larger."""
+    verdict = judge_value(ours, paper)
+    return Verdict.EXCEEDS if verdict is Verdict.DIRECTION and abs(ours) > abs(paper) else verdict
+
+
+def judge_value(ours: float, paper: float) -> Verdict:
+    """Judge a number of which more is not a larger effect: holds with the same sign and within a third of the
+    paper's."""
     if ours * paper <= 0.0:
         return Verdict.DOES_NOT_HOLD
     return Verdict.HOLDS if abs(ours - paper) <= abs(paper) / 3.0 else Verdict.DIRECTION

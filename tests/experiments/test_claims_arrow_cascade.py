@@ -109,7 +109,7 @@ def rates(sustainable: float, attainments: Sequence[float]) -> Figures:
     ("aware", "round_robin_attainment", "rate", "balance"),
     [
         (16.0, 0.66, Verdict.HOLDS, Verdict.HOLDS),
-        (22.0, 0.60, Verdict.DIRECTION, Verdict.DIRECTION),
+        (22.0, 0.60, Verdict.EXCEEDS, Verdict.EXCEEDS),
         (9.0, 0.75, Verdict.DOES_NOT_HOLD, Verdict.DOES_NOT_HOLD),
     ],
 )

@@ -16,7 +16,14 @@ from experiments.claims.pascal import single
 from experiments.claims.pascal.measure import serve as serve_pascal
 from experiments.claims.pascal.tails import Comparison, mean_tails
 from experiments.claims.saturation import poisson_at_load, saturation_rate
-from experiments.claims.verdicts import judge_bound, judge_effect, judge_ordering, number, weakest
+from experiments.claims.verdicts import (
+    judge_bound,
+    judge_effect,
+    judge_ordering,
+    judge_value,
+    number,
+    weakest,
+)
 from simulator.cluster import ClusterSpec
 from simulator.goodput import percentile_for, tail_by_bin
 from simulator.request import SimRequest
@@ -33,7 +40,8 @@ from tailrace.policy.requests import RequestTable, table_of
 from tailrace.profiles import load_profile
 
 ALL: tuple[Experiment, ...] = (*pascal.EXPERIMENTS, *ares.EXPERIMENTS)
-HOLDS, DIRECTION, NOT = Verdict.HOLDS, Verdict.DIRECTION, Verdict.DOES_NOT_HOLD
+HOLDS, EXCEEDS = Verdict.HOLDS, Verdict.EXCEEDS
+DIRECTION, NOT = Verdict.DIRECTION, Verdict.DOES_NOT_HOLD
 
 
 def test_every_row_is_claimed_once() -> None:
@@ -51,7 +59,8 @@ def test_runs_have_distinct_names_and_can_be_pickled(experiment: Experiment) -> 
 def test_claims_that_cannot_be_checked_state_the_reason(experiment: Experiment) -> None:
     findings = experiment.judge({})
     assert [f.claim_id for f in findings] == [c.claim_id for c in experiment.claims]
-    assert all(f.verdict is Verdict.NOT_REPRODUCIBLE and f.why for f in findings)
+    unchecked = {Verdict.NEEDS_GPU, Verdict.INPUT, Verdict.NOT_REPRODUCIBLE}
+    assert all(f.verdict in unchecked and f.why for f in findings)
 
 
 # ---- verdicts
@@ -59,10 +68,12 @@ def test_claims_that_cannot_be_checked_state_the_reason(experiment: Experiment) 
 
 @pytest.mark.parametrize(
     ("ours", "paper", "verdict"),
-    [(-0.5, -0.6, HOLDS), (-0.81, -0.6, DIRECTION), (-0.1, -0.6, DIRECTION), (0.1, -0.6, NOT), (0, 1, NOT)],
+    [(-0.5, -0.6, HOLDS), (-0.81, -0.6, EXCEEDS), (-0.1, -0.6, DIRECTION), (0.1, -0.6, NOT), (0, 1, NOT)],
 )
 def test_an_effect_holds_within_a_third(ours: float, paper: float, verdict: Verdict) -> None:
     assert judge_effect(ours, paper) is verdict
+    # Of what is no effect, more is not better.
+    assert judge_value(ours, paper) is (DIRECTION if verdict is EXCEEDS else verdict)
 
 
 def test_verdicts_of_bounds_orderings_and_parts() -> None:
@@ -70,6 +81,7 @@ def test_verdicts_of_bounds_orderings_and_parts() -> None:
     orderings = ([True] * 3, [True, True, False], [True, False])
     assert [judge_ordering(x) for x in orderings] == [HOLDS, DIRECTION, NOT]
     assert weakest([HOLDS, NOT, DIRECTION]) is NOT
+    assert weakest([HOLDS, EXCEEDS]) is EXCEEDS and weakest([EXCEEDS, DIRECTION]) is DIRECTION
 
 
 # ---- load
@@ -149,7 +161,7 @@ def test_pascal_claims_hold_with_the_figures_of_the_paper() -> None:
     found = _by_id(pascal_serving.judge(WHOLE, _pascal_figures()))
     assert list(found) == [f"P{n}" for n in range(1, 13)]
     # With these tails, RR's best bin is -29%, and its effect on the mixture is twice that of the paper.
-    expected = dict.fromkeys(found, HOLDS) | {"P12": DIRECTION}
+    expected = dict.fromkeys(found, HOLDS) | {"P12": EXCEEDS}
     assert {name: finding.verdict for name, finding in found.items()} == expected
     assert "-64%" in found["P1"].ours
 

@@ -147,6 +147,7 @@ def test_json_output_and_saved_file(tmp_path: Path) -> None:
         "where": "figure 1",
         "claim": "faster",
         "number": "2x",
+        "inputs": "",
         "ours": "2x",
         "verdict": "holds",
         "why": "as it should",
@@ -177,6 +178,24 @@ def test_table_of_selected_claims() -> None:
     assert lines[2] == "1 not reproducible here"
 
 
+def test_rows_with_results_of_their_paper_in_the_set_up_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    claims = [Claim("X1", "Test", "-", "a", "1", "figure 2"), Claim("X2", "Test", "-", "b", "1")]
+    found = [
+        Finding(c.claim_id, "2", v, "-")
+        for c, v in zip(claims, (Verdict.EXCEEDS, Verdict.HOLDS), strict=True)
+    ]
+    monkeypatch.setattr(
+        command, "experiments", lambda *_: [Experiment("x", tuple(claims), (), lambda _: found)]
+    )
+    lines = run_cli_ok("claims", "--processes", 1).stdout.splitlines()
+    assert "exceeds" in lines[1] and lines[1].endswith("from the paper: figure 2; -")
+    assert lines[2].endswith("holds    -")
+    assert lines[3] == "1 holds, 1 exceeds"
+    assert lines[4] == "of the 2 that hold or exceed, 1 has no result of its paper in the set-up"
+
+
 @pytest.mark.usefixtures("synthetic")
 def test_listing_runs_no_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "check", None)
@@ -188,7 +207,7 @@ def test_listing_runs_no_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     reply = json.loads(run_cli_ok("claims", "other", "--list", "-o", "json").stdout)
     assert reply["claims"] == [
-        {"id": "U1", "paper": "Other", "where": "section 3", "claim": "more", "number": "1"}
+        {"id": "U1", "paper": "Other", "where": "section 3", "claim": "more", "number": "1", "inputs": ""}
     ]
 
 

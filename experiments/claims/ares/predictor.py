@@ -18,31 +18,30 @@ def judge(_: Mapping[str, Figures]) -> Sequence[Finding]:
     """Report what the profile says about A8; the rest needs the model."""
     profile = load_profile(PROFILE)
     step_ms = profile.step_ms(0.0, _BATCH, profile.kv_capacity_tokens // 2)
-    none = Verdict.NOT_REPRODUCIBLE
     return (
         Finding(
             A8.claim_id,
             f"step {step_ms:.1f} ms by our profile",
-            none,
+            Verdict.NEEDS_GPU,
             "the predictor's latency is a GPU's; 1.40 / 18.23 = 7.68% and a 20th of it are consistent",
             {"step_ms": step_ms},
         ),
         Finding(
             A9.claim_id,
             "-",
-            none,
-            "needs the model's hidden states; its MAE is an input here (simulator/setups.py)",
+            Verdict.INPUT,
+            "a MAE of our own needs the model's hidden states; the simulated predictor has this one",
         ),
         Finding(
             A10.claim_id,
             "-",
-            none,
-            "needs the model's hidden states; both numbers are inputs here (simulator/setups.py)",
+            Verdict.INPUT,
+            "our own errors need the model's hidden states; the simulated predictor has these",
         ),
         Finding(
             A11.claim_id,
             "-",
-            none,
+            Verdict.NOT_REPRODUCIBLE,
             "the length of the migrated request is not given, and its KV over 10 Gbit/s determines the share",
         ),
     )

@@ -22,6 +22,7 @@ from experiments.claims.verdicts import (
     format_estimate,
     judge_effect,
     judge_ordering,
+    judge_value,
     judged,
     means_of,
     spreads_of,
@@ -218,7 +219,7 @@ def _variance(curve: Results, at_rates: Results) -> Finding:
         A5.claim_id,
         f"{format_estimate(at_rate['ares'], '.2f')} ms^2 (oracle {oracle:.2f}, rescheduling "
         f"{at_rate['rescheduling'].mean:.2f}, vLLM {vllm:.1f})",
-        weakest([ordering, judge_effect(ares, 0.78)]),
+        weakest([ordering, judge_value(ares, 0.78)]),
         f"at RPS 0.17, the highest that the paper names for ShareGPT; at {load:.2f} of saturation ARES "
         f"{matched['ares']:.1f}, oracle {matched['ares_oracle']:.1f}, rescheduling "
         f"{matched['rescheduling']:.1f}, vLLM {matched['vllm']:.0f}, nearly all of it from the seconds in "

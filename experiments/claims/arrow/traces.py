@@ -10,7 +10,7 @@ from experiments.claims.arrow.cluster import CODE, CONVERSATION
 from experiments.claims.arrow.not_checked import without_traces
 from experiments.claims.arrow.statistics import load_per_minute
 from experiments.claims.base import Claim, Experiment, Figures, Finding, Run
-from experiments.claims.verdicts import judge_effect, number, weakest
+from experiments.claims.verdicts import judge_value, number, weakest
 from simulator.workloads import mooncake
 from simulator.workloads.base import Clip
 
@@ -75,7 +75,7 @@ def judge(figures: Mapping[str, Figures]) -> Sequence[Finding]:
             f"{ours['code_least_input'] / 1e3:.1f}K / {ours['code_least_output'] / 1e3:.2f}K; "
             f"{ours['code_variation']:.2f}, {ours['mooncake_variation']:.2f}; "
             f"{ours['code_correlation']:.2f}, {ours['conversation_correlation']:.2f}",
-            weakest(judge_effect(ours[name], paper) for name, paper in _PAPER.items()),
+            weakest(judge_value(ours[name], paper) for name, paper in _PAPER.items()),
             f"minutes without requests are left out; largest error: {off.replace('_', ' ')}, "
             f"{ours[off] / _PAPER[off] - 1.0:+.0%}. BurstGPT's hour is not stated",
             ours,

@@ -25,6 +25,7 @@ from experiments.claims.cascade.cluster import (
     INSTANCES,
     INTER_STAGE_ONLY,
     LINK_BYTES_PER_S,
+    PENALTY_INPUT,
     cluster,
     history,
     llama_on_h20,
@@ -53,6 +54,7 @@ C13 = Claim(
     "Fig. 16",
     "variation of output tokens between instances of a stage: full bid-ask vs inter-stage only / round robin",
     "-40% / -47%",
+    PENALTY_INPUT,
 )
 STAGES: Final = 4
 _NAME: Final = "cascade-balance"

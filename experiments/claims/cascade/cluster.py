@@ -38,6 +38,7 @@ BATCH: Final = 1_024
 STEP_TOKENS: Final = 8_192
 LINK_BYTES_PER_S: Final = 50e9
 FIGURE_2: Final = "cascadeinfer-figure-2-step"
+PENALTY_INPUT: Final = "figure 2's cost of unequal lengths"
 MEASURED: Final = "measured-rtx-pro-6000"
 # Requests from which the plan is made; no run uses this seed.
 HISTORY_SEED: Final = 0

@@ -16,6 +16,7 @@ from experiments.claims.cascade.cluster import (
     MEASURED,
     MEMORY,
     ONE_STAGE,
+    PENALTY_INPUT,
     QUANTITY,
 )
 from experiments.claims.cascade.operating import (
@@ -66,11 +67,12 @@ class Against:
         return self.figure.startswith("attainment")
 
     def verdict(self, change: float) -> Verdict:
-        """Return the verdict: holds within the range, widened by a third at either end."""
+        """Return the verdict: holds within the range, widened by a third at either end, and exceeds above."""
         if change * self.low <= 0.0:
             return Verdict.DOES_NOT_HOLD
-        inside = abs(self.low) * 2 / 3 <= abs(change) <= abs(self.high) * 4 / 3
-        return Verdict.HOLDS if inside else Verdict.DIRECTION
+        if abs(change) > abs(self.high) * 4 / 3:
+            return Verdict.EXCEEDS
+        return Verdict.HOLDS if abs(change) >= abs(self.low) * 2 / 3 else Verdict.DIRECTION
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ class Row:
 
 
 def _claim(claim_id: str, where: str, statement: str, number: str) -> Claim:
-    return Claim(claim_id, "CascadeInfer", where, statement, number)
+    return Claim(claim_id, "CascadeInfer", where, statement, number, PENALTY_INPUT)
 
 
 def _latency(baseline: str, figure: str, low: float, high: float) -> Against:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.claims.base import Claim, Experiment, Figures, Finding, Run
-from experiments.claims.verdicts import judge_effect, judged, numbers, weakest
+from experiments.claims.verdicts import judge_value, judged, numbers, weakest
 from tailrace.perf.length_penalty import load_length_penalty
 from tailrace.profiles import Profile, load_profile
 
@@ -90,7 +90,7 @@ def _slowdowns(figures: Mapping[str, Figures]) -> Finding:
     return Finding(
         C14.claim_id,
         f"{least:.2f}-{most:.2f}x",
-        judge_effect(most - 1.0, 1.1),
+        judge_value(most - 1.0, 1.1),
         "from published measurements of one newer attention kernel; figure 2 uses others, and the text "
         "does not give its axis. Its range is a separate penalty, used for C1 to C13",
         {"factors": factors},
@@ -102,7 +102,7 @@ def _shares(figures: Mapping[str, Figures]) -> Finding:
     return Finding(
         C15.claim_id,
         "; ".join(f"{share:.0%}" for share in shares),
-        weakest(judge_effect(share, paper) for share, (*_, paper) in zip(shares, _SHARES, strict=True)),
+        weakest(judge_value(share, paper) for share, (*_, paper) in zip(shares, _SHARES, strict=True)),
         "by the part of the fitted step time that grows with KV; the profile is of a newer engine with "
         "other kernels and overheads, and one request's attention is inside its base",
         {"shares": shares},

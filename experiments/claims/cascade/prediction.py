@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.claims.base import Claim, Experiment, Figures, Finding, Run
-from experiments.claims.cascade.cluster import BATCH, FIGURE_2, llama_on_h20
+from experiments.claims.cascade.cluster import BATCH, FIGURE_2, PENALTY_INPUT, llama_on_h20
 from experiments.claims.verdicts import judge_bound, judge_effect, number, weakest
 from simulator.cluster import ClusterSpec
 from simulator.records import RequestRecord
@@ -26,7 +26,9 @@ from tailrace.perf.length_penalty import load_length_penalty
 from tailrace.perf.qoe_model import FEATURES, QoeModel, mean_relative_error
 from tailrace.policy.least_loaded import LeastLoaded
 
-C9 = Claim("C9", "CascadeInfer", "Fig. 13", "mean relative error: QoE model; global mean", "8.9%; 64%")
+C9 = Claim(
+    "C9", "CascadeInfer", "Fig. 13", "mean relative error: QoE model; global mean", "8.9%; 64%", PENALTY_INPUT
+)
 _NAME: Final = "cascade-prediction"
 _FIT_SEED, _VALIDATION_SEED = 10, 11
 # Buckets [100, 200), [200, 400), ... as in the paper's example; shorter requests are discarded.

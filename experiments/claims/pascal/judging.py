@@ -12,6 +12,7 @@ from experiments.claims.verdicts import (
     judge_bound,
     judge_effect,
     judge_ordering,
+    judge_value,
     means_of,
     spreads_of,
     weakest,
@@ -133,7 +134,7 @@ def judge_transfer(claim: Claim, results: Results) -> Finding:
     }
     alpaca, arena = found["alpaca_s"], found["arena_s"]
     all_move = results.mean(ALPACA, "non_adaptive", HIGH, "transfer_p99_s")
-    verdict = weakest([judge_effect(alpaca.mean, 0.14), judge_effect(arena.mean, 0.25)])
+    verdict = weakest([judge_value(alpaca.mean, 0.14), judge_value(arena.mean, 0.25)])
     why = (
         f"the longest stay, since no target has room for them (NonAdaptive moves all: {all_move:.2f} s "
         "on AlpacaEval2.0); the generators' P99 lengths are derived from this row, so only links are checked"
@@ -152,7 +153,7 @@ def judge_no_migration(claim: Claim, results: Results, curves: Results) -> Findi
     verdict = Verdict.DOES_NOT_HOLD
     if without.mean > with_it.mean and without.mean > 1.0:
         near_zero = Verdict.HOLDS if with_it.mean < 1.0 else Verdict.DIRECTION
-        verdict = weakest([judge_effect(without.mean, 27.39), near_zero])
+        verdict = weakest([judge_value(without.mean, 27.39), near_zero])
     violations = [results.mean(ALPACA, arm, HIGH, "violations") for arm in ("no_migration", "pascal")]
     curve = _curves(curves, ("no_migration", "pascal"), "blocking_p99_s")
     figures: dict[str, float | Sequence[float]] = {**means_of(found), **curve}
