@@ -129,7 +129,7 @@ def _pascal_figures(**changes: Figures) -> dict[str, Figures]:
         "pascal": [25.0, 59.0, 106.0],
         "no_migration": [30.0, 60.0, 106.0],
         "non_adaptive": [30.0, 60.0, 106.0],
-        "exact_reports": [25.0, 59.0, 106.0],
+        "late_reports": [25.0, 59.0, 106.0],
     }
     base = {
         "violations": 0.02,
@@ -231,11 +231,11 @@ def test_a_late_answer_reduces_qoe() -> None:
     assert single.qoe_with_ttfat(second) == pytest.approx(area / (area + late * 256))
 
 
-@pytest.mark.parametrize("arm", ["fcfs", "rr", "pascal", "no_migration", "non_adaptive", "exact_reports"])
+@pytest.mark.parametrize("arm", ["fcfs", "rr", "pascal", "no_migration", "non_adaptive", "late_reports"])
 def test_a_small_run_of_pascal(arm: str) -> None:
     figures = serve_pascal("alpaca_eval", arm, 4.0, 50, 1)
     assert figures["finished"] == 50.0
-    assert (number(figures, "migrations") > 0.0) == (arm in ("pascal", "non_adaptive", "exact_reports"))
+    assert (number(figures, "migrations") > 0.0) == (arm in ("pascal", "non_adaptive", "late_reports"))
 
 
 class _Checked(Pascal):

@@ -86,8 +86,8 @@ def judge_slo(claim: Claim, results: Results, curves: Results) -> Finding:
             pascal = found[f"{dataset}_{level}_pascal"].mean
             for baseline in _BASELINES:
                 held[baseline].append(pascal <= found[f"{dataset}_{level}_{baseline}"].mean + _COMPARABLE)
-    exact = results.estimate(ALPACA, "exact_reports", HIGH, "violations")
-    found["alpaca_eval_high_exact_reports"] = exact
+    late = results.estimate(ALPACA, "late_reports", HIGH, "violations")
+    found["alpaca_eval_high_late_reports"] = late
     figures: dict[str, float | Sequence[float]] = {**means_of(found)}
     figures |= _curves(curves, ("pascal", *_BASELINES), "violations")
     cells = len(held["fcfs"])
@@ -96,9 +96,9 @@ def judge_slo(claim: Claim, results: Results, curves: Results) -> Finding:
         format_estimate(found[f"{ALPACA}_{HIGH}_{arm}"], ".2%") for arm in ("pascal", *_BASELINES)
     )
     why = (
-        f"AlpacaEval2.0, high: {high} (PASCAL / FCFS / RR). Answers go to instances whose room, shown in "
-        "reports up to half a second old, is gone: with exact reports PASCAL has "
-        f"{format_estimate(exact, '.2%')}. The rate decides: see the curve"
+        f"AlpacaEval2.0, high: {high} (PASCAL / FCFS / RR). With reports up to half a second old, answers go "
+        f"to instances whose room is gone, and PASCAL has {format_estimate(late, '.2%')}. The rate decides: "
+        "see the curve"
     )
     verdict = judge_ordering([*held["fcfs"], *held["rr"]])
     return Finding(claim.claim_id, ours, verdict, why, figures, spreads_of(found))
