@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -155,8 +155,14 @@ class ClusterSpec:
     @staticmethod
     def uniform(count: int, profile: Profile, **limits: object) -> ClusterSpec:
         """Return `count` equal instances i000, i001, ...; `limits` are fields of InstanceSpec."""
-        template = replace(InstanceSpec("i000", profile), **limits)  # type: ignore[arg-type]
-        return ClusterSpec(tuple(replace(template, instance_id=f"i{n:03d}") for n in range(count)))
+        return ClusterSpec.of_kinds([(profile, count)], **limits)
+
+    @staticmethod
+    def of_kinds(kinds: Iterable[tuple[Profile, int]], **limits: object) -> ClusterSpec:
+        """Return instances i000, i001, ... of these profiles, so many of each; `limits` as in `uniform`."""
+        profiles = [profile for profile, count in kinds for _ in range(count)]
+        specs = (InstanceSpec(f"i{n:03d}", profile) for n, profile in enumerate(profiles))
+        return ClusterSpec(tuple(replace(spec, **limits) for spec in specs))  # type: ignore[arg-type]
 
     def with_pools(self, pools: Sequence[Pool | None]) -> ClusterSpec:
         """Return the cluster with these initial pools, in the order of the instances. Raise ValueError for

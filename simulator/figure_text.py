@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from simulator.estimate import Estimate
-from simulator.scenario import Figures, Fleet, Scenario
+from simulator.scenario import Figures, Fleet, Scenario, kinds_of
 from simulator.setups import Setup
 from tailrace.intra.registry import intra_needs
 from tailrace.policy.deployment import Fact
@@ -109,7 +109,8 @@ def describe_fleet(scenario: Scenario) -> str:
 
 def describe_instances(fleet: Fleet) -> str:
     """Describe the number and kind of the instances."""
-    return f"{fleet.instances} instance{'' if fleet.instances == 1 else 's'} of {fleet.profile}"
+    kinds = kinds_of(fleet.profile, fleet.instances)
+    return ", ".join(f"{count} instance{'' if count == 1 else 's'} of {name}" for name, count in kinds)
 
 
 def setup_rows(scenario: Scenario) -> list[tuple[str, str]]:

@@ -21,21 +21,45 @@ from tailrace.control.admission import TtftAdmission
 from tailrace.perf.length_penalty import load_length_penalty
 from tailrace.policy.deployment import Deployment
 from tailrace.policy.parameters import Value
-from tailrace.profiles import load_profile
+from tailrace.profiles import Profile, load_profile
 from tailrace.slo import Slo
 
 # Samples of a run's time series: enough for a plot, and few enough for a web page.
 _SAMPLES = 240
 _GIB: Final = 1024**3
+# Of a fleet whose number is not given.
+INSTANCES: Final = 8
 # The default of `InstanceSpec.host_kv_bytes`.
 HOST_KV_GIB: Final = 256.0
 
 
+def kinds_of(text: str, instances: int | None) -> list[tuple[str, int]]:
+    """Return the names of profiles and how many instances have each: `NAME:COUNT,...`, or one name.
+
+    `instances` is the number in all; None: that of the text, else INSTANCES. Raise ValueError.
+    """
+    named: list[tuple[str, int]] = []
+    for part in text.split(","):
+        name, _, count = part.strip().rpartition(":")
+        if not (name and count.isdecimal() and int(count)):
+            break
+        named.append((name, int(count)))
+    else:
+        total = sum(count for _, count in named)
+        if instances not in (None, total):
+            raise ValueError(f"{text} has {total} instances, not {instances}")
+        return named
+    if "," in text:
+        raise ValueError(f"{text}: give NAME:COUNT for each kind of instance")
+    return [(text, INSTANCES if instances is None else instances)]
+
+
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """A fleet of equal instances, as a user describes it."""
+    """A fleet of instances, as a user describes it."""
 
-    # Name of a built-in profile, or the path of a JSON file; likewise for the penalty.
+    # Name of a built-in profile, or the path of a JSON file; likewise for the penalty. Of unequal instances,
+    # NAME:COUNT for each kind, separated by commas.
     profile: str
     instances: int
     penalty: str = "none"
@@ -46,6 +70,10 @@ class Fleet:
     # Host memory per instance for KV, and whether prefixes evicted from the device stay in it.
     host_kv_gib: float = HOST_KV_GIB
     host_caching: bool = False
+
+    def kinds(self) -> list[tuple[Profile, int]]:
+        """Return the profiles, and how many instances have each. Raise ProfileError."""
+        return [(load_profile(name), count) for name, count in kinds_of(self.profile, self.instances)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +190,11 @@ def run_scenario(scenario: Scenario, progress: Callable[[float], None] | None = 
     """
     workload = _workload(scenario.workload, scenario.options)
     setup = scenario.setup()
-    profile, penalty = load_profile(scenario.fleet.profile), load_length_penalty(scenario.fleet.penalty)
+    kinds, penalty = scenario.fleet.kinds(), load_length_penalty(scenario.fleet.penalty)
+    profile = kinds[0][0]
     spec = replace(
-        ClusterSpec.uniform(
-            scenario.fleet.instances,
-            profile,
+        ClusterSpec.of_kinds(
+            kinds,
             penalty=penalty,
             prefix_caching=scenario.fleet.prefix_caching,
             host_kv_bytes=round(scenario.fleet.host_kv_gib * _GIB),

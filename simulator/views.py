@@ -27,6 +27,7 @@ from tailrace.cluster import ClusterView, InstanceView, Phase, PhaseLoad, Reques
 from tailrace.control.cluster_model import ClusterModel, Corrections, CountedRequest, Pending
 from tailrace.control.hot_prefixes import HotTracker, PrefixSource
 from tailrace.intra.base import IntraPolicy
+from tailrace.perf.measured import Measured
 from tailrace.perf.remaining import limited, tokens_left
 from tailrace.perf.ttft import TtftPredictor
 from tailrace.policy.candidates import kv_needed_tokens
@@ -196,6 +197,12 @@ class Views(ClusterModel[_InstanceState]):
         # Instances of one kind share a profile.
         profiles = {id(instance.spec.profile): instance.spec.profile for instance in ordered}
         curves = {key: TtftPredictor.of_profile(profile) for key, profile in profiles.items()}
+        # Each kind of an unequal fleet has been profiled: one speed for all would be wrong for some.
+        unequal = len(profiles) > 1
+        step_tokens = spec.instances[0].chunk_budget_tokens
+        self._measured = {
+            key: Measured.of_profile(profile, step_tokens) for key, profile in profiles.items() if unequal
+        }
         self._known = {
             instance.instance_id: _InstanceState(instance, curves[id(instance.spec.profile)])
             for instance in ordered
@@ -370,6 +377,7 @@ class Views(ClusterModel[_InstanceState]):
             host_kv_capacity_tokens=instance.host_capacity_blocks * block_tokens if self._host_imports else 0,
             prefill_delay_s=report.prefill_delay_s(pending_tokens, known.pending_s),
             ttft=known.ttft,
+            measured=self._measured.get(id(spec.profile)),
             max_running_tokens=spec.max_running_tokens,
             future_load=report.future or (),
             migrations_in=instance.migrations_in,

@@ -85,7 +85,7 @@ def compare_command(
     cross: bool,
     moves: str,
     profile: str,
-    instances: int,
+    instances: int | None,
     length_penalty: str,
     prefill_instances: int | None,
     prefix_caching: bool,

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bars
 
 from simulator.parallel import Progress, TaskError
-from simulator.scenario import HOST_KV_GIB, Fleet
+from simulator.scenario import HOST_KV_GIB, INSTANCES, Fleet, kinds_of
 from simulator.setups import PREDICTIONS, UnknownSetupError, setup_for
 from simulator.simulation import SimulationError
 from simulator.workloads.base import WorkloadError
@@ -34,6 +34,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 DEFAULT_PROFILE: Final = "llama-3.1-8b-h100"
 _POSITIVE: Final = RealRange(min=0.0, min_open=True)
+_INSTANCES_MAX: Final = 20_000
 
 
 def fleet_options(function: F) -> F:
@@ -45,10 +46,13 @@ def fleet_options(function: F) -> F:
                 "--profile",
                 default=DEFAULT_PROFILE,
                 show_default=True,
-                help="Model and GPU: name of a built-in profile, or a JSON file.",
+                help="Model and GPU: name of a built-in profile, or a JSON file; NAME:COUNT,NAME:COUNT for "
+                "a fleet of unequal instances.",
             ),
             click.option(
-                "--instances", type=WholeRange(1, 20_000), default=8, show_default=True, help="How many."
+                "--instances",
+                type=WholeRange(1, _INSTANCES_MAX),
+                help=f"How many. [default: {INSTANCES}, or as many as --profile has]",
             ),
             click.option(
                 "--length-penalty",
@@ -168,7 +172,7 @@ def slo_of(ttft_s: float, tpot_s: float, qoe: float, pace_s: float, admit: float
 
 def fleet_of(
     profile: str,
-    instances: int,
+    instances: int | None,
     penalty: str,
     prefill_instances: int | None,
     prefix_caching: bool,
@@ -177,9 +181,15 @@ def fleet_of(
 ) -> Fleet:
     """Make the fleet from options. Raise UsageProblem that names the option."""
     try:
-        load_profile(profile)
-    except ProfileError as error:
+        counts = kinds_of(profile, instances)
+        kinds = [load_profile(name) for name, _ in counts]
+    except (ProfileError, ValueError) as error:
         raise UsageProblem(f"--profile: {error}") from error
+    if len({kind.kv_bytes_per_token for kind in kinds}) > 1:
+        raise UsageProblem(f"--profile: {profile}: KV of different sizes per token, so of different models")
+    instances = sum(count for _, count in counts)
+    if instances > _INSTANCES_MAX:
+        raise UsageProblem(f"--profile: {instances} instances; at most {_INSTANCES_MAX} are possible")
     try:
         load_length_penalty(penalty)
     except LengthPenaltyError as error:

@@ -63,7 +63,7 @@ def simulate_command(
     seed: int,
     moves: str,
     profile: str,
-    instances: int,
+    instances: int | None,
     length_penalty: str,
     prefill_instances: int | None,
     prefix_caching: bool,

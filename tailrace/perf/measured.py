@@ -22,6 +22,16 @@ class Measured:
     qoe: QoeModel
 
     @staticmethod
+    def of_profile(profile: Profile, step_tokens: int) -> Measured:
+        """Return what profiling an instance would give that has exactly this profile."""
+        return Measured(
+            profile,
+            TtftPredictor.of_profile(profile, step_tokens),
+            StepModel.of_profile(profile, step_tokens),
+            QoeModel.of_profile(profile),
+        )
+
+    @staticmethod
     def of(record: ProfileRecord) -> Measured:
         """Create it from the record in etcd."""
         curve = record.ttft

@@ -15,6 +15,8 @@ from simulator.workloads.resolve import WorkloadOptions
 from tailrace.slo import Slo
 from tests.simulator.command_lines import profile, run_cli, run_cli_ok, workload
 
+H100, RTX = "llama-3.1-8b-h100", "llama-3.1-8b-rtx4090"
+
 
 @pytest.fixture
 def small(tmp_path: Path) -> tuple[str, ...]:
@@ -71,6 +73,14 @@ def test_a_custom_policy_class_in_the_working_directory(
     assert reply["policy"] == "mine_here:Mine"
 
 
+def test_a_fleet_of_unequal_instances(small: tuple[str, ...], tmp_path: Path) -> None:
+    page = tmp_path / "unequal.html"
+    unequal = (*small[:1], "--profile", f"{H100}:2,{RTX}:1", "--report", page)
+    reply = json.loads(run_cli_ok("simulate", "tailrace", *unequal, "-o", "json").stdout)
+    assert (reply["instances"], reply["figures"]["finished"]) == (3, 30)
+    assert f"2 instances of {H100}, 1 instance of {RTX}" in page.read_text()
+
+
 def test_slos_of_zero_are_always_met(small: tuple[str, ...]) -> None:
     result = run_cli_ok("simulate", "pascal", *small, "--slo-ttft", 0, "--slo-tpot", 0, "-o", "json")
     assert json.loads(result.stdout)["figures"]["attainment"] == 1.0
@@ -107,6 +117,15 @@ def test_without_finished_requests_latency_is_null(tmp_path: Path) -> None:
         (("pascal", "r1", "--rate", "5", "--profile", "none"), "--profile: no profile 'none'"),
         (("pascal", "r1", "--rate", "5", "--length-penalty", "x"), "--length-penalty: no length penalty 'x'"),
         (("pascal", "r1", "--rate", "5", "--instances", "0"), "'--instances': 0 is not in the range"),
+        (("pascal", "r1", "--rate", "5", "--profile", f"{H100}:2,{RTX}"), "give NAME:COUNT for each kind"),
+        (("pascal", "r1", "--rate", "5", "--profile", f"{H100}:0,{RTX}:1"), "give NAME:COUNT for each kind"),
+        (("pascal", "r1", "--rate", "5", "--profile", f"{H100}:2,none:1"), "--profile: no profile 'none'"),
+        (("pascal", "r1", "--rate", "5", "--profile", f"{H100}:9,{RTX}:99999"), "at most 20000"),
+        (("pascal", "r1", "--rate", "5", "--profile", f"{H100}:2", "--instances", "3"), "not 3"),
+        (
+            ("pascal", "r1", "--rate", "5", "--profile", f"{H100}:2,r1-distill-qwen-32b-h100:2"),
+            "KV of different sizes per token",
+        ),
         (("arrow", "r1", "--rate", "5", "--prefill-instances", "8"), "leaves no instance to decode"),
         (("pascal", "r1", "--rate", "0"), "'--rate'"),
         (("pascal", "r1", "--rate", "5", "--predict", "psychic"), "'--predict'"),

@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from simulator.cluster import ClusterSpec, LinkSpec, MigrationSpec, ReportSpec
 from simulator.instance import Instance
@@ -297,3 +298,28 @@ def test_the_migration_rate_is_measured_from_migrations() -> None:
     assert measured and all(
         0.1 * link_rate < rate < 1.001 * link_rate for rate in measured if rate is not None
     )
+
+
+class AskSpeeds(Policy):
+    """Record what is known of each instance's step times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.speeds: list[float | None] = []
+
+    def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
+        measured = [instance.measured for instance in view.instances.values()]
+        self.speeds = [None if each is None else each.profile.decode.base_ms for each in measured]
+        return Place(next(iter(view.instances)))
+
+
+def test_step_times_are_known_by_instance_if_they_differ() -> None:
+    decode = structs.replace(PROFILE.decode, base_ms=70.0)
+    slow = structs.replace(PROFILE, decode=decode)
+    requests = [SimRequest("r", 0.0, 10, 0, 5)]
+    asked = AskSpeeds()
+    simulate(ClusterSpec.of_kinds([(PROFILE, 2), (slow, 1)]), requests, asked, Fcfs())
+    assert asked.speeds == [7.0, 7.0, 70.0]
+    # Of equal ones a policy knows the profile that it was made with.
+    simulate(ClusterSpec.uniform(2, PROFILE), requests, asked, Fcfs())
+    assert asked.speeds == [None, None]
