@@ -76,7 +76,13 @@ class LeaderRoute:
             return None
         leader = self._members.leaders.get(KIND)
         forwarded = metadata is not None and FORWARDED in tuple(metadata)
-        if leader is None or leader.service_id == self._service_id or forwarded:
+        if leader is not None and leader.service_id == self._service_id:
+            raise AdminError(
+                grpc.StatusCode.UNAVAILABLE,
+                f"etcd has not confirmed lately that scheduler {self._service_id} leads, and only the leader "
+                "carries this out: etcd does not answer, or takes too long; try again when it does",
+            )
+        if leader is None or forwarded:
             named = leader.service_id if leader is not None else "none"
             raise AdminError(
                 grpc.StatusCode.UNAVAILABLE,

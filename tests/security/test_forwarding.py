@@ -183,6 +183,11 @@ async def test_unreachable_leader_is_named(authority: Authority) -> None:
         )
         request = admin_pb2.SetShadowRequest(name="w")
         unreachable = await refused(both.admin.SetShadow(request, timeout=WAIT_S))
+        # etcd showed it as the leader before it stopped answering.
+        both.members.leaders["scheduler"] = ServiceRecord(
+            kind="scheduler", service_id="stands-by", incarnation="1", address="127.0.0.1:1"
+        )
+        unconfirmed = await refused(both.admin.SetShadow(request, timeout=WAIT_S))
         both.members.leaders.clear()
         no_leader = await refused(both.admin.SetShadow(request, timeout=WAIT_S))
 
@@ -191,5 +196,7 @@ async def test_unreachable_leader_is_named(authority: Authority) -> None:
         == (no_leader[0], no_leader[2])
         == (grpc.StatusCode.UNAVAILABLE, True)
     )
+    assert unconfirmed[0] is grpc.StatusCode.UNAVAILABLE and unconfirmed[2]
+    assert "etcd does not answer, or takes too long; try again when it does" in unconfirmed[1]
     assert unreachable[1].startswith("the leading scheduler does not respond; another one will lead")
     assert no_leader[1].startswith("scheduler stands-by does not lead (known leader: none)")
