@@ -7,10 +7,20 @@ from dataclasses import replace
 
 import pytest
 
-from tailrace.actions import Action, Migrate, Place, Placement, Refuse, WhenFull
-from tailrace.cluster import Arrival, ClusterView, HotPrefixes, InstanceState, RequestView
+from tailrace.actions import (
+    Action,
+    HandBack,
+    Migrate,
+    Offer,
+    Place,
+    Placement,
+    Refuse,
+    SetPool,
+    WhenFull,
+)
+from tailrace.cluster import Arrival, ClusterView, HotPrefixes, InstanceState, Pool, RequestView
 from tailrace.control.admission import TtftAdmission
-from tailrace.control.answers import may_place
+from tailrace.control.answers import BadAnswer, may_place
 from tailrace.control.runner import (
     Guard,
     Moment,
@@ -19,6 +29,7 @@ from tailrace.control.runner import (
     Point,
     PolicyRunner,
     Question,
+    ask,
 )
 from tailrace.lengths import LengthStatistics
 from tailrace.perf.ttft import TtftPredictor
@@ -281,3 +292,38 @@ def test_instances_that_may_get_an_arrival(name: str, allowed: bool) -> None:
         instance("d"),
     )
     assert may_place(view, replace(ARRIVAL, excluded=frozenset({"d"})), name) is allowed
+
+
+class Moving(Everywhere):
+    """A policy that moves requests in every way, beside what is no move."""
+
+    STAYS = SetPool("b", Pool.DECODE)
+
+    def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
+        return Place("b", (MOVE, self.STAYS), "a")
+
+    def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
+        return (Offer("r", "a", ("b",), "test"), self.STAYS, HandBack("a", ("r",)))
+
+
+def test_a_policy_that_is_to_move_nothing_keeps_its_other_actions() -> None:
+    policy, view = Moving(), Model().view
+    arriving = PlaceQuestion(view, ARRIVAL, 0.0)
+    ticking = Question(Point.TICK, view, None, 0.0)
+    done = Question(Point.PREFILL_DONE, view, REQUEST, 0.0)
+    assert ask(policy, arriving) == Place("b", (MOVE, policy.STAYS), "a")
+    assert len(ask(policy, ticking)) == 3 and len(ask(policy, done)) == 1
+    policy.moves = False
+    assert ask(policy, arriving) == Place("b", (policy.STAYS,), "a")
+    assert ask(policy, ticking) == (policy.STAYS,) and ask(policy, done) == ()
+
+
+def test_what_a_policy_says_about_its_moves_cannot_hurt() -> None:
+    class Undecided:
+        def __bool__(self) -> bool:
+            raise SystemExit
+
+    policy = Moving()
+    policy.moves = Undecided()  # type: ignore[assignment]
+    with pytest.raises(BadAnswer, match="SystemExit"):
+        ask(policy, Question(Point.PREFILL_DONE, Model().view, REQUEST, 0.0))

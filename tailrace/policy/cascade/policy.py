@@ -357,9 +357,6 @@ class Cascade(Parameters):
         return stages
 
 
-# Section 6.5: figures 16, 14 and 15.
-
-
 def _members(view: ClusterView) -> list[InstanceView]:
     """Return the instances that stages consist of: not draining ones, but suspect ones, which may recover."""
     return [i for i in view.instances.values() if i.state is not InstanceState.DRAINING]
