@@ -166,8 +166,8 @@ def judge_no_migration(claim: Claim, results: Results, curves: Results) -> Findi
         if load > LOADS[HIGH]
     )
     why = (
-        f"up to {LOADS[HIGH]} of saturation no request waits after reasoning; beyond it {beyond}. At "
-        f"{LOADS[HIGH]} NoMigration's cost is in violations, {violations[0]:.1%} vs {violations[1]:.1%}"
+        f"the load decides: {beyond}. At {LOADS[HIGH]} NoMigration has {violations[0]:.1%} violations, PASCAL "
+        f"{violations[1]:.1%}"
     )
     ours = f"{format_estimate(without, '.2f')} s vs {format_estimate(with_it, '.2f')} s"
     return Finding(claim.claim_id, ours, verdict, why, figures, spreads_of(found))
