@@ -166,7 +166,7 @@ def judge_no_migration(claim: Claim, results: Results, curves: Results) -> Findi
         if load > LOADS[HIGH]
     )
     why = (
-        f"the load decides: {beyond}. At {LOADS[HIGH]} NoMigration has {violations[0]:.1%} violations, PASCAL "
+        f"the load decides: {beyond}. At {LOADS[HIGH]} the violations are {violations[0]:.1%} vs "
         f"{violations[1]:.1%}"
     )
     ours = f"{format_estimate(without, '.2f')} s vs {format_estimate(with_it, '.2f')} s"
