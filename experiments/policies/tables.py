@@ -54,7 +54,8 @@ def group_table(ground: str, outcomes: Sequence[Outcome]) -> Table:
                     zip(cells[policy], COLUMNS, strict=True)
                 )
             ]
-            table.add_row(rate if policy == ALL[0] else "", policy, *shown, end_section=policy == ALL[-1])
+            name = policy.rpartition(":")[2]
+            table.add_row(rate if policy == ALL[0] else "", name, *shown, end_section=policy == ALL[-1])
     return table
 
 

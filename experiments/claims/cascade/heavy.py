@@ -202,7 +202,7 @@ def _judged_loads(row: Row, results: Results) -> str:
     for load in dict.fromkeys(part.loads[FIGURE_2] for part in row.against):
         policies = [FULL, *(part.baseline for part in row.against if part.loads[FIGURE_2] == load)]
         kept = ", ".join(
-            f"{policy} {results.estimate(policy, FIGURE_2, load, 'kept_up').mean:.0%}"
+            f"{policy.rpartition(':')[2]} {results.estimate(policy, FIGURE_2, load, 'kept_up').mean:.0%}"
             for policy in dict.fromkeys(policies)
         )
         parts.append(f"at load {load:g} (tokens produced of those demanded: {kept})")
