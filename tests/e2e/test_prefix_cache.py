@@ -17,6 +17,7 @@ from tailrace.v1 import admin_pb2, migration_pb2, types_pb2
 from tests.e2e.conftest import VLLM_KV_BLOCKS, VLLM_WORKERS
 from tests.e2e.test_vllm_fleet import TRIES, longer_than, move_while_running
 from tests.harness.chats import Chats, assert_expected, client
+from tests.harness.controlled import in_effect
 from tests.harness.fleet import MODEL, Fleet
 from tests.harness.processes import wait_until
 from tests.waiting import WAIT_S
@@ -42,7 +43,7 @@ def set_policy(fleet: Fleet, policy: str, **parameters: str) -> None:
 
     def decides() -> bool:
         policies = fleet.admin().ListPolicies(admin_pb2.ListPoliciesRequest(), timeout=WAIT_S).policies
-        return any(each.active and each.name == policy for each in policies)
+        return in_effect(policies, policy, parameters)
 
     wait_until(decides, f"{policy} to decide")
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
 from tailrace.cluster import Pool
+from tailrace.policy.parameters import format_value
+from tailrace.policy.registry import all_parameters
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, types_pb2
 
 NO_PARAMETERS: Final[Mapping[str, str]] = MappingProxyType({})
@@ -16,6 +18,19 @@ CALL_S: Final = 10.0
 SETTLE_S: Final = 60.0
 POLL_S: Final = 0.05
 _POOLS: Final = {pool: getattr(types_pb2, f"POOL_{pool.name}") for pool in Pool}
+
+
+def in_effect(
+    policies: Iterable[admin_pb2.PolicyInfo], name: str, parameters: Mapping[str, str] = NO_PARAMETERS
+) -> bool:
+    """Return whether the policy of this name in full is active, with these parameters and no others."""
+    expected = {key: format_value(value) for key, value in all_parameters(name, parameters).items()}
+    active = next((each for each in policies if each.active), None)
+    return (
+        active is not None
+        and active.name == name.split()[0]
+        and {each.name: each.value for each in active.parameters} == expected
+    )
 
 
 class ControlledFleet:
@@ -34,12 +49,12 @@ class ControlledFleet:
         request = admin_pb2.SetPolicyRequest(name=name, parameters=parameters)
         await self.admin.SetPolicy(request, timeout=CALL_S)
         async with asyncio.timeout(SETTLE_S):
-            while await self._active_policy() != name:  # noqa: ASYNC110 - the scheduler is polled
+            while not in_effect(await self._policies(), name, parameters):  # noqa: ASYNC110 - it is polled
                 await asyncio.sleep(POLL_S)
 
-    async def _active_policy(self) -> str:
+    async def _policies(self) -> Sequence[admin_pb2.PolicyInfo]:
         reply = await self.admin.ListPolicies(admin_pb2.ListPoliciesRequest(), timeout=CALL_S)
-        return next((policy.name for policy in reply.policies if policy.active), "")
+        return reply.policies
 
     async def set_stages(self, stages: Sequence[types_pb2.Stage]) -> None:
         """Run `tailrace set stages`."""

@@ -37,6 +37,7 @@ from tailrace.v1 import admin_pb2, migration_pb2, types_pb2
 from tailrace.v1.admin_pb2_grpc import AdminStub
 from tailrace.wire import SamplingParams
 from tests.frontend.fake_api_server import FakeApiServer
+from tests.harness.controlled import in_effect
 from tests.waiting import WAIT_S
 from tests.worker.worker_processes import WorkerProcess, worker_process
 from worker_agent.engine.simulated import SimulatedSettings
@@ -107,12 +108,12 @@ class Fleet:
         request = admin_pb2.SetPolicyRequest(name=name, parameters=parameters)
         await self.admin.SetPolicy(request, timeout=WAIT_S)
         async with asyncio.timeout(WAIT_S):
-            while await self._active_policy() != name.split()[0]:  # noqa: ASYNC110
+            while not in_effect(await self._policies(), name, parameters):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
-    async def _active_policy(self) -> str:
+    async def _policies(self) -> Sequence[admin_pb2.PolicyInfo]:
         reply = await self.admin.ListPolicies(admin_pb2.ListPoliciesRequest(), timeout=WAIT_S)
-        return next(policy.name for policy in reply.policies if policy.active)
+        return reply.policies
 
     async def set_stages(self, *stages: types_pb2.Stage) -> None:
         """Set the stages like `tailrace set stages`."""

@@ -14,7 +14,7 @@ from experiments.live.vllm.report import Comparison
 
 _LOAD: Final = 3.5
 # The paper's "vLLM" dispatches by current load; workers predict lengths with the shipped predictor.
-_ARMS: Final = (Arm("no rescheduling", "ares rescheduling=off"), Arm("ares", "ares"))
+_ARMS: Final = (Arm("no rescheduling", "ares", {"rescheduling": "off"}), Arm("ares", "ares"))
 
 
 async def run(bench: Bench) -> Sequence[Comparison]:

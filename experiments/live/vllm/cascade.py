@@ -23,8 +23,8 @@ _ALONE: Final = Engines(workers=1, kv_blocks=256)
 _STAGED: Final = ("no pipeline", "in turn", "bid-ask")
 _ARMS: Final = (
     Arm("round robin", "round_robin"),
-    Arm("no pipeline", "cascade layout=one_stage"),
-    Arm("in turn", "cascade handover=round_robin rebalance=false"),
+    Arm("no pipeline", "cascade", {"layout": "one_stage"}),
+    Arm("in turn", "cascade", {"handover": "round_robin", "rebalance": "false"}),
     Arm("bid-ask", "cascade"),
 )
 

@@ -28,10 +28,10 @@ class _Entry:
 # Order within instances, and policy: the paper's baselines place by smallest KV footprint (section V-A).
 # Entries with the same fleet are adjacent; the last fleet is reused by all other comparisons.
 _ENTRIES: Final = (
-    _Entry(Engines(intra="fcfs"), Arm("fcfs", "least_loaded load=footprint")),
-    _Entry(Engines(intra="round_robin"), Arm("rr", "least_loaded load=footprint")),
+    _Entry(Engines(intra="fcfs"), Arm("fcfs", "least_loaded", {"load": "footprint"})),
+    _Entry(Engines(intra="round_robin"), Arm("rr", "least_loaded", {"load": "footprint"})),
     _Entry(Engines(report_s=_FAST_REPORTS_S), Arm("pascal, reports each 0.1 s", "pascal")),
-    _Entry(SCARCE_KV, Arm("pascal, no migration", "pascal migration=never")),
+    _Entry(SCARCE_KV, Arm("pascal, no migration", "pascal", {"migration": "never"})),
     _Entry(SCARCE_KV, Arm("pascal, passing over", "pascal", {"pass_over": "1"})),
     _Entry(SCARCE_KV, Arm("pascal", "pascal")),
 )
