@@ -263,7 +263,7 @@ def cases() -> list[Case]:
         Case("place: tailrace, all reports new", placement_on_new_reports(load("tailrace"))),
         Case("reasoning ended: pascal", reasoning_ended(load("pascal"))),
         Case("reasoning ended: tailrace", reasoning_ended(load("tailrace"))),
-        Case("tick: ares_no_prediction", tick(load("ares rescheduling=current_load"))),
+        Case("tick: ares rescheduling=current_load", tick(load("ares rescheduling=current_load"))),
         Case("tick: ares", tick(load("ares"))),
         Case("prefill done: ares", prefill_done(load("ares"))),
         Case("prefill done: arrow", prefill_done(load("arrow"))),

@@ -207,6 +207,11 @@ _MIGRATIONS: Final[Mapping[type[Policy], MigrationSpec]] = MappingProxyType({Pas
 # Named like a parameter of the policy: what workers predict, which only a simulation can choose.
 _PREDICT: Final = "predict="
 
+FORMER: Final[Mapping[str, str]] = MappingProxyType(
+    {"ares_oracle": "ares predict=oracle", "llumnix": "tailrace.policy.cascade.llumnix:Llumnix"}
+)
+"""As `tailrace.policy.registry.FORMER`, of what only a simulation has."""
+
 
 def setup_for(text: str) -> Setup:
     """Return the setup of `NAME[+ORDER] [KEY=VALUE ...]`, as `tailrace.policy.registry.choose` reads it.
@@ -214,35 +219,35 @@ def setup_for(text: str) -> Setup:
     NAME may be `module:Class`, and `predict` of the parameters one of PREDICTIONS. Raise UnknownSetupError or
     ParameterError.
     """
-    words = text.split()
+    name, order, words = registry.parts_of(text)
     predicts = [word.removeprefix(_PREDICT) for word in words if word.startswith(_PREDICT)]
-    for name in predicts:
-        predictor_for(name)
+    for predicted in predicts:
+        predictor_for(predicted)
+    assignments = [word for word in words if not word.startswith(_PREDICT)]
     try:
-        choice = _choose(" ".join(word for word in words if not word.startswith(_PREDICT)))
+        choice = registry.chosen(text, _policy_class(name), order, assignments)
     except (registry.UnknownPolicyError, registry.UnusablePolicyError) as error:
         raise UnknownSetupError(str(error)) from error
-    migration = _MIGRATIONS.get(choice.policy) or MigrationSpec(when_full=choice.policy.when_full)
-    named = predicts[-1] if predicts else None
     setup = Setup(
         text,
         choice.policy,
         choice.order,
-        migration=migration,
-        named_predicts=named,
+        migration=_MIGRATIONS.get(choice.policy) or MigrationSpec(when_full=choice.policy.when_full),
+        named_predicts=predicts[-1] if predicts else None,
         assigned=dict(choice.parameters),
     )
     return setup._declared()
 
 
-def _choose(text: str) -> registry.Choice:
-    name, *assignments = text.split() or [""]
-    name, _, order = name.partition("+")
+def _policy_class(name: str) -> type[Policy]:
+    """Return the policy that is installed under this name, or the class `module:Class`."""
     module, colon, attribute = name.partition(":")
     if not colon:
         try:
-            return registry.choose(text)
+            return registry.policy_class(name)
         except registry.UnknownPolicyError as error:
+            if name in FORMER:
+                raise UnknownSetupError(registry.former(name, FORMER[name])) from error
             raise UnknownSetupError(f"{error}; or your own as module:Class") from error
     try:
         kind: object = getattr(import_module(module), attribute)
@@ -252,4 +257,4 @@ def _choose(text: str) -> registry.Choice:
         raise UnknownSetupError(f"policy {name!r}: {module} has no {attribute}") from error
     if not (isinstance(kind, type) and issubclass(kind, Policy)):
         raise UnknownSetupError(f"policy {name!r} is not a class derived from tailrace.policy.base.Policy")
-    return registry.chosen(text, kind, order, assignments)
+    return kind

@@ -122,8 +122,9 @@ def policy_infos(active: PolicyRecord, values: Mapping[str, Value]) -> list[admi
     A policy that cannot be loaded is listed with the reason.
     """
     infos = []
+    active_name, *_ = registry.parts_of(active.name)
     for installed in registry.names():
-        is_active = installed == registry.base_name(active.name)
+        is_active = installed == active_name
         name = active.name if is_active else installed
         info = admin_pb2.PolicyInfo(name=name, active=is_active)
         info.suspended = active.suspended if info.active else ""

@@ -26,7 +26,7 @@ from tailrace.cli.plain import JsonValue
 from tailrace.numeric import RealRange, WholeRange
 from tailrace.perf.length_penalty import LengthPenaltyError, load_length_penalty
 from tailrace.policy.parameters import ParameterError, Value, read_assignments
-from tailrace.policy.registry import MOVES
+from tailrace.policy.registry import MOVES, parts_of
 from tailrace.profiles import ProfileError, load_profile
 from tailrace.slo import Slo, SloError
 
@@ -254,17 +254,11 @@ def crossed(policies: Sequence[str]) -> tuple[str, ...]:
         orders = dict.fromkeys(setup_for(policy).intra_name for policy in policies)
     except (ParameterError, UnknownSetupError) as error:
         raise UsageProblem(f"POLICY: {error}") from error
-    plain = dict.fromkeys(_without_order(policy) for policy in policies)
-    return tuple(
-        " ".join((f"{name}+{order}", *parameters))
-        for name, *parameters in map(str.split, plain)
-        for order in orders
+    named = [(name, assignments) for name, _, assignments in map(parts_of, policies)]
+    all_crossed = (
+        " ".join((f"{name}+{order}", *assignments)) for name, assignments in named for order in orders
     )
-
-
-def _without_order(policy: str) -> str:
-    name, *parameters = policy.split()
-    return " ".join((name.partition("+")[0], *parameters))
+    return tuple(dict.fromkeys(all_crossed))
 
 
 def parameters_of(

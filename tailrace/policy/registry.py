@@ -40,7 +40,6 @@ MOVES: Final = Parameter(
 # Ablations and baselines that once had names of their own, and what to write.
 FORMER: Final = {
     "ares_no_prediction": "ares rescheduling=current_load",
-    "ares_oracle": "ares predict=oracle",
     "cascade_chain": "cascade layout=chain",
     "cascade_inter_stage_only": "cascade rebalance=false",
     "cascade_memory": "cascade boundaries=memory",
@@ -49,7 +48,6 @@ FORMER: Final = {
     "cascade_round_robin": "cascade handover=round_robin rebalance=false",
     "current_load": "ares rescheduling=off",
     "fcfs": "least_loaded+fcfs load=footprint",
-    "llumnix": "tailrace.policy.cascade.llumnix:Llumnix",
     "min_kv": "least_loaded load=footprint",
     "minimal_load": "static_pools",
     "pascal_no_migration": "pascal migration=never",
@@ -118,9 +116,12 @@ class Choice:
     order: str
     parameters: Mapping[str, Value]
 
-    def make(self, **arguments: object) -> Policy:
-        """Create the policy; `arguments` are additional ones of its constructor. Raise what that raises."""
-        return self.policy(**{**self.parameters, **arguments})
+
+def parts_of(text: str) -> tuple[str, str, list[str]]:
+    """Return NAME, ORDER (empty: the policy's own) and each KEY=VALUE of a policy's name in full."""
+    words = text.split() or [""]
+    name, _, order = words[0].partition("+")
+    return name, order, words[1:]
 
 
 def choose(text: str) -> Choice:
@@ -129,9 +130,8 @@ def choose(text: str) -> Choice:
     ORDER replaces the batch order that belongs to the policy. Raise UnknownPolicyError, UnusablePolicyError
     or ParameterError.
     """
-    words = text.split() or [""]
-    name, _, order = words[0].partition("+")
-    return chosen(text, _policy_class(name), order, words[1:])
+    name, order, assignments = parts_of(text)
+    return chosen(text, policy_class(name), order, assignments)
 
 
 def chosen(text: str, kind: type[Policy], order: str, assignments: Iterable[str]) -> Choice:
@@ -149,19 +149,15 @@ def chosen(text: str, kind: type[Policy], order: str, assignments: Iterable[str]
     return Choice(kind, order, {name: values[name] for name in given})
 
 
-def base_name(text: str) -> str:
-    """Return the name under which the policy of `NAME[+ORDER] [KEY=VALUE ...]` is installed."""
-    return text.partition(" ")[0].partition("+")[0]
-
-
-def _policy_class(name: str) -> type[Policy]:
+def policy_class(name: str) -> type[Policy]:
+    """Return the installed policy of that name. Raise UnknownPolicyError or UnusablePolicyError."""
     if name not in plugins(GROUP):
         # It may have been installed since.
         plugins.cache_clear()
     point = plugins(GROUP).get(name)
     if point is None:
         if name in FORMER:
-            raise UnknownPolicyError(f"there is no policy {name!r} any more; write {FORMER[name]!r}")
+            raise UnknownPolicyError(former(name, FORMER[name]))
         raise UnknownPolicyError(f"unknown policy {shown(name)}; installed: {', '.join(names())}")
     try:
         kind = load_plugin(point)
@@ -172,6 +168,11 @@ def _policy_class(name: str) -> type[Policy]:
     if wrong := wrong_declaration(kind, {"parameters": Parameter, "needs": Fact}, ("batch_order", "summary")):
         raise UnusablePolicyError(f"policy {name!r} ({point.value}): {wrong}")
     return kind
+
+
+def former(name: str, written: str) -> str:
+    """Return what to tell whoever writes a former name."""
+    return f"there is no policy {name!r} any more; write {written!r}"
 
 
 def _is_policy(plugin: object) -> TypeGuard[type[Policy]]:

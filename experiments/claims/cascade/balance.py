@@ -112,7 +112,9 @@ def spread(policy: str, seconds: float, seed: int) -> Figures:
     profile, load = llama_on_h20(), HEAVY[FIGURE_2]
     stages = four_stages(profile, load)
     spec = replace(cluster(profile, policy, FIGURE_2), stages=stages)
-    fixed = choose(policy).make(
+    choice = choose(policy)
+    fixed = choice.policy(
+        **choice.parameters,
         profile=profile,
         penalty=load_length_penalty(FIGURE_2),
         bandwidth_bytes_per_s=LINK_BYTES_PER_S,

@@ -109,7 +109,9 @@ def policy_for(name: str, profile: Profile, penalty: str, load: float) -> Policy
     if name == LLUMNIX:
         return Llumnix()
     lengths = history()
-    return choose(name).make(
+    choice = choose(name)
+    return choice.policy(
+        **choice.parameters,
         profile=profile,
         penalty=load_length_penalty(penalty),
         history=lengths,
