@@ -71,6 +71,8 @@ def _request(random: Random, request_id: str, instance_id: str, scale: float) ->
         output_tokens=output,
         max_tokens=32_768,
         kv_tokens=-(-context // 16) * 16,
+        # As if each had made a token in 20 ms.
+        arrival_s=-0.02 * output,
         pacer_slack_tokens=None if reasoning else (-2.0 if random.randrange(_BEHIND_ONE_IN) == 0 else 8.0),
         predicted_remaining_tokens=float(_heavy_tailed(random, 1_200.0)),
         phase_tokens=output if reasoning else random.randrange(2_000),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scheduler_svc import actuator
 from tailrace.actions import HandBack, Offer, SetStages
 from tailrace.cluster import ClusterView, InstanceView, Stage
-from tailrace.policy.cascade.handover import HANDOVERS_MAX
+from tailrace.policy.cascade.handover import HANDOVERS_MAX, REBALANCED_MAX, RECEIVERS_MAX
 from tailrace.policy.cascade.layout import active_in, stage_of
 from tailrace.policy.cascade.policy import ROUND_ROBIN, Cascade
 from tests.policy.fleets import MAX_LENGTH, cluster, fleets, instance, quick, random_layout, request
@@ -91,11 +91,27 @@ def test_a_tick_orders_the_longest_requests_up_to_a_limit_of_open_handovers(on_o
     assert offered(actions) == [f"r{n:03d}" for n in range(499, 499 - left, -1)]
 
 
-def test_rebalancing_stops_at_the_same_limit() -> None:
+@pytest.mark.parametrize(("open_elsewhere", "ordered"), [(0, REBALANCED_MAX), (400, HANDOVERS_MAX - 400)])
+def test_rebalancing_orders_few_on_a_tick_and_stops_at_the_limit_of_open_handovers(
+    open_elsewhere: int, ordered: int
+) -> None:
     held = tuple(request(f"r{n:03d}", "a", 1_000) for n in range(900))
-    peers = [instance(name, capacity=4_000_000) for name in "bc"]
+    peers = [replace(instance(name, capacity=4_000_000), migrations_out=open_elsewhere // 2) for name in "bc"]
     whole = cluster(instance("a", held, capacity=4_000_000), *peers)
-    assert len(offered(Cascade().on_tick(whole, 0.0))) == HANDOVERS_MAX
+    assert len(offered(Cascade().on_tick(whole, 0.0))) == ordered
+
+
+def test_few_of_many_receivers_bid_those_with_the_least_demand() -> None:
+    held = tuple(request(f"r{n:03d}", "a", 1_000) for n in range(900))
+    loads = {f"b{n:03d}": 1_000 * (n * 37 % 100) for n in range(100)}
+    peers = [
+        instance(name, (request(f"on-{name}", name, tokens),) if tokens else ())
+        for name, tokens in loads.items()
+    ]
+    offer = Cascade().on_tick(cluster(instance("a", held, capacity=4_000_000), *peers), 0.0)[0]
+    assert isinstance(offer, Offer)
+    assert set(offer.receiver_ids) == set(sorted(loads, key=loads.__getitem__)[:RECEIVERS_MAX])
+    assert loads[offer.receiver_ids[0]] == 0
 
 
 def test_a_scheduler_that_carries_out_the_most_handovers_can_do_something_else() -> None:

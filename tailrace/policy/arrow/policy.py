@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from heapq import nsmallest
+from heapq import heapify, heappop, heappush, heapreplace, nsmallest
+from math import inf
+from operator import itemgetter
 from typing import Final
 
 import numpy as np
@@ -223,15 +225,17 @@ class Arrow(Policy):
             for found in self.decode_targets.least_tokens(view, request):
                 if found is not None and self._within_slo(found, ledger):
                     return (ledger.reserve(request, found, "prefill done"),)
-        return self._schedule_decode(
-            Pools.of(view), request, _ledger(view), may_flip=lambda pools: self._flip_to_decode(pools, now)
-        )
+        among = self._decode_candidates(Pools.of(view), _ledger(view))
+        return self._schedule_decode(among, request, lambda pools: self._flip_to_decode(pools, now))
+
+    def _decode_candidates(self, pools: Pools, ledger: Ledger) -> DecodeCandidates:
+        eligible = ledger.may_receive if self.room == FILTER else ledger.may_queue
+        return DecodeCandidates(pools, ledger, eligible)
 
     def _schedule_decode(
         self,
-        pools: Pools,
+        among: DecodeCandidates,
         request: RequestView,
-        ledger: Ledger,
         may_flip: Callable[[Pools], SetPool | None],
     ) -> list[Action]:
         """Select a decode instance by Algorithm 2.
@@ -240,15 +244,13 @@ class Arrow(Policy):
         (section 5.4), and decodes where it is until then. With `room` "filter" only targets with room are
         eligible; if there is none, the request stays, and a tick tries again.
         """
-        source_id = request.instance_id
+        pools, ledger, source_id = among.pools, among.ledger, request.instance_id
         source = next((i for i in pools.members() if i.instance_id == source_id), None)
         if source is None or source.pool not in _HANDS_OVER:
             return []
         if not ledger.may_send(source, request):
             return []
-        eligible = ledger.may_receive if self.room == FILTER else ledger.may_queue
-        t_1 = _least_tokens([i for i in pools.decode if eligible(i, request)], ledger)
-        t_2 = _least_tokens([i for i in pools.prefill_to_decode if eligible(i, request)], ledger)
+        t_1, t_2 = among.decode.least(request), among.prefill_to_decode.least(request)
         for target in (t_1, t_2):
             if target is not None and self._within_slo(target, ledger):
                 return [ledger.reserve(request, target, "prefill done")]
@@ -257,7 +259,7 @@ class Arrow(Policy):
             if move.instance_id == source_id:
                 return [move]
             t_3 = next(i for i in pools.members() if i.instance_id == move.instance_id)
-            if eligible(t_3, request):
+            if among.eligible(t_3, request):
                 return [move, ledger.reserve(request, t_3, "prefill done")]
             # The flipped instance cannot take this request, but it will help later ones.
             return [move, *_to_less_loaded(t_1, t_2, request, ledger)]
@@ -320,23 +322,25 @@ class Arrow(Policy):
 
         Requests on D->P instances stay: such an instance finishes its decodes.
         """
-        waiting: list[tuple[float, str, RequestTable, int]] = []
-        for instance in pools.prefill:
-            if instance.running > 0:
-                requests = table_of(instance.requests)
-                arrivals_s, ids = requests.arrival_s, requests.ids
-                rows = np.flatnonzero(requests.decoding).tolist()
-                waiting += [(float(arrivals_s[row]), ids[row], requests, row) for row in rows]
-        if not waiting:
+        tables = [table_of(instance.requests) for instance in pools.prefill if instance.running > 0]
+        arrivals_s = [requests.arrival_s[requests.decoding] for requests in tables]
+        waiting_s = np.concatenate(arrivals_s) if arrivals_s else np.empty(0)
+        if not len(waiting_s):
             return []
-        ledger = _ledger(view)
-        oldest = [
-            requests.view(row)
-            for _, _, requests, row in nsmallest(_HANDOVERS, waiting, key=lambda candidate: candidate[:2])
-        ]
+        # Of thousands that wait, only the oldest are sorted; those of the last one's age by their ids.
+        last = min(_HANDOVERS, len(waiting_s)) - 1
+        oldest_s = float(np.partition(waiting_s, last)[last])
+        oldest: list[tuple[float, str, RequestTable, int]] = []
+        for requests in tables:
+            rows = np.flatnonzero(requests.decoding & (requests.arrival_s <= oldest_s)).tolist()
+            if rows:
+                ids, arrived_s = requests.ids, requests.arrival_s
+                oldest += [(float(arrived_s[row]), ids[row], requests, row) for row in rows]
+        oldest = nsmallest(_HANDOVERS, oldest, key=itemgetter(0, 1))
+        among = self._decode_candidates(pools, _ledger(view))
         actions: list[Action] = []
-        for request in oldest:
-            actions += self._schedule_decode(pools, request, ledger, may_flip=lambda _: None)
+        for _, _, requests, row in oldest:
+            actions += self._schedule_decode(among, requests.view(row), may_flip=lambda _: None)
         return actions
 
     # ---- load
@@ -402,13 +406,57 @@ def _ledger(view: ClusterView) -> Ledger:
     return Ledger(view.instances, transfers_in=None, transfers_out=None)
 
 
-def _least_tokens(instances: Sequence[InstanceView], ledger: Ledger) -> InstanceView | None:
-    """Return the instance with the least running tokens (Alg. 2)."""
-    return min(
-        instances,
-        key=lambda i: (running_tokens(i) + ledger.reserved_tokens(i), i.instance_id),
-        default=None,
-    )
+Eligible = Callable[[InstanceView, RequestView], bool]
+
+
+class DecodeCandidates:
+    """The instances among which Algorithm 2 chooses during one decision."""
+
+    def __init__(self, pools: Pools, ledger: Ledger, eligible: Eligible) -> None:
+        """`eligible`: whether an instance may get a request, given what the ledger has reserved."""
+        self.pools = pools
+        self.ledger = ledger
+        self.eligible = eligible
+        self.decode = _ByTokens(pools.decode, ledger, eligible)
+        self.prefill_to_decode = _ByTokens(pools.prefill_to_decode, ledger, eligible)
+
+
+class _ByTokens:
+    """The instances of one pool in a heap: on a tick, many requests ask for the least loaded one in turn."""
+
+    def __init__(self, instances: Sequence[InstanceView], ledger: Ledger, eligible: Eligible) -> None:
+        self._ledger = ledger
+        self._eligible = eligible
+        self._heap = [(self._tokens(i), i.instance_id, i) for i in instances]
+        heapify(self._heap)
+        # No instance can take a request with this much context and this much KV.
+        self._refused: tuple[float, float] = inf, inf
+
+    def least(self, request: RequestView) -> InstanceView | None:
+        """Return the eligible instance with the least running tokens, then the first by id (Alg. 2)."""
+        size = request.context_tokens, max(request.kv_tokens, request.context_tokens)
+        if size[0] >= self._refused[0] and size[1] >= self._refused[1]:
+            # Within a decision instances only fill up.
+            return None
+        heap, found = self._heap, None
+        ineligible: list[tuple[int, str, InstanceView]] = []
+        while heap and found is None:
+            tokens, name, instance = heap[0]
+            if (now := self._tokens(instance)) != tokens:
+                # Something was reserved there since.
+                heapreplace(heap, (now, name, instance))
+            elif self._eligible(instance, request):
+                found = instance
+            else:
+                ineligible.append(heappop(heap))
+        for entry in ineligible:
+            heappush(heap, entry)
+        if found is None:
+            self._refused = size
+        return found
+
+    def _tokens(self, instance: InstanceView) -> int:
+        return running_tokens(instance) + self._ledger.reserved_tokens(instance)
 
 
 def _to_less_loaded(

@@ -28,6 +28,12 @@ OVERLOADED = "overloaded"
 # Handovers open at once, beyond which a tick orders none. A scheduler carries out 512 actions at a time and
 # drops the others, whatever they are: an eighth is left for stages and prompts.
 HANDOVERS_MAX: Final = 448
+# Handovers within one stage that a tick orders: with a thousand instances, more would delay placements. Those
+# left over have their turn on the next tick.
+REBALANCED_MAX: Final = 128
+# Receivers that bid for one request, those with the least demand. The paper asks all of a stage, which has
+# four instances there, and ignores the bids of the half with more load.
+RECEIVERS_MAX: Final = 64
 
 
 class ReceiverChoice(Protocol):
@@ -43,11 +49,10 @@ class ReceiverChoice(Protocol):
 def by_bids(
     receivers: Positions, request: RequestView, room: Room, reason: str, most_tokens: int | None
 ) -> Offer:
-    """Offer the request to all receivers; room is reserved on the one with the least demand."""
-    least = room.least_demand(receivers)
-    room.reserve(request, least)
-    order = [least, *receivers[receivers != least].tolist()]
-    names = tuple([room.instances[n].instance_id for n in order])
+    """Offer the request to the receivers with the least demand; room is reserved on the first of them."""
+    asked = room.least_demand(receivers, RECEIVERS_MAX).tolist()
+    room.reserve(request, asked[0])
+    names = tuple([room.instances[n].instance_id for n in asked])
     return Offer(request.request_id, request.instance_id, names, reason, most_tokens)
 
 
@@ -121,7 +126,7 @@ class Handovers:
         Without a stage the whole cluster is one. An instance is overloaded above `outlier` times the mean
         demand. The paper leaves open which requests move, and how many. Here: the longest ones that do not
         take the sender below the stage's mean, which needs the fewest transfers, to peers that do not become
-        overloaded by them. At most `HANDOVERS_MAX` are open afterwards.
+        overloaded by them. At most `REBALANCED_MAX`, and at most `HANDOVERS_MAX` are open afterwards.
         """
         room = self._room
         peers = room.active(stage)
@@ -145,7 +150,7 @@ class Handovers:
             longest_first = sorted((-int(contexts[row]), ids[row], row) for row in rows)
             for less_length, _, row in longest_first:
                 length = -less_length
-                if room.handovers >= HANDOVERS_MAX:
+                if room.handovers >= HANDOVERS_MAX or len(actions) >= REBALANCED_MAX:
                     return actions
                 if length > excess or not receivers.may_have_room(length):
                     continue

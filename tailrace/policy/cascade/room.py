@@ -54,7 +54,7 @@ class Room:
         self, columns: Floats, instances: Sequence[InstanceView], kept: _Kept, transfers: int | None
     ) -> None:
         """`transfers`: maximum number of open migrations per instance and direction; None: no limit."""
-        active, free, demand, self._block, self._longest, arriving, self._leaving = columns
+        active, free, demand, self._block, self._longest, arriving, leaving = columns
         self.instances = instances
         # Demand without what is reserved.
         self.demand: Floats = demand
@@ -67,13 +67,14 @@ class Room:
         if transfers is not None:
             self._free[arriving >= transfers] = -1.0
         self._transfers = transfers
+        self._open = int(leaving.sum())
         self._left: Counter[str] = Counter()
         self._moved: set[str] = set()
 
     @property
     def handovers(self) -> int:
         """Return the number of handovers that are open or reserved."""
-        return int(self._leaving.sum()) + len(self._moved)
+        return self._open + len(self._moved)
 
     def active(self, stage: Stage | None) -> Positions:
         """Return the active instances of a stage in its order; without a stage, all active ones."""
@@ -115,13 +116,18 @@ class Room:
         left = np.minimum(self._free, limit - self.demand - self._reserved)
         return float(left[among].max(initial=-1.0))
 
-    def least_demand(self, among: Positions) -> int:
-        """Return the instance with the least demand including what is reserved, then the first by id.
+    def least_demand(self, among: Positions, count: int) -> Positions:
+        """Return at most `count` instances with the least demand including what is reserved: the least one
+        first, the first by id of equals, and the others in the order given.
 
         `among` must not be empty.
         """
-        demand = (self.demand + self._reserved)[among]
-        return int(among[demand == demand.min()].min())
+        demand = self.demand[among] + self._reserved[among]
+        if len(among) > count:
+            least = np.sort(demand.argpartition(count)[:count])
+            among, demand = among[least], demand[least]
+        first = among[demand == demand.min()].min()
+        return np.concatenate(([first], among[among != first]))
 
     def reserve(self, request: RequestView, target: int) -> None:
         """Reserve room for a handover."""
