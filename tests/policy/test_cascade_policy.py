@@ -60,6 +60,22 @@ def test_an_arrival_goes_to_the_earliest_stage_that_covers_it(prompt: int, where
     assert POLICY.place(staged(), arrival(10**6), 0.0) == Place("e")
 
 
+def full(name: str) -> InstanceView:
+    """Return an instance whose batch has no slot left."""
+    return replace(instance(name, held(name, 50, 50)), max_num_seqs=2)
+
+
+@pytest.mark.parametrize(
+    ("without_slot", "where"),
+    [("", "a"), ("a", "b"), ("ab", "c"), ("abcd", "e"), ("abcde", "a"), ("cd", "a")],
+)
+def test_with_overflow_a_full_stage_passes_arrivals_on(without_slot: str, where: str) -> None:
+    view = staged(*map(full, without_slot))
+    assert Cascade(overflow=True).place(view, arrival(500), 0.0) == Place(where)
+    # The paper's rule.
+    assert POLICY.place(view, arrival(500), 0.0) == Place("b" if without_slot == "a" else "a")
+
+
 def test_the_length_of_a_resumed_request_includes_its_output() -> None:
     lost = replace(arrival(900), output_tokens=100)
     assert POLICY.place(staged(), lost, 0.0) == Place("c")

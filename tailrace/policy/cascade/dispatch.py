@@ -27,6 +27,11 @@ def demand_share(instance: InstanceView, held_tokens: int = 0) -> int:
     return (demand_tokens(instance) - held_tokens) * 1_000 // (instance.kv_capacity_tokens or 1)
 
 
+def has_slot(instance: InstanceView) -> bool:
+    """Return whether the instance's batch has a slot for one more request, as far as it says."""
+    return not instance.max_num_seqs or instance.load < instance.max_num_seqs
+
+
 class LeastDemand:
     """Select by the demand of all instances, by column. Of equal shares of demand the fewest requests decide,
     then the id."""

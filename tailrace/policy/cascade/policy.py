@@ -24,7 +24,7 @@ from tailrace.perf.qoe_model import QoeModel
 from tailrace.perf.steps import StepModel
 from tailrace.policy.base import Policy
 from tailrace.policy.candidates import CACHE_AWARE, credit
-from tailrace.policy.cascade.dispatch import LeastDemand, demand_share, misplaced
+from tailrace.policy.cascade.dispatch import LeastDemand, demand_share, has_slot, misplaced
 from tailrace.policy.cascade.handover import Handovers, ReceiverChoice, by_bids, round_robin
 from tailrace.policy.cascade.layout import active_in, earliest_stage, nearest_first, repaired, stage_of
 from tailrace.policy.cascade.planner import Planner, chain, exact, no_pipeline
@@ -121,6 +121,11 @@ class Parameters(Policy):
         False,
         "whether plans include the cost of unequal lengths, by the deployment's length penalty",
         source="ours; CascadeInfer's Eq. (1) has no such term",
+    )
+    overflow: bool = parameter(
+        False,
+        "whether an arrival whose stage has no free slot in its batches goes to the next stage that has one",
+        source="false: CascadeInfer, section 3.2; true: ours",
     )
     refine_s: float = parameter(
         5.0,
@@ -268,7 +273,9 @@ class Cascade(Parameters):
 
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
         """Place in the earliest stage that covers the length; if it has no active instance, in the nearest
-        one, longer ones first.
+        one, longer ones first. With `overflow`, a stage whose batches are full passes it on: a sender opens
+        three transfers at a time, and each waits for a step of the sender's batch, so beyond some load a
+        stage fills with requests that have outgrown it while the next ones are nearly empty.
 
         Without stages, or if no stage has an active instance, the whole cluster is one stage.
         """
@@ -280,6 +287,9 @@ class Cascade(Parameters):
                 chosen = self._dispatch(view, stages[number], arrival)
                 if chosen is not None:
                     break
+            if self.overflow and chosen is not None and not has_slot(chosen):
+                later = (self._dispatch(view, stage, arrival) for stage in stages[at + 1 :])
+                chosen = next((i for i in later if i is not None and has_slot(i)), chosen)
         if chosen is None:
             chosen = self._dispatch(view, None, arrival)
         if chosen is None:
