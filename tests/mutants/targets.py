@@ -19,8 +19,6 @@ _POLICY: Final = "tests/policy/"
 _DECLARED: Final = (_POLICY + "test_parameters.py", _POLICY + "test_paper_pages.py")
 _ORDERS: Final = ("tests/intra", "tests/worker/test_step_order.py", *_DECLARED)
 _TAILRACE: Final = (
-    _POLICY + "test_tailrace_arrival.py",
-    _POLICY + "test_tailrace_offers.py",
     _POLICY + "test_tailrace.py",
     _POLICY + "test_placing_by_prefix.py",
 )

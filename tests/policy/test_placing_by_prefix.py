@@ -15,11 +15,9 @@ from tailrace.policy.ares.policy import Ares
 from tailrace.policy.arrow.policy import Arrow
 from tailrace.policy.base import Policy
 from tailrace.policy.cascade.policy import Cascade
-from tailrace.policy.columns import PerInstances
 from tailrace.policy.pascal import Pascal
 from tailrace.policy.prefix_affinity import PrefixAffinity
 from tailrace.policy.session import Session
-from tailrace.policy.tailrace.offers import OfferPlanner
 from tailrace.policy.tailrace.policy import Tailrace
 from tests.policy.fleets import cluster, fleets, instance, quick
 
@@ -122,21 +120,6 @@ def test_a_prefix_is_pulled_if_that_is_faster(kind: type[Policy], rate: float | 
     # A prefix that was placed there but not reported yet cannot be pulled.
     coming = arrival(16_500, cached=held("w1", 16_000))
     assert kind(pulls=True).place(view, coming, 1.0) == Place("w0")
-
-
-@given(fleets(all_active=True, least=1), st.integers(1, 20_000), st.integers(0, 2**32))
-@quick
-def test_few_and_many_instances_are_ranked_alike(view: ClusterView, tokens: int, seed: int) -> None:
-    """`tailrace` evaluates few instances one by one and many as columns."""
-    cached = {
-        name: CachedTokens(share * ((seed >> (n + 9)) % 3) // 2, share)
-        for n, name in enumerate(view.instances)
-        if (share := tokens * ((seed >> n) % 5) // 5)
-    }
-    with_cached = arrival(tokens, cached=cached)
-    by_one, by_columns = Tailrace(), Tailrace()
-    by_columns.offers = PerInstances(lambda: OfferPlanner(by_columns.costs, 0))
-    assert by_one.place(view, with_cached, 1.0) == by_columns.place(view, with_cached, 1.0)
 
 
 @given(view=fleets(), session=st.text(min_size=1, max_size=8), names=st.lists(st.integers(0, 2**64 - 1)))

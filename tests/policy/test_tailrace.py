@@ -1,66 +1,67 @@
-"""The tailrace policy: properties of every decision, and the purpose of each part of its cost."""
+"""The tailrace policy: its costs against a plain formula, and the purpose of each part of them."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import random
 from collections.abc import Sequence
+from math import inf
 from types import MappingProxyType
-from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.actions import Action, Migrate, Place, Refuse, SetPool
+from tailrace.actions import Action, Migrate, Place, Refuse
 from tailrace.cluster import (
     Arrival,
+    CachedTokens,
     ClusterView,
     InstanceState,
     InstanceView,
     Phase,
-    Pool,
     RequestView,
-    Stage,
 )
 from tailrace.handover import TRANSFERS
 from tailrace.intra.earliest_due import EarliestDue, due_s, nominal_s
 from tailrace.intra.registry import make_intra
-from tailrace.perf.length_penalty import load_length_penalty
+from tailrace.perf.horizon import HORIZON
 from tailrace.perf.measured import Measured
 from tailrace.perf.qoe_model import QoeModel
 from tailrace.perf.steps import StepModel
 from tailrace.perf.ttft import TtftPredictor
 from tailrace.policy.candidates import Ledger, needed_tokens
-from tailrace.policy.columns import PerInstances
 from tailrace.policy.registry import load
-from tailrace.policy.requests import movable
-from tailrace.policy.tailrace.costs import Costs, Longest
-from tailrace.policy.tailrace.moves import MovePlanner, remaining_tokens
-from tailrace.policy.tailrace.offers import FEW, OfferPlanner
+from tailrace.policy.requests import movable, table_of
+from tailrace.policy.tailrace.costs import Costs, Offers
 from tailrace.policy.tailrace.policy import Tailrace
-from tailrace.policy.tailrace.queue import Queue
-from tailrace.policy.tailrace.targets import Decoders, Targets, decoders, within_stage
+from tailrace.policy.tailrace.queue import DEEPEST, QueueColumns
+from tailrace.policy.tailrace.rebalance import rebalance
 from tailrace.profiles import load_profile
 from tests.policy.clusters import arrivals as more_arrivals
 from tests.policy.clusters import clusters
 from tests.policy.fleets import arrivals, cluster, fleets, instance, quick, request
-from tests.policy.tailrace_arrival import cheapest
 
-PENALTY = load_length_penalty("cascadeinfer-figure-2-step")
+NOW = 4.0
+NOMINAL = StepModel.of_profile(None)
+COSTS = Costs(NOMINAL)
 POLICIES = [
     Tailrace(),
-    Tailrace(load_profile("r1-distill-qwen-32b-h100"), PENALTY),
+    Tailrace(load_profile("r1-distill-qwen-32b-h100")),
     # Migrations are free: any saving suffices.
     Tailrace(margin=0.0),
 ]
-views = fleets(pools=(None, *Pool)) | fleets(staged=True) | fleets() | clusters()
+views = fleets() | clusters()
 
 
-def planning(costs: Costs, few: int) -> PerInstances[OfferPlanner]:
-    """Return planners that evaluate up to `few` instances one by one."""
-    return PerInstances(lambda: OfferPlanner(costs, few))
+def offers_of(view: ClusterView, costs: Costs = COSTS) -> Offers:
+    offers = Offers(costs)
+    offers.update(view)
+    return offers
+
+
+# ---- soundness
 
 
 def check(view: ClusterView, actions: Sequence[Action]) -> None:
@@ -69,9 +70,6 @@ def check(view: ClusterView, actions: Sequence[Action]) -> None:
     pairs: set[tuple[str, str]] = set()
     moved: set[str] = set()
     for action in actions:
-        if isinstance(action, SetPool):
-            assert view.instances[action.instance_id].state is InstanceState.ACTIVE
-            continue
         assert isinstance(action, Migrate)
         source, target = view.instances[action.source_id], view.instances[action.target_id]
         held = next(r for r in source.requests if r.request_id == action.request_id)
@@ -113,144 +111,6 @@ def test_ticks_are_sound(view: ClusterView, now: float) -> None:
         check(view, actions)
 
 
-@quick
-@given(view=views, pick=st.integers(0, 1_000))
-def test_decisions_on_one_request_are_sound(view: ClusterView, pick: int) -> None:
-    held = [r for i in view.instances.values() for r in i.requests if r.phase is not Phase.PREFILL]
-    if not held:
-        return
-    chosen = held[pick % len(held)]
-    for policy in POLICIES:
-        for call in (policy.on_prefill_done, policy.on_reasoning_ended, policy.on_length_boundary):
-            actions = call(view, chosen, 0.0)
-            assert list(call(view, chosen, 0.0)) == list(actions)
-            migrations = [a for a in actions if isinstance(a, Migrate)]
-            assert len(migrations) <= 1
-            assert all(m.request_id == chosen.request_id for m in migrations)
-            check(view, actions)
-
-
-def test_a_flipped_instance_is_a_target_under_the_same_rules() -> None:
-    """If no decode instance has room, Arrow flips one. Outgoing migrations can rule it out as a target."""
-    policy, done = Tailrace(), request("r", "a")
-    source = instance("a", (done,), pool=Pool.PREFILL, migrations=(1, 0))
-    late = instance("b", (request("x", "b"),), pool=Pool.DECODE, token_interval_s=0.5)
-    for leaving, target in ((0, "c"), (1, "b")):
-        spare = instance("c", pool=Pool.PREFILL, migrations=(0, leaving))
-        view = cluster(source, late, spare)
-        assert list(policy.on_prefill_done(view, done, 0.0)) == [
-            SetPool("c", Pool.DECODE),
-            Migrate("r", "a", target, "prefill done"),
-        ]
-
-
-@quick
-@given(view=fleets(pools=(Pool.PREFILL, Pool.DECODE), all_active=True), arrival=arrivals)
-def test_prompts_go_to_the_prefill_pool(view: ClusterView, arrival: Arrival) -> None:
-    """Prompts go to a prefill instance if there is one."""
-    policy = Tailrace(ttft_slo_s=1e9)
-    placement = policy.place(view, arrival, 0.0)
-    able = [i for i in view.placeable() if i.instance_id not in arrival.excluded]
-    if able and any(i.pool is Pool.PREFILL for i in able):
-        assert isinstance(placement, Place)
-        assert view.instances[placement.instance_id].pool is Pool.PREFILL
-
-
-@quick
-@given(view=fleets(), tokens=st.integers(1, 5_000))
-def test_the_cost_of_staying_equals_the_cost_of_returning(view: ClusterView, tokens: int) -> None:
-    """Otherwise a request would move back and forth."""
-    for costs in (Costs(StepModel.of_profile(None)), Costs(StepModel.of_profile(None), PENALTY)):
-        for here in view.instances.values():
-            new = request("x", here.instance_id, tokens, 16)
-            joined = dataclasses.replace(
-                here,
-                requests=(*here.requests, new),
-                running=here.running + 1,
-                kv_used_tokens=here.kv_used_tokens + new.context_tokens,
-                kv_capacity_tokens=10**9,
-            )
-            roomy = dataclasses.replace(here, kv_capacity_tokens=10**9)
-            longest = Longest.of(here).tokens
-            assert Longest.of(joined).without("x") == longest
-            staying = costs.staying_s(joined, new.context_tokens, 100.0, longest)
-            assert staying == pytest.approx(costs.joining_s(roomy, new.context_tokens, 100.0, longest))
-
-
-@quick
-@given(view=fleets(), tokens=st.integers(1, 50_000))
-def test_no_slowdown_is_below_the_bound_of_its_target(view: ClusterView, tokens: int) -> None:
-    instances = list(view.instances.values())
-    longest = {i.instance_id: Longest.of(i).tokens for i in instances}
-    for costs in (Costs(StepModel.of_profile(None)), Costs(StepModel.of_profile(None), PENALTY)):
-        # The second list is long enough to be examined in order of the bounds.
-        for among in (instances, instances * 25):
-            targets = Targets.of(costs, among)
-            candidates = list(targets.by_slowdown(tokens))
-            assert sorted(position for _, position, _ in candidates) == list(range(len(among)))
-            assert [bound for bound, _, _ in candidates] == sorted(bound for bound, _, _ in candidates)
-            for bound_s, position, target in candidates:
-                assert target is among[position]
-                slowdown_s = costs.slowdown_s(target, tokens, longest[target.instance_id])
-                assert targets.least_slowdown_s(tokens) <= bound_s <= slowdown_s
-
-
-@quick
-@given(view=fleets(), least_gain_s=st.floats(0.0, 10.0))
-def test_the_best_move_does_not_depend_on_the_order_of_examination(
-    view: ClusterView, least_gain_s: float
-) -> None:
-    costs = Costs(StepModel.of_profile(None))
-    many = [
-        dataclasses.replace(i, instance_id=f"{i.instance_id}-{n}", running=i.running + n % 3)
-        for n in range(25)
-        for i in view.instances.values()
-    ]
-    for source in view.instances.values():
-        for moved in source.requests:
-            mover = MovePlanner(costs, Ledger(view.instances, 3, 3), 2.0)
-            ordered = mover.best(moved, source, Targets.of(costs, many), least_gain_s)
-            one_by_one = [mover.best(moved, source, Targets.of(costs, [t]), least_gain_s) for t in many]
-            gains = [move.gain_s for move in one_by_one if move is not None]
-            assert (ordered is None) == (not gains)
-            if ordered is not None:
-                assert ordered.gain_s == max(gains)
-                first = next(move for move in one_by_one if move is not None and move.gain_s == max(gains))
-                assert ordered.target is first.target
-
-
-@quick
-@given(view=fleets(), margin=st.sampled_from([0.0, 2.0]))
-def test_the_request_that_gains_most_moves(view: ClusterView, margin: float) -> None:
-    for costs in (Costs(StepModel.of_profile(None)), Costs(StepModel.of_profile(None), PENALTY)):
-        targets = Targets.of(costs, list(view.instances.values())[:3])
-        for source in view.instances.values():
-            mover = MovePlanner(costs, Ledger(view.instances, 3, 3), margin)
-            moves = [mover.best(moved, source, targets) for moved in source.requests if movable(moved)]
-            gains = [move.gain_s for move in moves if move is not None and move.gain_s > 0.0]
-            best = mover.best_of(source, targets)
-            assert (best is None) == (not gains)
-            assert best is None or best.gain_s == pytest.approx(max(gains), rel=1e-9)
-
-
-@quick
-@given(views=st.lists(fleets(), min_size=2, max_size=3))
-def test_earlier_views_do_not_affect_which_instances_may_receive(views: list[ClusterView]) -> None:
-    costs = Costs(StepModel.of_profile(None))
-    used = Decoders(costs)
-    for view in views:
-        several = {f"{name}-{n}": i for n in range(13) for name, i in view.instances.items()}
-        large = ClusterView({name: dataclasses.replace(i, instance_id=name) for name, i in several.items()})
-        for each in (view, large):
-            among = [i for i in decoders(each.placeable()) if i.migrations_in < TRANSFERS]
-            expected = _by_slowdown(Targets.of(costs, among))
-            assert _by_slowdown(used.targets(each)) == expected
-
-
-def _by_slowdown(targets: Targets) -> list[tuple[float, str]]:
-    return sorted((slowdown_s, found.instance_id) for slowdown_s, _, found in targets.by_slowdown(100))
-
-
 def test_the_policy_is_registered_by_name() -> None:
     policy = load("tailrace")
     assert type(policy) is Tailrace and policy.summary
@@ -269,10 +129,153 @@ def test_instances_without_reports_get_requests() -> None:
     assert list(policy.on_tick(empty, 0.0)) == []
 
 
-def crowded(count: int = 40, output: int = 2_000, capacity: int = 400_000) -> ClusterView:
-    """Return one instance with all the requests and an idle one."""
-    held = tuple(request(f"r{n}", "w0", 1_000, output, Phase.REASONING) for n in range(count))
-    return cluster(instance("w0", held, capacity=capacity), instance("w1"))
+@st.composite
+def reporting(draw: st.DrawFn) -> ClusterView:
+    """Draw instances of two kinds, one of them measured, with prompts that arrived at different times.
+
+    Some list their prompts; for some, the backlog is partly unknown or partly computed.
+    """
+    rng = random.Random(draw(st.integers(0, 2**32)))
+    slow = load_profile("llama-3.2-3b-l40")
+    steps = StepModel.of_profile(slow, 512)
+    measured = Measured(slow, TtftPredictor.of_profile(slow), steps, QoeModel.of_profile(slow))
+    members = []
+    for here in draw(fleets() | clusters(least=1)).instances.values():
+        held = tuple(dataclasses.replace(r, arrival_s=rng.uniform(0.0, 8.0)) for r in here.requests)
+        there = dataclasses.replace(here, requests=held)
+        if rng.random() < 0.4:
+            backlog = int(there.prefill_backlog_tokens * rng.choice((0.3, 2.0)))
+            there = dataclasses.replace(there, prefill_backlog_tokens=backlog)
+        if rng.random() < 0.3:
+            there = dataclasses.replace(there, measured=measured)
+        members.append(there)
+    return cluster(*members)
+
+
+# ---- the cost of an arrival
+
+
+def expected_arrival_s(costs: Costs, instance: InstanceView, prompt: int, cached: int = 0) -> float:
+    """Return the cost term by term, as in docs/policy-tailrace.md."""
+    if instance.state is not InstanceState.ACTIVE:
+        return inf
+    steps, backlog = costs.steps_of(instance), instance.prefill_backlog_tokens
+    requests, held = instance.running + instance.waiting, instance.kv_used_tokens + backlog
+    step_s = steps.decode_s(instance.running, instance.kv_used_tokens)
+    waiting = [r for r in instance.requests if r.phase is Phase.PREFILL] if backlog else []
+    queued = sorted((r.arrival_s, r.prompt_tokens) for r in waiting)
+    prompts = sorted(
+        (due_s(at_s, length, _prefill_s(queued[:n])), length) for n, (at_s, length) in enumerate(queued)
+    )
+    # Served before it: the unlisted part of the backlog, then prompts due earlier, less what is computed.
+    known = sum(length for _, length in prompts)
+    unknown = max(0, backlog - known)
+    done = max(0, known - backlog)
+    found_s = 0.0
+    for _, length in prompts:
+        computed = min(done, length)
+        done -= computed
+        found_s += nominal_s(length - computed, length**2 - computed**2)
+    first = [length for due, length in prompts if due <= due_s(NOW, prompt, found_s)]
+    left = max(0, sum(first) - max(0, known - backlog))
+    before_s = sum(map(steps.compute_s, first)) * left / sum(first) if left else 0.0
+    before_s += steps.backlog_s(unknown, max(1, instance.waiting - len(prompts)))
+    own_s = steps.compute_s(prompt) - steps.compute_s(cached)
+    wait_s = own_s + before_s + ((left + unknown + prompt - cached) / steps.chunk_tokens + 1.0) * step_s
+    # The requests that its prefill delays.
+    behind = len(prompts) - len(first)
+    reasoning = table_of(instance.requests).phase_load().reasoning
+    decoding = max(1, requests - len(prompts))
+    reasons = min(1.0, max(0, reasoning - len(prompts)) / decoding)
+    share = min(1.0, step_s / costs.tpot_slo_s)
+    weight = reasons + (1.0 - reasons) * share * share
+    delay_s = own_s * (behind + weight * max(0, requests - behind))
+    joining_s = costs.expected_tokens * slowdown_s(steps, requests, held, prompt)
+    return (
+        weight * joining_s
+        + wait_s
+        + delay_s
+        + expected_shortage_s(costs, instance, prompt + costs.expected_tokens)
+    )
+
+
+def _prefill_s(prompts: Sequence[tuple[float, int]]) -> float:
+    return sum(nominal_s(length, length * length) for _, length in prompts)
+
+
+def slowdown_s(steps: StepModel, requests: float, held: float, tokens: float) -> float:
+    """Return the increase of B * step(B, K) by a request with so many tokens."""
+    after_s = (requests + 1) * steps.decode_s(requests + 1, held + tokens)
+    return after_s - requests * steps.decode_s(requests, held)
+
+
+def expected_shortage_s(costs: Costs, instance: InstanceView, more_tokens: float) -> float:
+    """Return the wait until so many more tokens are free."""
+    held = instance.kv_used_tokens + instance.prefill_backlog_tokens
+    step_s = costs.steps_of(instance).decode_s(instance.running, instance.kv_used_tokens)
+    free_token_s = costs.expected_tokens * step_s / max(1, instance.kv_used_tokens)
+    return max(0.0, held + more_tokens - instance.kv_capacity_tokens) * free_token_s
+
+
+@quick
+@given(
+    views=st.lists(reporting(), min_size=1, max_size=3),
+    lengths=st.lists(st.integers(1, 50_000), min_size=4, max_size=8),
+    share=st.sampled_from((0.0, 0.3, 0.9)),
+)
+def test_the_cost_of_an_arrival_follows_the_formula(
+    views: list[ClusterView], lengths: list[int], share: float
+) -> None:
+    """Between views, only some instances send new reports."""
+    policy = Tailrace()
+    offers, placed = Offers(COSTS), []
+    for n, prompt in enumerate(lengths):
+        view = views[n % len(views)]
+        known = views[(n - 1) % len(views)].instances
+        # Instances without a new report are the same objects as before.
+        kept = {name: known.get(name, new) if n % 2 else new for name, new in view.instances.items()}
+        view = cluster(*kept.values())
+        offers.update(view)
+        tokens = {name: int(share * prompt * (at % 2)) for at, name in enumerate(view.instances)}
+        cached = {name: CachedTokens(held, held) for name, held in tokens.items() if held}
+        expected = {
+            name: expected_arrival_s(COSTS, each, prompt, tokens[name])
+            for name, each in view.instances.items()
+        }
+        arriving = Arrival("new", prompt, 100, n, cached=cached)
+        costs_s = offers.arrival_s(arriving, offers.usable_tokens(cached), NOW)
+        assert dict(zip(offers.at, costs_s.tolist(), strict=True)) == pytest.approx(expected)
+        placed.append(policy.place(view, arriving, NOW))
+        # Neither what was kept of earlier views nor where the others are affects the placement.
+        assert placed[-1] == Tailrace().place(view, arriving, NOW)
+
+
+@quick
+@given(view=views, prompt=st.integers(1, 50_000))
+def test_an_excluded_instance_gets_no_arrival(view: ClusterView, prompt: int) -> None:
+    offers, names = offers_of(view), list(view.instances)
+    excluded = frozenset([*names[::2], "unknown"])
+    costs_s = offers.arrival_s(Arrival("new", prompt, 100, 0, excluded=excluded), np.zeros(len(names)), NOW)
+    assert all(costs_s[offers.at[name]] == inf for name in names[::2])
+
+
+@quick
+@given(view=reporting(), slo_s=st.sampled_from((1e-4, 0.01, 0.15)))
+def test_the_weight_of_decoding_requests_is_at_most_one(view: ClusterView, slo_s: float) -> None:
+    costs = Costs(NOMINAL, slo_s)
+    weights = offers_of(view, costs).offer.weight.tolist()
+    for here, weight in zip(view.instances.values(), weights, strict=True):
+        assert 0.0 <= weight <= 1.0
+        # A delay beyond the TPOT SLO counts as much as a delay of the first token.
+        step_s = costs.steps_of(here).decode_s(here.running, here.kv_used_tokens)
+        assert step_s < slo_s or weight == pytest.approx(1.0)
+
+
+def test_a_tie_goes_to_the_first_instance() -> None:
+    view = cluster(*(instance(name) for name in "abc"))
+    new = Arrival("new", 500, 100, 0)
+    assert Tailrace().place(view, new, 0.0) == Place("a")
+    assert Tailrace().place(view, dataclasses.replace(new, excluded=frozenset("a")), 0.0) == Place("b")
 
 
 def test_an_arrival_goes_to_the_shorter_queue() -> None:
@@ -291,112 +294,6 @@ def test_a_waiting_long_prompt_does_not_deter_a_short_one() -> None:
     assert Tailrace().place(view, Arrival("new", 500, 100, 0), 0.0) == Place("w0")
     # A prompt as long as the first has to wait for it.
     assert Tailrace().place(view, Arrival("new", 60_000, 100, 0), 0.0) == Place("w1")
-
-
-@quick
-@given(view=fleets(), prompts=st.lists(st.integers(1, 50_000), min_size=1, max_size=6))
-def test_cached_state_does_not_affect_placements(view: ClusterView, prompts: list[int]) -> None:
-    for penalty in (None, PENALTY):
-        used = Tailrace(penalty=penalty)
-        for seq, prompt in enumerate(prompts):
-            new = Arrival("new", prompt, 100, seq)
-            assert used.place(view, new, 1.0) == Tailrace(penalty=penalty).place(view, new, 1.0)
-            # One instance sends a new report and is empty.
-            name = sorted(view.instances)[seq % len(view.instances)]
-            view = cluster(*({**view.instances, name: instance(name)}.values()))
-
-
-@st.composite
-def reporting(draw: st.DrawFn) -> ClusterView:
-    """Draw instances of two kinds, one of them measured, with prompts that arrived at different times.
-
-    Some list their prompts; for some, the backlog is partly unknown or partly computed.
-    """
-    rng = random.Random(draw(st.integers(0, 2**32)))
-    slow = load_profile("llama-3.2-3b-l40")
-    steps = StepModel.of_profile(slow, 512)
-    measured = Measured(slow, TtftPredictor.of_profile(slow), steps, QoeModel.of_profile(slow))
-    members = []
-    for here in draw(fleets() | fleets(staged=True) | clusters(least=1)).instances.values():
-        held = tuple(dataclasses.replace(r, arrival_s=rng.uniform(0.0, 8.0)) for r in here.requests)
-        there = dataclasses.replace(here, requests=held)
-        if rng.random() < 0.4:
-            backlog = int(there.prefill_backlog_tokens * rng.choice((0.3, 2.0)))
-            there = dataclasses.replace(there, prefill_backlog_tokens=backlog)
-        if rng.random() < 0.3:
-            there = dataclasses.replace(there, measured=measured)
-        members.append(there)
-    return cluster(*members)
-
-
-@quick
-@given(
-    views=st.lists(reporting(), min_size=1, max_size=3),
-    lengths=st.lists(st.integers(1, 50_000), min_size=4, max_size=8),
-)
-def test_placements_follow_the_reference_formula(views: list[ClusterView], lengths: list[int]) -> None:
-    """Instances are evaluated one by one or as columns; between views, only some send new reports."""
-    for penalty, few in itertools.product((None, PENALTY), (0, FEW)):
-        policy = Tailrace(penalty=penalty)
-        policy.offers = planning(policy.costs, few)
-        for n, prompt in enumerate(lengths):
-            view = views[n % len(views)]
-            known = views[(n - 1) % len(views)].instances
-            # Instances without a new report are the same objects as before.
-            kept = {name: known.get(name, new) if n % 2 else new for name, new in view.instances.items()}
-            usable = [i for i in cluster(*kept.values()).placeable() if i.pool is None]
-            if not usable:
-                continue
-            placement = policy.place(cluster(*usable), Arrival("new", prompt, 100, n), 4.0)
-            assert placement == Place(cheapest(policy.costs, usable, prompt, 4.0).instance_id)
-
-
-@quick
-@given(view=fleets() | clusters())
-def test_prices_are_the_cost_of_one_more_request_of_mean_length(view: ClusterView) -> None:
-    instances = list(view.instances.values())
-    for penalty, few in itertools.product((None, PENALTY), (0, FEW)):
-        costs = Costs(StepModel.of_profile(None), penalty)
-        offers = OfferPlanner(costs, few)
-        offers.update(costs, view)
-        assert offers.prices_s() == {
-            i.instance_id: costs.joining_s(i, i.context_tokens // max(1, i.load), costs.expected_tokens)
-            for i in instances
-        }
-
-
-@quick
-@given(view=fleets(staged=True), prompt=st.integers(1, 50_000))
-def test_within_a_stage_the_cheapest_instance_is_chosen(view: ClusterView, prompt: int) -> None:
-    for few in (0, FEW):
-        policy = Tailrace()
-        policy.offers = planning(policy.costs, few)
-        placement = policy.place(view, Arrival("new", prompt, 100, 0), 0.0)
-        if usable := view.placeable():
-            within = within_stage(view, usable, prompt)
-            assert placement == Place(cheapest(policy.costs, within, prompt, 0.0).instance_id)
-
-
-@quick
-@given(lengths=st.lists(st.integers(1, 50_000), max_size=8), new=st.integers(1, 50_000))
-def test_a_queue_computes_the_work_before_a_due_time(lengths: list[int], new: int) -> None:
-    steps = StepModel.of_profile(None)
-    queue = Queue.of([(0.0, length) for length in lengths], sum(lengths), steps)
-    assert queue.queued_s == pytest.approx(sum(nominal_s(length, length * length) for length in lengths))
-    tokens, seconds, after = queue.before(due_s(0.0, new, queue.queued_s))
-    # All prompts arrived at the same time and are due in order of length.
-    found_s, dues = 0.0, []
-    for length in sorted(lengths):
-        dues.append((due_s(0.0, length, found_s), length))
-        found_s += nominal_s(length, length * length)
-    first = [length for due, length in dues if due <= due_s(0.0, new, queue.queued_s)]
-    assert (tokens, after) == (sum(first), len(lengths) - len(first))
-    assert seconds == pytest.approx(sum(map(steps.compute_s, first)))
-
-
-def test_the_computed_part_of_a_prompt_is_not_waited_for() -> None:
-    queue = Queue.of([(0.0, 4_000)], 1_000, StepModel.of_profile(None))
-    assert queue.before(1e9)[0] == 1_000
 
 
 def test_unlisted_prompts_count_as_served_first() -> None:
@@ -420,80 +317,151 @@ def test_delaying_answering_costs_less_than_delaying_reasoning() -> None:
     assert Tailrace().place(cluster(reasoning, answering), Arrival("new", 500, 100, 0), 0.0) == Place("w1")
 
 
-def test_a_tick_examines_no_request_in_vain_that_no_instance_may_receive(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    examined: list[str] = []
-    best = MovePlanner.best
+# ---- waiting prompts
 
-    def counted(mover: MovePlanner, request: RequestView, *others: Any) -> Any:
-        examined.append(request.request_id)
-        return best(mover, request, *others)
 
-    monkeypatch.setattr(MovePlanner, "best", counted)
-    view = crowded()
-    assert Tailrace().on_tick(view, 0.0) and examined
-    examined.clear()
-    receiving = dataclasses.replace(view.instances["w1"], migrations_in=TRANSFERS)
-    assert not Tailrace().on_tick(cluster(view.instances["w0"], receiving), 0.0)
-    assert not examined
+@quick
+@given(
+    lengths=st.lists(st.integers(1, 50_000), min_size=1, max_size=20),
+    new=st.integers(1, 50_000),
+    other=st.lists(st.integers(1, 50_000), max_size=20),
+)
+def test_a_queue_computes_the_work_before_a_due_time(lengths: list[int], new: int, other: list[int]) -> None:
+    queues = QueueColumns(2)
+    # Whatever stood there before is replaced.
+    queues.set(1, [(0.0, length) for length in other], sum(other), NOMINAL)
+    queues.set(1, [(0.0, length) for length in lengths], sum(lengths), NOMINAL)
+    ahead = queues.ahead(nominal_s(new, new * new), 0.0)
+    # All prompts arrived at the same time and are due in order of length.
+    found_s, dues = 0.0, []
+    for length in sorted(lengths):
+        dues.append((due_s(0.0, length, found_s), length))
+        found_s += nominal_s(length, length * length)
+    first = [length for due, length in dues if due <= due_s(0.0, new, found_s)]
+    assert (ahead.tokens[1], ahead.behind[1]) == (sum(first), len(lengths) - len(first))
+    assert ahead.seconds[1] == pytest.approx(sum(map(NOMINAL.compute_s, first)))
+    assert [column[0] for column in ahead] == [0.0, 0.0, 0.0]
+    queues.set(1, [], 0, NOMINAL)
+    assert queues.prompts == 0 and not any(column.any() for column in queues.ahead(1.0, 0.0))
+
+
+def test_of_a_long_queue_the_last_prompts_are_served_after_any_arrival() -> None:
+    queues, count = QueueColumns(1), DEEPEST + 50
+    queues.set(0, [(0.0, 10 + n) for n in range(count)], 10 * count + count * (count - 1) // 2, NOMINAL)
+    ahead = queues.ahead(1e6, 0.0)
+    assert ahead.behind[0] == 50
+    assert ahead.tokens[0] == sum(10 + n for n in range(DEEPEST))
+
+
+def test_the_computed_part_of_a_prompt_is_not_waited_for() -> None:
+    queues = QueueColumns(1)
+    queues.set(0, [(0.0, 4_000)], 1_000, NOMINAL)
+    assert queues.ahead(1e9, 0.0).tokens[0] == 1_000
+
+
+def crowded(count: int = 40, output: int = 2_000, capacity: int = 400_000) -> ClusterView:
+    """Return one instance with all the requests and an idle one."""
+    held = tuple(request(f"r{n}", "w0", 1_000, output, Phase.REASONING) for n in range(count))
+    return cluster(instance("w0", held, capacity=capacity), instance("w1"))
+
+
+# ---- moves
+
+
+def expected_gain_s(
+    costs: Costs, request: RequestView, source: InstanceView, target: InstanceView, margin: float
+) -> float:
+    """Return what moving a request saves beyond what rule 4 requires."""
+    tokens, remaining = request.context_tokens, request.predicted_remaining_tokens
+    if remaining is None:
+        remaining = max(costs.expected_tokens, float(request.output_tokens))
+    remaining = min(remaining, float(HORIZON.length))
+    growth = min(remaining, costs.expected_tokens)
+
+    def cost_s(where: InstanceView, requests: int, more_tokens: float) -> float:
+        held = where.kv_used_tokens + where.prefill_backlog_tokens
+        held -= tokens if where is source else 0
+        decode_s = remaining * slowdown_s(costs.steps_of(where), requests, max(0, held), tokens)
+        return decode_s + expected_shortage_s(costs, where, more_tokens + where.host_kv_tokens)
+
+    saved_s = cost_s(source, max(0, source.load - 1), growth)
+    saved_s -= cost_s(target, target.load, tokens + growth)
+    return saved_s - margin * (1 + request.epoch) * costs.transfer_s(source, tokens)
+
+
+@quick
+@given(view=fleets(all_active=True, least=2), margin=st.sampled_from([0.0, 2.0]))
+def test_from_each_source_the_request_moves_that_saves_most(view: ClusterView, margin: float) -> None:
+    offers, names = offers_of(view), list(view.instances)
+    prices_s = offers.prices_s()
+    for move in rebalance(offers, view, prices_s, margin):
+        source, target = view.instances[move.source_id], view.instances[move.target_id]
+        assert prices_s[offers.at[move.target_id]] < prices_s[offers.at[move.source_id]]
+        ledger = Ledger(view.instances, TRANSFERS, TRANSFERS)
+        gains_s = {
+            held.request_id: expected_gain_s(COSTS, held, source, target, margin)
+            for held in source.requests
+            if movable(held) and ledger.may_send(source, held) and ledger.may_receive(target, held)
+        }
+        assert gains_s[move.request_id] == pytest.approx(max(gains_s.values()), rel=1e-6, abs=1e-9)
+        assert gains_s[move.request_id] > -1e-9
+    # Nothing moves where nothing is saved.
+    if all(
+        expected_gain_s(COSTS, held, source, target, margin) <= 0.0
+        for source in view.instances.values()
+        for target in view.instances.values()
+        for held in source.requests
+    ):
+        assert not rebalance(offers, view, prices_s, margin), names
+
+
+@quick
+@given(view=fleets() | clusters())
+def test_prices_are_the_cost_of_one_more_request_of_mean_length(view: ClusterView) -> None:
+    for here, price_s in zip(view.instances.values(), offers_of(view).prices_s().tolist(), strict=True):
+        mean, held = (
+            here.context_tokens // max(1, here.load),
+            here.kv_used_tokens + here.prefill_backlog_tokens,
+        )
+        expected_s = COSTS.expected_tokens * slowdown_s(COSTS.steps_of(here), here.load, held, mean)
+        expected_s += expected_shortage_s(COSTS, here, mean + COSTS.expected_tokens)
+        active = here.state is InstanceState.ACTIVE
+        assert price_s == (pytest.approx(expected_s) if active else inf)
 
 
 def test_a_migration_must_save_more_than_its_transfer_costs() -> None:
     moves = Tailrace().on_tick(crowded(), 0.0)
     assert [(m.source_id, m.target_id) for m in moves if isinstance(m, Migrate)] == [("w0", "w1")]
-    slow = Tailrace()
-    slow.costs = dataclasses.replace(slow.costs, link_bytes_per_s=1e6)
-    assert list(slow.on_tick(crowded(), 0.0)) == []
+    offers = offers_of(crowded(), Costs(NOMINAL, link_bytes_per_s=1e6))
+    assert rebalance(offers, crowded(), offers.prices_s(), 2.0) == []
+
+
+def changed(view: ClusterView, **fields: object) -> ClusterView:
+    """Return the view with these fields in the requests of its first instance."""
+    first, *others = view.instances.values()
+    held = tuple(dataclasses.replace(r, **fields) for r in first.requests)  # type: ignore[arg-type]
+    return cluster(dataclasses.replace(first, requests=held), *others)
 
 
 def test_a_migrated_request_must_gain_more_to_migrate_again() -> None:
-    view = crowded(3, 100)
-    policy = Tailrace(margin=0.5)
-    assert policy.on_reasoning_ended(view, view.instances["w0"].requests[0], 0.0)
-    often_migrated = dataclasses.replace(view.instances["w0"].requests[0], epoch=1_000)
-    assert not policy.on_reasoning_ended(view, often_migrated, 0.0)
+    assert Tailrace(margin=0.5).on_tick(crowded(3, 100), 0.0)
+    assert not Tailrace(margin=0.5).on_tick(changed(crowded(3, 100), epoch=1_000), 0.0)
 
 
-def test_a_request_leaves_an_instance_short_of_memory_for_its_answer() -> None:
-    """PASCAL's reason to migrate, expressed in seconds: the answer would wait for KV."""
-    tight = crowded(8, 2_000, capacity=8 * 3_000 + 64)
-    ended = dataclasses.replace(
-        tight.instances["w0"].requests[0], phase=Phase.ANSWERING, predicted_remaining_tokens=200.0
-    )
-    assert Tailrace().on_reasoning_ended(tight, ended, 0.0) == (Migrate("r0", "w0", "w1", "reasoning ended"),)
+def test_a_request_leaves_an_instance_short_of_memory() -> None:
+    """PASCAL's reason to migrate, expressed in seconds: the request, or one that was swapped out, would wait
+    for KV."""
+    view = changed(crowded(8, 2_000, capacity=8 * 3_000 + 64), predicted_remaining_tokens=20.0)
+    assert not Tailrace().on_tick(view, 0.0)
+    tight = dataclasses.replace(view.instances["w0"], host_kv_tokens=20_000)
+    assert Tailrace().on_tick(cluster(tight, view.instances["w1"]), 0.0)
 
 
 def test_a_request_about_to_finish_stays() -> None:
+    assert not Tailrace().on_tick(changed(crowded(), predicted_remaining_tokens=1.0), 0.0)
+
+
+def test_nothing_moves_where_no_instance_may_receive() -> None:
     view = crowded()
-    ending = dataclasses.replace(view.instances["w0"].requests[0], predicted_remaining_tokens=1.0)
-    assert not Tailrace().on_reasoning_ended(view, ending, 0.0)
-    assert remaining_tokens(ending, 256.0) == 1.0
-
-
-def test_with_a_length_penalty_similar_lengths_are_grouped() -> None:
-    """CascadeInfer's reason for stages: a long request slows every step of the short ones next to it."""
-    short = tuple(request(f"s{n}", "w0", 500, 100) for n in range(20))
-    long = (request("l0", "w1", 11_000, 1_000),)
-    view = cluster(instance("w0", short), instance("w1", long))
-    new = Arrival("new", 12_000, 100, 0)
-    assert Tailrace(penalty=PENALTY).place(view, new, 0.0) == Place("w1")
-
-
-def test_a_prefilled_request_leaves_a_prefill_instance() -> None:
-    done = request("r0", "w0", 1_000, 1)
-    members = instance("w0", (done,), pool=Pool.PREFILL), instance("w1", pool=Pool.DECODE)
-    actions = Tailrace().on_prefill_done(cluster(*members), done, 0.0)
-    assert actions == [Migrate("r0", "w0", "w1", "prefill done")]
-    unpooled = cluster(instance("w0", (done,)), instance("w1"))
-    assert Tailrace().on_prefill_done(unpooled, done, 0.0) == ()
-
-
-def test_an_outgrown_request_leaves_its_stage() -> None:
-    grown = request("r0", "w0", 1_000, 100)
-    stages = (Stage(0, 1_000, ("w0",)), Stage(1_000, 131_072, ("w1",)))
-    view = cluster(instance("w0", (grown,)), instance("w1"), stages=stages)
-    actions = Tailrace().on_length_boundary(view, grown, 0.0)
-    assert actions == (Migrate("r0", "w0", "w1", "length boundary"),)
-    # Alone on its instance it slows no other request: if the penalty is known, it stays.
-    assert Tailrace(penalty=PENALTY).on_length_boundary(view, grown, 0.0) == ()
+    receiving = dataclasses.replace(view.instances["w1"], migrations_in=TRANSFERS)
+    assert not Tailrace().on_tick(cluster(view.instances["w0"], receiving), 0.0)

@@ -17,8 +17,6 @@ from tailrace.cluster import (
     HotPrefixes,
     InstanceState,
     InstanceView,
-    Pool,
-    Stage,
 )
 from tailrace.perf.steps import StepModel
 from tailrace.policy.tailrace.copies import COPIES_MAX, Copies
@@ -51,7 +49,7 @@ def hot(hits: int = 8, instances: str = "abc", **cached: CachedTokens) -> HotPre
 def copies(
     view: ClusterView, *prefixes: HotPrefix, copying: str = "", **parameters: float | bool
 ) -> list[CopyPrefix]:
-    policy = Tailrace(PROFILE, copy_ahead=True, **parameters)  # type: ignore[arg-type]
+    policy = Tailrace(PROFILE, copy_ahead=True, **parameters)
     seen = replace(view, hot=HotPrefixes(10.0, prefixes, frozenset(copying)))
     return [action for action in policy.on_tick(seen, 0.0) if isinstance(action, CopyPrefix)]
 
@@ -90,7 +88,7 @@ def test_a_copy_saves_at_least_its_transfer_time(own: int, rate: float | None) -
 
     for times, found in ((1.0 - NEARLY, []), (1.0 + NEARLY, [COPY])):
         assert planned(Copies(COSTS), times * transfer_s) == found
-    saved_s = 3 * (COSTS.steps.compute_s(TOKENS) - COSTS.steps.compute_s(own))
+    saved_s = 3 * (COSTS.nominal.compute_s(TOKENS) - COSTS.nominal.compute_s(own))
     for times, found in ((1.0 + NEARLY, []), (1.0 - NEARLY, [COPY])):
         assert planned(Copies(COSTS, times * saved_s / transfer_s), 9.0) == found
 
@@ -176,9 +174,7 @@ def test_prefixes_that_are_not_copied(prefix: HotPrefix) -> None:
         cluster(busy("a"), replace(instance("b"), migrations_in=1)),
         cluster(busy("a"), replace(instance("b"), state=InstanceState.DRAINING)),
         cluster(busy("a", state=InstanceState.SUSPECT), instance("b")),
-        cluster(busy("a"), instance("b", pool=Pool.DECODE)),
         cluster(busy("a"), replace(instance("b"), migration_tokens_per_s=1_000.0)),
-        cluster(busy("a"), instance("b"), stages=(Stage(0, 9, ("a",)), Stage(9, 1 << 20, ("b",)))),
     ],
 )
 def test_clusters_without_a_suitable_target(view: ClusterView) -> None:
@@ -197,7 +193,7 @@ def test_a_target_gets_one_copy_at_a_time() -> None:
 
 @quick
 @given(
-    view=fleets(least=1, pools=(None, Pool.PREFILL, Pool.DECODE), staged=True),
+    view=fleets(least=1),
     seed=st.integers(0, 1 << 20),
     margin=st.sampled_from((0.0, 1.0)),
 )

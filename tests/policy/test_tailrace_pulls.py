@@ -31,7 +31,7 @@ def busy(name: str) -> InstanceView:
 
 
 def placed(view: ClusterView, arriving: Arrival, **parameters: float | bool) -> Place:
-    placement = Tailrace(PROFILE, **parameters).place(view, arriving, 0.0)  # type: ignore[arg-type]
+    placement = Tailrace(PROFILE, **parameters).place(view, arriving, 0.0)
     assert isinstance(placement, Place)
     return placement
 

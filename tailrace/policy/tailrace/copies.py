@@ -12,11 +12,9 @@ from typing import Final
 
 from tailrace.actions import Action, CopyPrefix, Migrate
 from tailrace.cluster import NOTHING_HELD, ClusterView, HotPrefix, InstanceState, InstanceView
-from tailrace.policy.cascade.layout import stage_of
 from tailrace.policy.parameters import parameter
 from tailrace.policy.pulling import pull_s
 from tailrace.policy.tailrace.costs import Costs
-from tailrace.policy.tailrace.targets import prefillers
 
 COPY_AHEAD: Final = parameter(
     False,
@@ -50,7 +48,7 @@ class Copies:
         hot = view.hot
         if hot is None:
             return []
-        takers = prefillers(view.placeable())
+        takers = view.placeable()
         planned: list[CopyPrefix] = []
         busy = set(hot.copying).union(move.target_id for move in moves if isinstance(move, Migrate))
         for prefix in hot.prefixes:
@@ -74,27 +72,25 @@ class Copies:
         if holder is None:
             return None
         tokens = prefix.cached[holder.instance_id].reported
-        stage = stage_of(view.stages, holder.instance_id)
         targets = [
             i
             for i in takers
             if i is not holder
             and i.instance_id in prefix.instances
-            and stage_of(view.stages, i.instance_id) == stage
             and not i.migrations_in
             and _ROOM_FACTOR * tokens <= i.kv_free_tokens - i.prefill_backlog_tokens - i.coming_tokens
         ]
         if not targets:
             return None
         # Overload is measured as the wait for a first token plus the cost of decoding one more request.
-        loads = {i.instance_id: self._costs.first_token_s(i, 0) + price[i.instance_id] for i in targets}
+        loads = {i.instance_id: self._wait_s(i) + price[i.instance_id] for i in targets}
         target = min(targets, key=lambda i: (loads[i.instance_id], i.instance_id))
         target_tokens = prefix.cached.get(target.instance_id, NOTHING_HELD)
         steps, lacking = self._costs.steps_of(target), tokens - target_tokens.total
         transfer_s = pull_s(target, lacking, self._costs.open_s, self._costs.transfer_s(target, lacking))
-        saved_s = steps.compute_s(tokens) - steps.compute_s(self._costs.held_tokens(target, target_tokens))
+        saved_s = steps.compute_s(tokens) - steps.compute_s(self._costs.usable_tokens(target, target_tokens))
         # A copy must make the next arrival better off at the target by more than the transfer takes.
-        load_s = self._costs.first_token_s(holder, 0) + price[holder.instance_id]
+        load_s = self._wait_s(holder) + price[holder.instance_id]
         # Expect as many arrivals as in the last period, and half of them at the target.
         if (
             load_s - loads[target.instance_id] < transfer_s
@@ -103,6 +99,15 @@ class Copies:
             return None
         request_id = prefix.requests[holder.instance_id]
         return CopyPrefix(request_id, holder.instance_id, target.instance_id, tokens, "hot prefix")
+
+    def _wait_s(self, instance: InstanceView) -> float:
+        """Return the seconds until a prompt that arrives now would start: the prefill of the queue, in steps
+        shared with decodes, and the step in progress."""
+        steps, queued = self._costs.steps_of(instance), instance.prefill_backlog_tokens
+        step_s = steps.decode_s(instance.running, instance.kv_used_tokens)
+        return (queued / steps.chunk_tokens + 1.0) * step_s + steps.backlog_s(
+            queued, max(1, instance.waiting)
+        )
 
 
 def _only_holder(view: ClusterView, prefix: HotPrefix) -> InstanceView | None:

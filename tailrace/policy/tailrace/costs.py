@@ -1,183 +1,251 @@
-"""The cost model: the predicted seconds that a request costs all requests concerned.
+"""The cost model, by column: the predicted seconds that a request costs all requests concerned.
 
 While an instance decodes B requests, each second counts B times, since B requests wait for their next token.
 A decode step therefore costs B * step(B, K), where K is the number of KV tokens. A request that joins for R
 steps costs R times the increase of that: its own steps, and the slowdown of the others' steps. Added to it
 are the wait for the request's first token, its prefill, during which the others wait, and, if KV is short,
 the wait until enough KV is free.
+
+Between two placements, few of a thousand instances have reported, so what depends on an instance alone is
+kept in columns (`Offers`) and computed again only for those. A column depends on nothing but the instance's
+view, so that it affects no decision.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Final, NamedTuple
 
-from tailrace.cluster import CachedTokens, InstanceView
-from tailrace.perf.length_penalty import FittedLengthPenalty
-from tailrace.perf.steps import Number, StepModel, held_tokens
+import numpy as np
+
+from tailrace.cluster import Arrival, CachedTokens, ClusterView, InstanceState, InstanceView
+from tailrace.intra.earliest_due import nominal_s
+from tailrace.perf.steps import Floats, Number, StepModel, StepTimes, held_tokens
+from tailrace.policy.columns import SeenInstances
+from tailrace.policy.requests import table_of
+from tailrace.policy.tailrace.queue import QueueColumns
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Compute costs in seconds, summed over all requests concerned.
+    """The parameters of the cost model.
 
-    - `steps`: step times of instances that have not been measured.
-    - `penalty`: the cost of unequal lengths in a batch; None: no such cost.
+    - `nominal`: step times of instances that have not been measured.
+    - `tpot_slo_s`: the SLO against which decode steps of answering requests are weighted.
     - `expected_tokens`: expected output of an arrival. 256 is near the mean of ShareGPT's answers, as in
       CascadeInfer's QoE model here.
-    - `patience_s`: a wait for the first token counts double once it reaches this time plus the longest that
-      the prompt yields to others inside an instance (`tailrace.intra.earliest_due`). Half a second, for very
-      short prompts, is half of what a person notices as an interruption (Nielsen's one second).
-    - `tpot_slo_s`: the SLO against which decode steps of answering requests are weighted (`arrival`).
     - `open_s`, `link_bytes_per_s`: time to open and commit a migration, and assumed bandwidth of its copy
       (100 Gbit/s).
     """
 
-    steps: StepModel
-    penalty: FittedLengthPenalty | None = None
-    expected_tokens: float = 256.0
-    patience_s: float = 0.5
+    nominal: StepModel
     tpot_slo_s: float = 0.15
+    expected_tokens: float = 256.0
     open_s: float = 0.01
     link_bytes_per_s: float = 12.5e9
-
-    # ---- arrival
 
     def steps_of(self, instance: InstanceView) -> StepModel:
         """Return the instance's measured step times, else the nominal ones."""
         measured = instance.measured
-        return self.steps if measured is None else measured.steps
+        return self.nominal if measured is None else measured.steps
 
-    def held_tokens(self, instance: InstanceView, held: CachedTokens) -> int:
+    def transfer_s(self, source: InstanceView, tokens: Number) -> Number:
+        """Return the seconds to transfer `tokens` of KV from `source`."""
+        return tokens * self.steps_of(source).kv_bytes_per_token / self.link_bytes_per_s + self.open_s
+
+    def usable_tokens(self, instance: InstanceView, held: CachedTokens) -> int:
         """Return the cached tokens of an arrival on an instance, as equivalent tokens on its device."""
         return held_tokens(self.steps_of(instance), held.device, held.total)
 
-    def first_token_s(self, instance: InstanceView, prompt_tokens: int, cached_tokens: int = 0) -> float:
-        """Return the TTFT of an arrival: the queue's prefill and its own, in steps shared with decodes, plus
-        the step in progress.
 
-        `cached_tokens` of the prompt are not computed.
-        """
-        measured = instance.measured
-        steps = self.steps if measured is None else measured.steps
-        queued = instance.prefill_backlog_tokens
-        count = (queued + prompt_tokens - cached_tokens) / steps.chunk_tokens + 1.0
-        decode_s = steps.decode_s(instance.running, instance.kv_used_tokens)
+class Reported(NamedTuple):
+    """What a view says of each instance: numbers of requests, and tokens."""
+
+    # 0, or infinite for one that gets no arrivals.
+    barred: Floats
+    running: Floats
+    waiting: Floats
+    used: Floats
+    # KV in host memory of requests that were preempted.
+    swapped: Floats
+    backlog: Floats
+    capacity: Floats
+    context: Floats
+    reasoning: Floats
+    # Prompts that the view lists, and their tokens.
+    prompts: Floats
+    prompt_tokens: Floats
+
+
+_COEFFICIENTS: Final = attrgetter(*StepTimes.__dataclass_fields__)
+
+
+class Offer(NamedTuple):
+    """What each instance offers to any request, whatever its length."""
+
+    # 0, or infinite for one that gets no arrivals.
+    barred: Floats
+    # Requests running or waiting, and the tokens that they hold or need.
+    requests: Floats
+    held: Floats
+    swapped: Floats
+    # Free KV tokens after that; negative: KV is short. Seconds until one token is freed: a request is assumed
+    # to free its context in `expected_tokens` steps.
+    free: Floats
+    free_token_s: Floats
+    # Weight of a second of delay for a decoding request, from 0 to 1.
+    weight: Floats
+    # Seconds until a prompt would start if no listed prompt were ahead of it: the step in progress and the
+    # unlisted backlog. Decode time in the steps that compute a prompt token.
+    start_s: Floats
+    step_token_s: Floats
+    # Tokens of a mean request.
+    mean_tokens: Floats
+    # Increase of the batch's step cost by a request: a constant, and a part per token of its context.
+    joining_s: Floats
+    joining_token_s: Floats
+
+
+def offers_of(costs: Costs, reported: Reported, steps: StepTimes[Floats]) -> Offer:
+    """Compute what instances with these step times offer."""
+    running, used = reported.running, reported.used
+    requests, held = running + reported.waiting, used + reported.backlog
+    step_s = steps.decode_s(running, used)
+    step_token_s = step_s / steps.chunk_tokens
+    # A reasoning request counts fully, because its user waits for the first token. An answering one counts by
+    # the square of the step's share of the TPOT SLO: little while the answer is well within its SLO.
+    decoding = np.maximum(1.0, requests - reported.prompts)
+    reasoning = np.minimum(1.0, np.maximum(0.0, reported.reasoning - reported.prompts) / decoding)
+    slo_share = np.minimum(1.0, step_s / costs.tpot_slo_s)
+    unlisted = np.maximum(0.0, reported.backlog - reported.prompt_tokens)
+    unlisted_s = steps.backlog_s(unlisted, np.maximum(1.0, reported.waiting - reported.prompts))
+    return Offer(
+        barred=reported.barred,
+        requests=requests,
+        held=held,
+        swapped=reported.swapped,
+        free=reported.capacity - held,
+        free_token_s=costs.expected_tokens * step_s / np.maximum(1.0, used),
+        weight=reasoning + (1.0 - reasoning) * slo_share * slo_share,
+        start_s=step_s + unlisted_s + unlisted * step_token_s,
+        step_token_s=step_token_s,
+        mean_tokens=reported.context // np.maximum(1.0, requests),
+        joining_s=steps.decode_s(requests, held) + (requests + 1.0) * steps.per_request_s,
+        joining_token_s=(requests + 1.0) * steps.per_kv_token_s,
+    )
+
+
+class Offers:
+    """The offers of a view's instances, in instance-id order. Call `update` before each decision."""
+
+    def __init__(self, costs: Costs) -> None:
+        self.costs = costs
+        self._seen = SeenInstances()
+        # [fields, instances].
+        self._offers: Floats = np.empty((len(Offer._fields), 0))
+        self._steps: Floats = np.empty((len(StepTimes.__dataclass_fields__), 0))
+        # Views of them by field.
+        self.offer, self.steps = Offer(*self._offers), StepTimes(*self._steps)
+        self._queues = QueueColumns(0)
+
+    @property
+    def instances(self) -> Sequence[InstanceView]:
+        """Return the instances; valid until the next call of `update`."""
+        return self._seen.views
+
+    @property
+    def at(self) -> Mapping[str, int]:
+        """Return the positions of the instances by id."""
+        return self._seen.at
+
+    def of(self, positions: Sequence[int]) -> tuple[Offer, StepTimes[Floats]]:
+        """Return the offers and the step times of some instances."""
+        return Offer(*self._offers[:, positions]), StepTimes(*self._steps[:, positions])
+
+    def update(self, view: ClusterView) -> None:
+        """Use the instances of this view, and compute the offers of those that changed again."""
+        changed = self._seen.changed(view)
+        self._seen.replace(view, changed)
+        positions = list(range(len(self._seen.views))) if changed is None else changed
+        if changed is None:
+            self._offers = np.empty((len(self._offers), len(positions)))
+            self._steps = np.empty((len(self._steps), len(positions)))
+            self.offer, self.steps = Offer(*self._offers), StepTimes(*self._steps)
+            self._queues = QueueColumns(len(positions))
+        if not positions:
+            return
+        instances = [self._seen.views[n] for n in positions]
+        reported = np.array([self._read(*each) for each in zip(positions, instances, strict=True)]).T
+        steps = np.array([_COEFFICIENTS(self.costs.steps_of(i)) for i in instances], dtype=np.float64).T
+        self._steps[:, positions] = steps
+        self._offers[:, positions] = offers_of(self.costs, Reported(*reported), StepTimes(*steps))
+
+    def _read(self, position: int, instance: InstanceView) -> tuple[float, ...]:
+        """Return the fields of `Reported`, and set the instance's queue."""
+        backlog, requests = instance.prefill_backlog_tokens, table_of(instance.requests)
+        prompts = requests.prompts() if backlog else ()
+        self._queues.set(position, prompts, backlog, self.costs.steps_of(instance))
         return (
-            count * decode_s
-            + steps.backlog_s(queued, max(1, instance.waiting))
-            + steps.compute_s(prompt_tokens)
-            - steps.compute_s(cached_tokens)
+            0.0 if instance.state is InstanceState.ACTIVE else np.inf,
+            instance.running,
+            instance.waiting,
+            instance.kv_used_tokens,
+            instance.host_kv_tokens,
+            backlog,
+            instance.kv_capacity_tokens,
+            instance.context_tokens,
+            requests.reasoning(),
+            len(prompts),
+            sum(length for _, length in prompts),
         )
 
-    # ---- decoding
-
-    def joining_s(self, instance: InstanceView, tokens: int, remaining: float, longest: int = 0) -> float:
-        """Return the cost of decoding a request with `tokens` of context for `remaining` tokens here.
-
-        `longest`: longest context of a request here; used only with a length penalty.
-        """
-        slowdown_s = remaining * self.slowdown_s(instance, tokens, longest)
-        return slowdown_s + self.joining_shortage_s(instance, tokens, remaining)
-
-    def joining_shortage_s(self, instance: InstanceView, tokens: int, remaining: float) -> float:
-        """Return the part of `joining_s` that is the wait for KV; not negative."""
-        return self.shortage_s(instance, tokens + min(remaining, self.expected_tokens))
-
-    def staying_s(self, instance: InstanceView, tokens: int, remaining: float, longest: int = 0) -> float:
-        """Return the same for a request that is already here: the saving if it left.
-
-        `longest`: longest context of the other requests here.
-        """
-        requests = max(0, instance.running + instance.waiting - 1)
-        held = max(0, instance.kv_used_tokens + instance.prefill_backlog_tokens - tokens)
-        slowdown_s = self._slowdown_s(self.steps_of(instance), requests, held, tokens, longest)
-        return remaining * slowdown_s + self.shortage_s(instance, min(remaining, self.expected_tokens))
-
-    def shortage_s(self, instance: InstanceView, more_tokens: float) -> float:
-        """Return the wait for KV: the tokens in excess of capacity over the rate at which requests free KV.
-
-        Demand includes KV in host memory and the predicted load (ARES, section 5.2). Each request is assumed
-        to free its context once in `expected_tokens` steps.
-        """
-        tokens: float = instance.kv_used_tokens + instance.prefill_backlog_tokens + instance.host_kv_tokens
-        if instance.future_load:
-            tokens = max(tokens, *instance.future_load)
-        over = tokens + more_tokens - instance.kv_capacity_tokens
-        if over <= 0.0:
+    def usable_tokens(self, cached: Mapping[str, CachedTokens]) -> Floats | float:
+        """Return the cached tokens of an arrival on each instance, as equivalent tokens on its device."""
+        if not cached:
             return 0.0
-        step_s = self.steps_of(instance).decode_s(instance.running, instance.kv_used_tokens)
-        return self.freeing_s(over, step_s, max(1, instance.kv_used_tokens))
+        tokens = np.zeros(len(self._seen.views))
+        for name, held in cached.items():
+            position = self._seen.at.get(name)
+            if position is not None:
+                tokens[position] = self.costs.usable_tokens(self._seen.views[position], held)
+        return tokens
 
-    def freeing_s(self, tokens: Number, step_s: Number, used: Number) -> Number:
-        """Return the seconds until `tokens` of the `used` ones (at least 1) are freed."""
-        return tokens * (self.expected_tokens * step_s) / used
+    def arrival_s(self, arrival: Arrival, usable_tokens: Floats | float, now: float) -> Floats:
+        """Return what an arrival costs on each instance; infinite where it may not go.
 
-    # ---- moving
+        `usable_tokens` need not be computed. An arrival that resumes prefills its output as well.
+        """
+        offer, steps, expected = self.offer, self.steps, self.costs.expected_tokens
+        prompt_tokens = arrival.context_tokens
+        own_s = (steps.per_token_s + steps.per_token_squared_s * prompt_tokens) * prompt_tokens
+        if arrival.cached:
+            own_s -= steps.compute_s(usable_tokens)
+        # Prompts are computed in steps shared with decodes; the step in progress ends first.
+        wait_s = offer.start_s + own_s + (prompt_tokens - usable_tokens) * offer.step_token_s
+        delayed = offer.weight * offer.requests
+        if self._queues.prompts:
+            ahead = self._queues.ahead(nominal_s(prompt_tokens, prompt_tokens * prompt_tokens), now)
+            wait_s += ahead.seconds + ahead.tokens * offer.step_token_s
+            delayed = ahead.behind + offer.weight * np.maximum(0.0, offer.requests - ahead.behind)
+        joining_s = offer.joining_s + offer.joining_token_s * prompt_tokens
+        costs_s: Floats = expected * offer.weight * joining_s + wait_s + own_s * delayed
+        costs_s += shortage_s(offer, prompt_tokens + expected) + offer.barred
+        if arrival.excluded:
+            costs_s[[self.at[name] for name in arrival.excluded if name in self.at]] = np.inf
+        return costs_s
 
-    def transfer_s(self, source: InstanceView, tokens: Number) -> Number:
-        """Return the seconds to migrate `tokens` of KV from `source`."""
-        return tokens * self.steps_of(source).kv_bytes_per_token / self.link_bytes_per_s + self.open_s
-
-    # ---- slowdown of the batch
-
-    def slowdown_s(self, instance: InstanceView, tokens: int, longest: int) -> float:
-        """Return the increase of the batch's step cost when a request with `tokens` of context joins."""
-        requests = instance.running + instance.waiting
-        held = instance.kv_used_tokens + instance.prefill_backlog_tokens
-        return self._slowdown_s(self.steps_of(instance), requests, held, tokens, longest)
-
-    def slowdown_terms(self, instance: InstanceView) -> tuple[float, float]:
-        """Return x and y such that without a length penalty `slowdown_s` is x + y * tokens."""
-        steps, requests = self.steps_of(instance), instance.running + instance.waiting
-        held = instance.kv_used_tokens + instance.prefill_backlog_tokens
-        step_s = steps.decode_s(requests, held) + (requests + 1) * steps.per_request_s
-        return step_s, (requests + 1) * steps.per_kv_token_s
-
-    def _slowdown_s(self, steps: StepModel, requests: int, held: int, tokens: int, longest: int) -> float:
-        """Return the increase of B * step(B, K), B = `requests`, K = `held`, by a request of `tokens`."""
-        if self.penalty is not None:
-            after_s = self._batch_s(steps, requests + 1, held + tokens, max(longest, tokens))
-            return after_s - self._batch_s(steps, requests, held, longest)
-        each_s = steps.per_request_s + steps.per_kv_token_s * tokens
-        return steps.decode_s(requests, held) + (requests + 1) * each_s
-
-    def _batch_s(self, steps: StepModel, requests: int, held: int, longest: int) -> float:
-        """Return B * step(B, K) with the length penalty."""
-        if not requests:
-            return 0.0
-        penalty = self.penalty
-        assert penalty is not None
-        attention_s = steps.per_kv_token_s * held
-        rest_s = steps.decode_base_s + steps.per_request_s * requests
-        factor = 1.0
-        if requests > 1 and longest > 0:
-            mean = max(1.0, held / requests)
-            factor = penalty.shape.factor(requests, mean, max(mean, longest))
-        if penalty.applies_to == "attention":
-            return requests * (rest_s + factor * attention_s)
-        return requests * factor * (rest_s + attention_s)
+    def prices_s(self) -> Floats:
+        """Return what decoding one more request of mean length costs on each instance; infinite where it may
+        not go."""
+        offer, expected = self.offer, self.costs.expected_tokens
+        joining_s = offer.joining_s + offer.joining_token_s * offer.mean_tokens
+        prices_s: Floats = offer.barred + expected * joining_s
+        return prices_s + shortage_s(offer, offer.mean_tokens + expected)
 
 
-@dataclass(frozen=True, slots=True)
-class Longest:
-    """The two longest contexts on an instance."""
-
-    tokens: int
-    request_id: str
-    second: int
-
-    @staticmethod
-    def of(instance: InstanceView) -> Longest:
-        """Find them in all of the instance's requests."""
-        tokens, name, second = 0, "", 0
-        for request in instance.requests:
-            length = request.context_tokens
-            if length > tokens:
-                tokens, name, second = length, request.request_id, tokens
-            elif length > second:
-                second = length
-        return Longest(tokens, name, second)
-
-    def without(self, request_id: str) -> int:
-        """Return the longest context of all requests but this one."""
-        return self.second if request_id == self.request_id else self.tokens
+def shortage_s(offer: Offer, more_tokens: Floats | float) -> Floats:
+    """Return the wait until an instance has so many more tokens free."""
+    wait_s: Floats = np.maximum(0.0, more_tokens - offer.free) * offer.free_token_s
+    return wait_s
