@@ -75,6 +75,16 @@ class Fleet:
         """Return the profiles, and how many instances have each. Raise ProfileError."""
         return [(load_profile(name), count) for name, count in kinds_of(self.profile, self.instances)]
 
+    def spec(self) -> ClusterSpec:
+        """Return the cluster to simulate. Raise ProfileError or LengthPenaltyError."""
+        return ClusterSpec.of_kinds(
+            self.kinds(),
+            penalty=load_length_penalty(self.penalty),
+            prefix_caching=self.prefix_caching,
+            host_kv_bytes=round(self.host_kv_gib * _GIB),
+            host_caching=self.host_caching,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
@@ -120,6 +130,7 @@ class Figures:
     goodput_per_s: float
     ttft_mean_s: float
     ttft_p50_s: float
+    ttft_p95_s: float
     ttft_p99_s: float
     tpot_p50_s: float
     tpot_p99_s: float
@@ -189,22 +200,31 @@ def run_scenario(scenario: Scenario, progress: Callable[[float], None] | None = 
     input, and SimulationError for a policy that cannot continue.
     """
     workload = _workload(scenario.workload, scenario.options)
-    setup = scenario.setup()
-    kinds, penalty = scenario.fleet.kinds(), load_length_penalty(scenario.fleet.penalty)
-    profile = kinds[0][0]
-    spec = replace(
-        ClusterSpec.of_kinds(
-            kinds,
-            penalty=penalty,
-            prefix_caching=scenario.fleet.prefix_caching,
-            host_kv_bytes=round(scenario.fleet.host_kv_gib * _GIB),
-            host_caching=scenario.fleet.host_caching,
+    result = simulated(scenario, progress)
+    instance = scenario.fleet.spec().instances[0]
+    return Outcome(
+        scenario=scenario,
+        source=workload.source,
+        figures=figures_of(result, scenario.slo),
+        refusal=next((record.refused for record in result.requests if record.refused), ""),
+        points=[
+            (r.reasoning_tokens, r.prompt_tokens, r.ttft_s) for r in result.requests if r.ttft_s is not None
+        ],
+        detail=Detail(
+            result.migrations, result.series, instance.kv_blocks * instance.block_tokens, result.end_s
         ),
-        tpot_target_s=scenario.slo.reading_s,
     )
+
+
+def simulated(scenario: Scenario, progress: Callable[[float], None] | None = None) -> SimResult:
+    """Simulate a scenario, and return all that happened. Raise as `run_scenario`."""
+    workload = _workload(scenario.workload, scenario.options)
+    setup = scenario.setup()
+    spec = replace(scenario.fleet.spec(), tpot_target_s=scenario.slo.reading_s)
+    profile, penalty = scenario.fleet.kinds()[0][0], load_length_penalty(scenario.fleet.penalty)
     mean_output = float(np.mean([request.output_tokens for request in workload.requests]))
     slo = scenario.slo
-    result = simulate(
+    return simulate(
         setup.apply(spec, mean_output),
         workload.requests,
         setup.policy(Deployment(slo, profile, penalty)),
@@ -213,17 +233,6 @@ def run_scenario(scenario: Scenario, progress: Callable[[float], None] | None = 
         sample_interval_s=_sample_interval_s(workload),
         progress=progress,
         admission=TtftAdmission.of(slo),
-    )
-    capacity = spec.instances[0].kv_blocks * spec.instances[0].block_tokens
-    return Outcome(
-        scenario=scenario,
-        source=workload.source,
-        figures=figures_of(result, slo),
-        refusal=next((record.refused for record in result.requests if record.refused), ""),
-        points=[
-            (r.reasoning_tokens, r.prompt_tokens, r.ttft_s) for r in result.requests if r.ttft_s is not None
-        ],
-        detail=Detail(result.migrations, result.series, capacity, result.end_s),
     )
 
 
@@ -248,6 +257,7 @@ def figures_of(result: SimResult, slo: Slo) -> Figures:
         goodput_per_s=rate * met,
         ttft_mean_s=float(ttft.mean()) if len(ttft) else float("nan"),
         ttft_p50_s=_percentile(ttft, 50),
+        ttft_p95_s=_percentile(ttft, 95),
         ttft_p99_s=_percentile(ttft, 99),
         tpot_p50_s=_percentile(tpot, 50),
         tpot_p99_s=_percentile(tpot, 99),

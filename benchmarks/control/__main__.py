@@ -35,7 +35,7 @@ from tests.harness.loadgen import percentile
 from tests.harness.report import print_json, save, table_console
 from tests.harness.usage import cpu_seconds, resident_bytes
 
-POLICIES: Final = ("tailrace", "pascal", "ares", "arrow", "cascade")
+POLICIES: Final = ("least_loaded", "tailrace", "pascal", "ares", "arrow", "cascade")
 _FRONT_ENDS: Final = 4
 _PARTS: Final = ("monitor", "scheduler", "migration", "etcd", "workers", "front ends")
 

@@ -32,6 +32,8 @@ _CALL_S: Final = 30.0
 _START_S: Final = 120.0
 _POLL_S: Final = 0.25
 _LEASE_S: Final = 7_200.0
+# Of a process that has ended.
+_LOG_LINES: Final = 12
 # As in deploy/systemd/tailrace-monitor.service.
 _MONITOR_NICENESS: Final = 5
 
@@ -151,7 +153,7 @@ async def control_plane(load: Load) -> AsyncIterator[ControlPlane]:
         command = _workers_command(load, monitor, workers_at)
         workers = await start("workers", command, asyncio.subprocess.PIPE)
         figures = WorkerFigures()
-        reading = asyncio.create_task(_read_figures(workers, figures))
+        reading = asyncio.create_task(_read_figures(workers, figures, folder / "workers.log"))
         stack.push_async_callback(cancel, reading)
         yield ControlPlane(load, members, admin, workers, pids, figures, reading)
 
@@ -202,10 +204,12 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
         await process.wait()
 
 
-async def _read_figures(workers: asyncio.subprocess.Process, figures: WorkerFigures) -> None:
+async def _read_figures(workers: asyncio.subprocess.Process, figures: WorkerFigures, log: Path) -> None:
     if workers.stdout is not None:
         while line := await workers.stdout.readline():
             _, late_s, migrated = line.split()
             figures.late_s = max(figures.late_s, float(late_s))
             figures.migrated += int(migrated)
-    raise WorkersEnded("the synthetic workers have ended")
+    written = await asyncio.to_thread(log.read_text, errors="replace")
+    last = "".join(written.splitlines(keepends=True)[-_LOG_LINES:])
+    raise WorkersEnded(f"the synthetic workers have ended:\n{last}")

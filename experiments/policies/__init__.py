@@ -1,1 +1,1 @@
-"""Every policy in every paper's scenario, and in a mix of them."""
+"""All policies with equal batch orders on equal requests (docs/policies-compared.md)."""

@@ -52,7 +52,7 @@ from tailrace.control.recording import (
 from tailrace.control.reported_instance import ReportedInstance
 from tailrace.lengths import LengthWindow
 from tailrace.perf.measured import Measured
-from tailrace.records import ProfileRecord
+from tailrace.records import InstanceRecord, ProfileRecord
 from tailrace.v1 import monitor_pb2, types_pb2
 
 
@@ -126,6 +126,8 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         self._locations: dict[str, RequestLocation] = {}
         # Open migrations by request: source, and target if known.
         self._migrating: dict[str, tuple[str, str | None]] = {}
+        self._records: Mapping[str, InstanceRecord] = {}
+        self._profiles: Mapping[str, ProfileRecord] = {}
         self._silent: frozenset[str] = frozenset()
         self._suspects: frozenset[str] = frozenset()
         self._draining: frozenset[str] = frozenset()
@@ -192,7 +194,35 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         return possible
 
     def _set_members(self, members: KnownMembers, now_s: float) -> None:
-        """Apply membership, pools, drains, stages and profiles. A new incarnation starts empty."""
+        """Apply membership, pools, drains, stages and profiles. A new incarnation starts empty.
+
+        Arrow moves hundreds of instances between pools at once, each a change in etcd: only those whose state
+        or pool has changed get new views then.
+        """
+        if members.instances == self._records and members.profiles == self._profiles:
+            self._set_states_and_pools(members)
+        else:
+            self._set_instances(members, now_s)
+            self._set_states_and_pools(members)
+            self._rebuild()
+        self.memberships += 1
+
+    def _set_states_and_pools(self, members: KnownMembers) -> None:
+        changed = (self._suspects ^ members.suspects) | (self._draining ^ members.draining)
+        changed |= {name for name, _ in self._pools.items() ^ members.pools.items()}
+        orders = {
+            name: order
+            for name, order in self._pool_orders.items()
+            if name in self._known and members.pools.get(name) is self._pools.get(name)
+        }
+        changed |= self._pool_orders.keys() - orders.keys()
+        self._suspects, self._draining, self._pools = members.suspects, members.draining, members.pools
+        self._pool_orders, self._stages = orders, members.stages
+        self._dirty |= changed & self._known.keys()
+        self._view = None
+
+    def _set_instances(self, members: KnownMembers, now_s: float) -> None:
+        self._records, self._profiles = members.instances, members.profiles
         tracked: dict[str, ReportedInstance] = {}
         for name in sorted(members.instances):
             record = members.instances[name]
@@ -205,25 +235,14 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         self._known = tracked
         self.cache.set_instances(members.instances)
         self._groups = ModelGroups(members.instances)
-        self.memberships += 1
         self._partial.clear()
         self._forget([r for r, location in self._locations.items() if location.instance_id not in tracked])
-        self._suspects = members.suspects
-        self._draining = members.draining
-        self._pool_orders = {
-            name: order
-            for name, order in self._pool_orders.items()
-            if name in tracked and members.pools.get(name) is self._pools.get(name)
-        }
-        self._pools = members.pools
-        self._stages = members.stages
         self._measured = {
             kind: cached
             if (cached := self._measured.get(kind)) is not None and cached[0] is record
             else (record, Measured.of(record))
             for kind, record in members.profiles.items()
         }
-        self._rebuild()
 
     def _set_silent(self, names: Collection[str]) -> None:
         """Set which instances have stopped reporting.

@@ -140,7 +140,7 @@ class Ares(Constants, Policy):
             return actions
         loads = collect(instances, self.horizon)
         for _ in range(self.migrations_per_tick):
-            move = self.algorithm.plan(loads)
+            move = self.algorithm.plan(loads, turn=int(now / self.tick_interval_s))
             if move is None:
                 break
             source, target = instances[move.source].instance_id, instances[move.target].instance_id

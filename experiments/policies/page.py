@@ -1,0 +1,142 @@
+"""The page that tells which policy to choose, docs/policies-compared.md, and its plots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Final
+
+from experiments.policies.grounds import GROUNDS, Ground
+from simulator.estimate import best_of, estimate
+
+# Values of a figure by policy, one per seed.
+Values = Mapping[str, Sequence[float]]
+# (ground, share of the capacity) -> policy -> figure -> one value per seed.
+Found = Mapping[tuple[str, float], Mapping[str, Mapping[str, Sequence[float]]]]
+# Figure, heading, factor, decimals, and 1 if more is better, else -1.
+COLUMNS: Final = (
+    ("attainment", "in SLO %", 100.0, 1, 1),
+    ("goodput_per_s", "goodput /s", 1.0, 2, 1),
+    ("ttft_p50_s", "TTFT P50 s", 1.0, 2, -1),
+    ("ttft_p95_s", "TTFT P95 s", 1.0, 2, -1),
+    ("ttft_p99_s", "TTFT P99 s", 1.0, 2, -1),
+    ("tpot_p50_s", "TPOT P50 ms", 1e3, 1, -1),
+    ("tpot_p99_s", "TPOT P99 ms", 1e3, 1, -1),
+    ("latency_p50_s", "end to end P50 s", 1.0, 2, -1),
+    ("ttft_p99_prompt_q1_s", "TTFT P99 s, shortest prompts", 1.0, 2, -1),
+    ("ttft_p99_prompt_q4_s", "longest prompts", 1.0, 2, -1),
+)
+_PLOTTED: Final = ("attainment", "ttft_p99_s", "tpot_p99_s")
+_COLORS: Final = ("#2563eb", "#c2410c")
+
+
+def of_figure(found: Mapping[str, Mapping[str, Sequence[float]]], figure: str) -> Values:
+    """Return one figure of all policies that have it."""
+    return {policy: figures[figure] for policy, figures in found.items() if figure in figures}
+
+
+def best_names(values: Values, better: int) -> frozenset[str]:
+    """Return the best policy and all that cannot be distinguished from it."""
+    best = best_of(values, better)
+    return frozenset() if best is None else best.tied | {best.name}
+
+
+def table(found: Mapping[str, Mapping[str, Sequence[float]]]) -> list[str]:
+    """Return the rows of a table: means, bold where no other policy is distinguishably better."""
+    columns = [column for column in COLUMNS if any(column[0] in figures for figures in found.values())]
+    lines = [
+        "| policy | " + " | ".join(heading for _, heading, _, _, _ in columns) + " |",
+        "|---|" + "---|" * len(columns),
+    ]
+    best = {figure: best_names(of_figure(found, figure), better) for figure, _, _, _, better in columns}
+    for policy, figures in found.items():
+        cells = []
+        for figure, _, factor, decimals, _ in columns:
+            mean = estimate(figures[figure])
+            text = f"{factor * mean.mean:.{decimals}f}"
+            if figure == "attainment" and mean.half_width is not None:
+                text += f" ±{factor * mean.half_width:.{decimals}f}"
+            cells.append(f"**{text}**" if policy in best[figure] else text)
+        lines.append(f"| `{policy}` | " + " | ".join(cells) + " |")
+    return lines
+
+
+def plot(ground: Ground, shares: Sequence[float], found: Found) -> str:
+    """Return an SVG: per policy the means and 95% intervals at each share of the capacity; hollow where
+    another policy is distinguishably better."""
+    policies = list(found[ground.name, shares[0]])
+    row, top, left, panel, gap = 22, 54, 210, 220, 30
+    height, width = top + row * len(policies) + 34, left + (panel + gap) * len(_PLOTTED)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+        f'<text x="10" y="20" font-size="15" fill="#111">{escape(ground.title)}</text>',
+    ]
+    for at, share in enumerate(shares):
+        x = left + at * 170
+        parts.append(f'<circle cx="{x}" cy="16" r="4" fill="{_COLORS[at]}"/>')
+        parts.append(f'<text x="{x + 9}" y="20" fill="#111">{share:.0%} of capacity</text>')
+    for at, policy in enumerate(policies):
+        y = top + row * at + 15
+        parts.append(f'<text x="{left - 12}" y="{y}" text-anchor="end" fill="#111">{escape(policy)}</text>')
+    for number, figure in enumerate(_PLOTTED):
+        _, heading, factor, _, better = next(column for column in COLUMNS if column[0] == figure)
+        x0 = left + number * (panel + gap)
+        estimates = {
+            (share, policy): estimate([factor * value for value in values])
+            for share in shares
+            for policy, values in of_figure(found[ground.name, share], figure).items()
+        }
+        spans = [(e.mean - (e.half_width or 0.0), e.mean + (e.half_width or 0.0)) for e in estimates.values()]
+        low, high = max(0.0, min(span[0] for span in spans)), max(span[1] for span in spans)
+        high = min(high, 100.0) if figure == "attainment" else high
+        scale = panel / ((high - low) or 1.0)
+        bottom = top + row * len(policies)
+        parts.append(f'<text x="{x0}" y="{top - 14}" fill="#111">{escape(heading)}</text>')
+        parts.append(f'<line x1="{x0}" y1="{bottom}" x2="{x0 + panel}" y2="{bottom}" stroke="#999"/>')
+        for value in (low, (low + high) / 2, high):
+            tick = x0 + (value - low) * scale
+            parts.append(f'<line x1="{tick:.1f}" y1="{top}" x2="{tick:.1f}" y2="{bottom}" stroke="#e5e5e5"/>')
+            parts.append(
+                f'<text x="{tick:.1f}" y="{bottom + 16}" text-anchor="middle" fill="#555">{value:.3g}</text>'
+            )
+        for at, share in enumerate(shares):
+            best = best_names(of_figure(found[ground.name, share], figure), better)
+            for index, policy in enumerate(policies):
+                mean = estimates[share, policy]
+                y = top + row * index + 8 + 7 * at
+                half = mean.half_width or 0.0
+                ends = [
+                    x0 + (min(max(v, low), high) - low) * scale for v in (mean.mean - half, mean.mean + half)
+                ]
+                at_mean = x0 + (min(max(mean.mean, low), high) - low) * scale
+                color, fill = _COLORS[at], _COLORS[at] if policy in best else "#ffffff"
+                parts.append(
+                    f'<line x1="{ends[0]:.1f}" y1="{y}" x2="{ends[1]:.1f}" y2="{y}" stroke="{color}"/>'
+                )
+                parts.append(f'<circle cx="{at_mean:.1f}" cy="{y}" r="3.5" stroke="{color}" fill="{fill}"/>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def section(ground: Ground, shares: Sequence[float], rates: Mapping[float, float], found: Found) -> list[str]:
+    """Return a ground's part of the page."""
+    slo, fleet = ground.slo, ground.fleet
+    lines = [
+        f"## {ground.title}",
+        "",
+        f"`{ground.workload.rpartition('/')[2]}` on {fleet.instances} instances of `{fleet.profile}`; TTFT "
+        f"{slo.ttft_s:g} s, TPOT {slo.tpot_s:g} s.",
+        "",
+        f"![{ground.title}](images/policies-{ground.name}.svg)",
+        "",
+    ]
+    for share in shares:
+        lines += [f"At {share:.0%} of the capacity, {rates[share]:.3g} requests/s:", ""]
+        lines += [*table(found[ground.name, share]), ""]
+    return lines
+
+
+def grounds_of(found: Found) -> list[Ground]:
+    """Return the grounds that were measured, in their order."""
+    return [ground for name, ground in GROUNDS.items() if any(name == measured for measured, _ in found)]
