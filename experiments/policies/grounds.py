@@ -85,6 +85,7 @@ GROUNDS: Final[Mapping[str, Ground]] = {
             Fleet(_LLAMA, 4, prefix_caching=True),
             Slo(30.0, 0.1),
             1.5,
+            longer=5.0,
             section=4_000,
         ),
     )
