@@ -37,7 +37,7 @@ from tailrace.policy.requests import movable, table_of
 from tailrace.policy.tailrace.costs import Costs, Offers
 from tailrace.policy.tailrace.policy import Tailrace
 from tailrace.policy.tailrace.queue import DEEPEST, QueueColumns
-from tailrace.policy.tailrace.rebalance import rebalance
+from tailrace.policy.tailrace.rebalance import BIDDERS, SOURCES, rebalance
 from tailrace.profiles import load_profile
 from tests.policy.clusters import arrivals as more_arrivals
 from tests.policy.clusters import clusters
@@ -45,7 +45,7 @@ from tests.policy.fleets import arrivals, cluster, fleets, instance, quick, requ
 
 NOW = 4.0
 NOMINAL = StepModel.of_profile(None)
-COSTS = Costs(NOMINAL)
+COSTS = Costs(NOMINAL, 0.15)
 POLICIES = [
     Tailrace(),
     Tailrace(load_profile("r1-distill-qwen-32b-h100")),
@@ -365,6 +365,18 @@ def crowded(count: int = 40, output: int = 2_000, capacity: int = 400_000) -> Cl
     return cluster(instance("w0", held, capacity=capacity), instance("w1"))
 
 
+def test_an_arrival_yields_by_what_is_left_of_the_queue() -> None:
+    """Nearly all of the long prompt is computed, so the new one yields to it only briefly."""
+    queues, length = QueueColumns(1), 40_000
+    queues.set(0, [(0.0, length)], 1_000, NOMINAL)
+    due, own_s = due_s(0.0, length, 0.0), nominal_s(1_000, 1_000_000)
+    left_s = nominal_s(1_000, length * length - (length - 1_000) ** 2)
+    yields_s = due_s(0.0, 1_000, left_s)
+    assert yields_s < due_s(0.0, 1_000, 10.0)
+    assert queues.ahead(own_s, due - yields_s - 0.01).behind[0] == 1
+    assert queues.ahead(own_s, due - yields_s + 0.01).behind[0] == 0
+
+
 # ---- moves
 
 
@@ -432,7 +444,7 @@ def test_prices_are_the_cost_of_one_more_request_of_mean_length(view: ClusterVie
 def test_a_migration_must_save_more_than_its_transfer_costs() -> None:
     moves = Tailrace().on_tick(crowded(), 0.0)
     assert [(m.source_id, m.target_id) for m in moves if isinstance(m, Migrate)] == [("w0", "w1")]
-    offers = offers_of(crowded(), Costs(NOMINAL, link_bytes_per_s=1e6))
+    offers = offers_of(crowded(), Costs(NOMINAL, 0.15, link_bytes_per_s=1e6))
     assert rebalance(offers, crowded(), offers.prices_s(), 2.0) == []
 
 
@@ -459,6 +471,36 @@ def test_a_request_leaves_an_instance_short_of_memory() -> None:
 
 def test_a_request_about_to_finish_stays() -> None:
     assert not Tailrace().on_tick(changed(crowded(), predicted_remaining_tokens=1.0), 0.0)
+
+
+def loaded(name: str, requests: int = 40) -> InstanceView:
+    """Return an instance whose requests would all gain by leaving."""
+    held = tuple(request(f"{name}-{n}", name, 1_000, 2_000, Phase.REASONING) for n in range(requests))
+    return instance(name, held)
+
+
+def test_a_tick_moves_one_request_from_each_of_the_most_expensive_instances() -> None:
+    sources = [loaded(f"s{n:02}", 40 + n) for n in range(SOURCES + 2)]
+    idle = [instance(f"t{n:02}") for n in range(SOURCES + 2)]
+    moves = Tailrace().on_tick(cluster(*sources, *idle), 0.0)
+    most = [f"s{n:02}" for n in range(SOURCES + 1, 1, -1)]
+    assert [move.source_id for move in moves if isinstance(move, Migrate)] == most
+    assert len({move.target_id for move in moves if isinstance(move, Migrate)}) == SOURCES
+
+
+def test_a_source_asks_the_three_cheapest_instances() -> None:
+    full = [instance(f"t{n}", migrations=(TRANSFERS, 0)) for n in range(BIDDERS)]
+    last = instance("t9", (request("x", "t9"),))
+    assert not Tailrace().on_tick(cluster(loaded("s"), *full, last), 0.0)
+    assert Tailrace().on_tick(cluster(loaded("s"), *full[1:], last), 0.0)
+
+
+@pytest.mark.parametrize(("arriving", "leaving", "moves"), [(0, 1, 1), (1, 0, 1), (1, 1, 0), (2, 2, 0)])
+def test_instances_do_not_exchange_requests(arriving: int, leaving: int, moves: int) -> None:
+    """Something migrates to the source, and something leaves the target."""
+    source = dataclasses.replace(loaded("s"), migrations_in=arriving)
+    target = instance("t", migrations=(0, leaving))
+    assert len(Tailrace().on_tick(cluster(source, target), 0.0)) == moves
 
 
 def test_nothing_moves_where_no_instance_may_receive() -> None:

@@ -55,7 +55,7 @@ def copies(
 
 
 COPY = CopyPrefix("r-a", "a", "b", TOKENS, "hot prefix")
-COSTS = Costs(StepModel.of_profile(PROFILE))
+COSTS = Costs(StepModel.of_profile(PROFILE), 0.15)
 
 
 def test_a_hot_prefix_is_copied_to_an_idle_instance() -> None:

@@ -41,7 +41,7 @@ class Costs:
     """
 
     nominal: StepModel
-    tpot_slo_s: float = 0.15
+    tpot_slo_s: float
     expected_tokens: float = 256.0
     open_s: float = 0.01
     link_bytes_per_s: float = 12.5e9
