@@ -96,6 +96,6 @@ def _best_move(
         if gains_s[target, row] <= 0.0:
             break
         request, receiver = requests.view(int(rows[row])), offers.instances[targets[target]]
-        if ledger.may_send(instance, request) and ledger.may_receive(receiver, request):
+        if ledger.may_receive(receiver, request):
             return ledger.reserve(request, receiver, "rebalance")
     return None
