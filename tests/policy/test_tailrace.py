@@ -24,7 +24,7 @@ from tailrace.cluster import (
     RequestView,
 )
 from tailrace.handover import TRANSFERS
-from tailrace.intra.earliest_due import EarliestDue, due_s, nominal_s
+from tailrace.intra.earliest_due import PREFILLS, EarliestDue, due_s, nominal_s
 from tailrace.intra.registry import make_intra
 from tailrace.perf.horizon import HORIZON
 from tailrace.perf.measured import Measured
@@ -182,6 +182,8 @@ def expected_arrival_s(costs: Costs, instance: InstanceView, prompt: int, cached
     before_s += steps.backlog_s(unknown, max(1, instance.waiting - len(prompts)))
     own_s = steps.compute_s(prompt) - steps.compute_s(cached)
     wait_s = own_s + before_s + ((left + unknown + prompt - cached) / steps.chunk_tokens + 1.0) * step_s
+    patience_s = costs.patience_s + PREFILLS * costs.nominal.compute_s(prompt)
+    wait_s *= 1.0 + wait_s / patience_s
     # The requests that its prefill delays.
     behind = len(prompts) - len(first)
     reasoning = table_of(instance.requests).phase_load().reasoning

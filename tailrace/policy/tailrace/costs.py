@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from tailrace.cluster import Arrival, CachedTokens, ClusterView, InstanceState, InstanceView
-from tailrace.intra.earliest_due import nominal_s
+from tailrace.intra.earliest_due import PREFILLS, nominal_s
 from tailrace.perf.steps import Floats, Number, StepModel, StepTimes, held_tokens
 from tailrace.policy.columns import SeenInstances
 from tailrace.policy.requests import table_of
@@ -36,6 +36,9 @@ class Costs:
     - `tpot_slo_s`: the SLO against which decode steps of answering requests are weighted.
     - `expected_tokens`: expected output of an arrival. 256 is near the mean of ShareGPT's answers, as in
       CascadeInfer's QoE model here.
+    - `patience_s`: a wait for the first token counts double once it reaches this time plus the longest that
+      the prompt yields to others inside an instance (`tailrace.intra.earliest_due`). Half a second, for very
+      short prompts, is half of what a person notices as an interruption (Nielsen's one second).
     - `open_s`, `link_bytes_per_s`: time to open and commit a migration, and assumed bandwidth of its copy
       (100 Gbit/s).
     """
@@ -43,6 +46,7 @@ class Costs:
     nominal: StepModel
     tpot_slo_s: float
     expected_tokens: float = 256.0
+    patience_s: float = 0.5
     open_s: float = 0.01
     link_bytes_per_s: float = 12.5e9
 
@@ -229,6 +233,8 @@ class Offers:
             ahead = self._queues.ahead(nominal_s(prompt_tokens, prompt_tokens * prompt_tokens), now)
             wait_s += ahead.seconds + ahead.tokens * offer.step_token_s
             delayed = ahead.behind + offer.weight * np.maximum(0.0, offer.requests - ahead.behind)
+        patience_s = self.costs.patience_s + PREFILLS * self.costs.nominal.compute_s(prompt_tokens)
+        wait_s *= 1.0 + wait_s / patience_s
         joining_s = offer.joining_s + offer.joining_token_s * prompt_tokens
         costs_s: Floats = expected * offer.weight * joining_s + wait_s + own_s * delayed
         costs_s += shortage_s(offer, prompt_tokens + expected) + offer.barred
