@@ -13,20 +13,34 @@ from simulator.estimate import best_of, estimate
 Values = Mapping[str, Sequence[float]]
 # (ground, share of the capacity) -> policy -> figure -> one value per seed.
 Found = Mapping[tuple[str, float], Mapping[str, Mapping[str, Sequence[float]]]]
-# Figure, heading, factor, decimals, and 1 if more is better, else -1.
+# Heading, decimals, factor, and the figures of a column, each with 1 if more is better, -1 if less is, or 0.
 COLUMNS: Final = (
-    ("attainment", "in SLO %", 100.0, 1, 1),
-    ("goodput_per_s", "goodput /s", 1.0, 2, 1),
-    ("ttft_p50_s", "TTFT P50 s", 1.0, 2, -1),
-    ("ttft_p95_s", "TTFT P95 s", 1.0, 2, -1),
-    ("ttft_p99_s", "TTFT P99 s", 1.0, 2, -1),
-    ("tpot_p50_s", "TPOT P50 ms", 1e3, 1, -1),
-    ("tpot_p99_s", "TPOT P99 ms", 1e3, 1, -1),
-    ("latency_p50_s", "end to end P50 s", 1.0, 2, -1),
-    ("ttft_p99_prompt_q1_s", "TTFT P99 s, shortest prompts", 1.0, 2, -1),
-    ("ttft_p99_prompt_q4_s", "longest prompts", 1.0, 2, -1),
+    ("in SLO %", 1, 100.0, (("attainment", 1),)),
+    ("goodput /s", 1, 1.0, (("goodput_per_s", 1),)),
+    ("TTFT s, P50 / P95 / P99", 2, 1.0, (("ttft_p50_s", -1), ("ttft_p95_s", -1), ("ttft_p99_s", -1))),
+    ("TPOT ms, P50 / P99", 0, 1e3, (("tpot_p50_s", -1), ("tpot_p99_s", -1))),
+    ("end to end s, P50 / P99", 1, 1.0, (("latency_p50_s", -1), ("latency_p99_s", -1))),
+    (
+        "P99 TTFT s, shortest / longest prompts",
+        1,
+        1.0,
+        (("ttft_p99_prompt_q1_s", -1), ("ttft_p99_prompt_q4_s", -1)),
+    ),
+    (
+        "shortest / longest outputs",
+        1,
+        1.0,
+        (("ttft_p99_output_q1_s", -1), ("ttft_p99_output_q4_s", -1)),
+    ),
+    ("preemptions", 0, 1.0, (("swapped", 0),)),
+    ("moves", 0, 1.0, (("migrations", 0),)),
 )
-_PLOTTED: Final = ("attainment", "ttft_p99_s", "tpot_p99_s")
+# Figure, heading, factor, and 1 if more is better.
+_PLOTTED: Final = (
+    ("attainment", "in SLO %", 100.0, 1),
+    ("ttft_p99_s", "TTFT P99 s", 1.0, -1),
+    ("tpot_p99_s", "TPOT P99 ms", 1e3, -1),
+)
 _COLORS: Final = ("#2563eb", "#c2410c")
 
 
@@ -43,20 +57,26 @@ def best_names(values: Values, better: int) -> frozenset[str]:
 
 def table(found: Mapping[str, Mapping[str, Sequence[float]]]) -> list[str]:
     """Return the rows of a table: means, bold where no other policy is distinguishably better."""
-    columns = [column for column in COLUMNS if any(column[0] in figures for figures in found.values())]
     lines = [
-        "| policy | " + " | ".join(heading for _, heading, _, _, _ in columns) + " |",
-        "|---|" + "---|" * len(columns),
+        "| policy | " + " | ".join(heading for heading, _, _, _ in COLUMNS) + " |",
+        "|---|" + "---|" * len(COLUMNS),
     ]
-    best = {figure: best_names(of_figure(found, figure), better) for figure, _, _, _, better in columns}
-    for policy, figures in found.items():
+    best = {
+        figure: best_names(of_figure(found, figure), better) if better else frozenset()
+        for _, _, _, figures in COLUMNS
+        for figure, better in figures
+    }
+    for policy, values in found.items():
         cells = []
-        for figure, _, factor, decimals, _ in columns:
-            mean = estimate(figures[figure])
-            text = f"{factor * mean.mean:.{decimals}f}"
-            if figure == "attainment" and mean.half_width is not None:
-                text += f" ±{factor * mean.half_width:.{decimals}f}"
-            cells.append(f"**{text}**" if policy in best[figure] else text)
+        for _, decimals, factor, figures in COLUMNS:
+            parts = []
+            for figure, _ in figures:
+                mean = estimate(values[figure])
+                text = f"{factor * mean.mean:.{decimals}f}"
+                if figure == "attainment" and mean.half_width is not None:
+                    text += f" ±{factor * mean.half_width:.{decimals}f}"
+                parts.append(f"**{text}**" if policy in best[figure] else text)
+            cells.append(" / ".join(parts))
         lines.append(f"| `{policy}` | " + " | ".join(cells) + " |")
     return lines
 
@@ -80,8 +100,7 @@ def plot(ground: Ground, shares: Sequence[float], found: Found) -> str:
     for at, policy in enumerate(policies):
         y = top + row * at + 15
         parts.append(f'<text x="{left - 12}" y="{y}" text-anchor="end" fill="#111">{escape(policy)}</text>')
-    for number, figure in enumerate(_PLOTTED):
-        _, heading, factor, _, better = next(column for column in COLUMNS if column[0] == figure)
+    for number, (figure, heading, factor, better) in enumerate(_PLOTTED):
         x0 = left + number * (panel + gap)
         estimates = {
             (share, policy): estimate([factor * value for value in values])
