@@ -3,7 +3,7 @@
 - *Bursts of answers*: three instances, of which two prefill initially, each with KV for 2, 8 or 32 of the
 longest requests. Short prompts, answers of 90 to 720 tokens: 10 s at half the rate at which the KV of all
 instances is full on average, 10 s at twice that rate, 30 s at half of it again.
-- *Azure* (`--traces DIR`, the folder that contains `traces/`): the scenarios of `experiments.policies`, with
+- *Azure* (`--traces DIR`, the folder that contains `traces/`): those of `experiments.scenarios`, with
 four instances, at 60, 85 and 110% of the rate that the best policy sustains.
 
 Figures are the share of requests that met their SLOs, mean and half-width of the 95% interval over seeds.
