@@ -85,7 +85,7 @@ def plot(ground: Ground, shares: Sequence[float], found: Found) -> str:
     """Return an SVG: per policy the means and 95% intervals at each share of the capacity; hollow where
     another policy is distinguishably better."""
     policies = list(found[ground.name, shares[0]])
-    row, top, left, panel, gap = 22, 54, 210, 220, 30
+    row, top, left, panel, gap = 22, 76, 210, 220, 30
     height, width = top + row * len(policies) + 34, left + (panel + gap) * len(_PLOTTED)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
@@ -95,8 +95,8 @@ def plot(ground: Ground, shares: Sequence[float], found: Found) -> str:
     ]
     for at, share in enumerate(shares):
         x = left + at * 170
-        parts.append(f'<circle cx="{x}" cy="16" r="4" fill="{_COLORS[at]}"/>')
-        parts.append(f'<text x="{x + 9}" y="20" fill="#111">{share:.0%} of capacity</text>')
+        parts.append(f'<circle cx="{x}" cy="36" r="4" fill="{_COLORS[at]}"/>')
+        parts.append(f'<text x="{x + 9}" y="40" fill="#111">{share:.0%} of capacity</text>')
     for at, policy in enumerate(policies):
         y = top + row * at + 15
         parts.append(f'<text x="{left - 12}" y="{y}" text-anchor="end" fill="#111">{escape(policy)}</text>')
