@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -21,7 +21,7 @@ import numpy as np
 from experiments.claims.base import Figures, Run, plain_figures
 
 _FILE: Final = "claims.jsonl"
-# The packages whose code and data decide figures.
+# The packages whose code and data decide the figures of claims.
 _PACKAGES: Final = ("experiments.claims", "simulator", "tailrace")
 
 
@@ -30,15 +30,19 @@ def default_file() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tailrace" / _FILE
 
 
-def code_version() -> str:
-    """Return a digest of all files of the packages that decide figures, and of the interpreter."""
+def code_version(names: Sequence[str] = _PACKAGES) -> str:
+    """Return a digest of all files of the packages and modules that decide figures, and of the
+    interpreter."""
     digest = hashlib.sha256(f"{platform.python_version()} {np.__version__}".encode())
-    for name in _PACKAGES:
+    for name in names:
         spec = find_spec(name)
         for folder in sorted(spec.submodule_search_locations or ()) if spec else ():
             for path in sorted(p for p in Path(folder).rglob("*") if p.suffix != ".pyc" and p.is_file()):
                 digest.update(f"{name}/{path.relative_to(folder)}\0".encode())
                 digest.update(path.read_bytes())
+        if spec and spec.submodule_search_locations is None and spec.origin is not None:
+            digest.update(f"{name}\0".encode())
+            digest.update(Path(spec.origin).read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -82,7 +86,7 @@ class KeptFigures:
 
     def _key(self, run: Run) -> str:
         work = f"{run.measure.__module__}.{run.measure.__qualname__}{run.arguments!r}"
-        reads_traces = self._traces is not None and str(self._traces) in run.arguments
+        reads_traces = self._traces is not None and str(self._traces) in map(str, run.arguments)
         return f"{work} {self._traces_state}" if reads_traces else work
 
 

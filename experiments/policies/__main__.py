@@ -5,7 +5,7 @@ Rates are shares of the highest one, found by bisection with another seed, at wh
 twentieth are not counted. A seed is another section of a trace, or other draws. Means over the seeds; a
 policy is the best only if no other cannot be distinguished from it, paired by seed, at 95%.
 
-Every finished run is added to the file of `--resume`, and is not repeated.
+Every finished run is added to the file of `--resume`, and is not repeated until code or traces change.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ import argparse
 import os
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Final
 
-import msgspec
 from rich.console import Console
 
+from experiments.claims.base import Figures, Run
+from experiments.claims.kept import KeptFigures, code_version
+from experiments.claims.verdicts import number
 from experiments.policies.grounds import GROUNDS, Case
 from experiments.policies.measure import capacity_per_s, measure
 from experiments.policies.page import Found, grounds_of, plot, section
@@ -35,37 +38,14 @@ CONTESTANTS: Final = (
     *OWN_ORDERS,
 )
 SHARES: Final = (0.8, 1.1)
+# What decides figures.
+_DECIDE: Final = ("experiments.policies.grounds", "experiments.policies.measure", "simulator", "tailrace")
 _HEAD: Final = Path(__file__).with_name("head.md")
 _DOCS: Final = Path("docs")
 
 
-class Kept(msgspec.Struct):
-    """A finished run, or a capacity in requests per second."""
-
-    name: str
-    figures: dict[str, float]
-
-
-class Store:
-    """The finished runs, in a file of JSON lines."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.runs: dict[str, dict[str, float]] = {}
-        if path.exists():
-            for line in path.read_bytes().splitlines():
-                kept = msgspec.json.decode(line, type=Kept)
-                self.runs[kept.name] = kept.figures
-
-    def add(self, name: str, figures: dict[str, float]) -> None:
-        """Keep a run."""
-        self.runs[name] = figures
-        with self._path.open("ab") as file:
-            file.write(msgspec.json.encode(Kept(name, figures)) + b"\n")
-
-
 def run(
-    store: Store,
+    kept: KeptFigures,
     grounds: Sequence[str],
     traces: Path | None,
     seconds: float,
@@ -81,10 +61,22 @@ def run(
             took_s = time.monotonic() - began_s
             console.print(f"{took_s:.0f} s: {done.done} of {done.total} ({done.share:.0%})", style="dim")
 
-    searches = [Task(f"capacity/{name}", capacity_per_s, (name, traces, seconds)) for name in grounds]
-    missing = [task for task in searches if task.name not in store.runs]
-    run_tasks(missing, processes=processes, progress=show, succeeded=store.add)
-    capacities = {name: store.runs[f"capacity/{name}"]["per_s"] for name in grounds}
+    def figures_of(runs: Sequence[Run]) -> dict[str, Figures]:
+        by_name = {run.name: run for run in runs}
+        known = {name: figures for name, run in by_name.items() if (figures := kept.get(run)) is not None}
+        missing = [
+            Task(run.name, run.measure, run.arguments, run.cost_s) for run in runs if run.name not in known
+        ]
+        made = run_tasks(
+            missing,
+            processes=processes,
+            progress=show,
+            succeeded=lambda name, figures: kept.add(by_name[name], figures),
+        )
+        return known | made
+
+    searched = figures_of([Run(name, capacity_per_s, (name, traces, seconds)) for name in grounds])
+    capacities = {name: number(searched[name], "per_s") for name in grounds}
     cases = {
         (ground, share, policy, seed): Case(ground, policy, share * capacities[ground], seed)
         for ground in grounds
@@ -92,26 +84,22 @@ def run(
         for policy in CONTESTANTS
         for seed in range(seeds)
     }
-    tasks = [
-        Task(case.name, measure, (case, traces, seconds, seeds), case.rate_per_s)
-        for case in cases.values()
-        if case.name not in store.runs
-    ]
-    run_tasks(tasks, processes=processes, progress=show, succeeded=store.add)
-    found = {}
-    for ground in grounds:
-        for share in SHARES:
-            found[ground, share] = {
-                policy: _by_figure(
-                    [store.runs[cases[ground, share, policy, seed].name] for seed in range(seeds)]
-                )
-                for policy in CONTESTANTS
-            }
+    measured = figures_of(
+        [Run(case.name, measure, (case, traces, seconds, seeds), case.rate_per_s) for case in cases.values()]
+    )
+    found = {
+        (ground, share): {
+            policy: _by_figure([measured[cases[ground, share, policy, seed].name] for seed in range(seeds)])
+            for policy in CONTESTANTS
+        }
+        for ground in grounds
+        for share in SHARES
+    }
     return found, capacities
 
 
-def _by_figure(runs: Sequence[dict[str, float]]) -> dict[str, list[float]]:
-    return {figure: [each[figure] for each in runs] for figure in runs[0]}
+def _by_figure(runs: Sequence[Figures]) -> dict[str, list[float]]:
+    return {figure: [number(each, figure) for each in runs] for figure in runs[0]}
 
 
 def main() -> None:
@@ -124,25 +112,30 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=600.0, help="of arrivals")
     parser.add_argument("--resume", type=Path, help="[default: one for each number of seconds and seeds]")
-    parser.add_argument("--docs", type=Path, default=_DOCS, help="where the page is written")
+    parser.add_argument(
+        "--docs", type=Path, help=f"where the page is written [default: {_DOCS}, if it has all grounds]"
+    )
     parser.add_argument("--processes", type=int)
     options = parser.parse_args()
     console = Console(stderr=True)
     traces = None if options.data is None else Path(options.data) / "traces"
     grounds = [name for name in options.only if traces is not None or not GROUNDS[name].is_trace]
     resume: Path = options.resume or RESULTS / f"policies-{options.seeds}x{options.seconds:g}s.jsonl"
-    resume.parent.mkdir(parents=True, exist_ok=True)
-    found, capacities = run(
-        Store(resume), grounds, traces, options.seconds, options.seeds, options.processes, console
-    )
+    with closing(KeptFigures(resume, code_version(_DECIDE), traces)) as kept:
+        if kept.dropped:
+            console.print(f"runs of another version of the code are not used: {resume}")
+        found, capacities = run(
+            kept, grounds, traces, options.seconds, options.seeds, options.processes, console
+        )
     lines = _HEAD.read_text().format(seeds=options.seeds, seconds=f"{options.seconds:g}").splitlines()
+    docs: Path = options.docs or (_DOCS if len(grounds) == len(GROUNDS) else RESULTS)
     for ground in grounds_of(found):
         rates = {share: share * capacities[ground.name] for share in SHARES}
         lines += ["", *section(ground, SHARES, rates, found)[:-1]]
-        image = options.docs / "images" / f"policies-{ground.name}.svg"
+        image = docs / "images" / f"policies-{ground.name}.svg"
         image.parent.mkdir(parents=True, exist_ok=True)
         image.write_text(plot(ground, SHARES, found))
-    page = options.docs / "policies-compared.md"
+    page = docs / "policies-compared.md"
     page.write_text("\n".join(lines) + "\n")
     console.print(f"wrote {page}; runs are kept in {resume}")
 

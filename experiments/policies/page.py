@@ -45,8 +45,8 @@ _COLORS: Final = ("#2563eb", "#c2410c")
 
 
 def of_figure(found: Mapping[str, Mapping[str, Sequence[float]]], figure: str) -> Values:
-    """Return one figure of all policies that have it."""
-    return {policy: figures[figure] for policy, figures in found.items() if figure in figures}
+    """Return one figure of all policies."""
+    return {policy: figures[figure] for policy, figures in found.items()}
 
 
 def best_names(values: Values, better: int) -> frozenset[str]:

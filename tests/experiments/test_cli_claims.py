@@ -16,7 +16,7 @@ import pytest
 from experiments.claims import command
 from experiments.claims.base import Claim, Experiment, Figures, Finding, Run, Verdict
 from experiments.claims.catalogue import UnknownClaimError, check, experiments, runs_of, select
-from experiments.claims.kept import KeptFigures
+from experiments.claims.kept import KeptFigures, code_version
 from experiments.claims.verdicts import judged, number
 from simulator.parallel import Progress
 from tests.simulator.command_lines import run_cli, run_cli_ok
@@ -286,6 +286,18 @@ def test_figures_of_other_traces_or_arguments_are_not_used(tmp_path: Path) -> No
     changed = KeptFigures(tmp_path / "kept.jsonl", "v", traces)
     changed.close()
     assert changed.get(run) is None
+
+
+def test_the_version_of_the_code_is_that_of_packages_and_modules(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "deciding_module.py").write_text("A = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ("experiments.policies.measure", "deciding_module")
+    before = code_version(names)
+    assert before == code_version(names) != code_version(names[:1])
+    (tmp_path / "deciding_module.py").write_text("A = 2")
+    assert code_version(names) != before
 
 
 @pytest.mark.usefixtures("synthetic")
