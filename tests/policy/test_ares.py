@@ -403,6 +403,23 @@ def test_the_batch_size_of_sources_does_not_affect_the_gain(horizon: Horizon, vi
         assert one_by_one.gain == pytest.approx(at_once.gain)
 
 
+def test_of_many_overloaded_instances_each_has_its_turn() -> None:
+    """No request of the others may move, so a plan that examines only the largest bounds finds nothing."""
+    stuck = [request("s", "w0", 9_000, 30_000.0)]
+    many = [
+        dataclasses.replace(instance(f"w{n:02d}", stuck), migrations_out=1)
+        for n in range(rescheduling.SOURCES_MAX + 4)
+    ]
+    movable = instance("w90", [request(name, "w90", 4_000, 30_000.0) for name in "ab"])
+    loads = collect([*many, movable, *(instance(f"w{n}", []) for n in range(91, 99))], HORIZON)
+    over, _ = EAGER.classify(loads)
+    assert len(over) > rescheduling.SOURCES_MAX
+    moves = [EAGER.plan(loads, turn) for turn in range(4)]
+    assert {loads.instances[move.source].instance_id for move in moves if move is not None} == {"w90"}
+    # The turns repeat.
+    assert [EAGER.plan(loads, turn) is None for turn in range(4, 8)] == [move is None for move in moves]
+
+
 def test_a_move_with_exactly_the_least_gain_is_made() -> None:
     """Two requests of 4,096 tokens on one of two instances: moving one of them removes all variance."""
     held = [request(name, "w0", 4_096, None) for name in "ab"]

@@ -6,14 +6,18 @@ import math
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tailrace.actions import Action, Migrate, Place, SetPool
-from tailrace.cluster import Arrival, CachedTokens, InstanceView, Phase, Pool, RequestView
+from tailrace.cluster import Arrival, CachedTokens, ClusterView, InstanceView, Phase, Pool, RequestView
 from tailrace.policy.arrow.attainment import KvWait
-from tailrace.policy.arrow.policy import ATTAINMENT, FILTER, Arrow
+from tailrace.policy.arrow.load import running_tokens
+from tailrace.policy.arrow.policy import ATTAINMENT, FILTER, Arrow, DecodeCandidates
 from tailrace.policy.arrow.pools import Pools
+from tailrace.policy.candidates import Ledger
 from tailrace.slo import DEFAULT_TPOT_S, DEFAULT_TTFT_S
-from tests.policy.fleets import cluster, instance, request
+from tests.policy.fleets import cluster, fleets, instance, quick, request
 
 P, D = Pool.PREFILL, Pool.DECODE
 P2D, D2P = Pool.PREFILL_TO_DECODE, Pool.DECODE_TO_PREFILL
@@ -261,3 +265,32 @@ def test_a_tick_flips_for_decoding_beyond_the_tpot_slo(interval_s: float, flips:
 def test_decode_instances_are_busy_beyond_the_low_load_share(tokens: int, flips: bool) -> None:
     view = cluster(instance("a", pool=P), instance("b", pool=P), with_tokens("c", D, tokens, 10_000))
     assert list(ARROW.on_tick(view, 0.0)) == ([SetPool("a", D)] if flips else [])
+
+
+@quick
+@given(
+    view=fleets(pools=(Pool.PREFILL, Pool.DECODE, Pool.PREFILL_TO_DECODE)),
+    needs_room=st.booleans(),
+)
+def test_on_a_tick_each_handover_goes_where_a_comparison_of_all_instances_says(
+    view: ClusterView, needs_room: bool
+) -> None:
+    pools, ledger = Pools.of(view), Ledger(view.instances, None, None)
+    eligible = ledger.may_receive if needs_room else ledger.may_queue
+    among = DecodeCandidates(pools, ledger, eligible)
+    waiting = [held for source in pools.prefill for held in source.requests]
+    for held in waiting:
+        for heap, members in (
+            (among.decode, pools.decode),
+            (among.prefill_to_decode, pools.prefill_to_decode),
+        ):
+            able = [i for i in members if eligible(i, held)]
+            expected = min(
+                able,
+                key=lambda i: (running_tokens(i) + ledger.reserved_tokens(i), i.instance_id),
+                default=None,
+            )
+            found = heap.least(held)
+            assert found is expected
+            if found is not None:
+                ledger.reserve(held, found, "prefill done")

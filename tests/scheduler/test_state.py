@@ -9,7 +9,13 @@ import pytest
 
 from tailrace.actions import Place
 from tailrace.cluster import Arrival, InstanceState, Phase, PhaseLoad, Pool
-from tailrace.control.events import MigrationClosed, MigrationOpened, ReportsStopped
+from tailrace.control.events import (
+    MigrationClosed,
+    MigrationOpened,
+    PoolOrdered,
+    PoolSettled,
+    ReportsStopped,
+)
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.policy.least_loaded import LeastLoaded
 from tailrace.policy.requests import table_of
@@ -59,6 +65,31 @@ def test_views_are_immutable() -> None:
     set_members(state, members("a", "b"), 1.0)
     assert before.instances["a"].running == 0
     assert list(before.instances) == ["a"]
+
+
+def test_a_change_of_pools_and_states_renews_the_instances_concerned_alone() -> None:
+    state, known = cluster("a", "b", "c", "d"), members("a", "b", "c", "d")
+    before, of_model = state.view(), state.view_for_request("a", 0.0)
+    known.pools, known.draining, known.suspects = {"a": Pool.PREFILL}, frozenset("b"), frozenset("c")
+    set_members(state, known, 1.0)
+    for view in (state.view(), state.view_for_request("a", 1.0)):
+        shown = [(i.pool, i.state) for i in view.instances.values()]
+        active = InstanceState.ACTIVE
+        changed = [(None, InstanceState.DRAINING), (None, InstanceState.SUSPECT)]
+        assert shown == [(Pool.PREFILL, active), *changed, (None, active)]
+        assert view.instances["d"] is before.instances["d"]
+    set_members(state, members("a", "b", "c", "d"), 2.0)
+    assert state.view().instances == before.instances
+    assert state.view_for_request("a", 2.0).instances == of_model.instances
+    # An order that etcd confirms shows no other pool in between.
+    state.apply(PoolOrdered("d", Pool.DECODE))
+    assert state.view().instances["d"].pool is Pool.DECODE
+    known = members("a", "b", "c", "d")
+    known.pools = {"d": Pool.DECODE}
+    set_members(state, known, 3.0)
+    assert state.view().instances["d"].pool is Pool.DECODE
+    state.apply(PoolSettled("d"))
+    assert state.view().instances["d"].pool is Pool.DECODE
 
 
 def test_reports_of_unknown_and_earlier_incarnations_are_ignored() -> None:
