@@ -1,5 +1,5 @@
 # `make help` lists the targets. Everything runs in .venv, which scripts/install.sh makes.
-WORKERS ?= 3
+WORKERS ?=
 ENGINE ?= vllm
 FRONT ?= python
 PART_MB ?= 60
@@ -34,7 +34,7 @@ install: ## Set up .venv (FRONT=rust: with vLLM's Rust front end)
 	@scripts/install.sh $(if $(filter rust,$(FRONT)),--rust)
 
 up: install ## Start a local cluster and print a working curl command
-	@$(TAILRACE) up --workers $(WORKERS) --engine $(ENGINE) --front $(FRONT) --port $(PORT) \
+	@$(TAILRACE) up $(if $(WORKERS),--workers $(WORKERS)) --engine $(ENGINE) --front $(FRONT) --port $(PORT) \
 		$(if $(POLICY),--policy $(POLICY))
 
 down: ## Stop the local cluster

@@ -164,9 +164,9 @@ def main() -> int:
     console.print(f"on {machine()}; KV of {KV_BYTES_PER_TOKEN} bytes per token")
     longest = max(options.tokens) + 4096
     worker = [f"--max-model-len={longest}", f"--kv-blocks={3 * longest // 16}"]
-    worker += [f"--engine-arg=kv_bytes_per_token={KV_BYTES_PER_TOKEN}"]
+    worker += [f"--sim=kv_bytes_per_token={KV_BYTES_PER_TOKEN}"]
     arguments = ["--workers", "2", "--engine", "simulated", "--no-traces"]
-    arguments += ["--", *worker]
+    arguments += worker
     front = "rust" if (Path(sys.executable).parent / "vllm-rs").exists() else "python"
     figures: dict[str, object] = {"kv_bytes_per_token": KV_BYTES_PER_TOKEN}
     for way, (transports, worker_options) in WAYS.items():

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from hashlib import blake2b
@@ -28,7 +27,6 @@ from frontend_svc.admission import Readiness
 from frontend_svc.announcer import Announcer
 from frontend_svc.answers.service import answers_servicer, keep_answers
 from frontend_svc.api_server.middleware import READY_PATH, unready_body
-from frontend_svc.api_server.rust import flags_to_json
 from frontend_svc.api_server.sockets import bind_http, split_address
 from frontend_svc.api_server.spec import ARGUMENTS_REFUSED, BodyLimits, ConnectionLimits
 from frontend_svc.engine import ApiServerStuck
@@ -44,6 +42,7 @@ from tailrace.service.options import CommonOptions, common_options
 from tailrace.service.runtime import Shutdown, open_service, run_service
 from tailrace.service.server import serve_grpc
 from tailrace.service.settings import options_of, settings_options
+from tailrace.service.vllm_line import VllmCommand, VllmLine, read_line
 from tailrace.store.membership import Membership
 from tailrace.telemetry.metrics import Page
 from tailrace.tenancy.file import KeyFile, KeyFileUnusable, read_keys
@@ -58,21 +57,21 @@ _ANSWERS_FORMAT: Final = "1"
 _RESPONSES_STORE: Final = "VLLM_ENABLE_RESPONSES_API_STORE"
 
 
-@click.command("frontend")
+@click.command("frontend", cls=VllmCommand)
 @common_options(KIND)
 @settings_options(Settings, "settings")
-@click.argument("vllm_arguments", nargs=-1, type=click.UNPROCESSED)
-def command(common: CommonOptions, settings: Settings, vllm_arguments: tuple[str, ...]) -> None:
+def command(common: CommonOptions, settings: Settings, arguments: Sequence[str]) -> None:
     """Serve the fleet to users through vLLM's own API server.
 
-    Put flags of `vllm serve` after `--`; engine flags have no effect here.
+    Takes any flag of `vllm serve`. Those of the engine count where the API server needs them, such as
+    --max-model-len; give workers the same.
     """
-    settings = replace(settings, frontend_id=common.member_id, vllm_arguments=vllm_arguments)
+    line = read_line(arguments, settings.model)
+    settings = _with_defaults(replace(settings, frontend_id=common.member_id, line=line))
     _check(common, settings)
-    settings = _with_defaults(settings)
     try:
         require_model(settings.model)
-        if not any(argument.startswith(TOKENIZER_FLAGS) for argument in vllm_arguments):
+        if not TOKENIZER_FLAGS & line.flags.keys():
             require_tokenizer(settings.model)
     except ModelFolderError as error:
         raise click.BadParameter(str(error), param_hint="--model") from error
@@ -86,8 +85,8 @@ def _check(common: CommonOptions, settings: Settings) -> None:
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--http") from error
     if settings.api_keys is not None:
-        _check_keys(settings.api_keys, settings.front, settings.vllm_arguments)
-    elif not _asks_for_key(settings.vllm_arguments):
+        _check_keys(settings.api_keys, settings.front, settings.line)
+    elif not _asks_for_key(settings.line):
         _check_without_keys(common, settings.http)
     if settings.limits.fair_backlog_tokens and settings.api_keys is None:
         problem = (
@@ -105,27 +104,35 @@ def _check(common: CommonOptions, settings: Settings) -> None:
             {**options_of(BodyLimits), **options_of(ConnectionLimits)},
             "has no effect without --front python: nothing else applies it",
         )
-    if settings.front is Front.RUST:
-        try:
-            flags_to_json(settings.vllm_arguments)
-        except ValueError as error:
-            raise click.BadParameter(str(error), param_hint="VLLM_ARGUMENTS") from error
 
 
 def _with_defaults(settings: Settings) -> Settings:
     """Return the settings with the defaults that follow from others. Raise click.ClickException."""
-    model = settings.model or str(MODEL_PATH)
-    tiny = Path(model).resolve() == MODEL_PATH
-    waits = settings.wait_limits
-    if click.get_current_context().get_parameter_source("place_s") is ParameterSource.DEFAULT:
+    model, line = settings.model or settings.line.model or str(MODEL_PATH), settings.line
+    if Path(model).resolve() == MODEL_PATH and not line.last("reasoning_parser"):
+        line = line.adding("--reasoning-parser", REASONING_PARSER)
+    context, waits = click.get_current_context(), settings.wait_limits
+    if context.get_parameter_source("place_s") is ParameterSource.DEFAULT:
         waits = replace(waits, place_s=place_wait_s(settings.front))
     return replace(
         settings,
         model=model,
-        reasoning_parser=settings.reasoning_parser or (REASONING_PARSER if tiny else ""),
+        http=_http(settings.http, line, context.get_parameter_source("http") is ParameterSource.DEFAULT),
+        line=line.without("host", "port", "model"),
         vllm_rs=_vllm_rs(settings.vllm_rs) if settings.front is Front.RUST else None,
         wait_limits=waits,
     )
+
+
+def _http(http: str, line: VllmLine, default: bool) -> str:
+    """Return the address for users, which vLLM's --host and --port also name. Raise click.UsageError."""
+    if "host" not in line.flags and "port" not in line.flags:
+        return http
+    if not default:
+        raise click.UsageError(f"--http {http} cannot be combined with --host and --port: it has both")
+    host, _, port = http.rpartition(":")
+    host = line.last("host") or host
+    return f"{f'[{host}]' if ':' in host and not host.startswith('[') else host}:{line.last('port') or port}"
 
 
 async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -> None:
@@ -200,11 +207,11 @@ def _refuse_given(flags: Mapping[str, str], problem: str) -> None:
             raise click.UsageError(f"{flag} {problem}")
 
 
-def _check_keys(file: Path, front: Front, vllm_arguments: tuple[str, ...]) -> None:
+def _check_keys(file: Path, front: Front, line: VllmLine) -> None:
     """Check the key file. Raise click.UsageError or click.ClickException."""
     if front is not Front.PYTHON:
         raise click.UsageError("--api-keys: not supported by vllm-rs; use --front python, or VLLM_API_KEY")
-    if _asks_for_key(vllm_arguments):
+    if _asks_for_key(line):
         raise click.UsageError("--api-keys cannot be combined with vLLM's own key (VLLM_API_KEY, --api-key)")
     if os.environ.get(_RESPONSES_STORE, "").strip() not in ("", "0"):
         raise click.UsageError(
@@ -246,23 +253,15 @@ def _check_without_keys(common: CommonOptions, http: str) -> None:
         )
 
 
-def _asks_for_key(vllm_arguments: tuple[str, ...]) -> bool:
+def _asks_for_key(line: VllmLine) -> bool:
     """Return whether vLLM's own API server requires an API key: an empty one counts as none."""
-    keys: list[str] = []
-    for position, argument in enumerate(vllm_arguments):
-        flag, equals, value = argument.partition("=")
-        if flag.replace("_", "-") == "--api-key":
-            following = itertools.takewhile(
-                lambda word: not word.startswith("--"), vllm_arguments[position + 1 :]
-            )
-            keys = [value] if equals else list(following)
-    return any(keys or [os.environ.get("VLLM_API_KEY", "")])
+    return any(line.flags.get("api_key") or [os.environ.get("VLLM_API_KEY", "")])
 
 
 def _served_model(settings: Settings) -> ServedModel:
     """Identify the model. Raise OSError if its folder cannot be read."""
-    identity = identify_model(settings.model, _flag(settings, "--revision"))
-    return ServedModel(settings.model, identity, settings.served_model_name or settings.model)
+    identity = identify_model(settings.model, settings.line.last("revision"))
+    return ServedModel(settings.model, identity, settings.public_name)
 
 
 def _answers_setting(settings: Settings, served: ServedModel) -> str:
@@ -274,21 +273,10 @@ def _answers_setting(settings: Settings, served: ServedModel) -> str:
         _ANSWERS_FORMAT,
         version("vllm"),
         served.key,
-        settings.served_model_name or settings.model,
-        settings.reasoning_parser,
-        *settings.vllm_arguments,
+        settings.public_name,
+        *(f"{name} {' '.join(values)}" for name, values in sorted(settings.line.flags.items())),
     ]
     return blake2b("\0".join(depends).encode(), digest_size=16).hexdigest()
-
-
-def _flag(settings: Settings, name: str) -> str:
-    """Return the value of a flag of `vllm serve`; empty if it is not given."""
-    arguments = settings.vllm_arguments
-    for position, argument in enumerate(arguments):
-        flag, equals, value = argument.partition("=")
-        if flag == name:
-            return value if equals else next(iter(arguments[position + 1 :]), "")
-    return ""
 
 
 def _is_shared(common: CommonOptions, settings: Settings, members: Membership) -> bool:

@@ -19,6 +19,7 @@ from tailrace.numeric import RealRange, WholeRange
 from tailrace.service.message_stream import DEFAULT_MAX_MESSAGE_BYTES, MAX_MESSAGE_BYTES, MIN_MESSAGE_BYTES
 from tailrace.service.options import KEPT_ANSWERS
 from tailrace.service.settings import OneOf, setting
+from tailrace.service.vllm_line import NO_LINE, VllmLine
 
 # It answers 200 first and has no way to tell a client to try again, so it waits for longer than the restart
 # of an instance takes.
@@ -104,10 +105,8 @@ class Settings:
         type=OneOf(Front),
     )
     model: str = setting("", "Model folder or name.  [default: the tiny reasoning model]", metavar="PATH")
-    served_model_name: str = setting("", "Model name that users send.", metavar="NAME")
-    reasoning_parser: str = setting("", "vLLM's reasoning parser for the model.", metavar="NAME")
-    # Flags of `vllm serve`.
-    vllm_arguments: tuple[str, ...] = ()
+    # Flags of `vllm serve` for the API server.
+    line: VllmLine = NO_LINE
     vllm_rs: Path | None = setting(
         None,
         "Executable for --front rust.  [default: the one on PATH or next to this Python]",
@@ -159,6 +158,11 @@ class Settings:
         "Memory for all kept answers; one may use an eighth of it.",
         type=WholeRange(min=1 << 20),
     )
+
+    @property
+    def public_name(self) -> str:
+        """The model name that users send."""
+        return (self.line.flags.get("served_model_name") or (self.model,))[0]
 
 
 def place_wait_s(front: Front) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
@@ -21,7 +22,7 @@ _TOKENIZERS: Final = (
     "*.gguf",
 )
 # Flags of `vllm serve` with which the model's folder needs no tokenizer.
-TOKENIZER_FLAGS: Final = ("--tokenizer", "--skip-tokenizer-init")
+TOKENIZER_FLAGS: Final = frozenset({"tokenizer", "skip_tokenizer_init"})
 
 
 class ModelFolderError(ValueError):
@@ -46,6 +47,19 @@ def require_tokenizer(model: str) -> None:
     folder = Path(model).expanduser()
     if folder.is_dir() and not _has_any(folder, _TOKENIZERS):
         raise ModelFolderError(f"{model} has no tokenizer ({_TOKENIZERS[0]})")
+
+
+def has_chat_template(model: str) -> bool:
+    """Return whether a folder's tokenizer has a chat template; True for other names, those of a hub."""
+    folder = Path(model).expanduser()
+    # Mistral's own tokenizers have theirs built in.
+    if not folder.is_dir() or _has_any(folder, ("chat_template*", "*chat_templates", "tekken.json")):
+        return True
+    try:
+        config: object = json.loads((folder / "tokenizer_config.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and bool(config.get("chat_template"))
 
 
 def _has_any(folder: Path, patterns: Iterable[str]) -> bool:

@@ -24,7 +24,7 @@ _START_S: Final = 300
 _RESTARTS_S: Final = 3_600
 _UP: Final = ("--engine", "simulated", "--workers", "3", "--schedulers", "2", "--frontends", "2")
 # Slow enough that most streams are in progress when a process is restarted.
-_ENGINES: Final = ("--", "--engine-arg", "speed=0.5")
+_ENGINES: Final = ("--sim", "speed=0.5")
 
 
 def check_out(revision: str, folder: Path) -> None:

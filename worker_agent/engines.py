@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Final
 
 import click
 
 from tailrace.collector import collector_paused
 from tailrace.numeric import RealRange, WholeRange
+from tailrace.profiles import Profile
 from tailrace.service.settings import empty_setting, setting
+from tailrace.service.vllm_line import VllmLine
 from worker_agent.engine.base import Engine, EngineInfo
 from worker_agent.faults import Faults
 from worker_agent.kv.client import KvClient, SingleTransport
@@ -29,25 +32,20 @@ class EngineOptionError(ValueError):
     """An invalid engine setting; the message says which."""
 
 
-def read_argument(text: str) -> tuple[str, Json]:
-    """Parse NAME=VALUE; the value is JSON, or else a string. Raise EngineOptionError."""
-    name, equals, value = text.partition("=")
-    name = name.strip().lstrip("-").replace("-", "_")
-    if not equals or not name:
-        raise EngineOptionError(f"engine argument {text!r}: NAME=VALUE expected")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
-
-
-def _read_arguments(
+def _read_settings(
     context: click.Context, parameter: click.Parameter, given: tuple[str, ...]
 ) -> dict[str, Json]:
-    try:
-        return dict(map(read_argument, given))
-    except EngineOptionError as error:
-        raise click.UsageError(str(error)) from error
+    """Parse NAME=VALUE words, whose values are JSON or else strings. Raise click.BadParameter."""
+    settings: dict[str, Json] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise click.BadParameter(f"{text!r}: NAME=VALUE expected")
+        try:
+            settings[name.strip().replace("-", "_")] = json.loads(value)
+        except ValueError:
+            settings[name.strip().replace("-", "_")] = value
+    return settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,45 +54,28 @@ class EngineOptions:
 
     kind: str = setting("vllm", "Engine.", "--engine", type=click.Choice(["vllm", "simulated"]))
     model: str | None = setting(None, "Model; by default the tiny one that ships with Tailrace.")
-    reasoning_parser: str | None = setting(None, "vLLM's reasoning parser for the model.")
     kv_blocks: int | None = setting(None, "KV cache size in blocks.", type=WholeRange(2, 2**31))
-    block_tokens: int | None = setting(None, "Tokens per KV block.", "--block-size", type=WholeRange(1))
-    max_num_seqs: int | None = setting(None, "Maximum number of running requests.", type=WholeRange(1))
-    max_model_len: int | None = setting(
-        None, "Maximum length of prompt and output, in tokens.", type=WholeRange(1)
-    )
-    tensor_parallel_size: int | None = setting(
-        None,
-        "Devices that split each layer (vLLM only); must divide the model's heads.",
-        type=WholeRange(1),
-    )
-    pipeline_parallel_size: int | None = setting(
-        None, "Stages of layers, each on its own devices (vLLM only).", type=WholeRange(1)
-    )
-    async_scheduling: bool | None = setting(
-        None,
-        "Start a step before the tokens of the previous one are available (vLLM only). Default: vLLM's "
-        "choice.",
-        "--async-scheduling/--no-async-scheduling",
-    )
     # Of the tiny model by default its own, of others none. Empty: none.
     predictor: str | None = setting(
         None,
         "Length predictor of the model (vLLM only); '' for none. Default: the tiny model's own.",
         metavar="PATH",
     )
-    # Fields of vLLM's EngineArgs or of SimulatedSettings.
-    arguments: Mapping[str, Json] = empty_setting(
+    # Fields of vLLM's EngineArgs that its flags give, or of SimulatedSettings.
+    arguments: Mapping[str, Json] = field(default_factory=dict)
+    # Flags of `vllm serve` that say nothing to this engine, such as the API server's.
+    unused: tuple[str, ...] = ()
+    simulated: Mapping[str, Json] = empty_setting(
         dict,
-        "Any other engine argument; can be repeated.",
-        "--engine-arg",
+        "A setting of the simulated engine, such as speed=2 (docs/start-stop.md); can be repeated.",
+        "--sim",
         multiple=True,
-        callback=_read_arguments,
+        callback=_read_settings,
         metavar="NAME=VALUE",
     )
     nodes_timeout_s: float = setting(
         600.0,
-        "How long the other machines of an engine (--engine-arg nnodes=N, vLLM only) may take to join.",
+        "How long the other machines of an engine (--nnodes, vLLM only) may take to join.",
         "--nodes-timeout",
         type=RealRange(min=1),
         metavar="SECONDS",
@@ -108,12 +89,66 @@ class EngineOptions:
     )
 
 
+# Flags of vLLM's engine that mean something to a simulated one, and what it calls them.
+_SIMULATED: Final = {
+    "block_size": "block_tokens",
+    "max_model_len": "max_model_len",
+    "max_num_batched_tokens": "max_num_batched_tokens",
+    "max_num_seqs": "max_num_seqs",
+}
+_CACHING: Final = {"enable_prefix_caching": True, "no_enable_prefix_caching": False}
+
+
+def with_flags(options: EngineOptions, line: VllmLine) -> EngineOptions:
+    """Return the options with what the line's flags say to this kind of engine. Raise EngineOptionError.
+
+    Imports vLLM for a vLLM engine.
+    """
+    if options.kind == "vllm":
+        with collector_paused():
+            try:
+                from tailrace.wire.serve_flags import FlagRefused, read_engine_flags
+            except ImportError as error:
+                raise EngineOptionError(
+                    f"{error}; scripts/install.sh installs vLLM (--engine simulated needs none)"
+                ) from error
+        try:
+            flags = read_engine_flags(line.arguments)
+        except FlagRefused as error:
+            raise EngineOptionError(str(error)) from error
+        arguments, others = flags.arguments, flags.api_server
+    else:
+        cached = {value for flag, value in _CACHING.items() if flag in line.flags}
+        arguments = {"prefix_caching": any(cached)} if cached else {}
+        arguments |= {_SIMULATED[flag]: _tokens(flag, line) for flag in line.flags.keys() & _SIMULATED.keys()}
+        others = sorted(line.flags.keys() - _SIMULATED.keys() - _CACHING.keys())
+    unused = tuple(f"--{name.replace('_', '-')}" for name in others)
+    return replace(options, model=options.model or line.model or None, arguments=arguments, unused=unused)
+
+
+_UNITS: Final = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def _tokens(flag: str, line: VllmLine) -> int:
+    """Return a flag's number, which may have a unit as vLLM's do (32k, 32K). Raise EngineOptionError."""
+    text = line.last(flag)
+    number, unit = (text[:-1], _UNITS[text[-1]]) if text[-1:] in _UNITS else (text, 1)
+    try:
+        return int(float(number) * unit)
+    except (OverflowError, ValueError):
+        raise EngineOptionError(f"--{flag.replace('_', '-')}: {text!r} is not a number") from None
+
+
 def make_engine(
-    options: EngineOptions, on_timer_late: Callable[[float], None] | None = None, owner: str = ""
+    options: EngineOptions,
+    on_timer_late: Callable[[float], None] | None = None,
+    owner: str = "",
+    profile: Profile | None = None,
 ) -> Engine:
     """Create an engine. Raise EngineOptionError.
 
-    `owner`: identifies the engine's worker, and is the same after a restart.
+    `owner`: identifies the engine's worker, and is the same after a restart. `profile`: what policies are
+    told of its speed; a simulated engine steps as it says, unless its own settings say otherwise.
 
     `on_timer_late` is called with the seconds by which each timer of a simulated engine is late; if given,
     call this in the event loop in which the engine will run.
@@ -121,7 +156,7 @@ def make_engine(
     if options.kind == "vllm":
         return _vllm(options, owner)
     if options.kind == "simulated":
-        return _simulated(options, on_timer_late)
+        return _simulated(options, on_timer_late, profile)
     raise EngineOptionError(f"no engine called {options.kind!r}")
 
 
@@ -135,11 +170,10 @@ def with_tiny_models_defaults(options: EngineOptions) -> EngineOptions:
     return replace(
         options,
         model=options.model or str(MODEL_PATH),
-        reasoning_parser=options.reasoning_parser or REASONING_PARSER,
         predictor=str(PREDICTOR_PATH) if options.predictor is None else options.predictor,
         # vLLM's `auto` converts float32 weights to bfloat16, in which so small a model's answers are not
         # stable.
-        arguments={"dtype": "float32", **options.arguments},
+        arguments={"reasoning_parser": REASONING_PARSER, "dtype": "float32", **options.arguments},
     )
 
 
@@ -158,16 +192,9 @@ def _vllm(engine_options: EngineOptions, owner: str) -> Engine:
     return VllmEngine(
         VllmSettings(
             model=options.model or "",
-            reasoning_parser=options.reasoning_parser or "",
             predictor=options.predictor or "",
             kv_blocks=options.kv_blocks,
-            block_tokens=options.block_tokens,
-            max_num_seqs=options.max_num_seqs,
-            max_model_len=options.max_model_len,
             host_kv_bytes=options.host_kv_bytes,
-            async_scheduling=options.async_scheduling,
-            tensor_parallel_size=options.tensor_parallel_size or 1,
-            pipeline_parallel_size=options.pipeline_parallel_size or 1,
             nodes_timeout_s=options.nodes_timeout_s,
             engine_args=options.arguments,
             owner=owner,
@@ -175,7 +202,9 @@ def _vllm(engine_options: EngineOptions, owner: str) -> Engine:
     )
 
 
-def _simulated(options: EngineOptions, on_timer_late: Callable[[float], None] | None) -> Engine:
+def _simulated(
+    options: EngineOptions, on_timer_late: Callable[[float], None] | None, profile: Profile | None
+) -> Engine:
     import msgspec
 
     from worker_agent.engine.simulated import SimulatedEngine, SimulatedSettings
@@ -184,12 +213,12 @@ def _simulated(options: EngineOptions, on_timer_late: Callable[[float], None] | 
     named: dict[str, Json] = {
         "model": options.model,
         "kv_blocks": options.kv_blocks,
-        "block_tokens": options.block_tokens,
-        "max_num_seqs": options.max_num_seqs,
-        "max_model_len": options.max_model_len,
         "host_kv_bytes": options.host_kv_bytes,
     }
-    settings = {name: value for name, value in named.items() if value is not None} | dict(options.arguments)
+    if profile is not None:
+        named["profile"] = msgspec.to_builtins(profile)
+    given = {name: value for name, value in named.items() if value is not None}
+    settings = {**given, **options.arguments, **options.simulated}
     unknown = settings.keys() - set(SimulatedSettings.__struct_fields__)
     if unknown:
         raise EngineOptionError(f"the simulated engine has no setting {', '.join(sorted(unknown))}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Final
 
@@ -15,9 +16,10 @@ from tailrace.service.options import CommonOptions, common_options
 from tailrace.service.runtime import Shutdown, open_service, run_service
 from tailrace.service.settings import settings_options
 from tailrace.service.sockets import ListenError, require_listenable
+from tailrace.service.vllm_line import VllmCommand, read_line
 from worker_agent.draining import HANDOVER_S
 from worker_agent.engine.errors import EngineSettingError
-from worker_agent.engines import EngineOptionError, EngineOptions, make_engine
+from worker_agent.engines import EngineOptionError, EngineOptions, make_engine, with_flags
 from worker_agent.kv.memory import SharedMemory
 from worker_agent.kv.ucx import discarding_strays, start_ucx, stop_ucx
 from worker_agent.metrics import WorkerCollector, WorkerHistograms, WorkerMetrics
@@ -38,7 +40,7 @@ class EngineDied(RuntimeError):
     """An engine failed permanently, or another worker has taken its id."""
 
 
-@click.command("worker")
+@click.command("worker", cls=VllmCommand)
 @common_options(KIND)
 @settings_options(EngineOptions, "options")
 @settings_options(WorkerSettings, "settings")
@@ -49,41 +51,46 @@ class EngineDied(RuntimeError):
     show_default=True,
     help="Workers in this process (simulated only); --id worker-5 starts worker-5, worker-6, ...",
 )
-def command(common: CommonOptions, options: EngineOptions, settings: WorkerSettings, count: int) -> None:
-    """Run an engine as a member of the fleet."""
+def command(
+    common: CommonOptions,
+    options: EngineOptions,
+    settings: WorkerSettings,
+    count: int,
+    arguments: Sequence[str],
+) -> None:
+    """Run an engine as a member of the fleet.
+
+    Takes any flag of `vllm serve`; those of the API server alone have no effect here.
+    """
+    line = read_line(arguments, options.model)
     if settings.kv_address is not None:
         common.check_exposed(f"{settings.kv_address}:0")
     if count > 1 and options.kind != "simulated":
         raise click.UsageError(
             "--count is only for simulated engines: run each vLLM worker in its own process"
         )
-    if options.kind == "simulated" and (options.tensor_parallel_size or options.pipeline_parallel_size):
-        raise click.UsageError("--tensor-parallel-size and --pipeline-parallel-size are for vLLM engines")
+    if options.simulated and options.kind != "simulated":
+        raise click.UsageError("--sim is only for simulated engines (--engine simulated)")
     if count > 1 and settings.stream_port:
         raise click.UsageError("--stream-port cannot be combined with --count")
-    if options.kind == "vllm":
-        try:
-            _check_span(options, common.insecure)
-        except (EngineOptionError, EngineSettingError) as error:
-            raise click.UsageError(str(error)) from error
+    try:
+        options = with_flags(options, line)
+        if options.kind == "vllm":
+            _check_span(options.arguments, common.insecure)
+    except (EngineOptionError, EngineSettingError) as error:
+        raise click.UsageError(str(error)) from error
     run_service(lambda shutdown: _serve_or_log_error(common, options, count, settings, shutdown))
 
 
-def _check_span(options: EngineOptions, insecure: bool) -> None:
+def _check_span(arguments: Mapping[str, object], insecure: bool) -> None:
     """Raise EngineSettingError if the settings of an engine on several machines do not fit together, and
     EngineOptionError if others could take part in it, or in a data-parallel deployment."""
-    span = worker_span(
-        {
-            "tensor_parallel_size": options.tensor_parallel_size or 1,
-            "pipeline_parallel_size": options.pipeline_parallel_size or 1,
-            **options.arguments,
-        }
-    )
+    span = worker_span(arguments)
     meetings = [] if span is None else [span.meeting]
-    if options.arguments.get("data_parallel_size", 1) != 1:
+    if arguments.get("data_parallel_size", 1) != 1:
         # vLLM's default is a loopback address.
-        address = str(options.arguments.get("data_parallel_address", "127.0.0.1"))
-        port = options.arguments.get("data_parallel_rpc_port", 0)
+        address = str(arguments.get("data_parallel_address", "127.0.0.1"))
+        port = arguments.get("data_parallel_rpc_port", 0)
         meetings.append(f"{f'[{address}]' if ':' in address else address}:{port}")
     for meeting in meetings:
         if not insecure and (reason := untrusted_reason(meeting)):
@@ -99,6 +106,8 @@ async def _serve_or_log_error(
     more to unload an engine's modules, in which a supervisor cannot start the worker again.
     """
     status = 0
+    if options.unused:
+        log.info("of no effect on this engine: %s", ", ".join(options.unused))
     try:
         await serve(common, options, count, settings, shutdown)
     except asyncio.CancelledError:
@@ -124,7 +133,12 @@ async def serve(
     cluster = f"{','.join(common.etcd)}/{common.cluster}"
     # Before etcd is asked: what is wrong with the options is told at once.
     engines = [
-        make_engine(options, lambda late_s: histograms.step_late_seconds.observe(late_s), f"{cluster}/{name}")
+        make_engine(
+            options,
+            lambda late_s: histograms.step_late_seconds.observe(late_s),
+            f"{cluster}/{name}",
+            settings.profile,
+        )
         for name in names
     ]
     async with AsyncExitStack() as stack:

@@ -141,7 +141,7 @@ async def measure(
         console.print("starting two plain servers, their routers, and Tailrace", style="dim")
         servers = [plain.enter_context(PlainServer(number)) for number in range(_ENGINES.workers)]
         routers = {policy: plain.enter_context(router(folder, policy, servers)) for policy in ROUTER}
-        front = ("python", ["--frontend-arg=--enable-prompt-tokens-details"])
+        front = ("python", ["--enable-prompt-tokens-details"])
         async with running_fleet(_ENGINES, *front) as fleet:
             async with AsyncOpenAI(base_url=f"{fleet.url}/v1", api_key="none") as openai:
                 model = (await openai.models.list()).data[0].id

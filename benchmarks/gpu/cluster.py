@@ -11,7 +11,7 @@ from tests.harness.servers import MODEL, ServeProcess, TailraceCluster
 def tailrace_cluster(setting: Setting, model: Path, workers: int) -> TailraceCluster:
     """Start this many instances, on one GPU if there is one: `tailrace up` shares its memory among them."""
     arguments = ["--workers", str(workers), "--model", str(model), "--served-model-name", MODEL]
-    arguments += ["--no-traces", "--", *setting.worker_options, "--engine-arg", "load_format=dummy"]
+    arguments += ["--no-traces", *setting.worker_options, "--load-format", "dummy"]
     return TailraceCluster(f"tailrace, {workers} instances", arguments)
 
 

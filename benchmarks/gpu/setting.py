@@ -49,7 +49,7 @@ KV_BYTES = 16_000_000_000
 ON_GPU = Setting(
     device="cuda",
     shape=LLAMA_8B,
-    worker_options=("--max-model-len", "40960", "--engine-arg", f"kv_cache_memory_bytes={KV_BYTES}"),
+    worker_options=("--max-model-len", "40960", "--kv-cache-memory-bytes", str(KV_BYTES)),
     serve_options=("--max-model-len", "40960"),
     serve_environment=(),
     pool_blocks=4096,

@@ -139,7 +139,7 @@ def start_cluster(folder: Path, speed: float) -> TailraceCluster:
     """Start a cluster with engines of this speed."""
     profile = str(write_profile(folder, speed))
     arguments = ["--engine", "simulated", "--workers", str(WORKERS), "--policy", "least_loaded"]
-    arguments += ["--no-traces", "--", "--profile", profile, "--engine-arg", f"profile={profile}"]
+    arguments += ["--no-traces", "--profile", profile]
     return TailraceCluster("tailrace", arguments)
 
 

@@ -52,7 +52,7 @@ class StandIn:
         command = [sys.executable, "-m", "tailrace", "serve", "worker", "--etcd", self._cluster.etcd]
         command += ["--engine", "simulated", "--id", NAME, "--model", self._profile.model]
         for name, value in {**self._arguments, "profile": str(file)}.items():
-            command.append(f"--engine-arg={name}={msgspec.json.encode(value).decode()}")
+            command.append(f"--sim={name}={msgspec.json.encode(value).decode()}")
         with (Path(self._folder.name) / "log").open("wb") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ

@@ -73,11 +73,7 @@ def python_launch(
         spec.model,
         *("--host", host, "--port", str(port)),
     ]
-    if spec.served_model_name:
-        command += ["--served-model-name", spec.served_model_name]
-    if spec.reasoning_parser:
-        command += ["--reasoning-parser", spec.reasoning_parser]
-    command += spec.vllm_arguments
+    command += spec.line.arguments
     env = offline_env(spec)
     env["VLLM_ENGINE_READY_TIMEOUT_S"] = os.environ.get("VLLM_ENGINE_READY_TIMEOUT_S", str(READY_TIMEOUT_S))
     env["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = os.environ.get("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", str(KEEP_ALIVE_S))

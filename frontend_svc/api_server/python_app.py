@@ -6,14 +6,13 @@ Follows vLLM's own launcher for API servers whose engines are managed elsewhere
 
 from __future__ import annotations
 
-import re
 import resource
 import socket
 import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import NoReturn
 
 import msgspec
 import uvloop
@@ -21,7 +20,7 @@ from vllm import logger as vllm_logger
 from vllm.config import LoRAConfig, ModelConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.entry import build_and_serve
-from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
 from vllm.entrypoints.launchers.launcher import validate_api_server_args
 from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.envs import enable_envs_cache
@@ -29,7 +28,6 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.tool_parsers import ToolParserManager
 from vllm.usage.usage_lib import UsageContext
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.system_utils import set_ulimit
 
 from frontend_svc.admission import AdmissionReader
@@ -61,7 +59,8 @@ from frontend_svc.api_server.stream_start import StreamStart
 from frontend_svc.api_server.tenants import TenantAdmission, Tenants
 from frontend_svc.api_server.token_lists import answer_in_parts, use_ids_alone
 from tailrace.tenancy.file import KeyFile
-from tailrace.wire.setting_errors import one_line
+from tailrace.wire.serve_flags import FlagRefused, serve_parser
+from tailrace.wire.setting_errors import one_line, without_pydantic
 
 
 def install_middleware(args: Namespace) -> None:
@@ -186,23 +185,23 @@ def run(boot_json: str, arguments: list[str]) -> None:
 # vLLM's own parser answers a wrong argument with the usage of a few hundred others. Here it is one line in
 # click's form, "Error: ...", which names the argument, and click's exit status for a wrong command line.
 
-# What pydantic appends to a message for developers.
-_PYDANTIC: Final = re.compile(r" \[type=[^\]]*\]| For further information visit \S+")
-
 
 def refuse(reason: str) -> NoReturn:
     """End the process: `reason`, which becomes one line, says which argument or setting is wrong."""
-    print(f"Error: {_PYDANTIC.sub('', ' '.join(reason.split()))}", file=sys.stderr, flush=True)
+    print(f"Error: {without_pydantic(reason)}", file=sys.stderr, flush=True)
     sys.exit(ARGUMENTS_REFUSED)
 
 
 def parse_arguments(arguments: list[str]) -> Namespace:
     """Parse the arguments and import the parsers that they name. End the process if one is refused."""
     cli_env_setup()
-    parser = make_arg_parser(_Parser(prog="vllm serve"))
+    parser = serve_parser()
     # vLLM's is 4 MiB, and counts only with the HTTP parser that it does not take.
     parser.set_defaults(h11_max_incomplete_event_size=DEFAULT_MAX_HEADER_BYTES)
-    args: Namespace = parser.parse_args(arguments)
+    try:
+        args: Namespace = parser.parse_args(arguments)
+    except FlagRefused as error:
+        refuse(str(error))
     if args.model_tag is not None:
         args.model = args.model_tag
     # vLLM 0.30 does not have this function.
@@ -236,11 +235,3 @@ def check_reasoning_parser(name: str, tokenizer: object) -> None:
         ReasoningParserManager.get_reasoning_parser(name)(tokenizer)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         refuse(f"argument --reasoning-parser: {name!r} does not fit this model: {one_line(error)}")
-
-
-class _Parser(FlexibleArgumentParser):  # type: ignore[misc]
-    """vLLM's parser without the usage before an error."""
-
-    def error(self, message: str) -> NoReturn:
-        """End the process."""
-        refuse(message)

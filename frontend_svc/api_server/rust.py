@@ -10,12 +10,12 @@ import json
 import math
 import os
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from frontend_svc.api_server.sockets import EngineSockets, split_address
 from frontend_svc.api_server.spec import KEEP_ALIVE_S, READY_TIMEOUT_S, ApiServerSpec, Launch, offline_env
+from tailrace.service.vllm_line import Flags
 
 JsonValue = str | int | float | bool | None | list["JsonValue"] | dict[str, "JsonValue"]
 
@@ -39,7 +39,7 @@ def rust_launch(spec: ApiServerSpec, http: socket.socket, sockets: EngineSockets
 
 
 def rust_arguments(spec: ApiServerSpec) -> dict[str, JsonValue]:
-    """Return the JSON object for `--args-json`. Raise ValueError if an argument is not a flag."""
+    """Return the JSON object for `--args-json`."""
     host, port = split_address(spec.http_address)
     arguments: dict[str, JsonValue] = {
         "model_tag": spec.model,
@@ -50,27 +50,13 @@ def rust_arguments(spec: ApiServerSpec) -> dict[str, JsonValue]:
         # Without it, SIGTERM aborts every response.
         "shutdown_timeout": math.ceil(spec.drain_timeout_s),
     }
-    if spec.served_model_name:
-        arguments["served_model_name"] = [spec.served_model_name]
-    if spec.reasoning_parser:
-        arguments["reasoning_parser"] = spec.reasoning_parser
-    return arguments | flags_to_json(spec.vllm_arguments)
+    return arguments | flags_to_json(spec.line.without("config").flags)
 
 
-def flags_to_json(flags: Sequence[str]) -> dict[str, JsonValue]:
-    """Convert `--max-model-len 4096 --enable-auto-tool-choice` to {"max_model_len": 4096, ...: true}."""
+def flags_to_json(flags: Flags) -> dict[str, JsonValue]:
+    """Convert the values of flags: `--max-model-len 4096 --no-x` to {"max_model_len": 4096, "x": false}."""
     arguments: dict[str, JsonValue] = {}
-    position = 0
-    while position < len(flags):
-        flag, equals, inline = flags[position].partition("=")
-        if not flag.startswith("--"):
-            raise ValueError(f"{flags[position]!r} is not a --flag of vllm serve")
-        position += 1
-        values = [inline] if equals else []
-        while not equals and position < len(flags) and not flags[position].startswith("--"):
-            values.append(flags[position])
-            position += 1
-        name = flag.removeprefix("--").replace("-", "_")
+    for name, values in flags.items():
         if not values:
             arguments.update({name.removeprefix("no_"): False} if name.startswith("no_") else {name: True})
         elif len(values) > 1 or name in _LISTS:

@@ -8,6 +8,7 @@ from typing import Final
 
 from tailrace.numeric import RealRange, WholeRange
 from tailrace.service.settings import setting
+from tailrace.service.vllm_line import NO_LINE, VllmLine
 
 # An API server starts at once and waits for the first worker; the front end decides for how long, not vLLM.
 READY_TIMEOUT_S: Final = 7 * 24 * 3600
@@ -103,16 +104,15 @@ DEFAULT_BODY_LIMITS: Final = BodyLimits()
 
 @dataclass(frozen=True, slots=True)
 class ApiServerSpec:
-    """The user's choices; `vllm_arguments` are flags of `vllm serve`, passed on unparsed."""
+    """The user's choices."""
 
     # HOST:PORT with the port that is actually bound.
     http_address: str
     model: str
-    served_model_name: str = ""
-    reasoning_parser: str = ""
     # Seconds for responses in progress to finish once it is told to stop.
     drain_timeout_s: float = 0.0
-    vllm_arguments: tuple[str, ...] = ()
+    # Flags of `vllm serve`.
+    line: VllmLine = NO_LINE
     # File of tenants and keys (tailrace/tenancy); None: no key is required but vLLM's own.
     api_keys: Path | None = None
     connections: ConnectionLimits = DEFAULT_CONNECTION_LIMITS

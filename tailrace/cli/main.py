@@ -12,6 +12,8 @@ from typing import Any, Final
 
 import click
 
+from tailrace import __version__
+
 _UNWRITABLE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 
@@ -31,7 +33,14 @@ class LazyGroup(click.Group):
         help: str,
         epilog: str,
     ) -> None:
-        super().__init__(name="tailrace", help=help, epilog=epilog)
+        shown = click.version_option(__version__, message="tailrace %(version)s")
+        super().__init__(
+            name="tailrace",
+            help=help,
+            epilog=epilog,
+            context_settings={"help_option_names": ["-h", "--help"]},
+        )
+        shown(self)
         self._lazy = lazy
         self._plugins = plugins
         self._plugin_help = plugin_help

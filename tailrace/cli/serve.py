@@ -42,24 +42,27 @@ class _Services(click.Group):
         return sorted(_points())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        point = _points().get(cmd_name)
-        if point is None:
-            return None
-        try:
-            command = point.load()
-        except ImportError as error:
-            raise CliError(
-                f"serve {cmd_name}: {error}; scripts/install.sh installs what is missing"
-            ) from error
-        if not isinstance(command, click.Command):
-            raise CliError(f"serve {cmd_name}: {point.value} is not a click command")
-        return command
+        return service_command(cmd_name) if cmd_name in _points() else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the services without importing them; a service without a summary with its location."""
         points = sorted(_points().items())
         with formatter.section("Services"):
             formatter.write_dl([(name, _SUMMARIES.get(name, point.value)) for name, point in points])
+
+
+def service_command(name: str) -> click.Command:
+    """Import and return a service's command. Raise CliError if it cannot be had."""
+    point = _points().get(name)
+    if point is None:
+        raise CliError(f"serve {name}: not installed")
+    try:
+        command = point.load()
+    except ImportError as error:
+        raise CliError(f"serve {name}: {error}; scripts/install.sh installs what is missing") from error
+    if not isinstance(command, click.Command):
+        raise CliError(f"serve {name}: {point.value} is not a click command")
+    return command
 
 
 def _points() -> dict[str, EntryPoint]:

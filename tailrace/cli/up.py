@@ -19,8 +19,9 @@ import click
 
 from tailrace.cli.errors import CliError, UsageProblem
 from tailrace.cli.output import note
+from tailrace.cli.serve import service_command
 from tailrace.local.certificates import ETCD_SERVER, certificate_folder, issue_certificates
-from tailrace.local.options import MONITOR_TRACES, ClusterOptions, Engine, Front
+from tailrace.local.options import MONITOR_TRACES, ClusterOptions, Engine
 from tailrace.local.plan import Plan, make_plan
 from tailrace.local.ports import PortUnavailable, free_ports, require_free
 from tailrace.local.process import PartFailed, PartRefused, stop_parts
@@ -28,23 +29,57 @@ from tailrace.local.progress import make_progress
 from tailrace.local.requirements import Missing, loses_precision, require_installed, visible_gpus
 from tailrace.local.start import Starter
 from tailrace.local.state import RunFolder, RunFolderBusy, RunFolderUnusable, RunState
-from tailrace.model_folder import TOKENIZER_FLAGS, ModelFolderError, require_model, require_tokenizer
+from tailrace.model_folder import (
+    TOKENIZER_FLAGS,
+    ModelFolderError,
+    has_chat_template,
+    require_model,
+    require_tokenizer,
+)
+from tailrace.numeric import WholeRange
 from tailrace.policy.parameters import ParameterError, read_assignments
 from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, load
 from tailrace.security.roles import Identity, Role
 from tailrace.service.etcd import EtcdNotFoundError, etcd_command
 from tailrace.service.settings import settings_options
-from tailrace.tiny import MODEL_PATH, REASONING_PARSER
+from tailrace.service.vllm_line import VllmCommand, VllmLineError, read_line, split_options
+from tailrace.tiny import MODEL_PATH
 from tailrace.tiny.task import MAX_SCORED_COUNT, task
 from tailrace.v1.admin_pb2 import SetPolicyRequest
 
 _INTERRUPTED: Final = 130
-_TINY_NAME: Final = "tiny"
 _TINY_ARGUMENTS: Final = ("--kv-blocks", "4096")
 """A small KV cache for the shipped model, which still holds a dozen of its longest answers."""
 
 
-@click.command(epilog="Example: tailrace up --workers 2 --policy pascal --set quantum_tokens=250")
+# Options of services that follow from the others here.
+_SET_HERE: Final = frozenset(
+    {"--advertise", "--cluster", "--count", "--etcd", "--http", "--id", "--ipc", "--listen", "--metrics"}
+)
+_SPAN: Final = "tailrace serve worker and tailrace serve ranks start an engine on several machines"
+# Flags of vLLM's that a cluster on one machine has another word for.
+NOT_LOCAL: Final = {
+    "data_parallel_size": "replicas are workers (--workers N); ranks that share experts are started by "
+    "tailrace serve worker",
+    "data_parallel_rank": "each rank is started by tailrace serve worker",
+    "master_addr": _SPAN,
+    "nnodes": _SPAN,
+    "node_rank": _SPAN,
+}
+_WORKERS_WITHOUT_GPU: Final = 2
+
+
+@click.command(
+    cls=VllmCommand,
+    epilog="Example: tailrace up Qwen/Qwen3-8B --max-model-len 32768 --enable-auto-tool-choice "
+    "--tool-call-parser hermes --workers 2 --policy pascal --set quantum_tokens=250",
+)
+@click.option(
+    "--workers",
+    type=WholeRange(1, 500),
+    help="Number of workers.  [default: one for each GPU, or group of GPUs with --tensor-parallel-size; "
+    f"{_WORKERS_WITHOUT_GPU} without]",
+)
 @settings_options(ClusterOptions, "options")
 @click.option(
     "--set",
@@ -54,34 +89,31 @@ _TINY_ARGUMENTS: Final = ("--kv-blocks", "4096")
     help="A parameter of the --policy; can be repeated.",
 )
 @click.option("--no-traces", is_flag=True, help="Export no spans.")
-@click.argument("worker_arguments", nargs=-1, type=click.UNPROCESSED)
 def up(
-    options: ClusterOptions, assignments: tuple[str, ...], no_traces: bool, worker_arguments: tuple[str, ...]
+    options: ClusterOptions,
+    workers: int | None,
+    assignments: tuple[str, ...],
+    no_traces: bool,
+    arguments: Sequence[str],
 ) -> None:
     """Start a local cluster: etcd, services, workers and a front end on 127.0.0.1.
 
+    Takes what follows `vllm serve`, spelled as there (--help=all shows vLLM's flags, --help=NAME some), and
+    options of `tailrace serve worker` and `tailrace serve frontend`.
+
     State and logs are in .run (TAILRACE_RUN_DIR). If a process does not start, everything is stopped again.
-    Spans go to the cluster's monitor (see tailrace trace), or to OTEL_EXPORTER_OTLP_ENDPOINT if set. Put
-    options of `tailrace serve worker` after --.
+    Spans go to the cluster's monitor (see tailrace trace), or to OTEL_EXPORTER_OTLP_ENDPOINT if set.
     """
     vllm = options.engine is Engine.VLLM
-    if not vllm and options.ranks != 1:
-        raise UsageProblem("--tensor-parallel-size and --pipeline-parallel-size are for vLLM engines")
-    if not options.model:
-        options = replace(
-            options,
-            model=str(MODEL_PATH),
-            served_name=options.served_name or _TINY_NAME,
-            reasoning_parser=options.reasoning_parser or REASONING_PARSER,
-        )
-        worker_arguments = (*(_TINY_ARGUMENTS if vllm else ()), *worker_arguments)
+    options = _with_line(options, arguments)
+    gpus = visible_gpus() if vllm else ()
+    ranks = _ranks(options)
     options = replace(
         options,
-        served_name=options.served_name or options.model,
+        workers=workers or (max(1, len(gpus) // ranks) if gpus else _WORKERS_WITHOUT_GPU),
         policy_parameters=_policy_parameters(options.policy, assignments),
         cores=len(os.sched_getaffinity(0)),
-        gpus=visible_gpus() if vllm else (),
-        worker_arguments=worker_arguments,
+        gpus=gpus,
         traces=None if no_traces else os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", MONITOR_TRACES),
     )
     folder = RunFolder.default()
@@ -95,19 +127,40 @@ def up(
     except (RunFolderBusy, RunFolderUnusable) as error:
         raise CliError(str(error)) from error
     click.echo(greeting(state, folder.logs, tailrace_command()))
-    if vllm and loses_precision(options.model, worker_arguments):
+    if vllm and loses_precision(options.model, options.line):
         note(
             f"tailrace up: the weights of {options.model} are float32, and vLLM serves them in 16 bits; "
-            "to keep their precision: tailrace up ... -- --engine-arg dtype=float32"
+            "to keep their precision: tailrace up ... --dtype float32"
         )
 
 
-def _policy_parameters(policy: str | None, assignments: Sequence[str]) -> dict[str, str]:
+def _with_line(options: ClusterOptions, arguments: Sequence[str]) -> ClusterOptions:
+    """Return the options with the rest of the command line in its places. Raise UsageProblem or CliError."""
+    commands = [service_command(name) for name in ("worker", "frontend")]
+    (worker, frontend), rest = split_options(arguments, commands)
+    for command, own in zip(commands, (worker, frontend), strict=True):
+        command.make_context(command.name, list(own))  # refuses what the service would
+    line = read_line(rest, options.model)
+    if mistaken := _SET_HERE.intersection(worker, frontend):
+        raise UsageProblem(f"{min(mistaken)}: tailrace up sets it")
+    for name in line.flags.keys() & NOT_LOCAL.keys():
+        raise UsageProblem(f"--{name.replace('_', '-')}: {NOT_LOCAL[name]}")
+    model = options.model or line.model or str(MODEL_PATH)
+    options = replace(options, model=model, line=line.without("model"), frontend_arguments=tuple(frontend))
+    small = options.engine is Engine.VLLM and options.serves_tiny_model
+    return replace(options, worker_arguments=(*(_TINY_ARGUMENTS if small else ()), *worker))
+
+
+def _ranks(options: ClusterOptions) -> int:
+    """Return the number of devices of each worker. Raise UsageProblem."""
+    try:
+        return max(1, options.ranks)
+    except VllmLineError as error:
+        raise UsageProblem(str(error)) from error
+
+
+def _policy_parameters(policy: str, assignments: Sequence[str]) -> dict[str, str]:
     """Return the given parameters. Raise UsageProblem if the policy does not accept them."""
-    if policy is None:
-        if assignments:
-            raise UsageProblem("--set requires --policy")
-        return {}
     try:
         assignments_by_name = read_assignments(assignments)
         load(policy, parameters=assignments_by_name)
@@ -154,17 +207,10 @@ def _plan(options: ClusterOptions, folder: RunFolder) -> Plan:
     """Check the requirements that are known in advance, and plan the cluster."""
     try:
         require_model(options.model)
-        if not any(flag.startswith(TOKENIZER_FLAGS) for flag in options.frontend_arguments):
+        if not TOKENIZER_FLAGS & options.line.flags.keys():
             require_tokenizer(options.model)
     except ModelFolderError as error:
-        raise UsageProblem(f"--model: {error}") from error
-    if options.keep_answers_s and options.front is not Front.PYTHON:
-        raise UsageProblem("--keep-answers: not supported by vllm-rs; use --front python")
-    for flag in options.frontend_arguments:
-        if not flag.startswith("--"):
-            raise UsageProblem(
-                f"--frontend-arg: {flag!r} is not a flag of vllm serve (--NAME or --NAME=VALUE)"
-            )
+        raise UsageProblem(str(error)) from error
     try:
         require_installed(options)
         require_free(options.host, options.port)
@@ -205,10 +251,14 @@ async def _run(plan: Plan, folder: RunFolder, options: ClusterOptions) -> RunSta
         loop.add_signal_handler(number, task.cancel)
     with make_progress([part.name for part in plan.parts]) as progress:
         starter = Starter(plan, folder, progress, options.cores)
-        policy = None
-        if options.policy is not None:
-            policy = SetPolicyRequest(name=options.policy, parameters=options.policy_parameters)
-        return await starter.run(policy, options.served_name, tiny=options.serves_tiny_model)
+        policy = SetPolicyRequest(name=options.policy, parameters=options.policy_parameters)
+        return await starter.run(
+            policy,
+            options.served_name,
+            tiny=options.serves_tiny_model,
+            chat="chat_template" in options.line.flags or has_chat_template(options.model),
+            asks_for_key="api_key" in options.line.flags or "--api-keys" in options.frontend_arguments,
+        )
 
 
 # The shipped model can answer only these prompts; other models get one that invites a long answer.
@@ -220,6 +270,11 @@ _PROMPTS: Final = (
     "Why is the sky blue? Answer in one sentence.",
     "Write a story of two thousand words about a lighthouse keeper.",
 )
+
+
+# A base model continues a text.
+_TEXTS: Final = ("The sky is blue because", "A story of two thousand words about a lighthouse keeper:")
+_POLICY: Final = "moves requests when an instance falls behind (tailrace set policy NAME: another one)"
 
 
 def tailrace_command() -> str:
@@ -238,12 +293,15 @@ def greeting(state: RunState, logs: Path, command: str) -> str:
     `command`: how `tailrace` is typed here.
     """
     workers = "1 worker" if state.workers == 1 else f"{state.workers} workers"
-    short, long = _TINY_PROMPTS if state.tiny else _PROMPTS
+    short, long = _TINY_PROMPTS if state.tiny else _PROMPTS if state.chat else _TEXTS
     return "\n".join(
         [
             "",
             f"Tailrace is up: {workers}, OpenAI API at {state.http}/v1",
             f"  admin API  {state.admin}",
+            f"  policy     {state.policy}: {_POLICY}"
+            if state.policy == "tailrace"
+            else f"  policy     {state.policy}",
             f"  logs       {logs}",
             "",
             "A streamed answer, with separate reasoning and answer:" if state.tiny else "A streamed answer:",
@@ -263,12 +321,12 @@ def greeting(state: RunState, logs: Path, command: str) -> str:
 
 
 def _curl(state: RunState, prompt: str) -> str:
-    body = {
-        "model": state.model,
-        "stream": True,
-        "temperature": 0,
-        "messages": [{"role": "user", "content": prompt}],
-    }
-    url = f"{state.http}/v1/chat/completions"
-    key = ' -H "Authorization: Bearer $VLLM_API_KEY"' if os.environ.get("VLLM_API_KEY") else ""
+    body: dict[str, object] = {"model": state.model, "stream": True, "temperature": 0}
+    if state.chat:
+        body["messages"] = [{"role": "user", "content": prompt}]
+    else:
+        body |= {"prompt": prompt, "max_tokens": 2_000}
+    url = f"{state.http}/v1/{'chat/' if state.chat else ''}completions"
+    variable = "VLLM_API_KEY" if os.environ.get("VLLM_API_KEY") else "API_KEY" if state.asks_for_key else ""
+    key = f' -H "Authorization: Bearer ${variable}"' if variable else ""
     return f"curl -sN {url} -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"

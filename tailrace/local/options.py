@@ -9,9 +9,12 @@ from pathlib import Path
 
 from tailrace.local.ports import LOOPBACK
 from tailrace.numeric import WholeRange
-from tailrace.service.options import KEPT_ANSWERS
 from tailrace.service.settings import OneOf, setting
+from tailrace.service.vllm_line import NO_LINE, VllmLine
 from tailrace.tiny import MODEL_PATH
+
+TINY_NAME = "tiny"
+"""Model name of the shipped model."""
 
 
 class Engine(enum.StrEnum):
@@ -32,55 +35,32 @@ class Front(enum.StrEnum):
 class ClusterOptions:
     """A local cluster. Fields without a flag follow from the machine, or from other fields."""
 
-    workers: int = setting(3, "Number of workers.", type=WholeRange(1, 500))
+    workers: int = 1
     engine: Engine = setting(Engine.VLLM, "Engine of the instances.", type=OneOf(Engine))
-    # None: the scheduler's own default.
-    policy: str | None = setting(None, "Active policy (tailrace get policies).", metavar="NAME")
+    policy: str = setting(
+        "tailrace",
+        "Active policy (tailrace get policies); least_loaded moves requests only when told to.",
+        metavar="NAME",
+    )
     # The policy's parameters that differ from their defaults.
     policy_parameters: Mapping[str, str] = field(default_factory=dict)
     front: Front = setting(Front.PYTHON, "vLLM's API server: its Python app or vllm-rs.", type=OneOf(Front))
-    host: str = LOOPBACK
+    host: str = setting(
+        LOOPBACK, "HTTP address; beyond loopback it requires API keys (or --insecure).", metavar="HOST"
+    )
     port: int = setting(8000, "HTTP port.", type=WholeRange(1, 65535))
     schedulers: int = setting(1, "One leads.", type=WholeRange(1, 5))
     frontends: int = setting(1, "They share the port.", type=WholeRange(1, 32))
-    keep_answers_s: float = setting(
-        0.0,
-        "How long answers are kept for clients that reconnect; at least 5 s; 0: off (--front python only).",
-        "--keep-answers",
-        type=KEPT_ANSWERS,
-        metavar="SECONDS",
-    )
     # A folder, or a name that vLLM knows.
-    model: str = setting("", "Model folder or name.  [default: the tiny reasoning model]", metavar="PATH")
-    # By which clients know it.
-    served_name: str = setting(
-        "", "Model name that clients use.  [default: --model]", "--served-model-name", metavar="NAME"
+    model: str = setting(
+        "", "The same as MODEL: a folder or name.  [default: the tiny reasoning model]", metavar="PATH"
     )
-    reasoning_parser: str | None = setting(None, "vLLM's reasoning parser for the model.", metavar="NAME")
-    frontend_arguments: tuple[str, ...] = setting(
-        (),
-        "A flag of `vllm serve` for the API server, such as --frontend-arg=--tool-call-parser=hermes; can "
-        "be repeated. `ps` shows it: pass an API key as VLLM_API_KEY instead.",
-        "--frontend-arg",
-        multiple=True,
-        metavar="FLAG[=VALUE]",
-    )
-    tensor_parallel_size: int = setting(
-        1, "Devices per worker that split each layer (vLLM only).", type=WholeRange(1)
-    )
-    pipeline_parallel_size: int = setting(
-        1, "Stages of layers per worker, each on its own devices (vLLM only).", type=WholeRange(1)
-    )
-    # None: each worker's default.
-    predictor: str | None = setting(
-        None, "Length predictor of the model (vLLM only); '' for none.", metavar="PATH"
-    )
-    profile: bool = setting(
-        False, "Profile the engine first, for the policies (about a minute).", is_flag=True
-    )
+    # The rest of a `vllm serve` line, for workers and front ends.
+    line: VllmLine = NO_LINE
     tls: bool = setting(False, "Create certificates, and use mutual TLS everywhere.", is_flag=True)
-    # Further options of `tailrace serve worker`.
+    # Options of `tailrace serve worker` and `tailrace serve frontend`.
     worker_arguments: tuple[str, ...] = ()
+    frontend_arguments: tuple[str, ...] = ()
     # OTLP endpoint for spans; None: disabled. MONITOR_TRACES: the cluster's own monitor.
     traces: str | None = None
     # Number of cores, and ids of GPUs, that the workers share.
@@ -89,8 +69,16 @@ class ClusterOptions:
 
     @property
     def ranks(self) -> int:
-        """Return the number of devices of each worker."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        """Return the number of devices of each worker. Raise VllmLineError."""
+        if self.engine is Engine.SIMULATED:
+            return 1
+        return self.line.count("tensor_parallel_size", 1) * self.line.count("pipeline_parallel_size", 1)
+
+    @property
+    def served_name(self) -> str:
+        """Return the model name that clients use."""
+        named = self.line.flags.get("served_model_name")
+        return named[0] if named else TINY_NAME if self.serves_tiny_model else self.model
 
     @property
     def serves_tiny_model(self) -> bool:

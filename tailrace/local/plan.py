@@ -140,46 +140,35 @@ def _groups(options: ClusterOptions) -> list[range]:
 
 def _worker(options: ClusterOptions, service: Callable[..., PartSpec], group: range) -> PartSpec:
     arguments = ["--engine", options.engine.value, "--model", options.model, "--intra", "policy"]
-    if options.reasoning_parser:
-        arguments += ["--reasoning-parser", options.reasoning_parser]
-    if options.predictor is not None:
-        arguments += ["--predictor", options.predictor]
-    if options.profile:
-        arguments += ["--profile-at-start"]
+    given = [*options.worker_arguments, *options.line.arguments]
     number = group[0]
     members = [f"worker-{n}" for n in group]
     if options.engine is Engine.SIMULATED:
         arguments += ["--count", str(len(group))] if len(group) > 1 else []
-        part = service("worker", members[0], Tier.WORKER, *arguments, *options.worker_arguments)
-        timeout_s = part.timeout_s + (_PROFILE_TIMEOUT_S if options.profile else 0.0)
+        part = service("worker", members[0], Tier.WORKER, *arguments, *given)
+        profiles = "--profile-at-start" in options.worker_arguments
+        timeout_s = part.timeout_s + (_PROFILE_TIMEOUT_S if profiles else 0.0)
         return replace(part, members=members, timeout_s=timeout_s)
     # Engines with one thread per core each would slow each other down; leave a core for the API server.
     threads = max(1, (options.cores - 1) // (options.workers * options.ranks))
     environment = {"OMP_NUM_THREADS": str(threads)}
-    if options.ranks > 1:
-        arguments += ["--tensor-parallel-size", str(options.tensor_parallel_size)]
-        arguments += ["--pipeline-parallel-size", str(options.pipeline_parallel_size)]
     if options.gpus:
         # Adjacent GPUs for each worker. A worker that needs more than there are fails with a message.
         places = max(1, len(options.gpus) // options.ranks)
         first = number % places * options.ranks
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(options.gpus[first : first + options.ranks])
         share = _GPU_MEMORY / math.ceil(options.workers / places)
-        arguments += ["--engine-arg", f"gpu_memory_utilization={share:.3f}"]
-    part = service("worker", members[0], Tier.WORKER, *arguments, *options.worker_arguments)
+        arguments += ["--gpu-memory-utilization", f"{share:.3f}"]  # the line's own takes precedence
+    part = service("worker", members[0], Tier.WORKER, *arguments, *given)
     environment = {**part.environment, **environment}
     return replace(part, members=members, environment=environment, heavy=True, timeout_s=_VLLM_TIMEOUT_S)
 
 
 def _frontend(options: ClusterOptions, service: Callable[..., PartSpec], number: int, http: str) -> PartSpec:
     arguments = ["--http", http, "--front", options.front.value, "--model", options.model]
-    arguments += ["--served-model-name", options.served_name]
-    if options.reasoning_parser:
-        arguments += ["--reasoning-parser", options.reasoning_parser]
-    if options.keep_answers_s:
-        arguments += ["--keep-answers", f"{options.keep_answers_s:g}"]
-    if options.frontend_arguments:
-        arguments += ["--", *options.frontend_arguments]
+    if "served_model_name" not in options.line.flags:
+        arguments += ["--served-model-name", options.served_name]
+    arguments += [*options.frontend_arguments, *options.line.arguments]
     part = service("frontend", _numbered("frontend", number, options.frontends), Tier.FRONTEND, *arguments)
     return replace(
         part, http=f"http://{http}", heavy=options.front is Front.PYTHON, timeout_s=_VLLM_TIMEOUT_S

@@ -7,12 +7,12 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
 from tailrace.local.options import ClusterOptions, Engine, Front
+from tailrace.service.vllm_line import VllmLine
 from tailrace.tiny import MODEL_PATH
 
 
@@ -59,15 +59,15 @@ def visible_gpus() -> tuple[str, ...]:
     return tuple(done.stdout.split()) if done.returncode == 0 else ()
 
 
-def loses_precision(model: str, worker_arguments: Sequence[str]) -> bool:
-    """Return whether the model folder holds float32 weights and no dtype is given to the workers.
+def loses_precision(model: str, line: VllmLine) -> bool:
+    """Return whether the model folder holds float32 weights and the line has no --dtype.
 
     vLLM's `dtype=auto` serves float32 weights in 16 bits, which changes answers. The shipped model is
     served in the precision of its training. A model on a hub is not checked, since its configuration is not
     available yet.
     """
     folder = Path(model).expanduser()
-    if folder.resolve() == MODEL_PATH or any("dtype" in argument for argument in worker_arguments):
+    if folder.resolve() == MODEL_PATH or "dtype" in line.flags:
         return False
     try:
         config: object = json.loads((folder / "config.json").read_text())

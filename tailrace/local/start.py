@@ -49,11 +49,11 @@ class Starter:
             workers=sum(len(spec.members) for spec in plan.tier(Tier.WORKER)),
         )
 
-    async def run(self, policy: SetPolicyRequest | None, model: str, *, tiny: bool = False) -> RunState:
+    async def run(self, policy: SetPolicyRequest | None, model: str, **facts: bool) -> RunState:
         """Start all parts, wait until they are ready, and return the state.
 
-        `model`: the model name that clients use; `tiny`: whether it is the shipped model. Raise PartFailed if
-        a part exits or is not ready in time. After an error or cancellation, all started parts are stopped.
+        `model`: the model name that clients use; `facts`: fields of RunState about it. Raise PartFailed if a
+        part exits or is not ready in time. After an error or cancellation, all started parts are stopped.
         """
         try:
             await self._watched(policy)
@@ -62,7 +62,9 @@ class Starter:
             raise
         self._state.http = self._plan.http
         self._state.model = model
-        self._state.tiny = tiny
+        self._state.policy = "" if policy is None else policy.name
+        for name, value in facts.items():
+            setattr(self._state, name, value)
         self._folder.write(self._state)
         return self._state
 

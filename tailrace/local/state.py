@@ -112,6 +112,12 @@ class RunState(msgspec.Struct, kw_only=True):
     model: str = ""
     # Whether it is the shipped model, whose answers the examples check.
     tiny: bool = False
+    # Whether it has a chat template; a base model answers completions only.
+    chat: bool = True
+    # Whether the API wants a key that is not in the environment.
+    asks_for_key: bool = False
+    # The policy that was set at the start.
+    policy: str = ""
     # Number of instances; a process may hold several simulated ones.
     workers: int = 0
     etcd: str = ""

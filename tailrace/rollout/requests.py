@@ -254,7 +254,7 @@ def _check_adapters(new: str, before: str, fleet: FleetFacts) -> None:
     if takes_adapters and not any(instance.takes_adapters for instance in fleet.warm(new)):
         raise _not_possible_now(
             f"instances of {fingerprint(before)} take LoRA adapters, "
-            f"and no warm one of {fingerprint(new)} does; start one that does (--engine-arg enable_lora=true)"
+            f"and no warm one of {fingerprint(new)} does; start one that does (--enable-lora)"
         )
 
 

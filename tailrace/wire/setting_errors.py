@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from typing import Final
+
 from pydantic import ValidationError
+
+# What pydantic appends to a message for developers.
+_PYDANTIC: Final = re.compile(r" \[type=[^\]]*\]| For further information visit \S+")
+
+
+def without_pydantic(message: str) -> str:
+    """Return a message that may quote one of pydantic's, in one line and without what that adds."""
+    return _PYDANTIC.sub("", " ".join(message.split()))
 
 
 def one_line(error: Exception) -> str:

@@ -431,7 +431,7 @@ def _engine(shape: Shape, version: Version) -> list[str]:
     settings = {"speed": shape.speed, "kv_blocks": 4_000, "dies_of": POISON, "reasoning_mean_tokens": 0}
     if version is Version.CHANGED:
         settings["weights_seed"] = 1
-    return [*common, *(f"--engine-arg={name}={json.dumps(value)}" for name, value in settings.items())]
+    return [*common, *(f"--sim={name}={json.dumps(value)}" for name, value in settings.items())]
 
 
 def _exit_reason(process: PartProcess) -> str:

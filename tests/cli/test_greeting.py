@@ -35,6 +35,13 @@ def test_prompts_fit_the_model(tiny: bool) -> None:
     assert all(("Count down" in json.dumps(body)) is tiny for body in bodies)
 
 
+def test_a_base_model_is_asked_for_a_completion() -> None:
+    state = RunState(admin=STATE.admin, http=STATE.http, model="base", workers=1, chat=False)
+    text = greeting(state, Path("/logs"), "tailrace")
+    assert text.count("/v1/completions") == 2 and "/v1/chat" not in text
+    assert all(isinstance(body["prompt"], str) for body in curl_bodies(text))
+
+
 def test_an_api_key_is_referenced_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "s3cret")
     text = greeting(STATE, Path("/logs"), "tailrace")

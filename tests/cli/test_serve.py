@@ -16,9 +16,9 @@ from tailrace.cli.main import main
         # Zero or less would report continuously.
         ("worker --engine simulated --report-interval 0", "--report-interval"),
         ("worker --engine simulated --count 2 --stream-port 7000", "--stream-port"),
-        ("worker --engine simulated --engine-arg what", "NAME=VALUE"),
+        ("worker --engine simulated --sim what", "NAME=VALUE"),
         ("worker --profile no-such-profile", "no-such-profile"),
-        ("frontend --front rust -- no-flag", "no-flag"),
+        ("frontend --front rust a/model no-flag", "no-flag"),
         ("frontend --http nowhere", "--http"),
         ("frontend --model /nowhere/at-all", "no folder /nowhere/at-all"),
         # Shorter than a client takes to reconnect.

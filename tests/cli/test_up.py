@@ -135,14 +135,19 @@ def test_a_small_disk_is_reported_before_anything_starts(here: WorkingFolder) ->
     ("arguments", "message"),
     [
         (("--policy", "magic"), "--policy: unknown policy 'magic'; installed: "),
-        (("--set", "quantum_tokens=200"), "--set requires --policy"),
+        (("--set", "quantum_tokens=200"), "--set: policy 'tailrace'"),
         (("--policy", "pascal", "--set", "quantum_tokens=0"), "--set: policy 'pascal', parameter 'quantum"),
         (("--model", "/no/such/model"), "no folder /no/such/model"),
         (("--workers", "0"), "--workers"),
         (("--port", "99999"), "--port"),
         (("--keep-answers", "4.9"), "--keep-answers"),
-        (("--front", "rust", "--keep-answers", "60"), "--keep-answers: not supported by vllm-rs"),
-        (("--frontend-arg", "api-key=x"), "--frontend-arg: 'api-key=x' is not a flag of vllm serve"),
+        (("--report-interval", "0"), "--report-interval"),
+        (("--listen", "127.0.0.1:1"), "--listen: tailrace up sets it"),
+        (("a/model", "another"), "'another' is not a flag of vllm serve"),
+        (("a/model", "--model", "b/model"), "two models are given: a/model and --model b/model"),
+        (("--headless",), "--headless: workers serve no HTTP as it is"),
+        (("-dp", "2"), "--data-parallel-size: replicas are workers: --workers N"),
+        (("--config", "/no/such.yaml"), "--config /no/such.yaml: "),
     ],
 )
 def test_usage_errors(

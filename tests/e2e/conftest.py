@@ -41,7 +41,7 @@ def vllm_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     try:
         fleet.start_control()
         for name in VLLM_WORKERS:
-            options = [*VLLM_OPTIONS[name], "--engine-arg", "max_logprobs=-1", "--kv-blocks", VLLM_KV_BLOCKS]
+            options = [*VLLM_OPTIONS[name], "--max-logprobs", "-1", "--kv-blocks", VLLM_KV_BLOCKS]
             # On a CPU engine evicted prefixes stay in host memory only if this is given.
             options += ["--host-kv-bytes", str(1 << 30)]
             # Tests hold a pull while other processes of the cluster restart, on a machine of any speed.
@@ -49,7 +49,7 @@ def vllm_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
             options += ["--log-format", "json" if name == JSON_WORKER else "text"]
             fleet.start_worker(name, options, wait=False)
         own = ["--max-message-bytes", str(VLLM_MAX_MESSAGE_BYTES), "--log-format", "json"]
-        fleet.start_frontend(options=[*own, "--", "--max-logprobs", "-1", "--enable-prompt-tokens-details"])
+        fleet.start_frontend(options=[*own, "--max-logprobs", "-1", "--enable-prompt-tokens-details"])
         for name in VLLM_WORKERS:
             fleet.wait_healthy(name)
         fleet.wait_instances(VLLM_WORKERS)

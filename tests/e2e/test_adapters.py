@@ -40,11 +40,11 @@ def test_both_front_ends_serve_an_adapter_that_one_loaded(
 
     try:
         fleet.start_control()
-        options = ["--engine-arg", "enable_lora=true", "--engine-arg", "max_loras=4", "--kv-blocks", "512"]
+        options = ["--enable-lora", "--max-loras", "4", "--kv-blocks", "512"]
         fleet.start_worker("w0", options, wait=False)
         for name in ("f0", "f1"):
             modules = ["--lora-modules", f"given={given}"] if name == "f1" else []
-            fleet.start_frontend(name=name, options=["--", "--enable-lora", *modules], wait=False)
+            fleet.start_frontend(name=name, options=["--enable-lora", *modules], wait=False)
         for name in ("f0", "f1"):
             fleet.wait_frontend(name)
         status, text = load("f0", "a", folder)

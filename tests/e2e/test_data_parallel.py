@@ -129,8 +129,8 @@ class Deployment:
 def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     root = tmp_path_factory.mktemp("data-parallel")
     model = write_experts(root / "model")
-    common = ["--kv-blocks", "256", "--engine-arg", "dtype=float32", "--max-model-len", "1024"]
-    shared = f"enable_expert_parallel={json.dumps(request.param == 'experts split')}"
+    common = ["--kv-blocks", "256", "--dtype", "float32", "--max-model-len", "1024"]
+    shared = ["--enable-expert-parallel"] if request.param == "experts split" else []
     port = free_port()
     fleet = Fleet(root, "vllm")
     fleet.plugins = write_plugin(root / "plugin")
@@ -138,10 +138,9 @@ def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         fleet.start_control()
         fleet.start_worker(ALONE, common, wait=False, model=str(model))
         for rank, name in enumerate(RANKS):
-            options = [f"data_parallel_size={len(RANKS)}", f"data_parallel_rank={rank}", shared]
-            options += ["data_parallel_address=127.0.0.1", f"data_parallel_rpc_port={port}"]
-            arguments = [each for option in options for each in ("--engine-arg", option)]
-            fleet.start_worker(name, [*common, *arguments], wait=False, model=str(model))
+            options = [*shared, f"-dp={len(RANKS)}", f"--data-parallel-rank={rank}"]
+            options += ["--data-parallel-address=127.0.0.1", f"--data-parallel-rpc-port={port}"]
+            fleet.start_worker(name, [*common, *options], wait=False, model=str(model))
         for name in (*RANKS, ALONE):
             fleet.wait_healthy(name, START_S)
         fleet.start_frontend(model=str(model))

@@ -75,7 +75,7 @@ def front_end(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FairFrontEnd
     try:
         # Without a scheduler, only the front end delays requests.
         fleet.start_etcd()
-        slow = ["--engine-arg", "speed=0.1", "--engine-arg", "max_num_batched_tokens=1024"]
+        slow = ["--sim", "speed=0.1", "--sim", "max_num_batched_tokens=1024"]
         fleet.start_worker("w0", slow, wait=False)
         options = ["--api-keys", str(file), "--fair-backlog", str(BACKLOG), "--place-wait", str(PLACE_WAIT_S)]
         fleet.start_frontend(options=options, wait=False)

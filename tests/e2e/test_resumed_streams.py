@@ -21,7 +21,7 @@ FEW = 5
 CHAT = "/v1/chat/completions"
 KEEP = ["--keep-answers", "60"]
 # A step takes about 35 ms, so that fifty streams need a small part of a core.
-SLOW = ["--engine-arg", "speed=0.2"]
+SLOW = ["--sim", "speed=0.2"]
 # Seconds in which a stream must end on a machine that runs other tests.
 # For fifty streams at once: longer than WAIT_S, and within pytest's limit.
 PATIENCE_S = 4 * WAIT_S

@@ -30,7 +30,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         fleet.start_control()
         for name in WORKERS:
             fleet.start_worker(name, ["--kv-blocks", VLLM_KV_BLOCKS], wait=False)
-        options = ["--keep-answers", "60", "--", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+        options = ["--keep-answers", "60", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
         for name in FRONT_ENDS:
             fleet.start_frontend(name=name, options=options, wait=False)
         for name in FRONT_ENDS:

@@ -48,7 +48,7 @@ def start_fleet(root: Path, engine: str, new: Path, new_options: Sequence[str]) 
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[Fleet]:
     """Fleet of simulated engines, whose weights are a seed."""
-    fleet = start_fleet(tmp_path, "simulated", MODEL_PATH, ["--engine-arg", "weights_seed=1"])
+    fleet = start_fleet(tmp_path, "simulated", MODEL_PATH, ["--sim", "weights_seed=1"])
     yield fleet
     fleet.close()
 

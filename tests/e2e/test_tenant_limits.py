@@ -66,9 +66,7 @@ def front_end(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontEnd]:
     fleet = Fleet(root, "simulated")
     try:
         fleet.start_etcd()
-        fleet.start_worker(
-            "w0", ["--engine-arg", "prefix_caching=true", "--engine-arg", "speed=5"], wait=False
-        )
+        fleet.start_worker("w0", ["--sim", "prefix_caching=true", "--sim", "speed=5"], wait=False)
         fleet.start_frontend(options=["--api-keys", str(file)], wait=False)
 
         def serves() -> bool:

@@ -60,7 +60,7 @@ def models(fleet: Fleet, tmp_path: Path) -> tuple[Model, Model]:
     other = Path(shutil.copytree(MODEL_PATH, tmp_path / "other"))
     # A simulated engine's weights are a seed; the second front end identifies its model by name.
     (other / "model.safetensors").unlink()
-    seeded = ["--engine-arg", "weights_seed=1"]
+    seeded = ["--sim", "weights_seed=1"]
     started_models = []
     for name, path, workers in (("first", MODEL_PATH, ("w0", "w2")), ("second", other, ("w1", "w3"))):
         for worker in workers:

@@ -31,9 +31,9 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     try:
         fleet.start_control()
         for name in WORKERS:
-            options = ["--engine-arg", "dtype=float32", "--kv-blocks", "512"]
+            options = ["--dtype", "float32", "--kv-blocks", "512"]
             fleet.start_worker(name, options, wait=False, model=model)
-        fleet.start_frontend(options=["--", "--dtype", "float32"], model=model)
+        fleet.start_frontend(options=["--dtype", "float32"], model=model)
         for name in WORKERS:
             fleet.wait_healthy(name, START_S)
         fleet.wait_instances(WORKERS)

@@ -50,8 +50,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     try:
         fleet.start_control()
         options = ["--tensor-parallel-size", "2", "--kv-blocks", "512", "--insecure"]
-        for argument in ("nnodes=2", f"master_addr={WORKER_ADDRESS}", f"master_port={PORT}"):
-            options += ["--engine-arg", argument]
+        options += ["--nnodes", "2", "--master-addr", WORKER_ADDRESS, "--master-port", str(PORT)]
         fleet.start_worker("w0", options, wait=False)
         ranks = ["serve", "ranks", "--worker", f"{WORKER_ADDRESS}:{PORT}", "--node", "1", "--insecure"]
         inside = ["ip", "netns", "exec", NODE, *tailrace(*ranks)]

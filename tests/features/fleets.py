@@ -30,18 +30,11 @@ class ServedFleet:
 
 
 @contextmanager
-def serve_fleet(
-    name: str, model: str = "", engine: Sequence[str] = (), front: Sequence[str] = ()
-) -> Iterator[ServedFleet]:
-    """Run a fleet for the block. `engine`: vLLM's arguments as NAME=VALUE; `front`: flags of `vllm serve` for
-    the
-    API server; `model` empty: the tiny one."""
+def serve_fleet(name: str, model: str = "", flags: Sequence[str] = ()) -> Iterator[ServedFleet]:
+    """Run a fleet for the block. `flags`: those of `vllm serve`; `model` empty: the tiny one."""
     arguments = ["--workers", "2", "--policy", "least_loaded", "--no-traces", "--served-model-name", MODEL]
-    arguments += ["--model", model] if model else []
-    arguments += [f"--frontend-arg={flag}" for flag in front]
-    arguments += ["--", "--report-interval", "0.1", "--kv-blocks", "1024"]
-    for each in engine:
-        arguments += ["--engine-arg", each]
+    arguments = [*([model] if model else []), *arguments, *flags]
+    arguments += ["--report-interval", "0.1", "--kv-blocks", "1024"]
     with TailraceCluster(name, arguments) as cluster:
         channel = grpc.insecure_channel(cluster.admin.split(",")[0])
         admin = admin_pb2_grpc.AdminStub(channel)

@@ -133,7 +133,7 @@ def _retry_until_moved(
 
 def speculative(scale: Scale, folder: Path) -> Iterator[Row]:
     """Run speculative decoding with n-grams, which is migrated live."""
-    with serve_fleet("n-gram", engine=[f"speculative_config={json.dumps(_NGRAM)}"]) as served:
+    with serve_fleet("n-gram", flags=["--speculative-config", json.dumps(_NGRAM)]) as served:
         yield run_streams(served, Row("speculative, n-gram", "greedy"), scale, greedy)
         note = "after a move drafts differ, and with them the draws: equal in distribution only"
         row = Row("speculative, n-gram", "seeded", note=note, may_differ=True)
@@ -142,7 +142,7 @@ def speculative(scale: Scale, folder: Path) -> Iterator[Row]:
 
 def draft(scale: Scale, folder: Path) -> Iterator[Row]:
     """Run speculative decoding with a draft model, which is migrated by replay."""
-    with serve_fleet("draft", engine=[f"speculative_config={json.dumps(_DRAFT)}"]) as served:
+    with serve_fleet("draft", flags=["--speculative-config", json.dumps(_DRAFT)]) as served:
         yield run_streams(served, Row("speculative, draft model", "greedy"), scale, greedy)
 
 
@@ -152,9 +152,7 @@ def adapters(scale: Scale, folder: Path) -> Iterator[Row]:
     names = [*paths, MODEL]
     # Loaded at run time, as an operator would; the workers load each at its first request.
     os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-    with serve_fleet(
-        "adapters", engine=["enable_lora=true", "max_loras=3"], front=["--enable-lora"]
-    ) as served:
+    with serve_fleet("adapters", flags=["--enable-lora", "--max-loras", "3"]) as served:
         for name, path in paths.items():
             request = {"lora_name": name, "lora_path": str(path)}
             httpx.post(f"{served.url}/v1/load_lora_adapter", json=request, timeout=60).raise_for_status()
@@ -167,8 +165,7 @@ def adapters(scale: Scale, folder: Path) -> Iterator[Row]:
 
 def embedding(scale: Scale, folder: Path) -> Iterator[Row]:
     """Run embeddings, which are never migrated: every worker must return the same vector."""
-    engine = ["runner=pooling"]
-    with serve_fleet("embedding", engine=engine, front=["--runner=pooling"]) as served:
+    with serve_fleet("embedding", flags=["--runner=pooling"]) as served:
         note = "; ".join(sorted({": ".join(way) for way in served.move_methods().values()}))
         row = Row("embedding", "-", note=note, stays=True)
         texts = [long_prompt(number) for number in range(scale.streams)]
@@ -196,7 +193,7 @@ def image(scale: Scale, folder: Path) -> Iterator[Row]:
         ]
 
     model = make_vision_model(folder / "vision")
-    with serve_fleet("image", str(model), engine=["dtype=float32"], front=["--dtype=float32"]) as served:
+    with serve_fleet("image", str(model), flags=["--dtype=float32"]) as served:
         for sampling, options in (("greedy", greedy), ("seeded", seeded)):
             yield run_streams(
                 served, Row("image prompt", sampling), scale, ignoring_eos(options), make_prompt=image_prompt

@@ -18,6 +18,7 @@ from frontend_svc.settings import Front, Limits, Settings, WaitLimits
 from tailrace.service.channels import Channels
 from tailrace.service.message_stream import MIN_MESSAGE_BYTES
 from tailrace.service.runtime import Shutdown
+from tailrace.service.vllm_line import VllmLine
 from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 from tests.frontend.echo_worker import EchoWorker
 from tests.frontend.fleet import record
@@ -99,9 +100,9 @@ class FrontEndThread:
                     http="",
                     front=self.front,
                     model=str(MODEL_PATH),
-                    served_model_name="tiny",
-                    reasoning_parser=REASONING_PARSER,
-                    vllm_arguments=(),
+                    line=VllmLine.read(
+                        ["--served-model-name", "tiny", "--reasoning-parser", REASONING_PARSER]
+                    ),
                     vllm_rs=self._vllm_rs,
                     ipc_folder=None,
                     wait_limits=WaitLimits(PLACE_WAIT_S),

@@ -94,7 +94,7 @@ async def test_the_front_end_ends_with_that_line(tmp_path: Path) -> None:
     async with local_etcd(tmp_path / "etcd") as etcd:
         command = [sys.executable, "-m", "frontend_svc.main", "--etcd", etcd.endpoint]
         process = await asyncio.create_subprocess_exec(
-            *command, "--http", "127.0.0.1:0", "--", "--max-model-len=9999999", stderr=asyncio.subprocess.PIPE
+            *command, "--http", "127.0.0.1:0", "--max-model-len=9999999", stderr=asyncio.subprocess.PIPE
         )
         try:
             # vLLM is imported by two processes in turn.

@@ -94,7 +94,7 @@ def _plan(
         members = [f"worker-{n}" for n in range(workers.count)] if tier is Tier.WORKER else []
         return PartSpec(name, tier, command, listen, members=members)
 
-    engine = [f"--engine-arg={name}={json.dumps(value)}" for name, value in workers.settings.items()]
+    engine = [f"--sim={name}={json.dumps(value)}" for name, value in workers.settings.items()]
     worker = ["--engine", "simulated", "--count", str(workers.count), *workers.options, *engine]
     front = ["--front", "none", "--ipc", str(sockets), "--http", f"{LOOPBACK}:{http_port}"]
     names = ["scheduler"] if schedulers == 1 else [f"scheduler-{n}" for n in range(schedulers)]

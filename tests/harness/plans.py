@@ -14,7 +14,7 @@ from tailrace.local.progress import Progress, Step
 from tailrace.local.start import Starter
 from tailrace.local.state import RunFolder, RunState
 from tailrace.service.etcd import etcd_command
-from tailrace.tiny import MODEL_PATH, REASONING_PARSER
+from tailrace.tiny import MODEL_PATH
 
 MODEL: Final = "tiny"
 
@@ -63,13 +63,9 @@ def simulated_plan(
         schedulers=2,
         frontends=1,
         model=str(MODEL_PATH),
-        served_name=MODEL,
-        reasoning_parser=REASONING_PARSER,
-        policy=None,
         policy_parameters={},
         cores=2,
         gpus=(),
-        worker_arguments=(),
         traces="monitor",
         tls=tls,
     )

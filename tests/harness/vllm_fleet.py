@@ -50,7 +50,7 @@ class Engines:
         arguments = ["--kv-blocks", str(self.kv_blocks), "--block-size", str(BLOCK_TOKENS)]
         arguments += ["--max-model-len", str(self.max_len), "--max-num-seqs", "32", "--intra", self.intra]
         if self.step_tokens is not None:
-            arguments += ["--engine-arg", f"max_num_batched_tokens={self.step_tokens}"]
+            arguments += ["--max-num-batched-tokens", str(self.step_tokens)]
         if self.report_s is not None:
             arguments += ["--report-interval", f"{self.report_s:g}"]
         return arguments
@@ -137,7 +137,7 @@ async def running_fleet(
 ) -> AsyncIterator[Fleet]:
     """Run a fleet for the block. `arguments`: further options of `tailrace up`."""
     arguments = ["--workers", str(engines.workers), "--policy", "least_loaded", "--no-traces", *arguments]
-    arguments += ["--", *engines.arguments()]
+    arguments += engines.arguments()
     cluster = await asyncio.to_thread(TailraceCluster, "tailrace", arguments, front)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(asyncio.to_thread, cluster.__exit__, None, None, None)

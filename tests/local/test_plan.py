@@ -6,6 +6,7 @@ import dataclasses
 
 from tailrace.local.options import ClusterOptions, Engine, Front
 from tailrace.local.plan import PartSpec, Plan, Tier, make_plan
+from tailrace.service.vllm_line import VllmLine
 
 OPTIONS = ClusterOptions(
     workers=3,
@@ -16,13 +17,10 @@ OPTIONS = ClusterOptions(
     schedulers=1,
     frontends=1,
     model="/models/tiny",
-    served_name="tiny",
-    reasoning_parser="qwen3",
-    policy=None,
+    line=VllmLine.read(["--served-model-name", "tiny"]),
     policy_parameters={},
     cores=8,
     gpus=(),
-    worker_arguments=(),
     traces="monitor",
 )
 
@@ -57,17 +55,17 @@ def test_two_schedulers_form_one_admin_address() -> None:
     assert plan.admin == ",".join(part.address for part in schedulers)
 
 
-def test_flags_for_the_api_server_reach_each_front_end() -> None:
+def test_the_line_reaches_each_worker_and_front_end() -> None:
     flags = ("--enable-auto-tool-choice", "--tool-call-parser=hermes")
-    for part in _plan(frontends=2, front=Front.RUST, frontend_arguments=flags).tier(Tier.FRONTEND):
-        assert tuple(part.command[-3:]) == ("--", *flags)
-    assert "--" not in _plan().tier(Tier.FRONTEND)[0].command
+    plan = _plan(frontends=2, front=Front.RUST, line=VllmLine.read(flags))
+    for part in (*plan.tier(Tier.FRONTEND), *plan.tier(Tier.WORKER)):
+        assert tuple(part.command[-2:]) == flags
 
 
 def test_all_front_ends_keep_answers_if_one_does() -> None:
-    fronts = _plan(frontends=2, keep_answers_s=90.0).tier(Tier.FRONTEND)
-    assert [_option(part, "--keep-answers") for part in fronts] == ["90", "90"]
-    assert "--keep-answers" not in _plan().tier(Tier.FRONTEND)[0].command
+    plan = _plan(frontends=2, frontend_arguments=("--keep-answers", "90"))
+    assert [_option(part, "--keep-answers") for part in plan.tier(Tier.FRONTEND)] == ["90", "90"]
+    assert not any("--keep-answers" in part.command for part in plan.tier(Tier.WORKER))
 
 
 def test_front_ends_share_the_port() -> None:
@@ -86,36 +84,35 @@ def test_engines_share_the_cores() -> None:
 def test_engines_share_the_gpus() -> None:
     workers = _plan(workers=3, gpus=("0", "GPU-5")).tier(Tier.WORKER)
     assert [part.environment["CUDA_VISIBLE_DEVICES"] for part in workers] == ["0", "GPU-5", "0"]
-    assert {_option(part, "--engine-arg") for part in workers} == {"gpu_memory_utilization=0.450"}
+    assert {_option(part, "--gpu-memory-utilization") for part in workers} == {"0.450"}
 
 
 def test_workers_with_several_ranks_get_adjacent_gpus() -> None:
-    changes = {"tensor_parallel_size": 2, "gpus": ("0", "1", "2", "3", "4"), "workers": 3, "cores": 13}
-    workers = _plan(**changes).tier(Tier.WORKER)
+    changes = {"gpus": ("0", "1", "2", "3", "4"), "workers": 3, "cores": 13}
+    workers = _plan(**changes, line=VllmLine.read(["-tp", "2"])).tier(Tier.WORKER)
     assert [part.environment["CUDA_VISIBLE_DEVICES"] for part in workers] == ["0,1", "2,3", "0,1"]
     assert {part.environment["OMP_NUM_THREADS"] for part in workers} == {"2"}
-    assert {_option(part, "--tensor-parallel-size") for part in workers} == {"2"}
-    assert {_option(part, "--engine-arg") for part in workers} == {"gpu_memory_utilization=0.450"}
+    assert {_option(part, "-tp") for part in workers} == {"2"}
+    assert {_option(part, "--gpu-memory-utilization") for part in workers} == {"0.450"}
     # The worker itself reports that there are too few.
-    short = _plan(pipeline_parallel_size=2, gpus=("7",), workers=1).tier(Tier.WORKER)[0]
+    line = VllmLine.read(["--pipeline_parallel_size=2"])
+    short = _plan(line=line, gpus=("7",), workers=1).tier(Tier.WORKER)[0]
     assert short.environment["CUDA_VISIBLE_DEVICES"] == "7"
-    assert "--tensor-parallel-size" not in _plan().tier(Tier.WORKER)[0].command
 
 
-def test_worker_arguments_go_to_every_worker_last() -> None:
+def test_worker_arguments_go_to_every_worker() -> None:
     for engine in Engine:
-        workers = _plan(engine=engine, worker_arguments=("--max-num-seqs", "8")).tier(Tier.WORKER)
-        assert all(part.command[-2:] == ["--max-num-seqs", "8"] for part in workers)
+        workers = _plan(engine=engine, worker_arguments=("--max-requests", "8")).tier(Tier.WORKER)
+        assert all(
+            list(part.command[-4:]) == ["--max-requests", "8", *OPTIONS.line.arguments] for part in workers
+        )
 
 
-def test_predictor_and_profiling_are_passed_on_to_workers() -> None:
+def test_workers_may_take_long_to_profile() -> None:
     for engine in Engine:
-        workers = _plan(engine=engine, predictor="", profile=True).tier(Tier.WORKER)
-        assert all(_option(part, "--predictor") == "" for part in workers)
-        assert all("--profile-at-start" in part.command for part in workers)
+        workers = _plan(engine=engine, worker_arguments=("--profile-at-start",)).tier(Tier.WORKER)
         # They wait for the worker that is being profiled.
         assert all(part.timeout_s > 60 for part in workers)
-    assert not any("--predictor" in part.command for part in _plan().tier(Tier.WORKER))
 
 
 def test_spans_go_to_the_monitor_another_endpoint_or_nowhere() -> None:
@@ -125,11 +122,6 @@ def test_spans_go_to_the_monitor_another_endpoint_or_nowhere() -> None:
     named = _plan(traces="http://collector:4317").environment
     assert named["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://collector:4317"
     assert "OTEL_EXPORTER_OTLP_ENDPOINT" not in _plan(traces=None).environment
-
-
-def test_a_model_without_reasoning_gets_no_parser() -> None:
-    plan = _plan(reasoning_parser=None)
-    assert not any("--reasoning-parser" in part.command for part in plan.parts)
 
 
 def test_many_simulated_workers_share_processes() -> None:

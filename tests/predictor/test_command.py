@@ -40,7 +40,7 @@ def test_cut_off_requests_are_collected(tmp_path: Path) -> None:
     """About half of the tiny model's tasks are longer than 300 tokens."""
     out = tmp_path / "samples"
     command = [sys.executable, "-m", "tailrace", "predictor", "collect", "-n", "12", "--max-tokens", "300"]
-    command += ["--engine-arg", "kv_cache_memory_bytes=268435456", "--engine-arg", "enforce_eager=true"]
+    command += ["--kv-cache-memory-bytes", "268435456", "--enforce-eager"]
     process = subprocess.run(
         [*command, "--out", str(out), "-o", "json"],
         capture_output=True,

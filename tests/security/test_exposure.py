@@ -61,12 +61,12 @@ def _served(authority: Authority, *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("front", ["python", "rust"])
-@pytest.mark.parametrize("key", [[], ["--api-key", ""], ["--api-key="], ["--api-key", "--port=1"]])
+@pytest.mark.parametrize("key", [[], ["--api-key", ""], ["--api-key="], ["--api-key", "--seed=1"]])
 def test_certificate_does_not_open_the_users_port(
     authority: Authority, front: str, key: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    refused = _served(authority, "--http", "0.0.0.0:8000", "--front", front, "--", *key)
+    refused = _served(authority, "--http", "0.0.0.0:8000", "--front", front, *key)
     assert "--http 0.0.0.0:8000 can be reached from other machines" in refused
     assert all(way in refused for way in ("--api-keys", "VLLM_API_KEY", "127.0.0.1", "--insecure"))
 
@@ -77,9 +77,9 @@ def test_certificate_does_not_open_the_users_port(
         (["--http", "127.0.0.1:8000"], ""),
         (["--http", "0.0.0.0:8000", "--insecure"], ""),
         (["--http", "0.0.0.0:8000"], "secret"),
-        (["--http", "0.0.0.0:8000", "--", "--api-key"], "secret"),
-        (["--http", "0.0.0.0:8000", "--", "--api-key", "secret"], ""),
-        (["--http", "0.0.0.0:8000", "--", "--api_key=secret"], ""),
+        (["--http", "0.0.0.0:8000", "--api-key"], "secret"),
+        (["--http", "0.0.0.0:8000", "--api-key", "secret"], ""),
+        (["--http", "0.0.0.0:8000", "--api_key=secret"], ""),
     ],
 )
 def test_users_port_is_judged_by_its_own_protection(
@@ -94,7 +94,7 @@ def test_empty_key_argument_hides_the_one_of_the_environment(
 ) -> None:
     """As in vLLM, whose API server then requires none."""
     monkeypatch.setenv("VLLM_API_KEY", "secret")
-    refused = _served(authority, "--http", "0.0.0.0:8000", "--", "--api-key", "")
+    refused = _served(authority, "--http", "0.0.0.0:8000", "--api-key", "")
     assert "can be reached from other machines" in refused
 
 

@@ -146,7 +146,7 @@ def test_damaged_key_file_is_named(file: Path, content: str) -> None:
     ("arguments", "message"),
     [
         (["--front", "rust"], "not supported by vllm-rs"),
-        (["--", "--api-key", "x"], "vLLM's own key"),
+        (["--api-key", "x"], "vLLM's own key"),
     ],
 )
 def test_incompatible_options_are_refused(file: Path, arguments: list[str], message: str) -> None:

@@ -6,10 +6,14 @@ import asyncio
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
+from tailrace.profiles import load_profile
+from tailrace.service.vllm_line import VllmLine
 from tailrace.store.store import Store
 from tailrace.tiny import MODEL_PATH, PREDICTOR_PATH
 from tests.waiting import WAIT_S
@@ -18,19 +22,39 @@ from worker_agent.engines import (
     EngineOptionError,
     EngineOptions,
     make_engine,
-    read_argument,
+    with_flags,
     with_tiny_models_defaults,
 )
 from worker_agent.faults import VARIABLE, Faults
 from worker_agent.main import command, consecutive_ids
 
 
-def test_engine_arguments_are_json_or_strings() -> None:
-    assert read_argument("max-num-seqs=4") == ("max_num_seqs", 4)
-    assert read_argument("--dtype=float32") == ("dtype", "float32")
-    assert read_argument('hf_overrides={"a": [1]}') == ("hf_overrides", {"a": [1]})
-    with pytest.raises(EngineOptionError):
-        read_argument("nothing")
+@pytest.mark.parametrize(
+    ("flags", "arguments"),
+    [
+        ("--max-model-len 32k --max_num_seqs=4", {"max_model_len": 32_000, "max_num_seqs": 4}),
+        ("--block-size 8 --enable-prefix-caching", {"block_tokens": 8, "prefix_caching": True}),
+        # Of a GPU, or of the API server.
+        ("--gpu-memory-utilization 0.9 -tp 2 --tool-call-parser hermes", {}),
+    ],
+)
+def test_a_simulated_engine_takes_a_vllm_line(flags: str, arguments: dict[str, object]) -> None:
+    options = with_flags(EngineOptions("simulated"), VllmLine.read(["a/model", *flags.split()]))
+    assert options.model == "a/model"
+    assert options.arguments == arguments
+
+
+def test_a_wrong_number_for_a_simulated_engine_is_named() -> None:
+    with pytest.raises(EngineOptionError, match="--max-model-len: 'long' is not a number"):
+        with_flags(EngineOptions("simulated"), VllmLine.read(["--max-model-len", "long"]))
+
+
+async def test_a_profile_is_what_a_simulated_engine_is() -> None:
+    profile = msgspec.structs.replace(load_profile("llama-3.1-8b-h100"), kv_capacity_tokens=160)
+    engine = make_engine(EngineOptions("simulated"), profile=profile)
+    info = await engine.start(Mock())
+    await engine.stop()
+    assert info.kv_blocks_total == 10
 
 
 def test_unknown_setting_of_the_simulated_engine_is_named() -> None:
@@ -48,11 +72,10 @@ def test_tiny_model_is_recognized_through_a_symlink(tmp_path: Path) -> None:
     for name in (None, str(MODEL_PATH), str(link)):
         options = with_tiny_models_defaults(EngineOptions("vllm", model=name))
         # In another precision its answers can be wrong.
-        assert options.arguments == {"dtype": "float32"}
+        assert options.arguments == {"dtype": "float32", "reasoning_parser": "qwen3"}
         assert options.predictor == str(PREDICTOR_PATH)
-        assert options.reasoning_parser == "qwen3"
     explicit = EngineOptions("vllm", predictor="", arguments={"dtype": "bfloat16"})
-    assert with_tiny_models_defaults(explicit).arguments == explicit.arguments
+    assert with_tiny_models_defaults(explicit).arguments["dtype"] == "bfloat16"
     assert with_tiny_models_defaults(explicit).predictor == ""
     other = EngineOptions("vllm", model="some/model")
     assert with_tiny_models_defaults(other) == other
@@ -66,7 +89,7 @@ def test_several_workers_per_process_require_the_simulated_engine() -> None:
 @pytest.mark.parametrize(
     ("option", "problem"),
     [
-        (["--engine-arg", "profile=nowhere"], "no profile 'nowhere'"),
+        (["--sim", "profile=nowhere"], "no profile 'nowhere'"),
         (["--kv-address", "192.0.2.1", "--insecure"], "cannot be bound to 192.0.2.1"),
     ],
 )

@@ -274,10 +274,9 @@ def test_settings_that_do_not_fit_together(arguments: dict[str, object], said: s
     "arguments",
     [
         "ranks --worker 192.0.2.1:29600 --node 1",
-        "worker --tensor-parallel-size 2 --engine-arg nnodes=2 --engine-arg master_addr=192.0.2.1 "
-        "--engine-arg master_port=29600",
-        "worker --engine-arg data_parallel_size=2 --engine-arg data_parallel_rank=0 "
-        "--engine-arg data_parallel_address=192.0.2.1 --engine-arg data_parallel_rpc_port=29600",
+        "worker --tensor-parallel-size 2 --nnodes 2 --master-addr 192.0.2.1 --master-port 29600",
+        "worker --data-parallel-size 2 --data-parallel-rank 0 "
+        "--data-parallel-address 192.0.2.1 --data-parallel-rpc-port 29600",
     ],
 )
 def test_networks_are_trusted_only_if_told_so(arguments: str) -> None:

@@ -87,7 +87,7 @@ async def worker_process(
     command += ["--engine", "simulated", "--etcd", etcd, "--cluster", cluster, "--id", name]
     command += ["--count", str(count), *more]
     for key, value in arguments.items():
-        command += ["--engine-arg", f"{key}={json.dumps(value)}"]
+        command += ["--sim", f"{key}={json.dumps(value)}"]
     environment = dict(os.environ)
     if faults is not None:
         environment["TAILRACE_FAULTS"] = json.dumps(faults)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,8 +13,8 @@ from rich.table import Table
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
 from tailrace.numeric import RealRange, WholeRange
 from tailrace.predictor.samples import SamplesError, read_samples, write_samples
+from tailrace.service.vllm_line import VllmCommand, read_line
 from tailrace.tiny import MODEL_PATH, PREDICTOR_PATH
-from worker_agent.engines import EngineOptionError, Json, read_argument
 from worker_agent.predictor.collect import CollectOptions, PromptsError, collect, read_prompts, tiny_prompts
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def predictor_command() -> None:
     """Predict the remaining output tokens of running requests (docs/predictor.md)."""
 
 
-@predictor_command.command("collect")
+@predictor_command.command("collect", cls=VllmCommand)
 @click.option("--model", help="Model; by default the tiny one that ships with Tailrace.")
 @click.option(
     "--prompts",
@@ -57,13 +58,6 @@ def predictor_command() -> None:
 @click.option(
     "--seed", type=WholeRange(0), default=0, show_default=True, help="Seed for prompts and sampling."
 )
-@click.option(
-    "--engine-arg",
-    "arguments",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="Argument of vLLM's engine; can be repeated.",
-)
 @click.option("--out", type=_FILE, required=True, callback=_writable, help="Samples file to write.")
 @output_option()
 def collect_command(
@@ -74,15 +68,22 @@ def collect_command(
     max_tokens: int,
     temperature: float | None,
     seed: int,
-    arguments: tuple[str, ...],
     out: Path,
     output: Output,
+    arguments: Sequence[str],
 ) -> None:
-    """Run prompts through vLLM and store hidden states with the number of tokens that followed."""
+    """Run prompts through vLLM and store hidden states with the number of tokens that followed.
+
+    Takes any flag of `vllm serve` that is the engine's.
+    """
+    line = read_line(arguments, model)
+    model = model or line.model or None
     if model is not None and prompts is None:
         raise click.UsageError("--prompts is needed for a model that is not the tiny one")
+    from tailrace.wire.serve_flags import FlagRefused, read_engine_flags
+
     try:
-        read: dict[str, Json] = dict(read_argument(text) for text in arguments)
+        read = read_engine_flags(line.arguments).arguments
         options = CollectOptions(
             model=model or str(MODEL_PATH),
             interval=interval,
@@ -92,7 +93,7 @@ def collect_command(
             name=model or _TINY,
             engine_args=read if model else {"dtype": "float32"} | read,
         )
-    except EngineOptionError as error:
+    except FlagRefused as error:
         raise click.UsageError(str(error)) from error
 
     def report(done: int) -> None:

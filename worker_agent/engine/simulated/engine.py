@@ -77,7 +77,8 @@ class SimulatedEngine:
         self.faults = faults or Faults(die_on_prompt=tuple(settings.dies_of.encode("ascii")) or None)
         self._settings = settings
         try:
-            profile = load_profile(settings.profile)
+            named = settings.profile
+            profile = load_profile(named) if isinstance(named, str) else named
         except ProfileError as error:
             raise RuntimeError(str(error)) from error
         self._profile = profile

@@ -43,8 +43,8 @@ class SimulatedSettings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     model: str = "simulated"
-    # Name or path of the profile with step times and, unless kv_blocks is given, the KV capacity.
-    profile: str = "llama-3.1-8b-h100"
+    # The profile with step times and, unless kv_blocks is given, the KV capacity, or its name or path.
+    profile: str | Profile = "llama-3.1-8b-h100"
     # Divides the profile's step times.
     speed: float = 1.0
     kv_blocks: int | None = None

@@ -114,6 +114,8 @@ def vllm_config(settings: VllmSettings) -> VllmConfig:
             arguments["kv_cache_memory_bytes"] = _CPU_KV_BYTES
     arguments = {name: value for name, value in arguments.items() if value is not None}
     arguments |= settings.engine_args
+    if arguments.get("distributed_executor_backend") == "mp":
+        del arguments["distributed_executor_backend"]  # what it is anyway
     check_data_parallel(arguments)
     ranks = prepare_ranks(arguments)
     try:
@@ -147,7 +149,7 @@ def _require_known(engine_args: Mapping[str, Json]) -> None:
     """Raise EngineSettingError for arguments that vLLM does not have."""
     unknown = sorted(engine_args.keys() - {each.name for each in fields(EngineArgs)})
     if unknown:
-        raise EngineSettingError(f"--engine-arg: vLLM has no engine argument {', '.join(unknown)}")
+        raise EngineSettingError(f"vLLM has no engine argument {', '.join(unknown)}")
 
 
 # What the worker sets itself, and why it has to.
