@@ -13,10 +13,11 @@ view, so that it affects no decision.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Final, NamedTuple
+from typing import Final, Generic, NamedTuple
 
 import numpy as np
 
@@ -64,81 +65,92 @@ class Costs:
         return held_tokens(self.steps_of(instance), held.device, held.total)
 
 
-class Reported(NamedTuple):
+class Reported(NamedTuple, Generic[Number]):
     """What a view says of each instance: numbers of requests, and tokens."""
 
     # 0, or infinite for one that gets no arrivals.
-    barred: Floats
-    running: Floats
-    waiting: Floats
-    used: Floats
+    barred: Number
+    running: Number
+    waiting: Number
+    used: Number
     # KV in host memory of requests that were preempted.
-    swapped: Floats
-    backlog: Floats
-    capacity: Floats
-    context: Floats
-    reasoning: Floats
+    swapped: Number
+    backlog: Number
+    capacity: Number
+    context: Number
+    reasoning: Number
     # Prompts that the view lists, and their tokens.
-    prompts: Floats
-    prompt_tokens: Floats
+    prompts: Number
+    prompt_tokens: Number
 
 
 _COEFFICIENTS: Final = attrgetter(*StepTimes.__dataclass_fields__)
 
 
-class Offer(NamedTuple):
+class Offer(NamedTuple, Generic[Number]):
     """What each instance offers to any request, whatever its length."""
 
     # 0, or infinite for one that gets no arrivals.
-    barred: Floats
+    barred: Number
     # Requests running or waiting, and the tokens that they hold or need.
-    requests: Floats
-    held: Floats
-    swapped: Floats
+    requests: Number
+    held: Number
+    swapped: Number
     # Free KV tokens after that; negative: KV is short. Seconds until one token is freed: a request is assumed
     # to free its context in `expected_tokens` steps.
-    free: Floats
-    free_token_s: Floats
+    free: Number
+    free_token_s: Number
     # Weight of a second of delay for a decoding request, from 0 to 1.
-    weight: Floats
+    weight: Number
     # Seconds until a prompt would start if no listed prompt were ahead of it: the step in progress and the
     # unlisted backlog. Decode time in the steps that compute a prompt token.
-    start_s: Floats
-    step_token_s: Floats
+    start_s: Number
+    step_token_s: Number
     # Tokens of a mean request.
-    mean_tokens: Floats
+    mean_tokens: Number
     # Increase of the batch's step cost by a request: a constant, and a part per token of its context.
-    joining_s: Floats
-    joining_token_s: Floats
+    joining_s: Number
+    joining_token_s: Number
 
 
-def offers_of(costs: Costs, reported: Reported, steps: StepTimes[Floats]) -> Offer:
-    """Compute what instances with these step times offer."""
+def offers_of(
+    costs: Costs,
+    reported: Reported[Number],
+    steps: StepTimes[Number],
+    larger: Callable[[float, Number], Number],
+    smaller: Callable[[float, Number], Number],
+) -> Offer[Number]:
+    """Compute what instances with these step times offer: of one in floats, of several by column, with `max`
+    and `min` of the kind."""
     running, used = reported.running, reported.used
     requests, held = running + reported.waiting, used + reported.backlog
     step_s = steps.decode_s(running, used)
     step_token_s = step_s / steps.chunk_tokens
     # A reasoning request counts fully, because its user waits for the first token. An answering one counts by
     # the square of the step's share of the TPOT SLO: little while the answer is well within its SLO.
-    decoding = np.maximum(1.0, requests - reported.prompts)
-    reasoning = np.minimum(1.0, np.maximum(0.0, reported.reasoning - reported.prompts) / decoding)
-    slo_share = np.minimum(1.0, step_s / costs.tpot_slo_s)
-    unlisted = np.maximum(0.0, reported.backlog - reported.prompt_tokens)
-    unlisted_s = steps.backlog_s(unlisted, np.maximum(1.0, reported.waiting - reported.prompts))
+    decoding = larger(1.0, requests - reported.prompts)
+    reasoning = smaller(1.0, larger(0.0, reported.reasoning - reported.prompts) / decoding)
+    slo_share = smaller(1.0, step_s / costs.tpot_slo_s)
+    unlisted = larger(0.0, reported.backlog - reported.prompt_tokens)
+    unlisted_s = steps.backlog_s(unlisted, larger(1.0, reported.waiting - reported.prompts))
     return Offer(
         barred=reported.barred,
         requests=requests,
         held=held,
         swapped=reported.swapped,
         free=reported.capacity - held,
-        free_token_s=costs.expected_tokens * step_s / np.maximum(1.0, used),
+        free_token_s=costs.expected_tokens * step_s / larger(1.0, used),
         weight=reasoning + (1.0 - reasoning) * slo_share * slo_share,
         start_s=step_s + unlisted_s + unlisted * step_token_s,
         step_token_s=step_token_s,
-        mean_tokens=reported.context // np.maximum(1.0, requests),
+        mean_tokens=reported.context // larger(1.0, requests),
         joining_s=steps.decode_s(requests, held) + (requests + 1.0) * steps.per_request_s,
         joining_token_s=(requests + 1.0) * steps.per_kv_token_s,
     )
+
+
+# Instances up to which computing them one by one takes less time.
+_FEW: Final = 8
 
 
 class Offers:
@@ -164,9 +176,13 @@ class Offers:
         """Return the positions of the instances by id."""
         return self._seen.at
 
-    def of(self, positions: Sequence[int]) -> tuple[Offer, StepTimes[Floats]]:
-        """Return the offers and the step times of some instances."""
-        return Offer(*self._offers[:, positions]), StepTimes(*self._steps[:, positions])
+    def of(self, position: int) -> Offer[float]:
+        """Return what one instance offers."""
+        return Offer(*self._offers[:, position].tolist())
+
+    def of_each(self, positions: Sequence[int]) -> Offer[Floats]:
+        """Return what some instances offer, each number as [instances, 1]."""
+        return Offer(*self._offers[:, positions, np.newaxis])
 
     def update(self, view: ClusterView) -> None:
         """Use the instances of this view, and compute the offers of those that changed again."""
@@ -178,13 +194,21 @@ class Offers:
             self._steps = np.empty((len(self._steps), len(positions)))
             self.offer, self.steps = Offer(*self._offers), StepTimes(*self._steps)
             self._queues = QueueColumns(len(positions))
-        if not positions:
+        costs = self.costs
+        if len(positions) <= _FEW:
+            for n in positions:
+                instance = self._seen.views[n]
+                steps = costs.steps_of(instance)
+                self._steps[:, n] = _COEFFICIENTS(steps)
+                self._offers[:, n] = offers_of(costs, Reported(*self._read(n, instance)), steps, max, min)
             return
         instances = [self._seen.views[n] for n in positions]
         reported = np.array([self._read(*each) for each in zip(positions, instances, strict=True)]).T
-        steps = np.array([_COEFFICIENTS(self.costs.steps_of(i)) for i in instances], dtype=np.float64).T
-        self._steps[:, positions] = steps
-        self._offers[:, positions] = offers_of(self.costs, Reported(*reported), StepTimes(*steps))
+        columns = np.array([_COEFFICIENTS(costs.steps_of(i)) for i in instances], dtype=np.float64).T
+        self._steps[:, positions] = columns
+        self._offers[:, positions] = offers_of(
+            costs, Reported(*reported), StepTimes(*columns), np.maximum, np.minimum
+        )
 
     def _read(self, position: int, instance: InstanceView) -> tuple[float, ...]:
         """Return the fields of `Reported`, and set the instance's queue."""
@@ -192,7 +216,7 @@ class Offers:
         prompts = requests.prompts() if backlog else ()
         self._queues.set(position, prompts, backlog, self.costs.steps_of(instance))
         return (
-            0.0 if instance.state is InstanceState.ACTIVE else np.inf,
+            0.0 if instance.state is InstanceState.ACTIVE else math.inf,
             instance.running,
             instance.waiting,
             instance.kv_used_tokens,
@@ -251,7 +275,7 @@ class Offers:
         return prices_s + shortage_s(offer, offer.mean_tokens + expected)
 
 
-def shortage_s(offer: Offer, more_tokens: Floats | float) -> Floats:
+def shortage_s(offer: Offer[float] | Offer[Floats], more_tokens: Floats | float) -> Floats:
     """Return the wait until an instance has so many more tokens free."""
     wait_s: Floats = np.maximum(0.0, more_tokens - offer.free) * offer.free_token_s
     return wait_s

@@ -26,7 +26,7 @@ from tailrace.perf.horizon import HORIZON
 from tailrace.perf.steps import Floats
 from tailrace.policy.candidates import Ledger
 from tailrace.policy.requests import table_of
-from tailrace.policy.tailrace.costs import Offer, Offers, shortage_s
+from tailrace.policy.tailrace.costs import Offers, shortage_s
 
 # Maximum number of sources per tick; the others have their turn on a later tick.
 SOURCES: Final = 8
@@ -80,17 +80,20 @@ def _best_move(
     remaining = np.minimum(remaining, float(HORIZON.length))
     growth = np.minimum(remaining, costs.expected_tokens)
     # What is saved here is what the request would cost if it came back.
-    here, steps = offers.of([source])
-    others, held = np.maximum(0.0, here.requests - 1.0), np.maximum(0.0, here.held - tokens)
+    here, steps = offers.of(source), costs.steps_of(instance)
+    others, held = max(0.0, here.requests - 1.0), np.maximum(0.0, here.held - tokens)
     each_s = steps.per_request_s + steps.per_kv_token_s * tokens
-    saved_s = remaining * (steps.decode_s(others, held) + (others + 1.0) * each_s)
+    batch_s = steps.decode_base_s + steps.per_request_s * others + steps.per_kv_token_s * held
+    saved_s = remaining * (batch_s + (others + 1.0) * each_s)
     saved_s += shortage_s(here, growth + here.swapped)
-    there = Offer(*(column[:, np.newaxis] for column in offers.of(targets)[0]))
+    there = offers.of_each(targets)
     cost_s = remaining * (there.joining_s + there.joining_token_s * tokens)
     cost_s += shortage_s(there, tokens + growth + there.swapped)
     moving_s = margin * (1.0 + requests.epochs[rows]) * costs.transfer_s(instance, tokens)
     # [targets, requests].
     gains_s = saved_s - cost_s - moving_s
+    if gains_s.max(initial=0.0) <= 0.0:
+        return None
     for n in (-gains_s).argsort(axis=None, kind="stable").tolist():
         target, row = divmod(n, len(rows))
         if gains_s[target, row] <= 0.0:
