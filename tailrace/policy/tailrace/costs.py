@@ -14,7 +14,7 @@ view, so that it affects no decision.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Final, Generic, NamedTuple
@@ -65,23 +65,23 @@ class Costs:
         return held_tokens(self.steps_of(instance), held.device, held.total)
 
 
-class Reported(NamedTuple, Generic[Number]):
-    """What a view says of each instance: numbers of requests, and tokens."""
+class Reported(NamedTuple):
+    """What a view says of an instance: numbers of requests, and tokens."""
 
     # 0, or infinite for one that gets no arrivals.
-    barred: Number
-    running: Number
-    waiting: Number
-    used: Number
+    barred: float
+    running: float
+    waiting: float
+    used: float
     # KV in host memory of requests that were preempted.
-    swapped: Number
-    backlog: Number
-    capacity: Number
-    context: Number
-    reasoning: Number
+    swapped: float
+    backlog: float
+    capacity: float
+    context: float
+    reasoning: float
     # Prompts that the view lists, and their tokens.
-    prompts: Number
-    prompt_tokens: Number
+    prompts: float
+    prompt_tokens: float
 
 
 _COEFFICIENTS: Final = attrgetter(*StepTimes.__dataclass_fields__)
@@ -113,44 +113,33 @@ class Offer(NamedTuple, Generic[Number]):
     joining_token_s: Number
 
 
-def offers_of(
-    costs: Costs,
-    reported: Reported[Number],
-    steps: StepTimes[Number],
-    larger: Callable[[float, Number], Number],
-    smaller: Callable[[float, Number], Number],
-) -> Offer[Number]:
-    """Compute what instances with these step times offer: of one in floats, of several by column, with `max`
-    and `min` of the kind."""
+def offer_of(costs: Costs, reported: Reported, steps: StepModel) -> Offer[float]:
+    """Compute what an instance with these step times offers."""
     running, used = reported.running, reported.used
     requests, held = running + reported.waiting, used + reported.backlog
     step_s = steps.decode_s(running, used)
     step_token_s = step_s / steps.chunk_tokens
     # A reasoning request counts fully, because its user waits for the first token. An answering one counts by
     # the square of the step's share of the TPOT SLO: little while the answer is well within its SLO.
-    decoding = larger(1.0, requests - reported.prompts)
-    reasoning = smaller(1.0, larger(0.0, reported.reasoning - reported.prompts) / decoding)
-    slo_share = smaller(1.0, step_s / costs.tpot_slo_s)
-    unlisted = larger(0.0, reported.backlog - reported.prompt_tokens)
-    unlisted_s = steps.backlog_s(unlisted, larger(1.0, reported.waiting - reported.prompts))
+    decoding = max(1.0, requests - reported.prompts)
+    reasoning = min(1.0, max(0.0, reported.reasoning - reported.prompts) / decoding)
+    slo_share = min(1.0, step_s / costs.tpot_slo_s)
+    unlisted = max(0.0, reported.backlog - reported.prompt_tokens)
+    unlisted_s = steps.backlog_s(unlisted, max(1.0, reported.waiting - reported.prompts))
     return Offer(
         barred=reported.barred,
         requests=requests,
         held=held,
         swapped=reported.swapped,
         free=reported.capacity - held,
-        free_token_s=costs.expected_tokens * step_s / larger(1.0, used),
+        free_token_s=costs.expected_tokens * step_s / max(1.0, used),
         weight=reasoning + (1.0 - reasoning) * slo_share * slo_share,
         start_s=step_s + unlisted_s + unlisted * step_token_s,
         step_token_s=step_token_s,
-        mean_tokens=reported.context // larger(1.0, requests),
+        mean_tokens=reported.context // max(1.0, requests),
         joining_s=steps.decode_s(requests, held) + (requests + 1.0) * steps.per_request_s,
         joining_token_s=(requests + 1.0) * steps.per_kv_token_s,
     )
-
-
-# Instances up to which computing them one by one takes less time.
-_FEW: Final = 8
 
 
 class Offers:
@@ -194,28 +183,18 @@ class Offers:
             self._steps = np.empty((len(self._steps), len(positions)))
             self.offer, self.steps = Offer(*self._offers), StepTimes(*self._steps)
             self._queues = QueueColumns(len(positions))
-        costs = self.costs
-        if len(positions) <= _FEW:
-            for n in positions:
-                instance = self._seen.views[n]
-                steps = costs.steps_of(instance)
-                self._steps[:, n] = _COEFFICIENTS(steps)
-                self._offers[:, n] = offers_of(costs, Reported(*self._read(n, instance)), steps, max, min)
-            return
-        instances = [self._seen.views[n] for n in positions]
-        reported = np.array([self._read(*each) for each in zip(positions, instances, strict=True)]).T
-        columns = np.array([_COEFFICIENTS(costs.steps_of(i)) for i in instances], dtype=np.float64).T
-        self._steps[:, positions] = columns
-        self._offers[:, positions] = offers_of(
-            costs, Reported(*reported), StepTimes(*columns), np.maximum, np.minimum
-        )
+        for n in positions:
+            instance = self._seen.views[n]
+            steps = self.costs.steps_of(instance)
+            self._steps[:, n] = _COEFFICIENTS(steps)
+            self._offers[:, n] = offer_of(self.costs, self._read(n, instance), steps)
 
-    def _read(self, position: int, instance: InstanceView) -> tuple[float, ...]:
-        """Return the fields of `Reported`, and set the instance's queue."""
+    def _read(self, position: int, instance: InstanceView) -> Reported:
+        """Return what the view says of the instance, and set its queue."""
         backlog, requests = instance.prefill_backlog_tokens, table_of(instance.requests)
         prompts = requests.prompts() if backlog else ()
         self._queues.set(position, prompts, backlog, self.costs.steps_of(instance))
-        return (
+        return Reported(
             0.0 if instance.state is InstanceState.ACTIVE else math.inf,
             instance.running,
             instance.waiting,
