@@ -75,7 +75,16 @@ _ORDERS: Final = {
 }
 
 
-@click.group(epilog="Example: tailrace get requests --watch")
+class _Kinds(click.Group):
+    """Kinds of things, by their plural; the singular is taken, too."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return the command of a kind."""
+        plurals = (cmd_name, f"{cmd_name}s", f"{cmd_name.removesuffix('y')}ies")
+        return next((self.commands[name] for name in plurals if name in self.commands), None)
+
+
+@click.group(cls=_Kinds, epilog="Example: tailrace get requests --watch")
 def get() -> None:
     """Show the state of the cluster. With -o json: one object whose only key is the kind."""
 

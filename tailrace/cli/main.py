@@ -11,6 +11,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
 
 import click
+from click.shell_completion import CompletionItem
 
 from tailrace import __version__
 
@@ -59,6 +60,26 @@ class LazyGroup(click.Group):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             click.echo(f"tailrace: the output cannot be written: {error.strerror}", err=True)
             sys.exit(1)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command. An error suggests names that are like the given one."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.exceptions.NoSuchCommand as error:
+            raise click.exceptions.NoSuchCommand(
+                error.command_name, possibilities=self.list_commands(ctx), ctx=ctx
+            ) from None
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Return the commands that begin so, without importing them."""
+        if incomplete.startswith("-"):
+            return super().shell_complete(ctx, incomplete)
+        lines = {name: summary for name, (_, summary) in self._lazy.items()} | self._plugin_lines()
+        return [
+            CompletionItem(name, help=line) for name, line in lines.items() if name.startswith(incomplete)
+        ]
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names in the given order, that of a first session."""
@@ -113,6 +134,8 @@ _COMMANDS = {
     "restart": ("tailrace.cli.restart:restart", "Restart processes of the local cluster while it serves."),
     "down": ("tailrace.cli.down:down", "Stop the local cluster."),
     "get": ("tailrace.cli.get:get", "Show instances, requests, migrations and more."),
+    "describe": ("tailrace.cli.describe:describe", "Show all that is known of an instance or request."),
+    "logs": ("tailrace.cli.logs:logs", "Print the logs of the local cluster."),
     "top": ("tailrace.cli.top:top", "Live view in the terminal."),
     "migrate": ("tailrace.cli.migrate:migrate", "Migrate a running request to another instance."),
     "drain": ("tailrace.cli.drain:drain", "Drain an instance, or undrain it."),
@@ -126,6 +149,10 @@ _COMMANDS = {
     "certs": ("tailrace.cli.certs:certs", "Create and renew certificates."),
     "keys": ("tailrace.cli.keys:keys", "Create, list and revoke users' API keys."),
     "etcd-roles": ("tailrace.cli.etcd_roles:etcd_roles", "Show and set up each service's rights in etcd."),
+    "completion": (
+        "tailrace.cli.completion:completion",
+        "Print a script that completes commands in a shell.",
+    ),
     "version": ("tailrace.cli.version:version", "Print versions."),
 }
 

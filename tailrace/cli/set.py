@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
 import click
@@ -40,17 +41,25 @@ def set_() -> None:
     """Change policy, shadow policy, SLOs, pools and stages."""
 
 
+_set_option = click.option(
+    "--set", "more", multiple=True, metavar="KEY=VALUE", help="A parameter, as tailrace up has it."
+)
+
+
 @set_.command(epilog="Example: tailrace set policy pascal quantum_tokens=250")
 @click.argument("name")
 @click.argument("parameters", nargs=-1, metavar="[KEY=VALUE]...")
+@_set_option
 @output_option()
 @admin_option
-def policy(name: str, parameters: tuple[str, ...], output: Output, admin: str | None) -> None:
+def policy(
+    name: str, parameters: tuple[str, ...], more: tuple[str, ...], output: Output, admin: str | None
+) -> None:
     """Activate the policy NAME, or NAME+ORDER with a batch order other than its own.
 
     Parameters that you omit revert to their defaults; tailrace get policies -o json lists them all.
     """
-    assignments = _assignments(parameters)
+    assignments = _assignments((*parameters, *more))
     with connect(admin) as connection, connection.errors("tailrace get policies lists them"):
         request = SetPolicyRequest(name=name, parameters=assignments)
         reply = connection.stub.SetPolicy(request, timeout=CALL_TIMEOUT_S)
@@ -71,14 +80,17 @@ def policy(name: str, parameters: tuple[str, ...], output: Output, admin: str | 
 @set_.command(epilog="Example: tailrace set shadow pascal")
 @click.argument("name")
 @click.argument("parameters", nargs=-1, metavar="[KEY=VALUE]...")
+@_set_option
 @output_option()
 @admin_option
-def shadow(name: str, parameters: tuple[str, ...], output: Output, admin: str | None) -> None:
+def shadow(
+    name: str, parameters: tuple[str, ...], more: tuple[str, ...], output: Output, admin: str | None
+) -> None:
     """Run the policy NAME alongside the active one and count where its decisions differ; "none" ends it.
 
     tailrace get shadow shows the counts. The shadow policy lasts until another scheduler leads.
     """
-    assignments = _assignments(parameters)
+    assignments = _assignments((*parameters, *more))
     policy_name = "" if name == _NO_SHADOW else name
     with connect(admin) as connection, connection.errors("tailrace get policies lists them"):
         request = SetShadowRequest(name=policy_name, parameters=assignments)
@@ -100,10 +112,10 @@ def slo(objectives: tuple[str, ...], output: Output, admin: str | None) -> None:
     pace  seconds per token at which users read, for QoE; by default 0.1, or tpot if that is less
     admit refuse a request whose predicted TTFT exceeds this multiple of ttft; off by default
 
-    0 disables an objective. Omitted ones keep their value.
+    Times may have a unit: 2s, 150ms. 0 disables an objective. Omitted ones keep their value.
     """
     try:
-        given = _assignments(objectives)
+        given = {name: _in_seconds(value) for name, value in _assignments(objectives).items()}
         changed_slo(Slo(), given)
     except ParameterError as error:
         raise UsageProblem(str(error)) from error
@@ -174,6 +186,18 @@ def _assignments(texts: Iterable[str]) -> dict[str, str]:
         return read_assignments(texts)
     except ParameterError as error:
         raise UsageProblem(str(error)) from error
+
+
+def _in_seconds(text: str) -> str:
+    """Return a time with a unit in seconds; any other text as it is."""
+    for unit, digits in (("ms", -3), ("s", 0)):
+        number = text.removesuffix(unit)
+        try:
+            if number != text:
+                return str(Decimal(number).scaleb(digits))
+        except InvalidOperation:
+            return text
+    return text
 
 
 def _called(policy: str, parameters: Mapping[str, str]) -> str:

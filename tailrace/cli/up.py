@@ -137,7 +137,7 @@ def up(
 def _with_line(options: ClusterOptions, arguments: Sequence[str]) -> ClusterOptions:
     """Return the options with the rest of the command line in its places. Raise UsageProblem or CliError."""
     commands = [service_command(name) for name in ("worker", "frontend")]
-    (worker, frontend), rest = split_options(arguments, commands)
+    (worker, frontend), rest = split_options(arguments, [click.Context(each) for each in commands])
     for command, own in zip(commands, (worker, frontend), strict=True):
         command.make_context(command.name, list(own))  # refuses what the service would
     line = read_line(rest, options.model)

@@ -10,9 +10,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -159,40 +160,35 @@ def _config_arguments(values: Sequence[str]) -> list[str]:
 
 
 def split_options(
-    arguments: Sequence[str], commands: Sequence[click.Command]
+    arguments: Sequence[str], contexts: Sequence[click.Context]
 ) -> tuple[list[list[str]], list[str]]:
-    """Return for each command those arguments that are its options, and the rest.
+    """Return for the command of each context those arguments that are its options, and the rest.
 
     An option that several commands have goes to all of them. The word `--` is left out.
     """
-    options = [{name: option for option in _options(command) for name in option.opts + option.secondary_opts}
-               for command in commands]  # fmt: skip
-    own: list[list[str]] = [[] for _ in commands]
+    options = [_options(context) for context in contexts]
+    own: list[list[str]] = [[] for _ in contexts]
     rest: list[str] = []
     words = iter(arguments)
     for word in words:
-        name, equals, _ = word.partition("=")
+        name, equals, value = word.partition("=")
         name = name.replace("_", "-") if name.startswith("--") else name
         takers = [number for number, known in enumerate(options) if name in known]
-        if not takers:
-            rest += [] if word == "--" else [word]
-            continue
-        option = options[takers[0]][name]
-        taken = [name + word[len(name) :]]
-        if not equals and not (option.is_flag or option.count):
-            taken += (
-                [next(words, "")] if option.nargs == 1 else [next(words, "") for _ in range(option.nargs)]
-            )
-        for number in takers:
-            own[number] += taken
+        if takers:
+            option = options[takers[0]][name]
+            values = 0 if equals or option.is_flag or option.count else option.nargs
+            taken = [name + equals + value, *islice(words, values)]
+            for number in takers:
+                own[number] += taken
+        elif word != "--":
+            rest.append(word)
     return own, rest
 
 
-def _options(command: click.Command) -> Iterator[click.Option]:
-    """Yield the options, that for help included."""
-    for parameter in command.get_params(click.Context(command)):
-        if isinstance(parameter, click.Option):
-            yield parameter
+def _options(context: click.Context) -> dict[str, click.Option]:
+    """Return the options of a context's command by name, that for help included."""
+    options = [each for each in context.command.get_params(context) if isinstance(each, click.Option)]
+    return {name: option for option in options for name in (*option.opts, *option.secondary_opts)}
 
 
 class VllmCommand(click.Command):
@@ -203,7 +199,7 @@ class VllmCommand(click.Command):
         for arg in args:
             if arg.startswith("--help="):
                 _show_help(ctx, arg)
-        (own,), ctx.params["arguments"] = split_options(args, [self])
+        (own,), ctx.params["arguments"] = split_options(args, [ctx])
         return super().parse_args(ctx, own)
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:

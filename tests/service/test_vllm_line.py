@@ -111,7 +111,7 @@ def test_options_go_to_each_command_that_has_them() -> None:
         "--dtype",
         "half",
     ]
-    (one, other), rest = split_options(words, [_one, _other])
+    (one, other), rest = split_options(words, [click.Context(_one), click.Context(_other)])
     assert one == ["--kv-blocks", "9", "--no-tls", "--pair", "x", "y"]
     assert other == ["--kv-blocks", "9", "-v"]
     # -dph is vLLM's, and no -h.
@@ -119,5 +119,5 @@ def test_options_go_to_each_command_that_has_them() -> None:
 
 
 def test_a_value_after_an_equals_sign_stays_with_its_option() -> None:
-    (one,), rest = split_options(["--kv-blocks=9", "--dtype=half", "x"], [_one])
+    (one,), rest = split_options(["--kv-blocks=9", "--dtype=half", "x"], [click.Context(_one)])
     assert one == ["--kv-blocks=9"] and rest == ["--dtype=half", "x"]

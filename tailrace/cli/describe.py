@@ -1,0 +1,99 @@
+"""`tailrace describe`: everything that is known of one instance, request or migration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import click
+
+from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, admin_option, connect
+from tailrace.cli.errors import UsageProblem
+from tailrace.cli.output import Output, output_option, print_json
+from tailrace.cli.plain import JsonValue, to_plain, to_plain_list
+from tailrace.cli.request_pages import Listing, pages
+from tailrace.v1.admin_pb2 import ListInstancesRequest
+from tailrace.v1.migration_pb2 import ListMigrationsRequest
+
+_MIGRATIONS: Final = 1_000
+_KINDS: Final = {"instance": "instance_id", "request": "request_id", "migration": "migration_id"}
+_INDENT: Final = "  "
+
+Plain = dict[str, JsonValue]
+
+
+@click.command(epilog="Example: tailrace describe request chatcmpl-8f3a")
+@click.argument("kind", type=click.Choice(list(_KINDS)))
+@click.argument("name")
+@output_option()
+@admin_option
+def describe(kind: str, name: str, output: Output, admin: str | None) -> None:
+    """Show everything that is known of one instance, running request or migration.
+
+    NAME is its ID or a unique part of it. An instance comes with its requests, a request with its migrations.
+    """
+    with connect(admin) as connection, connection.errors(f"tailrace get {kind}s lists them"):
+        found = _one(kind, name, list(_all(connection, kind)))
+        if kind == "instance":
+            listing = Listing(instance_id=str(found["instance_id"]))
+            found["requests"] = [r.request_id for p in pages(connection.stub, listing) for r in p.requests]
+        elif kind == "request":
+            found["migrations"] = _migrations(connection, str(found["request_id"]))
+    if output is Output.JSON:
+        print_json({kind: found})
+    else:
+        for line in _lines(found):
+            click.echo(line)
+
+
+def _all(admin: Admin, kind: str) -> Iterator[Plain]:
+    """Yield all objects of a kind."""
+    if kind == "instance":
+        yield from map(
+            to_plain, admin.stub.ListInstances(ListInstancesRequest(), timeout=CALL_TIMEOUT_S).instances
+        )
+    elif kind == "request":
+        yield from (to_plain(r) for page in pages(admin.stub, Listing()) for r in page.requests)
+    else:
+        yield from (each for each in _migrations(admin, "") if isinstance(each, dict))
+
+
+def _migrations(admin: Admin, request_id: str) -> list[JsonValue]:
+    request = ListMigrationsRequest(request_id=request_id, limit=_MIGRATIONS)
+    return to_plain_list(admin.stub.ListMigrations(request, timeout=CALL_TIMEOUT_S).migrations)
+
+
+def _one(kind: str, name: str, found: Sequence[Plain]) -> Plain:
+    """Return the object with this ID, or a unique part of it. Raise UsageProblem."""
+    ids = {str(each[_KINDS[kind]]): each for each in found}
+    fitting = [name] if name in ids else [each for each in ids if name in each]
+    if len(fitting) == 1:
+        return ids[fitting[0]]
+    if fitting:
+        raise UsageProblem(f"{name!r} is part of {len(fitting)} {kind}s: {', '.join(fitting[:5])} ...")
+    raise UsageProblem(f"no {kind} {name!r}; tailrace get {kind}s lists them")
+
+
+def _lines(value: Plain, indent: str = "") -> Iterator[str]:
+    """Yield one line per field; what fields contain is indented."""
+    width = max(map(len, value), default=0) + 2
+    for name, inner in value.items():
+        if isinstance(inner, dict) and inner:
+            yield f"{indent}{name}:"
+            yield from _lines(inner, indent + _INDENT)
+        elif isinstance(inner, list) and inner and isinstance(inner[0], dict):
+            for number, each in enumerate(inner):
+                yield f"{indent}{name}[{number}]:"
+                yield from _lines(each, indent + _INDENT)  # type: ignore[arg-type]
+        else:
+            yield f"{indent}{f'{name}:':{width}}{_word(inner)}"
+
+
+def _word(value: JsonValue) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_word, value)) or "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "-" if value in (None, "", {}) else str(value)
