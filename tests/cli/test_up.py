@@ -146,7 +146,7 @@ def test_a_small_disk_is_reported_before_anything_starts(here: WorkingFolder) ->
         (("a/model", "another"), "'another' is not a flag of vllm serve"),
         (("a/model", "--model", "b/model"), "two models are given: a/model and --model b/model"),
         (("--headless",), "--headless: workers serve no HTTP as it is"),
-        (("-dp", "2"), "--data-parallel-size: replicas are workers: --workers N"),
+        (("-dp", "2"), "--data-parallel-size: replicas are workers (--workers N)"),
         (("--config", "/no/such.yaml"), "--config /no/such.yaml: "),
     ],
 )
