@@ -69,8 +69,11 @@ def _move(fleet: Fleet, request_id: str, source: str) -> bool:
     except grpc.RpcError as error:
         assert error.code() is grpc.StatusCode.NOT_FOUND, error
         return False
-    assert record.state == types_pb2.MIGRATION_STATE_COMMITTED or request_had_ended(record), record.error
-    return record.state == types_pb2.MIGRATION_STATE_COMMITTED
+    if record.state == types_pb2.MIGRATION_STATE_COMMITTED:
+        return True
+    # On a machine with too much to do, a worker may be late, and the request stays where it was.
+    assert request_had_ended(record) or "did not answer within" in record.error, record.error
+    return False
 
 
 def check_moved(fleet: Fleet, ask: Callable[[], Completion], requests: int) -> tuple[Completion, Completion]:
