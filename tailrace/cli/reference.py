@@ -50,7 +50,13 @@ def reference() -> str:
 
 def _context(command: click.Command, name: str | None, parent: click.Context | None) -> click.Context:
     return click.Context(
-        command, info_name=name, parent=parent, terminal_width=_COLUMNS, max_content_width=_COLUMNS
+        command,
+        info_name=name,
+        parent=parent,
+        terminal_width=_COLUMNS,
+        max_content_width=_COLUMNS,
+        # A command keeps the help option of its first context.
+        help_option_names=main.context_settings["help_option_names"],
     )
 
 

@@ -136,10 +136,13 @@ def up(
 
 def _with_line(options: ClusterOptions, arguments: Sequence[str]) -> ClusterOptions:
     """Return the options with the rest of the command line in its places. Raise UsageProblem or CliError."""
+    parent = click.get_current_context()
     commands = [service_command(name) for name in ("worker", "frontend")]
-    (worker, frontend), rest = split_options(arguments, [click.Context(each) for each in commands])
+    (worker, frontend), rest = split_options(
+        arguments, [click.Context(each, parent=parent) for each in commands]
+    )
     for command, own in zip(commands, (worker, frontend), strict=True):
-        command.make_context(command.name, list(own))  # refuses what the service would
+        command.make_context(command.name, list(own), parent)  # refuses what the service would
     line = read_line(rest, options.model)
     if mistaken := _SET_HERE.intersection(worker, frontend):
         raise UsageProblem(f"{min(mistaken)}: tailrace up sets it")
