@@ -134,6 +134,7 @@ _COMMANDS = {
     "restart": ("tailrace.cli.restart:restart", "Restart processes of the local cluster while it serves."),
     "down": ("tailrace.cli.down:down", "Stop the local cluster."),
     "get": ("tailrace.cli.get:get", "Show instances, requests, migrations and more."),
+    "doctor": ("tailrace.cli.doctor:doctor", "Look for what this host or the fleet lacks."),
     "describe": ("tailrace.cli.describe:describe", "Show all that is known of an instance or request."),
     "logs": ("tailrace.cli.logs:logs", "Print the logs of the local cluster."),
     "top": ("tailrace.cli.top:top", "Live view in the terminal."),

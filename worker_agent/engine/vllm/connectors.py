@@ -15,10 +15,11 @@ from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 from vllm.version import __version__ as vllm_version
 
+from tailrace import TESTED_VLLM
 from tailrace.handover import LIVE, Handover, TransferMode, by_replay
 from worker_agent.engine.vllm.connector import TailraceConnector
 from worker_agent.engine.vllm.host_pool import SwapMetadata
-from worker_agent.engine.vllm.internals import TESTED_VERSIONS, lacks_offloading
+from worker_agent.engine.vllm.internals import lacks_offloading
 
 _MULTI: Final = "MultiConnector"
 _CHILDREN: Final = "connectors"
@@ -110,9 +111,9 @@ def handover_of(config: VllmConfig) -> Handover:
 
 def _version_reason(version: str) -> str:
     """Return why this version cannot migrate live; empty for versions that live migration is tested with."""
-    if ".".join(version.split(".")[:2]) in TESTED_VERSIONS:
+    if ".".join(version.split(".")[:2]) in TESTED_VLLM:
         return ""
-    tested = ", ".join(f"{each}.x" for each in TESTED_VERSIONS)
+    tested = ", ".join(f"{each}.x" for each in TESTED_VLLM)
     _log.warning("vLLM %s is not among the tested versions (%s): requests migrate by replay", version, tested)
     return f"vLLM {version}: live migration is tested with {tested}"
 

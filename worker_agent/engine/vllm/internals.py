@@ -14,10 +14,8 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
+from tailrace import TESTED_VLLM
 from tailrace.foreign_names import Uses, missing
-
-TESTED_VERSIONS: Final = ("0.30", "0.31", "0.32")
-"""The versions that live migration is tested with."""
 
 INTERNALS: Final[Uses] = {
     # ---- configuration
@@ -284,7 +282,7 @@ def _lacks() -> list[str]:
 
 def _refuse(lacks: list[str]) -> None:
     if lacks:
-        tested = ", ".join(f"{each}.x" for each in TESTED_VERSIONS)
+        tested = ", ".join(f"{each}.x" for each in TESTED_VLLM)
         raise VllmLacks(
             f"vLLM {installed_version()} lacks names that workers need: {', '.join(lacks)}; tested "
             f"versions: {tested}"

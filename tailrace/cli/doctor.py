@@ -1,0 +1,137 @@
+"""`tailrace doctor`: what this host or the fleet lacks, and how to mend it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Final
+
+import click
+
+from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, admin_option, connect
+from tailrace.cli.errors import CliError, Unreachable, UsageProblem
+from tailrace.cli.output import Output, output_option, print_json
+from tailrace.cli.tables import instance_word
+from tailrace.local.host_checks import Finding, Host, Verdict, check_host, ok
+from tailrace.local.ports import LOOPBACK
+from tailrace.local.state import RunFolder, find_state
+from tailrace.security.options import TLS_FOLDER, exposed
+from tailrace.service.vllm_line import VllmCommand, VllmLineError, read_line
+from tailrace.v1.admin_pb2 import ListInstancesRequest, ListPoliciesRequest, ListServicesRequest
+from tailrace.v1.types_pb2 import INSTANCE_STATE_ACTIVE, INSTANCE_STATE_DRAINING
+
+# Of which one must lead.
+_LED: Final = ("scheduler", "monitor", "migration")
+_MARKS: Final = {Verdict.OK: "ok", Verdict.NOTE: "note", Verdict.PROBLEM: "PROBLEM"}
+
+
+@click.command(cls=VllmCommand, epilog="Example: tailrace doctor Qwen/Qwen3-8B -tp 2 --etcd 10.0.0.1:2379")
+@click.option("--etcd", metavar="HOST:PORT[,..]", envvar="TAILRACE_ETCD", help="Members of etcd to look at.")
+@click.option("--port", type=int, default=8000, show_default=True, help="HTTP port that must be free.")
+@click.option(
+    "--api-keys",
+    type=click.Path(dir_okay=False, path_type=Path),
+    envvar="TAILRACE_API_KEYS",
+    metavar="FILE",
+    help="File of users' API keys to look at.",
+)
+@output_option()
+@admin_option
+@click.pass_context
+def doctor(
+    context: click.Context,
+    etcd: str | None,
+    port: int,
+    api_keys: Path | None,
+    output: Output,
+    admin: str | None,
+    arguments: Sequence[str],
+) -> None:
+    """Look for what this host lacks, and the fleet if one is reached; say how to mend it.
+
+    Takes a `vllm serve` line, for the model and the sizes. --tls: the folder of a service or an operator.
+    Exit code 1 if there is a problem.
+    """
+    line = read_line(arguments)
+    try:
+        ranks = line.count("tensor_parallel_size", 1) * line.count("pipeline_parallel_size", 1)
+    except VllmLineError as error:
+        raise UsageProblem(str(error)) from error
+    runs_here = find_state() is not None
+    folder = context.meta.get("tailrace.cli.admin.tls") or os.environ.get(TLS_FOLDER)
+    host = Host(
+        environment=os.environ,
+        model=line.model,
+        ranks=max(1, ranks),
+        # A cluster that runs here has it.
+        http=None if runs_here else (LOOPBACK, port),
+        etcd=tuple(etcd.split(",")) if etcd else (),
+        certificates=Path(folder) if folder else None,
+        api_keys=api_keys,
+        folder=RunFolder.default().path,
+    )
+    findings = [*check_host(host), *_fleet(admin)]
+    problems = sum(finding.verdict is Verdict.PROBLEM for finding in findings)
+    if output is Output.JSON:
+        print_json({"findings": [asdict(finding) for finding in findings], "problems": problems})
+    else:
+        for finding in findings:
+            click.echo(f"{_MARKS[finding.verdict]:8} {finding.subject}: {finding.detail}")
+            if finding.mend:
+                click.echo(f"{'':8}   -> {finding.mend}")
+        click.echo(f"{problems} problem{'' if problems == 1 else 's'}")
+    if problems:
+        sys.exit(1)
+
+
+def _fleet(address: str | None) -> Iterator[Finding]:
+    """Yield what the admin API says of the fleet."""
+    try:
+        with connect(address) as admin, admin.errors():
+            yield from _services(admin)
+            yield from _instances(admin)
+            policies = admin.stub.ListPolicies(ListPoliciesRequest(), timeout=CALL_TIMEOUT_S).policies
+            for policy in policies:
+                if policy.active and policy.suspended:
+                    mend = "tailrace set policy NAME lifts it; mend the policy, or set another"
+                    yield Finding(f"policy {policy.name}", Verdict.PROBLEM, policy.suspended, mend)
+                elif policy.active:
+                    yield ok("policy", policy.name)
+    except Unreachable as error:
+        if address:
+            yield Finding("fleet", Verdict.PROBLEM, error.message, "start it, or correct --admin")
+        else:
+            yield ok("fleet", "none is running here, and --admin names none")
+    except CliError as error:
+        yield Finding("fleet", Verdict.PROBLEM, error.message, "correct --admin, or --tls")
+
+
+def _services(admin: Admin) -> Iterator[Finding]:
+    services = admin.stub.ListServices(ListServicesRequest(), timeout=CALL_TIMEOUT_S).services
+    for kind in _LED:
+        if not any(service.leader for service in services if service.kind == kind):
+            mend = f"start tailrace serve {kind}, or read its log"
+            yield Finding(kind, Verdict.PROBLEM, "none leads", mend)
+    if not any(service.kind == "frontend" for service in services):
+        yield Finding("frontend", Verdict.PROBLEM, "there is none", "start tailrace serve frontend")
+    for service in services:
+        if service.metrics_address and exposed([service.address]) and not exposed([service.metrics_address]):
+            detail = f"its metrics are on {service.metrics_address}: Prometheus elsewhere sees none"
+            mend = "--metrics with an address that others reach"
+            yield Finding(f"{service.kind} {service.id}", Verdict.NOTE, detail, mend)
+    yield ok("services", f"{len(services)}")
+
+
+def _instances(admin: Admin) -> Iterator[Finding]:
+    instances = admin.stub.ListInstances(ListInstancesRequest(), timeout=CALL_TIMEOUT_S).instances
+    for instance in instances:
+        if instance.state not in (INSTANCE_STATE_ACTIVE, INSTANCE_STATE_DRAINING):
+            mend = "read its log; it comes back by itself once it reports"
+            detail = instance_word(instance.state)
+            yield Finding(f"instance {instance.instance_id}", Verdict.PROBLEM, detail, mend)
+    if not any(instance.state == INSTANCE_STATE_ACTIVE for instance in instances):
+        yield Finding("instances", Verdict.PROBLEM, "none takes requests", "start tailrace serve worker")
+    yield ok("instances", f"{len(instances)}")

@@ -1,0 +1,144 @@
+"""`tailrace doctor` finds what is broken on a host, and says how to mend it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from tailrace.local.host_checks import Host, Verdict, check_host
+from tailrace.security.authority import Authority
+from tailrace.security.roles import Identity, Role
+from tailrace.v1 import admin_pb2, types_pb2
+from tests.cli.conftest import Run
+from tests.cli.scripted_admin import Script
+from tests.waiting import WAIT_S
+
+_BEHIND_S = 3_600.0
+
+
+class _OldEtcd(BaseHTTPRequestHandler):
+    """An etcd of years ago, on a machine whose clock is an hour behind."""
+
+    def do_GET(self) -> None:
+        body = json.dumps({"etcdserver": "3.3.27", "etcdcluster": "3.3.0"}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def date_time_string(self, timestamp: float | None = None) -> str:
+        return formatdate(time.time() - _BEHIND_S, usegmt=True)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def old_etcd() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), _OldEtcd)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def problems(host: Host) -> dict[str, str]:
+    """Return the details of the problems that are found, by subject."""
+    found = list(check_host(host))
+    assert all(finding.mend for finding in found if finding.verdict is not Verdict.OK)
+    return {finding.subject: finding.detail for finding in found if finding.verdict is Verdict.PROBLEM}
+
+
+def test_eight_broken_things_are_found(tmp_path: Path, old_etcd: str) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "keys.json").write_text("{")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = ["prlimit", "--nofile=1024:1024", sys.executable, "-m", "tailrace", "doctor"]
+        command += [str(tmp_path / "model"), "--port", str(port), "--api-keys", str(tmp_path / "keys.json")]
+        command += ["--etcd", f"127.0.0.1:1,{old_etcd}", "-o", "json"]
+        environment = {**os.environ, "UCX_NET_DEVICES": "nowhere0", "TAILRACE_RUN_DIR": str(tmp_path / "run")}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 1, done.stderr
+    report = json.loads(done.stdout)
+    found = {each["subject"]: each for each in report["findings"] if each["verdict"] == "problem"}
+    assert found.keys() == {
+        "model",
+        "file limit",
+        "UCX_NET_DEVICES",
+        "HTTP port",
+        "API keys",
+        "etcd 127.0.0.1:1",
+        f"etcd {old_etcd}",
+        "clock",
+    }
+    assert report["problems"] == len(found) == 8
+    assert all(each["mend"] for each in found.values())
+    assert "ahead of" in found["clock"]["detail"] and "3600 s" in found["clock"]["detail"]
+
+
+def test_an_expired_certificate(tmp_path: Path) -> None:
+    authority = Authority.create(tmp_path / "certs")
+    folder = authority.issue(Identity(Role.WORKER, "worker-0")).folder
+    assert "certificate" not in problems(Host(environment={}, certificates=folder, folder=tmp_path))
+    soon = authority.issue(Identity(Role.WORKER, "worker-1"), days=3.0).folder
+    assert (
+        "ends in 3 days" in problems(Host(environment={}, certificates=soon, folder=tmp_path))["certificate"]
+    )
+    missing = Host(environment={}, certificates=tmp_path / "none", folder=tmp_path)
+    assert "No such file" in problems(missing)["certificate"]
+
+
+def test_rdma_needs_locked_memory(tmp_path: Path) -> None:
+    (tmp_path / "sys/class/infiniband/mlx5_0/ports/1").mkdir(parents=True)
+    (tmp_path / "dev/shm").mkdir(parents=True)
+    code = (
+        "import resource, sys; from pathlib import Path;"
+        "from tailrace.local.host_checks import Host, check_host;"
+        "resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, 1 << 20));"
+        "print([f.detail for f in check_host(Host({}, root=Path(sys.argv[1]))) if f.subject == 'RDMA'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=WAIT_S
+    )
+    assert "memory locks are limited to 1048576 bytes" in done.stdout, done.stderr
+
+
+def test_what_is_wrong_with_a_fleet(run: Run, script: Script) -> None:
+    script.instances[0].state = types_pb2.INSTANCE_STATE_SUSPECT
+    name = script.instances[0].instance_id
+    del script.services[:]
+    script.services.append(admin_pb2.ServiceInfo(kind="scheduler", id="s", address="10.0.0.1:1", leader=True))
+    script.services[0].metrics_address = "127.0.0.1:2"
+    script.policies.append(admin_pb2.PolicyInfo(name="mine", active=True, suspended="place: KeyError"))
+    result = run("doctor", "-o", "json")
+    assert result.exit_code == 1
+    found = {each["subject"]: each for each in json.loads(result.stdout)["findings"]}
+    assert found[f"instance {name}"]["detail"] == "suspect"
+    assert found["monitor"]["detail"] == found["migration"]["detail"] == "none leads"
+    assert found["frontend"]["detail"] == "there is none"
+    assert found["policy mine"]["detail"] == "place: KeyError"
+    assert found["scheduler s"]["verdict"] == "note" and "Prometheus" in found["scheduler s"]["detail"]
+    assert found["monitor"]["mend"] in run("doctor").stdout
+
+
+def test_an_unreachable_fleet(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tailrace", "doctor", "--admin", "127.0.0.1:1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "PROBLEM  fleet: " in done.stdout
