@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Final
 
 import click
 import grpc
@@ -65,7 +65,7 @@ def rpc_errors(address: str, hint: str = "", diagnose: Callable[[], str] = str) 
 def _translate(error: grpc.RpcError, address: str, hint: str, diagnose: Callable[[], str]) -> CliError:
     if not isinstance(error, grpc.Call):
         return CliError(f"the admin API at {address} failed: {error}")
-    code, details = error.code(), (error.details() or "").strip().rstrip(".")
+    code, details = error.code(), _as_typed((error.details() or "").strip().rstrip("."))
     match code:
         case grpc.StatusCode.UNAVAILABLE if is_from_server(error):
             return CliError(details)
@@ -92,6 +92,21 @@ def _translate(error: grpc.RpcError, address: str, hint: str, diagnose: Callable
             return CliError(f"the admin API at {address} failed: {detail}; see the scheduler's log")
         case _:
             return CliError(_with_hint(details or code.name.lower().replace("_", " "), hint))
+
+
+# Fields of the admin API, as a user types what they hold.
+_TYPED: Final = {
+    "instance_id": "INSTANCE",
+    "name": "NAME",
+    "request_id": "REQUEST",
+    "target_instance_id": "--to",
+}
+
+
+def _as_typed(details: str) -> str:
+    """Return the details with what the command line calls the field that they begin with."""
+    field, colon, reason = details.partition(": ")
+    return f"{_TYPED[field]}: {reason}" if colon and field in _TYPED else details
 
 
 def _with_hint(text: str, hint: str) -> str:

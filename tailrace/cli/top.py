@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import heapq
+import os
+import select
+import sys
+import termios
 import time
+import tty
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -69,7 +75,7 @@ class Sample:
 @output_option()
 @admin_option
 def top(once: bool, output: Output, admin: str | None) -> None:
-    """Show instances, requests and recent migrations, refreshed every second until Ctrl-C.
+    """Show instances, requests and recent migrations, refreshed every second until q or Ctrl-C.
 
     Of a large fleet: the 32 instances with the most KV in use, and the 20 oldest requests. With -o json: one
     object per refresh, with the same requests and migrations, and all instances.
@@ -99,18 +105,49 @@ def _lines(admin: Admin, history: deque[Sample]) -> None:
 def _live(admin: Admin, history: deque[Sample]) -> None:
     terminal = console()
     try:
-        with Live(
-            frame(history, terminal.width),
-            console=terminal,
-            auto_refresh=False,
-            screen=terminal.is_terminal,
-        ) as live:
-            while True:
-                time.sleep(_INTERVAL_S)
+        with (
+            _reading_keys() as reading,
+            Live(
+                frame(history, terminal.width),
+                console=terminal,
+                auto_refresh=False,
+                screen=terminal.is_terminal,
+            ) as live,
+        ):
+            while not _quits(reading, _INTERVAL_S):
                 history.append(_sample(admin))
                 live.update(frame(history, terminal.width), refresh=True)
     except KeyboardInterrupt:
         return
+
+
+@contextmanager
+def _reading_keys() -> Iterator[bool]:
+    """Let keys be read as they are pressed, in the block; yield False if stdin is no terminal."""
+    if not sys.stdin.isatty():
+        yield False
+        return
+    before = termios.tcgetattr(sys.stdin)
+    try:
+        tty.setcbreak(sys.stdin)
+        yield True
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _quits(reading: bool, seconds: float) -> bool:
+    """Wait; return at once, with True, if q is pressed."""
+    end_s = time.monotonic() + seconds
+    while (left_s := end_s - time.monotonic()) > 0:
+        if not reading:
+            time.sleep(left_s)
+        elif select.select([sys.stdin], [], [], left_s)[0] and os.read(sys.stdin.fileno(), 1) in (
+            b"q",
+            b"Q",
+            b"",
+        ):
+            return True
+    return False
 
 
 def _sample(admin: Admin) -> Sample:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +17,7 @@ from click.testing import CliRunner
 from tailrace.cli.main import main
 from tailrace.v1 import admin_pb2
 from tests.cli.conftest import Run
-from tests.cli.scripted_admin import Script
+from tests.cli.scripted_admin import Script, serving
 from tests.waiting import WAIT_S
 
 
@@ -68,7 +72,12 @@ def test_commands_are_completed_without_loading_them() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], env=completing, capture_output=True, text=True, timeout=WAIT_S
     )
-    assert [line.split(",")[1] for line in done.stdout.splitlines()] == ["down", "describe", "drain"]
+    assert [line.split(",")[1] for line in done.stdout.splitlines()] == [
+        "down",
+        "doctor",
+        "describe",
+        "drain",
+    ]
 
 
 def test_times_may_have_a_unit(run: Run, script: Script) -> None:
@@ -112,3 +121,38 @@ def test_logs_of_a_local_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert invoke("logs", "-n", "1") == (0, "worker-0 | line 29\nworker-1 | other\n")
     code, output = invoke("logs", "frontend")
     assert code == 2 and "no part 'frontend'; there are worker-0, worker-1" in output
+
+
+def test_top_ends_with_q(script: Script) -> None:
+    with serving(script) as address:
+        primary, secondary = pty.openpty()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tailrace", "top", "--admin", address],
+            stdin=secondary,
+            stdout=secondary,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "COLUMNS": "80", "LINES": "24", "TERM": "xterm"},
+        )
+        try:
+            shown = b""
+            while b"policy" not in shown:
+                shown += os.read(primary, 65_536)
+            os.write(primary, b"q")
+            drained = threading.Thread(target=_read_all, args=(primary,), daemon=True)
+            drained.start()
+            assert process.wait(timeout=WAIT_S) == 0
+        finally:
+            process.kill()
+            process.wait()
+            os.close(secondary)
+            drained.join(timeout=WAIT_S)
+            os.close(primary)
+        assert process.stderr is not None and process.stderr.read() == b""
+        process.stderr.close()
+
+
+def _read_all(terminal: int) -> None:
+    """Read what is written to a terminal, whose buffer is small, until nobody has it open."""
+    with contextlib.suppress(OSError):
+        while os.read(terminal, 65_536):
+            pass
