@@ -217,11 +217,13 @@ def test_prefix_is_pulled_from_its_holder(fleet: Fleet) -> None:
     for number in range(TRIES):
         with DrainedHolder(fleet, f"pulled {number}") as held:
             before, own = pulls(fleet, "pulled"), placed_by_front_end(fleet)
+            sent = sum(submitted(fleet).values())
             answer, _, found = ask(fleet, held.name)
             # On a busy machine the scheduler may answer too late, and the front end knows of no prefix.
             if placed_by_front_end(fleet) == own:
                 assert (answer, found) == (held.answer, held.full_block_tokens)
-                assert pulls(fleet, "pulled") == before + 1
+                # Nor may a worker: the request is placed again then, and pulls again.
+                assert 1 <= pulls(fleet, "pulled") - before <= sum(submitted(fleet).values()) - sent
                 return
     pytest.fail(f"the scheduler placed none of {TRIES} requests in time")
 
