@@ -277,6 +277,8 @@ _PROMPTS: Final = (
 
 # A base model continues a text.
 _TEXTS: Final = ("The sky is blue because", "A story of two thousand words about a lighthouse keeper:")
+# Within any model's context, and long enough to be migrated by hand.
+_TEXT_TOKENS: Final = 700
 _POLICY: Final = "moves requests when an instance falls behind (tailrace set policy NAME: another one)"
 
 
@@ -328,7 +330,7 @@ def _curl(state: RunState, prompt: str) -> str:
     if state.chat:
         body["messages"] = [{"role": "user", "content": prompt}]
     else:
-        body |= {"prompt": prompt, "max_tokens": 2_000}
+        body |= {"prompt": prompt, "max_tokens": _TEXT_TOKENS}
     url = f"{state.http}/v1/{'chat/' if state.chat else ''}completions"
     variable = "VLLM_API_KEY" if os.environ.get("VLLM_API_KEY") else "API_KEY" if state.asks_for_key else ""
     key = f' -H "Authorization: Bearer ${variable}"' if variable else ""
