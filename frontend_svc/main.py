@@ -174,7 +174,8 @@ async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -
         async def set_serving(serving: bool) -> None:
             await server.set_serving(serving)
             if serving:
-                log.info("serving users on http://%s", record.http_address)
+                scheme = "https" if "ssl_certfile" in settings.line.flags else "http"
+                log.info("serving users on %s://%s", scheme, record.http_address)
 
         try:
             await run_front_end(

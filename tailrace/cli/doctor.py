@@ -60,14 +60,14 @@ def doctor(
         ranks = line.count("tensor_parallel_size", 1) * line.count("pipeline_parallel_size", 1)
     except VllmLineError as error:
         raise UsageProblem(str(error)) from error
-    runs_here = find_state() is not None
+    cluster = find_state()
     folder = context.meta.get("tailrace.cli.admin.tls") or os.environ.get(TLS_FOLDER)
     host = Host(
-        environment=os.environ,
+        environment={**os.environ, **({} if cluster is None else cluster.environment)},
         model=line.model,
         ranks=max(1, ranks),
         # A cluster that runs here has it.
-        http=None if runs_here else (LOOPBACK, port),
+        http=None if cluster is not None else (LOOPBACK, port),
         etcd=tuple(etcd.split(",")) if etcd else (),
         certificates=Path(folder) if folder else None,
         api_keys=api_keys,

@@ -334,4 +334,5 @@ def _curl(state: RunState, prompt: str) -> str:
     url = f"{state.http}/v1/{'chat/' if state.chat else ''}completions"
     variable = "VLLM_API_KEY" if os.environ.get("VLLM_API_KEY") else "API_KEY" if state.asks_for_key else ""
     key = f' -H "Authorization: Bearer ${variable}"' if variable else ""
-    return f"curl -sN {url} -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"
+    insecure = "k" if url.startswith("https:") else ""
+    return f"curl -sN{insecure} {url} -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"

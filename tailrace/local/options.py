@@ -75,6 +75,11 @@ class ClusterOptions:
         return self.line.count("tensor_parallel_size", 1) * self.line.count("pipeline_parallel_size", 1)
 
     @property
+    def scheme(self) -> str:
+        """Return how users speak to the API server, which has vLLM's own TLS."""
+        return "https" if "ssl_certfile" in self.line.flags else "http"
+
+    @property
     def served_name(self) -> str:
         """Return the model name that clients use."""
         named = self.line.flags.get("served_model_name")

@@ -125,7 +125,7 @@ def make_plan(
         parts=parts,
         environment=_environment(options, monitor.address),
         admin=",".join(part.address for part in schedulers),
-        http=f"http://{http}",
+        http=f"{options.scheme}://{http}",
         etcd=etcd,
         certificates=certificates,
     )
@@ -171,7 +171,10 @@ def _frontend(options: ClusterOptions, service: Callable[..., PartSpec], number:
     arguments += [*options.frontend_arguments, *options.line.arguments]
     part = service("frontend", _numbered("frontend", number, options.frontends), Tier.FRONTEND, *arguments)
     return replace(
-        part, http=f"http://{http}", heavy=options.front is Front.PYTHON, timeout_s=_VLLM_TIMEOUT_S
+        part,
+        http=f"{options.scheme}://{http}",
+        heavy=options.front is Front.PYTHON,
+        timeout_s=_VLLM_TIMEOUT_S,
     )
 
 

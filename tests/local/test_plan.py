@@ -75,6 +75,13 @@ def test_front_ends_share_the_port() -> None:
     assert {_option(part, "--served-model-name") for part in fronts} == {"tiny"}
 
 
+def test_users_speak_https_to_an_api_server_with_a_certificate() -> None:
+    plan = _plan(line=VllmLine.read(["--ssl-keyfile", "key.pem", "--ssl-certfile", "cert.pem"]))
+    assert plan.http == "https://127.0.0.1:8000"
+    assert {part.http for part in plan.tier(Tier.FRONTEND)} == {plan.http}
+    assert _plan().http == "http://127.0.0.1:8000"
+
+
 def test_engines_share_the_cores() -> None:
     workers = _plan(workers=3, cores=8).tier(Tier.WORKER)
     assert [part.environment["OMP_NUM_THREADS"] for part in workers] == ["2", "2", "2"]
