@@ -75,6 +75,11 @@ class InvalidReportError(Exception):
     """A report cannot be decoded, or does not say which instance it is from."""
 
 
+_TRACING_OFF: Final = (
+    ", nor any others: tracing is off unless OTEL_EXPORTER_OTLP_ENDPOINT of the services names the monitor"
+)
+
+
 class MonitorServicer:
     """Receive reports and pass them on."""
 
@@ -157,7 +162,8 @@ class MonitorServicer:
         except AmbiguousTraceError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"id: {error}")
         if trace is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"id: no spans of {request.id!r} are held")
+            others = "" if self._traces.received else _TRACING_OFF
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"id: no spans of {request.id!r} are held{others}")
         return admin_pb2.GetTraceReply(traces_data=trace.SerializeToString())
 
 

@@ -96,6 +96,7 @@ def _translate(error: grpc.RpcError, address: str, hint: str, diagnose: Callable
 
 # Fields of the admin API, as a user types what they hold.
 _TYPED: Final = {
+    "id": "REQUEST_OR_TRACE_ID",
     "instance_id": "INSTANCE",
     "name": "NAME",
     "request_id": "REQUEST",

@@ -73,6 +73,9 @@ def test_the_store_is_bounded() -> None:
 
 
 async def test_spans_are_received_over_otlp(monitor: Monitor) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as untraced:
+        await monitor.stub.GetTrace(GetTraceRequest(id="req-1"))
+    assert "tracing is off unless" in (untraced.value.details() or "")
     async with grpc.aio.insecure_channel(monitor.address) as channel:
         export = TraceServiceStub(channel).Export
         await export(ExportTraceServiceRequest(resource_spans=[spans(1, 2, "req-1")]))
@@ -82,3 +85,4 @@ async def test_spans_are_received_over_otlp(monitor: Monitor) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await monitor.stub.GetTrace(GetTraceRequest(id=text))
         assert caught.value.code() == code
+        assert "tracing is off" not in (caught.value.details() or "")
