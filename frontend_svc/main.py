@@ -126,10 +126,10 @@ def _with_defaults(settings: Settings) -> Settings:
 
 def _http(http: str, line: VllmLine, default: bool) -> str:
     """Return the address for users, which vLLM's --host and --port also name. Raise click.UsageError."""
-    if "host" not in line.flags and "port" not in line.flags:
-        return http
     if not default:
-        raise click.UsageError(f"--http {http} cannot be combined with --host and --port: it has both")
+        if line.has("host", "port"):
+            raise click.UsageError(f"--http {http} cannot be combined with --host and --port: it has both")
+        return http
     host, _, port = http.rpartition(":")
     host = line.last("host") or host
     return f"{f'[{host}]' if ':' in host and not host.startswith('[') else host}:{line.last('port') or port}"

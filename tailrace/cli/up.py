@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 import click
+from click.core import ParameterSource
 
 from tailrace.cli.errors import CliError, UsageProblem
 from tailrace.cli.output import note
@@ -42,7 +43,7 @@ from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, lo
 from tailrace.security.roles import Identity, Role
 from tailrace.service.etcd import EtcdNotFoundError, etcd_command
 from tailrace.service.settings import settings_options
-from tailrace.service.vllm_line import VllmCommand, VllmLineError, read_line, split_options
+from tailrace.service.vllm_line import VllmCommand, VllmLine, VllmLineError, read_line, split_options
 from tailrace.tiny import MODEL_PATH
 from tailrace.tiny.task import MAX_SCORED_COUNT, task
 from tailrace.v1.admin_pb2 import SetPolicyRequest
@@ -107,9 +108,13 @@ def up(
     vllm = options.engine is Engine.VLLM
     options = _with_line(options, arguments)
     gpus = visible_gpus() if vllm else ()
-    ranks = _ranks(options)
+    ranks = 1
+    if vllm:
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            ranks *= _count(options.line, name, 1)
     options = replace(
         options,
+        ranks=ranks,
         workers=workers or (max(1, len(gpus) // ranks) if gpus else _WORKERS_WITHOUT_GPU),
         policy_parameters=_policy_parameters(options.policy, assignments),
         cores=len(os.sched_getaffinity(0)),
@@ -144,20 +149,26 @@ def _with_line(options: ClusterOptions, arguments: Sequence[str]) -> ClusterOpti
     for command, own in zip(commands, (worker, frontend), strict=True):
         command.make_context(command.name, list(own), parent)  # refuses what the service would
     line = read_line(rest, options.model)
-    if mistaken := _SET_HERE.intersection(worker, frontend):
+    if mistaken := _SET_HERE & {word.partition("=")[0] for word in (*worker, *frontend)}:
         raise UsageProblem(f"{min(mistaken)}: tailrace up sets it")
     for name in line.flags.keys() & NOT_LOCAL.keys():
         raise UsageProblem(f"--{name.replace('_', '-')}: {NOT_LOCAL[name]}")
     model = options.model or line.model or str(MODEL_PATH)
     options = replace(options, model=model, line=line.without("model"), frontend_arguments=tuple(frontend))
+    # Of a --config file: those on the line are our own options.
+    source = parent.get_parameter_source
+    if source("host") is ParameterSource.DEFAULT and line.last("host"):
+        options = replace(options, host=line.last("host"))
+    if source("port") is ParameterSource.DEFAULT:
+        options = replace(options, port=_count(line, "port", options.port))
     small = options.engine is Engine.VLLM and options.serves_tiny_model
     return replace(options, worker_arguments=(*(_TINY_ARGUMENTS if small else ()), *worker))
 
 
-def _ranks(options: ClusterOptions) -> int:
-    """Return the number of devices of each worker. Raise UsageProblem."""
+def _count(line: VllmLine, name: str, default: int) -> int:
+    """Return the value of a flag that takes a number. Raise UsageProblem."""
     try:
-        return max(1, options.ranks)
+        return line.count(name, default)
     except VllmLineError as error:
         raise UsageProblem(str(error)) from error
 

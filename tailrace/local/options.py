@@ -66,13 +66,8 @@ class ClusterOptions:
     # Number of cores, and ids of GPUs, that the workers share.
     cores: int = 1
     gpus: tuple[str, ...] = ()
-
-    @property
-    def ranks(self) -> int:
-        """Return the number of devices of each worker. Raise VllmLineError."""
-        if self.engine is Engine.SIMULATED:
-            return 1
-        return self.line.count("tensor_parallel_size", 1) * self.line.count("pipeline_parallel_size", 1)
+    # Devices of each worker.
+    ranks: int = 1
 
     @property
     def scheme(self) -> str:

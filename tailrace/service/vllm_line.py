@@ -58,15 +58,15 @@ class VllmLine:
     @classmethod
     def read(cls, arguments: Sequence[str]) -> VllmLine:
         """Read a line whose model, if any, comes first or in a --config file. Raise VllmLineError."""
-        model = ""
-        if arguments and not arguments[0].startswith("-"):
-            model, *arguments = arguments
-        flags = dict(read_flags(arguments))
+        model, words = "", [word for argument in arguments for word in _words(argument)]
+        if words and not words[0].startswith("-"):
+            model, *words = words
+        flags = dict(read_flags(words))
         if "config" in flags:
             flags = dict(read_flags(_config_arguments(flags["config"]))) | flags
         for name in flags.keys() & _WITHOUT_MEANING.keys():
             raise VllmLineError(f"--{name.replace('_', '-')}: {_WITHOUT_MEANING[name]}")
-        return cls(model or last(flags, "model") or last(flags, "model_tag"), tuple(arguments), flags)
+        return cls(model or last(flags, "model") or last(flags, "model_tag"), tuple(words), flags)
 
     def without(self, *names: str) -> VllmLine:
         """Return the line without these flags; a --config file keeps them."""
@@ -82,6 +82,10 @@ class VllmLine:
     def adding(self, *arguments: str) -> VllmLine:
         """Return the line with more arguments."""
         return VllmLine.read([*([self.model] if self.model else []), *self.arguments, *arguments])
+
+    def has(self, *names: str) -> bool:
+        """Return whether one of these flags is on the line itself, and not in a --config file alone."""
+        return any(_name(argument) in names for argument in self.arguments if _is_flag(argument))
 
     def last(self, name: str) -> str:
         """Return the last value of a flag; empty if it is not given or has none."""
@@ -125,6 +129,12 @@ def read_flags(arguments: Sequence[str]) -> Flags:
     return flags
 
 
+def _words(argument: str) -> list[str]:
+    """Return the words of an argument: vLLM reads --config FILE, and takes --config=FILE for another flag."""
+    flag, equals, value = argument.partition("=")
+    return [flag, value] if equals and flag == _CONFIG else [argument]
+
+
 def _name(flag: str) -> str:
     """Return the name of a flag, with underscores."""
     flag = flag.partition("=")[0]
@@ -139,9 +149,13 @@ def _is_flag(argument: str) -> bool:
 def _config_arguments(values: Sequence[str]) -> list[str]:
     """Return what vLLM makes of a --config file. Raise VllmLineError."""
     path = values[0] if len(values) == 1 else ""
-    # A dependency of vLLM, and of nothing that runs without it.
-    import yaml
-
+    try:
+        # A dependency of vLLM, and of nothing that runs without it.
+        import yaml
+    except ImportError as error:
+        raise VllmLineError(
+            f"{_CONFIG} {path}: {error}; scripts/install.sh installs what is missing"
+        ) from error
     try:
         content: object = yaml.safe_load(Path(path).read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:

@@ -143,6 +143,8 @@ def test_a_small_disk_is_reported_before_anything_starts(here: WorkingFolder) ->
         (("--keep-answers", "4.9"), "--keep-answers"),
         (("--report-interval", "0"), "--report-interval"),
         (("--listen", "127.0.0.1:1"), "--listen: tailrace up sets it"),
+        (("--count=2",), "--count: tailrace up sets it"),
+        (("--http", "127.0.0.1:1"), "--http: tailrace up sets it"),
         (("a/model", "another"), "'another' is not a flag of vllm serve"),
         (("a/model", "--model", "b/model"), "two models are given: a/model and --model b/model"),
         (("--headless",), "--headless: workers serve no HTTP as it is"),

@@ -96,14 +96,13 @@ def test_engines_share_the_gpus() -> None:
 
 def test_workers_with_several_ranks_get_adjacent_gpus() -> None:
     changes = {"gpus": ("0", "1", "2", "3", "4"), "workers": 3, "cores": 13}
-    workers = _plan(**changes, line=VllmLine.read(["-tp", "2"])).tier(Tier.WORKER)
+    workers = _plan(**changes, ranks=2, line=VllmLine.read(["-tp", "2"])).tier(Tier.WORKER)
     assert [part.environment["CUDA_VISIBLE_DEVICES"] for part in workers] == ["0,1", "2,3", "0,1"]
     assert {part.environment["OMP_NUM_THREADS"] for part in workers} == {"2"}
     assert {_option(part, "-tp") for part in workers} == {"2"}
     assert {_option(part, "--gpu-memory-utilization") for part in workers} == {"0.450"}
     # The worker itself reports that there are too few.
-    line = VllmLine.read(["--pipeline_parallel_size=2"])
-    short = _plan(line=line, gpus=("7",), workers=1).tier(Tier.WORKER)[0]
+    short = _plan(ranks=2, gpus=("7",), workers=1).tier(Tier.WORKER)[0]
     assert short.environment["CUDA_VISIBLE_DEVICES"] == "7"
 
 

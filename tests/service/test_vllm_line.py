@@ -40,7 +40,9 @@ def test_a_config_file_is_read_and_the_line_takes_precedence(tmp_path: Path) -> 
     file.write_text(
         "model: a/model\ntensor-parallel-size: 4\nserved-model-name: [x, y]\nenforce-eager: true\n"
     )
-    line = VllmLine.read(["--config", str(file), "-tp", "2"])
+    line = VllmLine.read([f"--config={file}", "-tp", "2"])
+    assert line.arguments == ("--config", str(file), "-tp", "2")
+    assert line.has("tensor_parallel_size", "seed") and not line.has("served_model_name")
     assert line.model == "a/model"
     assert line.count("tensor_parallel_size", 1) == 2
     assert line.flags["served_model_name"] == ("x", "y")
