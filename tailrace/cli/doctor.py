@@ -18,6 +18,7 @@ from tailrace.cli.tables import instance_word
 from tailrace.local.host_checks import Finding, Host, Verdict, check_host, ok
 from tailrace.local.ports import LOOPBACK
 from tailrace.local.state import RunFolder, find_state
+from tailrace.numeric import WholeRange
 from tailrace.security.options import TLS_FOLDER, exposed
 from tailrace.service.vllm_line import VllmCommand, VllmLineError, read_line
 from tailrace.v1.admin_pb2 import ListInstancesRequest, ListPoliciesRequest, ListServicesRequest
@@ -30,7 +31,9 @@ _MARKS: Final = {Verdict.OK: "ok", Verdict.NOTE: "note", Verdict.PROBLEM: "PROBL
 
 @click.command(cls=VllmCommand, epilog="Example: tailrace doctor Qwen/Qwen3-8B -tp 2 --etcd 10.0.0.1:2379")
 @click.option("--etcd", metavar="HOST:PORT[,..]", envvar="TAILRACE_ETCD", help="Members of etcd to look at.")
-@click.option("--port", type=int, default=8000, show_default=True, help="HTTP port that must be free.")
+@click.option(
+    "--port", type=WholeRange(1, 65535), default=8000, show_default=True, help="HTTP port that must be free."
+)
 @click.option(
     "--api-keys",
     type=click.Path(dir_okay=False, path_type=Path),
