@@ -124,31 +124,30 @@ def test_logs_of_a_local_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_top_ends_with_q(script: Script) -> None:
-    with serving(script) as address:
-        primary, secondary = pty.openpty()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tailrace", "top", "--admin", address],
-            stdin=secondary,
-            stdout=secondary,
-            stderr=subprocess.PIPE,
-            env={**os.environ, "COLUMNS": "80", "LINES": "24", "TERM": "xterm"},
-        )
+    with serving(script) as address, contextlib.ExitStack() as stack:
+        terminal, inside = pty.openpty()
+        stack.callback(os.close, terminal)
         try:
-            shown = b""
-            while b"policy" not in shown:
-                shown += os.read(primary, 65_536)
-            os.write(primary, b"q")
-            drained = threading.Thread(target=_read_all, args=(primary,), daemon=True)
-            drained.start()
-            assert process.wait(timeout=WAIT_S) == 0
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tailrace", "top", "--admin", address],
+                stdin=inside,
+                stdout=inside,
+                stderr=inside,
+                env={**os.environ, "COLUMNS": "80", "LINES": "24", "TERM": "xterm"},
+            )
         finally:
-            process.kill()
-            process.wait()
-            os.close(secondary)
-            drained.join(timeout=WAIT_S)
-            os.close(primary)
-        assert process.stderr is not None and process.stderr.read() == b""
-        process.stderr.close()
+            # Reading the terminal then fails once the process has it no longer open.
+            os.close(inside)
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        shown = b""
+        while b"policy" not in shown:
+            shown += os.read(terminal, 65_536)
+        os.write(terminal, b"q")
+        reader = threading.Thread(target=_read_all, args=(terminal,))
+        reader.start()
+        assert process.wait(timeout=WAIT_S) == 0
+        reader.join(timeout=WAIT_S)
 
 
 def _read_all(terminal: int) -> None:
