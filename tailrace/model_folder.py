@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
+from tailrace.bounded import read_regular
+
 # As Hugging Face and Mistral name a model's configuration.
 _CONFIGURATIONS: Final = ("config.json", "params.json")
 # Any of these may be, or contain, a tokenizer.
@@ -56,7 +58,7 @@ def has_chat_template(model: str) -> bool:
     if not folder.is_dir() or _has_any(folder, ("chat_template*", "*chat_templates", "tekken.json")):
         return True
     try:
-        config: object = json.loads((folder / "tokenizer_config.json").read_text())
+        config: object = json.loads(read_regular(folder / "tokenizer_config.json"))
     except (OSError, ValueError):
         return False
     return isinstance(config, dict) and bool(config.get("chat_template"))

@@ -79,7 +79,7 @@ def admin_option(function: F) -> F:
 @contextmanager
 def connect(admin: str | None) -> Iterator[Admin]:
     """Connect to the admin API at `admin`; None: at the local cluster's address."""
-    folder: Path | None = _given_tls()
+    folder: Path | None = given_tls()
     if admin:
         address = admin
     else:
@@ -97,7 +97,8 @@ def connect(admin: str | None) -> Iterator[Admin]:
         yield Admin(address, AdminStub(channel), transport)
 
 
-def _given_tls() -> Path | None:
+def given_tls() -> Path | None:
+    """Return the folder of --tls, or of its environment variable."""
     context = click.get_current_context(silent=True)
     return None if context is None else context.meta.get(_TLS)
 

@@ -12,6 +12,7 @@ from tailrace.cli.errors import UsageProblem
 from tailrace.cli.output import Output, output_option, print_json
 from tailrace.cli.plain import JsonValue, to_plain, to_plain_list
 from tailrace.cli.request_pages import Listing, pages
+from tailrace.request_ids import matching
 from tailrace.v1.admin_pb2 import ListInstancesRequest
 from tailrace.v1.migration_pb2 import ListMigrationsRequest
 
@@ -66,7 +67,7 @@ def _migrations(admin: Admin, request_id: str) -> list[JsonValue]:
 def _one(kind: str, name: str, found: Sequence[Plain]) -> Plain:
     """Return the object with this ID, or a unique part of it. Raise UsageProblem."""
     ids = {str(each[_KINDS[kind]]): each for each in found}
-    fitting = [name] if name in ids else [each for each in ids if name in each]
+    fitting = [name] if name in ids else matching(name, ids)
     if len(fitting) == 1:
         return ids[fitting[0]]
     if fitting:

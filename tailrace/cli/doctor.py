@@ -11,15 +11,16 @@ from typing import Final
 
 import click
 
-from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, admin_option, connect
+from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, admin_option, connect, given_tls
 from tailrace.cli.errors import CliError, Unreachable, UsageProblem
 from tailrace.cli.output import Output, output_option, print_json
 from tailrace.cli.tables import instance_word
 from tailrace.local.host_checks import Finding, Host, Verdict, check_host, ok
 from tailrace.local.ports import LOOPBACK
+from tailrace.local.requirements import visible_gpus
 from tailrace.local.state import RunFolder, find_state
 from tailrace.numeric import WholeRange
-from tailrace.security.options import TLS_FOLDER, exposed
+from tailrace.security.options import exposed
 from tailrace.service.vllm_line import VllmCommand, VllmLineError, read_line
 from tailrace.v1.admin_pb2 import ListInstancesRequest, ListPoliciesRequest, ListServicesRequest
 from tailrace.v1.types_pb2 import INSTANCE_STATE_ACTIVE, INSTANCE_STATE_DRAINING
@@ -43,9 +44,7 @@ _MARKS: Final = {Verdict.OK: "ok", Verdict.NOTE: "note", Verdict.PROBLEM: "PROBL
 )
 @output_option()
 @admin_option
-@click.pass_context
 def doctor(
-    context: click.Context,
     etcd: str | None,
     port: int,
     api_keys: Path | None,
@@ -64,15 +63,15 @@ def doctor(
     except VllmLineError as error:
         raise UsageProblem(str(error)) from error
     cluster = find_state()
-    folder = context.meta.get("tailrace.cli.admin.tls") or os.environ.get(TLS_FOLDER)
     host = Host(
         environment={**os.environ, **({} if cluster is None else cluster.environment)},
+        gpus=visible_gpus(),
         model=line.model,
         ranks=max(1, ranks),
         # A cluster that runs here has it.
         http=None if cluster is not None else (LOOPBACK, port),
         etcd=tuple(etcd.split(",")) if etcd else (),
-        certificates=Path(folder) if folder else None,
+        certificates=given_tls(),
         api_keys=api_keys,
         folder=RunFolder.default().path,
     )

@@ -32,7 +32,12 @@ def logs(part: str | None, follow: bool, lines: int) -> None:
     files = {file.name.removesuffix(_SUFFIX): file for file in sorted(folder.glob(f"*{_SUFFIX}"))}
     if not files:
         raise CliError(f"no logs in {folder}: no local cluster was started here (tailrace up)")
-    chosen = {name: file for name, file in files.items() if part is None or name.startswith(part)}
+    exact = part is not None and part in files
+    chosen = {
+        name: file
+        for name, file in files.items()
+        if part is None or name == part or (not exact and name.startswith(part))
+    }
     if not chosen:
         raise UsageProblem(f"no part {part!r}; there are {', '.join(files)}")
     prefixes = {name: f"{name} | " if len(chosen) > 1 else "" for name in chosen}

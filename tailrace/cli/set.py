@@ -19,7 +19,7 @@ from tailrace.cli.plain import JsonValue, enum_word, enum_words
 from tailrace.messages import slo_of
 from tailrace.policy.parameters import ParameterError, read_assignments
 from tailrace.records import StageRecord
-from tailrace.slo import FIELDS, Slo, assignments, changed_slo
+from tailrace.slo import FIELDS, OBJECTIVES, Slo, assignments, changed_slo
 from tailrace.v1.admin_pb2 import (
     SetPolicyRequest,
     SetPoolRequest,
@@ -30,6 +30,7 @@ from tailrace.v1.admin_pb2 import (
 from tailrace.v1.admin_pb2 import Slo as SloMessage
 from tailrace.v1.types_pb2 import POOL_UNSPECIFIED, Pool, Stage
 
+_TIMES = frozenset(objective.name for objective in OBJECTIVES if objective.unit.split(" ")[0] == "s")
 _NO_POOL = "none"
 # Far more than the stages of any fleet.
 _STAGES_BYTES = 1 << 20
@@ -115,7 +116,10 @@ def slo(objectives: tuple[str, ...], output: Output, admin: str | None) -> None:
     Times may have a unit: 2s, 150ms. 0 disables an objective. Omitted ones keep their value.
     """
     try:
-        given = {name: _in_seconds(value) for name, value in _assignments(objectives).items()}
+        given = {
+            name: _in_seconds(value) if name in _TIMES else value
+            for name, value in _assignments(objectives).items()
+        }
         changed_slo(Slo(), given)
     except ParameterError as error:
         raise UsageProblem(str(error)) from error

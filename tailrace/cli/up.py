@@ -142,12 +142,7 @@ def up(
 def _with_line(options: ClusterOptions, arguments: Sequence[str]) -> ClusterOptions:
     """Return the options with the rest of the command line in its places. Raise UsageProblem or CliError."""
     parent = click.get_current_context()
-    commands = [service_command(name) for name in ("worker", "frontend")]
-    (worker, frontend), rest = split_options(
-        arguments, [click.Context(each, parent=parent) for each in commands]
-    )
-    for command, own in zip(commands, (worker, frontend), strict=True):
-        command.make_context(command.name, list(own), parent)  # refuses what the service would
+    worker, frontend, rest = _split(arguments, parent)
     line = read_line(rest, options.model)
     if mistaken := _SET_HERE & {word.partition("=")[0] for word in (*worker, *frontend)}:
         raise UsageProblem(f"{min(mistaken)}: tailrace up sets it")
@@ -163,6 +158,21 @@ def _with_line(options: ClusterOptions, arguments: Sequence[str]) -> ClusterOpti
         options = replace(options, port=_count(line, "port", options.port))
     small = options.engine is Engine.VLLM and options.serves_tiny_model
     return replace(options, worker_arguments=(*(_TINY_ARGUMENTS if small else ()), *worker))
+
+
+def _split(
+    arguments: Sequence[str], parent: click.Context
+) -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
+    """Return those of workers and of front ends, checked as these services do, and the rest."""
+    if not arguments:
+        return (), (), ()  # loading the services' commands takes a second
+    commands = [service_command(name) for name in ("worker", "frontend")]
+    (worker, frontend), rest = split_options(
+        arguments, [click.Context(each, parent=parent) for each in commands]
+    )
+    for command, own in zip(commands, (worker, frontend), strict=True):
+        command.make_context(command.name, list(own), parent)
+    return worker, frontend, rest
 
 
 def _count(line: VllmLine, name: str, default: int) -> int:

@@ -21,7 +21,6 @@ from typing import Final
 
 from tailrace import TESTED_VLLM
 from tailrace.local.ports import PortUnavailable, require_free
-from tailrace.local.requirements import visible_gpus
 from tailrace.model_folder import ModelFolderError, require_model, require_tokenizer
 from tailrace.security.credentials import UnusableCredentials, read_credentials
 from tailrace.tenancy.file import KeyFileUnusable, read_keys, readers_problem
@@ -64,6 +63,7 @@ class Host:
 
     environment: Mapping[str, str]
     root: Path = Path("/")
+    gpus: tuple[str, ...] = ()
     model: str = ""
     # Devices of each worker.
     ranks: int = 1
@@ -102,7 +102,7 @@ def _packages(host: Host) -> Iterator[Finding]:
 
 
 def _devices(host: Host) -> Iterator[Finding]:
-    gpus = visible_gpus()
+    gpus = host.gpus
     if not gpus:
         detail = "no GPU: engines run on the CPU"
         if host.environment.get("CUDA_VISIBLE_DEVICES") == "":
@@ -138,7 +138,7 @@ def _model(host: Host) -> Iterator[Finding]:
     needed = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     memory = re.search(r"MemAvailable:\s+(\d+)", (host.root / "proc/meminfo").read_text())
     available = int(memory[1]) << 10 if memory else 0
-    if needed and not visible_gpus() and needed > _USABLE * available:
+    if needed and not host.gpus and needed > _USABLE * available:
         detail = f"weights of {needed / 1e9:.1f} GB, and {available / 1e9:.1f} GB of memory are available"
         yield Finding("model", Verdict.PROBLEM, detail, "a smaller or quantized model, or another machine")
     else:

@@ -19,6 +19,8 @@ from typing import Final, NoReturn
 
 import click
 
+from tailrace.bounded import read_regular
+
 Flags = Mapping[str, tuple[str, ...]]
 
 _SHORT: Final = {
@@ -107,7 +109,7 @@ NO_LINE: Final = VllmLine()
 
 def last(flags: Flags, name: str) -> str:
     """Return the last value of a flag; empty if it is not given or has none."""
-    return flags.get(name, ("",))[-1] if flags.get(name) else ""
+    return (flags.get(name) or ("",))[-1]
 
 
 def read_flags(arguments: Sequence[str]) -> Flags:
@@ -157,7 +159,7 @@ def _config_arguments(values: Sequence[str]) -> list[str]:
             f"{_CONFIG} {path}: {error}; scripts/install.sh installs what is missing"
         ) from error
     try:
-        content: object = yaml.safe_load(Path(path).read_text())
+        content: object = yaml.safe_load(read_regular(Path(path)))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise VllmLineError(f"{_CONFIG} {path}: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):

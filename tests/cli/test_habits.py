@@ -84,6 +84,7 @@ def test_times_may_have_a_unit(run: Run, script: Script) -> None:
     run("set", "slo", "ttft=2s", "tpot=150ms", "qoe=0.9")
     assert script.received == [admin_pb2.SetSloRequest(slo=admin_pb2.Slo(ttft_s=2.0, tpot_s=0.15, qoe=0.9))]
     assert "'soons' is not allowed" in run("set", "slo", "ttft=soons").stderr
+    assert "'0.9s' is not allowed" in run("set", "slo", "qoe=0.9s").stderr
 
 
 def test_parameters_as_up_takes_them(run: Run, script: Script) -> None:
@@ -119,8 +120,10 @@ def test_logs_of_a_local_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "logs" / "worker-1.log").write_text("other\n")
     assert invoke("logs", "worker-0", "-n", "2") == (0, "line 28\nline 29\n")
     assert invoke("logs", "-n", "1") == (0, "worker-0 | line 29\nworker-1 | other\n")
+    (tmp_path / "logs" / "worker-10.log").write_text("ten\n")
+    assert invoke("logs", "worker-1") == (0, "other\n")
     code, output = invoke("logs", "frontend")
-    assert code == 2 and "no part 'frontend'; there are worker-0, worker-1" in output
+    assert code == 2 and "no part 'frontend'; there are worker-0, worker-1, worker-10" in output
 
 
 def test_top_ends_with_q(script: Script) -> None:

@@ -58,6 +58,7 @@ def test_a_config_file_is_read_and_the_line_takes_precedence(tmp_path: Path) -> 
         (["a", "b"], "'b' is not a flag of vllm serve"),
         (["a", "--headless"], "--headless: workers serve no HTTP"),
         (["--config"], "--config : "),
+        (["--config", "/dev/zero"], "--config /dev/zero: "),
     ],
 )
 def test_an_unusable_line_is_refused(words: list[str], problem: str) -> None:

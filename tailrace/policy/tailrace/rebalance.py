@@ -83,7 +83,7 @@ def _best_move(
     here, steps = offers.of(source), costs.steps_of(instance)
     others, held = max(0.0, here.requests - 1.0), np.maximum(0.0, here.held - tokens)
     each_s = steps.per_request_s + steps.per_kv_token_s * tokens
-    batch_s = steps.decode_base_s + steps.per_request_s * others + steps.per_kv_token_s * held
+    batch_s = steps.decode_s(others, 0.0) + steps.per_kv_token_s * held
     saved_s = remaining * (batch_s + (others + 1.0) * each_s)
     saved_s += shortage_s(here, growth + here.swapped)
     there = offers.of_each(targets)
