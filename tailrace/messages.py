@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from tailrace.cluster import InstanceState, Phase, Pool, RequestState, RequestView
@@ -9,7 +10,7 @@ from tailrace.handover import TransferMode
 from tailrace.perf.remaining import limited, tokens_left
 from tailrace.records import ProfileRecord
 from tailrace.request_columns import optional_of, value_of
-from tailrace.slo import Slo
+from tailrace.slo import FIELDS, Slo
 from tailrace.v1 import admin_pb2, monitor_pb2, profile_pb2, types_pb2
 
 PHASES: Final = {
@@ -120,6 +121,11 @@ def slo_of(message: admin_pb2.Slo) -> Slo:
         objectives.get("pace"),
         objectives.get("admit"),
     )
+
+
+def objectives_message(objectives: Mapping[str, float]) -> admin_pb2.Slo:
+    """Return the message of some objectives, by the names of `tailrace.slo.OBJECTIVES`."""
+    return admin_pb2.Slo(**{FIELDS[name]: value for name, value in objectives.items()})
 
 
 def given_objectives(message: admin_pb2.Slo) -> dict[str, float]:

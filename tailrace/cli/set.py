@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
 import click
@@ -16,10 +15,10 @@ from tailrace.cli.admin import CALL_TIMEOUT_S, admin_option, connect
 from tailrace.cli.errors import UsageProblem
 from tailrace.cli.output import Output, output_option, print_json
 from tailrace.cli.plain import JsonValue, enum_word, enum_words
-from tailrace.messages import slo_of
+from tailrace.messages import objectives_message, slo_of
 from tailrace.policy.parameters import ParameterError, read_assignments
 from tailrace.records import StageRecord
-from tailrace.slo import FIELDS, OBJECTIVES, Slo, assignments, changed_slo
+from tailrace.slo import assignments, read_objectives
 from tailrace.v1.admin_pb2 import (
     SetPolicyRequest,
     SetPoolRequest,
@@ -27,10 +26,8 @@ from tailrace.v1.admin_pb2 import (
     SetSloRequest,
     SetStagesRequest,
 )
-from tailrace.v1.admin_pb2 import Slo as SloMessage
 from tailrace.v1.types_pb2 import POOL_UNSPECIFIED, Pool, Stage
 
-_TIMES = frozenset(objective.name for objective in OBJECTIVES if objective.unit.split(" ")[0] == "s")
 _NO_POOL = "none"
 # Far more than the stages of any fleet.
 _STAGES_BYTES = 1 << 20
@@ -116,16 +113,11 @@ def slo(objectives: tuple[str, ...], output: Output, admin: str | None) -> None:
     Times may have a unit: 2s, 150ms. 0 disables an objective. Omitted ones keep their value.
     """
     try:
-        given = {
-            name: _in_seconds(value) if name in _TIMES else value
-            for name, value in _assignments(objectives).items()
-        }
-        changed_slo(Slo(), given)
+        given = read_objectives(_assignments(objectives))
     except ParameterError as error:
         raise UsageProblem(str(error)) from error
-    message = SloMessage(**{FIELDS[name]: float(value) for name, value in given.items()})
     with connect(admin) as connection, connection.errors("tailrace get slo shows what holds now"):
-        reply = connection.stub.SetSlo(SetSloRequest(slo=message), timeout=CALL_TIMEOUT_S)
+        reply = connection.stub.SetSlo(SetSloRequest(slo=objectives_message(given)), timeout=CALL_TIMEOUT_S)
     if output is Output.JSON:
         print_json({"slo": asdict(slo_of(reply.slo)), "previous": asdict(slo_of(reply.previous))})
         return
@@ -190,18 +182,6 @@ def _assignments(texts: Iterable[str]) -> dict[str, str]:
         return read_assignments(texts)
     except ParameterError as error:
         raise UsageProblem(str(error)) from error
-
-
-def _in_seconds(text: str) -> str:
-    """Return a time with a unit in seconds; any other text as it is."""
-    for unit, digits in (("ms", -3), ("s", 0)):
-        number = text.removesuffix(unit)
-        try:
-            if number != text:
-                return str(Decimal(number).scaleb(digits))
-        except InvalidOperation:
-            return text
-    return text
 
 
 def _called(policy: str, parameters: Mapping[str, str]) -> str:

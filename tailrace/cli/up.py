@@ -11,7 +11,6 @@ import sys
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -19,17 +18,28 @@ import click
 from click.core import ParameterSource
 
 from tailrace.cli.errors import CliError, UsageProblem
+from tailrace.cli.fleet_file import (
+    FleetFile,
+    file_option,
+    host_of,
+    options_of,
+    plan_here,
+    read_fleet_file,
+    require_alone,
+)
+from tailrace.cli.line import count, with_line
 from tailrace.cli.output import note
-from tailrace.cli.serve import service_command
-from tailrace.local.certificates import ETCD_SERVER, certificate_folder, issue_certificates
+from tailrace.fleet.hosts import control_hosts
+from tailrace.local.certificates import issue_certificates
 from tailrace.local.options import MONITOR_TRACES, ClusterOptions, Engine
-from tailrace.local.plan import Plan, make_plan
-from tailrace.local.ports import PortUnavailable, free_ports, require_free
+from tailrace.local.plan import Plan, Tier
+from tailrace.local.ports import PortUnavailable, require_free
 from tailrace.local.process import PartFailed, PartRefused, stop_parts
 from tailrace.local.progress import make_progress
 from tailrace.local.requirements import Missing, loses_precision, require_installed, visible_gpus
 from tailrace.local.start import Starter
 from tailrace.local.state import RunFolder, RunFolderBusy, RunFolderUnusable, RunState
+from tailrace.messages import objectives_message
 from tailrace.model_folder import (
     TOKENIZER_FLAGS,
     ModelFolderError,
@@ -41,32 +51,13 @@ from tailrace.numeric import WholeRange
 from tailrace.policy.parameters import ParameterError, read_assignments
 from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, load
 from tailrace.security.roles import Identity, Role
-from tailrace.service.etcd import EtcdNotFoundError, etcd_command
+from tailrace.service.etcd import EtcdNotFoundError
 from tailrace.service.settings import settings_options
-from tailrace.service.vllm_line import VllmCommand, VllmLine, VllmLineError, read_line, split_options
-from tailrace.tiny import MODEL_PATH
+from tailrace.service.vllm_line import VllmCommand
 from tailrace.tiny.task import MAX_SCORED_COUNT, task
 from tailrace.v1.admin_pb2 import SetPolicyRequest
 
 _INTERRUPTED: Final = 130
-_TINY_ARGUMENTS: Final = ("--kv-blocks", "4096")
-"""A small KV cache for the shipped model, which still holds a dozen of its longest answers."""
-
-
-# Options of services that follow from the others here.
-_SET_HERE: Final = frozenset(
-    {"--advertise", "--cluster", "--count", "--etcd", "--http", "--id", "--ipc", "--listen", "--metrics"}
-)
-_SPAN: Final = "tailrace serve worker and tailrace serve ranks start an engine on several machines"
-# Flags of vLLM's that a cluster on one machine has another word for.
-NOT_LOCAL: Final = {
-    "data_parallel_size": "replicas are workers (--workers N); ranks that share experts are started by "
-    "tailrace serve worker",
-    "data_parallel_rank": "each rank is started by tailrace serve worker",
-    "master_addr": _SPAN,
-    "nnodes": _SPAN,
-    "node_rank": _SPAN,
-}
 _WORKERS_WITHOUT_GPU: Final = 2
 
 
@@ -90,11 +81,15 @@ _WORKERS_WITHOUT_GPU: Final = 2
     help="A parameter of the --policy; can be repeated.",
 )
 @click.option("--no-traces", is_flag=True, help="Export no spans.")
+@file_option(required=False)
+@click.option("--on", metavar="HOST", help="The host of the --file that this machine is, if it has several.")
 def up(
     options: ClusterOptions,
     workers: int | None,
     assignments: tuple[str, ...],
     no_traces: bool,
+    file: Path | None,
+    on: str | None,
     arguments: Sequence[str],
 ) -> None:
     """Start a local cluster: etcd, services, workers and a front end on 127.0.0.1.
@@ -105,22 +100,22 @@ def up(
     State and logs are in .run (TAILRACE_RUN_DIR). If a process does not start, everything is stopped again.
     Spans go to the cluster's monitor (see tailrace trace), or to OTEL_EXPORTER_OTLP_ENDPOINT if set.
     """
-    vllm = options.engine is Engine.VLLM
-    options = _with_line(options, arguments)
-    gpus = visible_gpus() if vllm else ()
-    ranks = 1
-    if vllm:
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            ranks *= _count(options.line, name, 1)
-    options = replace(
-        options,
-        ranks=ranks,
-        workers=workers or (max(1, len(gpus) // ranks) if gpus else _WORKERS_WITHOUT_GPU),
-        policy_parameters=_policy_parameters(options.policy, assignments),
-        cores=len(os.sched_getaffinity(0)),
-        gpus=gpus,
-        traces=None if no_traces else os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", MONITOR_TRACES),
-    )
+    source, host = None, ""
+    if file is not None:
+        require_alone("on")
+        source = read_fleet_file(file)
+        host = host_of(source, on)
+        options = options_of(source)
+        workers = source.fleet.model.number
+    elif on is not None:
+        raise UsageProblem("--on: names a host of a --file")
+    else:
+        options = replace(
+            _with_addresses(with_line(options, arguments)),
+            policy_parameters=_policy_parameters(options.policy, assignments),
+            traces=None if no_traces else os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", MONITOR_TRACES),
+        )
+    options = on_this_machine(options, workers)
     folder = RunFolder.default()
     try:
         with folder.locked():
@@ -128,59 +123,33 @@ def up(
             if state is not None:
                 note("tailrace up: already up")
             else:
-                state = _start(options, folder)
+                state = _start(options, folder, source, host)
     except (RunFolderBusy, RunFolderUnusable) as error:
         raise CliError(str(error)) from error
     click.echo(greeting(state, folder.logs, tailrace_command()))
-    if vllm and loses_precision(options.model, options.line):
+    if options.engine is Engine.VLLM and loses_precision(options.model, options.line):
         note(
             f"tailrace up: the weights of {options.model} are float32, and vLLM serves them in 16 bits; "
             "to keep their precision: tailrace up ... --dtype float32"
         )
 
 
-def _with_line(options: ClusterOptions, arguments: Sequence[str]) -> ClusterOptions:
-    """Return the options with the rest of the command line in its places. Raise UsageProblem or CliError."""
-    parent = click.get_current_context()
-    worker, frontend, rest = _split(arguments, parent)
-    line = read_line(rest, options.model)
-    if mistaken := _SET_HERE & {word.partition("=")[0] for word in (*worker, *frontend)}:
-        raise UsageProblem(f"{min(mistaken)}: tailrace up sets it")
-    for name in line.flags.keys() & NOT_LOCAL.keys():
-        raise UsageProblem(f"--{name.replace('_', '-')}: {NOT_LOCAL[name]}")
-    model = options.model or line.model or str(MODEL_PATH)
-    options = replace(options, model=model, line=line.without("model"), frontend_arguments=tuple(frontend))
-    # Of a --config file: those on the line are our own options.
-    source = parent.get_parameter_source
+def _with_addresses(options: ClusterOptions) -> ClusterOptions:
+    """Return the options with the addresses of a --config file: those on the line are our own options."""
+    source = click.get_current_context().get_parameter_source
+    line = options.line
     if source("host") is ParameterSource.DEFAULT and line.last("host"):
         options = replace(options, host=line.last("host"))
     if source("port") is ParameterSource.DEFAULT:
-        options = replace(options, port=_count(line, "port", options.port))
-    small = options.engine is Engine.VLLM and options.serves_tiny_model
-    return replace(options, worker_arguments=(*(_TINY_ARGUMENTS if small else ()), *worker))
+        options = replace(options, port=count(line, "port", options.port))
+    return options
 
 
-def _split(
-    arguments: Sequence[str], parent: click.Context
-) -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
-    """Return those of workers and of front ends, checked as these services do, and the rest."""
-    if not arguments:
-        return (), (), ()  # loading the services' commands takes a second
-    commands = [service_command(name) for name in ("worker", "frontend")]
-    (worker, frontend), rest = split_options(
-        arguments, [click.Context(each, parent=parent) for each in commands]
-    )
-    for command, own in zip(commands, (worker, frontend), strict=True):
-        command.make_context(command.name, list(own), parent)
-    return worker, frontend, rest
-
-
-def _count(line: VllmLine, name: str, default: int) -> int:
-    """Return the value of a flag that takes a number. Raise UsageProblem."""
-    try:
-        return line.count(name, default)
-    except VllmLineError as error:
-        raise UsageProblem(str(error)) from error
+def on_this_machine(options: ClusterOptions, workers: int | None) -> ClusterOptions:
+    """Return the options with this machine's cores and GPUs, and a number of workers that suits them."""
+    gpus = visible_gpus() if options.engine is Engine.VLLM else ()
+    usual = max(1, len(gpus) // options.ranks) if gpus else _WORKERS_WITHOUT_GPU
+    return replace(options, workers=workers or usual, cores=len(os.sched_getaffinity(0)), gpus=gpus)
 
 
 def _policy_parameters(policy: str, assignments: Sequence[str]) -> dict[str, str]:
@@ -214,10 +183,10 @@ def _already_up(folder: RunFolder) -> RunState | None:
     return state
 
 
-def _start(options: ClusterOptions, folder: RunFolder) -> RunState:
-    plan = _plan(options, folder)
+def _start(options: ClusterOptions, folder: RunFolder, file: FleetFile | None, host: str) -> RunState:
+    plan = _plan(options, folder, file, host)
     try:
-        return asyncio.run(_run(plan, folder, options))
+        return asyncio.run(_run(plan, folder, options, file, host))
     except PartRefused as error:
         raise UsageProblem(f"{error}\nAll started processes were stopped.") from error
     except PartFailed as error:
@@ -227,46 +196,38 @@ def _start(options: ClusterOptions, folder: RunFolder) -> RunState:
         sys.exit(_INTERRUPTED)
 
 
-def _plan(options: ClusterOptions, folder: RunFolder) -> Plan:
-    """Check the requirements that are known in advance, and plan the cluster."""
+def _plan(options: ClusterOptions, folder: RunFolder, file: FleetFile | None, host: str) -> Plan:
+    """Plan the parts on this machine, and check the requirements that are known in advance."""
     try:
-        require_model(options.model)
-        if not TOKENIZER_FLAGS & options.line.flags.keys():
-            require_tokenizer(options.model)
-    except ModelFolderError as error:
-        raise UsageProblem(str(error)) from error
-    try:
-        require_installed(options)
-        require_free(options.host, options.port)
-        shutil.rmtree(folder.data, ignore_errors=True)
-        folder.data.mkdir(parents=True)
+        plan = plan_here(options, folder, file, host)
+        if plan.tier(Tier.WORKER) or plan.tier(Tier.FRONTEND):
+            require_model(options.model)
+            if not TOKENIZER_FLAGS & options.line.flags.keys():
+                require_tokenizer(options.model)
+            require_installed(options)
+        if plan.tier(Tier.FRONTEND):
+            require_free(options.host, options.port)
+        if not host:
+            # A host of a fleet keeps its member of etcd.
+            shutil.rmtree(folder.data, ignore_errors=True)
+        folder.data.mkdir(parents=True, exist_ok=True)
         folder.require_room()
-        plan = make_plan(
-            options,
-            free_ports,
-            partial(_etcd_command, folder, options.tls),
-            [sys.executable, "-m", "tailrace"],
-            str(folder.data),
-        )
-        if plan.certificates:
+        if plan.certificates and not host:
             issue_certificates(
                 plan.certificates, (Identity(Role(part.role), part.name) for part in plan.parts)
             )
         return plan
+    except ModelFolderError as error:
+        raise UsageProblem(str(error)) from error
     except (Missing, PortUnavailable, EtcdNotFoundError) as error:
         raise CliError(str(error)) from error
     except OSError as error:
         raise RunFolderUnusable.of(folder.path, error) from error
 
 
-def _etcd_command(folder: RunFolder, tls: bool, port: int) -> Sequence[str]:
-    certificates = Path(
-        certificate_folder(str(folder.data / "certs"), ETCD_SERVER.role.value, ETCD_SERVER.name)
-    )
-    return etcd_command(folder.data / "etcd", port, certificates if tls else None)
-
-
-async def _run(plan: Plan, folder: RunFolder, options: ClusterOptions) -> RunState:
+async def _run(
+    plan: Plan, folder: RunFolder, options: ClusterOptions, file: FleetFile | None, host: str
+) -> RunState:
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     if task is None:
         raise RuntimeError("not in a task")
@@ -275,10 +236,14 @@ async def _run(plan: Plan, folder: RunFolder, options: ClusterOptions) -> RunSta
         loop.add_signal_handler(number, task.cancel)
     with make_progress([part.name for part in plan.parts]) as progress:
         starter = Starter(plan, folder, progress, options.cores)
-        policy = SetPolicyRequest(name=options.policy, parameters=options.policy_parameters)
+        # Of a fleet on several hosts, one sets it.
+        sets = not host or file is None or host == control_hosts(file.fleet)[0]
+        slo = None if file is None or not file.fleet.slo else objectives_message(file.fleet.objectives())
         return await starter.run(
-            policy,
+            SetPolicyRequest(name=options.policy, parameters=options.policy_parameters) if sets else None,
             options.served_name,
+            slo=slo if sets else None,
+            host=host,
             tiny=options.serves_tiny_model,
             chat="chat_template" in options.line.flags or has_chat_template(options.model),
             asks_for_key="api_key" in options.line.flags or "--api-keys" in options.frontend_arguments,

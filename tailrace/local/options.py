@@ -17,6 +17,10 @@ TINY_NAME = "tiny"
 """Model name of the shipped model."""
 
 
+DEFAULT_CLUSTER = "default"
+"""The services' default name of their cluster."""
+
+
 class Engine(enum.StrEnum):
     """The engine of the workers."""
 
@@ -63,6 +67,10 @@ class ClusterOptions:
     frontend_arguments: tuple[str, ...] = ()
     # OTLP endpoint for spans; None: disabled. MONITOR_TRACES: the cluster's own monitor.
     traces: str | None = None
+    # Its name in etcd.
+    cluster: str = DEFAULT_CLUSTER
+    # Environment of every part.
+    environment: Mapping[str, str] = field(default_factory=dict)
     # Number of cores, and ids of GPUs, that the workers share.
     cores: int = 1
     gpus: tuple[str, ...] = ()

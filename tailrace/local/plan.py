@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tailrace.local.certificates import certificate_folder, span_certificates
-from tailrace.local.options import MONITOR_TRACES, ClusterOptions, Engine, Front
+from tailrace.local.options import DEFAULT_CLUSTER, MONITOR_TRACES, ClusterOptions, Engine, Front
 from tailrace.local.ports import LOOPBACK
 from tailrace.security.roles import Role
 
@@ -55,6 +55,8 @@ class Plan:
     etcd: str
     # Folder of the certificates; empty: no TLS.
     certificates: str = ""
+    # Its name in etcd.
+    cluster: str = DEFAULT_CLUSTER
 
     def tier(self, tier: Tier) -> list[PartSpec]:
         """Return the parts of one tier, in order."""
@@ -98,6 +100,8 @@ def make_plan(
     def service(kind: str, name: str, tier: Tier, *arguments: str) -> PartSpec:
         listen, metrics = next(addresses), next(addresses)
         command = [*tailrace, "serve", kind, "--etcd", etcd, "--listen", listen, "--metrics", metrics]
+        if options.cluster != DEFAULT_CLUSTER:
+            command += ["--cluster", options.cluster]
         if certificates:
             command += ["--tls", certificate_folder(certificates, kind, name)]
         part = PartSpec(name, tier, [*command, "--id", name, *arguments], listen)
@@ -118,16 +122,20 @@ def make_plan(
         for number in range(options.schedulers)
     ]
     parts += schedulers
-    parts += [_worker(options, service, group) for group in groups]
+    parts += [worker_part(options, service, "worker", group) for group in groups]
     http = f"{options.host}:{options.port}"
-    parts += [_frontend(options, service, number, http) for number in range(options.frontends)]
+    parts += [
+        frontend_part(options, service, _numbered("frontend", number, options.frontends), http)
+        for number in range(options.frontends)
+    ]
     return Plan(
         parts=parts,
-        environment=_environment(options, monitor.address),
+        environment=environment_of(options, monitor.address),
         admin=",".join(part.address for part in schedulers),
         http=f"{options.scheme}://{http}",
         etcd=etcd,
         certificates=certificates,
+        cluster=options.cluster,
     )
 
 
@@ -138,11 +146,15 @@ def _groups(options: ClusterOptions) -> list[range]:
     return [range(first, min(first + size, options.workers)) for first in range(0, options.workers, size)]
 
 
-def _worker(options: ClusterOptions, service: Callable[..., PartSpec], group: range) -> PartSpec:
+def worker_part(
+    options: ClusterOptions, service: Callable[..., PartSpec], prefix: str, group: range
+) -> PartSpec:
+    """Plan the process of the workers with these numbers. `service(kind, name, tier, *arguments)` plans one
+    of the services."""
     arguments = ["--engine", options.engine.value, "--model", options.model, "--intra", "policy"]
     given = [*options.worker_arguments, *options.line.arguments]
     number = group[0]
-    members = [f"worker-{n}" for n in group]
+    members = [f"{prefix}-{n}" for n in group]
     if options.engine is Engine.SIMULATED:
         arguments += ["--count", str(len(group))] if len(group) > 1 else []
         part = service("worker", members[0], Tier.WORKER, *arguments, *given)
@@ -164,12 +176,15 @@ def _worker(options: ClusterOptions, service: Callable[..., PartSpec], group: ra
     return replace(part, members=members, environment=environment, heavy=True, timeout_s=_VLLM_TIMEOUT_S)
 
 
-def _frontend(options: ClusterOptions, service: Callable[..., PartSpec], number: int, http: str) -> PartSpec:
+def frontend_part(
+    options: ClusterOptions, service: Callable[..., PartSpec], name: str, http: str
+) -> PartSpec:
+    """Plan a front end; `service` as for workers."""
     arguments = ["--http", http, "--front", options.front.value, "--model", options.model]
     if "served_model_name" not in options.line.flags:
         arguments += ["--served-model-name", options.served_name]
     arguments += [*options.frontend_arguments, *options.line.arguments]
-    part = service("frontend", _numbered("frontend", number, options.frontends), Tier.FRONTEND, *arguments)
+    part = service("frontend", name, Tier.FRONTEND, *arguments)
     return replace(
         part,
         http=f"{options.scheme}://{http}",
@@ -182,11 +197,12 @@ def _numbered(name: str, number: int, count: int) -> str:
     return name if count == 1 else f"{name}-{number}"
 
 
-def _environment(options: ClusterOptions, monitor: str) -> dict[str, str]:
+def environment_of(options: ClusterOptions, monitor: str) -> dict[str, str]:
+    """Return the environment of every part. `monitor`: its address."""
     # Disable vLLM's usage reporting: a local cluster makes no outgoing connections.
     environment = {"VLLM_NO_USAGE_STATS": "1"}
     if options.traces is not None:
         scheme = "https" if options.tls else "http"
         endpoint = f"{scheme}://{monitor}" if options.traces == MONITOR_TRACES else options.traces
         environment["OTEL_EXPORTER_OTLP_ENDPOINT"] = endpoint
-    return environment
+    return {**environment, **options.environment}

@@ -8,11 +8,11 @@ from typing import Final
 
 import grpc
 
-from tailrace.local.certificates import ETCD_SERVER, OPERATOR, transport_of
+from tailrace.local.certificates import OPERATOR, transport_of
 from tailrace.local.plan import PartSpec, Tier
 from tailrace.local.process import PartFailed, PartProcess
 from tailrace.local.progress import Progress, Step
-from tailrace.security.roles import Role
+from tailrace.security.roles import Identity, Role
 from tailrace.security.transport import PLAIN, TlsTransport, Transport
 from tailrace.service.etcd import check_etcd
 from tailrace.service.probe import Unhealthy, check_grpc, check_http
@@ -52,7 +52,8 @@ async def wait_ready(process: PartProcess, progress: Progress, certificates: str
     """
     spec = process.spec
     # Of all folders only etcd's own has a certificate that etcd accepts here, and trusts etcd's authority.
-    transport = transport_of(certificates, ETCD_SERVER if spec.tier is Tier.ETCD else OPERATOR)
+    own = Identity(Role.ETCD, spec.name)
+    transport = transport_of(certificates, own if spec.tier is Tier.ETCD else OPERATOR)
     try:
         async with asyncio.timeout(spec.timeout_s):
             while not await is_ready(spec, transport):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
 
 import grpc
 
 from tailrace.address import parse_endpoints
-from tailrace.local.certificates import ETCD_ROOT, OPERATOR, transport_of
+from tailrace.local.certificates import ETCD_ROOT, OPERATOR, certificate_folder, transport_of
 from tailrace.local.plan import PartSpec, Plan, Tier
 from tailrace.local.process import PartFailed, PartProcess, stop_parts
 from tailrace.local.progress import Progress, Step
@@ -19,15 +20,14 @@ from tailrace.local.state import RunFolder, RunState
 from tailrace.security.roles import Role
 from tailrace.store.client import EtcdClient, Rejected, StoreUnavailable
 from tailrace.store.etcd_roles import apply_rights, etcd_rights
-from tailrace.v1.admin_pb2 import SetPolicyRequest
+from tailrace.v1.admin_pb2 import SetPolicyRequest, SetSloRequest, Slo
 from tailrace.v1.admin_pb2_grpc import AdminStub
 
 _POLL_S: Final = 0.1
 _CALL_TIMEOUT_S: Final = 2.0
 _SETTLE_TIMEOUT_S: Final = 30.0
 _LIGHT_AT_ONCE: Final = 8
-# The services' default cluster name.
-_CLUSTER: Final = "default"
+_ROOT: Final = (ETCD_ROOT.role.value, ETCD_ROOT.name)
 
 
 class Starter:
@@ -42,6 +42,10 @@ class Starter:
         self._light = asyncio.Semaphore(_LIGHT_AT_ONCE)
         self._processes: list[PartProcess] = []
         self._transport = transport_of(plan.certificates, OPERATOR)
+        # Of a fleet on several hosts, one has this certificate.
+        self._may_set_rights = (
+            bool(plan.certificates) and Path(certificate_folder(plan.certificates, *_ROOT)).exists()
+        )
         self._state = RunState(
             etcd=plan.etcd,
             certificates=plan.certificates,
@@ -49,14 +53,16 @@ class Starter:
             workers=sum(len(spec.members) for spec in plan.tier(Tier.WORKER)),
         )
 
-    async def run(self, policy: SetPolicyRequest | None, model: str, **facts: bool) -> RunState:
+    async def run(
+        self, policy: SetPolicyRequest | None, model: str, slo: Slo | None = None, **facts: bool | str
+    ) -> RunState:
         """Start all parts, wait until they are ready, and return the state.
 
-        `model`: the model name that clients use; `facts`: fields of RunState about it. Raise PartFailed if a
+        `model`: the model name that clients use; `facts`: further fields of RunState. Raise PartFailed if a
         part exits or is not ready in time. After an error or cancellation, all started parts are stopped.
         """
         try:
-            await self._watched(policy)
+            await self._watched(policy, slo)
         except BaseException:
             self.stop()
             raise
@@ -77,12 +83,12 @@ class Starter:
         for process in self._processes:
             process.reap()
 
-    async def _watched(self, policy: SetPolicyRequest | None) -> None:
+    async def _watched(self, policy: SetPolicyRequest | None, slo: Slo | None) -> None:
         """Start all parts; fail at once if any part exits meanwhile."""
         try:
             async with asyncio.TaskGroup() as group:
                 watch = group.create_task(self._watch())
-                await self._bring_up(policy)
+                await self._bring_up(policy, slo)
                 watch.cancel()
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
@@ -93,20 +99,22 @@ class Starter:
                 process.check()
             await asyncio.sleep(_POLL_S)
 
-    async def _bring_up(self, policy: SetPolicyRequest | None) -> None:
+    async def _bring_up(self, policy: SetPolicyRequest | None, slo: Slo | None) -> None:
         await self._start_all(self._plan.tier(Tier.ETCD))
-        if self._plan.certificates:
+        if self._may_set_rights:
             await self._set_rights()
         await self._start_all(self._plan.tier(Tier.CONTROL))
         self._state.admin = self._plan.admin
         self._folder.write(self._state)
         if policy is not None:
-            await self._set_policy(policy)
+            await self._set(f"the policy {policy.name!r}", lambda admin: admin.SetPolicy, policy)
+        if slo is not None:
+            await self._set("the SLO", lambda admin: admin.SetSlo, SetSloRequest(slo=slo))
         # The first front end waits for the workers itself, so they can start together. The others share its
         # port, which is possible only once it is registered in the cluster.
-        first, *others = self._plan.tier(Tier.FRONTEND)
-        await self._start_all([*self._plan.tier(Tier.WORKER), first])
-        await self._start_all(others)
+        frontends = self._plan.tier(Tier.FRONTEND)
+        await self._start_all([*self._plan.tier(Tier.WORKER), *frontends[:1]])
+        await self._start_all(frontends[1:])
         await self._see_workers()
 
     async def _start_all(self, specs: Sequence[PartSpec]) -> None:
@@ -135,16 +143,16 @@ class Starter:
     async def _set_rights(self) -> None:
         """Grant each service its rights in etcd, and deny all other access."""
         root = transport_of(self._plan.certificates, ETCD_ROOT)
-        client = EtcdClient(parse_endpoints([self._plan.etcd]), root)
+        client = EtcdClient(parse_endpoints(self._plan.etcd.split(",")), root)
         try:
-            await apply_rights(client, etcd_rights(_CLUSTER), _CLUSTER)
+            await apply_rights(client, etcd_rights(self._plan.cluster), self._plan.cluster)
         except (StoreUnavailable, Rejected) as error:
             raise PartFailed(f"etcd: setting up roles failed: {error}") from error
         finally:
             await client.close()
 
-    async def _set_policy(self, policy: SetPolicyRequest) -> None:
-        """Set the policy; retry until a scheduler leads. Raise PartFailed if none accepts it in time."""
+    async def _set(self, what: str, method: Callable[[AdminStub], Any], request: object) -> None:
+        """Call the admin API; retry until a scheduler leads. Raise PartFailed if none accepts it in time."""
         problem = ""
         try:
             async with asyncio.timeout(_SETTLE_TIMEOUT_S):
@@ -152,13 +160,13 @@ class Starter:
                     for address in self._plan.admin.split(","):
                         async with self._transport.channel(address, Role.SCHEDULER, ()) as channel:
                             try:
-                                await AdminStub(channel).SetPolicy(policy, timeout=_CALL_TIMEOUT_S)
+                                await method(AdminStub(channel))(request, timeout=_CALL_TIMEOUT_S)
                                 return
                             except grpc.aio.AioRpcError as error:
                                 problem = error.details() or error.code().name
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
-            raise PartFailed(f"no scheduler accepted the policy {policy.name!r}: {problem}") from None
+            raise PartFailed(f"no scheduler accepted {what}: {problem}") from None
 
     async def _see_workers(self) -> None:
         """Wait until the scheduler lists every worker, so that requests can be placed on any of them."""

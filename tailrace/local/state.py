@@ -121,6 +121,8 @@ class RunState(msgspec.Struct, kw_only=True):
     # Number of instances; a process may hold several simulated ones.
     workers: int = 0
     etcd: str = ""
+    # The host of a fleet's file that this machine is; empty: the cluster is on this machine alone.
+    host: str = ""
     # Folder of the certificates; empty: no TLS.
     certificates: str = ""
     # Environment of all parts, in addition to that of `tailrace up`.

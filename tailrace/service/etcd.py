@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -65,6 +66,10 @@ def certificate_arguments(folder: Path) -> dict[str, str]:
     return arguments
 
 
+CLIENT_PORT: Final = 2379
+PEER_PORT: Final = 2380
+
+
 def etcd_command(data_dir: Path, port: int, tls: Path | None = None) -> list[str]:
     """Return the command of a one-member etcd on loopback with its data in a folder. Raise
     EtcdNotFoundError.
@@ -72,25 +77,44 @@ def etcd_command(data_dir: Path, port: int, tls: Path | None = None) -> list[str
     `tls`: folder of a certificate of role etcd (ca.crt, tls.crt, tls.key); clients are users by their common
     names.
     """
-    scheme = "http" if tls is None else "https"
-    client = f"{scheme}://127.0.0.1:{port}"
     # A single member has no peers: any free port will do.
-    peer = f"{scheme}://127.0.0.1:0"
+    own = Member("local", f"127.0.0.1:{port}", "127.0.0.1:0")
+    return member_command(str(find_etcd()), data_dir, own, [own], tls)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A member of etcd: its name, and HOST:PORT for clients and for its peers."""
+
+    name: str
+    client: str
+    peer: str
+
+
+def member_command(
+    program: str, data_dir: Path, own: Member, members: Sequence[Member], tls: Path | None
+) -> list[str]:
+    """Return the command of one of an etcd's members, which form it when they start for the first time.
+
+    `tls`: as of etcd_command.
+    """
+    scheme = "http" if tls is None else "https"
+    client, peer = f"{scheme}://{own.client}", f"{scheme}://{own.peer}"
     arguments = {
-        "name": "local",
+        "name": own.name,
         "data-dir": str(data_dir),
         "listen-client-urls": client,
         "advertise-client-urls": client,
         "listen-peer-urls": peer,
         "initial-advertise-peer-urls": peer,
-        "initial-cluster": f"local={peer}",
+        "initial-cluster": ",".join(f"{each.name}={scheme}://{each.peer}" for each in members),
         "auto-compaction-mode": "periodic",
         "auto-compaction-retention": "1h",
         "logger": "zap",
         "log-level": "warn",
         **({} if tls is None else certificate_arguments(tls)),
     }
-    return [str(find_etcd()), *(f"--{name}={value}" for name, value in arguments.items())]
+    return [program, *(f"--{name}={value}" for name, value in arguments.items())]
 
 
 def check_etcd(address: str, timeout_s: float, tls: Path | None = None) -> None:

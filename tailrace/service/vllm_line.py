@@ -164,8 +164,14 @@ def _config_arguments(values: Sequence[str]) -> list[str]:
         raise VllmLineError(f"{_CONFIG} {path}: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise VllmLineError(f"{_CONFIG} {path}: flags of vllm serve by name expected")
+    return flag_arguments(content)
+
+
+def flag_arguments(flags: Mapping[str, object]) -> list[str]:
+    """Return flags by name, as a --config file has them, as a line has them: true has no
+    value, false is left out, a list is several words, an object its JSON."""
     arguments: list[str] = []
-    for name, value in content.items():
+    for name, value in flags.items():
         if value is not False:
             arguments.append(f"--{name}")
         if isinstance(value, list):

@@ -130,6 +130,6 @@ def test_forty_lines() -> None:
 
 
 def _not_local() -> dict[str, str]:
-    from tailrace.cli.up import NOT_LOCAL
+    from tailrace.cli.line import NOT_LOCAL
 
     return NOT_LOCAL

@@ -1,0 +1,154 @@
+"""What commands do with a `fleet.yaml`: read it, and plan what it asks for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import click
+from click.core import ParameterSource
+
+from tailrace.address import parse_address
+from tailrace.cli.errors import UsageProblem
+from tailrace.cli.line import arguments_of, with_line
+from tailrace.fleet.file import Fleet, FleetError, read_fleet
+from tailrace.fleet.hosts import Installation, host_plan, members
+from tailrace.local.certificates import ETCD_SERVER, certificate_folder
+from tailrace.local.options import MONITOR_TRACES, ClusterOptions
+from tailrace.local.plan import Plan, make_plan
+from tailrace.local.ports import free_ports
+from tailrace.local.state import RunFolder
+from tailrace.service.etcd import etcd_command, find_etcd
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+CERTIFICATES: Final = "tls"
+"""Folder beside a host's fleet.yaml with its certificates (tailrace render)."""
+_TRACES: Final = {"monitor": MONITOR_TRACES, "none": None}
+
+
+def file_option(required: bool) -> Callable[[F], F]:
+    """Add `--file`, a fleet.yaml."""
+    return click.option(
+        "-f",
+        "--file",
+        type=click.Path(dir_okay=False, path_type=Path),
+        required=required,
+        metavar="FILE",
+        help="A fleet.yaml (docs/fleet-file.md).",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FleetFile:
+    """A file that was read; users' keys and, of a host, its certificates are beside it."""
+
+    path: Path
+    fleet: Fleet
+
+    def beside(self, name: str) -> Path:
+        """Return the absolute path of a file beside this one."""
+        return self.path.absolute().parent / name
+
+
+def read_fleet_file(path: Path) -> FleetFile:
+    """Read and check a file. Raise UsageProblem, which names the field."""
+    try:
+        return FleetFile(path, read_fleet(path))
+    except FleetError as error:
+        raise UsageProblem(str(error)) from error
+
+
+def options_of(file: FleetFile) -> ClusterOptions:
+    """Return the options that follow from the file for all hosts. Raise UsageProblem."""
+    fleet = file.fleet
+    model = fleet.model
+    host, port = parse_address(model.http)
+    options = ClusterOptions(
+        engine=model.engine,
+        front=model.front,
+        model=model.model,
+        host=host,
+        port=port,
+        policy=fleet.policy.name,
+        policy_parameters=fleet.policy.texts,
+        schedulers=fleet.schedulers,
+        tls=fleet.tls,
+        traces=_TRACES.get(fleet.traces, fleet.traces),
+        cluster=fleet.cluster,
+        environment=fleet.environment,
+    )
+    try:
+        options = with_line(options, arguments_of(model.flags))
+    except click.UsageError as error:
+        raise UsageProblem(f"{file.path}: models[0].flags: {error.format_message()}") from error
+    if fleet.hosts:
+        return options
+    keys = ("--api-keys", str(file.beside(fleet.keys))) if fleet.keys else ()
+    insecure = ("--insecure",) if fleet.insecure else ()
+    number = model.frontends if isinstance(model.frontends, int) else 1
+    return replace(
+        options, frontends=number, frontend_arguments=(*options.frontend_arguments, *keys, *insecure)
+    )
+
+
+def require_alone(*names: str) -> None:
+    """Raise UsageProblem for an option beside `--file` that is not one of `names`: the file says it."""
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        given = context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
+        if given and parameter.name not in ("file", *names):
+            raise UsageProblem(f"{parameter.opts[0]}: with --file, the file says it")
+    if arguments := context.params.get("arguments"):
+        raise UsageProblem(f"{arguments[0]}: with --file, the file says it")
+
+
+def host_of(file: FleetFile, on: str | None) -> str:
+    """Return the host of the file that this machine is; empty if it describes one machine.
+
+    Raise UsageProblem.
+    """
+    fleet = file.fleet
+    if on is not None and on not in fleet.hosts:
+        known = ", ".join(fleet.hosts) or "none"
+        raise UsageProblem(f"--on: {on!r} is none of the file's hosts ({known})")
+    if on is None and len(fleet.hosts) > 1:
+        raise UsageProblem(
+            f"the file has several hosts: --on says which one this is ({', '.join(fleet.hosts)})"
+        )
+    return on or next(iter(fleet.hosts), "")
+
+
+def plan_here(options: ClusterOptions, folder: RunFolder, file: FleetFile | None, host: str) -> Plan:
+    """Plan the parts on this machine. `host`: the one in the file that this machine is; empty: all parts,
+    on loopback.
+
+    Raise EtcdNotFoundError, PortUnavailable, UsageProblem.
+    """
+    tailrace = [sys.executable, "-m", "tailrace"]
+    if file is None or not host:
+        command = partial(_etcd_command, folder, options.tls)
+        return make_plan(options, free_ports, command, tailrace, str(folder.data))
+    fleet = file.fleet
+    installed = Installation(
+        tailrace=tailrace,
+        etcd=str(find_etcd()) if host in members(fleet) else "",
+        data=str(folder.data),
+        certificates=str(file.beside(CERTIFICATES)),
+        keys=str(file.beside(fleet.keys)) if fleet.keys else "",
+    )
+    try:
+        return host_plan(fleet, options, host, installed)
+    except FleetError as error:
+        raise UsageProblem(f"{file.path}: {error}") from error
+
+
+def _etcd_command(folder: RunFolder, tls: bool, port: int) -> list[str]:
+    certificates = Path(
+        certificate_folder(str(folder.data / "certs"), ETCD_SERVER.role.value, ETCD_SERVER.name)
+    )
+    return etcd_command(folder.data / "etcd", port, certificates if tls else None)

@@ -1,0 +1,266 @@
+"""`fleet.yaml`: a deployment in one file, read and checked."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+import yaml
+from msgspec import Meta, Struct
+
+from tailrace.address import MalformedAddress, parse_address
+from tailrace.bounded import read_regular, shown
+from tailrace.local.options import ClusterOptions, Engine, Front
+from tailrace.policy.parameters import ParameterError
+from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, load
+from tailrace.security.options import exposed
+from tailrace.slo import read_objectives
+
+_FILE_BYTES: Final = 1 << 20
+_DEFAULTS: Final = ClusterOptions()
+# A name in addresses, units and folders.
+_NAME: Final = r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$"
+WORKERS_MAX: Final = 80
+"""Most workers of a host: each has ports of its own (tailrace/fleet/hosts.py)."""
+FRONTENDS_MAX: Final = 8
+"""Most front ends of a host."""
+
+Name = Annotated[str, Meta(pattern=_NAME)]
+Replicas = Annotated[int, Meta(ge=1, le=WORKERS_MAX)]
+Value = bool | int | float | str
+Flags = dict[Annotated[str, Meta(pattern=r"^-{0,2}[A-Za-z]")], Value | list[Value] | dict[str, Any]]
+
+
+class FleetError(ValueError):
+    """A fleet file that cannot be used; the message names the field."""
+
+
+class _Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A part of the file."""
+
+
+class Host(_Section, frozen=True):
+    """A machine."""
+
+    address: Annotated[
+        str, Meta(min_length=1, max_length=253, description="Name or address by which the others reach it.")
+    ]
+    gpus: Annotated[int, Meta(ge=0, le=64, description="Number of its GPUs.")] = 0
+
+
+class Model(_Section, frozen=True):
+    """A model with its instances and front ends."""
+
+    model: Annotated[str, Meta(min_length=1, description="Folder or name, as after `vllm serve`.")]
+    flags: Annotated[
+        Flags,
+        Meta(
+            description="Flags of `vllm serve` as a --config file has them, and options of `tailrace serve "
+            "worker` and `tailrace serve frontend`."
+        ),
+    ] = {}
+    replicas: Annotated[
+        Replicas | dict[Name, Annotated[int, Meta(ge=0, le=WORKERS_MAX)]] | None,
+        Meta(
+            description="Number of instances, spread over the hosts, or by host; without: one for each GPU, "
+            "or group of GPUs with tensor-parallel-size."
+        ),
+    ] = None
+    frontends: Annotated[
+        Annotated[int, Meta(ge=1, le=FRONTENDS_MAX)]
+        | dict[Name, Annotated[int, Meta(ge=0, le=FRONTENDS_MAX)]],
+        Meta(description="Number of front ends on the first control host, or by host; they share the port."),
+    ] = 1
+    http: Annotated[str, Meta(description="HOST:PORT of the OpenAI API on each host with front ends.")] = (
+        f"{_DEFAULTS.host}:{_DEFAULTS.port}"
+    )
+    front: Annotated[Front, Meta(description="vLLM's API server: python, or rust.")] = _DEFAULTS.front
+    engine: Annotated[Engine, Meta(description="vllm, or simulated.")] = _DEFAULTS.engine
+
+    @property
+    def number(self) -> int | None:
+        """Return the number of instances, if it is not given by host."""
+        return self.replicas if isinstance(self.replicas, int) else None
+
+
+class Policy(_Section, frozen=True):
+    """The policy at the beginning, and its parameters."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=100)] = _DEFAULTS.policy
+    parameters: dict[str, Value] = {}
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """Return the parameters as the admin API takes them."""
+        return {name: _text(value) for name, value in self.parameters.items()}
+
+
+class Fleet(_Section, frozen=True):
+    """A deployment: one cluster."""
+
+    models: Annotated[list[Model], Meta(min_length=1, max_length=1, description="One, so far.")]
+    cluster: Annotated[Name, Meta(description="Name of the cluster; several can share an etcd.")] = "default"
+    hosts: Annotated[
+        dict[Name, Host], Meta(description="The machines by name. Without: this machine alone, on loopback.")
+    ] = {}
+    etcd: Annotated[
+        list[str], Meta(description="Hosts that run a member of etcd, or HOST:PORT of members of yours.")
+    ] = []
+    control: Annotated[
+        list[Name],
+        Meta(description="Hosts of a scheduler, a monitor and a migration service; two: one is the standby."),
+    ] = []
+    policy: Policy = Policy()
+    slo: Annotated[
+        dict[str, float | str], Meta(description="Objectives as tailrace set slo has them: ttft: 2s.")
+    ] = {}
+    keys: Annotated[
+        str, Meta(description="File of users' API keys and tenants (tailrace keys make), beside this one.")
+    ] = ""
+    tls: Annotated[bool, Meta(description="Mutual TLS everywhere; needed beyond loopback.")] = False
+    insecure: Annotated[bool, Meta(description="Without TLS and keys, in a network of yours alone.")] = False
+    traces: Annotated[
+        str, Meta(description="OTLP endpoint for spans; monitor: for tailrace trace; none: no spans.")
+    ] = "monitor"
+    schedulers: Annotated[int, Meta(ge=1, le=5, description="Schedulers on one machine; one leads.")] = 1
+    environment: Annotated[
+        dict[str, str], Meta(description="Environment of every process, such as HF_HOME or VLLM_...")
+    ] = {}
+
+    @property
+    def model(self) -> Model:
+        """Return the model."""
+        return self.models[0]
+
+    def objectives(self) -> dict[str, float]:
+        """Return the given objectives, times in seconds. Raise ParameterError."""
+        return read_objectives({name: str(value) for name, value in self.slo.items()})
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of the file, for editors."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **msgspec.json.schema(Fleet)}
+
+
+def read_fleet(path: Path) -> Fleet:
+    """Read a file. Raise FleetError, whose message names the file and the field."""
+    try:
+        content: object = yaml.load(read_regular(path, _FILE_BYTES), _Loader)
+        fleet = msgspec.convert(content, Fleet)
+        _check(fleet)
+    except OSError as error:
+        raise FleetError(f"{path}: {error.strerror}") from error
+    except msgspec.ValidationError as error:
+        raise FleetError(f"{path}: {_plain(str(error))}") from error
+    except RecursionError as error:
+        raise FleetError(f"{path}: nested too deeply") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise FleetError(f"{path}: {' '.join(str(error).split())}") from error
+    return fleet
+
+
+def to_yaml(fleet: Fleet) -> str:
+    """Return the file of a fleet, without what is at its default."""
+    text: str = yaml.safe_dump(msgspec.to_builtins(fleet), sort_keys=False)
+    return text
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuse a key that is there twice, of which YAML's readers silently take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return the mapping. Raise ConstructorError."""
+        names: list[object] = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for name in names:
+            if names.count(name) > 1:
+                problem = f"{shown(name)} is there twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _plain(problem: str) -> str:
+    """Return msgspec's message with the field first: `models[0].replicas: ...`."""
+    what, at, place = problem.partition(" - at `$")
+    what = what.replace("Object contains unknown field", "unknown field").replace("Object missing", "missing")
+    return f"{place.rstrip('`').lstrip('.') or 'the file'}: {what}" if at else what
+
+
+def _check(fleet: Fleet) -> None:
+    """Raise FleetError if fields do not go together."""
+    hosts, model = fleet.hosts, fleet.model
+    for field, names in (
+        ("control", fleet.control),
+        ("models[0].replicas", _names(model.replicas)),
+        ("models[0].frontends", _names(model.frontends)),
+        ("etcd", [name for name in fleet.etcd if ":" not in name]),
+    ):
+        for name in names:
+            if name not in hosts:
+                known = ", ".join(hosts) or "the file has none: it describes one machine"
+                raise FleetError(f"{field}: {shown(name)} is none of the hosts ({known})")
+        if len(set(names)) < len(names):
+            raise FleetError(f"{field}: a host is there twice")
+    for field, address in (
+        ("models[0].http", model.http),
+        *(("etcd", each) for each in fleet.etcd if ":" in each),
+    ):
+        try:
+            parse_address(address)
+        except MalformedAddress as error:
+            raise FleetError(f"{field}: {shown(address)} is not HOST:PORT {error}".rstrip()) from error
+    if exposed([model.http]) and not (fleet.keys or fleet.insecure or "api-key" in model.flags):
+        raise FleetError(f"keys: users on other machines reach {model.http}: name a file of keys")
+    if hosts:
+        _check_hosts(fleet)
+    elif fleet.etcd:
+        raise FleetError("etcd: without hosts, tailrace up starts one of its own")
+    if len({":" in name for name in fleet.etcd}) > 1:
+        raise FleetError("etcd: names of hosts and addresses do not go together")
+    _check_policy(fleet)
+
+
+def _check_hosts(fleet: Fleet) -> None:
+    if not fleet.etcd:
+        raise FleetError("etcd: name the hosts that run a member, or HOST:PORT of members of yours")
+    addresses = [host.address for host in fleet.hosts.values()]
+    for name, host in fleet.hosts.items():
+        if ":" in host.address and not _is_ip(host.address):
+            raise FleetError(f"hosts.{name}.address: {shown(host.address)}: without a port, please")
+        if addresses.count(host.address) > 1:
+            raise FleetError(f"hosts.{name}.address: {host.address} is there twice")
+    if not (fleet.tls or fleet.insecure):
+        raise FleetError("tls: several hosts need tls: true (or insecure: true in a network of yours alone)")
+    if fleet.schedulers > 1:
+        raise FleetError("schedulers: control names the hosts, which have one each")
+
+
+def _check_policy(fleet: Fleet) -> None:
+    try:
+        load(fleet.policy.name, parameters=fleet.policy.texts)
+    except ParameterError as error:
+        raise FleetError(f"policy.parameters: {error}") from error
+    except (UnknownPolicyError, UnusablePolicyError) as error:
+        raise FleetError(f"policy.name: {error}") from error
+    try:
+        fleet.objectives()
+    except ParameterError as error:
+        raise FleetError(f"slo: {error}") from error
+
+
+def _names(by_host: int | Mapping[str, int] | None) -> list[str]:
+    return list(by_host) if isinstance(by_host, Mapping) else []
+
+
+def _is_ip(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _text(value: Value) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
