@@ -133,6 +133,8 @@ _COMMANDS = {
     "up": ("tailrace.cli.up:up", "Start a local cluster."),
     "restart": ("tailrace.cli.restart:restart", "Restart processes of the local cluster while it serves."),
     "down": ("tailrace.cli.down:down", "Stop the local cluster."),
+    "apply": ("tailrace.cli.apply:apply", "Bring a running cluster to what its fleet.yaml says."),
+    "config": ("tailrace.cli.config:config", "Check a fleet.yaml, or show what it means."),
     "get": ("tailrace.cli.get:get", "Show instances, requests, migrations and more."),
     "doctor": ("tailrace.cli.doctor:doctor", "Look for what this host or the fleet lacks."),
     "describe": ("tailrace.cli.describe:describe", "Show all that is known of an instance or request."),

@@ -38,10 +38,18 @@ def issue_certificates(certificates: str, members: Iterable[Identity]) -> None:
     from tailrace.security.authority import Authority
 
     authority = Authority.create(Path(certificates))
-    for member in members:
-        authority.issue(member, hosts=[LOOPBACK])
+    certify(certificates, members)
     for identity in (OPERATOR, ETCD_ROOT):
         authority.issue(identity)
+
+
+def certify(certificates: str, members: Iterable[Identity]) -> None:
+    """Issue certificates for more members by the authority in this folder."""
+    from tailrace.security.authority import Authority
+
+    authority = Authority.load(Path(certificates))
+    for member in members:
+        authority.issue(member, hosts=[LOOPBACK])
 
 
 def transport_of(certificates: str, identity: Identity) -> Transport:

@@ -43,23 +43,48 @@ class Restarter:
         self._processes: list[PartProcess] = []
         self._transport = transport_of(state.certificates, OPERATOR)
 
-    async def restart(self, name: str, drain_s: float = DRAIN_S) -> Restarted:
-        """Stop a part if it is running, and start it again; return once the cluster uses it.
+    async def restart(
+        self, name: str, drain_s: float = DRAIN_S, changed: PartSpec | None = None
+    ) -> Restarted:
+        """Stop a part if it is running, and start it again, as changed; return once the cluster uses it.
 
         Raise KeyError for an unknown part, PartFailed if it does not start; it is down then.
         """
         number, part = {part.name: (number, part) for number, part in enumerate(self._state.parts)}[name]
-        if part.spec is None:
+        spec = changed or part.spec
+        if spec is None:
             raise PartFailed(f"{name} was started by another version; run tailrace down and tailrace up")
         before = await active_instances(self._state.admin, self._transport)
         stopping_s = await self._stop(part, drain_s)
         began_s = time.monotonic()
-        process = self._start(part.spec)
+        process = self._start(spec)
         self._state.parts[number] = process.part
+        await self._use(process, spec, before)
+        return Restarted(stopping_s, time.monotonic() - began_s)
+
+    async def add(self, spec: PartSpec) -> None:
+        """Start a part more; return once the cluster uses it. Raise PartFailed; it is not running then."""
+        before = await active_instances(self._state.admin, self._transport)
+        process = self._start(spec)
+        self._state.parts.append(process.part)
+        try:
+            await self._use(process, spec, before)
+        except PartFailed:
+            await self.remove(spec.name, 0.0)
+            raise
+
+    async def remove(self, name: str, drain_s: float = DRAIN_S) -> None:
+        """Stop a part for good; a worker hands over its requests first."""
+        (part,) = (part for part in self._state.parts if part.name == name)
+        await self._stop(part, drain_s)
+        self._state.parts.remove(part)
+        self._folder.write(self._state)
+
+    async def _use(self, process: PartProcess, spec: PartSpec, before: Mapping[str, str]) -> None:
+        """Wait until a part that was started is ready and in use."""
         self._folder.write(self._state)
         await wait_ready(process, self._progress, self._state.certificates)
-        await self._settle(part.spec, before)
-        return Restarted(stopping_s, time.monotonic() - began_s)
+        await self._settle(spec, before)
 
     async def _stop(self, part: Part, drain_s: float) -> float:
         began_s = time.monotonic()

@@ -1,0 +1,277 @@
+"""`tailrace apply`: bring a running cluster to what its file says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import click
+
+from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, admin_option, connect
+from tailrace.cli.errors import CliError, UsageProblem
+from tailrace.cli.fleet_file import (
+    FleetFile,
+    file_option,
+    host_of,
+    options_of,
+    plan_here,
+    read_fleet_file,
+)
+from tailrace.cli.up import on_this_machine
+from tailrace.fleet.hosts import Installation, host_plan
+from tailrace.fleet.hosts import admin as admin_address
+from tailrace.local.certificates import certify
+from tailrace.local.change import Changes, compare, differing
+from tailrace.local.options import MONITOR_TRACES, ClusterOptions
+from tailrace.local.plan import PartSpec, Plan, Tier
+from tailrace.local.process import PartFailed
+from tailrace.local.progress import make_progress
+from tailrace.local.restart import Restarter
+from tailrace.local.state import RunFolder, RunFolderBusy, RunFolderUnusable, RunState
+from tailrace.messages import given_objectives, objectives_message
+from tailrace.security.roles import Identity, Role
+from tailrace.v1.admin_pb2 import (
+    GetSloRequest,
+    ListInstancesRequest,
+    ListPoliciesRequest,
+    ListServicesRequest,
+    PolicyParameter,
+    SetPolicyRequest,
+    SetSloRequest,
+)
+
+_SPANS: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """What differs of policy and SLO, and a line for each."""
+
+    policy: SetPolicyRequest | None
+    slo: SetSloRequest | None
+    lines: Sequence[tuple[str, str]]
+
+    def apply(self, admin: Admin) -> None:
+        """Make them as the file says."""
+        if self.policy is not None:
+            admin.stub.SetPolicy(self.policy, timeout=CALL_TIMEOUT_S)
+        if self.slo is not None:
+            admin.stub.SetSlo(self.slo, timeout=CALL_TIMEOUT_S)
+
+
+@click.command(epilog="Example: tailrace apply -f fleet.yaml --dry-run")
+@file_option(required=True)
+@click.option("--on", metavar="HOST", help="The host of the file that this machine is, if it has several.")
+@click.option("--dry-run", is_flag=True, help="Show what would change.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@click.option("--force", is_flag=True, help="Also change what ends streams.")
+@admin_option
+def apply(file: Path, on: str | None, dry_run: bool, yes: bool, force: bool, admin: str | None) -> None:
+    """Bring a running cluster to what the file says, while it serves.
+
+    Policy, parameters and SLO are set. Of the cluster that tailrace up started in this folder, new processes
+    are started, changed ones restarted one after another, and others stopped; requests move meanwhile. On
+    other hosts, it says what is missing. Shows what changes, and asks.
+    """
+    source = read_fleet_file(file)
+    folder = RunFolder.default()
+    try:
+        state = folder.read()
+        if state is None:
+            _apply_afar(source, admin, dry_run, yes)
+            return
+        if not state.ready:
+            raise CliError("the cluster of this folder is not complete; tailrace down stops it")
+        with folder.locked():
+            _apply_here(source, folder, state, host_of(source, on or state.host or None), dry_run, yes, force)
+    except (RunFolderBusy, RunFolderUnusable, PartFailed) as error:
+        raise CliError(str(error)) from error
+
+
+def _apply_here(
+    source: FleetFile, folder: RunFolder, state: RunState, host: str, dry_run: bool, yes: bool, force: bool
+) -> None:
+    """Change policy, SLO and the processes of this folder's cluster."""
+    if host != state.host:
+        raise UsageProblem(
+            f"this folder's cluster runs host {state.host or '-'} of its file, not {host or '-'}"
+        )
+    options = on_this_machine(options_of(source), source.fleet.model.number)
+    plan = plan_here(options, folder, source, host)
+    if bool(plan.certificates) != bool(state.certificates):
+        raise UsageProblem("tls: cannot be changed while the cluster runs; tailrace down, then tailrace up")
+    environment = _environment(plan, state, options)
+    changes = _changes(plan, state, environment)
+    with connect(None) as admin, admin.errors():
+        settings = _settings(source, admin)
+        lines = [*settings.lines, *_lines(changes, state)]
+        problems = [] if force else [*_dangers(changes, state)]
+        if not _agreed(lines, problems, dry_run, yes):
+            return
+        # First, so that new workers are placed on by the right policy.
+        settings.apply(admin)
+    if changes:
+        state.environment = dict(environment)
+        asyncio.run(_carry_out(changes, folder, state))
+        state.workers = sum(len(part.spec.members) for part in state.parts if part.spec is not None)
+    state.policy = options.policy
+    folder.write(state)
+    click.echo("applied")
+
+
+def _apply_afar(source: FleetFile, address: str | None, dry_run: bool, yes: bool) -> None:
+    """Change policy and SLO of a fleet, and say what its hosts lack."""
+    fleet = source.fleet
+    if not address and not fleet.hosts:
+        raise CliError("no cluster is running in this folder; tailrace up -f starts one")
+    with connect(address or admin_address(fleet)) as admin, admin.errors():
+        settings = _settings(source, admin)
+        missing = [*_missing(source, admin)] if fleet.hosts else []
+        if _agreed([*settings.lines, *missing], [], dry_run, yes):
+            settings.apply(admin)
+            click.echo("applied; processes are started on their hosts" if missing else "applied")
+
+
+def _settings(source: FleetFile, admin: Admin) -> _Settings:
+    """Compare policy and SLO with those in force."""
+    fleet, lines = source.fleet, []
+    policies = admin.stub.ListPolicies(ListPoliciesRequest(), timeout=CALL_TIMEOUT_S).policies
+    active = next((policy for policy in policies if policy.active), None)
+    name, given = fleet.policy.name, fleet.policy.texts
+    wanted = _called(name, given)
+    policy = None
+    if active is None or active.name != name or active.suspended or not _equal(active.parameters, given):
+        now = "-" if active is None else _called(active.name, _changed(active.parameters))
+        lines.append(("policy", f"{now} -> {wanted}"))
+        policy = SetPolicyRequest(name=name, parameters=given)
+    before = given_objectives(admin.stub.GetSlo(GetSloRequest(), timeout=CALL_TIMEOUT_S).slo)
+    objectives = {name: value for name, value in fleet.objectives().items() if before.get(name, 0.0) != value}
+    lines += [("slo", f"{name} {before.get(name, 0.0):g} -> {value:g}") for name, value in objectives.items()]
+    slo = SetSloRequest(slo=objectives_message(objectives)) if objectives else None
+    return _Settings(policy, slo, lines)
+
+
+def _equal(parameters: Sequence[PolicyParameter], given: Mapping[str, str]) -> bool:
+    """Return whether the parameters in force are the given ones, and otherwise the defaults."""
+    return all(_same(each.value, given.get(each.name, each.default)) for each in parameters)
+
+
+def _same(one: str, other: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return float(one) == float(other)
+    return one == other
+
+
+def _changed(parameters: Sequence[PolicyParameter]) -> dict[str, str]:
+    return {each.name: each.value for each in parameters if not _same(each.value, each.default)}
+
+
+def _called(name: str, parameters: Mapping[str, str]) -> str:
+    return " ".join([name, *(f"{key}={value}" for key, value in sorted(parameters.items()))])
+
+
+def _environment(plan: Plan, state: RunState, options: ClusterOptions) -> Mapping[str, str]:
+    """Return the environment of all parts; spans go on to the same monitor."""
+    environment = dict(plan.environment)
+    if options.traces == MONITOR_TRACES and not state.host and _SPANS in state.environment:
+        environment[_SPANS] = state.environment[_SPANS]
+    return environment
+
+
+def _changes(plan: Plan, state: RunState, environment: Mapping[str, str]) -> Changes:
+    changes = compare(state.parts, plan.parts, state.etcd)
+    if environment == state.environment:
+        return changes
+    untouched = {spec.name for spec in (*changes.added, *changes.changed)} | set(changes.removed)
+    rest = [part.spec for part in state.parts if part.spec is not None and part.name not in untouched]
+    return replace(
+        changes, changed=[*changes.changed, *(spec for spec in rest if spec.tier is not Tier.ETCD)]
+    )
+
+
+def _lines(changes: Changes, state: RunState) -> Iterator[tuple[str, str]]:
+    """Yield a line for each part that changes."""
+    old = {part.name: part.spec for part in state.parts}
+    for spec in changes.added:
+        yield spec.name, "start"
+    for spec in changes.changed:
+        before = old[spec.name]
+        differs = "" if before is None else differing(before.command, spec.command)
+        yield spec.name, f"restart: {differs or 'another environment'}"
+    for name in changes.removed:
+        yield name, "stop"
+
+
+def _dangers(changes: Changes, state: RunState) -> Iterator[str]:
+    """Yield what would end streams."""
+    specs = {part.name: part.spec for part in state.parts if part.spec is not None}
+    workers = {name for name, spec in specs.items() if spec.tier is Tier.WORKER}
+    touched = {spec.name for spec in changes.changed} | set(changes.removed)
+    for spec in changes.changed:
+        old = specs[spec.name]
+        if spec.tier is Tier.WORKER and _model(spec) != _model(old):
+            yield (
+                f"{spec.name}: a stream does not go on with another model: add workers with the new one and "
+                "tailrace rollout start"
+            )
+    if workers and workers == touched & workers and len(workers) == 1 and not changes.added:
+        yield f"{min(workers)}: it is the only worker, and nobody takes over its requests: add one first"
+
+
+def _model(spec: PartSpec) -> str:
+    return spec.command[list(spec.command).index("--model") + 1]
+
+
+def _missing(source: FleetFile, admin: Admin) -> Iterator[tuple[str, str]]:
+    """Yield what the hosts lack, or have beside what the file says."""
+    fleet, options = source.fleet, options_of(source)
+    instances = admin.stub.ListInstances(ListInstancesRequest(), timeout=CALL_TIMEOUT_S).instances
+    services = admin.stub.ListServices(ListServicesRequest(), timeout=CALL_TIMEOUT_S).services
+    running = {each.instance_id for each in instances} | {each.id for each in services}
+    wanted: set[str] = set()
+    for host in fleet.hosts:
+        plan = host_plan(fleet, options, host, Installation(["tailrace"], "etcd", "", ""))
+        names = [part.name for part in plan.parts if part.tier is not Tier.ETCD]
+        wanted.update(names)
+        for name in names:
+            if name not in running:
+                yield name, f"to be started on host {host}: tailrace render, and its start.sh"
+    for name in sorted(running - wanted):
+        yield name, "runs, and is not in the file: stop it on its host"
+
+
+def _agreed(lines: Sequence[tuple[str, str]], problems: Sequence[str], dry_run: bool, yes: bool) -> bool:
+    """Show what changes; return whether to go on. Raise UsageProblem if it must not."""
+    if not lines:
+        click.echo("nothing to change: the cluster is as the file says")
+        return False
+    width = max(len(name) for name, _ in lines)
+    for name, text in lines:
+        click.echo(f"{name:{width}}  {text}")
+    if problems:
+        raise UsageProblem("\n".join([*problems, "--force does it all the same"]))
+    if dry_run:
+        return False
+    if not yes and not sys.stdin.isatty():
+        raise UsageProblem("--yes: needed where nobody can be asked")
+    return yes or click.confirm("Change this?")
+
+
+async def _carry_out(changes: Changes, folder: RunFolder, state: RunState) -> None:
+    """Start, restart and stop parts, one after another: those first that take over from others."""
+    names = [*(spec.name for spec in (*changes.added, *changes.changed)), *changes.removed]
+    with make_progress(names, "tailrace apply") as progress:
+        restarter = Restarter(folder, state, progress)
+        if state.certificates and not state.host:
+            certify(state.certificates, (Identity(Role(spec.role), spec.name) for spec in changes.added))
+        for spec in changes.added:
+            await restarter.add(spec)
+        for spec in changes.changed:
+            await restarter.restart(spec.name, changed=spec)
+        for name in changes.removed:
+            await restarter.remove(name)

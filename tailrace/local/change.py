@@ -1,0 +1,77 @@
+"""What changes of a running local cluster when it is to be as another plan says. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tailrace.local.plan import PartSpec, Tier
+from tailrace.local.state import Part
+
+# Their values are free ports, which a part keeps.
+_ADDRESSES = ("--etcd", "--listen", "--metrics")
+# It depends on the number of workers, and is worth no restart.
+_SHARED = "OMP_NUM_THREADS"
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Parts to start, to restart with another command, and to stop."""
+
+    added: Sequence[PartSpec]
+    changed: Sequence[PartSpec]
+    removed: Sequence[str]
+
+    def __bool__(self) -> bool:
+        """Return whether anything changes."""
+        return bool(self.added or self.changed or self.removed)
+
+
+def compare(running: Sequence[Part], wanted: Sequence[PartSpec], etcd: str) -> Changes:
+    """Return what makes the parts as planned. Parts that run keep their addresses.
+
+    `etcd`: where it runs, whatever the plan says.
+    """
+    specs = {part.name: part.spec for part in running if part.spec is not None}
+    added, changed = [], []
+    for spec in wanted:
+        old = specs.get(spec.name)
+        if old is None:
+            added.append(replace(spec, command=_with(spec.command, {"--etcd": etcd})))
+        elif spec.tier is not Tier.ETCD and _essence(spec) != _essence(old):
+            kept = {flag: _value(old.command, flag) for flag in _ADDRESSES}
+            changed.append(
+                replace(
+                    spec,
+                    command=_with(spec.command, kept),
+                    address=old.address,
+                    environment=spec.environment,
+                )
+            )
+    names = {spec.name for spec in wanted}
+    return Changes(added, changed, [part.name for part in running if part.name not in names])
+
+
+def differing(old: Sequence[str], new: Sequence[str]) -> str:
+    """Return what a command loses and gains, for a reader."""
+    lost = [f"-{word}" for word in old if word not in new]
+    return " ".join([*lost, *(f"+{word}" for word in new if word not in old)])
+
+
+def _essence(spec: PartSpec) -> tuple[object, ...]:
+    """Return what must be equal for a part to go on as it is."""
+    environment = {name: value for name, value in spec.environment.items() if name != _SHARED}
+    return _with(spec.command, dict.fromkeys(_ADDRESSES, "")), environment, tuple(spec.members)
+
+
+def _value(command: Sequence[str], flag: str) -> str:
+    return command[command.index(flag) + 1] if flag in command else ""
+
+
+def _with(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
+    """Return the command with other values of these flags; those that it does not have are left out."""
+    words = list(command)
+    for flag, value in values.items():
+        if flag in words:
+            words[words.index(flag) + 1] = value
+    return words
