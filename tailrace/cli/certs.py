@@ -37,7 +37,8 @@ def certs() -> None:
     """A group."""
 
 
-def _folder_option(function: F) -> F:
+def folder_option(function: F) -> F:
+    """Add `--dir`, the folder of the authority."""
     return click.option(
         "--dir",
         "folder",
@@ -61,7 +62,7 @@ def _days_option(default: float) -> Callable[[F], F]:
 
 
 @certs.command()
-@_folder_option
+@folder_option
 @_days_option(AUTHORITY_DAYS)
 def init(folder: Path, days: float) -> None:
     """Create an authority for one cluster, and one for its etcd."""
@@ -84,7 +85,7 @@ def init(folder: Path, days: float) -> None:
     help="Name or address by which clients other than Tailrace's reach it (etcd members, a monitor that "
     "receives spans); can be repeated.",
 )
-@_folder_option
+@folder_option
 @_days_option(CERTIFICATE_DAYS)
 def issue(role: str, name: str, hosts: tuple[str, ...], folder: Path, days: float) -> None:
     """Create a key and a certificate; prints their folder, for use with --tls. A member's has a subfolder
@@ -100,7 +101,7 @@ def issue(role: str, name: str, hosts: tuple[str, ...], folder: Path, days: floa
 
 
 @certs.command()
-@_folder_option
+@folder_option
 @_days_option(CERTIFICATE_DAYS)
 def rotate(folder: Path, days: float) -> None:
     """Reissue every certificate. Services pick up theirs by themselves, and drop no stream."""
@@ -111,7 +112,7 @@ def rotate(folder: Path, days: float) -> None:
 
 
 @certs.command("new-authority")
-@_folder_option
+@folder_option
 @_days_option(AUTHORITY_DAYS)
 def new_authority(folder: Path, days: float) -> None:
     """Start replacing the cluster's and etcd's authorities: the old ones stay trusted, too.
@@ -129,7 +130,7 @@ def new_authority(folder: Path, days: float) -> None:
 
 
 @certs.command("retire-authority")
-@_folder_option
+@folder_option
 def retire_authority(folder: Path) -> None:
     """Trust only the new authorities."""
     with file_errors(AuthorityProblem):
@@ -138,7 +139,7 @@ def retire_authority(folder: Path) -> None:
 
 
 @certs.command("list")
-@_folder_option
+@folder_option
 @output_option()
 def list_(folder: Path, output: Output) -> None:
     """Show the certificates and the authority, their expiry dates, and how many days are left."""

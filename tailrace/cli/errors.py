@@ -1,4 +1,4 @@
-"""Errors of commands: one line on stderr and an exit code (1 failure, 2 wrong usage, 3 unreachable)."""
+"""Errors of commands: one line on stderr and an exit code (1 failure, 2 wrong usage, 3 not reachable now)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class UsageProblem(CliError):
 
 
 class Unreachable(CliError):
-    """The admin API did not answer."""
+    """The admin API did not answer, or cannot carry anything out at the moment: try again."""
 
     exit_code = 3
 
@@ -68,7 +68,8 @@ def _translate(error: grpc.RpcError, address: str, hint: str, diagnose: Callable
     code, details = error.code(), _as_typed((error.details() or "").strip().rstrip("."))
     match code:
         case grpc.StatusCode.UNAVAILABLE if is_from_server(error):
-            return CliError(details)
+            # No scheduler can carry it out now, such as while another one takes over.
+            return Unreachable(details)
         case grpc.StatusCode.UNAVAILABLE if problem := diagnose():
             return Unreachable(f"no connection to the admin API at {address}: {problem}")
         case grpc.StatusCode.UNAVAILABLE if details.endswith("Socket closed"):

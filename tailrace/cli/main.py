@@ -134,6 +134,7 @@ _COMMANDS = {
     "restart": ("tailrace.cli.restart:restart", "Restart processes of the local cluster while it serves."),
     "down": ("tailrace.cli.down:down", "Stop the local cluster."),
     "apply": ("tailrace.cli.apply:apply", "Bring a running cluster to what its fleet.yaml says."),
+    "render": ("tailrace.cli.render:render", "Make a folder for each host of a fleet.yaml."),
     "config": ("tailrace.cli.config:config", "Check a fleet.yaml, or show what it means."),
     "get": ("tailrace.cli.get:get", "Show instances, requests, migrations and more."),
     "doctor": ("tailrace.cli.doctor:doctor", "Look for what this host or the fleet lacks."),
@@ -174,5 +175,5 @@ main = LazyGroup(
     plugins=_PLUGINS,
     plugin_help=_PLUGIN_HELP,
     help="The control plane for a fleet of vLLM instances.",
-    epilog="Exit codes: 1 failure, 2 wrong usage, 3 the admin API is unreachable.",
+    epilog="Exit codes: 1 failure, 2 wrong usage, 3 no scheduler can be reached, or none leads: try again.",
 )

@@ -21,7 +21,7 @@ class Rule(TypedDict):
 
 
 def _rules() -> list[Rule]:
-    loaded = yaml.safe_load((DEPLOY / "alerts.yml").read_text())
+    loaded = yaml.safe_load((DEPLOY.parent / "tailrace/fleet/alerts.yml").read_text())
     return [rule for group in loaded["groups"] for rule in group["rules"]]
 
 

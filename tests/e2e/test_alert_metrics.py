@@ -43,7 +43,7 @@ def _expressions(node: object) -> Iterator[str]:
 
 def _asked_for() -> dict[str, set[str]]:
     """Return the metrics by name, with the labels by which they are chosen."""
-    rules = yaml.safe_load((DEPLOY / "alerts.yml").read_text())
+    rules = yaml.safe_load((DEPLOY.parent / "tailrace/fleet/alerts.yml").read_text())
     dashboards = [json.loads(path.read_text()) for path in (DEPLOY / "grafana/dashboards").glob("*.json")]
     asked: dict[str, set[str]] = defaultdict(set)
     for expression in _expressions([rules, *dashboards]):

@@ -1,0 +1,153 @@
+"""`tailrace render`: make one folder for each host of a fleet, which is copied there as it is."""
+
+from __future__ import annotations
+
+import datetime
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+import click
+
+from tailrace.cli.certs import folder_option
+from tailrace.cli.errors import CliError, UsageProblem, file_errors
+from tailrace.cli.fleet_file import CERTIFICATES, FleetFile, file_option, options_of, read_fleet_file
+from tailrace.cli.output import note
+from tailrace.fleet.file import Fleet, FleetError
+from tailrace.fleet.folders import (
+    PROMETHEUS,
+    SCRAPER,
+    Files,
+    HostFolder,
+    compose,
+    control_first,
+    processes,
+    prometheus,
+    systemd,
+)
+from tailrace.fleet.hosts import control_hosts, endpoints
+from tailrace.security.authority import Authority, AuthorityProblem
+from tailrace.security.credentials import AUTHORITIES
+from tailrace.security.roles import Identity, Role
+
+_ALERTS: Final = Path(__file__).parent.parent / "fleet" / "alerts.yml"
+# A certificate that ends sooner is issued again.
+_LEFT: Final = datetime.timedelta(days=30)
+_OPERATORS: Final = (Identity(Role.ADMIN, "local"), Identity(Role.ETCD_ROOT, "local"))
+
+
+@click.command(epilog="Example: tailrace render systemd -f fleet.yaml --out hosts")
+@click.argument("kind", type=click.Choice(["systemd", "compose", "processes"]))
+@file_option(required=True)
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("hosts"),
+    show_default=True,
+    metavar="DIR",
+    help="Where the hosts' folders are written.",
+)
+@folder_option
+def render(kind: str, file: Path, out: Path, folder: Path) -> None:
+    """Make a folder for each host: units, containers or processes, certificates, firewall, and start.sh.
+
+    Copy each to its host and run its start.sh there. After a change of the file, do the same again: start.sh
+    restarts what has changed. Prometheus's configuration and alerts are beside them.
+    """
+    source = read_fleet_file(file)
+    fleet = source.fleet
+    if not fleet.hosts:
+        raise UsageProblem(f"{file}: hosts: there are none; tailrace up -f starts it on one machine")
+    keys = source.beside(fleet.keys) if fleet.keys else None
+    if keys is not None and not keys.is_file():
+        raise UsageProblem(f"{keys}: no such file; tailrace keys make NAME --file {keys} makes it")
+    options = options_of(source)
+    try:
+        with file_errors(AuthorityProblem):
+            for host in fleet.hosts:
+                match kind:
+                    case "systemd":
+                        made = systemd(fleet, options, host)
+                    case "compose":
+                        made = compose(fleet, options, host)
+                    case _:
+                        made = processes(fleet, options, host, file.read_text())
+                _write(out / host, made, keys)
+                if fleet.tls:
+                    _certify(folder, out / host, made.identities, [fleet.hosts[host].address])
+            _write(out / PROMETHEUS, HostFolder(prometheus(fleet, options, _ALERTS.read_text()), []), None)
+            if fleet.tls:
+                _certify(folder, out / PROMETHEUS, [SCRAPER], [])
+                _issue(folder, _OPERATORS, [])
+    except FleetError as error:
+        raise CliError(f"{file}: {error}") from error
+    click.echo("\n".join(_next_steps(kind, source, out, folder)))
+
+
+def _write(folder: Path, made: HostFolder, keys: Path | None) -> None:
+    """Write a host's folder anew; its certificates stay."""
+    for old in folder.glob("units/*"):
+        old.unlink()
+    _write_files(folder, made.files)
+    if keys is not None and made.needs_keys:
+        shutil.copy(keys, folder / (keys.name if "fleet.yaml" in made.files else "keys.json"))
+
+
+def _write_files(folder: Path, files: Files) -> None:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.write_text(text)
+        if path.suffix == ".sh":
+            path.chmod(0o755)
+
+
+def _certify(authority: Path, folder: Path, identities: Iterable[Identity], hosts: list[str]) -> None:
+    """Put the identities' certificates into a host's folder, and no others."""
+    target = folder / CERTIFICATES
+    shutil.rmtree(target, ignore_errors=True)
+    for identity in identities:
+        (issued,) = _issue(authority, [identity], hosts)
+        place = target / "issued" / identity.role.value / identity.name
+        place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        shutil.copytree(issued, place)
+        if not (target / AUTHORITIES).exists():
+            shutil.copy(issued / AUTHORITIES, target / AUTHORITIES)
+
+
+def _issue(folder: Path, identities: Iterable[Identity], hosts: list[str]) -> list[Path]:
+    """Return the folders of certificates for the hosts; those that there are stay as long as they last."""
+    if (folder / "ca.key").exists():
+        authority = Authority.load(folder)
+    else:
+        authority = Authority.create(folder)
+        note(f"new authorities in {folder}: keep ca.key and etcd-ca.key on a machine without services")
+    known = {issued.identity: issued for issued in authority.issued()}
+    end = datetime.datetime.now(datetime.UTC) + _LEFT
+    folders = []
+    for identity in identities:
+        old = known.get(identity)
+        lasts = old is not None and old.not_after > end and set(hosts) <= set(old.hosts)
+        folders.append(
+            old.folder if old is not None and lasts else authority.issue(identity, hosts=hosts).folder
+        )
+    return folders
+
+
+def _next_steps(kind: str, source: FleetFile, out: Path, authority: Path) -> Iterable[str]:
+    """Yield what to do now, in this order."""
+    fleet: Fleet = source.fleet
+    sudo = "sudo " if kind == "systemd" else ""
+    for host in control_first(fleet):
+        address = fleet.hosts[host].address
+        yield f"rsync -a {out / host}/ {address}:tailrace/ && ssh {address} {sudo}sh tailrace/start.sh"
+    if kind == "processes":
+        return
+    operator = f" --tls {authority}/issued/admin/local" if fleet.tls else ""
+    if fleet.tls:
+        root = f"{authority}/issued/etcd-root/local"
+        cluster = f" --cluster {fleet.cluster}" if fleet.cluster != "default" else ""
+        yield f"tailrace etcd-roles --apply --etcd {','.join(endpoints(fleet))} --tls {root}{cluster}"
+    yield f"tailrace apply -f {source.path}{operator}"
+    yield f"# Prometheus: {out / PROMETHEUS}/prometheus.yml; control host: {control_hosts(fleet)[0]}"

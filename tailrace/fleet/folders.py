@@ -1,0 +1,305 @@
+"""One folder for each host of a fleet, which is copied as it is, and one command that starts it. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from tailrace import __version__
+from tailrace.fleet.file import Fleet
+from tailrace.fleet.hosts import METRICS_ABOVE, Installation, control_hosts, host_plan, members, ports
+from tailrace.local.options import ClusterOptions
+from tailrace.local.plan import PartSpec, Plan, Tier
+from tailrace.security.credentials import AUTHORITIES, CERTIFICATE, KEY
+from tailrace.security.roles import Identity, Role, server_name
+
+Files = Mapping[str, str]
+"""Texts by path in a host's folder; those that end in .sh are commands."""
+
+CERTIFICATES: Final = "tls"
+"""Folder in a host's folder with its certificates."""
+PROMETHEUS: Final = "prometheus"
+"""Folder beside those of the hosts."""
+SCRAPER: Final = Identity(Role.TELEMETRY, "prometheus")
+
+_ETC: Final = "/etc/tailrace"
+_DATA: Final = "/var/lib/tailrace"
+_PROGRAMS: Final = "/opt/tailrace/bin"
+# Seconds that a part may take to hand over or finish its work (--drain-timeout, --patience), and to close.
+_STOP_S: Final = {"frontend": 330, "migration": 75, "worker": 90}
+_OTHERS_STOP_S: Final = 30
+_UNIT: Final = Path(__file__).with_name("unit.service")
+_DEVICE_NODES: Final = (
+    "ExecStartPre=-+/bin/sh -c 'command -v nvidia-modprobe >/dev/null && nvidia-modprobe -c 0 -u'\n"
+)
+_TARGET: Final = """\
+[Unit]
+Description=Every part of Tailrace on this host
+
+[Install]
+WantedBy=multi-user.target
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class HostFolder:
+    """The folder of a host: texts, and whose certificates are beside them."""
+
+    files: Files
+    identities: Sequence[Identity]
+    # Whether users' keys belong into it.
+    needs_keys: bool = False
+
+
+def systemd(fleet: Fleet, options: ClusterOptions, host: str) -> HostFolder:
+    """Return a host's units, and the script that installs and starts them."""
+    keys = f"{_ETC}/keys.json" if fleet.keys else ""
+    installed = Installation(
+        [f"{_PROGRAMS}/tailrace"], "/usr/bin/etcd", _DATA, f"{_ETC}/{CERTIFICATES}", keys
+    )
+    plan = host_plan(fleet, options, host, installed)
+    units = {f"units/tailrace-{part.name}.service": _unit(part, plan) for part in plan.parts}
+    files = {
+        **units,
+        "units/tailrace.target": _TARGET,
+        "firewall.nft": _firewall(fleet, plan, host),
+        "start.sh": _START_UNITS,
+    }
+    return HostFolder(files, _identities(fleet, plan), bool(plan.tier(Tier.FRONTEND)))
+
+
+def processes(fleet: Fleet, options: ClusterOptions, host: str, text: str) -> HostFolder:
+    """Return what `tailrace up` needs on a host, where nothing else supervises processes. `text`: of the
+    file."""
+    plan = host_plan(fleet, options, host, Installation(["tailrace"], "etcd", "", ""))
+    files = {
+        "fleet.yaml": text,
+        "firewall.nft": _firewall(fleet, plan, host),
+        "start.sh": _START_PROCESSES.format(host=host),
+    }
+    # `tailrace up` sets policy and SLO, and looks whether each part is ready.
+    operator = [Identity(Role.ADMIN, "local")] if fleet.tls else []
+    root = [Identity(Role.ETCD_ROOT, "local")] if fleet.tls and host in [*members(fleet)][:1] else []
+    return HostFolder(files, [*_identities(fleet, plan), *operator, *root], bool(plan.tier(Tier.FRONTEND)))
+
+
+def compose(fleet: Fleet, options: ClusterOptions, host: str) -> HostFolder:
+    """Return a host's containers, on the host's network, and the script that starts them."""
+    keys = f"{_ETC}/keys.json" if fleet.keys else ""
+    installed = Installation(["tailrace"], "etcd", _DATA, f"{_ETC}/{CERTIFICATES}", keys)
+    plan = host_plan(fleet, options, host, installed)
+    services = {part.name: _container(part, plan, fleet) for part in plan.parts}
+    content = {"name": f"tailrace-{fleet.cluster}", "services": services, "volumes": {"data": {}}}
+    text = yaml.safe_dump(content, sort_keys=False, width=110)
+    files = {
+        "compose.yaml": text,
+        "firewall.nft": _firewall(fleet, plan, host),
+        "start.sh": "#!/bin/sh\n# Start this host's containers; those that changed are replaced.\nset -eu\n"
+        'cd "$(dirname "$0")"\ndocker compose up --detach --wait --remove-orphans\n',
+    }
+    return HostFolder(files, _identities(fleet, plan), bool(plan.tier(Tier.FRONTEND)))
+
+
+def prometheus(fleet: Fleet, options: ClusterOptions, alerts: str) -> Files:
+    """Return Prometheus's configuration for all hosts. `alerts`: the rules."""
+    targets: dict[str, list[dict[str, Any]]] = {}
+    for host in fleet.hosts:
+        plan = host_plan(fleet, options, host, Installation(["tailrace"], "etcd", "", ""))
+        for part in plan.parts:
+            if part.tier is not Tier.ETCD:
+                address, _, port = part.address.rpartition(":")
+                target = f"{address}:{int(port) + METRICS_ABOVE}"
+                kind = _kind(part)
+                targets.setdefault(kind, []).append({"targets": [target], "labels": {"member": part.name}})
+    jobs = [_job(kind, each, fleet.tls) for kind, each in targets.items()]
+    config = {
+        "global": {"scrape_interval": "5s", "scrape_timeout": "4s"},
+        "rule_files": ["alerts.yml"],
+        "scrape_configs": jobs,
+    }
+    return {"prometheus.yml": yaml.safe_dump(config, sort_keys=False, width=110), "alerts.yml": alerts}
+
+
+def _job(kind: str, targets: Sequence[Mapping[str, Any]], tls: bool) -> dict[str, Any]:
+    job: dict[str, Any] = {"job_name": f"tailrace-{kind}", "static_configs": [*targets]}
+    if kind == "monitor":
+        # It speaks of instances by their ids: its label `instance` is kept, not taken for the target's.
+        job["honor_labels"] = True
+    if tls:
+        folder = f"{CERTIFICATES}/issued/{SCRAPER.role.value}/{SCRAPER.name}"
+        job["scheme"] = "https"
+        job["tls_config"] = {
+            "ca_file": f"{folder}/{AUTHORITIES}",
+            "cert_file": f"{folder}/{CERTIFICATE}",
+            "key_file": f"{folder}/{KEY}",
+            "server_name": server_name(Role(kind)),
+        }
+    return job
+
+
+def _identities(fleet: Fleet, plan: Plan) -> list[Identity]:
+    return [Identity(Role(part.role), part.name) for part in plan.parts] if fleet.tls else []
+
+
+def _kind(part: PartSpec) -> str:
+    """Return which service a part is."""
+    return "etcd" if part.tier is Tier.ETCD else part.command[list(part.command).index("serve") + 1]
+
+
+def _unit(part: PartSpec, plan: Plan) -> str:
+    kind = _kind(part)
+    devices = kind == "worker"
+    lines = []
+    if devices:
+        # Neither PrivateDevices nor ProtectClock, which implies a list of allowed devices.
+        lines = ["# GPUs and InfiniBand are devices; RDMA and CUDA pin memory.", "LimitMEMLOCK=infinity"]
+    else:
+        lines = ["PrivateDevices=yes", "ProtectClock=yes"]
+    if kind == "monitor":
+        lines += ["# Requests wait for the scheduler, and nothing waits for a report.", "Nice=5"]
+    environment = {**plan.environment, **part.environment, "HF_HOME": f"{_DATA}/huggingface"}
+    after = {"worker": " nvidia-persistenced.service", "scheduler": " tailrace-monitor.service"}.get(kind, "")
+    return _UNIT.read_text().format(
+        name=part.name,
+        after=after,
+        environment="\n".join(f"Environment={_quoted(f'{k}={v}')}" for k, v in environment.items()),
+        # CUDA makes missing device nodes with a setuid helper, which NoNewPrivileges forbids: "+" runs it as
+        # root before the service starts; "-": a machine without GPUs has none.
+        prepare=_DEVICE_NODES if devices else "",
+        command=" ".join(_quoted(word.replace("$", "$$")) for word in part.command),
+        stop_s=_STOP_S.get(kind, _OTHERS_STOP_S),
+        role="\n".join([*lines, ""]),
+    )
+
+
+def _quoted(word: str) -> str:
+    """Return a word of a unit's command line or environment as systemd reads it back."""
+    word = word.replace("%", "%%")
+    if word and not any(each in word for each in " \t\"'\\;"):
+        return word
+    return json.dumps(word, ensure_ascii=False)
+
+
+def _container(part: PartSpec, plan: Plan, fleet: Fleet) -> dict[str, Any]:
+    kind = _kind(part)
+    engine = kind in ("worker", "frontend")
+    environment = {**plan.environment, **part.environment}
+    volumes = [f"data:{_DATA}", f"./{CERTIFICATES}:{_ETC}/{CERTIFICATES}:ro"]
+    if kind == "frontend" and fleet.keys:
+        volumes.append(f"./keys.json:{_ETC}/keys.json:ro")
+    container: dict[str, Any] = {
+        "image": f"tailrace-{'engine' if engine else 'control'}:{__version__}",
+        # A $ is Compose's own.
+        "command": [word.replace("$", "$$") for word in part.command],
+        "network_mode": "host",
+        "environment": {key: value.replace("$", "$$") for key, value in environment.items()},
+        "volumes": volumes,
+        "restart": "unless-stopped",
+        "init": True,
+        "stop_grace_period": f"{_STOP_S.get(kind, _OTHERS_STOP_S)}s",
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges:true"],
+        "read_only": True,
+        "tmpfs": ["/tmp:exec,mode=1777"],
+        "mem_limit": "64g" if engine else "4g",
+        "pids_limit": 8192 if engine else 512,
+    }
+    if kind == "etcd":
+        container |= {"image": "quay.io/coreos/etcd:v3.5.33", "user": "10001"}
+    if kind == "worker":
+        container["shm_size"] = "1g"
+        container["ulimits"] = {"memlock": -1}
+        if gpus := part.environment.get("CUDA_VISIBLE_DEVICES"):
+            device = {"driver": "nvidia", "device_ids": gpus.split(","), "capabilities": ["gpu"]}
+            container["deploy"] = {"resources": {"reservations": {"devices": [device]}}}
+            # The container sees its own, from 0 on.
+            container["environment"].pop("CUDA_VISIBLE_DEVICES")
+    return container
+
+
+def _firewall(fleet: Fleet, plan: Plan, host: str) -> str:
+    """Return nftables' rules for the ports of Tailrace alone; all others stay as they are."""
+    own, users = ports(fleet, plan, host)
+    others = [each.address for name, each in fleet.hosts.items() if name != host]
+    by_family = {
+        "ip6": [address for address in others if ":" in address],
+        "ip": [address for address in others if ":" not in address],
+    }
+    lines = [
+        "# nft -f firewall.nft: only the fleet's hosts reach its ports. Add the operators' addresses, and",
+        "# Prometheus's. Other ports stay as they are.",
+        "table inet tailrace {",
+        "  chain input {",
+        "    type filter hook input priority filter; policy accept;",
+        '    iif "lo" accept',
+    ]
+    if users:
+        lines.append(f"    tcp dport {{ {', '.join(users)} }} accept")
+    for family, addresses in by_family.items():
+        if addresses:
+            lines.append(
+                f"    {family} saddr {{ {', '.join(addresses)} }} tcp dport {{ {', '.join(own)} }} accept"
+            )
+    return "\n".join([*lines, f"    tcp dport {{ {', '.join(own)} }} drop", "  }", "}", ""])
+
+
+_START_UNITS: Final = f"""\
+#!/bin/sh
+# Install this host's part of the fleet and start it: sudo sh start.sh. Run it again after a change: what has
+# changed is restarted, one after another, and hands over its requests.
+set -eu
+cd "$(dirname "$0")"
+[ "$(id -u)" = 0 ] || {{ echo "run it as root: sudo sh start.sh" >&2; exit 1; }}
+[ -x {_PROGRAMS}/tailrace ] || {{ echo "{_PROGRAMS}/tailrace: install it first" >&2; exit 1; }}
+id tailrace >/dev/null 2>&1 ||
+  useradd --system --home-dir {_DATA} --shell /usr/sbin/nologin tailrace
+install -d -m 750 -g tailrace {_ETC}
+if [ -d {CERTIFICATES} ]; then
+  # Services pick up renewed certificates by themselves.
+  cp -R {CERTIFICATES} {_ETC}/
+  chown -R tailrace:tailrace {_ETC}/{CERTIFICATES}
+  chmod -R u=rwX,go= {_ETC}/{CERTIFICATES}
+fi
+[ ! -f keys.json ] || install -m 640 -g tailrace keys.json {_ETC}/keys.json
+for old in /etc/systemd/system/tailrace-*.service; do
+  name=$(basename "$old")
+  if [ -f "$old" ] && [ ! -f "units/$name" ]; then
+    systemctl disable --now "$name"
+    rm "$old"
+  fi
+done
+changed=
+for unit in units/*; do
+  name=$(basename "$unit")
+  if ! cmp -s "$unit" "/etc/systemd/system/$name"; then
+    install -m 644 "$unit" "/etc/systemd/system/$name"
+    changed="$changed $name"
+  fi
+done
+systemctl daemon-reload
+systemctl enable --quiet $(cd units && echo *)
+for name in $changed; do
+  systemctl restart "$name"
+done
+systemctl start tailrace.target
+systemctl list-units 'tailrace-*' --no-pager
+"""
+
+_START_PROCESSES: Final = """\
+#!/bin/sh
+# Start this host's part of the fleet; tailrace down, in this folder, stops it.
+set -eu
+cd "$(dirname "$0")"
+exec tailrace up --file fleet.yaml --on {host}
+"""
+
+
+def control_first(fleet: Fleet) -> list[str]:
+    """Return the hosts in the order in which they are started: etcd and control services first."""
+    first = [*members(fleet), *control_hosts(fleet)]
+    return [*dict.fromkeys([*first, *fleet.hosts])]
