@@ -183,9 +183,9 @@ class _Loader(yaml.SafeLoader):
 
 def _plain(problem: str) -> str:
     """Return msgspec's message with the field first: `models[0].replicas: ...`."""
-    what, at, place = problem.partition(" - at `$")
+    what, _, place = problem.partition(" - at `$")
     what = what.replace("Object contains unknown field", "unknown field").replace("Object missing", "missing")
-    return f"{place.rstrip('`').lstrip('.') or 'the file'}: {what}" if at else what
+    return ": ".join(filter(None, [place.rstrip("`").lstrip("."), what]))
 
 
 def _check(fleet: Fleet) -> None:

@@ -94,7 +94,7 @@ def test_a_service_behind_the_admin_api_does_not_respond(run: Run, script: Scrip
     script.errors["Migrate"] = (grpc.StatusCode.UNAVAILABLE, details)
     script.error_metadata = (FROM_SERVER,)
     result = run("migrate", "x", "--to", "worker-1")
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     assert _single_line(result.stderr) == f"tailrace: {details}"
 
 

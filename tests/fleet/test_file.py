@@ -1,0 +1,112 @@
+"""fleet.yaml: what is accepted, and which field an error names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tailrace.fleet.file import FleetError, json_schema, read_fleet, to_yaml
+from tests.fleet.files import ONE_MACHINE, TWO_HOSTS, changed, write
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        ("modles", [], "unknown field `modles`"),
+        ("models", [], "models: Expected `array` of length >= 1"),
+        ("models.0.modell", "x", "models[0]: unknown field `modell`"),
+        ("models.0.replicas", "many", "models[0].replicas: Expected"),
+        ("models.0.replicas", {"c": 1}, "models[0].replicas: 'c' is none of the hosts (a, b)"),
+        ("models.0.frontends", {"c": 1}, "models[0].frontends: 'c' is none of the hosts (a, b)"),
+        ("models.0.http", "8000", "models[0].http: '8000' is not HOST:PORT"),
+        ("models.0.engine", "vlmm", "models[0].engine: Invalid enum value 'vlmm'"),
+        ("hosts.b.address", "10.0.0.1", "hosts.a.address: 10.0.0.1 is there twice"),
+        ("hosts.b.address", "10.0.0.2:22", "hosts.b.address: '10.0.0.2:22': without a port, please"),
+        ("hosts.b.gpus", -1, "hosts[...].gpus: Expected `int` >= 0"),
+        ("control", ["a", "a"], "control: a host is there twice"),
+        ("control", ["c"], "control: 'c' is none of the hosts (a, b)"),
+        ("etcd", ["a", "10.0.0.9:2379"], "etcd: names of hosts and addresses do not go together"),
+        ("etcd", [], "etcd: name the hosts that run a member"),
+        ("keys", None, "keys: users on other machines reach 0.0.0.0:8000: name a file of keys"),
+        ("tls", None, "tls: several hosts need tls: true"),
+        ("policy", {"name": "magic"}, "policy.name: unknown policy 'magic'"),
+        (
+            "policy",
+            {"name": "pascal", "parameters": {"quantum_tokens": 0}},
+            "policy.parameters: policy 'pascal'",
+        ),
+        ("slo", {"ttft": "soon"}, "slo: slo, parameter 'ttft': 'soon' is not allowed"),
+        ("slo", {"ttfb": 1}, "slo: slo has no parameter 'ttfb'"),
+        ("cluster", "A B", "cluster: Expected `str` matching regex"),
+    ],
+)
+def test_an_error_names_the_field(tmp_path: Path, place: str, value: Any, message: str) -> None:
+    path = write(tmp_path, changed(TWO_HOSTS, place, value))
+    with pytest.raises(FleetError) as caught:
+        read_fleet(path)
+    assert str(caught.value).startswith(f"{path}: {message}")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("models: [", "while parsing"),
+        ("- a", "Expected `object`, got `array`"),
+        ("", "Expected `object`, got `null`"),
+        ("models: []\nmodels: []\n", "'models' is there twice"),
+        ("models: !!python/object:os.system []", "could not determine a constructor"),
+        ("[" * 2000, "nested too deeply"),
+    ],
+)
+def test_a_file_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(FleetError, match=r"fleet\.yaml: ") as caught:
+        read_fleet(write(tmp_path, text))
+    assert message in str(caught.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(FleetError, match=r"none\.yaml: No such file or directory"):
+        read_fleet(tmp_path / "none.yaml")
+    with pytest.raises(FleetError, match="not a regular file"):
+        read_fleet(Path("/dev/zero"))
+
+
+@pytest.mark.parametrize("content", [ONE_MACHINE, TWO_HOSTS])
+def test_the_schema_says_the_same(tmp_path: Path, content: dict[str, Any]) -> None:
+    schema = json_schema()
+    jsonschema.validate(content, schema)
+    for wrong in (changed(content, "models.0.replicas", "many"), changed(content, "modles", 1)):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, schema)
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    fleet = read_fleet(write(tmp_path, TWO_HOSTS))
+    assert read_fleet(write(tmp_path, to_yaml(fleet))) == fleet
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+_FIELDS = ["models", "hosts", "etcd", "control", "policy", "slo", "keys", "tls", "traces", "environment", "x"]
+
+
+@given(st.sampled_from(_FIELDS), _VALUES)
+def test_any_value_is_read_or_refused_by_name(
+    tmp_path_factory: pytest.TempPathFactory, field: str, value: object
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_text(yaml.safe_dump({**TWO_HOSTS, field: value}))
+    try:
+        read_fleet(path)
+    except FleetError as error:
+        assert str(error).startswith(f"{path}: ")
+        assert "\n" not in str(error)

@@ -1,0 +1,196 @@
+"""What each host runs, and the folders that are made for it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tailrace.fleet.file import FleetError
+from tailrace.fleet.folders import compose, prometheus, systemd
+from tailrace.fleet.hosts import Installation, host_plan, ports, replicas
+from tailrace.local.plan import PartSpec, Plan, Tier
+from tests.deploy.services import longest_s, parse_serve
+from tests.fleet.files import TWO_HOSTS, changed, read
+from tests.waiting import WAIT_S
+
+INSTALLED = Installation(["tailrace"], "etcd", "/data", "/tls", "/keys.json")
+
+
+def plans(folder: Path, content: Any = TWO_HOSTS) -> dict[str, Plan]:
+    file, options = read(folder, content)
+    return {host: host_plan(file.fleet, options, host, INSTALLED) for host in file.fleet.hosts}
+
+
+def option(part: PartSpec, name: str) -> str:
+    return part.command[list(part.command).index(name) + 1]
+
+
+def test_what_each_host_runs(tmp_path: Path) -> None:
+    names = {host: [part.name for part in plan.parts] for host, plan in plans(tmp_path).items()}
+    control = ["monitor", "migration", "scheduler"]
+    assert names["a"] == [
+        "etcd-a",
+        *(f"{kind}-a" for kind in control),
+        *(f"worker-a-{number}" for number in range(4)),
+        "frontend-a-0",
+    ]
+    assert names["b"] == [*(f"{kind}-b" for kind in control), "worker-b-0", "worker-b-1"]
+
+
+def test_a_host_is_found_by_the_others(tmp_path: Path) -> None:
+    for host, plan in plans(tmp_path).items():
+        for part in plan.parts:
+            if part.tier is Tier.ETCD:
+                continue
+            assert option(part, "--etcd") == "10.0.0.1:2379"
+            assert option(part, "--tls") == f"/tls/issued/{part.role}/{part.name}"
+            listen = option(part, "--listen")
+            if host == "a":
+                assert listen == part.address
+            else:
+                # A name is for others: the host listens on all of its addresses.
+                assert listen.startswith("0.0.0.0:")
+                assert option(part, "--advertise") == "b.example"
+
+
+def test_no_port_is_used_twice(tmp_path: Path) -> None:
+    crowded = changed(changed(TWO_HOSTS, "models.0.replicas", {"a": 80}), "models.0.frontends", {"a": 8})
+    file, options = read(tmp_path, crowded)
+    plan = host_plan(file.fleet, options, "a", INSTALLED)
+    used: list[int] = []
+    for text in ports(file.fleet, plan, "a")[0]:
+        low, _, high = text.partition("-")
+        used += range(int(low), int(high or low) + 1)
+    assert len(set(used)) == len(used)
+
+
+def test_gpus_are_shared_out(tmp_path: Path) -> None:
+    two = changed(TWO_HOSTS, "models.0.flags.tensor-parallel-size", 2)
+    plan = plans(tmp_path, two)["a"]
+    devices = [part.environment["CUDA_VISIBLE_DEVICES"] for part in plan.tier(Tier.WORKER)]
+    assert devices == ["0,1", "2,3"]
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "expected"),
+    [
+        (None, 1, {"a": 4, "b": 2}),
+        (None, 2, {"a": 2, "b": 1}),
+        (3, 1, {"a": 2, "b": 1}),
+        ({"b": 1}, 1, {"a": 0, "b": 1}),
+    ],
+)
+def test_instances_are_spread(tmp_path: Path, given: Any, ranks: int, expected: dict[str, int]) -> None:
+    content = changed(TWO_HOSTS, "models.0.flags.tensor-parallel-size", ranks)
+    content = changed(content, "models.0.replicas", given) if given else content
+    file, options = read(tmp_path, content)
+    assert replicas(file.fleet, options) == expected
+
+
+def test_an_instance_that_is_too_large(tmp_path: Path) -> None:
+    file, options = read(tmp_path, changed(TWO_HOSTS, "models.0.flags.tensor-parallel-size", 8))
+    with pytest.raises(FleetError, match="an instance takes 8 GPUs, and no host has as many"):
+        replicas(file.fleet, options)
+
+
+def test_every_command_is_one_that_a_service_takes(tmp_path: Path) -> None:
+    for plan in plans(tmp_path).values():
+        for part in plan.parts:
+            if part.tier is not Tier.ETCD:
+                parse_serve(part.command[2:])
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="Debian package systemd is not installed")
+def test_systemd_accepts_the_units(tmp_path: Path) -> None:
+    awkward = changed(TWO_HOSTS, "models.0.flags.speculative-config", {"method": "ngram", "n": "a b%c$d'e"})
+    file, options = read(tmp_path, awkward)
+    for host in file.fleet.hosts:
+        folder = tmp_path / host
+        folder.mkdir()
+        for name, text in systemd(file.fleet, options, host).files.items():
+            if name.startswith("units/"):
+                # The verifier requires the programs to exist.
+                text = text.replace("/opt/tailrace/bin/", f"{sysconfig.get_path('scripts')}/")
+                (folder / Path(name).name).write_text(text.replace("/usr/bin/etcd", "/bin/true"))
+        result = subprocess.run(
+            ["systemd-analyze", "verify", "--man=no", *sorted(map(str, folder.iterdir()))],
+            capture_output=True,
+            text=True,
+            timeout=WAIT_S,
+            check=False,
+        )
+        assert result.returncode == 0, result.stderr
+        assert "tailrace" not in result.stderr
+
+
+def test_units_are_those_of_the_processes(tmp_path: Path) -> None:
+    file, options = read(tmp_path, TWO_HOSTS)
+    made = systemd(file.fleet, options, "a")
+    units = {
+        Path(name).stem.removeprefix("tailrace-"): text
+        for name, text in made.files.items()
+        if ".service" in name
+    }
+    assert set(units) == {part.name for part in plans(tmp_path)["a"].parts}
+    for name, text in units.items():
+        (stop_s,) = re.findall(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)
+        assert float(stop_s) > longest_s(name)
+        assert ("PrivateDevices=yes" in text) == (not name.startswith("worker"))
+        for line in ("NoNewPrivileges=yes", "ProtectSystem=strict", "User=tailrace", "Restart=always"):
+            assert line in text.splitlines()
+    assert "CUDA_VISIBLE_DEVICES=3" in units["worker-a-3"]
+    assert "--api-keys /etc/tailrace/keys.json" in units["frontend-a-0"]
+    assert made.needs_keys and not systemd(file.fleet, options, "b").needs_keys
+
+
+def test_start_scripts_are_shell(tmp_path: Path) -> None:
+    file, options = read(tmp_path, TWO_HOSTS)
+    for make in (systemd, compose):
+        script = make(file.fleet, options, "a").files["start.sh"]
+        subprocess.run(["sh", "-n"], input=script, text=True, check=True, timeout=WAIT_S)
+
+
+def test_containers_are_valid(tmp_path: Path) -> None:
+    file, options = read(tmp_path, TWO_HOSTS)
+    for host in file.fleet.hosts:
+        path = tmp_path / f"{host}.yaml"
+        path.write_text(compose(file.fleet, options, host).files["compose.yaml"])
+        checked = ["check-jsonschema", "--builtin-schema", "vendor.compose-spec", str(path)]
+        checked[0] = f"{sysconfig.get_path('scripts')}/check-jsonschema"
+        result = subprocess.run(checked, capture_output=True, text=True, timeout=WAIT_S, check=False)
+        assert result.returncode == 0, result.stdout
+        services = yaml.safe_load(path.read_text())["services"]
+        for service in services.values():
+            assert service["read_only"] and service["cap_drop"] == ["ALL"]
+
+
+def test_prometheus_finds_every_service(tmp_path: Path) -> None:
+    file, options = read(tmp_path, TWO_HOSTS)
+    config = yaml.safe_load(prometheus(file.fleet, options, "groups: []")["prometheus.yml"])
+    found = {
+        target["labels"]["member"]: (target["targets"][0], job["scheme"])
+        for job in config["scrape_configs"]
+        for target in job["static_configs"]
+    }
+    for plan in plans(tmp_path).values():
+        for part in plan.parts:
+            if part.tier is not Tier.ETCD:
+                port = option(part, "--metrics").rpartition(":")[2]
+                assert found.pop(part.name) == (f"{part.address.rpartition(':')[0]}:{port}", "https")
+    assert not found
+
+
+def test_the_firewall_lets_the_fleet_in(tmp_path: Path) -> None:
+    file, options = read(tmp_path, TWO_HOSTS)
+    rules = systemd(file.fleet, options, "a").files["firewall.nft"]
+    assert re.search(
+        r"ip saddr \{ b\.example \} tcp dport \{ 2379, 2380, 7102, .*7105.*7300-7307.* \} accept", rules
+    )
+    assert "tcp dport { 8000 } accept" in rules
