@@ -32,7 +32,7 @@ from tailrace.local.plan import PartSpec, Plan, Tier
 from tailrace.local.process import PartFailed
 from tailrace.local.progress import make_progress
 from tailrace.local.restart import Restarter
-from tailrace.local.state import RunFolder, RunFolderBusy, RunFolderUnusable, RunState
+from tailrace.local.state import Part, RunFolder, RunFolderBusy, RunFolderUnusable, RunState
 from tailrace.messages import given_objectives, objectives_message
 from tailrace.security.roles import Identity, Role
 from tailrace.v1.admin_pb2 import (
@@ -110,7 +110,7 @@ def _apply_here(
     with connect(None) as admin, admin.errors():
         settings = _settings(source, admin)
         lines = [*settings.lines, *_lines(changes, state)]
-        problems = [] if force else [*_dangers(changes, state)]
+        problems = [] if force else [*dangers(changes, state.parts)]
         if not _agreed(lines, problems, dry_run, yes):
             return
         # First, so that new workers are placed on by the right policy.
@@ -207,9 +207,9 @@ def _lines(changes: Changes, state: RunState) -> Iterator[tuple[str, str]]:
         yield name, "stop"
 
 
-def _dangers(changes: Changes, state: RunState) -> Iterator[str]:
+def dangers(changes: Changes, running: Sequence[Part]) -> Iterator[str]:
     """Yield what would end streams."""
-    specs = {part.name: part.spec for part in state.parts if part.spec is not None}
+    specs = {part.name: part.spec for part in running if part.spec is not None}
     workers = {name for name, spec in specs.items() if spec.tier is Tier.WORKER}
     touched = {spec.name for spec in changes.changed} | set(changes.removed)
     for spec in changes.changed:

@@ -1,0 +1,85 @@
+"""What changes of a running cluster when it is to be as another plan says."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tailrace.cli.apply import dangers
+from tailrace.local.change import compare, differing
+from tailrace.local.options import ClusterOptions, Engine, Front
+from tailrace.local.plan import PartSpec, Tier, make_plan
+from tailrace.local.state import Identity, Part
+from tailrace.service.vllm_line import VllmLine
+
+OPTIONS = ClusterOptions(
+    workers=2, engine=Engine.SIMULATED, front=Front.RUST, model="/m", line=VllmLine.read(["--dtype", "auto"])
+)
+
+
+def parts(first_port: int, **changes: object) -> list[PartSpec]:
+    """Return the parts of a plan on ports from this one on."""
+    plan = make_plan(
+        dataclasses.replace(OPTIONS, **changes),  # type: ignore[arg-type]
+        lambda count: range(first_port, first_port + count),
+        lambda port: ["etcd", f"--port={port}"],
+        ["tailrace"],
+        "/data",
+    )
+    return [*plan.parts]
+
+
+def running(specs: list[PartSpec]) -> list[Part]:
+    return [
+        Part(name=spec.name, tier=spec.tier, identity=Identity(1, 1, ""), log="", spec=spec) for spec in specs
+    ]
+
+
+RUNNING = running(parts(20_000))
+ETCD = "127.0.0.1:20000"
+
+
+def test_other_ports_are_no_change() -> None:
+    assert not compare(RUNNING, parts(25_000), ETCD)
+
+
+def test_another_number_of_threads_is_no_change() -> None:
+    vllm = running(parts(20_000, engine=Engine.VLLM, cores=16))
+    changes = compare(vllm, parts(25_000, engine=Engine.VLLM, cores=16, workers=3), ETCD)
+    assert ([spec.name for spec in changes.added], changes.changed) == (["worker-2"], [])
+
+
+def test_a_changed_part_keeps_its_addresses() -> None:
+    changes = compare(RUNNING, parts(25_000, worker_arguments=("--kv-blocks", "99")), ETCD)
+    assert not changes.added and not changes.removed
+    old = {part.name: part.spec for part in RUNNING}
+    assert [spec.name for spec in changes.changed] == ["worker-0", "worker-1"]
+    for spec in changes.changed:
+        before = old[spec.name]
+        assert before is not None
+        assert spec.address == before.address
+        assert differing(before.command, spec.command) == "+--kv-blocks +99"
+
+
+def test_a_new_part_finds_the_running_etcd() -> None:
+    (added,) = compare(RUNNING, parts(25_000, workers=3), ETCD).added
+    assert added.command[added.command.index("--etcd") + 1] == ETCD
+    assert added.tier is Tier.WORKER
+
+
+@pytest.mark.parametrize(
+    ("workers", "changes", "problem"),
+    [
+        (2, {"model": "/other"}, "a stream does not go on with another model"),
+        (2, {"worker_arguments": ("--kv-blocks", "99")}, ""),
+        (1, {"worker_arguments": ("--kv-blocks", "99")}, "it is the only worker"),
+        (1, {"worker_arguments": ("--kv-blocks", "99"), "workers": 2}, ""),
+    ],
+)
+def test_what_would_end_streams(workers: int, changes: dict[str, object], problem: str) -> None:
+    before = running(parts(20_000, workers=workers))
+    compared = compare(before, parts(25_000, **{"workers": workers, **changes}), ETCD)
+    found = [*dangers(compared, before)]
+    assert bool(found) == bool(problem)
+    assert all(problem in each for each in found)
