@@ -13,8 +13,11 @@ import click
 
 from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, admin_option, connect, given_tls
 from tailrace.cli.errors import CliError, Unreachable, UsageProblem
+from tailrace.cli.fleet_file import file_option, host_of, options_of, read_fleet_file, require_alone
 from tailrace.cli.output import Output, output_option, print_json
 from tailrace.cli.tables import instance_word
+from tailrace.fleet.hosts import admin as admin_address
+from tailrace.fleet.hosts import endpoints
 from tailrace.local.host_checks import Finding, Host, Verdict, check_host, ok
 from tailrace.local.ports import LOOPBACK
 from tailrace.local.requirements import visible_gpus
@@ -42,34 +45,49 @@ _MARKS: Final = {Verdict.OK: "ok", Verdict.NOTE: "note", Verdict.PROBLEM: "PROBL
     metavar="FILE",
     help="File of users' API keys to look at.",
 )
+@file_option(required=False)
+@click.option("--on", metavar="HOST", help="The host of the --file that this machine is, if it has several.")
 @output_option()
 @admin_option
 def doctor(
     etcd: str | None,
     port: int,
     api_keys: Path | None,
+    file: Path | None,
+    on: str | None,
     output: Output,
     admin: str | None,
     arguments: Sequence[str],
 ) -> None:
     """Look for what this host lacks, and the fleet if one is reached; say how to mend it.
 
-    Takes a `vllm serve` line, for the model and the sizes. --tls: the folder of a service or an operator.
+    Takes a `vllm serve` line, for the model and the sizes, or a fleet.yaml. --tls: the folder of a service
+    or an operator.
     Exit code 1 if there is a problem.
     """
-    line = read_line(arguments)
-    try:
-        ranks = line.count("tensor_parallel_size", 1) * line.count("pipeline_parallel_size", 1)
-    except VllmLineError as error:
-        raise UsageProblem(str(error)) from error
+    if file is not None:
+        require_alone("on", "output", "admin", "tls")
+        source = read_fleet_file(file)
+        fleet, options, name = source.fleet, options_of(source), host_of(source, on)
+        model, ranks, http = options.model, options.ranks, (options.host, options.port)
+        etcd = ",".join(endpoints(fleet)) if name else ""
+        api_keys = source.beside(fleet.keys) if fleet.keys else None
+        admin = admin or (admin_address(fleet) if name else None)
+    else:
+        line = read_line(arguments)
+        model, http = line.model, (LOOPBACK, port)
+        try:
+            ranks = line.count("tensor_parallel_size", 1) * line.count("pipeline_parallel_size", 1)
+        except VllmLineError as error:
+            raise UsageProblem(str(error)) from error
     cluster = find_state()
     host = Host(
         environment={**os.environ, **({} if cluster is None else cluster.environment)},
         gpus=visible_gpus(),
-        model=line.model,
+        model=model,
         ranks=max(1, ranks),
         # A cluster that runs here has it.
-        http=None if cluster is not None else (LOOPBACK, port),
+        http=None if cluster is not None else http,
         etcd=tuple(etcd.split(",")) if etcd else (),
         certificates=given_tls(),
         api_keys=api_keys,
