@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -110,3 +112,13 @@ def test_any_value_is_read_or_refused_by_name(
     except FleetError as error:
         assert str(error).startswith(f"{path}: ")
         assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize("page", ["docs/fleet-file.md", "docs/tutorial.md"])
+def test_the_files_of_the_docs_are_accepted(tmp_path: Path, page: str) -> None:
+    text = (Path(__file__).parents[2] / page).read_text()
+    blocks = re.findall(r"(?:^    .*\n|^\n(?=    ))+", text, re.MULTILINE)
+    files = [block for block in blocks if "models:" in block]
+    assert files
+    for block in files:
+        read_fleet(write(tmp_path, textwrap.dedent(block).partition("\ntailrace render")[0]))
