@@ -10,6 +10,7 @@ from itertools import chain, islice
 from typing import Any, Final, TypeVar
 
 import click
+import yaml
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.table import Column, Table
@@ -18,6 +19,7 @@ from tailrace.cli.plain import JsonValue
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_YAML: Final = "tailrace.cli.output.yaml"
 _WIDE: Final = 240
 """Least width of what is written to a pipe."""
 _WIDTH_MAX: Final = 10_000
@@ -37,32 +39,50 @@ class Output(enum.StrEnum):
 def output_option(first: Output = Output.TABLE, *more: Output) -> Callable[[F], F]:
     """Add `-o first|json` and `more`; the command gets an `Output` as `output`."""
 
-    def convert(_context: click.Context, _parameter: click.Parameter, value: str) -> Output:
-        return Output(value)
+    def convert(context: click.Context, _parameter: click.Parameter, value: str) -> Output:
+        context.meta[_YAML] = value == "yaml"
+        # The same figures, in other words.
+        return Output.JSON if context.meta[_YAML] else Output(value)
 
     return click.option(
         "-o",
         "--output",
-        type=click.Choice([first.value, Output.JSON.value, *(output.value for output in more)]),
+        type=click.Choice([first.value, Output.JSON.value, "yaml", *(output.value for output in more)]),
         default=first.value,
         show_default=True,
         callback=convert,
-        help="json: one object on stdout.",
+        help="json, yaml: one object on stdout.",
     )
 
 
 def print_json(value: dict[str, JsonValue]) -> None:
-    """Print a JSON object; on one line unless stdout is a terminal, so that `--watch` prints JSON lines."""
-    click.echo(json.dumps(value, indent=2 if sys.stdout.isatty() else None))
+    """Print an object as JSON or as a YAML document, as `-o` asks.
+
+    JSON is on one line unless stdout is a terminal, so that `--watch` prints JSON lines.
+    """
+    if _as_yaml():
+        click.echo(yaml.safe_dump(value, sort_keys=False, explicit_start=True), nl=False)
+    else:
+        click.echo(json.dumps(value, indent=2 if sys.stdout.isatty() else None))
+
+
+def _as_yaml() -> bool:
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.meta.get(_YAML))
 
 
 def print_json_list(name: str, values: Iterable[dict[str, JsonValue]]) -> None:
-    """Print a JSON object whose only key has a list, each element as it arrives.
+    """Print an object whose only key has a list, each element as it arrives; JSON or YAML, as `-o` asks.
 
     If the first one cannot be had, nothing is printed.
     """
     arriving = iter(values)
     first = list(islice(arriving, 1))
+    if _as_yaml():
+        click.echo(f"---\n{name}:" + ("" if first else " []"))
+        for value in chain(first, arriving):
+            click.echo(yaml.safe_dump([value], sort_keys=False), nl=False)
+        return
     on_terminal = sys.stdout.isatty()
     separator = "\n" if on_terminal else ""
     click.echo(f"{{{separator}{json.dumps(name)}: [", nl=False)

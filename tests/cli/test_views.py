@@ -7,6 +7,7 @@ import json
 
 import grpc
 import pytest
+import yaml
 from click.testing import CliRunner
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 from rich.console import Console
@@ -136,3 +137,15 @@ def test_tables_do_not_act_on_the_terminal() -> None:
     console.print(view.table([InstanceInfo(model="a\x1b[2Jb\nc")]))
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue().splitlines()[1].strip() == r"a\x1b[2Jb\nc"
+
+
+@pytest.mark.parametrize(
+    "command", [("top", "--once"), ("get", "instances"), ("get", "requests"), ("version",)]
+)
+def test_yaml_has_the_same_figures(run: Run, command: tuple[str, ...]) -> None:
+    if command == ("version",):
+        outputs = [CliRunner().invoke(main, [*command, "-o", kind]).stdout for kind in ("json", "yaml")]
+    else:
+        outputs = [run(*command, "-o", kind).stdout for kind in ("json", "yaml")]
+    assert yaml.safe_load(outputs[1]) == json.loads(outputs[0])
+    assert outputs[1].startswith("---\n")
