@@ -79,11 +79,10 @@ async def test_stream_is_replayed_with_a_disk_store(tmp_path: Path) -> None:
     engine = VllmEngine(
         VllmSettings(
             model=str(MODEL_PATH),
-            dtype="float32",
-            max_model_len=512,
             kv_blocks=32,
-            cpu_threads=1,
             engine_args={
+                "dtype": "float32",
+                "max_model_len": 512,
                 # Otherwise the device would still have the blocks on disk.
                 "enable_prefix_caching": False,
                 "kv_transfer_config": {

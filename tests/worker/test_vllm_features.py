@@ -73,12 +73,11 @@ async def lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
     engine = VllmEngine(
         VllmSettings(
             model=str(MODEL_PATH),
-            dtype="float32",
-            max_num_seqs=8,
-            max_model_len=1024,
             kv_blocks=97,
-            cpu_threads=1,
             engine_args={
+                "dtype": "float32",
+                "max_num_seqs": 8,
+                "max_model_len": 1024,
                 "enable_lora": True,
                 "max_loras": 6,
                 **({"speculative_config": NGRAM} if SPECULATES else {}),

@@ -56,12 +56,13 @@ async def started() -> AsyncIterator[tuple[VllmEngine, Front]]:
     engine = VllmEngine(
         VllmSettings(
             model=str(MODEL_PATH),
-            dtype="float32",
-            max_num_seqs=8,
-            max_model_len=512,
             kv_blocks=KV_BLOCKS,
-            cpu_threads=1,
-            engine_args={"kv_transfer_config": BESIDE},
+            engine_args={
+                "dtype": "float32",
+                "max_num_seqs": 8,
+                "max_model_len": 512,
+                "kv_transfer_config": BESIDE,
+            },
         )
     )
     front = Front()
