@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.handover import by_replay
+from tailrace.json_value import JsonValue
 from tailrace.tiny import MODEL_PATH
 from tests.models.cell import MOVES
 from tests.models.cells import Cell
@@ -18,7 +19,7 @@ pytest.importorskip("vllm", reason="the vLLM engine is not installed")
 
 from worker_agent.engine.vllm.connectors import handover_of
 from worker_agent.engine.vllm.node_ranks import encode_settings, folder_key, node_settings
-from worker_agent.engine.vllm.settings import Json, VllmSettings, vllm_config
+from worker_agent.engine.vllm.settings import VllmSettings, vllm_config
 from worker_agent.parallel.rank_leftovers import WORKER_PID
 
 pytestmark = pytest.mark.vllm
@@ -42,7 +43,7 @@ async def test_streams_moved_between_ranks_are_unchanged(cell: Cell, tmp_path: P
     assert (result.equal, result.live) == (STREAMS, MOVES * STREAMS)
 
 
-TWO_NODES: dict[str, Json] = {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": 29_600}
+TWO_NODES: dict[str, JsonValue] = {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": 29_600}
 
 
 @pytest.fixture
@@ -121,7 +122,7 @@ def test_models_are_compared_by_their_files(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.usefixtures("ranks_environment")
-def test_impossible_settings_are_reported_in_one_line(arguments: dict[str, Json], said: str) -> None:
+def test_impossible_settings_are_reported_in_one_line(arguments: dict[str, JsonValue], said: str) -> None:
     with pytest.raises(RuntimeError, match=said) as error:
         vllm_config(VllmSettings(model=str(MODEL_PATH), engine_args=arguments))
     assert "\n" not in str(error.value)

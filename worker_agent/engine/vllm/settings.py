@@ -12,6 +12,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
+from tailrace.json_value import JsonValue
 from tailrace.model_folder import ModelFolderError, require_model
 from tailrace.wire.setting_errors import one_line
 from worker_agent.engine.errors import EngineSettingError
@@ -20,8 +21,6 @@ from worker_agent.engine.vllm.data_parallel_settings import check_data_parallel
 from worker_agent.engine.vllm.internals import require_multi, require_runner_v2
 from worker_agent.parallel.node_span import NodeSpan, parallel_size, read_span
 from worker_agent.parallel.rank_leftovers import WORKER_PID
-
-Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
 
 # On CPUs, where the line says nothing else: the smallest block that the attention kernel handles well, and a
 # KV cache that suits a small machine.
@@ -45,7 +44,7 @@ class VllmSettings:
     # File of a length predictor for this model; empty: lengths are not predicted.
     predictor: str = ""
     # Fields of vLLM's EngineArgs: the flags of the worker's `vllm serve` line.
-    engine_args: Mapping[str, Json] = field(default_factory=dict)
+    engine_args: Mapping[str, JsonValue] = field(default_factory=dict)
     # How long the other nodes of an engine on several machines may take to join.
     nodes_timeout_s: float = 600.0
     # Identifies the worker, also after a restart; see parallel/rank_leftovers.py.
@@ -104,7 +103,7 @@ def _choose_scheduler(config: VllmConfig, forced: bool) -> None:
     config.scheduler_config.scheduler_cls = f"worker_agent.engine.vllm.scheduler.{name}"
 
 
-def _require_known(engine_args: Mapping[str, Json]) -> None:
+def _require_known(engine_args: Mapping[str, JsonValue]) -> None:
     """Raise EngineSettingError for arguments that vLLM does not have."""
     unknown = sorted(engine_args.keys() - {each.name for each in fields(EngineArgs)})
     if unknown:
