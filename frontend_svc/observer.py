@@ -337,11 +337,11 @@ class StreamObserver:
             if self._traces is not None:
                 self._traces.recovering(stream, instance_id, "failed")
 
-    def handed_back(self, stream: Stream, instance_id: str) -> None:
+    def returned(self, stream: Stream, instance_id: str) -> None:
         """Record a stream that leaves a draining instance for another one."""
         self._metrics.recoveries["handed_back"] += 1
         if self._traces is not None:
-            self._traces.recovering(stream, instance_id, "handed back")
+            self._traces.recovering(stream, instance_id, "returned")
 
     def missing(self, stream: Stream, instance_id: str) -> None:
         """Record a stream that its owner turned out not to have."""
