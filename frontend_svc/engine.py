@@ -138,7 +138,7 @@ class FleetEngine:
             pace_s,
         )
         self._recovery = Recovery(table, requests, workers, observer.engine_died)
-        self._adoptions = Adoptions(table, workers, observer.adopted, chooser.may_run)
+        self._adoptions = Adoptions(table, workers, observer.adopted, self.fleet.is_model)
         self._liveness = Liveness(table, workers)
         self._utilities = UtilityCalls(workers, outputs.reply)
         if answers is not None:
