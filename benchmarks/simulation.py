@@ -24,10 +24,10 @@ from simulator.cluster import ClusterSpec, LinkSpec
 from simulator.request import SimRequest
 from simulator.setups import setup_for
 from simulator.simulation import simulate
-from simulator.workloads import azure
 from simulator.workloads.arrivals import poisson_requests
 from simulator.workloads.base import Clip
 from simulator.workloads.generators import GENERATORS
+from simulator.workloads.traces import load_azure
 from tailrace.policy.deployment import Deployment
 from tailrace.profiles import load_profile
 from tests.harness.report import print_json, save, table_console
@@ -85,7 +85,7 @@ class Cost:
 
 def hour(trace: Path, policies: Sequence[str], instances: int, limit: int | None) -> list[Case]:
     """Return the trace on this many instances, for each policy."""
-    workload = azure.load(trace, Clip(count=limit))
+    workload = load_azure(trace, Clip(count=limit))
     cluster = ClusterSpec.uniform(instances, load_profile("llama-3.1-8b-h800"))
     return [Case("azure conversation hour", policy, cluster, workload.requests) for policy in policies]
 

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Final
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -84,6 +85,7 @@ class _StepTimer:
 
     def __init__(self, parts: EngineParts) -> None:
         self.steps: list[Step] = []
+        torch.set_num_threads(1)
         # Measure only requests: cache no evicted blocks.
         parts.core.block_pool.metrics_collector = None
         core = parts.core.core
@@ -138,12 +140,9 @@ async def measure() -> tuple[SwapCost, int]:
     """Run the engine; return the cost, and the bytes of a block."""
     settings = VllmSettings(
         model=str(MODEL_PATH),
-        dtype="float32",
-        max_num_seqs=64,
-        max_model_len=_MAX_LEN,
         kv_blocks=_KV_BLOCKS,
         host_kv_bytes=_HOST_BYTES,
-        cpu_threads=1,
+        engine_args={"dtype": "float32", "max_num_seqs": 64, "max_model_len": _MAX_LEN},
     )
     engine = VllmEngine(settings)
     probes = Probes(_NullSink(), time.monotonic)

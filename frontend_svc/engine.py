@@ -138,7 +138,7 @@ class FleetEngine:
             pace_s,
         )
         self._recovery = Recovery(table, requests, workers, observer.engine_died)
-        self._adoptions = Adoptions(table, workers, observer.adopted, chooser.may_run)
+        self._adoptions = Adoptions(table, workers, observer.adopted, self.fleet.is_model)
         self._liveness = Liveness(table, workers)
         self._utilities = UtilityCalls(workers, outputs.reply)
         if answers is not None:
@@ -247,8 +247,8 @@ class FleetEngine:
                 self._adoptions.request(instance_id, message.adopt)
             case "ownership_query":
                 self._adoptions.answer_ownership_query(instance_id, message.ownership_query)
-            case "hand_back":
-                self.requests.hand_back(instance_id, message.hand_back)
+            case "returned":
+                self.requests.returned(instance_id, message.returned)
             case "utility":
                 self._utilities.result(instance_id, message.utility)
             case "held_reply":

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from frontend_svc.admission import NO_INSTANCE, NO_TURN, TENANT_FULL, Refused
 from frontend_svc.streams import Stream
+from tailrace.telemetry.metrics import counter_by, gauge_by
 from tailrace.tenancy.fair_queue import Entry, FairQueue, TenantQueueFull
 from tailrace.tenancy.keys import Share
 
@@ -149,12 +150,12 @@ class FairMetrics(Collector):
     def collect(self) -> Iterable[Metric]:
         """Yield the current values."""
         gate = self._gate
-        waiting = GaugeMetricFamily(
-            "tailrace_frontend_fair_waiting", "Requests that wait for their tenant's turn.", labels=["tenant"]
+        yield gauge_by(
+            "tailrace_frontend_fair_waiting",
+            "Requests that wait for their tenant's turn.",
+            "tenant",
+            self._by_name(gate.waiting()),
         )
-        for name, count in self._by_name(gate.waiting()).items():
-            waiting.add_metric([name], count)
-        yield waiting
         yield GaugeMetricFamily(
             "tailrace_frontend_fair_backlog_tokens",
             "Tokens of admitted prompts without a first token.",
@@ -165,12 +166,9 @@ class FairMetrics(Collector):
             "Value of the above from which requests wait.",
             value=gate.limit_tokens,
         )
-        refused = CounterMetricFamily(
-            "tailrace_frontend_fair_refused", "Requests whose turn did not come.", labels=["reason"]
+        yield counter_by(
+            "tailrace_frontend_fair_refused", "Requests whose turn did not come.", "reason", gate.refused
         )
-        for reason, count in gate.refused.items():
-            refused.add_metric([reason], count)
-        yield refused
 
     def _by_name(self, waiting: dict[str, int]) -> Counter[str]:
         counts: Counter[str] = Counter(dict.fromkeys(self._named, 0))

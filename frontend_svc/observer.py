@@ -26,6 +26,7 @@ from frontend_svc.streams import (
 )
 from tailrace.cluster import Phase
 from tailrace.telemetry import attributes
+from tailrace.telemetry.metrics import counter_by, gauge_by
 from tailrace.telemetry.tracing import Attributes, fail, record_span, start_span, traceparent_of, wall_ns
 
 _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -100,10 +101,8 @@ class FrontendMetrics(Collector):
     def collect(self) -> Iterable[Metric]:
         """Yield the counters in Prometheus' form."""
         phases = Counter(stream.phase for stream in self._table)
-        streams = GaugeMetricFamily("tailrace_frontend_streams", "Live streams.", labels=["phase"])
-        for phase in Phase:
-            streams.add_metric([phase.value], phases[phase])
-        yield streams
+        streams = {phase.value: phases[phase] for phase in Phase}
+        yield gauge_by("tailrace_frontend_streams", "Live streams.", "phase", streams)
         yield GaugeMetricFamily(
             "tailrace_frontend_attached_instances", "Instances that answer.", value=len(self._attached())
         )
@@ -115,18 +114,14 @@ class FrontendMetrics(Collector):
         yield CounterMetricFamily(
             "tailrace_frontend_engine_deaths", "Engines that died with streams.", value=self.engine_deaths
         )
-        yield _labelled("requests", "Requests by how they ended.", "outcome", self.requests)
-        yield _labelled("refused_requests", "Requests refused on arrival, by status.", "status", self.refused)
-        yield _labelled("rejected_outputs", "Outputs not accepted, by cause.", "cause", self.rejected)
-        yield _labelled("recoveries", "Streams that went on elsewhere, by cause.", "cause", self.recoveries)
-        yield _labelled("placements", "Placements by who decided.", "by", self.placements)
-
-
-def _labelled(name: str, text: str, label: str, counts: Counter[str]) -> CounterMetricFamily:
-    family = CounterMetricFamily(f"tailrace_frontend_{name}", text, labels=[label])
-    for value, count in counts.items():
-        family.add_metric([value], count)
-    return family
+        for name, text, label, counts in (
+            ("requests", "Requests by how they ended.", "outcome", self.requests),
+            ("refused_requests", "Requests refused on arrival, by status.", "status", self.refused),
+            ("rejected_outputs", "Outputs not accepted, by cause.", "cause", self.rejected),
+            ("recoveries", "Streams that went on elsewhere, by cause.", "cause", self.recoveries),
+            ("placements", "Placements by who decided.", "by", self.placements),
+        ):
+            yield counter_by(f"tailrace_frontend_{name}", text, label, counts)
 
 
 @dataclass(slots=True)
@@ -337,11 +332,11 @@ class StreamObserver:
             if self._traces is not None:
                 self._traces.recovering(stream, instance_id, "failed")
 
-    def handed_back(self, stream: Stream, instance_id: str) -> None:
+    def returned(self, stream: Stream, instance_id: str) -> None:
         """Record a stream that leaves a draining instance for another one."""
         self._metrics.recoveries["handed_back"] += 1
         if self._traces is not None:
-            self._traces.recovering(stream, instance_id, "handed back")
+            self._traces.recovering(stream, instance_id, "returned")
 
     def missing(self, stream: Stream, instance_id: str) -> None:
         """Record a stream that its owner turned out not to have."""

@@ -108,10 +108,6 @@ class InstanceChooser:
         """Return the key of the model that an instance runs; empty if unknown."""
         return self._fleet.model_of(instance_id)
 
-    def may_run(self, instance_id: str, model: str) -> bool:
-        """Return whether an instance may run the model of this key."""
-        return self._fleet.is_model(instance_id, model)
-
     async def choose(self, stream: Stream, avoid: frozenset[str]) -> Chosen | NoneChosen:
         """Choose an instance for the stream that is attached now; `avoid` is never chosen. Takes a few
         seconds at most."""

@@ -73,8 +73,8 @@ class Where:
 
 
 @dataclass(frozen=True, slots=True)
-class HandedBack:
-    """A draining instance gives a request back that it has no KV of, or no time to migrate."""
+class Returned:
+    """An instance returns a request that it has no KV of, or no time to migrate."""
 
     instance_id: str
     epoch: int
@@ -86,7 +86,7 @@ class _Serving:
 
     task: asyncio.Task[None]
     # What to do next, if it was ordered.
-    order: Where | HandedBack | None = None
+    order: Where | Returned | None = None
     ordered: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -150,8 +150,8 @@ class Requests:
                 match await self._next_order(stream):
                     case Where() as where:
                         await self._place(stream, where)
-                    case HandedBack() as handed_back:
-                        await self._move(stream, handed_back)
+                    case Returned() as returned:
+                        await self._move(stream, returned)
         except Refused as refused:
             self._refuse(stream, refused.refusal)
         except _NoInstance as error:
@@ -161,7 +161,7 @@ class Requests:
             self._free(stream)
             self._end(stream, NOT_HANDLED, "internal error")
 
-    async def _next_order(self, stream: Stream) -> Where | HandedBack:
+    async def _next_order(self, stream: Stream) -> Where | Returned:
         serving = self._serving[stream.handle]
         while (order := serving.order) is None:
             serving.ordered.clear()
@@ -196,26 +196,26 @@ class Requests:
             except TimeoutError:
                 pass
 
-    async def _move(self, stream: Stream, handed_back: HandedBack) -> None:
+    async def _move(self, stream: Stream, returned: Returned) -> None:
         """Move a request off a draining instance, by recomputing it on another one.
 
         It stays with its owner until another instance is chosen, and if there is none; then it is taken from
         the owner in one step, so that late outputs carry an old epoch.
         """
-        began_s, leaving = time.monotonic(), handed_back.instance_id
-        if not _owns(handed_back, stream):
+        began_s, leaving = time.monotonic(), returned.instance_id
+        if not _owns(returned, stream):
             return
         chosen: Chosen | NoneChosen | None = None
         with guarded(_MOVING, stream.request_id):
             chosen = await self._chooser.choose(stream, frozenset({leaving}))
-        if not _owns(handed_back, stream):
+        if not _owns(returned, stream):
             return
         if not isinstance(chosen, Chosen) or chosen.instance_id == leaving:
-            log.debug("%s stays on %s, which hands it back", stream.request_id, leaving)
+            log.debug("%s stays on %s, which returns it", stream.request_id, leaving)
             return
         self._table.orphan(stream)
         self._outbox.send(leaving, abort_message([stream.handle]))
-        self._observer.handed_back(stream, leaving)
+        self._observer.returned(stream, leaving)
         if self._submit(stream, chosen):
             self._observer.placed(stream, chosen, time.monotonic() - began_s)
         else:
@@ -372,20 +372,20 @@ class Requests:
         self._unplaced.add(stream.handle)
         self._order(stream, where)
 
-    def hand_back(self, instance_id: str, message: worker_pb2.HandBack) -> None:
-        """Move the streams that an instance hands back; ignore those that it does not own."""
+    def returned(self, instance_id: str, message: worker_pb2.Returned) -> None:
+        """Move the streams that an instance returns; ignore those that it does not own."""
         for handle, epoch in zip(message.handles, message.epochs, strict=False):
-            stream, handed_back = self._table.get(handle), HandedBack(instance_id, epoch)
-            if stream is not None and _owns(handed_back, stream):
-                self._order(stream, handed_back)
+            stream, returned = self._table.get(handle), Returned(instance_id, epoch)
+            if stream is not None and _owns(returned, stream):
+                self._order(stream, returned)
 
     def fleet_changed(self) -> None:
         """Have requests that wait for an instance try again now."""
         self._fleet_changed.set()
 
-    def _order(self, stream: Stream, order: Where | HandedBack) -> None:
-        """Tell `_serve` what to do next. The newest order counts: a request that was handed back, and whose
-        instance is then lost, is placed; without an instance none can be handed back."""
+    def _order(self, stream: Stream, order: Where | Returned) -> None:
+        """Tell `_serve` what to do next. The newest order counts: a request that was returned, and whose
+        instance is then lost, is placed; without an instance none can be returned."""
         serving = self._serving[stream.handle]
         serving.order = order
         serving.ordered.set()
@@ -473,8 +473,8 @@ class Requests:
             serving.task.cancel()
 
 
-def _owns(handed_back: HandedBack, stream: Stream) -> bool:
-    return stream.owner == handed_back.instance_id and stream.epoch == handed_back.epoch
+def _owns(returned: Returned, stream: Stream) -> bool:
+    return stream.owner == returned.instance_id and stream.epoch == returned.epoch
 
 
 def _share_of(head: RequestHead) -> Share:

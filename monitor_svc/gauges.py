@@ -13,6 +13,7 @@ from monitor_svc.reports import Reports, missed_objectives
 from monitor_svc.servicer import MonitorServicer
 from monitor_svc.traces import TraceStore
 from tailrace.slo import Slo
+from tailrace.telemetry.metrics import counter_by, gauge_by
 from tailrace.v1 import types_pb2
 
 _PHASES: Final = {
@@ -67,18 +68,10 @@ class MonitorGauges(Collector):
 
     def _instances(self) -> Iterable[Metric]:
         loads = [(name, known.steady.message.load) for name, known in self._reports.instances.items()]
-        for family, help_text, read in _LOAD_GAUGES:
-            metric = GaugeMetricFamily(f"tailrace_monitor_instance_{family}", help_text, labels=["instance"])
-            for name, load in loads:
-                metric.add_metric([name], float(getattr(load, read)) * _UNITS.get(read, 1.0))
-            yield metric
-        for family, help_text, read in _LOAD_COUNTERS:
-            counter = CounterMetricFamily(
-                f"tailrace_monitor_instance_{family}", help_text, labels=["instance"]
-            )
-            for name, load in loads:
-                counter.add_metric([name], float(getattr(load, read)))
-            yield counter
+        for make, described in ((gauge_by, _LOAD_GAUGES), (counter_by, _LOAD_COUNTERS)):
+            for family, help_text, read in described:
+                values = {name: float(getattr(load, read)) * _UNITS.get(read, 1.0) for name, load in loads}
+                yield make(f"tailrace_monitor_instance_{family}", help_text, "instance", values)
 
     def _phases(self) -> Metric:
         metric = GaugeMetricFamily(

@@ -13,14 +13,14 @@ import grpc
 from scheduler_svc.admin.errors import AdminError
 from scheduler_svc.copies import Copier
 from scheduler_svc.metrics import SchedulerMetrics
-from scheduler_svc.migrations import MigrationStarter, Negotiator, Recaller
+from scheduler_svc.migrations import MigrationStarter, Negotiator, PromptReturns
 from scheduler_svc.settings import Settings
 from tailrace.actions import (
     Action,
     CopyPrefix,
-    HandBack,
     Migrate,
     Offer,
+    ReturnPrompts,
     SetPool,
     SetStages,
     WhenFull,
@@ -52,14 +52,14 @@ class Actuator:
         state: ReportedCluster,
         migration_starter: MigrationStarter,
         negotiator: Negotiator,
-        recaller: Recaller,
+        prompt_returns: PromptReturns,
         copier: Copier,
         settings: Settings,
         metrics: SchedulerMetrics,
     ) -> None:
         self._state = state
         self._negotiator = negotiator
-        self._recaller = recaller
+        self._prompt_returns = prompt_returns
         self._copier = copier
         self._migration_starter = migration_starter
         self._settings = settings
@@ -105,8 +105,8 @@ class Actuator:
                 return self._begin_migration(action, policy, when_full)
             case Offer():
                 return self._begin_offer(action, policy)
-            case HandBack():
-                return self._hand_back(action)
+            case ReturnPrompts():
+                return self._return(action)
             case CopyPrefix():
                 return self._copier.copy(action)
             case SetPool():
@@ -137,8 +137,9 @@ class Actuator:
         self._refusals.write(logging.INFO, f"{kind} {policy} {of}", f"{kind} by {policy}: {error}")
         self._metrics.actions.labels(kind, "refused").inc()
 
-    async def _hand_back(self, action: HandBack) -> str:
-        return "done" if await self._recaller.recall(action.instance_id, action.request_ids) else "outdated"
+    async def _return(self, action: ReturnPrompts) -> str:
+        returned = await self._prompt_returns.return_prompts(action.instance_id, action.request_ids)
+        return "done" if returned else "outdated"
 
     async def _set_pool(self, order: PoolOrder) -> str:
         written = False

@@ -27,7 +27,7 @@ from scheduler_svc.drainer import Drainer
 from scheduler_svc.following import Following
 from scheduler_svc.loop import DecisionLoop, SchedulerServicer, Traceparents
 from scheduler_svc.metrics import SchedulerMetrics
-from scheduler_svc.migrations import Migrations, MigrationStarter, Negotiator, Recaller
+from scheduler_svc.migrations import Migrations, MigrationStarter, Negotiator, PromptReturns
 from scheduler_svc.monitor_watch import MonitorWatch
 from scheduler_svc.orphans import remove_orphaned_records
 from scheduler_svc.recorder import Recorder
@@ -209,10 +209,10 @@ class Parts:
         migrations = self.migrations = Migrations(service.members, service.channels)
         migration_starter = MigrationStarter(self.state, migrations, traceparents)
         negotiator = Negotiator(self.state, service.channels, traceparents)
-        recaller = Recaller(self.state, service.channels)
+        prompt_returns = PromptReturns(self.state, service.channels)
         copier = Copier(self.state, service.channels)
         self.actuator = Actuator(
-            self.state, migration_starter, negotiator, recaller, copier, settings, self.metrics
+            self.state, migration_starter, negotiator, prompt_returns, copier, settings, self.metrics
         )
         guard = self._guard = Guard(self.metrics, budgets, waited_for_core_s)
         self.control = LiveControl(self.state, self.active, self.actuator, guard)

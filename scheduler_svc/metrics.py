@@ -8,7 +8,16 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from tailrace.actions import PULL_OUTCOMES, Action, CopyPrefix, HandBack, Migrate, Offer, SetPool, SetStages
+from tailrace.actions import (
+    PULL_OUTCOMES,
+    Action,
+    CopyPrefix,
+    Migrate,
+    Offer,
+    ReturnPrompts,
+    SetPool,
+    SetStages,
+)
 from tailrace.control.runner import Point
 from tailrace.telemetry.incidents import LimitedLog
 
@@ -21,7 +30,7 @@ _SECONDS: Final = (10e-6, 20e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3
 _OUTCOMES: Final[Mapping[type[Action], Sequence[str]]] = {
     Migrate: ("committed", "aborted", "outdated"),
     Offer: ("committed", "aborted", "outdated"),
-    HandBack: ("done", "outdated"),
+    ReturnPrompts: ("done", "outdated"),
     CopyPrefix: PULL_OUTCOMES,
     SetPool: ("done",),
     SetStages: ("done",),

@@ -1,4 +1,4 @@
-"""The ways to move a request: a migration, a bid-ask offer, and the recall of a waiting prompt."""
+"""The ways to move a request: a migration, a bid-ask offer, and the return of waiting prompts."""
 
 from __future__ import annotations
 
@@ -318,8 +318,8 @@ class Negotiator:
 _CALL_S: Final = 2.0
 
 
-class Recaller:
-    """Have instances hand back waiting prompts, to be placed where the policy now wants them.
+class PromptReturns:
+    """Have instances return waiting prompts, to be placed where the policy now wants them.
 
     The worker hands them to the front ends, which ask the scheduler; each prompt stays in its queue until
     then.
@@ -329,8 +329,8 @@ class Recaller:
         self._state = state
         self._channels = channels
 
-    async def recall(self, instance_id: str, request_ids: tuple[str, ...]) -> int:
-        """Return how many prompts the instance hands back: those that still wait. Raise AdminError."""
+    async def return_prompts(self, instance_id: str, request_ids: tuple[str, ...]) -> int:
+        """Return how many prompts the instance returns: those that still wait. Raise AdminError."""
         tracked = self._state.tracked(instance_id)
         if tracked is None:
             raise AdminError(grpc.StatusCode.NOT_FOUND, f"{instance_id} is gone")
@@ -341,4 +341,4 @@ class Recaller:
             reply = decoded(await stub.HandBackPrompts(request, timeout=_CALL_S), address)
         except grpc.aio.AioRpcError as error:
             raise AdminError(error.code(), error.details() or error.code().name) from error
-        return int(reply.handed_back)
+        return int(reply.returned)

@@ -25,11 +25,11 @@ from simulator.views import Views
 from tailrace.actions import (
     Action,
     CopyPrefix,
-    HandBack,
     Migrate,
     Offer,
     Place,
     Refuse,
+    ReturnPrompts,
     SetPool,
     SetStages,
     WhenFull,
@@ -353,8 +353,8 @@ class Simulation:
                     for name in action.receiver_ids:
                         self._instance(name)
                     self.bidding.offer(action, self._job(action.request_id), now)
-                case HandBack():
-                    self._hand_back(action, now)
+                case ReturnPrompts():
+                    self._return(action, now)
                 case CopyPrefix():
                     self._copy_prefix(action, now)
                 case SetPool():
@@ -365,7 +365,7 @@ class Simulation:
                 case SetStages():
                     self._set_stages(action.stages, now)
 
-    def _hand_back(self, action: HandBack, now: float) -> None:
+    def _return(self, action: ReturnPrompts, now: float) -> None:
         """Place prompts again after three messages: the order to the instance, its reply to the front end and
         the front end's placement request."""
         source = self._instance(action.instance_id)

@@ -95,8 +95,8 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class HandBack:
-    """Have an instance hand back prompts that wait there, to be placed on other instances.
+class ReturnPrompts:
+    """Have an instance return prompts that wait there, to be placed on other instances.
 
     Each waits where it is until it is placed elsewhere; one that has begun by then, or finds no other
     instance, stays.
@@ -137,7 +137,7 @@ class SetStages:
 
 
 Placement = Place | Refuse
-Action = Migrate | Offer | HandBack | CopyPrefix | SetPool | SetStages
+Action = Migrate | Offer | ReturnPrompts | CopyPrefix | SetPool | SetStages
 
 PULL_OUTCOMES: Final = (
     *("pulled", "shared", "held", "gone", "late"),

@@ -1,7 +1,7 @@
 """Empty a worker: when an operator drains it, or when it is told to stop.
 
 Running requests are moved by live migration, which the scheduler orders once it learns that the worker
-drains. What has no KV here is handed back to be placed elsewhere. A worker that stops finally hands back
+drains. What has no KV here is returned to be placed elsewhere. A worker that stops finally returns
 whatever is left, so that it is emptied without a scheduler as well.
 """
 
@@ -19,8 +19,8 @@ from tailrace.store.client import StoreUnavailable
 from tailrace.store.registration import Registration
 from tailrace.v1 import worker_pb2
 from worker_agent.frontends import FrontEnds
-from worker_agent.hand_backs import HandBacks
 from worker_agent.migration.registry import Exports, Imports
+from worker_agent.returns import Returns
 from worker_agent.running_requests import RunningRequests
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 _POLL_S: Final = 0.1
 # Time to write the draining state to etcd.
 _ANNOUNCE_S: Final = 3.0
-# Time for front ends to place what is handed back last.
+# Time for front ends to place what is returned last.
 HANDOVER_S: Final = 5.0
 
 
@@ -40,7 +40,7 @@ class Draining:
         self,
         instance_id: str,
         drained: Callable[[], bool],
-        hand_backs: HandBacks,
+        returns: Returns,
         running: RunningRequests,
         exports: Exports,
         imports: Imports,
@@ -51,7 +51,7 @@ class Draining:
         later."""
         self._instance_id = instance_id
         self._drained = drained
-        self._hand_backs = hand_backs
+        self._returns = returns
         self._running = running
         self._exports = exports
         self._imports = imports
@@ -65,10 +65,10 @@ class Draining:
         return self._stopping or self._drained()
 
     async def run(self) -> None:
-        """Hand back requests without KV while the instance drains; run until cancelled."""
+        """Return requests without KV while the instance drains; run until cancelled."""
         while True:
             if self.active:
-                self._hand_backs.hand_back_without_kv(_now_s())
+                self._returns.return_without_kv(_now_s())
             await asyncio.sleep(_POLL_S)
 
     async def stop(
@@ -78,7 +78,7 @@ class Draining:
         registration: Registration,
         record: InstanceRecord,
     ) -> None:
-        """Announce the stop and wait until nothing is left here; after `timeout_s`, hand back what is.
+        """Announce the stop and wait until nothing is left here; after `timeout_s`, return what is.
 
         Takes at most a few seconds more than HANDOVER_S and `timeout_s` together.
         """
@@ -92,7 +92,7 @@ class Draining:
         if await self._emptied(timeout_s):
             return
         log.warning("%s: %d requests left after %g s", self._instance_id, len(self._running), timeout_s)
-        self._hand_backs.hand_back_all(_now_s())
+        self._returns.return_all(_now_s())
         if not await self._emptied(HANDOVER_S):
             log.warning("%s: %d requests found no other instance", self._instance_id, len(self._running))
 

@@ -12,6 +12,7 @@ from typing import Final
 import click
 
 from tailrace.collector import collector_paused
+from tailrace.json_value import JsonValue
 from tailrace.numeric import RealRange, WholeRange
 from tailrace.profiles import Profile
 from tailrace.service.settings import empty_setting, setting
@@ -25,8 +26,6 @@ from worker_agent.kv.ucx import ucx_started_with
 from worker_agent.metrics import WorkerMetrics
 from worker_agent.parallel.rank_transfers import RankedTransport
 
-Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
-
 
 class EngineOptionError(ValueError):
     """An invalid engine setting; the message says which."""
@@ -34,9 +33,9 @@ class EngineOptionError(ValueError):
 
 def _read_settings(
     context: click.Context, parameter: click.Parameter, given: tuple[str, ...]
-) -> dict[str, Json]:
+) -> dict[str, JsonValue]:
     """Parse NAME=VALUE words, whose values are JSON or else strings. Raise click.BadParameter."""
-    settings: dict[str, Json] = {}
+    settings: dict[str, JsonValue] = {}
     for text in given:
         name, equals, value = text.partition("=")
         if not equals:
@@ -62,10 +61,10 @@ class EngineOptions:
         metavar="PATH",
     )
     # Fields of vLLM's EngineArgs that its flags give, or of SimulatedSettings.
-    arguments: Mapping[str, Json] = field(default_factory=dict)
+    arguments: Mapping[str, JsonValue] = field(default_factory=dict)
     # Flags of `vllm serve` that say nothing to this engine, such as the API server's.
     unused: tuple[str, ...] = ()
-    simulated: Mapping[str, Json] = empty_setting(
+    simulated: Mapping[str, JsonValue] = empty_setting(
         dict,
         "A setting of the simulated engine, such as speed=2 (docs/start-stop.md); can be repeated.",
         "--sim",
@@ -210,7 +209,7 @@ def _simulated(
     from worker_agent.engine.simulated import SimulatedEngine, SimulatedSettings
     from worker_agent.engine.simulated.clock import WatchedClock
 
-    named: dict[str, Json] = {
+    named: dict[str, JsonValue] = {
         "model": options.model,
         "kv_blocks": options.kv_blocks,
         "host_kv_bytes": options.host_kv_bytes,

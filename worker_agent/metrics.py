@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from tailrace.actions import PULL_OUTCOMES
 from tailrace.cluster import Phase
+from tailrace.telemetry.metrics import counter_by, gauge_by
 from worker_agent.engine.base import EngineStats
 
 _PAUSE_BUCKETS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
@@ -115,14 +116,10 @@ class WorkerCollector(Collector):
         stats = [read() for _, read in self._workers]
         phases = Counter(request.phase for engine_stats in stats for request in engine_stats.requests)
         states = Counter(request.state for engine_stats in stats for request in engine_stats.requests)
-        by_phase = GaugeMetricFamily("tailrace_worker_requests", "Requests here.", labels=["phase"])
-        for phase in Phase:
-            by_phase.add_metric([phase.value], phases[phase])
-        yield by_phase
-        by_state = GaugeMetricFamily("tailrace_worker_request_states", "Requests here.", labels=["state"])
-        for state in ("waiting", "running", "paused", "preempted"):
-            by_state.add_metric([state], states[state])
-        yield by_state
+        by_phase = {phase.value: phases[phase] for phase in Phase}
+        yield gauge_by("tailrace_worker_requests", "Requests here.", "phase", by_phase)
+        by_state = {state: states[state] for state in ("waiting", "running", "paused", "preempted")}
+        yield gauge_by("tailrace_worker_request_states", "Requests here.", "state", by_state)
         used, total = sum(s.kv_blocks_used for s in stats), sum(s.kv_blocks_total for s in stats)
         yield GaugeMetricFamily("tailrace_worker_kv_blocks_used", "KV blocks in use.", value=used)
         yield GaugeMetricFamily("tailrace_worker_kv_blocks", "KV blocks in total.", value=total)
@@ -195,12 +192,9 @@ def _count(name: str, text: str, value: float) -> CounterMetricFamily:
     return CounterMetricFamily(f"tailrace_worker_{name}", text, value=value)
 
 
-def _labelled(name: str, text: str, counts: Iterable[Counter[str]]) -> CounterMetricFamily:
-    family = CounterMetricFamily(f"tailrace_worker_{name}", text, labels=["outcome"])
+def _labelled(name: str, text: str, counts: Iterable[Counter[str]]) -> Metric:
     total: Counter[str] = Counter()
     for one in counts:
         # Unlike a sum of counters, this keeps zeros.
         total.update(one)
-    for value, count in total.items():
-        family.add_metric([value], count)
-    return family
+    return counter_by(f"tailrace_worker_{name}", text, "outcome", total)

@@ -15,11 +15,11 @@ from tailrace.security.handlers import Context
 from tailrace.service.tasks import cancel, run_once
 from tailrace.store.client import StoreUnavailable
 from tailrace.v1 import profile_pb2, worker_pb2, worker_pb2_grpc
-from worker_agent.hand_backs import HandBacks
 from worker_agent.migration.export_call import Lease
 from worker_agent.migration.registry import Exports, ImportRefused, Imports
 from worker_agent.profiling.profiler import Profiler, ProfilingFailed, Refused, profile_events
 from worker_agent.registration import Addressee
+from worker_agent.returns import Returns
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +36,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         own: Addressee,
         exports: Exports,
         imports: Imports,
-        hand_backs: HandBacks,
+        returns: Returns,
         profiler: Profiler,
     ) -> None:
         self._own = own
-        self._hand_backs = hand_backs
+        self._returns = returns
         self._exports = exports
         self._imports = imports
         self._profiler = profiler
@@ -93,8 +93,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         context: grpc.aio.ServicerContext[worker_pb2.HandBackPromptsRequest, worker_pb2.HandBackPromptsReply],
     ) -> worker_pb2.HandBackPromptsReply:
         """Hand prompts back to their front ends, which place them again."""
-        count = self._hand_backs.hand_back_prompts(request.request_ids, asyncio.get_running_loop().time())
-        return worker_pb2.HandBackPromptsReply(handed_back=count)
+        count = self._returns.return_prompts(request.request_ids, asyncio.get_running_loop().time())
+        return worker_pb2.HandBackPromptsReply(returned=count)
 
     async def Profile(  # type: ignore[override]
         self,

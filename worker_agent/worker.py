@@ -32,7 +32,6 @@ from worker_agent.engine.base import Engine, EngineInfo, EngineStats
 from worker_agent.engines import kv_transport
 from worker_agent.faults import Faults
 from worker_agent.frontends import FrontEnds, send_heartbeats
-from worker_agent.hand_backs import HandBacks
 from worker_agent.intra_switch import follow_batch_order
 from worker_agent.kv.address import KvTransferError
 from worker_agent.kv.memory import SharedMemory
@@ -57,6 +56,7 @@ from worker_agent.registration import (
     wait_until_free,
 )
 from worker_agent.reports import Reports
+from worker_agent.returns import Returns
 from worker_agent.running_requests import RunningRequests
 from worker_agent.servicer import WorkerServicer
 from worker_agent.settings import WorkerSettings
@@ -268,11 +268,11 @@ class _WorkerBuilder:
             max_message_bytes=self._settings.max_message_bytes,
             model="" if identity is None else identity.key,
         )
-        self._hand_backs = HandBacks(self._stats, self._running, self._front_ends, self._exports.open)
+        self._returns = Returns(self._stats, self._running, self._front_ends, self._exports.open)
         self._draining = Draining(
             self._instance_id,
             lambda: self._instance_id in self._service.members.draining,
-            self._hand_backs,
+            self._returns,
             self._running,
             self._exports,
             self._imports,
@@ -319,7 +319,7 @@ class _WorkerBuilder:
         servicers = [
             Servicer(
                 add_WorkerServicer_to_server,
-                WorkerServicer(self._own, self._exports, self._imports, self._hand_backs, self._profiler),
+                WorkerServicer(self._own, self._exports, self._imports, self._returns, self._profiler),
                 "tailrace.v1.Worker",
             ),
             Servicer(add_BidAskServicer_to_server, BidAskServicer(self._coordinator), "tailrace.v1.BidAsk"),

@@ -102,12 +102,12 @@ class Workers:
             state=types_pb2.MIGRATION_STATE_COMMITTED, phase=moved.phase, tokens=moved.tokens
         )
 
-    async def hand_back(
+    async def return_prompts(
         self,
         request: worker_pb2.HandBackPromptsRequest,
         context: grpc.aio.ServicerContext[worker_pb2.HandBackPromptsRequest, worker_pb2.HandBackPromptsReply],
     ) -> worker_pb2.HandBackPromptsReply:
-        """Hand back no prompts: none waits."""
+        """Return no prompts: none waits."""
         return worker_pb2.HandBackPromptsReply()
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -119,7 +119,7 @@ class Workers:
                 response_serializer=worker_pb2.ImportEvent.SerializeToString,
             ),
             "HandBackPrompts": grpc.unary_unary_rpc_method_handler(
-                self.hand_back,
+                self.return_prompts,
                 request_deserializer=worker_pb2.HandBackPromptsRequest.FromString,
                 response_serializer=worker_pb2.HandBackPromptsReply.SerializeToString,
             ),

@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from frontend_svc.answers.store import AnswerStore
+from tailrace.telemetry.metrics import counter_by, gauge_by
 
 if TYPE_CHECKING:
     from frontend_svc.answers.replication import Replication
@@ -49,18 +50,23 @@ class AnswerMetrics(Collector):
     def collect(self) -> Iterable[Metric]:
         """Yield the values in Prometheus' form."""
         answers = list(self._store or ())
-        kept = GaugeMetricFamily("tailrace_frontend_answers", "Kept answers.", labels=["kind"])
-        serves = sum(answer.served_here for answer in answers)
-        kept.add_metric(["served"], serves)
-        kept.add_metric(["copy"], len(answers) - serves)
-        yield kept
+        served = sum(answer.served_here for answer in answers)
+        kept = {"served": served, "copy": len(answers) - served}
+        yield gauge_by("tailrace_frontend_answers", "Kept answers.", "kind", kept)
         yield GaugeMetricFamily(
             "tailrace_frontend_answer_bytes",
             "Approximate memory used by kept answers.",
             value=0 if self._store is None else self._store.size,
         )
-        yield _labelled("answer_runs", "Runs begun, by where the answer was.", "from", self.begun)
-        yield _labelled("answer_denials", "Requests not resumed or kept, by status.", "status", self.denied)
+        yield counter_by(
+            "tailrace_frontend_answer_runs", "Runs begun, by where the answer was.", "from", self.begun
+        )
+        yield counter_by(
+            "tailrace_frontend_answer_denials",
+            "Requests not resumed or kept, by status.",
+            "status",
+            self.denied,
+        )
         yield CounterMetricFamily(
             "tailrace_frontend_answers_handed_over",
             "Answers that continued at another front end.",
@@ -86,10 +92,3 @@ class AnswerMetrics(Collector):
             "Answers in progress for which no second front end has everything that their clients have.",
             value=0 if self._copies is None else self._copies.count_unprotected(),
         )
-
-
-def _labelled(name: str, text: str, label: str, counts: Counter[str]) -> CounterMetricFamily:
-    family = CounterMetricFamily(f"tailrace_frontend_{name}", text, labels=[label])
-    for value, count in counts.items():
-        family.add_metric([value], count)
-    return family

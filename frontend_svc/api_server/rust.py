@@ -15,9 +15,8 @@ from typing import Final
 
 from frontend_svc.api_server.sockets import EngineSockets, split_address
 from frontend_svc.api_server.spec import KEEP_ALIVE_S, READY_TIMEOUT_S, ApiServerSpec, Launch, offline_env
+from tailrace.json_value import JsonValue
 from tailrace.service.vllm_line import Flags
-
-JsonValue = str | int | float | bool | None | list["JsonValue"] | dict[str, "JsonValue"]
 
 # Flags that take a list (nargs="+") in vLLM and concern an API server.
 _LISTS: Final = frozenset({"served_model_name", "api_key", "allowed_origins", "lora_modules"})

@@ -7,22 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from simulator.request import SimRequest
-from simulator.workloads import (
-    agent_sessions,
-    alpaca_ares,
-    code,
-    document_sessions,
-    mix,
-    pascal,
-    plain_mix,
-    r1,
-    sharegpt,
-    sharegpt_ares,
-    sharegpt_turns,
-)
+from simulator.workloads import ares, mixes, pascal, r1, sharegpt
 from simulator.workloads.arrivals import gamma_requests, poisson_requests
 from simulator.workloads.lengths import DrawLengths
-from simulator.workloads.sessions import Shape, session_requests
+from simulator.workloads.sessions import AGENTS, DOCUMENTS, Shape, session_requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,24 +59,24 @@ class SessionGenerator:
 
 
 _ALL = (
-    Generator(r1.NAME, r1.lengths, "a DeepSeek-R1 service, after ServeGen"),
+    Generator("r1", r1.lengths, "a DeepSeek-R1 service, after ServeGen"),
     Generator("alpaca_eval", pascal.alpaca_eval, "AlpacaEval 2.0 to a reasoning model, after PASCAL"),
     Generator("arena_hard", pascal.arena_hard, "Arena-Hard to a reasoning model, after PASCAL"),
     Generator("math_gpqa_lcb", pascal.math_gpqa_lcb, "long reasoning, short answers, after PASCAL"),
     Generator("arena_hard_mixed", pascal.arena_hard_mixed, "half arena_hard, half math_gpqa_lcb"),
     Generator("reasoning_phase", pascal.reasoning_phase, "PASCAL's figure 4: only reasoning"),
     Generator("answering_phase", pascal.answering_phase, "PASCAL's figure 5: only answering"),
-    Generator(sharegpt_ares.NAME, sharegpt_ares.lengths, "ShareGPT to R1-Distill-Qwen-7B, ARES's table 2"),
-    Generator(alpaca_ares.NAME, alpaca_ares.lengths, "Alpaca to R1-Distill-Qwen-7B, ARES's table 2"),
-    Generator(sharegpt.NAME, sharegpt.lengths, "ShareGPT, first turns"),
-    Generator(sharegpt_turns.NAME, sharegpt_turns.lengths, "ShareGPT, any turn with its history"),
-    Generator(code.NAME, code.lengths, "code completion, after the Azure trace of 2023"),
-    Generator(mix.NAME, mix.lengths, "one third each of sharegpt_turns, code and r1"),
+    Generator("sharegpt_ares", ares.SHAREGPT, "ShareGPT to R1-Distill-Qwen-7B, ARES's table 2"),
+    Generator("alpaca_ares", ares.ALPACA, "Alpaca to R1-Distill-Qwen-7B, ARES's table 2"),
+    Generator("sharegpt", sharegpt.first_turns, "ShareGPT, first turns"),
+    Generator("sharegpt_turns", sharegpt.any_turns, "ShareGPT, any turn with its history"),
+    Generator("code", mixes.CODE, "code completion, after the Azure trace of 2023"),
+    Generator("mix", mixes.mix, "one third each of sharegpt_turns, code and r1"),
     Generator(
-        plain_mix.NAME,
-        plain_mix.lengths,
+        "plain_mix",
+        mixes.plain_mix,
         "one third each of summaries, chat and long writing; no reasoning, KV is scarce",
-        plain_mix.ARRIVAL_CV,
+        mixes.PLAIN_MIX_ARRIVAL_CV,
     ),
 )
 
@@ -97,9 +85,7 @@ GENERATORS: Mapping[str, Generator] = {generator.name: generator for generator i
 SESSIONS: Mapping[str, SessionGenerator] = {
     generator.name: generator
     for generator in (
-        SessionGenerator(agent_sessions.NAME, agent_sessions.SHAPE, "agents that call tools in loops"),
-        SessionGenerator(
-            document_sessions.NAME, document_sessions.SHAPE, "conversations, most of them about documents"
-        ),
+        SessionGenerator("agent_sessions", AGENTS, "agents that call tools in loops"),
+        SessionGenerator("document_sessions", DOCUMENTS, "conversations, most of them about documents"),
     )
 }

@@ -115,3 +115,16 @@ class QuantileTable:
     def deviation(self) -> float:
         """Return the standard deviation."""
         return math.sqrt(self.moment(2) - self.moment(1) ** 2)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantileLengths:
+    """Draws prompts and outputs independently; all of the output counts as answer."""
+
+    prompt: QuantileTable
+    output: QuantileTable
+
+    def __call__(self, count: int, rng: np.random.Generator) -> Lengths:
+        """Draw the lengths of `count` requests."""
+        prompt, output = self.prompt.sample(count, rng), self.output.sample(count, rng)
+        return Lengths(tokens(prompt), np.zeros(count, np.int64), tokens(output))

@@ -18,11 +18,7 @@ from importlib.resources import files
 
 import numpy as np
 
-from simulator.request import SimRequest
-from simulator.workloads.arrivals import poisson_requests
 from simulator.workloads.lengths import Lengths, QuantileTable, Tokens, tokens
-
-NAME = "r1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +66,3 @@ def lengths(count: int, rng: np.random.Generator) -> Lengths:
     total: Tokens = tokens(output, least=2)
     thought = np.clip(tokens(total * reasoning), 1, total - 1)
     return Lengths(tokens(prompt), thought, total - thought)
-
-
-def generate(count: int, rate_per_s: float, seed: int) -> list[SimRequest]:
-    """Generate `count` requests at `rate_per_s`."""
-    return poisson_requests(NAME, lengths, count, rate_per_s, seed)

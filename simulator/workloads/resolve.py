@@ -9,18 +9,19 @@ from pathlib import Path
 
 import numpy as np
 
-from simulator.workloads import azure, burstgpt, jsonl, mooncake
+from simulator.workloads import jsonl
 from simulator.workloads.arrivals import at_rate, fit, merged, scaled
 from simulator.workloads.base import Clip, Workload, WorkloadError
 from simulator.workloads.generators import GENERATORS, SESSIONS, Generator, SessionGenerator
 from simulator.workloads.rows import SPAN_MAX_S
+from simulator.workloads.traces import load_azure, load_burstgpt, load_mooncake
 
 # Loaders by the word before the colon.
 FORMATS: Mapping[str, Callable[[Path, Clip], Workload]] = {
-    "azure": azure.load,
-    "burstgpt": burstgpt.load,
+    "azure": load_azure,
+    "burstgpt": load_burstgpt,
     "jsonl": jsonl.load,
-    "mooncake": mooncake.load,
+    "mooncake": load_mooncake,
 }
 # Requests of a generator if neither a count nor a duration is given.
 DEFAULT_COUNT = 1_000

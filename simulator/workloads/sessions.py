@@ -56,6 +56,58 @@ class Shape:
     zipf: float = 1.0
 
 
+AGENTS: Final = Shape(
+    turns=8.0,
+    gap_s=2.0,
+    gap_sigma=1.2,
+    apps=20,
+    instruction_tokens=2_500.0,
+    first_tokens=1_000.0,
+    later_tokens=550.0,
+    answer_tokens=182.0,
+)
+"""Agents: loops of calls, each with the result of the last tool, after instructions shared by runs of an
+agent.
+
+- lengths: prompts of mean about 8,600 tokens and answers of mean 182, as in Mooncake's tool and agent trace
+  (Qin et al., "Mooncake", FAST'25, table 2). In that trace 59% of the prompt tokens could be cached; in these
+  loops, which are long, about 90%.
+- calls per loop: 8; the tools that Abhyankar et al. studied are called 3 to 28 times per request on average
+  ("InferCept", ICML'24).
+- gap: a tool takes some seconds (InferCept: calculators take less than one, generators of speech or images
+  twenty times as long); mean 2 s.
+
+The number of agents, their popularity, and the division of a prompt into instructions, task and results are
+assumptions.
+"""
+
+DOCUMENTS: Final = Shape(
+    turns=3.5,
+    gap_s=100.0,
+    gap_sigma=0.8326,
+    apps=10,
+    instruction_tokens=500.0,
+    first_tokens=305.0,
+    later_tokens=305.0,
+    answer_tokens=149.0,
+    documents=3_000,
+    document_share=2.0 / 3.0,
+    document_tokens=20_000.0,
+    zipf=0.8,
+)
+"""Conversations, two thirds of them about a document that other conversations are about, too.
+
+- lengths: prompts of mean about 15,300 tokens and answers of mean 149, and two sessions in three about a long
+  document, as in Mooncake's synthetic trace (Qin et al., "Mooncake", FAST'25, table 2: ShareGPT, L-Eval and
+  LooGLE in equal parts). Messages have the mean of ShareGPT's (`ares`).
+- turns: 3.5, on average 100 s apart, as in ServeGen's conversations (Xiang et al., arXiv 2505.09999).
+
+The numbers of documents and applications and their popularity are assumptions. Elsewhere 62% to 66% of the
+prompt tokens of such requests could be cached (Mooncake; Wang et al., "KVCache Cache in the Wild", ATC'25);
+here, where documents recur, about 85%.
+"""
+
+
 class _Library:
     """Applications and documents with their popularity."""
 

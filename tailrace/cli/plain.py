@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from google.protobuf.descriptor import EnumDescriptor as PurePythonEnum
 from google.protobuf.message import Message
 
+from tailrace.json_value import JsonValue as JsonValue
+
 if TYPE_CHECKING:
     from google._upb._message import EnumDescriptor as CompiledEnum
 
     EnumDescriptor = PurePythonEnum | CompiledEnum
-
-JsonValue = dict[str, "JsonValue"] | list["JsonValue"] | str | int | float | bool | None
 
 
 def to_plain(message: Message) -> dict[str, JsonValue]:

@@ -13,12 +13,12 @@ from typing import Final
 from tailrace.actions import (
     Action,
     CopyPrefix,
-    HandBack,
     Migrate,
     Offer,
     Place,
     Placement,
     Refuse,
+    ReturnPrompts,
     SetPool,
     SetStages,
 )
@@ -131,8 +131,8 @@ def _check_action(view: ClusterView, requests: _Requests, action: object) -> Non
         if action.most_tokens is not None:
             _check_integer("most_tokens", action.most_tokens)
         _check_reason("reason", action.reason)
-    elif kind is HandBack:
-        assert isinstance(action, HandBack)
+    elif kind is ReturnPrompts:
+        assert isinstance(action, ReturnPrompts)
         _check_instance(view, "instance_id", action.instance_id)
         # Which of them still wait there, its worker knows.
         _check_strings("request_ids", action.request_ids)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, Protocol, TypeVar
 
-from tailrace.actions import Action, HandBack, Migrate, Offer, Place, Placement, Refuse, WhenFull
+from tailrace.actions import Action, Migrate, Offer, Place, Placement, Refuse, ReturnPrompts, WhenFull
 from tailrace.cluster import Arrival, ClusterView, HotPrefixes, RequestView
 from tailrace.control.admission import TtftAdmission
 from tailrace.control.answers import BadAnswer, checked_actions, checked_placement
@@ -210,7 +210,7 @@ class Question:
 
 def without_moves(actions: Sequence[Action]) -> tuple[Action, ...]:
     """Return the actions of a policy that is to move no request, without its moves."""
-    return tuple(action for action in actions if not isinstance(action, (Migrate, Offer, HandBack)))
+    return tuple(action for action in actions if not isinstance(action, (Migrate, Offer, ReturnPrompts)))
 
 
 class Asked(Protocol[T_co]):

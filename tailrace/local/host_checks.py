@@ -15,12 +15,12 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
 from tailrace import TESTED_VLLM
 from tailrace.local.ports import PortUnavailable, require_free
+from tailrace.local.requirements import ucxx_version, vllm_version
 from tailrace.model_folder import ModelFolderError, require_model, require_tokenizer
 from tailrace.security.credentials import UnusableCredentials, read_credentials
 from tailrace.tenancy.file import KeyFileUnusable, read_keys, readers_problem
@@ -86,7 +86,7 @@ def check_host(host: Host) -> Iterator[Finding]:
 
 
 def _packages(host: Host) -> Iterator[Finding]:
-    installed = _version("vllm")
+    installed = vllm_version()
     mend = "scripts/install.sh installs it (pip install 'tailrace[vllm]')"
     if not installed:
         yield Finding("vLLM", Verdict.PROBLEM, "not installed: no worker and no front end can run here", mend)
@@ -95,7 +95,7 @@ def _packages(host: Host) -> Iterator[Finding]:
         yield Finding("vLLM", Verdict.PROBLEM, f"{installed} is not tested", f"install {tested}")
     else:
         yield ok("vLLM", installed)
-    transport = _version("ucxx-cu13") or _version("ucxx-cu12")
+    transport = ucxx_version()
     yield (
         ok("UCX", transport) if transport else Finding("UCX", Verdict.PROBLEM, "ucxx is not installed", mend)
     )
@@ -304,13 +304,6 @@ def _environment(host: Host) -> Iterator[Finding]:
     if not host.environment.get("OTEL_EXPORTER_OTLP_ENDPOINT"):
         mend = "OTEL_EXPORTER_OTLP_ENDPOINT=http://MONITOR for all services (tailrace up sets it)"
         yield Finding("tracing", Verdict.NOTE, "off: tailrace trace finds nothing", mend)
-
-
-def _version(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return ""
 
 
 _CHECKS: Final[tuple[Callable[[Host], Iterator[Finding]], ...]] = (

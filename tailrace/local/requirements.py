@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -23,12 +24,33 @@ class Missing(RuntimeError):
 def require_installed(options: ClusterOptions) -> None:
     """Raise Missing for the first package that is not installed."""
     needs_vllm = options.engine is Engine.VLLM or options.front is Front.PYTHON
-    if needs_vllm and find_spec("vllm") is None:
+    if needs_vllm and not vllm_version():
         raise Missing("vLLM is not installed; scripts/install.sh installs it (the CPU build where no GPU is)")
     if options.front is Front.RUST and _rust_front_end() is None:
         raise Missing("no vllm-rs executable; scripts/install.sh --rust fetches it (or use --front python)")
-    if find_spec("ucxx") is None:
+    if not ucxx_version():
         raise Missing("ucxx, the KV transport, is not installed; scripts/install.sh installs it")
+
+
+def vllm_version() -> str:
+    """Return the version of vLLM that can be imported here; empty: none."""
+    return _version("vllm", "vllm")
+
+
+def ucxx_version() -> str:
+    """Return the version of ucxx that can be imported here; empty: none."""
+    return _version("ucxx", "ucxx-cu13", "ucxx-cu12")
+
+
+def _version(module: str, *distributions: str) -> str:
+    if find_spec(module) is None:
+        return ""
+    for name in distributions:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "unknown"
 
 
 def _rust_front_end() -> str | None:

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from tailrace.security.audit import AuditEntry
-from tailrace.telemetry.tracing import package_version
+from tailrace.telemetry.tracing import resource_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk._logs import LoggerProvider
@@ -63,16 +63,7 @@ def audit_export(service: str, instance: str) -> AuditExport | None:
     from opentelemetry.exporter.otlp.proto.grpc._log_exporter import OTLPLogExporter
     from opentelemetry.sdk._logs import LoggerProvider
     from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
-    from opentelemetry.sdk.resources import Resource
 
-    resource = Resource.create(
-        {
-            "service.name": f"tailrace-{service}",
-            "service.instance.id": instance,
-            "service.namespace": "tailrace",
-            "service.version": package_version(),
-        }
-    )
-    provider = LoggerProvider(resource=resource, shutdown_on_exit=False)
+    provider = LoggerProvider(resource=resource_of(service, instance), shutdown_on_exit=False)
     provider.add_log_record_processor(BatchLogRecordProcessor(OTLPLogExporter(), schedule_delay_millis=500))
     return AuditExport(provider)

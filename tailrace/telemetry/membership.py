@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from tailrace.cluster import Pool
 from tailrace.members import Members
 from tailrace.rollout.record import RolloutState
+from tailrace.telemetry.metrics import gauge_by
 
 _NO_POOL: Final = "none"
 _KINDS: Final = ("frontend", "scheduler", "monitor", "migration")
@@ -26,19 +27,14 @@ class MembershipMetrics(Collector):
     def collect(self) -> Iterable[Metric]:
         """Yield all metric families."""
         members = self._members
-        pools = GaugeMetricFamily(
-            "tailrace_cluster_pool_instances", "Instances by pool; none: in no pool.", labels=["pool"]
+        pools = Counter(dict.fromkeys((*(pool.value for pool in Pool), _NO_POOL), 0))
+        pools.update(_pool(members.pools.get(name)) for name in members.instances)
+        yield gauge_by(
+            "tailrace_cluster_pool_instances", "Instances by pool; none: in no pool.", "pool", pools
         )
-        counts = Counter(_pool(members.pools.get(name)) for name in members.instances)
-        for pool in (*(pool.value for pool in Pool), _NO_POOL):
-            pools.add_metric([pool], counts[pool])
-        yield pools
-        services = GaugeMetricFamily("tailrace_cluster_services", "Services by kind.", labels=["kind"])
         kinds = Counter(dict.fromkeys(_KINDS, 0))
         kinds.update(kind for kind, _ in members.services)
-        for kind, count in kinds.items():
-            services.add_metric([kind], count)
-        yield services
+        yield gauge_by("tailrace_cluster_services", "Services by kind.", "kind", kinds)
         present = members.instances.keys()
         yield GaugeMetricFamily("tailrace_cluster_instances", "Instances.", value=len(present))
         yield GaugeMetricFamily(
@@ -51,13 +47,11 @@ class MembershipMetrics(Collector):
             "Instances whose lease expired without a withdrawal; held for a while, not dropped.",
             value=len(members.suspects),
         )
-        rollouts = GaugeMetricFamily(
-            "tailrace_cluster_rollouts", "Models by the state of their last rollout.", labels=["state"]
+        states = Counter({state.value: 0 for state in RolloutState})
+        states.update(rollout.state.value for rollout in members.rollouts.values())
+        yield gauge_by(
+            "tailrace_cluster_rollouts", "Models by the state of their last rollout.", "state", states
         )
-        states = Counter(rollout.state for rollout in members.rollouts.values())
-        for state in RolloutState:
-            rollouts.add_metric([state.value], states[state])
-        yield rollouts
 
 
 def _pool(pool: Pool | None) -> str:

@@ -21,7 +21,7 @@ from typing import Final, Self
 
 from prometheus_client import CollectorRegistry, Gauge, GCCollector, Info, ProcessCollector
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from tailrace.address import format_address
@@ -63,6 +63,22 @@ def new_registry(service: str, instance: str) -> ServiceRegistry:
     registry.register(UNREADABLE)
     registry.register(UNREADABLE_NOW)
     return registry
+
+
+def counter_by(name: str, text: str, label: str, counts: Mapping[str, float]) -> Metric:
+    """Return a counter with a series for each value of one label."""
+    return _by(CounterMetricFamily(name, text, labels=[label]), counts)
+
+
+def gauge_by(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    """Return a gauge with a series for each value of one label."""
+    return _by(GaugeMetricFamily(name, text, labels=[label]), values)
+
+
+def _by(family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[str, float]) -> Metric:
+    for label, value in values.items():
+        family.add_metric([label], value)
+    return family
 
 
 _SCRAPE: Final = loop_named("metrics")

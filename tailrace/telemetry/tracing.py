@@ -19,6 +19,7 @@ from opentelemetry.trace import NoOpTracer, Span, SpanKind, Status, StatusCode, 
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
 
 ENDPOINT_VARIABLE: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
@@ -78,22 +79,15 @@ def configure(service: str, instance: str) -> Tracing:
         return Tracing(None)
     # Imported here, so that processes without tracing do not load the SDK.
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     from tailrace.telemetry.span_ids import SystemIds
 
-    resource = Resource.create(
-        {
-            "service.name": f"tailrace-{service}",
-            "service.instance.id": instance,
-            "service.namespace": "tailrace",
-            "service.version": package_version(),
-        }
-    )
     # The owner of the tracing shuts it down, not the interpreter's exit hooks.
-    provider = TracerProvider(resource=resource, shutdown_on_exit=False, id_generator=SystemIds())
+    provider = TracerProvider(
+        resource=resource_of(service, instance), shutdown_on_exit=False, id_generator=SystemIds()
+    )
     exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_TIMEOUT_S)
     provider.add_span_processor(
         BatchSpanProcessor(
@@ -104,6 +98,20 @@ def configure(service: str, instance: str) -> Tracing:
         )
     )
     return Tracing(provider)
+
+
+def resource_of(service: str, instance: str) -> Resource:
+    """Return what spans and log entries of a process say of it. Imports the SDK."""
+    from opentelemetry.sdk.resources import Resource
+
+    return Resource.create(
+        {
+            "service.name": f"tailrace-{service}",
+            "service.instance.id": instance,
+            "service.namespace": "tailrace",
+            "service.version": package_version(),
+        }
+    )
 
 
 def context_from_traceparent(traceparent: str) -> Context:

@@ -12,9 +12,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from tailrace.json_value import JsonValue
 from tailrace.wire.setting_errors import one_line, without_pydantic
-
-Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
 
 
 class FlagRefused(ValueError):
@@ -38,7 +37,7 @@ def serve_parser() -> ServeParser:
 class EngineFlags:
     """The flags of a line that are the engine's, as fields of EngineArgs, and names of the API server's."""
 
-    arguments: dict[str, Json]
+    arguments: dict[str, JsonValue]
     api_server: list[str]
 
 

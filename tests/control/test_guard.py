@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from tailrace.actions import (
     Action,
     CopyPrefix,
-    HandBack,
     Migrate,
     Offer,
     Place,
     Refuse,
+    ReturnPrompts,
     SetPool,
     SetStages,
 )
@@ -125,7 +125,7 @@ stages = st.lists(st.one_of(st.builds(Stage, junk, junk, tuples), junk), max_siz
 actions = st.one_of(
     st.builds(Migrate, names, names, names, names),
     st.builds(Offer, names, names, tuples, names, junk),
-    st.builds(HandBack, names, tuples),
+    st.builds(ReturnPrompts, names, tuples),
     st.builds(CopyPrefix, names, names, names, junk, names),
     st.builds(SetPool, names, st.one_of(st.sampled_from(Pool), junk)),
     st.builds(SetStages, st.one_of(stages, junk)),
@@ -170,7 +170,7 @@ def is_sound(action: Action) -> bool:
             )
         case SetStages():
             return all(stage.lo < stage.hi and {*stage.instance_ids} <= {"a", "b"} for stage in action.stages)
-        case HandBack() | SetPool():
+        case ReturnPrompts() | SetPool():
             return action.instance_id in {"a", "b"}
         case CopyPrefix():
             return {action.holder_id, action.target_id} <= {"a", "b"}

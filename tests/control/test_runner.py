@@ -9,12 +9,12 @@ import pytest
 
 from tailrace.actions import (
     Action,
-    HandBack,
     Migrate,
     Offer,
     Place,
     Placement,
     Refuse,
+    ReturnPrompts,
     SetPool,
     WhenFull,
 )
@@ -303,7 +303,7 @@ class Moving(Everywhere):
         return Place("b", (MOVE, self.STAYS), "a")
 
     def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
-        return (Offer("r", "a", ("b",), "test"), self.STAYS, HandBack("a", ("r",)))
+        return (Offer("r", "a", ("b",), "test"), self.STAYS, ReturnPrompts("a", ("r",)))
 
 
 def test_a_policy_that_is_to_move_nothing_keeps_its_other_actions() -> None:

@@ -83,7 +83,7 @@ def test_stopping_worker_moves_its_streams(
 def test_remaining_streams_are_recomputed_without_a_scheduler(
     simulated_fleet: Fleet, simulated_chats: Chats, undisturbed: list[Chat]
 ) -> None:
-    lost, handed_back = recoveries(simulated_fleet, "lost"), recoveries(simulated_fleet, "handed_back")
+    lost, returned = recoveries(simulated_fleet, "lost"), recoveries(simulated_fleet, "handed_back")
     simulated_fleet.start_worker("w3", ["--drain-timeout", "0.5"])
     simulated_fleet.wait_instances(("w0", "w1", "w2", "w3"))
     streams = start_streams(simulated_chats)
@@ -94,7 +94,7 @@ def test_remaining_streams_are_recomputed_without_a_scheduler(
     stop(simulated_fleet, ["w3"])
     simulated_fleet.forget("w3")
     check_answers(streams, undisturbed)
-    assert recoveries(simulated_fleet, "handed_back") > handed_back
+    assert recoveries(simulated_fleet, "handed_back") > returned
     assert recoveries(simulated_fleet, "lost") == lost
 
 

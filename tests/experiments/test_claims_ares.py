@@ -18,7 +18,7 @@ from experiments.claims.base import QUICK, WHOLE, Figures, Finding, Verdict
 from experiments.claims.verdicts import number
 from simulator.request import SimRequest
 from simulator.setups import NoisyPredictor, OraclePredictor
-from simulator.workloads import sharegpt_ares
+from simulator.workloads.ares import SHAREGPT
 
 HOLDS, DIRECTION, NOT = Verdict.HOLDS, Verdict.DIRECTION, Verdict.DOES_NOT_HOLD
 ARM_NAMES = ("vllm", "rescheduling", "ares", "ares_oracle", "round_robin")
@@ -26,7 +26,7 @@ ARM_NAMES = ("vllm", "rescheduling", "ares", "ares_oracle", "round_robin")
 
 def test_predictor_errors_match_the_paper() -> None:
     rng = np.random.default_rng(5)
-    outputs = sharegpt_ares.lengths(4_000, rng).answer
+    outputs = SHAREGPT(4_000, rng).answer
     noisy = NoisyPredictor()
 
     def error(output: int, at: int, n: int) -> float:

@@ -1,4 +1,4 @@
-"""Streams that a draining instance hands back continue elsewhere, with every token once."""
+"""Streams that a draining instance returns continue elsewhere, with every token once."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def announce_drain(worker: ScriptedWorker) -> None:
     worker.send(worker_pb2.AttachDown(draining=worker_pb2.Draining()))
 
 
-def hand_back(worker: ScriptedWorker, submit: worker_pb2.Submit, epoch: int | None = None) -> None:
+def send_returned(worker: ScriptedWorker, submit: worker_pb2.Submit, epoch: int | None = None) -> None:
     epoch = submit.epoch if epoch is None else epoch
-    message = worker_pb2.HandBack(handles=[submit.handle], epochs=[epoch])
-    worker.send(worker_pb2.AttachDown(hand_back=message))
+    message = worker_pb2.Returned(handles=[submit.handle], epochs=[epoch])
+    worker.send(worker_pb2.AttachDown(returned=message))
 
 
 async def begin_stream(rig: Rig, request_id: str, worker: ScriptedWorker) -> worker_pb2.Submit:
@@ -28,13 +28,13 @@ async def begin_stream(rig: Rig, request_id: str, worker: ScriptedWorker) -> wor
     return submit
 
 
-async def test_handed_back_stream_continues_elsewhere(rig: Rig) -> None:
+async def test_returned_stream_continues_elsewhere(rig: Rig) -> None:
     leaving = await rig.worker("a")
     await rig.front.ready()
     submit = await begin_stream(rig, "r", leaving)
     taking = await rig.worker("b")
     announce_drain(leaving)
-    hand_back(leaving, submit)
+    send_returned(leaving, submit)
     again = await taking.submitted()
     assert (again.handle, again.epoch, list(again.output_token_ids)) == (submit.handle, 1, [10, 11])
     assert list((await leaving.expect("abort")).abort.handles) == [submit.handle]
@@ -47,17 +47,17 @@ async def test_handed_back_stream_continues_elsewhere(rig: Rig) -> None:
     assert rig.count("recoveries_total", cause="lost") == 0
 
 
-async def test_handed_back_stream_stays_if_there_is_no_other_instance(rig: Rig) -> None:
+async def test_returned_stream_stays_if_there_is_no_other_instance(rig: Rig) -> None:
     leaving = await rig.worker("a")
     await rig.front.ready()
     submit = await begin_stream(rig, "r", leaving)
     announce_drain(leaving)
-    hand_back(leaving, submit)
+    send_returned(leaving, submit)
     leaving.send(outputs(submit, [12], 2))
     await rig.front.tokens_of("r", 3)
     # When another instance has joined, a repeated hand-back moves the stream there.
     taking = await rig.worker("b")
-    hand_back(leaving, submit)
+    send_returned(leaving, submit)
     again = await taking.submitted()
     assert list(again.output_token_ids) == [10, 11, 12]
     taking.send(outputs(again, [13], 3, FINISHED))
@@ -65,14 +65,14 @@ async def test_handed_back_stream_stays_if_there_is_no_other_instance(rig: Rig) 
     assert rig.front.tokens["r"] == [10, 11, 12, 13]
 
 
-async def test_instance_cannot_hand_back_streams_it_does_not_own(rig: Rig) -> None:
+async def test_instance_cannot_return_streams_it_does_not_own(rig: Rig) -> None:
     first = await rig.worker("a")
     await rig.front.ready()
     submit = await begin_stream(rig, "r", first)
     second = await rig.worker("b")
-    hand_back(second, submit)
-    hand_back(first, submit, epoch=7)
-    hand_back(first, worker_pb2.Submit(handle=4711))
+    send_returned(second, submit)
+    send_returned(first, submit, epoch=7)
+    send_returned(first, worker_pb2.Submit(handle=4711))
     first.send(outputs(submit, [12], 2, FINISHED))
     await rig.front.end_of("r")
     assert rig.front.tokens["r"] == [10, 11, 12]
@@ -89,7 +89,7 @@ async def test_pending_adoption_is_refused_when_its_stream_is_relocated(rig: Rig
     )
     target.send(worker_pb2.AttachDown(adopt=adopt))
     announce_drain(leaving)
-    hand_back(leaving, submit)
+    send_returned(leaving, submit)
     again = await target.submitted()
     # It is evaluated again at the stream's next progress, or when the wait for its missing tokens expires.
     target.send(outputs(again, [12], 2))

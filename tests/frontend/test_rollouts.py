@@ -27,7 +27,7 @@ from tests.frontend.scripted_worker import FINISHED, outputs
 from tests.frontend.test_adopt import adopt
 from tests.frontend.test_models import running
 from tests.frontend.test_placement import Scheduler, scheduler
-from tests.frontend.test_relocation import hand_back
+from tests.frontend.test_relocation import send_returned
 from tests.static_members import StaticMembers
 
 OLD, NEW = ModelIdentity("text", "old", "bf16"), ModelIdentity("text", "new", "bf16")
@@ -145,7 +145,7 @@ async def test_answer_continues_on_an_instance_that_only_the_rollout_drains(rig:
     rig.members.draining, rig.members.leaving = frozenset({"a", "b", "drained"}), frozenset({"a", "b"})
     follow(rig, rollout(RolloutState.DONE))
     # It is not moved from one draining instance to another.
-    hand_back(a, begun)
+    send_returned(a, begun)
     await rig.crash(a)
     taken_over = await b.submitted()
     assert (taken_over.request_id, list(taken_over.output_token_ids)) == ("begun", [1])

@@ -84,7 +84,7 @@ async def test_cascade_hands_over_a_request_that_outgrows_its_stage(fleet: Fleet
     await fleet.finish(*requests)
 
 
-async def test_waiting_prompts_are_handed_back_and_placed_elsewhere(fleet: Fleet) -> None:
+async def test_waiting_prompts_are_returned_and_placed_elsewhere(fleet: Fleet) -> None:
     """Only four of the eight fit for seconds. The others have no KV to migrate, and are placed again."""
     await fleet.set_stages(
         types_pb2.Stage(lo=0, hi=2_048, instance_ids=["w-0"]),
@@ -97,10 +97,10 @@ async def test_waiting_prompts_are_handed_back_and_placed_elsewhere(fleet: Fleet
     await asyncio.gather(*(fleet.wait_for_tokens(r) for r in requests[:4]))
     assert set((await fleet.owners()).values()) == {"w-0"}
     worker = WorkerStub(fleet.channels.get(fleet.members.instances["w-0"].address, Role.WORKER))
-    hand_back = worker_pb2.HandBackPromptsRequest(request_ids=requests)
-    reply = await worker.HandBackPrompts(hand_back, timeout=WAIT_S)
+    request = worker_pb2.HandBackPromptsRequest(request_ids=requests)
+    reply = await worker.HandBackPrompts(request, timeout=WAIT_S)
     # Running requests stay.
-    assert reply.handed_back == 4
+    assert reply.returned == 4
     await asyncio.gather(*(fleet.wait_for_tokens(r) for r in requests[4:]))
     owners = await fleet.owners()
     assert {owners[r] for r in requests[4:] if r in owners} <= {"w-1", "w-2", "w-3"}

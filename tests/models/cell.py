@@ -118,16 +118,15 @@ def _engine(config: RunConfig) -> VllmEngine:
     return VllmEngine(
         VllmSettings(
             model=config.model,
-            dtype=config.dtype,
-            max_num_seqs=config.streams + 4,
-            max_model_len=512,
-            kv_bytes=256 << 20,
-            cpu_threads=1,
             host_kv_bytes=0,
-            async_scheduling=config.async_scheduling or None,
-            tensor_parallel_size=config.tensor,
-            pipeline_parallel_size=config.stages,
             engine_args={
+                "dtype": config.dtype,
+                "max_num_seqs": config.streams + 4,
+                "max_model_len": 512,
+                "kv_cache_memory_bytes": 256 << 20,
+                "async_scheduling": config.async_scheduling or None,
+                "tensor_parallel_size": config.tensor,
+                "pipeline_parallel_size": config.stages,
                 "skip_tokenizer_init": config.random_weights,
                 "enable_prefix_caching": config.prefix_caching,
             },

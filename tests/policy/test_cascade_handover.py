@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_svc import actuator
-from tailrace.actions import HandBack, Offer, SetStages
+from tailrace.actions import Offer, ReturnPrompts, SetStages
 from tailrace.cluster import ClusterView, InstanceView, Stage
 from tailrace.policy.cascade.handover import HANDOVERS_MAX, REBALANCED_MAX, RECEIVERS_MAX
 from tailrace.policy.cascade.layout import active_in, stage_of
@@ -58,7 +58,7 @@ def test_a_tick_hands_over_what_a_plain_comparison_finds(by_bids: bool, view: Cl
         expected = plain.of_all(stages) if refines else []
         for peers in [active_in(view, stage) for stage in stages] or [view.placeable()]:
             expected += plain.rebalance(peers, 1.25)
-        assert [a for a in actions if not isinstance(a, SetStages | HandBack)] == expected
+        assert [a for a in actions if not isinstance(a, SetStages | ReturnPrompts)] == expected
 
 
 @quick

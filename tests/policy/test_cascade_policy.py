@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.actions import Action, HandBack, Migrate, Offer, Place, SetStages
+from tailrace.actions import Action, Migrate, Offer, Place, ReturnPrompts, SetStages
 from tailrace.cluster import (
     Arrival,
     ClusterView,
@@ -399,23 +399,23 @@ def waiting(where: str, *prompts: int) -> InstanceView:
     return instance(where, held_here)
 
 
-def hand_backs(view: ClusterView) -> list[HandBack]:
+def returns(view: ClusterView) -> list[ReturnPrompts]:
     actions = Cascade(outlier=1e9).on_tick(with_last_tick(view, 0.5), 1.0)
-    return [a for a in actions if isinstance(a, HandBack)]
+    return [a for a in actions if isinstance(a, ReturnPrompts)]
 
 
-def test_prompts_waiting_in_the_wrong_stage_are_handed_back() -> None:
+def test_prompts_waiting_in_the_wrong_stage_are_returned() -> None:
     """The first prompt has no queue before it, and those of 500 tokens are in the right stage."""
     view = staged(waiting("a", 2_000, 500, 3_000, 500, 9_000))
-    assert hand_backs(view) == [HandBack("a", ("a-p2", "a-p4"))]
+    assert returns(view) == [ReturnPrompts("a", ("a-p2", "a-p4"))]
 
 
-def test_prompts_are_handed_back_only_for_a_shorter_queue() -> None:
+def test_prompts_are_returned_only_for_a_shorter_queue() -> None:
     busy = [waiting(name, *[4_000] * 3) for name in "cd"]
-    assert hand_backs(staged(waiting("a", 500, 2_000, 500, 3_000), *busy)) == []
+    assert returns(staged(waiting("a", 500, 2_000, 500, 3_000), *busy)) == []
     # Each prompt joins a queue, which is then longer for the next one.
     view = staged(waiting("a", 4_000, 3_000, 3_000, 3_000), *[waiting(name, 1_000) for name in "cd"])
-    assert hand_backs(view) == [HandBack("a", ("a-p1", "a-p2"))]
+    assert returns(view) == [ReturnPrompts("a", ("a-p1", "a-p2"))]
 
 
 @pytest.mark.parametrize("why", ["running", "has output tokens", "no instance in its stage", "draining"])
@@ -434,13 +434,13 @@ def test_other_prompts_stay(why: str) -> None:
         case "draining":
             source = replace(source, state=InstanceState.DRAINING)
     instances = {**view.instances, "a": replace(source, requests=(first, second))}
-    assert hand_backs(replace(view, instances=instances)) == []
+    assert returns(replace(view, instances=instances)) == []
 
 
 @quick
 @given(fleets(staged=True))
-def test_handed_back_prompts_would_be_placed_in_another_stage(view: ClusterView) -> None:
-    for action in hand_backs(view):
+def test_returned_prompts_would_be_placed_in_another_stage(view: ClusterView) -> None:
+    for action in returns(view):
         source = view.instances[action.instance_id]
         at = stage_of(view.stages, action.instance_id)
         assert at is not None and len(set(action.request_ids)) == len(action.request_ids)

@@ -14,9 +14,9 @@ from scheduler_svc.actuator import Actuator
 from scheduler_svc.copies import Copier
 from scheduler_svc.loop import DecisionLoop, Traceparents
 from scheduler_svc.metrics import SchedulerMetrics
-from scheduler_svc.migrations import Migrations, MigrationStarter, Negotiator, Recaller
+from scheduler_svc.migrations import Migrations, MigrationStarter, Negotiator, PromptReturns
 from scheduler_svc.settings import Settings
-from tailrace.actions import ORDERED_MAX, Action, HandBack, Migrate, SetPool, WhenFull
+from tailrace.actions import ORDERED_MAX, Action, Migrate, ReturnPrompts, SetPool, WhenFull
 from tailrace.cluster import ClusterView, Pool, RequestView, Stage
 from tailrace.control.live import LiveControl
 from tailrace.control.reported_cluster import ReportedCluster
@@ -114,9 +114,9 @@ async def scheduler(etcd: str, cluster: str) -> AsyncIterator[Scheduler]:
         metrics, traceparents = SchedulerMetrics(CollectorRegistry()), Traceparents()
         mover = MigrationStarter(state, Migrations(membership, channels), traceparents)
         negotiator = Negotiator(state, channels, traceparents)
-        recaller = Recaller(state, channels)
+        prompt_returns = PromptReturns(state, channels)
         actuator = Actuator(
-            state, mover, negotiator, recaller, Copier(state, channels), Settings(store), metrics
+            state, mover, negotiator, prompt_returns, Copier(state, channels), Settings(store), metrics
         )
         stack.push_async_callback(actuator.close)
         set_members(state, in_pools(dict.fromkeys("abc", Pool.PREFILL)), 0.0)
@@ -209,16 +209,18 @@ async def test_an_order_that_lost_the_race_no_longer_counts(scheduler: Scheduler
 async def test_instances_are_asked_to_hand_prompts_back(
     scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recalled: list[tuple[str, tuple[str, ...]]] = []
+    returned: list[tuple[str, tuple[str, ...]]] = []
 
-    async def recall(recaller: Recaller, instance_id: str, request_ids: tuple[str, ...]) -> int:
-        recalled.append((instance_id, request_ids))
+    async def return_prompts(
+        prompt_returns: PromptReturns, instance_id: str, request_ids: tuple[str, ...]
+    ) -> int:
+        returned.append((instance_id, request_ids))
         return len(request_ids)
 
-    monkeypatch.setattr(Recaller, "recall", recall)
-    scheduler.actuator.submit([HandBack("a", ("r", "q")), HandBack("b", ())], "test")
+    monkeypatch.setattr(PromptReturns, "return_prompts", return_prompts)
+    scheduler.actuator.submit([ReturnPrompts("a", ("r", "q")), ReturnPrompts("b", ())], "test")
     await scheduler.finish_actions()
-    assert recalled == [("a", ("r", "q")), ("b", ())]
+    assert returned == [("a", ("r", "q")), ("b", ())]
 
 
 async def test_a_migration_that_could_only_wait_is_refused_at_once_unless_the_policy_waits(

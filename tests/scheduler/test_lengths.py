@@ -75,7 +75,7 @@ def test_a_request_without_a_last_token_has_not_finished() -> None:
 
 def test_repeated_placements_and_unknown_requests_count_once() -> None:
     state = state_with_lengths()
-    # A prompt that was handed back, and a request resumed after the loss of its instance.
+    # A prompt that was returned, and a request resumed after the loss of its instance.
     place(state, "r", "a", 1.0)
     place(state, "r", "b", 2.0)
     place(state, "lost", "b", 2.5, output_tokens=20)

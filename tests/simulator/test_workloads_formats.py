@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from simulator.workloads import azure, burstgpt, jsonl, mooncake
+from simulator.workloads import jsonl
 from simulator.workloads.base import Clip, Workload, WorkloadError
+from simulator.workloads.traces import load_azure, load_burstgpt, load_mooncake
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:17:03.9799600,4808,10
@@ -47,7 +48,7 @@ def rows(workload: Workload) -> list[tuple[float, int, int, int]]:
 
 
 def test_azure_times_are_relative_to_the_first_request(tmp_path: Path) -> None:
-    workload = azure.load(write_trace(tmp_path, AZURE))
+    workload = load_azure(write_trace(tmp_path, AZURE))
     assert rows(workload) == [(0.0, 4808, 0, 10), (0.052, 3180, 0, 8), (60.0, 110, 0, 27)]
     assert [r.request_id for r in workload.requests] == ["azure-2", "azure-3", "azure-4"]
 
@@ -55,15 +56,15 @@ def test_azure_times_are_relative_to_the_first_request(tmp_path: Path) -> None:
 def test_azure_traces_of_2024_have_a_time_zone(tmp_path: Path) -> None:
     text = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
     text += "2024-05-10 00:00:00.009930+00:00,2162,5\n2024-05-10 00:00:01.009930+00:00,2399,6\n"
-    assert [r.arrival_s for r in azure.load(write_trace(tmp_path, text)).requests] == [0.0, 1.0]
+    assert [r.arrival_s for r in load_azure(write_trace(tmp_path, text)).requests] == [0.0, 1.0]
 
 
 def test_mooncake_times_are_in_milliseconds(tmp_path: Path) -> None:
-    assert rows(mooncake.load(write_trace(tmp_path, MOONCAKE))) == [(0.0, 6758, 0, 500), (3.0, 7322, 0, 490)]
+    assert rows(load_mooncake(write_trace(tmp_path, MOONCAKE))) == [(0.0, 6758, 0, 500), (3.0, 7322, 0, 490)]
 
 
 def test_burstgpt_excludes_failed_requests(tmp_path: Path) -> None:
-    workload = burstgpt.load(write_trace(tmp_path, BURSTGPT))
+    workload = load_burstgpt(write_trace(tmp_path, BURSTGPT))
     assert rows(workload) == [(5.0, 472, 0, 18), (45.0, 1087, 0, 230), (130.0, 20, 0, 3)]
     assert "1 failed ones left out" in workload.source
 
@@ -76,7 +77,7 @@ def test_the_jsonl_format(tmp_path: Path) -> None:
 
 def test_reading_stops_at_the_end_of_a_window(tmp_path: Path) -> None:
     path = write_trace(tmp_path, BURSTGPT + "200,GPT-4,what,is,this,API log\n")
-    workload = burstgpt.load(path, Clip(start_s=40.0, duration_s=100.0, count=2))
+    workload = load_burstgpt(path, Clip(start_s=40.0, duration_s=100.0, count=2))
     assert rows(workload) == [(5.0, 1087, 0, 230), (90.0, 20, 0, 3)]
     assert "from 40 s to 140 s" in workload.source
 
@@ -84,7 +85,7 @@ def test_reading_stops_at_the_end_of_a_window(tmp_path: Path) -> None:
 def test_windows_line_endings_and_a_byte_order_mark(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     path.write_bytes(b"\xef\xbb\xbf" + AZURE.replace("\n", "\r\n").encode())
-    assert len(azure.load(path).requests) == 3
+    assert len(load_azure(path).requests) == 3
 
 
 def with_field(name: str, value: str) -> str:
@@ -97,39 +98,39 @@ def with_field(name: str, value: str) -> str:
 @pytest.mark.parametrize(
     ("load", "text", "message"),
     [
-        (azure.load, "", "the file is empty"),
-        (azure.load, AZURE.splitlines()[0], "no requests"),
-        (azure.load, AZURE.replace("ContextTokens", "Tokens"), "line 1: no column ContextTokens"),
+        (load_azure, "", "the file is empty"),
+        (load_azure, AZURE.splitlines()[0], "no requests"),
+        (load_azure, AZURE.replace("ContextTokens", "Tokens"), "line 1: no column ContextTokens"),
         (
-            azure.load,
+            load_azure,
             AZURE.replace("3180", "many"),
             "line 3, field 'ContextTokens': not a whole number: 'many'",
         ),
-        (azure.load, AZURE.replace("3180", "-3"), "line 3, field 'ContextTokens': negative: -3"),
-        (azure.load, AZURE.replace("3180", "1_000"), "line 3, field 'ContextTokens': not a whole number"),
-        (azure.load, AZURE.replace("3180", "1" * 18), "line 3, field 'ContextTokens': more than 1000000000"),
-        (azure.load, AZURE.replace("3180", "1" * 9000), "line 3, field 'ContextTokens': not a whole number"),
-        (azure.load, AZURE.replace("3180", ""), "line 3, field 'ContextTokens': not a whole number: ''"),
-        (azure.load, AZURE.replace(",3180", ""), "line 3: 2 cells for 3 columns"),
-        (azure.load, AZURE.replace("18:17:04", "25:17:04"), "line 3, field 'TIMESTAMP': not a date and time"),
+        (load_azure, AZURE.replace("3180", "-3"), "line 3, field 'ContextTokens': negative: -3"),
+        (load_azure, AZURE.replace("3180", "1_000"), "line 3, field 'ContextTokens': not a whole number"),
+        (load_azure, AZURE.replace("3180", "1" * 18), "line 3, field 'ContextTokens': more than 1000000000"),
+        (load_azure, AZURE.replace("3180", "1" * 9000), "line 3, field 'ContextTokens': not a whole number"),
+        (load_azure, AZURE.replace("3180", ""), "line 3, field 'ContextTokens': not a whole number: ''"),
+        (load_azure, AZURE.replace(",3180", ""), "line 3: 2 cells for 3 columns"),
+        (load_azure, AZURE.replace("18:17:04", "25:17:04"), "line 3, field 'TIMESTAMP': not a date and time"),
         (
-            azure.load,
+            load_azure,
             AZURE.replace("18:17:04.0319600", "18:17:04+00:00"),
             "line 3, field 'TIMESTAMP': not a date and time like the first",
         ),
-        (azure.load, AZURE.replace("18:17:04", "18:17:03"), "line 3, field 'TIMESTAMP': .* before the row"),
-        (azure.load, "\x00" + AZURE, "line 1: "),
-        (mooncake.load, "", "no requests"),
-        (mooncake.load, MOONCAKE + "{", "line 3: not JSON"),
-        (mooncake.load, "[1, 2]", "line 1: not a JSON object"),
-        (mooncake.load, MOONCAKE.replace("3000", "NaN"), "line 2, field 'timestamp': not a number"),
-        (mooncake.load, MOONCAKE.replace("3000", '"late"'), "line 2, field 'timestamp': not a number"),
-        (mooncake.load, MOONCAKE.replace("490", "true"), "line 2, field 'output_length': not a whole number"),
-        (mooncake.load, MOONCAKE.replace("output_length", "out"), "line 1, field 'output_length': missing"),
-        (burstgpt.load, BURSTGPT.replace("45", "4"), "line 3, field 'Timestamp': .* before the row above it"),
-        (burstgpt.load, BURSTGPT.replace("45", "-45"), "line 3, field 'Timestamp': negative"),
-        (burstgpt.load, BURSTGPT.replace("230", "2.5"), "line 3, field 'Response tokens': not a whole"),
-        (burstgpt.load, "Timestamp,Request tokens,Response tokens\n1,5,0\n", "no requests"),
+        (load_azure, AZURE.replace("18:17:04", "18:17:03"), "line 3, field 'TIMESTAMP': .* before the row"),
+        (load_azure, "\x00" + AZURE, "line 1: "),
+        (load_mooncake, "", "no requests"),
+        (load_mooncake, MOONCAKE + "{", "line 3: not JSON"),
+        (load_mooncake, "[1, 2]", "line 1: not a JSON object"),
+        (load_mooncake, MOONCAKE.replace("3000", "NaN"), "line 2, field 'timestamp': not a number"),
+        (load_mooncake, MOONCAKE.replace("3000", '"late"'), "line 2, field 'timestamp': not a number"),
+        (load_mooncake, MOONCAKE.replace("490", "true"), "line 2, field 'output_length': not a whole number"),
+        (load_mooncake, MOONCAKE.replace("output_length", "out"), "line 1, field 'output_length': missing"),
+        (load_burstgpt, BURSTGPT.replace("45", "4"), "line 3, field 'Timestamp': .* before the row above it"),
+        (load_burstgpt, BURSTGPT.replace("45", "-45"), "line 3, field 'Timestamp': negative"),
+        (load_burstgpt, BURSTGPT.replace("230", "2.5"), "line 3, field 'Response tokens': not a whole"),
+        (load_burstgpt, "Timestamp,Request tokens,Response tokens\n1,5,0\n", "no requests"),
         (jsonl.load, with_field("prompt_tokens", ""), "line 1, field 'prompt_tokens': missing"),
         (jsonl.load, with_field("prompt_tokens", "0"), "line 1, field 'prompt_tokens': must be at least 1"),
         (jsonl.load, with_field("answer_tokens", "-1"), "line 1, field 'answer_tokens': negative: -1"),
@@ -158,7 +159,7 @@ def test_errors_name_file_line_and_field(load: Load, text: str, message: str, tm
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("load", [azure.load, burstgpt.load, mooncake.load, jsonl.load])
+@pytest.mark.parametrize("load", [load_azure, load_burstgpt, load_mooncake, jsonl.load])
 def test_binary_files_and_folders_are_errors(load: Load, tmp_path: Path) -> None:
     path = tmp_path / "trace"
     path.write_bytes(b"\xff\xfe\x00 no text")

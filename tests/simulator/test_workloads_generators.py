@@ -7,13 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.workloads import (
-    alpaca_ares,
-    pascal,
-    plain_mix,
-    r1,
-    sharegpt_ares,
-)
+from simulator.workloads import ares, mixes, pascal, r1
 from simulator.workloads.arrivals import poisson_requests
 from simulator.workloads.base import WorkloadError
 from simulator.workloads.generators import GENERATORS
@@ -63,13 +57,13 @@ def test_invalid_rates_are_errors(name: str, rate: float) -> None:
 
 
 def test_the_plain_mix_has_its_documented_statistics() -> None:
-    lengths = sample_lengths(plain_mix.lengths)
+    lengths = sample_lengths(mixes.plain_mix)
     assert lengths.prompt.mean() == pytest.approx(2_000, rel=0.02)
     assert percentiles(lengths.prompt, 95) == pytest.approx([5_000], rel=0.02)
     assert lengths.answer.mean() == pytest.approx(780, rel=0.02)
     assert percentiles(lengths.answer, 50, 95, 99) == pytest.approx([470, 2_060, 2_540], rel=0.02)
     assert not lengths.reasoning.any()
-    between = np.diff([r.arrival_s for r in plain_mix.generate(20_000, 5.0, seed=2)])
+    between = np.diff([r.arrival_s for r in GENERATORS["plain_mix"].requests(20_000, 5.0, seed=2)])
     assert between.mean() == pytest.approx(0.2, rel=0.03)
     assert between.std() / between.mean() == pytest.approx(2.0, rel=0.03)
 
@@ -78,10 +72,10 @@ def test_the_plain_mix_has_its_documented_statistics() -> None:
 @pytest.mark.parametrize(
     ("table", "published"),
     [
-        (sharegpt_ares.PROMPT, (305, 1053, 36, 920, 1609)),
-        (sharegpt_ares.OUTPUT, (7542, 12008, 1536, 32670, 32679)),
-        (alpaca_ares.PROMPT, (11, 4, 10, 15, 18)),
-        (alpaca_ares.OUTPUT, (8596, 13354, 987, 32690, 32691)),
+        (ares.SHAREGPT.prompt, (305, 1053, 36, 920, 1609)),
+        (ares.SHAREGPT.output, (7542, 12008, 1536, 32670, 32679)),
+        (ares.ALPACA.prompt, (11, 4, 10, 15, 18)),
+        (ares.ALPACA.output, (8596, 13354, 987, 32690, 32691)),
     ],
     ids=["sharegpt prompt", "sharegpt output", "alpaca prompt", "alpaca output"],
 )
@@ -94,7 +88,7 @@ def test_quantile_tables_match_table_2_of_ares(table: QuantileTable, published: 
 
 
 def test_shares_of_short_and_long_outputs_match_ares() -> None:
-    output = sample_lengths(sharegpt_ares.lengths).answer
+    output = sample_lengths(ares.SHAREGPT).answer
     assert (output < 1_000).mean() == pytest.approx(0.292, abs=0.005)
     assert (output > 30_000).mean() == pytest.approx(0.173, abs=0.005)
     assert (output > 25_000).mean() > 0.15

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from importlib import import_module
 from itertools import pairwise
 
 import numpy as np
@@ -32,7 +31,7 @@ def by_session(requests: list[SimRequest]) -> list[list[SimRequest]]:
 
 @pytest.mark.parametrize("name", SESSIONS)
 def test_sessions_are_in_order_and_depend_only_on_the_seed(name: str) -> None:
-    requests = import_module(f"simulator.workloads.{name}").generate(500, 2.0, 3)
+    requests = SESSIONS[name].requests(500, 2.0, seed=3)
     assert requests == SESSIONS[name].requests(500, 2.0, seed=3)
     assert requests != SESSIONS[name].requests(500, 2.0, seed=4)
     assert [r.arrival_s for r in requests] == sorted(r.arrival_s for r in requests)

@@ -68,9 +68,9 @@ class ScriptedFrontEnd:
         self.adoptions = 0
         self.utilities: asyncio.Queue[worker_pb2.UtilityResult] = asyncio.Queue()
         self.queries = 0
-        # Instances that announced a drain, and (instance, handle) of requests that they handed back.
+        # Instances that announced a drain, and (instance, handle) of requests that they returned.
         self.draining: asyncio.Queue[str] = asyncio.Queue()
-        self.handed_back: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
+        self.returned: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
         # Those that they rejected.
         self.rejected: asyncio.Queue[worker_pb2.RequestRejected] = asyncio.Queue()
         # If set, every Adopt is refused with this reason.
@@ -156,11 +156,11 @@ class ScriptedFrontEnd:
                 await self._adopt(instance, message.adopt)
             case "draining":
                 self.draining.put_nowait(instance)
-            case "hand_back":
-                back = message.hand_back
+            case "returned":
+                back = message.returned
                 for handle, epoch in zip(back.handles, back.epochs, strict=True):
                     assert self.streams[handle].epoch == epoch
-                    self.handed_back.put_nowait((instance, handle))
+                    self.returned.put_nowait((instance, handle))
             case "rejected":
                 self.rejected.put_nowait(message.rejected)
             case "utility":

@@ -1,4 +1,4 @@
-"""A worker that is stopped or drained by an operator: what it announces, hands back and waits for."""
+"""A worker that is stopped or drained by an operator: what it announces, returns and waits for."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class Rig:
         await stream.until(3)
         return stream
 
-    async def next_handed_back(self) -> int:
-        """Wait for the next request that is handed back and return its handle."""
+    async def next_returned(self) -> int:
+        """Wait for the next request that is returned and return its handle."""
         async with asyncio.timeout(WAIT_S):
-            return (await self.front_end.handed_back.get())[1]
+            return (await self.front_end.returned.get())[1]
 
     async def abort(self, stream: Stream) -> None:
         await self.front_end.send("w", abort=worker_pb2.Abort(handles=[stream.handle]))
@@ -84,7 +84,7 @@ async def test_stopping_worker_waits_for_its_requests(etcd: str, tmp_path: Path)
         async with asyncio.timeout(WAIT_S):
             assert await r.front_end.draining.get() == "w"
         # The waiting prompt has no state to lose; the running request is left to be moved.
-        assert await r.next_handed_back() == waiting.handle
+        assert await r.next_returned() == waiting.handle
         await r.abort(waiting)
         late = ScriptedFrontEnd("late")
         await late.attach(r.worker.stream_address)
@@ -99,17 +99,17 @@ async def test_stopping_worker_waits_for_its_requests(etcd: str, tmp_path: Path)
         tokens_before = len(running.tokens)
         await running.until(tokens_before + 20)
         assert r.worker.process.returncode is None
-        assert r.front_end.handed_back.empty()
+        assert r.front_end.returned.empty()
         await r.abort(running)
         assert await r.exit_code() == 0
         assert await r.record() is None
 
 
-async def test_remaining_requests_are_handed_back_at_the_drain_timeout(etcd: str, tmp_path: Path) -> None:
+async def test_remaining_requests_are_returned_at_the_drain_timeout(etcd: str, tmp_path: Path) -> None:
     async with rig(etcd, tmp_path, "--drain-timeout", "0.3") as r:
         running = await r.start_running()
         r.terminate()
-        assert await r.next_handed_back() == running.handle
+        assert await r.next_returned() == running.handle
         await r.abort(running)
         assert await r.exit_code() == 0
 
@@ -135,9 +135,9 @@ async def test_operators_drain_hands_back_waiting_prompts(etcd: str, tmp_path: P
     async with rig(etcd, tmp_path) as r:
         running, waiting = await r.start_running(), await r.submit(**SHORT)
         await r.store.put("drains/w", b"")
-        assert await r.next_handed_back() == waiting.handle
-        # It was not placed elsewhere: it is handed back again, and meanwhile runs here when its turn comes.
-        assert await r.next_handed_back() == waiting.handle
+        assert await r.next_returned() == waiting.handle
+        # It was not placed elsewhere: it is returned again, and meanwhile runs here when its turn comes.
+        assert await r.next_returned() == waiting.handle
         await r.abort(running)
         assert len(await waiting.end()) == SHORT["max_tokens"]
         await r.store.delete("drains/w")
@@ -150,7 +150,7 @@ async def test_operators_drain_keeps_out_what_a_front_end_that_knows_nothing_of_
     async with rig(etcd, tmp_path) as r:
         running, waiting = await r.start_running(), await r.submit(**SHORT)
         await r.store.put("drains/w", b"")
-        assert await r.next_handed_back() == waiting.handle
+        assert await r.next_returned() == waiting.handle
         late = await r.submit(**SHORT)
         async with asyncio.timeout(WAIT_S):
             rejected = await r.front_end.rejected.get()
@@ -165,7 +165,7 @@ async def test_operators_drain_keeps_out_what_a_front_end_that_knows_nothing_of_
 
 
 async def test_scheduler_can_request_waiting_prompts_back(etcd: str, tmp_path: Path) -> None:
-    """Only the named ones that wait are handed back, and the worker still accepts new requests."""
+    """Only the named ones that wait are returned, and the worker still accepts new requests."""
     async with rig(etcd, tmp_path) as r:
         running, waiting, other = await r.start_running(), await r.submit(**SHORT), await r.submit(**SHORT)
         named = [stream.request_id for stream in (running, waiting)]
@@ -173,9 +173,9 @@ async def test_scheduler_can_request_waiting_prompts_back(etcd: str, tmp_path: P
             stub = worker_pb2_grpc.WorkerStub(channel)
             request = worker_pb2.HandBackPromptsRequest(request_ids=[*named, "nobody's"])
             reply = await stub.HandBackPrompts(request, timeout=WAIT_S)
-        assert reply.handed_back == 1
-        assert await r.next_handed_back() == waiting.handle
+        assert reply.returned == 1
+        assert await r.next_returned() == waiting.handle
         await r.abort(running)
         # It was not placed elsewhere, and runs here when its turn comes.
         assert len(await waiting.end()) == len(await other.end()) == SHORT["max_tokens"]
-        assert r.front_end.handed_back.empty()
+        assert r.front_end.returned.empty()

@@ -71,14 +71,15 @@ def engine_with(async_scheduling: bool) -> VllmEngine:
     return VllmEngine(
         VllmSettings(
             model=str(MODEL_PATH),
-            dtype="float32",
-            max_num_seqs=16,
-            max_model_len=2048,
             kv_blocks=KV_BLOCKS,
-            cpu_threads=1,
-            reasoning_parser=REASONING_PARSER,
-            async_scheduling=async_scheduling,
-            engine_args={"max_num_batched_tokens": 256},
+            engine_args={
+                "dtype": "float32",
+                "max_num_seqs": 16,
+                "max_model_len": 2048,
+                "reasoning_parser": REASONING_PARSER,
+                "async_scheduling": async_scheduling,
+                "max_num_batched_tokens": 256,
+            },
         )
     )
 

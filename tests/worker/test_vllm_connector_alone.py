@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.handover import TransferMode
+from tailrace.json_value import JsonValue
 from tailrace.tiny import MODEL_PATH
 
 pytest.importorskip("vllm", reason="the vLLM engine is not installed")
@@ -16,7 +17,7 @@ from tests.worker.vllm_front import Front
 from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.vllm.connectors import handover_of, transfer_config
 from worker_agent.engine.vllm.engine import VllmEngine
-from worker_agent.engine.vllm.settings import Json, VllmSettings, vllm_config
+from worker_agent.engine.vllm.settings import VllmSettings, vllm_config
 
 pytestmark = pytest.mark.vllm
 
@@ -40,8 +41,8 @@ def test_our_connector_is_added_to_the_given_ones() -> None:
     assert names({"kv_offloading_size": 2.0}) == both
     assert names({"kv_offloading_size": 2.0, "kv_offloading_backend": "lmcache"})[1] == "LMCacheMPConnector"
     # A configuration that already contains it is unchanged.
-    mine: dict[str, Json] = {"kv_connector": "TailraceConnector", "kv_role": "kv_both"}
-    whole: dict[str, Json] = {**BESIDE, "kv_connector_extra_config": {"connectors": [mine, OFFLOADING]}}
+    mine: dict[str, JsonValue] = {"kv_connector": "TailraceConnector", "kv_role": "kv_both"}
+    whole: dict[str, JsonValue] = {**BESIDE, "kv_connector_extra_config": {"connectors": [mine, OFFLOADING]}}
     assert names({"kv_transfer_config": whole}) == ["MultiConnector", "TailraceConnector", both[1]]
 
 
@@ -59,7 +60,7 @@ def test_our_connector_is_added_to_the_given_ones() -> None:
     ],
 )
 def test_how_requests_move(
-    arguments: dict[str, Json], mode: TransferMode, reason: str, monkeypatch: pytest.MonkeyPatch
+    arguments: dict[str, JsonValue], mode: TransferMode, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("VLLM_WORKER_MULTIPROC_METHOD", "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"):
         # Set as the engine does, and restored afterwards.
@@ -79,11 +80,10 @@ async def test_stream_is_replayed_with_a_disk_store(tmp_path: Path) -> None:
     engine = VllmEngine(
         VllmSettings(
             model=str(MODEL_PATH),
-            dtype="float32",
-            max_model_len=512,
             kv_blocks=32,
-            cpu_threads=1,
             engine_args={
+                "dtype": "float32",
+                "max_model_len": 512,
                 # Otherwise the device would still have the blocks on disk.
                 "enable_prefix_caching": False,
                 "kv_transfer_config": {

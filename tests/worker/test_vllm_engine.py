@@ -104,14 +104,15 @@ async def started() -> AsyncIterator[tuple[VllmEngine, Front, EngineInfo]]:
     engine = VllmEngine(
         VllmSettings(
             model=str(MODEL_PATH),
-            dtype="float32",
-            max_num_seqs=16,
-            max_model_len=2048,
             kv_blocks=KV_BLOCKS,
-            cpu_threads=1,
-            reasoning_parser=REASONING_PARSER,
             predictor=str(PREDICTOR_PATH),
-            engine_args={"max_num_batched_tokens": 256},
+            engine_args={
+                "dtype": "float32",
+                "max_num_seqs": 16,
+                "max_model_len": 2048,
+                "reasoning_parser": REASONING_PARSER,
+                "max_num_batched_tokens": 256,
+            },
         )
     )
     front = Front()

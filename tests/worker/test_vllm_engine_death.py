@@ -40,9 +40,9 @@ class Sink:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (VllmSettings(model="/nowhere/at-all", cpu_threads=1), "--model: no folder /nowhere/at-all"),
+        (VllmSettings(model="/nowhere/at-all"), "--model: no folder /nowhere/at-all"),
         # Detected only after the model is loaded.
-        (VllmSettings(model=str(MODEL_PATH), kv_blocks=4, cpu_threads=1), "max_model_len"),
+        (VllmSettings(model=str(MODEL_PATH), kv_blocks=4), "max_model_len"),
     ],
     ids=["no model", "no room"],
 )
@@ -59,7 +59,7 @@ async def test_invalid_setting_is_named_in_one_line(
 
 async def test_failure_of_the_engine_thread_is_reported_to_all() -> None:
     engine, sink = (
-        VllmEngine(VllmSettings(model=str(MODEL_PATH), max_model_len=512, kv_blocks=32, cpu_threads=1)),
+        VllmEngine(VllmSettings(model=str(MODEL_PATH), kv_blocks=32, engine_args={"max_model_len": 512})),
         Sink(),
     )
     await engine.start(sink)

@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 
 from tailrace.handover import TransferMode
+from tailrace.json_value import JsonValue
 from tailrace.model_identity import AdapterVersions
 from tailrace.tiny import MODEL_PATH
 
@@ -26,13 +27,13 @@ from worker_agent.engine.base import OutputFlag
 from worker_agent.engine.errors import EngineRefusal, Unrunnable
 from worker_agent.engine.vllm.engine import VllmEngine
 from worker_agent.engine.vllm.internals import installed_version
-from worker_agent.engine.vllm.settings import Json, VllmSettings
+from worker_agent.engine.vllm.settings import VllmSettings
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
 # Repetitions, in which n-gram speculation finds drafts.
 PROMPT = [*b"abcd abcd abcd abcd. Count to 40 with abcd, then back to 3."]
-NGRAM: dict[str, Json] = {
+NGRAM: dict[str, JsonValue] = {
     "method": "ngram",
     "num_speculative_tokens": 3,
     "prompt_lookup_max": 3,
@@ -73,12 +74,11 @@ async def lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
     engine = VllmEngine(
         VllmSettings(
             model=str(MODEL_PATH),
-            dtype="float32",
-            max_num_seqs=8,
-            max_model_len=1024,
             kv_blocks=97,
-            cpu_threads=1,
             engine_args={
+                "dtype": "float32",
+                "max_num_seqs": 8,
+                "max_model_len": 1024,
                 "enable_lora": True,
                 "max_loras": 6,
                 **({"speculative_config": NGRAM} if SPECULATES else {}),

@@ -45,15 +45,16 @@ async def started(request: pytest.FixtureRequest) -> AsyncIterator[tuple[VllmEng
     engine = VllmEngine(
         VllmSettings(
             model=str(MODEL_PATH),
-            dtype="float32",
-            max_num_seqs=8,
-            max_model_len=640,
             kv_blocks=KV_BLOCKS,
             host_kv_bytes=HOST_BLOCKS * BLOCK_BYTES,
-            cpu_threads=1,
-            reasoning_parser=REASONING_PARSER,
-            async_scheduling=request.param,
-            engine_args={"max_num_batched_tokens": 256},
+            engine_args={
+                "dtype": "float32",
+                "max_num_seqs": 8,
+                "max_model_len": 640,
+                "reasoning_parser": REASONING_PARSER,
+                "async_scheduling": request.param,
+                "max_num_batched_tokens": 256,
+            },
         )
     )
     front = Front()

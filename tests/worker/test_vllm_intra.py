@@ -46,13 +46,14 @@ async def started() -> AsyncIterator[tuple[VllmEngine, Front]]:
     engine = VllmEngine(
         VllmSettings(
             model=str(MODEL_PATH),
-            dtype="float32",
-            max_num_seqs=SEATS,
-            max_model_len=1024,
             kv_blocks=97,
-            cpu_threads=1,
-            reasoning_parser=REASONING_PARSER,
-            engine_args={"max_num_batched_tokens": STEP_TOKENS},
+            engine_args={
+                "dtype": "float32",
+                "max_num_seqs": SEATS,
+                "max_model_len": 1024,
+                "reasoning_parser": REASONING_PARSER,
+                "max_num_batched_tokens": STEP_TOKENS,
+            },
         )
     )
     front = Front()

@@ -9,6 +9,7 @@ import pytest
 import pytest_asyncio
 
 from tailrace.handover import TransferMode
+from tailrace.json_value import JsonValue
 from tailrace.tiny import MODEL_PATH
 
 pytest.importorskip("vllm", reason="the vLLM engine is not installed")
@@ -21,7 +22,7 @@ from tests.worker.vllm_bundle import Bundle, take_out
 from tests.worker.vllm_front import Front, Stream
 from worker_agent.engine.errors import NoRoom
 from worker_agent.engine.vllm.engine import VllmEngine
-from worker_agent.engine.vllm.settings import Json, VllmSettings
+from worker_agent.engine.vllm.settings import VllmSettings
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
@@ -31,7 +32,7 @@ BLOCK_BYTES = 2 * 3 * 2 * 32 * 4 * BLOCK
 PROMPT = [*b"A prompt of several blocks, which are stored when they are computed and loaded again. " * 2]
 # Leaves 23 blocks for requests.
 KV_BLOCKS = 24
-OFFLOADING: dict[str, Json] = {
+OFFLOADING: dict[str, JsonValue] = {
     "kv_connector": "OffloadingConnector",
     "kv_role": "kv_both",
     "kv_connector_extra_config": {
@@ -40,7 +41,7 @@ OFFLOADING: dict[str, Json] = {
         "cpu_bytes_to_use": 200 * BLOCK_BYTES,
     },
 }
-BESIDE: dict[str, Json] = {
+BESIDE: dict[str, JsonValue] = {
     "kv_connector": "MultiConnector",
     "kv_role": "kv_both",
     "kv_connector_extra_config": {"connectors": [OFFLOADING]},
@@ -56,12 +57,13 @@ async def started() -> AsyncIterator[tuple[VllmEngine, Front]]:
     engine = VllmEngine(
         VllmSettings(
             model=str(MODEL_PATH),
-            dtype="float32",
-            max_num_seqs=8,
-            max_model_len=512,
             kv_blocks=KV_BLOCKS,
-            cpu_threads=1,
-            engine_args={"kv_transfer_config": BESIDE},
+            engine_args={
+                "dtype": "float32",
+                "max_num_seqs": 8,
+                "max_model_len": 512,
+                "kv_transfer_config": BESIDE,
+            },
         )
     )
     front = Front()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.handover import by_replay
+from tailrace.json_value import JsonValue
 from tailrace.tiny import MODEL_PATH
 from tests.models.cell import MOVES
 from tests.models.cells import Cell
@@ -18,7 +19,7 @@ pytest.importorskip("vllm", reason="the vLLM engine is not installed")
 
 from worker_agent.engine.vllm.connectors import handover_of
 from worker_agent.engine.vllm.node_ranks import encode_settings, folder_key, node_settings
-from worker_agent.engine.vllm.settings import Json, VllmSettings, vllm_config
+from worker_agent.engine.vllm.settings import VllmSettings, vllm_config
 from worker_agent.parallel.rank_leftovers import WORKER_PID
 
 pytestmark = pytest.mark.vllm
@@ -42,7 +43,7 @@ async def test_streams_moved_between_ranks_are_unchanged(cell: Cell, tmp_path: P
     assert (result.equal, result.live) == (STREAMS, MOVES * STREAMS)
 
 
-TWO_NODES: dict[str, Json] = {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": 29_600}
+TWO_NODES: dict[str, JsonValue] = {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": 29_600}
 
 
 @pytest.fixture
@@ -55,14 +56,14 @@ def ranks_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("ranks_environment")
 def test_requests_of_an_engine_on_two_nodes_move_by_replay() -> None:
-    settings = VllmSettings(model=str(MODEL_PATH), tensor_parallel_size=2, engine_args=TWO_NODES)
+    settings = VllmSettings(model=str(MODEL_PATH), engine_args={**TWO_NODES, "tensor_parallel_size": 2})
     assert handover_of(vllm_config(settings)) == by_replay("ranks on 2 nodes")
 
 
 def test_nodes_get_the_settings_of_their_worker() -> None:
-    settings = VllmSettings(model="there", tensor_parallel_size=2, kv_blocks=9, engine_args=TWO_NODES)
+    settings = VllmSettings(model="there", kv_blocks=9, engine_args={**TWO_NODES, "tensor_parallel_size": 2})
     encoded = encode_settings(settings)
-    node = replace(settings, engine_args={**TWO_NODES, "node_rank": 1})
+    node = replace(settings, engine_args={**settings.engine_args, "node_rank": 1})
     assert node_settings(encoded, 1, None) == node
     assert node_settings(encoded, 1, "here") == replace(node, model="here")
 
@@ -76,55 +77,52 @@ def test_models_are_compared_by_their_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("arguments", "said"),
     [
         ({"tensor_parallel_size": 3}, "must be divisible by tensor parallel size"),
         (
-            {"engine_args": {"data_parallel_size": 2}},
+            {"data_parallel_size": 2},
             "data_parallel_size 2: .*data_parallel_rank says which",
         ),
-        ({"engine_args": {"data_parallel_size": "2"}}, "data_parallel_size '2': must be a number of ranks"),
+        ({"data_parallel_size": "2"}, "data_parallel_size '2': must be a number of ranks"),
         (
-            {"engine_args": {"data_parallel_rank": 1}},
+            {"data_parallel_rank": 1},
             "data_parallel_rank 1: data_parallel_size says of how many",
         ),
         (
-            {"engine_args": {"data_parallel_size": 2, "data_parallel_rank": 2}},
+            {"data_parallel_size": 2, "data_parallel_rank": 2},
             "data_parallel_rank 2: with data_parallel_size 2, ranks are 0 to 1",
         ),
         (
-            {"engine_args": {"data_parallel_size": 4, "data_parallel_size_local": 2}},
+            {"data_parallel_size": 4, "data_parallel_size_local": 2},
             "data_parallel_size_local 2: each worker is one data-parallel rank",
         ),
         (
-            {"engine_args": {"data_parallel_size": 2, "data_parallel_rank": 1, "nnodes": 2}},
+            {"data_parallel_size": 2, "data_parallel_rank": 1, "nnodes": 2},
             "nnodes 2: data-parallel ranks that span machines are not supported",
         ),
         (
-            {"engine_args": {"data_parallel_size": 2, "data_parallel_rank": 1}},
+            {"data_parallel_size": 2, "data_parallel_rank": 1},
             "Non-MoE models do not support external data parallel mode",
         ),
-        ({"engine_args": {"nnodes": 2}}, "nnodes 2: does not divide tensor_parallel_size 1 x pipeline_"),
+        ({"nnodes": 2}, "nnodes 2: does not divide tensor_parallel_size 1 x pipeline_"),
         (
-            {
-                "tensor_parallel_size": 4,
-                "engine_args": TWO_NODES,
-            },
+            {**TWO_NODES, "tensor_parallel_size": 4},
             "on 2 nodes needs exactly 2 devices on each; this process sees 1",
         ),
         (
-            {"engine_args": {"distributed_executor_backend": "ray"}},
+            {"distributed_executor_backend": "ray"},
             "distributed_executor_backend ray: cannot be set, the worker starts its ranks with vLLM's `mp` ",
         ),
-        ({"engine_args": {"worker_extension_cls": "a.B"}}, "worker_extension_cls a.B: cannot be set"),
-        ({"engine_args": {"tensor_parallel_size": "two"}}, "tensor_parallel_size 'two': a number of devices"),
-        ({"engine_args": {"dtype": "foo"}}, "dtype 'foo': Input should be 'auto', 'half', "),
+        ({"worker_extension_cls": "a.B"}, "worker_extension_cls a.B: cannot be set"),
+        ({"tensor_parallel_size": "two"}, "tensor_parallel_size 'two': a number of devices"),
+        ({"dtype": "foo"}, "dtype 'foo': Input should be 'auto', 'half', "),
         ({"max_model_len": 1_000_000}, r"max_model_len \(1000000\) is greater than "),
-        ({"engine_args": {"max_model_length": 512}}, "no engine argument max_model_length"),
+        ({"max_model_length": 512}, "no engine argument max_model_length"),
     ],
 )
 @pytest.mark.usefixtures("ranks_environment")
-def test_impossible_settings_are_reported_in_one_line(settings: dict[str, object], said: str) -> None:
+def test_impossible_settings_are_reported_in_one_line(arguments: dict[str, JsonValue], said: str) -> None:
     with pytest.raises(RuntimeError, match=said) as error:
-        vllm_config(VllmSettings(model=str(MODEL_PATH), **settings))  # type: ignore[arg-type]
+        vllm_config(VllmSettings(model=str(MODEL_PATH), engine_args=arguments))
     assert "\n" not in str(error.value)

@@ -73,15 +73,17 @@ async def started() -> AsyncIterator[tuple[VllmEngine, Front]]:
     engine = VllmEngine(
         VllmSettings(
             model=str(MODEL_PATH),
-            dtype="float32",
-            max_num_seqs=8,
-            max_model_len=MODEL_LEN,
             kv_blocks=KV_BLOCKS,
             host_kv_bytes=HOST_BLOCKS * BLOCK_BYTES,
-            cpu_threads=1,
-            reasoning_parser=REASONING_PARSER,
             # Without a prefix cache, all blocks of a resumed request come from host memory.
-            engine_args={"max_num_batched_tokens": 256, "enable_prefix_caching": False},
+            engine_args={
+                "dtype": "float32",
+                "max_num_seqs": 8,
+                "max_model_len": MODEL_LEN,
+                "reasoning_parser": REASONING_PARSER,
+                "max_num_batched_tokens": 256,
+                "enable_prefix_caching": False,
+            },
         )
     )
     front = Front()

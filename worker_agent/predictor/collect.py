@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from tailrace.json_value import JsonValue
 from tailrace.predictor.samples import FORMAT, Origin, Samples
 from tailrace.tiny.task import make_task
 
@@ -78,8 +79,6 @@ def _prompt(place: str, line: str) -> Prompt:
 # vLLM's finish reasons of a request that ended by itself, and of one that was truncated.
 _FINISHED: Final = ("stop", "length")
 
-Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
-
 
 @dataclass(frozen=True, slots=True)
 class CollectOptions:
@@ -92,7 +91,7 @@ class CollectOptions:
     max_tokens: int = 32_768
     temperature: float | None = None
     seed: int = 0
-    engine_args: Mapping[str, Json] = field(default_factory=dict)
+    engine_args: Mapping[str, JsonValue] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -19,9 +19,9 @@ from simulator.cluster import ClusterSpec, LinkSpec
 from simulator.records import SimResult
 from simulator.setups import setup_for
 from simulator.simulation import simulate
-from simulator.workloads import azure
 from simulator.workloads.arrivals import at_rate
 from simulator.workloads.base import Workload
+from simulator.workloads.traces import load_azure
 from tailrace.policy.deployment import Deployment
 from tailrace.profiles import Profile, load_profile
 from tailrace.slo import Slo
@@ -48,7 +48,7 @@ class Trace:
 
     def load(self, traces: Path) -> Workload:
         """Read the trace. Raise WorkloadError."""
-        return azure.load(traces / self.file)
+        return load_azure(traces / self.file)
 
 
 CODE: Final = Trace("Azure Code", "azure_llm_2023/AzureLLMInferenceTrace_code.csv", Slo(3.0, 0.1))

@@ -11,8 +11,8 @@ from experiments.claims.arrow.not_checked import without_traces
 from experiments.claims.arrow.statistics import load_per_minute
 from experiments.claims.base import Claim, Experiment, Figures, Finding, Run
 from experiments.claims.verdicts import judge_value, number, weakest
-from simulator.workloads import mooncake
 from simulator.workloads.base import Clip
+from simulator.workloads.traces import load_mooncake
 
 R10 = Claim(
     "R10",
@@ -50,7 +50,7 @@ def statistics(traces: str) -> Figures:
     code = load_per_minute(CODE.load(root).requests)
     conversation = load_per_minute(CONVERSATION.load(root).requests)
     # Section 7.1 serves only the first ten minutes; section 3.1 describes the whole hour.
-    mooncake_load = load_per_minute(mooncake.load(root / _MOONCAKE, Clip()).requests)
+    mooncake_load = load_per_minute(load_mooncake(root / _MOONCAKE, Clip()).requests)
     correlations = (code.correlation(), conversation.correlation())
     return {
         "code_peak_input": float(code.prompt_tokens.max()),

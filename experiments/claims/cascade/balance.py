@@ -151,7 +151,7 @@ def tokens_by_instance(result: SimResult, counted: Sequence[RequestRecord]) -> C
         if not record.placements:
             continue
         moved = moves.get(record.request_id, [])
-        # A prompt that was handed back generated no token where it was first placed.
+        # A prompt that was returned generated no token where it was first placed.
         began = record.placements[-1 - len(moved)].instance_id
         places = [(began, record.prompt_tokens), *moved]
         ends = [*(start for _, start in places[1:]), record.prompt_tokens + record.output_tokens]

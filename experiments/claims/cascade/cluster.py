@@ -24,7 +24,7 @@ import numpy as np
 from simulator.cluster import ClusterSpec, LinkSpec
 from simulator.request import SimRequest
 from simulator.setups import setup_for
-from simulator.workloads import sharegpt
+from simulator.workloads.generators import GENERATORS
 from tailrace.perf.length_penalty import load_length_penalty
 from tailrace.policy.base import Policy
 from tailrace.policy.cascade.llumnix import Llumnix
@@ -60,7 +60,10 @@ CASCADES: Final = (FULL, CHAIN, ONE_STAGE, QUANTITY, MEMORY, INTER_STAGE_ONLY, I
 
 def history() -> list[tuple[int, int]]:
     """Return the (input, output) lengths from which to plan."""
-    return [(r.prompt_tokens, r.output_tokens) for r in sharegpt.generate(HISTORY, 1.0, HISTORY_SEED)]
+    return [
+        (r.prompt_tokens, r.output_tokens)
+        for r in GENERATORS["sharegpt"].requests(HISTORY, 1.0, HISTORY_SEED)
+    ]
 
 
 def saturation_per_s(profile: Profile, lengths: Sequence[tuple[int, int]]) -> float:
@@ -83,7 +86,7 @@ def requests(profile: Profile, load: float, seconds: float, seed: int) -> list[S
     """Generate Poisson arrivals for some seconds at a load relative to `saturation_per_s`; seeds start at
     1."""
     rate_per_s = load * saturation_per_s(profile, history())
-    return sharegpt.generate(round(rate_per_s * seconds), rate_per_s, seed)
+    return GENERATORS["sharegpt"].requests(round(rate_per_s * seconds), rate_per_s, seed)
 
 
 def cluster(profile: Profile, policy: str, penalty: str) -> ClusterSpec:

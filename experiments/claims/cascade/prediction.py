@@ -20,7 +20,7 @@ from simulator.cluster import ClusterSpec
 from simulator.records import RequestRecord
 from simulator.request import SimRequest
 from simulator.simulation import simulate
-from simulator.workloads import sharegpt
+from simulator.workloads.generators import GENERATORS
 from tailrace.intra.orders import Fcfs
 from tailrace.perf.length_penalty import load_length_penalty
 from tailrace.perf.qoe_model import FEATURES, QoeModel, mean_relative_error
@@ -100,7 +100,7 @@ def _samples(seed: int) -> tuple[Floats, Floats]:
 
 
 def _configurations(seed: int) -> Iterator[tuple[int, list[SimRequest]]]:
-    drawn = sharegpt.generate(_DRAWN, 1.0, seed)
+    drawn = GENERATORS["sharegpt"].requests(_DRAWN, 1.0, seed)
     for bucket in range(_BUCKETS):
         low = _SHORTEST * 2**bucket
         inside = [r for r in drawn if low <= r.prompt_tokens + r.output_tokens < 2 * low]

@@ -1,4 +1,4 @@
-"""Select the instance of a stage that gets an arrival (CascadeInfer, section 4.4), and hand back what waits
+"""Select the instance of a stage that gets an arrival (CascadeInfer, section 4.4), and return what waits
 in the wrong one."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Final
 
-from tailrace.actions import HandBack
+from tailrace.actions import ReturnPrompts
 from tailrace.cluster import ClusterView, InstanceState, InstanceView, RequestState, RequestView, Stage
 from tailrace.perf.steps import Floats
 from tailrace.policy.cascade.layout import StageMembers, active_in, earliest_stage
@@ -84,13 +84,13 @@ def _rank(instance: InstanceView) -> tuple[float]:
     return (float(demand_share(instance) * _REQUESTS_MAX + instance.load),)
 
 
-# Hand back prompts that wait in a stage that no longer covers their length, to be placed again (ours).
+# Return prompts that wait in a stage that no longer covers their length, to be placed again (ours).
 #
 # Running requests are handed over with their KV. A waiting prompt has no KV, and would otherwise stay in the
 # very queue that a new plan was made to relieve. The paper does not mention these.
 
 
-def misplaced(view: ClusterView) -> list[HandBack]:
+def misplaced(view: ClusterView) -> list[ReturnPrompts]:
     """Return hand-backs of prompts that are misplaced by the view's stages, oldest first in each queue.
 
     A prompt moves to the end of another queue, so it moves only if fewer prompt tokens are ahead of it there
@@ -99,7 +99,7 @@ def misplaced(view: ClusterView) -> list[HandBack]:
     stages = view.stages
     # Prompt tokens queued at the members of each stage, including those moved there by this decision.
     queues: dict[int, list[int]] = {}
-    hand_backs: list[HandBack] = []
+    returns: list[ReturnPrompts] = []
     for at, stage in enumerate(stages):
         for instance in active_in(view, stage):
             if not instance.waiting:
@@ -107,7 +107,7 @@ def misplaced(view: ClusterView) -> list[HandBack]:
             prompts = _prompts(instance)
             # Tokens of the prompts behind the current one.
             after = sum(request.context_tokens for request in prompts)
-            handed_back_tokens = 0
+            returned_tokens = 0
             leaving: list[str] = []
             for request in prompts:
                 after -= request.context_tokens
@@ -116,15 +116,15 @@ def misplaced(view: ClusterView) -> list[HandBack]:
                     continue
                 if to not in queues:
                     queues[to] = [i.prefill_backlog_tokens for i in active_in(view, stages[to])]
-                before = instance.prefill_backlog_tokens - handed_back_tokens - after - request.context_tokens
+                before = instance.prefill_backlog_tokens - returned_tokens - after - request.context_tokens
                 least = min(queues[to], default=before)
                 if least < before:
                     queues[to][queues[to].index(least)] += request.context_tokens
-                    handed_back_tokens += request.context_tokens
+                    returned_tokens += request.context_tokens
                     leaving.append(request.request_id)
             if leaving:
-                hand_backs.append(HandBack(instance.instance_id, tuple(leaving)))
-    return hand_backs
+                returns.append(ReturnPrompts(instance.instance_id, tuple(leaving)))
+    return returns
 
 
 def _prompts(instance: InstanceView) -> Sequence[RequestView]:

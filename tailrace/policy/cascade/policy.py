@@ -328,7 +328,7 @@ class Cascade(Parameters):
     # ---- tick
 
     def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
-        """Update the stages (members, plan, boundaries), hand back misplaced prompts, hand over outgrown
+        """Update the stages (members, plan, boundaries), return misplaced prompts, hand over outgrown
         requests, and rebalance within stages."""
         stages = self._stages(view, now)
         actions: list[Action] = [SetStages(stages)] if stages != view.stages else []

@@ -26,7 +26,7 @@ _state = msgspec.msgpack.Decoder(SamplingState)
 
 
 @dataclass(slots=True)
-class _Import:
+class _ReservedImport:
     request: Request
     # The reservation, if it is in host memory.
     slots: list[int] | None
@@ -60,7 +60,7 @@ class Imports:
         self._codec = codec
         self._shape = shape
         self._faults = faults
-        self._imports: dict[str, _Import] = {}
+        self._imports: dict[str, _ReservedImport] = {}
         # Imports that wait for room; `admit` is called before each step.
         self.waiting = ImportQueue()
 
@@ -217,7 +217,7 @@ class Imports:
         self._table.add(request)
         self._imports[request.request_id] = incoming
 
-    def _reserve_blocks(self, request: Request, names: Sequence[bytes]) -> _Import:
+    def _reserve_blocks(self, request: Request, names: Sequence[bytes]) -> _ReservedImport:
         """Reserve blocks of the device, starting with those cached under these names, or slots of host
         memory. Raise NoRoom."""
         scheduler, pool = self._scheduler, self._scheduler.pool
@@ -227,11 +227,11 @@ class Imports:
             pool.grow(request.blocks, blocks)
             # Treat cached blocks as received, so that their content is verified with the others.
             seeds = {number: int.from_bytes(names[number][:8], "little") for number in range(cached)}
-            return _Import(request, None, cached, seeds)
+            return _ReservedImport(request, None, cached, seeds)
         if scheduler.intra is not None and scheduler.intra.receives_on_host:
             slots = scheduler.host.allocate(blocks)
             if slots is not None:
-                return _Import(request, slots)
+                return _ReservedImport(request, slots)
         if scheduler.free_slots < 1:
             raise NoRoom("the batch is full")
         raise NoRoom(f"{blocks} KV blocks are needed and {pool.free} free")
@@ -243,7 +243,7 @@ class Imports:
         swapped = Swapped(request.computed, slots[:used], [b""] * used)
         self._scheduler.host.add_import(request.request_id, swapped)
 
-    def _importing(self, request_id: str) -> _Import:
+    def _importing(self, request_id: str) -> _ReservedImport:
         incoming = self._imports.get(request_id)
         if incoming is None:
             raise EngineRefusal(f"request {request_id} is not being imported")

@@ -22,7 +22,7 @@ from worker_agent.engine.vllm.cache_watch import CacheWatch
 from worker_agent.engine.vllm.data_parallel_settings import prepare_data_parallel
 from worker_agent.engine.vllm.exports import Exports
 from worker_agent.engine.vllm.fetches import Fetch, Fetches
-from worker_agent.engine.vllm.imports import Import, Imports
+from worker_agent.engine.vllm.imports import Imports, ReservedImport
 from worker_agent.engine.vllm.load import LoadedCore
 from worker_agent.engine.vllm.lockstep import Lockstep
 from worker_agent.engine.vllm.outputs import OutputWriter
@@ -63,7 +63,7 @@ class EngineParts:
         """Return the pinned blocks of the export or loan with this ID. Any thread. Raises EngineRefusal."""
         return self.exports.find(name) or self.loans.find(name) or self.exports.get(name)
 
-    def written(self, name: str) -> Import | Fetch:
+    def written(self, name: str) -> ReservedImport | Fetch:
         """Return the import or fetch with this ID, for writing. Any thread. Raises EngineRefusal."""
         return self.imports.find(name) or self.fetches.find(name) or self.imports.get(name)
 

@@ -85,7 +85,7 @@ class VllmEngine:
         """Load the model and start stepping. Raises RuntimeError, saying what to change, if that fails."""
         self._sink = sink
         self._loop = asyncio.get_running_loop()
-        span = worker_span(self._settings.parallel_arguments)
+        span = worker_span(self._settings.engine_args)
         if span is not None:
             self._nodes = await self._gather_nodes(span)
         self._left_behind.remove_recorded()
@@ -112,7 +112,7 @@ class VllmEngine:
             max_model_len=core.max_model_len,
             max_num_seqs=core.config.scheduler_config.max_num_seqs,
             ready_response=ready_response(core),
-            hardware=_hardware(core, self._settings.cpu_threads),
+            hardware=_hardware(core),
             step_tokens=core.config.scheduler_config.max_num_batched_tokens,
             identity=await asyncio.to_thread(identity, self._settings.model, core),
             handover=core.handover,
@@ -487,12 +487,12 @@ def _rank_records(core: LoadedCore, span: NodeSpan | None) -> list[RankRecord]:
     ]
 
 
-def _hardware(core: LoadedCore, cpu_threads: int | None) -> str:
+def _hardware(core: LoadedCore) -> str:
     if core.ranked:
         # Steps take longer if the ranks exchange their results over a network.
         where = f" on {core.nodes} nodes" if core.nodes > 1 else ""
         return f"{len(core.ranks)} x {core.ranks[0].hardware}{where}"
-    return hardware(core.kv.device, cpu_threads)
+    return hardware(core.kv.device)
 
 
 def _settle(answer: Future[None], error: EngineRefusal | KvCorrupt | None) -> None:

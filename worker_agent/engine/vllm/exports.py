@@ -30,7 +30,7 @@ PauseDone = Callable[[ExportedPause | EngineRefusal], None]
 
 
 @dataclass(slots=True, kw_only=True)
-class Export(Pinned):
+class PinnedExport(Pinned):
     """A request being exported. Its blocks stay pinned until the export ends, even if the request ends first.
 
     Blocks are named by content, and recomputing a preempted request yields the same blocks, so pinned blocks
@@ -47,7 +47,7 @@ class _Pause:
     """A pause that waits for the request's steps in flight. `asked_s`: monotonic clock. `pin` returns the
     number of tokens whose KV is transferred, and the names of the blocks that the target lacks."""
 
-    export: Export
+    export: PinnedExport
     asked_s: float
     pin: Callable[[], tuple[int, list[bytes]]]
     done: PauseDone
@@ -63,14 +63,14 @@ class Exports:
         self._core = core
         self._table = table
         self._post = post
-        self._exports: dict[str, Export] = {}
+        self._exports: dict[str, PinnedExport] = {}
         self._pauses: list[_Pause] = []
 
-    def find(self, request_id: str) -> Export | None:
+    def find(self, request_id: str) -> PinnedExport | None:
         """Return the open export, or None. Any thread."""
         return self._exports.get(request_id)
 
-    def get(self, request_id: str) -> Export:
+    def get(self, request_id: str) -> PinnedExport:
         """Return the open export. Any thread. Raises EngineRefusal if there is none."""
         export = self._exports.get(request_id)
         if export is None:
@@ -90,7 +90,7 @@ class Exports:
         if not self._can_leave(entry):
             raise EngineRefusal(f"request {request_id} is {_state(status)}")
         outputs = list(entry.request.output_token_ids)
-        export = Export(
+        export = PinnedExport(
             reading=InUse(f"the export of {request_id}"), entry=entry, reported_tokens=len(outputs)
         )
         self._exports[request_id] = export
@@ -155,7 +155,7 @@ class Exports:
         self._pauses.append(pause)
         self.on_step_end()
 
-    def _pin_all(self, export: Export, have_blocks: int) -> tuple[int, list[bytes]]:
+    def _pin_all(self, export: PinnedExport, have_blocks: int) -> tuple[int, list[bytes]]:
         request, scheduler = export.entry.request, self._core.scheduler
         request_id = request.request_id
         swapped = self._core.host.get(request_id)
@@ -175,7 +175,7 @@ class Exports:
             return True
         return self._core.handover.mode is TransferMode.REPLAY and status == RequestStatus.PREEMPTED
 
-    def _running(self, request_id: str) -> Export:
+    def _running(self, request_id: str) -> PinnedExport:
         """Return the export of a request that is not paused yet. Raises EngineRefusal."""
         export = self._live(request_id)
         if request_id in self._core.scheduler.paused:
@@ -216,20 +216,20 @@ class Exports:
             self._core.finish([request_id])
         self._unpin(export)
 
-    def _close(self, request_id: str) -> Export | None:
+    def _close(self, request_id: str) -> PinnedExport | None:
         self._core.scheduler.exporting.discard(request_id)
         export = self._exports.pop(request_id, None)
         # Its pending pauses fail, because the export is gone.
         self.on_step_end()
         return export
 
-    def _live(self, request_id: str) -> Export:
+    def _live(self, request_id: str) -> PinnedExport:
         export = self.get(request_id)
         if self._table.get(request_id) is not export.entry:
             raise Gone(f"request {request_id} has finished")
         return export
 
-    def _pin_full(self, export: Export) -> None:
+    def _pin_full(self, export: PinnedExport) -> None:
         """Pin the full blocks that the request has now: none while its KV is being recomputed."""
         request = export.entry.request
         swapped = self._core.host.get(request.request_id)
@@ -238,13 +238,13 @@ class Exports:
         self._pin(export, self._core.layout.positions(computed)[have:full])
         export.hashes += [self._core.block_name(request, number) for number in range(have, full)]
 
-    def _pin_rest(self, export: Export, computed: int) -> None:
+    def _pin_rest(self, export: PinnedExport, computed: int) -> None:
         """Pin the blocks that every step changes: partial blocks, sliding windows and recurrent state."""
         rest = self._core.layout.positions(computed)[len(export.pinned) :]
         self._pin(export, rest)
         export.hashes += [b""] * len(rest)
 
-    def _pin(self, export: Export, positions: Sequence[BlockPosition]) -> None:
+    def _pin(self, export: PinnedExport, positions: Sequence[BlockPosition]) -> None:
         request_id = export.entry.request_id
         swapped = self._core.host.get(request_id)
         if swapped is None:
@@ -257,7 +257,7 @@ class Exports:
             self._core.host.pin(swapped.slots[position.index])
             export.pinned.append(HostSlot(swapped.slots[position.index]))
 
-    def _unpin(self, export: Export) -> None:
+    def _unpin(self, export: PinnedExport) -> None:
         def free() -> None:
             self._core.unpin(export.pinned)
 

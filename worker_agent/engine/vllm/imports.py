@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Import:
+class ReservedImport:
     """One request being imported.
 
     `places` is its reservation: block IDs on the device or slots of host memory. As it grows, the list is
@@ -111,14 +111,14 @@ class Imports:
         self._core = core
         self._table = table
         self._post = post
-        self._imports: dict[str, Import] = {}
+        self._imports: dict[str, ReservedImport] = {}
         self._queue = ImportQueue()
 
-    def find(self, request_id: str) -> Import | None:
+    def find(self, request_id: str) -> ReservedImport | None:
         """Return the open import, or None. Any thread."""
         return self._imports.get(request_id)
 
-    def get(self, request_id: str) -> Import:
+    def get(self, request_id: str) -> ReservedImport:
         """Return the open import. Any thread. Raises EngineRefusal if there is none."""
         found = self._imports.get(request_id)
         if found is None:
@@ -265,7 +265,7 @@ class Imports:
         cached = self._find_cached(request, exported)
         places, on_host = self._reserve_places(request, tokens, cached)
         plain, num_cached = self._core.layout.plain, 0 if on_host else len(cached)
-        self._imports[request.request_id] = Import(
+        self._imports[request.request_id] = ReservedImport(
             exported=exported,
             key=key,
             epoch=epoch,
@@ -321,7 +321,7 @@ class Imports:
             core.block_pool.free_blocks(reversed(core.kv_manager.pop_blocks_for_free(request)))
             raise
 
-    def _grow(self, found: Import, num_blocks: int) -> None:
+    def _grow(self, found: ReservedImport, num_blocks: int) -> None:
         missing = num_blocks - len(found.places)
         if missing <= 0:
             return
@@ -344,7 +344,7 @@ class Imports:
     def _places(self, request_id: str) -> list[int]:
         return [block.block_id for block in self._core.blocks_of(request_id)]
 
-    def _rebuild(self, found: Import, pause: ExportedPause) -> None:
+    def _rebuild(self, found: ReservedImport, pause: ExportedPause) -> None:
         request = found.request
         if found.prepared is not None:
             raise EngineRefusal(f"the import of {request.request_id} is already prepared")
@@ -392,7 +392,7 @@ class Imports:
             prediction=_prediction(pause, len(outputs)),
         )
 
-    def _settle(self, found: Import, computed: int) -> None:
+    def _settle(self, found: ReservedImport, computed: int) -> None:
         """Write the buffered blocks to their final places, now that the last token is known."""
         core, request = self._core, found.request
         request.num_computed_tokens = computed
@@ -406,7 +406,7 @@ class Imports:
             core.kv.scatter(staging, ids[first : first + len(staging.bytes)])
         found.later = []
 
-    def _set_names(self, found: Import, computed: int) -> None:
+    def _set_names(self, found: ReservedImport, computed: int) -> None:
         """Name the received blocks in host memory, now that the tokens are known."""
         pool = self._core.host_pool
         assert pool is not None
@@ -415,7 +415,7 @@ class Imports:
         ):
             pool.set_name(slot, name)
 
-    def _register_swapped(self, found: Import) -> None:
+    def _register_swapped(self, found: ReservedImport) -> None:
         """Register the request as swapped out, and release the slots it does not need."""
         computed = found.request.num_tokens - 1
         names = kv_names(found.request, computed, self._core.block_tokens)

@@ -24,8 +24,8 @@ INTERNALS: Final[Uses] = {
     "vllm.platforms.interface:Platform": "is_cpu",
     "vllm.engine.arg_utils": "EngineArgs",
     "vllm.engine.arg_utils:EngineArgs": """
-        create_engine_config model dtype block_size num_gpu_blocks_override kv_cache_memory_bytes max_num_seqs
-        max_model_len reasoning_parser async_scheduling enforce_eager mm_processor_cache_gb
+        create_engine_config model dtype block_size num_gpu_blocks_override kv_cache_memory_bytes
+        reasoning_parser async_scheduling enforce_eager mm_processor_cache_gb
         tensor_parallel_size pipeline_parallel_size
         distributed_executor_backend worker_extension_cls kv_transfer_config""",
     "vllm.config": """

@@ -37,16 +37,14 @@ def kv_name(facts: Sequence[RankFacts]) -> str:
     return " | ".join(f"{each.device_type} {each.layout_name} {each.checksum_name}" for each in facts)
 
 
-def hardware(device: torch.device, cpu_threads: int | None) -> str:
-    """Return a description of the device that is equal on equal machines.
-
-    The GPU's name, or the CPU's name and a step's threads (`cpu_threads`; None: OpenMP's choice).
-    """
+def hardware(device: torch.device) -> str:
+    """Return a description of the device that is equal on equal machines: the GPU's name, or the CPU's name
+    and a step's threads."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     if device.type != "cpu":
         return str(device.type)
-    threads = cpu_threads or os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))
+    threads = os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))
     return f"{_cpu()}, {threads} threads"
 
 

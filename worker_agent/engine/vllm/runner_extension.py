@@ -61,7 +61,7 @@ class RunnerExtension:
             rank=self.rank,
             process=os.getpid(),
             device_type=blocks.device.type,
-            hardware=hardware(blocks.device, None),
+            hardware=hardware(blocks.device),
             num_layers=blocks.num_layers,
             layer_block_bytes=blocks.layer_block_bytes,
             layout_name=connector.layout_name,

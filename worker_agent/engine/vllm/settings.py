@@ -12,6 +12,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
+from tailrace.json_value import JsonValue
 from tailrace.model_folder import ModelFolderError, require_model
 from tailrace.wire.setting_errors import one_line
 from worker_agent.engine.errors import EngineSettingError
@@ -21,8 +22,8 @@ from worker_agent.engine.vllm.internals import require_multi, require_runner_v2
 from worker_agent.parallel.node_span import NodeSpan, parallel_size, read_span
 from worker_agent.parallel.rank_leftovers import WORKER_PID
 
-Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
-
+# On CPUs, where the line says nothing else: the smallest block that the attention kernel handles well, and a
+# KV cache that suits a small machine.
 _CPU_BLOCK_TOKENS = 32
 _CPU_KV_BYTES = 1 << 30
 
@@ -32,57 +33,27 @@ _ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 @dataclass(frozen=True, slots=True)
 class VllmSettings:
-    """Settings of one engine. None means vLLM's default or, on CPUs, one that suits a small machine."""
+    """Settings of one engine."""
 
     model: str
-    dtype: str = "auto"
-    # Tokens per KV block. CPU: 32, the smallest that its attention kernel handles well.
-    block_tokens: int | None = None
-    # Size of the KV cache, in blocks (takes precedence) or bytes. CPU: 1 GiB.
+    # Size of the KV cache; None: what the engine arguments say.
     kv_blocks: int | None = None
-    kv_bytes: int | None = None
     # Host memory for the KV of preempted requests and of evicted prefixes, in bytes; 0: they are recomputed.
     # None: 4 GiB, or an eighth of the machine's memory if that is less; CPU: for preempted requests only.
     host_kv_bytes: int | None = None
-    # CPU: threads per step. They wait for each other, so if workers share cores, more than one thread each
-    # makes steps many times slower.
-    cpu_threads: int | None = None
-    max_num_seqs: int | None = None
-    max_model_len: int | None = None
-    # Begin a step before the last one's tokens are available. None: vLLM's default, which is true on GPUs.
-    async_scheduling: bool | None = None
-    # Ranks that share each layer, and stages of layers; their product is the number of devices. With several
-    # devices, each has its own process.
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    # vLLM's name for the model's reasoning parser; empty: the model does not reason.
-    reasoning_parser: str = ""
     # File of a length predictor for this model; empty: lengths are not predicted.
     predictor: str = ""
-    # Any other field of vLLM's EngineArgs.
-    engine_args: Mapping[str, Json] = field(default_factory=dict)
+    # Fields of vLLM's EngineArgs: the flags of the worker's `vllm serve` line.
+    engine_args: Mapping[str, JsonValue] = field(default_factory=dict)
     # How long the other nodes of an engine on several machines may take to join.
     nodes_timeout_s: float = 600.0
     # Identifies the worker, also after a restart; see parallel/rank_leftovers.py.
     owner: str = ""
 
-    @property
-    def parallel_arguments(self) -> Mapping[str, object]:
-        """The engine arguments that tell how many ranks and machines the engine has, and others."""
-        return {
-            "tensor_parallel_size": self.tensor_parallel_size,
-            "pipeline_parallel_size": self.pipeline_parallel_size,
-            **self.engine_args,
-        }
-
 
 def vllm_config(settings: VllmSettings) -> VllmConfig:
     """Return vLLM's configuration. Raises EngineSettingError for settings that it does not accept, or
-    RuntimeError, saying what to change, for unsupported ones.
-
-    Call it on the thread that will load and run the model, because it sets that thread's number of CPU
-    threads.
-    """
+    RuntimeError, saying what to change, for unsupported ones."""
     try:
         require_model(settings.model)
     except ModelFolderError as error:
@@ -93,26 +64,13 @@ def vllm_config(settings: VllmSettings) -> VllmConfig:
         "model": settings.model,
         # Several front ends share the engine and send every image in full, so no cache can be assumed.
         "mm_processor_cache_gb": 0,
-        "dtype": settings.dtype,
-        "block_size": settings.block_tokens,
         "num_gpu_blocks_override": settings.kv_blocks,
-        "kv_cache_memory_bytes": settings.kv_bytes,
-        "max_num_seqs": settings.max_num_seqs,
-        "max_model_len": settings.max_model_len,
-        "reasoning_parser": settings.reasoning_parser,
-        "async_scheduling": settings.async_scheduling,
-        "tensor_parallel_size": settings.tensor_parallel_size,
-        "pipeline_parallel_size": settings.pipeline_parallel_size,
     }
     if current_platform.is_cpu():
-        if settings.cpu_threads is not None:
-            os.environ["OMP_NUM_THREADS"] = str(settings.cpu_threads)
-            torch.set_num_threads(settings.cpu_threads)
         arguments["enforce_eager"] = True
-        arguments["block_size"] = settings.block_tokens or _CPU_BLOCK_TOKENS
-        if settings.kv_bytes is None and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+        arguments["block_size"] = _CPU_BLOCK_TOKENS
+        if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
             arguments["kv_cache_memory_bytes"] = _CPU_KV_BYTES
-    arguments = {name: value for name, value in arguments.items() if value is not None}
     arguments |= settings.engine_args
     if arguments.get("distributed_executor_backend") == "mp":
         del arguments["distributed_executor_backend"]  # what it is anyway
@@ -145,7 +103,7 @@ def _choose_scheduler(config: VllmConfig, forced: bool) -> None:
     config.scheduler_config.scheduler_cls = f"worker_agent.engine.vllm.scheduler.{name}"
 
 
-def _require_known(engine_args: Mapping[str, Json]) -> None:
+def _require_known(engine_args: Mapping[str, JsonValue]) -> None:
     """Raise EngineSettingError for arguments that vLLM does not have."""
     unknown = sorted(engine_args.keys() - {each.name for each in fields(EngineArgs)})
     if unknown:

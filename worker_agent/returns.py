@@ -19,8 +19,8 @@ from worker_agent.running_requests import RunningRequests
 RETRY_S: Final = 2.0
 
 
-class HandBacks:
-    """Hand requests back. A front end that finds no other instance leaves its request here."""
+class Returns:
+    """Return requests to their front ends; one that finds no other instance leaves its request here."""
 
     def __init__(
         self,
@@ -34,23 +34,23 @@ class HandBacks:
         self._running = running
         self._front_ends = front_ends
         self._exporting = exporting
-        # When each was last handed back, in seconds of the caller's clock.
-        self._handed_back_s: dict[RequestKey, float] = {}
+        # When each was last returned, in seconds of the caller's clock.
+        self._returned_s: dict[RequestKey, float] = {}
 
-    def hand_back_without_kv(self, now_s: float) -> None:
-        """Hand back requests without KV here: waiting prompts, and preempted requests whose KV was
+    def return_without_kv(self, now_s: float) -> None:
+        """Return requests without KV here: waiting prompts, and preempted requests whose KV was
         dropped."""
         idle = {
             request.request_id
             for request in self._stats().requests
             if request.state == "waiting" or (request.state == "preempted" and not request.kv_on_host)
         }
-        self._hand_back_named(idle, now_s)
+        self._return_named(idle, now_s)
 
-    def hand_back_prompts(self, request_ids: Collection[str], now_s: float) -> int:
-        """Hand back those of the requests that wait here without a token; return how many."""
+    def return_prompts(self, request_ids: Collection[str], now_s: float) -> int:
+        """Return those of the requests that wait here without a token; return how many."""
         requested = set(request_ids)
-        return self._hand_back_named(
+        return self._return_named(
             {
                 request.request_id
                 for request in self._stats().requests
@@ -61,14 +61,14 @@ class HandBacks:
             now_s,
         )
 
-    def hand_back_all(self, now_s: float) -> None:
-        """Hand back everything that is left here, including requests that are being migrated."""
-        self._hand_back([key for key, _ in self._running.items()], now_s)
+    def return_all(self, now_s: float) -> None:
+        """Return everything that is left here, including requests that are being migrated."""
+        self._return([key for key, _ in self._running.items()], now_s)
 
-    def _hand_back_named(self, request_ids: Collection[str], now_s: float) -> int:
+    def _return_named(self, request_ids: Collection[str], now_s: float) -> int:
         if not request_ids:
             return 0
-        return self._hand_back(
+        return self._return(
             [
                 key
                 for key, running in self._running.items()
@@ -77,19 +77,19 @@ class HandBacks:
             now_s,
         )
 
-    def _hand_back(self, keys: Collection[RequestKey], now_s: float) -> int:
-        """Hand back requests that were not handed back a moment ago; return how many."""
+    def _return(self, keys: Collection[RequestKey], now_s: float) -> int:
+        """Return requests that were not returned a moment ago; return how many."""
         running = dict(self._running.items())
-        self._handed_back_s = {key: at_s for key, at_s in self._handed_back_s.items() if key in running}
-        messages: dict[int, worker_pb2.HandBack] = defaultdict(worker_pb2.HandBack)
+        self._returned_s = {key: at_s for key, at_s in self._returned_s.items() if key in running}
+        messages: dict[int, worker_pb2.Returned] = defaultdict(worker_pb2.Returned)
         for key in keys:
-            if now_s - self._handed_back_s.get(key, -RETRY_S) < RETRY_S:
+            if now_s - self._returned_s.get(key, -RETRY_S) < RETRY_S:
                 continue
-            self._handed_back_s[key] = now_s
+            self._returned_s[key] = now_s
             messages[key.client].handles.append(key.handle)
             messages[key.client].epochs.append(running[key].epoch)
         for client, message in messages.items():
             front_end = self._front_ends.by_client(client)
             if front_end is not None:
-                front_end.send(worker_pb2.AttachDown(hand_back=message))
+                front_end.send(worker_pb2.AttachDown(returned=message))
         return sum(len(message.handles) for message in messages.values())

@@ -1,4 +1,4 @@
-"""Waiting prompts are handed back and placed again; views at ticks contain the lengths of the period."""
+"""Waiting prompts are returned and placed again; views at ticks contain the lengths of the period."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from simulator.instance import Instance
 from simulator.records import SimResult
 from simulator.request import SimRequest
 from simulator.simulation import simulate
-from tailrace.actions import Action, HandBack, Place, Placement, Refuse
+from tailrace.actions import Action, Place, Placement, Refuse, ReturnPrompts
 from tailrace.cluster import Arrival, ClusterView, InstanceView, RequestState, Stage
 from tailrace.intra.orders import Fcfs
 from tailrace.lengths import LengthStatistics
@@ -26,12 +26,14 @@ from tests.simulator.moving import MoveEverything
 from tests.simulator.worlds import INTRA, PROFILE, Watched, assert_empty, recount, workloads
 
 
-class HandBackEverything(MoveEverything):
-    """Hand back every waiting prompt and migrate running requests at each tick."""
+class ReturnEverything(MoveEverything):
+    """Return every waiting prompt and migrate running requests at each tick."""
 
     def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
         waiting = [
-            HandBack(name, tuple(r.request_id for r in instance.requests if r.state is RequestState.WAITING))
+            ReturnPrompts(
+                name, tuple(r.request_id for r in instance.requests if r.state is RequestState.WAITING)
+            )
             for name, instance in view.instances.items()
         ]
         return [*super().on_tick(view, now), *(action for action in waiting if action.request_ids)]
@@ -60,11 +62,11 @@ def spec_of(interval_s: float = 0.0517) -> ClusterSpec:
     intra=st.sampled_from(sorted(INTRA)),
     interval_s=st.sampled_from([0.0, 0.0517]),
 )
-def test_every_token_is_generated_once_despite_hand_backs(
+def test_every_token_is_generated_once_despite_returns(
     requests: list[SimRequest], intra: str, interval_s: float
 ) -> None:
     def run(most: int) -> tuple[Watched, SimResult]:
-        simulation = Watched(spec_of(interval_s), requests, HandBackEverything(), INTRA[intra], most)
+        simulation = Watched(spec_of(interval_s), requests, ReturnEverything(), INTRA[intra], most)
         return simulation, simulation.run(None)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -88,7 +90,7 @@ def test_every_token_is_generated_once_despite_hand_backs(
 
 
 class FirstThenSecond(LeastLoaded):
-    """Place everything on the first instance, and handed-back prompts on the second."""
+    """Place everything on the first instance, and returned prompts on the second."""
 
     tick_interval_s = 0.2
 
@@ -103,7 +105,7 @@ class FirstThenSecond(LeastLoaded):
     def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
         self.views.append(view.instances["i000"])
         waiting = [r.request_id for r in view.instances["i000"].requests if r.state is RequestState.WAITING]
-        return [HandBack("i000", ("nobody", *waiting)[1:])] if waiting else []
+        return [ReturnPrompts("i000", ("nobody", *waiting)[1:])] if waiting else []
 
 
 def test_a_waiting_prompt_is_placed_elsewhere_and_a_running_one_stays() -> None:
@@ -169,9 +171,9 @@ def test_waiting_prompts_follow_a_new_plan() -> None:
     policy = Cascade(PROFILE, replan_s=5.0, plan_requests=20.0)
     result = simulate(spec, requests, policy, Fcfs())
     changed = [change.at_s for change in result.series.stages[1:]]
-    handed_back = [r for r in result.requests if len(r.placements) > 1 + r.migrations]
-    assert handed_back and changed
-    for record in handed_back:
+    returned = [r for r in result.requests if len(r.placements) > 1 + r.migrations]
+    assert returned and changed
+    for record in returned:
         assert record.placements[0].instance_id == "i000"
         assert record.placements[1].at_s > min(changed)
     waited = np.array([r.ttft_s for r in result.requests if r.arrival_s > 10.0])

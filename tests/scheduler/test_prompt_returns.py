@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from scheduler_svc.admin.errors import AdminError
-from scheduler_svc.migrations import Recaller
+from scheduler_svc.migrations import PromptReturns
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.service.channels import Channels
 from tailrace.service.server import Servicer, serve_grpc
@@ -17,19 +17,19 @@ from tests.static_members import StaticMembers
 
 
 class Worker(ScriptedWorker):
-    """A worker that hands back all but one of the requested prompts."""
+    """A worker that returns all but one of the requested prompts."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.recalled: list[list[str]] = []
+        self.returned: list[list[str]] = []
 
     async def HandBackPrompts(
         self,
         request: worker_pb2.HandBackPromptsRequest,
         context: grpc.aio.ServicerContext[worker_pb2.HandBackPromptsRequest, worker_pb2.HandBackPromptsReply],
     ) -> worker_pb2.HandBackPromptsReply:
-        self.recalled.append(list(request.request_ids))
-        return worker_pb2.HandBackPromptsReply(handed_back=len(request.request_ids) - 1)
+        self.returned.append(list(request.request_ids))
+        return worker_pb2.HandBackPromptsReply(returned=len(request.request_ids) - 1)
 
 
 async def test_the_instance_gets_the_request_ids() -> None:
@@ -38,11 +38,11 @@ async def test_the_instance_gets_the_request_ids() -> None:
     async with serve_grpc("127.0.0.1:0", [servicer]) as server:
         state = ReportedCluster()
         set_members(state, StaticMembers(instances={"a": instance("a", server.address)}), 0.0)
-        recaller = Recaller(state, channels)
-        assert await recaller.recall("a", ("r", "q", "p")) == 2
-        assert worker.recalled == [["r", "q", "p"]]
+        prompt_returns = PromptReturns(state, channels)
+        assert await prompt_returns.return_prompts("a", ("r", "q", "p")) == 2
+        assert worker.returned == [["r", "q", "p"]]
         with pytest.raises(AdminError, match="gone"):
-            await recaller.recall("b", ("r",))
+            await prompt_returns.return_prompts("b", ("r",))
     await channels.close()
 
 
@@ -52,5 +52,5 @@ async def test_a_worker_that_cannot_hand_prompts_back() -> None:
         state = ReportedCluster()
         set_members(state, StaticMembers(instances={"a": instance("a", server.address)}), 0.0)
         with pytest.raises(AdminError):
-            await Recaller(state, channels).recall("a", ("r",))
+            await PromptReturns(state, channels).return_prompts("a", ("r",))
     await channels.close()
