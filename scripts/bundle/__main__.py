@@ -28,7 +28,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 _LOCKS: Final = ROOT / "deploy" / "locks"
 _CACHE: Final = ROOT / ".run" / "bundle"
 # Imported at the end of an installation. vLLM itself is not: on a GPU host it would start the driver.
-_CHECKS: Final = ("torch", "transformers", "ucxx", "tailrace.cli.main", "worker_agent.main", "benchmarks")
+_CHECKS: Final = ("torch", "transformers", "ucxx", "tailrace.cli.main", "worker_agent.serving", "benchmarks")
 
 
 def pins_of(target: Target) -> tuple[list[Pin], dict[str, str]]:

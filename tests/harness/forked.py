@@ -19,7 +19,7 @@ from typing import Final
 # The modules that a worker imports at startup.
 _PRELOADED = [
     "tailrace.cli.main",
-    "worker_agent.main",
+    "worker_agent.serving",
     "worker_agent.worker",
     "worker_agent.engine.vllm.engine",
     "vllm.v1.worker.cpu_worker",

@@ -13,7 +13,7 @@ import pytest
 from tailrace.cli.serve import service_command
 from tailrace.cli.up import up
 from tailrace.service.vllm_line import VllmLine, VllmLineError
-from worker_agent.engines import EngineOptionError, EngineOptions, with_flags
+from worker_agent.engine_options import EngineOptionError, EngineOptions, with_flags
 
 pytestmark = pytest.mark.vllm
 
