@@ -71,8 +71,8 @@ class ClusterOptions:
     cluster: str = DEFAULT_CLUSTER
     # Environment of every part.
     environment: Mapping[str, str] = field(default_factory=dict)
-    # Number of cores, and ids of GPUs, that the workers share.
-    cores: int = 1
+    # Number of cores (0: not known here), and ids of GPUs, that the workers share.
+    cores: int = 0
     gpus: tuple[str, ...] = ()
     # Devices of each worker.
     ranks: int = 1

@@ -163,7 +163,7 @@ def worker_part(
         return replace(part, members=members, timeout_s=timeout_s)
     # Engines with one thread per core each would slow each other down; leave a core for the API server.
     threads = max(1, (options.cores - 1) // (options.workers * options.ranks))
-    environment = {"OMP_NUM_THREADS": str(threads)}
+    environment = {"OMP_NUM_THREADS": str(threads)} if options.cores else {}
     if options.gpus:
         # Adjacent GPUs for each worker. A worker that needs more than there are fails with a message.
         places = max(1, len(options.gpus) // options.ranks)

@@ -146,6 +146,8 @@ def test_units_are_those_of_the_processes(tmp_path: Path) -> None:
         for line in ("NoNewPrivileges=yes", "ProtectSystem=strict", "User=tailrace", "Restart=always"):
             assert line in text.splitlines()
     assert "CUDA_VISIBLE_DEVICES=3" in units["worker-a-3"]
+    # How many cores the host has is not known here.
+    assert "OMP_NUM_THREADS" not in units["worker-a-3"]
     assert "--api-keys /etc/tailrace/keys.json" in units["frontend-a-0"]
     assert made.needs_keys and not systemd(file.fleet, options, "b").needs_keys
 
