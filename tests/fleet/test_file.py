@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 
 from tailrace.fleet.file import FleetError, json_schema, read_fleet, to_yaml
 from tests.fleet.files import ONE_MACHINE, TWO_HOSTS, changed, write
+from tests.waiting import WAIT_S
 
 
 @pytest.mark.parametrize(
@@ -122,3 +125,23 @@ def test_the_files_of_the_docs_are_accepted(tmp_path: Path, page: str) -> None:
     assert files
     for block in files:
         read_fleet(write(tmp_path, textwrap.dedent(block).partition("\ntailrace render")[0]))
+
+
+def test_no_engine_and_no_transport_are_needed(tmp_path: Path) -> None:
+    """On an operator's laptop."""
+    without = "import sys; sys.modules.update(dict.fromkeys(['vllm', 'torch', 'ucxx']))"
+    command = f"{without}; from tailrace.cli.main import main; main(sys.argv[1:])"
+    (tmp_path / "keys.json").write_text('{"tenants": [], "keys": []}')
+    file = str(write(tmp_path, TWO_HOSTS))
+    for arguments in (["config", "check", "-f", file], ["render", "systemd", "-f", file]):
+        run = subprocess.run(
+            [sys.executable, "-c", command, *arguments],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=WAIT_S,
+            check=False,
+        )
+        assert run.returncode == 0, run.stderr
+    modes = {path.stat().st_mode & 0o777 for path in tmp_path.glob("**/*.key")}
+    assert modes == {0o600}
