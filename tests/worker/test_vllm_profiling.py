@@ -38,9 +38,9 @@ async def test_profile_of_a_vllm_engine() -> None:
         VllmSettings(
             model=str(MODEL_PATH),
             dtype="float32",
-            max_model_len=512,
+            max_model_len=256,
             kv_blocks=128,
-            max_num_seqs=16,
+            max_num_seqs=8,
             cpu_threads=1,
         )
     )
