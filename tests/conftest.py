@@ -24,6 +24,9 @@ from tests.waiting import WAIT_S
 # torch reads this on import, here and in processes that tests start. On a busy machine its threads wait for
 # each other: with two of them, training the small predictors takes ten times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# numba reads this. Once vLLM has looked for n-gram drafts with it, OpenMP otherwise uses all cores, also for
+# torch: a step of a tiny model then takes five times as long.
+os.environ.setdefault("NUMBA_NUM_THREADS", "1")
 # torch reads this, too. vLLM compiles functions for sampling when a request first needs them: with a cold
 # cache, C++ compilers for four engines at once take minutes of two cores, and a step waits for them. Without,
 # the functions do the same.

@@ -40,7 +40,7 @@ def here(tmp_path: Path) -> Iterator[WorkingFolder]:
 
 
 def test_a_complete_cluster(here: WorkingFolder) -> None:
-    result = here.up("--workers", "2", "--policy", "pascal", "--set", "quantum_tokens=200")
+    result = here.up("--workers", "2", "--sim=speed=2", "--policy", "pascal", "--set", "quantum_tokens=200")
     assert result.returncode == 0, result.stderr
     state = here.state()
     assert state.ready

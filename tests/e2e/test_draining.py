@@ -19,7 +19,7 @@ from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.fleet
 
-PROMPTS = [f"Prompt {number} of a worker that is being stopped." for number in range(12)]
+PROMPTS = [f"Prompt {number} of a worker that is being stopped." for number in range(8)]
 OPTIONS: dict[str, object] = {"max_tokens": 500, "extra_body": {"min_tokens": 500}}
 
 

@@ -101,7 +101,7 @@ def turn(fleet: Fleet, conversation: Conversation) -> None:
 
 def test_migration_copies_only_blocks_that_the_target_lacks(fleet: Fleet) -> None:
     """A request that returns to an earlier instance finds its blocks there."""
-    expected = task("back", 120, 100)
+    expected = task("back", 100, 30)
     moments = [(f"{length} characters", longer_than(length)) for length in (400, 500, 600)]
     chats = Chats(fleet.http, 2)
     # The third move is back to where the first one went.

@@ -46,6 +46,9 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         fleet.wait_instances(("w0", "w1"))
         yield fleet
     finally:
+        for name in FRONT_ENDS:
+            # Otherwise the workers would drain streams that nobody reads any more.
+            fleet.processes[name].kill()
         fleet.close()
 
 

@@ -51,7 +51,7 @@ async def test_one_policy_after_another_under_load(fleet: Fleet, caplog: pytest.
 async def test_workers_apply_the_parameters_of_their_batch_order(fleet: Fleet) -> None:
     # Another policy's order, with its parameters.
     await fleet.set_policy("least_loaded+pascal", demotion_tokens="200")
-    request = await fleet.send(60, 3_000, 10)
+    request = await fleet.send(60, 1_200, 10)
 
     async def demoted() -> bool:
         reply = await fleet.admin.ListRequests(admin_pb2.ListRequestsRequest(), timeout=WAIT_S)

@@ -10,12 +10,12 @@ from pathlib import Path
 from tailrace.service.etcd import local_etcd
 from tests.waiting import WAIT_S
 
-# Workers use the default engine: the port is checked before a model is loaded.
 COMMANDS = [
     ("scheduler", "--listen"),
     ("monitor", "--metrics"),
     ("frontend --front none --http 127.0.0.1:0", "--metrics"),
-    ("worker", "--listen"),
+    ("worker --engine simulated", "--listen"),
+    # The default engine: the port is checked before a model is loaded.
     ("worker", "--stream-port"),
 ]
 

@@ -333,8 +333,19 @@ def simulated(policy: str, workload: str, **limits: object) -> SimResult:
     return simulate(spec, requests, setup.policy(deployment), setup.intra(deployment.slo), seed=1)
 
 
-@pytest.mark.parametrize("workload", ["agent_sessions", "document_sessions"])
-@pytest.mark.parametrize("policy", ["tailrace", "prefix_affinity", "pascal", "least_loaded"])
+WORKLOADS = ("agent_sessions", "document_sessions")
+POLICIES = ("tailrace", "prefix_affinity", "pascal", "least_loaded")
+
+
+# Every second case runs only in make soak; the others cover each policy and each workload.
+@pytest.mark.parametrize(
+    ("policy", "workload"),
+    [
+        pytest.param(policy, workload, marks=pytest.mark.slow if (row + column) % 2 else ())
+        for row, policy in enumerate(POLICIES)
+        for column, workload in enumerate(WORKLOADS)
+    ],
+)
 def test_without_host_memory_the_tier_changes_nothing(policy: str, workload: str) -> None:
     without = simulated(policy, workload, host_kv_bytes=0)
     with_tier = simulated(policy, workload, host_kv_bytes=0, host_caching=True)

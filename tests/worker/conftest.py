@@ -6,9 +6,12 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
+import pytest_asyncio
 
 if TYPE_CHECKING:
-    from tests.worker.vllm_front import Front
+    from vllm.sampling_params import SamplingParams
+
+    from tests.worker.vllm_front import Front, Stream
     from worker_agent.engine.vllm.engine import VllmEngine
 
 
@@ -22,6 +25,27 @@ def engine(started: tuple[VllmEngine, Front, *tuple[object, ...]]) -> VllmEngine
 def front(started: tuple[VllmEngine, Front, *tuple[object, ...]]) -> Front:
     """Return the front end of the module's `started`."""
     return started[1]
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, Stream]:
+    """The results of `reference` in this module so far."""
+    return {}
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def reference(
+    request: pytest.FixtureRequest,
+    engine: VllmEngine,
+    front: Front,
+    case: tuple[list[int], SamplingParams],
+    undisturbed: dict[str, Stream],
+) -> Stream:
+    """Return the stream of the module's `case` without disturbance, run once for all tests of a module."""
+    name: str = request.node.callspec.params["case"]
+    if name not in undisturbed:
+        undisturbed[name] = await front.run(engine, *case)
+    return undisturbed[name]
 
 
 @pytest.fixture(scope="module", autouse=True)

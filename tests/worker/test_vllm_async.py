@@ -84,19 +84,11 @@ def engine_with(async_scheduling: bool) -> VllmEngine:
     )
 
 
-def fresh(name: str) -> tuple[list[int], SamplingParams]:
-    """Return a new request, as vLLM's API server creates it."""
-    prompt, sampling = CASES[name]
-    sampling = sampling.clone()
-    sampling.update_from_generation_config({}, 258)
-    return prompt, sampling
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def before() -> Before:
     engine, front = engine_with(async_scheduling=False), Front()
     await engine.start(front)
-    answers = {name: await front.run(engine, *fresh(name)) for name in CASES}
+    answers = {name: await front.run(engine, *case_of(name)) for name in CASES}
     answers["moved"] = await front.run(engine, REASONING, params(logit_bias=NO_THINK_END, **SEED))
     stream = front.stream(REASONING, params(logit_bias=NO_THINK_END, **SEED))
     front.submit(engine, stream)
@@ -115,11 +107,10 @@ async def started(before: Before) -> AsyncIterator[tuple[VllmEngine, Front]]:
     await engine.stop()
 
 
-@pytest.mark.parametrize("name", CASES, ids=lambda name: name.replace(" ", "-"))
 async def test_answers_equal_those_without_async_scheduling(
-    engine: VllmEngine, front: Front, before: Before, name: str
+    request: pytest.FixtureRequest, reference: Stream, before: Before
 ) -> None:
-    assert_same(await front.run(engine, *fresh(name)), before.answers[name])
+    assert_same(reference, before.answers[request.node.callspec.params["case"]])
 
 
 async def test_request_moves_from_an_engine_without_async_scheduling(

@@ -39,7 +39,13 @@ BLOCK_BYTES = 2 * 3 * 2 * 32 * 4 * BLOCK
 PREFIX_BLOCKS = 10
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[False, True], ids=["sync", "async"])
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="module",
+    # Async scheduling is vLLM's default.
+    params=[pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["sync", "async"],
+)
 async def started(request: pytest.FixtureRequest) -> AsyncIterator[tuple[VllmEngine, Front, EngineInfo]]:
     """Engines without and with async scheduling, one after the other."""
     engine = VllmEngine(
@@ -340,13 +346,13 @@ async def test_blocks_in_host_memory_can_be_lent(engine: VllmEngine, front: Fron
 async def test_requests_take_precedence_over_cached_blocks(engine: VllmEngine, front: Front) -> None:
     """Host memory is full of prefixes; preempted requests replace them and resume unchanged."""
     prompts = [prompt_of(9)[: 2 * BLOCK + n] for n in range(5)]
-    alone = [await front.run(engine, prompt, sampling(max_tokens=200)) for prompt in prompts]
+    alone = [await front.run(engine, prompt, sampling(max_tokens=130)) for prompt in prompts]
     number = 20
     while engine.stats().host_cached_bytes < HOST_BLOCKS * BLOCK_BYTES:
         await front.run(engine, prompt_of(number), sampling(max_tokens=2))
         number += 1
     before = engine.stats()
-    streams = [front.stream(prompt, sampling(max_tokens=200)) for prompt in prompts]
+    streams = [front.stream(prompt, sampling(max_tokens=130)) for prompt in prompts]
     for stream in streams:
         front.submit(engine, stream)
     await front.until(lambda: all(stream.finished for stream in streams))

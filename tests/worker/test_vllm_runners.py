@@ -42,7 +42,8 @@ async def test_prefixes_are_loaded_from_host_memory() -> None:
     """Some tests for Model Runner V1, run again with V2."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", _IN_V2, "-p", "no:xdist", "-p", "no:cacheprovider", "-o", "timeout=500"),
-        *("tests/worker/test_vllm_host_tier.py", "-k", "comes_back or one_load or gone_before or forgotten"),
+        *("-m", "", "tests/worker/test_vllm_host_tier.py"),
+        *("-k", "comes_back or one_load or gone_before or forgotten"),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         env=os.environ | {"TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"},

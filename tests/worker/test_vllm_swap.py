@@ -42,7 +42,7 @@ HOST_BLOCKS = 20
 MODEL_LEN = 320
 # Of the tiny model, in bytes: keys and values of 3 layers with 2 heads of 32 dimensions each, in float32.
 BLOCK_BYTES = 2 * 3 * 2 * 32 * 4 * BLOCK
-LENGTH = 110
+LENGTH = 80
 
 # (prompt, parameters) of requests whose next token depends on more than their KV.
 KINDS: dict[str, tuple[list[int], dict[str, object]]] = {
@@ -51,7 +51,7 @@ KINDS: dict[str, tuple[list[int], dict[str, object]]] = {
     "reasoning ends by itself": (QUESTION, {"temperature": 1.0, "seed": 5}),
     "stop token": (
         ANSWERING,
-        {"temperature": 1.0, "seed": 4, "stop_token_ids": [*range(0, 250, 97)], "min_tokens": 80},
+        {"temperature": 1.0, "seed": 4, "stop_token_ids": [*range(0, 250, 97)], "min_tokens": 60},
     ),
     "json schema": (ANSWERING, {"temperature": 1.0, "seed": 8, "ignore_eos": False}),
 }
