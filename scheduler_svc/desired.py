@@ -82,13 +82,12 @@ class DesiredMetrics(Collector):
 
     def _update(self, model: str, now_s: float) -> None:
         instances = self._state.instances_of(model)
+        lengths = self._state.demand(model, now_s)
+        needed = need(instances, lengths, self._active.slo, self._scaling, self._nominal)
         known = self._desired.get(model)
         if known is None:
-            known = self._desired[model] = DesiredInstances(
-                self._scaling, self._active_instances(model), now_s
-            )
-        lengths = self._state.demand(model, now_s)
-        known.update(need(instances, lengths, self._active.slo, self._scaling, self._nominal), now_s)
+            known = self._desired[model] = DesiredInstances(self._scaling, now_s)
+        known.update(needed, self._active_instances(model), now_s)
 
     def _active_instances(self, model: str) -> int:
         return sum(i.state is InstanceState.ACTIVE for i in self._state.instances_of(model))

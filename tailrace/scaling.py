@@ -241,23 +241,26 @@ class DesiredInstances:
     """The desired number of instances of one model, which follows its need.
 
     It grows to what all samples of `up_delay_s` needed, and shrinks to what none of `cooldown_s` exceeded.
-    What running requests hold counts at once.
+    What running requests hold counts at once. Before the first cool-down, all instances that there are count,
+    so that a restart of who computes this removes none.
     """
 
-    def __init__(self, scaling: Scaling, present: int, now_s: float) -> None:
-        """`present`: the instances that there are, which are desired until enough samples say otherwise."""
+    def __init__(self, scaling: Scaling, now_s: float) -> None:
         self._scaling = scaling
         self._began_s = now_s
         # Time and need of the samples that still count, oldest first.
         self._samples: deque[tuple[float, int]] = deque()
-        self.count = self._bounded(present)
+        self.count = scaling.least
 
-    def update(self, needed: Need, now_s: float) -> int:
-        """Add a sample, and return the desired number; `now_s` never decreases."""
+    def update(self, needed: Need, present: int, now_s: float) -> int:
+        """Add a sample, and return the desired number. `present`: the instances that there are; `now_s` never
+        decreases."""
         scaling = self._scaling
         holding = self._bounded(needed.holding)
+        if now_s - self._began_s < scaling.cooldown_s:
+            holding = max(holding, self._bounded(present))
         # Rounding must not cost an instance.
-        asked = max(holding, self._bounded(needed.serving - 1e-9))
+        asked = max(self._bounded(needed.holding), self._bounded(needed.serving - 1e-9))
         self._samples.append((now_s, asked))
         while self._samples[0][0] < now_s - max(scaling.up_delay_s, scaling.cooldown_s):
             self._samples.popleft()
