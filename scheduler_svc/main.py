@@ -23,6 +23,7 @@ from scheduler_svc.admin.servicer import AdminServicer
 from scheduler_svc.admin.shadowing import Shadowing
 from scheduler_svc.cache_sync import CacheSync
 from scheduler_svc.copies import Copier
+from scheduler_svc.desired import LOOP, DesiredMetrics
 from scheduler_svc.drainer import Drainer
 from scheduler_svc.following import Following
 from scheduler_svc.loop import DecisionLoop, SchedulerServicer, Traceparents
@@ -41,10 +42,12 @@ from tailrace.numeric import RealRange
 from tailrace.policy.parameters import ParameterError, read_assignments
 from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, all_parameters, load
 from tailrace.records import PolicyRecord, encode_policy, suspended
+from tailrace.scaling import DEFAULT_SCALING, Scaling
 from tailrace.security.audit import AuditFile, Auditing
 from tailrace.service.options import CommonOptions, common_options, file_of
 from tailrace.service.runtime import ServiceContext, Shutdown, open_service, run_service
 from tailrace.service.server import Servicer, serve_grpc
+from tailrace.service.settings import settings_options
 from tailrace.service.tasks import Loop, supervised
 from tailrace.service.watchdog import restart_process, waited_for_core_s, watched_calls
 from tailrace.store.election import Election, Leadership
@@ -104,6 +107,7 @@ _DRAIN_S: Final = 10.0
     metavar="SHARE",
     help="The same for its ticks, as a share of its tick interval.",
 )
+@settings_options(Scaling, "scaling")
 def command(
     common: CommonOptions,
     policy: str,
@@ -111,8 +115,11 @@ def command(
     audit_log: Path | None,
     call_budget_s: float,
     tick_budget_share: float,
+    scaling: Scaling,
 ) -> None:
     """Decide where requests run; run a second scheduler as a standby."""
+    if scaling.least > scaling.most:
+        raise click.UsageError(f"--desired-min {scaling.least} must not exceed --desired-max {scaling.most}")
     hung = read_policy(os.environ.pop(HUNG, "").encode())
     try:
         parameters = read_assignments(assignments)
@@ -124,7 +131,7 @@ def command(
         raise click.BadParameter(str(error), param_hint="--policy") from error
     default = PolicyRecord(name=policy, parameters={name: values[name] for name in parameters})
     budgets = Budgets(call_budget_s, tick_budget_share)
-    run_service(lambda shutdown: serve(common, default, shutdown, audit_log, budgets, hung))
+    run_service(lambda shutdown: serve(common, default, shutdown, audit_log, budgets, hung, scaling))
 
 
 async def serve(
@@ -134,6 +141,7 @@ async def serve(
     audit_log: Path | None = None,
     budgets: Budgets = DEFAULT_BUDGETS,
     hung: PolicyRecord | None = None,
+    scaling: Scaling = DEFAULT_SCALING,
 ) -> None:
     """Run the scheduler until cancelled. Raise StoreUnavailable, ListenError or OSError.
 
@@ -141,7 +149,7 @@ async def serve(
     """
     async with open_service(KIND, common) as service:
         leading = Leadership()
-        parts = Parts(service, policy, leading, budgets, hung)
+        parts = Parts(service, policy, leading, budgets, hung, scaling)
         route = LeaderRoute(common.member_id, service.members, service.channels, leading)
         allowed = [AdminErrors(), LeaderForwarding(route)]
         async with (
@@ -194,6 +202,7 @@ class Parts:
         leading: Leadership,
         budgets: Budgets,
         hung: PolicyRecord | None,
+        scaling: Scaling,
     ) -> None:
         self.metrics = SchedulerMetrics(service.registry)
         self.metrics.leading.set_function(lambda: float(leading.is_set()))
@@ -204,6 +213,8 @@ class Parts:
         self.active = ActivePolicy(policy, service.members.slo)
         self._members = service.members
         self._leading = leading
+        self._desired = DesiredMetrics(self.state, service.members, self.active, scaling, leading)
+        service.registry.register(self._desired)
         settings = self._settings = Settings(service.store)
         traceparents = Traceparents()
         migrations = self.migrations = Migrations(service.members, service.channels)
@@ -267,6 +278,7 @@ class Parts:
             "ticks": self._loop.run_ticks,
             "drains": self._drainer.run,
             "rollouts": self._rollouts.run,
+            LOOP: self._desired.run,
             "orphaned records": lambda: remove_orphaned_records(
                 self._members, self._settings.delete_orphaned_records, self._leading
             ),

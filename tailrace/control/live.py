@@ -106,6 +106,8 @@ class LiveControl:
             self.model.hot.arrived(arrival, at.model_s)
             if placement.also:
                 self._executor.submit(placement.also, policy)
+        elif placement.final:
+            self.model.count_refused(arrival.model, arrival.prompt_tokens, at.model_s)
         return DecidedArrival(arrival, placement)
 
     def _follow(self, record: PolicyRecord | None, slo: Slo) -> None:

@@ -50,7 +50,7 @@ from tailrace.control.recording import (
     RecordedWhere,
 )
 from tailrace.control.reported_instance import ReportedInstance
-from tailrace.lengths import LengthWindow
+from tailrace.lengths import LengthStatistics, LengthWindow
 from tailrace.perf.measured import Measured
 from tailrace.records import InstanceRecord, ProfileRecord
 from tailrace.v1 import monitor_pb2, types_pb2
@@ -144,6 +144,10 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         self.memberships = 0
         # Views of subsets of the instances, each with the full view that it was made from.
         self._partial: dict[frozenset[str], _PartialView] = {}
+        # Lengths of recent requests by model, for the desired number of instances; no decision depends on
+        # them. None: not kept.
+        self._demand_s: float | None = None
+        self._demand: dict[str, LengthWindow] = {}
 
     # ---- what happens
 
@@ -235,6 +239,8 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         self._known = tracked
         self.cache.set_instances(members.instances)
         self._groups = ModelGroups(members.instances)
+        models = {record.model for record in members.instances.values()}
+        self._demand = {model: window for model, window in self._demand.items() if model in models}
         self._partial.clear()
         self._forget([r for r, location in self._locations.items() if location.instance_id not in tracked])
         self._measured = {
@@ -301,10 +307,11 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
             epoch=epoch,
             frontend_id=arrival.frontend_id,
         )
+        found_tokens = arrival.found_tokens(instance_id, pull_from)
         if location is None and not arrival.output_tokens:
-            self.count_arrival(request.prompt_tokens, now_s)
+            self._count_arrival(tracked, request.prompt_tokens, now_s, found_tokens)
         self.cache.placed(instance_id, arrival.block_names, now_s)
-        forgotten = tracked.place(request, now_s, arrival.found_tokens(instance_id, pull_from))
+        forgotten = tracked.place(request, now_s, found_tokens)
         if forgotten is not None:
             self._request_left(forgotten, instance_id)
         self._locations[arrival.request_id] = RequestLocation(instance_id, epoch, Phase.PREFILL)
@@ -391,6 +398,32 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
     def can_exchange_kv(self, one: str, other: str) -> bool:
         """Return whether a request can migrate live from one instance to the other."""
         return other in self._groups.exchanging_kv(one)
+
+    # ---- demand, by model as instances name it (InstanceRecord.model)
+
+    def keep_demand(self, period_s: float) -> None:
+        """Keep the lengths of the requests of each model of the last `period_s` seconds from now on."""
+        self._demand_s = period_s
+
+    def demand(self, model: str, now_s: float) -> LengthStatistics:
+        """Return the lengths of a model's recent requests: arrived prompts without what was cached of them,
+        and finished requests."""
+        window = self._demand_of(model, now_s)
+        return LengthStatistics.of(0.0, (), ()) if window is None else window.statistics(now_s)
+
+    def instances_of(self, model: str) -> list[InstanceView]:
+        """Return the instances of a model now."""
+        views = self.view().instances
+        return [views[name] for name, record in self._records.items() if record.model == model]
+
+    def count_refused(self, model: str, prompt_tokens: int, now_s: float) -> None:
+        """Count a request as demand that was refused because it would be late. `model`: key of the model
+        that may answer; empty: any."""
+        running = min(self._groups.running(model), default=None)
+        if running is None:
+            return
+        if (demand := self._demand_of(self._records[running].model, now_s)) is not None:
+            demand.arrived(prompt_tokens, now_s)
 
     # ---- PrefixSource (tailrace/control/hot_prefixes.py)
 
@@ -536,6 +569,8 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         prompt_tokens = tracked.prompt_tokens(event.request_id) if event.output_tokens else None
         if prompt_tokens is not None:
             self.count_finish(prompt_tokens, event.output_tokens, now_s)
+            if (demand := self._demand_of(tracked.record.model, now_s)) is not None:
+                demand.finished(prompt_tokens, event.output_tokens, now_s)
 
     def _requests_reported(
         self,
@@ -549,7 +584,7 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
             location = locations.get(request_id)
             if location is None:
                 if not epoch:
-                    self.count_arrival(tracked.reported_prompt_tokens(request_id), now_s)
+                    self._count_arrival(tracked, tracked.reported_prompt_tokens(request_id), now_s)
                 locations[request_id] = RequestLocation(instance_id, epoch, phase)
             elif not location.equals(instance_id, epoch, phase):
                 request = tracked.find(request_id)
@@ -558,16 +593,26 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
                 if not location.equals(instance_id, epoch, phase):
                     tracked.unsettle(request_id)
 
-    def _count_arrival(self, request: RequestView, now_s: float) -> None:
-        """Count a request that another scheduler placed; later epochs mean that it was handed over
-        instead."""
-        if not request.epoch:
-            self.count_arrival(request.prompt_tokens, now_s)
+    def _count_arrival(
+        self, tracked: ReportedInstance, prompt_tokens: int, now_s: float, found_tokens: int = 0
+    ) -> None:
+        """Count a request that arrived, and as demand what has to be computed of it there."""
+        self.count_arrival(prompt_tokens, now_s)
+        if (demand := self._demand_of(tracked.record.model, now_s)) is not None:
+            demand.arrived(max(0, prompt_tokens - found_tokens), now_s)
+
+    def _demand_of(self, model: str, now_s: float) -> LengthWindow | None:
+        if self._demand_s is not None and model not in self._demand:
+            self._demand[model] = LengthWindow(self._demand_s, now_s)
+        return self._demand.get(model)
 
     def _phase_entered(self, request: RequestView, changes: list[PhaseChange], now_s: float) -> None:
         location = self._locations.get(request.request_id)
         if location is None:
-            self._count_arrival(request, now_s)
+            tracked = self._known.get(request.instance_id)
+            # A later epoch means that it was handed over; otherwise another scheduler placed it.
+            if tracked is not None and not request.epoch:
+                self._count_arrival(tracked, request.prompt_tokens, now_s)
             self._locations[request.request_id] = RequestLocation(
                 request.instance_id, request.epoch, request.phase
             )

@@ -128,8 +128,8 @@ class Fleet:
 
         wait_until(serves, "the API server")
 
-    def start_control(self, schedulers: int = 1) -> None:
-        """Start etcd, then monitor, migration service and schedulers concurrently."""
+    def start_control(self, schedulers: int = 1, options: Sequence[str] = ()) -> None:
+        """Start etcd, then monitor, migration service and schedulers, with these options, concurrently."""
         self.start_etcd()
         names = [
             self._launch_service("monitor"),
@@ -137,7 +137,7 @@ class Fleet:
         ]
         for number in range(schedulers):
             name = f"scheduler-{number}"
-            names.append(self._launch_service("scheduler", name, ["--id", name]))
+            names.append(self._launch_service("scheduler", name, ["--id", name, *options]))
         for name in names:
             self.wait_healthy(name)
 

@@ -1,0 +1,103 @@
+"""Export the desired number of instances of each model (tailrace/scaling.py), for KEDA and the like."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+from typing import Final
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from tailrace.cluster import InstanceState
+from tailrace.control.reported_cluster import ReportedCluster
+from tailrace.control.runner import ActivePolicy
+from tailrace.members import Members
+from tailrace.model_identity import is_model
+from tailrace.perf.steps import StepModel
+from tailrace.scaling import DesiredInstances, Scaling, need
+from tailrace.telemetry.incidents import guarded
+
+LOOP: Final = "desired instances"
+_INTERVAL_S: Final = 1.0
+
+
+class DesiredMetrics(Collector):
+    """Gauges `tailrace_desired_instances` and `tailrace_active_instances` by model, of the leader alone.
+
+    Every scheduler follows the load, so that the desired number survives a change of the leader.
+    """
+
+    def __init__(
+        self,
+        state: ReportedCluster,
+        members: Members,
+        active: ActivePolicy,
+        scaling: Scaling,
+        leading: asyncio.Event,
+    ) -> None:
+        self._state = state
+        self._members = members
+        self._active = active
+        self._scaling = scaling
+        self._leading = leading
+        self._nominal = StepModel.of_profile(None)
+        self._desired: dict[str, DesiredInstances] = {}
+        state.keep_demand(scaling.window_s)
+
+    async def run(self) -> None:
+        """Follow the load; run until cancelled."""
+        while True:
+            self.sample(time.monotonic())
+            await asyncio.sleep(_INTERVAL_S)
+
+    def sample(self, now_s: float) -> None:
+        """Update the desired number of each model."""
+        models = self._models()
+        self._desired = {model: each for model, each in self._desired.items() if model in models}
+        for model in sorted(models):
+            # One that cannot be computed must not keep the others from it.
+            with guarded(LOOP, model):
+                self._update(model, now_s)
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield both metrics."""
+        desired = GaugeMetricFamily(
+            "tailrace_desired_instances",
+            "Instances of a model that its load needs within the SLOs; exported by the leader.",
+            labels=["model"],
+        )
+        active = GaugeMetricFamily(
+            "tailrace_active_instances",
+            "Instances of a model that take new requests; exported by the leader.",
+            labels=["model"],
+        )
+        if self._leading.is_set():
+            for model, each in self._desired.items():
+                desired.add_metric([model], each.count)
+                active.add_metric([model], self._active_instances(model))
+        yield desired
+        yield active
+
+    def _update(self, model: str, now_s: float) -> None:
+        instances = self._state.instances_of(model)
+        lengths = self._state.demand(model, now_s)
+        needed = need(instances, lengths, self._active.slo, self._scaling, self._nominal)
+        known = self._desired.get(model)
+        if known is None:
+            known = self._desired[model] = DesiredInstances(self._scaling, now_s)
+        known.update(needed, self._active_instances(model), now_s)
+
+    def _active_instances(self, model: str) -> int:
+        return sum(i.state is InstanceState.ACTIVE for i in self._state.instances_of(model))
+
+    def _models(self) -> set[str]:
+        """Return the models of all instances, and those of front ends that no instance runs."""
+        instances = self._members.instances.values()
+        models = {record.model for record in instances}
+        for (kind, _), service in self._members.services.items():
+            runs = any(is_model(record.model_identity, service.model_key) for record in instances)
+            if kind == "frontend" and service.model and not runs:
+                models.add(service.model)
+        return models
