@@ -8,7 +8,6 @@ leaves the request on its source.
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -21,7 +20,6 @@ from simulator.job import Job, JobState
 from simulator.network import Network
 from simulator.records import MigrationOutcome, MigrationRecord, PlacementRecord
 from tailrace.actions import Migrate, WhenFull, could_only_wait
-from tailrace.intra.base import ImportView, IntraPolicy, Rank
 
 # Called when a migration has closed: whether it was committed, and when.
 OnClosed = Callable[[bool, float], None]
@@ -36,7 +34,6 @@ class Migration:
         "blocks",
         "closed",
         "copied",
-        "import_entry",
         "job",
         "on_closed",
         "on_host",
@@ -49,6 +46,7 @@ class Migration:
         "source",
         "started_s",
         "target",
+        "waiting_for_room",
     )
 
     def __init__(
@@ -79,7 +77,7 @@ class Migration:
         # When the room on the target was reserved.
         self.reserved_s: float | None = None
         # Its entry in the target's `imports` while it waits for room.
-        self.import_entry: tuple[Rank, Callable[[float], bool]] | None = None
+        self.waiting_for_room: Callable[[float], bool] | None = None
         self.started_s: float | None = None
         self.paused_s: float | None = None
         self.closed = False
@@ -102,7 +100,6 @@ class Migrations:
         self,
         spec: MigrationSpec,
         instances: Mapping[str, Instance],
-        intra: IntraPolicy,
         events: EventQueue,
         network: Network,
         listener: MigrationListener,
@@ -110,7 +107,6 @@ class Migrations:
         self.records: list[MigrationRecord] = []
         self._spec = spec
         self._instances = instances
-        self._intra = intra
         self._events = events
         self._network = network
         self._listener = listener
@@ -119,7 +115,6 @@ class Migrations:
         self._open: dict[Job, Migration] = {}
         # Migrations waiting for admission.
         self._queue: list[Migration] = []
-        self._sequence = 0
 
     def find(self, job: Job) -> Migration | None:
         """Return the open migration of a request, or None."""
@@ -143,7 +138,6 @@ class Migrations:
                 on_closed(False, now)
             return
         migration = Migration(action, job, source, target, now, on_closed)
-        self._sequence += 1
         migration.requested_tokens = self._context(migration, now)
         job.migrating = True
         self._open[job] = migration
@@ -195,12 +189,8 @@ class Migrations:
         target = migration.target
         if not target.imports and self._try_reserve(migration, now):
             return True
-        source = migration.source
-        used = source.used_blocks_at(source.boundary) * source.block_tokens
-        view = ImportView(self._sequence, migration.requested_tokens, used)
-        rank = self._intra.import_rank(view)
-        migration.import_entry = (rank, self._reservation_attempt(migration, continuation))
-        insort(target.imports, migration.import_entry, key=_rank_of)
+        migration.waiting_for_room = self._reservation_attempt(migration, continuation)
+        target.imports.append(migration.waiting_for_room)
         self._abort_if_stuck(migration, lambda: not migration.blocks, MigrationOutcome.NO_ROOM, now)
         return False
 
@@ -222,7 +212,7 @@ class Migrations:
         def take(now: float) -> bool:
             reserved = self._try_reserve(migration, now)
             if reserved:
-                migration.import_entry = None
+                migration.waiting_for_room = None
                 # Scheduled, because the target is planning its next run now.
                 self._events.schedule(now, self._unless_closed(migration, continuation))
             return reserved
@@ -394,8 +384,8 @@ class Migrations:
             target.unreserve(migration.blocks, now)
         if migration in self._queue:
             self._queue.remove(migration)
-        if migration.import_entry is not None:
-            target.imports.remove(migration.import_entry)
+        if migration.waiting_for_room is not None:
+            target.imports.remove(migration.waiting_for_room)
             # The next import in the queue may need less.
             target.wake(now)
         if job.state is JobState.PAUSED:
@@ -465,7 +455,3 @@ class Migrations:
     def _needed(self, migration: Migration, now: float) -> int:
         """Return the blocks to reserve: for the context, and one to grow into during the copy."""
         return blocks_for(self._context(migration, now), migration.target.block_tokens) + 1
-
-
-def _rank_of(entry: tuple[Rank, Callable[[float], bool]]) -> Rank:
-    return entry[0]
