@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Final, Protocol
 
 from simulator.blocks import blocks_for
 from simulator.cluster import MigrationSpec
@@ -20,6 +20,9 @@ from simulator.job import Job, JobState
 from simulator.network import Network
 from simulator.records import MigrationOutcome, MigrationRecord, PlacementRecord
 from tailrace.actions import Migrate, WhenFull, could_only_wait
+
+# A request pauses when at most this many full blocks are left to copy.
+_PAUSE_BLOCKS: Final = 2
 
 # Called when a migration has closed: whether it was committed, and when.
 OnClosed = Callable[[bool, float], None]
@@ -284,9 +287,7 @@ class Migrations:
         # The KV of the latest token is computed by the next step.
         full = (self._context(migration, now) - 1) // source.block_tokens
         remaining = full - migration.copied
-        if migration.rounds >= self._spec.max_rounds or (
-            remaining <= self._spec.pause_blocks and migration.rounds
-        ):
+        if migration.rounds >= self._spec.max_rounds or (remaining <= _PAUSE_BLOCKS and migration.rounds):
             source.at_boundary(self._unless_closed(migration, self._pause), now)
             return
         migration.rounds += 1
