@@ -19,7 +19,7 @@ import zmq.asyncio
 
 from tailrace.service.sockets import SocketWriter
 from tailrace.telemetry.incidents import unreadable
-from tailrace.wire import RequestType, UtilityCall, engine_identity, read_abort, read_utility
+from tailrace.wire import ENGINE_IDENTITY, RequestType, UtilityCall, read_abort, read_utility
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ class EngineCoreSocket:
         """Connect to unix sockets. `on_stuck` is called when the API server has stopped reading."""
         self._context = zmq.asyncio.Context(io_threads=1)
         self._input = self._context.socket(zmq.DEALER)
-        self._input.setsockopt(zmq.IDENTITY, engine_identity(0))
+        self._input.setsockopt(zmq.IDENTITY, ENGINE_IDENTITY)
         self._input.setsockopt(zmq.RCVHWM, 0)
         self._input.connect(f"ipc://{input_path}")
         self._output = PushSocket(str(output_path), on_stuck)

@@ -11,10 +11,10 @@ from typing import Final
 import grpc
 
 from scheduler_svc.admin.errors import AdminError
-from scheduler_svc.copies import Copier
 from scheduler_svc.metrics import SchedulerMetrics
-from scheduler_svc.migrations import MigrationStarter, Negotiator, PromptReturns
+from scheduler_svc.migrations import MigrationStarter
 from scheduler_svc.settings import Settings
+from scheduler_svc.worker_calls import Copier, Negotiator, PromptReturns
 from tailrace.actions import (
     Action,
     CopyPrefix,

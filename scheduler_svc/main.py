@@ -22,18 +22,18 @@ from scheduler_svc.admin.rollout_calls import RolloutCalls
 from scheduler_svc.admin.servicer import AdminServicer
 from scheduler_svc.admin.shadowing import Shadowing
 from scheduler_svc.cache_sync import CacheSync
-from scheduler_svc.copies import Copier
 from scheduler_svc.desired import LOOP, DesiredMetrics
 from scheduler_svc.drainer import Drainer
 from scheduler_svc.following import Following
 from scheduler_svc.loop import DecisionLoop, SchedulerServicer, Traceparents
 from scheduler_svc.metrics import SchedulerMetrics
-from scheduler_svc.migrations import Migrations, MigrationStarter, Negotiator, PromptReturns
+from scheduler_svc.migrations import Migrations, MigrationStarter
 from scheduler_svc.monitor_watch import MonitorWatch
 from scheduler_svc.orphans import remove_orphaned_records
 from scheduler_svc.recorder import Recorder
 from scheduler_svc.rollouts import Rollouts
 from scheduler_svc.settings import Settings
+from scheduler_svc.worker_calls import Copier, Negotiator, PromptReturns
 from tailrace.control.events import KnownMembers, MembersChanged
 from tailrace.control.live import LiveControl
 from tailrace.control.reported_cluster import ReportedCluster

@@ -1,4 +1,4 @@
-"""The ways to move a request: a migration, a bid-ask offer, and the return of waiting prompts."""
+"""Migrations that the scheduler asks the migration service for."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ import grpc
 from scheduler_svc.admin.errors import AdminError
 from scheduler_svc.loop import Traceparents
 from scheduler_svc.migration_stream import MigrationStream, StreamLost
-from tailrace.actions import Offer, WhenFull
-from tailrace.bid_ask import OFFER_S
+from tailrace.actions import WhenFull
 from tailrace.cluster import InstanceState, Phase, RequestView
 from tailrace.control.events import MigrationClosed, MigrationOpened
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.handover import MIGRATE_MAX_S, TransferMode, handover_between
 from tailrace.model_identity import difference
-from tailrace.records import InstanceRecord, ServiceRecord
+from tailrace.records import ServiceRecord
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels, decoded, preferred
 from tailrace.store.membership import Membership
 from tailrace.telemetry.incidents import LimitedLog
-from tailrace.v1 import bidask_pb2, bidask_pb2_grpc, migration_pb2, types_pb2, worker_pb2, worker_pb2_grpc
+from tailrace.v1 import migration_pb2, types_pb2, worker_pb2
 from tailrace.v1.migration_pb2_grpc import MigrationStub
 
 log = logging.getLogger(__name__)
@@ -251,94 +250,3 @@ class MigrationStarter:
                 _PRECONDITION,
                 f"request {request.request_id} is in prefill; it can migrate once it is decoding",
             )
-
-
-# Longer than a worker keeps an offer open.
-_OFFER_S: Final = OFFER_S + 15.0
-
-
-class Negotiator:
-    """Have a request's worker find the instance that takes it over by bid-ask, if the policy leaves that to
-    workers.
-
-    At most one open migration per request.
-    """
-
-    def __init__(self, state: ReportedCluster, channels: Channels, traceparents: Traceparents) -> None:
-        self._state = state
-        self._channels = channels
-        self._traceparents = traceparents
-
-    def offer(self, request: RequestView, offer: Offer, policy: str) -> Coroutine[None, None, bool]:
-        """Enter the migration into the model; return a coroutine for whether one of the receivers took the
-        request.
-
-        Raise AdminError, immediately or when awaited.
-        """
-        source = self._state.tracked(request.instance_id)
-        receivers = [
-            bidask_pb2.Receiver(instance_id=name, address=tracked.record.address)
-            for name in offer.receiver_ids
-            if (tracked := self._state.tracked(name)) is not None
-            and self._state.can_exchange_kv(request.instance_id, name)
-        ]
-        if source is None or not receivers:
-            raise AdminError(grpc.StatusCode.NOT_FOUND, "no instance to offer the request to")
-        if not self._state.order(MigrationOpened(request, None)):
-            raise AdminError(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                f"request {request.request_id}: a migration of it is open",
-            )
-        offered = bidask_pb2.OfferRequest(
-            request_id=request.request_id,
-            from_epoch=request.epoch,
-            tokens=request.context_tokens,
-            receivers=receivers,
-            reason=offer.reason,
-            policy=policy,
-            most_tokens=offer.most_tokens,
-            traceparent=self._traceparents.get(request.request_id)
-            or self._state.traceparent(request.request_id),
-        )
-        return self._offer(source.record, offered)
-
-    async def _offer(self, source: InstanceRecord, offered: bidask_pb2.OfferRequest) -> bool:
-        stub = bidask_pb2_grpc.BidAskStub(self._channels.get(source.address, Role.WORKER))
-        try:
-            reply = decoded(await stub.Offer(offered, timeout=_OFFER_S), source.address)
-        except grpc.aio.AioRpcError as error:
-            raise AdminError(error.code(), error.details() or error.code().name) from error
-        finally:
-            self._state.apply(MigrationClosed(offered.request_id))
-        if not reply.taker_instance_id:
-            log.debug("%s stays on %s: %s", offered.request_id, source.instance_id, reply.reason)
-        return bool(reply.taker_instance_id)
-
-
-_CALL_S: Final = 2.0
-
-
-class PromptReturns:
-    """Have instances return waiting prompts, to be placed where the policy now wants them.
-
-    The worker hands them to the front ends, which ask the scheduler; each prompt stays in its queue until
-    then.
-    """
-
-    def __init__(self, state: ReportedCluster, channels: Channels) -> None:
-        self._state = state
-        self._channels = channels
-
-    async def return_prompts(self, instance_id: str, request_ids: tuple[str, ...]) -> int:
-        """Return how many prompts the instance returns: those that still wait. Raise AdminError."""
-        tracked = self._state.tracked(instance_id)
-        if tracked is None:
-            raise AdminError(grpc.StatusCode.NOT_FOUND, f"{instance_id} is gone")
-        address = tracked.record.address
-        stub = worker_pb2_grpc.WorkerStub(self._channels.get(address, Role.WORKER))
-        request = worker_pb2.HandBackPromptsRequest(request_ids=request_ids)
-        try:
-            reply = decoded(await stub.HandBackPrompts(request, timeout=_CALL_S), address)
-        except grpc.aio.AioRpcError as error:
-            raise AdminError(error.code(), error.details() or error.code().name) from error
-        return int(reply.returned)

@@ -110,8 +110,6 @@ class MigrationSpec:
     room_last: bool = False
     # Pre-copy rounds during which the source keeps decoding, before the last round, which pauses the request.
     max_rounds: int = 4
-    # Pause when at most this many full blocks are left to copy.
-    pause_blocks: int = 2
     # From admission to the first byte, and from the last byte to the first step on the target.
     open_s: float = 0.002
     commit_s: float = 0.001

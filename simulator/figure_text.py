@@ -23,9 +23,10 @@ class FigureFormat:
 
     heading: str
     factor: float = 1.0
-    # Least number of significant digits; no digit before the decimal point is dropped.
-    digits: int = 3
 
+
+# Least number of significant digits; no digit before the decimal point is dropped.
+_DIGITS: Final = 3
 
 FIGURE_FORMATS: Final[Mapping[str, FigureFormat]] = {
     "attainment": FigureFormat("SLO %", 100.0),
@@ -44,7 +45,7 @@ def mean_text(figure: str, value: Estimate) -> str:
     """Format the mean of a figure."""
     form = FIGURE_FORMATS[figure]
     mean = value.mean * form.factor
-    return f"{mean:,.{_decimals(mean, form.digits)}f}" if math.isfinite(mean) else NOTHING
+    return f"{mean:,.{_decimals(mean)}f}" if math.isfinite(mean) else NOTHING
 
 
 def half_text(figure: str, value: Estimate) -> str:
@@ -52,15 +53,15 @@ def half_text(figure: str, value: Estimate) -> str:
     form = FIGURE_FORMATS[figure]
     if value.half_width is None or not math.isfinite(value.half_width):
         return ""
-    places = _decimals(value.mean * form.factor, form.digits)
+    places = _decimals(value.mean * form.factor)
     return f"±{value.half_width * form.factor:,.{places}f}"
 
 
-def _decimals(value: float, digits: int) -> int:
-    """Return the decimals that display this many significant digits."""
+def _decimals(value: float) -> int:
+    """Return the decimals that display the significant digits."""
     if not math.isfinite(value) or value == 0.0:
-        return digits - 1
-    return max(0, digits - 1 - math.floor(math.log10(abs(value))))
+        return _DIGITS - 1
+    return max(0, _DIGITS - 1 - math.floor(math.log10(abs(value))))
 
 
 def summary_rows(figures: Figures) -> list[tuple[str, str]]:

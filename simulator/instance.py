@@ -94,7 +94,6 @@ class Instance:
         unit_blocks = cache.unit_blocks if cache is not None and spec.host_caching else 0
         self.host = HostMemory(spec.host_kv_bytes // spec.block_bytes, unit_blocks)
         self.step_s = 0.0
-        self.busy_s = 0.0
         self.swap_s = 0.0
         self.cache = cache
         self._intra = intra
@@ -114,8 +113,8 @@ class Instance:
         self._copied_blocks = 0
         # Called in order at the next boundary.
         self._at_boundary: list[Callable[[float], None]] = []
-        # Imports waiting for room, by rank: tried at each boundary until one fails.
-        self.imports: list[tuple[Rank, Callable[[float], bool]]] = []
+        # Imports waiting for room, in order: tried at each boundary until one fails.
+        self.imports: list[Callable[[float], bool]] = []
         self._run = StepRun()
         # Identifies the current run, so that end events of cut runs can be ignored.
         self._version = 0
@@ -424,7 +423,6 @@ class Instance:
         self.log.close(steps)
         self._intervals.add(run, steps, len(batch))
         self.step_s = run.last_step_s()
-        self.busy_s += now - run.start_s
         run.steps = 0
         batch.advance(steps)
         for job in batch.due():
@@ -441,7 +439,7 @@ class Instance:
             for action in actions:
                 action(now)
         self._evict()
-        while self.imports and self.imports[0][1](now):
+        while self.imports and self.imports[0](now):
             self.imports.pop(0)
         batch, prompts = self._batch, self._prompts
         stall_s = 0.0

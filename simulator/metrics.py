@@ -15,7 +15,7 @@ import numpy as np
 from simulator.instance import Instance
 from simulator.job import Job
 from simulator.records import PoolChange, RequestRecord, Series, StageChange
-from simulator.steplog import Floats, Ints, TokenTimes, last_s
+from simulator.steplog import TokenTimes, last_s
 from tailrace.cluster import Stage
 from tailrace.qoe import TokenRun, qoe
 
@@ -24,20 +24,17 @@ from tailrace.qoe import TokenRun, qoe
 _EVEN_RUN_TOKENS: Final = 32
 # Jobs whose gaps are computed together.
 _JOBS_PER_BATCH: Final = 512
-# Number of gaps from which the 99th percentile is not simply the largest.
-_GAPS_FOR_P99: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
 class _Gaps:
     """Statistics of the times between answering tokens."""
 
-    p99_s: float
     max_s: float
     qoe: float
 
 
-_NO_GAPS: Final = _Gaps(0.0, 0.0, 1.0)
+_NO_GAPS: Final = _Gaps(0.0, 1.0)
 
 
 class CompletedJobs:
@@ -85,10 +82,10 @@ class CompletedJobs:
 
 def _record_of(job: Job, gaps: _Gaps) -> RequestRecord:
     request = job.request
-    ttfat_s = tpot = quality = gap_p99 = gap_max = None
+    ttfat_s = tpot = quality = gap_max = None
     if job.finish_s is not None and job.first_answer_s is not None:
         ttfat_s = job.first_answer_s - request.arrival_s
-        quality, gap_p99, gap_max = gaps.qoe, gaps.p99_s, gaps.max_s
+        quality, gap_max = gaps.qoe, gaps.max_s
         tpot = 0.0
         if request.answer_tokens > 1:
             tpot = (job.finish_s - job.first_answer_s) / (request.answer_tokens - 1)
@@ -106,7 +103,6 @@ def _record_of(job: Job, gaps: _Gaps) -> RequestRecord:
         ttft_s=ttfat_s,
         tpot_s=tpot,
         qoe=quality,
-        gap_p99_s=gap_p99,
         gap_max_s=gap_max,
         migrations=job.migrations,
         pause_s=job.pause_s,
@@ -130,36 +126,12 @@ def _gaps(jobs: list[Job], begins: list[int], times: TokenTimes, tpot_target_s: 
     within_last_s = interval_s + increment_s * np.maximum(counts - 2, 0)
     largest_s = np.where(counts > 1, np.maximum(interval_s, within_last_s), 0.0)
     max_s = np.maximum.reduceat(np.maximum(largest_s, before_s), starts)
-    gaps = np.array([job.request.answer_tokens - 1 for job in jobs])
-    # With fewer than a hundred gaps, the 99th percentile is the largest.
-    p99_s = np.where(gaps < _GAPS_FOR_P99, max_s, _weighted_p99(times, before_s, starts, gaps))
     gaps_by_job: dict[Job, _Gaps] = {}
     spans = pairwise([*begins, len(times)])
-    for job, p99, max_gap_s, span in zip(jobs, p99_s.tolist(), max_s.tolist(), spans, strict=True):
+    for job, max_gap_s, span in zip(jobs, max_s.tolist(), spans, strict=True):
         quality = qoe(_runs(times, *span), tpot_target_s) if max_gap_s > tpot_target_s else 1.0
-        gaps_by_job[job] = _Gaps(p99, max_gap_s, quality)
+        gaps_by_job[job] = _Gaps(max_gap_s, quality)
     return gaps_by_job
-
-
-def _weighted_p99(times: TokenTimes, before_s: Floats, starts: Ints, gaps: Ints) -> Floats:
-    """Return the P99 of each job's times between tokens; gaps within a run count at their mean."""
-    _, interval_s, increment_s, counts = times.columns()
-    inner = counts - 1
-    mean = interval_s + increment_s * (np.maximum(inner - 1, 0) / 2)
-    runs = np.arange(len(counts))
-    of_job = starts.searchsorted(runs, "right")
-    # A gap before each run except a job's first.
-    single = np.ones(len(counts), np.int64)
-    single[starts] = 0
-    values = np.concatenate([mean, before_s])
-    weights = np.concatenate([inner, single])
-    order = np.lexsort((values, np.concatenate([of_job, of_job])))
-    reached = weights[order].cumsum()
-    # Gaps of all previous jobs.
-    behind = gaps.cumsum() - gaps
-    index = reached.searchsorted(behind + np.ceil(0.99 * gaps).astype(np.int64), "left")
-    p99_s: Floats = values[order[index]]
-    return p99_s
 
 
 def _runs(times: TokenTimes, begin: int, end: int) -> list[TokenRun]:

@@ -8,10 +8,9 @@ leaves the request on its source.
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Final, Protocol
 
 from simulator.blocks import blocks_for
 from simulator.cluster import MigrationSpec
@@ -21,7 +20,9 @@ from simulator.job import Job, JobState
 from simulator.network import Network
 from simulator.records import MigrationOutcome, MigrationRecord, PlacementRecord
 from tailrace.actions import Migrate, WhenFull, could_only_wait
-from tailrace.intra.base import ImportView, IntraPolicy, Rank
+
+# A request pauses when at most this many full blocks are left to copy.
+_PAUSE_BLOCKS: Final = 2
 
 # Called when a migration has closed: whether it was committed, and when.
 OnClosed = Callable[[bool, float], None]
@@ -36,7 +37,6 @@ class Migration:
         "blocks",
         "closed",
         "copied",
-        "import_entry",
         "job",
         "on_closed",
         "on_host",
@@ -49,6 +49,7 @@ class Migration:
         "source",
         "started_s",
         "target",
+        "waiting_for_room",
     )
 
     def __init__(
@@ -79,7 +80,7 @@ class Migration:
         # When the room on the target was reserved.
         self.reserved_s: float | None = None
         # Its entry in the target's `imports` while it waits for room.
-        self.import_entry: tuple[Rank, Callable[[float], bool]] | None = None
+        self.waiting_for_room: Callable[[float], bool] | None = None
         self.started_s: float | None = None
         self.paused_s: float | None = None
         self.closed = False
@@ -102,7 +103,6 @@ class Migrations:
         self,
         spec: MigrationSpec,
         instances: Mapping[str, Instance],
-        intra: IntraPolicy,
         events: EventQueue,
         network: Network,
         listener: MigrationListener,
@@ -110,7 +110,6 @@ class Migrations:
         self.records: list[MigrationRecord] = []
         self._spec = spec
         self._instances = instances
-        self._intra = intra
         self._events = events
         self._network = network
         self._listener = listener
@@ -119,7 +118,6 @@ class Migrations:
         self._open: dict[Job, Migration] = {}
         # Migrations waiting for admission.
         self._queue: list[Migration] = []
-        self._sequence = 0
 
     def find(self, job: Job) -> Migration | None:
         """Return the open migration of a request, or None."""
@@ -143,7 +141,6 @@ class Migrations:
                 on_closed(False, now)
             return
         migration = Migration(action, job, source, target, now, on_closed)
-        self._sequence += 1
         migration.requested_tokens = self._context(migration, now)
         job.migrating = True
         self._open[job] = migration
@@ -195,12 +192,8 @@ class Migrations:
         target = migration.target
         if not target.imports and self._try_reserve(migration, now):
             return True
-        source = migration.source
-        used = source.used_blocks_at(source.boundary) * source.block_tokens
-        view = ImportView(self._sequence, migration.requested_tokens, used)
-        rank = self._intra.import_rank(view)
-        migration.import_entry = (rank, self._reservation_attempt(migration, continuation))
-        insort(target.imports, migration.import_entry, key=_rank_of)
+        migration.waiting_for_room = self._reservation_attempt(migration, continuation)
+        target.imports.append(migration.waiting_for_room)
         self._abort_if_stuck(migration, lambda: not migration.blocks, MigrationOutcome.NO_ROOM, now)
         return False
 
@@ -222,7 +215,7 @@ class Migrations:
         def take(now: float) -> bool:
             reserved = self._try_reserve(migration, now)
             if reserved:
-                migration.import_entry = None
+                migration.waiting_for_room = None
                 # Scheduled, because the target is planning its next run now.
                 self._events.schedule(now, self._unless_closed(migration, continuation))
             return reserved
@@ -294,9 +287,7 @@ class Migrations:
         # The KV of the latest token is computed by the next step.
         full = (self._context(migration, now) - 1) // source.block_tokens
         remaining = full - migration.copied
-        if migration.rounds >= self._spec.max_rounds or (
-            remaining <= self._spec.pause_blocks and migration.rounds
-        ):
+        if migration.rounds >= self._spec.max_rounds or (remaining <= _PAUSE_BLOCKS and migration.rounds):
             source.at_boundary(self._unless_closed(migration, self._pause), now)
             return
         migration.rounds += 1
@@ -394,8 +385,8 @@ class Migrations:
             target.unreserve(migration.blocks, now)
         if migration in self._queue:
             self._queue.remove(migration)
-        if migration.import_entry is not None:
-            target.imports.remove(migration.import_entry)
+        if migration.waiting_for_room is not None:
+            target.imports.remove(migration.waiting_for_room)
             # The next import in the queue may need less.
             target.wake(now)
         if job.state is JobState.PAUSED:
@@ -465,7 +456,3 @@ class Migrations:
     def _needed(self, migration: Migration, now: float) -> int:
         """Return the blocks to reserve: for the context, and one to grow into during the copy."""
         return blocks_for(self._context(migration, now), migration.target.block_tokens) + 1
-
-
-def _rank_of(entry: tuple[Rank, Callable[[float], bool]]) -> Rank:
-    return entry[0]

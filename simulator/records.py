@@ -41,8 +41,7 @@ class RequestRecord:
     tpot_s: float | None
     # Ratio of areas from the first answering token on (PASCAL, section V-A).
     qoe: float | None
-    # Time between consecutive answering tokens.
-    gap_p99_s: float | None
+    # Longest time between consecutive answering tokens.
     gap_max_s: float | None
     migrations: int
     # Total time that migrations kept the request from decoding.

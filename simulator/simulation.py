@@ -99,7 +99,7 @@ class Simulation:
         self._prefixes = KnownPrefixes(self.instances, self._jobs_by_id)
         self._views = Views(spec, self.instances, intra, self._prefixes)
         network = Network(spec.link, events)
-        self.migrations = Migrations(spec.migration, self._by_id, intra, events, network, self)
+        self.migrations = Migrations(spec.migration, self._by_id, events, network, self)
         self.pulls = PrefixPulls(network, events, spec.migration)
         self._runner = PolicyRunner(self._views, fixed, self, PlainCalls())
         self._sampler = Sampler(self.instances, spec.stages)

@@ -108,13 +108,9 @@ class WorkerSettings:
     )
     # Time to live of the etcd lease.
     lease_ttl_s: float = 10.0
-    # A front end from which nothing arrives for this long is disconnected.
-    frontend_silence_s: float = 10.0
     # Timeout of an import whose request does not set one.
     import_timeout_s: float = 10.0
     # A source that is paused longer asks the front end whether to resume.
     pause_limit_s: float = 10.0
-    # An export whose target is silent for this long before the pause is ended.
-    export_idle_s: float = 30.0
     # Timeout of the front end's reply to an adoption, for which it may itself wait 2 s.
     adopt_timeout_s: float = ADOPT_S

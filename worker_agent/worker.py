@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 from tailrace.perf.transfer_rate import TransferRate
 from tailrace.records import InstanceRecord
@@ -65,6 +66,9 @@ from worker_agent.spans import TransferSpans
 from worker_agent.speeds import KnownSpeeds, slo_tpot_s
 
 log = logging.getLogger(__name__)
+
+# A front end from which nothing arrives for this long is disconnected.
+_SILENCE_S: Final = 10.0
 
 
 class EngineStartError(Exception):
@@ -352,10 +356,9 @@ class _WorkerBuilder:
         settings = self._settings
         bounds = StepBounds(settings.step_floor_s, settings.step_limit_s)
         progress = Progress(bounds, asyncio.get_running_loop().time())
-        silence_s = settings.frontend_silence_s
         heartbeats = Heartbeats(progress, self._stats)
         loops: dict[str, Loop] = {
-            "heartbeats": lambda: send_heartbeats(self._front_ends, silence_s, heartbeats),
+            "heartbeats": lambda: send_heartbeats(self._front_ends, _SILENCE_S, heartbeats),
             "reports": self._reports().run,
             "progress": lambda: watch_progress(self._engine.stats, progress, self._on_dead),
             "draining": self._draining.run,

@@ -6,7 +6,7 @@ Every function returns a new workload and leaves its argument unchanged.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -123,18 +123,7 @@ def merged(name: str, workloads: Sequence[Workload]) -> Workload:
     return Workload(name, together, " + ".join(workload.source for workload in workloads))
 
 
-@dataclass(frozen=True, slots=True)
-class FitResult:
-    """A workload whose requests all fit, and how many requests were changed for that."""
-
-    workload: Workload
-    # Prompts that were truncated.
-    clipped: int
-    # Requests left out because their output alone is too long.
-    dropped: int
-
-
-def fit(workload: Workload, max_model_len: int) -> FitResult:
+def fit(workload: Workload, max_model_len: int) -> Workload:
     """Truncate prompts so that prompt and output together have at most `max_model_len` tokens.
 
     Outputs are not changed, since they are what the model produced. The source states how many prompts were
@@ -158,4 +147,4 @@ def fit(workload: Workload, max_model_len: int) -> FitResult:
     if clipped or dropped:
         total = len(workload.requests)
         source += f"; to fit {max_model_len} tokens {clipped} of {total} prompts cut, {dropped} left out"
-    return FitResult(Workload(workload.name, fitting, source), clipped, dropped)
+    return Workload(workload.name, fitting, source)

@@ -66,7 +66,7 @@ def resolve_workload(spec: str, options: WorkloadOptions) -> Workload:
         shared = [_resolve_part(part, _share(options, index, len(parts))) for index, part in enumerate(parts)]
         workload = merged(",".join(part.name for part in shared), shared)
     if options.max_model_len is not None:
-        workload = fit(workload, options.max_model_len).workload
+        workload = fit(workload, options.max_model_len)
     if (last_s := workload.requests[-1].arrival_s) > SPAN_MAX_S:
         raise WorkloadError(
             f"the last request would arrive after {last_s:.3g} s; at most {SPAN_MAX_S:.0e} s can be simulated"

@@ -59,7 +59,7 @@ def checked_placement(view: ClusterView, arrival: Arrival, answer: object) -> Pl
             return answer
         return Place(answer.instance_id, checked_actions(view, None, answer.also), answer.pull_from)
     if type(answer) is Refuse:
-        _check_reason("reason", answer.reason)
+        _check_reason(answer.reason)
         if type(answer.final) is not bool:
             raise BadAnswer(f"final: {_kind(answer.final)} is not true or false")
         return answer
@@ -119,7 +119,7 @@ def _check_action(view: ClusterView, requests: _Requests, action: object) -> Non
         assert isinstance(action, Migrate)
         requests.check(action.request_id, action.source_id)
         _check_instance(view, "target_id", action.target_id)
-        _check_reason("reason", action.reason)
+        _check_reason(action.reason)
     elif kind is Offer:
         assert isinstance(action, Offer)
         requests.check(action.request_id, action.source_id)
@@ -130,7 +130,7 @@ def _check_action(view: ClusterView, requests: _Requests, action: object) -> Non
             _check_instance(view, "receiver_ids", receiver_id)
         if action.most_tokens is not None:
             _check_integer("most_tokens", action.most_tokens)
-        _check_reason("reason", action.reason)
+        _check_reason(action.reason)
     elif kind is ReturnPrompts:
         assert isinstance(action, ReturnPrompts)
         _check_instance(view, "instance_id", action.instance_id)
@@ -143,7 +143,7 @@ def _check_action(view: ClusterView, requests: _Requests, action: object) -> Non
         # Not necessarily in the view: the arrivals of hot prefixes are remembered for longer.
         _check_strings("request_id", (action.request_id,))
         _check_integer("tokens", action.tokens)
-        _check_reason("reason", action.reason)
+        _check_reason(action.reason)
     elif kind is SetPool:
         assert isinstance(action, SetPool)
         _check_instance(view, "instance_id", action.instance_id)
@@ -185,12 +185,12 @@ def _check_strings(field: str, values: object) -> None:
         _check_text(field, value)
 
 
-def _check_reason(field: str, value: object) -> None:
+def _check_reason(value: object) -> None:
     if type(value) is not str:
-        raise BadAnswer(f"{field}: {_kind(value)} is not a str")
+        raise BadAnswer(f"reason: {_kind(value)} is not a str")
     if len(value) > _REASON_MAX:
-        raise BadAnswer(f"{field}: has more than {_REASON_MAX:,} characters")
-    _check_text(field, value)
+        raise BadAnswer(f"reason: has more than {_REASON_MAX:,} characters")
+    _check_text("reason", value)
 
 
 def _check_text(field: str, value: str) -> None:

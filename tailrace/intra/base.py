@@ -77,17 +77,6 @@ class JobView:
         return self.prompt_tokens + self.output_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class ImportView:
-    """A migration waiting for room on this instance."""
-
-    # Sequence number of the migration request.
-    asked: int
-    context_tokens: int
-    # Tokens of KV in use on its source.
-    source_kv_tokens: int
-
-
 class IntraPolicy(Parametrized, ABC):
     """A batch order. Pure; its parameters are its only state. One shared with the fleet's policy has the same
     name and meaning there."""
@@ -134,7 +123,3 @@ class IntraPolicy(Parametrized, ABC):
     def prefill_budget(self, step_tokens: int, decoding: int) -> int:
         """Return the prompt tokens that a step of `step_tokens` may compute beside `decoding` decodes."""
         return max(0, step_tokens - decoding)
-
-    def import_rank(self, waiting: ImportView) -> Rank:
-        """Return the rank of a waiting migration; by default first come, first served."""
-        return (waiting.asked,)

@@ -68,21 +68,21 @@ class QoeModel:
         return QoeModel((d0, d1, d2, d3, d4))
 
     @staticmethod
-    def of_profile(profile: Profile, alpha: float = 1 / 256, beta: float = 1.0) -> QoeModel:
+    def of_profile(profile: Profile) -> QoeModel:
         """Derive the model from a profile's step times, for use without samples.
 
-        `alpha` and `beta` weight prefill and iteration time (section 4.1, which names no values). Q is in
-        seconds per output token, so an iteration counts once, and a prefill, which occurs once per request,
-        is spread over its output: 256 tokens, near the mean of ShareGPT's answers.
+        Prefill and iteration time have weights (section 4.1, which names no values). Q is in seconds per
+        output token, so an iteration counts once, and a prefill, which occurs once per request, is spread
+        over its output: 256 tokens, near the mean of ShareGPT's answers.
         """
-        prefill, decode = profile.prefill, profile.decode
+        prefill, decode, alpha = profile.prefill, profile.decode, 1 / 256
         return QoeModel(
             (
-                beta * decode.base_ms / 1e3,
-                (alpha * prefill.base_ms + beta * decode.ms_per_request) / 1e3,
+                decode.base_ms / 1e3,
+                (alpha * prefill.base_ms + decode.ms_per_request) / 1e3,
                 alpha * prefill.ms_per_token / 1e3,
                 alpha * prefill.ms_per_token_squared / 1e3,
-                beta * decode.ms_per_kv_token / 1e3,
+                decode.ms_per_kv_token / 1e3,
             )
         )
 

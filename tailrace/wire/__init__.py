@@ -27,8 +27,8 @@ from tailrace.wire.outputs import (
 from tailrace.wire.readable import check_outputs
 from tailrace.wire.ready import (
     ENGINE_CORE_DEAD,
+    ENGINE_IDENTITY,
     ReadyResponse,
-    engine_identity,
     is_dead,
     read_ready,
     write_ready,
@@ -52,6 +52,7 @@ from tailrace.wire.requests import (
 
 __all__ = [
     "ENGINE_CORE_DEAD",
+    "ENGINE_IDENTITY",
     "NIL",
     "EngineCoreOutput",
     "EngineCoreOutputs",
@@ -66,7 +67,6 @@ __all__ = [
     "check_outputs",
     "detach_buffers",
     "encode_outputs",
-    "engine_identity",
     "error_outputs",
     "filter_outputs",
     "for_engines",

@@ -13,6 +13,8 @@ from tailrace.wire.requests import Frames
 
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
 """Sole frame of the message that tells the API server to give up."""
+ENGINE_IDENTITY = (0).to_bytes(2, "little")
+"""The ZMQ identity of the only engine core's DEALER socket."""
 
 
 class ReadyResponse(msgspec.Struct):
@@ -57,11 +59,6 @@ def read_ready(payload: bytes) -> ReadyResponse:
 def write_ready(response: ReadyResponse) -> bytes:
     """Encode a ready response."""
     return _encoder.encode(response)
-
-
-def engine_identity(index: int) -> bytes:
-    """Return the ZMQ identity of an engine core's DEALER socket."""
-    return index.to_bytes(2, "little")
 
 
 def is_dead(frames: Frames) -> bool:

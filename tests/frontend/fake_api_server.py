@@ -14,12 +14,12 @@ import zmq
 import zmq.asyncio
 
 from tailrace.wire import (
+    ENGINE_IDENTITY,
     EngineCoreOutput,
     EngineCoreRequest,
     ReadyResponse,
     RequestType,
     SamplingParams,
-    engine_identity,
     read_outputs,
     read_ready,
 )
@@ -65,7 +65,7 @@ class FakeApiServer:
         """Wait for the engine core's first message and return it."""
         async with asyncio.timeout(WAIT_S):
             identity, payload = await self._input.recv_multipart()
-        assert identity == engine_identity(0)
+        assert identity == ENGINE_IDENTITY
         return read_ready(payload)
 
     async def add(
@@ -137,7 +137,7 @@ class FakeApiServer:
         return self.ends[request_id]
 
     async def _send(self, kind: RequestType, body: object) -> None:
-        await self._input.send_multipart([engine_identity(0), kind.value, self._encoder.encode(body)])
+        await self._input.send_multipart([ENGINE_IDENTITY, kind.value, self._encoder.encode(body)])
 
     async def _read(self) -> None:
         while True:

@@ -115,7 +115,7 @@ class LoadGenerator:
         """Wait until the front end has workers. Raise TimeoutError if it has none in time."""
         async with asyncio.timeout(_READY_S):
             identity, _ = await self._input.recv_multipart()
-        if identity != wire.engine_identity(0):
+        if identity != wire.ENGINE_IDENTITY:
             raise RuntimeError(f"unexpected identity of an engine core: {identity!r}")
 
     async def replay(
@@ -144,7 +144,7 @@ class LoadGenerator:
                     await asyncio.sleep(wait_s)
                 stream.sent_s = time.monotonic() - self._start_s
                 await self._input.send_multipart(
-                    [wire.engine_identity(0), wire.RequestType.ADD.value, message(request_id)]
+                    [wire.ENGINE_IDENTITY, wire.RequestType.ADD.value, message(request_id)]
                 )
             async with asyncio.timeout(patience_s):
                 await self._done.wait()

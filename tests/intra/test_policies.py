@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.cluster import Phase
-from tailrace.intra.base import ImportView, IntraPolicy, JobView
+from tailrace.intra.base import IntraPolicy, JobView
 from tailrace.intra.earliest_due import EarliestDue
 from tailrace.intra.orders import DecodeFirst, Fcfs, QuantumRoundRobin
 from tailrace.intra.pascal import PascalQueue
@@ -126,13 +126,6 @@ def test_decode_first_ranks_prompts_last() -> None:
     assert policy.rank(JobView(9, Phase.ANSWERING, 10, 1, 1)) < policy.rank(
         JobView(1, Phase.PREFILL, 10, 0, 0)
     )
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_migrations_get_room_in_order(name: str) -> None:
-    policy = POLICIES[name]
-    waiting = [ImportView(3, 10, 0), ImportView(1, 9_999, 50), ImportView(2, 1, 1)]
-    assert [view.asked for view in sorted(waiting, key=policy.import_rank)] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("make", [QuantumRoundRobin, PascalQueue])

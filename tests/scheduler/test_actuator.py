@@ -11,11 +11,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from scheduler_svc.actuator import Actuator
-from scheduler_svc.copies import Copier
 from scheduler_svc.loop import DecisionLoop, Traceparents
 from scheduler_svc.metrics import SchedulerMetrics
-from scheduler_svc.migrations import Migrations, MigrationStarter, Negotiator, PromptReturns
+from scheduler_svc.migrations import Migrations, MigrationStarter
 from scheduler_svc.settings import Settings
+from scheduler_svc.worker_calls import Copier, Negotiator, PromptReturns
 from tailrace.actions import ORDERED_MAX, Action, Migrate, ReturnPrompts, SetPool, WhenFull
 from tailrace.cluster import ClusterView, Pool, RequestView, Stage
 from tailrace.control.live import LiveControl

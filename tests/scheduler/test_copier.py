@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from scheduler_svc.admin.errors import AdminError
-from scheduler_svc.copies import Copier
+from scheduler_svc.worker_calls import Copier
 from tailrace.actions import CopyPrefix
 from tailrace.cluster import Arrival
 from tailrace.control.reported_cluster import ReportedCluster

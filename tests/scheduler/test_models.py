@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from scheduler_svc.admin.errors import AdminError
 from scheduler_svc.loop import Traceparents
-from scheduler_svc.migrations import Negotiator
+from scheduler_svc.worker_calls import Negotiator
 from tailrace.actions import Offer, Place
 from tailrace.cluster import Arrival, Stage
 from tailrace.control.cluster_model import ModelGroups

@@ -9,7 +9,7 @@ import pytest
 
 from scheduler_svc.admin.errors import AdminError
 from scheduler_svc.loop import Traceparents
-from scheduler_svc.migrations import Negotiator
+from scheduler_svc.worker_calls import Negotiator
 from tailrace.actions import Offer
 from tailrace.control.events import MigrationOpened
 from tailrace.control.reported_cluster import ReportedCluster

@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from scheduler_svc.admin.errors import AdminError
-from scheduler_svc.migrations import PromptReturns
+from scheduler_svc.worker_calls import PromptReturns
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.service.channels import Channels
 from tailrace.service.server import Servicer, serve_grpc

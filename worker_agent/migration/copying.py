@@ -77,7 +77,7 @@ _STOP_BLOCKS: Final = 2
 _ROUNDS: Final = 8
 _ROUNDS_MAX: Final = 32
 _TIMEOUT_MAX_S: Final = 600.0
-# Less than a source waits for a silent target (WorkerSettings.export_idle_s).
+# Less than a source waits for a silent target (source.py).
 _ROOM_WAIT_MAX_S: Final = 25.0
 
 

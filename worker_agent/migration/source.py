@@ -57,6 +57,8 @@ from worker_agent.settings import WorkerSettings
 log = logging.getLogger(__name__)
 
 _OPEN_S: Final = 5.0
+# An export ends whose target is silent for this long before the pause.
+_IDLE_S: Final = 30.0
 OWNERSHIP_S: Final = 2.0
 # An attached front end that leaves so many queries unanswered is disconnected.
 _OWNERSHIP_QUERIES_MAX: Final = 5
@@ -191,10 +193,9 @@ class Export:
                 return outcome
 
     def _timeout_s(self) -> float:
-        settings = self._parts.settings
         if self._paused_s is None:
-            return settings.export_idle_s
-        return max(0.0, self._paused_s + settings.pause_limit_s - _now_s())
+            return _IDLE_S
+        return max(0.0, self._paused_s + self._parts.settings.pause_limit_s - _now_s())
 
     async def _handle(self, item: Item | None) -> Outcome | None:
         match item:

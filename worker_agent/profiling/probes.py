@@ -117,14 +117,14 @@ class Probes:
     # Whether to fail if a user's request generates a token meanwhile.
     exclusive = True
 
-    def __init__(self, inner: EngineSink, clock: Callable[[], float], seed: int = 0) -> None:
-        """`clock`: returns seconds. `seed`: seed of the prompts' random tokens; prompts differ, so that the
-        prefix cache does not affect the measurement."""
+    def __init__(self, inner: EngineSink, clock: Callable[[], float]) -> None:
+        """`clock`: returns seconds."""
         self.generated_tokens = 0
         self._inner = inner
         self._clock = clock
         self._loop = asyncio.get_running_loop()
-        self._random = random.Random(seed)
+        # For the prompts' tokens: prompts differ, so that the prefix cache does not affect the measurement.
+        self._random = random.Random(0)
         self._handles = 0
         self._live: dict[int, _LiveProbe] = {}
         self._changed = asyncio.Event()

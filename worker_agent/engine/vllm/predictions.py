@@ -35,10 +35,8 @@ _STOP_DEADLINE_S = 10.0
 
 @dataclass(slots=True)
 class PredictionCost:
-    """The cost of predictions so far: batches and requests predicted, seconds that this took, and batches
-    dropped."""
+    """The cost of predictions so far: requests predicted, seconds that this took, and batches dropped."""
 
-    batches: int = 0
     requests: int = 0
     seconds: float = 0.0
     dropped: int = 0
@@ -112,7 +110,6 @@ class LengthPredictions:
             if found is not None and generated >= 0:
                 found.prediction = LengthPrediction(generated, tokens)
         self.cost.seconds += time.perf_counter() - begun
-        self.cost.batches += 1
         self.cost.requests += len(states.request_ids)
 
 
