@@ -26,7 +26,7 @@ from tests.waiting import WAIT_S
 pytestmark = pytest.mark.vllm
 
 PROMPT = encode_turns([("user", task("wxyz", 60, 20).prompt)])
-TOKENS = 500
+TOKENS = 350
 TRIES = 5
 GENERATED = "tailrace_worker_generated_tokens_total"
 

@@ -30,6 +30,8 @@ OLD, NEW = ModelIdentity("text", "old", "bf16"), ModelIdentity("text", "new", "b
 PREPARING, DRAINING = admin_pb2.ROLLOUT_STATE_PREPARING, admin_pb2.ROLLOUT_STATE_DRAINING
 DONE, FAILED = admin_pb2.ROLLOUT_STATE_DONE, admin_pb2.ROLLOUT_STATE_FAILED
 ROLLOUT = admin_pb2.RolloutRequest(model="chat", to=fingerprint(NEW.key))
+# Between two reports of the workers.
+PERIOD_S = 0.02
 
 
 class FrontEnd:
@@ -96,7 +98,7 @@ async def model(admin: AdminAsyncStub) -> admin_pb2.ModelInfo:
 
 
 class Reports:
-    """Let the workers report continuously, with the requests in `held`."""
+    """Let the workers report all the time, with the requests in `held`."""
 
     def __init__(self, control: Control) -> None:
         self._control = control
@@ -107,6 +109,7 @@ class Reports:
         while True:
             reports = [steady(name, [request(r) for r in held]) for name, held in self.held.items()]
             await self._control.report(*reports)
+            await asyncio.sleep(PERIOD_S)
 
 
 @pytest.fixture

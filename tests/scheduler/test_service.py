@@ -47,10 +47,10 @@ SUSPECT = types_pb2.INSTANCE_STATE_SUSPECT
 
 
 async def until(query: Callable[[], Awaitable[bool]]) -> None:
-    """Repeat the query until it returns true; each query is a call, so there is no need to sleep."""
+    """Repeat the query until it returns true; the services that it waits for run in the same process."""
     async with asyncio.timeout(WAIT_S):
-        while not await query():
-            pass
+        while not await query():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 async def requests(admin: AdminAsyncStub) -> dict[str, admin_pb2.RequestInfo]:
