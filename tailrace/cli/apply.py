@@ -20,10 +20,11 @@ from tailrace.cli.fleet_file import (
     host_of,
     options_of,
     plan_here,
+    plans,
     read_fleet_file,
 )
 from tailrace.cli.up import on_this_machine
-from tailrace.fleet.hosts import Installation, host_plan
+from tailrace.fleet.hosts import Installation
 from tailrace.fleet.hosts import admin as admin_address
 from tailrace.local.certificates import certify
 from tailrace.local.change import Changes, compare, differing
@@ -229,13 +230,12 @@ def _model(spec: PartSpec) -> str:
 
 def _missing(source: FleetFile, admin: Admin) -> Iterator[tuple[str, str]]:
     """Yield what the hosts lack, or have beside what the file says."""
-    fleet, options = source.fleet, options_of(source)
+    options = options_of(source)
     instances = admin.stub.ListInstances(ListInstancesRequest(), timeout=CALL_TIMEOUT_S).instances
     services = admin.stub.ListServices(ListServicesRequest(), timeout=CALL_TIMEOUT_S).services
     running = {each.instance_id for each in instances} | {each.id for each in services}
     wanted: set[str] = set()
-    for host in fleet.hosts:
-        plan = host_plan(fleet, options, host, Installation(["tailrace"], "etcd", "", ""))
+    for host, plan in plans(source, options, Installation(["tailrace"], "etcd", "", "")).items():
         names = [part.name for part in plan.parts if part.tier is not Tier.ETCD]
         wanted.update(names)
         for name in names:

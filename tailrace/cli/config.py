@@ -7,11 +7,11 @@ from pathlib import Path
 
 import click
 
-from tailrace.cli.fleet_file import file_option, options_of, read_fleet_file
+from tailrace.cli.fleet_file import file_option, options_of, plans, read_fleet_file
 from tailrace.cli.output import Output, output_option, print_json
 from tailrace.cli.up import on_this_machine
 from tailrace.fleet.file import json_schema
-from tailrace.fleet.hosts import Installation, host_plan
+from tailrace.fleet.hosts import Installation
 from tailrace.local.plan import PartSpec, make_plan
 
 
@@ -66,7 +66,7 @@ def _parts(path: Path) -> dict[str, list[PartSpec]]:
         plan = make_plan(here, lambda count: range(20000, 20000 + count), _etcd, ["tailrace"], ".run/data")
         return {"this machine": [*plan.parts]}
     installed = Installation(["tailrace"], "etcd", "/var/lib/tailrace", "/etc/tailrace/tls")
-    return {host: [*host_plan(file.fleet, options, host, installed).parts] for host in file.fleet.hosts}
+    return {host: [*plan.parts] for host, plan in plans(file, options, installed).items()}
 
 
 def _etcd(port: int) -> list[str]:

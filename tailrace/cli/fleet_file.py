@@ -84,7 +84,7 @@ def options_of(file: FleetFile) -> ClusterOptions:
     )
     try:
         options = with_line(options, arguments_of(model.flags))
-    except click.UsageError as error:
+    except (click.UsageError, UsageProblem) as error:
         raise UsageProblem(f"{file.path}: models[0].flags: {error.format_message()}") from error
     if fleet.hosts:
         return options
@@ -143,6 +143,14 @@ def plan_here(options: ClusterOptions, folder: RunFolder, file: FleetFile | None
     )
     try:
         return host_plan(fleet, options, host, installed)
+    except FleetError as error:
+        raise UsageProblem(f"{file.path}: {error}") from error
+
+
+def plans(file: FleetFile, options: ClusterOptions, installed: Installation) -> dict[str, Plan]:
+    """Plan each host of the file. Raise UsageProblem."""
+    try:
+        return {host: host_plan(file.fleet, options, host, installed) for host in file.fleet.hosts}
     except FleetError as error:
         raise UsageProblem(f"{file.path}: {error}") from error
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
+import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -31,7 +33,21 @@ FRONTENDS_MAX: Final = 8
 Name = Annotated[str, Meta(pattern=_NAME)]
 Replicas = Annotated[int, Meta(ge=1, le=WORKERS_MAX)]
 Value = bool | int | float | str
-Flags = dict[Annotated[str, Meta(pattern=r"^-{0,2}[A-Za-z]")], Value | list[Value] | dict[str, Any]]
+# A host name, or an IPv4 or IPv6 address: it is written into commands and rules.
+_ADDRESS: Final = r"^([A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*)$"
+# Flags for which the file has fields, or that are none of a cluster's.
+_FIELDS: Final = {
+    "help": "is not a flag of a cluster",
+    "host": "models[0].http says it",
+    "model": "models[0].model says it",
+    "model-tag": "models[0].model says it",
+    "port": "models[0].http says it",
+}
+# No process can get these, and no file can hold them.
+_UNWRITABLE: Final = re.compile("[\0\ud800-\udfff]")
+Flags = dict[
+    Annotated[str, Meta(pattern=r"^(--)?[A-Za-z][A-Za-z0-9_.+-]*$")], Value | list[Value] | dict[str, Any]
+]
 
 
 class FleetError(ValueError):
@@ -46,7 +62,8 @@ class Host(_Section, frozen=True):
     """A machine."""
 
     address: Annotated[
-        str, Meta(min_length=1, max_length=253, description="Name or address by which the others reach it.")
+        str,
+        Meta(min_length=1, max_length=253, description="Name or address by which the others reach it."),
     ]
     gpus: Annotated[int, Meta(ge=0, le=64, description="Number of its GPUs.")] = 0
 
@@ -127,7 +144,8 @@ class Fleet(_Section, frozen=True):
     ] = "monitor"
     schedulers: Annotated[int, Meta(ge=1, le=5, description="Schedulers on one machine; one leads.")] = 1
     environment: Annotated[
-        dict[str, str], Meta(description="Environment of every process, such as HF_HOME or VLLM_...")
+        dict[Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str],
+        Meta(description="Environment of every process, such as HF_HOME or VLLM_..."),
     ] = {}
 
     @property
@@ -148,7 +166,7 @@ def json_schema() -> dict[str, Any]:
 def read_fleet(path: Path) -> Fleet:
     """Read a file. Raise FleetError, whose message names the file and the field."""
     try:
-        content: object = yaml.load(read_regular(path, _FILE_BYTES), _Loader)
+        content = _load(read_regular(path, _FILE_BYTES))
         fleet = msgspec.convert(content, Fleet)
         _check(fleet)
     except OSError as error:
@@ -168,8 +186,26 @@ def to_yaml(fleet: Fleet) -> str:
     return text
 
 
+def _load(text: bytes) -> object:
+    """Return the content of YAML. Raise YAMLError or ValueError."""
+    try:
+        return yaml.load(text, _Loader)
+    except (AttributeError, IndexError, KeyError) as error:
+        # What PyYAML does with `!!bool x`.
+        raise FleetError("a value is not of the type that its tag (!!...) says") from error
+
+
 class _Loader(yaml.SafeLoader):
-    """Refuse a key that is there twice, of which YAML's readers silently take the last."""
+    """Refuse a key that is there twice, of which YAML's readers silently take the last, and characters that
+    cannot be written."""
+
+    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+        """Return the text. Raise ConstructorError."""
+        text = super().construct_scalar(node)
+        if isinstance(text, str) and _UNWRITABLE.search(text):
+            problem = "a character that no process can get"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return text
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Return the mapping. Raise ConstructorError."""
@@ -211,6 +247,9 @@ def _check(fleet: Fleet) -> None:
             parse_address(address)
         except MalformedAddress as error:
             raise FleetError(f"{field}: {shown(address)} is not HOST:PORT {error}".rstrip()) from error
+    _check_flags(model)
+    if fleet.traces not in ("monitor", "none") and not re.match(r"https?://[^\s/]", fleet.traces):
+        raise FleetError(f"traces: {shown(fleet.traces)} is not monitor, none or http://HOST:PORT")
     if exposed([model.http]) and not (fleet.keys or fleet.insecure or "api-key" in model.flags):
         raise FleetError(f"keys: users on other machines reach {model.http}: name a file of keys")
     if hosts:
@@ -222,6 +261,17 @@ def _check(fleet: Fleet) -> None:
     _check_policy(fleet)
 
 
+def _check_flags(model: Model) -> None:
+    for name in model.flags:
+        if problem := _FIELDS.get(name.lstrip("-").replace("_", "-")):
+            raise FleetError(f"models[0].flags: {name}: {problem}")
+    for name, value in model.flags.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise FleetError(f"models[0].flags: {name}: {error}") from error
+
+
 def _check_hosts(fleet: Fleet) -> None:
     if not fleet.etcd:
         raise FleetError("etcd: name the hosts that run a member, or HOST:PORT of members of yours")
@@ -229,6 +279,8 @@ def _check_hosts(fleet: Fleet) -> None:
     for name, host in fleet.hosts.items():
         if ":" in host.address and not _is_ip(host.address):
             raise FleetError(f"hosts.{name}.address: {shown(host.address)}: without a port, please")
+        if not re.match(_ADDRESS, host.address):
+            raise FleetError(f"hosts.{name}.address: {shown(host.address)} is neither a name nor an address")
         if addresses.count(host.address) > 1:
             raise FleetError(f"hosts.{name}.address: {host.address} is there twice")
     if not (fleet.tls or fleet.insecure):

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from tailrace.tiny import MODEL_PATH
+from tests.fleet.files import TWO_HOSTS, changed
 from tests.harness.processes import FAST_FRONT, wait_until
 from tests.harness.rollouts import Load
 from tests.harness.working_folder import WorkingFolder
@@ -120,3 +121,11 @@ def test_flags_are_checked_with_the_file(here: FleetFolder) -> None:
     here.write(flags={"nnodes": 2})
     result = here.tailrace("config", "check", "-f", "fleet.yaml")
     assert "--nnodes: tailrace serve worker and tailrace serve ranks" in result.stderr
+
+
+def test_what_no_host_can_run_is_refused(here: FleetFolder) -> None:
+    content = changed(TWO_HOSTS, "models.0.flags.tensor-parallel-size", 8)
+    (here.path / "fleet.yaml").write_text(yaml.safe_dump(content))
+    result = here.tailrace("config", "check", "-f", "fleet.yaml")
+    assert result.returncode == 2
+    assert "fleet.yaml: hosts: an instance takes 8 GPUs, and no host has as many" in result.stderr

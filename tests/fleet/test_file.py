@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 import subprocess
 import sys
@@ -49,6 +50,16 @@ from tests.waiting import WAIT_S
         ("slo", {"ttft": "soon"}, "slo: slo, parameter 'ttft': 'soon' is not allowed"),
         ("slo", {"ttfb": 1}, "slo: slo has no parameter 'ttfb'"),
         ("cluster", "A B", "cluster: Expected `str` matching regex"),
+        ("environment", {"A B": "x"}, "Expected `str` matching regex"),
+        ("traces", "monitr", "traces: 'monitr' is not monitor, none or http://HOST:PORT"),
+        ("hosts.b.address", "$(reboot)", "hosts.b.address: '$(reboot)' is neither a name nor an address"),
+        ("models.0.flags", {"-tp": 2}, "Expected `str` matching regex"),
+        ("models.0.flags", {"port": 9000}, "models[0].flags: port: models[0].http says it"),
+        (
+            "models.0.flags",
+            {"x": {"y": datetime.date(2020, 1, 1)}},
+            "models[0].flags: x: Object of type date",
+        ),
     ],
 )
 def test_an_error_names_the_field(tmp_path: Path, place: str, value: Any, message: str) -> None:
@@ -67,6 +78,10 @@ def test_an_error_names_the_field(tmp_path: Path, place: str, value: Any, messag
         ("models: []\nmodels: []\n", "'models' is there twice"),
         ("models: !!python/object:os.system []", "could not determine a constructor"),
         ("[" * 2000, "nested too deeply"),
+        ("tls: !!bool x", "a value is not of the type that its tag (!!...) says"),
+        ('models: [{model: "\\0"}]', "a character that no process can get"),
+        ('models: [{model: "\\ud800"}]', "a character that no process can get"),
+        ("models: [{model: /m, flags: {x: &a {b: *a}}}]", "models[0].flags: x: Circular reference"),
     ],
 )
 def test_a_file_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> None:
