@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
-from tailrace.actions import ORDERED_MAX, Action, HandBack, Migrate, Placement
+from tailrace.actions import ORDERED_MAX, Action, Migrate, Placement, ReturnPrompts
 from tailrace.cluster import Arrival, ClusterView, InstanceState, InstanceView, RequestState
 from tailrace.perf.measured import Measured
 from tailrace.perf.steps import StepModel
@@ -133,5 +133,5 @@ class Following(Policy):
                 moves.append(Migrate(request.request_id, source.instance_id, target.instance_id, "drain"))
             waiting = [r.request_id for r in source.requests if r.state is RequestState.WAITING]
             if waiting:
-                moves.append(HandBack(source.instance_id, tuple(waiting)))
+                moves.append(ReturnPrompts(source.instance_id, tuple(waiting)))
         return moves

@@ -16,7 +16,7 @@ from simulator.records import RequestRecord
 from simulator.request import SimRequest
 from simulator.setups import setup_for
 from simulator.simulation import simulate
-from simulator.workloads import azure
+from simulator.workloads.traces import load_azure
 from tailrace.perf.measured import Measured
 from tailrace.policy.deployment import Deployment
 from tailrace.profiles import load_profile
@@ -79,7 +79,7 @@ class Outcome:
 
 def day(settings: Settings) -> list[SimRequest]:
     """Return the requests of the day. Raise WorkloadError."""
-    recorded = azure.load(settings.data / TRACE).requests
+    recorded = load_azure(settings.data / TRACE).requests
     rng = np.random.default_rng(settings.seed)
     span_s = recorded[-1].arrival_s
     parts: list[list[SimRequest]] = [[] for _ in range(PARTS)]

@@ -38,7 +38,6 @@ async def test_profile_of_a_vllm_engine() -> None:
         VllmSettings(
             model=str(MODEL_PATH),
             kv_blocks=128,
-            cpu_threads=1,
             engine_args={"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8},
         )
     )
