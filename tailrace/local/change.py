@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tailrace.local.plan import PartSpec, Tier
+from tailrace.local.plan import THREADS, PartSpec, Tier
 from tailrace.local.state import Part
 
 # Their values are free ports, which a part keeps.
 _ADDRESSES = ("--etcd", "--listen", "--metrics")
-# It depends on the number of workers, and is worth no restart.
-_SHARED = "OMP_NUM_THREADS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +58,8 @@ def differing(old: Sequence[str], new: Sequence[str]) -> str:
 
 def _essence(spec: PartSpec) -> tuple[object, ...]:
     """Return what must be equal for a part to go on as it is."""
-    environment = {name: value for name, value in spec.environment.items() if name != _SHARED}
+    # The number of threads depends on the number of workers, and is worth no restart.
+    environment = {name: value for name, value in spec.environment.items() if name not in THREADS}
     return _with(spec.command, dict.fromkeys(_ADDRESSES, "")), environment, tuple(spec.members)
 
 

@@ -78,6 +78,10 @@ _PROFILE_TIMEOUT_S = 150.0
 """Additional timeout for a simulated worker to be profiled, or to wait for another one's profiling."""
 
 
+# numba, with which vLLM looks for n-grams, would raise the engine's number of threads.
+THREADS = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS")
+
+
 def make_plan(
     options: ClusterOptions,
     free_ports: Callable[[int], Sequence[int]],
@@ -163,7 +167,7 @@ def worker_part(
         return replace(part, members=members, timeout_s=timeout_s)
     # Engines with one thread per core each would slow each other down; leave a core for the API server.
     threads = max(1, (options.cores - 1) // (options.workers * options.ranks))
-    environment = {"OMP_NUM_THREADS": str(threads)} if options.cores else {}
+    environment = dict.fromkeys(THREADS, str(threads)) if options.cores else {}
     if options.gpus:
         # Adjacent GPUs for each worker. A worker that needs more than there are fails with a message.
         places = max(1, len(options.gpus) // options.ranks)
