@@ -199,7 +199,7 @@ class _Loader(yaml.SafeLoader):
     """Refuse a key that is there twice, of which YAML's readers silently take the last, and characters that
     cannot be written."""
 
-    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         """Return the text. Raise ConstructorError."""
         text = super().construct_scalar(node)
         if isinstance(text, str) and _UNWRITABLE.search(text):
