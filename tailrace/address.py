@@ -41,6 +41,15 @@ def parse_address(text: str, min_port: int = 1) -> tuple[str, int]:
     return host, int(port)
 
 
+def listen_address(host: str) -> str:
+    """Return the address on which a host listens that others reach by this name or address."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return "0.0.0.0"
+    return host
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """Where a member listens for clients. `host`: a name, an IPv4 or an IPv6 address."""

@@ -29,7 +29,7 @@ from tailrace.fleet.hosts import admin as admin_address
 from tailrace.local.certificates import certify
 from tailrace.local.change import Changes, compare, differing
 from tailrace.local.options import MONITOR_TRACES, ClusterOptions
-from tailrace.local.plan import PartSpec, Plan, Tier
+from tailrace.local.plan import PartSpec, Plan, Tier, environment_of
 from tailrace.local.process import PartFailed
 from tailrace.local.progress import make_progress
 from tailrace.local.restart import Restarter
@@ -117,8 +117,11 @@ def _apply_here(
         # First, so that new workers are placed on by the right policy.
         settings.apply(admin)
     if changes:
+        asyncio.run(_carry_out(changes, folder, state, environment))
+        # Last: what is interrupted before is carried out by the next apply.
         state.environment = dict(environment)
-        asyncio.run(_carry_out(changes, folder, state))
+        state.admin = plan.admin if state.host else _schedulers(state)
+        state.http, state.model = plan.http, options.served_name
         state.workers = sum(len(part.spec.members) for part in state.parts if part.spec is not None)
     state.policy = options.policy
     folder.write(state)
@@ -179,17 +182,32 @@ def _called(name: str, parameters: Mapping[str, str]) -> str:
 def _environment(plan: Plan, state: RunState, options: ClusterOptions) -> Mapping[str, str]:
     """Return the environment of all parts; spans go on to the same monitor."""
     environment = dict(plan.environment)
-    if options.traces == MONITOR_TRACES and not state.host and _SPANS in state.environment:
-        environment[_SPANS] = state.environment[_SPANS]
+    monitors = [part.spec for part in state.parts if part.name == "monitor" and part.spec is not None]
+    if options.traces == MONITOR_TRACES and not state.host and monitors and _SPANS not in options.environment:
+        environment[_SPANS] = environment_of(options, monitors[0].address)[_SPANS]
     return environment
+
+
+def _schedulers(state: RunState) -> str:
+    """Return the addresses of the schedulers that run here."""
+    specs = [part.spec for part in state.parts if part.spec is not None and part.tier == Tier.CONTROL]
+    return ",".join(spec.address for spec in specs if "scheduler" in spec.command)
 
 
 def _changes(plan: Plan, state: RunState, environment: Mapping[str, str]) -> Changes:
     changes = compare(state.parts, plan.parts, state.etcd)
-    if environment == state.environment:
+    # One that has ended is as the file says only once it runs again.
+    again = {
+        part.name for part in state.parts if environment != state.environment or not part.identity.alive()
+    }
+    if not again:
         return changes
     untouched = {spec.name for spec in (*changes.added, *changes.changed)} | set(changes.removed)
-    rest = [part.spec for part in state.parts if part.spec is not None and part.name not in untouched]
+    rest = [
+        part.spec
+        for part in state.parts
+        if part.spec is not None and part.name in again and part.name not in untouched
+    ]
     return replace(
         changes, changed=[*changes.changed, *(spec for spec in rest if spec.tier is not Tier.ETCD)]
     )
@@ -198,12 +216,16 @@ def _changes(plan: Plan, state: RunState, environment: Mapping[str, str]) -> Cha
 def _lines(changes: Changes, state: RunState) -> Iterator[tuple[str, str]]:
     """Yield a line for each part that changes."""
     old = {part.name: part.spec for part in state.parts}
+    ended = {part.name for part in state.parts if not part.identity.alive()}
     for spec in changes.added:
         yield spec.name, "start"
     for spec in changes.changed:
         before = old[spec.name]
         differs = "" if before is None else differing(before.command, spec.command)
-        yield spec.name, f"restart: {differs or 'another environment'}"
+        yield (
+            spec.name,
+            f"restart: {differs or ('it ended' if spec.name in ended else 'another environment')}",
+        )
     for name in changes.removed:
         yield name, "stop"
 
@@ -262,16 +284,21 @@ def _agreed(lines: Sequence[tuple[str, str]], problems: Sequence[str], dry_run: 
     return yes or click.confirm("Change this?")
 
 
-async def _carry_out(changes: Changes, folder: RunFolder, state: RunState) -> None:
+async def _carry_out(
+    changes: Changes, folder: RunFolder, state: RunState, environment: Mapping[str, str]
+) -> None:
     """Start, restart and stop parts, one after another: those first that take over from others."""
     names = [*(spec.name for spec in (*changes.added, *changes.changed)), *changes.removed]
     with make_progress(names, "tailrace apply") as progress:
-        restarter = Restarter(folder, state, progress)
+        restarter = Restarter(folder, state, progress, environment)
         if state.certificates and not state.host:
             certify(state.certificates, (Identity(Role(spec.role), spec.name) for spec in changes.added))
         for spec in changes.added:
             await restarter.add(spec)
         for spec in changes.changed:
             await restarter.restart(spec.name, changed=spec)
+        if not state.host:
+            # Those that are stopped now may be the ones that answered until now.
+            state.admin = _schedulers(state)
         for name in changes.removed:
             await restarter.remove(name)

@@ -29,7 +29,5 @@ def _stop(folder: RunFolder) -> None:
     state = folder.read()
     stopped = stop_parts(state.parts) if state is not None else []
     folder.forget()
-    if state is None or not state.host:
-        # A host of a fleet keeps its member of etcd.
-        shutil.rmtree(folder.data, ignore_errors=True)
+    shutil.rmtree(folder.data, ignore_errors=True)
     click.echo(f"stopped {', '.join(stopped)}" if stopped else "no local cluster is running here")

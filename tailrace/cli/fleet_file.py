@@ -137,7 +137,7 @@ def plan_here(options: ClusterOptions, folder: RunFolder, file: FleetFile | None
     installed = Installation(
         tailrace=tailrace,
         etcd=str(find_etcd()) if host in members(fleet) else "",
-        data=str(folder.data),
+        data=str(folder.kept),
         certificates=str(file.beside(CERTIFICATES)),
         keys=str(file.beside(fleet.keys)) if fleet.keys else "",
     )

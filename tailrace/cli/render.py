@@ -6,6 +6,7 @@ import datetime
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from shlex import quote
 from typing import Final
 
 import click
@@ -16,6 +17,7 @@ from tailrace.cli.fleet_file import CERTIFICATES, FleetFile, file_option, option
 from tailrace.cli.output import note
 from tailrace.fleet.file import Fleet, FleetError
 from tailrace.fleet.folders import (
+    KEYS,
     PROMETHEUS,
     SCRAPER,
     Files,
@@ -72,7 +74,7 @@ def render(kind: str, file: Path, out: Path, folder: Path) -> None:
                     case "compose":
                         made = compose(fleet, options, host)
                     case _:
-                        made = processes(fleet, options, host, file.read_text())
+                        made = processes(fleet, options, host)
                 _write(out / host, made, keys)
                 if fleet.tls:
                     _certify(folder, out / host, made.identities, [fleet.hosts[host].address])
@@ -87,11 +89,14 @@ def render(kind: str, file: Path, out: Path, folder: Path) -> None:
 
 def _write(folder: Path, made: HostFolder, keys: Path | None) -> None:
     """Write a host's folder anew; its certificates stay."""
-    for old in folder.glob("units/*"):
-        old.unlink()
+    folder.mkdir(parents=True, exist_ok=True)
+    # Flags and environment may have secrets.
+    folder.chmod(0o700)
+    for old in (*folder.glob("units/*"), folder / KEYS):
+        old.unlink(missing_ok=True)
     _write_files(folder, made.files)
     if keys is not None and made.needs_keys:
-        shutil.copy(keys, folder / (keys.name if "fleet.yaml" in made.files else "keys.json"))
+        shutil.copy(keys, folder / KEYS)
 
 
 def _write_files(folder: Path, files: Files) -> None:
@@ -138,16 +143,19 @@ def _issue(folder: Path, identities: Iterable[Identity], hosts: list[str]) -> li
 def _next_steps(kind: str, source: FleetFile, out: Path, authority: Path) -> Iterable[str]:
     """Yield what to do now, in this order."""
     fleet: Fleet = source.fleet
-    sudo = "sudo " if kind == "systemd" else ""
+    sudo = "sudo " if kind != "processes" else ""
     for host in control_first(fleet):
         address = fleet.hosts[host].address
-        yield f"rsync -a {out / host}/ {address}:tailrace/ && ssh {address} {sudo}sh tailrace/start.sh"
+        target = f"[{address}]" if ":" in address else address
+        # What is no longer there goes, but not the state of `tailrace up`.
+        copy = f"rsync -a --delete --exclude=/.run {quote(f'{out / host}/')} '{target}:tailrace/'"
+        yield f"{copy} && ssh {address} {sudo}sh tailrace/start.sh"
     if kind == "processes":
         return
-    operator = f" --tls {authority}/issued/admin/local" if fleet.tls else ""
+    operator = f" --tls {quote(f'{authority}/issued/admin/local')}" if fleet.tls else ""
     if fleet.tls:
         root = f"{authority}/issued/etcd-root/local"
         cluster = f" --cluster {fleet.cluster}" if fleet.cluster != "default" else ""
-        yield f"tailrace etcd-roles --apply --etcd {','.join(endpoints(fleet))} --tls {root}{cluster}"
-    yield f"tailrace apply -f {source.path}{operator}"
+        yield f"tailrace etcd-roles --apply --etcd {','.join(endpoints(fleet))} --tls {quote(root)}{cluster}"
+    yield f"tailrace apply -f {quote(str(source.path))}{operator}"
     yield f"# Prometheus: {out / PROMETHEUS}/prometheus.yml; control host: {control_hosts(fleet)[0]}"

@@ -207,10 +207,9 @@ def _plan(options: ClusterOptions, folder: RunFolder, file: FleetFile | None, ho
             require_installed(options)
         if plan.tier(Tier.FRONTEND):
             require_free(options.host, options.port)
-        if not host:
-            # A host of a fleet keeps its member of etcd.
-            shutil.rmtree(folder.data, ignore_errors=True)
-        folder.data.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(folder.data, ignore_errors=True)
+        for data in (folder.data, folder.kept):
+            data.mkdir(parents=True, exist_ok=True)
         folder.require_room()
         if plan.certificates and not host:
             issue_certificates(

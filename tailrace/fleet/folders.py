@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import yaml
+from msgspec import structs
 
 from tailrace import __version__
-from tailrace.fleet.file import Fleet
+from tailrace.fleet.file import Fleet, to_yaml
 from tailrace.fleet.hosts import METRICS_ABOVE, Installation, control_hosts, host_plan, members, ports
+from tailrace.local.certificates import certificate_folder
 from tailrace.local.options import ClusterOptions
 from tailrace.local.plan import PartSpec, Plan, Tier
 from tailrace.security.credentials import AUTHORITIES, CERTIFICATE, KEY
@@ -23,6 +25,8 @@ Files = Mapping[str, str]
 
 CERTIFICATES: Final = "tls"
 """Folder in a host's folder with its certificates."""
+KEYS: Final = "keys.json"
+"""Users' keys in a host's folder."""
 PROMETHEUS: Final = "prometheus"
 """Folder beside those of the hosts."""
 SCRAPER: Final = Identity(Role.TELEMETRY, "prometheus")
@@ -33,6 +37,12 @@ _PROGRAMS: Final = "/opt/tailrace/bin"
 # Seconds that a part may take to hand over or finish its work (--drain-timeout, --patience), and to close.
 _STOP_S: Final = {"frontend": 330, "migration": 75, "worker": 90}
 _OTHERS_STOP_S: Final = 30
+# By which start.sh knows the units that it may remove.
+_MADE: Final = "Made by tailrace render"
+# Two seconds and the probe's own time each: an engine loads its model.
+_READY_TRIES: Final = 450
+# As in deploy/Dockerfile.
+_CONTAINER_USER: Final = "10001"
 _UNIT: Final = Path(__file__).with_name("unit.service")
 _DEVICE_NODES: Final = (
     "ExecStartPre=-+/bin/sh -c 'command -v nvidia-modprobe >/dev/null && nvidia-modprobe -c 0 -u'\n"
@@ -73,12 +83,12 @@ def systemd(fleet: Fleet, options: ClusterOptions, host: str) -> HostFolder:
     return HostFolder(files, _identities(fleet, plan), bool(plan.tier(Tier.FRONTEND)))
 
 
-def processes(fleet: Fleet, options: ClusterOptions, host: str, text: str) -> HostFolder:
-    """Return what `tailrace up` needs on a host, where nothing else supervises processes. `text`: of the
-    file."""
+def processes(fleet: Fleet, options: ClusterOptions, host: str) -> HostFolder:
+    """Return what `tailrace up` needs on a host, where nothing else supervises processes."""
     plan = host_plan(fleet, options, host, Installation(["tailrace"], "etcd", "", ""))
     files = {
-        "fleet.yaml": text,
+        # Its keys are beside it there, wherever they are here.
+        "fleet.yaml": to_yaml(structs.replace(fleet, keys=KEYS if fleet.keys else "")),
         "firewall.nft": _firewall(fleet, plan, host),
         "start.sh": _START_PROCESSES.format(host=host),
     }
@@ -100,7 +110,10 @@ def compose(fleet: Fleet, options: ClusterOptions, host: str) -> HostFolder:
         "compose.yaml": text,
         "firewall.nft": _firewall(fleet, plan, host),
         "start.sh": "#!/bin/sh\n# Start this host's containers; those that changed are replaced.\nset -eu\n"
-        'cd "$(dirname "$0")"\ndocker compose up --detach --wait --remove-orphans\n',
+        'cd "$(dirname "$0")"\n# The user of the containers reads them.\n'
+        f"for each in {CERTIFICATES} keys.json; do\n"
+        f'  [ ! -e "$each" ] || chown -R {_CONTAINER_USER}:{_CONTAINER_USER} "$each"\ndone\n'
+        "docker compose up --detach --wait --remove-orphans\n",
     }
     return HostFolder(files, _identities(fleet, plan), bool(plan.tier(Tier.FRONTEND)))
 
@@ -162,9 +175,11 @@ def _unit(part: PartSpec, plan: Plan) -> str:
         lines = ["PrivateDevices=yes", "ProtectClock=yes"]
     if kind == "monitor":
         lines += ["# Requests wait for the scheduler, and nothing waits for a report.", "Nice=5"]
-    environment = {**plan.environment, **part.environment, "HF_HOME": f"{_DATA}/huggingface"}
+    environment = {"HF_HOME": f"{_DATA}/huggingface", **plan.environment, **part.environment}
     after = {"worker": " nvidia-persistenced.service", "scheduler": " tailrace-monitor.service"}.get(kind, "")
+    ready = "" if part.tier is Tier.ETCD else f"# Ready: {_probe(part, plan)}\n"
     return _UNIT.read_text().format(
+        made=f"# {_MADE}\n{ready}",
         name=part.name,
         after=after,
         environment="\n".join(f"Environment={_quoted(f'{k}={v}')}" for k, v in environment.items()),
@@ -177,10 +192,16 @@ def _unit(part: PartSpec, plan: Plan) -> str:
     )
 
 
+def _probe(part: PartSpec, plan: Plan) -> str:
+    """Return the arguments of tailrace.service.probe for a part."""
+    tls = f" --tls {certificate_folder(plan.certificates, part.role, part.name)}" if part.role else ""
+    return f"{part.address}{tls}"
+
+
 def _quoted(word: str) -> str:
     """Return a word of a unit's command line or environment as systemd reads it back."""
     word = word.replace("%", "%%")
-    if word and not any(each in word for each in " \t\"'\\;"):
+    if word and not any(each.isspace() or each in "\"'\\;" for each in word):
         return word
     return json.dumps(word, ensure_ascii=False)
 
@@ -210,7 +231,7 @@ def _container(part: PartSpec, plan: Plan, fleet: Fleet) -> dict[str, Any]:
         "pids_limit": 8192 if engine else 512,
     }
     if kind == "etcd":
-        container |= {"image": "quay.io/coreos/etcd:v3.5.33", "user": "10001"}
+        container |= {"image": "quay.io/coreos/etcd:v3.5.33", "user": _CONTAINER_USER}
     if kind == "worker":
         container["shm_size"] = "1g"
         container["ulimits"] = {"memlock": -1}
@@ -232,7 +253,9 @@ def _firewall(fleet: Fleet, plan: Plan, host: str) -> str:
     }
     lines = [
         "# nft -f firewall.nft: only the fleet's hosts reach its ports. Add the operators' addresses, and",
-        "# Prometheus's. Other ports stay as they are.",
+        "# Prometheus's. Other ports stay as they are. Loaded again, it takes the place of what was loaded.",
+        "table inet tailrace",
+        "delete table inet tailrace",
         "table inet tailrace {",
         "  chain input {",
         "    type filter hook input priority filter; policy accept;",
@@ -268,24 +291,35 @@ fi
 [ ! -f keys.json ] || install -m 640 -g tailrace keys.json {_ETC}/keys.json
 for old in /etc/systemd/system/tailrace-*.service; do
   name=$(basename "$old")
-  if [ -f "$old" ] && [ ! -f "units/$name" ]; then
+  # Those that were set up by hand stay.
+  if [ -f "$old" ] && [ ! -f "units/$name" ] && grep -q '^# {_MADE}' "$old"; then
     systemctl disable --now "$name"
     rm "$old"
   fi
 done
-changed=
+# A part that ran takes requests again before the next one hands over its own. What is not restarted is not
+# yet installed, so that this goes on where it was interrupted.
 for unit in units/*; do
   name=$(basename "$unit")
-  if ! cmp -s "$unit" "/etc/systemd/system/$name"; then
-    install -m 644 "$unit" "/etc/systemd/system/$name"
-    changed="$changed $name"
+  ! cmp -s "$unit" "/etc/systemd/system/$name" || continue
+  install -m 644 "$unit" "/etc/systemd/system/$name"
+  systemctl daemon-reload
+  # A restart of the target is one of every part.
+  [ "$name" != tailrace.target ] || continue
+  ran=$(systemctl is-active "$name" || true)
+  systemctl restart "$name"
+  probe=$(sed -n 's/^# Ready: //p' "$unit")
+  if [ "$ran" = active ] && [ -n "$probe" ]; then
+    echo "$name: restarted; waiting until it is ready"
+    left={_READY_TRIES}
+    until {_PROGRAMS}/python -m tailrace.service.probe $probe >/dev/null 2>&1; do
+      left=$((left - 1))
+      [ $left -gt 0 ] || {{ echo "$name is not ready: journalctl -u $name" >&2; exit 1; }}
+      sleep 2
+    done
   fi
 done
-systemctl daemon-reload
 systemctl enable --quiet $(cd units && echo *)
-for name in $changed; do
-  systemctl restart "$name"
-done
 systemctl start tailrace.target
 systemctl list-units 'tailrace-*' --no-pager
 """

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from tailrace.address import format_address, parse_address
+from tailrace.address import format_address, listen_address, parse_address
 from tailrace.fleet.file import Fleet, FleetError, Host
 from tailrace.local.certificates import certificate_folder, span_certificates
 from tailrace.local.options import ClusterOptions
@@ -135,8 +134,8 @@ def _service_of(fleet: Fleet, host: Host, name: str, installed: Installation) ->
     """Return what plans one service of the host, on the next of its ports."""
     counts: dict[str, int] = {}
     # A name is resolved by others; the host itself listens on all its addresses.
-    is_name = _is_name(host.address)
-    listen = "0.0.0.0" if is_name else host.address
+    listen = listen_address(host.address)
+    is_name = listen != host.address
 
     def service(kind: str, member: str, tier: Tier, *arguments: str) -> PartSpec:
         number = counts.get(kind, 0)
@@ -226,11 +225,3 @@ def _users_address(fleet: Fleet) -> str:
 
 def _at(host: Host, port: int) -> str:
     return format_address(host.address, port)
-
-
-def _is_name(address: str) -> bool:
-    try:
-        ipaddress.ip_address(address)
-    except ValueError:
-        return True
-    return False

@@ -35,10 +35,18 @@ class Restarted:
 class Restarter:
     """Restart parts of a cluster; the caller holds the lock of its run folder."""
 
-    def __init__(self, folder: RunFolder, state: RunState, progress: Progress) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        state: RunState,
+        progress: Progress,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`environment`: of all parts that are started, if it is not the state's."""
         self._folder = folder
         self._state = state
         self._progress = progress
+        self._environment = state.environment if environment is None else environment
         # Children of this process, which it must reap.
         self._processes: list[PartProcess] = []
         self._transport = transport_of(state.certificates, OPERATOR)
@@ -100,7 +108,7 @@ class Restarter:
         self._progress.show(spec.name, Step.STARTING)
         log = self._folder.logs / f"{spec.name}.log"
         _rotate(log)
-        environment = {**os.environ, **self._state.environment, **spec.environment}
+        environment = {**os.environ, **self._environment, **spec.environment}
         process = PartProcess(spec, log, environment)
         self._processes.append(process)
         return process

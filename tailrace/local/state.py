@@ -168,6 +168,11 @@ class RunFolder:
         """Return the folder of the parts' data."""
         return self.path / "data"
 
+    @property
+    def kept(self) -> Path:
+        """Return the folder of the data of a fleet's host, which `tailrace down` leaves there."""
+        return self.path / "host"
+
     def read(self) -> RunState | None:
         """Return the state, or None if no cluster was started. Raise RunFolderUnusable."""
         file = self.path / _FILE

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from tailrace.address import format_address, listen_address, parse_address
 from tailrace.local.ports import free_ports
 from tailrace.security.credentials import AUTHORITIES, CERTIFICATE, KEY
 from tailrace.security.roles import Role, etcd_user
@@ -100,12 +101,14 @@ def member_command(
     """
     scheme = "http" if tls is None else "https"
     client, peer = f"{scheme}://{own.client}", f"{scheme}://{own.peer}"
+    # etcd binds to addresses alone.
+    listen = [_bound(each) for each in (own.client, own.peer)]
     arguments = {
         "name": own.name,
         "data-dir": str(data_dir),
-        "listen-client-urls": client,
+        "listen-client-urls": f"{scheme}://{listen[0]}",
         "advertise-client-urls": client,
-        "listen-peer-urls": peer,
+        "listen-peer-urls": f"{scheme}://{listen[1]}",
         "initial-advertise-peer-urls": peer,
         "initial-cluster": ",".join(f"{each.name}={scheme}://{each.peer}" for each in members),
         "auto-compaction-mode": "periodic",
@@ -115,6 +118,12 @@ def member_command(
         **({} if tls is None else certificate_arguments(tls)),
     }
     return [program, *(f"--{name}={value}" for name, value in arguments.items())]
+
+
+def _bound(address: str) -> str:
+    """Return what a member listens on: a name is for the others."""
+    host, port = parse_address(address, min_port=0)
+    return format_address(listen_address(host), port)
 
 
 def check_etcd(address: str, timeout_s: float, tls: Path | None = None) -> None:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tailrace.fleet.file import FleetError
-from tailrace.fleet.folders import compose, prometheus, systemd
+from tailrace.fleet.folders import compose, processes, prometheus, systemd
 from tailrace.fleet.hosts import Installation, host_plan, ports, replicas
 from tailrace.local.plan import PartSpec, Plan, Tier
 from tests.deploy.services import longest_s, parse_serve
@@ -196,3 +196,45 @@ def test_the_firewall_lets_the_fleet_in(tmp_path: Path) -> None:
         r"ip saddr \{ b\.example \} tcp dport \{ 2379, 2380, 7102, .*7105.*7300-7307.* \} accept", rules
     )
     assert "tcp dport { 8000 } accept" in rules
+
+
+def test_a_unit_has_awkward_words_on_one_line(tmp_path: Path) -> None:
+    content = changed(TWO_HOSTS, "environment", {"A": "x\nUser=root", "HF_HOME": "/models"})
+    file, options = read(tmp_path, content)
+    unit = systemd(file.fleet, options, "a").files["units/tailrace-worker-a-0.service"]
+    assert r'Environment="A=x\nUser=root"' in unit.splitlines()
+    assert re.findall("HF_HOME=.*", unit) == ["HF_HOME=/models"]
+
+
+def test_a_start_script_leaves_units_of_others(tmp_path: Path) -> None:
+    file, options = read(tmp_path, TWO_HOSTS)
+    files = systemd(file.fleet, options, "a").files
+    (mark,) = re.findall(r"grep -q '\^(.*)'", files["start.sh"])
+    for name, text in files.items():
+        assert text.startswith(mark) == name.endswith(".service")
+    assert "# Ready: 10.0.0.1:7105 --tls /etc/tailrace/tls/issued/worker/worker-a-0" in "".join(
+        files.values()
+    )
+
+
+def test_etcd_listens_on_an_address(tmp_path: Path) -> None:
+    (member, *_) = plans(tmp_path, changed(TWO_HOSTS, "etcd", ["b"]))["b"].parts
+    assert "--listen-client-urls=https://0.0.0.0:2379" in member.command
+    assert "--listen-peer-urls=https://0.0.0.0:2380" in member.command
+    assert "--advertise-client-urls=https://b.example:2379" in member.command
+
+
+def test_rules_that_are_loaded_again_replace_the_old(tmp_path: Path) -> None:
+    file, options = read(tmp_path, TWO_HOSTS)
+    rules = [
+        line
+        for line in systemd(file.fleet, options, "a").files["firewall.nft"].splitlines()
+        if not line.startswith("#")
+    ]
+    assert rules[:3] == ["table inet tailrace", "delete table inet tailrace", "table inet tailrace {"]
+
+
+def test_a_folder_of_processes_has_its_keys_beside_the_file(tmp_path: Path) -> None:
+    file, options = read(tmp_path, changed(TWO_HOSTS, "keys", "../secret/users.json"))
+    text = processes(file.fleet, options, "a").files["fleet.yaml"]
+    assert yaml.safe_load(text)["keys"] == "keys.json"
