@@ -27,9 +27,9 @@ from tailrace.cli.up import on_this_machine
 from tailrace.fleet.hosts import Installation
 from tailrace.fleet.hosts import admin as admin_address
 from tailrace.local.certificates import certify
-from tailrace.local.change import Changes, compare, differing
+from tailrace.local.change import Changes, compare, differing, value_of
 from tailrace.local.options import MONITOR_TRACES, ClusterOptions
-from tailrace.local.plan import PartSpec, Plan, Tier, environment_of
+from tailrace.local.plan import Plan, Tier, environment_of
 from tailrace.local.process import PartFailed
 from tailrace.local.progress import make_progress
 from tailrace.local.restart import Restarter
@@ -46,6 +46,7 @@ from tailrace.v1.admin_pb2 import (
     SetSloRequest,
 )
 
+_NOT_NOW: Final = "cannot be changed while the cluster runs; tailrace down, then tailrace up"
 _SPANS: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 
@@ -105,9 +106,10 @@ def _apply_here(
     options = on_this_machine(options_of(source), source.fleet.model.number)
     plan = plan_here(options, folder, source, host)
     if bool(plan.certificates) != bool(state.certificates):
-        raise UsageProblem("tls: cannot be changed while the cluster runs; tailrace down, then tailrace up")
+        raise UsageProblem(f"tls: {_NOT_NOW}")
     environment = _environment(plan, state, options)
     changes = _changes(plan, state, environment)
+    require_possible(changes, state.parts)
     with connect(None) as admin, admin.errors():
         settings = _settings(source, admin)
         lines = [*settings.lines, *_lines(changes, state)]
@@ -230,6 +232,18 @@ def _lines(changes: Changes, state: RunState) -> Iterator[tuple[str, str]]:
         yield name, "stop"
 
 
+def require_possible(changes: Changes, running: Sequence[Part]) -> None:
+    """Raise UsageProblem for what cannot be changed part by part."""
+    specs = {part.name: part.spec for part in running if part.spec is not None}
+    for new in changes.changed:
+        old = specs[new.name]
+        if value_of(old.command, "--cluster") != value_of(new.command, "--cluster"):
+            raise UsageProblem(f"cluster: {_NOT_NOW}")
+        if tuple(old.members) != tuple(new.members):
+            # Their ids would be in use in the old processes.
+            raise UsageProblem(f"models[0].replicas: so many simulated workers share processes; {_NOT_NOW}")
+
+
 def dangers(changes: Changes, running: Sequence[Part]) -> Iterator[str]:
     """Yield what would end streams."""
     specs = {part.name: part.spec for part in running if part.spec is not None}
@@ -237,17 +251,15 @@ def dangers(changes: Changes, running: Sequence[Part]) -> Iterator[str]:
     touched = {spec.name for spec in changes.changed} | set(changes.removed)
     for spec in changes.changed:
         old = specs[spec.name]
-        if spec.tier is Tier.WORKER and _model(spec) != _model(old):
+        if spec.tier is Tier.WORKER and any(
+            value_of(spec.command, flag) != value_of(old.command, flag) for flag in ("--model", "--engine")
+        ):
             yield (
                 f"{spec.name}: a stream does not go on with another model: add workers with the new one and "
                 "tailrace rollout start"
             )
     if workers and workers == touched & workers and len(workers) == 1 and not changes.added:
         yield f"{min(workers)}: it is the only worker, and nobody takes over its requests: add one first"
-
-
-def _model(spec: PartSpec) -> str:
-    return spec.command[list(spec.command).index("--model") + 1]
 
 
 def _missing(source: FleetFile, admin: Admin) -> Iterator[tuple[str, str]]:

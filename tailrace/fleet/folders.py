@@ -103,17 +103,13 @@ def compose(fleet: Fleet, options: ClusterOptions, host: str) -> HostFolder:
     keys = f"{_ETC}/keys.json" if fleet.keys else ""
     installed = Installation(["tailrace"], "etcd", _DATA, f"{_ETC}/{CERTIFICATES}", keys)
     plan = host_plan(fleet, options, host, installed)
-    services = {part.name: _container(part, plan, fleet) for part in plan.parts}
+    services = {part.name: _container(part, plan) for part in plan.parts}
     content = {"name": f"tailrace-{fleet.cluster}", "services": services, "volumes": {"data": {}}}
     text = yaml.safe_dump(content, sort_keys=False, width=110)
     files = {
         "compose.yaml": text,
         "firewall.nft": _firewall(fleet, plan, host),
-        "start.sh": "#!/bin/sh\n# Start this host's containers; those that changed are replaced.\nset -eu\n"
-        'cd "$(dirname "$0")"\n# The user of the containers reads them.\n'
-        f"for each in {CERTIFICATES} keys.json; do\n"
-        f'  [ ! -e "$each" ] || chown -R {_CONTAINER_USER}:{_CONTAINER_USER} "$each"\ndone\n'
-        "docker compose up --detach --wait --remove-orphans\n",
+        "start.sh": _START_CONTAINERS,
     }
     return HostFolder(files, _identities(fleet, plan), bool(plan.tier(Tier.FRONTEND)))
 
@@ -206,20 +202,18 @@ def _quoted(word: str) -> str:
     return json.dumps(word, ensure_ascii=False)
 
 
-def _container(part: PartSpec, plan: Plan, fleet: Fleet) -> dict[str, Any]:
+def _container(part: PartSpec, plan: Plan) -> dict[str, Any]:
     kind = _kind(part)
     engine = kind in ("worker", "frontend")
     environment = {**plan.environment, **part.environment}
-    volumes = [f"data:{_DATA}", f"./{CERTIFICATES}:{_ETC}/{CERTIFICATES}:ro"]
-    if kind == "frontend" and fleet.keys:
-        volumes.append(f"./keys.json:{_ETC}/keys.json:ro")
     container: dict[str, Any] = {
         "image": f"tailrace-{'engine' if engine else 'control'}:{__version__}",
         # A $ is Compose's own.
         "command": [word.replace("$", "$$") for word in part.command],
         "network_mode": "host",
         "environment": {key: value.replace("$", "$$") for key, value in environment.items()},
-        "volumes": volumes,
+        # The folder, so that a file that takes the place of another is seen.
+        "volumes": [f"data:{_DATA}", f"{_ETC}:{_ETC}:ro"],
         "restart": "unless-stopped",
         "init": True,
         "stop_grace_period": f"{_STOP_S.get(kind, _OTHERS_STOP_S)}s",
@@ -322,6 +316,21 @@ done
 systemctl enable --quiet $(cd units && echo *)
 systemctl start tailrace.target
 systemctl list-units 'tailrace-*' --no-pager
+"""
+
+_START_CONTAINERS: Final = f"""\
+#!/bin/sh
+# Start this host's containers: sudo sh start.sh. Run it again after a change: what has changed is replaced.
+set -eu
+cd "$(dirname "$0")"
+[ "$(id -u)" = 0 ] || {{ echo "run it as root: sudo sh start.sh" >&2; exit 1; }}
+install -d -m 750 -o {_CONTAINER_USER} -g {_CONTAINER_USER} {_ETC}
+for each in {CERTIFICATES} {KEYS}; do
+  # The user of the containers reads them.
+  [ ! -e "$each" ] || cp -R "$each" {_ETC}/
+done
+chown -R {_CONTAINER_USER}:{_CONTAINER_USER} {_ETC}
+docker compose up --detach --wait --remove-orphans
 """
 
 _START_PROCESSES: Final = """\

@@ -37,7 +37,7 @@ def compare(running: Sequence[Part], wanted: Sequence[PartSpec], etcd: str) -> C
         if old is None:
             added.append(replace(spec, command=_with(spec.command, {"--etcd": etcd})))
         elif spec.tier is not Tier.ETCD and _essence(spec) != _essence(old):
-            kept = {flag: _value(old.command, flag) for flag in _ADDRESSES}
+            kept = {flag: value_of(old.command, flag) for flag in _ADDRESSES}
             changed.append(
                 replace(
                     spec,
@@ -63,7 +63,8 @@ def _essence(spec: PartSpec) -> tuple[object, ...]:
     return _with(spec.command, dict.fromkeys(_ADDRESSES, "")), environment, tuple(spec.members)
 
 
-def _value(command: Sequence[str], flag: str) -> str:
+def value_of(command: Sequence[str], flag: str) -> str:
+    """Return the value of a flag in a command; empty if it is not there."""
     return command[command.index(flag) + 1] if flag in command else ""
 
 

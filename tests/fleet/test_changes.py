@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from tailrace.cli.apply import dangers
+from tailrace.cli.apply import dangers, require_possible
+from tailrace.cli.errors import UsageProblem
 from tailrace.local.change import compare, differing
 from tailrace.local.options import ClusterOptions, Engine, Front
 from tailrace.local.plan import PartSpec, Tier, make_plan
@@ -72,6 +73,7 @@ def test_a_new_part_finds_the_running_etcd() -> None:
     ("workers", "changes", "problem"),
     [
         (2, {"model": "/other"}, "a stream does not go on with another model"),
+        (2, {"engine": Engine.VLLM}, "a stream does not go on with another model"),
         (2, {"worker_arguments": ("--kv-blocks", "99")}, ""),
         (1, {"worker_arguments": ("--kv-blocks", "99")}, "it is the only worker"),
         (1, {"worker_arguments": ("--kv-blocks", "99"), "workers": 2}, ""),
@@ -83,3 +85,10 @@ def test_what_would_end_streams(workers: int, changes: dict[str, object], proble
     found = [*dangers(compared, before)]
     assert bool(found) == bool(problem)
     assert all(problem in each for each in found)
+
+
+@pytest.mark.parametrize("changes", [{"cluster": "other"}, {"workers": 9}])
+def test_what_cannot_be_changed_part_by_part(changes: dict[str, object]) -> None:
+    compared = compare(RUNNING, parts(25_000, **changes), ETCD)
+    with pytest.raises(UsageProblem, match="cannot be changed while the cluster runs"):
+        require_possible(compared, RUNNING)
