@@ -277,7 +277,7 @@ def _check_hosts(fleet: Fleet) -> None:
         raise FleetError("etcd: name the hosts that run a member, or HOST:PORT of members of yours")
     addresses = [host.address for host in fleet.hosts.values()]
     for name, host in fleet.hosts.items():
-        if ":" in host.address and not _is_ip(host.address):
+        if ":" in host.address and not is_ip(host.address):
             raise FleetError(f"hosts.{name}.address: {shown(host.address)}: without a port, please")
         if not re.match(_ADDRESS, host.address):
             raise FleetError(f"hosts.{name}.address: {shown(host.address)} is neither a name nor an address")
@@ -306,7 +306,8 @@ def _names(by_host: int | Mapping[str, int] | None) -> list[str]:
     return list(by_host) if isinstance(by_host, Mapping) else []
 
 
-def _is_ip(text: str) -> bool:
+def is_ip(text: str) -> bool:
+    """Return whether an address is one, and no name."""
     try:
         ipaddress.ip_address(text)
     except ValueError:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Final
 
 from tailrace.address import format_address, listen_address, parse_address
-from tailrace.fleet.file import Fleet, FleetError, Host
+from tailrace.fleet.file import WORKERS_MAX, Fleet, FleetError, Host, is_ip
 from tailrace.local.certificates import certificate_folder, span_certificates
 from tailrace.local.options import ClusterOptions
 from tailrace.local.plan import PartSpec, Plan, Tier, environment_of, frontend_part, worker_part
+from tailrace.security.options import exposed
 from tailrace.security.roles import Role
 from tailrace.service.etcd import CLIENT_PORT, PEER_PORT, Member, member_command
 
@@ -24,6 +25,8 @@ _STREAMS: Final = 7205
 _KV: Final = 7300
 # One for each network device.
 _KV_EACH: Final = 8
+# Of all services; their metrics are above.
+_OWN: Final = range(7101, _KV + _KV_EACH * WORKERS_MAX)
 _ETCD_TIMEOUT_S: Final = 600.0
 
 
@@ -99,6 +102,8 @@ def host_plan(fleet: Fleet, options: ClusterOptions, name: str, installed: Insta
         frontends=frontends(fleet)[name],
         gpus=tuple(str(number) for number in range(host.gpus)),
     )
+    if here.frontends:
+        _check_http(fleet, name)
     service = _service_of(fleet, host, name, installed)
     parts = [*_etcd(fleet, name, installed)]
     journal = f"{installed.data}/migrations.jsonl"
@@ -128,6 +133,19 @@ def host_plan(fleet: Fleet, options: ClusterOptions, name: str, installed: Insta
         certificates=installed.certificates if fleet.tls else "",
         cluster=fleet.cluster,
     )
+
+
+def _check_http(fleet: Fleet, name: str) -> None:
+    """Raise FleetError if the front ends of a host cannot listen where users are to reach them."""
+    listen, port = parse_address(fleet.model.http)
+    host = fleet.hosts[name]
+    known = listen in (host.address, "0.0.0.0", "::") or not exposed([fleet.model.http])
+    if not known and is_ip(listen) and is_ip(host.address):
+        raise FleetError(
+            f"models[0].http: {listen} is no address of host {name}, which has front ends; 0.0.0.0 is any"
+        )
+    if port in (CLIENT_PORT, PEER_PORT) or any(port - above in _OWN for above in (0, METRICS_ABOVE)):
+        raise FleetError(f"models[0].http: port {port} is one of Tailrace's own ports")
 
 
 def _service_of(fleet: Fleet, host: Host, name: str, installed: Installation) -> Callable[..., PartSpec]:

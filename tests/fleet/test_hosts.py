@@ -238,3 +238,18 @@ def test_a_folder_of_processes_has_its_keys_beside_the_file(tmp_path: Path) -> N
     file, options = read(tmp_path, changed(TWO_HOSTS, "keys", "../secret/users.json"))
     text = processes(file.fleet, options, "a").files["fleet.yaml"]
     assert yaml.safe_load(text)["keys"] == "keys.json"
+
+
+@pytest.mark.parametrize(
+    ("http", "message"),
+    [
+        ("10.0.0.2:8000", "models[0].http: 10.0.0.2 is no address of host a, which has front ends"),
+        ("0.0.0.0:7105", "models[0].http: port 7105 is one of Tailrace's own ports"),
+        ("0.0.0.0:9101", "models[0].http: port 9101 is one of Tailrace's own ports"),
+        ("0.0.0.0:2379", "models[0].http: port 2379 is one of Tailrace's own ports"),
+    ],
+)
+def test_where_front_ends_cannot_listen(tmp_path: Path, http: str, message: str) -> None:
+    with pytest.raises(FleetError) as caught:
+        plans(tmp_path, changed(TWO_HOSTS, "models.0.http", http))
+    assert str(caught.value).startswith(message)
