@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -210,9 +211,9 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Return the mapping. Raise ConstructorError."""
         names: list[object] = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for name in names:
-            if names.count(name) > 1:
-                problem = f"{shown(name)} is there twice"
+        for text, count in Counter(map(repr, names)).items():
+            if count > 1:
+                problem = f"{text[:100]} is there twice"
                 raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         return super().construct_mapping(node, deep)
 
