@@ -5,6 +5,7 @@ The tests are in two_hosts.py and run in namespaces of their own.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,5 +25,7 @@ def test_a_fleet_on_two_hosts(tmp_path: Path) -> None:
         inside = command_in_namespaces([*command, "--basetemp", str(tmp_path / "inside")])
     except NamespacesUnavailable as reason:
         pytest.skip(str(reason))
-    result = subprocess.run(inside, capture_output=True, text=True, timeout=800)
-    assert result.returncode == 0, result.stdout[-8000:]
+    # The whole run has looked whether the machine is fast enough.
+    environment = {**os.environ, "TAILRACE_TEST_ANYWAY": "1"}
+    result = subprocess.run(inside, capture_output=True, text=True, timeout=800, env=environment)
+    assert result.returncode == 0, (result.stdout + result.stderr)[-8000:]

@@ -146,7 +146,7 @@ async def idle(engine: VllmEngine) -> None:
 
 def params(**changes: object) -> SamplingParams:
     """Return parameters of a request that runs long enough to be disturbed."""
-    values: dict[str, object] = {"max_tokens": 90, "ignore_eos": True, "temperature": 0.0}
+    values: dict[str, object] = {"max_tokens": 110, "ignore_eos": True, "temperature": 0.0}
     return SamplingParams(**(values | changes))
 
 
@@ -653,7 +653,7 @@ async def test_resume_into_a_full_batch(engine: VllmEngine, front: Front) -> Non
     assert sum(entry.state == "running" for entry in engine.stats().requests) == 15
     await engine.export_resume(paused.request_id)
     await front.until(lambda: paused.finished and all(stream.finished for stream in crowd))
-    assert len(paused.tokens) == 90
+    assert len(paused.tokens) == 110
 
 
 # ---- refusals
