@@ -41,13 +41,18 @@ def parse_address(text: str, min_port: int = 1) -> tuple[str, int]:
     return host, int(port)
 
 
-def listen_address(host: str) -> str:
-    """Return the address on which a host listens that others reach by this name or address."""
+def is_ip(host: str) -> bool:
+    """Return whether this is an IP address, and no name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
-        return "0.0.0.0"
-    return host
+        return False
+    return True
+
+
+def listen_address(host: str) -> str:
+    """Return the address on which a host listens that others reach by this name or address."""
+    return host if is_ip(host) else "0.0.0.0"
 
 
 @dataclass(frozen=True, slots=True)

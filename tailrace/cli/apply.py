@@ -23,11 +23,12 @@ from tailrace.cli.fleet_file import (
     plans,
     read_fleet_file,
 )
+from tailrace.cli.set import policy_text
 from tailrace.cli.up import on_this_machine
-from tailrace.fleet.hosts import Installation
+from tailrace.fleet.hosts import ANYWHERE
 from tailrace.fleet.hosts import admin as admin_address
 from tailrace.local.certificates import certify
-from tailrace.local.change import Changes, compare, differing, value_of
+from tailrace.local.change import Changes, compare, differing
 from tailrace.local.options import MONITOR_TRACES, ClusterOptions
 from tailrace.local.plan import Plan, Tier, environment_of
 from tailrace.local.process import PartFailed
@@ -149,10 +150,10 @@ def _settings(source: FleetFile, admin: Admin) -> _Settings:
     policies = admin.stub.ListPolicies(ListPoliciesRequest(), timeout=CALL_TIMEOUT_S).policies
     active = next((policy for policy in policies if policy.active), None)
     name, given = fleet.policy.name, fleet.policy.texts
-    wanted = _called(name, given)
+    wanted = policy_text(name, given)
     policy = None
     if active is None or active.name != name or active.suspended or not _equal(active.parameters, given):
-        now = "-" if active is None else _called(active.name, _changed(active.parameters))
+        now = "-" if active is None else policy_text(active.name, _changed(active.parameters))
         lines.append(("policy", f"{now} -> {wanted}"))
         policy = SetPolicyRequest(name=name, parameters=given)
     before = given_objectives(admin.stub.GetSlo(GetSloRequest(), timeout=CALL_TIMEOUT_S).slo)
@@ -175,10 +176,6 @@ def _same(one: str, other: str) -> bool:
 
 def _changed(parameters: Sequence[PolicyParameter]) -> dict[str, str]:
     return {each.name: each.value for each in parameters if not _same(each.value, each.default)}
-
-
-def _called(name: str, parameters: Mapping[str, str]) -> str:
-    return " ".join([name, *(f"{key}={value}" for key, value in sorted(parameters.items()))])
 
 
 def _environment(plan: Plan, state: RunState, options: ClusterOptions) -> Mapping[str, str]:
@@ -237,7 +234,7 @@ def require_possible(changes: Changes, running: Sequence[Part]) -> None:
     specs = {part.name: part.spec for part in running if part.spec is not None}
     for new in changes.changed:
         old = specs[new.name]
-        if value_of(old.command, "--cluster") != value_of(new.command, "--cluster"):
+        if old.option("--cluster") != new.option("--cluster"):
             raise UsageProblem(f"cluster: {_NOT_NOW}")
         if tuple(old.members) != tuple(new.members):
             # Their ids would be in use in the old processes.
@@ -252,7 +249,7 @@ def dangers(changes: Changes, running: Sequence[Part]) -> Iterator[str]:
     for spec in changes.changed:
         old = specs[spec.name]
         if spec.tier is Tier.WORKER and any(
-            value_of(spec.command, flag) != value_of(old.command, flag) for flag in ("--model", "--engine")
+            spec.option(flag) != old.option(flag) for flag in ("--model", "--engine")
         ):
             yield (
                 f"{spec.name}: a stream does not go on with another model: add workers with the new one and "
@@ -269,7 +266,7 @@ def _missing(source: FleetFile, admin: Admin) -> Iterator[tuple[str, str]]:
     services = admin.stub.ListServices(ListServicesRequest(), timeout=CALL_TIMEOUT_S).services
     running = {each.instance_id for each in instances} | {each.id for each in services}
     wanted: set[str] = set()
-    for host, plan in plans(source, options, Installation(["tailrace"], "etcd", "", "")).items():
+    for host, plan in plans(source, options, ANYWHERE).items():
         names = [part.name for part in plan.parts if part.tier is not Tier.ETCD]
         wanted.update(names)
         for name in names:

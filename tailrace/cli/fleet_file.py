@@ -16,6 +16,7 @@ from tailrace.address import parse_address
 from tailrace.cli.errors import UsageProblem
 from tailrace.cli.line import arguments_of, with_line
 from tailrace.fleet.file import Fleet, FleetError, read_fleet
+from tailrace.fleet.folders import CERTIFICATES
 from tailrace.fleet.hosts import Installation, host_plan, members
 from tailrace.local.certificates import ETCD_SERVER, certificate_folder
 from tailrace.local.options import MONITOR_TRACES, ClusterOptions
@@ -26,8 +27,6 @@ from tailrace.service.etcd import etcd_command, find_etcd
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-CERTIFICATES: Final = "tls"
-"""Folder beside a host's fleet.yaml with its certificates (tailrace render)."""
 _TRACES: Final = {"monitor": MONITOR_TRACES, "none": None}
 
 

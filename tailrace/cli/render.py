@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import datetime
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from typing import Final
@@ -13,10 +14,11 @@ import click
 
 from tailrace.cli.certs import folder_option
 from tailrace.cli.errors import CliError, UsageProblem, file_errors
-from tailrace.cli.fleet_file import CERTIFICATES, FleetFile, file_option, options_of, read_fleet_file
+from tailrace.cli.fleet_file import FleetFile, file_option, options_of, read_fleet_file
 from tailrace.cli.output import note
 from tailrace.fleet.file import Fleet, FleetError
 from tailrace.fleet.folders import (
+    CERTIFICATES,
     KEYS,
     PROMETHEUS,
     SCRAPER,
@@ -29,14 +31,14 @@ from tailrace.fleet.folders import (
     systemd,
 )
 from tailrace.fleet.hosts import control_hosts, endpoints
-from tailrace.security.authority import Authority, AuthorityProblem
+from tailrace.local.certificates import ETCD_ROOT, OPERATOR, certificate_folder
+from tailrace.security.authority import Authority, AuthorityProblem, Issued
 from tailrace.security.credentials import AUTHORITIES
-from tailrace.security.roles import Identity, Role
+from tailrace.security.roles import Identity
 
 _ALERTS: Final = Path(__file__).parent.parent / "fleet" / "alerts.yml"
 # A certificate that ends sooner is issued again.
 _LEFT: Final = datetime.timedelta(days=30)
-_OPERATORS: Final = (Identity(Role.ADMIN, "local"), Identity(Role.ETCD_ROOT, "local"))
 
 
 @click.command(epilog="Example: tailrace render systemd -f fleet.yaml --out hosts")
@@ -67,6 +69,7 @@ def render(kind: str, file: Path, out: Path, folder: Path) -> None:
     options = options_of(source)
     try:
         with file_errors(AuthorityProblem):
+            issuer = _Issuer.of(folder) if fleet.tls else None
             for host in fleet.hosts:
                 match kind:
                     case "systemd":
@@ -76,12 +79,13 @@ def render(kind: str, file: Path, out: Path, folder: Path) -> None:
                     case _:
                         made = processes(fleet, options, host)
                 _write(out / host, made, keys)
-                if fleet.tls:
-                    _certify(folder, out / host, made.identities, [fleet.hosts[host].address])
+                if issuer is not None:
+                    _certify(issuer, out / host, made.identities, [fleet.hosts[host].address])
             _write(out / PROMETHEUS, HostFolder(prometheus(fleet, options, _ALERTS.read_text()), []), None)
-            if fleet.tls:
-                _certify(folder, out / PROMETHEUS, [SCRAPER], [])
-                _issue(folder, _OPERATORS, [])
+            if issuer is not None:
+                _certify(issuer, out / PROMETHEUS, [SCRAPER], [])
+                for operator in (OPERATOR, ETCD_ROOT):
+                    issuer.issue(operator, [])
     except FleetError as error:
         raise CliError(f"{file}: {error}") from error
     click.echo("\n".join(_next_steps(kind, source, out, folder)))
@@ -108,12 +112,12 @@ def _write_files(folder: Path, files: Files) -> None:
             path.chmod(0o755)
 
 
-def _certify(authority: Path, folder: Path, identities: Iterable[Identity], hosts: list[str]) -> None:
+def _certify(issuer: _Issuer, folder: Path, identities: Iterable[Identity], hosts: list[str]) -> None:
     """Put the identities' certificates into a host's folder, and no others."""
     target = folder / CERTIFICATES
     shutil.rmtree(target, ignore_errors=True)
     for identity in identities:
-        (issued,) = _issue(authority, [identity], hosts)
+        issued = issuer.issue(identity, hosts)
         place = target / "issued" / identity.role.value / identity.name
         place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         shutil.copytree(issued, place)
@@ -121,23 +125,30 @@ def _certify(authority: Path, folder: Path, identities: Iterable[Identity], host
             shutil.copy(issued / AUTHORITIES, target / AUTHORITIES)
 
 
-def _issue(folder: Path, identities: Iterable[Identity], hosts: list[str]) -> list[Path]:
-    """Return the folders of certificates for the hosts; those that there are stay as long as they last."""
-    if (folder / "ca.key").exists():
-        authority = Authority.load(folder)
-    else:
-        authority = Authority.create(folder)
-        note(f"new authorities in {folder}: keep ca.key and etcd-ca.key on a machine without services")
-    known = {issued.identity: issued for issued in authority.issued()}
-    end = datetime.datetime.now(datetime.UTC) + _LEFT
-    folders = []
-    for identity in identities:
-        old = known.get(identity)
-        lasts = old is not None and old.not_after > end and set(hosts) <= set(old.hosts)
-        folders.append(
-            old.folder if old is not None and lasts else authority.issue(identity, hosts=hosts).folder
-        )
-    return folders
+@dataclass(frozen=True, slots=True)
+class _Issuer:
+    """An authority, and the certificates that it has issued before."""
+
+    authority: Authority
+    known: Mapping[Identity, Issued]
+
+    @classmethod
+    def of(cls, folder: Path) -> _Issuer:
+        """Load the authority from a folder, or create it there. Raise AuthorityProblem, OSError."""
+        if (folder / "ca.key").exists():
+            authority = Authority.load(folder)
+        else:
+            authority = Authority.create(folder)
+            note(f"new authorities in {folder}: keep ca.key and etcd-ca.key on a machine without services")
+        return cls(authority, {issued.identity: issued for issued in authority.issued()})
+
+    def issue(self, identity: Identity, hosts: list[str]) -> Path:
+        """Return the folder of a certificate for these hosts; one that there is stays as long as it lasts."""
+        old = self.known.get(identity)
+        end = datetime.datetime.now(datetime.UTC) + _LEFT
+        if old is not None and old.not_after > end and set(hosts) <= set(old.hosts):
+            return old.folder
+        return self.authority.issue(identity, hosts=hosts).folder
 
 
 def _next_steps(kind: str, source: FleetFile, out: Path, authority: Path) -> Iterable[str]:
@@ -152,10 +163,12 @@ def _next_steps(kind: str, source: FleetFile, out: Path, authority: Path) -> Ite
         yield f"{copy} && ssh {address} {sudo}sh tailrace/start.sh"
     if kind == "processes":
         return
-    operator = f" --tls {quote(f'{authority}/issued/admin/local')}" if fleet.tls else ""
+    operator, root = (
+        certificate_folder(str(authority), each.role.value, each.name) for each in (OPERATOR, ETCD_ROOT)
+    )
     if fleet.tls:
-        root = f"{authority}/issued/etcd-root/local"
         cluster = f" --cluster {fleet.cluster}" if fleet.cluster != "default" else ""
         yield f"tailrace etcd-roles --apply --etcd {','.join(endpoints(fleet))} --tls {quote(root)}{cluster}"
-    yield f"tailrace apply -f {quote(str(source.path))}{operator}"
+    with_tls = f" --tls {quote(operator)}" if fleet.tls else ""
+    yield f"tailrace apply -f {quote(str(source.path))}{with_tls}"
     yield f"# Prometheus: {out / PROMETHEUS}/prometheus.yml; control host: {control_hosts(fleet)[0]}"

@@ -72,7 +72,9 @@ def policy(
             }
         )
         return
-    click.echo(f"policy: {_called(name, assignments)}, previous: {_called(reply.previous or '-', previous)}")
+    click.echo(
+        f"policy: {policy_text(name, assignments)}, previous: {policy_text(reply.previous or '-', previous)}"
+    )
 
 
 @set_.command(epilog="Example: tailrace set shadow pascal")
@@ -184,7 +186,8 @@ def _assignments(texts: Iterable[str]) -> dict[str, str]:
         raise UsageProblem(str(error)) from error
 
 
-def _called(policy: str, parameters: Mapping[str, str]) -> str:
+def policy_text(policy: str, parameters: Mapping[str, str]) -> str:
+    """Return a policy with the parameters that are given, as `tailrace set policy` takes them."""
     return " ".join([policy, *(f"{name}={value}" for name, value in sorted(parameters.items()))])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import re
 from collections import Counter
@@ -14,10 +13,10 @@ import msgspec
 import yaml
 from msgspec import Meta, Struct
 
-from tailrace.address import MalformedAddress, parse_address
+from tailrace.address import MalformedAddress, is_ip, parse_address
 from tailrace.bounded import read_regular, shown
 from tailrace.local.options import ClusterOptions, Engine, Front
-from tailrace.policy.parameters import ParameterError
+from tailrace.policy.parameters import ParameterError, format_value
 from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, load
 from tailrace.security.options import exposed
 from tailrace.slo import read_objectives
@@ -113,7 +112,7 @@ class Policy(_Section, frozen=True):
     @property
     def texts(self) -> dict[str, str]:
         """Return the parameters as the admin API takes them."""
-        return {name: _text(value) for name, value in self.parameters.items()}
+        return {name: format_value(value) for name, value in self.parameters.items()}
 
 
 class Fleet(_Section, frozen=True):
@@ -305,16 +304,3 @@ def _check_policy(fleet: Fleet) -> None:
 
 def _names(by_host: int | Mapping[str, int] | None) -> list[str]:
     return list(by_host) if isinstance(by_host, Mapping) else []
-
-
-def is_ip(text: str) -> bool:
-    """Return whether an address is one, and no name."""
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _text(value: Value) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -13,8 +13,16 @@ from msgspec import structs
 
 from tailrace import __version__
 from tailrace.fleet.file import Fleet, to_yaml
-from tailrace.fleet.hosts import METRICS_ABOVE, Installation, control_hosts, host_plan, members, ports
-from tailrace.local.certificates import certificate_folder
+from tailrace.fleet.hosts import (
+    ANYWHERE,
+    METRICS_ABOVE,
+    Installation,
+    control_hosts,
+    host_plan,
+    members,
+    ports,
+)
+from tailrace.local.certificates import ETCD_ROOT, OPERATOR, certificate_folder
 from tailrace.local.options import ClusterOptions
 from tailrace.local.plan import PartSpec, Plan, Tier
 from tailrace.security.credentials import AUTHORITIES, CERTIFICATE, KEY
@@ -68,11 +76,7 @@ class HostFolder:
 
 def systemd(fleet: Fleet, options: ClusterOptions, host: str) -> HostFolder:
     """Return a host's units, and the script that installs and starts them."""
-    keys = f"{_ETC}/keys.json" if fleet.keys else ""
-    installed = Installation(
-        [f"{_PROGRAMS}/tailrace"], "/usr/bin/etcd", _DATA, f"{_ETC}/{CERTIFICATES}", keys
-    )
-    plan = host_plan(fleet, options, host, installed)
+    plan = host_plan(fleet, options, host, _installed(fleet, f"{_PROGRAMS}/tailrace", "/usr/bin/etcd"))
     units = {f"units/tailrace-{part.name}.service": _unit(part, plan) for part in plan.parts}
     files = {
         **units,
@@ -85,7 +89,7 @@ def systemd(fleet: Fleet, options: ClusterOptions, host: str) -> HostFolder:
 
 def processes(fleet: Fleet, options: ClusterOptions, host: str) -> HostFolder:
     """Return what `tailrace up` needs on a host, where nothing else supervises processes."""
-    plan = host_plan(fleet, options, host, Installation(["tailrace"], "etcd", "", ""))
+    plan = host_plan(fleet, options, host, ANYWHERE)
     files = {
         # Its keys are beside it there, wherever they are here.
         "fleet.yaml": to_yaml(structs.replace(fleet, keys=KEYS if fleet.keys else "")),
@@ -93,16 +97,14 @@ def processes(fleet: Fleet, options: ClusterOptions, host: str) -> HostFolder:
         "start.sh": _START_PROCESSES.format(host=host),
     }
     # `tailrace up` sets policy and SLO, and looks whether each part is ready.
-    operator = [Identity(Role.ADMIN, "local")] if fleet.tls else []
-    root = [Identity(Role.ETCD_ROOT, "local")] if fleet.tls and host in [*members(fleet)][:1] else []
+    operator = [OPERATOR] if fleet.tls else []
+    root = [ETCD_ROOT] if fleet.tls and host in [*members(fleet)][:1] else []
     return HostFolder(files, [*_identities(fleet, plan), *operator, *root], bool(plan.tier(Tier.FRONTEND)))
 
 
 def compose(fleet: Fleet, options: ClusterOptions, host: str) -> HostFolder:
     """Return a host's containers, on the host's network, and the script that starts them."""
-    keys = f"{_ETC}/keys.json" if fleet.keys else ""
-    installed = Installation(["tailrace"], "etcd", _DATA, f"{_ETC}/{CERTIFICATES}", keys)
-    plan = host_plan(fleet, options, host, installed)
+    plan = host_plan(fleet, options, host, _installed(fleet, "tailrace", "etcd"))
     services = {part.name: _container(part, plan) for part in plan.parts}
     content = {"name": f"tailrace-{fleet.cluster}", "services": services, "volumes": {"data": {}}}
     text = yaml.safe_dump(content, sort_keys=False, width=110)
@@ -114,11 +116,17 @@ def compose(fleet: Fleet, options: ClusterOptions, host: str) -> HostFolder:
     return HostFolder(files, _identities(fleet, plan), bool(plan.tier(Tier.FRONTEND)))
 
 
+def _installed(fleet: Fleet, tailrace: str, etcd: str) -> Installation:
+    """Return where things are on a host on which start.sh has installed them."""
+    keys = f"{_ETC}/{KEYS}" if fleet.keys else ""
+    return Installation([tailrace], etcd, _DATA, f"{_ETC}/{CERTIFICATES}", keys)
+
+
 def prometheus(fleet: Fleet, options: ClusterOptions, alerts: str) -> Files:
     """Return Prometheus's configuration for all hosts. `alerts`: the rules."""
     targets: dict[str, list[dict[str, Any]]] = {}
     for host in fleet.hosts:
-        plan = host_plan(fleet, options, host, Installation(["tailrace"], "etcd", "", ""))
+        plan = host_plan(fleet, options, host, ANYWHERE)
         for part in plan.parts:
             if part.tier is not Tier.ETCD:
                 address, _, port = part.address.rpartition(":")

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from tailrace.address import format_address, listen_address, parse_address
-from tailrace.fleet.file import WORKERS_MAX, Fleet, FleetError, Host, is_ip
+from tailrace.address import format_address, is_ip, listen_address, parse_address
+from tailrace.fleet.file import WORKERS_MAX, Fleet, FleetError, Host
 from tailrace.local.certificates import certificate_folder, span_certificates
 from tailrace.local.options import ClusterOptions
 from tailrace.local.plan import PartSpec, Plan, Tier, environment_of, frontend_part, worker_part
@@ -40,6 +40,10 @@ class Installation:
     certificates: str
     # Users' API keys; empty: none.
     keys: str = ""
+
+
+ANYWHERE: Final = Installation(["tailrace"], "etcd", "", "")
+"""For plans of which only names and addresses count."""
 
 
 def replicas(fleet: Fleet, options: ClusterOptions) -> dict[str, int]:
@@ -216,13 +220,9 @@ def ports(fleet: Fleet, plan: Plan, name: str) -> tuple[list[str], list[str]]:
         else:
             own += [str(port), str(port + METRICS_ABOVE)]
         if part.tier is Tier.WORKER:
-            own += [_after(part.command, "--stream-port"), _after(part.command, "--kv-ports")]
+            own += [part.option("--stream-port"), part.option("--kv-ports")]
     users = [str(parse_address(fleet.model.http)[1])] if plan.tier(Tier.FRONTEND) else []
     return own, users
-
-
-def _after(command: Sequence[str], flag: str) -> str:
-    return command[command.index(flag) + 1]
 
 
 def _port(kind: str, number: int) -> int:

@@ -37,15 +37,8 @@ def compare(running: Sequence[Part], wanted: Sequence[PartSpec], etcd: str) -> C
         if old is None:
             added.append(replace(spec, command=_with(spec.command, {"--etcd": etcd})))
         elif spec.tier is not Tier.ETCD and _essence(spec) != _essence(old):
-            kept = {flag: value_of(old.command, flag) for flag in _ADDRESSES}
-            changed.append(
-                replace(
-                    spec,
-                    command=_with(spec.command, kept),
-                    address=old.address,
-                    environment=spec.environment,
-                )
-            )
+            kept = {flag: old.option(flag) for flag in _ADDRESSES}
+            changed.append(replace(spec, command=_with(spec.command, kept), address=old.address))
     names = {spec.name for spec in wanted}
     return Changes(added, changed, [part.name for part in running if part.name not in names])
 
@@ -61,11 +54,6 @@ def _essence(spec: PartSpec) -> tuple[object, ...]:
     # The number of threads depends on the number of workers, and is worth no restart.
     environment = {name: value for name, value in spec.environment.items() if name not in THREADS}
     return _with(spec.command, dict.fromkeys(_ADDRESSES, "")), environment, tuple(spec.members)
-
-
-def value_of(command: Sequence[str], flag: str) -> str:
-    """Return the value of a flag in a command; empty if it is not there."""
-    return command[command.index(flag) + 1] if flag in command else ""
 
 
 def _with(command: Sequence[str], values: Mapping[str, str]) -> list[str]:

@@ -43,6 +43,11 @@ class PartSpec:
     heavy: bool = False
     timeout_s: float = 60.0
 
+    def option(self, flag: str) -> str:
+        """Return the value of a flag of its command; empty if it has none."""
+        command = list(self.command)
+        return command[command.index(flag) + 1] if flag in command else ""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 import click
@@ -12,6 +14,7 @@ from migration_svc.admission import Admission
 from migration_svc.migration import CopyRules
 from tailrace.cli.serve import serve
 from tailrace.handover import SETTLE_S
+from tests.waiting import WAIT_S
 from worker_agent.draining import HANDOVER_S
 from worker_agent.settings import WorkerSettings
 
@@ -30,6 +33,20 @@ def parse_serve(arguments: Sequence[str]) -> None:
     name, command, rest = serve.resolve_command(context, list(arguments))
     assert command is not None
     command.make_context(name, rest, parent=context)
+
+
+def assert_systemd_accepts(folder: Path) -> None:
+    """Check the units in a folder by systemd's verifier, which requires their programs to exist."""
+    result = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", *sorted(map(str, folder.iterdir()))],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    # Messages about units of the machine are allowed; ones about these units are not.
+    assert result.returncode == 0, result.stderr
+    assert "tailrace" not in result.stderr
 
 
 def longest_s(service: str) -> float:
