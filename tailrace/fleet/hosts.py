@@ -56,11 +56,12 @@ def replicas(fleet: Fleet, options: ClusterOptions) -> dict[str, int]:
         if any(host.gpus for host in fleet.hosts.values()):
             raise FleetError(f"hosts: an instance takes {options.ranks} GPUs, and no host has as many")
         places = dict.fromkeys(fleet.hosts, 1)
-    total = sum(places.values()) if given is None else given
+    if given is None:
+        return places
     shares = dict.fromkeys(places, 0)
-    while sum(shares.values()) < total:
+    free = [name for name, count in places.items() if count]
+    for _ in range(given):
         # To the host whose places are used least.
-        free = [name for name, count in places.items() if count]
         shares[min(free, key=lambda name: shares[name] / places[name])] += 1
     return shares
 
