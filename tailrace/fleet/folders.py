@@ -232,6 +232,16 @@ def _container(part: PartSpec, plan: Plan) -> dict[str, Any]:
         "mem_limit": "64g" if engine else "4g",
         "pids_limit": 8192 if engine else 512,
     }
+    if part.tier is not Tier.ETCD:
+        # Its image has Python.
+        probe = ["CMD", "python", "-m", "tailrace.service.probe", *_probe(part, plan).split(" ")]
+        # An engine loads its model: one that is not ready yet has not failed.
+        container["healthcheck"] = {
+            "test": probe,
+            "interval": "5s",
+            "timeout": "6s",
+            "start_period": f"{2 * _READY_TRIES}s",
+        }
     if kind == "etcd":
         container |= {"image": "quay.io/coreos/etcd:v3.5.33", "user": _CONTAINER_USER}
     if kind == "worker":
@@ -328,7 +338,8 @@ systemctl list-units 'tailrace-*' --no-pager
 
 _START_CONTAINERS: Final = f"""\
 #!/bin/sh
-# Start this host's containers: sudo sh start.sh. Run it again after a change: what has changed is replaced.
+# Start this host's containers: sudo sh start.sh. Run it again after a change: what has changed is replaced,
+# one after another, and hands over its requests.
 set -eu
 cd "$(dirname "$0")"
 [ "$(id -u)" = 0 ] || {{ echo "run it as root: sudo sh start.sh" >&2; exit 1; }}
@@ -338,7 +349,17 @@ for each in {CERTIFICATES} {KEYS}; do
   [ ! -e "$each" ] || cp -R "$each" {_ETC}/
 done
 chown -R {_CONTAINER_USER}:{_CONTAINER_USER} {_ETC}
-docker compose up --detach --wait --remove-orphans
+# A part that ran takes requests again before the next one hands over its own.
+for name in $(docker compose config --services); do
+  ran=$(docker compose ps --quiet --status running "$name")
+  docker compose up --detach --no-deps "$name"
+  if [ -n "$ran" ] && [ "$ran" != "$(docker compose ps --quiet "$name")" ]; then
+    echo "$name: replaced; waiting until it is ready"
+    docker compose up --detach --no-deps --wait --wait-timeout {2 * _READY_TRIES} "$name" ||
+      {{ echo "$name is not ready: docker compose logs $name" >&2; exit 1; }}
+  fi
+done
+docker compose up --detach --remove-orphans
 """
 
 _START_PROCESSES: Final = """\
