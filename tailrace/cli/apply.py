@@ -244,7 +244,8 @@ def require_possible(changes: Changes, running: Sequence[Part]) -> None:
 def dangers(changes: Changes, running: Sequence[Part]) -> Iterator[str]:
     """Yield what would end streams."""
     specs = {part.name: part.spec for part in running if part.spec is not None}
-    workers = {name for name, spec in specs.items() if spec.tier is Tier.WORKER}
+    # One that has ended has no requests.
+    workers = {part.name for part in running if part.tier == Tier.WORKER and part.identity.alive()}
     touched = {spec.name for spec in changes.changed} | set(changes.removed)
     for spec in changes.changed:
         old = specs[spec.name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import pytest
 
@@ -11,7 +12,7 @@ from tailrace.cli.errors import UsageProblem
 from tailrace.local.change import compare, differing
 from tailrace.local.options import ClusterOptions, Engine, Front
 from tailrace.local.plan import PartSpec, Tier, make_plan
-from tailrace.local.state import Identity, Part
+from tailrace.local.state import Identity, Part, identify
 from tailrace.service.vllm_line import VllmLine
 
 OPTIONS = ClusterOptions(
@@ -31,10 +32,13 @@ def parts(first_port: int, **changes: object) -> list[PartSpec]:
     return [*plan.parts]
 
 
-def running(specs: list[PartSpec]) -> list[Part]:
-    return [
-        Part(name=spec.name, tier=spec.tier, identity=Identity(1, 1, ""), log="", spec=spec) for spec in specs
-    ]
+ENDED = Identity(1, 1, "")
+
+
+def running(specs: list[PartSpec], identity: Identity | None = None) -> list[Part]:
+    """Return the parts as this process runs them, or as the given one did."""
+    identity = identity or identify(os.getpid())
+    return [Part(name=spec.name, tier=spec.tier, identity=identity, log="", spec=spec) for spec in specs]
 
 
 RUNNING = running(parts(20_000))
@@ -85,6 +89,13 @@ def test_what_would_end_streams(workers: int, changes: dict[str, object], proble
     found = [*dangers(compared, before)]
     assert bool(found) == bool(problem)
     assert all(problem in each for each in found)
+
+
+def test_the_only_worker_that_has_ended_may_restart() -> None:
+    before = running(parts(20_000, workers=1), ENDED)
+    compared = compare(before, parts(25_000, workers=1, worker_arguments=("--kv-blocks", "99")), ETCD)
+    assert [spec.name for spec in compared.changed] == ["worker-0"]
+    assert not [*dangers(compared, before)]
 
 
 @pytest.mark.parametrize("changes", [{"cluster": "other"}, {"workers": 9}])
