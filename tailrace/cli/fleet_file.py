@@ -63,7 +63,21 @@ def read_fleet_file(path: Path) -> FleetFile:
 
 
 def options_of(file: FleetFile) -> ClusterOptions:
-    """Return the options that follow from the file for all hosts. Raise UsageProblem."""
+    """Return the options that follow from the file for all hosts, or for this machine. Raise UsageProblem."""
+    fleet, model = file.fleet, file.fleet.model
+    options = common_options(file)
+    if fleet.hosts:
+        return options
+    keys = ("--api-keys", str(file.beside(fleet.keys))) if fleet.keys else ()
+    insecure = ("--insecure",) if fleet.insecure else ()
+    number = model.frontends if isinstance(model.frontends, int) else 1
+    return replace(
+        options, frontends=number, frontend_arguments=(*options.frontend_arguments, *keys, *insecure)
+    )
+
+
+def common_options(file: FleetFile) -> ClusterOptions:
+    """Return the options that follow from the file wherever its processes run. Raise UsageProblem."""
     fleet = file.fleet
     model = fleet.model
     host, port = parse_address(model.http)
@@ -82,17 +96,9 @@ def options_of(file: FleetFile) -> ClusterOptions:
         environment=fleet.environment,
     )
     try:
-        options = with_line(options, arguments_of(model.flags))
+        return with_line(options, arguments_of(model.flags))
     except (click.UsageError, UsageProblem) as error:
         raise UsageProblem(f"{file.path}: models[0].flags: {error.format_message()}") from error
-    if fleet.hosts:
-        return options
-    keys = ("--api-keys", str(file.beside(fleet.keys))) if fleet.keys else ()
-    insecure = ("--insecure",) if fleet.insecure else ()
-    number = model.frontends if isinstance(model.frontends, int) else 1
-    return replace(
-        options, frontends=number, frontend_arguments=(*options.frontend_arguments, *keys, *insecure)
-    )
 
 
 def require_alone(*names: str) -> None:

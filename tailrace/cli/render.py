@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -14,8 +14,15 @@ import click
 
 from tailrace.cli.certs import folder_option
 from tailrace.cli.errors import CliError, UsageProblem, file_errors
-from tailrace.cli.fleet_file import FleetFile, file_option, options_of, read_fleet_file
+from tailrace.cli.fleet_file import (
+    FleetFile,
+    common_options,
+    file_option,
+    options_of,
+    read_fleet_file,
+)
 from tailrace.cli.output import note
+from tailrace.fleet import kubernetes
 from tailrace.fleet.file import Fleet, FleetError
 from tailrace.fleet.folders import (
     CERTIFICATES,
@@ -42,30 +49,33 @@ _LEFT: Final = datetime.timedelta(days=30)
 
 
 @click.command(epilog="Example: tailrace render systemd -f fleet.yaml --out hosts")
-@click.argument("kind", type=click.Choice(["systemd", "compose", "processes"]))
+@click.argument("kind", type=click.Choice(["systemd", "compose", "processes", "kubernetes"]))
 @file_option(required=True)
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
-    default=Path("hosts"),
-    show_default=True,
     metavar="DIR",
-    help="Where the hosts' folders are written.",
+    help="Where the folders are written.  [default: hosts; kubernetes]",
 )
 @folder_option
-def render(kind: str, file: Path, out: Path, folder: Path) -> None:
+def render(kind: str, file: Path, out: Path | None, folder: Path) -> None:
     """Make a folder for each host: units, containers or processes, certificates, firewall, and start.sh.
 
     Copy each to its host and run its start.sh there. After a change of the file, do the same again: start.sh
-    restarts what has changed. Prometheus's configuration and alerts are beside them.
+    restarts what has changed. Prometheus's configuration and alerts are beside them. For Kubernetes, it makes
+    one folder of objects (docs/kubernetes.md).
     """
     source = read_fleet_file(file)
     fleet = source.fleet
-    if not fleet.hosts:
-        raise UsageProblem(f"{file}: hosts: there are none; tailrace up -f starts it on one machine")
+    out = out or Path("kubernetes" if kind == "kubernetes" else "hosts")
     keys = source.beside(fleet.keys) if fleet.keys else None
     if keys is not None and not keys.is_file():
         raise UsageProblem(f"{keys}: no such file; tailrace keys make NAME --file {keys} makes it")
+    if kind == "kubernetes":
+        _render_kubernetes(source, out, folder, keys)
+        return
+    if not fleet.hosts:
+        raise UsageProblem(f"{file}: hosts: there are none; tailrace up -f starts it on one machine")
     options = options_of(source)
     try:
         with file_errors(AuthorityProblem):
@@ -89,6 +99,71 @@ def render(kind: str, file: Path, out: Path, folder: Path) -> None:
     except FleetError as error:
         raise CliError(f"{file}: {error}") from error
     click.echo("\n".join(_next_steps(kind, source, out, folder)))
+
+
+def _render_kubernetes(source: FleetFile, out: Path, folder: Path, keys: Path | None) -> None:
+    fleet, options = source.fleet, common_options(source)
+    try:
+        with file_errors(AuthorityProblem):
+            kubernetes.require_possible(fleet)
+            certificates = {}
+            if fleet.tls:
+                issuer = _Issuer.of(folder)
+                for identity, hosts in kubernetes.identities(fleet).items():
+                    issued = issuer.issue(identity, hosts)
+                    paths = [path for path in issued.rglob("*") if path.is_file()]
+                    certificates[identity] = {
+                        str(path.relative_to(issued)): path.read_bytes() for path in paths
+                    }
+                for operator in (OPERATOR, ETCD_ROOT):
+                    issuer.issue(operator, [])
+            texts = kubernetes.files(
+                fleet,
+                options,
+                certificates,
+                keys.read_text() if keys is not None else "",
+                _ALERTS.read_text(),
+            )
+            out.mkdir(parents=True, exist_ok=True)
+            # Certificates' keys are in it.
+            out.chmod(0o700)
+            for name in kubernetes.OPTIONAL:
+                (out / name).unlink(missing_ok=True)
+            _write_files(out, texts)
+    except FleetError as error:
+        raise CliError(f"{source.path}: {error}") from error
+    click.echo("\n".join(_kubernetes_steps(source, out, folder, [*texts])))
+
+
+def _kubernetes_steps(source: FleetFile, out: Path, authority: Path, files: list[str]) -> Iterator[str]:
+    """Yield what to do now, in this order."""
+    fleet = source.fleet
+    namespace = fleet.kubernetes.namespace
+    forward = f"kubectl --namespace {namespace} port-forward"
+    yield f"kubectl apply --kustomize {quote(str(out))}"
+    operator, root = (_tls(authority, fleet, identity) for identity in (OPERATOR, ETCD_ROOT))
+    if fleet.tls:
+        own = isinstance(fleet.kubernetes.etcd, int)
+        address = "127.0.0.1:2379" if own else ",".join(kubernetes.endpoints(fleet))
+        if own:
+            yield f"{forward} service/etcd 2379 &"
+        yield f"tailrace etcd-roles --apply --etcd {address}{root}{_cluster(fleet)}"
+    yield f"{forward} service/scheduler 7101 &"
+    yield f"tailrace apply -f {quote(str(source.path))} --admin 127.0.0.1:7101{operator}"
+    for name, needed in kubernetes.OPTIONAL.items():
+        if name in files:
+            yield f"kubectl apply --filename {quote(str(out / name))}    # {needed}"
+
+
+def _tls(authority: Path, fleet: Fleet, identity: Identity) -> str:
+    """Return the option with an operator's certificate."""
+    if not fleet.tls:
+        return ""
+    return f" --tls {quote(certificate_folder(str(authority), identity.role.value, identity.name))}"
+
+
+def _cluster(fleet: Fleet) -> str:
+    return f" --cluster {fleet.cluster}" if fleet.cluster != "default" else ""
 
 
 def _write(folder: Path, made: HostFolder, keys: Path | None) -> None:
@@ -163,12 +238,8 @@ def _next_steps(kind: str, source: FleetFile, out: Path, authority: Path) -> Ite
         yield f"{copy} && ssh {address} {sudo}sh tailrace/start.sh"
     if kind == "processes":
         return
-    operator, root = (
-        certificate_folder(str(authority), each.role.value, each.name) for each in (OPERATOR, ETCD_ROOT)
-    )
+    operator, root = (_tls(authority, fleet, identity) for identity in (OPERATOR, ETCD_ROOT))
     if fleet.tls:
-        cluster = f" --cluster {fleet.cluster}" if fleet.cluster != "default" else ""
-        yield f"tailrace etcd-roles --apply --etcd {','.join(endpoints(fleet))} --tls {quote(root)}{cluster}"
-    with_tls = f" --tls {quote(operator)}" if fleet.tls else ""
-    yield f"tailrace apply -f {quote(str(source.path))}{with_tls}"
+        yield f"tailrace etcd-roles --apply --etcd {','.join(endpoints(fleet))}{root}{_cluster(fleet)}"
+    yield f"tailrace apply -f {quote(str(source.path))}{operator}"
     yield f"# Prometheus: {out / PROMETHEUS}/prometheus.yml; control host: {control_hosts(fleet)[0]}"

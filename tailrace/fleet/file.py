@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import yaml
@@ -32,6 +32,8 @@ FRONTENDS_MAX: Final = 8
 
 Name = Annotated[str, Meta(pattern=_NAME)]
 Replicas = Annotated[int, Meta(ge=1, le=WORKERS_MAX)]
+Quantity = Annotated[str, Meta(pattern=r"^[1-9][0-9]*(\.[0-9]+)?(m|[kMGT]i?)?$")]
+Resource = Annotated[str, Meta(pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$")]
 Value = bool | int | float | str
 # A host name, or an IPv4 or IPv6 address: it is written into commands and rules.
 _ADDRESS: Final = r"^([A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*)$"
@@ -115,6 +117,47 @@ class Policy(_Section, frozen=True):
         return {name: format_value(value) for name, value in self.parameters.items()}
 
 
+class Kubernetes(_Section, frozen=True):
+    """What Kubernetes needs to know besides (docs/kubernetes.md)."""
+
+    namespace: Name = "tailrace"
+    registry: Annotated[
+        str,
+        Meta(
+            pattern=r"^([A-Za-z0-9][A-Za-z0-9.:/_-]*)?$",
+            description="Where the images tailrace-control and tailrace-engine are, without the last slash.",
+        ),
+    ] = ""
+    etcd: Annotated[
+        Literal[1, 3, 5] | list[str], Meta(description="Members of etcd, or HOST:PORT of members of yours.")
+    ] = 3
+    storage: Annotated[Quantity, Meta(description="Size of a member's volume.")] = "8Gi"
+    gpu: Annotated[
+        Resource, Meta(description="Resource of a GPU; an instance takes tensor x pipeline parallel of them.")
+    ] = "nvidia.com/gpu"
+    gpus: Annotated[
+        Annotated[int, Meta(ge=0, le=64)] | None,
+        Meta(description="GPUs of an instance, if not as many; 0: vLLM on CPUs."),
+    ] = None
+    rdma: Annotated[
+        Resource | Literal[""], Meta(description="Resource of an RDMA device, such as rdma/hca.")
+    ] = ""
+    cpu: Annotated[Quantity, Meta(description="CPUs of an instance.")] = "4"
+    memory: Annotated[Quantity, Meta(description="Memory of an instance.")] = "32Gi"
+    models: Annotated[
+        Name | Literal[""],
+        Meta(description="PersistentVolumeClaim with models, mounted at /models in workers and front ends."),
+    ] = ""
+    service: Annotated[
+        Literal["ClusterIP", "NodePort", "LoadBalancer"], Meta(description="How users reach the front ends.")
+    ] = "ClusterIP"
+    gateway: Annotated[Name | Literal[""], Meta(description="A Gateway, for an HTTPRoute.")] = ""
+    scale_to: Annotated[
+        int, Meta(ge=0, le=1000, description="Most instances, for a KEDA ScaledObject; 0: none.")
+    ] = 0
+    prometheus: Annotated[str, Meta(description="Prometheus's URL, for KEDA.")] = "http://prometheus:9090"
+
+
 class Fleet(_Section, frozen=True):
     """A deployment: one cluster."""
 
@@ -143,6 +186,7 @@ class Fleet(_Section, frozen=True):
         str, Meta(description="OTLP endpoint for spans; monitor: for tailrace trace; none: no spans.")
     ] = "monitor"
     schedulers: Annotated[int, Meta(ge=1, le=5, description="Schedulers on one machine; one leads.")] = 1
+    kubernetes: Kubernetes = Kubernetes()
     environment: Annotated[
         dict[Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str],
         Meta(description="Environment of every process, such as HF_HOME or VLLM_..."),
@@ -239,9 +283,11 @@ def _check(fleet: Fleet) -> None:
                 raise FleetError(f"{field}: {shown(name)} is none of the hosts ({known})")
         if len(set(names)) < len(names):
             raise FleetError(f"{field}: a host is there twice")
+    own_etcd = fleet.kubernetes.etcd if isinstance(fleet.kubernetes.etcd, list) else []
     for field, address in (
         ("models[0].http", model.http),
         *(("etcd", each) for each in fleet.etcd if ":" in each),
+        *(("kubernetes.etcd", each) for each in own_etcd),
     ):
         try:
             parse_address(address)

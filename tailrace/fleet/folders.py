@@ -42,7 +42,6 @@ SCRAPER: Final = Identity(Role.TELEMETRY, "prometheus")
 _ETC: Final = "/etc/tailrace"
 _DATA: Final = "/var/lib/tailrace"
 _PROGRAMS: Final = "/opt/tailrace/bin"
-# Seconds that a part may take to hand over or finish its work (--drain-timeout, --patience), and to close.
 _STOP_S: Final = {"frontend": 330, "migration": 75, "worker": 90}
 _OTHERS_STOP_S: Final = 30
 # By which start.sh knows the units that it may remove.
@@ -50,8 +49,9 @@ _MADE: Final = "Made by tailrace render"
 # Two seconds and the probe's own time each: an engine loads its model.
 _READY_TRIES: Final = 450
 # As in deploy/Dockerfile.
-_CONTAINER_USER: Final = "10001"
+CONTAINER_USER: Final = "10001"
 _UNIT: Final = Path(__file__).with_name("unit.service")
+ETCD_IMAGE: Final = "quay.io/coreos/etcd:v3.5.33"
 _DEVICE_NODES: Final = (
     "ExecStartPre=-+/bin/sh -c 'command -v nvidia-modprobe >/dev/null && nvidia-modprobe -c 0 -u'\n"
 )
@@ -131,7 +131,7 @@ def prometheus(fleet: Fleet, options: ClusterOptions, alerts: str) -> Files:
             if part.tier is not Tier.ETCD:
                 address, _, port = part.address.rpartition(":")
                 target = f"{address}:{int(port) + METRICS_ABOVE}"
-                kind = _kind(part)
+                kind = kind_of(part)
                 targets.setdefault(kind, []).append({"targets": [target], "labels": {"member": part.name}})
     jobs = [_job(kind, each, fleet.tls) for kind, each in targets.items()]
     config = {
@@ -163,13 +163,19 @@ def _identities(fleet: Fleet, plan: Plan) -> list[Identity]:
     return [Identity(Role(part.role), part.name) for part in plan.parts] if fleet.tls else []
 
 
-def _kind(part: PartSpec) -> str:
+def kind_of(part: PartSpec) -> str:
     """Return which service a part is."""
     return "etcd" if part.tier is Tier.ETCD else part.command[list(part.command).index("serve") + 1]
 
 
+def stop_s(kind: str) -> int:
+    """Return the seconds that a service may take to hand over or finish its work (--drain-timeout,
+    --patience), and to close."""
+    return _STOP_S.get(kind, _OTHERS_STOP_S)
+
+
 def _unit(part: PartSpec, plan: Plan) -> str:
-    kind = _kind(part)
+    kind = kind_of(part)
     devices = kind == "worker"
     lines = []
     if devices:
@@ -191,7 +197,7 @@ def _unit(part: PartSpec, plan: Plan) -> str:
         # root before the service starts; "-": a machine without GPUs has none.
         prepare=_DEVICE_NODES if devices else "",
         command=" ".join(_quoted(word.replace("$", "$$")) for word in part.command),
-        stop_s=_STOP_S.get(kind, _OTHERS_STOP_S),
+        stop_s=stop_s(kind),
         role="\n".join([*lines, ""]),
     )
 
@@ -211,7 +217,7 @@ def _quoted(word: str) -> str:
 
 
 def _container(part: PartSpec, plan: Plan) -> dict[str, Any]:
-    kind = _kind(part)
+    kind = kind_of(part)
     engine = kind in ("worker", "frontend")
     environment = {**plan.environment, **part.environment}
     container: dict[str, Any] = {
@@ -224,7 +230,7 @@ def _container(part: PartSpec, plan: Plan) -> dict[str, Any]:
         "volumes": [f"data:{_DATA}", f"{_ETC}:{_ETC}:ro"],
         "restart": "unless-stopped",
         "init": True,
-        "stop_grace_period": f"{_STOP_S.get(kind, _OTHERS_STOP_S)}s",
+        "stop_grace_period": f"{stop_s(kind)}s",
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges:true"],
         "read_only": True,
@@ -243,7 +249,7 @@ def _container(part: PartSpec, plan: Plan) -> dict[str, Any]:
             "start_period": f"{2 * _READY_TRIES}s",
         }
     if kind == "etcd":
-        container |= {"image": "quay.io/coreos/etcd:v3.5.33", "user": _CONTAINER_USER}
+        container |= {"image": ETCD_IMAGE, "user": CONTAINER_USER}
     if kind == "worker":
         container["shm_size"] = "1g"
         container["ulimits"] = {"memlock": -1}
@@ -343,12 +349,12 @@ _START_CONTAINERS: Final = f"""\
 set -eu
 cd "$(dirname "$0")"
 [ "$(id -u)" = 0 ] || {{ echo "run it as root: sudo sh start.sh" >&2; exit 1; }}
-install -d -m 750 -o {_CONTAINER_USER} -g {_CONTAINER_USER} {_ETC}
+install -d -m 750 -o {CONTAINER_USER} -g {CONTAINER_USER} {_ETC}
 for each in {CERTIFICATES} {KEYS}; do
   # The user of the containers reads them.
   [ ! -e "$each" ] || cp -R "$each" {_ETC}/
 done
-chown -R {_CONTAINER_USER}:{_CONTAINER_USER} {_ETC}
+chown -R {CONTAINER_USER}:{CONTAINER_USER} {_ETC}
 # A part that ran takes requests again before the next one hands over its own.
 for name in $(docker compose config --services); do
   ran=$(docker compose ps --quiet --status running "$name")

@@ -18,9 +18,9 @@ from tailrace.service.etcd import CLIENT_PORT, PEER_PORT, Member, member_command
 
 METRICS_ABOVE: Final = 2000
 """A service's metrics are on its own port plus this."""
-_PORTS: Final = {"scheduler": 7101, "monitor": 7102, "migration": 7103, "frontend": 7104}
+PORTS: Final = {"scheduler": 7101, "monitor": 7102, "migration": 7103, "frontend": 7104, "worker": 7105}
+"""gRPC ports of the services, of the first one of a kind on a host."""
 _FURTHER_FRONTENDS: Final = 7190
-_WORKERS: Final = 7105
 _STREAMS: Final = 7205
 _KV: Final = 7300
 # One for each network device.
@@ -95,7 +95,7 @@ def endpoints(fleet: Fleet) -> list[str]:
 
 def admin(fleet: Fleet) -> str:
     """Return the address of the admin API, HOST:PORT[,..]."""
-    return ",".join(_at(fleet.hosts[name], _PORTS["scheduler"]) for name in control_hosts(fleet))
+    return ",".join(_at(fleet.hosts[name], PORTS["scheduler"]) for name in control_hosts(fleet))
 
 
 def host_plan(fleet: Fleet, options: ClusterOptions, name: str, installed: Installation) -> Plan:
@@ -128,7 +128,7 @@ def host_plan(fleet: Fleet, options: ClusterOptions, name: str, installed: Insta
         frontend_part(with_keys, service, f"frontend-{name}-{number}", fleet.model.http)
         for number in range(here.frontends)
     ]
-    monitor = _at(fleet.hosts[control_hosts(fleet)[0]], _PORTS["monitor"])
+    monitor = _at(fleet.hosts[control_hosts(fleet)[0]], PORTS["monitor"])
     return Plan(
         parts=parts,
         environment=environment_of(options, monitor),
@@ -228,10 +228,10 @@ def ports(fleet: Fleet, plan: Plan, name: str) -> tuple[list[str], list[str]]:
 
 def _port(kind: str, number: int) -> int:
     if kind == "worker":
-        return _WORKERS + number
+        return PORTS[kind] + number
     if kind == "frontend" and number:
         return _FURTHER_FRONTENDS + number
-    return _PORTS[kind]
+    return PORTS[kind]
 
 
 def _users_address(fleet: Fleet) -> str:

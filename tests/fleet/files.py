@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +49,13 @@ def changed(content: Any, place: str, value: Any) -> Any:
     return copy
 
 
-def read(folder: Path, content: Any) -> tuple[FleetFile, ClusterOptions]:
+def read(
+    folder: Path, content: Any, options: Callable[[FleetFile], ClusterOptions] = options_of
+) -> tuple[FleetFile, ClusterOptions]:
     """Return a file and the options that follow from it."""
     file = read_fleet_file(write(folder, content))
     with click.Context(up):
-        return file, options_of(file)
+        return file, options(file)
 
 
 def leaves(content: Any, place: str = "") -> Iterator[str]:
