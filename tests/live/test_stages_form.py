@@ -30,7 +30,7 @@ SECONDS = 75.0
 
 
 def _requests(seed: int) -> list[SimRequest]:
-    """Return four requests a second, prompts from tens to thousands of tokens, evenly by order of magnitude."""
+    """Return four requests a second, with prompts from tens to thousands of tokens, evenly by magnitude."""
     rng = random.Random(seed)
     requests: list[SimRequest] = []
     at_s = rng.expovariate(4.0)
