@@ -8,6 +8,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from experiments.claims import ares, pascal
 from experiments.claims.base import QUICK, WHOLE, Experiment, Figures, Finding, Verdict
@@ -25,6 +28,8 @@ from experiments.claims.verdicts import (
     number,
     weakest,
 )
+from experiments.pascal_pacer import measure as measure_pacer
+from experiments.pascal_pacer import shown_s
 from simulator.cluster import ClusterSpec
 from simulator.goodput import percentile_for, tail_by_bin
 from simulator.request import SimRequest
@@ -40,6 +45,7 @@ from tailrace.policy.least_loaded import FOOTPRINT, LeastLoaded
 from tailrace.policy.pascal import Pascal
 from tailrace.policy.requests import RequestTable, table_of
 from tailrace.profiles import load_profile
+from tests.policy.fleets import quick
 
 ALL: tuple[Experiment, ...] = (*pascal.EXPERIMENTS, *ares.EXPERIMENTS)
 HOLDS, EXCEEDS = Verdict.HOLDS, Verdict.EXCEEDS
@@ -251,6 +257,30 @@ def test_a_small_run_of_pascal(arm: str) -> None:
     figures = serve_pascal("alpaca_eval", arm, 4.0, 50, 1)
     assert figures["finished"] == 50.0
     assert (number(figures, "migrations") > 0.0) == (arm in ("pascal", "non_adaptive", "late_reports"))
+
+
+@quick
+@given(
+    st.lists(st.floats(0.0, 5.0), min_size=2, max_size=40).map(lambda gaps: np.cumsum(gaps)),
+    st.floats(0.01, 1.0),
+)
+def test_the_pacer_shows_each_token_when_its_reader_gets_to_it(
+    ready_s: NDArray[np.float64], pace_s: float
+) -> None:
+    shown = shown_s(ready_s, pace_s)
+    due_s = -np.inf
+    for ready, at in zip(ready_s, shown, strict=True):
+        due_s = max(ready, due_s + pace_s)
+        assert at == pytest.approx(due_s, abs=1e-9)
+    # The longest wait for a token gets no longer than it was, or than the pace.
+    assert np.diff(shown).max() <= max(np.diff(ready_s).max(), pace_s) + 1e-9
+
+
+def test_pacing_is_judged_on_one_run() -> None:
+    found = measure_pacer("pascal", 1.1, 120, 1)
+    assert found["paced_stalled"] <= found["stalled"]
+    # Answers are generated faster than they are read, so their last token is shown later.
+    assert found["later_p50_s"] > 0.0
 
 
 def test_turns_are_circular() -> None:
