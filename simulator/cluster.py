@@ -110,6 +110,9 @@ class MigrationSpec:
     room_last: bool = False
     # Pre-copy rounds during which the source keeps decoding, before the last round, which pauses the request.
     max_rounds: int = 4
+    # Whether the request is paused from the start, as long as it waits for room and for admission, too
+    # (Arrow's q_2, equation 4): there is one round then.
+    paused: bool = False
     # From admission to the first byte, and from the last byte to the first step on the target.
     open_s: float = 0.002
     commit_s: float = 0.001

@@ -147,8 +147,10 @@ class Migrations:
         source.migrations_out += 1
         target.migrations_in += 1
         self._listener.migration_opened(migration)
-        if self._spec.room_last or self._reserve_or_wait(migration, now, self._enqueue):
-            self._enqueue(migration, now)
+        if self._spec.paused:
+            source.at_boundary(self._unless_closed(migration, self._pause_and_queue), now)
+        else:
+            self._reserve_and_queue(migration, now)
 
     def preempted(self, job: Job, now: float) -> None:
         """Abort the migration of a preempted request, unless its KV was swapped out: then it continues from
@@ -181,6 +183,19 @@ class Migrations:
         if len(self._queue) >= self._spec.queue_limit:
             return f"{len(self._queue)} migrations are already waiting"
         return ""
+
+    def _pause_and_queue(self, migration: Migration, now: float) -> None:
+        job, source = migration.job, migration.source
+        if job.state is JobState.SWAPPED:
+            source.hold_swapped(job)
+        else:
+            source.pause(job)
+        migration.paused_s = now
+        self._reserve_and_queue(migration, now)
+
+    def _reserve_and_queue(self, migration: Migration, now: float) -> None:
+        if self._spec.room_last or self._reserve_or_wait(migration, now, self._enqueue):
+            self._enqueue(migration, now)
 
     def _reserve_or_wait(
         self, migration: Migration, now: float, continuation: Callable[[Migration, float], None]
@@ -279,6 +294,9 @@ class Migrations:
         if migration.started_s is None:
             migration.started_s = now
             migration.copied = self._cached_blocks(migration, now)
+        if migration.paused_s is not None:
+            self._last_round(migration, now)
+            return
         if migration.job.state is JobState.SWAPPED:
             self._copy_from_host(migration, now)
             return
@@ -316,7 +334,8 @@ class Migrations:
 
     def _last_round(self, migration: Migration, now: float) -> None:
         job, source = migration.job, migration.source
-        migration.paused_s = now
+        if migration.paused_s is None:
+            migration.paused_s = now
         needed = blocks_for(job.prompt + job.tokens, source.block_tokens)
         if not self._grow_reservation(migration, needed, now):
             return

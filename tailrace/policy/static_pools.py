@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from heapq import nsmallest
-from typing import Final
+from typing import ClassVar, Final
 from zlib import crc32
 
 from tailrace.actions import Action, Migrate, Place, Placement, Refuse, SetPool
@@ -46,7 +46,7 @@ class StaticPools(Policy):
     stateless, so a hash of the request id takes its place, which is just as independent of load.
     """
 
-    needs = (Fact.PROFILE,)
+    needs: ClassVar[tuple[Fact, ...]] = (Fact.PROFILE,)
     dispatch: str = parameter(
         MINIMAL_LOAD,
         "within a pool: the least loaded instance, or round robin",

@@ -12,7 +12,7 @@ import pytest
 from experiments.claims import arrow, cascade
 from experiments.claims.arrow.ablation import R5, R6, gains_at, run_name
 from experiments.claims.arrow.ablation import judge as judge_ablation
-from experiments.claims.arrow.cluster import CODE, half_capacity_per_s, rotated
+from experiments.claims.arrow.cluster import CODE, ROUND_ROBIN, Engines, half_capacity_per_s, rotated
 from experiments.claims.arrow.rates import HIGHEST, LOWEST, bisect, crossing
 from experiments.claims.arrow.scalability import GPUS, attained
 from experiments.claims.arrow.scalability import judge as judge_scalability
@@ -42,12 +42,17 @@ from experiments.claims.cascade.prediction import observed
 from experiments.claims.cascade.serving import generated, serve
 from simulator.cluster import ClusterSpec
 from simulator.request import SimRequest
+from simulator.setups import setup_for
 from simulator.simulation import simulate
 from simulator.workloads.base import Workload
+from tailrace.actions import Migrate, Place
+from tailrace.cluster import Arrival, Pool
 from tailrace.intra.orders import Fcfs
 from tailrace.policy.cascade.layout import tiles
+from tailrace.policy.deployment import Deployment
 from tailrace.policy.least_loaded import LeastLoaded
 from tailrace.profiles import load_profile
+from tests.policy.fleets import cluster, instance, request
 
 ALL: tuple[Experiment, ...] = (*arrow.experiments(Path("traces")), *cascade.EXPERIMENTS)
 
@@ -121,7 +126,7 @@ def test_the_ablation_is_judged_by_effect(
     runs = {
         "arrow": rates(aware, [1.0, 0.9, 0.8]),
         "static_pools": rates(10.0, [1.0, 0.9, 0.7]),
-        "static_pools dispatch=round_robin": rates(10.0, [steady, 0.9 * steady, round_robin_attainment]),
+        ROUND_ROBIN: rates(10.0, [steady, 0.9 * steady, round_robin_attainment]),
     }
     starts = (0.0, 0.5)
     figures = {run_name("x", policy, start): run for policy, run in runs.items() for start in starts}
@@ -326,3 +331,25 @@ def test_measurements_of_a_run() -> None:
     assert 0 < generated(result.requests, end_s / 2) < 800
     assert generated(result.requests, 0.0) == 0
     assert INSTANCES == 16 and np.isfinite(latency).all()
+
+
+def test_round_robin_gives_each_decode_instance_its_turn() -> None:
+    policy = setup_for(ROUND_ROBIN).policy(Deployment())
+    names = "bcd"
+    view = cluster(
+        instance("a", tuple(request(f"r{n}", "a") for n in range(6)), pool=Pool.PREFILL),
+        *(instance(name, pool=Pool.DECODE) for name in names),
+    )
+    moves = [policy.on_prefill_done(view, request(f"r{n}", "a"), 0.0) for n in range(6)]
+    assert [move.target_id for [move] in moves if isinstance(move, Migrate)] == [*names, *names]
+    # Where requests are prefilled is by the arrival's number, as in `static_pools`.
+    assert policy.place(view, Arrival("x", 10, 10, 0), 0.0) == Place("a")
+
+
+def test_engines_add_their_overhead_to_each_step() -> None:
+    profile = load_profile("llama-3.1-8b-h800")
+    slowed = Engines(10.0).slowed(profile)
+    for tokens, batch in ((100, 0), (0, 5), (100, 5)):
+        prompt = profile.prefill.ms(0, tokens) if tokens else 0.0
+        assert slowed.step_ms(prompt, batch, 400) == pytest.approx(profile.step_ms(prompt, batch, 400) + 10.0)
+    assert Engines().slowed(profile) == profile

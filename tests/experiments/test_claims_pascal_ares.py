@@ -8,11 +8,15 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from experiments.claims import ares, pascal
 from experiments.claims.base import QUICK, WHOLE, Experiment, Figures, Finding, Verdict
 from experiments.claims.pascal import serving as pascal_serving
 from experiments.claims.pascal import single
+from experiments.claims.pascal.circular import CircularRoundRobin
 from experiments.claims.pascal.measure import serve as serve_pascal
 from experiments.claims.pascal.tails import Comparison, mean_tails
 from experiments.claims.saturation import poisson_at_load, saturation_rate
@@ -24,6 +28,8 @@ from experiments.claims.verdicts import (
     number,
     weakest,
 )
+from experiments.pascal_pacer import measure as measure_pacer
+from experiments.pascal_pacer import shown_s
 from simulator.cluster import ClusterSpec
 from simulator.goodput import percentile_for, tail_by_bin
 from simulator.request import SimRequest
@@ -31,13 +37,15 @@ from simulator.simulation import simulate
 from simulator.views import ReportedRequests
 from simulator.workloads.pascal import reasoning_phase
 from tailrace.actions import Action
-from tailrace.cluster import ClusterView, RequestView
-from tailrace.intra.orders import Fcfs
+from tailrace.cluster import ClusterView, Phase, RequestView
+from tailrace.intra.base import JobView
+from tailrace.intra.orders import Fcfs, QuantumRoundRobin
 from tailrace.intra.pascal import PascalQueue
 from tailrace.policy.least_loaded import FOOTPRINT, LeastLoaded
 from tailrace.policy.pascal import Pascal
 from tailrace.policy.requests import RequestTable, table_of
 from tailrace.profiles import load_profile
+from tests.policy.fleets import quick
 
 ALL: tuple[Experiment, ...] = (*pascal.EXPERIMENTS, *ares.EXPERIMENTS)
 HOLDS, EXCEEDS = Verdict.HOLDS, Verdict.EXCEEDS
@@ -126,6 +134,7 @@ def _pascal_figures(**changes: Figures) -> dict[str, Figures]:
     tails = {
         "fcfs": [70.0, 60.0, 100.0],
         "rr": [25.0, 60.0, 150.0],
+        "rr_circular": [40.0, 60.0, 110.0],
         "pascal": [25.0, 59.0, 106.0],
         "no_migration": [30.0, 60.0, 106.0],
         "non_adaptive": [30.0, 60.0, 106.0],
@@ -135,12 +144,13 @@ def _pascal_figures(**changes: Figures) -> dict[str, Figures]:
         "violations": 0.02,
         "tokens_per_s": 100.0,
         "transfer_p99_s": 0.17,
+        "ttft_p99_s": 90.0,
         "blocking_p99_s": 0.0,
         "migrations": 9.0,
     }
     latency = {"latency_p50_s": 10.0, "latency_p99_s": 20.0}
     own: dict[str, Mapping[str, float]] = {
-        "pascal": {"violations": 0.0069},
+        "pascal": {"violations": 0.0069, "ttft_p99_s": 81.0},
         "no_migration": {"blocking_p99_s": 27.0},
         "non_adaptive": {"violations": 0.0745, "latency_p50_s": 12.0, "latency_p99_s": 22.0},
     }
@@ -164,6 +174,12 @@ def test_pascal_claims_hold_with_the_figures_of_the_paper() -> None:
     expected = dict.fromkeys(found, HOLDS) | {"P12": EXCEEDS}
     assert {name: finding.verdict for name, finding in found.items()} == expected
     assert "-64%" in found["P1"].ours
+    # Beside the best bin: the tail of all requests, and RR's other reading.
+    assert all(
+        found[row].figures["alpaca_eval_overall_change"] == pytest.approx(-0.1) for row in ("P1", "P3")
+    )
+    assert found["P3"].figures["arena_hard_circular_best_change"] == pytest.approx(-0.375)
+    assert found["P12"].figures["overall_change"] == pytest.approx(-0.1)
 
 
 def test_findings_include_their_spread_over_seeds() -> None:
@@ -212,10 +228,13 @@ def test_single_gpu_claims_are_judged() -> None:
         "oracle": figures(1.0, 10.0, 1.0, 1.0),
         "fcfs": figures(5.0, 12.0, 0.4, 0.4),
         "rr": figures(1.1, 17.0, 0.9, 0.98),
+        "rr_circular": figures(2.0, 12.0, 0.5, 0.7),
     }
     runs = {run.name: arms[run.name.split("/")[1]] for run in single.one_gpu_rows(WHOLE).runs}
     found = _by_id(single.judge(WHOLE, runs))
     assert [f.verdict for f in found.values()] == [HOLDS, HOLDS]
+    assert "1.20 ± 0.00x in circular order" in found["P13"].ours and "direction only" in found["P13"].why
+    assert found["P14"].why.endswith("RR in circular order 50% ± 0%; holds at no load tried")
     runs = {run.name: arms["oracle"] for run in single.one_gpu_rows(WHOLE).runs}
     assert [f.verdict for f in _by_id(single.judge(WHOLE, runs)).values()] == [NOT, NOT]
 
@@ -231,11 +250,69 @@ def test_a_late_answer_reduces_qoe() -> None:
     assert single.qoe_with_ttfat(second) == pytest.approx(area / (area + late * 256))
 
 
-@pytest.mark.parametrize("arm", ["fcfs", "rr", "pascal", "no_migration", "non_adaptive", "late_reports"])
+@pytest.mark.parametrize(
+    "arm", ["fcfs", "rr", "rr_circular", "pascal", "no_migration", "non_adaptive", "late_reports"]
+)
 def test_a_small_run_of_pascal(arm: str) -> None:
     figures = serve_pascal("alpaca_eval", arm, 4.0, 50, 1)
     assert figures["finished"] == 50.0
     assert (number(figures, "migrations") > 0.0) == (arm in ("pascal", "non_adaptive", "late_reports"))
+
+
+@quick
+@given(
+    st.lists(st.floats(0.0, 5.0), min_size=2, max_size=40).map(lambda gaps: np.cumsum(gaps)),
+    st.floats(0.01, 1.0),
+)
+def test_the_pacer_shows_each_token_when_its_reader_gets_to_it(
+    ready_s: NDArray[np.float64], pace_s: float
+) -> None:
+    shown = shown_s(ready_s, pace_s)
+    due_s = -np.inf
+    for ready, at in zip(ready_s, shown, strict=True):
+        due_s = max(ready, due_s + pace_s)
+        assert at == pytest.approx(due_s, abs=1e-9)
+    # The longest wait for a token gets no longer than it was, or than the pace.
+    assert np.diff(shown).max() <= max(np.diff(ready_s).max(), pace_s) + 1e-9
+
+
+def test_pacing_is_judged_on_one_run() -> None:
+    found = measure_pacer("pascal", 1.1, 120, 1)
+    assert found["paced_stalled"] <= found["stalled"]
+    # Answers are generated faster than they are read, so their last token is shown later.
+    assert found["later_p50_s"] > 0.0
+
+
+def test_turns_are_circular() -> None:
+    order = CircularRoundRobin(quantum_tokens=10)
+
+    def job(arrival: int, tokens: int) -> JobView:
+        return JobView(arrival, Phase.REASONING, 5, tokens, tokens)
+
+    first, second = order.rank(job(0, 9)), order.rank(job(1, 0))
+    assert first < second and order.rank_holds(job(0, 9)) == 1
+    # At the end of its turn it goes behind whoever waits, however many quanta those have used...
+    again = order.rank(job(0, 10))
+    assert second < again
+    # ...but ahead of those that come later, unlike by quanta used.
+    assert again < order.rank(job(2, 0))
+    assert QuantumRoundRobin(quantum_tokens=10).rank(job(0, 10)) > QuantumRoundRobin().rank(job(2, 0))
+    # A rank that is read again is the same.
+    assert order.rank(job(0, 19)) == again
+    assert order.takes_from(second, again) and not order.takes_from(again, second)
+
+
+def test_requests_in_turn_are_served_in_figure_2c() -> None:
+    # Two at a time: A and B decode, C waits until A's turn ends, and A then until B's does.
+    profile = load_profile("r1-distill-qwen-32b-h100")
+    spec = ClusterSpec.uniform(1, profile, max_num_seqs=2)
+    requests = [SimRequest(name, at_s, 64, 0, 400) for name, at_s in (("a", 0.0), ("b", 0.5), ("c", 1.0))]
+    order = CircularRoundRobin(quantum_tokens=160)
+    done = {r.request_id: r for r in simulate(spec, requests, LeastLoaded(load=FOOTPRINT), order).requests}
+    firsts = [done[name].ttft_s for name in "abc"]
+    fcfs = simulate(spec, requests, LeastLoaded(load=FOOTPRINT), Fcfs()).requests[2].ttft_s
+    assert firsts[2] is not None and fcfs is not None and firsts[2] < 0.6 * fcfs
+    assert done["a"].preemptions_swapped >= 1 and done["b"].preemptions_swapped >= 1
 
 
 class _Checked(Pascal):

@@ -17,7 +17,7 @@ from tailrace.policy.arrow.load import (
     mean_token_interval_s,
     running_tokens,
 )
-from tailrace.policy.arrow.policy import FILTER, Arrow
+from tailrace.policy.arrow.policy import DECODING, FILTER, Arrow
 from tailrace.policy.arrow.pools import (
     Pools,
     assign,
@@ -350,6 +350,22 @@ def test_idle_prefill_instances_help_busy_decode_instances() -> None:
     assert (
         list(ARROW.on_tick(cluster(instance("a", pool=P), instance("b", pool=P), lightly_loaded), 0.0)) == []
     )
+
+
+@quick
+@given(view=fleets(pools=ANY, all_active=True))
+def test_literally_busy_decode_instances_get_every_idle_one(view: ClusterView) -> None:
+    """`busy=decoding`: what moves is what the idle rule moves, as soon as anything decodes in its pools."""
+    pools = Pools.of(view)
+    decoders = pools.decode + pools.prefill_to_decode
+    literal = Arrow(busy=DECODING)
+    move = literal._monitored_flip(pools)
+    if not decoders or mean_token_interval_s(pools.decode) > literal.tpot_slo_s:
+        assert move == ARROW._monitored_flip(pools)
+    elif not any(map(has_decodes_left, decoders)):
+        assert move is None
+    elif mean_token_interval_s(pools.prefill_to_decode) <= literal.tpot_slo_s:
+        assert move == try_move_idle_to_decode(pools)
 
 
 def test_the_idle_rule_moves_an_idle_instance_not_one_with_prompts() -> None:

@@ -59,6 +59,7 @@ def _run(spec: ClusterSpec, requests: list[SimRequest], intra: str, most: int) -
     kv_tokens=st.sampled_from([330, 900]),
     when_full=st.sampled_from(list(WhenFull)),
     room_last=st.booleans(),
+    paused=st.booleans(),
     bytes_per_s=st.sampled_from([1e8, 1e10]),
     interval_s=st.sampled_from([0.0, 0.0517]),
 )
@@ -68,11 +69,12 @@ def test_runs_of_steps_equal_single_steps_and_every_token_is_generated_once(
     kv_tokens: int,
     when_full: WhenFull,
     room_last: bool,
+    paused: bool,
     bytes_per_s: float,
     interval_s: float,
 ) -> None:
     spec = _spec(kv_tokens, when_full, bytes_per_s, interval_s)
-    spec = replace(spec, migration=replace(spec.migration, room_last=room_last))
+    spec = replace(spec, migration=replace(spec.migration, room_last=room_last, paused=paused))
     with pytest.MonkeyPatch.context() as patch:
         begin = Instance._plan_run
 
@@ -238,3 +240,21 @@ def test_a_swapped_request_migrates_from_host_memory() -> None:
     assert all(len(times) == 150 for name, times in simulation.token_times.items() if name == "r0")
     for instance in simulation.instances:
         assert_empty(instance)
+
+
+def test_a_paused_request_makes_no_token_before_it_is_there() -> None:
+    """Arrow's q_2: from the decision to the first step on the target."""
+    spec = replace(_spec(4_000, WhenFull.WAIT, 1e8, 0.5), stages=())
+    requests = [SimRequest("a", 0.0, 100, 0, 400)]
+    found = {}
+    for paused in (False, True):
+        moved = replace(spec, migration=replace(spec.migration, paused=paused))
+        simulation = Watched(moved, requests, MoveAfterPrefill(), INTRA["fcfs"])
+        [record] = simulation.run(None).requests
+        [migration] = [m for m in simulation.migrations.records]
+        assert migration.outcome is MigrationOutcome.COMMITTED
+        before = sum(at < migration.end_s for at in simulation.token_times["a"])
+        found[paused] = before, migration.rounds, record.pause_s
+    # The first token, and that of the step in which the decision is made.
+    assert found[True][0] <= 2 < found[False][0] and found[True][1] == 1 < found[False][1]
+    assert found[True][2] > found[False][2]

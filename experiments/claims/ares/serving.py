@@ -166,6 +166,8 @@ def _tail(
         "prediction": curve.change_at_load(dataset, ("ares", "rescheduling"), load, "tpot_p99_ms"),
         "total": curve.change_at_load(dataset, ("ares", "vllm"), load, "tpot_p99_ms"),
     }
+    # What the shorter tail costs at the median.
+    found["median"] = median = curve.change_at_load(dataset, ("ares", "vllm"), load, "tpot_p50_ms")
     arms = _ARMS[dataset]
     lines = {arm: curve.curve(dataset, arm, "tpot_p99_ms") for arm in arms}
     p99 = {arm: geometric_mean(curve.at_load(dataset, arm, load, "tpot_p99_ms")) for arm in arms}
@@ -198,7 +200,8 @@ def _tail(
         f"({format_estimate(found['migration'], '+.0%')}, a further "
         f"{format_estimate(found['prediction'], '+.0%')}){literal}",
         weakest([judge_effect(found["total"].mean, total), _part(found["prediction"], paper[1])]),
-        f"{where}, where vLLM's P99 is the paper's. Prediction: {by_load}"
+        f"{where}, where vLLM's P99 is the paper's; median TPOT {format_estimate(median, '+.0%')} against "
+        f"vLLM. Prediction: {by_load}"
         + ("" if significant else "; the seeds distinguish none of these from 0"),
         figures,
         spreads_of(found),

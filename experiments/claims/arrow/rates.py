@@ -6,7 +6,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from experiments.claims.arrow.cluster import INSTANCES, PROFILE, Trace, half_capacity_per_s, replay, rotated
+from experiments.claims.arrow.cluster import (
+    AS_JUDGED,
+    INSTANCES,
+    PROFILE,
+    Engines,
+    Trace,
+    half_capacity_per_s,
+    replay,
+    rotated,
+)
 from experiments.claims.base import Figures
 from simulator.goodput import attainment
 from simulator.records import SimResult
@@ -62,7 +71,9 @@ def crossing(points: Mapping[float, float]) -> float:
     return low + share * (high - low)
 
 
-def sustainable(traces: str, trace: Trace, policy: str, start: float = 0.0) -> Figures:
+def sustainable(
+    traces: str, trace: Trace, policy: str, start: float = 0.0, engines: Engines = AS_JUDGED
+) -> Figures:
     """Find the sustainable rate on eight instances, and report all rates tried with their attainment.
 
     `start` is the starting point in the trace as a share of its requests.
@@ -76,7 +87,7 @@ def sustainable(traces: str, trace: Trace, policy: str, start: float = 0.0) -> F
     results: dict[int, SimResult] = {}
 
     def attained(n: int) -> float:
-        results[n] = replay(trace, workload, policy, rate_at(unit_per_s, n), INSTANCES)
+        results[n] = replay(trace, workload, policy, rate_at(unit_per_s, n), INSTANCES, engines)
         return attainment(results[n].requests, trace.slo)
 
     seen = dict(sorted(bisect(attained).items()))

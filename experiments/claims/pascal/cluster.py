@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
+from experiments.claims.pascal.circular import CircularRoundRobin
 from simulator.cluster import ClusterSpec, MigrationSpec, ReportSpec
 from tailrace.actions import WhenFull
 from tailrace.intra.base import IntraPolicy
@@ -37,12 +38,13 @@ class Arm:
     report_s: float = 0.0
 
 
-# Placement of the paper's baselines (section V-A).
+# Placement of the paper's baselines (section V-A): both RRs share instances' time, and place as FCFS does.
 least_kv: Final = partial(LeastLoaded, load=FOOTPRINT)
 
 ARMS: Final[Mapping[str, Arm]] = {
     "fcfs": Arm(least_kv, Fcfs),
     "rr": Arm(least_kv, QuantumRoundRobin),
+    "rr_circular": Arm(least_kv, CircularRoundRobin),
     "pascal": Arm(Pascal, PascalQueue),
     "no_migration": Arm(partial(Pascal, migration=NEVER), PascalQueue),
     "non_adaptive": Arm(partial(Pascal, migration=ALWAYS), PascalQueue),

@@ -23,6 +23,7 @@ from tailrace.policy.arrow.load import (
     LeastDelay,
     LoadModel,
     PrefillTargets,
+    has_decodes_left,
     mean_token_interval_s,
     running_tokens,
 )
@@ -55,6 +56,9 @@ _HANDS_OVER: Final = (Pool.PREFILL, Pool.DECODE_TO_PREFILL)
 # Values of the parameter `room`.
 QUEUE: Final = "queue"
 FILTER: Final = "filter"
+# Values of the parameter `busy`.
+LOADED: Final = "loaded"
+DECODING: Final = "decoding"
 # Values of the parameter `flips`.
 PAPER: Final = "paper"
 ATTAINMENT: Final = "attainment"
@@ -86,6 +90,8 @@ class Arrow(Policy):
       within this share of Max Running Tokens each, and their mean token interval is within the TPOT SLO.
       "Busy" (idle-prefill rule) means above that share without the flip, so that the two rules cannot undo
       each other's flips. One half: a flip may double the load of the others.
+    - `busy`: read literally, decode instances are busy if they decode anything; then every idle prefill
+      instance is added to them.
     - `prefill_share`: the initial division of instances without a pool. As the paper's static baselines:
       4P+4D.
     - `room`: in the paper, a request is sent to the instance that Alg. 2 chooses and waits there for KV.
@@ -115,6 +121,13 @@ class Arrow(Policy):
         "choose only instances with room",
         source="Arrow, Algorithm 2 and section 5.4; filter: ours",
         choices=(QUEUE, FILTER),
+    )
+    busy: str = parameter(
+        LOADED,
+        "when idle prefill instances are added to decode instances: these are above low_load_share, or "
+        "decode anything",
+        source="Arrow, section 5.5, does not say what busy is; decoding: literally; loaded: ours",
+        choices=(LOADED, DECODING),
     )
     kv_wait: bool = parameter(
         False,
@@ -299,9 +312,13 @@ class Arrow(Policy):
             return None
         if _decode_interval_s(pools) > self.tpot_slo_s:
             return try_move_prefill_to_decode(pools, self.loads)
-        if self._load_share(decoders, decoders) > self.low_load_share:
-            return try_move_idle_to_decode(pools)
-        return None
+        return try_move_idle_to_decode(pools) if self._busy(decoders) else None
+
+    def _busy(self, decoders: Sequence[InstanceView]) -> bool:
+        """Return whether the decode instances are busy (section 5.5, case 3)."""
+        if self.busy == DECODING:
+            return any(map(has_decodes_left, decoders))
+        return self._load_share(decoders, decoders) > self.low_load_share
 
     def _best_flip(self, pools: Pools, now: float) -> SetPool | None:
         """Return the flip, in either direction, that brings the most requests within their SLOs, if that is
