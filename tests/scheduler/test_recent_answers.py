@@ -23,7 +23,7 @@ def test_figures_are_of_the_last_minute() -> None:
     recent.finished("b", LATE, 20.0)
     recent.moved("a", "b", 30.0)
     assert recent.of("a", 30.0).attainment(Slo()) == 0.5
-    assert recent.of_all(30.0).ttft_s() == (3.0, pytest.approx(3.0))
+    assert recent.of_all(30.0).ttft_s() == pytest.approx((3.0, 3.0))
     later = recent.of("a", WINDOW_S + 1.0)
     assert (later.answers, later.attainment(Slo()), later.moves_out) == ((GOOD,), 1.0, 1)
     assert recent.of_all(WINDOW_S + 31.0).moves_in == 0
